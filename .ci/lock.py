@@ -1,0 +1,63 @@
+"""Writes requirements.lock: every package that development needs, with the one version that it uses.
+
+The input is pyproject.toml: what the package needs, what building it needs, and the group "dev". pip resolves them in a
+dry run, so nothing is installed. The lock's first lines carry a digest of the input; by it `--check` knows a stale
+lock without asking an index. Local versions ("+cpu") are left out: which build of torch is right depends on the machine.
+"""
+
+import argparse
+import hashlib
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+LOCK = ROOT / ".ci" / "requirements.lock"
+HEADER = "# Written by `make lock` from pyproject.toml; do not edit.\n# input: {digest}\n"
+
+
+def requirements(pyproject: dict[str, Any]) -> list[str]:
+    """All that development installs, in an order that does not depend on how pyproject.toml is sorted."""
+    groups = (
+        pyproject["build-system"]["requires"],
+        pyproject["project"]["dependencies"],
+        pyproject["dependency-groups"]["dev"],
+    )
+    return sorted({line for group in groups for line in group})
+
+
+def digest(wanted: list[str]) -> str:
+    return hashlib.sha256("\n".join(wanted).encode()).hexdigest()
+
+
+def is_current(wanted: list[str], lock: str) -> bool:
+    return lock.startswith(HEADER.format(digest=digest(wanted)))
+
+
+def resolve(wanted: list[str]) -> list[str]:
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
+    answer = subprocess.run([*command, "--report", "-", *wanted], check=True, stdout=subprocess.PIPE)
+    found = [item["metadata"] for item in json.loads(answer.stdout)["install"]]
+    return sorted(
+        f"{item['name'].lower().replace('_', '-')}=={item['version'].split('+')[0]}" for item in found
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="write .ci/requirements.lock, or say whether it is stale")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail where the lock is stale")
+    wanted = requirements(tomllib.loads((ROOT / "pyproject.toml").read_text()))
+    if not parser.parse_args().check:
+        LOCK.write_text(HEADER.format(digest=digest(wanted)) + "\n".join(resolve(wanted)) + "\n")
+        return 0
+    if LOCK.exists() and is_current(wanted, LOCK.read_text()):
+        return 0
+    print("requirements.lock is stale: pyproject.toml's requirements have changed. Run `make lock`.")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

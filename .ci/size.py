@@ -1,0 +1,41 @@
+"""Fails where a Python file has more than 300 lines or a function more than 40.
+
+A function's lines run from its `def` to its last statement, decorators, docstring and nested functions included: what a
+reader has to keep in mind at once.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+FILE_LINES = 300
+FUNCTION_LINES = 40
+
+
+def too_large(path: Path) -> Iterator[str]:
+    """One message for each limit that the file breaks."""
+    source = path.read_text(encoding="utf-8")
+    lines = len(source.splitlines())
+    if lines > FILE_LINES:
+        yield f"{path}: {lines} lines, at most {FILE_LINES}"
+    for node in ast.walk(ast.parse(source, str(path))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            lines = (node.end_lineno or node.lineno) - first + 1
+            if lines > FUNCTION_LINES:
+                yield f"{path}:{node.lineno}: {node.name} has {lines} lines, at most {FUNCTION_LINES}"
+
+
+def main(folders: list[str]) -> int:
+    files = sorted(path for folder in folders for path in Path(folder).rglob("*.py"))
+    if not files:
+        print(f"no Python files in {' '.join(folders) or 'no folder'}: nothing was checked")
+        return 1
+    findings = [message for path in files for message in too_large(path)]
+    print("\n".join(findings), end="\n" if findings else "")
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,92 @@
+# The one door to everything a developer does here. `make` alone prints the targets.
+# The environment lives in .venv/ and is rebuilt when the lock or pyproject.toml changes; the tests run against the
+# built wheel, unpacked in .venv/wheel, which is rebuilt when a source file changes.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PACKAGES := kvoffload plugins
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+FAST_MARKS := not slow and not gpu and not vllm
+SOURCES := $(shell find $(PACKAGES) -not -path '*__pycache__*' 2>/dev/null)
+
+# The wheel is found before the editable install; safe path keeps the working directory out of `python -m` and `-c`,
+# also in the processes that tests start.
+WHEEL := $(CURDIR)/$(VENV)/wheel
+AGAINST_WHEEL := KVOFFLOAD_WHEEL=$(WHEEL) PYTHONPATH=$(WHEEL) PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE=1
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test test-fast check lint types imports size format tools lock deep coverage wheel clean
+.DELETE_ON_ERROR:
+
+help:  ## print the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+venv: $(VENV)/ready  ## set up .venv with the locked versions and the sources as they lie here
+	@:
+
+demo: venv  ## the same conversations without and with offloading, in one table
+	@$(BIN)/kvoffload demo $(ARGS)
+
+test: $(VENV)/wheel/ready  ## every test that this machine can run, against the built wheel
+	@.ci/tools || echo "Tests that need those programs are skipped."
+	HYPOTHESIS_PROFILE=ci $(AGAINST_WHEEL) $(BIN)/pytest $(ARGS)
+
+test-fast: $(VENV)/wheel/ready  ## the quick tests alone, in about a minute
+	HYPOTHESIS_PROFILE=fast $(AGAINST_WHEEL) $(BIN)/pytest -m "$(FAST_MARKS)" $(ARGS)
+
+check: lint types imports size test  ## all that a change must pass
+
+lint: venv  ## form and lint rules
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/ruff check --quiet .
+
+types: venv  ## mypy, strict for the packages
+	$(BIN)/mypy
+
+imports: venv  ## the layers: imports point down only
+	$(BIN)/lint-imports --no-cache
+
+size: venv  ## no file over 300 lines, no function over 40
+	$(BIN)/python .ci/size.py $(PACKAGES)
+
+format: venv  ## rewrite the sources in the agreed form
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format --quiet .
+
+tools:  ## install the distribution packages that some tests use (root on Debian), or name them
+	@.ci/tools
+
+lock: venv  ## write .ci/requirements.lock anew from pyproject.toml
+	$(BIN)/python .ci/lock.py
+	@$(MAKE) --no-print-directory venv
+
+deep: $(VENV)/wheel/ready  ## the property tests with many more examples; takes long
+	HYPOTHESIS_PROFILE=deep $(AGAINST_WHEEL) $(BIN)/pytest -m "hypothesis and not gpu and not vllm" --timeout 3600 $(ARGS)
+
+coverage: venv  ## branch coverage of the quick tests; core, model and bus must be complete
+	HYPOTHESIS_PROFILE=ci $(BIN)/coverage run -m pytest -m "$(FAST_MARKS)" -q $(ARGS)
+	$(BIN)/coverage report --include='kvoffload/core/*,kvoffload/model/*,kvoffload/bus/*' --fail-under=100
+	$(BIN)/coverage report --fail-under=$(COVERAGE_FLOOR)
+
+wheel: $(VENV)/wheel/ready  ## build the wheel into .venv/dist and unpack it for the tests
+	@:
+
+clean:  ## remove .venv and every cache
+	rm -rf $(VENV) dist .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+COVERAGE_FLOOR ?= 80
+
+$(VENV)/ready: .ci/requirements.lock pyproject.toml
+	@test -x $(BIN)/pip || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvoffload needs Python 3.11 or newer; name one with PYTHON=")'
+	@test -x $(BIN)/pip || { echo "Setting up $(VENV) (minutes the first time)"; $(PYTHON) -m venv $(VENV); }
+	$(PIP) install -r .ci/requirements.lock
+	$(PIP) install --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/wheel/ready: $(VENV)/ready $(SOURCES)
+	@rm -rf $(VENV)/dist $(VENV)/wheel
+	$(PIP) wheel --no-deps --no-build-isolation --wheel-dir $(VENV)/dist .
+	$(PIP) install --no-deps --no-index --target $(VENV)/wheel $(VENV)/dist/*.whl
+	@touch $@

@@ -1,0 +1,40 @@
+"""What every test shares: profiles of the property tests, and marks that skip with a reason."""
+
+import importlib.util
+import os
+import shutil
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# No deadline in any of them: the time of one example says more about the machine than about the code, and a state
+# machine that builds an engine is slow by hypothesis' measure and not by ours.
+common = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+settings.register_profile("fast", common, max_examples=30, stateful_step_count=30)
+settings.register_profile("ci", common, max_examples=200, derandomize=True)
+settings.register_profile("deep", common, max_examples=5000, stateful_step_count=100)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for reason in reasons_to_skip(item):
+        pytest.skip(reason)
+
+
+def reasons_to_skip(item: pytest.Item) -> list[str]:
+    reasons = []
+    if item.get_closest_marker("gpu") and not _has_cuda():
+        reasons.append("needs a CUDA device")
+    if item.get_closest_marker("vllm") and importlib.util.find_spec("vllm") is None:
+        reasons.append("needs an environment with vLLM")
+    programs = [name for mark in item.iter_markers("tools") for name in mark.args]
+    missing = [name for name in programs if shutil.which(name) is None]
+    if missing:
+        reasons.append(f"needs {', '.join(missing)}: make tools")
+    return reasons
+
+
+def _has_cuda() -> bool:
+    import torch  # here, so that a run without such tests does not pay for the import
+
+    return torch.cuda.is_available()

@@ -1,0 +1,29 @@
+"""What the tests of the tooling share."""
+
+import importlib.util
+import os
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def load_script(name: str) -> ModuleType:
+    """A script of .ci as a module; the folder is no package."""
+    path = ROOT / ".ci" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"ci_{name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def unpacked_wheel() -> Path:
+    """Where the Makefile unpacked the wheel that it built for this run."""
+    folder = os.environ.get("KVOFFLOAD_WHEEL")
+    if folder is None:
+        pytest.skip("no wheel was built for this run: make test")
+    return Path(folder)

@@ -1,0 +1,40 @@
+import subprocess
+import sys
+
+import pytest
+
+# Makes the named packages look as if they were not installed, then imports.
+WITHOUT = """
+import importlib, sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked!r}:
+            raise ModuleNotFoundError(f"blocked: {{name}}", name=name)
+
+sys.meta_path.insert(0, Blocker())
+importlib.import_module({module!r})
+"""
+
+
+def import_without(module: str, *blocked: str) -> str:
+    program = WITHOUT.format(module=module, blocked=set(blocked))
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False).stderr
+
+
+def test_the_blocker_blocks() -> None:
+    assert "blocked: numpy" in import_without("numpy", "numpy")
+
+
+def test_the_package_needs_no_heavy_dependency() -> None:
+    assert import_without("kvoffload", "numpy", "prometheus_client", "torch", "vllm") == ""
+
+
+@pytest.mark.parametrize("module", ["kvoffload.model", "kvoffload.core"])
+def test_the_pure_parts_need_nothing_but_python(module: str) -> None:
+    blocked = ("anyio", "numpy", "prometheus_client", "structlog", "torch", "vllm")
+    assert import_without(module, *blocked) == ""
+
+
+def test_the_bus_needs_no_tensors_and_no_metrics() -> None:
+    assert import_without("kvoffload.bus", "numpy", "prometheus_client", "torch", "vllm") == ""

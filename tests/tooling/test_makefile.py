@@ -1,0 +1,38 @@
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from tests.tooling.scripts import ROOT
+
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+MAKEFILE = (ROOT / "Makefile").read_text()
+TARGETS = set(re.findall(r"^([a-z][a-z-]*):", MAKEFILE, flags=re.MULTILINE))
+
+
+def make(*arguments: str) -> str:
+    command = ["make", "--no-print-directory", *arguments]
+    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+
+
+def test_make_alone_is_help() -> None:
+    assert make() == make("help")
+
+
+def test_help_has_a_sentence_for_every_target() -> None:
+    shown = dict(line.split(maxsplit=2)[1:] for line in make("help").splitlines())
+    assert set(shown) == TARGETS
+    assert all(len(sentence.split()) > 1 for sentence in shown.values())
+
+
+def test_no_target_is_mistaken_for_a_file() -> None:
+    (phony,) = re.findall(r"^\.PHONY: (.*)$", MAKEFILE, flags=re.MULTILINE)
+    assert set(phony.split()) == TARGETS
+
+
+def test_ci_runs_what_check_runs() -> None:
+    (check,) = re.findall(r"^check: (.*?) *##", MAKEFILE, flags=re.MULTILINE)
+    runs = re.findall(r"^make --no-print-directory (.*)$", (ROOT / ".ci/run").read_text(), flags=re.MULTILINE)
+    assert " ".join(runs) == check
+    assert runs[-1] == "test"

@@ -1,0 +1,34 @@
+import shutil
+import subprocess
+
+import pytest
+
+from tests.tooling.scripts import ROOT
+
+TOP_LEVEL = {
+    *("kvoffload", "plugins", "tests", "dashboards", ".ci"),
+    *("pyproject.toml", "Makefile", "README.md", "LICENSE", "CHANGELOG.md", ".gitignore"),
+}
+
+
+@pytest.fixture
+def files() -> list[str]:
+    """Every file that is, or would be, in the repository."""
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
+    return [name for name in listed if (ROOT / name).exists()]
+
+
+def test_the_top_level_holds_nothing_unexpected(files: list[str]) -> None:
+    assert {name.partition("/")[0] for name in files} - TOP_LEVEL == set()
+
+
+def test_no_file_is_large(files: list[str]) -> None:
+    assert [name for name in files if (ROOT / name).stat().st_size > 1_000_000] == []
+
+
+def test_scripts_can_be_run() -> None:
+    for name in ("run", "tools"):
+        assert (ROOT / ".ci" / name).stat().st_mode & 0o111, name

@@ -1,0 +1,70 @@
+import importlib.metadata
+import importlib.util
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.tooling.scripts import ROOT, unpacked_wheel
+
+PACKAGES = ["kvoffload", *sorted(path.parent.name for path in ROOT.glob("plugins/*/__init__.py"))]
+
+
+@pytest.fixture
+def wheel() -> Path:
+    return unpacked_wheel()
+
+
+@pytest.fixture
+def metadata(wheel: Path) -> importlib.metadata.Distribution:
+    (found,) = importlib.metadata.distributions(name="kvoffload", path=[str(wheel)])
+    return found
+
+
+def sources(root: Path, package: str) -> set[str]:
+    return {str(path.relative_to(root)) for path in (root / package).rglob("*.py")}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_tests_run_against_the_wheel(package: str, wheel: Path) -> None:
+    spec = importlib.util.find_spec(package)
+    assert spec is not None
+    assert spec.origin == str(wheel / package / "__init__.py")
+
+
+def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
+    expected = sources(ROOT, "kvoffload").union(*(sources(ROOT / "plugins", name) for name in PACKAGES[1:]))
+    assert {str(path.relative_to(wheel)) for path in wheel.rglob("*.py")} == expected
+    assert (wheel / "kvoffload" / "py.typed").exists()
+
+
+def test_the_wheel_brings_its_packages_and_its_metadata_alone(
+    metadata: importlib.metadata.Distribution,
+) -> None:
+    tops = {path.parts[0] for path in metadata.files or []}
+    tops -= {"..", "bin"}  # where pip put the script
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert tops == {*PACKAGES, f"kvoffload-{version}.dist-info"}
+
+
+def test_every_entry_point_can_be_loaded(metadata: importlib.metadata.Distribution) -> None:
+    points = {(point.group, point.name): point for point in metadata.entry_points}
+    assert {("console_scripts", "kvoffload"), ("kvoffload.engine_plugins", "kvoffload")} <= set(points)
+    for (group, _), point in points.items():
+        if not group.startswith("vllm."):
+            assert callable(point.load()), point
+
+
+def test_requirements_have_lower_bounds_only(metadata: importlib.metadata.Distribution) -> None:
+    requirements = [Requirement(line) for line in metadata.requires or []]
+    assert "torch" in {requirement.name for requirement in requirements}
+    for requirement in requirements:
+        assert requirement.url is None
+        assert {bound.operator for bound in requirement.specifier} == {">="}, requirement
+
+
+def test_licence_and_python_version(metadata: importlib.metadata.Distribution) -> None:
+    assert metadata.metadata["License-Expression"] == "Apache-2.0"
+    assert metadata.metadata["Requires-Python"] == ">=3.11"
+    assert "Apache License" in (metadata.read_text("licenses/LICENSE") or "")
