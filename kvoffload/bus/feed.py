@@ -1,0 +1,146 @@
+"""A bounded feed: from the engine's thread to an observer's event loop, without ever holding the engine up.
+
+Two threads share a feed, without a lock. The producer appends and wakes the consumer only if it sleeps; the consumer
+announces that it is about to sleep, *then* looks once more. Whatever the order in which the two run, either the
+producer sees the announcement or the consumer sees the event, so no event waits unseen; at worst the consumer wakes
+once for nothing.
+
+    producer                     consumer
+    append the event             announce sleep
+    asleep? -> wake              anything waiting? -> do not sleep
+
+While the consumer is awake an event costs the producer one append, however fast events come; with nothing to tell,
+neither thread runs. Each number is written by one thread only: `published`, `overflowed` and `wakeups` by the
+producer, `delivered` and `left` by whoever consumes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Generic, NamedTuple, TypeVar
+
+import anyio
+import anyio.lowlevel
+
+T = TypeVar("T")
+
+_TURN = 64  # events after which a busy consumer lets the loop's other tasks run
+
+
+class FeedStatistics(NamedTuple):
+    """Exact whenever neither side is in the middle of a call: published = delivered + dropped + waiting."""
+
+    published: int  #: events offered while the feed was open
+    delivered: int  #: events that the consumer took
+    dropped: int  #: events that found the feed full, or that its consumer left behind
+    waiting: int  #: events not taken yet
+    wakeups: int  #: times the producer woke the consumer
+
+
+class Feed(Generic[T]):
+    """Events from one producer's thread to one consumer's task. One that finds it full is dropped and counted.
+
+    Args:
+        name: of the observer, for statistics.
+        capacity: events that may wait.
+    """
+
+    def __init__(self, name: str, capacity: int) -> None:
+        if capacity < 1:
+            raise ValueError(f"feed {name!r}: capacity is {capacity}; it must be at least 1")
+        self.name = name
+        self.capacity = capacity
+        self._waiting: deque[T] = deque()
+        self._closed = False
+        self._asleep = False
+        self._bell = asyncio.Event()  # belongs to the consumer's loop from the first sleep on
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._published = self._overflowed = self._wakeups = 0
+        self._delivered = self._left = 0
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "open"
+        return f"<Feed {self.name} [{state}, {len(self._waiting)} of {self.capacity} waiting]>"
+
+    def offer(self, event: T) -> bool:
+        """Hand an event over without waiting; return False when nobody wants any more."""
+        if self._closed:
+            return False
+        self._published += 1
+        if len(self._waiting) >= self.capacity:
+            self._overflowed += 1
+            return True
+        self._waiting.append(event)
+        if self._asleep:
+            self._wake()
+        return True
+
+    def nowait(self) -> T:
+        """Take the oldest event.
+
+        Raises:
+            anyio.WouldBlock: nothing waits.
+            anyio.EndOfStream: nothing waits, and nothing more will come.
+        """
+        closed = self._closed
+        if not self._waiting:
+            raise anyio.EndOfStream if closed else anyio.WouldBlock
+        self._delivered += 1
+        return self._waiting.popleft()
+
+    def __aiter__(self) -> Feed[T]:
+        return self
+
+    async def __anext__(self) -> T:
+        if self._delivered % _TURN == _TURN - 1:
+            await anyio.lowlevel.checkpoint()
+        while True:
+            try:
+                return self.nowait()
+            except anyio.EndOfStream:
+                raise StopAsyncIteration from None
+            except anyio.WouldBlock:
+                await self._sleep()
+
+    def close(self) -> None:
+        """Take no more events. What waits is still delivered, then iteration ends. For the producer's side."""
+        self._closed = True
+        if self._asleep:
+            self._wake()
+
+    def abandon(self) -> None:
+        """Take no more events and drop what waits. For the consumer's side, when it will not read on."""
+        self._closed = True
+        self._left += len(self._waiting)
+        self._waiting.clear()
+
+    def statistics(self) -> FeedStatistics:
+        return FeedStatistics(
+            published=self._published,
+            delivered=self._delivered,
+            dropped=self._overflowed + self._left,
+            waiting=len(self._waiting),
+            wakeups=self._wakeups,
+        )
+
+    async def _sleep(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._bell.clear()
+        self._asleep = True
+        try:
+            if not self._waiting and not self._closed:
+                await self._bell.wait()
+        finally:
+            self._asleep = False
+
+    def _wake(self) -> None:
+        # First, so that the events that follow find the consumer awake. A consumer that fell asleep in between is
+        # rung for nothing and looks again.
+        self._asleep = False
+        self._wakeups += 1
+        assert self._loop is not None, "asleep without a loop"
+        try:
+            self._loop.call_soon_threadsafe(self._bell.set)
+        except RuntimeError:  # the loop is closed: nobody will read here again
+            self.abandon()

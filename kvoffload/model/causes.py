@@ -1,0 +1,103 @@
+"""Why things ended as they did: every label of every metric comes from here."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class MissCause(Enum):
+    """Why a looked-up block did not hit. Exactly one a block; they sum to the missed blocks."""
+
+    NEVER_SEEN = "never_seen"  # no block with this key was ever offered, or so long ago that it is forgotten
+    EVICTED = "evicted"  # it was on the host and made room for another
+    STORING = "storing"  # its store is still open
+    DECLINED_HOST_FULL = "declined_host_full"  # offered, but every slot was in use
+    DECLINED_STALE = "declined_stale"  # offered after the engine had handed its device block out again
+    DECLINED_LEASE_LIMIT = "declined_lease_limit"  # offered while a quarter of the device pool was leased
+    DECLINED_OTHER = "declined_other"  # offered and declined for another reason
+    LOST = "lost"  # the device dropped it before it could be stored
+    STORE_FAILED = "store_failed"  # its copy to the host failed
+    AFTER_RESET = "after_reset"  # it was on the host until the last reset
+    LOAD_FAILED = "load_failed"  # a load of this request failed, or the last load of this block did
+    CORRUPT = "corrupt"  # its checksum did not match when it was last loaded
+    LOAD_DECLINED = "load_declined"  # the hit was shorter than min_load_tokens
+    LAST_TOKEN = "last_token"  # on the host, but one token of a prompt must always be computed
+    READ_AHEAD = "read_ahead"  # on the host, but a speculative draft reads ahead of it
+    PARTIAL_BLOCK = "partial_block"  # the tokens behind the last whole block
+    BEHIND_MISS = "behind_miss"  # behind the first missing block, so it could not be used
+    OPTED_OUT = "opted_out"  # the request asked not to read cached blocks
+    DEGRADED = "degraded"  # offloading was switched off by a broken law
+
+
+class StoreOutcome(Enum):
+    """What became of a computed block that was offered to the host. Exactly one an offer."""
+
+    STORED = "stored"
+    ALREADY_CACHED = "already_cached"  # the host has this key
+    IN_FLIGHT = "in_flight"  # another device block with this key was being stored, and arrived
+    STALE = "stale"  # the engine handed the device block out again
+    NOT_HASHED = "not_hashed"  # the engine does not know the block's hash
+    HOST_FULL = "host_full"  # no slot was empty or evictable
+    LEASE_LIMIT = "lease_limit"  # a quarter of the device pool was leased already
+    REQUEST_GONE = "request_gone"  # the request ended without holding its blocks
+    LOST = "lost"  # preempted, or evicted on the device before it could be stored
+    BEFORE_RESET = "before_reset"  # computed, wholly or in part, before the last reset
+    FAILED = "failed"  # a rank's copy failed
+    ABANDONED = "abandoned"  # a rank's copy did not end in time
+    CANCELLED = "cancelled"  # a reset came before the copy was submitted
+    DEGRADED = "degraded"
+
+
+class LoadOutcome(Enum):
+    """How the load of a block ended."""
+
+    LOADED = "loaded"
+    FAILED = "failed"
+    CORRUPT = "corrupt"
+    ABANDONED = "abandoned"
+    CANCELLED = "cancelled"  # the request ended, or its hit was gone, before the copy was submitted
+
+
+class CopyOutcome(Enum):
+    """What one rank says of its part of a job."""
+
+    DONE = "done"
+    FAILED = "failed"
+    CORRUPT = "corrupt"
+
+
+class EvictionCause(Enum):
+    """Why a block left the host."""
+
+    SPACE = "space"
+    RESET = "reset"
+    LOAD_FAILED = "load_failed"
+    CORRUPT = "corrupt"
+    ABANDONED = "abandoned"
+
+
+class PinDropCause(Enum):
+    """Why pinned blocks were let go without a load."""
+
+    LOOKED_UP_AGAIN = "looked_up_again"
+    NOT_ACCEPTED = "not_accepted"
+    REQUEST_ENDED = "request_ended"
+    PREEMPTED = "preempted"
+    RESET = "reset"
+
+
+class SurpriseCause(Enum):
+    """What an engine did that the contract does not foresee. Counted always, logged once, survived."""
+
+    TOKENS_WITHOUT_PIN = "tokens_without_pin"
+    PIN_WITHOUT_TOKENS = "pin_without_tokens"
+    UNKNOWN_REQUEST = "unknown_request"
+    UNKNOWN_JOB = "unknown_job"
+
+
+class DegradeCause(Enum):
+    """Why offloading was switched off for good."""
+
+    HANDLER_RAISED = "handler_raised"
+    LAW_BROKEN = "law_broken"
+    TRANSFER_DEAD = "transfer_dead"

@@ -1,0 +1,150 @@
+"""Settings that operators type, checked all at once before anything starts."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+from kvoffload.model.errors import ConfigError
+
+_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+ALIASES = {
+    "cpu_bytes_to_use": "host_bytes",
+    "cpu_bytes_to_use_per_rank": "host_bytes_per_rank",
+    "lazy_offload": "store_policy",
+}
+"""The replaced connector's keys, taken as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadConfig:
+    """What an operator may set.
+
+    Args:
+        host_bytes: host memory of one engine, all its ranks together.
+        host_bytes_per_rank: host memory of each rank; wins over `host_bytes` where given.
+        store_policy: "eager" stores what is computed, "lazy" what the device is about to evict.
+        eviction_policy: which block leaves the host first.
+        min_load_tokens: shorter hits are recomputed instead; None for one block.
+        verify: which blocks' checksums are checked before a load is trusted.
+        transfer_timeout_s: seconds from submission after which a copy counts as never ending.
+        journal_path: file for the events, None for a ring in memory.
+    """
+
+    host_bytes: int = 8 * 2**30
+    host_bytes_per_rank: int | None = None
+    store_policy: str = "eager"
+    eviction_policy: str = "lru"
+    min_load_tokens: int | None = None
+    verify: str = "off"
+    transfer_timeout_s: float = 30.0
+    journal_path: Path | None = None
+
+    def bytes_per_rank(self, ranks: int) -> int:
+        """Return the host bytes that each of `ranks` workers may use."""
+        return self.host_bytes_per_rank if self.host_bytes_per_rank is not None else self.host_bytes // ranks
+
+
+def parse_bytes(value: object) -> int:
+    """Return a number of bytes from an integer or a text such as "8GiB".
+
+    Raises:
+        ValueError: it is neither, or not positive.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        number = value
+    elif isinstance(value, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)):
+        unit = match[2].upper()
+        if unit not in _UNITS:
+            raise ValueError
+        number = int(Fraction(match[1]) * _UNITS[unit])
+    else:
+        raise ValueError
+    if number < 1:
+        raise ValueError
+    return number
+
+
+def parse_config(raw: Mapping[str, object]) -> OffloadConfig:
+    """Return the settings in `raw`, defaults where it is silent.
+
+    Raises:
+        ConfigError: with every unknown key and bad value, the nearest valid key and what is allowed.
+    """
+    problems: list[str] = []
+    values: dict[str, object] = {}
+    for name, value in raw.items():
+        key = ALIASES.get(name, name)
+        if key not in _PARSERS:
+            problems.append(_unknown(name))
+            continue
+        if key in values:
+            problems.append(f"{name} sets {key}, which is set already; give one of the two")
+            continue
+        allowed, parse = _PARSERS[key]
+        try:
+            values[key] = _lazy(value) if name == "lazy_offload" else parse(value)
+        except (ValueError, TypeError, OverflowError):
+            allowed = "true or false" if name == "lazy_offload" else allowed
+            problems.append(f"{name} is {value!r}; it must be {allowed}")
+    if problems:
+        raise ConfigError(problems)
+    return OffloadConfig(**values)  # type: ignore[arg-type]  # each value comes from its key's own parser
+
+
+def _unknown(name: str) -> str:
+    near = difflib.get_close_matches(str(name), [*_PARSERS, *ALIASES], n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]}?" if near else f"; known keys: {', '.join(_PARSERS)}"
+    return f"unknown key {name!r}{hint}"
+
+
+def _lazy(value: object) -> str:
+    if not isinstance(value, bool):
+        raise ValueError
+    return "lazy" if value else "eager"
+
+
+def _one_of(*allowed: str) -> tuple[str, Callable[[object], object]]:
+    def parse(value: object) -> object:
+        if value not in allowed:
+            raise ValueError
+        return value
+
+    return "one of " + ", ".join(allowed), parse
+
+
+def _tokens(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError
+    return value
+
+
+def _seconds(value: object) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+        raise ValueError
+    return float(value)
+
+
+def _path(value: object) -> Path:
+    if not isinstance(value, str | Path) or not str(value) or "\0" in str(value):
+        raise ValueError
+    return Path(value)
+
+
+_BYTES = 'a positive number of bytes, such as 8589934592 or "8GiB"'
+_PARSERS: dict[str, tuple[str, Callable[[object], object]]] = {
+    "host_bytes": (_BYTES, parse_bytes),
+    "host_bytes_per_rank": (_BYTES, parse_bytes),
+    "store_policy": _one_of("eager", "lazy"),
+    "eviction_policy": _one_of("lru"),
+    "min_load_tokens": ("a number of tokens, 0 or more", _tokens),
+    "verify": _one_of("off"),
+    "transfer_timeout_s": ("a positive number of seconds", _seconds),
+    "journal_path": ("a file's path", _path),
+}

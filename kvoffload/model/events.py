@@ -1,0 +1,200 @@
+"""Events: what the core decided or learnt, in the past tense, one per job, request or step and never one per block.
+
+Ids, counts and enums only: no token, no prompt text, no key. Counters, the journal and every observer read these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvoffload.model.causes import (
+    CopyOutcome,
+    DegradeCause,
+    EvictionCause,
+    LoadOutcome,
+    MissCause,
+    PinDropCause,
+    StoreOutcome,
+    SurpriseCause,
+)
+from kvoffload.model.ids import JobId, Rank, RequestId
+from kvoffload.model.transfer import Direction
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Base of all events."""
+
+
+@dataclass(frozen=True, slots=True)
+class HitPinned(Event):
+    """A lookup found blocks and pinned them."""
+
+    request: RequestId
+    blocks: int
+    device_tokens: int
+    hit_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class HitDropped(Event):
+    """Pinned blocks were let go without a load."""
+
+    request: RequestId
+    blocks: int
+    cause: PinDropCause
+
+
+@dataclass(frozen=True, slots=True)
+class LookupDeferred(Event):
+    """A lookup answered "not yet": another request is loading the same prefix."""
+
+    request: RequestId
+    owner: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class LookupSettled(Event):
+    """A request was admitted; its last lookup counts.
+
+    Args:
+        request: which.
+        device_tokens: tokens that the device held already; their blocks are not counted.
+        hit_blocks: block positions found on the host.
+        miss_blocks: block positions not found; the first has `cause`, those behind it `behind_miss`.
+        hit_tokens: tokens in the hit positions.
+        miss_tokens: tokens in the missed positions.
+        cause: why the first missing position missed; None when nothing missed.
+    """
+
+    request: RequestId
+    device_tokens: int
+    hit_blocks: int
+    miss_blocks: int
+    hit_tokens: int
+    miss_tokens: int
+    cause: MissCause | None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadScheduled(Event):
+    """A load became binding; its slots are pinned and its device blocks leased until every rank has ended it."""
+
+    job: JobId
+    request: RequestId
+    blocks: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadEnded(Event):
+    """The engine can go on: the load arrived, or must be recomputed.
+
+    `blocks` counts those with `outcome`; of a corrupt load, the others are told in a second event as failed.
+    """
+
+    job: JobId
+    request: RequestId
+    blocks: int
+    outcome: LoadOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksOffered(Event):
+    """Computed blocks were offered to the host in this step."""
+
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreScheduled(Event):
+    """Blocks were given slots, leased, and put into a job."""
+
+    job: JobId
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSettled(Event):
+    """Offers got their final outcome; `job` where one was behind it."""
+
+    outcome: StoreOutcome
+    blocks: int
+    job: JobId | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RankReported(Event):
+    """One rank ended its part of a job."""
+
+    job: JobId
+    rank: Rank
+    direction: Direction
+    outcome: CopyOutcome
+    copied_bytes: int
+    queue_s: float
+    copy_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class JobAbandoned(Event):
+    """A copy did not end in time; its slots and device blocks are written off until it does, the slots for good."""
+
+    job: JobId
+    direction: Direction
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksEvicted(Event):
+    """Blocks left the host."""
+
+    blocks: int
+    cause: EvictionCause
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksZeroed(Event):
+    """Positions were struck from requests' records because the engine handed their blocks out again."""
+
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityGrown(Event):
+    """All ranks have this many slots ready."""
+
+    slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResetStarted(Event):
+    """Nothing computed so far can be found any more.
+
+    Args:
+        generation: how many resets there have been.
+        dropped_blocks: blocks that were found until now.
+        draining_blocks: slots still under a running copy.
+        open_jobs: jobs that still run.
+    """
+
+    generation: int
+    dropped_blocks: int
+    draining_blocks: int
+    open_jobs: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSurprised(Event):
+    """The engine did what the contract does not foresee; survived."""
+
+    cause: SurpriseCause
+    request: RequestId | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadingDegraded(Event):
+    """Offloading is off for good; open jobs drain and the engine goes on without it."""
+
+    cause: DegradeCause
+    detail: str

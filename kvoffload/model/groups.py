@@ -1,0 +1,75 @@
+"""KV cache groups: layers that share a block table and an attention kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from kvoffload.model.errors import ConfigError
+from kvoffload.model.ids import GroupId
+
+
+class AttentionKind(Enum):
+    """How far back a layer looks."""
+
+    FULL = "full"
+    SLIDING_WINDOW = "sliding_window"
+    CHUNKED_LOCAL = "chunked_local"
+    RECURRENT = "recurrent"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """One group.
+
+    Args:
+        group: its number, which is also its place in every per-group tuple.
+        kind: its attention kind.
+        block_tokens: tokens in one of its blocks.
+        reach_tokens: the window or the chunk in tokens (the token itself counted), None for full and recurrent.
+        reads_ahead: a speculative draft reads ahead in it, so its last matched block cannot be used.
+    """
+
+    group: GroupId
+    kind: AttentionKind
+    block_tokens: int
+    reach_tokens: int | None = None
+    reads_ahead: bool = False
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.block_tokens < 1:
+            problems.append(f"block_tokens is {self.block_tokens}; it must be at least 1")
+        bounded = self.kind in (AttentionKind.SLIDING_WINDOW, AttentionKind.CHUNKED_LOCAL)
+        fits = (self.reach_tokens or 0) >= 1 if bounded else self.reach_tokens is None
+        if not fits:
+            allowed = "at least 1" if bounded else "None"
+            problems.append(
+                f"reach_tokens is {self.reach_tokens} for {self.kind.value} attention; it must be {allowed}"
+            )
+        if problems:
+            raise ConfigError([f"group {self.group}: {problem}" for problem in problems])
+
+    @property
+    def recycles_blocks(self) -> bool:
+        """Whether the engine takes blocks of this group back while the request runs."""
+        return self.kind is not AttentionKind.FULL
+
+    def first_needed_token(self, length: int) -> int:
+        """Return the first token whose KV the token at position `length` reads.
+
+        sliding window 4, length 10        chunks of 4, length 10
+        0 1 2 3 4 5 6 [7 8 9] 10           0 1 2 3 | 4 5 6 7 | [8 9] 10
+        """
+        if self.kind is AttentionKind.FULL:
+            return 0
+        if self.kind is AttentionKind.RECURRENT:
+            return max(length - 1, 0)
+        reach = self.reach_tokens or 1
+        if self.kind is AttentionKind.SLIDING_WINDOW:
+            return max(length - reach + 1, 0)
+        return length - length % reach
+
+    def needed_blocks(self, length: int) -> range:
+        """Return the positions of the blocks that must be present to go on computing at token `length`."""
+        return range(self.first_needed_token(length) // self.block_tokens, length // self.block_tokens)

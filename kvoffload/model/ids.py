@@ -1,0 +1,26 @@
+"""Identifiers: never a bare int or bytes across a boundary."""
+
+from __future__ import annotations
+
+from typing import NewType
+
+RequestId = NewType("RequestId", str)
+GroupId = NewType("GroupId", int)
+DeviceBlockId = NewType("DeviceBlockId", int)
+SlotId = NewType("SlotId", int)
+JobId = NewType("JobId", int)
+Rank = NewType("Rank", int)
+
+BlockKey = NewType("BlockKey", bytes)
+"""The engine's block hash followed by the group's number, four bytes, big endian.
+
+The hash covers the parent block, LoRA, multimodal input and cache salt, so two tenants never share a key.
+"""
+
+NULL_BLOCK = DeviceBlockId(0)
+"""Stands in a block table where the engine holds nothing, or where a record was zeroed."""
+
+
+def block_key(block_hash: bytes, group: GroupId) -> BlockKey:
+    """Return the key of one block of one group."""
+    return BlockKey(block_hash + group.to_bytes(4, "big"))

@@ -1,0 +1,86 @@
+"""What crosses from the scheduler's process to a worker's and back: small, picklable, and nothing else does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from kvoffload.model.causes import CopyOutcome
+from kvoffload.model.ids import DeviceBlockId, JobId, Rank, SlotId
+
+
+class Direction(Enum):
+    """Which way a job copies."""
+
+    STORE = "store"  # device to host
+    LOAD = "load"  # host to device
+
+
+class Tier(Enum):
+    """Where an endpoint of a job lies. Metrics label it."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+@dataclass(frozen=True, slots=True)
+class TransferJob:
+    """One job: block `blocks[i]` and slot `slots[i]` hold the same bytes once every rank has ended it well.
+
+    Every rank copies its own shard of every block. `slots` and `blocks` have the same length, at least 1.
+    """
+
+    job: JobId
+    direction: Direction
+    slots: tuple[SlotId, ...]
+    blocks: tuple[DeviceBlockId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferPlan:
+    """What the workers must copy, decided in one step. Loads are submitted before stores."""
+
+    loads: tuple[TransferJob, ...] = ()
+    stores: tuple[TransferJob, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.loads and not self.stores
+
+
+@dataclass(frozen=True, slots=True)
+class JobReport:
+    """How one rank's part of one job ended.
+
+    Args:
+        job: which job.
+        direction: its direction.
+        outcome: how it ended. After it is sent, this rank touches neither the slots nor the blocks of the job.
+        copied_bytes: bytes copied by this rank (0 if it failed).
+        queue_s: seconds from submission to the start of the copy.
+        copy_s: seconds from the start of the copy to its end.
+        corrupt: positions in the job whose bytes were found corrupt (empty otherwise).
+    """
+
+    job: JobId
+    direction: Direction
+    outcome: CopyOutcome
+    copied_bytes: int
+    queue_s: float
+    copy_s: float
+    corrupt: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TransferReport:
+    """What one rank has to tell after a step. Hearing one twice changes nothing.
+
+    Args:
+        rank: who tells.
+        jobs: the jobs that ended on this rank since its last report.
+        ready_slots: host slots that this rank can use by now; never shrinks.
+    """
+
+    rank: Rank
+    jobs: tuple[JobReport, ...]
+    ready_slots: int

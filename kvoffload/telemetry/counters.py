@@ -1,0 +1,174 @@
+"""Plain numbers, bumped inline by what the core decided, and copied when somebody asks.
+
+One thread counts, the engine's; any thread may take a snapshot, and takes no lock: an edition number is odd while an
+event is being counted, and a copy during which it was odd or changed is thrown away and made again. So a snapshot
+never shows half an event, and the engine never waits for a scrape.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from kvoffload.bus.bus import Bus
+from kvoffload.model import events
+from kvoffload.model.causes import CopyOutcome, MissCause
+from kvoffload.model.transfer import Tier
+from kvoffload.telemetry.catalogue import BY_NAME, CATALOGUE, Kind, Metric
+from kvoffload.telemetry.labels import Hook, LookupResult, subscriber_label
+from kvoffload.telemetry.snapshot import Distribution, Labels, Snapshot
+
+_ATTEMPTS = 1000  # copies of a snapshot; one is enough unless the counting thread was interrupted just then
+_HOST = Tier.HOST.value
+_HIT = (LookupResult.HIT.value,)
+_MISS = (LookupResult.MISS.value,)
+_BEHIND = (MissCause.BEHIND_MISS.value,)
+
+E = TypeVar("E", bound=events.Event)
+
+
+class Histogram:
+    """Samples by bucket. A sample equal to a bound belongs below it."""
+
+    __slots__ = ("_bounds", "_counts", "_total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._total = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._total += value
+
+    def copy(self) -> Distribution:
+        return Distribution(tuple(self._counts), self._total)
+
+
+class Counters:
+    """Every counter and histogram of the catalogue that events feed."""
+
+    def __init__(self) -> None:
+        self._edition = 0
+        self._counts: dict[str, dict[Labels, int]] = {
+            metric.name: dict.fromkeys(metric.series, 0) for metric in CATALOGUE if _is_counted(metric)
+        }
+        self._histograms: dict[str, dict[Labels, Histogram]] = {
+            metric.name: {labels: Histogram(metric.buckets) for labels in metric.series}
+            for metric in CATALOGUE
+            if metric.kind is Kind.HISTOGRAM
+        }
+        self._hooks = {labels[0]: one for labels, one in self._histograms["kvoffload_hook_seconds"].items()}
+        self._lookup_blocks = self._counts["kvoffload_lookup_blocks_total"]
+        self._lookup_tokens = self._counts["kvoffload_lookup_tokens_total"]
+        self._misses = self._counts["kvoffload_miss_blocks_total"]
+
+    def subscribe(self, bus: Bus) -> None:
+        """Count from now on."""
+        for cls, count in self._by_event().items():
+            bus.count(cls, self._whole(count))
+
+    def hook(self, name: str, seconds: float) -> None:
+        """Add one sample of a hook's time; a name that `Hook` does not hold counts as "other"."""
+        histogram = self._hooks.get(name) or self._hooks[Hook.OTHER]
+        self._edition += 1
+        histogram.observe(seconds)
+        self._edition += 1
+
+    def removed(self, name: str) -> None:
+        """Count an observer that was removed because it raised."""
+        self._counts["kvoffload_bus_removed_total"][(subscriber_label(name),)] += 1
+
+    def journal_failed(self) -> None:
+        """Count a write error of the journal's file."""
+        self._counts["kvoffload_journal_write_errors_total"][()] += 1
+
+    def snapshot(self) -> Snapshot:
+        """Return a copy of all numbers, from any thread."""
+        for _ in range(_ATTEMPTS):
+            edition = self._edition
+            copy = self._copy()
+            if edition % 2 == 0 and edition == self._edition:
+                return copy
+            time.sleep(0)  # lets the counting thread finish its event
+        return (
+            self._copy()
+        )  # the counting thread has stopped in the middle of an event; half of it is better than none
+
+    def _copy(self) -> Snapshot:
+        counts = {name: series.copy() for name, series in self._counts.items()}
+        distributions = {
+            name: {labels: one.copy() for labels, one in series.items()}
+            for name, series in self._histograms.items()
+        }
+        return Snapshot(counts, distributions)
+
+    def _whole(self, count: Callable[[E], None]) -> Callable[[E], None]:
+        def count_whole(event: E) -> None:
+            self._edition += 1
+            try:
+                count(event)
+            finally:
+                self._edition += 1
+
+        count_whole.__qualname__ = "counters"
+        return count_whole
+
+    def _by_event(self) -> dict[type[events.Event], Callable[[Any], None]]:
+        return {
+            events.LookupSettled: self._count_lookup,
+            events.RankReported: self._count_copy,
+            events.JobAbandoned: self._count_abandoned,
+            events.LookupDeferred: self._adder("kvoffload_lookups_deferred_total"),
+            events.HitDropped: self._adder("kvoffload_pin_dropped_blocks_total", "blocks", "cause"),
+            events.BlocksOffered: self._adder("kvoffload_offered_blocks_total", "blocks"),
+            events.StoreSettled: self._adder("kvoffload_store_blocks_total", "blocks", "outcome"),
+            events.LoadScheduled: self._adder("kvoffload_load_scheduled_blocks_total", "blocks"),
+            events.LoadEnded: self._adder("kvoffload_load_blocks_total", "blocks", "outcome"),
+            events.BlocksEvicted: self._adder("kvoffload_evicted_blocks_total", "blocks", "cause"),
+            events.BlocksZeroed: self._adder("kvoffload_stale_blocks_zeroed_total", "blocks"),
+            events.ResetStarted: self._adder("kvoffload_resets_total"),
+            events.EngineSurprised: self._adder("kvoffload_engine_surprises_total", None, "cause"),
+        }
+
+    def _adder(
+        self, name: str, amount: str | None = None, label: str | None = None
+    ) -> Callable[[events.Event], None]:
+        """Return what adds an event's field `amount`, or 1, to the series that its field `label` names."""
+        series = self._counts[name]
+        leading = (_HOST,) if "tier" in BY_NAME[name].label_names else ()
+
+        def add(event: events.Event) -> None:
+            labels = leading if label is None else (*leading, getattr(event, label).value)
+            series[labels] += 1 if amount is None else getattr(event, amount)
+
+        return add
+
+    def _count_lookup(self, event: events.LookupSettled) -> None:
+        self._lookup_blocks[_HIT] += event.hit_blocks
+        self._lookup_blocks[_MISS] += event.miss_blocks
+        self._lookup_tokens[_HIT] += event.hit_tokens
+        self._lookup_tokens[_MISS] += event.miss_tokens
+        if event.miss_blocks and event.cause is not None:
+            self._misses[(event.cause.value,)] += 1
+            self._misses[_BEHIND] += event.miss_blocks - 1
+
+    def _count_copy(self, event: events.RankReported) -> None:
+        series = (_HOST, event.direction.value)
+        self._counts["kvoffload_transfers_total"][(*series, event.outcome.value)] += 1
+        self._counts["kvoffload_transfer_bytes_total"][series] += event.copied_bytes
+        if event.outcome is CopyOutcome.DONE:  # a failed copy's time says nothing about the link
+            self._histograms["kvoffload_transfer_seconds"][series].observe(event.copy_s)
+            self._histograms["kvoffload_transfer_queue_seconds"][series].observe(event.queue_s)
+
+    def _count_abandoned(self, event: events.JobAbandoned) -> None:
+        series = (event.direction.value,)
+        self._counts["kvoffload_abandoned_jobs_total"][series] += 1
+        self._counts["kvoffload_written_off_blocks_total"][series] += event.blocks
+
+
+def _is_counted(metric: Metric) -> bool:
+    # Feeds count their own drops; the exporter asks them.
+    return metric.kind is Kind.COUNTER and metric.name != "kvoffload_bus_dropped_total"

@@ -1,0 +1,99 @@
+"""Prometheus: families built from plain numbers when somebody scrapes, so that counting costs no library call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvoffload.model.transfer import Tier
+from kvoffload.telemetry import catalogue
+from kvoffload.telemetry.catalogue import CATALOGUE, Kind
+from kvoffload.telemetry.counters import Counters
+from kvoffload.telemetry.gauges import GaugeSnapshot, GaugeSource
+from kvoffload.telemetry.labels import subscriber_label
+from kvoffload.telemetry.server import MetricsServer, serve
+from kvoffload.telemetry.snapshot import Distribution, Labels, Snapshot
+
+__all__ = ["KVOffloadCollector", "MetricsServer", "serve"]
+
+Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
+
+
+class KVOffloadCollector(Collector):
+    """The catalogue's families for one engine.
+
+    Args:
+        counters: what was counted.
+        gauges: who knows the state; without one, gauges are 0.
+        engine: value of an `engine` label on every series, None for no such label.
+    """
+
+    def __init__(
+        self, counters: Counters, gauges: GaugeSource | None = None, engine: str | None = None
+    ) -> None:
+        self._counters = counters
+        self._gauges = gauges
+        self._engine: dict[str, str] = {} if engine is None else {"engine": engine}
+
+    def describe(self) -> Iterator[Metric]:
+        """Name the families, so that a registry refuses a second collector of the same names."""
+        return (self._family(metric) for metric in CATALOGUE)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every family, each with all its series."""
+        counted = self._counters.snapshot()
+        state = self._gauges.gauges() if self._gauges else GaugeSnapshot()
+        asked = _numbers_of(state)
+        for metric in CATALOGUE:
+            family = self._family(metric)
+            self._fill(family, metric, counted, asked)
+            yield family
+
+    def _family(self, metric: catalogue.Metric) -> Family:
+        labels = [*self._engine, *metric.label_names]
+        if metric.kind is Kind.COUNTER:
+            return CounterMetricFamily(metric.name, metric.help, labels=labels)
+        if metric.kind is Kind.GAUGE:
+            return GaugeMetricFamily(metric.name, metric.help, labels=labels)
+        return HistogramMetricFamily(metric.name, metric.help, labels=labels)
+
+    def _fill(
+        self,
+        family: Family,
+        metric: catalogue.Metric,
+        counted: Snapshot,
+        asked: Mapping[str, Mapping[Labels, float]],
+    ) -> None:
+        engine = [*self._engine.values()]
+        if isinstance(family, HistogramMetricFamily):
+            for labels, series in counted.distributions[metric.name].items():
+                family.add_metric([*engine, *labels], _cumulate(metric.buckets, series), series.total)
+            return
+        numbers = asked[metric.name] if metric.name in asked else counted.counts[metric.name]
+        for labels in metric.series:
+            family.add_metric([*engine, *labels], numbers.get(labels, 0))
+
+
+def _numbers_of(state: GaugeSnapshot) -> dict[str, dict[Labels, float]]:
+    """Return the series of every metric that is asked for and not counted."""
+    host = Tier.HOST.value
+    dropped: dict[Labels, float] = {}
+    for name, events in state.dropped.items():
+        labels = (subscriber_label(name),)
+        dropped[labels] = dropped.get(labels, 0) + events
+    return {
+        "kvoffload_slots": {(host, name): slots for name, slots in state.slots.items()},
+        "kvoffload_capacity_slots": {(host,): state.capacity_slots},
+        "kvoffload_open_jobs": {(way, name): jobs for (way, name), jobs in state.open_jobs.items()},
+        "kvoffload_oldest_pin_timestamp_seconds": {(): state.oldest_pin_s},
+        "kvoffload_degraded": {(state.degraded.value,): 1} if state.degraded else {},
+        "kvoffload_bus_dropped_total": dropped,
+    }
+
+
+def _cumulate(bounds: tuple[float, ...], series: Distribution) -> list[tuple[str, float]]:
+    names = [*(repr(float(bound)) for bound in bounds), "+Inf"]
+    return list(zip(names, accumulate(series.counts), strict=True))

@@ -1,0 +1,48 @@
+"""Numbers that only their owner knows: read when somebody asks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvoffload.model.causes import DegradeCause
+from kvoffload.telemetry.labels import SlotLabel
+
+
+@dataclass(frozen=True, slots=True)
+class GaugeSnapshot:
+    """The state at one moment. What a mapping does not hold is 0.
+
+    Args:
+        slots: host slots by state, as `SlotLabel` names them.
+        capacity_slots: slots that every rank has ready.
+        open_jobs: jobs that have not ended on every rank, by direction and state, as `JobLabel` names it.
+        oldest_pin_s: unix time of the oldest pin, 0 without one.
+        degraded: why offloading is off, None while it is on.
+        dropped: events dropped so far, by the name of the feed.
+    """
+
+    slots: Mapping[str, int] = field(default_factory=dict)
+    capacity_slots: int = 0
+    open_jobs: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    oldest_pin_s: float = 0.0
+    degraded: DegradeCause | None = None
+    dropped: Mapping[str, int] = field(default_factory=dict)
+
+    def problems(self) -> list[str]:
+        """Return every law that these numbers break, as text."""
+        total = sum(self.slots.values())
+        problems = []
+        if total != self.capacity_slots:
+            problems.append(f"slots by state sum to {total}, but the capacity is {self.capacity_slots}")
+        if unknown := self.slots.keys() - {label.value for label in SlotLabel}:
+            problems.append(f"slots in states without a label: {', '.join(sorted(unknown))}")
+        return problems
+
+
+class GaugeSource(Protocol):
+    """Who knows them. Called from the thread that scrapes, so it must read only what is safe to read there."""
+
+    def gauges(self) -> GaugeSnapshot:
+        """Return the state now."""

@@ -1,0 +1,182 @@
+"""The journal: the last messages in memory for error reports, all of them in a file on request.
+
+Recording is an append to a ring, inline, so that sequence numbers have no holes; a message turns into text only when
+somebody reads it. The file is written behind a feed by a task of the observers' loop, in a worker thread, so neither
+the engine nor another observer waits for a disk. Where the feed was full, sequence numbers in the file jump.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import anyio
+import anyio.to_thread
+
+from kvoffload.bus.bus import Bus
+from kvoffload.bus.feed import Feed
+from kvoffload.bus.guard import call_guarded
+from kvoffload.model.errors import KVOffloadError
+from kvoffload.model.events import Event
+from kvoffload.model.facts import Fact
+from kvoffload.telemetry.journal_file import JournalFile
+from kvoffload.telemetry.records import Summary, compact, from_plain, to_plain
+
+_BATCH = 1024  # entries written in one go
+
+FailureCallback = Callable[[Exception], object]
+
+
+class Entry(NamedTuple):
+    """One line of the journal, not yet text."""
+
+    sequence: int
+    time: float
+    message: object
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One line of a journal's file.
+
+    Args:
+        sequence: its number; a gap means that lines were dropped.
+        time: when, by the clock of whoever wrote it.
+        message: events as they were, facts as summaries.
+    """
+
+    sequence: int
+    time: float
+    message: Event | Summary
+
+
+class JournalError(KVOffloadError):
+    """Raised when a journal's file cannot be read; whoever chose the file must act."""
+
+    def __init__(self, path: Path, line: int, problem: str) -> None:
+        self.path, self.line, self.problem = path, line, problem
+        super().__init__(f"{path}, line {line}: {problem}")
+
+
+class Journal:
+    """What happened last.
+
+    Args:
+        now: the clock whose time every line carries.
+        ring_size: messages kept in memory.
+        path: file to append to, None for none.
+        on_failure: told once if the file can no longer be written.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+
+    def __init__(
+        self,
+        now: Callable[[], float],
+        *,
+        ring_size: int = 1024,
+        path: Path | None = None,
+        on_failure: FailureCallback | None = None,
+    ) -> None:
+        self._now = now
+        self._ring: deque[Entry] = deque(maxlen=ring_size)
+        self._recorded = 0
+        self._file = JournalFile(path) if path is not None else None
+        self._feed: Feed[Entry] | None = None
+        self._on_failure = on_failure
+
+    def subscribe(self, bus: Bus, capacity: int = 16384) -> None:
+        """Record every fact and event from now on; `capacity` lines may wait for the file."""
+        if self._file is not None:
+            self._feed = bus.observe("journal", (), capacity)
+        bus.count(Fact, self.record)
+        bus.count(Event, self.record)
+
+    def record(self, message: object) -> None:
+        """Keep one message."""
+        self._recorded += 1
+        entry = Entry(self._recorded, self._now(), compact(message))
+        self._ring.append(entry)
+        if self._feed is not None:
+            self._feed.offer(entry)
+
+    def tail(self, count: int) -> list[str]:
+        """Return the last `count` lines, oldest first, from any thread."""
+        entries = list(self._ring)
+        return [_line(entry) for entry in entries[max(len(entries) - count, 0) :]]
+
+    async def run(self) -> None:
+        """Write the file until the bus is closed; returns at once without one. A write error ends only the file."""
+        if self._feed is None or self._file is None:
+            return
+        try:
+            async for entry in self._feed:
+                batch = [entry, *_take_waiting(self._feed)]
+                await anyio.to_thread.run_sync(self._write, self._file, batch)
+        except Exception as exc:
+            if self._on_failure is not None:
+                call_guarded(self._on_failure, exc)
+        finally:
+            self._feed.abandon()
+            self._file.close()
+
+    @staticmethod
+    def _write(file: JournalFile, batch: list[Entry]) -> None:
+        file.append("".join(f"{_line(entry)}\n" for entry in batch))
+
+
+def read_journal(path: Path) -> Iterator[Record]:
+    """Yield what a journal's file holds.
+
+    Raises:
+        JournalError: the file cannot be opened (line 0), or a line is not what a journal writes.
+    """
+    try:
+        file = path.open(encoding="utf-8")
+    except OSError as exc:
+        raise JournalError(path, 0, exc.strerror or str(exc)) from exc
+    with file:
+        number = 0
+        while True:
+            number += 1
+            try:
+                line = file.readline()
+                record = _parse(line) if line else None
+            except (ValueError, OSError) as exc:
+                raise JournalError(path, number, str(exc)) from exc
+            if record is None:
+                return
+            yield record
+
+
+def _take_waiting(feed: Feed[Entry]) -> Iterator[Entry]:
+    for _ in range(_BATCH - 1):
+        try:
+            yield feed.nowait()
+        except (anyio.WouldBlock, anyio.EndOfStream):
+            return
+
+
+def _line(entry: Entry) -> str:
+    line = {"seq": entry.sequence, "t": entry.time, **to_plain(entry.message)}
+    return json.dumps(line, separators=(",", ":"))
+
+
+def _parse(line: str) -> Record:
+    if not line.endswith("\n"):
+        raise ValueError("the line is cut off: whoever wrote it stopped in the middle")
+    try:
+        values = json.loads(line)
+    except ValueError as exc:
+        raise ValueError(f"not JSON: {exc}") from exc
+    if not isinstance(values, dict):
+        raise ValueError("not a JSON object")
+    sequence, time, name = values.pop("seq", None), values.pop("t", None), values.pop("event", None)
+    if type(sequence) is not int or type(time) not in (int, float) or type(name) is not str:
+        raise ValueError('"seq", "t" or "event" is missing or of the wrong type')
+    return Record(sequence, float(time), from_plain(name, values))

@@ -1,0 +1,67 @@
+"""Label values that no decision needs, only the metrics. The others are in `kvoffload.model`."""
+
+from __future__ import annotations
+
+from enum import Enum, StrEnum
+
+
+class LookupResult(Enum):
+    """What a looked-up block position gave."""
+
+    HIT = "hit"
+    MISS = "miss"
+
+
+class SlotLabel(StrEnum):
+    """The states of a host slot."""
+
+    EMPTY = "empty"
+    FILLING = "filling"
+    READY = "ready"
+    PINNED = "pinned"
+    DRAINING = "draining"
+    QUARANTINED = "quarantined"
+
+
+class JobLabel(StrEnum):
+    """The states of a job in which it still holds memory."""
+
+    PLANNED = "planned"
+    SUBMITTED = "submitted"
+    ABANDONED = "abandoned"
+
+
+class Hook(StrEnum):
+    """The places where an engine calls offloading, named alike for every engine. A member or its value may be given."""
+
+    SEEN = "seen"
+    LOOKUP = "lookup"
+    ALLOCATED = "allocated"
+    STEP = "step"
+    OFFER = "offer"
+    ENDED = "ended"
+    REPORT = "report"
+    RESET = "reset"
+    START_LOADS = "start_loads"
+    START_STORES = "start_stores"
+    TAKE_REPORTS = "take_reports"
+    OTHER = "other"
+
+
+class Subscriber(StrEnum):
+    """The observers that read the bus through a feed, and the counters on it."""
+
+    LOG = "log"
+    JOURNAL = "journal"
+    TIMELINE = "timeline"
+    ADVISOR = "advisor"
+    COUNTERS = "counters"
+    OTHER = "other"
+
+
+def subscriber_label(name: str) -> str:
+    """Return the label of an observer's name: an unknown one is "other", so that names cannot multiply series."""
+    return name if name in _SUBSCRIBERS else Subscriber.OTHER.value
+
+
+_SUBSCRIBERS = frozenset(member.value for member in Subscriber)

@@ -1,0 +1,155 @@
+"""What the journal keeps of a message: a compact form by its dataclass fields, and back again.
+
+Nothing that names content is kept. Bytes become their number, collections become counts, except lists of request
+ids. What is left is ids, counts, enums, numbers, and free text with any bytes literal struck out.
+"""
+
+from __future__ import annotations
+
+import re
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from types import NoneType, UnionType
+from typing import Any, NewType, cast
+
+from kvoffload.model import events
+from kvoffload.model.events import Event
+
+_TEXT_CHARACTERS = 500
+_BYTES_LITERAL = re.compile(r"""b'(?:[^'\\]|\\.)*'?|b"(?:[^"\\]|\\.)*"?""")
+
+Convert = Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What is kept of a message that holds more than may be written: a fact, by its class's name."""
+
+    name: str
+    fields: Mapping[str, object]
+
+
+def compact(message: object) -> object:
+    """Return what may be held for long: the message itself if it is small and holds no content, else a `Summary`."""
+    form = _form(type(message))
+    return form.summarise(message) if form.is_bulky else message
+
+
+def to_plain(message: object) -> dict[str, object]:
+    """Return name and fields as JSON knows them."""
+    summary = message if isinstance(message, Summary) else _form(type(message)).summarise(message)
+    return {"event": summary.name, **summary.fields}
+
+
+def from_plain(name: str, values: Mapping[str, object]) -> Event | Summary:
+    """Return what was written: an event as it was, anything else as a summary.
+
+    Raises:
+        ValueError: the fields do not fit the event.
+    """
+    cls = _EVENTS.get(name)
+    if cls is None:
+        return Summary(name, dict(values))
+    decoders = _decoders(cls)
+    if wrong := decoders.keys() ^ values.keys():
+        raise ValueError(f"{name} has missing or unknown fields: {', '.join(sorted(wrong))}")
+    return cls(**{field: decode(values[field]) for field, decode in decoders.items()})
+
+
+class _Form:
+    """How messages of one class are written. Made once a class."""
+
+    def __init__(self, cls: type) -> None:
+        hints = typing.get_type_hints(cls)
+        self.name = cls.__name__
+        self._fields = [(field.name, *_writer(hints[field.name])) for field in fields(cls)]
+        self.is_bulky = any(bulky for _, _, bulky in self._fields)
+
+    def summarise(self, message: object) -> Summary:
+        return Summary(self.name, {name: write(getattr(message, name)) for name, write, _ in self._fields})
+
+
+def _form(cls: type) -> _Form:
+    form = _FORMS.get(cls)
+    if form is None:
+        form = _FORMS[cls] = _Form(cls)
+    return form
+
+
+def _writer(hint: object) -> tuple[Convert, bool]:
+    """Return how a field of this type is written, and whether it must not be held as it is."""
+    if optional := _optional(hint):
+        write, bulky = _writer(optional)
+        return lambda value: None if value is None else write(value), bulky
+    plain = _plain_type(hint)
+    if plain is bytes:
+        return len, True
+    if typing.get_origin(plain) is tuple:
+        return _tuple_writer(typing.get_args(plain)[0]), True
+    if is_dataclass(plain):
+        return lambda value: dict(_form(type(value)).summarise(value).fields), True
+    if hint is str:  # an id is a type of its own, so this is free text
+        return _scrub, False
+    if isinstance(plain, type) and issubclass(plain, Enum):
+        return lambda value: value.value, False
+    if plain in (int, float, bool, str):
+        return lambda value: value, False
+    raise TypeError(f"no form for a field of type {hint!r}")
+
+
+def _tuple_writer(item: object) -> Convert:
+    if typing.get_origin(item) is tuple:
+        return lambda groups: [len(group) for group in groups]
+    if _plain_type(item) is str:
+        return list
+    return len
+
+
+def _decoders(cls: type) -> dict[str, Convert]:
+    hints = typing.get_type_hints(cls)
+    return {field.name: _decoder(field.name, hints[field.name]) for field in fields(cls)}
+
+
+def _decoder(name: str, hint: object) -> Convert:
+    if optional := _optional(hint):
+        decode_present = _decoder(name, optional)
+        return lambda value: None if value is None else decode_present(value)
+    plain = cast("type[Any]", _plain_type(hint))
+    if issubclass(plain, Enum):
+        return plain
+    accepted = (int, float) if plain is float else (plain,)
+
+    def decode(value: object) -> object:
+        if not isinstance(value, accepted) or isinstance(value, bool) is not (plain is bool):
+            raise ValueError(f"{name} is {value!r}, not {plain.__name__}")
+        return plain(value)
+
+    return decode
+
+
+def _optional(hint: object) -> object:
+    """Return X of `X | None`, and None for anything else."""
+    if typing.get_origin(hint) not in (typing.Union, UnionType):  # a NewType's `|` makes the former
+        return None
+    present = [one for one in typing.get_args(hint) if one is not NoneType]
+    return present[0] if len(present) == 1 else None
+
+
+def _plain_type(hint: object) -> object:
+    while isinstance(hint, NewType):
+        hint = hint.__supertype__
+    return hint
+
+
+def _scrub(text: str) -> str:
+    return _BYTES_LITERAL.sub("b'...'", text)[:_TEXT_CHARACTERS]
+
+
+_FORMS: dict[type, _Form] = {}
+_EVENTS: dict[str, type[Event]] = {
+    name: cls
+    for name, cls in vars(events).items()
+    if isinstance(cls, type) and issubclass(cls, Event) and cls is not Event
+}

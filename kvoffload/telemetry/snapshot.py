@@ -1,0 +1,165 @@
+"""Numbers at one moment: what counters hand to exporters, to the demo's table and across processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvoffload.model.causes import CopyOutcome
+from kvoffload.model.transfer import Direction, Tier
+from kvoffload.telemetry.labels import LookupResult
+
+Labels = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """One series of a histogram.
+
+    Args:
+        counts: samples per bucket (not cumulative), the last one for samples above every bound.
+        total: sum of the samples.
+    """
+
+    counts: tuple[int, ...]
+    total: float
+
+    @property
+    def samples(self) -> int:
+        return sum(self.counts)
+
+    def minus(self, earlier: Distribution) -> Distribution:
+        counts = tuple(now - before for now, before in zip(self.counts, earlier.counts, strict=True))
+        return Distribution(counts, self.total - earlier.total)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A copy that nobody changes: by metric name and label values, in the catalogue's order of labels.
+
+    A series that is missing is 0.
+    """
+
+    counts: Mapping[str, Mapping[Labels, int]] = field(default_factory=dict)
+    distributions: Mapping[str, Mapping[Labels, Distribution]] = field(default_factory=dict)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing in it, as in the difference of two equal ones."""
+        return not self.counts and not self.distributions
+
+    def count(self, name: str, *labels: str) -> int:
+        """Return one counter."""
+        return self.counts.get(name, {}).get(labels, 0)
+
+    def total(self, name: str) -> int:
+        """Return the sum of a counter over all its labels."""
+        return sum(self.counts.get(name, {}).values())
+
+    def samples(self, name: str, *labels: str) -> int:
+        """Return how many samples one series of a histogram has."""
+        series = self.distributions.get(name, {}).get(labels)
+        return series.samples if series else 0
+
+    def minus(self, earlier: Snapshot) -> Snapshot:
+        """Return what has been added since `earlier`; series that did not change are left out."""
+        counts = {
+            name: {
+                labels: number - earlier.count(name, *labels)
+                for labels, number in series.items()
+                if number != earlier.count(name, *labels)
+            }
+            for name, series in self.counts.items()
+        }
+        distributions = {
+            name: _changed(series, earlier.distributions.get(name, {}))
+            for name, series in self.distributions.items()
+        }
+        return Snapshot(_without_empty(counts), _without_empty(distributions))
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return lists, texts and numbers only, for formats that know nothing else."""
+        return {
+            "counts": [
+                [name, list(labels), number]
+                for name, series in self.counts.items()
+                for labels, number in series.items()
+            ],
+            "distributions": [
+                [name, list(labels), list(one.counts), one.total]
+                for name, series in self.distributions.items()
+                for labels, one in series.items()
+            ],
+        }
+
+    @staticmethod
+    def from_plain(plain: Mapping[str, Any]) -> Snapshot:
+        """Return what `to_plain` was made from."""
+        counts: dict[str, dict[Labels, int]] = {}
+        for name, labels, number in plain["counts"]:
+            counts.setdefault(name, {})[tuple(labels)] = number
+        distributions: dict[str, dict[Labels, Distribution]] = {}
+        for name, labels, buckets, total in plain["distributions"]:
+            distributions.setdefault(name, {})[tuple(labels)] = Distribution(tuple(buckets), total)
+        return Snapshot(counts, distributions)
+
+
+def conservation(snapshot: Snapshot, *, drained: bool = False) -> list[str]:
+    """Return every conservation law that the numbers break, as text.
+
+    Args:
+        snapshot: everything counted since the start.
+        drained: no job and no offer is open any more, so outcomes must have reached their totals.
+    """
+    missed = snapshot.count("kvoffload_lookup_blocks_total", LookupResult.MISS.value)
+    causes = snapshot.total("kvoffload_miss_blocks_total")
+    problems = [] if missed == causes else [f"{missed} blocks missed, but the causes sum to {causes}"]
+    problems += _check_outcomes(
+        snapshot, "kvoffload_offered_blocks_total", "kvoffload_store_blocks_total", drained
+    )
+    problems += _check_outcomes(
+        snapshot, "kvoffload_load_scheduled_blocks_total", "kvoffload_load_blocks_total", drained
+    )
+    for direction in Direction:
+        problems += _check_copies(snapshot, direction.value)
+    problems += [
+        f"{name}{list(labels)} is {number}, and counters never shrink"
+        for name, series in snapshot.counts.items()
+        for labels, number in series.items()
+        if number < 0
+    ]
+    return problems
+
+
+def _check_outcomes(snapshot: Snapshot, total_name: str, outcome_name: str, drained: bool) -> list[str]:
+    total, outcomes = snapshot.total(total_name), snapshot.total(outcome_name)
+    if outcomes > total or (drained and outcomes < total):
+        return [f"{total_name} is {total}, but {outcome_name} sums to {outcomes}"]
+    return []
+
+
+def _check_copies(snapshot: Snapshot, direction: str) -> list[str]:
+    series = (Tier.HOST.value, direction)
+    done = snapshot.count("kvoffload_transfers_total", *series, CopyOutcome.DONE.value)
+    return [
+        f"{done} copies ({direction}) ended well, but {name} has {samples} samples"
+        for name in ("kvoffload_transfer_seconds", "kvoffload_transfer_queue_seconds")
+        if (samples := snapshot.samples(name, *series)) != done
+    ]
+
+
+def _changed(
+    series: Mapping[Labels, Distribution], earlier: Mapping[Labels, Distribution]
+) -> dict[Labels, Distribution]:
+    changed = {}
+    for labels, now in series.items():
+        before = earlier.get(labels)
+        delta = now.minus(before) if before else now
+        if delta.samples:
+            changed[labels] = delta
+    return changed
+
+
+def _without_empty(table: dict[str, dict[Labels, Any]]) -> dict[str, dict[Labels, Any]]:
+    return {name: series for name, series in table.items() if series}

@@ -1,0 +1,226 @@
+"""A feed never waits, counts what it drops, and wakes its consumer no more often than it must."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import anyio
+import pytest
+from anyio import wait_all_tasks_blocked
+
+from kvoffload.bus.feed import Feed
+
+pytestmark = pytest.mark.asyncio
+
+
+async def take_all(feed: Feed[int], into: list[int]) -> None:
+    async for event in feed:
+        into.append(event)  # noqa: PERF401 - what has arrived so far matters
+
+
+async def test_events_arrive_in_order_and_iteration_ends_when_closed() -> None:
+    feed, taken = Feed[int]("watcher", 10), list[int]()
+    async with anyio.create_task_group() as group:
+        group.start_soon(take_all, feed, taken)
+        feed.offer(1)
+        await wait_all_tasks_blocked()
+        feed.offer(2)
+        feed.offer(3)
+        feed.close()
+    assert taken == [1, 2, 3]
+    assert not feed.offer(4)
+    assert feed.statistics() == (3, 3, 0, 0, 1)
+
+
+async def test_a_full_feed_drops_the_new_event_and_counts_it() -> None:
+    feed = Feed[int]("watcher", 2)
+    assert all(feed.offer(number) for number in range(5))
+    numbers = feed.statistics()
+    assert (numbers.published, numbers.delivered, numbers.dropped, numbers.waiting) == (5, 0, 3, 2)
+    assert feed.nowait() == 0
+    feed.offer(9)
+    feed.close()
+    assert [event async for event in feed] == [1, 9]
+    assert feed.statistics()[:4] == (6, 3, 3, 0)
+
+
+async def test_nowait_tells_empty_from_ended() -> None:
+    feed = Feed[int]("watcher", 1)
+    with pytest.raises(anyio.WouldBlock):
+        feed.nowait()
+    feed.close()
+    with pytest.raises(anyio.EndOfStream):
+        feed.nowait()
+
+
+async def test_a_burst_wakes_a_sleeping_consumer_once_and_silence_never() -> None:
+    feed, taken = Feed[int]("watcher", 1000), list[int]()
+    async with anyio.create_task_group() as group:
+        group.start_soon(take_all, feed, taken)
+        await wait_all_tasks_blocked()
+        for number in range(500):
+            feed.offer(number)
+        assert feed.statistics().wakeups == 1
+        await wait_all_tasks_blocked()
+        assert len(taken) == 500
+        await wait_all_tasks_blocked()
+        assert feed.statistics().wakeups == 1
+        feed.close()
+    assert feed.statistics().wakeups == 2  # to tell of the end
+
+
+async def test_an_awake_consumer_is_not_woken() -> None:
+    feed = Feed[int]("watcher", 10)
+    feed.offer(1)
+    assert await anext(feed) == 1
+    feed.offer(2)
+    assert feed.statistics().wakeups == 0
+
+
+async def test_what_a_consumer_leaves_behind_counts_as_dropped() -> None:
+    feed = Feed[int]("watcher", 10)
+    for number in range(3):
+        feed.offer(number)
+    await anext(feed)
+    feed.abandon()
+    feed.abandon()
+    assert not feed.offer(4)
+    assert feed.statistics()[:4] == (3, 1, 2, 0)
+
+
+async def test_a_busy_consumer_lets_other_tasks_run() -> None:
+    feed, other_ran_at = Feed[int]("watcher", 1000), list[int]()
+    for number in range(1000):
+        feed.offer(number)
+
+    async def other() -> None:
+        other_ran_at.append(feed.statistics().delivered)
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(other)
+        for _ in range(1000):
+            await anext(feed)
+    assert other_ran_at[0] < 100
+
+
+async def test_cancelling_a_sleeping_consumer_leaves_the_feed_usable() -> None:
+    feed = Feed[int]("watcher", 10)
+    async with anyio.create_task_group() as group:
+        group.start_soon(take_all, feed, [])
+        await wait_all_tasks_blocked()
+        group.cancel_scope.cancel()
+    feed.offer(1)
+    assert feed.statistics().wakeups == 0  # nobody sleeps there any more
+    assert await anext(feed) == 1
+
+
+class Interleaved(deque[int]):
+    """Runs something of the other thread's at the moment when a thread looks whether anything waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looks = 0
+        self.at: dict[int, Callable[[], object]] = {}
+
+    def __bool__(self) -> bool:
+        self.looks += 1
+        found = len(self) > 0
+        if action := self.at.pop(self.looks, None):
+            action()
+        return found
+
+
+async def test_an_event_that_comes_just_after_the_last_look_wakes_the_consumer() -> None:
+    feed, waiting = _interleaved()
+    waiting.at[2] = lambda: feed.offer(1)  # the second look is the one after the announcement
+    with anyio.fail_after(5):
+        assert await anext(feed) == 1
+
+
+async def test_an_event_that_comes_just_before_the_announcement_is_seen() -> None:
+    feed, waiting = _interleaved()
+    waiting.at[1] = lambda: feed.offer(1)
+    with anyio.fail_after(5):
+        assert await anext(feed) == 1
+    assert feed.statistics().wakeups == 0
+
+
+async def test_an_event_that_comes_with_the_end_is_not_lost() -> None:
+    feed, waiting = _interleaved()
+
+    def end() -> None:
+        feed.offer(1)
+        feed.close()
+
+    waiting.at[1] = end
+    with anyio.fail_after(5):
+        assert [event async for event in feed] == [1]
+
+
+async def test_a_needless_ring_does_no_harm() -> None:
+    feed, taken = Feed[int]("watcher", 10), list[int]()
+    async with anyio.create_task_group() as group:
+        group.start_soon(take_all, feed, taken)
+        await wait_all_tasks_blocked()
+        feed._bell.set()
+        await wait_all_tasks_blocked()
+        feed.offer(1)
+        await wait_all_tasks_blocked()
+        assert taken == [1]
+        feed.close()
+
+
+async def test_events_cross_threads_completely_and_in_order() -> None:
+    feed, taken = Feed[int]("watcher", 100_000), list[int]()
+
+    def produce() -> None:
+        for number in range(20_000):
+            feed.offer(number)
+        feed.close()
+
+    thread = threading.Thread(target=produce)
+    thread.start()
+    with anyio.fail_after(30):
+        await take_all(feed, taken)
+    thread.join()
+    assert taken == list(range(20_000))
+    assert feed.statistics()[:4] == (20_000, 20_000, 0, 0)
+
+
+def _interleaved() -> tuple[Feed[int], Interleaved]:
+    feed, waiting = Feed[int]("watcher", 10), Interleaved()
+    feed._waiting = waiting
+    return feed, waiting
+
+
+async def test_a_state_is_readable_and_a_capacity_checked() -> None:
+    feed = Feed[int]("watcher", 3)
+    feed.offer(1)
+    assert repr(feed) == "<Feed watcher [open, 1 of 3 waiting]>"
+    feed.close()
+    assert repr(feed) == "<Feed watcher [closed, 1 of 3 waiting]>"
+    with pytest.raises(ValueError, match="at least 1"):
+        Feed("watcher", 0)
+
+
+async def test_a_loop_that_is_gone_ends_the_feed_and_not_the_producer() -> None:
+    feed = Feed[int]("watcher", 10)
+
+    def sleep_on_a_loop_that_ends() -> None:
+        loop = asyncio.new_event_loop()
+        task = loop.create_task(take_all(feed, []))
+        loop.call_soon(loop.stop)
+        loop.run_forever()
+        feed._asleep, asleep = False, feed._asleep
+        task.cancel()
+        loop.run_until_complete(asyncio.gather(task, return_exceptions=True))
+        loop.close()
+        feed._asleep = asleep  # as it is where a loop is killed without unwinding its tasks
+
+    await anyio.to_thread.run_sync(sleep_on_a_loop_that_ends)
+    assert feed.offer(1)
+    assert not feed.offer(2)
+    assert feed.statistics()[:4] == (1, 0, 1, 0)

@@ -1,0 +1,43 @@
+"""Random events, as the core could send them."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from kvoffload.model import events
+from kvoffload.model.causes import MissCause
+from kvoffload.model.events import Event, LookupSettled
+
+_CLASSES = [
+    cls
+    for cls in vars(events).values()
+    if isinstance(cls, type) and issubclass(cls, Event) and cls not in (Event, LookupSettled)
+]
+_FIELD_TYPES = {
+    int: st.integers(0, 2**40),
+    float: st.floats(0, 1e3),
+    str: st.text(max_size=20),
+}
+
+
+@st.composite
+def lookups(draw: st.DrawFn) -> LookupSettled:
+    """A lookup names a cause exactly when something missed."""
+    missed = draw(st.integers(0, 50))
+    cause = draw(st.sampled_from(MissCause)) if missed else None
+    number = st.integers(0, 1000)
+    return LookupSettled(
+        request=draw(st.sampled_from(["a", "b"])),  # type: ignore[arg-type]
+        device_tokens=draw(number),
+        hit_blocks=draw(number),
+        miss_blocks=missed,
+        hit_tokens=draw(number),
+        miss_tokens=draw(number),
+        cause=cause,
+    )
+
+
+def any_event() -> st.SearchStrategy[Event]:
+    for plain, strategy in _FIELD_TYPES.items():
+        st.register_type_strategy(plain, strategy)
+    return st.one_of(lookups(), *(st.builds(cls) for cls in _CLASSES))

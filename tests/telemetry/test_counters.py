@@ -1,0 +1,241 @@
+"""Counters count every event once, and show no half of one."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kvoffload.bus.bus import Bus
+from kvoffload.model.causes import (
+    CopyOutcome,
+    EvictionCause,
+    LoadOutcome,
+    MissCause,
+    PinDropCause,
+    StoreOutcome,
+    SurpriseCause,
+)
+from kvoffload.model.events import (
+    BlocksEvicted,
+    BlocksOffered,
+    BlocksZeroed,
+    EngineSurprised,
+    Event,
+    HitDropped,
+    JobAbandoned,
+    LoadEnded,
+    LoadScheduled,
+    LookupDeferred,
+    LookupSettled,
+    RankReported,
+    ResetStarted,
+    StoreSettled,
+)
+from kvoffload.model.ids import JobId, Rank, RequestId
+from kvoffload.model.transfer import Direction
+from kvoffload.telemetry import counters as counters_module
+from kvoffload.telemetry.catalogue import BY_NAME
+from kvoffload.telemetry.counters import Counters
+from kvoffload.telemetry.labels import Hook
+from kvoffload.telemetry.snapshot import Snapshot, conservation
+from tests.telemetry.streams import any_event
+
+A, JOB = RequestId("a"), JobId(1)
+
+
+def count(*published: Event) -> Snapshot:
+    bus, counters = Bus(), Counters()
+    counters.subscribe(bus)
+    start = counters.snapshot()
+    for event in published:
+        bus.publish(event)
+    assert bus.statistics().removed_counters == ()
+    return counters.snapshot().minus(start)
+
+
+def test_the_first_missing_position_has_the_cause_and_the_rest_are_behind_it() -> None:
+    change = count(LookupSettled(A, 0, 3, 4, 48, 60, MissCause.EVICTED))
+    assert change.counts == {
+        "kvoffload_lookup_blocks_total": {("hit",): 3, ("miss",): 4},
+        "kvoffload_lookup_tokens_total": {("hit",): 48, ("miss",): 60},
+        "kvoffload_miss_blocks_total": {("evicted",): 1, ("behind_miss",): 3},
+    }
+
+
+def test_a_full_hit_has_no_cause() -> None:
+    change = count(LookupSettled(A, 0, 3, 0, 48, 0, None))
+    assert "kvoffload_miss_blocks_total" not in change.counts
+
+
+@pytest.mark.parametrize(
+    ("event", "name", "labels", "amount"),
+    [
+        (LookupDeferred(A, A), "kvoffload_lookups_deferred_total", (), 1),
+        (HitDropped(A, 5, PinDropCause.RESET), "kvoffload_pin_dropped_blocks_total", ("reset",), 5),
+        (BlocksOffered(5), "kvoffload_offered_blocks_total", (), 5),
+        (StoreSettled(StoreOutcome.STALE, 5), "kvoffload_store_blocks_total", ("stale",), 5),
+        (LoadScheduled(JOB, A, 5, 80), "kvoffload_load_scheduled_blocks_total", (), 5),
+        (LoadEnded(JOB, A, 5, LoadOutcome.CORRUPT), "kvoffload_load_blocks_total", ("corrupt",), 5),
+        (BlocksEvicted(5, EvictionCause.SPACE), "kvoffload_evicted_blocks_total", ("host", "space"), 5),
+        (BlocksZeroed(5), "kvoffload_stale_blocks_zeroed_total", (), 5),
+        (ResetStarted(1, 2, 3, 4), "kvoffload_resets_total", (), 1),
+        (
+            EngineSurprised(SurpriseCause.UNKNOWN_JOB),
+            "kvoffload_engine_surprises_total",
+            ("unknown_job",),
+            1,
+        ),
+    ],
+)
+def test_each_event_adds_to_its_series(event: Event, name: str, labels: tuple[str, ...], amount: int) -> None:
+    assert count(event).counts == {name: {labels: amount}}
+
+
+def test_an_abandoned_job_writes_its_blocks_off() -> None:
+    assert count(JobAbandoned(JOB, Direction.LOAD, 5)).counts == {
+        "kvoffload_abandoned_jobs_total": {("load",): 1},
+        "kvoffload_written_off_blocks_total": {("load",): 5},
+    }
+
+
+def test_a_copy_that_ended_well_is_a_sample_and_a_failed_one_is_not() -> None:
+    done = RankReported(JOB, Rank(0), Direction.LOAD, CopyOutcome.DONE, 4096, 0.0001, 0.002)
+    failed = RankReported(JOB, Rank(1), Direction.LOAD, CopyOutcome.FAILED, 0, 9.0, 9.0)
+    change = count(done, failed)
+    assert change.counts == {
+        "kvoffload_transfers_total": {("host", "load", "done"): 1, ("host", "load", "failed"): 1},
+        "kvoffload_transfer_bytes_total": {("host", "load"): 4096},
+    }
+    copy = change.distributions["kvoffload_transfer_seconds"][("host", "load")]
+    queue = change.distributions["kvoffload_transfer_queue_seconds"][("host", "load")]
+    assert (copy.samples, copy.total, queue.samples, queue.total) == (1, 0.002, 1, 0.0001)
+    bounds = BY_NAME["kvoffload_transfer_queue_seconds"].buckets
+    assert queue.counts.index(1) == bounds.index(0.0001)  # a sample on a bound belongs below it
+
+
+def test_hooks_are_named_by_member_or_text_and_unknown_ones_are_other() -> None:
+    counters = Counters()
+    counters.hook(Hook.LOOKUP, 1e-6)
+    counters.hook("lookup", 1e3)
+    counters.hook("no such hook", 1e-6)
+    series = counters.snapshot().distributions["kvoffload_hook_seconds"]
+    assert (series[("lookup",)].counts[0], series[("lookup",)].counts[-1]) == (1, 1)
+    assert series[("other",)].samples == 1
+
+
+def test_what_happens_to_telemetry_itself_is_counted() -> None:
+    counters = Counters()
+    counters.removed("journal")
+    counters.removed("somebody's own")
+    counters.journal_failed()
+    snapshot = counters.snapshot()
+    assert snapshot.count("kvoffload_bus_removed_total", "journal") == 1
+    assert snapshot.count("kvoffload_bus_removed_total", "other") == 1
+    assert snapshot.total("kvoffload_journal_write_errors_total") == 1
+
+
+@given(st.lists(any_event(), max_size=30), st.integers(0, 30))
+def test_property_a_difference_is_what_was_counted_in_between(stream: list[Event], cut: int) -> None:
+    bus, counters = Bus(), Counters()
+    counters.subscribe(bus)
+    for event in stream[:cut]:
+        bus.publish(event)
+    before = counters.snapshot()
+    assert before.minus(before).is_empty
+    for event in stream[cut:]:
+        bus.publish(event)
+    change, expected = counters.snapshot().minus(before), count(*stream[cut:])
+    assert change.counts == expected.counts
+    assert {
+        name: {labels: one.counts for labels, one in series.items()}
+        for name, series in change.distributions.items()
+    } == {
+        name: {labels: one.counts for labels, one in series.items()}
+        for name, series in expected.distributions.items()
+    }
+
+
+@example([RankReported(JOB, Rank(0), Direction.LOAD, CopyOutcome.DONE, 4096, 0.0001, 0.002)])
+@given(st.lists(any_event(), max_size=20))
+def test_property_a_snapshot_survives_pickle_and_plain_data(stream: list[Event]) -> None:
+    snapshot = count(*stream)
+    assert pickle.loads(pickle.dumps(snapshot)) == snapshot
+    assert Snapshot.from_plain(json.loads(json.dumps(snapshot.to_plain()))) == snapshot
+
+
+def test_a_snapshot_does_not_change_afterwards() -> None:
+    bus, counters = Bus(), Counters()
+    counters.subscribe(bus)
+    snapshot = counters.snapshot()
+    bus.publish(BlocksOffered(1))
+    counters.hook("step", 1.0)
+    assert snapshot == Counters().snapshot()
+
+
+def test_a_snapshot_never_shows_half_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    bus, counters = Bus(), Counters()
+    counters.subscribe(bus)
+    copy, copies = counters._copy, list[int]()
+
+    def count_one_in_between() -> Snapshot:
+        snapshot = copy()
+        copies.append(1)
+        if len(copies) < 3:  # another event was counted while the copy was made
+            bus.publish(BlocksOffered(1))
+        return snapshot
+
+    monkeypatch.setattr(counters, "_copy", count_one_in_between)
+    assert counters.snapshot().total("kvoffload_offered_blocks_total") == 2
+    assert len(copies) == 3
+
+
+def test_a_scrape_gives_up_waiting_for_an_event_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    counters = Counters()
+    monkeypatch.setattr(counters_module, "_ATTEMPTS", 3)
+    counters._edition += 1
+    assert counters.snapshot().total("kvoffload_offered_blocks_total") == 0
+
+
+def test_a_counter_that_raised_leaves_the_edition_even() -> None:
+    bus, counters = Bus(), Counters()
+    counters.subscribe(bus)
+    bus.publish(BlocksOffered("many"))  # type: ignore[arg-type]
+    assert bus.statistics().removed_counters == ("counters",)
+    assert counters._edition % 2 == 0
+
+
+@given(st.lists(any_event(), max_size=30))
+def test_property_miss_causes_sum_to_the_missed_blocks(stream: list[Event]) -> None:
+    offered = sum(event.blocks for event in stream if isinstance(event, StoreSettled))
+    scheduled = sum(event.blocks for event in stream if isinstance(event, LoadEnded))
+    stream = [event for event in stream if not isinstance(event, BlocksOffered | LoadScheduled)]
+    snapshot = count(BlocksOffered(offered), LoadScheduled(JOB, A, scheduled, 0), *stream)
+    assert conservation(snapshot, drained=True) == []
+
+
+@pytest.mark.parametrize(
+    ("events", "drained", "problem"),
+    [
+        ([LookupSettled(A, 0, 0, 2, 0, 32, None)], False, "2 blocks missed, but the causes sum to 0"),
+        ([StoreSettled(StoreOutcome.STORED, 1)], False, "kvoffload_offered_blocks_total is 0"),
+        ([BlocksOffered(1)], True, "kvoffload_offered_blocks_total is 1"),
+        ([LoadScheduled(JOB, A, 1, 16)], True, "kvoffload_load_scheduled_blocks_total is 1"),
+        ([BlocksZeroed(-1)], False, "counters never shrink"),
+    ],
+)
+def test_broken_laws_are_told(events: list[Event], drained: bool, problem: str) -> None:
+    (told,) = conservation(count(*events), drained=drained)
+    assert problem in told
+
+
+def test_open_offers_and_loads_break_no_law() -> None:
+    assert conservation(count(BlocksOffered(1), LoadScheduled(JOB, A, 1, 16))) == []
+
+
+def test_a_copy_without_its_sample_breaks_a_law() -> None:
+    snapshot = Snapshot({"kvoffload_transfers_total": {("host", "store", "done"): 1}})
+    assert len(conservation(snapshot)) == 2

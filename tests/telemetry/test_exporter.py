@@ -1,0 +1,247 @@
+"""The catalogue, as Prometheus sees it."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
+
+from kvoffload.bus.bus import Bus
+from kvoffload.model.causes import CopyOutcome, DegradeCause, MissCause
+from kvoffload.model.errors import ConfigError
+from kvoffload.model.events import LookupSettled, RankReported
+from kvoffload.model.ids import JobId, Rank, RequestId
+from kvoffload.model.transfer import Direction
+from kvoffload.telemetry.catalogue import CATALOGUE, Kind, render_markdown
+from kvoffload.telemetry.counters import Counters
+from kvoffload.telemetry.exporter import KVOffloadCollector, MetricsServer, serve
+from kvoffload.telemetry.gauges import GaugeSnapshot
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+DESIGNED = {
+    "kvoffload_lookup_blocks_total": {"result"},
+    "kvoffload_lookup_tokens_total": {"result"},
+    "kvoffload_miss_blocks_total": {"cause"},
+    "kvoffload_store_blocks_total": {"outcome"},
+    "kvoffload_load_blocks_total": {"outcome"},
+    "kvoffload_transfer_bytes_total": {"tier", "direction"},
+    "kvoffload_transfer_seconds": {"tier", "direction"},
+    "kvoffload_transfer_queue_seconds": {"tier", "direction"},
+    "kvoffload_slots": {"tier", "state"},
+    "kvoffload_capacity_slots": {"tier"},
+    "kvoffload_evicted_blocks_total": {"tier", "cause"},
+    "kvoffload_stale_blocks_zeroed_total": set(),
+    "kvoffload_open_jobs": {"direction", "state"},
+    "kvoffload_oldest_pin_timestamp_seconds": set(),
+    "kvoffload_hook_seconds": {"hook"},
+    "kvoffload_degraded": {"cause"},
+    "kvoffload_bus_dropped_total": {"subscriber"},
+}
+
+
+class Source:
+    def __init__(self, snapshot: GaugeSnapshot) -> None:
+        self.snapshot = snapshot
+
+    def gauges(self) -> GaugeSnapshot:
+        return self.snapshot
+
+
+STATE = GaugeSnapshot(
+    slots={"empty": 3, "ready": 2},
+    capacity_slots=5,
+    open_jobs={("store", "submitted"): 4},
+    oldest_pin_s=1700000000.5,
+    degraded=DegradeCause.LAW_BROKEN,
+    dropped={"journal": 6, "someone": 1, "someone else": 1},
+)
+
+
+def test_names_that_others_rely_on_are_there() -> None:
+    table = {metric.name: set(metric.label_names) for metric in CATALOGUE}
+    assert DESIGNED.items() <= table.items()
+
+
+def test_the_table_is_well_formed() -> None:
+    assert len({metric.name for metric in CATALOGUE}) == len(CATALOGUE)
+    for metric in CATALOGUE:
+        assert metric.name.endswith("_total") == (metric.kind is Kind.COUNTER)
+        assert bool(metric.buckets) == (metric.kind is Kind.HISTOGRAM)
+        assert list(metric.buckets) == sorted(set(metric.buckets))
+        assert metric.help.endswith(".")
+        assert metric.unit
+        assert set(metric.label_names).isdisjoint({"engine", "le", "job", "instance"})
+
+
+def test_the_table_for_people_has_every_metric_and_label_value() -> None:
+    text = render_markdown()
+    for metric in CATALOGUE:
+        (row,) = [line for line in text.splitlines() if f"`{metric.name}`" in line]
+        assert metric.help in row
+        assert all(value in row for label in metric.labels for value in label.values)
+        assert row.count("|") == 6
+
+
+def test_every_series_is_served_from_the_start() -> None:
+    served = {
+        (sample.name, tuple(value for name, value in sample.labels.items() if name != "le"))
+        for family in KVOffloadCollector(Counters()).collect()
+        for sample in family.samples
+    }
+    for metric in CATALOGUE:
+        suffix = "_count" if metric.kind is Kind.HISTOGRAM else ""
+        for labels in metric.series:
+            assert (metric.name + suffix, labels) in served
+
+
+def test_counted_and_asked_numbers_are_served() -> None:
+    page = page_of(KVOffloadCollector(busy_counters(), Source(STATE)))
+    for line in [
+        'kvoffload_lookup_blocks_total{result="miss"} 2.0',
+        'kvoffload_miss_blocks_total{cause="behind_miss"} 1.0',
+        'kvoffload_transfer_bytes_total{direction="load",tier="host"} 4096.0',
+        'kvoffload_transfer_seconds_bucket{direction="load",le="0.001",tier="host"} 0.0',
+        'kvoffload_transfer_seconds_bucket{direction="load",le="0.0025",tier="host"} 1.0',
+        'kvoffload_transfer_seconds_bucket{direction="load",le="+Inf",tier="host"} 1.0',
+        'kvoffload_transfer_seconds_sum{direction="load",tier="host"} 0.002',
+        'kvoffload_slots{state="ready",tier="host"} 2.0',
+        'kvoffload_slots{state="pinned",tier="host"} 0.0',
+        'kvoffload_capacity_slots{tier="host"} 5.0',
+        'kvoffload_open_jobs{direction="store",state="submitted"} 4.0',
+        "kvoffload_oldest_pin_timestamp_seconds 1.7000000005e+09",
+        'kvoffload_degraded{cause="law_broken"} 1.0',
+        'kvoffload_degraded{cause="handler_raised"} 0.0',
+        'kvoffload_bus_dropped_total{subscriber="journal"} 6.0',
+        'kvoffload_bus_dropped_total{subscriber="other"} 2.0',
+    ]:
+        assert line in page.splitlines()
+
+
+def test_an_engine_label_is_on_every_series() -> None:
+    page = page_of(KVOffloadCollector(Counters(), engine="left"))
+    assert all('engine="left"' in line for line in page.splitlines() if not line.startswith("#"))
+
+
+def test_a_second_collector_in_one_registry_is_refused() -> None:
+    registry = registry_of(KVOffloadCollector(Counters()))
+    with pytest.raises(ValueError, match="Duplicated"):
+        registry.register(KVOffloadCollector(Counters()))
+
+
+def test_a_state_that_does_not_add_up_is_told() -> None:
+    assert STATE.problems() == []
+    assert GaugeSnapshot(capacity_slots=1).problems() == ["slots by state sum to 0, but the capacity is 1"]
+    assert GaugeSnapshot(slots={"odd": 0}).problems() == ["slots in states without a label: odd"]
+
+
+@pytest.mark.tools("promtool")
+@pytest.mark.parametrize("engine", [None, "left"])
+def test_promtool_accepts_the_page(engine: str | None) -> None:
+    page = page_of(KVOffloadCollector(busy_counters(), Source(STATE), engine))
+    check = subprocess.run(
+        ["promtool", "check", "metrics"], input=page, capture_output=True, text=True, check=False, timeout=30
+    )
+    assert (check.returncode, check.stdout, check.stderr) == (0, "", "")
+
+
+@pytest.fixture
+def server() -> Iterator[MetricsServer]:
+    with serve(KVOffloadCollector(busy_counters()), port=0) as running:
+        yield running
+
+
+def test_metrics_are_served_on_loopback(server: MetricsServer) -> None:
+    assert server.url == f"http://127.0.0.1:{server.port}/metrics"
+    with urllib.request.urlopen(server.url, timeout=10) as answer:
+        assert answer.headers["Content-Type"].startswith("text/plain")
+        assert b'kvoffload_lookup_blocks_total{result="miss"} 2.0' in answer.read()
+
+
+def test_openmetrics_is_served_to_those_who_ask(server: MetricsServer) -> None:
+    request = urllib.request.Request(server.url, headers={"Accept": "application/openmetrics-text"})
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        assert answer.read().endswith(b"# EOF\n")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("POST", "/metrics", 405), ("PUT", "/metrics", 405), ("HEAD", "/metrics", 405), ("GET", "/", 404)],
+)
+def test_nothing_else_is_served(server: MetricsServer, method: str, path: str, status: int) -> None:
+    request = urllib.request.Request(f"http://127.0.0.1:{server.port}{path}", method=method)
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(request, timeout=10)
+    caught.value.close()
+    assert caught.value.code == status
+    assert caught.value.headers.get("Allow") == ("GET" if status == 405 else None)
+
+
+def test_a_collector_that_raises_is_an_error_to_the_scraper() -> None:
+    class Broken(Collector):
+        def collect(self) -> Iterator[Metric]:
+            raise RuntimeError("out of order")
+
+        def describe(self) -> list[Metric]:
+            return []
+
+    with serve(registry_of(Broken()), port=0) as running, pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(running.url, timeout=10)
+    caught.value.close()
+    assert caught.value.code == 500
+
+
+def test_a_scraper_that_hangs_holds_up_nobody(server: MetricsServer) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as hanging:
+        hanging.sendall(b"GET /metr")
+        with urllib.request.urlopen(server.url, timeout=10) as answer:
+            assert answer.status == 200
+        server.close()  # and does not keep the server from closing
+
+
+def test_a_closed_server_is_gone_and_its_port_free(server: MetricsServer) -> None:
+    server.close()
+    server.close()
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.1", server.port), timeout=10)
+    assert not [thread for thread in threading.enumerate() if thread.name == "kvoffload-metrics"]
+    with serve(CollectorRegistry(), port=server.port) as again:
+        assert again.port == server.port
+
+
+def test_an_address_that_cannot_be_used_is_one_clear_error(server: MetricsServer) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"127.0.0.1:{server.port} \(Address already in use\); choose another"
+    ):
+        serve(CollectorRegistry(), port=server.port)
+    for host, port in [("x" * 64, 0), ("127.0.0.1", 70000), ("192.0.2.1", 0)]:
+        with pytest.raises(ConfigError, match=r"cannot be served on .* \(.+\)"):
+            serve(CollectorRegistry(), host, port)
+
+
+def busy_counters() -> Counters:
+    bus, counters = Bus(), Counters()
+    counters.subscribe(bus)
+    bus.publish(LookupSettled(RequestId("a"), 0, 3, 2, 48, 32, MissCause.EVICTED))
+    bus.publish(RankReported(JobId(1), Rank(0), Direction.LOAD, CopyOutcome.DONE, 4096, 0.0001, 0.002))
+    return counters
+
+
+def page_of(collector: KVOffloadCollector) -> str:
+    return generate_latest(registry_of(collector)).decode()
+
+
+def registry_of(collector: Collector) -> CollectorRegistry:
+    registry = CollectorRegistry()
+    registry.register(collector)
+    return registry

@@ -1,0 +1,376 @@
+"""The journal keeps what happened, writes no content, and its disk is nobody's problem but its own."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+import anyio
+import pytest
+from anyio import wait_all_tasks_blocked
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvoffload.bus.bus import Bus
+from kvoffload.model import events, facts
+from kvoffload.model.causes import CopyOutcome, DegradeCause, StoreOutcome
+from kvoffload.model.errors import ConfigError
+from kvoffload.model.events import BlocksOffered, Event, OffloadingDegraded, StoreSettled
+from kvoffload.model.facts import (
+    BlocksAllocated,
+    Fact,
+    JobOverdue,
+    Progress,
+    RequestEnded,
+    RequestSeen,
+    StepScheduled,
+    TransferReported,
+)
+from kvoffload.model.ids import BlockKey, DeviceBlockId, JobId, Rank, RequestId
+from kvoffload.model.transfer import Direction, JobReport, TransferReport
+from kvoffload.telemetry.counters import Counters
+from kvoffload.telemetry.journal import Journal, JournalError, Record, read_journal
+from kvoffload.telemetry.journal_file import JournalFile
+from kvoffload.telemetry.records import Summary, compact
+from tests.telemetry.streams import any_event
+
+A = RequestId("a")
+KEYS = ((BlockKey(b"secret-one"), BlockKey(b"secret-two")), ())
+TABLES = ((DeviceBlockId(1), DeviceBlockId(2), DeviceBlockId(3)), (DeviceBlockId(4),))
+
+
+class Ticks:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 0.5
+        return self.now
+
+
+def lines(*messages: object) -> list[dict[str, object]]:
+    journal = Journal(Ticks())
+    for message in messages:
+        journal.record(message)
+    return [json.loads(line) for line in journal.tail(1000)]
+
+
+def test_the_ring_keeps_the_last_messages() -> None:
+    journal = Journal(Ticks(), ring_size=3)
+    for number in range(10):
+        journal.record(BlocksOffered(number))
+    assert journal.tail(2) == [
+        '{"seq":9,"t":4.5,"event":"BlocksOffered","blocks":8}',
+        '{"seq":10,"t":5.0,"event":"BlocksOffered","blocks":9}',
+    ]
+    assert [json.loads(line)["blocks"] for line in journal.tail(100)] == [7, 8, 9]
+    assert journal.tail(0) == []
+
+
+@pytest.mark.parametrize(
+    ("fact", "expected"),
+    [
+        (
+            RequestSeen(A, 33, KEYS),
+            {
+                "event": "RequestSeen",
+                "request": "a",
+                "prompt_tokens": 33,
+                "keys": [2, 0],
+                "reads_cache": True,
+            },
+        ),
+        (
+            BlocksAllocated(A, TABLES, 16, 32),
+            {
+                "event": "BlocksAllocated",
+                "request": "a",
+                "tables": [3, 1],
+                "device_tokens": 16,
+                "external_tokens": 32,
+            },
+        ),
+        (
+            StepScheduled(7, (Progress(A, 16, new_keys=KEYS),), (RequestId("b"),), (DeviceBlockId(9),)),
+            {"event": "StepScheduled", "step": 7, "progress": 1, "preempted": ["b"], "handed_out": 1},
+        ),
+        (
+            RequestEnded(A, 40, KEYS),
+            {
+                "event": "RequestEnded",
+                "request": "a",
+                "confirmed_tokens": 40,
+                "new_keys": [2, 0],
+                "holds_blocks": True,
+            },
+        ),
+        (
+            TransferReported(
+                TransferReport(Rank(0), (JobReport(JobId(1), Direction.LOAD, CopyOutcome.DONE, 1, 0, 0),), 5)
+            ),
+            {"event": "TransferReported", "report": {"rank": 0, "jobs": 1, "ready_slots": 5}},
+        ),
+        (JobOverdue(JobId(3)), {"event": "JobOverdue", "job": 3}),
+        (
+            StoreSettled(StoreOutcome.STORED, 2),
+            {"event": "StoreSettled", "outcome": "stored", "blocks": 2, "job": None},
+        ),
+    ],
+)
+def test_collections_are_counts_and_content_is_left_out(fact: object, expected: dict[str, object]) -> None:
+    assert lines(fact) == [{"seq": 1, "t": 0.5, **expected}]
+
+
+def test_the_ring_holds_no_key_while_it_waits_to_be_read() -> None:
+    assert compact(RequestSeen(A, 33, KEYS)) == Summary(
+        "RequestSeen", {"request": "a", "prompt_tokens": 33, "keys": [2, 0], "reads_cache": True}
+    )
+    journal = Journal(Ticks())
+    journal.record(RequestSeen(A, 33, KEYS))
+    assert "secret" not in repr(journal._ring)
+    small = BlocksOffered(1)
+    assert compact(small) is small
+
+
+def test_bytes_in_free_text_are_struck_out() -> None:
+    detail = "no slot for b'secret' or b\"it's secret\" or b'cut off sec"
+    (line,) = lines(OffloadingDegraded(DegradeCause.LAW_BROKEN, detail + "x" * 1000))
+    assert "secret" not in str(line["detail"])
+    assert str(line["detail"]).startswith("no slot for b'...' or b'...' or b'...'")
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [
+        cls
+        for cls in (*vars(events).values(), *vars(facts).values())
+        if isinstance(cls, type) and issubclass(cls, Event | Fact)
+    ],
+)
+def test_every_class_has_a_form(cls: type) -> None:
+    from kvoffload.telemetry.records import _form
+
+    names = {field for field, _, _ in _form(cls)._fields}
+    assert names.isdisjoint({"seq", "t", "event"})
+
+
+def test_a_field_that_nobody_foresaw_is_an_error_and_not_written() -> None:
+    from kvoffload.telemetry.records import _writer
+
+    assert _writer(bytes)[0](b"secret") == 6
+    with pytest.raises(TypeError, match="no form"):
+        _writer(dict[str, str])
+    with pytest.raises(TypeError, match="no form"):
+        _writer(int | str)
+
+
+def write(path: Path, *messages: object, capacity: int = 1000) -> tuple[Bus, Journal]:
+    bus, journal = Bus(), Journal(Ticks(), path=path)
+    journal.subscribe(bus, capacity)
+    for message in messages:
+        bus.publish(message)
+    bus.close()
+    anyio.run(journal.run)
+    return bus, journal
+
+
+@given(st.lists(any_event(), max_size=30))
+def test_property_totals_agree_between_journal_and_counters(stream: list[Event]) -> None:
+    """Exactly: what the file holds, counted anew, gives the same numbers."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "journal")
+        bus, counters, journal = Bus(), Counters(), Journal(Ticks(), path=path)
+        counters.subscribe(bus)
+        journal.subscribe(bus)
+        for event in stream:
+            bus.publish(event)
+        bus.close()
+        anyio.run(journal.run)
+        records = list(read_journal(path))
+    assert [record.message for record in records] == stream
+    assert [record.sequence for record in records] == list(range(1, len(stream) + 1))
+    again, counted_again = Bus(), Counters()
+    counted_again.subscribe(again)
+    for record in records:
+        again.publish(record.message)
+    assert counted_again.snapshot() == counters.snapshot()
+
+
+def test_facts_come_back_as_summaries(tmp_path: Path) -> None:
+    write(tmp_path / "journal", JobOverdue(JobId(3)), BlocksOffered(2))
+    assert list(read_journal(tmp_path / "journal")) == [
+        Record(1, 0.5, Summary("JobOverdue", {"job": 3})),
+        Record(2, 1.0, BlocksOffered(2)),
+    ]
+
+
+def test_no_content_reaches_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    write(
+        path,
+        RequestSeen(A, 33, KEYS),
+        RequestEnded(A, 40, KEYS),
+        StepScheduled(1, (Progress(A, 1, TABLES, KEYS),)),
+    )
+    assert "secret" not in path.read_text()
+
+
+def test_only_the_owner_can_read_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    path.touch(0o644)
+    write(path, BlocksOffered(1))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_file_is_continued(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    write(path, BlocksOffered(1))
+    write(path, BlocksOffered(2))
+    assert [record.message for record in read_journal(path)] == [BlocksOffered(1), BlocksOffered(2)]
+
+
+def test_lines_that_found_the_feed_full_are_a_gap_in_the_numbers(tmp_path: Path) -> None:
+    bus, journal = write(tmp_path / "journal", *map(BlocksOffered, range(5)), capacity=3)
+    assert [record.sequence for record in read_journal(tmp_path / "journal")] == [1, 2, 3]
+    assert bus.statistics().feeds[0][1].dropped == 2
+    assert len(journal.tail(100)) == 5
+
+
+@pytest.mark.asyncio
+async def test_the_file_is_written_as_events_come(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    bus, journal = Bus(), Journal(Ticks(), path=path)
+    journal.subscribe(bus)
+    async with anyio.create_task_group() as group:
+        group.start_soon(journal.run)
+        await wait_all_tasks_blocked()
+        for number in range(3000):  # more than one batch
+            bus.publish(BlocksOffered(number))
+        bus.close()
+    assert len(list(read_journal(path))) == 3000
+
+
+@pytest.mark.asyncio
+async def test_a_cancelled_journal_counts_what_it_leaves(tmp_path: Path) -> None:
+    bus, journal = Bus(), Journal(Ticks(), path=tmp_path / "journal")
+    journal.subscribe(bus)
+    async with anyio.create_task_group() as group:
+        group.start_soon(journal.run)
+        await wait_all_tasks_blocked()
+        group.cancel_scope.cancel()
+    bus.publish(BlocksOffered(1))
+    assert bus.statistics().feeds[0][1].waiting == 0
+    assert len(journal.tail(10)) == 1
+
+
+@pytest.mark.asyncio
+async def test_without_a_file_there_is_nothing_to_run() -> None:
+    bus, journal = Bus(), Journal(Ticks())
+    journal.subscribe(bus)
+    await journal.run()
+    bus.publish(BlocksOffered(1))
+    assert bus.statistics().feeds == ()
+    assert len(journal.tail(10)) == 1
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_full_disk_ends_the_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: bool
+) -> None:
+    path, failures = tmp_path / "journal", list[Exception]()
+    bus = Bus()
+    journal = Journal(Ticks(), path=path, on_failure=failures.append if told else None)
+    journal.subscribe(bus)
+    real_write, room = os.write, [20]
+
+    def write_until_full(descriptor: int, data: memoryview) -> int:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = real_write(descriptor, data[: room[0]])
+        room[0] -= written
+        return written
+
+    bus.publish(BlocksOffered(1))
+    monkeypatch.setattr(os, "write", write_until_full)
+    anyio.run(journal.run)
+    monkeypatch.undo()
+    bus.publish(BlocksOffered(2))
+    assert len(failures) == told
+    assert len(journal.tail(10)) == 2
+    assert bus.statistics().removed_counters == ()
+    assert path.read_text() == '{"seq":1,"t":0.5,"eve'[:20]
+    with pytest.raises(JournalError, match="line 1: the line is cut off"):
+        list(read_journal(path))
+
+
+def test_a_path_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    held = JournalFile(tmp_path / "held")
+    for path, problem in [
+        (tmp_path / "none" / "journal", "No such file or directory"),
+        (tmp_path, "Is a directory"),
+        (pipe, "No such device"),
+        (Path("/dev/null"), "not a regular file"),
+        (Path("with\0zero"), "null byte"),
+        (tmp_path / "held", "another process writes it"),
+    ]:
+        with pytest.raises(ConfigError, match=problem):
+            Journal(Ticks(), path=path)
+    held.close()
+    held.close()
+    JournalFile(tmp_path / "held").close()
+
+
+def test_a_file_that_is_not_ours_to_protect_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int, mode: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "fchmod", refuse)
+    with pytest.raises(ConfigError, match="Operation not permitted"):
+        JournalFile(tmp_path / "journal")
+
+
+GOOD = '{"seq":1,"t":0.5,"event":"BlocksOffered","blocks":1}\n'
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("not json\n", "not JSON"),
+        ("[1]\n", "not a JSON object"),
+        ("{}\n", "is missing or of the wrong type"),
+        ('{"seq":true,"t":0,"event":"X"}\n', "is missing or of the wrong type"),
+        ('{"seq":1,"t":0,"event":"BlocksOffered"}\n', "missing or unknown fields: blocks"),
+        ('{"seq":1,"t":0,"event":"BlocksOffered","blocks":1,"more":2}\n', "unknown fields: more"),
+        ('{"seq":1,"t":0,"event":"BlocksOffered","blocks":"x"}\n', "blocks is 'x', not int"),
+        ('{"seq":1,"t":0,"event":"BlocksOffered","blocks":true}\n', "blocks is True, not int"),
+        (
+            '{"seq":1,"t":0,"event":"BlocksEvicted","blocks":1,"cause":"x"}\n',
+            "'x' is not a valid EvictionCause",
+        ),
+        (GOOD[:-1], "cut off"),
+        ("\xff\n", "can't decode"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: str, problem: str) -> None:
+    path = tmp_path / "journal"
+    path.write_bytes((GOOD + line).encode("latin-1"))
+    records = read_journal(path)
+    if problem != "can't decode":  # text is decoded in larger pieces than lines
+        assert next(records) == Record(1, 0.5, BlocksOffered(1))
+    with pytest.raises(JournalError, match=problem) as caught:
+        list(records)
+    assert caught.value.path == path
+    assert problem == "can't decode" or caught.value.line == 2
+
+
+def test_a_journal_that_is_not_there_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(JournalError, match="No such file"):
+        list(read_journal(tmp_path / "none"))

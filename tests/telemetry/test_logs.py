@@ -1,0 +1,225 @@
+"""What an operator reads."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import anyio
+import pytest
+
+from kvoffload.bus.bus import Bus
+from kvoffload.model.causes import (
+    DegradeCause,
+    LoadOutcome,
+    StoreOutcome,
+    SurpriseCause,
+)
+from kvoffload.model.events import (
+    BlocksOffered,
+    CapacityGrown,
+    EngineSurprised,
+    Event,
+    JobAbandoned,
+    LoadEnded,
+    OffloadingDegraded,
+    ResetStarted,
+    StoreSettled,
+)
+from kvoffload.model.ids import JobId, RequestId
+from kvoffload.model.transfer import Direction
+from kvoffload.telemetry.log_observer import LOGGED, LogObserver, log_journal_failed, log_removed
+from kvoffload.telemetry.logs import configure, get_logger
+
+A, JOB = RequestId("a"), JobId(1)
+
+
+class Hand:
+    """A clock that goes when told."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture(autouse=True)
+def untouched_logging() -> Iterator[None]:
+    root = logging.getLogger("kvoffload")
+    before = root.handlers[:], root.level, root.propagate
+    yield
+    root.handlers[:], root.level, root.propagate = before
+
+
+def told(
+    caplog: pytest.LogCaptureFixture, *published: Event, observer: LogObserver | None = None
+) -> list[str]:
+    async def tell() -> None:
+        watch = observer or LogObserver(Hand())
+        for event in published:
+            await watch(event)
+
+    caplog.clear()
+    with caplog.at_level(logging.DEBUG):
+        anyio.run(tell)
+    return [
+        f"{record.levelname} {record.getMessage()}"
+        for record in caplog.records
+        if record.name.startswith("kvoffload")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("event", "line"),
+    [
+        (
+            OffloadingDegraded(DegradeCause.LAW_BROKEN, "1 slot too many"),
+            "ERROR offloading_degraded cause=law_broken detail='1 slot too many'",
+        ),
+        (JobAbandoned(JOB, Direction.STORE, 2), "ERROR job_abandoned job=1 direction=store blocks=2"),
+        (
+            LoadEnded(JOB, A, 2, LoadOutcome.CORRUPT),
+            "WARNING load_failed job=1 request=a blocks=2 outcome=corrupt",
+        ),
+        (StoreSettled(StoreOutcome.FAILED, 2, JOB), "WARNING store_failed outcome=failed blocks=2 job=1"),
+        (CapacityGrown(5), "INFO capacity_grown slots=5"),
+        (
+            ResetStarted(1, 2, 3, 4),
+            "INFO reset_started generation=1 dropped_blocks=2 draining_blocks=3 open_jobs=4",
+        ),
+        (
+            EngineSurprised(SurpriseCause.UNKNOWN_JOB, A),
+            "WARNING engine_surprised cause=unknown_job request=a note='further ones are only counted'",
+        ),
+    ],
+)
+def test_rare_events_are_told_at_their_level(
+    caplog: pytest.LogCaptureFixture, event: Event, line: str
+) -> None:
+    assert told(caplog, event) == [line]
+
+
+def test_what_happens_in_every_step_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    every_step = [
+        BlocksOffered(1),
+        LoadEnded(JOB, A, 2, LoadOutcome.LOADED),
+        StoreSettled(StoreOutcome.STORED, 2),
+    ]
+    assert told(caplog, *every_step) == []
+
+
+def test_what_deserves_no_line_wakes_nobody() -> None:
+    bus = Bus()
+    feed = LogObserver(Hand()).subscribe(bus)
+    bus.publish(StoreSettled(StoreOutcome.STORED, 2))
+    bus.publish(LoadEnded(JOB, A, 2, LoadOutcome.LOADED))
+    assert feed.statistics().published == 0
+    bus.publish(LoadEnded(JOB, A, 2, LoadOutcome.FAILED))
+    bus.publish(CapacityGrown(5))
+    assert feed.statistics().published == 2
+    assert bus.statistics().feeds[0][0] == "log"
+
+
+def test_every_class_that_can_deserve_a_line_has_one() -> None:
+    observer = LogObserver(Hand())
+    lines = type(observer).__dict__["_write"].dispatcher
+    assert all(lines.dispatch(cls) is not lines.dispatch(Event) for cls in LOGGED)
+    with pytest.raises(TypeError, match="no line for BlocksOffered"):
+        observer._write(BlocksOffered(1))
+
+
+def test_a_surprise_is_told_once_a_cause(caplog: pytest.LogCaptureFixture) -> None:
+    lines = told(
+        caplog,
+        EngineSurprised(SurpriseCause.UNKNOWN_JOB),
+        EngineSurprised(SurpriseCause.UNKNOWN_JOB, A),
+        EngineSurprised(SurpriseCause.UNKNOWN_REQUEST),
+    )
+    assert [line.split()[2] for line in lines] == ["cause=unknown_job", "cause=unknown_request"]
+
+
+def test_repeated_failures_are_told_seldom_with_their_number(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Hand()
+    observer = LogObserver(clock)
+    failed = LoadEnded(JOB, A, 2, LoadOutcome.FAILED)
+    assert len(told(caplog, failed, failed, failed, observer=observer)) == 1
+    assert len(told(caplog, LoadEnded(JOB, A, 2, LoadOutcome.CORRUPT), observer=observer)) == 1
+    clock.now = 9.9
+    assert told(caplog, failed, observer=observer) == []
+    clock.now = 10.0
+    (line,) = told(caplog, failed, observer=observer)
+    assert line.endswith("held_back=3")
+    clock.now = 20.0
+    (line,) = told(caplog, failed, observer=observer)
+    assert "held_back" not in line
+
+
+def test_removals_and_journal_failures_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    try:
+        raise RuntimeError("at 1")
+    except RuntimeError as error:
+        log_removed()("watcher", error)
+    log_journal_failed()(OSError("disk full"))
+    removed, stopped = caplog.records
+    assert removed.getMessage().startswith(
+        "observer_removed name=watcher error=\"RuntimeError('at 1')\"\nTraceback"
+    )
+    assert stopped.getMessage().startswith("journal_stopped error='disk full'")
+
+
+def test_a_host_keeps_its_own_logging(caplog: pytest.LogCaptureFixture) -> None:
+    """No handler of ours; the host's level counts; the line names the caller's file, as hosts print it."""
+    log = get_logger("part")
+    logging.getLogger("kvoffload").setLevel(logging.WARNING)
+    log.info("quiet")
+    log.warning("percent_sign", share="100 %s", empty="")
+    assert logging.getLogger("kvoffload").handlers == []
+    (record,) = caplog.records
+    assert (record.name, record.filename) == ("kvoffload.part", "test_logs.py")
+    assert record.getMessage() == "percent_sign share='100 %s' empty=''"
+    assert record.kvoffload == {"event": "percent_sign", "share": "100 %s", "empty": ""}  # type: ignore[attr-defined]
+
+
+def test_a_logger_can_live_under_the_hosts_own() -> None:
+    host, stream = logging.getLogger("somehost"), io.StringIO()
+    handler = logging.StreamHandler(stream)
+    host.addHandler(handler)
+    host.propagate = False
+    get_logger("part", under="somehost").warning("told", number=1)
+    host.removeHandler(handler)
+    assert stream.getvalue() == "told number=1\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_command_prints_json_to_a_pipe() -> None:
+    stream = io.StringIO()
+    configure(stream)
+    configure(stream)  # replaces the first
+    get_logger("part").warning("told", number=1)
+    logging.getLogger("kvoffload.plain").info("without %s", "keys")
+    try:
+        raise RuntimeError("boom")
+    except RuntimeError:
+        logging.getLogger("kvoffload.plain").exception("failed")
+    first, second, third = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert first.pop("timestamp").endswith("Z")
+    assert first == {"event": "told", "number": 1, "level": "warning", "logger": "kvoffload.part"}
+    assert second["event"] == "without keys"
+    assert third["exception"].endswith("RuntimeError: boom")
+
+
+def test_the_command_prints_key_values_to_a_terminal() -> None:
+    stream = Terminal()
+    configure(stream, level=logging.WARNING)
+    get_logger("part").info("quiet")
+    get_logger("part").warning("told", number=1)
+    (line,) = stream.getvalue().splitlines()
+    assert "told" in line
+    assert "number" in line
+    assert not line.startswith("{")
