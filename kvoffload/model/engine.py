@@ -57,7 +57,9 @@ class EngineShape:
         if self.ranks < 1:
             problems.append(f"there are {self.ranks} ranks; at least 1 copies")
         if any(self.match_tokens % group.block_tokens for group in self.groups):
-            problems.append(f"match_tokens is {self.match_tokens}, not a multiple of every group's block_tokens")
+            problems.append(
+                f"match_tokens is {self.match_tokens}, not a multiple of every group's block_tokens"
+            )
         if problems:
             raise EngineContractError("; ".join(problems))
 

@@ -57,8 +57,8 @@ class JobReport:
         direction: its direction.
         outcome: how it ended. After it is sent, this rank touches neither the slots nor the blocks of the job.
         copied_bytes: bytes copied by this rank (0 if it failed).
-        queue_s: seconds from submission to the start of the copy.
-        copy_s: seconds from the start of the copy to its end.
+        queue_s: seconds from submission to the report in which nothing was copied, the noticing of the end included.
+        copy_s: seconds in which it was copied.
         corrupt: positions in the job whose bytes were found corrupt (empty otherwise).
     """
 

@@ -1,0 +1,229 @@
+"""The one module that owns threads.
+
+A portal is a background thread with an event loop, and a few more threads for copies that block. All are daemons: a copy
+that never ends must not keep the process from ending. Everything starts when it is first used, so that a portal that is
+merely made costs nothing and a fork before that is harmless.
+
+A fork copies the memory of the threads but not the threads. In the child a portal forgets what it had and starts afresh
+at its next use; the parent's loop is kept, untouched, because closing it would unregister the parent's descriptors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from concurrent.futures import Executor, Future
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+from kvoffload.model.errors import KVOffloadError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_COPY_THREADS = 2
+_FROM_PARENT: list[object] = []  # what a fork left behind; alive so that nothing closes it
+
+
+class PortalClosed(KVOffloadError):
+    """Raised when a portal is used after `close`; it is our own bug."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"portal {name!r} is closed")
+
+
+class DaemonExecutor(Executor):
+    """A few daemon threads that run what they are handed, in order. Unlike the standard pool, exit does not join them.
+
+    Args:
+        name: prefix of the threads' names.
+        threads: how many; each of the first calls starts one.
+    """
+
+    def __init__(self, name: str, threads: int) -> None:
+        self._name = name
+        self._threads = threads
+        self._started = 0
+        self._lock = threading.Lock()
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._is_shut = False
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Queue a call.
+
+        Raises:
+            RuntimeError: the executor was shut down.
+        """
+        future: Future[T] = Future()
+
+        def work() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                result = fn(*args, **kwargs)
+            except BaseException as error:  # it belongs to whoever asked
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        with self._lock:
+            if self._is_shut:
+                raise RuntimeError(f"executor {self._name!r} was shut down")
+            self._work.put(work)
+            if self._started < self._threads:
+                self._start_thread()
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Take no more work and let the threads end when the queue is empty. Never waits, whatever `wait` says."""
+        with self._lock:
+            if not self._is_shut:
+                self._is_shut = True
+                for _ in range(self._started):
+                    self._work.put(None)
+
+    def _start_thread(self) -> None:
+        self._started += 1
+        threading.Thread(target=self._run, name=f"{self._name}-{self._started}", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            work = self._work.get()
+            if work is None:
+                return
+            work()
+            del work  # or an idle thread would keep alive what it last ran
+
+
+class Portal:
+    """A background thread with an event loop, started at first use.
+
+    Args:
+        name: of the threads.
+        copy_threads: threads of `executor`.
+    """
+
+    def __init__(self, name: str, *, copy_threads: int = _COPY_THREADS) -> None:
+        self.name = name
+        self._copy_threads = copy_threads
+        self._is_closed = False
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._loop_thread: tuple[asyncio.AbstractEventLoop, threading.Thread] | None = None
+        self._executor: DaemonExecutor | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the loop's thread was started, in this process, and runs."""
+        started = self._loop_thread
+        return started is not None and self._pid == os.getpid() and started[1].is_alive()
+
+    @property
+    def executor(self) -> Executor:
+        """Threads for calls that block, made at first use.
+
+        Raises:
+            PortalClosed: after `close`.
+        """
+        self._leave_parent()
+        with self._lock:
+            self._check_open()
+            if self._executor is None:
+                self._executor = DaemonExecutor(f"{self.name}-copy", self._copy_threads)
+            return self._executor
+
+    def spawn(
+        self, async_fn: Callable[P, Coroutine[object, object, T]], *args: P.args, **kwargs: P.kwargs
+    ) -> Future[T]:
+        """Run a coroutine on the loop; cancelling the future cancels it.
+
+        Raises:
+            PortalClosed: after `close`.
+        """
+        loop = self._running_loop()
+        coroutine = async_fn(*args, **kwargs)
+        try:
+            return asyncio.run_coroutine_threadsafe(coroutine, loop)
+        except RuntimeError as error:  # closed a moment ago, by another thread
+            coroutine.close()
+            raise PortalClosed(self.name) from error
+
+    def call_soon(self, fn: Callable[..., object], *args: object) -> None:
+        """Call `fn` on the loop's thread, soon, without waiting for it.
+
+        Raises:
+            PortalClosed: after `close`.
+        """
+        self._running_loop().call_soon_threadsafe(fn, *args)
+
+    def close(self, timeout: float = 10.0) -> bool:
+        """Cancel what runs on the loop, wait for its end, and stop. Closing again does nothing.
+
+        Args:
+            timeout: seconds to wait, all in all.
+
+        Returns:
+            Whether everything ended in time. What did not is left behind on its daemon thread.
+        """
+        self._leave_parent()
+        with self._lock:
+            self._is_closed = True
+            started, executor = self._loop_thread, self._executor
+        ended = True
+        if started is not None and started[1].is_alive():
+            loop, thread = started
+            asyncio.run_coroutine_threadsafe(_cancel_all(), loop).add_done_callback(lambda _: _stop(loop))
+            if thread is not threading.current_thread():
+                thread.join(timeout)
+            ended = not thread.is_alive()
+        if executor is not None:
+            executor.shutdown(wait=False)
+        return ended
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        self._leave_parent()
+        with self._lock:
+            self._check_open()
+            if self._loop_thread is None:
+                loop = asyncio.new_event_loop()
+                thread = threading.Thread(target=_run, args=(loop,), name=self.name, daemon=True)
+                thread.start()
+                self._loop_thread = (loop, thread)
+            return self._loop_thread[0]
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise PortalClosed(self.name)
+
+    def _leave_parent(self) -> None:
+        """In a forked child, forget the parent's threads, and its lock, which may have been held at the fork."""
+        if self._pid != os.getpid():
+            _FROM_PARENT.append((self._loop_thread, self._executor))
+            self._pid, self._lock = os.getpid(), threading.Lock()
+            self._loop_thread = self._executor = None
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+    finally:
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        asyncio.set_event_loop(None)
+        loop.close()
+
+
+async def _cancel_all() -> None:
+    """Cancel every other task and wait until all have ended; a task may take its time to clean up."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _stop(loop: asyncio.AbstractEventLoop) -> None:
+    loop.call_soon_threadsafe(loop.stop)

@@ -1,0 +1,24 @@
+"""Fakes for whoever tests with kvoffload: time, copies and threads that obey the test.
+
+clock = FakeClock()                        await clock.advance(0.01)
+copier = GatedCopier()                     copier.tickets[0].finish()   .fail()   .tear()   .corrupt()
+executor = ManualExecutor()                executor.run_next()
+gate = Gate()                              await gate.arrive(), gate.open()
+device = FakeDevice(8, pages=[64, 32])     device.layout, device.read(3)
+"""
+
+from kvoffload.testing.clock import FakeClock, settled
+from kvoffload.testing.copier import GatedCopier, GatedTicket
+from kvoffload.testing.device import FakeDevice
+from kvoffload.testing.gates import Gate, ManualExecutor, ThreadGate
+
+__all__ = [
+    "FakeClock",
+    "FakeDevice",
+    "Gate",
+    "GatedCopier",
+    "GatedTicket",
+    "ManualExecutor",
+    "ThreadGate",
+    "settled",
+]

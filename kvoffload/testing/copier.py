@@ -1,0 +1,130 @@
+"""A copier whose copies end when and how the test says."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from typing import TYPE_CHECKING
+
+from kvoffload.transfer.host_copier import copy_by_memmove
+from kvoffload.transfer.ports import TicketState
+from kvoffload.transfer.runs import CopyRuns
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvoffload.model.transfer import Direction
+    from kvoffload.transfer.ports import Fence
+
+
+class GatedTicket:
+    """One batch that waits for the test.
+
+    A ticket that is never told anything never ends.
+
+    Args:
+        direction: of the batch.
+        runs: its copies.
+        fences: what it was submitted behind.
+    """
+
+    def __init__(self, direction: Direction, runs: CopyRuns, fences: tuple[Fence, ...]) -> None:
+        self.direction = direction
+        self.runs = runs
+        self.fences = fences
+        self.queries = 0
+        self.query_error: Exception | None = None
+        """Raised by every query while set."""
+        self.copy_seconds: float | None = None
+        """What the copier claims the copies took; set it before the ticket ends."""
+        self._state = TicketState.PENDING
+
+    @property
+    def is_open(self) -> bool:
+        return self._state is TicketState.PENDING
+
+    def query(self) -> TicketState:
+        self.queries += 1
+        if self.query_error is not None:
+            raise self.query_error
+        return self._state
+
+    def finish(self) -> None:
+        """Copy all bytes and end well."""
+        copy_by_memmove(self.runs)
+        self._state = TicketState.DONE
+
+    def fail(self) -> None:
+        """Copy nothing and end badly."""
+        self._state = TicketState.FAILED
+
+    def tear(self, *, ends_well: bool = False) -> None:
+        """Copy the first half of each contiguous piece, then end badly, or claim to have ended well."""
+        copy_by_memmove(CopyRuns(self.runs.source, self.runs.target, self.runs.size // 2))
+        self._state = TicketState.DONE if ends_well else TicketState.FAILED
+
+    def corrupt(self) -> None:
+        """Copy all bytes, flip the first one's bits, and claim to have ended well."""
+        copy_by_memmove(self.runs)
+        first = ctypes.c_ubyte.from_address(int(self.runs.target[0]))
+        first.value ^= 0xFF
+        self._state = TicketState.DONE
+
+
+class GatedCopier:
+    """Really copies host bytes, each batch when the test releases its ticket.
+
+    Args:
+        held: False ends every batch as it is submitted, until `hold`.
+    """
+
+    def __init__(self, *, held: bool = True) -> None:
+        self.tickets: list[GatedTicket] = []
+        """All batches, in order of submission."""
+        self.fences = 0
+        """Fences recorded; the n-th is the number n, from 1."""
+        self.is_closed = False
+        self._held = held
+        self._submit_errors: deque[Exception] = deque()
+        self._fence_errors: deque[Exception] = deque()
+
+    @property
+    def open_tickets(self) -> list[GatedTicket]:
+        """Batches that have not ended, in order of submission."""
+        return [ticket for ticket in self.tickets if ticket.is_open]
+
+    def release(self) -> None:
+        """End every open batch well, and from now on each one as it is submitted."""
+        self._held = False
+        for ticket in self.open_tickets:
+            ticket.finish()
+
+    def hold(self) -> None:
+        """Keep batches open again from now on."""
+        self._held = True
+
+    def refuse_submit(self, error: Exception) -> None:
+        """Raise `error` at the next submission, which then starts nothing."""
+        self._submit_errors.append(error)
+
+    def refuse_fence(self, error: Exception) -> None:
+        """Raise `error` at the next fence."""
+        self._fence_errors.append(error)
+
+    def fence(self) -> Fence:
+        if self._fence_errors:
+            raise self._fence_errors.popleft()
+        self.fences += 1
+        return self.fences
+
+    def submit(self, direction: Direction, runs: CopyRuns, fences: Sequence[Fence]) -> GatedTicket:
+        if self._submit_errors:
+            raise self._submit_errors.popleft()
+        ticket = GatedTicket(direction, runs, tuple(fences))
+        self.tickets.append(ticket)
+        if not self._held:
+            ticket.finish()
+        return ticket
+
+    def close(self) -> None:
+        self.is_closed = True

@@ -1,0 +1,56 @@
+"""Device memory for tests, in host memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvoffload.transfer.layout import DeviceLayout, DeviceRegion
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class FakeDevice:
+    """Blocks of bytes laid out as an engine would, each region in an array of its own.
+
+    Args:
+        blocks: how many.
+        pages: bytes of a block in each region.
+        padding: bytes between the pages of neighbouring blocks, for each region; none by default.
+        seed: of the random bytes that it starts with.
+    """
+
+    def __init__(
+        self, blocks: int, pages: Sequence[int], padding: Sequence[int] | None = None, *, seed: int = 0
+    ) -> None:
+        random = np.random.default_rng(seed)
+        gaps = padding or [0] * len(pages)
+        self._pages = tuple(pages)
+        self._arrays = [
+            random.integers(0, 256, (blocks, page + gap), np.uint8)
+            for page, gap in zip(pages, gaps, strict=True)
+        ]
+        self.layout = DeviceLayout(
+            tuple(
+                DeviceRegion(array.ctypes.data, array.shape[1], page, blocks, "cpu", array)
+                for array, page in zip(self._arrays, pages, strict=True)
+            )
+        )
+
+    def read(self, block: int) -> bytes:
+        """Return a block's bytes, region after region."""
+        return b"".join(
+            array[block, :page].tobytes() for array, page in zip(self._arrays, self._pages, strict=True)
+        )
+
+    def write(self, block: int, data: bytes) -> None:
+        """Overwrite a block's bytes, given region after region."""
+        rest = np.frombuffer(data, np.uint8)
+        for array, page in zip(self._arrays, self._pages, strict=True):
+            array[block, :page], rest = rest[:page], rest[page:]
+
+    def snapshot(self) -> bytes:
+        """Return all bytes, padding included."""
+        return b"".join(array.tobytes() for array in self._arrays)

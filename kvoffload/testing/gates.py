@@ -1,0 +1,124 @@
+"""Points at which a test holds others, instead of sleeping and hoping."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from concurrent.futures import Executor, Future
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_PATIENCE_S = 30.0  # a test that waits longer has failed
+
+
+class Gate:
+    """Holds coroutines until it is opened, and counts who came."""
+
+    def __init__(self) -> None:
+        self.arrivals = 0
+        self._open = asyncio.Event()
+
+    async def arrive(self) -> None:
+        """Be counted, and wait until the gate is open."""
+        self.arrivals += 1
+        await self._open.wait()
+
+    def open(self) -> None:
+        self._open.set()
+
+    def shut(self) -> None:
+        self._open.clear()
+
+
+class ThreadGate:
+    """Holds threads until it is opened, and counts who came."""
+
+    def __init__(self) -> None:
+        self._arrivals = 0
+        self._is_open = False
+        self._changed = threading.Condition()
+
+    @property
+    def arrivals(self) -> int:
+        return self._arrivals
+
+    def arrive(self) -> None:
+        """Be counted, and wait until the gate is open.
+
+        Raises:
+            TimeoutError: nobody opens it.
+        """
+        with self._changed:
+            self._arrivals += 1
+            self._changed.notify_all()
+            if not self._changed.wait_for(lambda: self._is_open, _PATIENCE_S):
+                raise TimeoutError("the gate was not opened")
+
+    def wait_for_arrivals(self, count: int) -> None:
+        """Wait until `count` threads have come, all in all.
+
+        Raises:
+            TimeoutError: they do not come.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._arrivals >= count, _PATIENCE_S):
+                raise TimeoutError(f"{self._arrivals} of {count} threads came to the gate")
+
+    def open(self) -> None:
+        with self._changed:
+            self._is_open = True
+            self._changed.notify_all()
+
+
+class ManualExecutor(Executor):
+    """Runs what it is handed on the test's own thread, when the test says so.
+
+    Args:
+        held: False runs everything as it is handed in.
+    """
+
+    def __init__(self, *, held: bool = True) -> None:
+        self._held = held
+        self._work: deque[Callable[[], None]] = deque()
+        self._is_shut = False
+
+    @property
+    def waiting(self) -> int:
+        """Calls that have not been run."""
+        return len(self._work)
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        if self._is_shut:
+            raise RuntimeError("executor was shut down")
+        future: Future[T] = Future()
+
+        def work() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except Exception as error:  # it belongs to whoever asked
+                future.set_exception(error)
+
+        self._work.append(work)
+        if not self._held:
+            self.run_next()
+        return future
+
+    def run_next(self) -> None:
+        """Run the oldest call."""
+        self._work.popleft()()
+
+    def run_all(self) -> None:
+        """Run every call, also those that come in meanwhile."""
+        while self._work:
+            self.run_next()
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self._is_shut = True

@@ -1,0 +1,118 @@
+"""Host memory for the slots of one rank.
+
+The arena is made in chunks, so that a large one is of use before all of it is touched and pinned. Within a chunk memory
+is region-major: all slots' pages of region 0, then all of region 1, so that neighbouring slots are neighbours in memory.
+
+    chunk 0: slots 0..k-1      | region 0: s0 s1 .. | region 1: s0 s1 .. |      chunk 1: slots k..2k-1   ...
+
+No size is rounded to a power of two; a region starts on a cache line.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+import structlog
+
+from kvoffload.model.errors import HostMemoryError
+from kvoffload.transfer.runs import Geometry, geometry_of
+
+if TYPE_CHECKING:
+    from kvoffload.transfer.host_memory import HostAllocator, HostChunk
+    from kvoffload.transfer.layout import DeviceLayout
+
+_LINE = 64
+_CHUNK_BYTES = 256 * 2**20  # about 25 ms of pinning: short beside a step, long beside a call
+
+log = structlog.get_logger("kvoffload.transfer")
+
+
+class Arena:
+    """Slots 0 to `ready_slots - 1` can be used; `prepare` makes the others.
+
+    Args:
+        layout: of this rank.
+        slots: how many slots there are to be; 0 is legal.
+        allocator: where memory comes from.
+        chunk_bytes: about how much is made ready at a time, at least one slot.
+    """
+
+    def __init__(
+        self, layout: DeviceLayout, slots: int, allocator: HostAllocator, *, chunk_bytes: int = _CHUNK_BYTES
+    ) -> None:
+        self.layout = layout
+        self.slots = slots
+        self.refusal: str | None = None
+        """Why growth stopped early; None while it did not."""
+        self._allocator = allocator
+        self._chunk_slots = max(1, chunk_bytes // layout.slot_bytes)
+        self._chunks: list[HostChunk] = []
+        self._geometry = geometry_of(layout, self._chunk_slots)
+        self._ready_slots = 0
+        self._closed = False
+
+    @property
+    def ready_slots(self) -> int:
+        """Slots that can be used by now; never shrinks before `close`. Readable from any thread."""
+        return self._ready_slots
+
+    @property
+    def geometry(self) -> Geometry:
+        """Addresses of all ready slots; a new object each time the arena has grown."""
+        return self._geometry
+
+    async def prepare(self) -> None:
+        """Make all slots ready, chunk by chunk; run it once, in the background.
+
+        A refused chunk ends growth: what is ready stays, `refusal` holds the reason, and the log has it.
+        """
+        while not self._closed and self._ready_slots < self.slots:
+            count = min(self._chunk_slots, self.slots - self._ready_slots)
+            try:
+                chunk = await self._allocator.allocate(_offsets(self.layout, count)[-1])
+            except HostMemoryError as error:
+                self.refusal = str(error)
+                log.warning(
+                    "host_memory_refused",
+                    ready_slots=self._ready_slots,
+                    wanted_slots=self.slots,
+                    reason=self.refusal,
+                )
+                return
+            self._add(chunk, count)
+
+    def page(self, slot: int, region: int) -> memoryview:
+        """Return the bytes of one slot in one region, for checksums and tests; writable, valid until `close`."""
+        if not 0 <= slot < self._ready_slots:
+            raise IndexError(f"slot {slot} is not among the {self._ready_slots} ready slots")
+        chunk, place = divmod(slot, self._chunk_slots)
+        size = self.layout.regions[region].page_bytes
+        address = int(self._geometry.host_base[chunk, region]) + place * size
+        return memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
+
+    def close(self) -> None:
+        """Give all memory back. The caller makes sure that no copy runs. Closing twice does nothing."""
+        self._closed = True
+        self._ready_slots = 0
+        self._geometry = geometry_of(self.layout, self._chunk_slots)
+        while self._chunks:
+            self._chunks.pop().release()
+
+    def _add(self, chunk: HostChunk, count: int) -> None:
+        if self._closed:  # while the chunk was made
+            chunk.release()
+            return
+        self._chunks.append(chunk)
+        starts = [chunk.address + offset for offset in _offsets(self.layout, count)[:-1]]
+        self._geometry = self._geometry.with_chunk(starts)
+        self._ready_slots += count  # last: who sees the slots must find their addresses
+
+
+def _offsets(layout: DeviceLayout, count: int) -> list[int]:
+    """Return where each region of a chunk of `count` slots starts, and behind them the size of the chunk."""
+    offsets = [0]
+    for region in layout.regions:
+        size = region.page_bytes * count
+        offsets.append(offsets[-1] + (size + _LINE - 1) // _LINE * _LINE)
+    return offsets

@@ -1,0 +1,196 @@
+"""How much host memory this process may have, and how it is got."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import mmap
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Protocol
+
+from kvoffload.model.errors import ConfigError, HostMemoryError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from concurrent.futures import Executor, Future
+
+    from kvoffload.transfer.layout import DeviceLayout
+
+ReadText = Callable[[str], str | None]
+"""Returns a file's text, None where it cannot be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostChunk:
+    """One piece of host memory.
+
+    Args:
+        address: its first byte.
+        size: its bytes.
+        release: gives it back; called once, and not while a copy may touch it.
+    """
+
+    address: int
+    size: int
+    release: Callable[[], None]
+
+
+class HostAllocator(Protocol):
+    """Hands out host memory that is ready for copies at full speed."""
+
+    async def allocate(self, size: int) -> HostChunk:
+        """Return `size` bytes, every page of them present (and pinned, where the device wants that).
+
+        Raises:
+            HostMemoryError: they cannot be had.
+        """
+        ...
+
+
+class Pin(Protocol):
+    """Makes memory known to a device."""
+
+    def register(self, address: int, size: int) -> None:
+        """Pin the memory.
+
+        Raises:
+            HostMemoryError: the device's driver refuses.
+        """
+        ...
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`."""
+        ...
+
+
+class MmapAllocator:
+    """Anonymous memory, touched and pinned on `executor`'s threads so that no loop waits for the kernel."""
+
+    def __init__(self, executor: Executor, pin: Pin | None = None) -> None:
+        self._executor = executor
+        self._pin = pin
+
+    async def allocate(self, size: int) -> HostChunk:
+        work = self._executor.submit(self._allocate, size)
+        try:
+            return await asyncio.wrap_future(work)
+        except asyncio.CancelledError:
+            # The thread cannot be stopped; what it still makes must not be lost.
+            work.add_done_callback(_release_result)
+            raise
+
+    def _allocate(self, size: int) -> HostChunk:
+        try:
+            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, ValueError, OverflowError) as error:
+            raise HostMemoryError(f"the system refused {size} bytes of host memory: {error}") from error
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            _advise_huge(memory)
+        # The array keeps the mapping from being closed under a copy; emptying the list lets go of it.
+        hold: list[ctypes.Array[ctypes.c_char]] = [(ctypes.c_char * size).from_buffer(memory)]
+        address = ctypes.addressof(hold[0])
+        ctypes.memset(address, 0, size)  # touches every page, outside the interpreter's lock
+        if self._pin is not None:
+            try:
+                self._pin.register(address, size)
+            except BaseException:
+                hold.clear()
+                memory.close()  # at once: the traceback would keep it for as long as someone holds the error
+                raise
+        return HostChunk(address, size, lambda: self._release(address, hold, memory))
+
+    def _release(self, address: int, hold: list[ctypes.Array[ctypes.c_char]], memory: mmap.mmap) -> None:
+        if self._pin is not None:
+            self._pin.unregister(address)
+        hold.clear()
+        memory.close()
+
+
+def slots_for(bytes_per_rank: int, layout: DeviceLayout, *, read: ReadText | None = None) -> int:
+    """Return how many host slots fit `bytes_per_rank`.
+
+    Args:
+        bytes_per_rank: host memory that this rank may use.
+        layout: of this rank.
+        read: reads the kernel's files; tests hand in their own.
+
+    Raises:
+        ConfigError: less than one block fits, or it is more than this machine or this process's cgroup has left.
+    """
+    if bytes_per_rank < layout.slot_bytes:
+        raise ConfigError(
+            [
+                f"host_bytes gives each rank {bytes_per_rank} bytes, below one block of {layout.slot_bytes} bytes"
+            ]
+        )
+    available = available_bytes(read or _read_file)
+    if available is not None and bytes_per_rank > available:
+        left = f"the {available} bytes that this machine or this process's cgroup has left"
+        raise ConfigError([f"host_bytes gives each rank {bytes_per_rank} bytes, above {left}"])
+    return bytes_per_rank // layout.slot_bytes
+
+
+def available_bytes(read: ReadText) -> int | None:
+    """Return the bytes that this process can still get without swapping, None where the kernel does not say.
+
+    The least of MemAvailable and what every enclosing cgroup (version 1 or 2) has left, file cache counted as free.
+    """
+    found = [*_machine_left(read), *_cgroups_left(read)]
+    return min(found) if found else None
+
+
+def _machine_left(read: ReadText) -> Iterator[int]:
+    for line in (read("/proc/meminfo") or "").splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable" and value.split()[:1]:
+            yield int(value.split()[0]) * 1024
+
+
+def _cgroups_left(read: ReadText) -> Iterator[int]:
+    for line in (read("/proc/self/cgroup") or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            yield from _chain_left(read, "/sys/fs/cgroup", path, "memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            yield from _chain_left(read, "/sys/fs/cgroup/memory", path, *names)
+
+
+def _chain_left(read: ReadText, root: str, path: str, limit: str, usage: str) -> Iterator[int]:
+    """Yield what the cgroup and each of its parents has left. A container may see its own group as the root."""
+    group = PurePosixPath(path)
+    for parent in (group, *group.parents):
+        folder = root + str(parent).rstrip("/")
+        limit_bytes, used_bytes = (_number(read(f"{folder}/{name}")) for name in (limit, usage))
+        if limit_bytes is not None and used_bytes is not None:
+            yield max(limit_bytes - used_bytes + _file_cache(read(f"{folder}/memory.stat")), 0)
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text is not None and text.strip().isdigit() else None  # "max" is no limit
+
+
+def _file_cache(stat: str | None) -> int:
+    fields = dict(line.split(" ", 1) for line in (stat or "").splitlines() if " " in line)
+    return _number(fields.get("total_inactive_file", fields.get("inactive_file"))) or 0
+
+
+def _advise_huge(memory: mmap.mmap) -> None:
+    """Ask for huge pages: fewer address translations for scattered copies. A kernel without them serves as well."""
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+
+
+def _read_file(path: str) -> str | None:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return None
+
+
+def _release_result(work: Future[HostChunk]) -> None:
+    if not work.cancelled() and work.exception() is None:
+        work.result().release()

@@ -1,0 +1,158 @@
+"""What a pump knows of the jobs it was given, from acceptance to the report."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvoffload.model.causes import CopyOutcome
+from kvoffload.model.errors import CopyError, IllegalTransition
+from kvoffload.model.transfer import Direction, JobReport
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvoffload.model.ids import JobId
+    from kvoffload.model.transfer import TransferJob
+    from kvoffload.transfer.ports import Fence
+    from kvoffload.transfer.runs import Numbers
+
+_REMEMBERED = 4096  # ended jobs whose ids are still refused: a plan heard twice must not copy twice
+
+
+@dataclass(slots=True, eq=False)
+class OpenJob:
+    """One accepted job. A load is one part; a store is cut into parts as the budget allows.
+
+    Args:
+        job: what was asked.
+        accepted_at: when it was handed in, on the pump's clock.
+        fence: what its copies wait for.
+        slots: of the job, as an array; set with `blocks` by `resolve`.
+        blocks: of the job, as an array.
+        started: pairs handed to the copier so far.
+        open_parts: batches with a part of it that have not ended.
+        copy_s: seconds of the copies that have ended.
+        failed: a part failed, so nothing more of it is started.
+    """
+
+    job: TransferJob
+    accepted_at: float
+    fence: Fence = None
+    slots: Numbers | None = None
+    blocks: Numbers | None = None
+    started: int = 0
+    open_parts: int = 0
+    copy_s: float = 0.0
+    failed: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no copy of it runs and none is to be started."""
+        return self.open_parts == 0 and (self.failed or self.started == len(self.job.slots))
+
+    def resolve(self, ready_slots: int, blocks: int) -> None:
+        """Fill in the arrays.
+
+        Raises:
+            CopyError: the job is empty, uneven, or names a slot or a block that is not there.
+        """
+        job = self.job
+        if len(job.slots) != len(job.blocks) or not job.slots:
+            raise CopyError(f"{len(job.slots)} slots do not pair with {len(job.blocks)} blocks")
+        slots = np.fromiter(job.slots, np.int64, len(job.slots))
+        targets = np.fromiter(job.blocks, np.int64, len(job.blocks))
+        _check_range("slot", slots, ready_slots)
+        _check_range("block", targets, blocks)
+        self.slots, self.blocks = slots, targets
+
+
+class JobLedger:
+    """Takes jobs in and gives reports out; every job that was taken in comes out exactly once.
+
+    The hook's thread takes in and gives out; either thread may end a job. Containers are touched only by single
+    operations that Python makes whole, and the counts only by the hook's thread.
+
+    Attributes:
+        done: jobs reported as done.
+        failed: jobs reported as failed.
+        done_bytes: bytes of the jobs reported as done, for each direction.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[JobId, OpenJob] = {}
+        self._ended: deque[JobReport] = deque()
+        self._remembered: deque[JobId] = deque()
+        self._remembered_ids: set[JobId] = set()
+        self.done = 0
+        self.failed = 0
+        self.done_bytes = dict.fromkeys(Direction, 0)
+
+    def __len__(self) -> int:
+        """Jobs that have not ended."""
+        return len(self._open)
+
+    @property
+    def has_reports(self) -> bool:
+        return bool(self._ended)
+
+    def accept(self, jobs: Sequence[TransferJob], now: float) -> list[OpenJob]:
+        """Take `jobs` in, all or none.
+
+        Raises:
+            IllegalTransition: one of them was taken in before; nothing changed.
+        """
+        named: set[JobId] = set()
+        for job in jobs:
+            if job.job in named or job.job in self._open:
+                raise IllegalTransition(f"transfer job {job.job}", "open", "submit")
+            if job.job in self._remembered_ids:
+                raise IllegalTransition(f"transfer job {job.job}", "ended", "submit")
+            named.add(job.job)
+        accepted = [OpenJob(job, now) for job in jobs]
+        self._open.update((open_job.job.job, open_job) for open_job in accepted)
+        return accepted
+
+    def end(self, open_job: OpenJob, now: float, slot_bytes: int) -> None:
+        """Report a job that is over.
+
+        `queue_s` is all that was not copying: the wait for the budget, for the fence, and until someone noticed the end.
+        """
+        job = open_job.job
+        self._remember(job.job)  # first: at no time may the id look new
+        del self._open[job.job]
+        outcome = CopyOutcome.FAILED if open_job.failed else CopyOutcome.DONE
+        self._ended.append(
+            JobReport(
+                job=job.job,
+                direction=job.direction,
+                outcome=outcome,
+                copied_bytes=0 if open_job.failed else len(job.slots) * slot_bytes,
+                queue_s=max(now - open_job.accepted_at - open_job.copy_s, 0.0),
+                copy_s=open_job.copy_s,
+            )
+        )
+
+    def take_reports(self) -> tuple[JobReport, ...]:
+        """Return the jobs that ended since the last call, in the order in which they did."""
+        reports = tuple(self._ended.popleft() for _ in range(len(self._ended)))
+        for report in reports:
+            self.done += report.outcome is CopyOutcome.DONE
+            self.failed += report.outcome is not CopyOutcome.DONE
+            self.done_bytes[report.direction] += report.copied_bytes
+        return reports
+
+    def _remember(self, job: JobId) -> None:
+        self._remembered.append(job)
+        self._remembered_ids.add(job)
+        if len(self._remembered) > _REMEMBERED:
+            self._remembered_ids.discard(self._remembered.popleft())
+
+
+def _check_range(what: str, numbers: Numbers, end: int) -> None:
+    low, high = int(numbers.min()), int(numbers.max())
+    if low < 0 or high >= end:
+        raise CopyError(f"{what} {low if low < 0 else high} is not among the {end} there are")

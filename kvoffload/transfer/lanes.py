@@ -1,0 +1,155 @@
+"""Submitted batches, in the order in which their stream runs them."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import structlog
+
+from kvoffload.transfer.ports import TicketState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvoffload.model.transfer import Direction
+    from kvoffload.transfer.jobs import OpenJob
+    from kvoffload.transfer.ports import Ticket
+
+log = structlog.get_logger("kvoffload.transfer")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """One submission.
+
+    Args:
+        ticket: the copier's.
+        parts: the jobs that have a part in it.
+        size: its bytes.
+        copies: contiguous copies in it.
+        submitted_at: when, on the pump's clock.
+    """
+
+    ticket: Ticket
+    parts: tuple[OpenJob, ...]
+    size: int
+    copies: int
+    submitted_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class EndedBatch:
+    """A batch that touches no memory any more, and the seconds that its copies took."""
+
+    batch: Batch
+    failed: bool
+    copy_s: float
+
+
+class Lane:
+    """The batches of one direction.
+
+    A stream runs in order, so only its oldest batch is asked. A batch that stays pending for longer than `timeout_s` is
+    set aside: it is no longer work, nothing waits behind it, and it is asked seldom, by `reap_late`. Its memory stays
+    out of use for as long as it has not ended, because no one is told that it has.
+
+    `add` may run beside the other methods, which must exclude each other; each count has one writer.
+
+    Attributes:
+        batches: batches added so far.
+        copies: contiguous copies in them.
+        queries: questions put to tickets.
+    """
+
+    def __init__(self, direction: Direction, timeout_s: float) -> None:
+        self._direction = direction
+        self._timeout_s = timeout_s
+        self._pending: deque[Batch] = deque()
+        self._written_off: list[Batch] = []
+        self._added_bytes = 0
+        self._removed_bytes = 0
+        self.batches = 0
+        self.copies = 0
+        self.queries = 0
+
+    def __len__(self) -> int:
+        """Pending batches; those that were written off are not among them."""
+        return len(self._pending)
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes of the pending batches."""
+        return self._added_bytes - self._removed_bytes
+
+    @property
+    def written_off(self) -> int:
+        """Batches that were set aside and have not ended."""
+        return len(self._written_off)
+
+    def add(self, batch: Batch) -> None:
+        self.batches += 1
+        self.copies += batch.copies
+        self._added_bytes += batch.size
+        self._pending.append(batch)
+
+    def reap(self, now: float) -> Iterator[EndedBatch]:
+        """Take out the batches that have ended, oldest first, up to the first that has not."""
+        while self._pending:
+            batch = self._pending[0]
+            state = self._query(batch)
+            if state is TicketState.PENDING and now - batch.submitted_at <= self._timeout_s:
+                return
+            self._pending.popleft()
+            self._removed_bytes += batch.size
+            if state is TicketState.PENDING:
+                self._write_off(batch)
+            else:
+                yield _ended(batch, state, now)
+
+    def reap_late(self, now: float) -> Iterator[EndedBatch]:
+        """Take out the written-off batches that have ended after all."""
+        for batch in tuple(self._written_off):
+            state = self._query(batch)
+            if state is not TicketState.PENDING:
+                self._written_off.remove(batch)
+                log.warning("copy_ended_late", direction=self._direction.value, jobs=_job_ids(batch))
+                yield _ended(batch, state, now)
+
+    def _query(self, batch: Batch) -> TicketState:
+        self.queries += 1
+        try:
+            state = batch.ticket.query()
+        except Exception as error:  # whatever a copier raises, the job must end
+            log.error(
+                "copy_failed", direction=self._direction.value, jobs=_job_ids(batch), reason=repr(error)
+            )
+            return TicketState.FAILED
+        if state is TicketState.FAILED:
+            log.error(
+                "copy_failed", direction=self._direction.value, jobs=_job_ids(batch), reason="copier says so"
+            )
+        return state
+
+    def _write_off(self, batch: Batch) -> None:
+        self._written_off.append(batch)
+        log.error(
+            "copy_written_off",
+            direction=self._direction.value,
+            jobs=_job_ids(batch),
+            timeout_s=self._timeout_s,
+        )
+
+
+def _ended(batch: Batch, state: TicketState, now: float) -> EndedBatch:
+    try:
+        measured = batch.ticket.copy_seconds
+    except Exception:  # a duration is not worth a job
+        measured = None
+    seconds = now - batch.submitted_at if measured is None else measured
+    return EndedBatch(batch, state is TicketState.FAILED, seconds)
+
+
+def _job_ids(batch: Batch) -> list[int]:
+    return [part.job.job for part in batch.parts]

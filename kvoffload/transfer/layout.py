@@ -1,0 +1,130 @@
+"""Where the blocks of the engine's KV cache lie in device memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvoffload.model.errors import EngineContractError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRegion:
+    """One tensor's placement: the page of block `b` is the `page_bytes` bytes from `address + b * block_stride`.
+
+    Args:
+        address: of block 0's page.
+        block_stride: bytes from one block's page to the next; at least `page_bytes`, more where pages are padded.
+        page_bytes: bytes of one block in this tensor.
+        blocks: number of blocks.
+        device: torch's name of the device, such as "cpu" or "cuda:0".
+        owner: whatever must stay alive for the address to be valid.
+
+    Raises:
+        EngineContractError: the numbers do not describe a tensor of separate pages.
+    """
+
+    address: int
+    block_stride: int
+    page_bytes: int
+    blocks: int
+    device: str = "cpu"
+    owner: object = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.blocks < 1 or self.page_bytes < 1:
+            raise EngineContractError(f"a KV tensor has no bytes to copy: {self}")
+        if self.block_stride < self.page_bytes:
+            raise EngineContractError(f"pages of neighbouring blocks overlap: {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLayout:
+    """All regions of one rank; a block's bytes are its pages in all of them, in this order.
+
+    Raises:
+        EngineContractError: there is no region, or they differ in their number of blocks or in their device.
+    """
+
+    regions: tuple[DeviceRegion, ...]
+
+    def __post_init__(self) -> None:
+        if not self.regions:
+            raise EngineContractError("the engine lends no KV tensor, so there is nothing to offload")
+        counts = {region.blocks for region in self.regions}
+        if len(counts) > 1:
+            raise EngineContractError(f"KV tensors differ in their number of blocks: {sorted(counts)}")
+        devices = {region.device for region in self.regions}
+        if len(devices) > 1:
+            raise EngineContractError(f"KV tensors of one rank lie on several devices: {sorted(devices)}")
+
+    @classmethod
+    def of(cls, regions: Iterable[DeviceRegion]) -> DeviceLayout:
+        """Return the layout of `regions`, each address once: layers may share a tensor.
+
+        Raises:
+            EngineContractError: two regions share an address but not a shape, or the layout is not valid.
+        """
+        known: dict[int, DeviceRegion] = {}
+        for region in regions:
+            first = known.setdefault(region.address, region)
+            if first != region:
+                raise EngineContractError(
+                    f"two KV tensors share an address but not a shape: {first} and {region}"
+                )
+        return cls(tuple(known.values()))
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one block on this rank, and so of one host slot."""
+        return sum(region.page_bytes for region in self.regions)
+
+    @property
+    def blocks(self) -> int:
+        """Device blocks; ids run from 0 to one less."""
+        return self.regions[0].blocks
+
+    @property
+    def device(self) -> str:
+        """The device's name, such as "cpu" or "cuda:0"."""
+        return self.regions[0].device
+
+
+def layout_of(tensors: Sequence[torch.Tensor]) -> DeviceLayout:
+    """Return the layout of `tensors`, each shaped [blocks, ...] in any strides that keep a block's page in one piece.
+
+    Raises:
+        EngineContractError: a tensor is empty, its pages are scattered or overlap, or the layout is not valid.
+    """
+    return DeviceLayout.of(_region(tensor) for tensor in tensors)
+
+
+def _region(tensor: torch.Tensor) -> DeviceRegion:
+    if tensor.dim() < 1 or tensor.numel() == 0:
+        raise EngineContractError(f"a KV tensor of shape {tuple(tensor.shape)} holds no block")
+    if not _is_dense(tensor.shape[1:], tensor.stride()[1:]):
+        raise EngineContractError(
+            f"a block's page is not contiguous in a KV tensor of shape {tuple(tensor.shape)} "
+            f"and strides {tensor.stride()}; give each contiguous part as a tensor of its own"
+        )
+    item = tensor.element_size()
+    page = tensor[0].numel() * item
+    stride = tensor.stride(0) * item if tensor.shape[0] > 1 else page
+    return DeviceRegion(tensor.data_ptr(), stride, page, tensor.shape[0], str(tensor.device), tensor)
+
+
+def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether the elements fill one piece of memory, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted(
+        (stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1
+    ):
+        if stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,74 @@
+"""What the transfer side is handed: a clock and a copier."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvoffload.model.transfer import Direction
+    from kvoffload.transfer.runs import CopyRuns
+
+Fence: TypeAlias = object
+"""What a copier recorded on the hook's own thread and what a copy waits for; opaque to everyone else."""
+
+
+class Clock(Protocol):
+    """Time, handed in so that tests own it."""
+
+    def monotonic(self) -> float:
+        """Return seconds from an arbitrary start; never goes back. Callable from any thread."""
+        ...
+
+    async def sleep(self, seconds: float) -> None:
+        """Return after `seconds`."""
+        ...
+
+
+class TicketState(Enum):
+    """What is true of a submitted batch now."""
+
+    PENDING = "pending"  # it may still touch memory on both sides
+    DONE = "done"  # every byte has arrived; it touches nothing any more
+    FAILED = "failed"  # it touches nothing any more; what the destination holds is undefined
+
+
+class Ticket(Protocol):
+    """One submitted batch."""
+
+    def query(self) -> TicketState:
+        """Return where the batch stands, without blocking. Not called again once it has ended.
+
+        A ticket that raises here is taken as failed, so a copier may raise only where nothing runs any more.
+        """
+        ...
+
+    @property
+    def copy_seconds(self) -> float | None:
+        """Seconds that the copies of an ended batch took, waiting excluded; None where the copier does not know."""
+        ...
+
+
+class Copier(Protocol):
+    """Moves bytes. Batches of one direction end in the order in which they were submitted.
+
+    `submit` is called from two threads at once, but never by two for the same direction.
+    """
+
+    def fence(self) -> Fence:
+        """Record what copies must wait for: everything enqueued so far by the calling thread, which is the hook's."""
+        ...
+
+    def submit(self, direction: Direction, runs: CopyRuns, fences: Sequence[Fence]) -> Ticket:
+        """Start a batch behind all of `fences`, without waiting for it.
+
+        Raises:
+            Exception: nothing was started. Where a part was, a ticket is returned that fails once that part has ended.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of the copier's own resources. Never waits for a copy."""
+        ...

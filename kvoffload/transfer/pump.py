@@ -1,0 +1,252 @@
+"""Drives the copies of one rank.
+
+Two threads meet here. The hook's thread (the engine's) hands jobs in, looks on without ever waiting, and takes reports.
+The transfer coroutine, on a thread of its own, starts stores and notices ends. Loads are submitted by the hook's thread
+itself, at once: a request waits for them. Stores wait in a queue for the coroutine, because nobody waits for them and
+cutting them up takes time.
+
+    hook's thread     submit_loads ─ fence, one batch ──────────▶ load lane  ─┐
+                      submit_stores ─ fence ─▶ store queue                    ├─ reap ─▶ ledger ─▶ take_report
+    coroutine         store queue ─ within the byte budget ─────▶ store lane ─┘
+
+* `JobFlow` holds the queue, the two lanes and the ledger, and does the work; this file says who may do it when.
+* `_admission` is held while jobs are handed in, and once by a drain that shuts the door; else it is never contended.
+* `_reaping` guards the lanes' heads and every part count of a store. The hook only ever tries it: when the coroutine
+  holds it, the ends are being noticed anyway. The coroutine waits for the hook, whose hold is a few queries long.
+* Stores in flight stay under `store_bytes_in_flight`, in batches of at most half of it: the copier always has a next
+  batch while an end is being noticed, and a load finds at most that many bytes before it where both share a resource.
+* With nothing pending the coroutine sleeps until a job comes; it is not woken while it is awake. With copies pending it
+  polls the oldest ticket of each lane, at intervals that double while nothing ends.
+* A copy that has been started cannot be taken back. On cancellation what was not started fails at once, and the
+  coroutine stays, whatever cancels it again, until what was started has ended or has been written off.
+* Should the coroutine die, the hook's `poll` does its noticing and fails what it had not started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from threading import Lock
+from typing import TYPE_CHECKING
+
+import anyio
+import structlog
+
+from kvoffload.model.errors import IllegalTransition
+from kvoffload.model.transfer import TransferReport
+from kvoffload.transfer.backoff import Backoff
+from kvoffload.transfer.flow import JobFlow
+from kvoffload.transfer.wakeup import Wakeup
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvoffload.model.ids import Rank
+    from kvoffload.model.transfer import TransferJob
+    from kvoffload.transfer.arena import Arena
+    from kvoffload.transfer.ports import Clock, Copier
+    from kvoffload.transfer.statistics import TransferStatistics
+
+log = structlog.get_logger("kvoffload.transfer")
+
+_CLOSING = "the pump is closing"
+
+
+class TransferPump:
+    """The copies of one rank, from jobs to reports.
+
+    Args:
+        rank: whose.
+        arena: host memory; `close` closes it.
+        copier: moves the bytes; `close` closes it.
+        clock: time.
+        store_bytes_in_flight: bound on the bytes of submitted stores; a single block may exceed it.
+        timeout_s: seconds after which a submitted batch counts as never ending.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        arena: Arena,
+        copier: Copier,
+        clock: Clock,
+        *,
+        store_bytes_in_flight: int,
+        timeout_s: float,
+    ) -> None:
+        self._rank = rank
+        self._arena = arena
+        self._copier = copier
+        self._clock = clock
+        self._flow = JobFlow(
+            arena, copier, clock, store_bytes_in_flight=store_bytes_in_flight, timeout_s=timeout_s
+        )
+        self._admission = Lock()
+        self._reaping = Lock()
+        self._wakeup = Wakeup()
+        self._backoff = Backoff()
+        self._was_started = False
+        self._is_closing = False
+        self._gone: str | None = None  # why the coroutine will start nothing more
+        self._told_slots = 0
+        self._wake_ups = 0
+
+    # --- the hook's thread ---
+
+    def submit_loads(self, jobs: Sequence[TransferJob]) -> None:
+        """Start loads, all in one batch, behind what the calling thread has enqueued on the device so far.
+
+        A job that cannot be started is reported as failed.
+
+        Raises:
+            IllegalTransition: a job was handed in before; nothing changed.
+        """
+        if not jobs:
+            return
+        with self._admission:
+            accepted = self._flow.accept(jobs)
+            if self._is_closing:
+                self._flow.fail(accepted, _CLOSING)
+                return
+            self._flow.start_loads(accepted)
+        self._wakeup.set()
+
+    def submit_stores(self, jobs: Sequence[TransferJob]) -> None:
+        """Queue stores for the coroutine, behind what the calling thread has enqueued on the device so far.
+
+        A job that will not be started is reported as failed.
+
+        Raises:
+            IllegalTransition: a job was handed in before; nothing changed.
+        """
+        if not jobs:
+            return
+        with self._admission:
+            accepted = self._flow.accept(jobs)
+            if self._is_closing or self._gone is not None:
+                self._flow.fail(accepted, self._gone or _CLOSING)
+                return
+            self._flow.queue_stores(accepted)
+        self._wakeup.set()
+
+    def poll(self) -> None:
+        """Notice what has ended, without waiting for anything."""
+        flow = self._flow
+        is_stranded = self._gone is not None and flow.has_queued_stores
+        if not (flow.is_pending or flow.written_off or is_stranded):
+            return
+        if not self._reaping.acquire(blocking=False):
+            return
+        try:
+            flow.reap()
+            if self._gone is not None:
+                flow.fail_queue(self._gone)
+        finally:
+            self._reaping.release()
+
+    def take_report(self) -> TransferReport | None:
+        """Return what ended since the last call and the slots that are ready, None when there is nothing new."""
+        reports = self._flow.ledger.take_reports()
+        ready_slots = max(self._arena.ready_slots, self._told_slots)
+        if not reports and ready_slots == self._told_slots:
+            return None
+        self._told_slots = ready_slots
+        return TransferReport(self._rank, reports, ready_slots)
+
+    def coroutine_lost(self, reason: str) -> None:
+        """Hear that `run` will never run again, because its loop or thread is gone.
+
+        Stores that were not started fail; `poll` goes on noticing the ends of what was.
+        """
+        if self._gone is None:
+            log.error("transfer_coroutine_lost", rank=self._rank, reason=reason)
+            self._gone = reason
+        self.poll()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether copies are queued or pending, or a report waits to be taken. Written-off copies are no work."""
+        return self._flow.is_pending or self._flow.has_queued_stores or self._flow.ledger.has_reports
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the coroutine may still start stores."""
+        return self._gone is None
+
+    def statistics(self) -> TransferStatistics:
+        """Return counts for metrics and tests. Callable from any thread."""
+        return self._flow.statistics(self._wake_ups)
+
+    # --- the coroutine ---
+
+    async def run(self) -> None:
+        """Start stores and notice ends until cancelled; then drain.
+
+        Raises:
+            IllegalTransition: it was started before.
+        """
+        if self._was_started:
+            raise IllegalTransition("transfer coroutine", self._gone or "running", "run")
+        self._was_started = True
+        reason = "the transfer coroutine was stopped"
+        try:
+            await self._turns()
+        except asyncio.CancelledError:
+            await self.drain()
+            raise
+        except Exception as error:
+            reason = f"the transfer coroutine died: {error!r}"
+            log.exception("transfer_coroutine_died", rank=self._rank)
+            raise
+        finally:
+            self._gone = reason
+            with self._reaping:
+                self._flow.fail_queue(reason)
+
+    async def drain(self) -> int:
+        """Take no more jobs, fail those not started, and wait until the started ones have ended.
+
+        Cancelling it does not end it: what was started is waited for all the same, each batch for `timeout_s` at most.
+
+        Returns:
+            The number of written-off batches that may still touch memory.
+        """
+        with self._admission:
+            self._is_closing = True
+        with self._reaping:
+            self._flow.fail_queue(_CLOSING)
+        was_cancelled = False
+        with anyio.CancelScope(shield=True):
+            while self._turn():  # the queue is empty and stays so
+                try:
+                    await self._clock.sleep(self._backoff.next_s)
+                except asyncio.CancelledError:
+                    was_cancelled = True
+        if was_cancelled:
+            raise asyncio.CancelledError
+        return self._flow.written_off
+
+    async def close(self) -> None:
+        """Drain, then close the copier and the arena. The arena stays where a written-off copy may still touch it."""
+        left = await self.drain()
+        self._copier.close()
+        if left:
+            log.error("host_memory_kept", rank=self._rank, written_off_batches=left)
+        else:
+            self._arena.close()
+
+    async def _turns(self) -> None:
+        while True:
+            self._wakeup.clear()
+            self._wake_ups += 1
+            if self._turn():
+                await self._clock.sleep(self._backoff.next_s)
+            else:
+                await self._wakeup.wait()
+
+    def _turn(self) -> bool:
+        """Notice ends and start stores; return whether anything is pending then."""
+        with self._reaping:
+            progress = self._flow.reap()
+            progress |= self._flow.start_stores()
+        self._backoff.note(progress=progress)
+        return self._flow.is_pending

@@ -1,0 +1,131 @@
+"""From slots and blocks to the fewest contiguous copies.
+
+A block lies in as many places as there are regions, and so does a slot. Host memory is region-major within a chunk, so
+slots that follow each other do so in every region:
+
+    device, region 0   | b4 | b5 | b6 | b7 |          host chunk   | region 0: s0 s1 s2 s3 | region 1: s0 s1 s2 s3 |
+    job  b5->s1, b6->s2, b4->s0   becomes one copy of three pages in each region
+
+Two pairs join when both block and slot follow each other, both slots are in one chunk (chunks are separate pieces of
+memory, each pinned on its own), and the region's pages touch on the device. Pairs are sorted by block first: where a
+block is named once, every pair that can join then stands beside its partner.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvoffload.model.transfer import Direction
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from kvoffload.transfer.layout import DeviceLayout
+
+    Numbers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Geometry:
+    """Addresses of everything, as arrays.
+
+    Args:
+        page: [regions] bytes of a page, which is also the distance of slots on the host.
+        device_base: [regions] address of block 0.
+        device_stride: [regions] bytes from block to block.
+        host_base: [chunks, regions] address of the chunk's first slot.
+        chunk_slots: slots in each chunk (the last may have fewer).
+    """
+
+    page: Numbers
+    device_base: Numbers
+    device_stride: Numbers
+    host_base: Numbers
+    chunk_slots: int
+
+    def with_chunk(self, starts: Sequence[int]) -> Geometry:
+        """Return the geometry with one more chunk, whose regions start at `starts`."""
+        row = np.array([starts], np.int64)
+        return replace(self, host_base=np.concatenate((self.host_base, row)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CopyRuns:
+    """Contiguous copies: `size[i]` bytes from address `source[i]` to `target[i]`. No two targets overlap."""
+
+    source: Numbers
+    target: Numbers
+    size: Numbers
+
+    def __len__(self) -> int:
+        return len(self.size)
+
+    @property
+    def total_bytes(self) -> int:
+        return int(self.size.sum())
+
+
+def geometry_of(layout: DeviceLayout, chunk_slots: int) -> Geometry:
+    """Return the geometry of `layout` with no chunk yet."""
+    regions = layout.regions
+    return Geometry(
+        page=np.array([region.page_bytes for region in regions], np.int64),
+        device_base=np.array([region.address for region in regions], np.int64),
+        device_stride=np.array([region.block_stride for region in regions], np.int64),
+        host_base=np.empty((0, len(regions)), np.int64),
+        chunk_slots=chunk_slots,
+    )
+
+
+def merge_runs(geometry: Geometry, direction: Direction, slots: Numbers, blocks: Numbers) -> CopyRuns:
+    """Return the copies of a job in which block `blocks[i]` and slot `slots[i]` are a pair; all must be in range."""
+    slots, blocks = _sorted_by_block(slots, blocks)
+    chunks, places = np.divmod(slots, geometry.chunk_slots)
+    first = _run_starts(slots, blocks, chunks)
+    lengths = np.diff(first, append=len(slots))
+    touching = geometry.device_stride == geometry.page
+    joined = _addresses(geometry, touching, chunks[first], places[first], blocks[first], lengths)
+    if touching.all():
+        return _directed(direction, *joined)
+    apart = _addresses(geometry, ~touching, chunks, places, blocks, np.ones_like(blocks))
+    return _directed(direction, *(np.concatenate(both) for both in zip(joined, apart, strict=True)))
+
+
+def _sorted_by_block(slots: Numbers, blocks: Numbers) -> tuple[Numbers, Numbers]:
+    if len(blocks) < 2 or (np.diff(blocks) > 0).all():
+        return slots, blocks
+    order = np.argsort(blocks, kind="stable")
+    return slots[order], blocks[order]
+
+
+def _run_starts(slots: Numbers, blocks: Numbers, chunks: Numbers) -> Numbers:
+    breaks = np.empty(len(slots), np.bool_)
+    breaks[:1] = True
+    breaks[1:] = (np.diff(blocks) != 1) | (np.diff(slots) != 1) | (np.diff(chunks) != 0)
+    return np.flatnonzero(breaks)
+
+
+def _addresses(
+    geometry: Geometry,
+    chosen: NDArray[np.bool_],
+    chunks: Numbers,
+    places: Numbers,
+    blocks: Numbers,
+    lengths: Numbers,
+) -> tuple[Numbers, Numbers, Numbers]:
+    """Return host address, device address and bytes of each run in each chosen region, region by region."""
+    page = geometry.page[chosen, None]
+    host = geometry.host_base[chunks][:, chosen].T + places * page
+    device = geometry.device_base[chosen, None] + blocks * geometry.device_stride[chosen, None]
+    return host.ravel(), device.ravel(), (lengths * page).ravel()
+
+
+def _directed(direction: Direction, host: Numbers, device: Numbers, size: Numbers) -> CopyRuns:
+    if direction is Direction.STORE:
+        return CopyRuns(source=device, target=host, size=size)
+    return CopyRuns(source=host, target=device, size=size)

@@ -1,0 +1,40 @@
+"""What a pump can say of itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStatistics:
+    """Counts since the start, then what is true now.
+
+    Args:
+        wake_ups: turns of the coroutine; grows only while something is pending or comes in.
+        queries: questions put to tickets.
+        batches: submissions to the copier.
+        copies: contiguous copies in them.
+        jobs_done: jobs reported as done.
+        jobs_failed: jobs reported as failed.
+        loaded_bytes: bytes of the loads among the done.
+        stored_bytes: bytes of the stores among the done.
+        open_jobs: jobs that have not ended.
+        queued_stores: stores of which a part has not been started.
+        pending_batches: batches that have not ended, those written off apart.
+        written_off_batches: batches that were given up and have not ended.
+        store_bytes_in_flight: bytes of the pending store batches.
+    """
+
+    wake_ups: int
+    queries: int
+    batches: int
+    copies: int
+    jobs_done: int
+    jobs_failed: int
+    loaded_bytes: int
+    stored_bytes: int
+    open_jobs: int
+    queued_stores: int
+    pending_batches: int
+    written_off_batches: int
+    store_bytes_in_flight: int

@@ -1,0 +1,210 @@
+"""The portal starts late, closes for good, survives a fork, and never keeps the process alive."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import wait as wait_for
+
+import pytest
+
+from kvoffload.runtime.portal import DaemonExecutor, Portal, PortalClosed
+from kvoffload.testing import ThreadGate
+
+PATIENCE_S = 30
+
+
+@pytest.fixture
+def portal() -> Iterator[Portal]:
+    portal = Portal("test")
+    yield portal
+    portal.close(PATIENCE_S)
+
+
+async def thread_name(suffix: str) -> str:
+    return threading.current_thread().name + suffix
+
+
+async def forever(started: Future[None], ended: Future[None]) -> None:
+    try:
+        started.set_result(None)
+        await asyncio.Event().wait()
+    finally:
+        ended.set_result(None)
+
+
+def test_nothing_runs_before_the_first_use(portal: Portal) -> None:
+    threads = threading.active_count()
+    assert not portal.is_alive
+    assert threading.active_count() == threads
+    assert portal.spawn(thread_name, "!").result(PATIENCE_S) == "test!"
+    assert portal.is_alive
+
+
+def test_a_coroutine_that_raises_tells_its_future(portal: Portal) -> None:
+    async def fail() -> None:
+        raise ValueError("why")
+
+    with pytest.raises(ValueError, match="why"):
+        portal.spawn(fail).result(PATIENCE_S)
+    assert portal.is_alive
+
+
+def test_cancelling_the_future_cancels_the_coroutine(portal: Portal) -> None:
+    begun, ended = Future[None](), Future[None]()
+    future = portal.spawn(forever, begun, ended)
+    begun.result(PATIENCE_S)
+    future.cancel()
+    ended.result(PATIENCE_S)
+
+
+def test_call_soon_runs_on_the_loop(portal: Portal) -> None:
+    name: Future[str] = Future()
+    portal.call_soon(lambda: name.set_result(threading.current_thread().name))
+    assert name.result(PATIENCE_S) == "test"
+
+
+def test_close_cancels_waits_and_is_final(portal: Portal) -> None:
+    begun, ended = Future[None](), Future[None]()
+    future = portal.spawn(forever, begun, ended)
+    begun.result(PATIENCE_S)
+    executor = portal.executor
+    assert portal.close(PATIENCE_S)
+    assert ended.done()
+    with pytest.raises(CancelledError):
+        future.result(0)
+    assert not portal.is_alive
+    assert portal.close(PATIENCE_S)
+    for use in (
+        lambda: portal.spawn(thread_name, ""),
+        lambda: portal.call_soon(print),
+        lambda: portal.executor,
+    ):
+        with pytest.raises(PortalClosed, match="portal 'test' is closed"):
+            use()
+    with pytest.raises(RuntimeError, match="shut down"):
+        executor.submit(print)
+
+
+def test_close_waits_for_a_coroutine_that_cleans_up(portal: Portal) -> None:
+    begun, cleaned = Future[None](), Future[None]()
+
+    async def slow() -> None:
+        try:
+            begun.set_result(None)
+            await asyncio.Event().wait()
+        finally:
+            for _ in range(10):
+                await asyncio.sleep(0)
+            cleaned.set_result(None)
+
+    portal.spawn(slow)
+    begun.result(PATIENCE_S)
+    assert portal.close(PATIENCE_S)
+    assert cleaned.done()
+
+
+def test_close_does_not_wait_for_ever(portal: Portal) -> None:
+    gate = ThreadGate()
+
+    async def block() -> None:
+        gate.arrive()
+
+    portal.spawn(block)
+    gate.wait_for_arrivals(1)
+    assert not portal.close(0.0)
+    gate.open()
+    assert portal.close(PATIENCE_S)
+
+
+def test_close_from_the_loop_itself(portal: Portal) -> None:
+    closed: Future[bool] = Future()
+    portal.call_soon(lambda: closed.set_result(portal.close(PATIENCE_S)))
+    assert closed.result(PATIENCE_S) is False  # it cannot have ended while it answers
+    assert portal.close(PATIENCE_S)
+
+
+def test_closing_what_was_never_used() -> None:
+    assert Portal("unused").close()
+
+
+def test_copies_run_beside_each_other_and_one_that_hangs_does_not_hold_up_the_next(portal: Portal) -> None:
+    gate = ThreadGate()
+    hanging = portal.executor.submit(gate.arrive)
+    gate.wait_for_arrivals(1)
+    assert portal.executor.submit(pow, 2, 5).result(PATIENCE_S) == 32
+    gate.open()
+    hanging.result(PATIENCE_S)
+
+
+def test_work_that_raises_tells_its_future_and_the_thread_goes_on() -> None:
+    executor = DaemonExecutor("one", 1)
+    failing = executor.submit(int, "x")
+    assert executor.submit(int, "1").result(PATIENCE_S) == 1
+    with pytest.raises(ValueError, match="invalid literal"):
+        failing.result(0)
+    executor.shutdown()
+
+
+def test_work_that_was_cancelled_is_not_done_and_queued_work_is_done_after_shutdown() -> None:
+    executor, gate, ran = DaemonExecutor("one", 1), ThreadGate(), list[int]()
+    executor.submit(gate.arrive)
+    gate.wait_for_arrivals(1)
+    cancelled, kept = executor.submit(ran.append, 1), executor.submit(ran.append, 2)
+    assert cancelled.cancel()
+    executor.shutdown()
+    executor.shutdown()
+    gate.open()
+    assert wait_for([kept], PATIENCE_S).done
+    assert ran == [2]
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+
+
+def test_the_process_ends_although_a_copy_and_a_coroutine_do_not() -> None:
+    code = """
+import asyncio, threading
+from kvoffload.runtime.portal import Portal
+portal, begun = Portal("p"), threading.Event()
+portal.executor.submit(lambda: (begun.set(), threading.Event().wait()))
+portal.spawn(asyncio.Event().wait)
+begun.wait()
+print("end")
+"""
+    ended = run_python(code)
+    assert (ended.returncode, ended.stdout) == (0, "end\n")
+    assert "Task was destroyed but it is pending" in ended.stderr  # asyncio itself says what was lost
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_starts_afresh_and_the_parent_goes_on() -> None:
+    code = """
+import os, sys, threading
+from kvoffload.runtime.portal import Portal
+async def name(): return threading.current_thread().name
+portal = Portal("p")
+portal.spawn(name).result(10); portal.executor.submit(int).result(10)
+child = os.fork()
+if child == 0:
+    assert not portal.is_alive
+    ok = portal.spawn(name).result(10) == "p" and portal.executor.submit(int).result(10) == 0
+    ok = ok and portal.close(10)
+    os._exit(0 if ok else 1)
+_, status = os.waitpid(child, 0)
+print(os.waitstatus_to_exitcode(status), portal.is_alive, portal.spawn(name).result(10), portal.close(10))
+"""
+    ended = run_python(code)
+    assert (ended.stdout, ended.stderr) == ("0 True p True\n", "")

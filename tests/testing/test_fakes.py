@@ -1,0 +1,187 @@
+"""The shipped fakes do what their users rely on."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+
+from kvoffload.model.transfer import Direction
+from kvoffload.testing import (
+    FakeClock,
+    FakeDevice,
+    Gate,
+    GatedCopier,
+    GatedTicket,
+    ManualExecutor,
+    ThreadGate,
+    settled,
+)
+from kvoffload.transfer.ports import TicketState
+from kvoffload.transfer.runs import CopyRuns
+
+
+@pytest.mark.asyncio
+async def test_sleepers_wake_in_order_of_time_and_see_their_own_time() -> None:
+    clock, woken = FakeClock(5.0), list[tuple[str, float]]()
+
+    async def sleeper(name: str, *naps: float) -> None:
+        for nap in naps:
+            await clock.sleep(nap)
+            woken.append((name, clock.monotonic()))
+
+    tasks = [asyncio.create_task(sleeper("a", 2.0, 2.0)), asyncio.create_task(sleeper("b", 3.0))]
+    await clock.advance(1.5)
+    assert (woken, clock.sleepers) == ([], 2)
+    await clock.advance(3.0)
+    assert woken == [("a", 7.0), ("b", 8.0), ("a", 9.0)]
+    assert clock.monotonic() == 9.5
+    await asyncio.gather(*tasks)
+
+
+@pytest.mark.asyncio
+async def test_a_cancelled_sleeper_is_not_woken() -> None:
+    clock = FakeClock()
+    task = asyncio.create_task(clock.sleep(1.0))
+    await settled()
+    task.cancel()
+    await settled()
+    assert clock.sleepers == 0
+    await clock.advance(2.0)
+    assert task.cancelled()
+
+
+@pytest.mark.asyncio
+async def test_a_sleep_of_nothing_takes_no_time_and_a_jump_wakes_nobody() -> None:
+    clock = FakeClock()
+    await clock.sleep(0)
+    task = asyncio.create_task(clock.sleep(1.0))
+    await settled()
+    clock.jump(5.0)
+    await settled()
+    assert not task.done()
+    await clock.advance(0.0)
+    assert (task.done(), clock.monotonic()) == (True, 5.0)
+
+
+@pytest.mark.asyncio
+async def test_a_gate_counts_and_holds() -> None:
+    gate = Gate()
+    tasks = [asyncio.create_task(gate.arrive()) for _ in range(2)]
+    await settled()
+    assert gate.arrivals == 2
+    assert not any(task.done() for task in tasks)
+    gate.open()
+    await asyncio.gather(*tasks)
+    gate.shut()
+    late = asyncio.create_task(gate.arrive())
+    await settled()
+    assert not late.done()
+    gate.open()
+    await late
+
+
+def test_a_gate_for_threads_counts_and_holds() -> None:
+    gate, passed = ThreadGate(), list[int]()
+
+    def pass_through() -> None:
+        gate.arrive()
+        passed.append(1)
+
+    threads = [threading.Thread(target=pass_through) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    gate.wait_for_arrivals(3)
+    assert (gate.arrivals, passed) == (3, [])
+    gate.open()
+    for thread in threads:
+        thread.join()
+    assert len(passed) == 3
+
+
+def test_an_executor_runs_when_told() -> None:
+    executor, ran = ManualExecutor(), list[int]()
+    first, second, third = (executor.submit(ran.append, number) for number in range(3))
+    assert (ran, executor.waiting) == ([], 3)
+    executor.run_next()
+    assert (ran, first.done(), second.done()) == ([0], True, False)
+    second.cancel()
+    executor.run_all()
+    assert (ran, third.done()) == ([0, 2], True)
+    failing = executor.submit(int, "x")
+    executor.run_all()
+    with pytest.raises(ValueError, match="invalid literal"):
+        failing.result()
+    executor.shutdown()
+    with pytest.raises(RuntimeError, match="shut down"):
+        executor.submit(print)
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.source = np.arange(1, 9, dtype=np.uint8)
+        self.target = np.zeros_like(self.source)
+        self.copier = GatedCopier()
+
+    def submit(self) -> GatedTicket:
+        source, target, size = (
+            np.array([number], np.int64) for number in (self.source.ctypes.data, self.target.ctypes.data, 8)
+        )
+        return self.copier.submit(Direction.LOAD, CopyRuns(source, target, size), ())
+
+
+def test_a_batch_ends_as_the_test_says() -> None:
+    bench = Bench()
+    ends = [
+        (GatedTicket.finish, TicketState.DONE, [1, 2, 3, 4, 5, 6, 7, 8]),
+        (GatedTicket.fail, TicketState.FAILED, [0] * 8),
+        (GatedTicket.tear, TicketState.FAILED, [1, 2, 3, 4, 0, 0, 0, 0]),
+        (lambda ticket: ticket.tear(ends_well=True), TicketState.DONE, [1, 2, 3, 4, 0, 0, 0, 0]),
+        (GatedTicket.corrupt, TicketState.DONE, [254, 2, 3, 4, 5, 6, 7, 8]),
+    ]
+    for end, state, held in ends:
+        bench.target[:] = 0
+        ticket = bench.submit()
+        assert ticket.query() is TicketState.PENDING
+        end(ticket)
+        assert (ticket.query(), bench.target.tolist()) == (state, held)
+
+
+def test_released_batches_end_at_once_until_they_are_held_again() -> None:
+    bench = Bench()
+    first = bench.submit()
+    bench.copier.release()
+    second = bench.submit()
+    bench.copier.hold()
+    third = bench.submit()
+    assert [ticket.is_open for ticket in (first, second, third)] == [False, False, True]
+    assert bench.copier.open_tickets == [third]
+    assert not GatedCopier(held=False).open_tickets
+
+
+def test_refusals_come_once_each() -> None:
+    bench = Bench()
+    bench.copier.refuse_submit(OSError("a"))
+    bench.copier.refuse_fence(OSError("b"))
+    with pytest.raises(OSError, match="a"):
+        bench.submit()
+    with pytest.raises(OSError, match="b"):
+        bench.copier.fence()
+    assert bench.copier.fence() == 1
+    ticket = bench.submit()
+    ticket.query_error = OSError("c")
+    with pytest.raises(OSError, match="c"):
+        ticket.query()
+    bench.copier.close()
+    assert bench.copier.is_closed
+
+
+def test_a_fake_device_reads_what_was_written_and_nothing_else_changes() -> None:
+    device = FakeDevice(3, [4, 2], [0, 1])
+    others = (device.read(0), device.read(2))
+    device.write(1, b"abcdef")
+    assert device.read(1) == b"abcdef"
+    assert (device.read(0), device.read(2)) == others
+    assert len(device.snapshot()) == 3 * (4 + 3)

@@ -1,0 +1,85 @@
+"""A pump with everything around it faked, for the tests beside this file."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from kvoffload.model.causes import CopyOutcome
+from kvoffload.model.ids import DeviceBlockId, JobId, Rank, SlotId
+from kvoffload.model.transfer import Direction, JobReport, TransferJob
+from kvoffload.testing import FakeClock, FakeDevice, GatedCopier, ManualExecutor, settled
+from kvoffload.transfer.arena import Arena
+from kvoffload.transfer.host_memory import MmapAllocator
+from kvoffload.transfer.pump import TransferPump
+
+DONE, FAILED = CopyOutcome.DONE, CopyOutcome.FAILED
+TIMEOUT_S = 2.0
+
+
+def store(number: int, slots: Sequence[int], blocks: Sequence[int]) -> TransferJob:
+    return _job(number, Direction.STORE, slots, blocks)
+
+
+def load(number: int, slots: Sequence[int], blocks: Sequence[int]) -> TransferJob:
+    return _job(number, Direction.LOAD, slots, blocks)
+
+
+def _job(number: int, direction: Direction, slots: Sequence[int], blocks: Sequence[int]) -> TransferJob:
+    return TransferJob(JobId(number), direction, tuple(map(SlotId, slots)), tuple(map(DeviceBlockId, blocks)))
+
+
+class Rig:
+    """Eight device blocks of 96 bytes in two regions, sixteen slots in chunks of five, room for four blocks in flight."""
+
+    def __init__(self, *, blocks_in_flight: float = 4, slots: int = 16) -> None:
+        self.device = FakeDevice(8, [64, 32])
+        self.clock = FakeClock()
+        self.copier = GatedCopier()
+        size = self.device.layout.slot_bytes
+        self.arena = Arena(
+            self.device.layout, slots, MmapAllocator(ManualExecutor(held=False)), chunk_bytes=5 * size
+        )
+        self.pump = TransferPump(
+            Rank(0),
+            self.arena,
+            self.copier,
+            self.clock,
+            store_bytes_in_flight=int(blocks_in_flight * size),
+            timeout_s=TIMEOUT_S,
+        )
+
+    def slot(self, slot: int) -> bytes:
+        return self.arena.page(slot, 0).tobytes() + self.arena.page(slot, 1).tobytes()
+
+    def reports(self) -> list[JobReport]:
+        self.pump.poll()
+        report = self.pump.take_report()
+        return list(report.jobs) if report is not None else []
+
+    def outcomes(self) -> dict[int, CopyOutcome]:
+        return {report.job: report.outcome for report in self.reports()}
+
+    def assert_nothing_held(self) -> None:
+        now = self.pump.statistics()
+        held = (now.open_jobs, now.queued_stores, now.pending_batches, now.written_off_batches)
+        assert held == (0, 0, 0, 0)
+        assert now.store_bytes_in_flight == 0
+        assert not self.pump.has_work
+
+
+@asynccontextmanager
+async def running(rig: Rig) -> AsyncIterator[asyncio.Task[Any]]:
+    """Run the pump's coroutine; at the end release what is open and stop it."""
+    await rig.arena.prepare()
+    task = asyncio.create_task(rig.pump.run())
+    await settled()
+    try:
+        yield task
+    finally:
+        rig.copier.release()
+        task.cancel()
+        await rig.clock.advance(2 * TIMEOUT_S)
+        await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,151 @@
+"""On a CUDA device: every copy path moves exactly the bytes it should, in order with the engine's kernels."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from kvoffload.model.transfer import Direction
+from kvoffload.testing import ManualExecutor
+from kvoffload.transfer.arena import Arena
+from kvoffload.transfer.clock import SystemClock
+from kvoffload.transfer.cuda_copier import CudaCopier
+from kvoffload.transfer.factory import make_allocator, make_copier
+from kvoffload.transfer.layout import layout_of
+from kvoffload.transfer.ports import Ticket, TicketState
+from kvoffload.transfer.runs import merge_runs
+
+pytestmark = pytest.mark.gpu
+
+BLOCKS, SLOTS = 64, 96
+
+
+class Gpu:
+    """Two tensors on the device, one of them with padded pages, and an arena in pinned chunks."""
+
+    def __init__(self, *, batched: bool) -> None:
+        from kvoffload.transfer.cuda_driver import TorchCudaDriver
+
+        wide = torch.randint(0, 256, (BLOCKS, 4096 + 512), dtype=torch.uint8, device="cuda")
+        self.tensors = [
+            torch.randint(0, 256, (BLOCKS, 8192), dtype=torch.uint8, device="cuda"),
+            wide[:, :4096],
+        ]
+        self.layout = layout_of(self.tensors)
+        executor = ManualExecutor(held=False)
+        self.arena = Arena(
+            self.layout, SLOTS, make_allocator(self.layout, executor=executor), chunk_bytes=40 * 12288
+        )
+        asyncio.run(self.arena.prepare())
+        self.driver = TorchCudaDriver(self.layout.device, batched=batched)
+        self.copier = CudaCopier(self.driver)
+
+    def copy(self, direction: Direction, slots: np.ndarray, blocks: np.ndarray) -> None:
+        wait_for(self.start(direction, slots, blocks))
+
+    def start(self, direction: Direction, slots: np.ndarray, blocks: np.ndarray) -> Ticket:
+        runs = merge_runs(self.arena.geometry, direction, slots, blocks)
+        return self.copier.submit(direction, runs, (self.copier.fence(),))
+
+    def close(self) -> None:
+        torch.cuda.synchronize()
+        self.copier.close()
+        self.arena.close()
+
+
+def wait_for(ticket: Ticket) -> None:
+    torch.cuda.synchronize()  # a test may wait for the device; the copier does not
+    assert ticket.query() is TicketState.DONE
+    assert ticket.copy_seconds is not None
+
+
+@pytest.fixture(params=[True, False], ids=["batched", "one_by_one"])
+def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
+    gpu = Gpu(batched=request.param)
+    if request.param and not gpu.driver.is_batched:
+        gpu.close()
+        pytest.skip("this driver, or a missing cuda-bindings, gives no batched copies")
+    yield gpu
+    gpu.close()
+
+
+def pairs(seed: int) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(seed)
+    slots = np.concatenate(
+        (np.arange(30, 50), random.permutation(30))
+    )  # some across a chunk's border, some scattered
+    return slots.astype(np.int64), np.arange(50, dtype=np.int64)
+
+
+def test_a_round_trip_copies_every_byte_and_no_other(gpu: Gpu) -> None:
+    slots, blocks = pairs(0)
+    original = [tensor.clone() for tensor in gpu.tensors]
+    gpu.copy(Direction.STORE, slots, blocks)
+    for slot, block in zip(slots.tolist(), blocks.tolist(), strict=True):
+        for region, tensor in enumerate(gpu.tensors):
+            assert gpu.arena.page(slot, region).tobytes() == tensor[block].cpu().numpy().tobytes()
+    for tensor in gpu.tensors:
+        tensor[:50] = 0
+    gpu.copy(Direction.LOAD, slots, blocks)
+    for tensor, expected in zip(gpu.tensors, original, strict=True):
+        assert torch.equal(tensor, expected)
+
+
+def test_a_store_reads_what_the_forward_pass_has_written(gpu: Gpu) -> None:
+    slots, blocks = pairs(1)
+    torch.cuda._sleep(200_000_000)  # about 0.1 s, so that the copy would win if it did not wait
+    for tensor in gpu.tensors:
+        tensor.fill_(7)
+    ticket = gpu.start(Direction.STORE, slots, blocks)
+    assert ticket.query() is TicketState.PENDING  # and the submission did not wait for the kernels
+    wait_for(ticket)
+    assert all(set(gpu.arena.page(slot, 0).tobytes()) == {7} for slot in slots.tolist())
+
+
+def test_a_load_writes_after_earlier_kernels_have_zeroed(gpu: Gpu) -> None:
+    slots, blocks = pairs(2)
+    expected = [tensor.clone() for tensor in gpu.tensors]
+    gpu.copy(Direction.STORE, slots, blocks)
+    torch.cuda._sleep(200_000_000)
+    for tensor in gpu.tensors:
+        tensor[:50] = 0
+    wait_for(gpu.start(Direction.LOAD, slots, blocks))
+    for tensor, want in zip(gpu.tensors, expected, strict=True):
+        assert torch.equal(tensor, want)
+
+
+def test_fences_follow_the_current_stream(gpu: Gpu) -> None:
+    slots, blocks = pairs(3)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(200_000_000)
+        for tensor in gpu.tensors:
+            tensor.fill_(9)
+        ticket = gpu.start(Direction.STORE, slots, blocks)
+    wait_for(ticket)
+    assert all(set(gpu.arena.page(slot, 1).tobytes()) == {9} for slot in slots.tolist())
+
+
+def test_another_thread_can_submit(gpu: Gpu) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    slots, blocks = pairs(4)
+    fence = gpu.copier.fence()
+    runs = merge_runs(gpu.arena.geometry, Direction.STORE, slots, blocks)
+    with ThreadPoolExecutor(1) as pool:
+        wait_for(pool.submit(gpu.copier.submit, Direction.STORE, runs, (fence,)).result())
+    slot, block = int(slots[0]), int(blocks[0])
+    assert gpu.arena.page(slot, 0).tobytes() == gpu.tensors[0][block].cpu().numpy().tobytes()
+
+
+def test_the_factory_chooses_by_device(gpu: Gpu) -> None:
+    copier = make_copier(gpu.layout, executor=ManualExecutor(), clock=SystemClock())
+    assert isinstance(copier, CudaCopier)
+
+
+def test_memory_is_pinned(gpu: Gpu) -> None:
+    array = np.frombuffer(gpu.arena.page(0, 0), np.uint8)
+    assert torch.from_numpy(array).is_pinned()

@@ -1,0 +1,38 @@
+"""Copier and memory are chosen by the device; CUDA's modules are imported only for CUDA."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from kvoffload.model.errors import EngineContractError
+from kvoffload.testing import FakeClock, FakeDevice, ManualExecutor
+from kvoffload.transfer.factory import make_allocator, make_copier
+from kvoffload.transfer.host_copier import HostCopier
+from kvoffload.transfer.host_memory import MmapAllocator
+from kvoffload.transfer.layout import DeviceLayout, DeviceRegion
+
+
+def test_host_memory_on_the_cpu() -> None:
+    layout = FakeDevice(2, [64]).layout
+    assert isinstance(make_copier(layout, executor=ManualExecutor(), clock=FakeClock()), HostCopier)
+    assert isinstance(make_allocator(layout, executor=ManualExecutor()), MmapAllocator)
+
+
+def test_another_kind_of_device_is_refused() -> None:
+    layout = DeviceLayout((DeviceRegion(4096, 64, 64, 2, "xpu:0"),))
+    with pytest.raises(EngineContractError, match="'xpu:0'"):
+        make_copier(layout, executor=ManualExecutor(), clock=FakeClock())
+    with pytest.raises(EngineContractError, match="'xpu:0'"):
+        make_allocator(layout, executor=ManualExecutor())
+
+
+def test_torch_is_not_imported_for_the_cpu() -> None:
+    modules = "factory, pump, arena, host_copier, layout, cuda_copier"
+    code = (
+        f"import sys; from kvoffload.transfer import {modules}; import kvoffload.testing, kvoffload.runtime.portal; "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

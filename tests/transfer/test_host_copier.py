@@ -1,0 +1,90 @@
+"""The host copier's tickets tell the truth, also when a copy or the executor fails."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+
+from kvoffload.model.errors import CopyError
+from kvoffload.model.transfer import Direction
+from kvoffload.testing import FakeClock, ManualExecutor
+from kvoffload.transfer.host_copier import HostCopier, choose_copy, copy_by_memmove
+from kvoffload.transfer.ports import TicketState
+from kvoffload.transfer.runs import CopyRuns
+
+
+def runs_between(source: np.ndarray, target: np.ndarray) -> CopyRuns:
+    numbers = ([source.ctypes.data], [target.ctypes.data], [source.nbytes])
+    return CopyRuns(*(np.array(part, np.int64) for part in numbers))
+
+
+def test_a_ticket_is_pending_until_the_bytes_have_arrived() -> None:
+    executor, clock = ManualExecutor(), FakeClock()
+    source, target = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
+
+    def copy(runs: CopyRuns) -> None:
+        clock.jump(0.5)
+        copy_by_memmove(runs)
+
+    copier = HostCopier(executor, clock, copy)
+    ticket = copier.submit(Direction.STORE, runs_between(source, target), (copier.fence(),))
+    assert ticket.query() is TicketState.PENDING
+    assert ticket.copy_seconds is None
+    executor.run_next()
+    assert ticket.query() is TicketState.DONE
+    assert ticket.copy_seconds == 0.5
+    assert (target == source).all()
+
+
+def test_a_copy_that_raises_is_told_by_the_query() -> None:
+    def copy(runs: CopyRuns) -> None:
+        raise CopyError("torn")
+
+    copier = HostCopier(ManualExecutor(held=False), FakeClock(), copy)
+    ticket = copier.submit(Direction.LOAD, runs_between(np.zeros(1), np.zeros(1)), ())
+    with pytest.raises(CopyError, match="torn"):
+        ticket.query()
+
+
+def test_a_copy_that_was_cancelled_has_failed() -> None:
+    executor = ManualExecutor()
+    ticket = HostCopier(executor, FakeClock()).submit(
+        Direction.LOAD, runs_between(np.zeros(1), np.zeros(1)), ()
+    )
+    assert ticket._work.cancel()
+    assert ticket.query() is TicketState.FAILED
+
+
+def test_an_executor_that_was_shut_down_starts_nothing() -> None:
+    executor = ManualExecutor()
+    executor.shutdown()
+    copier = HostCopier(executor, FakeClock())
+    with pytest.raises(RuntimeError, match="shut down"):
+        copier.submit(Direction.LOAD, runs_between(np.zeros(1), np.zeros(1)), ())
+    copier.close()
+
+
+def test_where_the_kernel_refuses_pieces_are_moved_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing:
+        def __call__(self, *args: object) -> int:
+            ctypes.set_errno(1)
+            return -1
+
+    class Library:
+        process_vm_readv = Refusing()
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda *args, **kwargs: Library())
+    assert choose_copy() is copy_by_memmove
+    monkeypatch.setattr(ctypes, "CDLL", lambda *args, **kwargs: object())
+    assert choose_copy() is copy_by_memmove
+
+
+def test_an_address_that_is_not_there_is_an_error_and_no_crash() -> None:
+    copy = choose_copy()
+    if copy is copy_by_memmove:
+        pytest.skip("this system refuses the kernel's scattered copy")
+    runs = CopyRuns(*(np.array([part], np.int64) for part in (4096, 8192, 16)))
+    with pytest.raises(CopyError, match="Bad address"):
+        copy(runs)

@@ -1,0 +1,79 @@
+"""How many slots fit, and what the machine has left."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvoffload.model.errors import ConfigError
+from kvoffload.testing import FakeDevice
+from kvoffload.transfer.host_memory import ReadText, available_bytes, slots_for
+
+LAYOUT = FakeDevice(4, [4096, 1024]).layout
+MIB = 2**20
+
+
+def machine(**files: str) -> ReadText:
+    """Return a reader of kernel files; a double underscore stands for a slash, a single one stays."""
+    texts = {"/" + name.replace("__", "/").replace("DOT", "."): text for name, text in files.items()}
+    return texts.get
+
+
+ROOMY = machine(proc__meminfo=f"MemTotal: 9 kB\nMemAvailable: {1024 * 1024} kB\n")
+
+
+def test_slots_are_what_fits() -> None:
+    assert slots_for(5120, LAYOUT, read=ROOMY) == 1
+    assert slots_for(3 * 5120 - 1, LAYOUT, read=ROOMY) == 2
+
+
+def test_less_than_a_block_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="host_bytes gives each rank 5119 bytes, below one block of 5120 bytes"
+    ):
+        slots_for(5119, LAYOUT, read=ROOMY)
+
+
+def test_more_than_the_machine_has_is_refused() -> None:
+    with pytest.raises(ConfigError, match=rf"host_bytes gives each rank .* above the {1024 * MIB} bytes"):
+        slots_for(1024 * MIB + 1, LAYOUT, read=ROOMY)
+
+
+def test_a_kernel_that_says_nothing_limits_nothing() -> None:
+    assert available_bytes(machine()) is None
+    assert slots_for(5120 * 10**9, LAYOUT, read=machine()) == 10**9
+
+
+def test_this_machine_says_something() -> None:
+    assert slots_for(5120, LAYOUT) == 1
+
+
+def test_cgroup_version_2_counts_file_cache_as_free_and_asks_the_parents() -> None:
+    files = machine(
+        proc__meminfo=f"MemAvailable: {10**9} kB",
+        proc__self__cgroup="0::/outer/inner\n",
+        sys__fs__cgroup__outer__inner__memoryDOTmax="max\n",
+        sys__fs__cgroup__outer__inner__memoryDOTcurrent="50\n",
+        sys__fs__cgroup__outer__memoryDOTmax="1000\n",
+        sys__fs__cgroup__outer__memoryDOTcurrent="700\n",
+        sys__fs__cgroup__outer__memoryDOTstat="anon 1\ninactive_file 250\n",
+    )
+    assert available_bytes(files) == 550
+
+
+def test_cgroup_version_1() -> None:
+    files = machine(
+        proc__self__cgroup="5:cpu,cpuacct:/x\n4:memory:/x\n",
+        sys__fs__cgroup__memory__x__memoryDOTlimit_in_bytes="1000\n",
+        sys__fs__cgroup__memory__x__memoryDOTusage_in_bytes="900\n",
+        sys__fs__cgroup__memory__x__memoryDOTstat="inactive_file 1\ntotal_inactive_file 30\n",
+    )
+    assert available_bytes(files) == 130
+
+
+def test_a_group_above_its_limit_has_nothing_left() -> None:
+    files = machine(
+        proc__self__cgroup="0::/\n",
+        sys__fs__cgroup__memoryDOTmax="1000\n",
+        sys__fs__cgroup__memoryDOTcurrent="1200\n",
+    )
+    assert available_bytes(files) == 0

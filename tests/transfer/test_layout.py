@@ -1,0 +1,87 @@
+"""Where blocks lie is read off strides and offsets."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+
+from kvoffload.model.errors import EngineContractError
+from kvoffload.transfer.layout import DeviceLayout, DeviceRegion, layout_of
+
+
+def page_bytes(region: DeviceRegion, block: int) -> bytes:
+    return ctypes.string_at(region.address + block * region.block_stride, region.page_bytes)
+
+
+def assert_pages_are_the_blocks(tensor: torch.Tensor) -> None:
+    (region,) = layout_of([tensor]).regions
+    for block in range(tensor.shape[0]):
+        expected = sorted(tensor[block].contiguous().view(torch.uint8).flatten().tolist())
+        assert sorted(page_bytes(region, block)) == expected
+
+
+def test_a_contiguous_tensor() -> None:
+    tensor = torch.arange(4 * 2 * 3, dtype=torch.float32).reshape(4, 2, 3)
+    layout = layout_of([tensor])
+    assert (layout.blocks, layout.slot_bytes, layout.device) == (4, 24, "cpu")
+    assert layout.regions[0].owner is tensor
+    assert page_bytes(layout.regions[0], 3) == tensor[3].numpy().tobytes()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(60.0).reshape(5, 12)[:, :8],  # padded pages
+        torch.arange(60.0).reshape(5, 12)[1:],  # a storage offset
+        torch.arange(60.0).reshape(5, 12)[::2],  # every other block
+        torch.arange(120.0).reshape(5, 2, 3, 4).permute(0, 2, 1, 3),  # dimensions swapped within the page
+        torch.arange(20.0).reshape(1, 5, 4).expand(1, 5, 4),  # a single block
+        torch.arange(24, dtype=torch.bfloat16).reshape(2, 1, 12),
+    ],
+)
+def test_views_whose_pages_are_in_one_piece(tensor: torch.Tensor) -> None:
+    assert_pages_are_the_blocks(tensor)
+
+
+def test_padding_is_not_part_of_the_page() -> None:
+    (region,) = layout_of([torch.zeros(5, 12)[:, :8]]).regions
+    assert (region.page_bytes, region.block_stride) == (32, 48)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "reason"),
+    [
+        (torch.zeros(2, 4, 8).transpose(0, 1), "not contiguous"),  # K and V apart: dimension 1 is the block
+        (torch.zeros(4, 8)[:, ::2], "not contiguous"),
+        (torch.zeros(4, 8).expand(3, 4, 8), "overlap"),
+        (torch.zeros(0, 8), "no block"),
+        (torch.tensor(1.0), "no block"),
+    ],
+)
+def test_what_cannot_be_copied_page_by_page_is_refused(tensor: torch.Tensor, reason: str) -> None:
+    with pytest.raises(EngineContractError, match=reason):
+        layout_of([tensor])
+
+
+def test_layers_that_share_a_tensor_are_copied_once() -> None:
+    shared, own = torch.zeros(4, 8), torch.zeros(4, 2)
+    layout = layout_of([shared, own, shared])
+    assert len(layout.regions) == 2
+    assert layout.slot_bytes == 40
+
+
+def test_one_address_with_two_shapes_is_refused() -> None:
+    tensor = torch.zeros(4, 8)
+    with pytest.raises(EngineContractError, match="share an address"):
+        layout_of([tensor, tensor.view(8, 4)])
+
+
+def test_regions_must_agree() -> None:
+    with pytest.raises(EngineContractError, match=r"number of blocks: \[3, 4\]"):
+        layout_of([torch.zeros(4, 8), torch.zeros(3, 8)])
+    with pytest.raises(EngineContractError, match="several devices"):
+        DeviceLayout((DeviceRegion(64, 8, 8, 2, "cuda:0"), DeviceRegion(128, 8, 8, 2, "cuda:1")))
+    with pytest.raises(EngineContractError, match="nothing to offload"):
+        layout_of([])

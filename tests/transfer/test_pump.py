@@ -1,0 +1,239 @@
+"""What the pump does when nothing goes wrong: order, bounds, merging, reports, and silence at rest."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvoffload.model.errors import IllegalTransition
+from kvoffload.model.transfer import Direction
+from kvoffload.testing import settled
+from tests.transfer.rig import DONE, Rig, load, running, store
+
+pytestmark = pytest.mark.asyncio
+
+
+async def test_a_stored_block_comes_back_by_a_load() -> None:
+    rig = Rig()
+    async with running(rig):
+        original = rig.device.read(3)
+        rig.pump.submit_stores([store(1, [6], [3])])
+        await settled()
+        rig.copier.tickets[0].finish()
+        assert rig.outcomes() == {1: DONE}
+        assert rig.slot(6) == original
+        rig.pump.submit_loads([load(2, [6], [5])])
+        rig.copier.tickets[1].finish()
+        assert rig.outcomes() == {2: DONE}
+        assert rig.device.read(5) == original
+        rig.assert_nothing_held()
+
+
+async def test_a_load_is_submitted_on_the_spot_and_all_of_a_step_in_one_batch() -> None:
+    rig = Rig()
+    await rig.arena.prepare()
+    rig.pump.submit_loads([load(1, [1, 2], [1, 2]), load(2, [3], [3])])
+    (ticket,) = rig.copier.tickets
+    assert ticket.direction is Direction.LOAD
+    assert ticket.runs.size.tolist() == [3 * 64, 3 * 32]  # merged across the jobs, too
+    assert ticket.fences == (1,)
+    ticket.finish()
+    assert rig.outcomes() == {1: DONE, 2: DONE}
+
+
+async def test_the_fence_is_recorded_when_jobs_are_handed_in() -> None:
+    rig = Rig(blocks_in_flight=8)
+    await rig.arena.prepare()
+    rig.pump.submit_stores([store(1, [1], [1])])
+    rig.pump.submit_stores([store(2, [2], [2])])
+    assert (rig.copier.fences, rig.copier.tickets) == (2, [])
+    async with running(rig):
+        (ticket,) = rig.copier.tickets
+        assert ticket.fences == (1, 2)  # a shared batch waits for both
+
+
+async def test_loads_go_ahead_of_stores_that_wait() -> None:
+    rig = Rig()
+    async with running(rig):
+        rig.pump.submit_stores([store(1, range(8), range(8))])
+        await settled()
+        rig.pump.submit_loads([load(2, [9], [7])])
+        assert [ticket.direction.value for ticket in rig.copier.tickets] == ["store", "store", "load"]
+        assert rig.pump.statistics().store_bytes_in_flight == 4 * 96
+        rig.copier.tickets[2].finish()
+        assert rig.outcomes() == {2: DONE}
+
+
+async def test_stores_in_flight_stay_under_their_bound_and_a_long_job_is_cut() -> None:
+    rig = Rig(blocks_in_flight=4)
+    async with running(rig):
+        rig.pump.submit_stores([store(1, range(5), range(5)), store(2, [10, 11], [5, 6])])
+        await settled()
+        assert [ticket.runs.total_bytes for ticket in rig.copier.tickets] == [192, 192]
+        rig.copier.tickets[0].finish()
+        await rig.clock.advance(0.1)
+        assert rig.outcomes() == {}
+        # The third batch holds the rest of one job and the start of the next.
+        assert [ticket.runs.total_bytes for ticket in rig.copier.tickets] == [192, 192, 192]
+        rig.copier.release()
+        await rig.clock.advance(0.1)
+        assert rig.outcomes() == {1: DONE, 2: DONE}
+        assert [rig.slot(slot) for slot in (0, 4, 11)] == [rig.device.read(block) for block in (0, 4, 6)]
+        rig.assert_nothing_held()
+
+
+@pytest.mark.parametrize("bound", [0.5, 1, 1.5])
+async def test_a_bound_below_two_blocks_lets_one_through_at_a_time(bound: float) -> None:
+    rig = Rig(blocks_in_flight=bound)
+    async with running(rig):
+        rig.pump.submit_stores([store(1, [0, 1], [0, 1])])
+        await settled()
+        assert [ticket.runs.total_bytes for ticket in rig.copier.tickets] == [96]
+        rig.copier.release()
+        await rig.clock.advance(0.1)
+        assert rig.outcomes() == {1: DONE}
+
+
+async def test_only_the_oldest_ticket_of_a_lane_is_asked() -> None:
+    rig = Rig()
+    async with running(rig):
+        for number in range(3):
+            rig.pump.submit_loads([load(number, [number], [number])])
+        rig.copier.tickets[1].finish()
+        rig.copier.tickets[2].finish()
+        assert rig.outcomes() == {}
+        assert [ticket.queries for ticket in rig.copier.tickets[1:]] == [0, 0]
+        rig.copier.tickets[0].finish()
+        assert list(rig.outcomes()) == [0, 1, 2]
+
+
+async def test_at_rest_nothing_wakes_up_and_nothing_is_asked() -> None:
+    rig = Rig()
+    async with running(rig):
+        before = rig.pump.statistics()
+        await rig.clock.advance(3600)
+        rig.pump.poll()
+        assert rig.pump.statistics() == before
+        assert rig.clock.sleepers == 0
+
+
+async def test_polls_grow_rarer_while_nothing_ends_and_stop_when_all_has() -> None:
+    rig = Rig()
+    async with running(rig):
+        rig.pump.submit_stores([store(1, [1], [1])])
+        await rig.clock.advance(0.02)
+        early = rig.pump.statistics().wake_ups
+        await rig.clock.advance(1.0)
+        late = rig.pump.statistics().wake_ups - early
+        assert late == pytest.approx(200, abs=2)  # one each 5 ms
+        rig.copier.release()
+        await rig.clock.advance(1.0)
+        rest = rig.pump.statistics().wake_ups
+        await rig.clock.advance(1.0)
+        assert rig.pump.statistics().wake_ups == rest
+
+
+async def test_the_hook_notices_ends_while_the_coroutine_sleeps() -> None:
+    rig = Rig()
+    async with running(rig):
+        rig.pump.submit_stores([store(1, [1], [1])])
+        await settled()
+        turns = rig.pump.statistics().wake_ups
+        rig.copier.tickets[0].finish()
+        assert rig.outcomes() == {1: DONE}
+        assert rig.pump.statistics().wake_ups == turns
+
+
+async def test_the_hook_does_not_wait_for_the_coroutine() -> None:
+    rig = Rig()
+    async with running(rig):
+        rig.pump.submit_loads([load(1, [1], [1])])
+        rig.copier.tickets[0].finish()
+        with rig.pump._reaping:  # as the coroutine holds it, on its thread
+            rig.pump.poll()
+            rig.pump.submit_loads([load(2, [2], [2])])
+            rig.pump.submit_stores([store(3, [3], [3])])
+        assert len(rig.copier.tickets) == 2
+        assert rig.outcomes() == {1: DONE}
+
+
+async def test_a_report_tells_what_is_new_and_nothing_else() -> None:
+    rig = Rig()
+    assert rig.pump.take_report() is None
+    async with running(rig):
+        report = rig.pump.take_report()
+        assert report is not None
+        assert (report.jobs, report.ready_slots) == ((), 16)
+        assert rig.pump.take_report() is None
+        rig.pump.submit_loads([load(1, [1], [1])])
+        assert rig.pump.has_work
+        rig.copier.tickets[0].finish()
+        rig.pump.poll()
+        assert rig.pump.has_work  # someone must still take the report
+        report = rig.pump.take_report()
+        assert report is not None
+        assert [job.job for job in report.jobs] == [1]
+        assert not rig.pump.has_work
+
+
+async def test_seconds_and_bytes_of_a_job() -> None:
+    rig = Rig()
+    async with running(rig):
+        rig.pump.submit_stores([store(1, [1, 2], [1, 2])])
+        await rig.clock.advance(0.5)
+        rig.copier.tickets[0].copy_seconds = 0.125
+        rig.copier.tickets[0].finish()
+        rig.clock.jump(0.5)
+        (report,) = rig.reports()
+        assert (report.copied_bytes, report.copy_s) == (192, 0.125)
+        assert report.queue_s == pytest.approx(0.875)
+        now = rig.pump.statistics()
+        assert (now.stored_bytes, now.loaded_bytes, now.jobs_done, now.copies) == (192, 0, 1, 2)
+
+
+async def test_a_job_is_taken_in_once() -> None:
+    rig = Rig()
+    async with running(rig):
+        with pytest.raises(IllegalTransition, match="transfer job 1 in state 'open'"):
+            rig.pump.submit_loads([load(1, [1], [1]), load(1, [2], [2])])
+        assert rig.copier.tickets == []
+        rig.pump.submit_loads([load(1, [1], [1])])
+        with pytest.raises(IllegalTransition, match="'open'"):
+            rig.pump.submit_stores([store(2, [2], [2]), store(1, [1], [1])])
+        rig.copier.release()
+        assert rig.outcomes() == {1: DONE}
+        with pytest.raises(IllegalTransition, match="'ended'"):
+            rig.pump.submit_loads([load(1, [1], [1])])
+        rig.pump.submit_stores([store(2, [2], [2])])
+        await rig.clock.advance(0.1)
+        assert rig.outcomes() == {2: DONE}
+
+
+async def test_no_jobs_at_all() -> None:
+    rig = Rig()
+    async with running(rig):
+        turns = rig.pump.statistics().wake_ups
+        rig.pump.submit_loads([])
+        rig.pump.submit_stores([])
+        await settled()
+        assert rig.pump.statistics().wake_ups == turns
+        assert rig.copier.fences == 0
+
+
+async def test_a_coroutine_runs_once() -> None:
+    rig = Rig()
+    async with running(rig):
+        with pytest.raises(IllegalTransition):
+            await rig.pump.run()
+        assert rig.pump.is_alive
+
+
+async def test_ready_slots_are_told_as_they_grow() -> None:
+    rig = Rig()
+    growth = asyncio.create_task(rig.arena.prepare())
+    await growth
+    told = [report.ready_slots for report in iter(rig.pump.take_report, None)]
+    assert told == [16]
+    await rig.pump.close()
+    assert rig.pump.take_report() is None  # never less, also when the memory is gone

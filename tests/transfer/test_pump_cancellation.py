@@ -1,0 +1,144 @@
+"""Cancelled at any await, the pump drains what it has started, and holds nothing afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+
+import anyio
+import pytest
+from structlog.testing import capture_logs
+
+from kvoffload.testing import settled
+from tests.transfer.rig import DONE, FAILED, TIMEOUT_S, Rig, load, running, store
+
+pytestmark = pytest.mark.asyncio
+
+
+async def test_cancelled_while_asleep() -> None:
+    rig = Rig()
+    async with running(rig) as task:
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        rig.assert_nothing_held()
+        assert not rig.pump.is_alive
+
+
+async def test_cancelled_with_copies_pending_it_waits_for_them() -> None:
+    rig = Rig()
+    async with running(rig) as task:
+        rig.pump.submit_stores([store(1, range(8), range(8)), store(2, [9], [1])])
+        rig.pump.submit_loads([load(3, [10], [2])])
+        await settled()
+        with capture_logs():
+            task.cancel()
+            await rig.clock.advance(1.0)
+            assert not task.done()  # three batches run
+            for ticket in rig.copier.open_tickets:
+                ticket.finish()
+            await rig.clock.advance(1.0)
+        assert task.cancelled()
+        assert len(rig.copier.tickets) == 3  # nothing more was started
+        assert rig.outcomes() == {1: FAILED, 2: FAILED, 3: DONE}
+        rig.assert_nothing_held()
+
+
+@pytest.mark.parametrize("cancels", [1, 2, 5])
+async def test_cancelled_again_and_again_it_stays(cancels: int) -> None:
+    rig = Rig()
+    async with running(rig) as task:
+        rig.pump.submit_loads([load(1, [1], [1])])
+        await settled()
+        for _ in range(cancels):
+            task.cancel()
+            await rig.clock.advance(0.01)
+        assert not task.done()
+        rig.copier.release()
+        await rig.clock.advance(0.1)
+        assert task.cancelled()
+        assert rig.outcomes() == {1: DONE}
+
+
+async def test_cancelled_by_a_scope_that_cancels_at_every_await_it_does_not_spin() -> None:
+    rig = Rig()
+    await rig.arena.prepare()
+    rig.pump.submit_loads([load(1, [1], [1])])
+
+    async def pass_time() -> None:
+        await rig.clock.advance(0.5)
+        rig.copier.release()
+        await rig.clock.advance(0.5)
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(rig.pump.run)
+        await settled()
+        group.cancel_scope.cancel()
+        ticker = asyncio.create_task(pass_time())  # not in the group: the clock must go on
+    await ticker
+    assert rig.copier.tickets[0].queries < 150  # 0.5 s in steps of 5 ms, and the first few
+    assert rig.outcomes() == {1: DONE}
+    rig.assert_nothing_held()
+
+
+async def test_a_copy_that_never_ends_does_not_keep_it_for_ever() -> None:
+    rig = Rig()
+    async with running(rig) as task:
+        rig.pump.submit_loads([load(1, [1], [1])])
+        task.cancel()
+        with capture_logs() as logs:
+            await rig.clock.advance(TIMEOUT_S + 1)
+        assert task.cancelled()
+        assert [entry["event"] for entry in logs] == ["copy_written_off"]
+        assert rig.pump.statistics().written_off_batches == 1
+
+
+async def test_close_gives_everything_back() -> None:
+    rig = Rig()
+    async with running(rig):
+        rig.pump.submit_loads([load(1, [1], [1])])
+        closing = asyncio.create_task(rig.pump.close())
+        await rig.clock.advance(0.1)
+        assert (rig.copier.is_closed, rig.arena.ready_slots) == (False, 16)
+        rig.copier.release()
+        await rig.clock.advance(0.1)
+        assert closing.done()
+        assert (rig.copier.is_closed, rig.arena.ready_slots) == (True, 0)
+        assert rig.outcomes() == {1: DONE}
+
+
+async def test_close_keeps_memory_that_a_copy_may_still_touch_and_says_so() -> None:
+    rig = Rig()
+    async with running(rig):
+        rig.pump.submit_stores([store(1, [1], [1])])
+        await settled()
+        closing = asyncio.create_task(rig.pump.close())
+        with capture_logs() as logs:
+            await rig.clock.advance(TIMEOUT_S + 1)
+        assert closing.done()
+        assert [entry["event"] for entry in logs] == ["copy_written_off", "host_memory_kept"]
+        assert (rig.copier.is_closed, rig.arena.ready_slots) == (True, 16)
+
+
+async def test_a_closing_pump_takes_no_more_jobs() -> None:
+    rig = Rig()
+    async with running(rig):
+        await rig.pump.drain()
+        with capture_logs() as logs:
+            rig.pump.submit_loads([load(1, [1], [1])])
+            rig.pump.submit_stores([store(2, [1], [1])])
+        assert [entry["reason"] for entry in logs] == ["the pump is closing"] * 2
+        assert rig.outcomes() == {1: FAILED, 2: FAILED}
+        assert rig.copier.tickets == []
+
+
+async def test_drain_tells_what_it_leaves_behind_and_passes_its_cancellation_on() -> None:
+    rig = Rig()
+    async with running(rig):
+        rig.pump.submit_loads([load(1, [1], [1])])
+        draining = asyncio.create_task(rig.pump.drain())
+        await settled()
+        draining.cancel()
+        with capture_logs():
+            await rig.clock.advance(TIMEOUT_S + 1)
+        assert draining.cancelled()
+        assert await rig.pump.drain() == 1

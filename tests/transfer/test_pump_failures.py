@@ -1,0 +1,240 @@
+"""Whatever raises, hangs or dies: every job ends once, and nothing is silent."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from structlog.testing import capture_logs
+
+from kvoffload.model.errors import CopyError
+from kvoffload.model.transfer import TransferJob
+from kvoffload.testing import settled
+from tests.transfer.rig import DONE, FAILED, TIMEOUT_S, Rig, load, running, store
+
+pytestmark = pytest.mark.asyncio
+
+
+@pytest.mark.parametrize("hand_in", ["load", "store"])
+@pytest.mark.parametrize("fault", ["fence", "submit", "ticket", "query", "tear"])
+async def test_a_fault_of_the_copier_fails_the_job_and_the_next_one_goes_well(
+    hand_in: str, fault: str
+) -> None:
+    rig = Rig()
+    async with running(rig):
+        if fault == "fence":
+            rig.copier.refuse_fence(CopyError("no event"))
+        if fault == "submit":
+            rig.copier.refuse_submit(CopyError("no stream"))
+        with capture_logs() as logs:
+            await hand_in_one(rig, hand_in, 1)
+            if fault == "ticket":
+                rig.copier.tickets[0].fail()
+            if fault == "query":
+                rig.copier.tickets[0].query_error = CopyError("device lost")
+            if fault == "tear":
+                rig.copier.tickets[0].tear()
+            (report,) = rig.reports()
+        assert (report.job, report.outcome, report.copied_bytes) == (1, FAILED, 0)
+        assert len(logs) == 1
+        assert logs[0]["log_level"] == "error"
+        rig.copier.hold()
+        await hand_in_one(rig, hand_in, 2)
+        rig.copier.release()
+        assert rig.outcomes() == {2: DONE}
+        rig.assert_nothing_held()
+
+
+async def hand_in_one(rig: Rig, kind: str, number: int) -> None:
+    if kind == "load":
+        rig.pump.submit_loads([load(number, [1], [1])])
+    else:
+        rig.pump.submit_stores([store(number, [1], [1])])
+        await rig.clock.advance(0.01)
+
+
+@pytest.mark.parametrize(
+    ("slots", "blocks", "reason"),
+    [
+        ([16], [0], "slot 16 is not among the 16"),
+        ([-1], [0], "slot -1 is not among the 16"),
+        ([0], [8], "block 8 is not among the 8"),
+        ([0, 1], [0], "2 slots do not pair with 1 blocks"),
+        ([], [], "0 slots do not pair with 0 blocks"),
+    ],
+)
+async def test_a_job_that_cannot_be_fails_alone(slots: list[int], blocks: list[int], reason: str) -> None:
+    rig = Rig()
+    async with running(rig):
+        rig.copier.release()
+        with capture_logs() as logs:
+            rig.pump.submit_loads([load(1, slots, blocks), load(2, [1], [1])])
+            rig.pump.submit_stores([store(3, slots, blocks), store(4, [2], [2])])
+            await settled()
+        assert rig.outcomes() == {1: FAILED, 2: DONE, 3: FAILED, 4: DONE}
+        assert [reason in entry["reason"] for entry in logs] == [True, True]
+        rig.assert_nothing_held()
+
+
+async def test_a_job_of_the_wrong_types_fails_alone() -> None:
+    rig = Rig()
+    async with running(rig):
+        rig.copier.release()
+        wrong = TransferJob(load(1, [1], [1]).job, load(1, [1], [1]).direction, ("one",), (None,))  # type: ignore[arg-type]
+        with capture_logs():
+            rig.pump.submit_loads([wrong, load(2, [1], [1])])
+        assert rig.outcomes() == {1: FAILED, 2: DONE}
+
+
+async def test_a_slot_that_is_not_ready_yet_is_refused() -> None:
+    rig = Rig()  # the arena was not prepared
+    with capture_logs():
+        rig.pump.submit_loads([load(1, [0], [0])])
+    assert rig.outcomes() == {1: FAILED}
+
+
+async def test_when_one_part_of_a_store_fails_the_rest_is_not_started() -> None:
+    rig = Rig()
+    async with running(rig):
+        rig.pump.submit_stores([store(1, range(8), range(8)), store(2, [9], [1])])
+        await settled()
+        first, second = rig.copier.tickets
+        with capture_logs():
+            first.fail()
+            await rig.clock.advance(0.1)
+        assert rig.outcomes() == {}  # its second part still runs
+        assert rig.copier.tickets[2].runs.total_bytes == 96  # the next job, not the rest of this one
+        second.finish()
+        assert rig.outcomes() == {1: FAILED}
+        rig.copier.release()
+        await rig.clock.advance(0.1)
+        assert rig.outcomes() == {2: DONE}
+        rig.assert_nothing_held()
+
+
+async def test_when_a_later_part_cannot_be_submitted_the_job_waits_for_the_earlier() -> None:
+    rig = Rig()
+    async with running(rig):
+        rig.pump.submit_stores([store(1, range(5), range(5))])
+        await settled()
+        rig.copier.refuse_submit(CopyError("no stream"))
+        rig.copier.tickets[0].finish()
+        with capture_logs():
+            await rig.clock.advance(0.1)
+        assert rig.outcomes() == {}
+        rig.copier.tickets[1].finish()
+        assert rig.outcomes() == {1: FAILED}
+        rig.assert_nothing_held()
+
+
+async def test_a_copy_that_never_ends_is_written_off_and_blocks_nothing() -> None:
+    rig = Rig(blocks_in_flight=1)
+    async with running(rig):
+        rig.pump.submit_stores([store(1, [1], [1]), store(2, [2], [2])])
+        rig.pump.submit_loads([load(3, [3], [3])])
+        await settled()
+        assert len(rig.copier.tickets) == 2  # the second store has no room
+        with capture_logs() as logs:
+            await rig.clock.advance(TIMEOUT_S + 1)
+        assert [entry["event"] for entry in logs] == ["copy_written_off", "copy_written_off"]
+        rig.copier.tickets[2].finish()
+        await rig.clock.advance(0.1)
+        assert rig.outcomes() == {2: DONE}
+        now = rig.pump.statistics()
+        assert (now.written_off_batches, now.open_jobs, now.store_bytes_in_flight) == (2, 2, 0)
+        assert not rig.pump.has_work
+        await rig.clock.advance(3600)
+        assert rig.pump.statistics().wake_ups == now.wake_ups  # not even polled for
+
+
+async def test_a_written_off_copy_that_ends_late_is_reported() -> None:
+    rig = Rig()
+    async with running(rig):
+        rig.pump.submit_loads([load(1, [1], [1])])
+        with capture_logs() as logs:
+            await rig.clock.advance(TIMEOUT_S + 1)
+            asked = rig.copier.tickets[0].queries
+            for _ in range(100):
+                assert rig.outcomes() == {}
+            assert rig.copier.tickets[0].queries <= asked + 1  # seldom
+            rig.copier.tickets[0].finish()
+            rig.clock.jump(TIMEOUT_S)
+            assert rig.outcomes() == {1: DONE}
+        assert [entry["event"] for entry in logs] == ["copy_written_off", "copy_ended_late"]
+        rig.assert_nothing_held()
+
+
+async def test_when_the_coroutine_dies_the_hook_does_its_work() -> None:
+    rig = Rig(blocks_in_flight=1)
+    async with running(rig) as task:
+        rig.pump.submit_stores([store(1, [1], [1]), store(2, [2], [2])])
+        await settled()
+        rig.clock.sleep = None  # type: ignore[assignment,method-assign]  # the next call of it raises
+        with capture_logs() as logs:
+            rig.copier.tickets[0].copy_seconds = 0.0
+            await rig.clock.advance(1.0)
+            await asyncio.wait([task])
+        assert isinstance(task.exception(), TypeError)
+        assert [entry["event"] for entry in logs] == ["transfer_coroutine_died", "job_failed"]
+        assert not rig.pump.is_alive
+        assert rig.outcomes() == {2: FAILED}
+        rig.copier.tickets[0].finish()
+        assert rig.outcomes() == {1: DONE}
+        with capture_logs() as logs:
+            rig.pump.submit_stores([store(3, [3], [3])])
+        assert "died" in logs[0]["reason"]
+        assert rig.outcomes() == {3: FAILED}
+        rig.pump.submit_loads([load(4, [4], [4])])
+        rig.copier.tickets[1].finish()
+        assert rig.outcomes() == {4: DONE}  # loads never needed it
+        rig.assert_nothing_held()
+
+
+async def test_when_the_loop_is_gone_the_hook_is_told_and_fails_what_waited() -> None:
+    rig = Rig()
+    await rig.arena.prepare()
+    rig.pump.submit_stores([store(1, [1], [1])])
+    assert rig.outcomes() == {}
+    with capture_logs() as logs:
+        rig.pump.coroutine_lost("the portal's thread is gone")
+        rig.pump.coroutine_lost("again")
+    assert [entry["event"] for entry in logs] == ["transfer_coroutine_lost", "job_failed"]
+    assert rig.outcomes() == {1: FAILED}
+    rig.assert_nothing_held()
+
+
+async def test_a_loop_that_is_closed_under_the_coroutine_is_noticed() -> None:
+    """A coroutine that is thrown away unfinished gets neither an error nor a cancellation."""
+    rig = Rig()
+    await rig.arena.prepare()
+    with capture_logs():
+        thread = threading.Thread(target=run_and_drop, args=(rig,))
+        thread.start()
+        thread.join()
+    assert not rig.pump.is_alive
+    with capture_logs():
+        rig.pump.submit_stores([store(1, [1], [1])])
+    assert rig.outcomes() == {1: FAILED}
+
+
+def run_and_drop(rig: Rig) -> None:
+    coroutine = rig.pump.run()
+    loop = asyncio.new_event_loop()
+
+    async def one_turn() -> None:
+        coroutine.send(None)  # up to its first wait
+
+    loop.run_until_complete(one_turn())
+    loop.close()
+    coroutine.close()
+
+
+async def test_a_job_cannot_be_stranded_between_its_acceptance_and_the_death_of_the_coroutine() -> None:
+    """The hook looks whether the coroutine lives, then appends; in between the coroutine may die."""
+    rig = Rig()
+    await rig.arena.prepare()
+    rig.pump.submit_stores([store(1, [1], [1])])
+    rig.pump._gone = "died just now"
+    with capture_logs():
+        assert rig.outcomes() == {1: FAILED}

@@ -1,0 +1,192 @@
+"""Random lives of a pump: every job is reported once, not before its copies have ended, and nothing stays held."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from structlog.testing import capture_logs
+
+from kvoffload.model.errors import CopyError
+from kvoffload.model.ids import Rank
+from kvoffload.model.transfer import Direction, TransferJob
+from kvoffload.runtime.portal import Portal
+from kvoffload.testing import FakeDevice, GatedTicket, settled
+from kvoffload.transfer.arena import Arena
+from kvoffload.transfer.clock import SystemClock
+from kvoffload.transfer.host_copier import HostCopier
+from kvoffload.transfer.host_memory import MmapAllocator
+from kvoffload.transfer.pump import TransferPump
+from tests.transfer.rig import DONE, TIMEOUT_S, Rig, load, running, store
+
+BLOCK = 96
+
+moves = st.lists(
+    st.one_of(
+        st.tuples(st.just("store"), st.integers(1, 6)),
+        st.tuples(st.just("load"), st.integers(1, 6)),
+        st.tuples(st.just("bad store"), st.just(1)),
+        st.tuples(st.just("finish"), st.integers(0, 5)),
+        st.tuples(st.just("fail"), st.integers(0, 5)),
+        st.tuples(st.just("raise"), st.integers(0, 5)),
+        st.tuples(st.just("refuse submit"), st.just(0)),
+        st.tuples(st.just("refuse fence"), st.just(0)),
+        st.tuples(st.just("pass time"), st.sampled_from([0.001, 0.02, TIMEOUT_S * 1.1])),
+        st.tuples(st.just("look"), st.just(0)),
+    ),
+    max_size=30,
+)
+
+
+class Life:
+    """A pump and what was asked of it."""
+
+    def __init__(self) -> None:
+        self.rig = Rig(blocks_in_flight=3)
+        self.asked: dict[int, TransferJob] = {}
+        self.reported: Counter[int] = Counter()
+
+    async def play(self, move: str, argument: float) -> None:
+        rig, number = self.rig, int(argument)
+        if move in ("store", "load", "bad store"):
+            self.hand_in(move, number)
+        elif move in ("finish", "fail", "raise") and rig.copier.open_tickets:
+            self.end(rig.copier.open_tickets[number % len(rig.copier.open_tickets)], move)
+        elif move == "refuse submit":
+            rig.copier.refuse_submit(CopyError("refused"))
+        elif move == "refuse fence":
+            rig.copier.refuse_fence(CopyError("refused"))
+        elif move == "pass time":
+            await rig.clock.advance(argument)
+        await settled()
+        self.look()
+
+    def hand_in(self, move: str, count: int) -> None:
+        number = len(self.asked)
+        slots = [99] if move == "bad store" else [(number + place) % 16 for place in range(count)]
+        blocks = [(3 * number + place) % 8 for place in range(count)]
+        job = (load if move == "load" else store)(number, slots, blocks)
+        self.asked[number] = job
+        (self.rig.pump.submit_loads if move == "load" else self.rig.pump.submit_stores)([job])
+
+    def end(self, ticket: GatedTicket, how: str) -> None:
+        if how == "raise":
+            ticket.fail()
+            ticket.query_error = CopyError("lost")
+        else:
+            ticket.finish() if how == "finish" else ticket.fail()
+
+    def look(self) -> None:
+        for report in self.rig.reports():
+            self.reported[report.job] += 1
+            job = self.asked[report.job]
+            assert report.direction is job.direction
+            assert report.copied_bytes == (len(job.slots) * BLOCK if report.outcome is DONE else 0)
+            assert report.queue_s >= 0
+        now = self.rig.pump.statistics()
+        assert now.store_bytes_in_flight <= 3 * BLOCK
+        assert now.open_jobs == len(self.asked) - len(self.reported)
+
+
+@given(moves)
+def test_property_every_job_ends_once_and_nothing_stays_held(script: list[tuple[str, float]]) -> None:
+    async def live() -> None:
+        life = Life()
+        async with running(life.rig) as task:
+            for move, argument in script:
+                await life.play(move, argument)
+            life.rig.copier.release()
+            await life.rig.clock.advance(3 * TIMEOUT_S)
+            life.look()
+            assert dict(life.reported) == dict.fromkeys(life.asked, 1)
+            life.rig.assert_nothing_held()
+            assert not task.done()
+
+    with capture_logs():
+        asyncio.run(live())
+
+
+@given(moves, st.integers(0, 3))
+def test_property_a_cancelled_pump_reports_every_job_once(
+    script: list[tuple[str, float]], cancels: int
+) -> None:
+    async def live() -> None:
+        life = Life()
+        async with running(life.rig) as task:
+            for move, argument in script:
+                await life.play(move, argument)
+            for _ in range(cancels):
+                task.cancel()
+                await settled()
+            task.cancel()
+            life.rig.copier.release()
+            await life.rig.clock.advance(3 * TIMEOUT_S)
+            life.look()
+            assert task.done()
+            assert dict(life.reported) == dict.fromkeys(life.asked, 1)
+            life.rig.assert_nothing_held()
+
+    with capture_logs():
+        asyncio.run(live())
+
+
+@pytest.fixture
+def eager_switches() -> Iterator[None]:
+    """Let threads interrupt each other as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("eager_switches")
+def test_with_real_threads_every_byte_arrives() -> None:
+    device, portal, random = FakeDevice(40, [4096, 100]), Portal("threads"), np.random.default_rng(0)
+    arena = Arena(device.layout, 40, MmapAllocator(portal.executor), chunk_bytes=7 * device.layout.slot_bytes)
+    portal.spawn(arena.prepare).result(30)
+    copier = HostCopier(portal.executor, SystemClock())
+    pump = TransferPump(
+        Rank(0),
+        arena,
+        copier,
+        SystemClock(),
+        store_bytes_in_flight=16 * device.layout.slot_bytes,
+        timeout_s=30.0,
+    )
+    run = portal.spawn(pump.run)
+    original = [device.read(block) for block in range(40)]
+    for turn in range(20):
+        order = random.permutation(40).tolist()
+        stores = [store(100 * turn + part, order[part::5], order[part::5]) for part in range(5)]
+        for job in stores:
+            pump.submit_stores([job])
+        await_reports(pump, 5)
+        for block in range(40):
+            device.write(block, bytes(device.layout.slot_bytes))
+        pump.submit_loads([load(100 * turn + 50 + part, order[part::5], order[part::5]) for part in range(5)])
+        await_reports(pump, 5)
+        assert [device.read(block) for block in range(40)] == original
+    run.cancel()
+    assert portal.spawn(pump.drain).result(30) == 0
+    now = pump.statistics()
+    assert (now.jobs_done, now.jobs_failed, now.open_jobs) == (200, 0, 0)
+    assert now.stored_bytes == now.loaded_bytes == 20 * 40 * device.layout.slot_bytes
+    assert portal.close(30)
+    arena.close()
+
+
+def await_reports(pump: TransferPump, count: int) -> None:
+    """Do as an engine's steps do: poll, take, go on. The test's own time limit ends it."""
+    while count > 0:
+        pump.poll()
+        report = pump.take_report()
+        if report is not None:
+            assert all(job.outcome is DONE for job in report.jobs)
+            assert all(job.direction in Direction for job in report.jobs)
+            count -= len(report.jobs)

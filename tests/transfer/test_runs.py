@@ -1,0 +1,159 @@
+"""The merged copies move the same bytes as copying block by block, and are as few as can be."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvoffload.model.transfer import Direction
+from kvoffload.testing import FakeDevice, ManualExecutor
+from kvoffload.transfer.arena import Arena
+from kvoffload.transfer.clock import SystemClock
+from kvoffload.transfer.host_copier import HostCopier, choose_copy, copy_by_memmove
+from kvoffload.transfer.host_memory import MmapAllocator
+from kvoffload.transfer.ports import TicketState
+from kvoffload.transfer.runs import CopyRuns, geometry_of, merge_runs
+
+
+def array(*numbers: int) -> np.ndarray:
+    return np.array(numbers, np.int64)
+
+
+def make_arena(device: FakeDevice, slots: int, chunk_slots: int = 1024) -> Arena:
+    arena = Arena(
+        device.layout,
+        slots,
+        MmapAllocator(ManualExecutor(held=False)),
+        chunk_bytes=chunk_slots * device.layout.slot_bytes,
+    )
+    asyncio.run(arena.prepare())
+    return arena
+
+
+def slot_bytes(arena: Arena, slot: int) -> bytes:
+    return b"".join(arena.page(slot, region).tobytes() for region in range(len(arena.layout.regions)))
+
+
+def sizes(device: FakeDevice, slots: np.ndarray, blocks: np.ndarray, chunk_slots: int = 1024) -> list[int]:
+    arena = make_arena(device, 16, chunk_slots)
+    runs = merge_runs(arena.geometry, Direction.STORE, slots, blocks)
+    arena.close()
+    return runs.size.tolist()
+
+
+def test_neighbours_on_both_sides_become_one_copy_a_region() -> None:
+    assert sizes(FakeDevice(8, [64, 32]), array(1, 2, 3), array(4, 5, 6)) == [192, 96]
+
+
+def test_order_in_the_job_does_not_matter() -> None:
+    assert sizes(FakeDevice(8, [64]), array(3, 1, 2), array(6, 4, 5)) == [192]
+
+
+@pytest.mark.parametrize(("slots", "blocks"), [((1, 2), (4, 6)), ((1, 3), (4, 5)), ((2, 1), (4, 5))])
+def test_neighbours_on_one_side_alone_stay_apart(slots: tuple[int, ...], blocks: tuple[int, ...]) -> None:
+    assert sizes(FakeDevice(8, [64]), array(*slots), array(*blocks)) == [64, 64]
+
+
+def test_a_copy_does_not_cross_a_chunk() -> None:
+    assert sizes(FakeDevice(8, [64]), array(2, 3, 4, 5), array(2, 3, 4, 5), chunk_slots=4) == [128, 128]
+
+
+def test_padded_pages_are_copied_one_by_one_and_others_are_not() -> None:
+    assert sorted(sizes(FakeDevice(8, [64, 32], [0, 8]), array(1, 2), array(4, 5))) == [32, 32, 128]
+
+
+def test_the_direction_decides_what_is_source_and_what_target() -> None:
+    device = FakeDevice(4, [64])
+    geometry = geometry_of(device.layout, 4).with_chunk([1 << 20])
+    store = merge_runs(geometry, Direction.STORE, array(1), array(2))
+    load = merge_runs(geometry, Direction.LOAD, array(1), array(2))
+    assert store.target.tolist() == load.source.tolist() == [(1 << 20) + 64]
+    assert store.source.tolist() == load.target.tolist() == [device.layout.regions[0].address + 128]
+    assert (len(store), store.total_bytes) == (1, 64)
+
+
+@dataclass
+class Case:
+    device: FakeDevice
+    arena: Arena
+    slots: np.ndarray
+    blocks: np.ndarray
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    regions = draw(st.integers(1, 4))
+    pages = draw(st.lists(st.integers(1, 200), min_size=regions, max_size=regions))
+    padding = draw(st.lists(st.sampled_from([0, 0, 1, 64]), min_size=regions, max_size=regions))
+    blocks, slots = draw(st.integers(1, 24)), draw(st.integers(1, 24))
+    count = draw(st.integers(1, min(blocks, slots)))
+    # Half of the numbers in order, so that there is something to merge.
+    order = st.one_of(st.just(False), st.just(True))
+    chosen = [
+        sorted(picked) if draw(order) else picked
+        for picked in (draw(st.permutations(range(end))) for end in (slots, blocks))
+    ]
+    device = FakeDevice(blocks, pages, padding, seed=draw(st.integers(0, 9)))
+    arena = make_arena(device, slots, draw(st.integers(1, 8)))
+    return Case(device, arena, array(*chosen[0][:count]), array(*chosen[1][:count]))
+
+
+@given(cases())
+def test_property_a_round_trip_copies_every_byte_and_no_other(case: Case) -> None:
+    device, arena = case.device, case.arena
+    clean = [slot_bytes(arena, slot) for slot in range(arena.slots)]
+    before = device.snapshot()
+    copier = HostCopier(ManualExecutor(held=False), SystemClock())
+    ticket = copier.submit(
+        Direction.STORE, merge_runs(arena.geometry, Direction.STORE, case.slots, case.blocks), ()
+    )
+    assert ticket.query() is TicketState.DONE
+    expected = dict(
+        zip(case.slots.tolist(), (device.read(block) for block in case.blocks.tolist()), strict=True)
+    )
+    for slot in range(arena.slots):
+        assert slot_bytes(arena, slot) == expected.get(slot, clean[slot])
+    for block in case.blocks.tolist():
+        device.write(block, bytes(device.layout.slot_bytes))
+    copier.submit(Direction.LOAD, merge_runs(arena.geometry, Direction.LOAD, case.slots, case.blocks), ())
+    assert device.snapshot() == before
+    arena.close()
+
+
+@given(cases())
+def test_property_no_two_copies_could_be_one(case: Case) -> None:
+    runs = merge_runs(case.arena.geometry, Direction.LOAD, case.slots, case.blocks)
+    pieces = sorted(zip(runs.target.tolist(), runs.source.tolist(), runs.size.tolist(), strict=True))
+    borders = set(case.arena.geometry.host_base.ravel().tolist())
+    for (target, source, size), (next_target, next_source, _) in itertools.pairwise(pieces):
+        touch = target + size == next_target and source + size == next_source
+        assert not touch or next_source in borders
+    case.arena.close()
+
+
+def pieces_of(source: np.ndarray, target: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> CopyRuns:
+    return CopyRuns(source.ctypes.data + starts, target.ctypes.data + starts, lengths)
+
+
+@pytest.mark.parametrize("copy", [copy_by_memmove, choose_copy()])
+def test_more_pieces_than_one_call_to_the_kernel_takes(copy: Callable[[CopyRuns], None]) -> None:
+    source = np.random.default_rng(0).integers(0, 256, 1 << 16, np.uint8)
+    target = np.zeros_like(source)
+    starts = np.arange(0, len(source), 16, dtype=np.int64)
+    copy(pieces_of(source, target, starts, np.full(len(starts), 15, np.int64)))
+    assert (target.reshape(-1, 16)[:, :15] == source.reshape(-1, 16)[:, :15]).all()
+    assert not target.reshape(-1, 16)[:, 15].any()
+
+
+def test_long_pieces() -> None:
+    source = np.random.default_rng(0).integers(0, 256, 3 << 20, np.uint8)
+    target = np.zeros_like(source)
+    choose_copy()(pieces_of(source, target, array(0, 1 << 20), array(1 << 20, 2 << 20)))
+    assert (target == source).all()
