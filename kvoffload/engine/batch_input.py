@@ -1,0 +1,127 @@
+"""A step's batch as tensors: which rows are whose, where new KV goes, and what each row may attend to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvoffload.engine.groups import first_visible
+
+if TYPE_CHECKING:
+    from kvoffload.engine.plugin import GroupFacts
+    from kvoffload.engine.scheduler import Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What one request's rows read in one group.
+
+    The keys that any of its rows sees are the tokens [first_key, end), in the pages of the blocks from
+    `first_key // block_tokens` on.
+    """
+
+    rows: slice  # of the step's tokens
+    blocks: torch.Tensor  # int64 [pages]
+    keys: slice  # of the pages' tokens
+    mask: torch.Tensor | None  # [rows, keys], added to the scores: 0 or -inf; None: see is_causal
+    is_causal: bool  # without a mask: rows and keys are the same tokens; else every row sees every key
+
+
+@dataclass(frozen=True, slots=True)
+class GroupInput:
+    """One group's share of a step."""
+
+    write_blocks: torch.Tensor  # int64 [tokens]: where the KV of each new token goes
+    write_offsets: torch.Tensor  # int64 [tokens]
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchInput:
+    """Everything the model needs for one step; all tensors on its device."""
+
+    token_ids: torch.Tensor  # int64 [tokens]
+    positions: torch.Tensor  # int64 [tokens]
+    sample_rows: torch.Tensor  # int64 [samples]: the last rows of the chunks that sample
+    groups: tuple[GroupInput, ...]
+
+
+class InputMaker:
+    """Lays the tokens of a batch's chunks out one after the other."""
+
+    def __init__(self, groups: Sequence[GroupFacts], device: torch.device, dtype: torch.dtype) -> None:
+        self._groups = groups
+        self._device = device
+        self._dtype = dtype
+
+    def make(self, chunks: Sequence[Chunk]) -> BatchInput:
+        """The tensors for one step, which has at least one chunk."""
+        rows = _rows(chunks)
+        token_ids = [token for chunk in chunks for token in chunk.request.tokens[chunk.start : chunk.end]]
+        positions = torch.cat([torch.arange(chunk.start, chunk.end) for chunk in chunks])
+        samples = [row.stop - 1 for row, chunk in zip(rows, chunks, strict=True) if chunk.samples]
+        masks = self._masks(chunks)
+        return BatchInput(
+            self._to_device(token_ids),
+            positions.to(self._device),
+            self._to_device(samples),
+            tuple(self._group_input(group, chunks, rows, masks[group.kind]) for group in self._groups),
+        )
+
+    def _group_input(
+        self, group: GroupFacts, chunks: Sequence[Chunk], rows: Sequence[slice], masks: _Masks
+    ) -> GroupInput:
+        size = group.block_tokens
+        blocks: list[int] = []
+        for chunk in chunks:
+            table = chunk.request.tables[group.index]
+            blocks += [table[token // size] for token in range(chunk.start, chunk.end)]
+        offsets = [token % size for chunk in chunks for token in range(chunk.start, chunk.end)]
+        spans = tuple(self._span(group, *parts) for parts in zip(chunks, rows, masks, strict=True))
+        return GroupInput(self._to_device(blocks), self._to_device(offsets), spans)
+
+    def _span(self, group: GroupFacts, chunk: Chunk, rows: slice, mask: torch.Tensor | None) -> Span:
+        first_key = first_visible(group, chunk.start)
+        first_block = first_key // group.block_tokens
+        skipped = first_block * group.block_tokens
+        table = chunk.request.tables[group.index][first_block : -(-chunk.end // group.block_tokens)]
+        keys = slice(first_key - skipped, chunk.end - skipped)
+        return Span(rows, self._to_device(table), keys, mask, _is_causal(group, chunk))
+
+    def _masks(self, chunks: Sequence[Chunk]) -> dict[str, _Masks]:
+        """Per kind and chunk: groups of one kind share their masks."""
+        kinds = {group.kind: group for group in self._groups}
+        return {kind: [self._mask(group, chunk) for chunk in chunks] for kind, group in kinds.items()}
+
+    def _mask(self, group: GroupFacts, chunk: Chunk) -> torch.Tensor | None:
+        if _is_causal(group, chunk) or chunk.end - chunk.start == 1:
+            return None  # a single row sees all the keys of its span
+        rows = torch.arange(chunk.start, chunk.end)
+        keys = torch.arange(first_visible(group, chunk.start), chunk.end)
+        lowest = torch.tensor([first_visible(group, row) for row in range(chunk.start, chunk.end)])
+        is_hidden = (keys > rows[:, None]) | (keys < lowest[:, None])
+        # Added to the scores, not a mask of booleans: torch would convert those again in every layer.
+        mask = torch.zeros(is_hidden.shape, dtype=self._dtype).masked_fill_(is_hidden, float("-inf"))
+        return mask.to(self._device)
+
+    def _to_device(self, numbers: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int64).to(self._device)
+
+
+_Masks = Sequence[torch.Tensor | None]
+
+
+def _is_causal(group: GroupFacts, chunk: Chunk) -> bool:
+    return group.kind == "full" and chunk.start == 0
+
+
+def _rows(chunks: Sequence[Chunk]) -> list[slice]:
+    rows: list[slice] = []
+    start = 0
+    for chunk in chunks:
+        rows.append(slice(start, start + chunk.end - chunk.start))
+        start = rows[-1].stop
+    return rows

@@ -1,0 +1,174 @@
+"""The one pool of device blocks that all groups share, and its index of what the blocks hold.
+
+A block is free when nobody refers to it. A free block keeps its contents, and its key in the index, until it is
+handed out again: that is the prefix cache. References are of two kinds that the pool keeps apart, so that an
+audit can tell who forgot one:
+
+    held by requests       allocate, hold -> release
+    leased to a plugin     touch          -> free
+
+Block 0 is the null block: it stands for positions that a request does not hold, and is never handed out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping
+from itertools import islice
+
+NULL_BLOCK = 0
+
+
+class BlockPool:
+    """Block ids 1 to `num_blocks - 1`, their reference counts and their keys. No tensors here."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._held = [0] * num_blocks
+        self._leased = [0] * num_blocks
+        self._keys: dict[int, bytes] = {}
+        self._index: dict[bytes, dict[int, None]] = {}  # two blocks may hold the same tokens
+        # Free blocks, next to be handed out first. An OrderedDict, because a block leaves from the middle
+        # when it is found again, and a plain dict finds its first entry in time linear in the gaps before it.
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+
+    @property
+    def usable_blocks(self) -> int:
+        """All blocks but the null block."""
+        return self.num_blocks - 1
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that nobody refers to."""
+        return len(self._free)
+
+    @property
+    def leased_blocks(self) -> int:
+        """Blocks that a plugin refers to."""
+        return sum(1 for count in self._leased if count)
+
+    def is_free(self, block: int) -> bool:
+        """Whether nobody refers to the block."""
+        return block in self._free
+
+    # --- for the engine ---------------------------------------------------------------------------------------
+
+    def allocate(self, count: int) -> list[int]:
+        """Hand out `count` blocks, which lose their keys; all or nothing.
+
+        Raises:
+            ValueError: fewer than `count` blocks are free.
+        """
+        if count > len(self._free):
+            raise ValueError(f"{count} blocks asked for, {len(self._free)} are free")
+        blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
+        for block in blocks:
+            self._drop_key(block)
+            self._held[block] = 1
+        return blocks
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        """Take one more reference to each block for a request."""
+        self._refer(self._held, list(blocks))
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Give a request's references back; blocks become free in the order given."""
+        self._unrefer(self._held, list(blocks))
+
+    def index(self, block: int, key: bytes) -> None:
+        """From now on `block` can be found by `key`. Its contents must have been computed for certain."""
+        self._drop_key(block)
+        self._keys[block] = key
+        self._index.setdefault(key, {})[block] = None
+
+    # --- for plugins ------------------------------------------------------------------------------------------
+
+    def touch(self, blocks: Iterable[int]) -> None:
+        """Lease blocks: they are not handed out to anyone until `free`. Leasing twice takes two frees.
+
+        Raises:
+            ValueError: the null block or an unknown id is among them; then nothing is leased.
+        """
+        self._refer(self._leased, list(blocks))
+
+    def free(self, blocks: Iterable[int]) -> None:
+        """Give leases back; blocks that nobody else refers to become free, to be evicted in the order given.
+
+        Raises:
+            ValueError: more leases would be given back than were taken; then none is given back.
+        """
+        self._unrefer(self._leased, list(blocks))
+
+    def key_of(self, block: int) -> bytes | None:
+        """The key of what the block holds; None while that is not certain."""
+        return self._keys.get(block)
+
+    def cached_block(self, key: bytes) -> int | None:
+        """A block that holds what the key names, in use or free."""
+        blocks = self._index.get(key)
+        return next(iter(blocks)) if blocks else None
+
+    def next_evictable(self, count: int) -> list[int]:
+        """Up to `count` free blocks in the order in which they will be handed out, those without a key included."""
+        return list(islice(self._free, count))
+
+    # --- for both ---------------------------------------------------------------------------------------------
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all keys; False, and nothing is forgotten, if any block is in use."""
+        if len(self._free) != self.usable_blocks:
+            return False
+        self._keys.clear()
+        self._index.clear()
+        return True
+
+    def audit(self, held: Mapping[int, int]) -> list[str]:
+        """Every broken conservation law as text; `held` has the references of all requests' tables."""
+        found = [
+            f"block {block} has {count} request references, the tables have {held.get(block, 0)}"
+            for block, count in enumerate(self._held)
+            if count != held.get(block, 0)
+        ]
+        in_use = {block for block in range(1, self.num_blocks) if self._held[block] or self._leased[block]}
+        if in_use & self._free.keys() or len(in_use) + len(self._free) != self.usable_blocks:
+            found.append(f"{len(in_use)} blocks in use and {len(self._free)} free of {self.usable_blocks}")
+        if {(block, key) for key, blocks in self._index.items() for block in blocks} != set(
+            self._keys.items()
+        ):
+            found.append("the index and the blocks' keys disagree")
+        return found
+
+    def _refer(self, counts: list[int], blocks: list[int]) -> None:
+        self._check_ids(blocks)
+        for block in blocks:
+            counts[block] += 1
+            self._free.pop(block, None)
+
+    def _unrefer(self, counts: list[int], blocks: list[int]) -> None:
+        self._check_ids(blocks)
+        for block, count in Counter(blocks).items():
+            if counts[block] < count:
+                raise ValueError(f"block {block} given back {count} times, referred to {counts[block]} times")
+        for block in blocks:
+            counts[block] -= 1
+            if not self._held[block] and not self._leased[block]:
+                self._make_free(block)
+
+    def _make_free(self, block: int) -> None:
+        self._free[block] = None
+        if block not in self._keys:  # nothing in it can be found again: hand it out before any that can
+            self._free.move_to_end(block, last=False)
+
+    def _check_ids(self, blocks: list[int]) -> None:
+        if wrong := [block for block in blocks if not NULL_BLOCK < block < self.num_blocks]:
+            raise ValueError(
+                f"no blocks of this pool: {wrong} (1 to {self.usable_blocks}; 0 is the null block)"
+            )
+
+    def _drop_key(self, block: int) -> None:
+        key = self._keys.pop(block, None)
+        if key is None:
+            return
+        del self._index[key][block]
+        if not self._index[key]:
+            del self._index[key]

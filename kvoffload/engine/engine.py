@@ -1,0 +1,281 @@
+"""The engine: takes requests, steps while there is work, hands tokens out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from itertools import count
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+from kvoffload.engine.audit import audit
+from kvoffload.engine.block_pool import BlockPool
+from kvoffload.engine.capacity import Capacity, pool_size
+from kvoffload.engine.config import EngineConfig, SamplingParams
+from kvoffload.engine.errors import EngineStopped, PoolExhausted, RequestRefused
+from kvoffload.engine.groups import make_groups
+from kvoffload.engine.intake import Intake
+from kvoffload.engine.plugin import EngineFacts, EnginePlugin, load_plugin
+from kvoffload.engine.plugin_host import PluginHost
+from kvoffload.engine.request import Request, RequestState
+from kvoffload.engine.runner import Runner, block_bytes
+from kvoffload.engine.scheduler import Batch, Scheduler
+from kvoffload.engine.stream import TokenStream
+from kvoffload.engine.tables import BlockTables
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from kvoffload.engine.request import Token
+
+# How long to wait before stepping again when nothing could be computed: loads and plugin work end in between.
+_IDLE_STEP_S = 0.0005
+
+
+class EngineStatistics(NamedTuple):
+    """The engine's state in numbers."""
+
+    steps: int  #: steps so far, empty ones included
+    waiting: int  #: requests without blocks
+    loading: int  #: requests whose blocks a plugin fills
+    running: int  #: requests that compute
+    free_blocks: int  #: blocks that nobody refers to
+    leased_blocks: int  #: blocks that the plugin refers to
+
+
+class Engine:
+    """One engine on one device, driven by the event loop in which it is entered.
+
+    Use as `async with Engine(config) as engine:`. Leaving the block aborts what is open and waits until loads and
+    plugin work have ended. Without a running loop it can be driven by hand: `submit`, `step` while `has_work`,
+    `close`.
+
+    Args:
+        config: checked when it was made.
+        plugin: a plugin; None: the one that `config.plugin` names, if any.
+        clock: seconds, for statistics; None: the running loop's time.
+
+    Raises:
+        ConfigError: the device does not exist.
+        PluginError: the plugin is not found or lacks a hook.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        plugin: EnginePlugin | None = None,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        self.config = config
+        self._clock = clock or (lambda: asyncio.get_running_loop().time())
+        groups = make_groups(config)
+        self._capacity = Capacity(groups, config.step_tokens, config.max_model_len)
+        self.pool = BlockPool(pool_size(config, self._capacity))
+        self.runner = Runner(config, groups, self.pool.num_blocks)
+        self._intake = Intake(config, self._capacity, self.pool.usable_blocks)
+        self.facts = _facts(config, self._capacity, self.runner, self.pool)
+        if plugin is None and config.plugin is not None:
+            plugin = load_plugin(config.plugin)
+        self._host = PluginHost(plugin, self.facts, self.pool, self.runner)
+        tables = BlockTables(self.pool, groups)
+        self._scheduler = Scheduler(tables, self._capacity, self._host.scheduler, config.max_requests)
+        self._open: dict[str, tuple[Request, TokenStream]] = {}
+        self._numbers = count()
+        self._steps = 0
+        self._wake = asyncio.Event()
+        self._loop_task: asyncio.Task[None] | None = None
+        self._is_stopping = False
+
+    # --- requests ---------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        cache_salt: bytes = b"",
+    ) -> TokenStream:
+        """Queue a request and return the stream of its tokens.
+
+        Args:
+            prompt: token ids.
+            params: how to sample; None: greedy, the default number of tokens.
+            request_id: unique among open requests; None: one is made up.
+            cache_salt: requests share cached prefixes only with requests of the same salt.
+
+        Raises:
+            RequestRefused: it can never be served; the message says why and what would help.
+            EngineStopped: the engine has stopped.
+        """
+        if self._is_stopping:
+            raise EngineStopped("the engine has stopped")
+        request_id = request_id or f"request-{next(self._numbers)}"
+        if request_id in self._open or request_id in self._scheduler.loading:
+            raise RequestRefused(f"a request with the id {request_id!r} is open")
+        params = params or SamplingParams()
+        request = self._intake.make_request(request_id, prompt, params, cache_salt, self._clock())
+        stream = TokenStream(request_id, request.stats, self.abort)
+        self._open[request_id] = (request, stream)
+        self._scheduler.add(request)
+        self._wake.set()
+        return stream
+
+    async def generate(
+        self, prompt: Sequence[int], params: SamplingParams | None = None, *, cache_salt: bytes = b""
+    ) -> AsyncGenerator[Token, None]:
+        """The tokens of one request, from the first `anext` on; closing the generator aborts it.
+
+        Raises:
+            RequestRefused: as `submit`.
+            EngineError: the engine could not serve the request to its end.
+        """
+        async with self.submit(prompt, params, cache_salt=cache_salt) as stream:
+            async for token in stream:
+                yield token
+
+    def abort(self, request_id: str) -> None:
+        """End a request early; nothing happens if it has ended."""
+        if request_id in self._open:
+            self._end(self._open[request_id][0], error=None)
+
+    def preempt(self, request_id: str) -> bool:
+        """Take a running request's blocks away, to be computed again later; False if it is not running."""
+        request, _ = self._open.get(request_id, (None, None))
+        if request is None or request.state is not RequestState.RUNNING:
+            return False
+        self._scheduler.preempt(request)
+        return True
+
+    # --- the whole engine -------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether another step would do anything."""
+        return self._scheduler.has_requests or self._host.scheduler.has_pending_work()
+
+    def step(self) -> bool:
+        """Compute one step; False if there was nothing to compute in it."""
+        # Asked before scheduling: who holds blocks now and waits for nothing will not give them back in this step.
+        plugin_waits = self._host.scheduler.has_pending_work()
+        batch = self._scheduler.schedule()
+        plan = self._host.begin_step(batch.facts)
+        logits = self.runner.launch(batch) if batch.chunks else None
+        self._host.start_stores(plan)
+        if logits is not None:
+            self._hand_out(batch, self.runner.sample(batch, logits))
+        is_stuck = batch.is_starved and not (batch.chunks or self._scheduler.loading or plugin_waits)
+        self._scheduler.loads_ended(self._host.end_step())
+        if is_stuck:
+            self._fail_starved()
+        self._steps += 1
+        return bool(batch.chunks)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget what device and plugin hold; False if some of it is in use and could not be forgotten."""
+        device, plugin = self.pool.reset_prefix_cache(), self._host.scheduler.reset()
+        self._wake.set()
+        return device and plugin
+
+    def audit(self) -> list[str]:
+        """Every broken conservation law as text; empty for a sound engine. For use between steps."""
+        return audit(self._scheduler, self.pool, self._capacity)
+
+    def statistics(self) -> EngineStatistics:
+        """The engine's state in numbers. Costs a pass over the pool."""
+        scheduler = self._scheduler
+        return EngineStatistics(
+            self._steps,
+            len(scheduler.waiting),
+            len(scheduler.loading),
+            len(scheduler.running),
+            self.pool.free_blocks,
+            self.pool.leased_blocks,
+        )
+
+    def close(self) -> None:
+        """End open requests and shut the plugin down, without waiting for anything. For engines driven by hand."""
+        self._refuse_all(EngineStopped("the engine has stopped"))
+        self._host.shutdown()
+
+    async def stop(self) -> None:
+        """End open requests, wait until loads and plugin work have ended, and shut the plugin down.
+
+        Raises:
+            Exception: what ended the engine before, if anything did.
+        """
+        self._refuse_all(EngineStopped("the engine has stopped"))
+        self._wake.set()
+        if self._loop_task is not None:
+            await self._loop_task
+
+    async def __aenter__(self) -> Self:
+        self._loop_task = asyncio.create_task(self._run(), name="kv-engine")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def _run(self) -> None:
+        try:
+            while self.has_work or not self._is_stopping:
+                await self._turn()
+        except BaseException as error:
+            stopped = EngineStopped(f"the engine has stopped: {error!r}")
+            stopped.__cause__ = error
+            self._refuse_all(stopped)
+            raise
+        finally:
+            self._host.shutdown()
+
+    async def _turn(self) -> None:
+        if not self.has_work:
+            self._wake.clear()
+            await self._wake.wait()
+        else:
+            # Even after a step with work, so that those who wait for its tokens get their turn.
+            await asyncio.sleep(0 if self.step() else _IDLE_STEP_S)
+
+    def _hand_out(self, batch: Batch, sampled: Sequence[Token]) -> None:
+        for request, token in self._scheduler.confirm(batch, sampled):
+            stats, stream = request.stats, self._open[request.request_id][1]
+            if stats.first_token_s is None:
+                stats.first_token_s = self._clock()
+            stream.push(token)
+            if request.state is RequestState.ENDED:
+                self._close_stream(request, error=None)
+
+    def _fail_starved(self) -> None:
+        scheduler = self._scheduler
+        request = scheduler.running[0] if scheduler.running else scheduler.waiting[0]
+        self._end(request, PoolExhausted(self.pool.leased_blocks, self.pool.usable_blocks))
+
+    def _refuse_all(self, error: EngineStopped) -> None:
+        self._is_stopping = True
+        for request, _ in tuple(self._open.values()):
+            self._end(request, error)
+
+    def _end(self, request: Request, error: BaseException | None) -> None:
+        self._scheduler.end(request, aborted=True)
+        self._close_stream(request, error)
+        self._wake.set()
+
+    def _close_stream(self, request: Request, error: BaseException | None) -> None:
+        request.stats.finished_s = self._clock()
+        self.runner.forget(request)
+        self._open.pop(request.request_id)[1].finish(error)
+
+
+def _facts(config: EngineConfig, capacity: Capacity, runner: Runner, pool: BlockPool) -> EngineFacts:
+    return EngineFacts(
+        groups=capacity.groups,
+        num_blocks=pool.num_blocks,
+        ranks=config.ranks,
+        max_model_len=config.max_model_len,
+        step_tokens=config.step_tokens,
+        block_tokens=config.block_tokens,
+        block_bytes=tuple(block_bytes(runner.rank_tensors(rank)) for rank in range(config.ranks)),
+        device=config.device,
+        plugin_config=config.plugin_config,
+    )

@@ -1,0 +1,62 @@
+"""Errors of the reference engine, split by who must act."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class EngineError(Exception):
+    """Base of every error this engine raises on purpose."""
+
+
+class ConfigError(EngineError, ValueError):
+    """Raised when a configuration is not usable; lists every problem at once."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("; ".join(self.problems))
+
+
+class PluginError(EngineError):
+    """Raised when a plugin cannot be found, or lacks a hook."""
+
+
+class RequestRefused(EngineError, ValueError):
+    """Raised when a request can never be served as asked; nothing was queued."""
+
+
+class PromptTooLong(RequestRefused):
+    """Raised when prompt and new tokens together exceed the model's length."""
+
+    def __init__(self, prompt_tokens: int, new_tokens: int, max_model_len: int) -> None:
+        super().__init__(
+            f"the prompt has {prompt_tokens} tokens and asks for {new_tokens} new ones, together "
+            f"{prompt_tokens + new_tokens}; max_model_len is {max_model_len}: shorten the prompt, "
+            f"ask for fewer new tokens, or raise max_model_len"
+        )
+
+
+class PoolTooSmall(RequestRefused):
+    """Raised when a request needs more blocks than the whole pool has."""
+
+    def __init__(self, tokens: int, need_blocks: int, pool_blocks: int) -> None:
+        self.need_blocks, self.pool_blocks = need_blocks, pool_blocks
+        super().__init__(
+            f"a request of {tokens} tokens (prompt and new ones) needs {need_blocks} KV blocks at a "
+            f"time; the pool has {pool_blocks}: raise num_blocks to at least {need_blocks + 1} "
+            f"(one block is the null block), shorten the prompt, or ask for fewer new tokens"
+        )
+
+
+class PoolExhausted(EngineError):
+    """Raised to a request whose blocks are withheld for good: leased to a plugin that waits for nothing."""
+
+    def __init__(self, leased_blocks: int, pool_blocks: int) -> None:
+        super().__init__(
+            f"{leased_blocks} of the pool's {pool_blocks} KV blocks are leased by the plugin, which "
+            f"reports no pending work: this request cannot be served any more"
+        )
+
+
+class EngineStopped(EngineError):
+    """Raised to requests that are open when the engine stops, or come after it has stopped."""

@@ -1,0 +1,276 @@
+"""Which request computes which tokens in a step, and who gets, keeps and loses blocks.
+
+    WAITING --admitted, all on the device or to compute--> RUNNING --last token--> ENDED
+    WAITING --admitted, with external tokens--> LOADING --loaded--> RUNNING
+    LOADING --failed--> WAITING        RUNNING --preempted--> WAITING        any --aborted--> ENDED
+
+Why no mix of requests can deadlock. `running` is in order of admission. When a running request gets no blocks, the
+latest one is preempted until it does; only if it is itself the latest does it wait, holding what it has. So the
+oldest gets every block that is not in the hands of a load or a plugin, and what it needs at most fits in the pool, or
+it had been refused. Loads end (the plugin's promise), and a loaded request is a running one, the latest, that can be
+preempted. Nothing is admitted in a step in which a running request lacked blocks, and an admission leaves the oldest
+the blocks that it can still come to need.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+from kvoffload.engine.errors import PluginError
+from kvoffload.engine.plugin import LoadResults, Progress, SchedulerPlugin, StepFacts
+from kvoffload.engine.request import Request, RequestState, Token
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvoffload.engine.capacity import Capacity
+    from kvoffload.engine.tables import BlockTables, NewBlocks
+
+# A step asks the plugin about no more requests than this that it then has to skip, so that a long queue of requests
+# which all wait for the same load does not make every step long.
+_MAX_SKIPPED = 256
+
+
+class _Admission(Enum):
+    """Why a waiting request got no tokens to compute."""
+
+    LOADING = auto()
+    NOT_YET = auto()  # the plugin wants to be asked again
+    NO_BLOCKS = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The tokens [start, end) of one request, computed in one step."""
+
+    request: Request
+    start: int
+    end: int
+    new_blocks: NewBlocks
+
+    @property
+    def samples(self) -> bool:
+        """Whether the chunk's last token is the last one known, so that a new one is sampled."""
+        return self.end == self.request.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's work."""
+
+    chunks: tuple[Chunk, ...]
+    facts: StepFacts
+    is_starved: bool  # some request got no blocks
+
+
+class Scheduler:
+    """Owns the requests' states and queues. Synchronous; knows no time and no tensors."""
+
+    def __init__(
+        self, tables: BlockTables, capacity: Capacity, plugin: SchedulerPlugin, max_requests: int
+    ) -> None:
+        self._tables = tables
+        self._capacity = capacity
+        self._plugin = plugin
+        self._max_requests = max_requests
+        self._step = 0
+        self._starved = False
+        self._preempted: list[str] = []  # since the last plan
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []  # in order of admission
+        self.loading: dict[str, Request] = {}
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether any request waits, loads or runs, or holds blocks."""
+        return bool(self.waiting or self.running or self.loading)
+
+    def add(self, request: Request) -> None:
+        """Queue a request that fits in the pool."""
+        self._plugin.request_added(request)
+        self.waiting.append(request)
+
+    def end(self, request: Request, aborted: bool) -> None:
+        """End a request; its blocks are released, unless a load still writes to them."""
+        self._plugin.request_ended(request, aborted)
+        if request.state is RequestState.WAITING:
+            self.waiting.remove(request)
+        elif request.state is RequestState.RUNNING:
+            self.running.remove(request)
+            self._tables.release(request)
+        if request.request_id in self._preempted:
+            self._preempted.remove(request.request_id)
+        request.state = RequestState.ENDED
+
+    def preempt(self, request: Request) -> None:
+        """Take a running request's blocks away; it waits at the queue's head and will compute again."""
+        self.running.remove(request)
+        self._tables.release(request)
+        request.stats.preemptions += 1
+        self._wait_first(request)
+        self._preempted.append(request.request_id)
+
+    def schedule(self) -> Batch:
+        """Decide one step, running requests first."""
+        self._starved = False
+        chunks = self._continue_running(self._capacity.in_flight_tokens)
+        budget = self._capacity.in_flight_tokens - sum(chunk.end - chunk.start for chunk in chunks)
+        # Who was just preempted must not be allocated blocks before a plan has told that he lost his old ones.
+        if not self._starved and not self._preempted:
+            chunks += self._admit_waiting(budget)
+        facts = StepFacts(self._step, tuple(map(_progress, chunks)), tuple(self._preempted))
+        self._preempted.clear()
+        self._step += 1
+        return Batch(tuple(chunks), facts, self._starved)
+
+    def confirm(self, batch: Batch, sampled: Sequence[Token]) -> list[tuple[Request, Token]]:
+        """Take over a step's results; returns each new token with its request, which is ended if complete.
+
+        `sampled` has one token for each chunk that samples, in order.
+        """
+        tokens = iter(sampled)
+        emitted = [(chunk.request, next(tokens)) for chunk in batch.chunks if chunk.samples]
+        for chunk in batch.chunks:
+            self._confirm_tokens(chunk)
+        for request, token in emitted:
+            self._take_token(request, token)
+        return emitted
+
+    def loads_ended(self, results: LoadResults) -> None:
+        """Let loaded requests run, and requests whose load failed wait again."""
+        for request_id in results.loaded:
+            self._load_ended(request_id, self._run_loaded)
+        for request_id in reversed(results.failed):  # the first one named is to be the first in the queue
+            self._load_ended(request_id, self._retry)
+
+    # --- running requests -------------------------------------------------------------------------------------
+
+    def _continue_running(self, budget: int) -> list[Chunk]:
+        chunks: list[Chunk] = []
+        for request in tuple(self.running):
+            if budget == 0 or request.state is not RequestState.RUNNING:
+                break  # behind a preempted request there are only preempted ones
+            end = min(request.num_tokens, request.confirmed_tokens + budget)
+            new_blocks = self._grow(request, end)
+            if new_blocks is None:
+                self._starved = True
+                break
+            chunks.append(Chunk(request, request.confirmed_tokens, end, new_blocks))
+            budget -= end - request.confirmed_tokens
+        return chunks
+
+    def _grow(self, request: Request, end: int) -> NewBlocks | None:
+        """Blocks up to `end`, at the expense of requests that were admitted later."""
+        while (new_blocks := self._tables.grow(request, end)) is None:
+            if self.running[-1] is request:
+                return None
+            self.preempt(self.running[-1])
+        return new_blocks
+
+    def _confirm_tokens(self, chunk: Chunk) -> None:
+        request = chunk.request
+        request.confirmed_tokens = chunk.end
+        request.stats.computed_tokens += chunk.end - chunk.start
+        self._tables.index_confirmed(request)
+
+    def _take_token(self, request: Request, token: Token) -> None:
+        request.append(token.token_id)
+        request.stats.generated_tokens += 1
+        if request.is_complete:
+            self.end(request, aborted=False)
+
+    # --- waiting requests -------------------------------------------------------------------------------------
+
+    def _admit_waiting(self, budget: int) -> list[Chunk]:
+        chunks: list[Chunk] = []
+        skipped: list[Request] = []
+        while budget and self.waiting and self._has_room and len(skipped) < _MAX_SKIPPED:
+            request = self.waiting.popleft()
+            answer = self._admit(request, budget)
+            if isinstance(answer, Chunk):
+                chunks.append(answer)
+                budget -= answer.end - answer.start
+            elif answer is not _Admission.LOADING:
+                skipped.append(request)
+            if answer is _Admission.NO_BLOCKS:
+                self._starved = True
+                break
+        self.waiting.extendleft(reversed(skipped))
+        return chunks
+
+    @property
+    def _has_room(self) -> bool:
+        return len(self.running) + len(self.loading) < self._max_requests
+
+    def _admit(self, request: Request, budget: int) -> Chunk | _Admission:
+        hit = self._tables.find_prefix(request)
+        device = hit.blocks * self._capacity.block_tokens
+        external = self._lookup(request, device)
+        if external is None:
+            return _Admission.NOT_YET
+        seen = device + external
+        end = seen if external else min(request.num_tokens, device + budget)
+        if not self._tables.admit(request, hit, seen, end, self._reserve()):
+            return _Admission.NO_BLOCKS
+        self._plugin.allocated(request, request.block_tables(), device, external)
+        if external:
+            return self._load(request, device, external)
+        self._run(request, device, 0)
+        return Chunk(request, device, end, new_blocks=((),) * request.groups)
+
+    def _lookup(self, request: Request, device_tokens: int) -> int | None:
+        """The plugin's answer, cut to whole blocks that leave at least one token to compute."""
+        answer = self._plugin.lookup(request, device_tokens)
+        if answer is None:
+            return None
+        most = min(answer, request.num_tokens - 1 - device_tokens)
+        return most - most % self._capacity.block_tokens
+
+    def _reserve(self) -> int:
+        """Blocks that an admission must leave: those that the oldest running request can still come to need."""
+        if not self.running:
+            return 0
+        oldest = self.running[0]
+        return max(0, self._capacity.request_blocks(oldest.max_kv_tokens) - oldest.held_blocks)
+
+    def _load(self, request: Request, device_tokens: int, external_tokens: int) -> _Admission:
+        request.state = RequestState.LOADING
+        request.load_device_tokens, request.load_external_tokens = device_tokens, external_tokens
+        self.loading[request.request_id] = request
+        return _Admission.LOADING
+
+    def _run(self, request: Request, device_tokens: int, external_tokens: int) -> None:
+        request.state = RequestState.RUNNING
+        request.confirmed_tokens = device_tokens + external_tokens
+        request.stats.count_reused(device_tokens, external_tokens)
+        self.running.append(request)
+
+    def _wait_first(self, request: Request) -> None:
+        request.state = RequestState.WAITING
+        self.waiting.appendleft(request)
+
+    # --- loads ------------------------------------------------------------------------------------------------
+
+    def _load_ended(self, request_id: str, proceed: Callable[[Request], None]) -> None:
+        request = self.loading.pop(request_id, None)
+        if request is None:
+            raise PluginError(f"the plugin named a load of request {request_id!r} that is not open")
+        if request.state is RequestState.ENDED:
+            self._tables.release(request)
+        else:
+            proceed(request)
+
+    def _run_loaded(self, request: Request) -> None:
+        self._run(request, request.load_device_tokens, request.load_external_tokens)
+        self._tables.index_confirmed(request)
+
+    def _retry(self, request: Request) -> None:
+        self._tables.release(request)
+        self._wait_first(request)
+
+
+def _progress(chunk: Chunk) -> Progress:
+    return Progress(chunk.request.request_id, chunk.start, chunk.new_blocks)

@@ -1,0 +1,99 @@
+"""Block tables: what each request holds of the pool, from admission to release."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvoffload.engine.block_pool import NULL_BLOCK, BlockPool
+from kvoffload.engine.groups import first_needed_block
+from kvoffload.engine.plugin import GroupFacts
+from kvoffload.engine.prefix import PrefixHit, find_prefix
+from kvoffload.engine.request import Request
+
+#: Per group, the (position, block id) pairs handed out by one allocation.
+NewBlocks = tuple[tuple[tuple[int, int], ...], ...]
+
+
+class BlockTables:
+    """Allocates, recycles, indexes and releases the blocks of requests. Every allocation is all or nothing."""
+
+    def __init__(self, pool: BlockPool, groups: Sequence[GroupFacts]) -> None:
+        self._pool = pool
+        self._groups = groups
+        self._block_tokens = groups[0].block_tokens
+
+    def find_prefix(self, request: Request) -> PrefixHit:
+        """The longest prefix on the device that leaves a token to compute. Changes nothing."""
+        keys = [request.keys(group.index) for group in self._groups]
+        return find_prefix(self._pool, self._groups, keys, (request.num_tokens - 1) // self._block_tokens)
+
+    def admit(self, request: Request, hit: PrefixHit, seen: int, end: int, reserve: int) -> bool:
+        """Give a request its first blocks, if `reserve` blocks stay free; else nothing changes.
+
+        Tokens below `seen` will not be computed, those from `seen` to `end` will:
+
+            [0 ... hit ... seen)    null where nothing from `seen` on can see, else the hit's block or a new one
+            [seen ....... end)      new blocks
+        """
+        tables = [self._admission_table(group, hit, seen, end) for group in self._groups]
+        hits = [block for table in tables for block in table if block]
+        fresh = sum(block is None for table in tables for block in table)
+        if fresh + sum(map(self._pool.is_free, hits)) + reserve > self._pool.free_blocks:
+            return False
+        # Cannot fail below. The hits are held first, or the allocation might evict them.
+        self._pool.hold(hits)
+        new = iter(self._pool.allocate(fresh))
+        request.tables = [[next(new) if block is None else block for block in table] for table in tables]
+        request.recycled_blocks = [first_needed_block(group, seen) for group in self._groups]
+        request.indexed_blocks = hit.blocks
+        request.held_blocks = len(hits) + fresh
+        return True
+
+    def grow(self, request: Request, end: int) -> NewBlocks | None:
+        """Blocks for the tokens up to `end`, after those that left the window are given back; None: too few are free."""
+        self._recycle(request)
+        total = -(-end // self._block_tokens)
+        missing = [total - len(table) for table in request.tables]
+        if sum(missing) > self._pool.free_blocks:
+            return None
+        request.held_blocks += sum(missing)
+        return tuple(self._extend(table, count) for table, count in zip(request.tables, missing, strict=True))
+
+    def index_confirmed(self, request: Request) -> None:
+        """Make the request's full, confirmed blocks findable by their keys."""
+        full = request.confirmed_tokens // self._block_tokens
+        for group, table in enumerate(request.tables):
+            keys = request.keys(group)
+            for position in range(request.indexed_blocks, full):
+                if table[position] != NULL_BLOCK:
+                    self._pool.index(table[position], keys[position])
+        request.indexed_blocks = max(request.indexed_blocks, full)
+
+    def release(self, request: Request) -> None:
+        """Give all of the request's blocks back, the deepest first, so that a prefix is evicted from its tail."""
+        depths = zip(*map(reversed, request.tables), strict=True)
+        self._pool.release(block for depth in depths for block in depth if block != NULL_BLOCK)
+        request.forget_blocks()
+
+    def _admission_table(self, group: GroupFacts, hit: PrefixHit, seen: int, end: int) -> list[int | None]:
+        """A table with None where a new block goes."""
+        first = first_needed_block(group, seen)
+        total = -(-end // self._block_tokens)
+        found = hit.tables[group.index][first:]
+        nulls = min(first, total)
+        return [*[NULL_BLOCK] * nulls, *found, *[None] * (total - nulls - len(found))]
+
+    def _extend(self, table: list[int], count: int) -> tuple[tuple[int, int], ...]:
+        start = len(table)
+        table += self._pool.allocate(count)
+        return tuple(enumerate(table[start:], start))
+
+    def _recycle(self, request: Request) -> None:
+        for group, table in zip(self._groups, request.tables, strict=True):
+            first = min(first_needed_block(group, request.confirmed_tokens), len(table))
+            gone = [p for p in range(request.recycled_blocks[group.index], first) if table[p] != NULL_BLOCK]
+            self._pool.release(table[position] for position in reversed(gone))
+            for position in gone:
+                table[position] = NULL_BLOCK
+            request.held_blocks -= len(gone)
+            request.recycled_blocks[group.index] = max(first, request.recycled_blocks[group.index])

@@ -1,0 +1,189 @@
+"""The engine in an event loop: streams, cancellation, idling, stopping, and time that only the loop knows."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from typing import TYPE_CHECKING, Any, Unpack
+
+import pytest
+
+from kvoffload.engine import Engine, EngineStopped, PromptTooLong, SamplingParams, Token, TokenStream
+from tests.engine.copying_plugin import CopyingPlugin
+from tests.engine.tiny import Settings, assert_idle, assert_same, run, tiny_config, tiny_engine, tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """A loop whose clock jumps to the next timer whenever nothing else is to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now_s = 0.0
+        self.turns = 0
+
+    def time(self) -> float:
+        return self._now_s
+
+    def _run_once(self) -> None:
+        self.turns += 1
+        if not self._ready and self._scheduled:  # type: ignore[attr-defined]
+            heapq.heapify(self._scheduled)  # type: ignore[attr-defined]
+            self._now_s = max(self._now_s, self._scheduled[0].when())  # type: ignore[attr-defined]
+        super()._run_once()  # type: ignore[misc]
+
+
+def play(story: Coroutine[Any, Any, None]) -> None:
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(story)
+
+
+def engine_in_loop(plugin_instance: CopyingPlugin | None = None, **settings: Unpack[Settings]) -> Engine:
+    return Engine(tiny_config(**settings), plugin_instance)
+
+
+def test_many_streams_at_once_give_what_each_gives_alone() -> None:
+    async def story() -> None:
+        async with engine_in_loop() as engine:
+            streams = [engine.submit(tokens(10 + seed, seed), SamplingParams(5)) for seed in range(6)]
+            found = await asyncio.gather(*(_collect(stream) for stream in streams))
+            assert_idle(engine)
+        for seed, answer in enumerate(found):
+            assert_same(answer, run(tiny_engine(), tokens(10 + seed, seed), 5))
+
+    play(story())
+
+
+async def _collect(stream: TokenStream) -> list[Token]:
+    return [token async for token in stream]
+
+
+def test_an_idle_engine_polls_nothing_and_wakes_for_work() -> None:
+    async def story() -> None:
+        async with engine_in_loop() as engine:
+            await _collect(engine.submit(tokens(5)))
+            loop = asyncio.get_running_loop()
+            assert isinstance(loop, VirtualLoop)
+            turns, steps = loop.turns, engine.statistics().steps
+            await asyncio.sleep(3600)
+            assert engine.statistics().steps == steps
+            assert loop.turns - turns < 10
+            assert len(await _collect(engine.submit(tokens(5)))) == 16
+
+    play(story())
+
+
+def test_it_steps_on_twice_a_millisecond_while_only_a_load_is_open() -> None:
+    async def story() -> None:
+        plugin = CopyingPlugin()
+        async with engine_in_loop(plugin) as engine:
+            await _collect(engine.submit(tokens(40), SamplingParams(2)))
+            engine.pool.reset_prefix_cache()
+            plugin.scheduler.hold_loads = True
+            stream = engine.submit(tokens(40), SamplingParams(2))
+            before = engine.statistics().steps
+            await asyncio.sleep(0.1)
+            assert 190 <= engine.statistics().steps - before <= 210
+            plugin.scheduler.hold_loads = False
+            assert len(await _collect(stream)) == 2
+            assert stream.stats.first_token_s is not None
+            assert 0.1 <= stream.stats.first_token_s - stream.stats.arrived_s < 0.11
+
+    play(story())
+
+
+def test_closing_a_generator_aborts_its_request() -> None:
+    async def story() -> None:
+        async with engine_in_loop() as engine:
+            answer = engine.generate(tokens(10), SamplingParams(50))
+            async for _ in answer:
+                break
+            assert engine.statistics().running == 1
+            await answer.aclose()
+            assert_idle(engine)
+
+    play(story())
+
+
+def test_cancelling_who_waits_aborts_the_request_wherever_it_is() -> None:
+    async def story(turns: int) -> bool:
+        async with engine_in_loop() as engine:
+            stream = engine.submit(tokens(10), SamplingParams(4))
+            task = asyncio.create_task(_collect(stream))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            was_done = task.done()
+            task.cancel()
+            await asyncio.wait([task])
+            assert task.cancelled() != was_done
+            assert_idle(engine)
+            with pytest.raises(StopAsyncIteration):
+                await anext(stream)
+            return was_done
+
+    for turns in range(1, 30):  # after 0 turns the task has not even begun to wait
+        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            if runner.run(story(turns)):
+                return
+    raise AssertionError("the request was never done in time")
+
+
+def test_a_refused_prompt_leaves_nothing_behind() -> None:
+    async def story() -> None:
+        async with engine_in_loop() as engine:
+            with pytest.raises(PromptTooLong):
+                await anext(engine.generate(tokens(200)))
+            assert_idle(engine)
+
+    play(story())
+
+
+def test_stopping_tells_open_requests_and_refuses_new_ones() -> None:
+    async def story() -> None:
+        engine = engine_in_loop()
+        async with engine:
+            stream = engine.submit(tokens(10), SamplingParams(50))
+            await anext(stream)
+        with pytest.raises(EngineStopped):
+            await _collect(stream)
+        with pytest.raises(EngineStopped):
+            engine.submit(tokens(10))
+        assert_idle(engine)
+
+    play(story())
+
+
+def test_stopping_waits_until_open_loads_have_ended() -> None:
+    async def story() -> None:
+        plugin = CopyingPlugin()
+        async with engine_in_loop(plugin) as engine:
+            await _collect(engine.submit(tokens(40), SamplingParams(2)))
+            engine.pool.reset_prefix_cache()
+            plugin.scheduler.hold_loads = True
+            engine.submit(tokens(40))
+            await asyncio.sleep(0.01)
+            asyncio.get_running_loop().call_later(1, setattr, plugin.scheduler, "hold_loads", False)
+            started = asyncio.get_running_loop().time()
+        assert asyncio.get_running_loop().time() - started >= 1
+        assert plugin.scheduler.is_drained
+        assert plugin.scheduler.counts["shutdown"] == 1
+        assert_idle(engine)
+
+    play(story())
+
+
+def test_what_ends_the_engine_reaches_every_stream_and_the_one_who_stops_it() -> None:
+    async def story() -> None:
+        plugin = CopyingPlugin()
+        engine = engine_in_loop(plugin)
+        plugin.scheduler.plan = None  # type: ignore[assignment, method-assign]
+        await engine.__aenter__()
+        with pytest.raises(EngineStopped, match="not callable"):
+            await _collect(engine.submit(tokens(10)))
+        with pytest.raises(TypeError, match="not callable"):
+            await engine.stop()
+        assert plugin.scheduler.counts["shutdown"] == 1
+
+    play(story())

@@ -1,0 +1,163 @@
+"""The pool: who may take what, what is evicted first, and what cannot be done."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvoffload.engine.block_pool import BlockPool
+
+
+def test_blocks_are_handed_out_in_order_of_their_release_and_keyless_ones_first() -> None:
+    pool = BlockPool(6)
+    a, b, c, d = pool.allocate(4)
+    for block in (a, b, c):
+        pool.index(block, b"key%d" % block)
+    pool.release([c, b])
+    pool.release([d])  # holds nothing that could be found
+    pool.release([a])
+    assert pool.next_evictable(9) == [d, 5, c, b, a]
+    assert pool.allocate(3) == [d, 5, c]
+    assert pool.cached_block(b"key%d" % c) is None
+    assert pool.cached_block(b"key%d" % b) == b
+
+
+def test_the_null_block_is_never_handed_out_and_cannot_be_leased() -> None:
+    pool = BlockPool(4)
+    assert sorted(pool.allocate(3)) == [1, 2, 3]
+    with pytest.raises(ValueError, match="null block"):
+        pool.touch([1, 0])
+    assert pool.leased_blocks == 0
+
+
+def test_allocation_is_all_or_nothing() -> None:
+    pool = BlockPool(4)
+    with pytest.raises(ValueError, match="4 blocks asked for, 3 are free"):
+        pool.allocate(4)
+    assert pool.free_blocks == 3
+
+
+def test_a_leased_block_is_not_handed_out() -> None:
+    pool = BlockPool(3)
+    pool.touch([1])
+    assert pool.allocate(1) == [2]
+    assert pool.free_blocks == 0
+    pool.free([1])
+    assert pool.allocate(1) == [1]
+
+
+def test_a_lease_outlives_the_request_and_each_side_gives_back_only_its_own() -> None:
+    pool = BlockPool(3)
+    (block,) = pool.allocate(1)
+    pool.touch([block])
+    pool.release([block])
+    assert not pool.is_free(block)
+    with pytest.raises(ValueError, match="given back 2 times, referred to 1 times"):
+        pool.free([block, block])
+    pool.free([block])
+    with pytest.raises(ValueError, match="referred to 0 times"):
+        pool.free([block])
+    assert pool.audit({}) == []
+
+
+def test_two_blocks_may_hold_the_same_tokens() -> None:
+    pool = BlockPool(4)
+    a, b = pool.allocate(2)
+    pool.index(a, b"same")
+    pool.index(b, b"same")
+    pool.release([a])
+    pool.allocate(2)  # takes the third block and a
+    assert pool.cached_block(b"same") == b
+    assert pool.key_of(a) is None
+
+
+def test_reset_forgets_only_when_nothing_is_in_use() -> None:
+    pool = BlockPool(3)
+    (block,) = pool.allocate(1)
+    pool.index(block, b"key")
+    assert not pool.reset_prefix_cache()
+    assert pool.cached_block(b"key") == block
+    pool.release([block])
+    assert pool.reset_prefix_cache()
+    assert pool.cached_block(b"key") is None
+    assert pool.audit({}) == []
+
+
+def test_the_audit_names_what_is_wrong() -> None:
+    pool = BlockPool(4)
+    (block,) = pool.allocate(1)
+    assert pool.audit({}) == [f"block {block} has 1 request references, the tables have 0"]
+    pool._free[block] = None
+    assert "1 blocks in use and 3 free of 3" in pool.audit({block: 1})
+    pool._keys[2] = b"unknown to the index"
+    assert "the index and the blocks' keys disagree" in pool.audit({block: 1})
+
+
+class PoolAgainstCounters(RuleBasedStateMachine):
+    """The pool against two counters and a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(8)
+        self.held: Counter[int] = Counter()
+        self.leased: Counter[int] = Counter()
+        self.keys: dict[int, bytes] = {}
+
+    def used(self) -> set[int]:
+        return {block for counter in (self.held, self.leased) for block, count in counter.items() if count}
+
+    @rule(count=st.integers(0, 8))
+    def allocate(self, count: int) -> None:
+        if count > 7 - len(self.used()):
+            with pytest.raises(ValueError, match="asked for"):
+                self.pool.allocate(count)
+            return
+        expected = self.pool.next_evictable(count)
+        blocks = self.pool.allocate(count)
+        assert blocks == expected
+        assert not self.used() & set(blocks)
+        self.held.update(blocks)
+        for block in blocks:
+            self.keys.pop(block, None)
+
+    @rule(block=st.integers(1, 7), how=st.sampled_from(["hold", "touch"]))
+    def refer(self, block: int, how: str) -> None:
+        getattr(self.pool, how)([block])
+        (self.held if how == "hold" else self.leased)[block] += 1
+
+    @precondition(lambda self: self.used())
+    @rule(data=st.data(), how=st.sampled_from(["release", "free"]))
+    def give_back(self, data: st.DataObject, how: str) -> None:
+        block = data.draw(st.sampled_from(sorted(self.used())))
+        counter = self.held if how == "release" else self.leased
+        if counter[block]:
+            getattr(self.pool, how)([block])
+            counter[block] -= 1
+        else:
+            with pytest.raises(ValueError, match="referred to 0 times"):
+                getattr(self.pool, how)([block])
+
+    @precondition(lambda self: self.used())
+    @rule(data=st.data(), key=st.sampled_from([b"a", b"b", b"c"]))
+    def index(self, data: st.DataObject, key: bytes) -> None:
+        block = data.draw(st.sampled_from(sorted(self.used())))
+        self.pool.index(block, key)
+        self.keys[block] = key
+
+    @invariant()
+    def agrees(self) -> None:
+        assert self.pool.audit({block: count for block, count in self.held.items() if count}) == []
+        assert self.pool.free_blocks == 7 - len(self.used())
+        assert {block: self.pool.key_of(block) for block in range(1, 8)} == {
+            b: self.keys.get(b) for b in range(1, 8)
+        }
+        for key in (b"a", b"b", b"c"):
+            found = self.pool.cached_block(key)
+            assert found in {block for block, held in self.keys.items() if held == key} | {None}
+            assert (found is None) == (key not in self.keys.values())
+
+
+TestPoolAgainstCounters = PoolAgainstCounters.TestCase

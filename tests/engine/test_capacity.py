@@ -1,0 +1,130 @@
+"""R6: one formula sizes the pool, admits requests, and bounds what allocation uses."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvoffload.engine import EngineConfig, PoolTooSmall, PromptTooLong, SamplingParams
+from kvoffload.engine.block_pool import BlockPool
+from kvoffload.engine.capacity import Capacity, pool_size
+from kvoffload.engine.groups import make_groups
+from kvoffload.engine.keys import KeyChain
+from kvoffload.engine.plugin import GroupFacts
+from kvoffload.engine.prefix import PrefixHit
+from kvoffload.engine.request import Request, RequestStats
+from kvoffload.engine.tables import BlockTables
+from tests.engine.tiny import drain, run, taken, tiny_config, tiny_engine, tokens
+
+WINDOW = GroupFacts(0, "sliding_window", 16, 1024, None)
+CHUNK = GroupFacts(0, "chunked_local", 16, None, 1024)
+FULL = GroupFacts(0, "full", 16, None, None)
+
+
+@pytest.mark.parametrize(
+    ("group", "in_flight", "max_len", "blocks"),
+    [
+        (WINDOW, 512, 100_000, 96 + 1),  # 1023 + 512 = 1535 tokens, and the window may start inside a block
+        (WINDOW, 513, 100_000, 96 + 1),  # 1536 tokens: exactly 96 blocks
+        (WINDOW, 514, 100_000, 97 + 1),
+        (WINDOW, 512, 1024, 64 + 1),  # the model is no longer than that
+        (CHUNK, 512, 100_000, 96),  # a chunk starts on a block edge
+        (CHUNK, 513, 100_000, 97),
+        (CHUNK, 512, 1024, 64),
+        (FULL, 512, 100_000, None),
+    ],
+)
+def test_the_most_that_any_request_holds(
+    group: GroupFacts, in_flight: int, max_len: int, blocks: int | None
+) -> None:
+    capacity = Capacity((group,), in_flight, max_len)
+    assert capacity.group_cap_blocks(group) == blocks
+    assert capacity.request_blocks(100_000) == (blocks or 6250)
+    assert capacity.request_blocks(17) == 2  # a short request never needs more than its own tokens
+
+
+@pytest.mark.parametrize("span", [1, 2, 5, 8, 12, 16])
+@pytest.mark.parametrize("step_tokens", [1, 3, 4, 7, 16])
+@pytest.mark.parametrize("kind", ["sliding_window", "chunked_local"])
+def test_allocation_keeps_to_the_bound_and_comes_to_it(kind: str, span: int, step_tokens: int) -> None:
+    """Over all first chunks, so over all alignments, the most blocks ever held is the bound.
+
+    One less where the formula does not look at remainders: a window and a step that are together one token more than
+    whole blocks cannot straddle two block edges, and no chunk is full while its last token is still to come.
+    """
+    if kind == "chunked_local":
+        span = -(-span // 4) * 4
+    key = "window_tokens" if kind == "sliding_window" else "chunk_tokens"
+    config = tiny_config(kind, model={key: span}, step_tokens=step_tokens, max_model_len=128)
+    groups = make_groups(config)
+    capacity = Capacity(groups, step_tokens, 128)
+    most = max(_most_held(groups, first, step_tokens) for first in range(1, step_tokens + 1))
+    bound = capacity.group_cap_blocks(groups[0])
+    assert bound is not None
+    odd_tokens = span - 1 + step_tokens if kind == "sliding_window" else step_tokens
+    slack = 1 if odd_tokens % 4 == 1 else 0
+    assert most == bound - slack
+
+
+def _most_held(groups: tuple[GroupFacts, ...], first: int, step_tokens: int) -> int:
+    """The most blocks of group 0 that a request holds which computes 100 tokens, `first` of them in its first step."""
+    pool = BlockPool(200)
+    tables = BlockTables(pool, groups)
+    request = Request("r", tokens(100), 100, SamplingParams(1), KeyChain(4, 3), RequestStats(100, 0.0), 3)
+    assert tables.admit(request, PrefixHit(0, ((), (), ())), 0, first, reserve=0)
+    most, end = sum(map(bool, request.tables[0])), first
+    while end < 100:
+        request.confirmed_tokens, end = end, min(100, end + step_tokens)
+        assert tables.grow(request, end) is not None
+        most = max(most, sum(map(bool, request.tables[0])))
+    tables.release(request)
+    assert pool.free_blocks == pool.usable_blocks
+    return most
+
+
+def test_a_pool_that_is_not_given_is_sized_for_requests_of_full_length() -> None:
+    config = tiny_config("sliding_window", num_blocks=None, pool_requests=3)
+    capacity = Capacity(make_groups(config), config.step_tokens, config.max_model_len)
+    # 128 tokens: 32 blocks in the full group; 7 - 1 + 16 = 22 tokens: 6 + 1 blocks in each of two window groups.
+    assert capacity.request_blocks(128) == 32 + 2 * 7
+    assert pool_size(config, capacity) == 1 + 3 * 46
+
+
+def test_a_long_prompt_on_a_windowed_model_is_admitted_where_the_bound_allows_it() -> None:
+    prompt = tokens(120)
+    need = 31 + 2 * 7  # of 3 groups that would need 93 blocks without windows
+    engine = tiny_engine("sliding_window", num_blocks=need + 1)
+    assert len(run(engine, prompt, 4)) == 4
+    engine = tiny_engine("chunked_local", num_blocks=31 + 2 * 6 + 1)
+    assert len(run(engine, prompt, 4)) == 4
+
+
+def test_one_block_less_and_it_is_refused_at_once_with_need_pool_and_remedy() -> None:
+    engine = tiny_engine("sliding_window", num_blocks=45)
+    with pytest.raises(
+        PoolTooSmall, match=r"needs 45 KV blocks .* pool has 44: raise num_blocks to at least 46"
+    ):
+        engine.submit(tokens(120), SamplingParams(4))
+    assert not engine.has_work
+
+
+def test_a_prompt_too_large_for_a_full_attention_pool_is_refused_at_once() -> None:
+    engine = tiny_engine(num_blocks=11)
+    with pytest.raises(PoolTooSmall, match=r"needs 11 KV blocks .* pool has 10: .* 12 .*shorten the prompt"):
+        engine.submit(tokens(40), SamplingParams(2))
+    stream = engine.submit(tokens(40), SamplingParams(1))  # its last token is returned and never computed on
+    drain(engine)
+    assert len(taken(stream)) == 1
+
+
+def test_a_prompt_longer_than_the_model_is_refused() -> None:
+    engine = tiny_engine()
+    with pytest.raises(
+        PromptTooLong, match="120 tokens and asks for 9 new ones, together 129; max_model_len is 128"
+    ):
+        engine.submit(tokens(120), SamplingParams(9))
+
+
+def test_the_default_configuration_has_a_pool() -> None:
+    config = EngineConfig()
+    capacity = Capacity(make_groups(config), config.step_tokens, config.max_model_len)
+    assert pool_size(config, capacity) == 1 + 4 * 256

@@ -1,0 +1,123 @@
+"""Bad configurations and requests: refused at once, every problem named, with what is allowed."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint, EntryPoints
+from typing import Any
+
+import pytest
+
+from kvoffload.engine import (
+    ConfigError,
+    Engine,
+    EngineConfig,
+    ModelConfig,
+    PluginError,
+    RequestRefused,
+    SamplingParams,
+)
+from kvoffload.engine import plugin as plugin_module
+from kvoffload.engine.plugin import SchedulerPlugin, check_hooks, load_plugin
+from tests.engine.copying_plugin import CopyingPlugin
+from tests.engine.tiny import run, tiny_config, tiny_engine, tokens
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"heads": 0}, "heads must be positive, not 0"),
+        ({"heads": 6, "kv_heads": 4}, r"heads \(6\) must be a multiple of kv_heads \(4\)"),
+        ({"head_dim": 7}, "head_dim must be even"),
+        (
+            {"attention": "linear"},
+            "attention must be one of 'full', 'sliding_window', 'chunked_local', not 'linear'",
+        ),
+        ({"dtype": "int8"}, "dtype must be one of 'float32', 'bfloat16', not 'int8'"),
+        (
+            {"attention": "sliding_window"},
+            'window_tokens must be a positive number with attention="sliding_window"',
+        ),
+        ({"window_tokens": 8}, 'window_tokens goes with attention="sliding_window" only, not with "full"'),
+        (
+            {"attention": "chunked_local", "chunk_tokens": 8, "layers": 7},
+            r"layers \(7\) must be a multiple of 6",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_built_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"block_tokens": 0}, "block_tokens must be positive"),
+        ({"num_blocks": 1}, "num_blocks must be at least 2"),
+        ({"device": "tpu"}, 'device must be "cpu", "cuda" or "cuda:N", not \'tpu\''),
+        ({"ranks": 3}, "ranks must be at most 2, the layers in each group, not 3"),
+    ],
+)
+def test_an_engine_that_cannot_be_built_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tiny_config(**settings)
+
+
+def test_a_chunk_must_be_whole_blocks() -> None:
+    with pytest.raises(ConfigError, match=r"chunk_tokens \(10\) must be a multiple of block_tokens \(4\)"):
+        tiny_config("chunked_local", model={"chunk_tokens": 10})
+
+
+def test_all_problems_are_named_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig(block_tokens=0, step_tokens=-1, device="abacus")
+    assert len(caught.value.problems) == 3
+
+
+def test_a_device_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'cuda:99' does not exist"):
+        tiny_engine(device="cuda:99")
+
+
+@pytest.mark.parametrize("settings", [{"max_new_tokens": 0}, {"temperature": -1.0}])
+def test_sampling_that_makes_no_sense_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="must be"):
+        SamplingParams(**settings)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [([], "empty"), ([3, 64], "token 64 is not in the vocabulary of 64 tokens"), ([-1], "-1")],
+)
+def test_a_prompt_that_is_none_is_refused(prompt: list[int], message: str) -> None:
+    engine = tiny_engine()
+    with pytest.raises(RequestRefused, match=message):
+        engine.submit(prompt)
+    assert not engine.has_work
+
+
+def test_a_plugin_is_found_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    _offer(monkeypatch, "tests.engine.copying_plugin:CopyingPlugin")
+    plugin = load_plugin("copying")
+    assert isinstance(plugin, CopyingPlugin)
+    with pytest.raises(PluginError, match=r"no engine plugin is called 'moving'; installed in .*: copying"):
+        load_plugin("moving")
+
+
+def test_an_engine_loads_the_plugin_that_its_configuration_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin = CopyingPlugin()
+    monkeypatch.setattr("kvoffload.engine.engine.load_plugin", {"copying": plugin}.__getitem__)
+    engine = Engine(tiny_config(plugin="copying", plugin_config={"size": 3}), clock=lambda: 0.0)
+    run(engine, tokens(10))
+    assert plugin.scheduler.counts["finished"] == 1
+    assert plugin.scheduler.facts.plugin_config == {"size": 3}
+
+
+def test_a_plugin_that_lacks_hooks_is_refused_with_their_names() -> None:
+    with pytest.raises(PluginError, match="is no SchedulerPlugin: it lacks bind, request_added, lookup"):
+        check_hooks(object(), SchedulerPlugin)
+
+
+def _offer(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    entry = EntryPoint("copying", value, plugin_module.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(plugin_module, "entry_points", lambda group: EntryPoints([entry]).select(group=group))

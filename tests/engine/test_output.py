@@ -1,0 +1,149 @@
+"""What the engine computes, against a forward pass that has no pages, chunks or caches."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvoffload.engine import SamplingParams
+from kvoffload.engine.keys import KeyChain
+from tests.engine.tiny import (
+    KINDS,
+    alone,
+    assert_idle,
+    assert_same,
+    dense,
+    drain,
+    run,
+    taken,
+    tiny_config,
+    tiny_engine,
+    tokens,
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [1, 4, 7, 16, 45])
+def test_output_equals_a_dense_forward_pass(kind: str, length: int) -> None:
+    engine = tiny_engine(kind)
+    assert_same(run(engine, tokens(length)), dense(tiny_config(kind), tokens(length)))
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reused_prefix_changes_nothing_but_the_work(kind: str) -> None:
+    engine = tiny_engine(kind)
+    first = run(engine, tokens(40))
+    stream = engine.submit(tokens(40), SamplingParams(6))
+    drain(engine)
+    assert_same(taken(stream), first)
+    assert (
+        stream.stats.device_hit_tokens == 36
+    )  # the last block is computed again: there must be a token to compute
+    assert stream.stats.computed_tokens == 40 + 6 - 1 - 36
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_turn_that_continues_a_conversation_reuses_its_answer_too(kind: str) -> None:
+    engine = tiny_engine(kind)
+    answer = run(engine, tokens(20), 8)
+    turn = [*tokens(20), *(token.token_id for token in answer), *tokens(5, seed=1)]
+    stream = engine.submit(turn, SamplingParams(4))
+    drain(engine)
+    assert_same(taken(stream), dense(tiny_config(kind), turn, 4))
+    assert stream.stats.device_hit_tokens == 24  # of 27 tokens that were computed in the first turn
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_wrong_block_shows_in_the_log_probabilities(kind: str) -> None:
+    engine = tiny_engine(kind)
+    first = run(engine, tokens(60))
+    full_group = len(engine.facts.groups) - 1
+    chain = KeyChain(4, full_group + 1)
+    chain.extend(tokens(60))
+    wrong = engine.pool.cached_block(chain.keys(full_group)[5])
+    engine.runner.kv_tensors[0][wrong] += 1.0
+    second = run(engine, tokens(60))
+    assert max(abs(a.logprob - b.logprob) for a, b in zip(first, second, strict=True)) > 1e-2
+
+
+def test_an_admission_does_not_evict_the_prefix_that_it_found() -> None:
+    """Found blocks that are next in line for eviction, in a pool where the allocation would come to them."""
+    engine = tiny_engine(num_blocks=1 + 12)
+    run(engine, tokens(16), 1)
+    run(engine, tokens(28, seed=1), 1)  # one block stays unused; then the first prompt's are the oldest
+    turn = [*tokens(16), *tokens(10, seed=2)]
+    stream = engine.submit(turn, SamplingParams(3))
+    drain(engine)
+    assert stream.stats.device_hit_tokens == 16
+    assert_same(taken(stream), dense(tiny_config(), turn, 3))
+
+
+def test_a_cache_salt_keeps_tenants_apart() -> None:
+    engine = tiny_engine()
+    run(engine, tokens(40))
+    stream = engine.submit(tokens(40), cache_salt=b"another tenant")
+    drain(engine)
+    assert stream.stats.device_hit_tokens == 0
+
+
+def test_the_same_seed_samples_the_same_tokens_however_they_are_batched() -> None:
+    params = SamplingParams(8, temperature=1.0, seed=5)
+    alone, crowded = tiny_engine(), tiny_engine(num_blocks=24)
+    expected = alone.submit(tokens(10), params)
+    drain(alone)
+    others = [crowded.submit(tokens(12, seed), SamplingParams(8)) for seed in range(1, 5)]
+    found = crowded.submit(tokens(10), params)
+    drain(crowded)
+    assert_same(taken(found), taken(expected))
+    assert all(len(taken(other)) == 8 for other in others)
+    assert not crowded.runner._sampler._generators  # they go with their requests
+    again = alone.submit(tokens(10), SamplingParams(8, temperature=1.0, seed=6))
+    drain(alone)
+    assert [t.token_id for t in taken(again)] != [t.token_id for t in taken(found)]
+
+
+def test_a_stop_token_ends_the_request_and_is_returned() -> None:
+    engine = tiny_engine()
+    free = run(engine, tokens(9), 6)
+    stop = free[2].token_id
+    stream = engine.submit(tokens(9), SamplingParams(6, stop_tokens=frozenset({stop})))
+    drain(engine)
+    found = [token.token_id for token in taken(stream)]
+    assert found == [token.token_id for token in free][: found.index(stop) + 1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cuda_device_gives_what_the_cpu_gives(kind: str) -> None:
+    assert_same(run(tiny_engine(kind, device="cuda"), tokens(45)), alone(kind, 45, 0, 6), tolerance=1e-3)
+
+
+REQUESTS = st.lists(
+    st.tuples(st.integers(1, 50), st.integers(1, 10), st.integers(0, 3)), min_size=1, max_size=6
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(requests=REQUESTS, step_tokens=st.integers(1, 24), num_blocks=st.integers(34, 100), data=st.data())
+def test_no_mix_of_requests_changes_any_of_them(
+    kind: str,
+    requests: list[tuple[int, int, int]],
+    step_tokens: int,
+    num_blocks: int,
+    data: st.DataObject,
+) -> None:
+    """Random prompts (many with common prefixes), chunk sizes, pools, arrival times, preemptions."""
+    engine = tiny_engine(kind, num_blocks=num_blocks, step_tokens=step_tokens, max_model_len=64)
+    streams = []
+    for length, new_tokens, seed in requests:
+        streams.append(engine.submit(tokens(length, seed), SamplingParams(new_tokens)))
+        for _ in range(data.draw(st.integers(0, 3))):
+            engine.step()
+        if data.draw(st.booleans()):
+            engine.preempt(data.draw(st.sampled_from(streams)).request_id)
+    drain(engine)
+    for stream, (length, new_tokens, seed) in zip(streams, requests, strict=True):
+        assert_same(taken(stream), alone(kind, length, seed, new_tokens))
+    assert_idle(engine)

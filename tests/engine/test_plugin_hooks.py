@@ -1,0 +1,174 @@
+"""The engine with a plugin that copies its blocks away and back."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvoffload.engine import PluginError, PoolExhausted, SamplingParams
+from kvoffload.engine.plugin import LoadResults
+from tests.engine.copying_plugin import engine_with_plugin, returning
+from tests.engine.tiny import (
+    KINDS,
+    alone,
+    assert_idle,
+    assert_same,
+    drain,
+    run,
+    taken,
+    tokens,
+)
+
+
+def test_who_has_to_ask_later_is_skipped_and_keeps_his_place() -> None:
+    engine, scheduler, _ = returning(max_requests=1)
+    scheduler.asks_later.add("patient")
+    patient = engine.submit(tokens(40), SamplingParams(2), request_id="patient")
+    other = engine.submit(tokens(8, seed=4), SamplingParams(2))
+    last = engine.submit(tokens(8, seed=5), SamplingParams(2))
+    engine.step()
+    assert len(taken(other)) == 1
+    asked = scheduler.counts["lookup"]
+    scheduler.asks_later.clear()
+    engine.step()  # the other one's last token
+    assert scheduler.counts["lookup"] == asked  # no room, no question
+    engine.step()
+    waiting = [request.request_id for request in engine._scheduler.waiting]
+    assert waiting == [last.request_id]  # the patient one was first in the queue
+    drain(engine)
+    assert patient.stats.external_tokens == 36
+    assert len(taken(last)) == 2
+
+
+def test_allocation_is_told_also_without_external_tokens_and_every_request_ends_once() -> None:
+    engine, plugin = engine_with_plugin()
+    run(engine, tokens(10))
+    waiting = engine.submit(tokens(10, seed=1))
+    engine.abort(waiting.request_id)
+    drain(engine)
+    assert plugin.scheduler.counts == {"lookup": 1, "allocated": 1, "finished": 1, "aborted": 1}
+    engine.close()
+    assert plugin.scheduler.counts["shutdown"] == 1
+    assert plugin.workers[0].calls[-1] == "shutdown"
+    assert plugin.workers[0].calls[:-1] == ["loads", "stores", "output"] * engine.statistics().steps
+
+
+def test_a_preemption_is_told_before_blocks_are_allocated_again() -> None:
+    engine, plugin = engine_with_plugin()
+    stream = engine.submit(tokens(10), SamplingParams(5))
+    engine.step()
+    engine.preempt(stream.request_id)
+    engine.step()
+    assert plugin.scheduler.steps[-1].preempted == (stream.request_id,)
+    assert plugin.scheduler.counts["allocated"] == 1
+    engine.step()
+    assert plugin.scheduler.counts["allocated"] == 2
+    drain(engine)
+    assert len(taken(stream)) == 5
+
+
+def test_who_ended_is_not_told_as_preempted() -> None:
+    engine, plugin = engine_with_plugin()
+    stream = engine.submit(tokens(10))
+    engine.step()
+    engine.preempt(stream.request_id)
+    engine.abort(stream.request_id)
+    engine.step()
+    assert plugin.scheduler.steps[-1].preempted == ()
+
+
+def test_new_blocks_are_told_once_each_and_confirmed_tokens_lag_a_step() -> None:
+    engine, plugin = engine_with_plugin()
+    run(engine, tokens(20), 6)
+    facts = [step.progress[0] for step in plugin.scheduler.steps if step.progress]
+    assert [progress.confirmed_tokens for progress in facts] == [0, 16, 20, 21, 22, 23, 24]
+    told = [[position for position, _ in group] for progress in facts for group in progress.new_blocks]
+    # The first chunk's blocks were named by `allocated`; then one for tokens 16 to 19, one for 20, one for 24.
+    assert told == [[], [4], [5], [], [], [], [6]]
+
+
+def test_leased_blocks_are_not_handed_out_and_admission_waits_for_them() -> None:
+    engine, plugin = engine_with_plugin(num_blocks=9, step_tokens=64)
+    plugin.scheduler.withhold(2, steps=3)
+    stream = engine.submit(tokens(29), SamplingParams(4))
+    assert [engine.step() for _ in range(3)] == [False, False, False]
+    assert engine.statistics().waiting == 1
+    assert engine.step()
+    drain(engine)
+    assert len(taken(stream)) == 4
+    assert_idle(engine)
+
+
+def test_a_running_request_waits_for_leased_blocks_and_keeps_its_own() -> None:
+    engine, plugin = engine_with_plugin(num_blocks=9)
+    stream = engine.submit(tokens(29), SamplingParams(4))
+    engine.step()
+    plugin.scheduler.withhold(2, steps=3)
+    assert [engine.step() for _ in range(3)] == [False, False, False]
+    drain(engine)
+    assert len(taken(stream)) == 4
+    assert stream.stats.preemptions == 0
+    assert_idle(engine)
+
+
+def test_blocks_withheld_for_good_fail_a_request_instead_of_letting_it_wait_for_ever() -> None:
+    engine, _ = engine_with_plugin(num_blocks=9)
+    engine.pool.touch([3, 5])
+    stream = engine.submit(tokens(29), SamplingParams(4))
+    for _ in range(10):
+        engine.step()
+    with pytest.raises(PoolExhausted, match="2 of the pool's 8 KV blocks are leased"):
+        taken(stream)
+    assert not engine.has_work
+
+
+def test_reset_forgets_device_and_plugin_and_says_what_it_could_not() -> None:
+    engine, scheduler, _ = returning()
+    assert engine.reset_prefix_cache()
+    stream = engine.submit(tokens(40))
+    engine.step()
+    assert not engine.reset_prefix_cache()  # blocks are in use
+    drain(engine)
+    assert stream.stats.external_tokens == 0
+    scheduler.is_resettable = False
+    assert not engine.reset_prefix_cache()
+
+
+def test_naming_a_load_that_is_not_open_is_the_plugins_error() -> None:
+    engine, plugin = engine_with_plugin()
+    plugin.scheduler.update = lambda outputs: LoadResults(loaded=("nobody",))  # type: ignore[method-assign]
+    engine.submit(tokens(4))
+    with pytest.raises(PluginError, match="'nobody' that is not open"):
+        engine.step()
+
+
+TURNS = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 8), st.integers(0, 2)), min_size=2, max_size=8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(turns=TURNS, num_blocks=st.integers(34, 60), data=st.data())
+def test_random_traffic_with_the_plugin_drains_clean_and_equals_traffic_without(
+    kind: str, turns: list[tuple[int, int, int]], num_blocks: int, data: st.DataObject
+) -> None:
+    engine, plugin = engine_with_plugin(kind, num_blocks=num_blocks, max_model_len=64)
+    streams = []
+    for length, new_tokens, seed in turns:
+        stream = engine.submit(tokens(length, seed), SamplingParams(new_tokens))
+        streams.append(stream)
+        if data.draw(st.booleans()):
+            plugin.scheduler.fails.add(stream.request_id)
+        plugin.scheduler.hold_loads = data.draw(st.booleans())
+        for _ in range(data.draw(st.integers(0, 8))):
+            engine.step()
+            assert engine.audit() == []
+        act = data.draw(st.sampled_from(["nothing", "abort", "preempt"]))
+        if act != "nothing":
+            getattr(engine, act)(data.draw(st.sampled_from(streams)).request_id)
+    plugin.scheduler.hold_loads = False
+    drain(engine)
+    assert plugin.scheduler.is_drained
+    assert_idle(engine)
+    for stream, (length, new_tokens, seed) in zip(streams, turns, strict=True):
+        found = taken(stream)  # fewer, where it was aborted
+        assert_same(found, alone(kind, length, seed, new_tokens)[: len(found)])

@@ -1,0 +1,142 @@
+"""Loads: what the device lost comes back through the plugin, or is computed again."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvoffload.engine import SamplingParams
+from tests.engine.copying_plugin import engine_with_plugin, returning
+from tests.engine.tiny import (
+    KINDS,
+    assert_idle,
+    assert_same,
+    drain,
+    run,
+    taken,
+    tokens,
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_the_device_lost_is_loaded_instead_of_computed(kind: str, ranks: int) -> None:
+    layers = {"layers": 4} if kind == "full" else {"layers": 6}
+    engine, scheduler, first = returning(kind, ranks=ranks, model=layers)
+    stream = engine.submit(tokens(40), SamplingParams(6))
+    drain(engine)
+    assert_same(taken(stream), first)
+    assert (stream.stats.device_hit_tokens, stream.stats.external_tokens) == (0, 36)
+    assert stream.stats.computed_tokens == 40 + 6 - 1 - 36
+    assert all(len(outputs) == ranks for outputs in scheduler.outputs)
+    assert scheduler.is_drained
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_load_continues_where_the_devices_own_hit_ends(kind: str) -> None:
+    engine, _, _ = returning(kind)
+    run(engine, tokens(40)[:18])
+    stream = engine.submit(tokens(40), SamplingParams(6))
+    drain(engine)
+    assert (stream.stats.device_hit_tokens, stream.stats.external_tokens) == (16, 20)
+
+
+def test_a_wrong_byte_in_the_plugins_memory_shows() -> None:
+    engine, plugin = engine_with_plugin()
+    first = run(engine, tokens(40))
+    engine.pool.reset_prefix_cache()
+    next(iter(plugin.workers[0].host.values()))[0].add_(1.0)
+    second = run(engine, tokens(40))
+    assert max(abs(a.logprob - b.logprob) for a, b in zip(first, second, strict=True)) > 1e-2
+
+
+def test_blocks_under_a_load_cannot_be_found_and_others_go_on() -> None:
+    engine, scheduler, first = returning()
+    scheduler.hold_loads = True
+    stream = engine.submit(tokens(40), SamplingParams(6), request_id="loading")
+    engine.step()
+    assert engine.statistics().loading == 1
+    assert all(engine.pool.cached_block(key) is None for key, _ in scheduler.loads["loading"])
+    other = engine.submit(tokens(10, seed=3), SamplingParams(4))
+    for _ in range(10):
+        engine.step()
+    assert len(taken(other)) == 4
+    assert taken(stream) == []
+    assert scheduler.steps[-1].progress == ()  # a step without work is planned, too
+    keys = [key for key, _ in scheduler.loads["loading"]]
+    scheduler.hold_loads = False
+    engine.step()
+    assert all(engine.pool.cached_block(key) is not None for key in keys)  # at once, before it computes
+    drain(engine)
+    assert_same(taken(stream), first)
+
+
+def test_a_failed_load_is_computed_instead() -> None:
+    engine, scheduler, first = returning()
+    scheduler.fails.add("unlucky")
+    stream = engine.submit(tokens(40), SamplingParams(6), request_id="unlucky")
+    engine.step()
+    assert engine.statistics()[1:5] == (1, 0, 0, engine.pool.usable_blocks)
+    drain(engine)
+    assert_same(taken(stream), first)
+    assert stream.stats.external_tokens == 0
+    assert stream.stats.computed_tokens == 40 + 6 - 1
+    assert_idle(engine)
+
+
+def test_failed_loads_go_back_to_the_queues_head_in_their_order() -> None:
+    engine, scheduler, _ = returning()
+    scheduler.hold_loads = True
+    scheduler.fails |= {"a", "b"}
+    for name in ("a", "b"):
+        engine.submit(tokens(40), request_id=name)
+    engine.step()
+    scheduler.hold_loads = False
+    engine.step()
+    assert [request.request_id for request in engine._scheduler.waiting] == ["a", "b"]
+    drain(engine)
+
+
+def test_a_plugins_odd_tokens_are_cut_to_whole_blocks_that_leave_one_to_compute() -> None:
+    engine, scheduler, first = returning()
+    lookup = scheduler.lookup
+    scheduler.lookup = lambda request, device_tokens: (lookup(request, device_tokens) or 0) + 3  # type: ignore[method-assign]
+    stream = engine.submit(tokens(40), SamplingParams(6))
+    drain(engine)
+    assert stream.stats.external_tokens == 36
+    assert_same(taken(stream), first)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_aborted_while_loading_keeps_its_blocks_until_the_load_has_ended(fails: bool) -> None:
+    engine, scheduler, _ = returning()
+    scheduler.hold_loads = True
+    scheduler.fails |= {"gone"} if fails else set()
+    engine.submit(tokens(40), request_id="gone")
+    engine.step()
+    engine.abort("gone")
+    engine.abort("gone")  # twice is once
+    assert scheduler.counts["aborted"] == 1
+    for _ in range(3):
+        engine.step()
+        assert engine.audit() == []
+        assert engine._scheduler.loading["gone"].held_blocks == 9  # by the engine, whatever the plugin leases
+    scheduler.hold_loads = False
+    drain(engine)
+    assert scheduler.is_drained
+    assert_idle(engine)
+
+
+def test_an_id_is_taken_until_the_load_of_its_aborted_request_has_ended() -> None:
+    engine, scheduler, first = returning()
+    scheduler.hold_loads = True
+    engine.submit(tokens(40), request_id="same")
+    engine.step()
+    engine.abort("same")
+    with pytest.raises(ValueError, match="'same' is open"):
+        engine.submit(tokens(40), request_id="same")
+    scheduler.hold_loads = False
+    drain(engine)
+    stream = engine.submit(tokens(40), SamplingParams(6), request_id="same")
+    drain(engine)
+    assert_same(taken(stream), first)

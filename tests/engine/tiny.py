@@ -1,0 +1,151 @@
+"""Tiny engines driven by hand, and a naive forward pass to compare them with."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+
+import torch
+
+from kvoffload.engine import Engine, EngineConfig, ModelConfig, SamplingParams, Token, TokenStream
+from kvoffload.engine.model import Transformer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvoffload.engine.plugin import EnginePlugin
+
+BLOCK = 4
+KINDS = ("full", "sliding_window", "chunked_local")
+SPANS: dict[str, dict[str, int]] = {
+    "full": {},
+    "sliding_window": {"window_tokens": 7},
+    "chunked_local": {"chunk_tokens": 8},
+}
+
+
+class Settings(TypedDict, total=False):
+    """Settings of a tiny engine that differ from the usual."""
+
+    model: dict[str, int]  # of its model
+    num_blocks: int | None
+    max_model_len: int
+    step_tokens: int
+    max_requests: int
+    pool_requests: int
+    ranks: int
+    device: str
+    plugin: str
+    plugin_config: dict[str, object]
+
+
+def tiny_model(kind: str, overrides: dict[str, int]) -> ModelConfig:
+    dims = {"vocab_size": 64, "hidden_size": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_size": 48}
+    layers = {"layers": 2} if kind == "full" else {"layers": 3, "local_per_full": 2}
+    settings: dict[str, Any] = {"attention": kind, **dims, **layers, **SPANS[kind], **overrides}
+    return ModelConfig(**settings)
+
+
+def tiny_config(kind: str = "full", **overrides: Unpack[Settings]) -> EngineConfig:
+    usual: Settings = {"num_blocks": 200, "max_model_len": 128, "step_tokens": 16}
+    settings: dict[str, Any] = {"block_tokens": BLOCK, **usual, **overrides}
+    return EngineConfig(**{**settings, "model": tiny_model(kind, overrides.get("model", {}))})
+
+
+def tiny_engine(
+    kind: str = "full", plugin_instance: EnginePlugin | None = None, **overrides: Unpack[Settings]
+) -> Engine:
+    """An engine whose clock counts its own readings: driven by hand, it has no event loop's time."""
+    ticks = iter(range(1_000_000))
+    return Engine(tiny_config(kind, **overrides), plugin_instance, clock=lambda: float(next(ticks)))
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    return [int(t) for t in torch.randint(64, (count,), generator=torch.Generator().manual_seed(seed))]
+
+
+def drain(engine: Engine, limit: int = 2000) -> None:
+    """Step until there is nothing left to do, with an audit after each step."""
+    for _ in range(limit):
+        if not engine.has_work:
+            return
+        engine.step()
+        assert engine.audit() == []
+    raise AssertionError(f"not drained after {limit} steps: {engine.statistics()}")
+
+
+def assert_idle(engine: Engine) -> None:
+    """Nothing is held by anyone."""
+    assert engine.audit() == []
+    numbers = engine.statistics()
+    assert (numbers.waiting, numbers.loading, numbers.running, numbers.leased_blocks) == (0, 0, 0, 0)
+    assert numbers.free_blocks == engine.pool.usable_blocks
+
+
+def taken(stream: TokenStream) -> list[Token]:
+    """The tokens that have arrived in a stream, without waiting for more."""
+    found: list[Token] = []
+    while not stream._arrived.empty():
+        item = stream._arrived.get_nowait()
+        if isinstance(item, StopAsyncIteration):
+            break
+        if isinstance(item, BaseException):
+            raise item
+        found.append(item)
+    return found
+
+
+def run(engine: Engine, prompt: Sequence[int], new_tokens: int = 6) -> list[Token]:
+    stream = engine.submit(prompt, SamplingParams(new_tokens))
+    drain(engine)
+    return taken(stream)
+
+
+@cache
+def alone(kind: str, length: int, seed: int, new_tokens: int) -> list[Token]:
+    """What a fresh engine answers; tests compare it with `dense`, and others with it."""
+    return run(tiny_engine(kind, step_tokens=128), tokens(length, seed), new_tokens)
+
+
+def dense(config: EngineConfig, prompt: Sequence[int], new_tokens: int = 6) -> list[Token]:
+    """Greedy tokens, each from a forward pass over everything, without pages, chunks or caches."""
+    model = Transformer(config.model, config.max_model_len, torch.device("cpu"))
+    known, found = list(prompt), []
+    for _ in range(new_tokens):
+        hidden = model.hidden(torch.tensor(known), torch.arange(len(known)), _DenseAttention(config.model))
+        logprobs = model.logits(hidden[-1:]).log_softmax(-1)[0]
+        found.append(Token(int(logprobs.argmax()), float(logprobs.max())))
+        known.append(found[-1].token_id)
+    return found
+
+
+class _DenseAttention:
+    """Attention with a mask written down token by token, in plain tensor arithmetic."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        self._model = model
+
+    def __call__(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        count, heads, dim = query.shape
+        key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", query, key) / dim**0.5
+        seen = torch.tensor([[self._sees(layer, q, k) for k in range(count)] for q in range(count)])
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, value)
+
+    def _sees(self, layer: int, query: int, key: int) -> bool:
+        model = self._model
+        is_full = model.attention == "full" or (layer + 1) % (model.local_per_full + 1) == 0
+        if key > query or is_full:
+            return key <= query
+        if model.window_tokens:
+            return query - key < model.window_tokens
+        assert model.chunk_tokens
+        return query // model.chunk_tokens == key // model.chunk_tokens
+
+
+def assert_same(found: Sequence[Token], expected: Sequence[Token], tolerance: float = 1e-4) -> None:
+    assert [token.token_id for token in found] == [token.token_id for token in expected]
+    assert all(abs(a.logprob - b.logprob) <= tolerance for a, b in zip(found, expected, strict=True))
