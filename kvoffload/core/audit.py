@@ -1,0 +1,143 @@
+"""The conservation laws. Each is a function that returns how it is broken; the audit returns all of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import product
+
+from kvoffload.core.offer_book import OfferBook
+from kvoffload.core.state import CoreState
+from kvoffload.core.states import JobState, RequestState, SlotState
+from kvoffload.model.ids import SlotId
+from kvoffload.model.transfer import Direction
+
+_OPEN = (JobState.PLANNED, JobState.SUBMITTED, JobState.ABANDONED)
+
+
+def audit(state: CoreState, book: OfferBook, store_leases: int) -> list[str]:
+    """Return every violated law as one line of text. Reads only; costs time in the size of the pool."""
+    laws = (_slots, _pins, _holds, _jobs, _filling, _leases, _in_flight, _requests, _drained)
+    problems = [problem for law in laws for problem in law(state)]
+    leased = sum(len(job.blocks) for job in state.jobs.all() if job.direction is Direction.STORE)
+    if leased != store_leases:
+        problems.append(f"stores lease {leased} blocks, {store_leases} are counted")
+    if store_leases > state.shape.lease_limit:
+        problems.append(f"stores lease {store_leases} blocks, {state.shape.lease_limit} are allowed")
+    copying = sum(len(job.offers) for job in state.jobs.all() if not job.settled)
+    if state.outbox.open_offers != book.waiting() + copying:
+        problems.append(
+            f"{state.outbox.open_offers} offers have no outcome; {book.waiting()} wait and {copying} are being copied"
+        )
+    return problems + state.tables.problems() + book.problems()
+
+
+def _slots(state: CoreState) -> Iterator[str]:
+    """State, key, index, order and free slots of the pool agree, and the states add up to the capacity."""
+    pool = state.pool
+    counted = Counter(pool.state(SlotId(slot)) for slot in range(pool.capacity))
+    for slot_state in SlotState:
+        if counted[slot_state] != pool.count(slot_state):
+            yield f"{counted[slot_state]} slots are {slot_state.name}, {pool.count(slot_state)} are counted"
+    can_hit = counted[SlotState.READY] + counted[SlotState.PINNED]
+    if can_hit != len(pool.index):
+        yield f"{can_hit} slots can hit, {len(pool.index)} keys are indexed"
+    for key, slot in pool.index.items():
+        if pool.key(slot) != key or pool.state(slot) not in (SlotState.READY, SlotState.PINNED):
+            yield f"slot {slot} is indexed but {pool.state(slot).name}"
+    yield from pool.problems()
+
+
+def _pins(state: CoreState) -> Iterator[str]:
+    """Every pin belongs to a pending hit or an open load."""
+    expected: Counter[SlotId] = Counter()
+    for hit in state.hits.all().values():
+        expected.update(hit.pins.slots if hit.pins is not None else ())
+    for job in state.jobs.all():
+        if job.pins is not None and not job.pins.closed:
+            expected.update(job.pins.slots)
+    for slot in expected.keys() | state.pool.pins().keys():
+        if expected[slot] != state.pool.pins().get(slot, 0):
+            yield f"slot {slot} has {state.pool.pins().get(slot, 0)} pins, {expected[slot]} are owned"
+
+
+def _holds(state: CoreState) -> Iterator[str]:
+    """Every hold belongs to a request that runs, or whose last copies run."""
+    expected: Counter[SlotId] = Counter()
+    for record in (*state.requests.all_live(), *state.requests.finishing()):
+        expected.update(record.held)
+    for slot in expected.keys() | state.pool.holds().keys():
+        if expected[slot] != state.pool.holds().get(slot, 0):
+            yield f"slot {slot} has {state.pool.holds().get(slot, 0)} holds, {expected[slot]} are owned"
+
+
+def _jobs(state: CoreState) -> Iterator[str]:
+    """Open jobs are open, and the counts are right."""
+    for job in state.jobs.all():
+        if job.state not in _OPEN:
+            yield f"job {job.job} is {job.state.name} but in the table of open ones"
+        if job.copies_ended:
+            yield f"job {job.job} is open although no rank copies"
+    found = Counter((job.direction, job.state) for job in state.jobs.all())
+    for direction, job_state in product(Direction, _OPEN):
+        if found[direction, job_state] != state.jobs.count(direction, job_state):
+            yield f"{found[direction, job_state]} {direction.value} jobs are {job_state.name}, another number is counted"
+
+
+def _filling(state: CoreState) -> Iterator[str]:
+    """Filling slots belong to exactly one open store each."""
+    stores = [job for job in state.jobs.all() if job.direction is Direction.STORE and not job.settled]
+    filling = Counter(slot for job in stores for slot in job.slots)
+    if sum(filling.values()) != state.pool.count(SlotState.FILLING) or any(
+        count != 1 or state.pool.state(slot) != SlotState.FILLING for slot, count in filling.items()
+    ):
+        yield "filling slots and open stores disagree"
+
+
+def _leases(state: CoreState) -> Iterator[str]:
+    """Every lease belongs to an open job."""
+    expected = Counter(block for job in state.jobs.all() for block in job.blocks)
+    if expected != Counter(state.leases.counts()):
+        yield f"leased blocks {state.leases.counts()} differ from those of open jobs {dict(expected)}"
+
+
+def _in_flight(state: CoreState) -> Iterator[str]:
+    """Blocks in flight are those of open stores, keys those of stores without an outcome."""
+    stores = [job for job in state.jobs.all() if job.direction is Direction.STORE]
+    if {block: job.job for job in stores for block in job.blocks} != dict(state.stores.blocks):
+        yield "blocks in flight and open stores disagree"
+    if {offer.key: job.job for job in stores if not job.settled for offer in job.offers} != dict(
+        state.stores.keys
+    ):
+        yield "keys in flight and open stores disagree"
+    for key in state.stores.waiting():
+        if key not in state.stores.keys:
+            yield "an offer waits for a key that is not in flight"
+
+
+def _requests(state: CoreState) -> Iterator[str]:
+    """Requests count their jobs; only those with a table have what is tied to one."""
+    jobs = Counter(record for job in state.jobs.all() for record in job.concerns)
+    for record in (*state.requests.all_live(), *state.requests.finishing()):
+        if record.jobs != jobs[record]:
+            yield f"request {record.request} counts {record.jobs} jobs, {jobs[record]} are open"
+    for record in state.requests.all_live():
+        has_table = state.tables.table(record.request) is not None
+        if has_table != record.has_table:
+            yield f"request {record.request} is {record.state.name} and has {'a' if has_table else 'no'} table"
+        if record.unsettled and record.state is not RequestState.RUNNING:
+            yield f"request {record.request} is {record.state.name} with offers waiting"
+    for request in (*state.hits.all(), *state.shared.owners(), *state.restores.watched()):
+        if state.requests.live(request) is None:
+            yield f"request {request} is gone but something is kept for it"
+
+
+def _drained(state: CoreState) -> Iterator[str]:
+    """With no request and no open job, every slot is EMPTY, READY or QUARANTINED (R11)."""
+    if state.requests.all_live() or state.jobs.all():
+        return
+    for slot_state in (SlotState.FILLING, SlotState.PINNED, SlotState.DRAINING):
+        if state.pool.count(slot_state):
+            yield f"{state.pool.count(slot_state)} slots are {slot_state.name} after all has drained"
+    if state.leases.total or state.requests.finishing():
+        yield f"{state.leases.total} leases and {len(state.requests.finishing())} records after all has drained"

@@ -1,0 +1,154 @@
+"""The longest prefix that the host can continue, across groups of every attention kind.
+
+A hit of L tokens is usable when every group finds the blocks that the token at L reads, beyond those that the device
+holds already:
+
+    device    |=========D
+    full                [D ................ L)     all of them
+    window              [D ..)     [L-w+1 .. L)    the last window; from D on where the window reaches back behind it
+    chunked             [D ..)        [c .. L)     the current chunk, from its first token c
+    recurrent                         [L-1, L)     the state after the last token
+
+Each block is looked up once: a missing block rules out every length that needs it, which is a run of lengths down to
+the block's first token, so the search only ever moves down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
+from typing import NamedTuple
+
+from kvoffload.model.engine import EngineShape
+from kvoffload.model.groups import AttentionKind, GroupSpec
+from kvoffload.model.ids import BlockKey, SlotId
+
+
+class Match(NamedTuple):
+    """What a search found."""
+
+    tokens: int  # the length up to which the device and the host together hold the prompt
+    slots: tuple[SlotId, ...]  # the slots of the blocks that must be loaded, heads first
+    missing: BlockKey | None  # the key for want of which the next longer length fails; None at the limit
+
+
+def longest_match(
+    shape: EngineShape,
+    keys: Sequence[Sequence[BlockKey]],
+    index: Mapping[BlockKey, SlotId],
+    start: int,
+    limit: int,
+) -> Match:
+    """Return the longest usable prefix of more than `start` and at most `limit` tokens. Reads only.
+
+    Args:
+        shape: the engine's groups.
+        keys: per group, the keys of the request's whole blocks.
+        index: the slots that can hit.
+        start: tokens that the device holds.
+        limit: the longest length of use.
+    """
+    search = _Search(shape, keys, index, start)
+    length, blocker = search.descend(search.aligned(limit))
+    if length <= start:
+        return Match(start, (), blocker)
+    return Match(length, search.slots_for(length), blocker)
+
+
+class _Search:
+    """One search: what was looked up so far, per group."""
+
+    def __init__(
+        self,
+        shape: EngineShape,
+        keys: Sequence[Sequence[BlockKey]],
+        index: Mapping[BlockKey, SlotId],
+        start: int,
+    ) -> None:
+        self._groups = shape.groups
+        self._alignment = shape.alignment
+        self._keys = keys
+        self._index = index
+        self._start = start
+        self._found: tuple[dict[int, SlotId], ...] = tuple({} for _ in shape.groups)
+
+    def descend(self, length: int) -> tuple[int, BlockKey | None]:
+        """Return the longest usable length up to `length`, and the key that stopped the next longer one."""
+        blocker: BlockKey | None = None
+        for group in self._groups:
+            if group.kind is AttentionKind.FULL and (cut := self._extend(group, length)) < length:
+                length, blocker = cut, self._key(group, cut)
+        moved = True
+        while moved and length > self._start:
+            moved = False
+            for group in self._groups:
+                if (
+                    group.kind is not AttentionKind.FULL
+                    and (hole := self._last_hole(group, length)) is not None
+                ):
+                    blocker = self._key(group, hole * group.block_tokens)
+                    length = self.aligned(hole * group.block_tokens - self._behind(group))
+                    moved = True
+        return max(length, self._start), blocker
+
+    def slots_for(self, length: int) -> tuple[SlotId, ...]:
+        """Return the slots to load for a usable length, heads first."""
+        if len(self._groups) == 1:
+            found = self._found[0]
+            return tuple([found[position] for position in self._needed(self._groups[0], length, length)])
+        places = [
+            (position * group.block_tokens, found[position])
+            for group, found in zip(self._groups, self._found, strict=True)
+            for position in self._needed(group, length, length)
+        ]
+        places.sort(key=itemgetter(0))
+        return tuple([slot for _, slot in places])
+
+    def aligned(self, length: int) -> int:
+        """Return the longest length up to this one that a hit may have."""
+        return length - length % self._alignment
+
+    def _extend(self, group: GroupSpec, limit: int) -> int:
+        """Look a full group up from the device's end on; return the aligned length that it allows."""
+        tokens, keys = group.block_tokens, self._keys[group.group]
+        first = self._start // tokens
+        last = min((limit + self._behind(group)) // tokens, len(keys))
+        get, found = self._index.get, self._found[group.group]
+        position = first
+        for position, key in enumerate(keys[first:last], first):
+            slot = get(key)
+            if slot is None:
+                break
+            found[position] = slot
+        else:
+            position = max(first, last)
+        return min(limit, self.aligned(position * tokens - self._behind(group)))
+
+    def _last_hole(self, group: GroupSpec, length: int) -> int | None:
+        """Return the deepest block that a length needs and the host lacks."""
+        keys, found, get = self._keys[group.group], self._found[group.group], self._index.get
+        for position in reversed(self._needed(group, length, length + self._behind(group))):
+            if position in found:
+                continue
+            slot = get(keys[position]) if position < len(keys) else None
+            if slot is None:
+                return position
+            found[position] = slot
+        return None
+
+    def _needed(self, group: GroupSpec, length: int, end: int) -> range:
+        """Return the blocks up to `end` that going on at `length` needs and the device lacks."""
+        first = max(group.first_needed_token(length), self._start)
+        return range(first // group.block_tokens, end // group.block_tokens)
+
+    def _key(self, group: GroupSpec, token: int) -> BlockKey | None:
+        """Return the first key at or behind a token that the host lacks, None behind the known keys."""
+        keys, found = self._keys[group.group], self._found[group.group]
+        position = token // group.block_tokens
+        while position in found:
+            position += 1
+        return keys[position] if position < len(keys) else None
+
+    def _behind(self, group: GroupSpec) -> int:
+        """Tokens behind the hit that must be matched too: a draft's read-ahead costs the last matched block."""
+        return group.block_tokens if group.reads_ahead else 0

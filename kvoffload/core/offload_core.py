@@ -1,0 +1,207 @@
+"""The core of one engine's scheduler side: facts in, answers and events out.
+
+Pure: no torch, no clock, no thread, no logging, no randomness. The same facts in the same order give the same answers,
+and the whole can be copied and compared, which is how it is explored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvoffload.core.audit import audit
+from kvoffload.core.fingerprint import fingerprint
+from kvoffload.core.intake import Intake
+from kvoffload.core.load_desk import LoadDesk
+from kvoffload.core.lookup_desk import LookupDesk
+from kvoffload.core.offer_book import OfferBook
+from kvoffload.core.offers import Offer
+from kvoffload.core.planners import make_planner
+from kvoffload.core.requests import RequestRecord
+from kvoffload.core.state import CoreState, LoadResults, Policy
+from kvoffload.core.states import JobState, RequestState, SlotState
+from kvoffload.core.store_desk import StoreDesk
+from kvoffload.core.transfers import Transfers
+from kvoffload.model import facts
+from kvoffload.model.causes import EvictionCause, StoreOutcome
+from kvoffload.model.engine import Device, EngineShape
+from kvoffload.model.events import Event, OffloadingDegraded, ResetStarted
+from kvoffload.model.ids import RequestId
+from kvoffload.model.transfer import Direction, TransferPlan
+
+Handler = Callable[[Any], None]
+
+
+class OffloadCore:
+    """Decides what is stored, found, loaded and evicted.
+
+    Args:
+        shape: the engine's fixed facts.
+        policy: what the operator chose.
+        device: what the engine lends.
+    """
+
+    def __init__(self, shape: EngineShape, policy: Policy, device: Device) -> None:
+        self.state = CoreState(shape, policy, device)
+        self._book = OfferBook(self.state)
+        self._stores = StoreDesk(self.state, self._book)
+        self._intake = Intake(self.state)
+        self._lookups = LookupDesk(self.state)
+        self._loads = LoadDesk(self.state, self._lookups)
+        self._planner = make_planner(self.state, self._stores)
+        self._transfers = Transfers(self.state, self._stores, self._loads, self._planner)
+
+    def handlers(self) -> tuple[tuple[type[facts.Fact], Handler], ...]:
+        """Return who reacts to which fact, in the order in which they must.
+
+        The order matters where two handlers react to one fact: what leaves a table is settled before the table goes,
+        and ids that were handed out are struck before any block of the step is offered.
+        """
+        return (
+            (facts.RequestSeen, self._intake.on_seen),
+            (facts.BlocksAllocated, self._intake.on_allocated),
+            (facts.BlocksAllocated, self._loads.on_allocated),
+            (facts.BlocksAllocated, self._on_allocated),
+            (facts.StepScheduled, self._on_preempted),
+            (facts.StepScheduled, self._intake.on_step),
+            (facts.StepScheduled, self._on_step),
+            (facts.StatesHandedOff, self._on_states),
+            (facts.RequestEnded, self._on_ending),
+            (facts.RequestEnded, self._intake.on_ended),
+            (facts.TransferReported, self._transfers.on_reported),
+            (facts.JobOverdue, self._transfers.on_overdue),
+            (facts.RankLost, self._transfers.on_rank_lost),
+            (facts.CacheReset, self._on_reset),
+            (facts.LawBroken, self._on_law_broken),
+        )
+
+    # -- questions ----------------------------------------------------------------------------------------------
+
+    def lookup(
+        self, request: RequestId, device_tokens: int, *, may_wait: bool, tokens: int = 0
+    ) -> int | None:
+        """Return the tokens that the host adds to the device's hit; None for "not yet".
+
+        `tokens` is what a preempted request must hold before its next new token: its prompt and what it generated.
+
+        Changes state: what is found stays pinned until the matching allocation, the next lookup, the request's end or
+        a reset. An engine looks up only requests without a block table, so asking for a running one says that it was
+        preempted.
+        """
+        record = self.state.requests.live(request)
+        if record is not None and record.state is RequestState.RUNNING:
+            self._preempt(request)
+        if record is not None:
+            record.prompt_tokens = max(record.prompt_tokens, tokens)
+        return self._lookups.lookup(
+            request, device_tokens, may_wait=may_wait and self.state.shape.promises.can_wait
+        )
+
+    def plan(self) -> TransferPlan:
+        """Return what the workers must copy, decided since the last call. Changes state: it counts as submitted."""
+        return TransferPlan(self._loads.submit(), self._stores.submit())
+
+    def take_results(self) -> LoadResults:
+        """Return the loads that ended since the last call. Changes state."""
+        results, self.state.results = self.state.results, LoadResults()
+        return results
+
+    def take_events(self) -> list[Event]:
+        """Return what happened since the last call, in order. Changes state."""
+        return self.state.outbox.take()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether steps are needed for something to come to its end. Abandoned copies do not count (R16)."""
+        count = self.state.jobs.count
+        return bool(self.state.results.loaded or self.state.results.failed or self._book.has_again) or any(
+            count(direction, state)
+            for direction in Direction
+            for state in (JobState.PLANNED, JobState.SUBMITTED)
+        )
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether no copy runs that anyone still waits for; what a reset left behind is gone then."""
+        return not self.has_work
+
+    def audit(self) -> list[str]:
+        """Return every violated conservation law as text. Reads only."""
+        return audit(self.state, self._book, self._stores.leased_blocks)
+
+    def fingerprint(self) -> object:
+        """Return a hashable value that is equal for equal states. Reads only."""
+        return fingerprint(self)
+
+    # -- reactions that concern several owners ------------------------------------------------------------------
+
+    def _on_allocated(self, fact: facts.BlocksAllocated) -> None:
+        record = self.state.requests.live(fact.request)
+        if record is not None and record.has_table:
+            self._planner.allocated(record)
+
+    def _on_preempted(self, fact: facts.StepScheduled) -> None:
+        for request in fact.preempted:
+            # One that was preempted and given blocks again within a step is told only now.
+            if not self._intake.is_newly_allocated(request):
+                self._preempt(request)
+
+    def _preempt(self, request: RequestId) -> None:
+        record = self.state.requests.live(request)
+        if record is not None and record.state is RequestState.RUNNING:
+            self._planner.preempted(record)
+            self._stores.lost_table(record)
+            self._intake.preempted(record)
+
+    def _on_step(self, fact: facts.StepScheduled) -> None:
+        if self.state.degraded is None:
+            self._stores.next_step()
+            self._planner.step(fact)
+
+    def _on_states(self, fact: facts.StatesHandedOff) -> None:
+        self._stores.offer([Offer(key, block) for key, block in fact.states], last_chance=True)
+
+    def _on_ending(self, fact: facts.RequestEnded) -> None:
+        record = self.state.requests.live(fact.request)
+        if record is None:
+            return
+        if record.state is RequestState.RUNNING:
+            self._last_offers(record, fact)
+        self._book.settle_unsettled(record, StoreOutcome.REQUEST_GONE)
+        self._loads.on_request_ended(record)
+
+    def _last_offers(self, record: RequestRecord, fact: facts.RequestEnded) -> None:
+        if not fact.holds_blocks:
+            self._planner.preempted(record)
+            return
+        record.extend_keys(fact.new_keys)
+        record.confirmed_tokens = max(record.confirmed_tokens, fact.confirmed_tokens)
+        self._planner.ending(record)
+
+    def _on_reset(self, fact: facts.CacheReset) -> None:
+        """Nothing computed so far is ever found again (R10)."""
+        state = self.state
+        state.generation += 1
+        state.computed_since_reset.clear()
+        self._lookups.reset()
+        for record in state.requests.all_live():
+            record.stores = False
+        for record in (*state.requests.all_live(), *state.requests.finishing()):
+            state.holds.let_go(record)
+        dropped = state.pool.forget_all()
+        state.misses.reset(dropped)
+        state.restores.forget_all()
+        state.shared.forget_all()
+        self._stores.stop(StoreOutcome.BEFORE_RESET, planned=StoreOutcome.CANCELLED)
+        state.outbox.evicted(EvictionCause.RESET, len(dropped))
+        draining = state.pool.count(SlotState.DRAINING)
+        state.outbox.put(ResetStarted(state.generation, len(dropped), draining, len(state.jobs.all())))
+
+    def _on_law_broken(self, fact: facts.LawBroken) -> None:
+        """Off for good: nothing new starts, what is under way drains, and the engine goes on (R12)."""
+        if self.state.degraded is not None:
+            return
+        self.state.degraded = fact.cause
+        self.state.outbox.put(OffloadingDegraded(fact.cause, fact.detail))
+        self._loads.cancel_planned()
+        self._stores.stop(StoreOutcome.DEGRADED, planned=StoreOutcome.DEGRADED)

@@ -1,0 +1,193 @@
+"""Store planners: when a computed block is offered to the host.
+
+`eager` offers a block as soon as it is confirmed. `lazy` offers what the device is about to evict, and nothing else;
+the engine hands freed blocks out again before anyone is asked, so lazy also looks at a request's blocks when it ends.
+A planner is a class with these five methods and a line in `STORE_PLANNERS`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kvoffload.core.offers import Offer
+from kvoffload.core.requests import RequestRecord
+from kvoffload.core.state import CoreState
+from kvoffload.core.states import RequestState
+from kvoffload.core.store_desk import StoreDesk
+from kvoffload.model.causes import MissCause, StoreOutcome
+from kvoffload.model.facts import StepScheduled
+from kvoffload.model.groups import AttentionKind, GroupSpec
+from kvoffload.model.ids import NULL_BLOCK, RequestId
+
+
+class StorePlanner(Protocol):
+    """Decides when a block is offered."""
+
+    def allocated(self, record: RequestRecord) -> None:
+        """A request got a block table; it runs, or a load fills it first."""
+
+    def loaded(self, record: RequestRecord) -> None:
+        """A request's load ended well: it runs, and the device holds its confirmed tokens."""
+
+    def step(self, fact: StepScheduled) -> None:
+        """A step was scheduled: offer what is due."""
+
+    def ending(self, record: RequestRecord) -> None:
+        """A running request is about to give its blocks back: offer what is due, for the last time."""
+
+    def preempted(self, record: RequestRecord) -> None:
+        """A running request lost its blocks."""
+
+
+class EagerPlanner:
+    """Offers every block once it is confirmed computed."""
+
+    def __init__(self, state: CoreState, desk: StoreDesk) -> None:
+        self._state = state
+        self._desk = desk
+        self._due: dict[RequestId, None] = {}
+
+    def allocated(self, record: RequestRecord) -> None:
+        self._due[record.request] = None
+
+    def loaded(self, record: RequestRecord) -> None:
+        self._due[record.request] = None
+
+    def step(self, fact: StepScheduled) -> None:
+        for progress in fact.progress:
+            self._due[progress.request] = None
+        due, self._due = self._due, {}
+        for request in due:
+            record = self._state.requests.live(request)
+            if record is not None and record.state is RequestState.RUNNING:
+                self._offer(record, last_chance=False)
+
+    def ending(self, record: RequestRecord) -> None:
+        self._due.pop(record.request, None)
+        self._desk.retry(record)
+        self._offer(record, last_chance=True)
+
+    def preempted(self, record: RequestRecord) -> None:
+        self._due.pop(record.request, None)
+
+    def _offer(self, record: RequestRecord, *, last_chance: bool) -> None:
+        offers = _confirmed(self._state, record)
+        if offers:
+            self._desk.offer(offers, last_chance=last_chance)
+
+
+class LazyPlanner:
+    """Offers the blocks that the device evicts next.
+
+        handed out next                                       freed last
+        |<------------ clean ------------>|  not looked at    |
+        |<--- turnover --->|
+             as many as one step hands out
+
+    Blocks are clean that the host has, cannot have, or could not find again. As long as one step's hand-outs are
+    clean, there is no need to look; a look goes twice as far. What a look stores is leased, which takes it out of the
+    free queue, and joins its end later.
+    """
+
+    def __init__(self, state: CoreState, desk: StoreDesk) -> None:
+        self._state = state
+        self._desk = desk
+        self._turnover = state.shape.turnover_blocks
+        self._clean = 0
+
+    def allocated(self, record: RequestRecord) -> None:
+        self._clean -= sum(map(len, self._state.tables.table(record.request) or ()))
+
+    def loaded(self, record: RequestRecord) -> None:
+        """Its blocks were handed out when they were allocated."""
+
+    def step(self, fact: StepScheduled) -> None:
+        for progress in fact.progress:
+            self._clean -= sum(map(len, progress.new_blocks))
+        self._clean -= len(fact.handed_out)
+        if self._clean < self._turnover:
+            self._look_ahead()
+
+    def ending(self, record: RequestRecord) -> None:
+        """Its blocks join the end of the free queue. What one or two steps may evict from there is stored now."""
+        reach = 2 * self._turnover - self._state.device.free_blocks()
+        if reach > 0:
+            # The engine frees the deepest first, so those are the next to go.
+            offers = [offer for offer in _confirmed(self._state, record) if not self._is_known(offer)]
+            self._desk.offer(offers[-reach:], last_chance=True)
+
+    def preempted(self, record: RequestRecord) -> None:
+        """Its blocks may have been handed out already; those are lost, and counted."""
+        self._desk.refuse(
+            [offer for offer in _confirmed(self._state, record) if self._is_gone(offer)], StoreOutcome.LOST
+        )
+
+    def _look_ahead(self) -> None:
+        state = self._state
+        room, offers = state.pool.room, list[Offer]()
+        blocks = list(state.device.next_evictable(2 * self._turnover))
+        for block in blocks:
+            key = state.device.key_of(block)
+            if key is None or (state.generation and block not in state.computed_since_reset):
+                continue
+            if (slot := state.pool.index.get(key)) is not None:
+                # Soon the only copy. Were it evicted for its neighbours here, they would take turns for ever.
+                room -= state.pool.touch(slot)
+            elif key not in state.stores.keys:
+                offers.append(Offer(key, block))
+        fitting, no_slot = offers[:room], offers[room:]
+        stored = fitting[: self._desk.room]
+        self._clean = len(blocks) - len(stored) if stored == fitting else 0
+        self._desk.offer(stored)
+        self._desk.refuse([offer for offer in no_slot if self._is_new_refusal(offer)], StoreOutcome.HOST_FULL)
+
+    def _is_known(self, offer: Offer) -> bool:
+        return offer.key in self._state.pool.index or offer.key in self._state.stores.keys
+
+    def _is_gone(self, offer: Offer) -> bool:
+        return not self._is_known(offer) and self._state.device.key_of(offer.block) != offer.key
+
+    def _is_new_refusal(self, offer: Offer) -> bool:
+        return self._state.misses.cause(offer.key) is not MissCause.DECLINED_HOST_FULL
+
+
+def make_planner(state: CoreState, desk: StoreDesk) -> StorePlanner:
+    """Return the planner that the policy names.
+
+    A device pool that one or two steps can turn over leaves lazy no time to look ahead: there it is eager.
+    """
+    if state.policy.store_policy == "lazy" and 2 * state.shape.turnover_blocks < state.shape.device_blocks:
+        return LazyPlanner(state, desk)
+    return EagerPlanner(state, desk)
+
+
+def _confirmed(state: CoreState, record: RequestRecord) -> list[Offer]:
+    """Return offers of the blocks confirmed since the last call, heads first, and note them as offered.
+
+    Blocks that a load brought are left out: the host has them.
+    """
+    offers: list[Offer] = []
+    for group in state.shape.groups:
+        if group.kind is not AttentionKind.RECURRENT:
+            offers += _confirmed_of(state, record, group)
+    if len(state.shape.groups) > 1:
+        tokens = [group.block_tokens for group in state.shape.groups]
+        offers.sort(key=lambda offer: offer.position * tokens[offer.group])
+    return offers
+
+
+def _confirmed_of(state: CoreState, record: RequestRecord, group: GroupSpec) -> list[Offer]:
+    table = state.tables.table(record.request)
+    if table is None:
+        return []
+    blocks, keys, tokens = table[group.group], record.keys[group.group], group.block_tokens
+    first = record.offered[group.group]
+    last = min(record.confirmed_tokens // tokens, len(blocks), len(keys))
+    record.offered[group.group] = max(first, last)
+    found, loaded = record.found_tokens // tokens, record.loaded_tokens // tokens
+    return [
+        Offer(keys[position], blocks[position], record.request, record.incarnation, group.group, position)
+        for position in range(first, last)
+        # Behind the window of the device's own hit the engine never held a block.
+        if position >= loaded or (position < found and blocks[position] != NULL_BLOCK)
+    ]

@@ -1,0 +1,148 @@
+"""One block's whole way, in seven steps: the story of ARCHITECTURE.md, on the real parts.
+
+The device is a few blocks of bytes and the engine's own block pool; the copier copies real bytes, when the story says
+so. Nothing else is made up: scheduler's side, core, bus, counters, pump and arena are the ones that serve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+from kvoffload_reference.pool_device import PoolDevice
+
+from kvoffload.core.states import SlotState
+from kvoffload.engine.block_pool import BlockPool
+from kvoffload.model.config import OffloadConfig
+from kvoffload.model.engine import EngineShape
+from kvoffload.model.facts import BlocksAllocated, Progress, RequestEnded, RequestSeen, StepScheduled
+from kvoffload.model.groups import AttentionKind, GroupSpec
+from kvoffload.model.ids import DeviceBlockId, GroupId, Rank, RequestId, SlotId, block_key
+from kvoffload.model.transfer import TransferPlan
+from kvoffload.runtime.scheduler_side import SchedulerSide
+from kvoffload.testing import FakeClock, FakeDevice, GatedCopier, ManualExecutor, settled
+from kvoffload.transfer.arena import Arena
+from kvoffload.transfer.host_memory import MmapAllocator
+from kvoffload.transfer.pump import TransferPump
+
+BLOCK_TOKENS = 16
+KEY = block_key(b"hash of the first sixteen tokens", GroupId(0))
+FIRST, SECOND = RequestId("first"), RequestId("second")
+
+
+class Story:
+    """One engine with four device blocks, one rank and two host slots."""
+
+    def __init__(self) -> None:
+        self.memory = FakeDevice(5, pages=[64])
+        self.pool = BlockPool(5)
+        device = PoolDevice()
+        device.bind(self.pool)
+        groups = (GroupSpec(GroupId(0), AttentionKind.FULL, BLOCK_TOKENS),)
+        shape = EngineShape(groups, ranks=1, device_blocks=4, step_tokens=32)
+        self.scheduler = SchedulerSide(shape, OffloadConfig(), device)
+        self.copier = GatedCopier()
+        self.executor = ManualExecutor()
+        self.arena = Arena(self.memory.layout, 2, MmapAllocator(self.executor))
+        self.pump = TransferPump(
+            Rank(0), self.arena, self.copier, FakeClock(), store_bytes_in_flight=1 << 20, timeout_s=30
+        )
+        self.steps = 0
+
+    def step(self, *progress: Progress) -> TransferPlan:
+        """One scheduling round: the plan goes to the worker, whose hooks start the copies."""
+        self.steps += 1
+        plan = self.scheduler.step(StepScheduled(self.steps, progress))
+        self.pump.submit_loads(plan.loads)
+        self.pump.submit_stores(plan.stores)
+        return plan
+
+    def hear(self) -> list[RequestId]:
+        """The worker's hook looks on and reports; return the requests whose load has arrived."""
+        self.pump.poll()
+        report = self.pump.take_report()
+        return self.scheduler.reported([report] if report is not None else []).loaded
+
+    def slot(self, slot: int = 0) -> SlotState:
+        return self.scheduler.core.state.pool.state(SlotId(slot))
+
+
+@pytest_asyncio.fixture
+async def story() -> AsyncIterator[Story]:
+    story = Story()
+    coroutine = asyncio.create_task(story.pump.run())
+    memory = asyncio.create_task(story.arena.prepare())
+    await settled()
+    story.executor.run_next()
+    await memory
+    story.hear()  # the rank has two slots ready: capacity is 2 from now on
+    yield story
+    coroutine.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await coroutine
+    await story.pump.close()
+
+
+@pytest.mark.asyncio
+async def test_one_block_goes_to_the_host_and_comes_back(story: Story) -> None:
+    scheduler, pool = story.scheduler, story.pool
+
+    # 1. A request comes. Nobody has seen its first block: the lookup finds nothing, and says why.
+    scheduler.seen(RequestSeen(FIRST, prompt_tokens=20, keys=((KEY,),)))
+    assert scheduler.lookup(FIRST, 0) == 0
+
+    # 2. The engine hands out a device block and computes into it.
+    block, tail = map(DeviceBlockId, pool.allocate(2))
+    scheduler.allocated(BlocksAllocated(FIRST, ((block, tail),), device_tokens=0, external_tokens=0))
+    assert scheduler.counters.snapshot().count("kvoffload_miss_blocks_total", "never_seen") == 1
+    assert story.step(Progress(FIRST, confirmed_tokens=0)).is_empty
+    computed = bytes(range(64))
+    story.memory.write(block, computed)
+    pool.index(block, KEY)
+
+    # 3. The block is confirmed, so it is offered: it gets a slot and a lease, and the step's plan has a store.
+    (store,) = story.step(Progress(FIRST, confirmed_tokens=20)).stores
+    assert (store.blocks, store.slots) == ((block,), (0,))
+    assert story.slot() is SlotState.FILLING
+    scheduler.ended(RequestEnded(FIRST, confirmed_tokens=20))
+    pool.release([block, tail])
+    assert not pool.is_free(block)  # the request is gone; the lease keeps the block
+
+    # 4. The transfer coroutine starts the copy. It ends; the rank reports; the block can hit, the lease goes back.
+    await settled()
+    story.copier.tickets[0].finish()
+    story.hear()
+    assert story.slot() is SlotState.READY
+    assert bytes(story.arena.page(0, 0)) == computed
+    assert pool.is_free(block)
+
+    # 5. The device needs its memory: it hands the block out to others, who write over it.
+    others = pool.allocate(4)
+    assert block in others
+    story.memory.write(block, bytes(64))
+    assert pool.cached_block(KEY) is None
+    pool.release(others)
+
+    # 6. The prefix comes back. The device has forgotten it, the host has not: a hit, pinned until it is consumed.
+    scheduler.seen(RequestSeen(SECOND, prompt_tokens=20, keys=((KEY,),)))
+    assert scheduler.lookup(SECOND, 0) == BLOCK_TOKENS
+    assert story.slot() is SlotState.PINNED
+
+    # 7. The engine takes the hit into a block of its choice; the load is submitted at once, and the request runs.
+    target, tail = map(DeviceBlockId, pool.allocate(2))
+    scheduler.allocated(BlocksAllocated(SECOND, ((target, tail),), device_tokens=0, external_tokens=16))
+    (load,) = story.step().loads
+    assert (load.blocks, load.slots) == ((target,), (0,))
+    story.copier.tickets[1].finish()
+    assert story.hear() == [SECOND]
+    assert story.memory.read(target) == computed
+    assert story.slot() is SlotState.READY
+
+    # And afterwards nothing is left: no pin, no lease, no record; every law holds.
+    scheduler.ended(RequestEnded(SECOND, confirmed_tokens=16))
+    pool.release([target, tail])
+    assert pool.free_blocks == 4
+    assert not scheduler.has_work
+    assert scheduler.audit() == []
