@@ -1,0 +1,57 @@
+"""The observers of one engine: each behind a bounded feed, all on the portal's loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+
+from kvoffload.bus.bus import Bus
+from kvoffload.bus.observers import run_observer
+from kvoffload.runtime.portal import Portal
+from kvoffload.telemetry.counters import Counters
+from kvoffload.telemetry.journal import Journal
+from kvoffload.telemetry.log_observer import LogObserver, log_removed
+
+_PATIENCE_S = 5.0  # for observers to write what waits when the engine stops
+
+
+class Observers:
+    """Starts what watches the bus, and waits for it at the end.
+
+    Args:
+        bus: what they watch.
+        journal: its file is written by one of them.
+        counters: count the observers that were removed.
+        now: monotonic seconds, which space repeated warnings.
+    """
+
+    def __init__(self, bus: Bus, journal: Journal, counters: Counters, now: Callable[[], float]) -> None:
+        self._bus = bus
+        self._journal = journal
+        self._counters = counters
+        self._now = now
+        self._portal: Portal | None = None
+        self._running: list[Future[None]] = []
+        self._log_removed = log_removed()
+        bus.on_removed(self._removed)
+
+    def start(self, portal: Portal) -> None:
+        """Run the observers on the portal's loop until the bus is closed."""
+        log = LogObserver(self._now)
+        self._portal = portal
+        self._running = [
+            portal.spawn(run_observer, log.subscribe(self._bus), log, self._removed),
+            portal.spawn(self._journal.run),
+        ]
+
+    def wait(self) -> None:
+        """Give the observers a moment to finish; the bus must be closed."""
+        if self._portal is not None and self._portal.is_alive:
+            for running in self._running:
+                with suppress(Exception):  # why one ended early has been told when it did
+                    running.result(_PATIENCE_S)
+
+    def _removed(self, name: str, error: Exception) -> None:
+        self._counters.removed(name)
+        self._log_removed(name, error)

@@ -1,0 +1,287 @@
+"""The scheduler's side of offloading: an adapter's hooks go in here, and the parts are wired behind it.
+
+Every hook publishes a fact on the bus, where the core's handlers react inline and in order; then the core's events are
+published, for counters, the journal and every other observer. Questions (a lookup, a step's plan) are calls on the core.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvoffload.bus.bus import Bus
+from kvoffload.core.offload_core import OffloadCore
+from kvoffload.core.state import LoadResults, Policy
+from kvoffload.core.states import JobState, SlotState
+from kvoffload.model import facts
+from kvoffload.model.causes import DegradeCause
+from kvoffload.model.config import OffloadConfig
+from kvoffload.model.engine import Device, EngineShape
+from kvoffload.model.errors import EngineContractError
+from kvoffload.model.events import OffloadingDegraded
+from kvoffload.model.ids import RequestId
+from kvoffload.model.transfer import Direction, TransferPlan, TransferReport
+from kvoffload.runtime.awaited_loads import AwaitedLoads
+from kvoffload.runtime.deadlines import JobDeadlines, Patience
+from kvoffload.runtime.hooks import HookTimes
+from kvoffload.runtime.observers import Observers
+from kvoffload.runtime.pin_ages import PinAges
+from kvoffload.runtime.portal import Portal
+from kvoffload.telemetry.counters import Counters
+from kvoffload.telemetry.gauges import GaugeSnapshot
+from kvoffload.telemetry.journal import Journal
+from kvoffload.telemetry.labels import Hook, JobLabel, SlotLabel
+from kvoffload.telemetry.logs import get_logger
+
+T = TypeVar("T")
+
+log = get_logger("scheduler")
+
+_NO_TOKENS: int | None = 0
+_TAIL = 20  # lines of the journal that an error report carries
+_OPEN = {
+    JobState.PLANNED: JobLabel.PLANNED,
+    JobState.SUBMITTED: JobLabel.SUBMITTED,
+    JobState.ABANDONED: JobLabel.ABANDONED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Clocks:
+    """The times that the scheduler's side reads.
+
+    Args:
+        monotonic: seconds for time-outs.
+        unix: seconds since 1970 for people.
+        precise: seconds for the stopwatch.
+    """
+
+    monotonic: Callable[[], float] = time.monotonic
+    unix: Callable[[], float] = time.time
+    precise: Callable[[], float] = time.perf_counter
+
+
+class SchedulerSide:
+    """Offloading for one engine, on its scheduler's thread.
+
+    Args:
+        shape: the engine's fixed facts.
+        config: the operator's settings.
+        device: what the engine lends.
+        portal: the thread for observers; None runs without any (the journal's ring and the counters are inline).
+        clocks: where time comes from.
+
+    Raises:
+        EngineContractError: the engine promises too little.
+        ConfigError: the journal's file cannot be written.
+    """
+
+    def __init__(
+        self,
+        shape: EngineShape,
+        config: OffloadConfig,
+        device: Device,
+        *,
+        portal: Portal | None = None,
+        clocks: Clocks | None = None,
+    ) -> None:
+        if not shape.promises.can_lease:
+            raise EngineContractError(
+                "the engine must be able to lease device blocks: a copy reads and writes them"
+            )
+        self._clocks = clocks or Clocks()
+        self.shape = shape
+        self.core = OffloadCore(shape, _policy(config, shape), device)
+        self.bus = Bus()
+        self.counters = Counters()
+        self.journal = Journal(self._clocks.unix, path=config.journal_path, on_failure=self._journal_failed)
+        self._hooks = HookTimes(self.counters, self._clocks.precise)
+        self._deadlines = JobDeadlines(config.transfer_timeout_s)
+        self._patience = Patience(config.transfer_timeout_s)
+        self._awaited = AwaitedLoads(config.transfer_timeout_s)
+        self._timeout_s = config.transfer_timeout_s
+        self._off_since: float | None = None
+        self._pins = PinAges(self._clocks.unix)
+        self._wire()
+        self._observers = Observers(self.bus, self.journal, self.counters, self._clocks.monotonic)
+        if portal is not None:
+            self._observers.start(portal)
+
+    # -- what the engine tells ----------------------------------------------------------------------------------
+
+    def seen(self, fact: facts.RequestSeen) -> None:
+        """The engine took a request in."""
+        with self._hooks.timed(Hook.SEEN):
+            self._tell(fact)
+
+    def allocated(self, fact: facts.BlocksAllocated) -> None:
+        """The engine gave a request a block table."""
+        with self._hooks.timed(Hook.ALLOCATED):
+            self._patience.over(fact.request)
+            if fact.external_tokens:
+                self._awaited.began(fact.request, self._clocks.monotonic())
+            self._tell(fact)
+
+    def step(self, fact: facts.StepScheduled) -> TransferPlan:
+        """The engine scheduled a step: return what the workers must copy. Exactly once a step."""
+        with self._hooks.timed(Hook.STEP):
+            now = self._clocks.monotonic()
+            for job in self._deadlines.overdue(now):
+                self._tell(facts.JobOverdue(job))
+            self._tell(fact)
+            plan = self._plan(now)
+            self._publish_events()
+        self._hooks.step_ended()
+        return plan
+
+    def states_handed_off(self, fact: facts.StatesHandedOff) -> None:
+        """The engine offers recurrent states."""
+        with self._hooks.timed(Hook.OFFER):
+            self._tell(fact)
+
+    def ended(self, fact: facts.RequestEnded) -> None:
+        """A request finished or was aborted, and still has its blocks."""
+        with self._hooks.timed(Hook.ENDED):
+            self._patience.over(fact.request)
+            self._tell(fact)
+
+    def reported(self, reports: Sequence[TransferReport]) -> LoadResults:
+        """Ranks told what ended; return the loads that the engine must hear of."""
+        with self._hooks.timed(Hook.REPORT):
+            for report in reports:
+                self._tell(facts.TransferReported(report))
+            return self.take_results()
+
+    def take_results(self) -> LoadResults:
+        """Return the loads that ended since the last call; some end without a report."""
+        results = self._awaited.heard(self._ask("take_results", self.core.take_results, LoadResults()))
+        if self._awaited and self.core.state.degraded is not None:
+            open_loads = {job.request[0] for job in self.core.state.jobs.all() if job.request is not None}
+            results.failed += self._awaited.give_up(open_loads, self._clocks.monotonic())
+        return results
+
+    def rank_lost(self, fact: facts.RankLost) -> None:
+        """A rank will not report again."""
+        self._tell(fact)
+
+    def reset(self) -> bool:
+        """Find nothing computed so far ever again; return whether no copy is left running."""
+        with self._hooks.timed(Hook.RESET):
+            self._tell(facts.CacheReset())
+            return self.core.is_drained
+
+    # -- what the engine asks -----------------------------------------------------------------------------------
+
+    def lookup(self, request: RequestId, device_tokens: int, tokens: int = 0) -> int | None:
+        """Return the tokens that the host adds to `device_tokens`, or None for "not yet". Any number of times.
+
+        `tokens` is what the request must hold before its next new token, where that is more than its prompt.
+        """
+        with self._hooks.timed(Hook.LOOKUP):
+            now = self._clocks.monotonic()
+            may_wait = self._patience.may_wait(request, now)
+            answer = self._ask(
+                "lookup",
+                lambda: self.core.lookup(request, device_tokens, may_wait=may_wait, tokens=tokens),
+                _NO_TOKENS,
+            )
+            if answer is None:
+                self._patience.waits(request, now)
+            self._publish_events()
+            return answer
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the engine must keep stepping for something to end."""
+        return bool(self._awaited) or (self.core.has_work and not self._is_hopeless)
+
+    # -- what operators ask -------------------------------------------------------------------------------------
+
+    def audit(self) -> list[str]:
+        """Return every violated conservation law; a violation switches offloading off (R12)."""
+        problems = self.core.audit()
+        if problems:
+            self._tell(facts.LawBroken(DegradeCause.LAW_BROKEN, "; ".join(problems)))
+        return problems
+
+    def gauges(self) -> GaugeSnapshot:
+        """Return the state now. Reads single numbers only, so any thread may ask."""
+        state = self.core.state
+        slots = {SlotLabel[each.name].value: state.pool.count(each) for each in SlotState}
+        jobs = {
+            (direction.value, label.value): state.jobs.count(direction, each)
+            for direction in Direction
+            for each, label in _OPEN.items()
+        }
+        dropped = {name: feed.dropped for name, feed in self.bus.statistics().feeds}
+        return GaugeSnapshot(slots, sum(slots.values()), jobs, self._pins.oldest_s, state.degraded, dropped)
+
+    def close(self) -> None:
+        """Stop the observers. Open jobs are the workers' to drain."""
+        self.bus.close()
+        self._observers.wait()
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _wire(self) -> None:
+        for fact, handler in self.core.handlers():
+            self.bus.on(fact, handler)
+        self.bus.on_state_error(lambda error, fact: self._core_raised(error, type(fact).__name__))
+        self.counters.subscribe(self.bus)
+        self._pins.subscribe(self.bus)
+        self.journal.subscribe(self.bus)
+        self.bus.count(OffloadingDegraded, self._degraded)
+
+    def _tell(self, fact: facts.Fact) -> None:
+        self.bus.publish(fact)
+        self._publish_events()
+
+    def _plan(self, now: float) -> TransferPlan:
+        """Ask for the step's plan and begin its jobs' deadlines."""
+        plan = self._ask("plan", self.core.plan, None)
+        if plan is None:
+            # What the core counts as submitted no worker will ever see: it ends as overdue.
+            self._deadlines.submitted((job.job for job in self.core.state.jobs.all()), now)
+            return TransferPlan()
+        if not plan.is_empty:
+            self._deadlines.submitted((job.job for job in (*plan.loads, *plan.stores)), now)
+        return plan
+
+    def _ask(self, name: str, question: Callable[[], T], otherwise: T) -> T:
+        """Ask the core; should it raise, switch offloading off and go on without it (R12)."""
+        try:
+            return question()
+        except Exception as error:
+            self._core_raised(error, name)
+            return otherwise
+
+    def _publish_events(self) -> None:
+        for event in self.core.take_events():
+            self.bus.publish(event)
+
+    def _core_raised(self, error: Exception, doing: str) -> None:
+        if self.core.state.degraded is None:
+            log.error("core_raised", error=repr(error), doing=doing, exc_info=error)
+            self.bus.publish(facts.LawBroken(DegradeCause.HANDLER_RAISED, repr(error)))
+
+    @property
+    def _is_hopeless(self) -> bool:
+        """Whether offloading has been off for so long that what has not drained never will."""
+        return self._off_since is not None and self._clocks.monotonic() - self._off_since > self._timeout_s
+
+    def _degraded(self, event: OffloadingDegraded) -> None:
+        self._off_since = self._clocks.monotonic()
+        log.error(
+            "offloading_off", cause=event.cause.value, detail=event.detail, journal=self.journal.tail(_TAIL)
+        )
+
+    def _journal_failed(self, error: Exception) -> None:
+        self.counters.journal_failed()
+        log.error("journal_stopped", error=str(error), note="the engine and the ring in memory go on")
+
+
+def _policy(config: OffloadConfig, shape: EngineShape) -> Policy:
+    least = config.min_load_tokens if config.min_load_tokens is not None else shape.alignment
+    return Policy(config.store_policy, config.eviction_policy, least)

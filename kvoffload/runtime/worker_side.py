@@ -1,0 +1,129 @@
+"""A worker's side of offloading: one rank's memory, copier and transfer coroutine, behind an adapter's hooks."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+from kvoffload.model.config import OffloadConfig
+from kvoffload.model.ids import Rank
+from kvoffload.model.transfer import TransferPlan, TransferReport
+from kvoffload.runtime.portal import Portal
+from kvoffload.telemetry.logs import get_logger
+from kvoffload.transfer.arena import Arena
+from kvoffload.transfer.clock import SystemClock
+from kvoffload.transfer.factory import make_allocator, make_copier
+from kvoffload.transfer.host_memory import slots_for
+from kvoffload.transfer.pump import TransferPump
+
+if TYPE_CHECKING:
+    from kvoffload.transfer.layout import DeviceLayout
+    from kvoffload.transfer.ports import Clock, Copier
+
+log = get_logger("worker")
+
+_STORE_BYTES_IN_FLIGHT = 64 * 2**20  # a few milliseconds of copying: what a load may find before it
+_DRAIN_S = 5.0  # beyond the transfer time-out
+
+
+class WorkerSide:
+    """The copies of one rank.
+
+    Args:
+        rank, ranks: which of how many.
+        config: the operator's settings.
+        portal: the thread of the transfer coroutine.
+        clock: time, for the coroutine.
+        copier: moves the bytes; by default the one for the tensors' device.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        ranks: int,
+        config: OffloadConfig,
+        portal: Portal,
+        *,
+        clock: Clock | None = None,
+        copier: Copier | None = None,
+    ) -> None:
+        self._rank = rank
+        self._ranks = ranks
+        self._config = config
+        self._portal = portal
+        self._clock = clock or SystemClock()
+        self._copier = copier
+        self._pump: TransferPump | None = None
+        self._tasks: list[Future[None]] = []
+
+    def register(self, layout: DeviceLayout) -> int:
+        """Take the rank's KV memory; host memory is made ready in the background. Return the slots there will be.
+
+        Raises:
+            ConfigError: `host_bytes` is below one block or above what the machine has left.
+        """
+        slots = slots_for(self._config.bytes_per_rank(self._ranks), layout)
+        arena = Arena(layout, slots, make_allocator(layout, executor=self._portal.executor))
+        copier = self._copier or make_copier(layout, executor=self._portal.executor, clock=self._clock)
+        pump = TransferPump(
+            self._rank,
+            arena,
+            copier,
+            self._clock,
+            store_bytes_in_flight=_STORE_BYTES_IN_FLIGHT,
+            timeout_s=self._config.transfer_timeout_s,
+        )
+        self._pump = pump
+        self._tasks = [self._portal.spawn(arena.prepare), self._portal.spawn(pump.run)]
+        self._tasks[1].add_done_callback(lambda _: self._coroutine_ended(pump))
+        log.info("worker_registered", rank=self._rank, slots=slots, slot_bytes=layout.slot_bytes)
+        return slots
+
+    def start_loads(self, plan: TransferPlan) -> None:
+        """Submit the plan's loads, behind what the calling thread has put on the device so far (R13)."""
+        if plan.loads:
+            self._live_pump.submit_loads(plan.loads)
+
+    def start_stores(self, plan: TransferPlan) -> None:
+        """Queue the plan's stores, behind what the calling thread has put on the device so far (R13)."""
+        if plan.stores:
+            self._live_pump.submit_stores(plan.stores)
+
+    def take_report(self) -> TransferReport | None:
+        """Return what ended since the last call, None without news. Never waits."""
+        pump = self._live_pump
+        if not self._portal.is_alive:
+            pump.coroutine_lost("the portal's thread is gone")
+        pump.poll()
+        return pump.take_report()
+
+    def close(self) -> None:
+        """Drain the copies that were started and give the memory back."""
+        if self._pump is None:
+            return
+        pump, self._pump = self._pump, None
+        for task in self._tasks:
+            task.cancel()
+        # Where the portal is gone, copies may still run on memory of ours: another one sees them to their end.
+        portal = self._portal if self._portal.is_alive else Portal("kvoffload-drain")
+        try:
+            portal.spawn(pump.close).result(self._config.transfer_timeout_s + _DRAIN_S)
+        except Exception as error:  # the engine is on its way out, and others are to be closed after us
+            log.error("worker_not_closed", rank=self._rank, error=repr(error), exc_info=error)
+        if portal is not self._portal:
+            portal.close()
+
+    def _coroutine_ended(self, pump: TransferPump) -> None:
+        """Unless this side is closing, nobody asked the coroutine to end."""
+        if self._pump is pump:
+            pump.coroutine_lost("the transfer coroutine ended")
+
+    @property
+    def pump(self) -> TransferPump:
+        """The rank's copies, for statistics and tests."""
+        return self._live_pump
+
+    @property
+    def _live_pump(self) -> TransferPump:
+        assert self._pump is not None, "register() comes first"
+        return self._pump

@@ -1,0 +1,76 @@
+"""The plugin that the reference engine finds by its entry point."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvoffload.engine.plugin import EngineFacts, SchedulerPlugin, WorkerPlugin
+from kvoffload.model.config import OffloadConfig, parse_config
+from kvoffload.model.ids import Rank
+from kvoffload.runtime.portal import Portal
+from kvoffload.runtime.scheduler_side import Clocks, SchedulerSide
+from kvoffload.runtime.worker_side import WorkerSide
+from kvoffload_reference.pool_device import PoolDevice
+from kvoffload_reference.scheduler import ReferenceScheduler
+from kvoffload_reference.translate import shape_of
+from kvoffload_reference.worker import ReferenceWorker
+
+if TYPE_CHECKING:
+    from kvoffload.transfer.ports import Clock, Copier
+
+
+class ReferencePlugin:
+    """Offloading for one reference engine; all its ranks live in the engine's process and share a portal.
+
+    Args:
+        portal: its threads; by default one of its own, which ends with the engine.
+        clocks: the scheduler's side's times.
+        clock: the transfer coroutines' time.
+        make_copier: makes each rank's copier; by default the one for the engine's device.
+    """
+
+    name = "kvoffload"
+
+    def __init__(
+        self,
+        *,
+        portal: Portal | None = None,
+        clocks: Clocks | None = None,
+        clock: Clock | None = None,
+        make_copier: Callable[[Rank], Copier] | None = None,
+    ) -> None:
+        self._clocks = clocks
+        self._clock = clock
+        self._make_copier = make_copier
+        self._portal = portal or Portal("kvoffload")
+        self._config = OffloadConfig()
+        self.offload: SchedulerSide | None = None
+        self.workers: list[WorkerSide] = []
+
+    def scheduler_side(self, engine: EngineFacts) -> SchedulerPlugin:
+        """Make the scheduler's side.
+
+        Raises:
+            ConfigError: the engine's `plugin_config` has bad keys or values.
+        """
+        self._config = parse_config(engine.plugin_config)
+        device = PoolDevice()
+        self.offload = SchedulerSide(
+            shape_of(engine), self._config, device, portal=self._portal, clocks=self._clocks
+        )
+        return ReferenceScheduler(self.offload, device, self._portal.close)
+
+    def worker_side(self, engine: EngineFacts, rank: int) -> WorkerPlugin:
+        """Make one rank's side."""
+        copier = self._make_copier(Rank(rank)) if self._make_copier is not None else None
+        worker = WorkerSide(
+            Rank(rank), engine.ranks, self._config, self._portal, clock=self._clock, copier=copier
+        )
+        self.workers.append(worker)
+        return ReferenceWorker(worker)
+
+
+def plugin() -> ReferencePlugin:
+    """Return a plugin for one engine: what the entry point names."""
+    return ReferencePlugin()

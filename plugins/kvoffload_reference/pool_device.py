@@ -1,0 +1,44 @@
+"""What the reference engine lends, through its block pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from kvoffload.engine.block_pool import BlockPool
+from kvoffload.model.ids import BlockKey, DeviceBlockId
+
+
+class PoolDevice:
+    """Leases are references of ours on the engine's blocks."""
+
+    def __init__(self) -> None:
+        self._pool: BlockPool | None = None
+
+    def bind(self, pool: BlockPool) -> None:
+        """Take the pool, which the engine makes after the plugin."""
+        self._pool = pool
+
+    def lease(self, blocks: Sequence[DeviceBlockId]) -> None:
+        self._bound.touch(blocks)
+
+    def release(self, blocks: Sequence[DeviceBlockId]) -> None:
+        self._bound.free(blocks)
+
+    def next_evictable(self, count: int) -> Iterable[DeviceBlockId]:
+        return map(DeviceBlockId, self._bound.next_evictable(count))
+
+    def free_blocks(self) -> int:
+        return self._bound.free_blocks
+
+    def key_of(self, block: DeviceBlockId) -> BlockKey | None:
+        key = self._bound.key_of(block)
+        return BlockKey(key) if key is not None else None
+
+    def block_of(self, key: BlockKey) -> DeviceBlockId | None:
+        block = self._bound.cached_block(key)
+        return DeviceBlockId(block) if block is not None else None
+
+    @property
+    def _bound(self) -> BlockPool:
+        assert self._pool is not None, "bind() comes first"
+        return self._pool

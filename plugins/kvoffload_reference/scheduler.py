@@ -1,0 +1,124 @@
+"""The scheduler's side: the engine's hooks as facts, and the core's answers as the engine wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvoffload.engine.block_pool import BlockPool
+from kvoffload.engine.plugin import BlockTables, LoadResults, Progress, RequestView, StepFacts
+from kvoffload.model import facts
+from kvoffload.model.engine import EngineShape
+from kvoffload.model.ids import BlockKey, DeviceBlockId, RequestId
+from kvoffload.model.transfer import TransferReport
+from kvoffload.runtime.scheduler_side import SchedulerSide
+from kvoffload_reference.pool_device import PoolDevice
+from kvoffload_reference.translate import blocks, keys
+
+
+@dataclass(slots=True)
+class _Told:
+    """What the core has been told of a request: only what is new is told again."""
+
+    view: RequestView
+    keys: list[int]  # per group, how many
+    blocks: tuple[int, ...] = ()  # confirmed whole blocks per group
+    runs: bool = False
+
+
+class ReferenceScheduler:
+    """Offloading on the engine's scheduler.
+
+    Args:
+        offload: the runtime's scheduler side.
+        device: what the engine lends; bound when the engine has a pool.
+        closed: called when the engine has stopped, after all else.
+    """
+
+    def __init__(self, offload: SchedulerSide, device: PoolDevice, closed: Callable[[], object]) -> None:
+        self._offload = offload
+        self._device = device
+        self._closed = closed
+        self._told: dict[str, _Told] = {}
+
+    def bind(self, pool: BlockPool) -> None:
+        self._device.bind(pool)
+
+    def request_added(self, request: RequestView) -> None:
+        known = tuple(keys(request.keys(group.group)) for group in self._shape.groups)
+        self._told[request.request_id] = _Told(request, [len(each) for each in known])
+        self._offload.seen(facts.RequestSeen(RequestId(request.request_id), request.num_tokens, known))
+
+    def lookup(self, request: RequestView, device_tokens: int) -> int | None:
+        return self._offload.lookup(RequestId(request.request_id), device_tokens, request.num_tokens)
+
+    def allocated(
+        self, request: RequestView, tables: BlockTables, device_tokens: int, external_tokens: int
+    ) -> None:
+        told = self._told[request.request_id]
+        told.blocks, told.runs = (), False
+        tables_of = tuple(map(blocks, tables))
+        self._offload.allocated(
+            facts.BlocksAllocated(RequestId(request.request_id), tables_of, device_tokens, external_tokens)
+        )
+
+    def plan(self, step: StepFacts) -> object:
+        progress = tuple(self._news(step))
+        preempted = tuple(map(RequestId, step.preempted))
+        return self._offload.step(facts.StepScheduled(step.step, progress, preempted))
+
+    def request_ended(self, request: RequestView, aborted: bool) -> None:
+        told = self._told.pop(request.request_id)
+        confirmed = request.confirmed_tokens
+        self._offload.ended(
+            facts.RequestEnded(RequestId(request.request_id), confirmed, self._new_keys(told), confirmed > 0)
+        )
+
+    def update(self, outputs: Sequence[object]) -> LoadResults:
+        reports = [output for output in outputs if isinstance(output, TransferReport)]
+        if not reports and not self._offload.has_work:
+            return LoadResults()
+        results = self._offload.reported(reports)
+        return LoadResults(tuple(results.loaded), tuple(results.failed))
+
+    def has_pending_work(self) -> bool:
+        return self._offload.has_work
+
+    def reset(self) -> bool:
+        return self._offload.reset()
+
+    def shutdown(self) -> None:
+        self._offload.close()
+        self._closed()
+
+    @property
+    def _shape(self) -> EngineShape:
+        return self._offload.shape
+
+    def _news(self, step: StepFacts) -> Iterator[facts.Progress]:
+        """Only of requests that gained a block, confirmed one, or run for the first time since their allocation."""
+        for progress in step.progress:
+            told = self._told[progress.request_id]
+            confirmed = tuple(progress.confirmed_tokens // group.block_tokens for group in self._shape.groups)
+            if told.runs and confirmed == told.blocks and not any(progress.new_blocks):
+                continue
+            told.runs, told.blocks = True, confirmed
+            yield facts.Progress(
+                RequestId(progress.request_id),
+                progress.confirmed_tokens,
+                _appended(progress),
+                self._new_keys(told),
+            )
+
+    def _new_keys(self, told: _Told) -> tuple[tuple[BlockKey, ...], ...]:
+        new = []
+        for group in self._shape.groups:
+            known = told.view.keys(group.group)
+            new.append(keys(known[told.keys[group.group] :]))
+            told.keys[group.group] = len(known)
+        return tuple(new)
+
+
+def _appended(progress: Progress) -> tuple[tuple[DeviceBlockId, ...], ...]:
+    """The engine names positions; they continue the table."""
+    return tuple(blocks([block for _, block in pairs]) for pairs in progress.new_blocks)

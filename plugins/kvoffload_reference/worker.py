@@ -1,0 +1,44 @@
+"""A rank's side: the engine's hooks, forwarded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvoffload.model.transfer import TransferPlan
+from kvoffload.runtime.worker_side import WorkerSide
+from kvoffload.transfer.layout import layout_of
+
+if TYPE_CHECKING:
+    import torch
+
+
+class ReferenceWorker:
+    """Offloading on one rank.
+
+    Args:
+        offload: the runtime's worker side.
+    """
+
+    def __init__(self, offload: WorkerSide) -> None:
+        self.offload = offload
+
+    def register_kv_caches(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.offload.register(layout_of(tensors))
+
+    def start_loads(self, plan: object) -> None:
+        self.offload.start_loads(_plan(plan))
+
+    def start_stores(self, plan: object) -> None:
+        self.offload.start_stores(_plan(plan))
+
+    def take_output(self) -> object:
+        return self.offload.take_report()
+
+    def shutdown(self) -> None:
+        self.offload.close()
+
+
+def _plan(plan: object) -> TransferPlan:
+    assert isinstance(plan, TransferPlan), plan
+    return plan
