@@ -1,0 +1,24 @@
+"""Lends a stock vLLM's CPU platform its missing ops, written in plain torch. For development, tests and the demo only.
+
+The wheel of vLLM that a package index offers has no CPU extension. With the platform switched to the CPU
+(`VLLM_TARGET_DEVICE=cpu`) its Python side runs, and stops at the few compiled ops that the CPU worker calls. vLLM loads
+this package in every process of the engine through the entry point group `vllm.general_plugins`, where it defines those
+ops: right, not fast. It is not in the kvoffload wheel, and does nothing on a machine whose vLLM runs on a GPU.
+"""
+
+from __future__ import annotations
+
+__all__ = ["register"]
+
+
+def register() -> None:
+    """Defines the missing ops in this process. Called by vLLM, once."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm_cpu_ops import ops, overlap, slot_mapping
+
+    ops.define_missing()
+    slot_mapping.replace_kernel()
+    overlap.follow_the_switch()

@@ -1,0 +1,58 @@
+"""Which cache slot each token of a step is written to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.block_table import BlockTable
+
+PADDING = -1  # A slot below zero is not written to.
+
+
+def fill_slots(
+    query_start_loc: torch.Tensor,
+    positions: torch.Tensor,
+    block_table: torch.Tensor,
+    slots: torch.Tensor,
+    block_size: int,
+) -> None:
+    """Writes each token's slot into `slots`, and padding behind the last token.
+
+    Args:
+        query_start_loc: where each request's tokens begin, and where the last one's end.
+        positions: each token's place in its request.
+        block_table: one row of block ids per request.
+        slots: filled in place.
+        block_size: tokens of one entry of the block table.
+    """
+    lengths = query_start_loc.diff().long()
+    tokens = int(lengths.sum())
+    rows = torch.repeat_interleave(torch.arange(lengths.numel()), lengths)
+    places = positions[:tokens].long()
+    blocks = block_table[rows, places // block_size].long()
+    slots[:tokens] = blocks * block_size + places % block_size
+    slots[tokens:] = PADDING
+
+
+def replace_kernel() -> None:
+    """Gives vLLM's block table `fill_slots` in place of its Triton kernel.
+
+    Without Triton vLLM calls a stand-in for the kernel instead; 0.32 hands it the arguments in an order that it does
+    not expect. A plain method is the same for every version.
+    """
+    from vllm.v1.worker.block_table import BlockTable
+
+    BlockTable.compute_slot_mapping = _compute_slot_mapping
+
+
+def _compute_slot_mapping(
+    self: BlockTable, num_reqs: int, query_start_loc: torch.Tensor, positions: torch.Tensor
+) -> None:
+    mode = getattr(self, "slot_mapping_mode", None)
+    if mode is not None and mode.name == "NONE":  # A recurrent group has states, not slots.
+        return
+    starts = query_start_loc[: num_reqs + 1]
+    fill_slots(starts, positions, self.block_table.gpu, self.slot_mapping.gpu, self.block_size)

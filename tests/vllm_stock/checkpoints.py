@@ -1,0 +1,109 @@
+"""Small checkpoints with random weights, the same bytes on every machine: one full attention, one sliding window.
+
+The weights are drawn wide, so that every token's choice hangs on the whole context: a block of wrong KV changes the
+tokens. The tokenizer is one token per byte, so that a server can take text too.
+
+    python checkpoints.py qwen3 FOLDER
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+Kind = Literal["qwen3", "gemma3"]
+KINDS: tuple[Kind, ...] = ("qwen3", "gemma3")
+
+VOCABULARY = 320  # 256 bytes, the end of a text, and some that stand for nothing
+END = 256
+WINDOW = 80  # Not a multiple of the block size, so that windows begin inside a block.
+WIDTH = 0.15  # Standard deviation of the weights.
+CONTEXT = 4096
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": CONTEXT,
+    "eos_token_id": END,
+    "pad_token_id": END,
+    "bos_token_id": None,
+    "tie_word_embeddings": False,
+}
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant: "
+)
+
+
+def make(kind: Kind, folder: Path, *, seed: int = 0) -> Path:
+    """Writes the checkpoint into `folder`, unless it is there already; returns `folder`."""
+    done = folder / "made.json"
+    recipe = json.dumps({"kind": kind, "seed": seed, "width": WIDTH, "window": WINDOW, **SHAPE})
+    if done.exists() and done.read_text() == recipe:
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    model = _model(kind)
+    _draw(model, seed)
+    model.save_pretrained(folder)
+    _tokenizer().save_pretrained(folder)
+    done.write_text(recipe)
+    return folder
+
+
+def _model(kind: Kind) -> PreTrainedModel:
+    import transformers
+
+    if kind == "qwen3":
+        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(num_hidden_layers=2, **SHAPE))
+    layers = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    config = transformers.Gemma3TextConfig(
+        num_hidden_layers=len(layers),
+        layer_types=layers,
+        sliding_window=WINDOW,
+        query_pre_attn_scalar=SHAPE["head_dim"],
+        **SHAPE,
+    )
+    return transformers.Gemma3ForCausalLM(config)
+
+
+def _draw(model: PreTrainedModel, seed: int) -> None:
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, weight in sorted(model.named_parameters()):
+            if weight.dim() > 1:  # The norms keep what they were made with.
+                weight.normal_(0.0, WIDTH, generator=generator)
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast as Fast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    wrapped = Fast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
+    wrapped.chat_template = CHAT_TEMPLATE
+    return wrapped
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="make a small checkpoint with random weights")
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("folder", type=Path)
+    chosen = parser.parse_args()
+    make(chosen.kind, chosen.folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""vLLM's own `SimpleCPUOffloadConnector` on a machine without a GPU, so that both can be measured on one engine.
+
+Its decisions, its hooks and its bookkeeping are what vLLM ships. Only what touches the device is replaced: streams and
+events by stand-ins, and the copies between device and host by copies between two places on the host, on a thread as
+there. Select it with `kv_transfer("PeerOnHost", ...)`.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.simple_cpu_offload_connector import (
+    SimpleCPUOffloadConnector,
+)
+from vllm.v1.simple_kv_offload import worker
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+Caches = dict[str, torch.Tensor]  # A region's name to its `[blocks, bytes of a block]`.
+
+
+def kv_transfer(host_bytes: int, *, lazy: bool = False, inline: bool = False) -> dict[str, Any]:
+    """The engine's option `kv_transfer_config` for the peer.
+
+    Args:
+        host_bytes: room on the host, of all ranks together.
+        lazy: store what is about to be evicted, not what has just been computed.
+        inline: copy within the hook that orders the copy, which makes runs repeatable, in place of on a thread.
+    """
+    return {
+        "kv_connector": "PeerOnHost",
+        "kv_connector_module_path": __name__,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "cpu_bytes_to_use": host_bytes,
+            "lazy_offload": lazy,
+            "copies_inline": inline,
+        },
+    }
+
+
+class PeerOnHost(SimpleCPUOffloadConnector):  # type: ignore[misc]  # vLLM is not where types are checked
+    """vLLM's connector, whose worker side copies from host to host."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        inline = vllm_config.kv_transfer_config.get_from_extra_config("copies_inline", False)
+        worker.DmaCopyBackend = partial(HostCopies, inline)
+        worker.torch = _TorchWithoutDevice()
+        worker.PIN_MEMORY = False
+        super().__init__(vllm_config, role, kv_cache_config)
+
+    def shutdown(self) -> None:
+        """Ends the copying thread, which vLLM's own class leaves running."""
+        super().shutdown()
+        backend = getattr(self.worker_handler, "_backend", None)
+        if backend is not None:
+            backend.shutdown()
+
+
+class HostCopies:
+    """Copies blocks from host to host, one order behind the other, on a thread of its own or at once."""
+
+    def __init__(self, inline: bool) -> None:
+        self._inline = inline
+        self._orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="peer-copies", daemon=True)
+        self._device: Caches = {}
+        self._host: Caches = {}
+
+    def init(self, gpu_caches: Caches, cpu_caches: Caches, *_: object) -> None:
+        """Takes the two sides of all copies to come."""
+        self._device, self._host = gpu_caches, cpu_caches
+        if not self._inline:
+            self._thread.start()
+
+    def launch_copy(
+        self,
+        src_blocks: Sequence[int],
+        dst_blocks: Sequence[int],
+        is_store: bool,
+        event_idx: int,
+        events_list: list[tuple[int, _Done]],
+        wait_event: object = None,  # What it waits for, the forward pass, has ended on a CPU.
+    ) -> None:
+        """Orders a copy; when it has ended, `events_list` gets its number."""
+        sides = (self._device, self._host) if is_store else (self._host, self._device)
+        order = partial(_copy, *sides, src_blocks, dst_blocks, event_idx, events_list)
+        if self._inline:
+            order()
+        else:
+            self._orders.put(order)
+
+    def shutdown(self) -> None:
+        """Ends the thread behind the orders that it has."""
+        if self._thread.is_alive():
+            self._orders.put(None)
+            self._thread.join()
+
+    def _serve(self) -> None:
+        while (order := self._orders.get()) is not None:
+            order()
+
+
+def _copy(
+    source: Caches,
+    target: Caches,
+    source_blocks: Sequence[int],
+    target_blocks: Sequence[int],
+    number: int,
+    ended: list[tuple[int, _Done]],
+) -> None:
+    here, there = torch.tensor(source_blocks), torch.tensor(target_blocks)
+    for name, region in source.items():
+        target[name][there] = region[here]
+    ended.append((number, _Done()))
+
+
+class _Done:
+    """In place of a CUDA event: what it marks has ended already."""
+
+    def record(self, stream: object = None) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _Stream:
+    def __init__(self, priority: int = 0) -> None:
+        self.priority = priority
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return 0, 0
+
+
+class _Cuda:
+    Stream = _Stream
+
+    @staticmethod
+    def current_stream() -> _Stream:
+        return _Stream()
+
+
+class _TorchWithoutDevice:
+    """What the worker's module takes for torch: torch, but for the names that need a device."""
+
+    cuda = _Cuda
+    Event = _Done
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(torch, name)
