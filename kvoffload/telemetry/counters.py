@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from kvoffload.bus.bus import Bus
@@ -21,6 +21,9 @@ from kvoffload.telemetry.labels import Hook, LookupResult, subscriber_label
 from kvoffload.telemetry.snapshot import Distribution, Labels, Snapshot
 
 _ATTEMPTS = 1000  # copies of a snapshot; one is enough unless the counting thread was interrupted just then
+_KEPT = (
+    1 << 14
+)  # raw samples of one series that wait to be taken; whoever takes them does so many times a second
 _HOST = Tier.HOST.value
 _HIT = (LookupResult.HIT.value,)
 _MISS = (LookupResult.MISS.value,)
@@ -30,18 +33,21 @@ E = TypeVar("E", bound=events.Event)
 
 
 class Histogram:
-    """Samples by bucket. A sample equal to a bound belongs below it."""
+    """Samples by bucket, and raw where `kept` is a list. A sample equal to a bound belongs below it."""
 
-    __slots__ = ("_bounds", "_counts", "_total")
+    __slots__ = ("_bounds", "_counts", "_total", "kept")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._total = 0.0
+        self.kept: list[float] | None = None
 
     def observe(self, value: float) -> None:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._total += value
+        if self.kept is not None and len(self.kept) < _KEPT:
+            self.kept.append(value)
 
     def copy(self) -> Distribution:
         return Distribution(tuple(self._counts), self._total)
@@ -51,6 +57,8 @@ class Counters:
     """Every counter and histogram of the catalogue that events feed."""
 
     def __init__(self) -> None:
+        self.changes = 0
+        """How often something was counted; times of hooks, which every step has, are left out."""
         self._edition = 0
         self._counts: dict[str, dict[Labels, int]] = {
             metric.name: dict.fromkeys(metric.series, 0) for metric in CATALOGUE if _is_counted(metric)
@@ -79,11 +87,33 @@ class Counters:
 
     def removed(self, name: str) -> None:
         """Count an observer that was removed because it raised."""
+        self.changes += 1
         self._counts["kvoffload_bus_removed_total"][(subscriber_label(name),)] += 1
 
     def journal_failed(self) -> None:
         """Count a write error of the journal's file."""
+        self.changes += 1
         self._counts["kvoffload_journal_write_errors_total"][()] += 1
+
+    @property
+    def counts(self) -> Mapping[str, Mapping[Labels, int]]:
+        """The counters as they are now, for the counting thread; others take a snapshot."""
+        return self._counts
+
+    def keep_samples(self) -> None:
+        """From now on keep histograms' raw samples too, so many of each series, until they are taken."""
+        for series in self._histograms.values():
+            for one in series.values():
+                one.kept = []
+
+    def take_samples(self) -> dict[str, dict[Labels, list[float]]]:
+        """Return the raw samples kept since the last call, on the counting thread; series without any are left out."""
+        taken: dict[str, dict[Labels, list[float]]] = {}
+        for name, series in self._histograms.items():
+            for labels, one in series.items():
+                if one.kept:
+                    taken.setdefault(name, {})[labels], one.kept = one.kept, []
+        return taken
 
     def snapshot(self) -> Snapshot:
         """Return a copy of all numbers, from any thread."""
@@ -107,6 +137,7 @@ class Counters:
 
     def _whole(self, count: Callable[[E], None]) -> Callable[[E], None]:
         def count_whole(event: E) -> None:
+            self.changes += 1
             self._edition += 1
             try:
                 count(event)

@@ -8,12 +8,10 @@ from itertools import accumulate
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvoffload.model.transfer import Tier
 from kvoffload.telemetry import catalogue
 from kvoffload.telemetry.catalogue import CATALOGUE, Kind
 from kvoffload.telemetry.counters import Counters
 from kvoffload.telemetry.gauges import GaugeSnapshot, GaugeSource
-from kvoffload.telemetry.labels import subscriber_label
 from kvoffload.telemetry.server import MetricsServer, serve
 from kvoffload.telemetry.snapshot import Distribution, Labels, Snapshot
 
@@ -46,7 +44,7 @@ class KVOffloadCollector(Collector):
         """Yield every family, each with all its series."""
         counted = self._counters.snapshot()
         state = self._gauges.gauges() if self._gauges else GaugeSnapshot()
-        asked = _numbers_of(state)
+        asked = state.numbers()
         for metric in CATALOGUE:
             family = self._family(metric)
             self._fill(family, metric, counted, asked)
@@ -75,23 +73,6 @@ class KVOffloadCollector(Collector):
         numbers = asked[metric.name] if metric.name in asked else counted.counts[metric.name]
         for labels in metric.series:
             family.add_metric([*engine, *labels], numbers.get(labels, 0))
-
-
-def _numbers_of(state: GaugeSnapshot) -> dict[str, dict[Labels, float]]:
-    """Return the series of every metric that is asked for and not counted."""
-    host = Tier.HOST.value
-    dropped: dict[Labels, float] = {}
-    for name, events in state.dropped.items():
-        labels = (subscriber_label(name),)
-        dropped[labels] = dropped.get(labels, 0) + events
-    return {
-        "kvoffload_slots": {(host, name): slots for name, slots in state.slots.items()},
-        "kvoffload_capacity_slots": {(host,): state.capacity_slots},
-        "kvoffload_open_jobs": {(way, name): jobs for (way, name), jobs in state.open_jobs.items()},
-        "kvoffload_oldest_pin_timestamp_seconds": {(): state.oldest_pin_s},
-        "kvoffload_degraded": {(state.degraded.value,): 1} if state.degraded else {},
-        "kvoffload_bus_dropped_total": dropped,
-    }
 
 
 def _cumulate(bounds: tuple[float, ...], series: Distribution) -> list[tuple[str, float]]:

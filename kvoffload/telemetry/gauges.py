@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvoffload.model.causes import DegradeCause
-from kvoffload.telemetry.labels import SlotLabel
+from kvoffload.model.transfer import Tier
+from kvoffload.telemetry.labels import SlotLabel, subscriber_label
+from kvoffload.telemetry.snapshot import Labels
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,22 @@ class GaugeSnapshot:
     oldest_pin_s: float = 0.0
     degraded: DegradeCause | None = None
     dropped: Mapping[str, int] = field(default_factory=dict)
+
+    def numbers(self) -> dict[str, dict[Labels, float]]:
+        """Return the series of every metric that is asked for and not counted, by name; one that is missing is 0."""
+        host = Tier.HOST.value
+        dropped: dict[Labels, float] = {}
+        for name, events in self.dropped.items():
+            labels = (subscriber_label(name),)
+            dropped[labels] = dropped.get(labels, 0) + events
+        return {
+            "kvoffload_slots": {(host, name): slots for name, slots in self.slots.items()},
+            "kvoffload_capacity_slots": {(host,): self.capacity_slots},
+            "kvoffload_open_jobs": {(way, name): jobs for (way, name), jobs in self.open_jobs.items()},
+            "kvoffload_oldest_pin_timestamp_seconds": {(): self.oldest_pin_s},
+            "kvoffload_degraded": {(self.degraded.value,): 1} if self.degraded else {},
+            "kvoffload_bus_dropped_total": dropped,
+        }
 
     def problems(self) -> list[str]:
         """Return every law that these numbers break, as text."""

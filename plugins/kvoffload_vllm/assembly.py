@@ -1,0 +1,104 @@
+"""Builds the connector's two sides from vLLM's configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvoffload.model.config import OffloadConfig, parse_config
+from kvoffload.model.errors import ConfigError
+from kvoffload.model.ids import Rank
+from kvoffload.runtime.portal import Portal
+from kvoffload.runtime.scheduler_side import SchedulerSide
+from kvoffload.runtime.worker_side import WorkerSide
+from kvoffload.telemetry.logs import ROOT, get_logger
+from kvoffload_vllm.events import find_wire, publishes_events
+from kvoffload_vllm.groups import VllmGroups, vllm_groups
+from kvoffload_vllm.host_news import HostNews
+from kvoffload_vllm.pool_device import VllmDevice
+from kvoffload_vllm.scheduler import VllmScheduler
+from kvoffload_vllm.stats import StatsSender
+from kvoffload_vllm.tracked import KeyMaker
+from kvoffload_vllm.worker import VllmWorker
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+log = get_logger("vllm")
+
+
+def make_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> VllmScheduler:
+    """Return the scheduler's side.
+
+    Raises:
+        ConfigError: with everything because of which offloading cannot start.
+    """
+    join_logging()
+    groups, config = _check(vllm_config, kv_cache_config)
+    if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
+        log.warning(
+            "failed_loads_fail_requests",
+            kv_load_failure_policy=vllm_config.kv_transfer_config.kv_load_failure_policy,
+            remedy='set "kv_load_failure_policy":"recompute" in --kv-transfer-config',
+        )
+    device, portal = VllmDevice(), Portal("kvoffload")
+    offload = SchedulerSide(groups.shape, config, device, portal=portal)
+    keys = KeyMaker(groups.hash_ratios, groups.ids)
+    news = None
+    if publishes_events(vllm_config):
+        news = HostNews(groups, keys, offload.core.state.pool.index, find_wire())
+    return VllmScheduler(offload, device, keys, groups.ids, StatsSender(offload), portal.close, news)
+
+
+def make_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> VllmWorker:
+    """Return one worker's side.
+
+    Raises:
+        ConfigError: with everything because of which offloading cannot start.
+    """
+    join_logging()
+    _, config = _check(vllm_config, kv_cache_config)  # a worker starts first: what is refused is refused here
+    parallel, portal = vllm_config.parallel_config, Portal("kvoffload")
+    offload = WorkerSide(Rank(parallel.rank), parallel.world_size, config, portal)
+    return VllmWorker(offload, portal.close)
+
+
+def join_logging() -> None:
+    """Let vLLM's handlers print kvoffload's lines, at vLLM's level. Leaves alone what the host set up itself."""
+    ours, theirs = logging.getLogger(ROOT), logging.getLogger("vllm")
+    if ours.handlers or not theirs.handlers:
+        return
+    for handler in theirs.handlers:
+        ours.addHandler(handler)
+    ours.setLevel(theirs.getEffectiveLevel())
+    ours.propagate = False
+
+
+def _check(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[VllmGroups, OffloadConfig]:
+    """Translate both, and tell all that is wrong with either at once."""
+    problems: list[str] = []
+    groups = config = None
+    try:
+        config = _config(vllm_config)
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        groups = vllm_groups(vllm_config, kv_cache_config)
+    except ConfigError as error:
+        problems += error.problems
+    if groups is None or config is None:
+        raise ConfigError(problems)
+    return groups, config
+
+
+def _config(vllm_config: VllmConfig) -> OffloadConfig:
+    config = parse_config(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
+    parallel = vllm_config.parallel_config
+    if config.journal_path is None or parallel.data_parallel_size == 1:
+        return config
+    # Each engine of a data-parallel server writes a file of its own.
+    path = Path(f"{config.journal_path}.dp{parallel.data_parallel_rank}")
+    return dataclasses.replace(config, journal_path=path)

@@ -1,0 +1,209 @@
+"""The connector: vLLM's hooks for both roles, forwarded to the side that this process has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+
+from kvoffload_vllm.assembly import make_scheduler, make_worker
+from kvoffload_vllm.layout import layout_of_caches
+from kvoffload_vllm.metadata import KVOffloadMetadata
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorPromMetrics,
+        KVConnectorStats,
+        PromMetric,
+        PromMetricT,
+    )
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from kvoffload_vllm.scheduler import VllmScheduler
+    from kvoffload_vllm.worker import VllmWorker
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:  # before 0.32 vLLM does not tell hits apart by their source
+    CacheHitSource = None
+
+REPORTS_FAILED_LOADS = hasattr(base, "KVConnectorTransferResults")
+"""Since 0.30 a failed load is told by request; before, by block, and only with one group."""
+
+
+class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is not installed where types are checked
+    """Keeps computed KV blocks in host memory and brings them back.
+
+    Raises:
+        ConfigError: the settings, the model or this vLLM cannot be used; the message has every problem.
+    """
+
+    requires_kv_delivery = False
+    """It is a cache: a store that is dropped costs nobody an output."""
+
+    supports_divergent_local_hybrid_hits = False
+    supports_sleep_mode = False
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._scheduler: VllmScheduler | None = None
+        self._worker: VllmWorker | None = None
+        self._vllm_cache_config = kv_cache_config
+        self._bad_blocks: set[int] = set()
+        if CacheHitSource is not None:
+            self._cache_hit_source = CacheHitSource.HOST
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = make_scheduler(vllm_config, kv_cache_config)
+        else:
+            self._worker = make_worker(vllm_config, kv_cache_config)
+
+    # -- worker -------------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._on_worker.register(layout_of_caches(kv_caches, self._vllm_cache_config))
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, KVOffloadMetadata), connector_metadata
+        self._on_worker.bind(connector_metadata)
+
+    def clear_connector_metadata(self) -> None:
+        self._on_worker.clear()
+        super().clear_connector_metadata()
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
+        self._on_worker.start_loads()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """All loads are asynchronous: no layer waits."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: object
+    ) -> None:
+        """Stores are planned by the scheduler's side and start after the forward pass."""
+
+    def wait_for_save(self) -> None:
+        self._on_worker.start_stores()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        received = self._on_worker.take_received()
+        self._bad_blocks = received.bad_blocks
+        return None, received.finished or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> base.KVConnectorTransferResults:
+        received = self._on_worker.take_received()
+        return base.KVConnectorTransferResults(
+            finished_recving=received.finished, failed_recving=received.failed
+        )
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        if REPORTS_FAILED_LOADS:
+            return set()
+        bad_blocks, self._bad_blocks = self._bad_blocks, set()
+        return bad_blocks
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self._on_worker.worker_metadata()
+
+    # -- scheduler ----------------------------------------------------------------------------------------------
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self._on_scheduler.bind(gpu_block_pool)
+
+    def on_new_request(self, request: Request) -> None:
+        self._on_scheduler.new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        tokens = self._on_scheduler.lookup(request, num_computed_tokens)
+        return tokens, bool(tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        self._on_scheduler.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self._on_scheduler.build_metadata(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._on_scheduler.update(connector_output)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        # Blocks under a copy are leased, so vLLM may free the request's at once.
+        self._on_scheduler.ended(request, block_ids)
+        return False, None
+
+    def has_pending_push_work(self) -> bool:
+        return self._on_scheduler.has_work
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return self._on_scheduler.take_events()
+
+    def reset_cache(self) -> bool | None:
+        return self._on_scheduler.offload.reset()
+
+    # -- both ---------------------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+        if self._scheduler is not None:
+            self._scheduler.close()
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        return self._scheduler.take_stats() if self._scheduler is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        from kvoffload_vllm.stats import KVOffloadStats
+
+        return KVOffloadStats(data=data) if data is not None else KVOffloadStats()
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        from kvoffload_vllm.prometheus import KVOffloadPromMetrics
+
+        return KVOffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @property
+    def _on_worker(self) -> VllmWorker:
+        assert self._worker is not None, "a worker's hook was called on the scheduler's side"
+        return self._worker
+
+    @property
+    def _on_scheduler(self) -> VllmScheduler:
+        assert self._scheduler is not None, "a scheduler's hook was called on a worker's side"
+        return self._scheduler

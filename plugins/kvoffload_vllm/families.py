@@ -1,0 +1,108 @@
+"""The catalogue as ordinary Prometheus metrics, made from whatever classes vLLM hands in (its own or Ray's).
+
+A process may make them more than once, for a second engine or a second logger, and the registry takes a name only once.
+The metrics are kept, then: a later maker gets the same ones, with the series of its own engines back at 0, and what an
+earlier maker of the same series still tells goes nowhere. So nothing is counted twice.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+
+from kvoffload.telemetry.catalogue import BY_NAME, CATALOGUE, Kind, Metric
+from kvoffload_vllm.payload import COUNTS, GAUGES, SAMPLES, split_labels
+
+_STANDARD: Mapping[Kind, type] = {Kind.COUNTER: Counter, Kind.GAUGE: Gauge, Kind.HISTOGRAM: Histogram}
+_PARTS: Mapping[Kind, str] = {Kind.COUNTER: COUNTS, Kind.GAUGE: GAUGES, Kind.HISTOGRAM: SAMPLES}
+_made: dict[tuple[Callable[..., object], str], tuple[tuple[str, ...], Any]] = {}
+
+
+class Families:
+    """Every metric of the catalogue, with all its series from the start.
+
+    Args:
+        classes: what to make in place of each of the Prometheus client's classes.
+        label_names: vLLM's labels, which come before ours.
+        engine_labels: their values, per engine of this front end.
+    """
+
+    def __init__(
+        self,
+        classes: Mapping[type, Callable[..., Any]],
+        label_names: Sequence[str],
+        engine_labels: Mapping[int, Sequence[object]],
+    ) -> None:
+        self._engine_labels = engine_labels
+        self._children: dict[tuple[int, str, tuple[str, ...]], Any] = {}
+        self._metrics: dict[str, Any] = {
+            metric.name: _make(classes[_STANDARD[metric.kind]], metric, (*label_names, *metric.label_names))
+            for metric in CATALOGUE
+        }
+        for engine in engine_labels:
+            for metric in CATALOGUE:
+                for labels in metric.series:
+                    self._start(engine, metric.name, labels)
+
+    def observe(self, payload: Mapping[str, Any], engine: int) -> None:
+        """Add one message. What this version does not know is left out: a front end must not die of it."""
+        for child, added in self._entries(payload, COUNTS, engine):
+            child.inc(added)
+        for child, now in self._entries(payload, GAUGES, engine):
+            child.set(now)
+        for child, samples in self._entries(payload, SAMPLES, engine):
+            for sample in samples:
+                child.observe(sample)
+
+    def _entries(self, payload: Mapping[str, Any], part: str, engine: int) -> Iterator[tuple[Any, Any]]:
+        for name, series in payload.get(part, {}).items():
+            if name not in self._metrics or _PARTS[BY_NAME[name].kind] != part:
+                continue
+            for joined, value in series.items():
+                labels = split_labels(joined)
+                if len(labels) == len(BY_NAME[name].labels) and engine in self._engine_labels:
+                    yield (
+                        self._children.get((engine, name, labels)) or self._start(engine, name, labels),
+                        value,
+                    )
+
+    def _start(self, engine: int, name: str, labels: tuple[str, ...]) -> object:
+        values = [*self._engine_labels[engine], *labels]
+        metric = self._metrics[name]
+        if isinstance(metric, Counter | Gauge | Histogram) and not _is_multiprocess():
+            metric.remove(*values)
+        child = self._children[engine, name, labels] = metric.labels(*values)
+        return child
+
+
+def _make(cls: Callable[..., object], metric: Metric, label_names: tuple[str, ...]) -> object:
+    """Return the metric: a new one, or the one that this process has."""
+    options: dict[str, object] = {
+        "name": metric.name,
+        "documentation": metric.help,
+        "labelnames": list(label_names),
+    }
+    if metric.kind is Kind.GAUGE:
+        options["multiprocess_mode"] = "mostrecent"
+    if metric.kind is Kind.HISTOGRAM:
+        options["buckets"] = list(metric.buckets)
+    try:
+        made = cls(**options)
+    except ValueError:
+        if (cls, metric.name) not in _made:
+            raise  # somebody else's
+        names, known = _made[cls, metric.name]
+        if names == label_names:
+            return known
+        REGISTRY.unregister(known)
+        made = cls(**options)
+    _made[cls, metric.name] = label_names, made
+    return made
+
+
+def _is_multiprocess() -> bool:
+    """Whether the client keeps values in files, where it can take no series back: they go on where they were."""
+    return "PROMETHEUS_MULTIPROC_DIR" in os.environ or "prometheus_multiproc_dir" in os.environ

@@ -1,0 +1,162 @@
+"""vLLM's KV cache groups in the project's words. Pure, but for two questions that are put to vLLM where not answered.
+
+A group that is left out makes the numbers differ: ours count the groups that are offloaded, from 0; vLLM's stay what
+they are, in block tables and at the end of keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from kvoffload.model.engine import EngineShape, Promises
+from kvoffload.model.errors import ConfigError
+from kvoffload.model.groups import GroupSpec
+from kvoffload.model.ids import GroupId
+from kvoffload_vllm.support import (
+    Features,
+    find_features,
+    find_problems,
+    is_needed_for_hits,
+    kind_of,
+    layer_specs,
+    reach_of,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSizes:
+    """How vLLM cuts prompts.
+
+    Args:
+        match_tokens: the length of a hit is a multiple of these (vLLM's scheduler block).
+        hash_tokens: a request has one block hash for each of these.
+    """
+
+    match_tokens: int
+    hash_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class VllmGroups:
+    """The groups that are offloaded.
+
+    Args:
+        shape: the engine as the core sees it.
+        ids: vLLM's number of each group.
+        hash_ratios: per group, a request's block hashes in one of its blocks; the last of them is the block's.
+        sizes: how vLLM cuts prompts.
+    """
+
+    shape: EngineShape
+    ids: tuple[int, ...]
+    hash_ratios: tuple[int, ...]
+    sizes: BlockSizes
+
+    def select(self, per_group: Sequence[T]) -> tuple[T, ...]:
+        """Return, of what vLLM gives for each of its groups, that of the groups that are offloaded."""
+        return tuple(per_group[number] for number in self.ids)
+
+    def last_hash(self, group: GroupId, position: int) -> int:
+        """Return which of a request's block hashes is the hash of its block at `position`."""
+        return (position + 1) * self.hash_ratios[group] - 1
+
+
+def vllm_groups(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    *,
+    features: Features | None = None,
+    sizes: BlockSizes | None = None,
+) -> VllmGroups:
+    """Translate; `features` and `sizes` are asked of the installed vLLM where they are not given.
+
+    Raises:
+        ConfigError: with everything because of which this configuration cannot be offloaded.
+    """
+    features = features or find_features()
+    problems = find_problems(vllm_config, kv_cache_config, features)
+    if problems:
+        raise ConfigError(problems)
+    groups = kv_cache_config.kv_cache_groups
+    ids = tuple(number for number, group in enumerate(groups) if is_needed_for_hits(group))
+    ahead = _read_ahead(vllm_config, groups)
+    specs = tuple(
+        _translate_group(GroupId(place), groups[number], number in ahead) for place, number in enumerate(ids)
+    )
+    sizes = sizes or find_block_sizes(vllm_config, kv_cache_config)
+    _check_sizes(specs, sizes)
+    shape = EngineShape(
+        groups=specs,
+        ranks=vllm_config.parallel_config.world_size,
+        device_blocks=kv_cache_config.num_blocks - 1,  # the null block is nobody's
+        step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+        match_tokens=sizes.match_tokens,
+        promises=Promises(hands_off_states=features.hands_off_states),
+    )
+    return VllmGroups(shape, ids, tuple(spec.block_tokens // sizes.hash_tokens for spec in specs), sizes)
+
+
+def vllm_shape(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, features: Features | None = None
+) -> EngineShape:
+    """Return the engine's shape alone; see `vllm_groups`."""
+    return vllm_groups(vllm_config, kv_cache_config, features=features).shape
+
+
+def find_block_sizes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> BlockSizes:
+    """Return what vLLM itself makes of the configuration."""
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+    return BlockSizes(*resolve_kv_cache_block_sizes(kv_cache_config, vllm_config))
+
+
+def _translate_group(place: GroupId, group: KVCacheGroupSpec, reads_ahead: bool) -> GroupSpec:
+    spec = layer_specs(group.kv_cache_spec)[0]  # they agree in all that is read here
+    return GroupSpec(place, kind_of(spec), spec.block_size, reach_of(spec), reads_ahead)
+
+
+def _read_ahead(vllm_config: VllmConfig, groups: Sequence[KVCacheGroupSpec]) -> frozenset[int]:
+    """Return the groups whose last matched block vLLM drops for a draft that reads ahead.
+
+    Where it drops blocks and has marked no group, all count as marked; and groups with equal specs are matched together.
+    """
+    marked = [group for group in groups if getattr(group, "is_eagle_group", False)]
+    if not marked and _drops_for_draft(vllm_config):
+        marked = list(groups)
+    return frozenset(
+        number
+        for number, group in enumerate(groups)
+        if any(group.kv_cache_spec == other.kv_cache_spec for other in marked)
+    )
+
+
+def _drops_for_draft(vllm_config: VllmConfig) -> bool:
+    draft: Any = getattr(vllm_config, "speculative_config", None)
+    if draft is None:
+        return False
+    ask = getattr(draft, "use_eagle_block_drop", None) or draft.use_eagle  # the former since 0.30
+    return bool(ask())
+
+
+def _check_sizes(specs: Sequence[GroupSpec], sizes: BlockSizes) -> None:
+    odd = [
+        spec
+        for spec in specs
+        if spec.block_tokens % sizes.hash_tokens or sizes.match_tokens % spec.block_tokens
+    ]
+    if odd:
+        raise ConfigError(
+            [
+                f"group {spec.group} has blocks of {spec.block_tokens} tokens, which must be a multiple of the "
+                f"{sizes.hash_tokens} of a block hash and divide the {sizes.match_tokens} of a hit"
+                for spec in odd
+            ]
+        )

@@ -1,0 +1,170 @@
+"""Where vLLM's KV blocks lie: read from the placement of its tensors, never assumed.
+
+Since 0.29 vLLM says where each layer's pages are, in one allocation: layer `l`, block `b` at
+`offset + l * layer_stride + b * block_stride`. Pages of a layer are either neighbours of the same layer's pages, or of
+the same block's:
+
+    layer outermost    | A0 A1 A2 .. | B0 B1 B2 .. |       one region a layer, or a layer's heads
+    block outermost    | A0 B0 | A1 B1 | A2 B2 | ..        one region
+
+Before, each tensor is an allocation of its own, or a slab with the blocks outermost; a layer's view says by its strides
+which of its dimensions lie outside the blocks (keys and values apart, say).
+
+Groups overlay each other: a block belongs to one group at a time, and all of them use the same bytes. So a region is
+named by its address, and counts once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from kvoffload.model.errors import EngineContractError
+from kvoffload.transfer.layout import DeviceLayout, DeviceRegion
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
+
+    Caches = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
+
+
+def layout_of_caches(caches: Caches, kv_cache_config: KVCacheConfig) -> DeviceLayout:
+    """Return where this rank's blocks lie.
+
+    Args:
+        caches: per layer, its view of the KV cache, or (recurrent layers of older versions) its views.
+        kv_cache_config: the worker's own.
+
+    Raises:
+        EngineContractError: the tensors cannot be described as pages of blocks, or their bytes do not add up.
+    """
+    blocks = kv_cache_config.num_blocks
+    tensors = kv_cache_config.kv_cache_tensors
+    regions: list[DeviceRegion] = []
+    for tensor in tensors:
+        find = _placed_regions if hasattr(tensor, "layers") else _older_regions
+        regions += find(tensor, caches, blocks)
+    layout = DeviceLayout.of(regions)
+    _check_apart(layout)
+    described, total = layout.slot_bytes * blocks, _total_bytes(tensors)
+    if described != total:
+        raise EngineContractError(
+            f"vLLM's KV cache has {total} bytes, but {described} are described by its {len(layout.regions)} regions "
+            f"of {blocks} blocks; layers: {', '.join(sorted(caches))}"
+        )
+    return layout
+
+
+def _placed_regions(tensor: KVCacheTensor, caches: Caches, blocks: int) -> Iterator[DeviceRegion]:
+    known = next(((n, name) for n, name in enumerate(tensor.layers) if name in caches), None)
+    if known is None:
+        return
+    number, view = known[0], _first(caches[known[1]])
+    # A view begins at its layer's block 0, wherever in its storage the allocation begins.
+    start = view.data_ptr() - tensor.offset - number * tensor.layer_stride
+    stride, span = tensor.block_stride, tensor.block_stride * blocks
+    if tensor.layer_stride < span:
+        yield _region(start, stride, stride, blocks, view)
+        return
+    parts, rest = divmod(tensor.layer_stride, span)
+    if rest:
+        raise EngineContractError(
+            f"a layer's pages take {tensor.layer_stride} bytes, which is no multiple of the {span} that {blocks} "
+            f"blocks of {stride} bytes take: {tensor.layers}"
+        )
+    for place in range(len(tensor.layers) * parts):
+        yield _region(start + tensor.offset + place * span, stride, stride, blocks, view)
+
+
+def _older_regions(tensor: KVCacheTensor, caches: Caches, blocks: int) -> Iterator[DeviceRegion]:
+    name = next((name for name in tensor.shared_by if name in caches), None)
+    if name is None:
+        return
+    view = _first(caches[name])
+    if slab_stride := getattr(tensor, "block_stride", 0):
+        yield _region(view.data_ptr() - tensor.offset, slab_stride, slab_stride, blocks, view)
+        return
+    if not isinstance(caches[name], _tensor_type()):  # states of different kinds, in one page
+        page = tensor.size // blocks
+        yield _region(view.data_ptr(), page, page, blocks, view)
+        return
+    yield from _regions_by_strides(name, view, blocks)
+
+
+def _regions_by_strides(name: str, view: torch.Tensor, blocks: int) -> Iterator[DeviceRegion]:
+    """Split a view at the dimensions outside its blocks; `[2, blocks, ...]` has keys and values apart, for one."""
+    block_dim = _block_dimension(name, view, blocks)
+    kernel_blocks = view.shape[block_dim] // blocks  # a block may be several of the attention kernel's
+    item, strides = view.element_size(), view.stride()
+    others = [d for d in range(view.dim()) if d != block_dim and view.shape[d] > 1]
+    outer = [d for d in others if strides[d] > strides[block_dim]]
+    inside = [(strides[d], view.shape[d]) for d in others if d not in outer]
+    if kernel_blocks > 1:
+        inside.append((strides[block_dim], kernel_blocks))
+    if not _is_dense(inside):
+        raise EngineContractError(
+            f"a block's bytes are scattered in {name}, of shape {tuple(view.shape)} and strides {strides}"
+        )
+    page = strides[block_dim] * kernel_blocks * item  # with the padding behind it, if there is any
+    for places in itertools.product(*(range(view.shape[d]) for d in outer)):
+        offset = sum(place * strides[d] for place, d in zip(places, outer, strict=True))
+        yield _region(view.data_ptr() + offset * item, page, page, blocks, view)
+
+
+def _block_dimension(name: str, view: torch.Tensor, blocks: int) -> int:
+    """Return the dimension that counts blocks: the first, or the one behind a 2 for keys and values."""
+    fits = [d for d in range(min(view.dim(), 2)) if view.shape[d] and view.shape[d] % blocks == 0]
+    if not fits:
+        raise EngineContractError(
+            f"no dimension of {name} counts {blocks} blocks: its shape is {tuple(view.shape)}"
+        )
+    return fits[-1] if len(fits) > 1 and view.shape[0] == 2 else fits[0]
+
+
+def _is_dense(dimensions: Iterable[tuple[int, int]]) -> bool:
+    """Whether elements with these (stride, size) fill one piece of memory."""
+    expected = 1
+    for stride, size in sorted(dimensions):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _check_apart(layout: DeviceLayout) -> None:
+    """Regions that overlap in part would copy bytes twice, and neither as a whole."""
+    ordered = sorted(layout.regions, key=lambda region: region.address)
+    for region, following in itertools.pairwise(ordered):
+        end = region.address + (region.blocks - 1) * region.block_stride + region.page_bytes
+        if following.address < end:
+            raise EngineContractError(f"two KV regions overlap: {region} and {following}")
+
+
+def _total_bytes(tensors: Sequence[KVCacheTensor]) -> int:
+    # Placed tensors, and the parts of a slab, each name the bytes of their common allocation.
+    common = [tensor.size for tensor in tensors if _is_part(tensor)]
+    alone = [tensor.size for tensor in tensors if not _is_part(tensor)]
+    return int(max(common, default=0) + sum(alone))
+
+
+def _is_part(tensor: KVCacheTensor) -> bool:
+    return hasattr(tensor, "layers") or bool(getattr(tensor, "block_stride", 0))
+
+
+def _region(address: int, stride: int, page: int, blocks: int, view: torch.Tensor) -> DeviceRegion:
+    return DeviceRegion(address, stride, page, blocks, str(view.device), view)
+
+
+def _first(cache: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
+    """Of several views, the one that begins first in a page."""
+    if isinstance(cache, _tensor_type()):
+        return cache
+    return min(cache, key=lambda view: view.data_ptr())
+
+
+def _tensor_type() -> type[torch.Tensor]:
+    import torch
+
+    return torch.Tensor

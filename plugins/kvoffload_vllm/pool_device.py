@@ -1,0 +1,58 @@
+"""What vLLM lends, through its block pool: leases are references of ours on its blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from kvoffload.model.ids import BlockKey, DeviceBlockId
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+
+_GROUP_BYTES = 4  # vLLM's keys end in the group's number, as ours do
+
+
+class VllmDevice:
+    """vLLM's block pool, bound after the scheduler has made it."""
+
+    def __init__(self) -> None:
+        self._pool: BlockPool | None = None
+
+    def bind(self, pool: BlockPool) -> None:
+        """Take the pool."""
+        self._pool = pool
+
+    def lease(self, blocks: Sequence[DeviceBlockId]) -> None:
+        known = self._bound.blocks
+        self._bound.touch([known[block] for block in blocks])
+
+    def release(self, blocks: Sequence[DeviceBlockId]) -> None:
+        # Freed first is evicted first: the deepest block of a prefix, as vLLM itself does.
+        known = self._bound.blocks
+        self._bound.free_blocks([known[block] for block in reversed(blocks)])
+
+    def next_evictable(self, count: int) -> Iterable[DeviceBlockId]:
+        return islice(self._free(), count)
+
+    def free_blocks(self) -> int:
+        return int(self._bound.get_num_free_blocks())
+
+    def key_of(self, block: DeviceBlockId) -> BlockKey | None:
+        key = self._bound.blocks[block].block_hash
+        return BlockKey(key) if key is not None else None
+
+    def block_of(self, key: BlockKey) -> DeviceBlockId | None:
+        group = int.from_bytes(key[-_GROUP_BYTES:], "big")
+        found = self._bound.get_cached_block(key[:-_GROUP_BYTES], [group])
+        return DeviceBlockId(found[0].block_id) if found else None
+
+    def _free(self) -> Iterator[DeviceBlockId]:
+        for block in self._bound.free_block_queue.iter_blocks_after(None):
+            yield DeviceBlockId(block.block_id)
+
+    @property
+    def _bound(self) -> BlockPool:
+        assert self._pool is not None, "vLLM binds its pool before it schedules"
+        return self._pool

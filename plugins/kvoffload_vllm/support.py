@@ -1,0 +1,147 @@
+"""What of vLLM's configurations can be offloaded. Everything else is refused at start: a wrong block is never served.
+
+A prefix hit needs the blocks of every group that vLLM itself looks up for one. So a group may only be left out where
+vLLM says that a hit does without it (`prefix_cacheable` is False: vLLM rebuilds what it holds); one such group that we
+cannot copy means that the whole model cannot be offloaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvoffload.model.groups import AttentionKind
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+
+KINDS = {
+    "FullAttentionSpec": AttentionKind.FULL,
+    "MLAAttentionSpec": AttentionKind.FULL,
+    "SinkFullAttentionSpec": AttentionKind.FULL,
+    "SlidingWindowSpec": AttentionKind.SLIDING_WINDOW,
+    "SlidingWindowMLASpec": AttentionKind.SLIDING_WINDOW,
+    "ChunkedLocalAttentionSpec": AttentionKind.CHUNKED_LOCAL,
+    "MambaSpec": AttentionKind.RECURRENT,
+}
+"""By the name of the class itself: a subclass that is not listed may recycle or share blocks in a way of its own."""
+
+_WRAPPER = "kv_cache_specs"  # what a spec that holds one spec a layer has
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What this vLLM offers to connectors.
+
+    Args:
+        tells_failed_loads: a failed load can be told by request, so that models with several groups recover from it.
+        hands_off_states: the caller offers recurrent states at the boundaries that this vLLM hands off.
+    """
+
+    tells_failed_loads: bool = True
+    hands_off_states: bool = False
+
+
+def find_features(*, hands_off_states: bool = False) -> Features:
+    """Return what the installed vLLM offers."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    return Features(hasattr(KVConnectorBase_V1, "get_transfer_results"), hands_off_states)
+
+
+def layer_specs(spec: KVCacheSpec) -> tuple[KVCacheSpec, ...]:
+    """Return the specs that a group's spec stands for: one, or one a layer."""
+    wrapped: dict[str, KVCacheSpec] | None = getattr(spec, _WRAPPER, None)
+    return tuple(wrapped.values()) if wrapped else (spec,)
+
+
+def is_needed_for_hits(group: KVCacheGroupSpec) -> bool:
+    """Whether vLLM looks this group's blocks up for a prefix hit."""
+    return bool(getattr(group.kv_cache_spec, "prefix_cacheable", True))
+
+
+def find_problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, features: Features) -> list[str]:
+    """Return, one sentence each, everything because of which this configuration cannot be offloaded."""
+    groups = kv_cache_config.kv_cache_groups
+    problems = [*_check_settings(vllm_config), *_check_tiers(kv_cache_config)]
+    for number, group in enumerate(groups):
+        if is_needed_for_hits(group):
+            problems += _check_group(number, layer_specs(group.kv_cache_spec), features)
+    if not any(map(is_needed_for_hits, groups)):
+        problems.append(
+            "the model has no KV cache that is found by its prefix, so there is nothing to offload"
+        )
+    if len(groups) > 1 and not features.tells_failed_loads:
+        problems.append(
+            f"the model has {len(groups)} KV cache groups, and this vLLM cannot recover from a failed load of more "
+            "than one; use vLLM 0.30 or newer, or a model with one group"
+        )
+    return problems
+
+
+def _check_settings(vllm_config: VllmConfig) -> Iterator[str]:
+    role = vllm_config.kv_transfer_config.kv_role
+    if role != "kv_both":
+        yield f"kv_role is {role!r}; it must be 'kv_both', because blocks are both stored and loaded"
+    if not vllm_config.cache_config.enable_prefix_caching:
+        yield "prefix caching is off, and blocks are found by their prefix; start with --enable-prefix-caching"
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(vllm_config.parallel_config, name, 1)
+        if size > 1:
+            yield f"{name} is {size}; it must be 1, tensor and pipeline parallelism may be any"
+
+
+def _check_tiers(kv_cache_config: KVCacheConfig) -> Iterator[str]:
+    # HiSparse alone has groups that live on the host, or that are rebuilt from another group after a load.
+    moved = any(
+        getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True)
+        for group in kv_cache_config.kv_cache_groups
+    )
+    if moved or getattr(kv_cache_config, "hisparse_host_num_blocks", None) is not None:
+        yield "HiSparse keeps KV on the host itself, by rules of its own; switch it off"
+
+
+def _check_group(number: int, specs: Sequence[KVCacheSpec], features: Features) -> Iterator[str]:
+    unknown = sorted({type(spec).__name__ for spec in specs} - KINDS.keys())
+    if unknown:
+        yield f"KV cache group {number} is of {', '.join(unknown)}; known are {', '.join(KINDS)}"
+        return
+    if len({(kind_of(spec), spec.block_size, reach_of(spec)) for spec in specs}) > 1:
+        yield f"the layers of KV cache group {number} differ in attention kind, block size or window"
+    if any(kind_of(spec) is AttentionKind.RECURRENT for spec in specs):
+        yield from _check_states(number, specs, features)
+
+
+def _check_states(number: int, specs: Sequence[KVCacheSpec], features: Features) -> Iterator[str]:
+    """A recurrent state is whole only at the boundaries where vLLM hands it off."""
+    if not features.hands_off_states:
+        yield (
+            f"KV cache group {number} holds recurrent (Mamba) states, which are not handed off here; "
+            "use a model with attention only"
+        )
+        return
+    modes = sorted({spec.mamba_cache_mode for spec in specs} - {"align"})
+    if modes:
+        yield (
+            f"KV cache group {number} holds recurrent (Mamba) states in mode {', '.join(modes)}, in which vLLM hands "
+            "none off; start with --mamba-cache-mode align"
+        )
+
+
+def kind_of(spec: KVCacheSpec) -> AttentionKind:
+    """Return how far back a layer looks. Its class is one of `KINDS`."""
+    return KINDS[type(spec).__name__]
+
+
+def reach_of(spec: KVCacheSpec) -> int | None:
+    """Return the window or chunk in tokens, None where there is none.
+
+    vLLM keeps some windows longer than attention needs, for drafts that compute tokens again. For a hit it gives a
+    request all those blocks, and takes what lies in them for computed: all of them must be loaded.
+    """
+    kind = kind_of(spec)
+    if kind is AttentionKind.SLIDING_WINDOW:
+        return int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0))
+    return int(spec.attention_chunk_size) if kind is AttentionKind.CHUNKED_LOCAL else None

@@ -1,0 +1,123 @@
+"""A worker's side of the connector: submits the plan's copies, and reports how they ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvoffload.model.causes import CopyOutcome
+from kvoffload.model.transfer import Direction, TransferReport
+from kvoffload_vllm.metadata import KVOffloadMetadata, KVOffloadWorkerMetadata
+
+if TYPE_CHECKING:
+    from kvoffload.model.ids import DeviceBlockId, JobId
+    from kvoffload.runtime.worker_side import WorkerSide
+    from kvoffload.transfer.layout import DeviceLayout
+
+
+@dataclass(slots=True)
+class Received:
+    """Loads that ended on this worker since the last step; each started load once.
+
+    Args:
+        finished: requests whose load is over here, failed ones too.
+        failed: those whose load failed.
+        bad_blocks: the blocks of failed loads.
+    """
+
+    finished: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    bad_blocks: set[int] = field(default_factory=set)
+
+
+class VllmWorker:
+    """Offloading on one of vLLM's workers.
+
+    Args:
+        offload: the runtime's worker side.
+        closed: called when the worker has stopped, after all else.
+    """
+
+    def __init__(self, offload: WorkerSide, closed: Callable[[], object]) -> None:
+        self._offload = offload
+        self._closed = closed
+        self._metadata: KVOffloadMetadata | None = None
+        self._stores_started = True
+        self._loading: dict[JobId, tuple[str, tuple[DeviceBlockId, ...]]] = {}
+        self._received = Received()
+        self._report: TransferReport | None = None
+
+    def register(self, layout: DeviceLayout) -> None:
+        """Take the worker's KV memory."""
+        self._offload.register(layout)
+
+    # -- a step -------------------------------------------------------------------------------------------------
+
+    def bind(self, metadata: KVOffloadMetadata) -> None:
+        """Take the step's plan. Loads that ended without a copy are reported here, as vLLM hears of loads only here."""
+        self._metadata = metadata
+        self._stores_started = False
+        self._loading.update(metadata.loading)
+        for job in metadata.given_up:
+            # Where it has ended it was reported already; where it runs on, its blocks stay leased.
+            if job in self._loading:
+                self._ended(job, failed=True)
+        self._received.finished.update(metadata.loaded, metadata.failed)
+        self._received.failed.update(metadata.failed)
+
+    def start_loads(self) -> None:
+        """Submit the step's loads, behind what this thread has put on the device so far."""
+        if self._metadata is not None:
+            self._offload.start_loads(self._metadata.plan)
+
+    def start_stores(self) -> None:
+        """Queue the step's stores behind its forward pass, once: not every version calls the same hook for it."""
+        if self._metadata is not None and not self._stores_started:
+            self._stores_started = True
+            self._offload.start_stores(self._metadata.plan)
+
+    def clear(self) -> None:
+        """The step is over."""
+        self.start_stores()
+        self._metadata = None
+
+    def take_received(self) -> Received:
+        """Return the loads that ended since the last call. Never waits."""
+        report = self._offload.take_report()
+        if report is not None:
+            self._keep(report)
+            for job in report.jobs:
+                if job.direction is Direction.LOAD and job.job in self._loading:
+                    self._ended(job.job, failed=job.outcome is not CopyOutcome.DONE)
+        received, self._received = self._received, Received()
+        return received
+
+    def worker_metadata(self) -> KVOffloadWorkerMetadata | None:
+        """Return what the scheduler's side must hear, None without news."""
+        report, self._report = self._report, None
+        return KVOffloadWorkerMetadata((report,)) if report is not None else None
+
+    def close(self) -> None:
+        """Drain the copies that were started and give the memory back."""
+        try:
+            self._offload.close()
+        finally:
+            self._closed()
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _ended(self, job: JobId, *, failed: bool) -> None:
+        request, blocks = self._loading.pop(job)
+        self._received.finished.add(request)
+        if failed:
+            self._received.failed.add(request)
+            self._received.bad_blocks.update(blocks)
+
+    def _keep(self, report: TransferReport) -> None:
+        """A report that vLLM has not fetched yet is not lost: it grows."""
+        if self._report is None:
+            self._report = report
+        else:
+            jobs = self._report.jobs + report.jobs
+            self._report = TransferReport(report.rank, jobs, report.ready_slots)
