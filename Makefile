@@ -16,7 +16,7 @@ WHEEL := $(CURDIR)/$(VENV)/wheel
 AGAINST_WHEEL := KVOFFLOAD_WHEEL=$(WHEEL) PYTHONPATH=$(WHEEL) PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE=1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast check lint types imports size format tools lock deep coverage wheel clean
+.PHONY: help venv demo test test-fast check lint types imports size format tools docs lock dashboards observe deep coverage wheel clean
 .DELETE_ON_ERROR:
 
 help:  ## print the targets
@@ -57,9 +57,18 @@ format: venv  ## rewrite the sources in the agreed form
 tools:  ## install the distribution packages that some tests use (root on Debian), or name them
 	@.ci/tools
 
+docs: venv  ## write the README's generated parts anew
+	$(BIN)/python .ci/readme.py
+
 lock: venv  ## write .ci/requirements.lock anew from pyproject.toml
 	$(BIN)/python .ci/lock.py
 	@$(MAKE) --no-print-directory venv
+
+dashboards: venv  ## write the dashboards and the runbook anew from what generates them
+	@$(BIN)/python -m dashboards.generate
+
+observe: venv  ## a demo under a real Prometheus: every query of every panel and rule (ARGS="HOST:PORT" adds engines)
+	@$(BIN)/python -m dashboards.observe $(ARGS)
 
 deep: $(VENV)/wheel/ready  ## the property tests with many more examples; takes long
 	HYPOTHESIS_PROFILE=deep $(AGAINST_WHEEL) $(BIN)/pytest -m "hypothesis and not gpu and not vllm" --timeout 3600 $(ARGS)

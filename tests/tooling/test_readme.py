@@ -1,0 +1,30 @@
+"""The README's generated parts are those that `make docs` would write."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_table_of_metrics_is_that_of_the_catalogue() -> None:
+    done = subprocess.run([sys.executable, ".ci/readme.py", "--check"], cwd=ROOT, check=False)
+    assert done.returncode == 0, "the README's table of metrics is stale: make docs"
+
+
+def test_every_setting_is_in_the_readme() -> None:
+    from kvoffload.model.config import ALIASES, OffloadConfig
+
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    missing = [name for name in (*OffloadConfig.__slots__, *ALIASES) if f"`{name}`" not in text]
+    assert not missing
+
+
+def test_every_make_target_that_the_readme_names_exists() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"`make ([a-z-]+)", text):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
