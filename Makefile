@@ -1,12 +1,14 @@
 # The one door to everything a developer does here. `make` alone prints the targets.
 # The environment lives in .venv/ and is rebuilt when the lock or pyproject.toml changes; the tests run against the
-# built wheel, unpacked in .venv/wheel, which is rebuilt when a source file changes.
+# built wheel, unpacked in .venv/wheel, which is rebuilt when a source file changes. A stock vLLM, for the tests that need
+# one, lives beside it in .venv/vllm with a Python environment of its own.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := kvoffload plugins
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+VLLM := $(VENV)/vllm/bin/python
 FAST_MARKS := not slow and not gpu and not vllm
 SOURCES := $(shell find $(PACKAGES) -not -path '*__pycache__*' 2>/dev/null)
 
@@ -16,7 +18,7 @@ WHEEL := $(CURDIR)/$(VENV)/wheel
 AGAINST_WHEEL := KVOFFLOAD_WHEEL=$(WHEEL) PYTHONPATH=$(WHEEL) PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE=1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast check lint types imports size format tools docs lock dashboards observe deep coverage wheel clean
+.PHONY: help venv demo test test-fast test-vllm check lint types imports size format tools docs lock dashboards observe deep coverage wheel vllm-env vllm-demo clean
 .DELETE_ON_ERROR:
 
 help:  ## print the targets
@@ -28,12 +30,22 @@ venv: $(VENV)/ready  ## set up .venv with the locked versions and the sources as
 demo: venv  ## the same conversations without and with offloading, in one table
 	@$(BIN)/kvoffload demo $(ARGS)
 
-test: $(VENV)/wheel/ready  ## every test that this machine can run, against the built wheel
+vllm-env:  ## set up a stock vLLM beside the project, in .venv/vllm
+	@$(PYTHON) tests/vllm_stock/install.py $(VLLM_ENV_ARGS)
+
+vllm-demo: vllm-env  ## the same conversations with a stock `vllm serve`, without and with kvoffload
+	@$(VLLM) tests/vllm_stock/demo.py $(ARGS)
+
+test: $(VENV)/wheel/ready vllm-env  ## every test that this machine can run, against the built wheel
 	@.ci/tools || echo "Tests that need those programs are skipped."
-	HYPOTHESIS_PROFILE=ci $(AGAINST_WHEEL) $(BIN)/pytest $(ARGS)
+	HYPOTHESIS_PROFILE=ci $(AGAINST_WHEEL) $(BIN)/pytest -m "not vllm" $(ARGS)
+	@$(if $(ARGS),echo "ARGS chose tests; those on a stock vLLM: make test-vllm ARGS=...",$(MAKE) --no-print-directory test-vllm)
 
 test-fast: $(VENV)/wheel/ready  ## the quick tests alone, in about a minute
 	HYPOTHESIS_PROFILE=fast $(AGAINST_WHEEL) $(BIN)/pytest -m "$(FAST_MARKS)" $(ARGS)
+
+test-vllm: $(VENV)/wheel/ready vllm-env  ## the tests on a stock vLLM alone, against the built wheel
+	HYPOTHESIS_PROFILE=ci $(AGAINST_WHEEL) $(VLLM) -m pytest -m vllm $(or $(ARGS),$(wildcard tests/vllm_*))
 
 check: lint types imports size test  ## all that a change must pass
 

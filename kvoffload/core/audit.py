@@ -82,6 +82,9 @@ def _jobs(state: CoreState) -> Iterator[str]:
     for direction, job_state in product(Direction, _OPEN):
         if found[direction, job_state] != state.jobs.count(direction, job_state):
             yield f"{found[direction, job_state]} {direction.value} jobs are {job_state.name}, another number is counted"
+    pending = sum(job.state is not JobState.ABANDONED for job in state.jobs.all())
+    if pending != state.jobs.pending:
+        yield f"{pending} jobs are pending, {state.jobs.pending} are counted"
 
 
 def _filling(state: CoreState) -> Iterator[str]:

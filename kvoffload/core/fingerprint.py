@@ -37,7 +37,7 @@ def _picture(value: object, met: dict[int, int]) -> object:
 
 def _fields(value: object) -> list[str]:
     slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-    return sorted({*slots, *getattr(value, "__dict__", ())})
+    return sorted(name for name in {*slots, *getattr(value, "__dict__", ())} if hasattr(value, name))
 
 
 def _ordered(value: object, draw: Callable[[object], object]) -> object:

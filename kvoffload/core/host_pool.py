@@ -238,7 +238,7 @@ class HostPool:
 
     def _move(self, slot: SlotId, event: SlotEvent) -> None:
         before = self._states[slot]
-        after = next_slot_state(SlotState(before), event)
+        after = next_slot_state(before, event)
         self._states[slot] = after
         self._counts[before] -= 1
         self._counts[after] += 1

@@ -52,9 +52,6 @@ class Job:
     concerns: list[RequestRecord] = field(default_factory=list)
     settled: bool = False
 
-    def __hash__(self) -> int:
-        return self.job
-
     @property
     def copies_ended(self) -> bool:
         return not self.waiting
@@ -72,12 +69,15 @@ class Jobs:
         self._open: dict[JobId, Job] = {}
         self._next = 0
         self._counts = {(direction, state): 0 for direction in Direction for state in JobState}
+        self.pending = 0
+        """Jobs that are planned or submitted: abandoned ones are nothing that anyone waits for."""
 
     def plan(self, direction: Direction, lease: Lease) -> Job:
         """Open a job. Changes this."""
         job = Job(JobId(self._next), direction, set(self._ranks), lease)
         self._next += 1
         self._open[job.job] = job
+        self.pending += 1
         self._counts[direction, job.state] += 1
         return job
 
@@ -96,6 +96,7 @@ class Jobs:
     def move(self, job: Job, event: JobEvent) -> None:
         """Apply an event; a job whose last copy has ended leaves the table."""
         after = next_job_state(job.state, event)
+        self.pending += (after is JobState.SUBMITTED) - (job.state is not JobState.ABANDONED)
         self._counts[job.direction, job.state] -= 1
         job.state = after
         if event in (JobEvent.SUBMIT, JobEvent.ABANDON):

@@ -142,9 +142,9 @@ class _Search:
         return range(first // group.block_tokens, end // group.block_tokens)
 
     def _key(self, group: GroupSpec, token: int) -> BlockKey | None:
-        """Return the first key at or behind a token that the host lacks, None behind the known keys."""
+        """Return the first key at or behind a token that the device and the host lack, None behind the known keys."""
         keys, found = self._keys[group.group], self._found[group.group]
-        position = token // group.block_tokens
+        position = max(token, self._start) // group.block_tokens
         while position in found:
             position += 1
         return keys[position] if position < len(keys) else None

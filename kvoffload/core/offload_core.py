@@ -113,11 +113,9 @@ class OffloadCore:
     @property
     def has_work(self) -> bool:
         """Whether steps are needed for something to come to its end. Abandoned copies do not count (R16)."""
-        count = self.state.jobs.count
-        return bool(self.state.results.loaded or self.state.results.failed or self._book.has_again) or any(
-            count(direction, state)
-            for direction in Direction
-            for state in (JobState.PLANNED, JobState.SUBMITTED)
+        state = self.state
+        return bool(
+            state.jobs.pending or state.results.loaded or state.results.failed or self._book.has_again
         )
 
     @property

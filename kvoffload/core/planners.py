@@ -40,12 +40,18 @@ class StorePlanner(Protocol):
 
 
 class EagerPlanner:
-    """Offers every block once it is confirmed computed."""
+    """Offers every block once it is confirmed computed.
+
+    Requests that decode complete a few blocks in every step, and a job costs more than its blocks do. So where the
+    policy allows, these few wait for those of the next steps; never a second block of one request, and not while the
+    device is so full that it may take a running request's blocks back.
+    """
 
     def __init__(self, state: CoreState, desk: StoreDesk) -> None:
         self._state = state
         self._desk = desk
         self._due: dict[RequestId, None] = {}
+        self._waited = 0
 
     def allocated(self, record: RequestRecord) -> None:
         self._due[record.request] = None
@@ -56,43 +62,58 @@ class EagerPlanner:
     def step(self, fact: StepScheduled) -> None:
         for progress in fact.progress:
             self._due[progress.request] = None
+        if not self._due:
+            return
+        self._waited += 1
+        if self._waited < self._state.policy.merge_steps and not self._is_pressing(fact):
+            return
+        self._waited = 0
         due, self._due = self._due, {}
+        offers: list[Offer] = []
         for request in due:
             record = self._state.requests.live(request)
             if record is not None and record.state is RequestState.RUNNING:
-                self._offer(record, last_chance=False)
+                offers += _confirmed(self._state, record)
+        if offers:
+            self._desk.offer(offers)
 
     def ending(self, record: RequestRecord) -> None:
         self._due.pop(record.request, None)
         self._desk.retry(record)
-        self._offer(record, last_chance=True)
+        if offers := _confirmed(self._state, record):
+            self._desk.offer(offers, last_chance=True)
 
     def preempted(self, record: RequestRecord) -> None:
         self._due.pop(record.request, None)
 
-    def _offer(self, record: RequestRecord, *, last_chance: bool) -> None:
-        offers = _confirmed(self._state, record)
-        if offers:
-            self._desk.offer(offers, last_chance=last_chance)
+    def _is_pressing(self, fact: StepScheduled) -> bool:
+        """Whether what is due must not wait: there is much of it, or it may soon be gone."""
+        shape, live = self._state.shape, self._state.requests.live
+        tokens = shape.groups[0].block_tokens
+        return self._state.device.free_blocks() < 2 * shape.turnover_blocks or any(
+            record.confirmed_tokens // tokens > record.offered[0] + 1
+            for progress in fact.progress
+            if (record := live(progress.request)) is not None and record.offered
+        )
 
 
 class LazyPlanner:
     """Offers the blocks that the device evicts next.
 
-        handed out next                                       freed last
-        |<------------ clean ------------>|  not looked at    |
-        |<--- turnover --->|
-             as many as one step hands out
+        handed out next                                        freed last
+        |<- turnover ->|<- turnover ->|<------ 2 turnovers ----->|
+         as many as one  enough must be   a look goes this far
+         step hands out  clean up to here
 
-    Blocks are clean that the host has, cannot have, or could not find again. As long as one step's hand-outs are
-    clean, there is no need to look; a look goes twice as far. What a look stores is leased, which takes it out of the
-    free queue, and joins its end later.
+    A block is clean that the host has, cannot have, or could never find. What a look stores is leased, which takes it
+    out of the free queue until the copy has ended; it then joins the queue's end. So whatever lies behind it moves up,
+    and clean blocks must be left in front of it for the steps until the next looks have stored that too.
     """
 
     def __init__(self, state: CoreState, desk: StoreDesk) -> None:
         self._state = state
         self._desk = desk
-        self._turnover = state.shape.turnover_blocks
+        self._enough = 2 * state.shape.turnover_blocks
         self._clean = 0
 
     def allocated(self, record: RequestRecord) -> None:
@@ -105,12 +126,12 @@ class LazyPlanner:
         for progress in fact.progress:
             self._clean -= sum(map(len, progress.new_blocks))
         self._clean -= len(fact.handed_out)
-        if self._clean < self._turnover:
+        if self._clean < self._enough:
             self._look_ahead()
 
     def ending(self, record: RequestRecord) -> None:
         """Its blocks join the end of the free queue. What one or two steps may evict from there is stored now."""
-        reach = 2 * self._turnover - self._state.device.free_blocks()
+        reach = self._enough - self._state.device.free_blocks()
         if reach > 0:
             # The engine frees the deepest first, so those are the next to go.
             offers = [offer for offer in _confirmed(self._state, record) if not self._is_known(offer)]
@@ -125,7 +146,7 @@ class LazyPlanner:
     def _look_ahead(self) -> None:
         state = self._state
         room, offers = state.pool.room, list[Offer]()
-        blocks = list(state.device.next_evictable(2 * self._turnover))
+        blocks = list(state.device.next_evictable(2 * self._enough))
         for block in blocks:
             key = state.device.key_of(block)
             if key is None or (state.generation and block not in state.computed_since_reset):
@@ -154,9 +175,9 @@ class LazyPlanner:
 def make_planner(state: CoreState, desk: StoreDesk) -> StorePlanner:
     """Return the planner that the policy names.
 
-    A device pool that one or two steps can turn over leaves lazy no time to look ahead: there it is eager.
+    A device pool that a few steps can turn over leaves lazy no time to look ahead: there it is eager.
     """
-    if state.policy.store_policy == "lazy" and 2 * state.shape.turnover_blocks < state.shape.device_blocks:
+    if state.policy.store_policy == "lazy" and 4 * state.shape.turnover_blocks < state.shape.device_blocks:
         return LazyPlanner(state, desk)
     return EagerPlanner(state, desk)
 

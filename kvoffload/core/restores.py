@@ -17,9 +17,9 @@ class Restores:
 
     def watch(self, offer: Offer) -> None:
         """A running request's block is on the host by another's doing."""
-        if offer.request is not None:
-            self._watchers.setdefault(offer.key, {})[offer.request] = offer
-            self._keys.setdefault(offer.request, set()).add(offer.key)
+        assert offer.request is not None, offer
+        self._watchers.setdefault(offer.key, {})[offer.request] = offer
+        self._keys.setdefault(offer.request, set()).add(offer.key)
 
     def evicted(self, keys: Iterable[BlockKey]) -> list[Offer]:
         """These keys left the host: return the offers to be made again, each once."""

@@ -30,11 +30,13 @@ class Policy:
         store_policy: "eager" or "lazy".
         eviction_policy: a name in `EVICTION_POLICIES`.
         min_load_tokens: shorter hits are recomputed instead.
+        merge_steps: the few blocks that a decoding batch completes may wait for those of so many steps in all.
     """
 
     store_policy: str = "eager"
     eviction_policy: str = "lru"
     min_load_tokens: int = 0
+    merge_steps: int = 1
 
 
 @dataclass(slots=True)

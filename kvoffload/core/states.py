@@ -119,16 +119,20 @@ REQUEST: Mapping[tuple[RequestState, RequestEvent], RequestState] = {
 }
 
 
-def next_slot_state(state: SlotState, event: SlotEvent) -> SlotState:
-    """Return the state that follows.
+_SLOT_ROWS = tuple(tuple(SLOT.get((state, event)) for event in SlotEvent) for state in SlotState)
+# The same table by number: it is asked for every block of every copy, and hashing two members costs more than the step.
+
+
+def next_slot_state(state: int, event: SlotEvent) -> SlotState:
+    """Return the state that follows; `state` may be a member or its number.
 
     Raises:
         IllegalTransition: the table has no such step.
     """
-    try:
-        return SLOT[state, event]
-    except KeyError:
-        raise IllegalTransition("slot", state, event) from None
+    after = _SLOT_ROWS[state][event]
+    if after is None:
+        raise IllegalTransition("slot", SlotState(state), event)
+    return after
 
 
 def next_job_state(state: JobState, event: JobEvent) -> JobState:

@@ -54,8 +54,10 @@ class StoreDesk:
 
     def next_step(self) -> None:
         """A step has come: decide on what waited for room and on what may be stored again."""
-        self._decide(self._book.take_again(), last_chance=False)
-        self._decide(self._book.take_deferred(self.room), last_chance=False)
+        if again := self._book.take_again():
+            self._decide(again, last_chance=False)
+        if deferred := self._book.take_deferred(self.room):
+            self._decide(deferred, last_chance=False)
 
     def refuse(self, offers: Sequence[Offer], outcome: StoreOutcome) -> None:
         """Blocks that were due but cannot be stored: their outcome is known at once."""
@@ -169,8 +171,9 @@ class StoreDesk:
         job.blocks += blocks
         job.offers += offers
         state.stores.accepted(job.job, offers)
+        known = {None, *job.concerns}
         for record in dict.fromkeys(map(self._book.record, offers)):
-            if record is not None and record not in job.concerns:
+            if record is not None and record not in known:
                 job.concerns.append(record)
                 state.requests.job_opened(record)
 

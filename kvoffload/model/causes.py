@@ -21,8 +21,8 @@ class MissCause(Enum):
     LOAD_FAILED = "load_failed"  # a load of this request failed, or the last load of this block did
     CORRUPT = "corrupt"  # its checksum did not match when it was last loaded
     LOAD_DECLINED = "load_declined"  # the hit was shorter than min_load_tokens
-    LAST_TOKEN = "last_token"  # on the host, but one token of a prompt must always be computed
-    READ_AHEAD = "read_ahead"  # on the host, but a speculative draft reads ahead of it
+    LAST_TOKEN = "last_token"  # one token of a prompt must always be computed
+    READ_AHEAD = "read_ahead"  # a speculative draft reads ahead of the last matched block
     PARTIAL_BLOCK = "partial_block"  # the tokens behind the last whole block
     BEHIND_MISS = "behind_miss"  # behind the first missing block, so it could not be used
     OPTED_OUT = "opted_out"  # the request asked not to read cached blocks

@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from kvoffload.telemetry.counters import Counters
 from kvoffload.telemetry.labels import Hook
+
+
+class Stopwatch:
+    """Times one hook: a context for what it does. A hook does not run inside itself.
+
+    Args:
+        now: monotonic seconds.
+    """
+
+    __slots__ = ("_began", "_now", "calls", "seconds")
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._began = 0.0
+        self.calls = 0
+        self.seconds = 0.0
+
+    def __enter__(self) -> None:
+        self._began = self._now()
+
+    def __exit__(self, *error: object) -> None:
+        self.add(self._now() - self._began)
+
+    def add(self, seconds: float) -> None:
+        """Note a call that took so long."""
+        self.calls += 1
+        self.seconds += seconds
 
 
 class HookTimes:
@@ -19,24 +45,20 @@ class HookTimes:
 
     def __init__(self, counters: Counters, now: Callable[[], float]) -> None:
         self._counters = counters
-        self._now = now
-        self._seconds: dict[Hook, float] = {}
+        self._watches = {hook: Stopwatch(now) for hook in Hook}
+        self._all = tuple(self._watches.items())
 
-    @contextmanager
-    def timed(self, hook: Hook) -> Iterator[None]:
-        """Time what the `with` block does."""
-        start = self._now()
-        try:
-            yield
-        finally:
-            self.add(hook, self._now() - start)
+    def timed(self, hook: Hook) -> Stopwatch:
+        """Return the context that times a hook."""
+        return self._watches[hook]
 
     def add(self, hook: Hook, seconds: float) -> None:
-        """Note time spent in a hook."""
-        self._seconds[hook] = self._seconds.get(hook, 0.0) + seconds
+        """Note a call of a hook that somebody else timed."""
+        self._watches[hook].add(seconds)
 
     def step_ended(self) -> None:
         """A step is over: one sample for each hook that was called in it."""
-        for hook, seconds in self._seconds.items():
-            self._counters.hook(hook, seconds)
-        self._seconds.clear()
+        for hook, watch in self._all:
+            if watch.calls:
+                self._counters.hook(hook, watch.seconds)
+                watch.calls, watch.seconds = 0, 0.0

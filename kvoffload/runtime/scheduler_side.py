@@ -72,6 +72,7 @@ class SchedulerSide:
         device: what the engine lends.
         portal: the thread for observers; None runs without any (the journal's ring and the counters are inline).
         clocks: where time comes from.
+        merge_steps: steps over which a decoding batch's stores may be collected into one job, at least 1.
 
     Raises:
         EngineContractError: the engine promises too little.
@@ -86,6 +87,7 @@ class SchedulerSide:
         *,
         portal: Portal | None = None,
         clocks: Clocks | None = None,
+        merge_steps: int = 1,
     ) -> None:
         if not shape.promises.can_lease:
             raise EngineContractError(
@@ -93,7 +95,7 @@ class SchedulerSide:
             )
         self._clocks = clocks or Clocks()
         self.shape = shape
-        self.core = OffloadCore(shape, _policy(config, shape), device)
+        self.core = OffloadCore(shape, _policy(config, shape, merge_steps), device)
         self.bus = Bus()
         self.counters = Counters()
         self.journal = Journal(self._clocks.unix, path=config.journal_path, on_failure=self._journal_failed)
@@ -282,6 +284,6 @@ class SchedulerSide:
         log.error("journal_stopped", error=str(error), note="the engine and the ring in memory go on")
 
 
-def _policy(config: OffloadConfig, shape: EngineShape) -> Policy:
+def _policy(config: OffloadConfig, shape: EngineShape, merge_steps: int) -> Policy:
     least = config.min_load_tokens if config.min_load_tokens is not None else shape.alignment
-    return Policy(config.store_policy, config.eviction_policy, least)
+    return Policy(config.store_policy, config.eviction_policy, least, merge_steps)

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 log = get_logger("vllm")
 
+_MERGE_STEPS = 8  # of a decoding batch, whose steps complete a few blocks each
+
 
 def make_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> VllmScheduler:
     """Return the scheduler's side.
@@ -45,7 +47,7 @@ def make_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> V
             remedy='set "kv_load_failure_policy":"recompute" in --kv-transfer-config',
         )
     device, portal = VllmDevice(), Portal("kvoffload")
-    offload = SchedulerSide(groups.shape, config, device, portal=portal)
+    offload = SchedulerSide(groups.shape, config, device, portal=portal, merge_steps=_MERGE_STEPS)
     keys = KeyMaker(groups.hash_ratios, groups.ids)
     news = None
     if publishes_events(vllm_config):

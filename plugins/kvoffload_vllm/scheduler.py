@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, cast
 
 from kvoffload.core.state import LoadResults
 from kvoffload.model import facts
@@ -12,7 +12,7 @@ from kvoffload.model.events import LoadEnded, LoadScheduled, OffloadingDegraded
 from kvoffload.model.ids import DeviceBlockId, JobId, RequestId
 from kvoffload.model.transfer import TransferPlan
 from kvoffload_vllm.metadata import KVOffloadMetadata, KVOffloadWorkerMetadata
-from kvoffload_vllm.tracked import KeyMaker, Tracked
+from kvoffload_vllm.tracked import DueSteps, KeyMaker, Tracked
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -62,6 +62,7 @@ class VllmScheduler:
         self._news = news
         self._least_block = min(group.block_tokens for group in offload.shape.groups)
         self._tracked: dict[str, Tracked] = {}
+        self._due = DueSteps()
         self._submitted: dict[str, JobId] = {}
         self._given_up: list[JobId] = []
         self._request_of: dict[JobId, str] = {}
@@ -97,6 +98,7 @@ class VllmScheduler:
         """The engine gave a request blocks: for the first time, or again after a load, for the rest of its prompt."""
         tracked = self._tracked.get(request.request_id) or self.new_request(request)
         tracked.boundary = 0
+        self._due.drop(tracked)  # it is told of when it runs
         # Behind these, the table's blocks were handed out for this allocation.
         known = max(tracked.found_tokens, request.num_computed_tokens)
         table = self._table(blocks.get_block_ids())
@@ -114,8 +116,11 @@ class VllmScheduler:
     def build_metadata(self, output: SchedulerOutput) -> KVOffloadMetadata:
         """Return the step's plan for the workers."""
         preempted = tuple(map(RequestId, output.preempted_req_ids or ()))
+        for request in preempted:
+            if (tracked := self._tracked.get(request)) is not None:
+                self._due.drop(tracked)
         fact = facts.StepScheduled(
-            self._step, tuple(self._progress(output)), preempted, _copy_targets(output)
+            self._step, self._progress(output), preempted, _copy_targets(output)
         )
         self._step += 1
         plan = self.offload.step(fact)
@@ -140,6 +145,7 @@ class VllmScheduler:
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return
+        self._due.drop(tracked)
         confirmed = min(tracked.confirmed_tokens, request.num_tokens)
         fact = facts.RequestEnded(
             RequestId(request.request_id), confirmed, tracked.new_keys(self._keys), any(block_ids)
@@ -152,8 +158,8 @@ class VllmScheduler:
         return self._news.take() if self._news is not None else ()
 
     def take_stats(self) -> KVOffloadStats | None:
-        """Return what the counters gained, None without news."""
-        return self._stats.take()
+        """Return what the counters gained, None without news. A step that is followed by another may leave it to that."""
+        return self._stats.take(is_last=not (self._tracked or self.has_work))
 
     def close(self) -> None:
         """The engine stops."""
@@ -167,26 +173,50 @@ class VllmScheduler:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _progress(self, output: SchedulerOutput) -> Iterator[facts.Progress]:
+    def _progress(self, output: SchedulerOutput) -> tuple[facts.Progress, ...]:
         """Only of requests that completed a block, got one, or run for the first time since their allocation."""
-        for new in output.scheduled_new_reqs:
-            if (tracked := self._tracked.get(new.req_id)) is not None:
-                yield self._progress_of(tracked, ())
-        cached, tracked_of = output.scheduled_cached_reqs, self._tracked
-        for request_id, new_blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            known = tracked_of.get(request_id)
-            if known is None:
+        scheduled, news = output.num_scheduled_tokens, self._news_of(output)
+        for tracked in self._due.take():
+            request_id = tracked.request.request_id
+            if request_id in news:
                 continue
-            if new_blocks is None or request_id in cached.resumed_req_ids:
-                # A resumed request's table was told when it was allocated.
-                if known.confirmed_tokens >= known.boundary:
-                    yield self._progress_of(known, ())
+            lacking = tracked.boundary - tracked.confirmed_tokens
+            if lacking <= 0 and request_id in scheduled:
+                news[request_id] = ()
             else:
-                yield self._progress_of(known, self._table(new_blocks))
+                self._due.put(tracked, max(lacking, 1))
+        progress = tuple(
+            self._progress_of(tracked, new_blocks)
+            for request_id, new_blocks in news.items()
+            if (tracked := self._tracked.get(request_id)) is not None
+        )
+        if output.total_num_scheduled_tokens > len(scheduled):
+            self._look_next_step(request_id for request_id, tokens in scheduled.items() if tokens > 1)
+        return progress
+
+    def _news_of(self, output: SchedulerOutput) -> dict[str, _Table]:
+        """Return the requests of which vLLM itself tells something new, with the blocks that continue their tables."""
+        cached = output.scheduled_cached_reqs
+        news: dict[str, _Table] = {
+            request_id: self._table(blocks)
+            for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True)
+            if blocks is not None
+        }
+        # Of these the whole table is given here, and was told when it was allocated.
+        news.update(dict.fromkeys(cached.resumed_req_ids, ()))
+        news.update((new.req_id, ()) for new in output.scheduled_new_reqs)
+        return news
+
+    def _look_next_step(self, request_ids: Iterable[str]) -> None:
+        """These get more than one token in this step, so that no count of steps tells when they complete a block."""
+        for request_id in request_ids:
+            if (tracked := self._tracked.get(request_id)) is not None:
+                self._due.put(tracked, 1)
 
     def _progress_of(self, tracked: Tracked, new_blocks: _Table) -> facts.Progress:
         confirmed = tracked.confirmed_tokens
         tracked.boundary = confirmed - confirmed % self._least_block + self._least_block
+        self._due.put(tracked, tracked.boundary - confirmed)
         request, known = RequestId(tracked.request.request_id), tracked.hashes
         new_keys = tracked.new_keys(self._keys)
         if self._news is not None and tracked.hashes > known:
@@ -217,7 +247,7 @@ class VllmScheduler:
         return any(request in requests for requests in told)
 
     def _table(self, block_ids: Sequence[Sequence[int]]) -> _Table:
-        return tuple(tuple(map(DeviceBlockId, block_ids[group])) for group in self._groups)
+        return cast("_Table", tuple(tuple(block_ids[group]) for group in self._groups))
 
     def _load_scheduled(self, event: LoadScheduled) -> None:
         self._request_of[event.job] = event.request

@@ -36,6 +36,9 @@ class KVOffloadStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not ins
         return payload.is_empty(self.data)
 
 
+_APART_S = 0.1  # messages of a busy engine; nobody scrapes more often, and each costs as much as several copies' plans
+
+
 class StatsSender:
     """Makes the messages of one engine. Make one, before anything is counted: it takes what it tells.
 
@@ -46,8 +49,17 @@ class StatsSender:
 
     def __init__(self, offload: Counted, now: Callable[[], float] = time.monotonic) -> None:
         self._changes = Changes(offload, now)
+        self._now = now
+        self._next_s = float("-inf")
 
-    def take(self) -> KVOffloadStats | None:
-        """Return what has changed since the last call, None where nothing has. On the engine's thread."""
+    def take(self, *, is_last: bool = True) -> KVOffloadStats | None:
+        """Return what has changed since the last message, None where nothing has or the next step can tell it.
+
+        `is_last`: there may be no next step for long, so that what has changed is told now. On the engine's thread.
+        """
+        now = self._now()
+        if not is_last and now < self._next_s:
+            return None
+        self._next_s = now + _APART_S
         change = self._changes.take()
         return KVOffloadStats(payload.to_payload(change)) if change is not None else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -52,14 +52,15 @@ class Tracked:
         request: vLLM's.
         hashes: block hashes told.
         found_tokens: what the device held at the last lookup.
-        covered_tokens: tokens that the last block table told was given for.
         boundary: confirmed tokens from which on there is news.
+        due: the step in which it is looked at again, 0 for none; `DueSteps` writes it.
     """
 
     request: RequestLike
     hashes: int = 0
     found_tokens: int = 0
     boundary: int = 0
+    due: int = 0
 
     @property
     def confirmed_tokens(self) -> int:
@@ -71,3 +72,37 @@ class Tracked:
         keys = maker.keys(self.request.block_hashes, self.hashes)
         self.hashes = len(self.request.block_hashes)
         return keys
+
+
+class DueSteps:
+    """When to look at a request again: not before it can have completed a block.
+
+    A request that computes one token a step and lacks 20 to its next block is put aside for 20 steps. So a step looks
+    at the requests that are due in it and not at all that run.
+    """
+
+    def __init__(self) -> None:
+        self._step = 0
+        self._due: dict[int, dict[str, Tracked]] = {}
+
+    def __len__(self) -> int:
+        """Return how many requests are put aside."""
+        return sum(map(len, self._due.values()))
+
+    def put(self, tracked: Tracked, steps: int) -> None:
+        """Put a request aside for so many steps, at least one. Wherever it was, it is no longer."""
+        self.drop(tracked)
+        tracked.due = self._step + steps
+        self._due.setdefault(tracked.due, {})[tracked.request.request_id] = tracked
+
+    def drop(self, tracked: Tracked) -> None:
+        """Do not look at a request again. Harmless for one that is not put aside."""
+        waiting = self._due.get(tracked.due)
+        if waiting is not None:
+            waiting.pop(tracked.request.request_id, None)
+        tracked.due = 0
+
+    def take(self) -> Collection[Tracked]:
+        """A step has come: hand over who is due in it."""
+        self._step += 1
+        return self._due.pop(self._step, {}).values()

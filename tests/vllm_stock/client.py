@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException, HTTPResponse
 from typing import TYPE_CHECKING, Any
@@ -43,8 +43,10 @@ class Reply:
         return self.tokens == other.tokens and all(abs(one - two) <= limit for one, two in pairs)
 
 
-def stream(server: Server, prompt: Sequence[int], count: int, **fields: object) -> Reply:
-    """Continue a prompt greedily by `count` tokens, and watch them come.
+def stream(
+    server: Server, prompt: Sequence[int], count: int, began: Callable[[], object] = lambda: None
+) -> Reply:
+    """Continue a prompt greedily by `count` tokens, and watch them come; `began` is called at the first.
 
     Raises:
         OSError: the server is not there, or went before it had said everything.
@@ -53,9 +55,11 @@ def stream(server: Server, prompt: Sequence[int], count: int, **fields: object) 
     logprobs: list[float] = []
     first, usage = 0.0, dict[str, Any]()
     begun = time.perf_counter()
-    for event in _events(server, {**_body(prompt, count), **fields}):
+    for event in _events(server, _body(prompt, count)):
         for choice in event["choices"]:
-            first = first or time.perf_counter() - begun
+            if not tokens:
+                first = time.perf_counter() - begun
+                began()
             tokens += choice["token_ids"]
             logprobs += choice["logprobs"]["token_logprobs"]
         usage = event.get("usage") or usage
@@ -72,11 +76,14 @@ class Metrics:
 
     def __init__(self, text: str) -> None:
         self.series: dict[tuple[str, tuple[str, ...]], float] = {}
+        self.written: dict[tuple[str, tuple[str, ...]], str] = {}  # A series as `/metrics` writes it.
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                labels = tuple(value for name, value in sample.labels.items() if name not in _THEIRS)
-                key = sample.name, labels
+                labels = {name: value for name, value in sample.labels.items() if name not in _THEIRS}
+                key = sample.name, tuple(labels.values())
+                told = ",".join(f'{name}="{value}"' for name, value in labels.items())
                 self.series[key] = self.series.get(key, 0.0) + sample.value
+                self.written[key] = f"{sample.name}{{{told}}}" if told else sample.name
 
     def __call__(self, name: str, *labels: str) -> int:
         """The sum over the series of a name that have these label values."""

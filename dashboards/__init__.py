@@ -1,0 +1,1 @@
+"""What an operator looks at. Not part of the wheel."""

@@ -1,0 +1,98 @@
+"""Queries over the catalogue's metrics. A name or a label that the catalogue does not have fails here, at once."""
+
+from __future__ import annotations
+
+from dashboards.generate.words import Expect, Query
+from kvoffload.telemetry.catalogue import BY_NAME, Metric
+
+ACTIVITY, SERIES, ZERO, ENGINE = Expect.ACTIVITY, Expect.SERIES, Expect.ZERO, Expect.ENGINE
+VLLM_SERIES = frozenset(
+    (
+        "vllm:external_prefix_cache_hits_total",
+        "vllm:external_prefix_cache_queries_total",
+        "vllm:kv_cache_usage_perc",
+        "vllm:num_preemptions_total",
+        "vllm:num_requests_kv_fetch_by_stage",
+        "vllm:prefix_cache_hits_total",
+        "vllm:prefix_cache_queries_total",
+        "vllm:time_to_first_token_seconds_bucket",
+    )
+)
+"""The engine's own series that panels join; nothing else outside the catalogue is on a panel."""
+
+_INSTANCE = 'instance=~"$instance"'
+
+
+def series(name: str, suffix: str = "", **labels: str) -> str:
+    """Select a metric of the chosen instances; a label's value may be a regular expression."""
+    metric = _metric(name)
+    for label, values in labels.items():
+        known = next(one.values for one in metric.labels if one.name == label)
+        if unknown := set(values.split("|")) - set(known):
+            raise ValueError(f"{name} has no {label} {', '.join(sorted(unknown))}")
+    chosen = [_INSTANCE, *(f'{label}{_operator(value)}"{value}"' for label, value in labels.items())]
+    return f"{name}{suffix}{{{', '.join(chosen)}}}"
+
+
+def of_engine(name: str) -> str:
+    """Select one of the engine's own metrics."""
+    if name not in VLLM_SERIES:
+        raise ValueError(f"{name} is not among the engine's metrics that are used")
+    return f"{name}{{{_INSTANCE}}}"
+
+
+def total(selected: str) -> str:
+    """Sum gauges over everything."""
+    return f"sum({selected})"
+
+
+def rate(selected: str, by: str = "") -> str:
+    """Per second, summed over all labels but those in `by`."""
+    return f"sum{_grouped(by)} (rate({selected}[$__rate_interval]))"
+
+
+def growth(selected: str) -> str:
+    """What was added in the dashboard's time range."""
+    return f"sum(increase({selected}[$__range]))"
+
+
+def share(part: str, *parts: str) -> str:
+    """A part of the sum of `part` and `parts`; nothing where the sum is 0."""
+    whole = " + ".join([part, *parts])
+    return f"{part} / (({whole}) > 0)"
+
+
+def quantile(at: float, name: str, by: str = "", **labels: str) -> str:
+    """A quantile of a histogram."""
+    _metric(name)
+    buckets = rate(series(name, "_bucket", **labels), f"le, {by}" if by else "le")
+    return f"histogram_quantile({at}, {buckets})"
+
+
+def each(name: str, label: str, expects: Expect = ACTIVITY, **labels: str) -> Query:
+    """A counter's rate, or a gauge, by one of its labels: one series a value, named by it."""
+    metric = _metric(name)
+    selected = series(name, **labels)
+    counted = name.endswith("_total")
+    expr = rate(selected, label) if counted else f"sum by ({label}) ({selected})"
+    names = next(one.values for one in metric.labels if one.name == label)
+    return Query(expr, f"{{{{{label}}}}}", names, expects)
+
+
+def one(expr: str, name: str, expects: Expect = ACTIVITY) -> Query:
+    """A query with one series, by its name."""
+    return Query(expr, name, (name,), expects)
+
+
+def _metric(name: str) -> Metric:
+    if name not in BY_NAME:
+        raise ValueError(f"{name} is not in the catalogue")
+    return BY_NAME[name]
+
+
+def _grouped(by: str) -> str:
+    return f" by ({by})" if by else ""
+
+
+def _operator(value: str) -> str:
+    return "=~" if "|" in value else "="

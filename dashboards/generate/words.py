@@ -1,0 +1,106 @@
+"""What a dashboard is made of, before anything of Grafana's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+
+class Expect(Enum):
+    """What a query must give while a small workload runs that stores, loads and evicts."""
+
+    ACTIVITY = auto()  # something other than 0
+    SERIES = auto()  # an answer; 0 is the good case
+    ZERO = auto()  # an answer, and never anything but 0
+    ENGINE = auto()  # an answer where the engine serves the series, and no error anywhere
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """One query of a panel.
+
+    Args:
+        expr: PromQL, with Grafana's variables.
+        legend: of each of its series; `{{label}}` stands for a label's value.
+        names: every name that the legend can become, where they are known; each has its colour.
+        expects: what it must give.
+    """
+
+    expr: str
+    legend: str
+    names: tuple[str, ...] = ()
+    expects: Expect = Expect.ACTIVITY
+
+
+class Kind(Enum):
+    """How a panel shows its queries."""
+
+    LINES = auto()
+    STACK = auto()
+    NUMBER = auto()  # over the whole time range
+    HEATMAP = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One panel.
+
+    Args:
+        title: what it is about.
+        shows: what is seen.
+        when_wrong: what looks wrong, and what to do then.
+        unit: as Grafana names it.
+        queries: what is drawn.
+        kind: how.
+        width: of 24 columns.
+        maximum: of the axis, where it has a natural one.
+        limits: colours from a value upwards; the first one's value does not count.
+        texts: words in place of numbers.
+    """
+
+    title: str
+    shows: str
+    when_wrong: str
+    unit: str
+    queries: tuple[Query, ...]
+    kind: Kind = Kind.LINES
+    width: int = 8
+    maximum: float | None = None
+    limits: tuple[tuple[float, str], ...] = ()
+    texts: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def description(self) -> str:
+        """The text behind the panel's info sign."""
+        return f"{self.shows}\n\n**When it looks wrong:** {self.when_wrong}"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Panels under one heading. Their widths fill lines of 24 columns."""
+
+    title: str
+    panels: tuple[Panel, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Board:
+    """One dashboard.
+
+    Args:
+        name: of its file, and the end of its identifier.
+        title: as Grafana lists it.
+        about: the question that it answers.
+        rows: from top to bottom.
+    """
+
+    name: str
+    title: str
+    about: str
+    rows: tuple[Row, ...]
+
+    @property
+    def panels(self) -> Iterator[Panel]:
+        """All panels."""
+        return (panel for row in self.rows for panel in row.panels)

@@ -1,0 +1,70 @@
+"""`make observe`: a demo under a real Prometheus, and every query of every panel and rule asked of it.
+
+More engines are named as HOST:PORT; they are scraped beside the demo, or alone with `--no-demo`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from contextlib import ExitStack
+
+from dashboards.observe.checks import Finding, check_panels, check_rules, firing, wait_for_scrapes
+from dashboards.observe.demo import run_demo
+from dashboards.observe.prometheus import ObserveError, run_prometheus
+
+
+def main() -> int:
+    """Run the check and return the exit code."""
+    parser = argparse.ArgumentParser(
+        description="ask every query of every panel and rule of a real Prometheus"
+    )
+    parser.add_argument("targets", nargs="*", metavar="HOST:PORT", help="engines that serve /metrics already")
+    parser.add_argument(
+        "--no-demo", action="store_true", help="run no demo; the engines named must have work"
+    )
+    args = parser.parse_args()
+    if args.no_demo and not args.targets:
+        parser.error("without the demo, name an engine")
+    try:
+        findings = observe(args.targets, with_demo=not args.no_demo)
+    except ObserveError as error:
+        print(f"observe: {error}", file=sys.stderr)
+        return 2
+    return report(findings)
+
+
+def observe(targets: list[str], *, with_demo: bool = True) -> list[Finding]:
+    """Scrape the targets and a demo's work, and return what every query gave.
+
+    Raises:
+        ObserveError: one of the programs does not do what it must.
+    """
+    with ExitStack() as stack:
+        demo = stack.enter_context(run_demo()) if with_demo else None
+        scraped = [*targets, *([demo.address] if demo else [])]
+        prometheus = stack.enter_context(run_prometheus(scraped))
+        start = time.time()
+        if demo is not None:
+            demo.result()
+        wait_for_scrapes(prometheus, scraped)
+        findings = [*check_panels(prometheus, start, time.time()), *check_rules(prometheus)]
+        print(f"alerts that fire or are pending: {', '.join(firing(prometheus)) or 'none'}")
+        return findings
+
+
+def report(findings: list[Finding]) -> int:
+    """Print what every query gave and return 1 if one of them is not as it should be."""
+    for one in findings:
+        state = "FAILED" if one.problem else "active" if one.is_active else "zero" if one.series else "empty"
+        print(f"{state:7} {one.series:4} series  {one.where}")
+        if one.problem:
+            print(f"        {one.problem}\n        {one.expr}")
+    failed = sum(1 for one in findings if one.problem)
+    print(f"{len(findings)} queries, {failed} not as they should be")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""What must hold of every query once an engine has worked under Prometheus' eyes."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from dashboards.generate.boards import BOARDS
+from dashboards.generate.words import Expect, Kind, Panel, Query
+from dashboards.observe.prometheus import SCRAPE_S, ObserveError, Prometheus, Series
+from dashboards.observe.substitute import substitute
+
+_RATE = f"{5 * SCRAPE_S}s"
+_ENGINE_PROBE = 'count({__name__=~"vllm:.+"})'
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one query gave.
+
+    Args:
+        where: the panel's dashboard and title, or the rule.
+        expr: the query as Prometheus got it.
+        series: how many series it gave.
+        is_active: whether any value was something other than 0.
+        problem: what is wrong; empty where nothing is.
+    """
+
+    where: str
+    expr: str
+    series: int
+    is_active: bool
+    problem: str = ""
+
+
+def wait_for(what: str, is_so: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Poll until something is so.
+
+    Raises:
+        ObserveError: it did not become so in time.
+    """
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        if time.monotonic() > deadline:
+            raise ObserveError(f"waited {seconds:.0f} s in vain for {what}")
+        time.sleep(_POLL_S)
+
+
+def wait_for_scrapes(prometheus: Prometheus, targets: Sequence[str]) -> None:
+    """Wait until every target has been scraped, since now, often enough for a rate.
+
+    Raises:
+        ObserveError: a target is not.
+    """
+    begun = time.time()
+
+    def are_scraped() -> bool:
+        seen = prometheus.query(f"count_over_time(up[{math.ceil(time.time() - begun) + 1}s])")
+        up = {one.labels["instance"] for one in seen if one.values[0] >= 5}
+        healthy = {one["labels"]["instance"] for one in prometheus.targets() if one["health"] == "up"}
+        return set(targets) <= up & healthy
+
+    wait_for(f"scrapes of {', '.join(targets)}", are_scraped)
+
+
+def check_panels(prometheus: Prometheus, start: float, end: float) -> Iterator[Finding]:
+    """Run every query of every panel over a time range, as Grafana would."""
+    has_vllm = bool(prometheus.query(_ENGINE_PROBE))
+    for board in BOARDS:
+        for panel in board.panels:
+            for query in panel.queries:
+                yield _check(prometheus, f"{board.name}: {panel.title}", panel, query, (start, end, has_vllm))
+
+
+def check_rules(prometheus: Prometheus) -> Iterator[Finding]:
+    """Look at every rule's health, and at what each recording rule has recorded."""
+    for rule in prometheus.rules():
+        problem = "" if rule["health"] == "ok" else f"{rule['health']}: {rule.get('lastError', '')}"
+        found = prometheus.query(rule["name"] if rule["type"] == "recording" else rule["query"])
+        if rule["type"] == "recording" and not found:
+            problem = problem or "it has recorded nothing"
+        yield Finding(f"rule {rule['name']}", rule["query"], len(found), _is_active(found), problem)
+
+
+def firing(prometheus: Prometheus) -> list[str]:
+    """Return the names of the alerts that fire or are about to."""
+    return sorted({one.labels["alertname"] for one in prometheus.query("ALERTS")})
+
+
+def _check(
+    prometheus: Prometheus, where: str, panel: Panel, query: Query, period: tuple[float, float, bool]
+) -> Finding:
+    start, end, has_vllm = period
+    expr = substitute(query.expr, _RATE, f"{max(int(end - start), 1)}s")
+    try:
+        if panel.kind is Kind.NUMBER:
+            found = prometheus.query(expr)
+        else:
+            found = prometheus.query_range(expr, start, end)
+    except ObserveError as error:
+        return Finding(where, expr, 0, False, str(error))
+    is_active = _is_active(found)
+    return Finding(where, expr, len(found), is_active, _problem(query, found, is_active, has_vllm))
+
+
+def _problem(query: Query, found: list[Series], is_active: bool, has_vllm: bool) -> str:
+    if query.expects is Expect.ENGINE and not has_vllm:
+        return ""
+    if not found:
+        return "no series"
+    if query.expects is Expect.ACTIVITY and not is_active:
+        return "nothing but 0 while there was work"
+    if query.expects is Expect.ZERO and is_active:
+        return "something other than 0"
+    named = {value for one in found for label, value in one.labels.items() if label in query.legend}
+    if query.names and len(found) > len(query.names):
+        return f"{len(found)} series, but only {len(query.names)} names ({', '.join(sorted(named))})"
+    return ""
+
+
+def _is_active(found: Sequence[Series]) -> bool:
+    return any(value and not math.isnan(value) for one in found for value in one.values)

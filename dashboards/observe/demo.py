@@ -1,0 +1,95 @@
+"""A running demo that serves its metrics: a workload that stores, loads, misses and evicts in less than a minute."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import IO, Any
+
+from dashboards.observe.prometheus import ObserveError
+
+# Prompts come back after the host had to evict some of them, so that there are hits, loads, and misses of several causes.
+_WORKLOAD = ["--model", "tiny", "--conversations", "12", "--turns", "6", "--first-tokens", "256"]
+_WORKLOAD += ["--turn-tokens", "64", "--answer-tokens", "16", "--host-bytes", "5MiB"]
+_SERVE_S = 600
+_URL = "metrics are at "
+
+
+@dataclass(frozen=True, slots=True)
+class Demo:
+    """A demo that runs.
+
+    Args:
+        address: HOST:PORT of its metrics.
+        process: the command.
+        errors: its standard error, of which the first lines have been read.
+    """
+
+    address: str
+    process: subprocess.Popen[str]
+    errors: IO[str]
+
+    def result(self) -> dict[str, Any]:
+        """Wait for the end of the conversations and return what the demo says of them. It goes on serving.
+
+        Raises:
+            ObserveError: it failed.
+        """
+        for line in self.errors:
+            if "metrics stay at" in line:
+                break
+        else:
+            raise ObserveError(f"the demo ended with exit code {self.process.wait()} and serves no longer")
+        assert self.process.stdout is not None
+        result: dict[str, Any] = json.loads(_first_object(self.process.stdout))
+        return result
+
+
+@contextmanager
+def run_demo() -> Iterator[Demo]:
+    """Start the demo and wait until it serves metrics; end it with the `with` block.
+
+    Raises:
+        ObserveError: it does not start.
+    """
+    command = [sys.executable, "-m", "kvoffload.cli", "demo", "--json", *_WORKLOAD]
+    command += ["--serve-metrics", "0", "--serve-for", str(_SERVE_S)]
+    with tempfile.TemporaryDirectory(prefix="kvoffload-observe-") as folder:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        try:
+            assert process.stderr is not None
+            yield Demo(_address(process, process.stderr), process, process.stderr)
+        finally:
+            process.terminate()
+            process.communicate()
+
+
+def _address(process: subprocess.Popen[str], errors: IO[str]) -> str:
+    said = []
+    for line in errors:
+        said.append(line)
+        if _URL in line:
+            return line.split(_URL)[1].strip().removeprefix("http://").removesuffix("/metrics")
+    raise ObserveError(f"the demo did not start (exit code {process.wait()}):\n{''.join(said)[-2000:]}")
+
+
+def _first_object(lines: IO[str]) -> str:
+    """Read up to the end of the first JSON object; the command may go on, so there is no end of the file to wait for."""
+    text = ""
+    for line in lines:
+        text += line
+        if line.startswith("}") or (line.startswith("{") and line.rstrip().endswith("}")):
+            return text
+    raise ObserveError("the demo printed no result")

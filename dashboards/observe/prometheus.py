@@ -1,0 +1,140 @@
+"""A real Prometheus on the loopback, in a folder of its own, for as long as a `with` block lasts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SCRAPE_S = 1
+_RULES = Path(__file__).resolve().parent.parent / "rules"
+_START_S = 30.0
+_POLL_S = 0.1
+
+
+class ObserveError(Exception):
+    """Raised when a program that the check needs does not do what it must."""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One series of an answer: its labels and its values, oldest first."""
+
+    labels: dict[str, str]
+    values: tuple[float, ...]
+
+
+class Prometheus:
+    """A server that runs.
+
+    Args:
+        url: where its API is.
+        log: what it has to say.
+    """
+
+    def __init__(self, url: str, log: Path) -> None:
+        self.url = url
+        self.log = log
+
+    def query(self, expr: str) -> list[Series]:
+        """Return the answer of now.
+
+        Raises:
+            ObserveError: it is an error.
+        """
+        result = self._get("query", query=expr)["result"]
+        if result and not isinstance(result[0], dict):  # a scalar
+            return [Series({}, (float(result[1]),))]
+        return [Series(one["metric"], (float(one["value"][1]),)) for one in result]
+
+    def query_range(self, expr: str, start: float, end: float) -> list[Series]:
+        """Return the answers of every second of a time range.
+
+        Raises:
+            ObserveError: it is an error.
+        """
+        result = self._get("query_range", query=expr, start=start, end=end, step=SCRAPE_S)["result"]
+        return [Series(one["metric"], tuple(float(value) for _, value in one["values"])) for one in result]
+
+    def targets(self) -> list[dict[str, Any]]:
+        """Return who is scraped, and how that goes."""
+        targets: list[dict[str, Any]] = self._get("targets")["activeTargets"]
+        return targets
+
+    def rules(self) -> list[dict[str, Any]]:
+        """Return every rule with its health."""
+        return [rule for group in self._get("rules")["groups"] for rule in group["rules"]]
+
+    def _get(self, path: str, **parameters: object) -> Any:  # noqa: ANN401  # as the API answers
+        url = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
+        try:
+            with urllib.request.urlopen(url, timeout=30) as answer:
+                return json.load(answer)["data"]
+        except urllib.error.HTTPError as error:
+            reason = json.load(error).get("error", error.reason)
+            raise ObserveError(f"{reason} ({parameters.get('query', path)})") from error
+
+
+@contextmanager
+def run_prometheus(targets: Sequence[str]) -> Iterator[Prometheus]:
+    """Scrape `targets` (HOST:PORT) every second and evaluate our rules as often.
+
+    Raises:
+        ObserveError: there is no Prometheus, or it does not start.
+    """
+    program = shutil.which("prometheus")
+    if program is None:
+        raise ObserveError("there is no program `prometheus`: `make tools` installs it")
+    with tempfile.TemporaryDirectory(prefix="kvoffload-observe-") as folder:
+        home, port = Path(folder), _free_port()
+        (home / "prometheus.yml").write_text(json.dumps(_config(targets)))  # JSON is YAML
+        command = [
+            *(program, f"--config.file={home / 'prometheus.yml'}", f"--storage.tsdb.path={home / 'data'}"),
+            f"--web.listen-address=127.0.0.1:{port}",
+        ]
+        with (home / "log").open("wb") as log:
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        try:
+            server = Prometheus(f"http://127.0.0.1:{port}", home / "log")
+            _wait_until_ready(server, process)
+            yield server
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def _config(targets: Sequence[str]) -> dict[str, object]:
+    every = f"{SCRAPE_S}s"
+    return {
+        "global": {"scrape_interval": every, "scrape_timeout": every, "evaluation_interval": every},
+        "rule_files": [str(_RULES / "recording.yml"), str(_RULES / "alerts.yml")],
+        "scrape_configs": [{"job_name": "observed", "static_configs": [{"targets": list(targets)}]}],
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait_until_ready(server: Prometheus, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + _START_S
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{server.url}/-/ready", timeout=5):
+                return
+        except OSError:
+            time.sleep(_POLL_S)
+    raise ObserveError(f"prometheus did not start:\n{server.log.read_text()[-2000:]}")

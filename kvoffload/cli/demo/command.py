@@ -1,0 +1,41 @@
+"""`kvoffload demo`: what the command line needs of it. Imports nothing heavy before it runs."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+
+from kvoffload.cli.demo import options
+from kvoffload.cli.demo.screen import Screen
+from kvoffload.cli.exits import CommandError, Exit
+
+HELP = "run the same conversations without and with offloading, and compare them token by token"
+
+add_arguments = options.add_arguments
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the demo.
+
+    Raises:
+        KVOffloadError: it cannot be run as asked.
+    """
+    asked = options.demo_options(args)
+    # Read when torch is loaded. Threads that spin while they wait for each other take the cores from everything else on
+    # the machine, and from themselves: on two busy cores the demo takes several times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from kvoffload.cli.demo.session import run_demo  # brings torch
+    from kvoffload.engine import ConfigError, EngineError, PluginError, RequestRefused
+    from kvoffload.telemetry.logs import configure
+
+    configure(level=logging.WARNING)
+    screen = Screen(quiet=asked.as_json)
+    try:
+        return asyncio.run(run_demo(asked, screen))
+    except (ConfigError, PluginError, RequestRefused) as error:
+        raise CommandError(str(error)) from error
+    except EngineError as error:
+        screen.say(f"the engine could not go on: {error}")
+        return Exit.FAILED

@@ -1,0 +1,84 @@
+"""A control: one block is spoilt after it was loaded, so that a demo that does not notice is seen to be worthless."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvoffload.engine.plugin import EngineFacts, EnginePlugin, SchedulerPlugin, WorkerPlugin
+from kvoffload.model.causes import CopyOutcome
+from kvoffload.model.ids import JobId
+from kvoffload.model.transfer import Direction, TransferPlan, TransferReport
+
+if TYPE_CHECKING:
+    import torch
+
+
+class CorruptingPlugin:
+    """A plugin like the one inside, except that the first block loaded by its first rank gets other bytes."""
+
+    def __init__(self, inside: EnginePlugin) -> None:
+        self._inside = inside
+
+    @property
+    def name(self) -> str:
+        """The name of the plugin inside."""
+        return self._inside.name
+
+    def scheduler_side(self, engine: EngineFacts) -> SchedulerPlugin:
+        """The scheduler's side of the plugin inside."""
+        return self._inside.scheduler_side(engine)
+
+    def worker_side(self, engine: EngineFacts, rank: int) -> WorkerPlugin:
+        """The worker's side of the plugin inside, spoilt on the first rank."""
+        worker = self._inside.worker_side(engine, rank)
+        return worker if rank else CorruptingWorker(worker)
+
+
+class CorruptingWorker:
+    """Waits for the end of the first load, and changes one block before the engine hears of it."""
+
+    def __init__(self, inside: WorkerPlugin) -> None:
+        self._inside = inside
+        self._tensors: Sequence[torch.Tensor] = ()
+        self._target: tuple[JobId, int] | None = None
+        self._is_done = False
+
+    def register_kv_caches(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Keep the memory, to change it."""
+        self._tensors = tensors
+        self._inside.register_kv_caches(tensors)
+
+    def start_loads(self, plan: object) -> None:
+        """Choose the first block of the first load."""
+        assert isinstance(plan, TransferPlan), plan
+        if plan.loads and self._target is None:
+            self._target = (plan.loads[0].job, plan.loads[0].blocks[0])
+        self._inside.start_loads(plan)
+
+    def start_stores(self, plan: object) -> None:
+        """Nothing of its own."""
+        self._inside.start_stores(plan)
+
+    def take_output(self) -> object:
+        """Change the block once its load has arrived."""
+        output = self._inside.take_output()
+        if self._target is not None and isinstance(output, TransferReport) and not self._is_done:
+            job, block = self._target
+            arrived = [
+                report.job
+                for report in output.jobs
+                if report.direction is Direction.LOAD and report.outcome is CopyOutcome.DONE
+            ]
+            if job in arrived:
+                self._spoil(block)
+        return output
+
+    def shutdown(self) -> None:
+        """Nothing of its own."""
+        self._inside.shutdown()
+
+    def _spoil(self, block: int) -> None:
+        self._is_done = True
+        for tensor in self._tensors:
+            tensor[block].neg_()

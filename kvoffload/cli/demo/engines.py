@@ -1,0 +1,120 @@
+"""The two engines: alike in everything but that one loads the plugin, by its entry point, as any engine would."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Protocol, cast
+
+from kvoffload.cli.demo.corrupt import CorruptingPlugin
+from kvoffload.cli.demo.options import DemoOptions
+from kvoffload.cli.exits import CommandError
+from kvoffload.engine import Engine, EngineConfig, ModelConfig, PromptTooLong
+from kvoffload.engine.capacity import Capacity
+from kvoffload.engine.groups import first_needed_block, make_groups
+from kvoffload.engine.plugin import EnginePlugin, load_plugin
+from kvoffload.runtime.scheduler_side import SchedulerSide
+
+PLUGIN = "kvoffload"
+_CACHE_SHARE = 4  # what the conversations need is so many times the device's cache, unless they are few
+_TINY = ModelConfig(hidden_size=64, heads=4, kv_heads=2, head_dim=16, ffn_size=96)
+
+
+class OffloadingPlugin(EnginePlugin, Protocol):
+    """An engine plugin that shows its inside once it has an engine."""
+
+    offload: SchedulerSide | None
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """Both engines, running, and the inside of offloading."""
+
+    plain: Engine
+    offloaded: Engine
+    offload: SchedulerSide
+
+
+def engine_config(options: DemoOptions, offload: Mapping[str, object] | None = None) -> EngineConfig:
+    """Return the engine's settings, with `offload` for its plugin.
+
+    Raises:
+        PromptTooLong: the model is too short for the conversations' last turns.
+        PoolTooSmall: the device's cache is.
+    """
+    tokens = options.conversation_tokens
+    if tokens > options.max_model_len:
+        answer = options.answer_tokens
+        raise PromptTooLong(tokens - answer, answer, options.max_model_len)
+    config = EngineConfig(
+        model=_model(options),
+        num_blocks=options.device_blocks and options.device_blocks + 1,  # the null block is nobody's
+        max_model_len=options.max_model_len,
+        device=options.device,
+        plugin_config=offload or {},
+    )
+    capacity = Capacity(make_groups(config), config.step_tokens, config.max_model_len)
+    if options.device_blocks is None:
+        return replace(config, num_blocks=_device_blocks(options, config, capacity) + 1)
+    capacity.check_fits(tokens, options.device_blocks)
+    return config
+
+
+@asynccontextmanager
+async def open_engines(options: DemoOptions) -> AsyncIterator[Engines]:
+    """Make both engines and run them; at the end, drain and stop them.
+
+    The one with more that can be wrong comes first, and neither has work before both are there.
+
+    Raises:
+        CommandError: the plugin is another one, or memory for an engine cannot be had.
+        KVOffloadError: the plugin refuses its settings.
+        EngineError: the engine refuses its settings.
+    """
+    plugin = cast("OffloadingPlugin", load_plugin(PLUGIN))
+    used = CorruptingPlugin(plugin) if options.corrupt_one_block else plugin
+    async with _make(engine_config(options, options.offload), used) as offloaded:
+        offload = getattr(plugin, "offload", None)
+        if offload is None:
+            raise CommandError(f"the engine plugin {PLUGIN!r} is not kvoffload's own: it shows no counters")
+        async with _make(engine_config(options), None) as plain:
+            yield Engines(plain, offloaded, offload)
+
+
+def kv_blocks(options: DemoOptions, config: EngineConfig) -> int:
+    """Blocks that all conversations together need to go on from where they end, in all groups."""
+    return options.conversations * _conversation_blocks(options, config)
+
+
+def _make(config: EngineConfig, plugin: EnginePlugin | None) -> Engine:
+    try:
+        return Engine(config, plugin)
+    except (MemoryError, RuntimeError) as error:  # torch says so in either
+        reason = str(error).partition("\n")[0] or "out of memory"
+        raise CommandError(f"an engine on {config.device!r} cannot be made: {reason}") from error
+
+
+def _device_blocks(options: DemoOptions, config: EngineConfig, capacity: Capacity) -> int:
+    # One request in the middle of its prompt, where windows and chunks need most, and the others behind theirs.
+    others = min(options.concurrency, options.conversations) - 1
+    least = capacity.request_blocks(options.conversation_tokens)
+    least += others * _conversation_blocks(options, config)
+    return max(least, kv_blocks(options, config) // _CACHE_SHARE)
+
+
+def _conversation_blocks(options: DemoOptions, config: EngineConfig) -> int:
+    tokens = options.conversation_tokens
+    blocks = -(-tokens // config.block_tokens)
+    return sum(blocks - first_needed_block(group, tokens) for group in make_groups(config))
+
+
+def _model(options: DemoOptions) -> ModelConfig:
+    reach = options.reach_tokens
+    return replace(
+        _TINY if options.model == "tiny" else ModelConfig(),
+        attention=options.attention,
+        window_tokens=reach if options.attention == "sliding_window" else None,
+        chunk_tokens=reach if options.attention == "chunked_local" else None,
+        seed=options.seed,
+    )

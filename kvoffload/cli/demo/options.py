@@ -1,0 +1,204 @@
+"""What the demo can be asked for."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from kvoffload.cli.demo.address import Address, parse_address
+from kvoffload.cli.exits import CommandError
+from kvoffload.cli.parser import positive, seconds
+
+Attention = Literal["full", "sliding_window", "chunked_local"]
+
+_REACH_TOKENS = 256  # of a window or a chunk, unless one is given
+_PAIRS = 20
+_HOST_BYTES = "256MiB"
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """One demo.
+
+    Args:
+        documents: files to talk about; none for those that are found.
+        conversations: how many there are.
+        turns: turns of each.
+        first_tokens: the first message of each; tokens are bytes.
+        turn_tokens: each later message.
+        answer_tokens: generated in each turn.
+        concurrency: conversations served at a time.
+        attention: of the model's local layers.
+        reach_tokens: the window or the chunk; None with full attention.
+        model: "small", or "tiny" for a quick look.
+        max_model_len: tokens of the longest prompt and its answer.
+        device: "cpu", "cuda" or "cuda:N".
+        device_blocks: of the device's KV cache; None for a fraction of what the conversations need.
+        seed: of the model's weights and of who gets which text.
+        offload: settings of kvoffload, as operators type them.
+        as_json: print one object instead of the table.
+        metrics: where to serve metrics; None for nowhere.
+        serve_for_s: how long to serve them after the run.
+        no_reuse_pairs: measure what offloading costs where nothing repeats, in so many pairs, instead of the demo.
+        corrupt_one_block: spoil a block that was loaded; the demo must then fail.
+    """
+
+    documents: tuple[Path, ...] = ()
+    conversations: int = 10
+    turns: int = 5
+    first_tokens: int = 1280
+    turn_tokens: int = 128
+    answer_tokens: int = 16
+    concurrency: int = 2
+    attention: Attention = "full"
+    reach_tokens: int | None = None
+    model: str = "small"
+    max_model_len: int = 4096
+    device: str = "cpu"
+    device_blocks: int | None = None
+    seed: int = 0
+    offload: Mapping[str, object] = field(default_factory=lambda: {"host_bytes": _HOST_BYTES})
+    as_json: bool = False
+    metrics: Address | None = None
+    serve_for_s: float = 0.0
+    no_reuse_pairs: int | None = None
+    corrupt_one_block: bool = False
+
+    @property
+    def message_tokens(self) -> int:
+        """Text that one conversation needs."""
+        return self.first_tokens + (self.turns - 1) * self.turn_tokens
+
+    @property
+    def conversation_tokens(self) -> int:
+        """The last prompt of a conversation and its answer: the longest request."""
+        return self.message_tokens + self.turns * self.answer_tokens
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the demo's options."""
+    _add_conversations(parser.add_argument_group("conversations"))
+    _add_engine(parser.add_argument_group("engine"))
+    _add_offloading(parser.add_argument_group("offloading"))
+    _add_output(parser.add_argument_group("output"))
+
+
+def demo_options(args: argparse.Namespace) -> DemoOptions:
+    """Return the options that were parsed.
+
+    Raises:
+        CommandError: they do not go together.
+    """
+    attention, reach = _attention(args.window, args.chunk)
+    if args.serve_for and args.serve_metrics is None:
+        raise CommandError("--serve-for needs --serve-metrics")
+    return DemoOptions(
+        documents=tuple(args.document),
+        conversations=args.conversations,
+        turns=args.turns,
+        first_tokens=args.first_tokens,
+        turn_tokens=args.turn_tokens,
+        answer_tokens=args.answer_tokens,
+        concurrency=args.concurrency,
+        attention=attention,
+        reach_tokens=reach,
+        model=args.model,
+        max_model_len=args.max_model_len,
+        device=args.device,
+        device_blocks=args.device_blocks,
+        seed=args.seed,
+        offload=_offload_settings(args.host_bytes, args.store_policy, args.config),
+        as_json=args.json,
+        metrics=args.serve_metrics,
+        serve_for_s=args.serve_for,
+        no_reuse_pairs=args.no_reuse,
+        corrupt_one_block=args.corrupt_one_block,
+    )
+
+
+def _add_conversations(group: argparse._ArgumentGroup) -> None:
+    add, default = group.add_argument, DemoOptions()
+    add("--document", metavar="FILE", type=Path, action="append", default=[],
+        help="a file to talk about; may be repeated; where it is too short, Python's library follows")  # fmt: skip
+    numbers = {
+        "conversations": "how many there are",
+        "turns": "turns of each",
+        "first-tokens": "tokens of a first message; tokens are bytes",
+        "turn-tokens": "tokens of each later message",
+        "answer-tokens": "tokens generated in each turn",
+        "concurrency": "conversations served at a time",
+    }
+    for name, text in numbers.items():
+        value = getattr(default, name.replace("-", "_"))
+        add(f"--{name}", metavar="N", type=positive, default=value, help=f"{text} (default {value})")
+    add("--seed", metavar="N", type=int, default=0, help="of the model's weights and of who gets which text")
+
+
+def _add_engine(group: argparse._ArgumentGroup) -> None:
+    add, default = group.add_argument, DemoOptions()
+    add("--device", default=default.device, help='"cpu" (default), "cuda" or "cuda:N"')
+    add("--model", choices=("small", "tiny"), default=default.model, help="tiny: for a quick look")
+    local = group.add_mutually_exclusive_group()
+    for name, what in (("window", "sliding windows"), ("chunk", "local chunks")):
+        local.add_argument(
+            f"--{name}", metavar="TOKENS", type=positive, nargs="?", const=_REACH_TOKENS,
+            help=f"five layers with {what} of TOKENS ({_REACH_TOKENS}) to one with full attention")  # fmt: skip
+    add("--max-model-len", metavar="N", type=positive, default=default.max_model_len,
+        help=f"tokens of the longest prompt and its answer (default {default.max_model_len})")  # fmt: skip
+    add("--device-blocks", metavar="N", type=positive,
+        help="blocks of the device's cache (default: about a quarter of what the conversations need)")  # fmt: skip
+
+
+def _add_offloading(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--host-bytes", metavar="BYTES", help=f'host memory for offloading (default "{_HOST_BYTES}")')
+    add("--store-policy", choices=("eager", "lazy"), help="what is stored when (default eager)")
+    add("--config", metavar="KEY=VALUE", action="append", default=[],
+        help="any other setting of kvoffload; may be repeated")  # fmt: skip
+    add("--no-reuse", metavar="PAIRS", type=positive, nargs="?", const=_PAIRS,
+        help=f"instead: what offloading costs where no prompt repeats, in PAIRS ({_PAIRS}) of measurements")  # fmt: skip
+    add("--corrupt-one-block", action="store_true", help=argparse.SUPPRESS)
+
+
+def _add_output(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--json", action="store_true", help="print one JSON object instead of the table")
+    add("--serve-metrics", metavar="[HOST:]PORT", type=parse_address,
+        help="serve Prometheus metrics during the run; port 0 takes a free one")  # fmt: skip
+    add("--serve-for", metavar="SECONDS", type=seconds, default=0.0,
+        help="keep serving them after the run; Ctrl-C ends it")  # fmt: skip
+
+
+def _attention(window: int | None, chunk: int | None) -> tuple[Attention, int | None]:
+    if window is not None:
+        return "sliding_window", window
+    return ("chunked_local", chunk) if chunk is not None else ("full", None)
+
+
+def _offload_settings(
+    host_bytes: str | None, store_policy: str | None, pairs: Sequence[str]
+) -> dict[str, object]:
+    settings: dict[str, object] = {"host_bytes": host_bytes, "store_policy": store_policy}
+    settings = {key: value for key, value in settings.items() if value is not None}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not (key and equals):
+            raise CommandError(f"--config takes KEY=VALUE, not {pair!r}")
+        if key in settings:
+            raise CommandError(f"{key} is set twice")
+        settings[key] = _value(text)
+    sizes = {"host_bytes", "host_bytes_per_rank", "cpu_bytes_to_use", "cpu_bytes_to_use_per_rank"}
+    return settings if sizes & settings.keys() else {"host_bytes": _HOST_BYTES, **settings}
+
+
+def _value(text: str) -> object:
+    """A number, true or false as JSON writes them; otherwise the text itself."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return value if isinstance(value, int | float) else text

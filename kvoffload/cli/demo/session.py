@@ -1,0 +1,210 @@
+"""One demo from its options to its exit code."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, nullcontext
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING
+
+from kvoffload.bench.no_reuse import NoReuse, NoReuseSettings, measure
+from kvoffload.cli.demo.audit import audit_engine, audit_offloading
+from kvoffload.cli.demo.compare import compare
+from kvoffload.cli.demo.conversations import Conversation, make_conversations
+from kvoffload.cli.demo.documents import Text, read_text
+from kvoffload.cli.demo.engines import Engines, kv_blocks, open_engines
+from kvoffload.cli.demo.metrics import MetricsPage
+from kvoffload.cli.demo.options import DemoOptions
+from kvoffload.cli.demo.play import Play, Player, idle, warm_up
+from kvoffload.cli.demo.results import SCHEMA, DemoResult, PlayResult, Workload, to_json
+from kvoffload.cli.demo.screen import Screen
+from kvoffload.cli.demo.summary import summarize, summarize_offloading
+from kvoffload.cli.demo.table import render, render_no_reuse
+from kvoffload.cli.exits import Exit
+
+if TYPE_CHECKING:
+    from kvoffload.engine import Engine
+    from kvoffload.runtime.scheduler_side import SchedulerSide
+
+_TAIL = 20  # lines of the journal that a failure shows
+
+
+async def run_demo(options: DemoOptions, screen: Screen) -> int:
+    """Run the demo and return its exit code.
+
+    Raises:
+        KVOffloadError: something that was asked for cannot be had; nothing has been run.
+        EngineError: the same.
+    """
+    text = read_text(options.documents, options.conversations * options.message_tokens)
+    with MetricsPage(options.metrics) if options.metrics else nullcontext() as page:
+        async with _engines(options, screen) as engines:
+            if page is not None:
+                page.show(engines.offload)
+                screen.say(f"metrics are at {page.url}")
+            if options.no_reuse_pairs is None:
+                code = await _demonstrate(options, engines, text, screen)
+            else:
+                code = await _measure_no_reuse(options, engines, screen)
+        if page is not None and options.serve_for_s:
+            await _linger(page, options.serve_for_s, screen)
+    return code
+
+
+@asynccontextmanager
+async def _engines(options: DemoOptions, screen: Screen) -> AsyncIterator[Engines]:
+    """Both engines; whoever is interrupted hears what became of what was submitted."""
+    running: Engines | None = None
+    try:
+        async with open_engines(options) as running:
+            try:
+                yield running
+            except asyncio.CancelledError:
+                screen.say("interrupted: open requests are ended, and what was submitted is drained")
+                raise
+            except BrokenPipeError:
+                raise  # whoever read the output has left; nothing is wrong here
+            except Exception:
+                _show_journal(running.offload, screen)
+                raise
+    except asyncio.CancelledError:
+        if running is not None:
+            screen.say(_drained(running))
+        raise
+
+
+async def _demonstrate(options: DemoOptions, engines: Engines, text: Text, screen: Screen) -> int:
+    conversations = make_conversations(text.tokens, options)
+    for engine in (engines.plain, engines.offloaded):
+        screen.progress("warming up")
+        await warm_up(engine, options.first_tokens, options.seed)
+    before = engines.offload.counters.snapshot()
+    plain, offloaded = await _play(options, engines, conversations, screen)
+    counted = engines.offload.counters.snapshot().minus(before)
+    size = engines.plain.config.block_tokens
+    without, with_ = summarize(plain, size), summarize(offloaded, size)
+    result = DemoResult(
+        workload=_workload(options, engines.plain, text),
+        without_offloading=without,
+        with_offloading=with_,
+        returning_ttft_ratio=_ratio(without, with_),
+        offloading=summarize_offloading(counted, engines.offload.gauges().capacity_slots),
+        agreement=compare(plain, offloaded),
+        broken_laws=tuple(_audit(engines)),
+    )
+    screen.result(result.to_json() if options.as_json else render(result))
+    if result.passed:
+        return Exit.OK
+    screen.say("FAILED: outputs differ" if not result.agreement.holds else "FAILED: laws are broken")
+    _show_journal(engines.offload, screen)
+    return Exit.FAILED
+
+
+async def _play(
+    options: DemoOptions, engines: Engines, conversations: list[Conversation], screen: Screen
+) -> tuple[Play, Play]:
+    """Play without and with offloading, round by round: what else the machine does meets both alike."""
+    make = partial(Player, conversations=conversations, options=options)
+    counter = partial(_counter, options.conversations * options.turns, screen)
+    plain = make(engines.plain, told=counter("without offloading"))
+    offloaded = make(engines.offloaded, told=counter("with offloading"), script=plain.answers)
+    for number in range(options.turns):
+        await plain.play_round(number)
+        await offloaded.play_round(number)
+    return plain.result(), offloaded.result()
+
+
+def _counter(turns: int, screen: Screen, name: str) -> Callable[[], None]:
+    served = count(1)
+    return lambda: screen.progress(f"{name}: {next(served)} of {turns} turns")
+
+
+async def _measure_no_reuse(options: DemoOptions, engines: Engines, screen: Screen) -> int:
+    assert options.no_reuse_pairs is not None
+    settings = NoReuseSettings(
+        pairs=options.no_reuse_pairs,
+        prompts=options.concurrency,
+        prompt_tokens=options.first_tokens,
+        answer_tokens=options.answer_tokens,
+        seed=options.seed,
+    )
+
+    def told(pair: int) -> None:
+        screen.progress(f"pair {pair} of {settings.pairs}")
+
+    result = await measure(engines.plain, engines.offloaded, settings, told)
+    await idle(engines.offloaded)
+    laws = _audit(engines)
+    screen.result(_no_reuse_json(result, laws) if options.as_json else render_no_reuse(result, laws))
+    if result.passed and not laws:
+        return Exit.OK
+    screen.say("FAILED: offloading costs too much" if not result.passed else "FAILED: laws are broken")
+    _show_journal(engines.offload, screen)
+    return Exit.FAILED
+
+
+async def _linger(page: MetricsPage, seconds: float, screen: Screen) -> None:
+    screen.say(f"metrics stay at {page.url} for {seconds:g} s; Ctrl-C ends that")
+    try:
+        await asyncio.sleep(seconds)
+    except asyncio.CancelledError:
+        # The demo is over and its result stands: this is an end like any other.
+        if (task := asyncio.current_task()) is not None:
+            task.uncancel()
+
+
+def _workload(options: DemoOptions, engine: Engine, text: Text) -> Workload:
+    blocks = kv_blocks(options, engine.config)
+    return Workload(
+        documents=text.documents,
+        library_tokens=text.library_tokens,
+        conversations=options.conversations,
+        turns=options.turns,
+        attention=options.attention,
+        reach_tokens=options.reach_tokens,
+        device=options.device,
+        seed=options.seed,
+        device_blocks=engine.pool.usable_blocks,
+        kv_blocks=blocks,
+        kv_to_cache=blocks / engine.pool.usable_blocks,
+        offload=dict(options.offload),
+    )
+
+
+def _ratio(without: PlayResult, with_: PlayResult) -> float | None:
+    if without.returning_ttft_s is None or with_.returning_ttft_s is None:
+        return None
+    return without.returning_ttft_s.p50 / with_.returning_ttft_s.p50
+
+
+def _no_reuse_json(result: NoReuse, laws: list[str]) -> str:
+    return to_json(
+        {
+            "schema": SCHEMA,
+            "kind": "no_reuse",
+            **result.to_plain(),
+            "passed": result.passed and not laws,
+            "broken_laws": laws,
+        }
+    )
+
+
+def _audit(engines: Engines) -> list[str]:
+    plain = audit_engine(engines.plain, "engine without offloading")
+    offloaded = audit_engine(engines.offloaded, "engine with offloading")
+    return [*plain, *offloaded, *audit_offloading(engines.offload)]
+
+
+def _drained(engines: Engines) -> str:
+    copies = engines.offload.counters.snapshot().total("kvoffload_transfers_total")
+    if laws := _audit(engines):
+        return "; ".join([f"drained, but {len(laws)} laws are broken", *laws])
+    return f"drained: all {copies} copies that were submitted have ended; no law is broken"
+
+
+def _show_journal(offload: SchedulerSide, screen: Screen) -> None:
+    screen.say("the last of the journal:")
+    for line in offload.journal.tail(_TAIL):
+        screen.tell(f"  {line}")

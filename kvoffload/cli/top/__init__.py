@@ -1,0 +1,1 @@
+"""`kvoffload top`: a live view of a server's metrics in a terminal."""

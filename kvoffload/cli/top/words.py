@@ -1,0 +1,49 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+_UNKNOWN = "-"
+
+
+def count(number: float | None) -> str:
+    """A number of things."""
+    return _UNKNOWN if number is None else f"{number:,.0f}"
+
+
+def per_second(number: float | None) -> str:
+    """A rate: whole where it is large."""
+    if number is None:
+        return _UNKNOWN
+    return f"{number:,.0f}" if number >= 100 or number == 0 else f"{number:.1f}"
+
+
+def share(part: float, whole: float) -> str:
+    """A part of a whole."""
+    return f"{100 * part / whole:.1f} %" if whole > 0 else _UNKNOWN
+
+
+def size(number: float | None) -> str:
+    """A number of bytes."""
+    if number is None:
+        return _UNKNOWN
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024:
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024
+    return f"{number:,.1f} TiB"
+
+
+def duration(seconds: float | None) -> str:
+    """A time, from microseconds to days."""
+    if seconds is None:
+        return _UNKNOWN
+    for limit, scale, unit in ((1e-3, 1e6, "us"), (1, 1e3, "ms"), (120, 1, "s")):
+        if seconds < limit:
+            return f"{seconds * scale:.1f} {unit}"
+    return f"{seconds / 60:,.0f} min"
+
+
+def bar(part: float, whole: float, width: int) -> str:
+    """A bar that is full at the whole."""
+    cells = round(width * min(part / whole, 1)) if whole > 0 else 0
+    return "#" * cells + "." * (width - cells)

@@ -1,0 +1,155 @@
+"""A journal as a picture of time: steps, requests' lookups and loads, and every rank's copies.
+
+The journal is the scheduler's: a copy is known by the report of its rank, which says how long it waited and took but not
+when. It is drawn from the moment its job was scheduled; the rest of its span is the time until the scheduler heard of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from kvoffload.model import events
+from kvoffload.model.ids import JobId, RequestId
+from kvoffload.model.transfer import Direction
+from kvoffload.telemetry.journal import Record
+from kvoffload.telemetry.records import Summary
+from kvoffload.telemetry.timeline_requests import RequestRows, args_of
+from kvoffload.telemetry.trace import Rows, Trace, TraceEvent, Track
+
+_SCHEDULER, _RANKS = 1, 10  # where groups stand in the picture
+STEPS = Track("scheduler", _SCHEDULER, "steps")
+HOST = Track("scheduler", _SCHEDULER, "host memory")
+NOTES = Track("scheduler", _SCHEDULER, "notes")
+_LANES = {Direction.STORE: "stores", Direction.LOAD: "loads"}
+_NOTED: dict[type[events.Event], Track] = {
+    events.BlocksEvicted: HOST,
+    events.BlocksZeroed: HOST,
+    events.CapacityGrown: HOST,
+    events.ResetStarted: HOST,
+    events.JobAbandoned: HOST,
+    events.EngineSurprised: NOTES,
+    events.OffloadingDegraded: NOTES,
+}
+
+Drawn = Iterator[TraceEvent]
+
+
+@dataclass(frozen=True, slots=True)
+class _Scheduled:
+    at: float
+    blocks: int
+    request: RequestId | None = None
+
+
+def draw(records: Iterable[Record]) -> Drawn:
+    """Yield the events of a trace; of every journal that a process appended to the file, one after the other."""
+    records = iter(records)
+    first = next(records, None)
+    if first is None:
+        return
+    trace, rows = Trace(first.time), Rows()
+    timeline = _Timeline(trace, rows)
+    for record in chain([first], records):
+        if record.sequence <= timeline.sequence:
+            yield from timeline.close()
+            timeline = _Timeline(trace, rows)
+            yield from trace.instant(NOTES, "another process begins", record.time)
+        yield from timeline.tell(record)
+    yield from timeline.close()
+
+
+class _Timeline:
+    """What one process told."""
+
+    def __init__(self, trace: Trace, rows: Rows) -> None:
+        self.sequence = 0
+        self._trace = trace
+        self._rows = rows
+        self._time = 0.0
+        self._jobs: dict[JobId, _Scheduled] = {}
+        self._step: tuple[float, dict[str, Any]] | None = None
+        self._requests = RequestRows(trace)
+        self._on_event: dict[type, Callable[[float, Any], Drawn]] = {
+            events.StoreScheduled: self._on_scheduled,
+            events.LoadScheduled: self._on_load_scheduled,
+            events.RankReported: self._on_reported,
+            **self._requests.on_event(),
+            **dict.fromkeys(_NOTED, self._on_noted),
+        }
+
+    def tell(self, record: Record) -> Drawn:
+        """Yield what is known now that was not before."""
+        missing = record.sequence - self.sequence - 1
+        if missing and self.sequence:
+            yield from self._trace.instant(NOTES, "lines dropped", record.time, lines=missing)
+        message = record.message
+        if isinstance(message, Summary):
+            yield from self._on_fact(record.time, message)
+        elif (react := self._on_event.get(type(message))) is not None:
+            yield from react(record.time, message)
+        self.sequence, self._time = record.sequence, record.time
+
+    def close(self) -> Drawn:
+        """The journal ends here: draw what is still open up to its last line."""
+        yield from self._end_step(self._time)
+        yield from self._requests.close(self._time)
+
+    # -- steps --------------------------------------------------------------------------------------------------
+
+    def _on_fact(self, at: float, fact: Summary) -> Drawn:
+        if fact.name == "StepScheduled":
+            yield from self._end_step(at)
+            self._step = at, dict(fact.fields)
+        elif fact.name == "RequestSeen" and not self._requests.is_busy:
+            yield from self._end_step(self._time)  # the engine was idle since
+        yield from self._requests.on_fact(at, fact)
+        if fact.name in ("RequestEnded", "TransferReported") and not self._requests.is_busy:
+            yield from self._end_step(at)
+
+    def _end_step(self, at: float) -> Drawn:
+        """A step lasts until the next one; where the engine had nothing left to do, until the last that was heard."""
+        if self._step is not None:
+            start, fields = self._step
+            yield from self._trace.span(STEPS, f"step {fields.get('step')}", start, at, **fields)
+        self._step = None
+
+    # -- copies -------------------------------------------------------------------------------------------------
+
+    def _on_scheduled(self, at: float, event: events.StoreScheduled) -> Drawn:
+        self._jobs[event.job] = _Scheduled(at, event.blocks)
+        return iter(())
+
+    def _on_load_scheduled(self, at: float, event: events.LoadScheduled) -> Drawn:
+        self._jobs[event.job] = _Scheduled(at, event.blocks, event.request)
+        return self._requests.on_load_scheduled(at, event)
+
+    def _on_reported(self, at: float, event: events.RankReported) -> Drawn:
+        took = event.queue_s + event.copy_s
+        scheduled = self._jobs.get(event.job, _Scheduled(at - took, 0))
+        start = min(scheduled.at, at)
+        group, lane = f"rank {event.rank}", _LANES[event.direction]
+        row = self._rows.place(group, lane, start, at)
+        order = _RANKS + event.rank
+        track = Track(group, order, lane, row)
+        yield from self._trace.span(
+            track,
+            f"{event.direction.value} {event.job}",
+            start,
+            at,
+            blocks=scheduled.blocks,
+            request=scheduled.request,
+            outcome=event.outcome.value,
+            bytes=event.copied_bytes,
+        )
+        copied = min(start + took, at)
+        began = max(copied - event.copy_s, start)
+        yield from self._trace.span(track, "queued", start, began)
+        yield from self._trace.span(track, "copy", began, copied, bytes=event.copied_bytes)
+
+    # -- the rest -----------------------------------------------------------------------------------------------
+
+    def _on_noted(self, at: float, event: events.Event) -> Drawn:
+        return self._trace.instant(_NOTED[type(event)], type(event).__name__, at, **args_of(event))

@@ -1,0 +1,115 @@
+"""The trace-event format, as far as the timeline needs it: Perfetto and chrome://tracing open it.
+
+Times come in seconds and are written in microseconds since the trace's beginning, as the format wants them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+TraceEvent = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """One line of the picture; lines with one `group` stand together, in the order of `order` and `row`."""
+
+    group: str
+    order: int
+    lane: str
+    row: int = 0
+
+    @property
+    def name(self) -> str:
+        """What stands beside the line."""
+        return self.lane if not self.row else f"{self.lane} {self.row + 1}"
+
+
+class Rows:
+    """Spreads what overlaps in one lane over rows, because spans of one line may only nest."""
+
+    def __init__(self) -> None:
+        self._ends: dict[tuple[str, str], list[float]] = {}
+
+    def place(self, group: str, lane: str, start: float, end: float) -> int:
+        """Return the first row of the lane that is free from `start` on, and take it until `end`.
+
+        Ask in the order of the ends.
+        """
+        ends = self._ends.setdefault((group, lane), [])
+        for row, taken_until in enumerate(ends):
+            if taken_until <= start:
+                ends[row] = end
+                return row
+        ends.append(end)
+        return len(ends) - 1
+
+
+class Trace:
+    """Makes events of one trace.
+
+    Args:
+        origin: the time, in seconds, that is 0 in the trace.
+    """
+
+    def __init__(self, origin: float) -> None:
+        self._origin = origin
+        self._groups: dict[str, int] = {}
+        self._tracks: dict[Track, int] = {}
+
+    def span(
+        self, track: Track, name: str, start: float, end: float, /, **args: object
+    ) -> Iterator[TraceEvent]:
+        """Something that took from `start` to `end`."""
+        yield from self._names(track)
+        event = self._event(track, "X", name, start, args)
+        yield {**event, "dur": max(self._microseconds(end) - event["ts"], 0)}
+
+    def instant(self, track: Track, name: str, at: float, /, **args: object) -> Iterator[TraceEvent]:
+        """Something that took no time."""
+        yield from self._names(track)
+        yield {**self._event(track, "i", name, at, args), "s": "t"}
+
+    def _event(self, track: Track, phase: str, name: str, at: float, args: dict[str, object]) -> TraceEvent:
+        return {
+            "ph": phase,
+            "name": name,
+            "cat": track.lane,
+            "pid": self._groups[track.group],
+            "tid": self._tracks[track],
+            "ts": self._microseconds(at),
+            "args": args,
+        }
+
+    def _names(self, track: Track) -> Iterator[TraceEvent]:
+        """What tells the viewer of a line, the first time that it is used."""
+        if track in self._tracks:
+            return
+        if track.group not in self._groups:
+            process = self._groups[track.group] = len(self._groups) + 1
+            yield _metadata("process_name", process, 0, name=track.group)
+            yield _metadata("process_sort_index", process, 0, sort_index=track.order)
+        process = self._groups[track.group]
+        thread = self._tracks[track] = len(self._tracks) + 1
+        yield _metadata("thread_name", process, thread, name=track.name)
+        yield _metadata("thread_sort_index", process, thread, sort_index=1000 * track.order + track.row)
+
+    def _microseconds(self, at: float) -> float:
+        return round((at - self._origin) * 1e6, 3)
+
+
+def render(events: Iterable[TraceEvent]) -> Iterator[str]:
+    """Yield the text of a trace file, bit by bit: journals may be large."""
+    yield '{"displayTimeUnit":"ms","traceEvents":['
+    separator = "\n"
+    for event in events:
+        yield separator + json.dumps(event, separators=(",", ":"))
+        separator = ",\n"
+    yield "\n]}\n"
+
+
+def _metadata(what: str, process: int, thread: int, **args: object) -> TraceEvent:
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "ts": 0, "args": args}

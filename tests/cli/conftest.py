@@ -1,0 +1,49 @@
+"""What tests of the command share: small demos, and a process that is left as it was found."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# Three turns of four conversations on a device cache that holds about a third of them: a fraction of a second.
+SMALL = (
+    "demo --model tiny --conversations 4 --turns 3 --first-tokens 100 --turn-tokens 30 --answer-tokens 5 "
+    "--device-blocks {blocks} --host-bytes 16MiB"
+)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> Iterator[None]:
+    """Tiny models compute faster on one thread than they can be split over several."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _own_logging() -> Iterator[None]:
+    """The command is its own host and sets logging up; other tests must not see that."""
+    logger = logging.getLogger("kvoffload")
+    before = (logger.handlers[:], logger.level, logger.propagate)
+    yield
+    logger.handlers[:], logger.propagate = before[0], before[2]
+    logger.setLevel(before[1])
+
+
+@pytest.fixture
+def small() -> list[str]:
+    """The arguments of a small demo with full attention."""
+    return SMALL.format(blocks=26).split()
+
+
+@pytest.fixture
+def small_local() -> list[str]:
+    """The arguments of a small demo for windows and chunks, which keep six groups of blocks."""
+    return SMALL.format(blocks=80).split()

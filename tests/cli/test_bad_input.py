@@ -1,0 +1,114 @@
+"""Bad input: one clear line, exit code 2, and nothing half-started."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvoffload.cli.demo.play import Player
+from kvoffload.cli.exits import Exit
+from kvoffload.cli.main import main
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_played(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No conversation begins, and no thread is left that was not there."""
+
+    def play(*_: object) -> None:
+        raise AssertionError("it was played")
+
+    monkeypatch.setattr(Player, "play_round", play)
+    before = set(threading.enumerate())
+    yield
+    left = [thread.name for thread in threading.enumerate() if thread not in before]
+    assert left == []
+
+
+def refusal(capsys: pytest.CaptureFixture[str], argv: list[str]) -> str:
+    """What it says; one line."""
+    assert main(argv) == Exit.USAGE
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("kvoffload: error: ")
+    assert "Traceback" not in err
+    return err
+
+
+def test_unreadable_document(small: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "nowhere cannot be read" in refusal(capsys, [*small, "--document", str(tmp_path / "nowhere")])
+
+
+def test_empty_document(small: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    assert "is empty" in refusal(capsys, [*small, "--document", str(tmp_path / "empty")])
+
+
+def test_unknown_config_key(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert "did you mean store_policy?" in refusal(capsys, [*small, "--config", "store_polcy=lazy"])
+
+
+def test_bad_config_value(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert "transfer_timeout_s" in refusal(capsys, [*small, "--config", "transfer_timeout_s=soon"])
+
+
+def test_every_problem_at_once(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    said = refusal(capsys, [*small, "--config", "verify=maybe", "--config", "hosts=3"])
+    assert "verify" in said
+    assert "hosts" in said
+
+
+@pytest.mark.slow
+def test_host_memory_below_one_block(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert "below one block" in refusal(capsys, [*small[:-1], "1KiB"])
+
+
+@pytest.mark.slow
+def test_more_host_memory_than_there_is(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert "above the" in refusal(capsys, [*small[:-1], "1000TiB"])
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "gpu", "cpu:1"])
+def test_a_device_that_does_not_exist(
+    device: str, small: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert device in refusal(capsys, [*small, "--device", device])
+
+
+def test_a_port_that_is_taken(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert str(port) in refusal(capsys, [*small, "--serve-metrics", str(port)])
+
+
+def test_a_host_that_is_not_ours(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert "192.0.2.1" in refusal(capsys, [*small, "--serve-metrics", "192.0.2.1:9464"])
+
+
+def test_a_prompt_longer_than_the_model(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    said = refusal(capsys, [*small, "--max-model-len", "100"])
+    assert "max_model_len is 100" in said
+
+
+def test_a_device_cache_too_small_for_one_request(
+    small: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "the pool has 5" in refusal(capsys, [*small, "--device-blocks", "5"])
+
+
+@pytest.mark.slow
+def test_more_device_memory_than_there_is(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert "cannot be made" in refusal(capsys, [*small, "--device-blocks", str(10**12)])
+
+
+def test_no_such_plugin(
+    small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvoffload.engine.plugin.entry_points", lambda group: ())
+    assert "no engine plugin is called 'kvoffload'" in refusal(capsys, small)

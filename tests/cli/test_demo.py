@@ -1,0 +1,250 @@
+"""The demo from end to end, with tiny dimensions, through the real plugin."""
+
+from __future__ import annotations
+
+import json
+import signal
+import urllib.request
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvoffload.cli.demo import session
+from kvoffload.cli.demo.audit import audit_engine
+from kvoffload.cli.demo.screen import Screen
+from kvoffload.cli.exits import Exit
+from kvoffload.cli.main import main
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvoffload.engine import Engine
+
+pytestmark = pytest.mark.slow
+
+KINDS = {"full": [], "sliding_window": ["--window", "48"], "chunked_local": ["--chunk", "32"]}
+
+
+def at_progress(monkeypatch: pytest.MonkeyPatch, text: str, act: Callable[[], object]) -> None:
+    """Do something once, in the middle of a demo, when it would show this."""
+
+    def progress(_: Screen, shown: str) -> None:
+        if shown == text:
+            act()
+
+    monkeypatch.setattr(Screen, "progress", progress)
+
+
+def run_json(argv: list[str], capsys: pytest.CaptureFixture[str], code: int = Exit.OK) -> dict[str, Any]:
+    """Run a demo for its JSON; standard output holds nothing else."""
+    assert main([*argv, "--json"]) == code, capsys.readouterr()
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.parametrize("policy", ["eager", "lazy"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_attention_kind_and_policy(
+    kind: str, policy: str, small: list[str], small_local: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = small if kind == "full" else small_local
+    found = run_json([*argv, *KINDS[kind], "--store-policy", policy], capsys)
+    assert found["workload"]["attention"] == kind
+    assert found["passed"]
+    assert found["agreement"] | {"worst_logprob_difference": 0} == {
+        "tokens": 4 * 3 * 5,
+        "mismatches": 0,
+        "first_mismatches": [],
+        "worst_logprob_difference": 0,
+        "logprob_limit": 1e-3,
+    }
+    without, with_ = found["without_offloading"], found["with_offloading"]
+    assert without["host_tokens"] == 0
+    assert with_["host_tokens"] > 0
+    assert with_["computed_tokens"] < without["computed_tokens"]
+    assert with_["returning_reused_share"] >= 0.9
+    offloading = found["offloading"]
+    assert offloading["loaded_blocks"].keys() == {"loaded"}
+    assert (
+        offloading["stored_blocks"] + sum(offloading["declined_blocks"].values())
+        == offloading["offered_blocks"]
+    )
+
+
+def test_a_host_of_one_block(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    block = 6 * 2 * 16 * 2 * 16 * 4  # layers, key and value, tokens, heads, head dimension, float32
+    found = run_json([*small, "--config", f"host_bytes_per_rank={block}"], capsys)
+    assert found["offloading"]["host_slots"] == 1
+    assert found["passed"]
+
+
+def test_json_accounts_for_every_token(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_json(small, capsys)
+    for play in (found["without_offloading"], found["with_offloading"]):
+        assert play["preemptions"] == 0
+        assert play["generated_tokens"] == 4 * 3 * 5
+        every = play["device_tokens"] + play["host_tokens"] + play["computed_tokens"]
+        assert every == play["prompt_tokens"] + play["generated_tokens"] - 4 * 3
+        assert play["first_ttft_s"]["samples"], play["returning_ttft_s"]["samples"] == (4, 8)
+
+
+def test_json_names_stay(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_json(small, capsys)
+    assert {name: sorted(part) for name, part in found.items() if isinstance(part, dict)} == {
+        "workload": [
+            "attention", "conversations", "device", "device_blocks", "documents", "kv_blocks", "kv_to_cache",
+            "library_tokens", "offload", "reach_tokens", "seed", "turns",
+        ],
+        "without_offloading": PLAY,
+        "with_offloading": PLAY,
+        "offloading": [
+            "declined_blocks", "evicted_blocks", "host_slots", "loaded_blocks", "loaded_bytes", "missed_blocks",
+            "offered_blocks", "stored_blocks", "stored_bytes",
+        ],
+        "agreement": [
+            "first_mismatches", "logprob_limit", "mismatches", "tokens", "worst_logprob_difference",
+        ],
+    }  # fmt: skip
+    assert {"schema", "kind", "passed", "returning_ttft_ratio", "broken_laws"} <= found.keys()
+
+
+PLAY = [
+    "computed_tokens", "device_tokens", "elapsed_s", "first_ttft_s", "generated_tokens", "host_tokens",
+    "preemptions", "prompt_tokens", "returning_reusable_tokens", "returning_reused_share",
+    "returning_reused_tokens", "returning_ttft_s", "tokens_per_s",
+]  # fmt: skip
+
+
+def test_people_get_a_table_and_nothing_on_standard_error(
+    small: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(small) == Exit.OK
+    out, err = capsys.readouterr()
+    assert "all 60 tokens agree" in out
+    assert "no law is broken" in out
+    assert err == ""
+
+
+def test_the_seed_changes_who_says_what(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = (run_json([*small, "--seed", seed], capsys) for seed in ("1", "2"))
+    assert one["workload"]["seed"] != other["workload"]["seed"]
+    worst = [found["agreement"]["worst_logprob_difference"] for found in (one, other)]
+    assert worst[0] != worst[1]
+
+
+def test_conversations_one_at_a_time(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_json([*small, "--concurrency", "1"], capsys)["passed"]
+
+
+def test_more_at_a_time_than_there_are(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_json([*small, "--concurrency", "9", "--device-blocks", "60"], capsys)
+    assert found["agreement"]["mismatches"] == 0
+    assert found["broken_laws"] == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_corrupt_block_is_seen(
+    kind: str, small: list[str], small_local: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = small if kind == "full" else small_local
+    assert main([*argv, *KINDS[kind], "--corrupt-one-block"]) == Exit.FAILED
+    out, err = capsys.readouterr()
+    assert "outputs   DIFFER" in out
+    assert "no law is broken" in out
+    assert "FAILED: outputs differ" in err
+    assert '"event":"LoadEnded"' in err or '"event":"StepScheduled"' in err  # the journal's tail
+
+
+def test_a_broken_law_is_seen(
+    small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvoffload.runtime.scheduler_side.SchedulerSide.audit", lambda _: ["a slot is lost"])
+    assert main(small) == Exit.FAILED
+    out, err = capsys.readouterr()
+    assert "offloading: a slot is lost" in out
+    assert "FAILED: laws are broken" in err
+
+
+def test_what_is_left_at_the_end_is_a_broken_law(
+    small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hold(engine: Engine, name: str) -> list[str]:
+        engine.pool.touch([1])
+        try:
+            return audit_engine(engine, name)
+        finally:
+            engine.pool.free([1])
+
+    monkeypatch.setattr(session, "audit_engine", hold)
+    assert main(small) == Exit.FAILED
+    out = capsys.readouterr().out
+    assert "engine without offloading: 1 leased blocks are left" in out
+    assert "engine with offloading: 1 blocks in use are left" in out
+
+
+def test_metrics_can_be_scraped_during_the_run(
+    small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages: list[str] = []
+
+    def scrape() -> None:
+        url = capsys.readouterr().err.split("metrics are at ")[1].split()[0]
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            pages.append(answer.read().decode())
+
+    at_progress(monkeypatch, "with offloading: 9 of 12 turns", scrape)
+    assert main([*small, "--serve-metrics", "0"]) == Exit.OK
+    (page,) = pages
+    values = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
+    assert float(values['kvoffload_store_blocks_total{outcome="stored"}']) > 0
+    assert float(values['kvoffload_capacity_slots{tier="host"}']) > 0
+
+
+def test_metrics_stay_for_a_while_and_ctrl_c_ends_that(
+    small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say = Screen.say
+
+    def interrupt(screen: Screen, text: str) -> None:
+        say(screen, text)
+        if "metrics stay at" in text:
+            url = text.split("at ")[1].split()[0]
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                assert b"kvoffload_" in answer.read()
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Screen, "say", interrupt)
+    assert main([*small, "--serve-metrics", "127.0.0.1:0", "--serve-for", "3600"]) == Exit.OK
+
+
+@pytest.mark.parametrize("play", ["without", "with"])
+def test_ctrl_c_drains_and_says_so(
+    play: str, small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_progress(monkeypatch, f"{play} offloading: 7 of 12 turns", lambda: signal.raise_signal(signal.SIGINT))
+    assert main(small) == Exit.INTERRUPTED
+    out, err = capsys.readouterr()
+    assert out == ""
+    first, second, third = err.splitlines()
+    assert first == "kvoffload: interrupted: open requests are ended, and what was submitted is drained"
+    assert second.startswith("kvoffload: drained: all ")
+    assert second.endswith(" copies that were submitted have ended; no law is broken")
+    assert third == "kvoffload: interrupted"
+
+
+def test_an_engine_that_stops_is_told_with_the_journal(
+    small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvoffload.engine import EngineStopped
+
+    def stop() -> None:
+        raise EngineStopped("the engine has stopped: a hook raised")
+
+    at_progress(monkeypatch, "with offloading: 5 of 12 turns", stop)
+    assert main(small) == Exit.FAILED
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "the last of the journal" in err
+    assert (
+        err.splitlines()[-1] == "kvoffload: the engine could not go on: the engine has stopped: a hook raised"
+    )

@@ -1,0 +1,144 @@
+"""The command itself: what it says of itself, and what of wrong usage."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+import kvoffload
+from kvoffload.cli import main as command
+from kvoffload.cli.exits import CommandError, Exit
+from kvoffload.cli.main import main
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """The one line that wrong usage prints."""
+    with pytest.raises(SystemExit) as end:
+        main(argv)
+    out, err = capsys.readouterr()
+    assert (end.value.code, out, err.count("\n")) == (Exit.USAGE, "", 1)
+    assert err.startswith("kvoffload: error: ")
+    return err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"kvoffload {kvoffload.__version__}\n"
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    out = capsys.readouterr().out
+    assert all(name in out for name in command.COMMANDS)
+
+
+def test_help_of_the_demo_hides_the_control(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["demo", "--help"])
+    out = capsys.readouterr().out
+    assert "--host-bytes" in out
+    assert "--corrupt-one-block" not in out
+
+
+@pytest.mark.slow
+def test_asking_for_the_version_does_not_load_an_engine() -> None:
+    script = (
+        "import sys; from kvoffload.cli.main import _parsers; _parsers(); sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.slow
+def test_it_runs_as_a_process_of_its_own() -> None:
+    asked = [sys.executable, "-m", "kvoffload.cli", "demo", "--frist-tokens", "3"]
+    ended = subprocess.run(asked, capture_output=True, text=True, check=False)
+    assert ended.returncode == Exit.USAGE
+    assert ended.stderr == (
+        "kvoffload: error: unknown option --frist-tokens; did you mean --first-tokens?; "
+        "unexpected argument '3' (see kvoffload demo --help)\n"
+    )
+
+
+def test_no_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "COMMAND" in error_of(capsys)
+
+
+def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "'dmeo'" in error_of(capsys, "dmeo")
+
+
+def test_unknown_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "did you mean --document?" in error_of(capsys, "demo", "--docment=x")
+
+
+def test_an_option_is_not_guessed_from_its_beginning(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "unknown option --conv" in error_of(capsys, "demo", "--conv", "3")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--turns", "0"),
+        ("--turns", "many"),
+        ("--serve-for", "-1"),
+        ("--serve-for", "nan"),
+        ("--serve-metrics", "host"),
+        ("--serve-metrics", "127.0.0.1:70000"),
+        ("--serve-metrics", "::1:9464"),
+        ("--store-policy", "sometimes"),
+        ("--model", "huge"),
+    ],
+)
+def test_bad_values(capsys: pytest.CaptureFixture[str], option: str, value: str) -> None:
+    error = error_of(capsys, "demo", option, value)
+    assert option in error
+    assert value in error
+
+
+def test_windows_and_chunks_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "not allowed with" in error_of(capsys, "demo", "--window", "--chunk")
+
+
+def behaves(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> int:
+    def run(_: object) -> int:
+        raise error
+
+    monkeypatch.setitem(command.COMMANDS, "demo", "kvoffload.cli.demo.command")
+    monkeypatch.setattr("kvoffload.cli.demo.command.run", run)
+    return main(["demo"])
+
+
+def test_what_a_command_raises_becomes_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert behaves(monkeypatch, CommandError("no such thing")) == Exit.USAGE
+    assert capsys.readouterr() == ("", "kvoffload: error: no such thing\n")
+
+
+def test_ctrl_c_anywhere(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert behaves(monkeypatch, KeyboardInterrupt()) == Exit.INTERRUPTED
+    assert capsys.readouterr() == ("", "kvoffload: interrupted\n")
+
+
+def test_a_reader_that_has_left_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    stdout = os.fdopen(write, "w")
+    monkeypatch.setattr(sys, "stdout", stdout)
+
+    def run(_: object) -> int:
+        stdout.write("x" * 100_000)
+        return 0
+
+    monkeypatch.setattr(
+        "kvoffload.cli.main._load", lambda _: SimpleNamespace(run=run, HELP="", add_arguments=id)
+    )
+    assert main(["demo"]) == Exit.FAILED
+    stdout.close()

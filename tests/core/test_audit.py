@@ -1,0 +1,214 @@
+"""Every conservation law is broken once, by hand, and the audit says so."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvoffload.core.host_pool import HostPool
+from kvoffload.core.jobs import Job
+from kvoffload.core.key_index import KeyIndex
+from kvoffload.core.leases import Leases
+from kvoffload.core.miss_memory import MissMemory
+from kvoffload.core.offers import Offer
+from kvoffload.core.offload_core import OffloadCore
+from kvoffload.core.requests import RequestRecord
+from kvoffload.core.state import CoreState
+from kvoffload.core.states import JobState, SlotState
+from kvoffload.model.causes import MissCause
+from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, RequestId, SlotId
+from kvoffload.model.transfer import Direction
+from tests.core.world import DevicePool, World, full, window
+
+TEXT = "abcdefghijklm"
+
+
+def scene() -> World:
+    """Something on the host, a load (job 2) and a store (job 3) open, a pending hit, a request that waits."""
+    world = World(full(), window(5, group=1), ranks=2)
+    world.serve("first", TEXT)
+    world.device.forget_keys()
+    world.admit(world.add("loads", TEXT))
+    stores = world.add("stores", "0123456789")
+    world.admit(stores)
+    world.step()
+    world.step(stores)
+    world.lookup(world.add("asks", TEXT), may_wait=False)
+    world.check()
+    assert len(world.open_jobs(Direction.LOAD)) == len(world.open_jobs(Direction.STORE)) == 1
+    return world
+
+
+class Broken:
+    """The parts of a core, to break them."""
+
+    def __init__(self, world: World) -> None:
+        self.core: OffloadCore = world.core
+        self.state: CoreState = world.core.state
+        self.pool: HostPool = world.core.state.pool
+        self.load, self.store = (
+            self.job(world, direction) for direction in (Direction.LOAD, Direction.STORE)
+        )
+        self.runs = self.request("stores")
+        self.asks = self.request("asks")
+
+    def job(self, world: World, direction: Direction) -> Job:
+        job = self.state.jobs.get(world.open_jobs(direction)[0])
+        assert job is not None
+        return job
+
+    def request(self, name: str) -> RequestRecord:
+        record = self.state.requests.live(RequestId(name))
+        assert record is not None
+        return record
+
+
+def lose(mapping: Any) -> None:  # noqa: ANN401 - whatever can be emptied
+    mapping.clear()
+
+
+LAWS: dict[str, tuple[Callable[[Broken], object], str]] = {
+    "counted slots": (
+        lambda it: it.pool._counts.__setitem__(SlotState.EMPTY, 0),
+        "slots are EMPTY, 0 are counted",
+    ),
+    "a key without an index": (lambda it: lose(it.pool._index), "slots can hit, 0 keys are indexed"),
+    "an index without a key": (
+        lambda it: it.pool._keys.__setitem__(it.load.slots[0], BlockKey(b"other")),
+        "is indexed but PINNED",
+    ),
+    "a slot that should be evictable": (
+        lambda it: it.pool._order.add(it.load.slots[0]),
+        "the eviction order is not the ready slots",
+    ),
+    "a free slot twice": (
+        lambda it: it.pool._freed.append(SlotId(0)),
+        "the free slots are not the empty ones",
+    ),
+    "a pin too many": (lambda it: it.pool.pin((it.load.slots[0],)), "pins, 2 are owned"),
+    "a hold too many": (lambda it: it.pool.hold(it.load.slots[0]), "has 1 holds, 0 are owned"),
+    "an ended job in the table": (
+        lambda it: setattr(it.load, "state", JobState.DONE),
+        "is DONE but in the table of open ones",
+    ),
+    "a job without copies": (lambda it: it.load.waiting.clear(), "is open although no rank copies"),
+    "counted jobs": (
+        lambda it: it.state.jobs._counts.__setitem__((Direction.LOAD, JobState.SUBMITTED), 7),
+        "1 load jobs are SUBMITTED, another number is counted",
+    ),
+    "pending jobs": (lambda it: setattr(it.state.jobs, "pending", 7), "2 jobs are pending, 7 are counted"),
+    "a filling slot of no job": (
+        lambda it: it.pool.reserve([BlockKey(b"x")]),
+        "filling slots and open stores disagree",
+    ),
+    "a lease of no job": (
+        lambda it: it.state.leases.open().add([DeviceBlockId(60)]),
+        "differ from those of open jobs",
+    ),
+    "a block in flight": (
+        lambda it: lose(it.state.stores._blocks),
+        "blocks in flight and open stores disagree",
+    ),
+    "a key in flight": (lambda it: lose(it.state.stores._keys), "keys in flight and open stores disagree"),
+    "a wait for nothing": (
+        lambda it: it.state.stores.wait(Offer(BlockKey(b"x"), DeviceBlockId(1))),
+        "an offer waits for a key that is not in flight",
+    ),
+    "a job of nobody": (lambda it: it.store.concerns.clear(), "request stores counts 1 jobs, 0 are open"),
+    "a table lost": (
+        lambda it: it.state.tables.forget(it.runs.request),
+        "request stores is RUNNING and has no table",
+    ),
+    "a table too many": (
+        lambda it: it.state.tables.allocated(it.asks.request, ((), ())),
+        "request asks is SEEN and has a table",
+    ),
+    "an offer without a table": (
+        lambda it: it.asks.unsettled.add((GroupId(0), 0)),
+        "request asks is SEEN with offers waiting",
+    ),
+    "an offer without an outcome": (lambda it: it.state.outbox.offered(1), "offers have no outcome"),
+    "something of a request that is gone": (
+        lambda it: it.state.shared.started(RequestId("gone"), (SlotId(63),)),
+        "request gone is gone but something is kept for it",
+    ),
+    "counted leases": (lambda it: setattr(it.core._stores, "leased_blocks", 0), "blocks, 0 are counted"),
+    "too many leases": (
+        lambda it: setattr(it.core._stores, "leased_blocks", 99),
+        "99 blocks, 16 are allowed",
+    ),
+    "a place that no table has": (
+        lambda it: it.state.tables._places.setdefault(DeviceBlockId(60), set()).add((it.runs.request, 1, 9)),
+        "index and table disagree",
+    ),
+    "room for what is settled": (
+        lambda it: it.core._book._deferred.setdefault(it.runs.request, deque([(GroupId(0), 0)])),
+        "waits for room at .* but is settled",
+    ),
+}
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_a_broken_law_is_told(law: str) -> None:
+    breaks, told = LAWS[law]
+    world = scene()
+    breaks(Broken(world))
+    problems = world.core.audit()
+    assert problems
+    assert any(re.search(told, problem) for problem in problems), problems
+
+
+def test_after_all_has_drained_there_are_laws_of_their_own() -> None:
+    world = World()
+    world.serve("first", TEXT)
+    state = world.core.state
+    pins = state.pool.pin((SlotId(0),))
+    assert "1 slots are PINNED after all has drained" in world.core.audit()
+    pins.close()
+    lease = state.leases.open()
+    lease.add(world.device.hand_out(1))
+    assert "1 leases and 0 records after all has drained" in world.core.audit()
+    lease.close()
+    assert world.core.audit() == []
+
+
+# -- small parts that the stories do not reach -------------------------------------------------------------------
+
+
+def test_a_block_that_is_leased_twice_takes_two_releases() -> None:
+    device = DevicePool(2, 1)
+    leases = Leases(device)
+    one, two = leases.open(), leases.open()
+    one.add([DeviceBlockId(1)])
+    two.add([DeviceBlockId(1)])
+    one.close()
+    assert leases.counts() == {1: 1}
+    assert device.leased[DeviceBlockId(1)] == 1
+    two.close()
+    assert leases.counts() == {}
+    assert leases.total == 0
+
+
+def test_the_memory_of_misses_is_bounded_and_forgets_the_oldest() -> None:
+    misses = MissMemory(bound=2)
+    keys = [BlockKey(bytes([number])) for number in range(3)]
+    misses.note(keys[:2], MissCause.EVICTED)
+    misses.note(keys[:1], MissCause.LOST)
+    misses.note(keys[2:], MissCause.EVICTED)
+    assert [misses.cause(key) for key in keys] == [MissCause.LOST, MissCause.NEVER_SEEN, MissCause.EVICTED]
+
+
+def test_the_index_tells_what_comes_and_leaves() -> None:
+    index = KeyIndex()
+    one, two = BlockKey(b"1"), BlockKey(b"2")
+    index[one] = SlotId(0)
+    news = index.watch()
+    index[two] = SlotId(1)
+    del index[one]
+    assert index.take_all() == {two: 1}
+    assert news == [(two, True), (one, False), (two, False)]
+    assert not index

@@ -1,0 +1,183 @@
+"""The core can be copied and compared: that is how it is explored, and how a difference between two runs is found."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+
+import pytest
+
+from kvoffload.core.fingerprint import fingerprint
+from kvoffload.core.states import SlotState
+from kvoffload.model.ids import RequestId
+from tests.core.world import FAILED, World, full, window
+
+TEXT = "abcdefghijklm"
+
+
+def busy(policy: str = "eager") -> World:
+    """A world with something of everything: a load, stores, a pending hit, a wait for room, a reset behind it."""
+    world = World(full(), window(5, group=1), ranks=2, device=48, host=16, policy=policy)
+    world.reset()
+    world.serve("first", TEXT)
+    world.device.forget_keys()
+    world.admit(world.add("loads", TEXT))
+    world.step()
+    world.lookup(world.add("asks", TEXT), may_wait=False)
+    stores = world.add("stores", "0123456789")
+    world.admit(stores)
+    world.step(stores)
+    world.step(stores)
+    return world
+
+
+def play(world: World) -> list[object]:
+    """The same story for a world and its copy; return all that was seen."""
+    seen: list[object] = []
+    for job in sorted(world.copies):
+        world.report(1, job, FAILED)
+        world.report(0, job)
+        seen.append(world.core.fingerprint())
+    for name in sorted(world.requests):
+        request = world.requests[name]
+        if request.state == "waiting":
+            seen.append(world.admit(request))
+    for _ in range(3):
+        seen.append(world.step())
+        world.finish()
+    for name in sorted(world.requests):
+        world.end(world.requests[name])
+    world.drain()
+    return [*seen, world.results, world.log, world.core.fingerprint()]
+
+
+@pytest.mark.parametrize("policy", ["eager", "lazy"])
+def test_a_copy_is_equal_and_behaves_the_same(policy: str) -> None:
+    world = busy(policy)
+    twin = copy.deepcopy(world)
+    assert twin.core.fingerprint() == world.core.fingerprint()
+    assert hash(twin.core.fingerprint()) == hash(world.core.fingerprint())
+    assert play(twin) == play(world)
+
+
+def test_what_happens_to_a_copy_does_not_happen_to_the_original() -> None:
+    world = busy()
+    before = world.core.fingerprint()
+    twin = copy.deepcopy(world)
+    play(twin)
+    assert world.core.fingerprint() == before
+    assert twin.core.fingerprint() != before
+    world.check()
+
+
+def test_the_same_facts_give_the_same_fingerprint() -> None:
+    assert busy().core.fingerprint() == busy().core.fingerprint()
+
+
+CHANGES: dict[str, Callable[[World], object]] = {
+    "a request": lambda world: world.add("b", "xyz"),
+    "a key of a request": lambda world: world.add("b", "wxyz"),
+    "a lookup": lambda world: world.lookup(world.requests["waits"]),
+    "an allocation": lambda world: world.admit(world.requests["waits"]),
+    "confirmed tokens": lambda world: world.step(),
+    "the end of a request": lambda world: world.end(world.requests["runs"]),
+    "one rank's report": lambda world: world.report(0, 0),  # type: ignore[arg-type]
+    "another rank's report": lambda world: world.report(1, 0),  # type: ignore[arg-type]
+    "a failed copy": lambda world: world.report(0, 0, FAILED),  # type: ignore[arg-type]
+    "a copy given up": lambda world: world.overdue(0),  # type: ignore[arg-type]
+    "a reset": lambda world: world.reset(),
+    "a broken law": lambda world: world.degrade(),
+    "more slots": lambda world: world.ready_up_to(99),
+    "a block handed out": lambda world: world.core.state.tables.handed_out(world.requests["runs"].tables[1]),
+    "a use of a slot": lambda world: world.core.state.pool.touch(max(world.core.state.pool.index.values())),
+}
+
+
+def test_every_kind_of_change_shows_and_no_two_look_the_same() -> None:
+    pictures = {"nothing": scene().core.fingerprint()}
+    for what, change in CHANGES.items():
+        world = scene()
+        change(world)
+        pictures[what] = world.core.fingerprint()
+    assert len(set(pictures.values())) == len(pictures)
+
+
+def scene() -> World:
+    """A store that is open is job 0, something is on the host, a request runs and one waits."""
+    world = World(full(), window(5, group=1), ranks=2)
+    world.add("runs", "0123456789abc")
+    world.admit(world.requests["runs"])
+    world.step()
+    world.step()
+    other = world.add("other", TEXT)
+    world.admit(other)
+    world.step(other)
+    world.step(other)
+    world.end(other)
+    world.idle_step()
+    world.finish(*[job for job in world.open_jobs() if job != 0])
+    world.add("waits", TEXT)
+    assert world.count(SlotState.READY) > 1
+    assert 0 in world.copies
+    return world
+
+
+# -- the picture itself -----------------------------------------------------------------------------------------
+
+
+class Slotted:
+    __slots__ = ("left", "right")
+
+    def __init__(self, left: object = None) -> None:
+        self.left = left
+
+
+@pytest.mark.parametrize(
+    ("one", "two"),
+    [
+        ({"a": 1, "b": [2]}, {"b": [2], "a": 1}),
+        ({3, 1, 2}, {1, 2, 3}),
+        (Counter("aab"), Counter("baa")),
+        (frozenset({b"x", b"y"}), frozenset({b"y", b"x"})),
+        (bytearray(b"ab"), bytearray(b"ab")),
+        (OrderedDict(a=1, b=2), OrderedDict(a=1, b=2)),
+        (len, len),
+    ],
+)
+def test_equal_values_look_equal(one: object, two: object) -> None:
+    assert fingerprint(one) == fingerprint(two)
+    hash(fingerprint(one))
+
+
+@pytest.mark.parametrize(
+    ("one", "two"),
+    [
+        (OrderedDict(a=1, b=2), OrderedDict([("b", 2), ("a", 1)])),
+        ([1, 2], [2, 1]),
+        (deque([1, 2]), deque([2, 1])),
+        (Slotted(1), Slotted(2)),
+        (Slotted([]), Slotted({1})),
+        ({"a": [1]}, {"a": [2]}),
+        ([SlotState.READY], [SlotState.EMPTY]),
+        (bytearray(b"ab"), bytearray(b"ba")),
+        (len, repr),
+    ],
+)
+def test_different_values_look_different(one: object, two: object) -> None:
+    assert fingerprint(one) != fingerprint(two)
+
+
+def test_two_names_of_one_thing_differ_from_two_things() -> None:
+    thing: list[int] = []
+    assert fingerprint([thing, thing]) != fingerprint([[], []])
+
+
+def test_a_circle_ends() -> None:
+    circle: list[object] = []
+    circle.append(circle)
+    hash(fingerprint(circle))
+
+
+def test_names_are_ordinary_strings() -> None:
+    assert fingerprint(RequestId("a")) == "a"

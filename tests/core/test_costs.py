@@ -1,0 +1,126 @@
+"""What a step costs does not grow with the requests that did nothing in it: calls are counted, not time."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+import pytest
+
+from kvoffload.model import facts
+from kvoffload.model.ids import RequestId
+from tests.core.world import Req, World, full, window
+
+TEXT = "abcdefghijklm"
+
+TraceFunction = Callable[[FrameType, str, object], object]
+
+
+class Quiet(World):
+    """A world that does not look at everything after every fact: that is what grows."""
+
+    def check(self) -> None:
+        pass
+
+
+def crowded(idle: int, policy: str) -> tuple[World, Req]:
+    """Idle requests that run, have stored, wait or were never admitted; and one that is busy."""
+    world = Quiet(full(), window(6, group=1), device=8 * idle + 100, host=4 * idle + 50, policy=policy)
+    for number in range(idle):
+        request = world.add(f"idle{number}", f"{number:06}xx{number % 7}")
+        if number % 4:
+            world.admit(request)
+    world.step()
+    world.step()
+    world.finish()
+    busy = world.add("busy", TEXT)
+    world.admit(busy)
+    for _ in range(4):
+        world.step(busy)
+        world.finish()
+    return world, busy
+
+
+def calls(act: Callable[[], object]) -> int:
+    """How many functions, also C functions, run while acting."""
+    count = 0
+
+    def seen(_frame: FrameType, event: str, _argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(seen)
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def lines(act: Callable[[], object]) -> int:
+    """How many lines run while acting: loops that call nothing count too."""
+    count = 0
+
+    def seen(_frame: FrameType, event: str, _argument: object) -> TraceFunction:
+        nonlocal count
+        count += event == "line"
+        return seen
+
+    before = sys.gettrace()
+    sys.settrace(seen)  # type: ignore[arg-type]  # wants a type of its own for what `seen` returns
+    try:
+        act()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def scenes(world: World, busy: Req) -> dict[str, Callable[[], object]]:
+    """Everything that an engine does in a step, of one request, in an order that can be run."""
+    core = world.core
+
+    def tell(fact: facts.Fact) -> None:
+        for kind, handler in core.handlers():
+            if isinstance(fact, kind):
+                handler(fact)
+        core.plan()
+        core.take_results()
+        core.take_events()
+
+    new = Req(RequestId("new"), "brand new text")
+    table = tuple(tuple(world.device.hand_out(2)) for _ in world.groups)
+    blocks = tuple(tuple(world.device.hand_out(1)) for _ in world.groups)
+    return {
+        "an empty step": lambda: tell(facts.StepScheduled(100)),
+        "a step of one": lambda: tell(
+            facts.StepScheduled(101, (facts.Progress(busy.name, busy.computed, blocks, ((), ())),))
+        ),
+        "a new request": lambda: tell(facts.RequestSeen(new.name, 14, ((), ()))),
+        "its lookup": lambda: core.lookup(new.name, 0, may_wait=True),
+        "its allocation": lambda: tell(facts.BlocksAllocated(new.name, table, 0, 0)),
+        "its preemption": lambda: tell(facts.StepScheduled(102, (), (new.name,))),
+        "the end of a request": lambda: tell(facts.RequestEnded(busy.name, busy.computed)),
+        "another empty step": lambda: tell(facts.StepScheduled(103)),
+        "questions": lambda: (core.has_work, core.is_drained),
+    }
+
+
+@pytest.mark.parametrize("count", [calls, lines])
+@pytest.mark.parametrize("policy", ["eager", "lazy"])
+def test_a_step_costs_the_same_with_10_and_with_1000_idle_requests(
+    policy: str, count: Callable[[Callable[[], object]], int]
+) -> None:
+    costs = [
+        {what: count(act) for what, act in scenes(*crowded(idle, policy)).items()} for idle in (10, 1_000)
+    ]
+    assert costs[0] == costs[1]
+
+
+@pytest.mark.slow
+def test_a_step_costs_the_same_with_10_and_with_10000_idle_requests() -> None:
+    costs = [
+        {what: lines(act) for what, act in scenes(*crowded(idle, "eager")).items()} for idle in (10, 10_000)
+    ]
+    assert costs[0] == costs[1]
+    assert sum(costs[0].values()) < 2_000

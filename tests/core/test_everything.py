@@ -1,0 +1,291 @@
+"""The whole scheduler side against a naive model: any order of facts, until all has drained and the audit is clean.
+
+The world checks bytes, leases and the audit after every fact. Here is what a naive model knows beyond that: which keys
+the host may have at all, what a lookup may answer, and that every number adds up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvoffload.core.states import SlotState
+from kvoffload.model.causes import CopyOutcome, StoreOutcome
+from kvoffload.model.events import LoadEnded, LoadScheduled, LookupSettled
+from kvoffload.model.groups import GroupSpec
+from kvoffload.model.ids import BlockKey, JobId, SlotId
+from kvoffload.model.transfer import Direction, TransferPlan
+from tests.core.world import CORRUPT, DONE, FAILED, Req, World, chunked, full, key_at, window
+
+SHAPES: Sequence[tuple[GroupSpec, ...]] = (
+    (full(),),
+    (window(6),),
+    (full(), window(6, group=1)),
+    (window(5), full(group=1)),
+    (full(4), window(9, 2, group=1)),
+    (full(2), chunked(8, 4, group=1)),
+    (full(reads_ahead=True), window(6, group=1, reads_ahead=True)),
+)
+TEXTS = (
+    "the quick brown fox",
+    "the quick brown fox jumps over",
+    "the quick brown dog",
+    "the quick",
+    "a slow one",
+    "a slow one and then some more",
+    "short",
+)
+RARELY = st.sampled_from([False, False, False, True])
+
+
+class Everything(RuleBasedStateMachine):
+    @initialize(
+        groups=st.sampled_from(SHAPES),
+        ranks=st.integers(1, 2),
+        device=st.integers(24, 40),
+        host=st.integers(1, 20),
+        policy=st.sampled_from(["eager", "lazy"]),
+        least=st.sampled_from([0, 0, 8]),
+        tokens=st.sampled_from([4, 8]),
+    )
+    def start(
+        self,
+        groups: tuple[GroupSpec, ...],
+        ranks: int,
+        device: int,
+        host: int,
+        policy: str,
+        least: int,
+        tokens: int,
+    ) -> None:
+        self.world = World(
+            *groups, ranks=ranks, device=device, host=host, policy=policy, least=least, step_tokens=tokens
+        )
+        self.may_have: set[BlockKey] = set()
+        self.arriving: dict[JobId, tuple[set[int], list[BlockKey], int]] = {}
+        self.names = 0
+        self.live: list[Req] = []
+
+    # -- what an engine does ------------------------------------------------------------------------------------
+
+    @rule(text=st.sampled_from(TEXTS), reads=st.sampled_from([True, True, True, False]))
+    def add(self, text: str, reads: bool) -> None:
+        self.names += 1
+        self.live.append(self.world.add(f"r{self.names}", text, reads_cache=reads))
+
+    @precondition(lambda self: self.those("waiting"))
+    @rule(
+        data=st.data(),
+        may_wait=st.booleans(),
+        takes=st.sampled_from(["all", "all", "less", "nothing", "later"]),
+    )
+    def admit(self, data: st.DataObject, may_wait: bool, takes: str) -> None:
+        request = data.draw(st.sampled_from(self.those("waiting")))
+        answer = self._lookup(request, may_wait)
+        if answer is None or takes == "later":
+            return
+        less = max(answer - self.world.shape.alignment, 0)
+        self.world.allocate(request, {"all": answer, "less": less, "nothing": 0}[takes])
+
+    @rule(data=st.data(), tokens=st.sampled_from([1, 4, 8]))
+    def step(self, data: st.DataObject, tokens: int) -> None:
+        chosen = [each for each in self.those("running") if data.draw(st.booleans())]
+        tokens = min(tokens, self.world.shape.step_tokens)
+        self._note(self.world.step(*chosen, tokens=tokens) if chosen else self.world.idle_step())
+
+    @precondition(lambda self: self.those("running"))
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        self.world.preempt(data.draw(st.sampled_from(self.those("running"))))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.live))
+        self.live.remove(request)
+        self.world.end(request)
+
+    @rule(really=RARELY)
+    def forget_device(self, really: bool) -> None:
+        if really:
+            self.world.device.forget_keys()
+
+    # -- what ranks do ------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.world.copies)
+    @rule(data=st.data(), outcome=st.sampled_from([DONE, DONE, DONE, DONE, FAILED, CORRUPT]))
+    def report(self, data: st.DataObject, outcome: CopyOutcome) -> None:
+        job = data.draw(st.sampled_from(sorted(self.world.copies)))
+        copy = self.world.copies[job]
+        rank = data.draw(st.sampled_from(sorted(copy.running)))
+        places: set[int] = set()
+        if outcome is CORRUPT and copy.job.direction is Direction.STORE:
+            outcome = FAILED
+        elif outcome is CORRUPT:
+            places = data.draw(st.sets(st.integers(0, len(copy.job.slots) - 1)))
+        if outcome is DONE:
+            self._arrive(job, rank)
+        self.world.report(rank, job, outcome, tuple(places))
+
+    @precondition(lambda self: self.world.last_reports)
+    @rule(data=st.data())
+    def repeat(self, data: st.DataObject) -> None:
+        self.world.repeat_report(data.draw(st.sampled_from(sorted(self.world.last_reports))))
+
+    @precondition(lambda self: self.world.copies)
+    @rule(data=st.data(), really=RARELY)
+    def overdue(self, data: st.DataObject, really: bool) -> None:
+        if really:
+            job = data.draw(st.sampled_from(sorted(self.world.copies)))
+            self.arriving.pop(job, None)
+            self.world.overdue(job)
+
+    @precondition(lambda self: self.world.core.state.pool.index)
+    @rule(data=st.data(), really=RARELY)
+    def rot(self, data: st.DataObject, really: bool) -> None:
+        if really:
+            slots = sorted(self.world.core.state.pool.index.values())
+            self.world.rot(data.draw(st.sampled_from(self.world.ranks)), data.draw(st.sampled_from(slots)))
+
+    @rule(more=st.integers(1, 4), really=RARELY)
+    def grow(self, more: int, really: bool) -> None:
+        if really:
+            self.world.ready_up_to(self.world.ready + more)
+
+    # -- what operators do --------------------------------------------------------------------------------------
+
+    @rule(really=RARELY)
+    def reset(self, really: bool) -> None:
+        if really:
+            self.may_have.clear()
+            self.world.reset()
+            assert not self.world.core.state.pool.index
+
+    # -- much of this at once, to get far -----------------------------------------------------------------------
+
+    @rule(text=st.sampled_from(TEXTS), steps=st.integers(0, 5))
+    def serve(self, text: str, steps: int) -> None:
+        self.add(text, reads=True)
+        answer = self._lookup(self.live[-1], may_wait=False)
+        assert answer is not None
+        self.world.allocate(self.live[-1], answer)
+        self.go_on(steps)
+
+    @rule(steps=st.integers(1, 6))
+    def go_on(self, steps: int) -> None:
+        for _ in range(steps):
+            self._note(self.world.step())
+            for job, copy in sorted(self.world.copies.items()):
+                for rank in sorted(copy.running):
+                    self._arrive(job, rank)
+                    self.world.report(rank, job)
+
+    # -- what must hold -----------------------------------------------------------------------------------------
+
+    @invariant()
+    def the_host_has_only_what_was_stored(self) -> None:
+        assert set(self.world.core.state.pool.index) <= self.may_have
+
+    @invariant()
+    def numbers_add_up(self) -> None:
+        world = self.world
+        stored = world.stores().get(StoreOutcome.STORED, 0)
+        assert stored - world.evicted() == len(world.core.state.pool.index)
+        assert world.offered() - sum(world.stores().values()) == world.core.state.outbox.open_offers >= 0
+        for event in world.told(LookupSettled)[-3:]:
+            assert (event.miss_blocks > 0) == (event.cause is not None)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        for request in self.live:
+            self.world.end(request)
+        self.world.drain()
+        assert self.world.core.is_drained
+        self.world.finish(*self.world.copies)  # also what was given up
+        self._nothing_is_left()
+
+    def _nothing_is_left(self) -> None:
+        world, core, state = self.world, self.world.core, self.world.core.state
+        assert world.device.held.total() == world.device.leased.total() == 0
+        assert not world.requests
+        assert world.offered() == sum(world.stores().values())
+        assert sum(each.blocks for each in world.told(LoadScheduled)) == sum(world.loads().values())
+        assert {each.job for each in world.told(LoadScheduled)} == {
+            each.job for each in world.told(LoadEnded)
+        }
+        pool = state.pool
+        counts = [pool.count(each) for each in (SlotState.EMPTY, SlotState.READY, SlotState.QUARANTINED)]
+        assert sum(counts) == pool.capacity
+        kept = (
+            *(pool.pins(), pool.holds(), state.leases.counts(), state.hits.all(), state.requests.all_live()),
+            *(state.requests.finishing(), state.jobs.all(), state.stores.blocks, state.stores.keys),
+            *(state.stores.waiting(), state.shared.owners(), state.shared._owner, state.restores._keys),
+            *(state.restores._watchers, state.tables._tables, state.tables._places),
+            *(core._book._deferred, core._intake._newly_allocated),
+        )
+        assert not any(kept)
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def those(self, state: str) -> list[Req]:
+        return [each for each in self.live if each.state == state]
+
+    def _note(self, plan: TransferPlan) -> None:
+        for job in plan.stores:
+            keys = [self.world.core.state.pool.key(slot) for slot in job.slots]
+            self.arriving[job.job] = (set(), [key for key in keys if key is not None], self.world.resets)
+
+    def _arrive(self, job: JobId, rank: int) -> None:
+        """Only when every rank has copied, none has failed, and no reset or time-out came in between."""
+        done, keys, resets = self.arriving.get(job, (set(), [], -1))
+        done.add(rank)
+        if len(done) == len(self.world.ranks) and resets == self.world.resets:
+            self.may_have.update(keys)
+
+    def _lookup(self, request: Req, may_wait: bool) -> int | None:
+        """Look up, and compare the answer with the naive one."""
+        world, state = self.world, self.world.core.state
+        record = state.requests.live(request.name)
+        assert record is not None
+        expected = self._naive(request, world.device_hit(request))
+        if not record.reads_cache or record.load_failed or expected < state.policy.min_load_tokens:
+            expected = 0
+        answer = world.lookup(request, may_wait=may_wait)
+        hit = state.hits.all().get(request.name)
+        others = {slot for slot, owner in state.shared._owner.items() if owner != request.name}
+        if answer is None:
+            assert may_wait
+            assert expected
+            assert others
+            assert hit is None
+            return None
+        assert answer == expected
+        pinned = hit.pins.slots if hit is not None and hit.pins is not None else ()
+        assert bool(pinned) == bool(answer)
+        assert not may_wait or others.isdisjoint(pinned)
+        return answer
+
+    def _naive(self, request: Req, device: int) -> int:
+        world, index = self.world, self.world.core.state.pool.index
+        step = world.shape.alignment
+        for length in range((len(request.text) - 1) // step * step, device, -step):
+            if all(_has(index, request.text, group, device, length) for group in world.groups):
+                return length - device
+        return 0
+
+
+def _has(index: Mapping[BlockKey, SlotId], text: str, group: GroupSpec, device: int, length: int) -> bool:
+    """Whether a group finds all that the token at `length` reads, and what a draft reads ahead of it."""
+    size = group.block_tokens
+    ahead = size if group.reads_ahead else 0
+    return all(
+        (position + 1) * size <= len(text) and key_at(text, (position + 1) * size, group.group) in index
+        for position in range((length + ahead) // size)
+        if (position + 1) * size > max(group.first_needed_token(length), device)
+    )
+
+
+TestEverything = Everything.TestCase

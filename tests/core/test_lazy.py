@@ -1,0 +1,154 @@
+"""The lazy planner: what the device is about to evict is stored, no sooner, and nothing takes turns for ever."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvoffload.core.planners import EagerPlanner, LazyPlanner
+from kvoffload.model.causes import MissCause, StoreOutcome
+from kvoffload.model.groups import GroupSpec
+from tests.core.world import Req, World, full, keys_of, window
+
+TEXT = "abcdefghijklm"
+
+
+def lazy(*groups: GroupSpec, **options: object) -> World:
+    return World(*groups, policy="lazy", **options)  # type: ignore[arg-type]
+
+
+def computed(world: World, name: str = "a", text: str = TEXT) -> Req:
+    request = world.add(name, text)
+    world.admit(request)
+    world.run(request)
+    return request
+
+
+def test_nothing_is_stored_while_the_device_has_room() -> None:
+    world = lazy(device=64)
+    world.end(computed(world))
+    world.drain()
+    assert world.offered() == 0
+
+
+def test_what_is_next_in_line_is_stored_before_it_is_handed_out() -> None:
+    world = lazy(device=40)
+    texts = [f"{number}bcdefghijklm" for number in range(20)]
+    for number, text in enumerate(texts):
+        world.serve(f"r{number}", text)
+    on_device = set(world.device.index)
+    for text in texts:  # whatever the device has lost, the host has
+        for key in keys_of(text, world.groups[0]):
+            assert key in on_device or key in world.core.state.pool.index
+    assert any(world.on_host(text) == "xxx" for text in texts)
+
+
+def test_a_device_that_steps_turn_over_is_eager() -> None:
+    assert isinstance(lazy(device=12, step_tokens=8).core._planner, EagerPlanner)  # a step hands out 3
+    assert isinstance(lazy(device=13, step_tokens=8).core._planner, LazyPlanner)
+
+
+def test_at_its_end_a_request_stores_what_the_next_steps_may_evict() -> None:
+    world = lazy(device=16)
+    request = computed(world, text="0123456789" * 5)
+    assert world.device.free_blocks() == 3  # of the 6 that two steps may hand out
+    assert world.offered() == 0
+    world.end(request)
+    assert world.offered() == 3
+    world.drain()
+    assert world.on_host("0123456789" * 5)[-3:] == "xxx"
+
+
+def test_blocks_lost_to_preemption_are_counted() -> None:
+    world = lazy(device=32)
+    victim = computed(world, text="0123456789")
+    blocks = victim.tables[0][:2]
+    world.preempt(victim)
+    for block in blocks:
+        world.device.free.move_to_end(block, last=False)
+    hungry = world.add("hungry", "x" * 8)
+    world.admit(hungry)  # in the same schedule, so that it gets what was just freed
+    world.step(hungry)
+    assert world.stores() == {StoreOutcome.LOST: 2}
+    world.admit(victim)
+    assert world.miss() is MissCause.LOST
+
+
+@pytest.mark.parametrize("host", [1, 3, 5])
+def test_a_host_smaller_than_the_look_does_not_churn(host: int) -> None:
+    # What did not fit was stored in turns, step after step, each time evicting what had been stored before.
+    world = lazy(device=24, host=host)
+    for number in range(8):
+        world.serve(f"r{number}", f"{number}bcdefghijklm")
+    runs = world.add("runs", "short")
+    world.admit(runs)
+    world.step()
+    world.drain()
+    before = world.stores(), world.evicted()
+    for _ in range(10):
+        world.idle_step()
+        world.drain()
+    assert (world.stores(), world.evicted()) == before
+
+
+def test_a_look_goes_no_further_than_the_lease_limit_and_goes_on_in_the_next_step() -> None:
+    world = lazy(full(), device=24, step_tokens=16)  # 6 may be leased, 20 are looked at
+    assert world.shape.lease_limit == 6
+    for number in range(5):
+        world.end(computed(world, f"r{number}", f"{number}bcdefghijklmnop"))
+    first = world.core._stores.leased_blocks
+    assert first <= 6
+    world.finish()
+    world.idle_step()
+    assert world.core._stores.leased_blocks > 0
+    world.drain()
+
+
+def test_a_look_skips_what_a_reset_made_worthless() -> None:
+    world = lazy(device=24)
+    for number in range(6):
+        world.serve(f"r{number}", f"{number}bcdefghijklm")
+    world.reset()
+    offered = world.offered()
+    for _ in range(5):
+        world.idle_step()
+    assert world.offered() == offered
+    world.serve("new", "0123456789")
+    for number in range(6):
+        world.serve(f"s{number}", f"{number}nopqrstuvwxyz")
+    assert world.on_host("0123456789") == "xx"
+
+
+def test_what_a_load_fills_was_handed_out_when_it_was_allocated() -> None:
+    # Blocks handed out for a load were not counted until it ended, and what they left at the head was not looked at.
+    world = lazy(device=24)
+    for number in range(12):
+        world.serve(f"r{number}", f"{number:02}cdefghijklm")
+    planner = world.core._planner
+    assert isinstance(planner, LazyPlanner)
+    clean = planner._clean
+    loads = world.add("loads", "00cdefghijklm")
+    assert world.admit(loads) == 12
+    assert planner._clean == clean - 3
+    world.step()
+    world.finish()
+    assert loads.state == "running"
+    world.end(loads)
+    world.drain()
+
+
+def test_lazy_stores_nothing_after_a_broken_law() -> None:
+    world = lazy(device=16)
+    request = computed(world, text="0123456789" * 5)
+    world.degrade()
+    world.end(request)
+    for _ in range(3):
+        world.idle_step()
+    assert set(world.stores()) == {StoreOutcome.DEGRADED}
+
+
+def test_windows_too() -> None:
+    world = lazy(full(), window(5, group=1), device=48)
+    for number in range(12):
+        world.serve(f"r{number}", f"{number}bcdefghijklmnopq")
+    world.device.forget_keys()
+    assert any(world.lookup(world.add(f"s{number}", f"{number}bcdefghijklmnopq")) for number in range(10))

@@ -1,0 +1,150 @@
+"""The longest prefix against a naive search that looks at every length and every block."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvoffload.core.lookup import longest_match
+from kvoffload.model.engine import EngineShape
+from kvoffload.model.groups import AttentionKind, GroupSpec
+from kvoffload.model.ids import BlockKey, GroupId, SlotId, block_key
+from tests.core.world import chunked, full, recurrent, window
+
+BOUNDED = (AttentionKind.SLIDING_WINDOW, AttentionKind.CHUNKED_LOCAL)
+
+
+@st.composite
+def specs(draw: st.DrawFn, group: int) -> GroupSpec:
+    kind = draw(st.sampled_from(AttentionKind))
+    reach = draw(st.integers(1, 14)) if kind in BOUNDED else None
+    size = draw(st.sampled_from([1, 2, 3, 4]))
+    return GroupSpec(GroupId(group), kind, size, reach, draw(st.booleans()))
+
+
+Search = tuple[EngineShape, list[list[BlockKey]], dict[BlockKey, SlotId], int, int]
+
+
+@st.composite
+def searches(draw: st.DrawFn) -> Search:
+    count = draw(st.integers(1, 3))
+    groups = tuple(draw(specs(group)) for group in range(count))
+    least = math.lcm(*(group.block_tokens for group in groups))
+    shape = EngineShape(groups, 1, 8, 8, match_tokens=draw(st.sampled_from([0, least, 2 * least])))
+    length = draw(st.integers(1, 40))
+    keys = [
+        [block_key(b"%d" % position, group.group) for position in range(length // group.block_tokens)]
+        for group in groups
+    ]
+    present = draw(st.sampled_from(["any", "most", "all"]))
+    index: dict[BlockKey, SlotId] = {}
+    for key in (key for group in keys for key in group):
+        here = {"any": st.booleans(), "most": st.integers(0, 9).map(bool), "all": st.just(True)}[present]
+        if draw(here):
+            index[key] = SlotId(len(index))
+    start = draw(st.integers(0, length))
+    return shape, keys, index, start, draw(st.integers(0, length))
+
+
+def needed(group: GroupSpec, start: int, length: int) -> set[int]:
+    """The blocks that the token at `length` reads and that are not wholly on the device, one token at a time."""
+    reads: set[int] = set()
+    for token in range(length):
+        back = length - token
+        if (
+            group.kind is AttentionKind.FULL
+            or (group.kind is AttentionKind.SLIDING_WINDOW and back < (group.reach_tokens or 0))
+            or (
+                group.kind is AttentionKind.CHUNKED_LOCAL
+                and token // (group.reach_tokens or 1) == length // (group.reach_tokens or 1)
+            )
+            or (group.kind is AttentionKind.RECURRENT and back == 1)
+        ):
+            reads.add(token // group.block_tokens)
+    return {position for position in reads if (position + 1) * group.block_tokens > start}
+
+
+def naive(
+    shape: EngineShape,
+    keys: Sequence[Sequence[BlockKey]],
+    index: Mapping[BlockKey, SlotId],
+    start: int,
+    limit: int,
+) -> int:
+    for length in range(limit - limit % shape.alignment, start, -shape.alignment):
+        if all(is_usable(group, keys[group.group], index, start, length) for group in shape.groups):
+            return length
+    return start
+
+
+def is_usable(
+    group: GroupSpec, keys: Sequence[BlockKey], index: Mapping[BlockKey, SlotId], start: int, length: int
+) -> bool:
+    wanted = needed(group, start, length)
+    if group.reads_ahead:
+        wanted.add(length // group.block_tokens)  # the block behind must match, and is dropped
+    return all(position < len(keys) and keys[position] in index for position in wanted)
+
+
+@given(searches())
+def test_as_long_as_the_naive_search_and_the_blocks_it_needs(search: Search) -> None:
+    shape, keys, index, start, limit = search
+    match = longest_match(shape, keys, index, start, limit)
+    assert match.tokens == naive(shape, keys, index, start, limit)
+    wanted = [
+        index[keys[group.group][position]]
+        for group in shape.groups
+        for position in (needed(group, start, match.tokens) if match.tokens > start else ())
+    ]
+    assert sorted(match.slots) == sorted(wanted)
+
+
+@given(searches())
+def test_what_is_named_as_missing_is_missing(search: Search) -> None:
+    shape, keys, index, start, limit = search
+    match = longest_match(shape, keys, index, start, limit)
+    assert match.missing is None or match.missing not in index
+    longer = match.tokens - match.tokens % shape.alignment + shape.alignment
+    if longer > limit or match.missing is None:
+        return
+    with_it = {**index, match.missing: SlotId(len(index))}
+    # It is needed for the next longer length: without it, nothing else helps.
+    everything = {key: SlotId(0) for group in keys for key in group}
+    del everything[match.missing]
+    assert naive(shape, keys, everything, start, longer) < longer or longer <= start
+    assert naive(shape, keys, with_it, start, limit) >= match.tokens
+
+
+@pytest.mark.parametrize("groups", [(full(),), (full(), window(6, group=1)), (chunked(8), full(2, group=1))])
+def test_slots_come_heads_first(groups: tuple[GroupSpec, ...]) -> None:
+    shape = EngineShape(groups, 1, 8, 8)
+    keys = [
+        [block_key(b"%d" % at, group.group) for at in range(32 // group.block_tokens)] for group in groups
+    ]
+    place = {key: at * group.block_tokens for group in groups for at, key in enumerate(keys[group.group])}
+    index = {key: SlotId(number) for number, key in enumerate(place)}
+    slots = longest_match(shape, keys, index, 0, 32).slots
+    depth = {slot: place[key] for key, slot in index.items()}
+    assert [depth[slot] for slot in slots] == sorted(depth[slot] for slot in slots)
+
+
+def test_each_block_is_looked_up_once() -> None:
+    asked: list[BlockKey] = []
+
+    class Index(dict):
+        def get(self, key: BlockKey, default: object = None) -> object:
+            asked.append(key)
+            return super().get(key, default)
+
+    shape = EngineShape((full(4), window(9, 4, group=1), recurrent(4, group=2)), 1, 8, 8)
+    keys = [[block_key(b"%d" % at, GroupId(group)) for at in range(50)] for group in range(3)]
+    index = Index({key: SlotId(0) for each in keys for key in each[:40]})
+    for hole in (10, 20, 30):
+        del index[keys[1][hole]]
+        del index[keys[2][hole + 2]]
+    assert longest_match(shape, keys, index, 8, 199).tokens > 8
+    assert len(asked) == len(set(asked))

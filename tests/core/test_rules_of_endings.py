@@ -1,0 +1,458 @@
+"""R10, R11, R12 and R16: resets, the end of everything, broken laws, and copies that never end."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvoffload.core.states import JobState, SlotState
+from kvoffload.model import facts
+from kvoffload.model.causes import (
+    DegradeCause,
+    EvictionCause,
+    LoadOutcome,
+    MissCause,
+    StoreOutcome,
+    SurpriseCause,
+)
+from kvoffload.model.events import (
+    BlocksEvicted,
+    EngineSurprised,
+    JobAbandoned,
+    OffloadingDegraded,
+    ResetStarted,
+)
+from kvoffload.model.transfer import Direction, TransferPlan
+from tests.core.world import FAILED, Req, World, full, key_at, window
+
+TEXT = "abcdefghijklm"
+
+
+def computed(world: World, name: str = "a", text: str = TEXT) -> Req:
+    request = world.add(name, text)
+    world.admit(request, may_wait=False)
+    world.step()
+    world.finish()
+    world.run(request)
+    return request
+
+
+# -- R10: resets ------------------------------------------------------------------------------------------------
+
+
+def test_r10_nothing_that_was_on_the_host_is_found() -> None:
+    world = World()
+    world.serve("first", TEXT)
+    world.reset()
+    assert world.on_host(TEXT) == "..."
+    assert world.told(ResetStarted) == [ResetStarted(1, 3, 0, 0)]
+    world.device.forget_keys()
+    assert world.admit(world.add("a", TEXT)) == 0
+    assert world.miss() is MissCause.AFTER_RESET
+
+
+def test_r10_a_reset_with_lookups_stores_and_loads_open() -> None:
+    world = World(ranks=2)
+    world.serve("first", TEXT)
+    world.device.forget_keys()
+    loads = world.add("loads", TEXT)
+    world.admit(loads)
+    plan = world.step()
+    assert plan.loads
+    asks = world.add("asks", TEXT)
+    assert world.lookup(asks, may_wait=False) == 12
+    stores = world.add("stores", "0123456789")
+    world.admit(stores)
+    world.step(stores)
+    world.step(stores)
+    world.report(0, world.open_jobs(Direction.STORE)[0])
+    busy = [block for job in world.copies.values() for block in job.job.blocks]
+    world.reset()
+    assert world.told(ResetStarted)[-1] == ResetStarted(1, 3, 5, 2)
+    assert not world.core.state.pool.index
+    assert not world.core.is_drained
+    assert all(world.device.leased[block] for block in busy)  # the copies still run
+    assert world.count(SlotState.DRAINING) == 5
+    world.finish()
+    assert world.results == [("loads", True)]
+    assert not any(world.device.leased[block] for block in busy)
+    assert world.count(SlotState.EMPTY) == world.ready
+    assert not world.core.state.pool.index
+    for request in (loads, stores):  # they go on computing
+        world.run(request)
+        world.end(request)
+    world.end(asks)
+    world.drain()
+    assert not world.core.state.pool.index
+    assert world.core.is_drained
+
+
+def test_r10_a_job_that_no_worker_knows_of_is_taken_back() -> None:
+    world = World()
+    request = world.add("a", "01234")
+    world.admit(request)
+    world.step()
+    world.end(request)  # its last offer waits for the next step
+    world.reset()
+    assert world.stores() == {StoreOutcome.CANCELLED: 1}
+    assert world.device.leased.total() == 0
+    assert world.submit() == TransferPlan()
+
+
+def test_r10_what_waits_is_settled() -> None:
+    world = World(device=16, host=5)
+    computed(world, text="0123456789" * 4)
+    computed(world, "b", "9876543210" * 2)
+    assert world.core.state.outbox.open_offers > 0
+    world.reset()
+    assert world.core.state.outbox.open_offers == 0
+    assert world.stores()[StoreOutcome.BEFORE_RESET] > 0
+
+
+def test_r10_what_is_to_be_offered_again_is_settled() -> None:
+    world = World()
+    one, two = world.add("one", TEXT), world.add("two", TEXT)
+    world.admit(one)
+    world.admit(two)
+    for _ in range(2):
+        world.step()
+    world.finish(outcome=FAILED)
+    assert world.core.has_work  # the second one's turn
+    world.reset()
+    assert world.stores() == {StoreOutcome.FAILED: 2, StoreOutcome.BEFORE_RESET: 2}
+    assert not world.core.has_work
+
+
+def test_r10_a_request_known_at_the_reset_stores_nothing_until_it_has_a_new_table() -> None:
+    world = World()
+    request = computed(world)
+    world.reset()
+    world.finish()
+    for _ in range(8):
+        world.step()
+    assert world.open_jobs() == []
+    assert world.stores() == {StoreOutcome.BEFORE_RESET: 5}
+    world.preempt(request)
+    world.device.forget_keys()
+    world.admit(request)
+    world.run(request)
+    world.finish()
+    assert world.on_host(TEXT) == "xxx"
+
+
+@pytest.mark.parametrize("groups", [(full(),), (full(), window(5, group=1))])
+def test_r10_a_device_hit_from_before_the_reset_taints_what_builds_on_it(groups: tuple) -> None:
+    world = World(*groups)
+    world.end(computed(world))
+    world.finish()
+    world.reset()
+    tainted = computed(world, "b", TEXT + "nopqrst")  # goes on from blocks of before
+    assert tainted.brought == (12, 0)
+    world.end(tainted)
+    world.drain()
+    assert world.on_host(TEXT + "nopqrst") == "....."
+    heir = computed(world, "c", TEXT + "nopqrst")  # and so does what goes on from those
+    assert heir.brought[0] == 16
+    world.end(heir)
+    world.drain()
+    assert not world.core.state.pool.index
+    world.device.forget_keys()
+    world.serve("d", TEXT)
+    assert world.on_host(TEXT) == "xxx"
+
+
+def test_r10_blocks_computed_after_the_reset_are_stored_by_whoever_finds_them() -> None:
+    world = World(host=0)
+    world.reset()
+    world.end(computed(world))
+    world.ready_up_to(8)
+    heir = computed(world, "b", TEXT + "nopqrst")
+    assert heir.brought == (12, 0)
+    world.end(heir)
+    world.drain()
+    assert world.on_host(TEXT + "nopqrst") == "xxxxx"
+
+
+def test_r10_an_old_head_taints_though_the_last_block_is_new() -> None:
+    # Only the last block of a device hit was looked at; the index may bring an older block at the head.
+    world = World()
+    old = computed(world, text="abcde")
+    world.end(old)
+    world.finish()
+    world.reset()
+    skips = world.add("skips", TEXT)
+    head = old.tables[0][0]
+    world.device._forget_key(head)  # computed anew, so that both blocks of the head are in the index
+    world.admit(skips)
+    world.run(skips)
+    world.end(skips)
+    world.drain()
+    key = key_at(TEXT, 4)
+    newer = world.device.index.pop(key)
+    world.device.index[key] = {head: None, **newer}
+    world.device.keys[head] = key
+    heir = computed(world, "heir", TEXT + "nopqrst")
+    assert heir.tables[0][0] == head
+    world.end(heir)
+    world.drain()  # the world compares the ages
+    assert world.on_host(TEXT + "nopqrst") == "xxx.."
+
+
+def test_r10_what_was_dropped_and_stored_again_can_be_found() -> None:
+    world = World()
+    world.serve("first", TEXT)
+    world.reset()
+    world.device.forget_keys()
+    world.serve("second", TEXT)
+    world.device.forget_keys()
+    assert world.admit(world.add("a", TEXT)) == 12
+    world.reset()
+    world.reset()
+    assert world.told(ResetStarted)[-1].generation == 3
+
+
+# -- R11: when all has ended ------------------------------------------------------------------------------------
+
+
+def test_r11_after_the_last_request_and_the_last_copy_nothing_is_kept() -> None:
+    world = World(full(), window(5, group=1), ranks=2, device=40, host=6)
+    requests = [world.add(f"r{number}", TEXT + str(number % 3) * 6) for number in range(6)]
+    for request in requests:
+        world.admit(request, may_wait=False)
+        world.step()
+    for job in world.open_jobs()[::2]:
+        world.report(0, job, FAILED)
+    world.preempt(requests[0])
+    for request in requests:
+        world.end(request)
+    world.drain()
+    state = world.core.state
+    assert state.requests.all_live() == ()
+    assert state.requests.finishing() == frozenset()
+    assert state.jobs.all() == ()
+    assert world.count(SlotState.EMPTY) + world.count(SlotState.READY) == state.pool.capacity
+    assert world.device.held.total() == world.device.leased.total() == 0
+    assert world.offered() == sum(world.stores().values())
+
+
+def test_r11_a_request_leaves_when_its_last_copy_has_ended() -> None:
+    world = World()
+    world.end(computed(world))
+    assert len(world.core.state.requests.finishing()) == 1
+    world.finish()
+    assert not world.core.state.requests.finishing()
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_r11_a_request_that_ends_without_its_blocks_settles_what_waited(holds: bool) -> None:
+    world = World(host=0)
+    request = computed(world)
+    if not holds:
+        world.preempt(request)
+    world.end(request)
+    assert world.stores() == {StoreOutcome.HOST_FULL if holds else StoreOutcome.REQUEST_GONE: 3}
+
+
+def test_r11_a_preempted_request_settles_what_waited() -> None:
+    world = World(host=0)
+    request = computed(world)
+    world.preempt(request)
+    world.idle_step()
+    assert world.stores() == {StoreOutcome.LOST: 3}
+    world.admit(request)
+    world.run(request)
+    world.end(request)
+
+
+def test_r11_a_preemption_is_heard_of_at_the_next_lookup() -> None:
+    world = World(host=0)
+    request = computed(world)
+    world.preempt(request)
+    world.admit(request)  # before the step that tells of it
+    assert world.stores() == {StoreOutcome.LOST: 3}
+    world.step()  # tells of the preemption, which concerns the table from before
+    assert world.core.state.tables.table(request.name) is not None
+    world.run(request)
+
+
+def test_r11_the_store_of_a_table_that_was_lost_does_not_concern_the_next() -> None:
+    world = World(host=3)
+    request = computed(world)
+    world.preempt(request)
+    world.idle_step()
+    world.finish()
+    assert world.on_host(TEXT) == "xxx"
+    assert not world.core.state.pool.holds()
+
+
+# -- R12: a broken law ------------------------------------------------------------------------------------------
+
+
+def test_r12_nothing_new_starts_and_what_runs_drains() -> None:
+    world = World(ranks=2)
+    world.serve("first", TEXT)
+    world.device.forget_keys()
+    loads = world.add("loads", TEXT)
+    world.admit(loads)
+    world.step()
+    stores = world.add("stores", "0123456789")
+    world.admit(stores)
+    world.step(stores)
+    world.step(stores)
+    pinned = world.add("pinned", TEXT)
+    assert world.lookup(pinned, may_wait=False) == 12
+    world.degrade()
+    assert world.told(OffloadingDegraded) == [OffloadingDegraded(DegradeCause.LAW_BROKEN, "a test")]
+    world.allocate(pinned, 12)
+    assert world.results == [("pinned", False)]
+    world.run(stores)
+    assert len(world.open_jobs()) == 2
+    world.finish()
+    assert world.results[1:] == [("loads", False)]  # not to be trusted
+    assert world.on_host("0123456789") == ".."
+    assert world.stores() == {StoreOutcome.STORED: 3, StoreOutcome.DEGRADED: 2}
+    later = world.add("later", TEXT)
+    assert world.admit(later) == 0
+    assert world.miss() is MissCause.DEGRADED
+    for request in (loads, pinned):
+        assert world.admit(request) == 0
+    for request in (loads, stores, pinned, later):
+        world.run(request)
+        world.end(request)
+    assert world.open_jobs() == []
+    assert not world.core.has_work
+    assert world.stores()[StoreOutcome.DEGRADED] > 2
+
+
+def test_r12_loads_and_stores_that_no_worker_knows_of_are_taken_back() -> None:
+    world = World()
+    world.serve("first", TEXT)
+    world.device.forget_keys()
+    other = world.add("b", "01234")
+    world.admit(other)
+    world.step(other)
+    world.end(other)
+    request = world.add("a", TEXT)
+    world.admit(request)
+    world.degrade()
+    assert world.submit() == TransferPlan()
+    assert world.results[-1] == ("a", False)
+
+
+def test_r12_it_is_said_once() -> None:
+    world = World()
+    world.degrade()
+    world.degrade()
+    assert len(world.told(OffloadingDegraded)) == 1
+
+
+# -- R16: copies that never end ---------------------------------------------------------------------------------
+
+
+def test_r16_a_store_that_never_ends_is_written_off() -> None:
+    world = World(ranks=2, device=32)
+    request = computed(world)
+    jobs = world.open_jobs()
+    for job in jobs:
+        world.report(0, job)
+    blocks = [block for job in jobs for block in world.copies[job].job.blocks]
+    for job in jobs:
+        world.overdue(job)
+        world.overdue(job)  # once is enough
+    assert [event.blocks for event in world.told(JobAbandoned)] == [2, 1]
+    assert world.stores() == {StoreOutcome.ABANDONED: 3}
+    assert world.count(SlotState.QUARANTINED) == 3
+    world.end(request)
+    assert not world.core.has_work
+    assert world.core.is_drained
+    assert all(world.device.leased[block] for block in blocks)
+    assert world.core.state.jobs.count(Direction.STORE, JobState.ABANDONED) == 2
+
+
+def test_r16_its_slots_are_never_handed_out_again_not_even_when_it_ends_late() -> None:
+    world = World(host=4)
+    request = computed(world)
+    jobs = world.open_jobs()
+    slots = {slot for job in jobs for slot in world.copies[job].job.slots}
+    for job in jobs:
+        world.overdue(job)
+    world.end(request)
+    for job in jobs:
+        world.finish(job)
+    assert world.device.leased.total() == 0
+    assert world.count(SlotState.QUARANTINED) == 3
+    for number in range(3):
+        world.serve(f"r{number}", str(number) * 5)
+        assert slots.isdisjoint(world.core.state.pool.index.values())
+
+
+def test_r16_a_load_that_never_ends_is_written_off() -> None:
+    world = World()
+    world.serve("first", TEXT)
+    world.device.forget_keys()
+    request = world.add("a", TEXT)
+    world.admit(request)
+    world.step()
+    (job,) = world.open_jobs()
+    world.overdue(job)
+    assert world.results == [("a", False)]
+    assert world.loads() == {LoadOutcome.ABANDONED: 3}
+    assert world.count(SlotState.QUARANTINED) == 3
+    assert world.told(BlocksEvicted)[-1] == BlocksEvicted(3, EvictionCause.ABANDONED)
+    assert not world.core.has_work
+    world.end(request)
+    world.finish(job)
+    assert world.results == [("a", False)]  # exactly once
+
+
+def test_r16_after_a_reset_what_never_ends_is_written_off_too() -> None:
+    world = World()
+    computed(world)
+    world.reset()
+    for job in world.open_jobs():
+        world.overdue(job)
+    assert world.stores() == {StoreOutcome.BEFORE_RESET: 3}
+    assert world.count(SlotState.QUARANTINED) == 3
+    world.finish(*world.open_jobs())
+    assert world.count(SlotState.QUARANTINED) == 3
+
+
+def test_r16_a_lost_rank_ends_nothing_more() -> None:
+    world = World(ranks=2)
+    computed(world)
+    first, second = world.open_jobs()
+    world.report(1, first)
+    world.tell(facts.RankLost(world.ranks[1]))
+    assert [event.job for event in world.told(JobAbandoned)] == [second]
+    world.report(0, first)
+    assert world.stores() == {StoreOutcome.ABANDONED: 1, StoreOutcome.STORED: 2}
+
+
+def test_r16_a_request_with_a_stuck_copy_holds_no_slot_once_it_has_ended() -> None:
+    world = World(host=8)
+    request = computed(world)
+    stuck, fine = world.open_jobs()
+    world.finish(fine)
+    world.overdue(stuck)
+    assert world.core.state.pool.holds()
+    world.end(request)
+    assert not world.core.state.pool.holds()
+    other = computed(world, "b", "0123456789abc")
+    world.end(other)
+    fine, late = (job for job in world.open_jobs() if job != stuck)
+    world.finish(fine)
+    assert world.core.state.pool.holds()  # its last store is still on its way
+    world.overdue(late)
+    assert not world.core.state.pool.holds()
+
+
+def test_r16_a_job_that_has_ended_or_was_not_submitted_is_not_given_up() -> None:
+    world = World()
+    world.serve("first", TEXT)
+    world.device.forget_keys()
+    request = world.add("a", TEXT)
+    world.admit(request)
+    before = world.core.fingerprint()
+    for job in (0, 1, 2, 99):
+        world.overdue(job)  # type: ignore[arg-type]
+    assert world.core.fingerprint() == before
+    assert SurpriseCause.UNKNOWN_JOB not in [event.cause for event in world.told(EngineSurprised)]

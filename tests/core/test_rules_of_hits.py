@@ -1,0 +1,562 @@
+"""R1, R2, R9 and R14: what a lookup found, what the engine makes of it, and loads that do not end well."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvoffload.core.states import RequestState, SlotState
+from kvoffload.model import facts
+from kvoffload.model.causes import LoadOutcome, MissCause, PinDropCause, SurpriseCause
+from kvoffload.model.engine import Promises
+from kvoffload.model.events import EngineSurprised, HitDropped, LoadScheduled, LookupDeferred, LookupSettled
+from kvoffload.model.ids import DeviceBlockId, Rank, RequestId
+from kvoffload.model.transfer import Direction, TransferReport
+from tests.core.world import CORRUPT, DONE, FAILED, Req, World, full, key_at, window
+
+TEXT = "abcdefghijklm"  # three whole blocks and a token to compute
+
+
+def cached(text: str = TEXT, **options: object) -> World:
+    """A world whose host has a text and whose device has forgotten it."""
+    world = World(**options)  # type: ignore[arg-type]
+    world.serve("first", text)
+    world.device.forget_keys()
+    return world
+
+
+def surprises(world: World) -> list[SurpriseCause]:
+    return [event.cause for event in world.told(EngineSurprised)]
+
+
+def drops(world: World) -> list[tuple[PinDropCause, int]]:
+    return [(event.cause, event.blocks) for event in world.told(HitDropped)]
+
+
+# -- R1: pinned from the lookup on ------------------------------------------------------------------------------
+
+
+def test_r1_many_requests_fill_the_host_between_a_lookup_and_its_allocation() -> None:
+    world = cached(host=4)
+    late = world.add("late", TEXT)
+    assert world.lookup(late) == 12
+    for number in range(6):  # each fills the one slot that is left, and evicts the one before
+        world.serve(f"r{number}", str(number) * 13)
+    assert world.evicted() == 5
+    assert world.on_host(TEXT) == "xxx"
+    world.allocate(late, 12)
+    world.step()
+    world.finish()
+    assert world.results == [("late", True)]
+    assert surprises(world) == []
+
+
+def test_r1_an_unpinned_hit_is_evicted_by_the_same_requests() -> None:
+    world = cached(host=4)
+    for number in range(6):
+        world.serve(f"r{number}", str(number) * 13)
+    assert world.on_host(TEXT) == "..."
+
+
+def test_r1_a_repeated_lookup_drops_what_the_one_before_had_pinned() -> None:
+    world = cached()
+    late = world.add("late", TEXT)
+    for _ in range(3):
+        assert world.lookup(late) == 12
+        assert sum(world.core.state.pool.pins().values()) == 3
+    assert drops(world) == [(PinDropCause.LOOKED_UP_AGAIN, 3)] * 2
+
+
+def test_r1_the_end_of_the_request_drops_the_pins() -> None:
+    world = cached()
+    late = world.add("late", TEXT)
+    world.lookup(late)
+    world.end(late)
+    assert drops(world) == [(PinDropCause.REQUEST_ENDED, 3)]
+    assert world.count(SlotState.READY) == 3
+
+
+def test_r1_a_reset_drops_the_pins_and_the_allocation_survives_it() -> None:
+    world = cached()
+    late = world.add("late", TEXT)
+    world.lookup(late)
+    world.reset()
+    assert drops(world) == [(PinDropCause.RESET, 3)]
+    assert world.count(SlotState.EMPTY) == world.ready
+    world.allocate(late, 12)  # the engine still goes by the answer from before
+    assert surprises(world) == [SurpriseCause.TOKENS_WITHOUT_PIN]
+    assert world.results == [("late", False)]
+
+
+def test_r1_two_lookups_pin_a_slot_twice() -> None:
+    world = cached()
+    one, two = world.add("one", TEXT), world.add("two", TEXT)
+    assert world.lookup(one) == world.lookup(two) == 12
+    world.end(one)
+    assert world.count(SlotState.PINNED) == 3
+    world.end(two)
+    assert world.count(SlotState.PINNED) == 0
+
+
+def test_r1_what_was_pinned_and_turned_out_worthless_is_not_loaded() -> None:
+    # Loading by what was pinned, and not by what can hit now, read slots that another request's load had doomed.
+    world = cached()
+    one, two = world.add("one", TEXT), world.add("two", TEXT)
+    world.lookup(two)
+    world.admit(one)
+    (job,) = world.submit().loads
+    world.finish(job.job, outcome=FAILED)
+    world.allocate(two, 12)
+    assert world.results == [("one", False), ("two", False)]
+    assert world.count(SlotState.EMPTY) == world.ready
+
+
+# -- R2: what the engine makes of a hit -------------------------------------------------------------------------
+
+
+def test_r2_tokens_without_a_pin_are_counted_and_survived() -> None:
+    world = World()
+    request = world.add("a", TEXT)
+    world.allocate(request, 8)
+    assert surprises(world) == [SurpriseCause.TOKENS_WITHOUT_PIN]
+    assert world.results == [("a", False)]
+    assert world.admit(request) == 0
+    world.run(request)
+
+
+def test_r2_more_tokens_than_were_found_fail_the_load() -> None:
+    world = cached(text="abcdefghi")
+    request = world.add("a", TEXT)
+    assert world.lookup(request) == 8
+    world.allocate(request, 12)
+    assert surprises(world) == [SurpriseCause.TOKENS_WITHOUT_PIN]
+    assert drops(world) == [(PinDropCause.NOT_ACCEPTED, 2)]
+    assert world.results == [("a", False)]
+
+
+def test_r2_more_tokens_than_were_found_are_loaded_where_the_host_has_them_by_now() -> None:
+    world = cached()
+    request = world.add("a", TEXT)
+    world.allocate(request, 12)  # it never asked
+    assert surprises(world) == [SurpriseCause.TOKENS_WITHOUT_PIN]
+    world.step()
+    world.finish()
+    assert world.results == [("a", True)]
+
+
+def test_r2_a_pin_without_tokens_is_counted_and_let_go() -> None:
+    world = cached()
+    request = world.add("a", TEXT)
+    assert world.lookup(request) == 12
+    world.allocate(request, 0)
+    assert surprises(world) == [SurpriseCause.PIN_WITHOUT_TOKENS]
+    assert drops(world) == [(PinDropCause.NOT_ACCEPTED, 3)]
+    assert world.count(SlotState.PINNED) == 0
+    world.run(request)
+
+
+def test_r2_fewer_tokens_accepted_than_found() -> None:
+    world = cached()
+    request = world.add("a", TEXT)
+    assert world.admit(request, accept=4) == 12
+    assert drops(world) == [(PinDropCause.NOT_ACCEPTED, 2)]
+    assert world.count(SlotState.PINNED) == 1
+    world.step()
+    world.finish()
+    assert world.loads() == {LoadOutcome.LOADED: 1}
+    world.run(request)
+    assert surprises(world) == []
+
+
+def test_r2_fewer_tokens_than_found_need_other_blocks_of_a_window() -> None:
+    world = World(full(), window(5, group=1))
+    world.serve("first", "abcdefghijklmnopq")
+    world.device.forget_keys()
+    request = world.add("a", "abcdefghijklmnopq")
+    assert world.admit(request, accept=8) == 16
+    world.step()
+    world.finish()
+    world.run(request)
+    assert world.results == [("a", True)]
+    assert drops(world) == [(PinDropCause.NOT_ACCEPTED, 3)]  # two of full, the deepest of the window
+
+
+def test_r2_fewer_tokens_whose_window_is_gone_fail_the_load() -> None:
+    world = World(full(), window(5, group=1))
+    world.serve("first", "abcdefghijklmnopq")
+    world.device.forget_keys()
+    pool = world.core.state.pool
+    pool.doom(pool.index[key_at("abcdefgh", 8, group=1)])
+    request = world.add("a", "abcdefghijklmnopq")
+    assert world.lookup(request) == 16
+    world.allocate(request, 8)
+    assert world.results == [("a", False)]
+
+
+@pytest.mark.parametrize(
+    ("text", "found", "cause"),
+    [
+        (TEXT[:12], 8, MissCause.LAST_TOKEN),
+        (TEXT, 12, MissCause.PARTIAL_BLOCK),
+        (TEXT[:9], 8, MissCause.PARTIAL_BLOCK),
+        (TEXT[:4], 0, MissCause.LAST_TOKEN),
+        (TEXT[:3], 0, MissCause.PARTIAL_BLOCK),
+    ],
+)
+def test_r2_a_hit_leaves_a_token_to_compute(text: str, found: int, cause: MissCause) -> None:
+    world = cached()
+    assert world.admit(world.add("a", text)) == found
+    assert world.miss() is cause
+
+
+def test_r2_a_draft_that_reads_ahead_costs_the_last_matched_block() -> None:
+    world = World(full(reads_ahead=True))
+    world.serve("first", TEXT)
+    world.device.forget_keys()
+    assert world.admit(world.add("a", TEXT)) == 8
+    assert world.miss() is MissCause.READ_AHEAD
+    assert world.admit(world.add("b", TEXT[:12]), may_wait=False) == 8
+    assert world.miss() is MissCause.LAST_TOKEN
+
+
+@pytest.mark.parametrize(
+    "fact",
+    [
+        facts.BlocksAllocated(RequestId("nobody"), ((DeviceBlockId(1),),), 0, 0),
+        facts.RequestEnded(RequestId("nobody")),
+        facts.StepScheduled(0, (facts.Progress(RequestId("nobody"), 4, ((DeviceBlockId(1),),)),)),
+    ],
+)
+def test_r2_news_of_an_unknown_request_is_survived(fact: facts.Fact) -> None:
+    world = World()
+    world.tell(fact)
+    assert surprises(world) == [SurpriseCause.UNKNOWN_REQUEST]
+
+
+def test_r2_a_lookup_for_an_unknown_request_finds_nothing() -> None:
+    world = World()
+    assert world.core.lookup(RequestId("nobody"), 0, may_wait=True) == 0
+
+
+def test_r2_an_unknown_request_does_not_wait_for_tokens_for_ever() -> None:
+    world = World()
+    for kind, handler in world.core.handlers():
+        if kind is facts.BlocksAllocated:
+            handler(facts.BlocksAllocated(RequestId("nobody"), ((DeviceBlockId(1),),), 0, 4))
+    assert world.core.take_results().failed == ["nobody"]
+
+
+def test_r2_a_request_that_is_seen_twice_stays_what_it_is() -> None:
+    world = World()
+    request = world.add("a", TEXT)
+    world.admit(request)
+    world.tell(facts.RequestSeen(request.name, 1, ((),)))
+    assert surprises(world) == [SurpriseCause.UNKNOWN_REQUEST]
+    world.run(request)
+
+
+def test_r2_a_running_request_that_is_allocated_again_stays_what_it_is() -> None:
+    world = World()
+    request = world.add("a", TEXT)
+    world.admit(request)
+    world.step()
+    tables = tuple(map(tuple, request.tables))
+    world.tell(facts.BlocksAllocated(request.name, tables, 8, 0))
+    world.run(request)
+    world.end(request)
+    world.drain()
+    assert world.on_host(TEXT) == "xxx"
+    assert surprises(world) == []
+
+
+def test_r2_a_loading_request_that_is_allocated_or_looked_up_again_goes_on_loading() -> None:
+    world = cached()
+    request = world.add("a", TEXT)
+    world.admit(request)
+    tables = tuple(map(tuple, request.tables))
+    world.tell(facts.BlocksAllocated(request.name, tables, 0, 12))
+    assert world.lookup(request) == 0
+    world.step()
+    world.finish()
+    assert world.results == [("a", True)]
+
+
+def test_r2_a_report_of_an_unknown_rank_or_job_is_survived() -> None:
+    world = World()
+    before = world.core.fingerprint()
+    report = TransferReport(Rank(7), (), 1_000)
+    world.tell(facts.TransferReported(report))
+    assert surprises(world) == [SurpriseCause.UNKNOWN_JOB]
+    assert world.core.fingerprint() == before
+
+
+# -- lookups ----------------------------------------------------------------------------------------------------
+
+
+def test_lookups_are_counted_once_an_admission_with_the_last_answer() -> None:
+    world = cached()
+    request = world.add("a", TEXT + "nopq")
+    for _ in range(3):
+        world.lookup(request)
+    world.allocate(request, 12)
+    assert world.told(LookupSettled)[1:] == [
+        LookupSettled(request.name, 0, 3, 2, 12, 5, MissCause.NEVER_SEEN),
+    ]
+
+
+def test_a_hit_shorter_than_the_least_is_declined() -> None:
+    world = cached(least=16)
+    assert world.admit(world.add("a", TEXT)) == 0
+    assert world.miss() is MissCause.LOAD_DECLINED
+    assert world.count(SlotState.PINNED) == 0
+
+
+def test_a_request_that_opted_out_reads_nothing() -> None:
+    world = cached()
+    assert world.admit(world.add("a", TEXT, reads_cache=False)) == 0
+    assert world.miss() is MissCause.OPTED_OUT
+
+
+def test_a_miss_says_that_the_store_is_still_open() -> None:
+    world = World()
+    request = world.add("a", TEXT)
+    world.admit(request)
+    world.run(request)
+    world.device.forget_keys()
+    world.admit(world.add("b", TEXT))
+    assert world.miss() is MissCause.STORING
+
+
+def test_a_preempted_request_looks_up_what_it_generated_too() -> None:
+    world = World()
+    request = world.add("a", TEXT)
+    world.admit(request)
+    for _ in range(6):
+        world.step()
+        world.finish()
+    world.preempt(request)
+    world.device.forget_keys()
+    assert len(request.text) == 18
+    assert world.admit(request) == 16  # more than its prompt
+
+
+# -- R9: loads that fail ----------------------------------------------------------------------------------------
+
+
+def loading(world: World, name: str = "a", text: str = TEXT) -> Req:
+    request = world.add(name, text)
+    world.admit(request, may_wait=False)
+    world.step()
+    assert request.state == "loading"
+    return request
+
+
+@pytest.mark.parametrize("outcome", [FAILED, CORRUPT])
+def test_r9_a_failed_load_is_recomputed_and_never_tried_again(outcome: object) -> None:
+    world = cached()
+    request = loading(world)
+    world.finish(outcome=outcome)  # type: ignore[arg-type]
+    assert world.results == [("a", False)]
+    world.serve("again", TEXT)  # the host has it once more
+    world.device.forget_keys()
+    assert world.admit(request) == 0
+    assert world.miss() is MissCause.LOAD_FAILED
+    world.run(request)
+
+
+def test_r9_others_miss_what_failed_to_load() -> None:
+    world = cached()
+    loading(world)
+    world.finish(outcome=FAILED)
+    assert world.loads() == {LoadOutcome.FAILED: 3}
+    world.admit(world.add("b", TEXT))
+    assert world.miss() is MissCause.LOAD_FAILED
+    assert world.count(SlotState.EMPTY) == world.ready
+
+
+def test_r9_a_corrupt_block_is_quarantined_and_the_others_stay() -> None:
+    world = cached()
+    world.rot(0, sorted(world.core.state.pool.index.values())[1])
+    loading(world)
+    world.finish()
+    assert world.results == [("a", False)]
+    assert world.loads() == {LoadOutcome.CORRUPT: 1, LoadOutcome.FAILED: 2}
+    assert world.on_host(TEXT) == "x.x"
+    assert world.count(SlotState.QUARANTINED) == 1
+    assert world.admit(world.add("b", TEXT)) == 4
+    assert world.miss() is MissCause.CORRUPT
+
+
+def test_r9_a_corrupt_load_that_names_no_block_loses_all_of_them() -> None:
+    world = cached()
+    loading(world)
+    world.finish(outcome=CORRUPT)
+    assert world.on_host(TEXT) == "..."
+    assert world.loads() == {LoadOutcome.CORRUPT: 3}
+
+
+@pytest.mark.parametrize("order", [(CORRUPT, FAILED), (FAILED, CORRUPT)])
+def test_r9_a_rank_that_fails_dooms_all_also_where_another_names_a_corrupt_block(order: tuple) -> None:
+    # Only the first rank's word was heard: after a corrupt block, a failed copy left the other slots in the index.
+    world = cached(ranks=2)
+    loading(world)
+    (job,) = world.open_jobs(Direction.LOAD)
+    for rank, outcome in enumerate(order):
+        world.report(rank, job, outcome, (1,) if outcome is CORRUPT else ())
+    assert world.on_host(TEXT) == "..."
+    assert world.count(SlotState.QUARANTINED) == 1
+
+
+def test_r9_destinations_stay_leased_until_every_rank_has_ended() -> None:
+    world = cached(ranks=2)
+    request = loading(world)
+    (job,) = world.open_jobs(Direction.LOAD)
+    blocks = request.held()
+    world.report(0, job, FAILED)
+    assert world.results == []
+    assert all(world.device.leased[block] == 1 for block in blocks)
+    world.report(1, job, DONE)
+    assert world.results == [("a", False)]
+    assert world.device.leased.total() == 0
+
+
+def test_r9_a_load_that_is_given_up_keeps_its_blocks_from_reuse() -> None:
+    world = cached(device=16)
+    request = loading(world)
+    (job,) = world.open_jobs(Direction.LOAD)
+    blocks = request.held()
+    world.overdue(job)
+    assert world.results == [("a", False)]
+    world.admit(request)
+    world.run(request)  # by computing
+    for number in range(4):
+        world.serve(f"r{number}", str(number) * 30)  # wants every block there is
+    assert all(world.device.leased[block] == 1 for block in blocks)
+    world.finish(job)  # late, and into blocks that nobody else has
+    assert not any(world.device.leased[block] for block in blocks)
+
+
+# -- R14: one load for many requests ----------------------------------------------------------------------------
+
+
+def test_r14_fifty_requests_with_one_prefix_load_it_once() -> None:
+    world = cached(device=400)
+    crowd = [world.add(f"r{number}", TEXT + str(number)) for number in range(50)]
+    answers = [world.admit(request) for request in crowd]
+    assert answers == [12, *[None] * 49]
+    assert sum(world.core.state.pool.pins().values()) == 3  # those who wait pin nothing
+    assert len(world.told(LookupDeferred)) == 49
+    world.step()
+    assert [world.admit(request) for request in crowd[1:]] == [None] * 49  # still loading
+    world.finish()
+    assert world.results == [("r0", True)]
+    world.device.forget_keys()
+    assert world.admit(crowd[1]) is None  # loaded, but not yet usable
+    world.step()
+    assert [world.admit(request) for request in crowd[1:]] == [0] * 49
+    assert all(request.brought == (12, 0) for request in crowd[1:])
+    assert len(world.told(LoadScheduled)) == 1
+
+
+@pytest.mark.parametrize("how", ["fails", "ends", "given up", "reset"])
+def test_r14_who_waits_goes_on_when_the_owner_does_not(how: str) -> None:
+    world = cached()
+    owner = loading(world)
+    waits = world.add("b", TEXT)
+    assert world.admit(waits) is None
+    (job,) = world.open_jobs(Direction.LOAD)
+    if how == "fails":
+        world.finish(outcome=FAILED)
+    elif how == "given up":
+        world.overdue(job)
+    elif how == "reset":
+        world.reset()
+    else:
+        world.end(owner)
+    assert world.admit(waits) == (12 if how == "ends" else 0)
+
+
+def test_r14_who_may_not_wait_loads_by_itself() -> None:
+    world = cached()
+    loading(world)
+    assert world.admit(world.add("b", TEXT), may_wait=False) == 12
+    world.step()
+    world.finish()
+    assert world.results == [("a", True), ("b", True)]
+
+
+def test_r14_an_engine_that_cannot_wait_is_never_told_to() -> None:
+    world = World(promises=Promises(can_wait=False))
+    world.serve("first", TEXT)
+    world.device.forget_keys()
+    loading(world)
+    assert world.admit(world.add("b", TEXT)) == 12
+
+
+def test_r14_a_first_owner_stays_the_owner() -> None:
+    world = cached()
+    first = loading(world)
+    second = loading(world, "b")
+    world.end(second)
+    waits = world.add("c", TEXT)
+    assert world.admit(waits) is None
+    assert world.told(LookupDeferred)[-1].owner == first.name
+
+
+def test_a_request_that_ends_while_it_loads_is_told_of_exactly_once() -> None:
+    world = cached()
+    request = loading(world)
+    world.end(request)
+    record = world.core.state.requests.live(request.name)
+    assert record is None
+    assert [each.state for each in world.core.state.requests.finishing()] == [RequestState.FINISHING]
+    world.finish()
+    assert world.results == [("a", True)]
+    assert not world.core.state.requests.finishing()
+
+
+def test_r14_who_shares_only_the_tail_of_a_load_waits_too() -> None:
+    world = cached()
+    owner = world.add("owner", TEXT)
+    world.lookup(owner)
+    head = world.device.hand_out(2)
+    tables = ((*head, *world.device.hand_out(1)),)
+    world.tell(facts.BlocksAllocated(owner.name, tables, 8, 4))  # has the head on the device
+    assert world.admit(world.add("waits", TEXT)) is None
+
+
+def test_a_load_of_nothing_that_the_engine_reads_has_ended_at_once() -> None:
+    world = cached()
+    name = RequestId("a")
+    request = world.add("a", TEXT)
+    world.lookup(request)
+    for kind, handler in world.core.handlers():
+        if kind is facts.BlocksAllocated:
+            handler(facts.BlocksAllocated(name, ((DeviceBlockId(0),) * 3,), 0, 12))
+    assert world.core.take_results().loaded == [name]
+    assert world.submit().is_empty
+    assert world.count(SlotState.PINNED) == 0
+
+
+def test_a_prompt_that_the_device_holds_whole_misses_nothing() -> None:
+    world = cached()
+    request = world.add("a", TEXT[:12])
+    assert world.core.lookup(request.name, 12, may_wait=True) == 0
+    world.tell(facts.BlocksAllocated(request.name, (tuple(world.device.hand_out(3)),), 12, 0))
+    assert world.told(LookupSettled)[-1] == LookupSettled(request.name, 12, 0, 0, 0, 0, None)
+
+
+@pytest.mark.parametrize("state", ["waiting", "loading"])
+def test_news_that_a_request_without_a_running_table_was_preempted_changes_nothing(state: str) -> None:
+    world = cached()
+    request = world.add("a", TEXT)
+    if state == "loading":
+        world.admit(request)
+        world.step()
+    world.tell(facts.StepScheduled(99, preempted=(request.name,)))
+    assert request.state == state
+    if state == "waiting":
+        assert world.admit(request) == 12
+    world.step()
+    world.finish()
+    assert world.results == [("a", True)]
+    assert surprises(world) == []

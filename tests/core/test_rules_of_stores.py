@@ -1,0 +1,688 @@
+"""R3, R4, R5, R7, R8 and R15: what is stored, from which block, when it can hit, and what makes room for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvoffload.core.leases import Leases
+from kvoffload.core.states import SlotState
+from kvoffload.model import facts
+from kvoffload.model.causes import MissCause, StoreOutcome
+from kvoffload.model.errors import ClosedTwice
+from kvoffload.model.events import BlocksZeroed
+from kvoffload.model.ids import NULL_BLOCK, DeviceBlockId
+from kvoffload.model.transfer import Direction, TransferReport
+from tests.core.world import DONE, FAILED, Req, World, full, key_at, window
+
+TEXT = "abcdefghijklm"  # three whole blocks and a token to compute
+
+
+def computed(world: World, name: str = "a", text: str = TEXT) -> Req:
+    """A request that has computed its prompt; its stores are open."""
+    request = world.add(name, text)
+    world.admit(request)
+    world.run(request)
+    return request
+
+
+def side_by_side(world: World) -> tuple[Req, Req]:
+    """Two requests that computed one prompt into blocks of their own; the second one's wait for the first one's."""
+    one, two = world.add("one", TEXT), world.add("two", TEXT)
+    world.admit(one)
+    world.admit(two)
+    for _ in range(3):
+        world.step(one)
+    for _ in range(3):
+        world.step(two)
+    return one, two
+
+
+def stored_blocks(world: World) -> list[DeviceBlockId]:
+    return [block for job in world.open_jobs(Direction.STORE) for block in world.copies[job].job.blocks]
+
+
+# -- R3: a block whose store is open ----------------------------------------------------------------------------
+
+
+def test_r3_the_same_prefix_twice_while_its_store_is_open_across_steps_and_after() -> None:
+    world = World()
+    first = computed(world)
+    under_way = stored_blocks(world)
+    assert len(under_way) == 3
+    second = computed(world, "b")  # finds the first one's blocks on the device
+    assert second.tables[0][:3] == first.tables[0][:3]
+    for _ in range(3):
+        world.idle_step()
+    assert stored_blocks(world) == under_way
+    world.finish()
+    assert world.stores() == {StoreOutcome.STORED: 3, StoreOutcome.IN_FLIGHT: 3}
+    computed(world, "c")
+    assert world.open_jobs() == []
+    assert world.stores()[StoreOutcome.ALREADY_CACHED] == 3
+
+
+def test_r3_a_block_stays_off_limits_until_the_last_rank_of_a_failed_store_has_ended() -> None:
+    world = World(ranks=2)
+    first = computed(world)
+    for job in world.open_jobs():
+        world.report(0, job, FAILED)
+    second = computed(world, "b")
+    assert second.tables[0][:3] == first.tables[0][:3]
+    for job in world.open_jobs():
+        assert world.copies[job].running == {1}  # nothing new: the other rank still reads the blocks
+    world.device.forget_keys()
+    waits = world.add("c", TEXT)
+    world.admit(waits)
+    assert world.miss() is MissCause.STORE_FAILED
+    world.finish()
+    world.end(second)  # its last chance
+    world.drain()
+    assert world.stores()[StoreOutcome.FAILED] == 3
+
+
+def test_r3_what_waits_for_a_copy_is_stored_at_the_end_of_its_request() -> None:
+    world = World(ranks=2)
+    computed(world)
+    for job in world.open_jobs():
+        world.report(0, job, FAILED)
+    second = computed(world, "b")
+    world.finish()
+    world.end(second)
+    world.drain()
+    assert world.on_host(TEXT) == "xxx"
+
+
+def test_r3_what_waits_for_a_copy_at_its_end_has_failed() -> None:
+    world = World(ranks=2)
+    computed(world)
+    for job in world.open_jobs():
+        world.report(0, job, FAILED)
+    world.end(computed(world, "b"))
+    assert world.stores() == {StoreOutcome.FAILED: 6}
+
+
+@pytest.mark.parametrize("how", ["fails", "is given up"])
+def test_r3_another_block_with_the_hash_is_offered_again_when_the_first_does_not_arrive(how: str) -> None:
+    world = World()
+    one, two = side_by_side(world)
+    mine, others = one.tables[0][:3], two.tables[0][:3]
+    assert set(mine).isdisjoint(others)
+    assert stored_blocks(world) == mine
+    assert not any(world.device.leased[block] for block in others)  # not meanwhile
+    for job in world.open_jobs():
+        if how == "fails":
+            world.finish(job, outcome=FAILED)
+        else:
+            world.overdue(job)
+    assert world.core.has_work
+    world.idle_step()
+    assert stored_blocks(world)[-3:] == others
+    world.finish()
+    assert world.on_host(TEXT) == "xxx"
+
+
+def test_r3_another_block_that_no_longer_holds_the_key_is_not_stored_in_its_place() -> None:
+    world = World(device=16)
+    _, two = side_by_side(world)
+    world.end(two)
+    computed(world, "greedy", "0123456789" * 4 + "01234")  # gets its blocks
+    world.finish(*[job for job in world.open_jobs() if job < 3], outcome=FAILED)
+    world.drain()
+    assert world.on_host(TEXT) == "..."
+    assert world.stores()[StoreOutcome.STALE] + world.stores().get(StoreOutcome.NOT_HASHED, 0) == 3
+
+
+def test_r3_two_requests_with_one_key_in_one_step() -> None:
+    world = World()
+    one, two = world.add("one", TEXT), world.add("two", TEXT)
+    world.admit(one)
+    world.admit(two)
+    for _ in range(3):
+        world.step()
+    world.finish()
+    assert world.stores() == {StoreOutcome.STORED: 3, StoreOutcome.IN_FLIGHT: 3}
+
+
+def test_r3_one_key_twice_in_one_offer() -> None:
+    world = World()
+    one, two = world.device.hand_out(2)
+    key = key_at("abcd", 4)
+    for block in (one, two):
+        world.device.name(block, key)
+        world.device.bytes[0][block] = key
+        world.device_age[block] = 0
+    world.tell(facts.StatesHandedOff(((key, one), (key, two))))
+    world.submit()
+    world.finish()
+    assert world.stores() == {StoreOutcome.STORED: 1, StoreOutcome.IN_FLIGHT: 1}
+
+
+# -- R4: ranks --------------------------------------------------------------------------------------------------
+
+
+def test_r4_a_slot_can_hit_only_when_every_rank_has_confirmed() -> None:
+    world = World(ranks=3)
+    computed(world)
+    for rank in (2, 0):
+        for job in world.open_jobs():
+            world.report(rank, job)
+        assert world.on_host(TEXT) == "..."
+        assert world.count(SlotState.FILLING) == 3
+    for job in world.open_jobs():
+        world.report(1, job)
+    assert world.on_host(TEXT) == "xxx"
+
+
+def test_r4_a_rank_that_confirms_twice_or_late_changes_nothing() -> None:
+    world = World(ranks=2)
+    request = world.add("a", TEXT[:5])
+    world.admit(request)
+    world.run(request)
+    (job,) = world.open_jobs()
+    world.report(0, job)
+    world.repeat_report(0)
+    assert world.on_host(TEXT[:4]) == "."
+    world.report(1, job)
+    assert world.on_host(TEXT[:4]) == "x"
+    world.repeat_report(0)
+    world.repeat_report(1)
+
+
+def test_r4_one_failed_rank_dooms_a_slot_at_once_and_it_is_empty_only_when_all_have_ended() -> None:
+    world = World(ranks=3)
+    request = world.add("a", TEXT[:5])
+    world.admit(request)
+    world.run(request)
+    (job,) = world.open_jobs()
+    (block,) = stored_blocks(world)
+    world.report(0, job)
+    world.report(1, job, FAILED)
+    assert world.stores() == {StoreOutcome.FAILED: 1}
+    assert (world.count(SlotState.DRAINING), world.count(SlotState.FILLING)) == (1, 0)
+    assert world.device.leased[block] == 1
+    world.report(2, job, DONE)
+    assert world.count(SlotState.EMPTY) == world.ready
+    assert world.device.leased[block] == 0
+    assert world.on_host(TEXT[:4]) == "."
+
+
+def test_r4_a_failed_rank_of_a_load_dooms_its_slots_while_others_read_them() -> None:
+    world = World(ranks=2)
+    world.serve("first", TEXT)
+    world.device.forget_keys()
+    world.admit(world.add("a", TEXT))
+    world.step()
+    (job,) = world.open_jobs()
+    world.report(1, job, FAILED)
+    assert world.on_host(TEXT) == "..."
+    assert world.count(SlotState.DRAINING) == 3
+    world.report(0, job)
+    assert world.count(SlotState.EMPTY) == world.ready
+
+
+def test_r4_capacity_is_what_every_rank_has_ready() -> None:
+    world = World(ranks=2, host=0)
+    for rank, slots, capacity in [(0, 8, 0), (1, 3, 3), (1, 2, 3), (1, 9, 8)]:
+        world.tell(facts.TransferReported(TransferReport(world.ranks[rank], (), slots)))
+        assert world.core.state.pool.capacity == capacity
+
+
+def test_a_draining_slot_does_not_take_its_key_from_a_newer_one() -> None:
+    # After a reset a slot drains with its old key. Dooming it again took the key out of the index for its successor.
+    world = World(ranks=2)
+    world.serve("first", TEXT)
+    world.device.forget_keys()
+    world.admit(world.add("a", TEXT))
+    world.step()
+    (job,) = world.open_jobs()
+    world.reset()
+    newer = world.add("b", TEXT)
+    world.admit(newer)
+    world.run(newer)
+    world.finish(*[each for each in world.open_jobs() if each != job])
+    assert world.on_host(TEXT) == "xxx"
+    world.finish(job, outcome=FAILED)
+    assert world.on_host(TEXT) == "xxx"
+
+
+# -- R5: leases and pins ----------------------------------------------------------------------------------------
+
+
+def test_r5_stores_lease_no_more_than_a_quarter_of_the_device() -> None:
+    world = World(device=32)  # a quarter is 8
+    request = computed(world, text="0123456789" * 8)
+    assert len(stored_blocks(world)) == 8
+    world.step()
+    assert len(stored_blocks(world)) == 8
+    world.finish()
+    world.step()
+    assert len(stored_blocks(world)) == 8  # those that waited for room
+    world.finish()
+    world.end(request)
+    world.drain()
+    assert world.on_host("0123456789" * 8) == "x" * 20
+
+
+def test_r5_what_waits_for_room_at_the_end_of_its_request_is_declined() -> None:
+    world = World(device=32)
+    world.end(computed(world, text="0123456789" * 8))
+    assert world.stores() == {StoreOutcome.LEASE_LIMIT: 12}
+    world.drain()
+    assert world.on_host("0123456789" * 8) == "x" * 8 + "." * 12
+    world.device.forget_keys()
+    world.admit(world.add("b", "0123456789" * 8))
+    assert world.miss() is MissCause.DECLINED_LEASE_LIMIT
+
+
+def test_r5_a_request_that_ends_leaves_nothing_waiting_for_room() -> None:
+    # With copies that never end, what waited for room was kept for ever, also of requests that were gone.
+    world = World(device=32)
+    for number in range(5):
+        world.end(computed(world, f"r{number}", f"{number}bcdefghi" * 4))
+    assert not world.core._book._deferred
+
+
+def test_r5_a_leased_block_is_not_handed_out_after_its_request_is_gone() -> None:
+    world = World(device=16)
+    request = computed(world)
+    under_way = stored_blocks(world)
+    world.end(request)
+    assert all(world.device.leased[block] == 1 for block in under_way)
+    for number in range(3):  # hand_out asserts
+        hungry = world.add(f"r{number}", str(number) * 40)
+        world.admit(hungry)
+        world.run(hungry, until=40)
+        world.end(hungry)
+    for job in [job for job in world.open_jobs() if set(world.copies[job].job.blocks) & set(under_way)]:
+        world.finish(job)  # the world compares the bytes
+    assert not any(world.device.leased[block] for block in under_way)
+
+
+def test_r5_a_filling_slot_is_not_evicted() -> None:
+    world = World(host=3)
+    computed(world)
+    assert world.count(SlotState.FILLING) == 3
+    other = computed(world, "b", "0123456789")
+    world.end(other)
+    assert world.stores() == {StoreOutcome.HOST_FULL: 2}
+    world.drain()
+    assert world.on_host(TEXT) == "xxx"
+
+
+@pytest.mark.parametrize("outcome", [DONE, FAILED])
+@pytest.mark.parametrize("leaves", ["ended", "preempted", "given up", "reset"])
+@pytest.mark.parametrize("stage", ["planned", "submitted", "one rank"])
+def test_r5_leases_of_a_store_are_given_back_exactly_once(stage: str, leaves: str, outcome: object) -> None:
+    world = World(ranks=2)
+    request = world.add("a", TEXT[:9])
+    world.admit(request)
+    world.step()
+    if stage == "planned":  # what the last offers of another request put into the step's job
+        other = world.add("b", "01234")
+        world.admit(other)
+        world.step(other)
+        world.end(other)
+    else:
+        world.step()
+    if stage == "one rank":
+        world.report(0, world.open_jobs()[0])
+    if leaves == "ended":
+        world.end(request)
+    elif leaves == "preempted":
+        world.preempt(request)
+    elif leaves == "reset":
+        world.reset()
+    else:
+        for job in world.open_jobs():
+            world.overdue(job)
+    world.idle_step()
+    for job in list(world.copies):
+        world.finish(job, outcome=outcome)  # type: ignore[arg-type]
+    assert world.device.leased.total() == 0
+
+
+@pytest.mark.parametrize("outcome", [DONE, FAILED])
+@pytest.mark.parametrize("leaves", ["ended", "given up", "reset"])
+@pytest.mark.parametrize("stage", ["planned", "submitted", "one rank"])
+def test_r5_pins_and_leases_of_a_load_are_given_back_exactly_once(
+    stage: str, leaves: str, outcome: object
+) -> None:
+    world = World(ranks=2)
+    world.serve("first", TEXT)
+    world.device.forget_keys()
+    request = world.add("a", TEXT)
+    world.admit(request)
+    if stage != "planned":
+        world.step()
+    if stage == "one rank":
+        world.report(0, world.open_jobs()[0])
+    if leaves == "ended":
+        world.end(request)
+    elif leaves == "reset":
+        world.reset()
+    else:
+        for job in world.open_jobs():
+            world.overdue(job)
+    world.idle_step()
+    for job in list(world.copies):
+        world.finish(job, outcome=outcome)  # type: ignore[arg-type]
+    world.drain()
+    assert [name for name, _ in world.results] == ["a"]
+    assert world.device.leased.total() == 0
+    assert not world.core.state.pool.pins()
+
+
+def test_r5_closing_twice_is_an_error_and_changes_nothing() -> None:
+    world = World()
+    (block,) = world.device.hand_out(1)
+    lease = Leases(world.device).open()
+    lease.add([block])
+    lease.close()
+    with pytest.raises(ClosedTwice, match="1 blocks closed"):
+        lease.close()
+    assert world.device.leased[block] == 0
+    world.serve("first", TEXT)
+    pool = world.core.state.pool
+    pins = pool.pin(tuple(pool.index.values()))
+    pins.close()
+    with pytest.raises(ClosedTwice, match="3 slots closed"):
+        pins.close()
+    assert world.count(SlotState.READY) == 3
+
+
+def test_r5_blocks_are_given_back_deepest_first() -> None:
+    world = World()
+    request = computed(world, text=TEXT[:9])
+    blocks = request.tables[0][:2]
+    world.end(request)
+    world.finish()
+    assert [block for block in world.device.free if block in blocks] == blocks[::-1]
+
+
+# -- R7: window blocks that are handed out again ----------------------------------------------------------------
+
+
+def reused(world: World, request: Req) -> list[int]:
+    """The positions that the core has struck from a request's record."""
+    table = world.core.state.tables.table(request.name)
+    assert table is not None
+    return [position for position, block in enumerate(table[0]) if block == NULL_BLOCK]
+
+
+def test_r7_a_declined_window_block_is_freed_handed_to_another_position_and_offered_again() -> None:
+    world = World(window(5), device=4, host=0)
+    request = computed(world, text="abcdefghijklmnopqrstuvwxyz")  # goes round the device more than once
+    assert reused(world, request) == [0, 1, 2]
+    world.ready_up_to(8)
+    world.end(request)  # whatever was declined for want of a slot is offered again
+    world.drain()  # the world compares the bytes
+    assert world.on_host("abcdefghijklmnopqrstuvwx") == "...x.."
+    assert world.stores() == {StoreOutcome.STALE: 3, StoreOutcome.STORED: 1, StoreOutcome.LEASE_LIMIT: 2}
+
+
+def test_r7_a_window_block_is_struck_in_the_step_that_hands_it_out_though_its_request_does_not_run() -> None:
+    world = World(window(5), device=8, host=0)
+    sleeps = world.add("sleeps", "abcdefghijklmnop")
+    world.admit(sleeps)
+    while sleeps.computed < 16:
+        world.step(sleeps)
+    world.step(sleeps)  # its first blocks have left the window
+    assert reused(world, sleeps) == []
+    busy = world.add("busy", "0123456789" * 2)
+    world.admit(busy)
+    while not reused(world, sleeps):
+        world.step(busy, tokens=4)
+        assert world.told(BlocksZeroed) or world.steps < 20
+    assert sum(event.blocks for event in world.told(BlocksZeroed)) == len(reused(world, sleeps))
+    for position in reused(world, sleeps):
+        assert sleeps.tables[0][position] == NULL_BLOCK
+
+
+@pytest.mark.parametrize("how", ["allocation", "copy target"])
+def test_r7_ids_come_from_allocations_and_copy_targets_too(how: str) -> None:
+    world = World(window(5), device=8, host=0)
+    request = computed(world, text="abcdefghijklm")
+    record = world.core.state.tables.table(request.name)
+    assert record is not None
+    left = record[0][0]
+    assert left in world.device.free
+    world.device.free.move_to_end(left, last=False)
+    if how == "copy target":
+        world.tell(facts.StepScheduled(99, handed_out=(left,)))
+    else:
+        world.admit(world.add("b", "01234"))
+    assert record[0][0] == NULL_BLOCK
+
+
+def test_r7_a_struck_position_is_stored_from_the_block_that_the_device_holds_for_its_key() -> None:
+    world = World(window(5), device=16, host=0)
+    one, two = world.add("one", TEXT), world.add("two", TEXT)
+    world.admit(one)
+    world.admit(two)
+    for _ in range(4):
+        world.step(one, tokens=4)
+        world.step(two, tokens=4)
+    first = world.core.state.tables.table(one.name)
+    assert first is not None
+    struck, copy = first[0][0], two_block(world, two)
+    assert struck != copy
+    world.device.free.move_to_end(struck, last=False)
+    world.admit(world.add("c", "0"))
+    assert first[0][0] == NULL_BLOCK
+    world.ready_up_to(8)
+    world.end(one)
+    world.submit()
+    assert copy in stored_blocks(world)
+
+
+def two_block(world: World, request: Req) -> DeviceBlockId:
+    table = world.core.state.tables.table(request.name)
+    assert table is not None
+    return table[0][0]
+
+
+def test_r7_a_block_whose_hash_is_not_the_key_is_not_stored() -> None:
+    world = World()
+    request = world.add("a", TEXT)
+    world.admit(request)
+    world.step()
+    world.device.name(request.tables[0][0], key_at("wrong", 4))
+    world.step()
+    world.finish()
+    assert world.on_host(TEXT) == ".x."
+    assert world.stores() == {StoreOutcome.STALE: 1, StoreOutcome.STORED: 1}
+
+
+def test_r7_a_block_whose_hash_is_unknown_is_not_stored() -> None:
+    world = World()
+    world.device.is_hashed = False
+    computed(world)
+    assert world.stores() == {StoreOutcome.NOT_HASHED: 3}
+
+
+def test_r7_striking_costs_the_ids_and_not_the_tables() -> None:
+    world = World(window(5), device=64, host=0)
+    requests = [computed(world, f"r{number}", f"{number}bcdefghijklm") for number in range(5)]
+    tables = world.core.state.tables
+    assert tables.handed_out([two_block(world, requests[3])]) == 1
+    assert tables.handed_out([DeviceBlockId(63)]) == 0
+
+
+# -- R8: eviction is news ---------------------------------------------------------------------------------------
+
+
+def evict(world: World, name: str, text: str) -> None:
+    """Another request's store takes the host's slots; it fails, so that they are empty then."""
+    other = world.add(name, text)
+    world.admit(other)
+    world.step(other)
+    world.step(other)
+    world.finish(outcome=FAILED)
+    world.end(other)
+
+
+def test_r8_a_block_evicted_in_the_middle_of_a_request_is_stored_again() -> None:
+    world = World(host=2)
+    world.serve("first", "abcdefghi")
+    request = computed(world, text="abcdefghi")  # on the device and on the host
+    assert world.stores()[StoreOutcome.ALREADY_CACHED] == 2
+    evict(world, "b", "012345678")
+    assert world.on_host("abcdefgh") == ".."
+    world.step(request)
+    world.finish()
+    assert world.on_host("abcdefgh") == "xx"
+    assert world.stores()[StoreOutcome.STORED] == 4
+
+
+def test_r8_once_a_request_so_that_a_tiny_pool_does_not_churn() -> None:
+    world = World(host=2)
+    world.serve("first", "abcdefghi")
+    request = computed(world, text="abcdefghi")
+    evict(world, "b", "012345678")
+    world.step(request)  # what was evicted is stored again, but
+    world.finish(outcome=FAILED)
+    world.device.forget_keys()
+    world.serve("again", "abcdefghi")  # it comes back by another's doing
+    assert world.on_host("abcdefgh") == "xx"
+    evict(world, "c", "987654321")
+    world.step(request)
+    world.finish()
+    assert world.on_host("abcdefgh") == ".."
+
+
+def test_r8_once_also_for_a_request_that_offers_it_again() -> None:
+    world = World(host=2)
+    world.serve("first", "abcdefghi")
+    request = computed(world, text="abcdefghi")
+    evict(world, "b", "012345678")
+    world.step(request)
+    world.finish(outcome=FAILED)
+    world.preempt(request)
+    world.serve("again", "abcdefghi")
+    world.admit(request)
+    world.run(request)  # offers all its blocks once more: they are on the host
+    world.finish()
+    world.end(request)
+    stores = world.stores()
+    evict(world, "c", "987654321")
+    world.drain()
+    assert world.stores()[StoreOutcome.STORED] == stores[StoreOutcome.STORED]
+
+
+def test_r8_not_over_a_slot_that_a_running_request_stored() -> None:
+    world = World(host=2)
+    stays = computed(world, text="abcdefghi")
+    world.finish()
+    world.end(computed(world, "b", "012345678"))
+    world.drain()
+    assert world.on_host("abcdefgh") == "xx"
+    assert world.stores()[StoreOutcome.HOST_FULL] == 2
+    world.end(stays)
+    world.serve("c", "012345678")
+    assert world.on_host("012345678") == "xx"
+
+
+def test_r8_not_over_a_slot_that_a_running_request_hit() -> None:
+    world = World(host=2)
+    world.serve("first", "abcdefghi")
+    world.device.forget_keys()
+    stays = world.add("a", "abcdefghi")
+    world.admit(stays)
+    world.step()
+    world.finish()
+    world.end(computed(world, "b", "012345678"))
+    world.drain()
+    assert world.on_host("abcdefgh") == "xx"
+    world.device.forget_keys()
+    world.admit(world.add("c", "012345678"))
+    assert world.miss() is MissCause.DECLINED_HOST_FULL
+
+
+def test_r8_what_the_host_was_full_for_is_stored_at_the_end_of_its_request() -> None:
+    world = World(host=2)
+    one = computed(world, text="abcdefghi")
+    world.finish()
+    two = computed(world, "b", "012345678")
+    world.end(one)
+    world.end(two)
+    world.drain()
+    assert world.on_host("012345678") == "xx"
+
+
+def test_r8_two_requests_that_wait_for_one_key_watch_it() -> None:
+    world = World(host=2)
+    one, two = side_by_side_short(world)
+    world.finish()
+    assert world.stores()[StoreOutcome.IN_FLIGHT] == 2
+    world.end(one)
+    evict(world, "c", "012345678")
+    assert world.on_host("abcdefgh") == ".."
+    world.step(two)
+    world.finish()
+    assert world.on_host("abcdefgh") == "xx"
+
+
+def side_by_side_short(world: World) -> tuple[Req, Req]:
+    one, two = world.add("one", "abcdefghi"), world.add("two", "abcdefghi")
+    world.admit(one)
+    world.admit(two)
+    for _ in range(2):
+        world.step()
+    return one, two
+
+
+# -- R15: the order of eviction ---------------------------------------------------------------------------------
+
+
+def squeeze(world: World, blocks: int) -> None:
+    """Store this many other blocks."""
+    world.serve(f"x{world.steps}", (f"{world.steps:<9}" * 9)[: 4 * blocks + 1])
+
+
+LONG = "abcdefghijklmnopq"  # four blocks
+
+
+def make_used(world: World, how: str) -> None:
+    request = world.add("again", LONG)
+    if how == "found on the device":
+        world.admit(request)
+        world.run(request)
+    else:
+        world.device.forget_keys()
+        assert world.lookup(request) == 16
+        if how == "loaded":
+            world.allocate(request, 16)
+            world.step()
+            world.finish()
+    world.end(request)
+    world.drain()
+    world.device.forget_keys()
+
+
+@pytest.mark.parametrize("how", ["stored", "looked up", "loaded", "found on the device"])
+def test_r15_least_recently_used_first_and_the_head_of_a_prefix_last(how: str) -> None:
+    world = World(host=8)
+    world.serve("first", LONG)
+    if how != "stored":
+        world.serve("between", "0123456789abcdefg")
+        make_used(world, how)
+        squeeze(world, 4)
+        assert world.on_host("0123456789abcdefg") == "...."
+    else:
+        squeeze(world, 4)
+    assert world.on_host(LONG) == "xxxx"
+    for left in ("xxx.", "xx..", "x...", "...."):
+        squeeze(world, 1)
+        assert world.on_host(LONG) == left
+
+
+@pytest.mark.parametrize("how", ["stored", "looked up", "loaded"])
+def test_r15_depth_counts_across_groups(how: str) -> None:
+    # Pins and holds went group by group, so the last group's head left before the first group's tail.
+    world = World(full(), full(group=1), host=8)
+    world.serve("first", LONG)
+    if how != "stored":
+        make_used(world, how)
+    order = [world.core.state.pool.key(slot) for slot in world.core.state.pool._order]
+    depths = [len(key or b"") for key in order]
+    assert depths == sorted(depths, reverse=True)

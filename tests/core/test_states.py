@@ -1,0 +1,265 @@
+"""The three tables: every legal step goes where the table says, every other one raises and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from enum import IntEnum
+from itertools import product
+from typing import Any
+
+import pytest
+
+from kvoffload.core.eviction import LruOrder
+from kvoffload.core.host_pool import HostPool
+from kvoffload.core.jobs import Job, Jobs
+from kvoffload.core.leases import Leases
+from kvoffload.core.requests import RequestRecord, Requests
+from kvoffload.core.states import (
+    JOB,
+    REQUEST,
+    SLOT,
+    JobEvent,
+    JobState,
+    RequestEvent,
+    RequestState,
+    SlotEvent,
+    SlotState,
+    next_job_state,
+    next_request_state,
+    next_slot_state,
+)
+from kvoffload.model.errors import IllegalTransition
+from kvoffload.model.ids import BlockKey, RequestId, SlotId
+from kvoffload.model.transfer import Direction
+from tests.core.world import DevicePool
+
+Table = Mapping[tuple[IntEnum, IntEnum], IntEnum]
+Step = Callable[[Any, Any], IntEnum]
+
+MACHINES: list[tuple[type[IntEnum], type[IntEnum], Any, Step]] = [
+    (SlotState, SlotEvent, SLOT, next_slot_state),
+    (JobState, JobEvent, JOB, next_job_state),
+    (RequestState, RequestEvent, REQUEST, next_request_state),
+]
+EVERY_STEP = [
+    (table, step, state, event)
+    for states, events, table, step in MACHINES
+    for state, event in product(states, events)
+]
+
+
+@pytest.mark.parametrize(("table", "step", "state", "event"), EVERY_STEP)
+def test_every_state_and_event(table: Table, step: Step, state: IntEnum, event: IntEnum) -> None:
+    if (state, event) in table:
+        assert step(state, event) is table[state, event]
+    else:
+        with pytest.raises(IllegalTransition, match=repr(event)):
+            step(state, event)
+
+
+@pytest.mark.parametrize(("states", "events", "table", "step"), MACHINES)
+def test_every_state_is_reached_and_every_event_is_used(
+    states: type[IntEnum], events: type[IntEnum], table: Table, step: Step
+) -> None:
+    reached, grown = {next(iter(states))}, True
+    while grown:
+        after = reached | {table[state, event] for state, event in table if state in reached}
+        grown, reached = after != reached, after
+    assert reached == set(states)
+    assert {event for _, event in table} == set(events)
+
+
+def test_what_can_hit_and_what_can_be_evicted() -> None:
+    assert {state for (state, event) in SLOT if event is SlotEvent.EVICT} == {SlotState.READY}
+    assert {state for (state, event) in SLOT if event is SlotEvent.PIN} == {SlotState.READY}
+    assert not [event for (state, event) in SLOT if state is SlotState.QUARANTINED]
+
+
+# -- the records that the tables move ---------------------------------------------------------------------------
+
+
+def pool_with(state: SlotState) -> tuple[HostPool, SlotId]:
+    """A pool of two slots, one of them in a state."""
+    pool = HostPool(LruOrder())
+    pool.grow(2)
+    if state is SlotState.EMPTY:
+        return pool, SlotId(1)
+    (slot,), _ = pool.reserve([BlockKey(b"key")])
+    if state in (SlotState.READY, SlotState.PINNED):
+        pool.fill(slot)
+    if state is SlotState.PINNED:
+        pool.pin((slot,))
+    if state is SlotState.DRAINING:
+        pool.doom(slot)
+    if state is SlotState.QUARANTINED:
+        pool.quarantine(slot)
+    assert pool.state(slot) is state
+    return pool, slot
+
+
+def picture(pool: HostPool) -> object:
+    states = [pool.state(SlotId(slot)) for slot in range(pool.capacity)]
+    counts = [pool.count(state) for state in SlotState]
+    return (
+        states,
+        counts,
+        dict(pool.index),
+        dict(pool.pins()),
+        dict(pool.holds()),
+        list(pool._order),
+        pool.room,
+    )
+
+
+@pytest.mark.parametrize("state", [each for each in SlotState if each is not SlotState.FILLING])
+def test_only_a_filling_slot_is_filled(state: SlotState) -> None:
+    pool, slot = pool_with(state)
+    before = picture(pool)
+    with pytest.raises(IllegalTransition):
+        pool.fill(slot)
+    assert picture(pool) == before
+
+
+@pytest.mark.parametrize(
+    "state", [each for each in SlotState if each not in (SlotState.READY, SlotState.PINNED)]
+)
+def test_only_what_can_hit_is_pinned_and_then_all_of_it_or_nothing(state: SlotState) -> None:
+    pool, slot = pool_with(state)
+    pool.grow(3)
+    (good,), _ = pool.reserve([BlockKey(b"good")])
+    pool.fill(good)
+    before = picture(pool)
+    with pytest.raises(IllegalTransition):
+        pool.pin((good, slot))
+    assert picture(pool) == before
+
+
+def test_a_slot_that_is_pinned_and_doomed_is_not_pinned_again() -> None:
+    pool, slot = pool_with(SlotState.PINNED)
+    pool.doom(slot)
+    with pytest.raises(IllegalTransition):
+        pool.pin((slot,))
+
+
+def test_more_slots_than_there_is_room_for_change_nothing() -> None:
+    pool, _ = pool_with(SlotState.PINNED)
+    before = picture(pool)
+    with pytest.raises(ValueError, match="2 slots asked for, 1 to be had"):
+        pool.reserve([BlockKey(b"one"), BlockKey(b"two")])
+    assert picture(pool) == before
+
+
+@pytest.mark.parametrize("state", SlotState)
+def test_dooming_and_quarantining_say_whether_the_slot_could_hit(state: SlotState) -> None:
+    could_hit = state in (SlotState.READY, SlotState.PINNED)
+    pool, slot = pool_with(state)
+    assert pool.doom(slot) is could_hit
+    if state is SlotState.EMPTY:
+        return
+    pool, slot = pool_with(state)
+    assert pool.quarantine(slot) is could_hit
+    assert pool.quarantine(slot) is False
+    assert pool.count(SlotState.QUARANTINED) == 1
+    assert pool.problems() == []
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("end", ["doom", "quarantine", "forget_all"])
+def test_a_held_slot_leaves_the_pool_like_any_other(end: str, held: bool) -> None:
+    pool, slot = pool_with(SlotState.READY)
+    if held:
+        pool.hold(slot)
+        pool.hold(slot)
+    if end == "forget_all":
+        pool.forget_all()
+    else:
+        getattr(pool, end)(slot)
+    if held:
+        pool.unhold(slot)
+        pool.unhold(slot)
+    assert not pool.index
+    assert pool.problems() == []
+
+
+def test_touching_moves_only_what_may_be_evicted() -> None:
+    pool, slot = pool_with(SlotState.READY)
+    (other,), _ = pool.reserve([BlockKey(b"other")])
+    pool.fill(other)
+    assert pool.touch(slot)
+    assert list(pool._order) == [other, slot]
+    pool.hold(slot)
+    assert not pool.touch(slot)
+    pool.pin((other,))
+    assert not pool.touch(other)
+
+
+def test_slots_that_were_freed_are_taken_before_fresh_ones_and_in_order() -> None:
+    pool = HostPool(LruOrder())
+    pool.grow(6)
+    keys = [BlockKey(bytes([number])) for number in range(6)]
+    slots, _ = pool.reserve(keys[:4])
+    for slot in slots:
+        pool.doom(slot)
+        pool.drained(slot)
+    assert pool.reserve(keys)[0] == (0, 1, 2, 3, 4, 5)
+
+
+def jobs_with(state: JobState) -> tuple[Jobs, Job]:
+    jobs = Jobs(ranks=1)
+    job = jobs.plan(Direction.STORE, Leases(DevicePool(1, 1)).open())
+    ways = {
+        JobState.PLANNED: [],
+        JobState.SUBMITTED: [JobEvent.SUBMIT],
+        JobState.DONE: [JobEvent.SUBMIT, JobEvent.FINISH],
+        JobState.FAILED: [JobEvent.SUBMIT, JobEvent.FAIL],
+        JobState.CANCELLED: [JobEvent.CANCEL],
+        JobState.ABANDONED: [JobEvent.SUBMIT, JobEvent.ABANDON],
+    }
+    for event in ways[state]:
+        jobs.move(job, event)
+    assert job.state is state
+    return jobs, job
+
+
+@pytest.mark.parametrize(("state", "event"), [*product(JobState, JobEvent)])
+def test_a_job_that_is_moved_wrongly_stays(state: JobState, event: JobEvent) -> None:
+    jobs, job = jobs_with(state)
+    counts = [jobs.count(Direction.STORE, each) for each in JobState]
+    is_open = jobs.get(job.job) is job
+    assert is_open == (state in (JobState.PLANNED, JobState.SUBMITTED, JobState.ABANDONED))
+    if (state, event) in JOB:
+        jobs.move(job, event)
+        assert job.state is JOB[state, event]
+    else:
+        with pytest.raises(IllegalTransition):
+            jobs.move(job, event)
+        assert (job.state, jobs.get(job.job) is job) == (state, is_open)
+        assert [jobs.count(Direction.STORE, each) for each in JobState] == counts
+
+
+@pytest.mark.parametrize(("state", "event"), [*product(RequestState, RequestEvent)])
+def test_a_request_that_is_moved_wrongly_stays(state: RequestState, event: RequestEvent) -> None:
+    ways = {
+        RequestState.SEEN: [],
+        RequestState.LOADING: [RequestEvent.ALLOCATE_AND_LOAD],
+        RequestState.RUNNING: [RequestEvent.ALLOCATE],
+        RequestState.FINISHING: [RequestEvent.END],
+        RequestState.GONE: [RequestEvent.END],
+    }
+    requests = Requests()
+    record = RequestRecord(RequestId("a"), 1, ([],), reads_cache=True)
+    requests.seen(record)
+    if state is not RequestState.GONE:
+        requests.job_opened(record)
+    for step in ways[state]:
+        requests.move(record, step)
+    assert record.state is state
+    is_live = requests.live(record.request) is record
+    assert is_live is record.is_live
+    if (state, event) in REQUEST:
+        requests.move(record, event)
+        assert record.state is REQUEST[state, event]
+    else:
+        with pytest.raises(IllegalTransition):
+            requests.move(record, event)
+        assert (record.state, requests.live(record.request) is record) == (state, is_live)

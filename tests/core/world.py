@@ -1,0 +1,624 @@
+"""A small engine in memory, with real conservation of blocks and a picture of their bytes, for stories about the core.
+
+A prompt is a text, a token is one character, and what a block holds is the text up to its last token: so a block is
+right when it holds its own key, and every wrong copy, reuse or hit shows as another text. Nothing happens by itself.
+The test says when a request is admitted, when a step runs, and when which rank's copy ends; a copy moves bytes only
+then. After every fact the core's audit and the world's own laws are checked.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TypeVar
+
+from kvoffload.core.offload_core import OffloadCore
+from kvoffload.core.state import Policy
+from kvoffload.core.states import JobState, SlotState
+from kvoffload.model import facts
+from kvoffload.model.causes import CopyOutcome, DegradeCause, LoadOutcome, MissCause, StoreOutcome
+from kvoffload.model.engine import EngineShape, Promises
+from kvoffload.model.events import (
+    BlocksEvicted,
+    BlocksOffered,
+    Event,
+    LoadEnded,
+    LookupSettled,
+    StoreSettled,
+)
+from kvoffload.model.groups import AttentionKind, GroupSpec
+from kvoffload.model.ids import (
+    NULL_BLOCK,
+    BlockKey,
+    DeviceBlockId,
+    GroupId,
+    JobId,
+    Rank,
+    RequestId,
+    SlotId,
+    block_key,
+)
+from kvoffload.model.transfer import Direction, JobReport, TransferJob, TransferPlan, TransferReport
+
+DONE, FAILED, CORRUPT = CopyOutcome.DONE, CopyOutcome.FAILED, CopyOutcome.CORRUPT
+GARBAGE = BlockKey(b"garbage")
+
+E = TypeVar("E", bound=Event)
+
+
+def full(block_tokens: int = 4, group: int = 0, *, reads_ahead: bool = False) -> GroupSpec:
+    return GroupSpec(GroupId(group), AttentionKind.FULL, block_tokens, reads_ahead=reads_ahead)
+
+
+def window(tokens: int, block_tokens: int = 4, group: int = 0, *, reads_ahead: bool = False) -> GroupSpec:
+    return GroupSpec(
+        GroupId(group), AttentionKind.SLIDING_WINDOW, block_tokens, tokens, reads_ahead=reads_ahead
+    )
+
+
+def chunked(tokens: int, block_tokens: int = 4, group: int = 0) -> GroupSpec:
+    return GroupSpec(GroupId(group), AttentionKind.CHUNKED_LOCAL, block_tokens, tokens)
+
+
+def recurrent(block_tokens: int = 4, group: int = 0) -> GroupSpec:
+    return GroupSpec(GroupId(group), AttentionKind.RECURRENT, block_tokens)
+
+
+def key_at(text: str, end: int, group: int = 0) -> BlockKey:
+    """The key of the block whose last token is at `end - 1`; also what it holds on every rank."""
+    return block_key(text[:end].encode(), GroupId(group))
+
+
+def keys_of(text: str, group: GroupSpec) -> list[BlockKey]:
+    size = group.block_tokens
+    return [key_at(text, end, group.group) for end in range(size, len(text) + 1, size)]
+
+
+class DevicePool:
+    """Device blocks: who holds and who leases them, what the engine's index says of them, and their bytes."""
+
+    def __init__(self, blocks: int, ranks: int) -> None:
+        self.size = blocks
+        self.free: OrderedDict[DeviceBlockId, None] = OrderedDict.fromkeys(
+            map(DeviceBlockId, range(1, blocks + 1))
+        )
+        self.held: Counter[DeviceBlockId] = Counter()
+        self.leased: Counter[DeviceBlockId] = Counter()
+        self.keys: dict[DeviceBlockId, BlockKey] = {}
+        self.index: dict[BlockKey, dict[DeviceBlockId, None]] = {}
+        self.bytes: list[dict[DeviceBlockId, BlockKey]] = [{} for _ in range(ranks)]
+        self.is_hashed = True
+
+    # -- what the core borrows ----------------------------------------------------------------------------------
+
+    def lease(self, blocks: Sequence[DeviceBlockId]) -> None:
+        self._refer(self.leased, blocks)
+
+    def release(self, blocks: Sequence[DeviceBlockId]) -> None:
+        self._unrefer(self.leased, blocks)
+
+    def next_evictable(self, count: int) -> Iterable[DeviceBlockId]:
+        return list(islice(self.free, count))
+
+    def free_blocks(self) -> int:
+        return len(self.free)
+
+    def key_of(self, block: DeviceBlockId) -> BlockKey | None:
+        return self.keys.get(block) if self.is_hashed else None
+
+    def block_of(self, key: BlockKey) -> DeviceBlockId | None:
+        return next(iter(self.index.get(key, ())), None)
+
+    # -- what the engine does -----------------------------------------------------------------------------------
+
+    def hand_out(self, count: int) -> list[DeviceBlockId]:
+        blocks = [self.free.popitem(last=False)[0] for _ in range(count)]
+        for block in blocks:
+            assert not self.held[block], f"block {block} is held"
+            assert not self.leased[block], f"block {block} is leased"
+            self._forget_key(block)
+            for each in self.bytes:
+                each[block] = GARBAGE
+        self.hold(blocks)
+        return blocks
+
+    def hold(self, blocks: Iterable[DeviceBlockId]) -> None:
+        self._refer(self.held, blocks)
+
+    def unhold(self, blocks: Iterable[DeviceBlockId]) -> None:
+        self._unrefer(self.held, blocks)
+
+    def name(self, block: DeviceBlockId, key: BlockKey) -> None:
+        """The engine knows for certain what the block holds."""
+        self._forget_key(block)
+        self.keys[block] = key
+        self.index.setdefault(key, {})[block] = None
+
+    def forget_keys(self) -> None:
+        """The engine's own prefix cache is reset."""
+        self.keys.clear()
+        self.index.clear()
+
+    def problems(self) -> list[str]:
+        used = {block for counts in (self.held, self.leased) for block in +counts}
+        found = [f"block {block} is free and in use" for block in used & self.free.keys()]
+        if len(used) + len(self.free) != self.size:
+            found.append(f"{len(used)} used and {len(self.free)} free of {self.size}")
+        return found
+
+    def _refer(self, counts: Counter[DeviceBlockId], blocks: Iterable[DeviceBlockId]) -> None:
+        for block in blocks:
+            assert block != NULL_BLOCK
+            counts[block] += 1
+            self.free.pop(block, None)
+
+    def _unrefer(self, counts: Counter[DeviceBlockId], blocks: Iterable[DeviceBlockId]) -> None:
+        for block in blocks:
+            assert counts[block] > 0, f"block {block} was given back once too often"
+            counts[block] -= 1
+            if not self.held[block] and not self.leased[block]:
+                self.free[block] = None
+                if block not in self.keys:
+                    self.free.move_to_end(block, last=False)
+
+    def _forget_key(self, block: DeviceBlockId) -> None:
+        key = self.keys.pop(block, None)
+        if key is not None:
+            del self.index[key][block]
+            if not self.index[key]:
+                del self.index[key]
+
+
+@dataclass
+class Req:
+    """One request as the engine sees it."""
+
+    name: RequestId
+    text: str
+    state: str = "waiting"  # waiting, loading, running, ended
+    tables: list[list[DeviceBlockId]] = field(default_factory=list)
+    computed: int = 0
+    told_keys: list[int] = field(default_factory=list)
+    brought: tuple[int, int] = (0, 0)  # device and host tokens of its last admission
+
+    def held(self) -> list[DeviceBlockId]:
+        """Its blocks, the deepest first."""
+        return [block for table in self.tables for block in reversed(table) if block != NULL_BLOCK]
+
+
+@dataclass
+class Copy:
+    """A submitted job, and the ranks whose copy has not ended."""
+
+    job: TransferJob
+    running: set[Rank]
+
+
+class World:
+    """The engine, its ranks, and the core that is told of what they do."""
+
+    def __init__(
+        self,
+        *groups: GroupSpec,
+        ranks: int = 1,
+        device: int = 64,
+        host: int = 64,
+        policy: str = "eager",
+        least: int = 0,
+        step_tokens: int = 8,
+        promises: Promises | None = None,
+    ) -> None:
+        self.groups = groups or (full(),)
+        self.ranks = [Rank(rank) for rank in range(ranks)]
+        shape = EngineShape(self.groups, ranks, device, step_tokens, promises=promises or Promises())
+        self.shape = shape
+        self.device = DevicePool(device, ranks)
+        self.core = OffloadCore(shape, Policy(policy, "lru", least), self.device)
+        self.host: list[dict[SlotId, BlockKey]] = [{} for _ in self.ranks]
+        self.rotten: set[tuple[int, SlotId]] = set()  # rank and slot, corrupted behind everybody's back
+        self.resets = 0
+        self.device_age: dict[DeviceBlockId, int] = {}  # the reset since which a block's bytes were computed
+        self.host_age: dict[SlotId, int] = {}
+        self.requests: dict[str, Req] = {}
+        self.copies: dict[JobId, Copy] = {}
+        self.last_reports: dict[Rank, TransferReport] = {}
+        self.log: list[Event] = []
+        self.results: list[tuple[str, bool]] = []
+        self.preempted: list[RequestId] = []
+        self.steps = 0
+        self.ready = 0
+        self.expects_results = True
+        self.ready_up_to(host)
+
+    # -- telling and checking -----------------------------------------------------------------------------------
+
+    def tell(self, fact: facts.Fact) -> None:
+        """Tell the core, as the runtime does, and check every law."""
+        for kind, handler in self.core.handlers():
+            if isinstance(fact, kind):
+                handler(fact)
+        self._settle()
+
+    def _settle(self) -> None:
+        self.log += self.core.take_events()
+        results = self.core.take_results()
+        for name in results.loaded:
+            self._load_ended(name, loaded=True)
+        for name in results.failed:
+            self._load_ended(name, loaded=False)
+        self.check()
+
+    def check(self) -> None:
+        """The core's audit, and what only the world can see."""
+        assert self.core.audit() == []
+        assert self.device.problems() == []
+        leases = self.core.state.leases.counts()
+        assert leases == dict(+self.device.leased), "leases and the device's references disagree"
+        for key, slot in self.core.state.pool.index.items():
+            assert self.host_age[slot] == self.resets, f"slot {slot} can hit, but is from before the reset"
+            for rank, held in enumerate(self.host):
+                is_right = held.get(slot) == key or (rank, slot) in self.rotten
+                assert is_right, f"slot {slot} can hit, but holds {held.get(slot)!r}"
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    def add(self, name: str, text: str, *, reads_cache: bool = True) -> Req:
+        request = Req(RequestId(name), text)
+        self.requests[name] = request
+        keys = tuple(tuple(keys_of(text, group)) for group in self.groups)
+        request.told_keys = [len(each) for each in keys]
+        self.tell(facts.RequestSeen(request.name, len(text), keys, reads_cache))
+        return request
+
+    def lookup(self, request: Req, *, may_wait: bool = True) -> int | None:
+        """Tokens that the host adds to the device's hit, None for "not yet"."""
+        answer = self.core.lookup(
+            request.name, self.device_hit(request), may_wait=may_wait, tokens=len(request.text)
+        )
+        self._settle()
+        return answer
+
+    def admit(self, request: Req, *, may_wait: bool = True, accept: int | None = None) -> int | None:
+        """Look up, then allocate; return the tokens that come from the host, None for "not yet"."""
+        answer = self.lookup(request, may_wait=may_wait)
+        if answer is not None:
+            self.allocate(request, answer if accept is None else accept)
+        return answer
+
+    def allocate(self, request: Req, external: int) -> bool:
+        """Give a waiting request its first blocks, if there are enough."""
+        device = self.device_hit(request)
+        seen = device + external
+        end = seen if external else min(len(request.text), device + self.shape.step_tokens)
+        plan = [self._admission(group, request, device, seen, end) for group in self.groups]
+        hits = [block for table in plan for block in table if block]
+        fresh = sum(block is None for table in plan for block in table)
+        if fresh + sum(block in self.device.free for block in set(hits)) > len(self.device.free):
+            return False
+        self.device.hold(hits)
+        new = iter(self.device.hand_out(fresh))
+        request.tables = [[next(new) if block is None else block for block in table] for table in plan]
+        request.brought = (device, external)
+        request.state = "loading" if external else "running"
+        request.computed = device
+        tables = tuple(map(tuple, request.tables))
+        self.tell(facts.BlocksAllocated(request.name, tables, device, external))
+        return True
+
+    def preempt(self, request: Req, *, tell: bool = True) -> None:
+        """Take a running request's blocks back; the core hears of it with the next step."""
+        self.device.unhold(request.held())
+        request.tables, request.computed, request.state = [], 0, "waiting"
+        if tell:
+            self.preempted.append(request.name)
+
+    def end(self, request: Req) -> None:
+        """Finish or abort, in any state."""
+        holds = request.state == "running"
+        fact = facts.RequestEnded(request.name, request.computed, self._new_keys(request), holds)
+        if request.name in self.preempted:
+            self.preempted.remove(request.name)
+        was, request.state = request.state, "ended"
+        if was != "loading":
+            del self.requests[request.name]
+        self.tell(fact)
+        if was == "running":
+            self.device.unhold(request.held())
+        self.check()
+
+    # -- steps --------------------------------------------------------------------------------------------------
+
+    def step(self, *requests: Req, tokens: int | None = None) -> TransferPlan:
+        """Run one step of these requests (of all running ones by default), each by up to `tokens` tokens."""
+        return self._step(requests or self.running(), tokens or self.shape.step_tokens)
+
+    def idle_step(self) -> TransferPlan:
+        """Run one step without work."""
+        return self._step((), 0)
+
+    def running(self) -> tuple[Req, ...]:
+        return tuple(each for each in self.requests.values() if each.state == "running")
+
+    def _step(self, running: Sequence[Req], tokens: int) -> TransferPlan:
+        progress, chunks = [], []
+        for request in running:
+            end = min(len(request.text), request.computed + tokens)
+            new_blocks = self._grow(request, end)
+            if new_blocks is not None:
+                chunks.append((request, end))
+                progress.append(
+                    facts.Progress(request.name, request.computed, new_blocks, self._new_keys(request))
+                )
+        preempted, self.preempted = tuple(self.preempted), []
+        self.tell(facts.StepScheduled(self.steps, tuple(progress), preempted))
+        self.steps += 1
+        plan = self.submit()
+        for request, end in chunks:
+            self._compute(request, end)
+        return plan
+
+    def submit(self) -> TransferPlan:
+        """Hand the core's plan to the ranks."""
+        plan = self.core.plan()
+        for job in (*plan.loads, *plan.stores):
+            assert len(job.slots) == len(job.blocks) > 0
+            self.copies[job.job] = Copy(job, set(self.ranks))
+        self._settle()
+        return plan
+
+    def run(self, request: Req, *, until: int | None = None) -> None:
+        """Step one request until it has computed its text (or `until`), and once more, so that the core knows."""
+        target = until or len(request.text)
+        while request.computed < target:
+            self.step(request)
+        self.step(request, tokens=1)
+
+    def serve(self, name: str, text: str) -> Req:
+        """A request's whole life, all copies ended: its blocks are on the host if they can be."""
+        request = self.add(name, text)
+        self.admit(request)
+        self.step()
+        self.finish()
+        self.run(request)
+        self.end(request)
+        self.drain()
+        return request
+
+    # -- ranks --------------------------------------------------------------------------------------------------
+
+    def ready_up_to(self, slots: int) -> None:
+        self.ready = slots
+        for rank in self.ranks:
+            self.tell(facts.TransferReported(TransferReport(rank, (), slots)))
+
+    def open_jobs(self, direction: Direction | None = None) -> list[JobId]:
+        return [job for job, copy in self.copies.items() if direction in (None, copy.job.direction)]
+
+    def report(
+        self, rank: int, job: JobId, outcome: CopyOutcome = DONE, corrupt: tuple[int, ...] = ()
+    ) -> None:
+        """One rank's copy ends; its bytes move now."""
+        copy = self.copies[job]
+        if outcome is DONE and copy.job.direction is Direction.LOAD:
+            corrupt = tuple(place for place, slot in enumerate(copy.job.slots) if (rank, slot) in self.rotten)
+            outcome = CORRUPT if corrupt else DONE
+        copy.running.remove(Rank(rank))
+        if not copy.running:
+            del self.copies[job]
+        self._move_bytes(rank, copy.job, outcome, corrupt)
+        part = JobReport(job, copy.job.direction, outcome, 0, 0.0, 0.0, corrupt)
+        self.last_reports[Rank(rank)] = TransferReport(Rank(rank), (part,), self.ready)
+        self.tell(facts.TransferReported(self.last_reports[Rank(rank)]))
+
+    def repeat_report(self, rank: int) -> None:
+        """A rank says once more what it said last; nothing may change."""
+        before = self.core.fingerprint()
+        self.tell(facts.TransferReported(self.last_reports[Rank(rank)]))
+        assert self.core.fingerprint() == before
+
+    def finish(self, *jobs: JobId, outcome: CopyOutcome = DONE) -> None:
+        """End jobs on every rank; by default all that are open and not given up."""
+        for job in jobs or self.submitted():
+            for rank in sorted(self.copies[job].running):
+                self.report(rank, job, outcome)
+
+    def submitted(self) -> list[JobId]:
+        jobs = self.core.state.jobs
+        return [
+            job for job in self.copies if (record := jobs.get(job)) and record.state is JobState.SUBMITTED
+        ]
+
+    def overdue(self, job: JobId) -> None:
+        self.tell(facts.JobOverdue(job))
+
+    def rot(self, rank: int, slot: SlotId) -> None:
+        """Host memory fails; only a checksum will tell."""
+        self.rotten.add((rank, slot))
+        self.host[rank][slot] = GARBAGE
+
+    def reset(self) -> None:
+        self.resets += 1
+        self.tell(facts.CacheReset())
+
+    def degrade(self) -> None:
+        self.tell(facts.LawBroken(DegradeCause.LAW_BROKEN, "a test"))
+
+    def drain(self) -> None:
+        """Empty steps until nothing is pending; what was given up stays so."""
+        for _ in range(100):
+            if not self.core.has_work:
+                return
+            self.idle_step()
+            self.finish()
+        raise AssertionError("work without end")
+
+    # -- what the core said -------------------------------------------------------------------------------------
+
+    def told(self, kind: type[E]) -> list[E]:
+        return [event for event in self.log if isinstance(event, kind)]
+
+    def stores(self) -> dict[StoreOutcome, int]:
+        """Offers by outcome, so far."""
+        counts: Counter[StoreOutcome] = Counter()
+        for event in self.told(StoreSettled):
+            counts[event.outcome] += event.blocks
+        return dict(counts)
+
+    def loads(self) -> dict[LoadOutcome, int]:
+        counts: Counter[LoadOutcome] = Counter()
+        for event in self.told(LoadEnded):
+            counts[event.outcome] += event.blocks
+        return dict(counts)
+
+    def miss(self) -> MissCause | None:
+        """Why the last admission's lookup found no more."""
+        return self.told(LookupSettled)[-1].cause
+
+    def offered(self) -> int:
+        return sum(event.blocks for event in self.told(BlocksOffered))
+
+    def evicted(self) -> int:
+        return sum(event.blocks for event in self.told(BlocksEvicted))
+
+    def on_host(self, text: str, group: int = 0) -> str:
+        """Which blocks of a text can hit: one character a block, x or a dot."""
+        index = self.core.state.pool.index
+        return "".join("x" if key in index else "." for key in keys_of(text, self.groups[group]))
+
+    def count(self, state: SlotState) -> int:
+        return self.core.state.pool.count(state)
+
+    def device_hit(self, request: Req) -> int:
+        """The longest prefix on the device, found the slow way."""
+        step = self.shape.alignment
+        for length in range((len(request.text) - 1) // step * step, 0, -step):
+            if all(
+                key_at(request.text, (position + 1) * group.block_tokens, group.group) in self.device.index
+                for group in self.groups
+                for position in group.needed_blocks(length)
+            ):
+                return length
+        return 0
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _admission(
+        self, group: GroupSpec, request: Req, device: int, seen: int, end: int
+    ) -> list[DeviceBlockId | None]:
+        size = group.block_tokens
+        first = group.first_needed_token(seen) // size
+        table: list[DeviceBlockId | None] = []
+        for position in range(-(-end // size)):
+            if position < first:
+                table.append(NULL_BLOCK)
+            elif position < device // size:
+                found = self.device.block_of(key_at(request.text, (position + 1) * size, group.group))
+                assert found is not None
+                table.append(found)
+            else:
+                table.append(None)
+        return table
+
+    def _grow(self, request: Req, end: int) -> tuple[tuple[DeviceBlockId, ...], ...] | None:
+        """Give back what left the window, then hand out what the tokens up to `end` need."""
+        for group, table in zip(self.groups, request.tables, strict=True):
+            first = group.first_needed_token(request.computed) // group.block_tokens
+            gone = [place for place in range(min(first, len(table))) if table[place] != NULL_BLOCK]
+            self.device.unhold([table[place] for place in reversed(gone)])
+            for place in gone:
+                table[place] = NULL_BLOCK
+        missing = [
+            max(-(-end // group.block_tokens) - len(table), 0)
+            for group, table in zip(self.groups, request.tables, strict=True)
+        ]
+        if sum(missing) > len(self.device.free):
+            return None
+        new = [self.device.hand_out(count) for count in missing]
+        for table, blocks in zip(request.tables, new, strict=True):
+            table += blocks
+        return tuple(map(tuple, new))
+
+    def _compute(self, request: Req, end: int) -> None:
+        """The forward pass: reads what the tokens look back at, which must be right, and writes [computed, end)."""
+        start, text = request.computed, request.text
+        age = self.resets
+        for group, table in zip(self.groups, request.tables, strict=True):
+            size = group.block_tokens
+            for position in range(group.first_needed_token(start) // size, -(-start // size)):
+                want = key_at(text, min((position + 1) * size, start), group.group)
+                age = min(age, self.device_age[table[position]])
+                for held in self.device.bytes:
+                    assert held[table[position]] == want, (
+                        f"{request.name} reads {held[table[position]]!r}, not {want!r}"
+                    )
+        for group, table in zip(self.groups, request.tables, strict=True):
+            size = group.block_tokens
+            for position in range(start // size, -(-end // size)):
+                has_older = position * size < start
+                self.device_age[table[position]] = (
+                    min(age, self.device_age[table[position]]) if has_older else age
+                )
+                for held in self.device.bytes:
+                    held[table[position]] = key_at(text, min((position + 1) * size, end), group.group)
+        request.computed = end
+        self._name_blocks(request)
+        if end == len(text):
+            request.text += "."  # a new token
+
+    def _name_blocks(self, request: Req) -> None:
+        for group, table in zip(self.groups, request.tables, strict=True):
+            for position in range(request.computed // group.block_tokens):
+                if table[position] != NULL_BLOCK and table[position] not in self.device.keys:
+                    self.device.name(
+                        table[position],
+                        key_at(request.text, (position + 1) * group.block_tokens, group.group),
+                    )
+
+    def _new_keys(self, request: Req) -> tuple[tuple[BlockKey, ...], ...]:
+        known = [keys_of(request.text, group) for group in self.groups]
+        new = tuple(tuple(keys[told:]) for keys, told in zip(known, request.told_keys, strict=True))
+        request.told_keys = [len(keys) for keys in known]
+        return new
+
+    def _move_bytes(
+        self, rank: int, job: TransferJob, outcome: CopyOutcome, corrupt: tuple[int, ...]
+    ) -> None:
+        device, host = self.device.bytes[rank], self.host[rank]
+        for place, (slot, block) in enumerate(zip(job.slots, job.blocks, strict=True)):
+            assert self.device.leased[block], f"a copy touches block {block}, which is not leased"
+            is_bad = outcome is FAILED or place in corrupt
+            if job.direction is Direction.STORE:
+                host[slot] = GARBAGE if is_bad else device[block]
+                self.host_age[slot] = self.device_age[block]
+                self.rotten.discard((rank, slot))
+            else:
+                device[block] = GARBAGE if is_bad else host[slot]
+                self.device_age[block] = self.host_age[slot]
+
+    def _load_ended(self, name: str, *, loaded: bool) -> None:
+        """The engine hears how a load ended: exactly once a load, also of a request that is gone."""
+        request = self.requests[name]
+        assert request.state == "loading" or (request.state == "ended" and request.tables), name
+        self.results.append((name, loaded))
+        assert name not in self.core.state.hits.all()
+        if request.state == "ended":
+            del self.requests[name]
+            self.device.unhold(request.held())
+        elif loaded:
+            request.state, request.computed = "running", sum(request.brought)
+            self._check_loaded(request)
+            self._name_blocks(request)
+        else:
+            self.device.unhold(request.held())
+            request.tables, request.state, request.computed = [], "waiting", 0
+
+    def _check_loaded(self, request: Req) -> None:
+        for group, table in zip(self.groups, request.tables, strict=True):
+            for position in group.needed_blocks(request.computed):
+                want = key_at(request.text, (position + 1) * group.block_tokens, group.group)
+                for held in self.device.bytes:
+                    assert held[table[position]] == want, (
+                        f"{request.name} was served {held[table[position]]!r}"
+                    )

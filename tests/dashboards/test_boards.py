@@ -1,0 +1,129 @@
+"""What every panel has, and that panels, rules and the catalogue speak of the same metrics."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+import yaml
+
+from dashboards.generate.boards import BOARDS
+from dashboards.generate.colours import COLOURS
+from dashboards.generate.files import FILES, FOLDER
+from dashboards.generate.promql import VLLM_SERIES, each, of_engine, series
+from dashboards.generate.words import Expect, Panel
+from kvoffload.telemetry.catalogue import BY_NAME, CATALOGUE, Kind
+from tests.dashboards.queries import all_queries, metrics_in, rule_expressions
+
+PANELS = [
+    pytest.param(panel, id=f"{board.name}: {panel.title}") for board in BOARDS for panel in board.panels
+]
+ADDED_BY_PROMETHEUS = {"ALERTS"}
+
+
+def names_in_use(expressions: Iterator[str]) -> set[str]:
+    return {name for expr in expressions for name in metrics_in(expr)}
+
+
+def recorded() -> set[str]:
+    groups = yaml.safe_load((FOLDER / "rules" / "recording.yml").read_text())["groups"]
+    return {rule["record"] for group in groups for rule in group["rules"]}
+
+
+def test_the_files_are_those_that_the_generator_writes() -> None:
+    stale = [path.name for path, make in FILES.items() if not path.exists() or path.read_text() != make()]
+    assert stale == [], "run `make dashboards`"
+
+
+def test_no_file_of_a_dashboard_is_left_over() -> None:
+    written = {path for path in FILES if path.suffix == ".json"}
+    assert set((FOLDER / "grafana" / "dashboards").iterdir()) == written
+
+
+def test_every_metric_of_the_catalogue_is_on_a_panel_or_in_a_rule() -> None:
+    used = names_in_use(query.expr for query in all_queries()) | names_in_use(rule_expressions())
+    assert {metric.name for metric in CATALOGUE} - {base(name) for name in used} == set()
+
+
+def test_every_metric_on_a_panel_is_in_the_catalogue() -> None:
+    used = names_in_use(query.expr for query in all_queries())
+    assert {base(name) for name in used} - set(BY_NAME) - VLLM_SERIES == ADDED_BY_PROMETHEUS
+
+
+def test_every_metric_in_a_rule_is_in_the_catalogue_or_recorded() -> None:
+    assert {base(name) for name in names_in_use(rule_expressions())} - set(BY_NAME) - recorded() == set()
+
+
+def test_every_series_of_the_engine_that_may_be_used_is_used() -> None:
+    assert names_in_use(query.expr for query in all_queries()) >= VLLM_SERIES
+
+
+def test_queries_of_the_engines_own_series_expect_nothing_elsewhere() -> None:
+    for query in all_queries():
+        is_engines = bool(metrics_in(query.expr) & VLLM_SERIES)
+        assert is_engines is (query.expects is Expect.ENGINE), query.expr
+
+
+@pytest.mark.parametrize("panel", PANELS)
+def test_a_panel_says_what_it_shows_and_what_to_do(panel: Panel) -> None:
+    assert panel.unit
+    assert panel.shows.endswith(".")
+    assert panel.when_wrong.endswith(".")
+    assert len(panel.when_wrong.split()) >= 5
+    assert panel.queries
+
+
+@pytest.mark.parametrize("panel", PANELS)
+def test_every_name_on_a_panel_has_its_colour(panel: Panel) -> None:
+    names = [name for query in panel.queries for name in query.names]
+    assert len(names) == len(set(names))
+    assert set(names) <= set(COLOURS)
+
+
+def test_colours_are_colours_and_none_is_unused() -> None:
+    used = {
+        name for board in BOARDS for panel in board.panels for query in panel.queries for name in query.names
+    }
+    assert set(COLOURS) - used == set()
+    assert all(re.fullmatch("#[0-9a-f]{6}", colour) for colour in COLOURS.values())
+
+
+def test_what_stands_on_one_panel_has_different_colours() -> None:
+    for board in BOARDS:
+        for panel in board.panels:
+            names = [name for query in panel.queries for name in query.names]
+            assert len({COLOURS[name] for name in names}) == len(names), f"{panel.title}: {names}"
+
+
+def test_panels_point_to_alerts_and_panels_that_exist() -> None:
+    groups = yaml.safe_load((FOLDER / "rules" / "alerts.yml").read_text())["groups"]
+    alerts = {rule["alert"] for group in groups for rule in group["rules"]}
+    titles = {panel.title for board in BOARDS for panel in board.panels}
+    texts = [panel.description for board in BOARDS for panel in board.panels]
+    texts += [rule["annotations"]["runbook"] for group in groups for rule in group["rules"]]
+    for text in texts:
+        assert set(re.findall(r"KVOffload\w+", text)) <= alerts
+        pointed = {title for title in re.findall(r"`([^`]+)`", text) if title[0].isupper()}
+        assert pointed <= titles, text
+
+
+def test_rows_fill_their_lines() -> None:
+    for board in BOARDS:
+        for row in board.rows:
+            assert sum(panel.width for panel in row.panels) % 24 == 0, row.title
+
+
+def test_a_name_that_the_catalogue_does_not_have_fails_at_once() -> None:
+    with pytest.raises(ValueError, match="not in the catalogue"):
+        each("kvoffload_nothing_total", "cause")
+    with pytest.raises(ValueError, match="has no outcome vanished"):
+        series("kvoffload_load_blocks_total", outcome="loaded|vanished")
+    with pytest.raises(ValueError, match="not among the engine's metrics"):
+        of_engine("vllm:nothing")
+
+
+def base(name: str) -> str:
+    """The catalogue's name of a series: a histogram's parts have suffixes."""
+    stem = re.sub("_(bucket|sum|count)$", "", name)
+    return stem if stem in BY_NAME and BY_NAME[stem].kind is Kind.HISTOGRAM else name

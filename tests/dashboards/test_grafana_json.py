@@ -1,0 +1,114 @@
+"""The committed files against the types that Grafana publishes, and against what importing into any Grafana needs."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from dashboards.generate.files import FOLDER
+from dashboards.generate.promql import VLLM_SERIES
+from tests.dashboards.queries import metrics_in
+
+FILES = sorted((FOLDER / "grafana" / "dashboards").glob("*.json"))
+SCHEMAS = Path(__file__).parent / "grafana_schema"
+SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+
+
+@pytest.fixture(params=FILES, ids=lambda path: path.stem)
+def board(request: pytest.FixtureRequest) -> dict[str, Any]:
+    plain: dict[str, Any] = json.loads(request.param.read_text())
+    return plain
+
+
+def panels_of(board: dict[str, Any]) -> list[dict[str, Any]]:
+    return [panel for panel in board["panels"] if panel["type"] != "row"]
+
+
+def check(name: str, value: object) -> None:
+    jsonschema.validate(value, json.loads((SCHEMAS / f"{name}.json").read_text()))
+
+
+def check_board(board: dict[str, Any]) -> None:
+    plain = copy.deepcopy(board)
+    for annotation in plain["annotations"]["list"]:
+        annotation.pop("expr", None)  # a data source's own; the type does not know it
+    check("dashboard", plain)
+    for panel in panels_of(plain):
+        check(f"{panel['type']}_options", panel["options"])
+        if panel["type"] != "stat":
+            check(f"{panel['type']}_field_config", panel["fieldConfig"]["defaults"].get("custom", {}))
+
+
+def test_there_are_three() -> None:
+    assert [path.stem for path in FILES] == ["overview", "transfers", "why"]
+
+
+def test_it_is_of_grafanas_types(board: dict[str, Any]) -> None:
+    check_board(board)
+
+
+def test_a_misspelt_field_or_value_is_found(board: dict[str, Any]) -> None:
+    lines = next(number for number, panel in enumerate(board["panels"]) if panel["type"] == "timeseries")
+
+    def refuses(*path: str, **wrong: object) -> bool:
+        spoilt = copy.deepcopy(board)
+        part = spoilt["panels"][lines]
+        for name in path:
+            part = part[name]
+        part.update(wrong)
+        with pytest.raises(jsonschema.ValidationError):
+            check_board(spoilt)
+        return True
+
+    assert refuses("fieldConfig", "defaults", "custom", lineWidht=1)
+    assert refuses("options", "legend", displayMode="lsit")
+    assert refuses(datasuorce=SOURCE)
+
+
+def test_it_names_no_data_source_and_no_engine(board: dict[str, Any]) -> None:
+    variables = {variable["name"]: variable for variable in board["templating"]["list"]}
+    assert list(variables) == ["datasource", "instance"]
+    assert variables["datasource"]["type"] == "datasource"
+    assert variables["instance"]["datasource"] == SOURCE
+    for panel in panels_of(board):
+        assert panel["datasource"] == SOURCE
+        assert all(target["datasource"] == SOURCE for target in panel["targets"])
+
+
+def test_every_query_can_be_read_and_asks_the_chosen_instances(board: dict[str, Any]) -> None:
+    for panel in panels_of(board):
+        assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"])
+        for target in panel["targets"]:
+            selected = metrics_in(target["expr"])
+            assert all(name.startswith("kvoffload_") or name in VLLM_SERIES | {"ALERTS"} for name in selected)
+            if selected != {"ALERTS"}:
+                assert target["expr"].count('instance=~"$instance"') >= len(selected)
+
+
+def test_panels_have_ids_of_their_own_and_do_not_overlap(board: dict[str, Any]) -> None:
+    ids = [panel["id"] for panel in board["panels"]]
+    assert len(ids) == len(set(ids))
+    taken: set[tuple[int, int]] = set()
+    for panel in board["panels"]:
+        place = panel["gridPos"]
+        cells = {(x, y) for x in range(place["x"], place["x"] + place["w"]) for y in range(place["y"], place["y"] + place["h"])}  # fmt: skip
+        assert not taken & cells, panel["title"]
+        assert place["x"] + place["w"] <= 24
+        taken |= cells
+
+
+def test_a_panel_carries_unit_and_description(board: dict[str, Any]) -> None:
+    for panel in panels_of(board):
+        assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
+        assert "When it looks wrong" in panel["description"], panel["title"]
+
+
+def test_boards_can_be_told_apart_and_link_to_each_other() -> None:
+    boards = [json.loads(path.read_text()) for path in FILES]
+    assert len({board["uid"] for board in boards}) == len({board["title"] for board in boards}) == 3
+    assert all(board["links"][0]["tags"] == board["tags"] == ["kvoffload"] for board in boards)

@@ -1,0 +1,88 @@
+"""The dashboards' and rules' queries under a real Prometheus that watches a real demo."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from dashboards.generate.boards import BOARDS
+from dashboards.observe.checks import Finding, check_panels, check_rules, firing, wait_for, wait_for_scrapes
+from dashboards.observe.demo import run_demo
+from dashboards.observe.prometheus import ObserveError, Prometheus, run_prometheus
+from dashboards.observe.substitute import substitute
+from kvoffload.telemetry.catalogue import CATALOGUE, Kind
+
+pytestmark = [pytest.mark.slow, pytest.mark.tools("prometheus"), pytest.mark.timeout(240)]
+
+
+@dataclass(frozen=True)
+class Observed:
+    prometheus: Prometheus
+    start: float
+    result: dict[str, Any]
+    panels: list[Finding]
+
+
+@pytest.fixture(scope="module")
+def observed() -> Iterator[Observed]:
+    if (
+        shutil.which("prometheus") is None
+    ):  # before the mark is looked at, as this is made for the whole module
+        pytest.skip("needs prometheus: make tools")
+    with run_demo() as demo, run_prometheus([demo.address]) as prometheus:
+        start = time.time()
+        result = demo.result()
+        wait_for_scrapes(prometheus, [demo.address])
+        yield Observed(prometheus, start, result, list(check_panels(prometheus, start, time.time())))
+
+
+def test_every_query_of_every_panel_is_answered_as_it_must_be(observed: Observed) -> None:
+    assert observed.result["passed"]
+    assert [one for one in observed.panels if one.problem] == []
+    assert len(observed.panels) == sum(len(panel.queries) for board in BOARDS for panel in board.panels)
+
+
+def test_every_rule_is_healthy_and_has_recorded(observed: Observed) -> None:
+    def are_evaluated() -> bool:
+        return all(rule["health"] == "ok" for rule in observed.prometheus.rules())
+
+    wait_for("every rule to be evaluated", are_evaluated)
+    wait_for(
+        "every recording rule to record",
+        lambda: not [one for one in check_rules(observed.prometheus) if one.problem],
+    )
+
+
+def test_a_sound_demo_alarms_nobody(observed: Observed) -> None:
+    assert firing(observed.prometheus) == []
+
+
+def test_every_metric_of_the_catalogue_is_there_with_all_its_series(observed: Observed) -> None:
+    for metric in CATALOGUE:
+        name = f"{metric.name}_count" if metric.kind is Kind.HISTOGRAM else metric.name
+        assert len(observed.prometheus.query(name)) == len(metric.series), name
+
+
+def test_prometheus_saw_what_the_demo_tells(observed: Observed) -> None:
+    """What was counted between the first scrape and the last covers the demo's own table; the warm-up comes on top."""
+    seen = observed.prometheus.query("sum by (outcome) (kvoffload_load_blocks_total)")
+    loaded = {one.labels["outcome"]: one.values[0] for one in seen}
+    assert {name: count for name, count in loaded.items() if count} == observed.result["offloading"][
+        "loaded_blocks"
+    ]
+
+
+def test_a_bad_query_is_an_error_with_its_reason(observed: Observed) -> None:
+    with pytest.raises(ObserveError, match="parse error"):
+        observed.prometheus.query("rate(")
+
+
+def test_a_variable_that_nobody_fills_in_is_an_error() -> None:
+    assert substitute('a{instance=~"$instance"}[$__rate_interval]', "5s", "1h") == 'a{instance=~".*"}[5s]'
+    with pytest.raises(ValueError, match="left in"):
+        substitute("a[$__interval]", "5s", "1h")

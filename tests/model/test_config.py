@@ -1,0 +1,201 @@
+"""Settings: what operators may type, and one error that tells all that is wrong with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvoffload.model.config import ALIASES, OffloadConfig, parse_bytes, parse_config
+from kvoffload.model.errors import ConfigError
+
+KEYS = [
+    "host_bytes",
+    "host_bytes_per_rank",
+    "store_policy",
+    "eviction_policy",
+    "min_load_tokens",
+    "verify",
+    "transfer_timeout_s",
+    "journal_path",
+]
+
+
+def problems(raw: dict) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(raw)
+    assert str(caught.value) == "; ".join(caught.value.problems)
+    return caught.value.problems
+
+
+def test_silence_means_the_defaults() -> None:
+    config = parse_config({})
+    assert config == OffloadConfig()
+    assert (config.host_bytes, config.store_policy, config.transfer_timeout_s) == (8 * 2**30, "eager", 30.0)
+    assert config.journal_path is None
+
+
+def test_everything_can_be_set() -> None:
+    raw = {
+        "host_bytes": "2GiB",
+        "host_bytes_per_rank": 4096,
+        "store_policy": "lazy",
+        "eviction_policy": "lru",
+        "min_load_tokens": 0,
+        "verify": "off",
+        "transfer_timeout_s": 5,
+        "journal_path": "/tmp/journal",
+    }
+    assert list(raw) == KEYS
+    config = parse_config(raw)
+    assert config == OffloadConfig(2 * 2**30, 4096, "lazy", "lru", 0, "off", 5.0, Path("/tmp/journal"))
+
+
+def test_settings_are_never_altered() -> None:
+    with pytest.raises(AttributeError):
+        parse_config({}).host_bytes = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [
+        (1, 1),
+        ("1", 1),
+        (" 7 b ", 7),
+        ("8GiB", 8 * 2**30),
+        ("8gib", 8 * 2**30),
+        ("8 GB", 8 * 10**9),
+        ("1.5 KiB", 1536),
+        ("0.5MB", 500_000),
+        ("2TiB", 2 * 2**40),
+        ("2tb", 2 * 10**12),
+        ("9007199254740993", 9007199254740993),  # more digits than a float has
+    ],
+)
+def test_bytes(value: object, number: int) -> None:
+    assert parse_bytes(value) == number
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        0,
+        -1,
+        "0",
+        "0.4",
+        "-1",
+        "8XiB",
+        "GiB",
+        "",
+        "1e9",
+        "8 GiB please",
+        1.5,
+        True,
+        None,
+        [],
+        b"8",
+        "9" * 5000,
+        "1..",
+    ],
+)
+def test_what_is_no_number_of_bytes(value: object) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - the caller says what is allowed
+        parse_bytes(value)
+
+
+BAD: dict[str, list[object]] = {
+    "host_bytes": [0, "lots", None, 1.5],
+    "host_bytes_per_rank": [-1, "", False],
+    "store_policy": ["Eager", "", None, 3, ["eager"]],
+    "eviction_policy": ["fifo", None],
+    "min_load_tokens": [-1, 1.0, "16", True, None],
+    "verify": ["on", True, None],
+    "transfer_timeout_s": [0, -1, float("nan"), float("inf"), "30", True, None],
+    "journal_path": ["", "a\0b", 3, None, b"x"],
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in BAD.items() for value in values])
+def test_a_bad_value_names_the_key_the_value_and_what_is_allowed(key: str, value: object) -> None:
+    (problem,) = problems({key: value})
+    assert problem.startswith(f"{key} is {value!r}; it must be ")
+
+
+def test_all_problems_are_told_at_once() -> None:
+    found = problems({"host_byte": 1, "store_policy": "x", "verify": "y", "nonsense": 1, "host_bytes": 2**20})
+    assert len(found) == 4
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("host_byte", "host_bytes"),
+        ("hostbytes", "host_bytes"),
+        ("storepolicy", "store_policy"),
+        ("lazy_ofload", "lazy_offload"),
+        ("cpu_bytes_to_us", "cpu_bytes_to_use"),
+        ("transfer_timeout", "transfer_timeout_s"),
+    ],
+)
+def test_an_unknown_key_is_met_with_the_nearest(typed: str, meant: str) -> None:
+    assert problems({typed: 1}) == (f"unknown key {typed!r}; did you mean {meant}?",)
+
+
+def test_a_key_like_none_other_is_met_with_all() -> None:
+    (problem,) = problems({"zzz": 1})
+    assert problem == f"unknown key 'zzz'; known keys: {', '.join(KEYS)}"
+
+
+@pytest.mark.parametrize(
+    ("raw", "config"),
+    [
+        ({"cpu_bytes_to_use": 4096}, OffloadConfig(host_bytes=4096)),
+        ({"cpu_bytes_to_use_per_rank": "1KiB"}, OffloadConfig(host_bytes_per_rank=1024)),
+        ({"lazy_offload": True}, OffloadConfig(store_policy="lazy")),
+        ({"lazy_offload": False}, OffloadConfig(store_policy="eager")),
+    ],
+)
+def test_the_replaced_connectors_keys_are_taken(raw: dict, config: OffloadConfig) -> None:
+    assert parse_config(raw) == config
+
+
+def test_every_alias_leads_to_a_key() -> None:
+    assert set(ALIASES.values()) <= set(KEYS)
+
+
+@pytest.mark.parametrize("value", ["lazy", 1, None])
+def test_an_alias_has_values_of_its_own(value: object) -> None:
+    assert problems({"lazy_offload": value}) == (f"lazy_offload is {value!r}; it must be true or false",)
+
+
+def test_a_key_and_its_alias_contradict_each_other() -> None:
+    raw = {"host_bytes": 1, "cpu_bytes_to_use": 2}
+    assert problems(raw) == ("cpu_bytes_to_use sets host_bytes, which is set already; give one of the two",)
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "share"), [({"host_bytes": 9}, 2, 4), ({"host_bytes_per_rank": 9}, 2, 9)]
+)
+def test_the_bytes_of_a_rank(config: dict, ranks: int, share: int) -> None:
+    assert parse_config(config).bytes_per_rank(ranks) == share
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
+    lambda each: st.lists(each, max_size=2) | st.dictionaries(st.text(), each, max_size=2),
+    max_leaves=4,
+)
+
+
+@given(st.dictionaries(st.sampled_from([*KEYS, *ALIASES]) | st.text() | st.integers(), anything, max_size=6))
+def test_whatever_is_typed_gives_settings_or_one_sentence_for_each_problem(raw: dict) -> None:
+    found: tuple[str, ...] = ()
+    try:
+        assert parse_config(raw).host_bytes >= 1
+    except ConfigError as error:
+        found = error.problems
+    assert len(found) <= len(raw)
+    assert all(found)
+    assert found or set(raw) <= {*KEYS, *ALIASES}

@@ -1,0 +1,135 @@
+"""What a group needs to go on computing, against a token-by-token look at who reads whom; and the engine's shape."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvoffload.model.engine import EngineShape
+from kvoffload.model.errors import ConfigError, EngineContractError
+from kvoffload.model.groups import AttentionKind, GroupSpec
+from kvoffload.model.ids import GroupId, block_key
+from kvoffload.model.transfer import Direction, TransferJob, TransferPlan
+
+FULL, WINDOW = AttentionKind.FULL, AttentionKind.SLIDING_WINDOW
+CHUNKED, RECURRENT = AttentionKind.CHUNKED_LOCAL, AttentionKind.RECURRENT
+
+
+def reads(kind: AttentionKind, reach: int, token: int, other: int) -> bool:
+    """Whether computing a token reads the KV of an earlier one."""
+    if kind is FULL:
+        return True
+    if kind is WINDOW:
+        return token - other < reach
+    if kind is CHUNKED:
+        return token // reach == other // reach
+    return other == token - 1
+
+
+@given(
+    kind=st.sampled_from(AttentionKind),
+    reach=st.integers(1, 20),
+    size=st.integers(1, 7),
+    length=st.integers(0, 60),
+)
+def test_needed_blocks(kind: AttentionKind, reach: int, size: int, length: int) -> None:
+    bounded = kind in (WINDOW, CHUNKED)
+    group = GroupSpec(GroupId(0), kind, size, reach if bounded else None)
+    read = [other for other in range(length) if reads(kind, reach, length, other)]
+    assert group.first_needed_token(length) == (read[0] if read else length)
+    whole = length // size * size
+    assert (
+        list(group.needed_blocks(length)) == sorted({token // size for token in read if token < whole})
+        or not read
+    )
+
+
+@given(
+    st.sampled_from(AttentionKind), st.integers(1, 9), st.lists(st.integers(0, 50), min_size=2, max_size=2)
+)
+def test_more_tokens_never_need_an_earlier_one(kind: AttentionKind, reach: int, lengths: list[int]) -> None:
+    group = GroupSpec(GroupId(0), kind, 2, reach if kind in (WINDOW, CHUNKED) else None)
+    shorter, longer = sorted(lengths)
+    assert group.first_needed_token(shorter) <= group.first_needed_token(longer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "reach", "problem"),
+    [
+        (FULL, 0, None, "group 3: block_tokens is 0; it must be at least 1"),
+        (FULL, 4, 8, "group 3: reach_tokens is 8 for full attention; it must be None"),
+        (FULL, 4, 0, "group 3: reach_tokens is 0 for full attention; it must be None"),
+        (RECURRENT, 4, 1, "group 3: reach_tokens is 1 for recurrent attention; it must be None"),
+        (
+            WINDOW,
+            4,
+            None,
+            "group 3: reach_tokens is None for sliding_window attention; it must be at least 1",
+        ),
+        (WINDOW, 4, 0, "group 3: reach_tokens is 0 for sliding_window attention; it must be at least 1"),
+        (CHUNKED, 4, -1, "group 3: reach_tokens is -1 for chunked_local attention; it must be at least 1"),
+    ],
+)
+def test_a_group_that_cannot_be(kind: AttentionKind, size: int, reach: int | None, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        GroupSpec(GroupId(3), kind, size, reach)
+    assert caught.value.problems == (problem,)
+
+
+def test_all_that_is_wrong_with_a_group_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        GroupSpec(GroupId(0), WINDOW, 0, 0)
+    assert len(caught.value.problems) == 2
+
+
+def test_only_full_attention_keeps_its_blocks() -> None:
+    assert not GroupSpec(GroupId(0), FULL, 1).recycles_blocks
+    assert GroupSpec(GroupId(0), WINDOW, 1, 1).recycles_blocks
+
+
+def shape(*sizes: int, **options: int) -> EngineShape:
+    groups = tuple(GroupSpec(GroupId(number), FULL, size) for number, size in enumerate(sizes))
+    numbers = {"ranks": 1, "device_blocks": 64, "step_tokens": 16, **options}
+    return EngineShape(groups, **numbers)  # type: ignore[arg-type]
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=4))
+def test_hits_end_where_blocks_of_every_group_end(sizes: list[int]) -> None:
+    assert shape(*sizes).alignment == math.lcm(*sizes)
+
+
+def test_an_engine_may_want_hits_coarser() -> None:
+    assert shape(4, match_tokens=12).alignment == 12
+
+
+@pytest.mark.parametrize(("blocks", "limit"), [(64, 16), (63, 15), (4, 1), (3, 1), (1, 1)])
+def test_stores_may_lease_a_quarter(blocks: int, limit: int) -> None:
+    assert shape(4, device_blocks=blocks).lease_limit == limit
+
+
+def test_what_a_step_hands_out() -> None:
+    assert shape(4, 8).turnover_blocks == 5 + 3
+    assert shape(5).turnover_blocks == 5
+
+
+def test_a_shape_that_cannot_be_tells_all_that_is_wrong() -> None:
+    group = GroupSpec(GroupId(1), FULL, 4)
+    with pytest.raises(EngineContractError, match=r"numbered.*0 ranks.*match_tokens is 6"):
+        EngineShape((group,), 0, 8, 8, match_tokens=6)
+    with pytest.raises(EngineContractError, match="numbered"):
+        EngineShape((), 1, 8, 8)
+
+
+def test_a_key_is_the_hash_and_the_group() -> None:
+    assert block_key(b"hash", GroupId(258)) == b"hash\0\0\1\2"
+    assert block_key(b"a", GroupId(1)) != block_key(b"a", GroupId(2))
+
+
+def test_an_empty_plan_is_empty() -> None:
+    job = TransferJob(1, Direction.LOAD, (), ())  # type: ignore[arg-type]
+    assert TransferPlan().is_empty
+    assert not TransferPlan(loads=(job,)).is_empty
+    assert not TransferPlan(stores=(job,)).is_empty

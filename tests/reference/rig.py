@@ -1,0 +1,269 @@
+"""Tiny engines with the real plugin in them, and the same engine without it to compare with."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from contextlib import contextmanager
+from functools import cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+
+from kvoffload.engine import Engine, EngineConfig, SamplingParams, Token, TokenStream
+from kvoffload.model.ids import Rank
+from kvoffload.model.transfer import Direction
+from kvoffload.runtime.scheduler_side import Clocks
+from kvoffload.telemetry.snapshot import Snapshot, conservation
+from kvoffload.testing import FakeClock, GatedCopier, GatedTicket
+from kvoffload_reference.plugin import ReferencePlugin
+from tests.engine.tiny import assert_same, taken, tiny_config, tiny_model
+from tests.runtime.manual_portal import ManualPortal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvoffload.runtime.scheduler_side import SchedulerSide
+    from kvoffload.runtime.worker_side import WorkerSide
+
+BLOCK = 4
+KINDS = ("full", "sliding_window", "chunked_local")
+LAYERS = {
+    "full": 2,
+    "sliding_window": 6,
+    "chunked_local": 6,
+}  # two of each group, so that two ranks have one each
+PLENTY = 2000  # host blocks
+TIMEOUT_S = 30.0
+TOLERANCE = 1e-3
+STEP_S = 0.02  # of fake time; longer than the pump ever sleeps
+
+
+class Options(TypedDict, total=False):
+    """What differs from the usual."""
+
+    num_blocks: int | None
+    max_model_len: int
+    step_tokens: int
+    max_requests: int
+    ranks: int
+    store_policy: str
+    host_blocks: int
+    timeout_s: float
+    plugin: str
+    extra: dict[str, object]  # of the plugin's config
+
+
+def config_of(kind: str, **options: Unpack[Options]) -> EngineConfig:
+    """The configuration of a tiny engine with the plugin, which is to be handed in."""
+    model = {"layers": LAYERS[kind]}
+    ranks = options.get("ranks", 1)
+    plugin_config: dict[str, object] = {
+        "store_policy": options.get("store_policy", "eager"),
+        "host_bytes_per_rank": options.get("host_blocks", PLENTY) * slot_bytes(kind, ranks),
+        "transfer_timeout_s": options.get("timeout_s", TIMEOUT_S),
+        **options.get("extra", {}),
+    }
+    sizes: dict[str, Any] = {
+        name: options[name]
+        for name in ("num_blocks", "max_model_len", "step_tokens", "max_requests", "plugin")
+        if name in options
+    }
+    return tiny_config(kind, model=model, ranks=ranks, plugin_config=plugin_config, **sizes)
+
+
+def slot_bytes(kind: str, ranks: int = 1) -> int:
+    """Bytes of one block on each rank: keys and values of each of the rank's tensors, in 4 bytes a number."""
+    model = tiny_model(kind, {"layers": LAYERS[kind]})
+    return 2 * BLOCK * model.kv_heads * model.head_dim * 4 * model.layers_per_group // ranks
+
+
+class Rig:
+    """One engine, driven by hand, with the plugin in it; time and copies obey the test.
+
+    The copies are real, and end as they are submitted until the test holds them: `rig.copiers[0].hold()`.
+    """
+
+    def __init__(self, kind: str = "full", **options: Unpack[Options]) -> None:
+        self.kind = kind
+        self.clock = FakeClock()
+        self.copiers: list[GatedCopier] = []
+        now = self.clock.monotonic
+        self.portal = ManualPortal(self.clock)
+        self.plugin = ReferencePlugin(
+            portal=self.portal, clocks=Clocks(now, now, now), clock=self.clock, make_copier=self._make_copier
+        )
+        self.engine = Engine(config_of(kind, **options), self.plugin, clock=now)
+        self.streams: list[tuple[tuple[int, ...], int, TokenStream]] = []
+        self.portal.advance()  # host memory is ready
+        self.engine.step()  # and the plugin knows of it
+
+    def _make_copier(self, rank: Rank) -> GatedCopier:
+        assert rank == len(self.copiers)
+        self.copiers.append(GatedCopier(held=False))
+        return self.copiers[-1]
+
+    @property
+    def offload(self) -> SchedulerSide:
+        assert self.plugin.offload is not None
+        return self.plugin.offload
+
+    @property
+    def workers(self) -> list[WorkerSide]:
+        return self.plugin.workers
+
+    def submit(self, prompt: Sequence[int], new_tokens: int = 4) -> TokenStream:
+        stream = self.engine.submit(prompt, SamplingParams(new_tokens))
+        self.streams.append((tuple(prompt), new_tokens, stream))
+        return stream
+
+    def step(self, seconds: float = STEP_S) -> None:
+        """One step of the engine, and the time in which the transfer coroutines react to it."""
+        self.engine.step()
+        self.pass_time(seconds)
+        self.check()
+
+    def pass_time(self, seconds: float = STEP_S) -> None:
+        """Let fake time pass; copies that were let go end, and nothing moves any more when this returns."""
+        self.portal.advance(seconds)
+
+    def drain(self, limit: int = 3000) -> None:
+        for _ in range(limit):
+            if not self.engine.has_work:
+                return
+            self.step()
+        raise AssertionError(f"not drained after {limit} steps: {self.engine.statistics()}")
+
+    def drain_requests(self, limit: int = 300) -> None:
+        """Step until no request is open; copies may be."""
+        for _ in range(limit):
+            if not self.engine._scheduler.has_requests:
+                return
+            self.step()
+        raise AssertionError(f"requests are open after {limit} steps: {self.engine.statistics()}")
+
+    def run_requests(self, *prompts: Sequence[int]) -> None:
+        for prompt in prompts:
+            self.submit(prompt)
+        self.drain_requests()
+
+    def run(self, prompt: Sequence[int], new_tokens: int = 4) -> list[Token]:
+        stream = self.submit(prompt, new_tokens)
+        self.drain()
+        found = taken(stream)
+        assert_same(found, plain(self.kind, tuple(prompt), new_tokens), TOLERANCE)
+        return found
+
+    def run_plain(self, prompt: Sequence[int], new_tokens: int = 4) -> None:
+        """As `run`, for an engine whose offloading is broken."""
+        stream = self.submit(prompt, new_tokens)
+        for _ in range(100):
+            if stream.request_id in self.engine._open:
+                self.engine.step()
+                self.pass_time()
+        assert_same(taken(stream), plain(self.kind, tuple(prompt), new_tokens), TOLERANCE)
+
+    def hold(self) -> None:
+        for copier in self.copiers:
+            copier.hold()
+
+    def release(self) -> None:
+        for copier in self.copiers:
+            copier.release()
+
+    def forget_device(self) -> None:
+        """The device's own prefix cache forgets, as if other prompts had evicted all of it."""
+        assert self.engine.pool.reset_prefix_cache()
+
+    def leased_from_nobody(self) -> int:
+        """Leased blocks that no request holds: those that an allocation could miss."""
+        pool = self.engine.pool
+        return sum(leased > 0 and not held for leased, held in zip(pool._leased, pool._held, strict=True))
+
+    # -- what must hold -----------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """The laws that hold between any two steps."""
+        assert self.engine.audit() == []
+        assert self.offload.core.audit() == []
+        assert conservation(self.counts()) == []
+        assert self.offload.gauges().problems() == []
+        for copier in self.copiers:
+            assert_exclusive(copier.open_tickets)
+
+    def counts(self) -> Snapshot:
+        return self.offload.counters.snapshot()
+
+    def count(self, name: str, *labels: str) -> int:
+        return self.counts().count(f"kvoffload_{name}_total", *labels)
+
+    def assert_clean(self, *, lost_blocks: int = 0) -> None:
+        """Nothing is open any more, and nothing was lost but `lost_blocks` of the device's, to copies without end."""
+        self.check()
+        numbers = self.engine.statistics()
+        assert (numbers.waiting, numbers.loading, numbers.running) == (0, 0, 0)
+        assert numbers.leased_blocks == lost_blocks
+        assert numbers.free_blocks == self.engine.pool.usable_blocks - lost_blocks
+        assert conservation(self.counts(), drained=not lost_blocks) == []
+        core = self.offload.core.state
+        assert core.requests.all_live() == ()
+        if not lost_blocks:
+            assert core.jobs.all() == ()
+            assert core.requests.finishing() == frozenset()
+            assert core.leases.total == 0
+        slots = self.offload.gauges().slots
+        assert slots["filling"] == slots["pinned"] == 0 or lost_blocks
+
+    def assert_outputs(self) -> None:
+        """Every request's tokens are those of the engine without the plugin, up to where it was aborted."""
+        for prompt, new_tokens, stream in self.streams:
+            found = taken(stream)
+            assert_same(found, plain(self.kind, prompt, new_tokens)[: len(found)], TOLERANCE)
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def assert_exclusive(tickets: Sequence[GatedTicket]) -> None:
+    """No two open copies touch the same bytes, but two loads may read the same host memory (R3, R5)."""
+    spans = sorted(
+        (int(start), int(start + size), side == "source" and ticket.direction is Direction.LOAD)
+        for ticket in tickets
+        for side in ("source", "target")
+        for start, size in zip(getattr(ticket.runs, side), ticket.runs.size, strict=True)
+    )
+    for (_, end, may_share), (start, _, also) in pairwise(spans):
+        assert end <= start or (may_share and also), "two copies at a time on the same memory"
+
+
+@contextmanager
+def rig(kind: str = "full", **options: Unpack[Options]) -> Iterator[Rig]:
+    """A rig that is closed at the end, also of a test that failed."""
+    made = Rig(kind, **options)
+    try:
+        yield made
+    finally:
+        made.release()
+        made.pass_time(2 * TIMEOUT_S)
+        made.close()
+
+
+@cache
+def _plain_engine(kind: str) -> Engine:
+    config = tiny_config(kind, model={"layers": LAYERS[kind]}, num_blocks=4000, step_tokens=128)
+    return Engine(config, clock=lambda: 0.0)
+
+
+@cache
+def plain(kind: str, prompt: tuple[int, ...], new_tokens: int) -> list[Token]:
+    """What the engine answers without the plugin."""
+    engine = _plain_engine(kind)
+    engine.reset_prefix_cache()
+    stream = engine.submit(prompt, SamplingParams(new_tokens))
+    while engine.has_work:
+        engine.step()
+    return taken(stream)
+
+
+def text(seed: int, tokens: int) -> tuple[int, ...]:
+    """A prompt; the longer one of a seed continues the shorter."""
+    return tuple(random.Random(seed).choices(range(64), k=tokens))

@@ -1,0 +1,124 @@
+"""The adapter says each thing once, in the core's words, and lends what the engine's pool has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvoffload.engine import SamplingParams
+from kvoffload.engine.block_pool import BlockPool
+from kvoffload.model import facts
+from kvoffload.model.groups import AttentionKind
+from kvoffload.model.ids import BlockKey, DeviceBlockId
+from kvoffload_reference.pool_device import PoolDevice
+from tests.reference.rig import KINDS, Rig, rig, text
+
+
+def heard(made: Rig, *classes: type[facts.Fact]) -> list[Any]:
+    """Facts of these classes from now on."""
+    found: list[Any] = []
+    for cls in classes:
+        made.offload.bus.count(cls, found.append)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_shape_is_the_engines(kind: str) -> None:
+    with rig(kind, ranks=2, num_blocks=50, step_tokens=12) as made:
+        shape = made.offload.shape
+        assert (shape.ranks, shape.device_blocks, shape.step_tokens, shape.alignment) == (2, 49, 12, 4)
+        assert [group.kind for group in shape.groups][-1] is AttentionKind.FULL
+        assert {group.kind.value for group in shape.groups[:-1]} <= {kind}
+        assert len(shape.groups) == (1 if kind == "full" else 3)
+
+
+def test_blocks_that_were_leased_are_evicted_from_the_prefixs_tail() -> None:
+    """As the engine itself does it: were the head evicted first, the rest could not be found any more."""
+    with rig(num_blocks=41) as made:
+        made.hold()
+        stream = made.engine.submit(text(1, 20), SamplingParams(6))
+        made.step()
+        table = made.engine._open[stream.request_id][0].block_tables()[0]
+        made.drain_requests()
+        assert made.engine.statistics().leased_blocks >= 5
+        made.release()
+        made.drain()
+        order = made.engine.pool.next_evictable(40)
+        places = [order.index(block) for block in table[:5]]
+        assert places == sorted(places, reverse=True)
+
+
+def test_every_key_and_block_is_told_once_and_only_when_there_is_news() -> None:
+    with rig() as made:
+        told = heard(made, facts.RequestSeen, facts.StepScheduled, facts.RequestEnded)
+        stream = made.engine.submit(text(1, 10), SamplingParams(12))
+        request = made.engine._open[stream.request_id][0]
+        made.drain()
+        seen = next(fact for fact in told if isinstance(fact, facts.RequestSeen))
+        news = [
+            progress for fact in told if isinstance(fact, facts.StepScheduled) for progress in fact.progress
+        ]
+        end = next(fact for fact in told if isinstance(fact, facts.RequestEnded))
+        keys = [*seen.keys[0], *(key for each in news for key in each.new_keys[0]), *end.new_keys[0]]
+        assert keys == list(request.keys(0))
+        assert len(news) <= 2 + 2 * (len(keys) - len(seen.keys[0]) + 1)  # of 12 steps with a new token
+        assert (end.confirmed_tokens, end.holds_blocks) == (21, True)
+
+
+def test_a_preempted_request_is_looked_up_with_what_it_has_generated() -> None:
+    """What it had computed and stored before it was preempted comes back from the host."""
+    with rig(num_blocks=60) as made:
+        stream = made.submit(text(1, 10), 16)
+        while stream.stats.generated_tokens < 12 or made.engine.pool.leased_blocks:
+            made.step()
+        assert made.engine.preempt(stream.request_id)
+        made.pass_time()
+        made.forget_device()
+        made.drain()
+        assert stream.stats.resumed_tokens == 20  # two blocks of its prompt, three that it has generated
+        assert made.count("load_blocks", "loaded") == 5
+        made.assert_outputs()
+        made.assert_clean()
+
+
+@pytest.mark.parametrize("state", ["waiting", "loading", "running", "preempted"])
+def test_how_a_request_ends_is_told_as_it_is(state: str) -> None:
+    with rig(max_requests=1) as made:
+        made.run(text(1, 25), 6)
+        made.forget_device()
+        made.hold()
+        told = heard(made, facts.RequestEnded)
+        if state == "waiting":
+            made.engine.submit(text(5, 5))
+            made.step()
+        stream = made.engine.submit(text(1, 25) if state == "loading" else text(2, 25), SamplingParams(8))
+        if state != "waiting":
+            made.step()
+        if state == "preempted":
+            assert made.engine.preempt(stream.request_id)
+        made.engine.abort(stream.request_id)
+        [end] = told
+        assert end.holds_blocks == (state == "running")
+        assert (end.confirmed_tokens > 0) == (state == "running")
+        made.check()
+        made.release()
+        made.drain()
+        made.assert_clean()
+
+
+def test_the_pool_is_lent_as_it_is() -> None:
+    device, pool = PoolDevice(), BlockPool(6)
+    with pytest.raises(AssertionError, match="bind"):
+        device.free_blocks()
+    device.bind(pool)
+    blocks = list(map(DeviceBlockId, pool.allocate(3)))
+    pool.index(blocks[0], b"key")
+    assert (device.key_of(blocks[0]), device.key_of(blocks[1])) == (b"key", None)
+    assert (device.block_of(BlockKey(b"key")), device.block_of(BlockKey(b"other"))) == (blocks[0], None)
+    device.lease(blocks)
+    pool.release(blocks)
+    assert device.free_blocks() == 2
+    device.release([blocks[0], blocks[2], blocks[1]])
+    assert list(device.next_evictable(9))[-1] == blocks[0]
+    assert device.free_blocks() == 5

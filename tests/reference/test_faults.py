@@ -1,0 +1,260 @@
+"""What breaks stays small: the engine goes on, with the same output, and says what happened."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from kvoffload.engine import Engine
+from kvoffload.model.causes import DegradeCause
+from kvoffload.model.errors import ConfigError
+from kvoffload.telemetry.log_observer import LogObserver
+from kvoffload_reference.plugin import ReferencePlugin
+from tests.reference.rig import KINDS, STEP_S, TIMEOUT_S, Options, Rig, config_of, rig, slot_bytes, text
+
+PATIENCE_S = 30
+
+# -- R12: our own code raises -----------------------------------------------------------------------------------
+
+HANDLERS = (
+    "Intake.on_seen",
+    "Intake.on_allocated",
+    "LoadDesk.on_allocated",
+    "OffloadCore._on_allocated",
+    "OffloadCore._on_preempted",
+    "Intake.on_step",
+    "OffloadCore._on_step",
+    "OffloadCore._on_ending",
+    "Intake.on_ended",
+    "Transfers.on_reported",
+    "Transfers.on_overdue",
+    "OffloadCore._on_reset",
+)
+QUESTIONS = ("lookup", "plan", "take_results")
+
+
+def boom(*_: object, **__: object) -> Any:  # noqa: ANN401  # stands in for anything
+    raise RuntimeError("boom")
+
+
+def break_core(made: Rig, what: str) -> None:
+    """From now on this part of the core raises, whenever it is called."""
+    if what in QUESTIONS:
+        setattr(made.offload.core, what, boom)
+        return
+    bus = made.offload.bus
+    names = [getattr(handler, "__qualname__", "") for _, handler in bus._handlers]
+    assert what in names
+    bus._handlers = [
+        (fact, boom if name == what else handler)
+        for name, (fact, handler) in zip(names, bus._handlers, strict=True)
+    ]
+    bus._routes.clear()
+
+
+@pytest.mark.parametrize("what", [*HANDLERS, *QUESTIONS])
+def test_the_engine_goes_on_when_the_core_raises(what: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Stores and loads are open, one request waits for a load; then a part of the core breaks for good."""
+    with rig(num_blocks=200, step_tokens=8) as made:
+        made.run(text(1, 25), 6)
+        made.run(text(2, 25), 6)
+        made.forget_device()
+        made.hold()
+        streams = [made.submit(text(1, 25), 4), made.submit(text(3, 20), 6)]
+        made.step()
+        break_core(made, what)
+        streams += [made.submit(text(2, 25), 4), made.submit(text(2, 25), 3), made.submit(text(4, 9), 3)]
+        for turn in range(6):
+            tick(made)
+            if turn == 3:
+                made.engine.preempt(streams[1].request_id)
+                made.engine.reset_prefix_cache()
+        if what != "Transfers.on_overdue":
+            made.release()
+        for _ in range(60):
+            tick(made, TIMEOUT_S / 10)
+        assert [stream.stats.finished_s is not None for stream in streams] == [True] * len(streams)
+        made.assert_outputs()
+        assert not made.engine.has_work
+        assert made.offload.core.state.degraded is DegradeCause.HANDLER_RAISED
+        assert made.engine.audit() == []
+        told = [record.getMessage().split()[0] for record in caplog.records]
+        assert told.count("core_raised") == told.count("offloading_off") == 1
+        made.run_plain(text(5, 12))
+
+
+def tick(made: Rig, seconds: float = STEP_S) -> None:
+    """As `step`, but our own laws are broken here."""
+    made.engine.step()
+    made.pass_time(seconds)
+    assert made.engine.audit() == []
+
+
+def test_a_broken_law_switches_offloading_off_and_open_copies_drain() -> None:
+    with rig() as made:
+        made.run(text(1, 25), 6)
+        made.forget_device()
+        made.hold()
+        made.submit(text(1, 25), 3)
+        made.submit(text(2, 20), 4)
+        for _ in range(4):
+            tick(made)
+        made.offload.core.state.pool._counts[0] += 1
+        assert made.offload.audit()
+        assert made.offload.core.state.degraded is DegradeCause.LAW_BROKEN
+        made.offload.core.state.pool._counts[0] -= 1
+        made.release()
+        made.drain()
+        stored = made.count("store_blocks", "stored")
+        made.run(text(1, 25), 3)
+        assert made.count("store_blocks", "stored") == stored
+        made.assert_clean()
+
+
+# -- observers --------------------------------------------------------------------------------------------------
+
+
+def observe_with(monkeypatch: pytest.MonkeyPatch, observer: Callable[..., Any]) -> None:
+    monkeypatch.setattr(LogObserver, "__call__", observer)
+
+
+def test_an_observer_that_raises_is_removed_and_counted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(self: LogObserver, event: object) -> None:
+        raise ValueError("no disk")
+
+    observe_with(monkeypatch, fail)
+    with rig() as made:
+        made.run(text(1, 25))
+        made.engine.reset_prefix_cache()
+        made.run(text(1, 25))
+        assert made.count("bus_removed", "log") == 1
+        assert "observer_removed name=log" in caplog.text
+        assert made.offload.core.state.degraded is None
+        made.assert_clean()
+
+
+def test_an_observer_that_never_returns_loses_events_and_holds_nobody_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def stay(self: LogObserver, event: object) -> None:
+        await anyio.sleep_forever()
+
+    observe_with(monkeypatch, stay)
+    with rig() as made:
+        for _ in range(300):
+            made.engine.reset_prefix_cache()
+        made.run(text(1, 25))
+        assert made.offload.gauges().dropped["log"] > 0
+        made.assert_clean()
+
+
+def test_a_counter_that_raises_is_removed_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    from kvoffload.model.events import StoreSettled
+
+    with rig() as made:
+        made.offload.bus.count(StoreSettled, boom)
+        made.run(text(1, 25))
+        assert made.count("bus_removed", "other") == 1
+        assert "observer_removed" in caplog.text
+        made.assert_clean()
+
+
+# -- the portal's thread dies -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_engine_goes_on_when_the_portals_thread_is_gone(
+    kind: str,
+) -> None:
+    """Loads are started by the engine's own thread and still come; stores fail, and nobody waits for them."""
+    with rig(kind) as made:
+        made.run(text(1, 25), 6)
+        made.forget_device()
+        made.portal.is_dead = True
+        advance(made, made.submit(text(1, 25), 3).request_id)
+        advance(made, made.submit(text(2, 25), 3).request_id)
+        made.assert_outputs()
+        made.assert_clean()
+        assert made.count("load_blocks", "loaded") > 0
+        assert made.count("store_blocks", "failed") > 0
+        assert not made.workers[0].pump.is_alive
+        made.portal.is_dead = False
+
+
+def advance(made: Rig, request_id: str) -> None:
+    for _ in range(100):
+        if not made.engine.has_work:
+            break
+        made.engine.step()
+        made.check()
+    assert request_id not in made.engine._open
+    assert not made.engine.has_work
+
+
+# -- a bad start ------------------------------------------------------------------------------------------------
+
+BAD: list[tuple[Options, str]] = [
+    ({"extra": {"host_byte": 5, "store_policy": "soon"}}, "store_policy is 'soon'.*did you mean host_bytes"),
+    ({"extra": {"host_bytes_per_rank": slot_bytes("full") - 1}}, "below one block"),
+    ({"extra": {"host_bytes_per_rank": 2**60}}, "above"),
+    ({"extra": {"journal_path": "/proc/nowhere/journal"}}, "journal_path"),
+]
+
+
+@pytest.mark.parametrize(("options", "problem"), BAD)
+def test_bad_settings_end_the_start_with_one_error_and_nothing_half_started(
+    options: Options, problem: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = set(threading.enumerate())
+    with pytest.raises(ConfigError, match=problem):
+        Engine(config_of("full", **options), ReferencePlugin(), clock=lambda: 0.0)
+    assert_no_threads_but(before)
+    gc.collect()  # a task that was left behind would say so here
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def assert_no_threads_but(before: set[threading.Thread]) -> None:
+    for thread in set(threading.enumerate()) - before:
+        thread.join(PATIENCE_S)  # it was told to end, and does so in its own time
+        assert not thread.is_alive(), thread
+
+
+def test_a_second_rank_that_cannot_start_stops_the_first() -> None:
+    before = set(threading.enumerate())
+
+    class Second(ReferencePlugin):
+        def worker_side(self, engine: Any, rank: int) -> Any:  # noqa: ANN401
+            if rank == 1:
+                raise ConfigError(["no second rank"])
+            return super().worker_side(engine, rank)
+
+    plugin = Second()
+    with pytest.raises(ConfigError, match="no second rank"):
+        Engine(config_of("full", ranks=2), plugin, clock=lambda: 0.0)
+    assert plugin.workers[0]._pump is None
+    assert_no_threads_but(before)
+
+
+def test_a_journal_is_written_and_let_go(tmp_path: Path) -> None:
+    from kvoffload.telemetry.journal import read_journal
+
+    path = tmp_path / "journal"
+    for _ in range(2):  # the second engine could not claim a file that the first still holds
+        engine = Engine(
+            config_of("full", extra={"journal_path": str(path)}), ReferencePlugin(), clock=lambda: 0.0
+        )
+        engine.submit(text(1, 20))
+        while engine.has_work:
+            engine.step()
+        engine.close()
+    names = [type(record.message).__name__ for record in read_journal(path)]
+    assert "StoreScheduled" in names

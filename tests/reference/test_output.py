@@ -1,0 +1,195 @@
+"""Output with offloading equals output without, whatever happens to requests on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvoffload.engine import Engine, SamplingParams, Token, TokenStream
+from kvoffload.engine.plugin import EnginePlugin
+from kvoffload.model.transfer import Direction
+from kvoffload.telemetry.snapshot import conservation
+from kvoffload.testing import GatedCopier, GatedTicket
+from kvoffload.transfer.runs import CopyRuns
+from kvoffload_reference.plugin import ReferencePlugin
+from tests.engine.tiny import assert_idle, assert_same, taken
+from tests.reference.rig import (
+    KINDS,
+    PLENTY,
+    STEP_S,
+    TOLERANCE,
+    Rig,
+    config_of,
+    plain,
+    rig,
+    slot_bytes,
+    text,
+)
+
+if TYPE_CHECKING:
+    from kvoffload.transfer.ports import Fence
+
+TIGHT = {"full": 10, "sliding_window": 22, "chunked_local": 20}  # two long requests preempt each other
+TURNS = 3
+
+
+class Talk:
+    """Conversations that take turns, with aborts, preemptions, resets and slow copies in the mix."""
+
+    def __init__(self, rig: Rig, seed: int) -> None:
+        self.rig = rig
+        self.random = random.Random(seed)
+        self.open: list[TokenStream] = []
+        self.turns = 0
+        self.preemptions = 0
+
+    def hold_it(self, turns: int) -> None:
+        while self.turns < turns or self.rig.engine.has_work:
+            if self.turns < turns and len(self.open) < 4:
+                self.say()
+            self.disturb()
+            self.rig.step()
+            self.open = [stream for stream in self.open if stream.request_id in self.rig.engine._open]
+        self.rig.release()
+        self.rig.drain()
+
+    def say(self) -> None:
+        """A prompt that continues a conversation; the same one again may be open."""
+        conversation, length = self.random.randrange(4), self.random.randrange(3, 26)
+        self.open.append(self.rig.submit(text(conversation, length), self.random.randrange(1, 6)))
+        self.turns += 1
+
+    def disturb(self) -> None:
+        what = self.random.choices(
+            ["", "abort", "preempt", "reset", "hold", "release"], [53, 4, 15, 1, 8, 19]
+        )[0]
+        if what in ("abort", "preempt") and self.open:
+            stream = self.random.choice(self.open)
+            getattr(self.rig.engine, what)(stream.request_id)
+        elif what == "reset":
+            self.rig.engine.reset_prefix_cache()
+        elif what == "hold":
+            self.rig.hold()
+        elif what == "release":
+            self.rig.release()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host_blocks", [1, 9, PLENTY])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("policy", ["eager", "lazy"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_output_is_the_same_with_aborts_preemptions_and_resets(
+    kind: str, policy: str, ranks: int, host_blocks: int
+) -> None:
+    blocks = TIGHT[kind] + 1
+    with rig(
+        kind, store_policy=policy, ranks=ranks, host_blocks=host_blocks, num_blocks=blocks, step_tokens=8
+    ) as made:
+        Talk(made, seed=host_blocks + ranks).hold_it(turns=30)
+        made.assert_clean()
+        made.assert_outputs()
+        stats = [stream.stats for _, _, stream in made.streams]
+        assert sum(each.preemptions for each in stats) > 0
+        if host_blocks == PLENTY:
+            assert sum(each.external_tokens for each in stats) > 0
+
+
+@pytest.mark.parametrize("policy", ["eager", "lazy"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_agree_with_the_engines_own(kind: str, policy: str) -> None:
+    """Nothing is aborted or preempted here, so each token of each prompt is counted by both sides."""
+    with rig(kind, store_policy=policy, num_blocks=TIGHT[kind] * 2, step_tokens=8, ranks=2) as made:
+        for turn in (8, 16, 24):
+            for conversation in range(4):
+                made.run(text(conversation, turn), 2)
+        made.assert_clean()
+        stats = [stream.stats for _, _, stream in made.streams]
+        assert not any(each.preemptions for each in stats)
+        for each in stats:
+            known = each.prompt_tokens + each.generated_tokens - 1
+            assert known == each.device_hit_tokens + each.external_tokens + each.computed_tokens
+        external = sum(each.external_tokens for each in stats)
+        assert external > 0
+        assert made.count("lookup_tokens", "hit") == external
+        missed = sum(each.prompt_tokens - each.device_hit_tokens - each.external_tokens for each in stats)
+        assert made.count("lookup_tokens", "miss") == missed
+        size = slot_bytes(kind, ranks=2) * 2
+        loaded, stored = made.count("load_blocks", "loaded"), made.count("store_blocks", "stored")
+        assert made.count("transfer_bytes", "host", "load") == loaded * size
+        assert made.count("transfer_bytes", "host", "store") == stored * size
+        assert made.counts().total("kvoffload_engine_surprises_total") == 0
+
+
+async def _answer(engine: Engine, prompt: Sequence[int]) -> list[Token]:
+    """The answer, when what it left for the plugin to do is done too."""
+    tokens = [token async for token in engine.generate(prompt, SamplingParams(4))]
+    while engine.has_work:
+        await asyncio.sleep(0)
+    return tokens
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("found", ["by entry point", "handed in"])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_the_plugin_is_found_or_handed_in(
+    kind: str, found: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = [text(1, 24), text(2, 24), text(3, 24), text(1, 24)]
+    plugin: EnginePlugin | None = ReferencePlugin() if found == "handed in" else None
+    config = config_of(kind, num_blocks=TIGHT[kind] + 1, step_tokens=8, plugin="kvoffload")
+    async with Engine(config, plugin) as engine:
+        offload = engine._host.scheduler._offload  # type: ignore[attr-defined]  # it is ours
+        while offload.core.state.pool.capacity == 0:  # host memory is made ready in the background
+            await _answer(engine, text(9, 3))
+        answers = [await _answer(engine, prompt) for prompt in prompts]
+        assert_idle(engine)
+        assert offload.audit() == []
+        assert conservation(offload.counters.snapshot(), drained=True) == []
+        assert offload.counters.snapshot().count("kvoffload_lookup_blocks_total", "hit") > 0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert_same(answer, plain(kind, prompt, 4), TOLERANCE)
+    assert [
+        record.getMessage() for record in caplog.records if record.levelname in ("ERROR", "WARNING")
+    ] == []
+
+
+class _Flips(GatedCopier):
+    """Turns the sign of every number in the first piece of each load, and says that all went well."""
+
+    def submit(self, direction: Direction, runs: CopyRuns, fences: Sequence[Fence]) -> GatedTicket:
+        ticket = super().submit(direction, runs, fences)
+        if direction is Direction.LOAD:
+            size = int(runs.size[0])
+            numbers = (ctypes.c_ubyte * size).from_address(int(runs.target[0]))
+            for highest in range(3, size, 4):
+                numbers[highest] ^= 0x80
+        return ticket
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_corrupted_block_is_seen(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: were a wrong byte loaded, these tests would know."""
+    monkeypatch.setattr("tests.reference.rig.GatedCopier", _Flips)
+    with rig(kind) as made:
+        made.run(text(1, 30), 6)
+        made.forget_device()
+        stream = made.submit(text(1, 30), 6)
+        made.drain()
+        assert stream.stats.external_tokens > 0
+        with pytest.raises(AssertionError):
+            assert_same(taken(stream), plain(kind, text(1, 30), 6), TOLERANCE)
+
+
+def test_time_in_the_rig_is_longer_than_the_pump_sleeps() -> None:
+    from kvoffload.transfer.backoff import Backoff
+
+    backoff = Backoff()
+    for _ in range(20):
+        backoff.note(progress=False)
+    assert backoff.next_s <= STEP_S

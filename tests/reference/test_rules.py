@@ -1,0 +1,423 @@
+"""The rules of design, once more with a whole engine in the loop: same output, and memory that is touched by one at a time."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvoffload.core.states import SlotState
+from kvoffload.engine import PoolExhausted
+from kvoffload.model.ids import RequestId
+from kvoffload.model.transfer import Direction
+from kvoffload.testing import GatedTicket
+from tests.engine.tiny import assert_same, taken
+from tests.reference.rig import KINDS, TIMEOUT_S, TOLERANCE, Rig, plain, rig, slot_bytes, text
+
+LOCAL = ("sliding_window", "chunked_local")
+
+
+def on_host_only(made: Rig, *prompts: tuple[int, ...]) -> None:
+    """The host has these prompts, the device does not."""
+    for prompt in prompts:
+        made.run(prompt, 6)  # long enough for all its blocks to pass under the lease limit
+    made.forget_device()
+
+
+def open_loads(made: Rig) -> list[GatedTicket]:
+    return [ticket for ticket in made.copiers[0].open_tickets if ticket.direction is Direction.LOAD]
+
+
+def open_stores(made: Rig) -> list[GatedTicket]:
+    return [ticket for ticket in made.copiers[0].open_tickets if ticket.direction is Direction.STORE]
+
+
+# -- R1 ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_waiting_request_has_found_is_not_evicted_by_the_stores_of_many_others() -> None:
+    """The lookup found six blocks, but the device has none to load them to; meanwhile others store and evict."""
+    with rig(num_blocks=17, host_blocks=8, step_tokens=64) as made:
+        on_host_only(made, text(1, 25))
+        made.submit(text(9, 3), 30)  # grows, and needs nine of the sixteen blocks in the end
+        for n in range(4):
+            made.submit(text(10 + n, 4), 2 + 2 * n)
+        waiting = made.submit(text(1, 25), 2)
+        waited, evicted = 0, made.count("evicted_blocks", "host", "space")
+        while waiting.stats.external_tokens == 0:
+            made.step()
+            hit = made.offload.core.state.hits.all().get(RequestId(waiting.request_id))
+            if hit is not None:
+                waited += 1
+                assert hit.blocks == made.offload.core.state.pool.count(SlotState.PINNED) == 6
+        assert waited > 5
+        assert made.count("evicted_blocks", "host", "space") > evicted
+        made.drain()
+        assert waiting.stats.external_tokens == 24
+        made.assert_outputs()
+        made.assert_clean()
+
+
+# -- R3, R7 -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", LOCAL)
+@pytest.mark.parametrize("seed", range(2))
+def test_freed_window_blocks_are_never_stored_under_their_old_keys(kind: str, seed: int) -> None:
+    """Stores stay open for long, so offers of window blocks wait, while their ids are freed and handed out again."""
+    choose = random.Random(seed)
+    with rig(kind, num_blocks=41, step_tokens=8) as made:
+        prompts = [text(seed * 10 + n, 40 + 7 * n) for n in range(4)]
+        for prompt in prompts:
+            made.submit(prompt, 4)
+        for _ in range(60):
+            made.hold()
+            made.step()
+            for ticket in made.copiers[0].open_tickets[: choose.randrange(2)]:
+                choose.choice([ticket.finish, ticket.finish, ticket.fail])()
+        made.release()
+        made.drain()
+        made.assert_outputs()
+        assert made.count("stale_blocks_zeroed") > 0
+        made.forget_device()
+        for prompt in prompts:
+            made.run(prompt, 2)
+        assert made.count("load_blocks", "loaded") > 0
+        made.assert_clean()
+
+
+def test_a_block_whose_store_is_open_is_not_stored_again() -> None:
+    """The same prefix twice while its first store is open, and again after it ended (seen by `assert_exclusive`)."""
+    with rig() as made:
+        made.hold()
+        first = made.submit(text(1, 20), 3)
+        made.drain_requests()
+        second = made.submit(text(1, 20), 3)
+        made.drain_requests()
+        assert first.stats.finished_s is not None
+        assert second.stats.device_hit_tokens == 16
+        bytes_open = sum(ticket.runs.total_bytes for ticket in open_stores(made))
+        assert bytes_open == 5 * slot_bytes("full")
+        made.release()
+        made.drain()
+        made.run(text(1, 20), 3)
+        assert made.count("store_blocks", "stored") == 5
+        made.assert_clean()
+
+
+def test_a_block_whose_store_was_given_up_is_not_stored_again_while_that_copy_may_run() -> None:
+    with rig() as made:
+        made.hold()
+        made.submit(text(1, 21), 3)
+        made.drain_requests()
+        made.pass_time(1.1 * TIMEOUT_S)
+        made.step()
+        lost = made.engine.statistics().leased_blocks
+        assert lost == made.count("store_blocks", "abandoned") > 0
+        second = made.submit(text(1, 21), 3)
+        made.drain_requests()
+        assert second.stats.device_hit_tokens == 20
+        made.assert_clean(lost_blocks=lost)
+        made.release()
+        for _ in range(3):
+            made.step(TIMEOUT_S / 4)
+        made.run(text(1, 21), 3)  # once it has ended, they may
+        assert made.count("store_blocks", "stored") == lost
+        made.assert_outputs()
+        made.assert_clean()
+
+
+# -- R6 ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["eager", "lazy"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_longest_request_passes_through_the_least_pool(kind: str, policy: str) -> None:
+    """Leases take part of the pool while stores are open; then the request waits for them, and for nothing else."""
+    tokens = 100
+    with rig(kind, num_blocks=200) as big:
+        need = big.engine._capacity.request_blocks(tokens + 3)
+    with rig(kind, num_blocks=1 + need, store_policy=policy) as made:
+        limit = made.offload.shape.lease_limit
+        assert limit <= need // 4
+        for turn in range(3):
+            stream = made.submit(text(turn % 2, tokens), 4)
+            made.hold()
+            for _ in range(30):
+                made.step()
+                assert made.leased_from_nobody() <= limit
+            made.release()
+            made.drain()
+            assert stream.stats.finished_s is not None
+        made.assert_outputs()
+        made.assert_clean()
+
+
+def test_stores_that_never_end_take_a_quarter_of_the_pool_at_most() -> None:
+    with rig(num_blocks=41) as made:
+        made.hold()
+        for n in range(12):
+            made.submit(text(n, 60), 3)
+        made.pass_time(2 * TIMEOUT_S)
+        for _ in range(30):
+            made.step(TIMEOUT_S / 5)
+        made.drain()
+        made.assert_outputs()
+        lost = made.engine.statistics().leased_blocks
+        assert 0 < lost <= made.offload.shape.lease_limit
+        made.assert_clean(lost_blocks=lost)
+
+
+def test_a_request_that_needs_the_blocks_lost_to_such_a_store_is_told_so() -> None:
+    with rig(num_blocks=11, step_tokens=8) as made:
+        made.hold()
+        made.submit(text(1, 16), 1)
+        made.drain_requests()
+        made.step(2 * TIMEOUT_S)
+        made.step()
+        lost = made.engine.statistics().leased_blocks
+        assert lost == made.offload.shape.lease_limit
+        stream = made.submit(text(2, 38), 2)
+        made.drain_requests()
+        with pytest.raises(PoolExhausted, match=str(lost)):
+            taken(stream)
+        made.streams.clear()
+
+
+# -- R9 ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["fail", "tear"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_failed_load_is_recomputed_and_not_tried_again(kind: str, how: str) -> None:
+    with rig(kind) as made:
+        on_host_only(made, text(1, 30))
+        made.hold()
+        stream = made.submit(text(1, 30), 3)
+        made.step()
+        [ticket] = open_loads(made)
+        getattr(ticket, how)()
+        made.release()
+        made.drain()
+        assert stream.stats.external_tokens == 0
+        assert made.count("load_blocks", "failed") == made.counts().total(
+            "kvoffload_load_scheduled_blocks_total"
+        )
+        assert made.count("miss_blocks", "load_failed") == 1
+        made.assert_outputs()
+        made.forget_device()
+        made.run(text(1, 30), 3)  # what failed is gone, and what was computed again is there again
+        assert made.count("load_blocks", "loaded") > 0
+        made.assert_clean()
+
+
+def test_after_a_failed_load_a_request_never_loads_again_though_the_host_has_it() -> None:
+    with rig() as made:
+        on_host_only(made, text(1, 25))
+        made.hold()
+        stream = made.submit(text(1, 25), 16)
+        made.step()
+        open_loads(made)[0].fail()
+        made.release()
+        while stream.stats.generated_tokens < 4 or made.engine.pool.leased_blocks:
+            made.step()
+        assert len(made.offload.core.state.pool.index) >= 6  # it was computed and stored again
+        assert made.engine.preempt(stream.request_id)
+        made.forget_device()
+        made.drain()
+        assert stream.stats.resumed_tokens == 0
+        assert made.count("miss_blocks", "load_failed") == 2
+        made.assert_outputs()
+        made.assert_clean()
+
+
+def test_a_load_that_one_rank_fails_is_recomputed_when_the_other_has_ended() -> None:
+    with rig(ranks=2) as made:
+        on_host_only(made, text(1, 30))
+        made.hold()
+        stream = made.submit(text(1, 30), 3)
+        made.step()
+        slow, quick = made.copiers
+        quick.open_tickets[0].fail()
+        for _ in range(3):
+            made.step()
+            assert made.engine.statistics().loading == 1  # the other rank still writes to its blocks
+        slow.open_tickets[0].finish()
+        made.release()
+        made.drain()
+        assert stream.stats.external_tokens == 0
+        made.assert_outputs()
+        made.assert_clean()
+
+
+@pytest.mark.parametrize("refusal", ["refuse_submit", "refuse_fence"])
+def test_copies_that_cannot_be_started_fail(refusal: str) -> None:
+    with rig() as made:
+        on_host_only(made, text(1, 30))
+        getattr(made.copiers[0], refusal)(RuntimeError("no"))
+        stream = made.submit(text(1, 30), 3)
+        made.drain()
+        assert stream.stats.external_tokens == 0
+        made.assert_outputs()
+        made.assert_clean()
+
+
+# -- R10 --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_after_a_reset_with_everything_in_flight_nothing_of_before_is_found(kind: str) -> None:
+    with rig(kind, num_blocks=61, step_tokens=8) as made:
+        on_host_only(made, text(1, 30), text(2, 20))
+        made.hold()
+        runs = made.submit(text(3, 20), 20)
+        for _ in range(6):
+            made.step()
+        loads = made.submit(text(1, 30), 3)
+        made.step()
+        assert open_stores(made)
+        assert open_loads(made)
+        before = set(made.offload.core.state.pool.index) | set(made.offload.core.state.stores.keys)
+        assert made.engine.reset_prefix_cache() is False  # blocks are in use
+        assert not made.offload.core.state.pool.index
+        made.check()
+        made.release()
+        made.drain()
+        assert runs.stats.finished_s is not None
+        assert loads.stats.finished_s is not None
+        assert runs.stats.preemptions == 0
+        assert not before & set(made.offload.core.state.pool.index)
+        assert made.engine.reset_prefix_cache() is True
+        again = made.submit(text(1, 30), 2)
+        made.drain()
+        assert (again.stats.external_tokens, again.stats.device_hit_tokens) == (0, 0)
+        made.assert_outputs()
+        made.assert_clean()
+
+
+def test_a_reset_drops_what_a_waiting_request_has_found() -> None:
+    with rig(num_blocks=13, step_tokens=8) as made:
+        on_host_only(made, text(1, 25))
+        made.submit(text(10, 20), 6)
+        made.submit(text(11, 20), 6)
+        made.step()
+        waiting = made.submit(text(1, 25), 2)
+        while not made.offload.core.state.hits.all():
+            made.step()
+        made.engine.reset_prefix_cache()
+        assert made.count("pin_dropped_blocks", "reset") == 6
+        made.drain()
+        assert waiting.stats.external_tokens == 0
+        made.assert_outputs()
+        made.assert_clean()
+
+
+# -- R14 --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_requests_with_one_prefix_load_it_once(kind: str) -> None:
+    with rig(kind, num_blocks=400) as made:
+        on_host_only(made, text(1, 25))
+        made.hold()
+        streams = [made.submit((*text(1, 24), n), 2) for n in range(10)]
+        for _ in range(5):
+            made.step()
+        assert made.engine.statistics().loading == 1
+        assert made.count("lookups_deferred") > 0
+        assert made.count("pin_dropped_blocks", "looked_up_again") == 0  # who waits pins nothing
+        made.release()
+        made.drain()
+        assert sum(stream.stats.external_tokens > 0 for stream in streams) == 1
+        assert sum(stream.stats.device_hit_tokens > 0 for stream in streams) == 9
+        loads = [ticket for ticket in made.copiers[0].tickets if ticket.direction is Direction.LOAD]
+        assert len(loads) == 1
+        assert made.count("transfer_bytes", "host", "load") == loads[0].runs.total_bytes
+        made.assert_outputs()
+        made.assert_clean()
+
+
+@pytest.mark.parametrize("how", ["abort", "fail"])
+def test_those_who_wait_for_anothers_load_go_on_when_it_is_gone(how: str) -> None:
+    with rig() as made:
+        on_host_only(made, text(1, 25))
+        made.hold()
+        first, second = (made.submit((*text(1, 24), n), 2) for n in range(2))
+        made.step()
+        if how == "abort":
+            made.engine.abort(first.request_id)
+        else:
+            open_loads(made)[0].fail()
+        for _ in range(3):
+            made.step()
+        made.release()
+        made.drain()
+        assert second.stats.finished_s is not None
+        made.assert_outputs()
+        made.assert_clean()
+
+
+# -- R16 --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_load_that_never_ends_is_recomputed_and_its_memory_is_written_off(kind: str) -> None:
+    with rig(kind, host_blocks=40, num_blocks=100) as made:
+        on_host_only(made, text(1, 30))
+        made.hold()
+        stream = made.submit(text(1, 30), 3)
+        made.step()
+        [stuck] = open_loads(made)
+        made.copiers[0]._held = False
+        made.pass_time(1.1 * TIMEOUT_S)
+        made.drain()
+        assert stream.stats.external_tokens == 0
+        made.assert_outputs()
+        lost = made.engine.statistics().leased_blocks
+        assert lost == made.count("load_blocks", "abandoned")
+        assert made.offload.gauges().slots["quarantined"] == lost
+        assert made.engine.has_work is False
+        for n in range(12):  # overwrite whatever can be had, on both sides
+            made.run(text(50 + n, 60), 2)
+        made.assert_clean(lost_blocks=lost)
+        stuck.finish()  # it still writes where it was told to
+        for _ in range(3):
+            made.step(TIMEOUT_S / 4)
+        for n in range(12):
+            made.run(text(50 + n, 60), 2)
+        assert made.offload.gauges().slots["quarantined"] == lost
+        made.assert_clean()
+
+
+def test_a_store_that_never_ends_keeps_its_memory() -> None:
+    with rig(host_blocks=20) as made:
+        made.hold()
+        made.run_requests(text(1, 20))
+        [stuck] = open_stores(made)[:1]
+        made.pass_time(1.1 * TIMEOUT_S)
+        made.step()
+        lost = made.engine.statistics().leased_blocks
+        assert lost == made.count("store_blocks", "abandoned")
+        assert made.engine.has_work is False
+        made.copiers[0]._held = False
+        made.run(text(1, 20), 3)
+        made.check()
+        stuck.finish()
+        made.release()
+        for _ in range(3):
+            made.step(TIMEOUT_S / 4)
+        assert made.offload.gauges().slots["quarantined"] == lost
+        made.assert_clean()
+
+
+def test_who_waited_for_a_load_that_never_ends_waits_no_longer_than_the_time_out() -> None:
+    with rig() as made:
+        on_host_only(made, text(1, 25))
+        made.hold()
+        streams = [made.submit((*text(1, 24), n), 2) for n in range(3)]
+        made.step()
+        made.copiers[0]._held = False
+        made.pass_time(1.1 * TIMEOUT_S)
+        made.drain()
+        assert all(stream.stats.finished_s is not None for stream in streams)
+        assert_same(taken(streams[2]), plain("full", (*text(1, 24), 2), 2), TOLERANCE)

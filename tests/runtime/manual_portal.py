@@ -1,0 +1,93 @@
+"""A portal without a thread: its loop runs on the test's thread, and only when the test says so."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import CancelledError, Future
+from typing import TYPE_CHECKING, Any
+
+from kvoffload.runtime.portal import Portal, PortalClosed
+from kvoffload.testing import FakeClock, ManualExecutor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+_TICK_S = 0.02  # longer than a transfer coroutine ever sleeps
+
+
+class ManualPortal(Portal):
+    """Everything that runs on it reads `clock`."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        super().__init__("manual")
+        self.clock = clock
+        self.loop = asyncio.new_event_loop()
+        self.is_dead = False
+        self._manual_executor = ManualExecutor(held=False)
+
+    @property
+    def is_alive(self) -> bool:
+        return not (self.is_dead or self.loop.is_closed())
+
+    @property
+    def executor(self) -> ManualExecutor:
+        return self._manual_executor
+
+    def spawn(
+        self, async_fn: Callable[..., Coroutine[Any, Any, Any]], *args: Any, **kwargs: Any
+    ) -> Future[Any]:  # noqa: ANN401
+        if not self.is_alive:
+            raise PortalClosed(self.name)
+        return _Running(self, self.loop.create_task(async_fn(*args, **kwargs)))
+
+    def advance(self, seconds: float = _TICK_S) -> None:
+        """Let time pass and everything run until it waits again."""
+        self.loop.run_until_complete(self.clock.advance(seconds))
+
+    def die(self) -> None:
+        """The thread ends as no thread should; what ran on it neither ends nor goes on."""
+        self.is_dead = True
+
+    def close(self, timeout: float = 10.0) -> bool:
+        if not self.loop.is_closed():
+            tasks = asyncio.all_tasks(self.loop)
+            for task in tasks:
+                task.cancel()
+            self.loop.run_until_complete(_all_ended(tasks))
+            self.loop.close()
+        return True
+
+
+class _Running(Future[Any]):
+    """Waiting for it runs the loop."""
+
+    def __init__(self, portal: ManualPortal, task: asyncio.Task[Any]) -> None:
+        super().__init__()
+        self._portal = portal
+        self._task = task
+        task.add_done_callback(self._take)
+
+    def cancel(self) -> bool:
+        self._task.cancel()
+        return super().cancel()
+
+    def result(self, timeout: float | None = None) -> Any:  # noqa: ANN401
+        end = self._portal.clock.monotonic() + (timeout or 0)
+        self._portal.advance(0)
+        while not self.done() and (timeout is None or self._portal.clock.monotonic() < end):
+            self._portal.advance()
+        return super().result(0)
+
+    def _take(self, task: asyncio.Task[Any]) -> None:
+        if self.cancelled():
+            return
+        if task.cancelled():
+            self.set_exception(CancelledError())
+        elif (error := task.exception()) is not None:
+            self.set_exception(error)
+        else:
+            self.set_result(task.result())
+
+
+async def _all_ended(tasks: set[asyncio.Task[Any]]) -> None:
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,116 @@
+"""A scheduler side with everything around it faked: told by hand, as an adapter would tell it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from kvoffload.model import facts
+from kvoffload.model.causes import CopyOutcome
+from kvoffload.model.config import OffloadConfig
+from kvoffload.model.engine import EngineShape
+from kvoffload.model.groups import AttentionKind, GroupSpec
+from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, Rank, RequestId
+from kvoffload.model.transfer import JobReport, TransferPlan, TransferReport
+from kvoffload.runtime.scheduler_side import Clocks, SchedulerSide
+from kvoffload.testing import FakeClock
+from tests.runtime.manual_portal import ManualPortal
+
+BLOCK = 4
+TIMEOUT_S = 30.0
+SHAPE = EngineShape(
+    (GroupSpec(GroupId(0), AttentionKind.FULL, BLOCK),), ranks=1, device_blocks=400, step_tokens=64
+)
+
+
+class Pool:
+    """What an engine lends: blocks by number, each with the key that the test gave it."""
+
+    def __init__(self) -> None:
+        self.leased: list[DeviceBlockId] = []
+        self.names: dict[DeviceBlockId, BlockKey] = {}
+
+    def lease(self, blocks: Sequence[DeviceBlockId]) -> None:
+        self.leased += blocks
+
+    def release(self, blocks: Sequence[DeviceBlockId]) -> None:
+        for block in blocks:
+            self.leased.remove(block)
+
+    def next_evictable(self, count: int) -> Iterable[DeviceBlockId]:
+        return ()
+
+    def free_blocks(self) -> int:
+        return 0
+
+    def key_of(self, block: DeviceBlockId) -> BlockKey | None:
+        return self.names.get(block)
+
+    def block_of(self, key: BlockKey) -> DeviceBlockId | None:
+        return None
+
+
+class Side:
+    """One side, with 50 host slots unless told otherwise. `prefix` names what requests have in common."""
+
+    def __init__(self, *, portal: bool = False, slots: int = 50, config: OffloadConfig | None = None) -> None:
+        self.clock = FakeClock(100.0)
+        self.precise = FakeClock()
+        self.pool = Pool()
+        self.portal = ManualPortal(self.clock) if portal else None
+        self.side = SchedulerSide(
+            SHAPE,
+            config or OffloadConfig(transfer_timeout_s=TIMEOUT_S),
+            self.pool,
+            portal=self.portal,
+            clocks=Clocks(self.clock.monotonic, self.clock.monotonic, self.precise.monotonic),
+        )
+        self.steps = 0
+        self._blocks = 0
+        self._slots = slots
+        self.report()
+
+    def close(self) -> None:
+        self.side.close()
+        if self.portal is not None:
+            self.portal.close()
+
+    def seen(self, name: str, prefix: str = "p", blocks: int = 3) -> RequestId:
+        keys = tuple(BlockKey(f"{prefix}{position}".encode()) for position in range(blocks))
+        self.side.seen(facts.RequestSeen(RequestId(name), blocks * BLOCK + 1, (keys,)))
+        return RequestId(name)
+
+    def allocated(self, name: str, external: int = 0, blocks: int = 3) -> None:
+        table = tuple(DeviceBlockId(self._blocks + position + 1) for position in range(blocks))
+        self._blocks += blocks
+        self.side.allocated(facts.BlocksAllocated(RequestId(name), (table,), 0, external))
+        self.last_table = table
+
+    def step(self, *confirmed: tuple[str, int], preempted: Sequence[str] = ()) -> TransferPlan:
+        progress = tuple(facts.Progress(RequestId(name), tokens, ((),), ((),)) for name, tokens in confirmed)
+        self.steps += 1
+        return self.side.step(facts.StepScheduled(self.steps, progress, tuple(map(RequestId, preempted))))
+
+    def ended(self, name: str) -> None:
+        self.side.ended(facts.RequestEnded(RequestId(name), 0, ((),), holds_blocks=False))
+
+    def report(self, *jobs: JobReport) -> tuple[list[RequestId], list[RequestId]]:
+        results = self.side.reported([TransferReport(Rank(0), jobs, self._slots)])
+        return results.loaded, results.failed
+
+    def done(
+        self, plan: TransferPlan, outcome: CopyOutcome = CopyOutcome.DONE
+    ) -> tuple[list[RequestId], list[RequestId]]:
+        jobs = (*plan.loads, *plan.stores)
+        return self.report(*(JobReport(job.job, job.direction, outcome, 64, 0.0, 0.0) for job in jobs))
+
+    def stored(self, prefix: str = "p", blocks: int = 3) -> None:
+        """A request came, was computed, stored, and went."""
+        name = f"first-{prefix}"
+        self.seen(name, prefix, blocks)
+        self.allocated(name, blocks=blocks)
+        for position, block in enumerate(self.last_table):
+            self.pool.names[block] = BlockKey(f"{prefix}{position}".encode())
+        plan = self.step((name, blocks * BLOCK))
+        self.done(plan)
+        self.ended(name)
+        self.step()

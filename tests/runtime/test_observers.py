@@ -1,0 +1,103 @@
+"""Observers watch from the portal's loop: what they write is there at the end, and what they break stays theirs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvoffload.model import facts
+from kvoffload.model.config import OffloadConfig
+from kvoffload.telemetry.journal import read_journal
+from kvoffload.telemetry.log_observer import LogObserver
+from tests.runtime.parts import TIMEOUT_S, Side
+
+
+def test_the_log_observer_writes_what_deserves_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    side = Side(portal=True, slots=9)
+    side.side.reset()
+    side.close()
+    assert "capacity_grown slots=9" in caplog.text
+    assert "reset_started generation=1" in caplog.text
+
+
+def test_one_that_raises_is_removed_counted_and_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(self: LogObserver, event: object) -> None:
+        raise ValueError("no disk")
+
+    monkeypatch.setattr(LogObserver, "__call__", fail)
+    side = Side(portal=True)
+    assert side.portal is not None
+    side.portal.advance()
+    side.side.reset()
+    side.close()
+    assert caplog.text.count("observer_removed name=log error=\"ValueError('no disk')\"") == 1
+    assert side.side.counters.snapshot().count("kvoffload_bus_removed_total", "log") == 1
+
+
+def test_a_counter_that_raises_is_told_of_without_a_portal_too(caplog: pytest.LogCaptureFixture) -> None:
+    side = Side()
+
+    def fail(fact: facts.CacheReset) -> None:
+        raise ValueError
+
+    side.side.bus.count(facts.CacheReset, fail)
+    side.side.reset()
+    side.side.reset()
+    assert caplog.text.count("observer_removed") == 1
+    assert side.side.counters.snapshot().count("kvoffload_bus_removed_total", "other") == 1
+
+
+def test_the_journals_file_is_complete_and_closed_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    config = OffloadConfig(transfer_timeout_s=TIMEOUT_S, journal_path=path)
+    for _ in range(2):  # the file is claimed by one at a time
+        side = Side(portal=True, config=config)
+        side.stored()
+        side.close()
+    assert side.side.gauges().dropped == {"journal": 0, "log": 0}
+    records = list(read_journal(path))
+    assert [record.sequence for record in records] == [*range(1, len(records) // 2 + 1)] * 2
+    assert path.stat().st_mode & 0o077 == 0
+
+
+def test_a_journal_that_cannot_be_written_any_more_is_counted_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    side = Side(portal=True, config=OffloadConfig(journal_path=tmp_path / "journal"))
+    assert side.side.journal._file is not None
+    side.side.journal._file.close()
+    side.side.reset()
+    side.close()
+    assert "journal_stopped" in caplog.text
+    assert side.side.counters.snapshot().total("kvoffload_journal_write_errors_total") == 1
+
+
+def test_nobody_waits_for_observers_whose_loop_is_gone() -> None:
+    side = Side(portal=True)
+    assert side.portal is not None
+    side.portal.is_dead = True
+    now = side.clock.monotonic()
+    side.side.close()
+    assert side.clock.monotonic() == now
+    side.portal.is_dead = False
+    side.portal.close()
+
+
+def test_an_observer_that_never_ends_is_waited_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    side = Side(portal=True)
+    assert side.portal is not None
+    clock = side.clock
+
+    async def stay(self: LogObserver, event: object) -> None:
+        await clock.sleep(1e6)
+
+    monkeypatch.setattr(LogObserver, "__call__", stay)
+    side.side.reset()
+    side.portal.advance()
+    before = clock.monotonic()
+    side.close()
+    assert 5 <= clock.monotonic() - before < 6

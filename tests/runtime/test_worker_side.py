@@ -1,0 +1,205 @@
+"""One rank's side: host memory, the transfer coroutine, and an end that waits for what was started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvoffload.model.causes import CopyOutcome
+from kvoffload.model.config import OffloadConfig
+from kvoffload.model.errors import ConfigError
+from kvoffload.model.ids import DeviceBlockId, JobId, Rank, SlotId
+from kvoffload.model.transfer import Direction, TransferJob, TransferPlan
+from kvoffload.runtime.portal import Portal
+from kvoffload.runtime.worker_side import WorkerSide
+from kvoffload.testing import FakeClock, FakeDevice, GatedCopier
+from tests.runtime.manual_portal import ManualPortal
+
+TIMEOUT_S = 30.0
+PATIENCE_S = 30
+DEVICE = FakeDevice(8, pages=[64, 32])
+SLOT_BYTES = DEVICE.layout.slot_bytes
+
+
+class Side:
+    """A worker's side on a portal that the test drives, with ten slots."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.portal = ManualPortal(self.clock)
+        self.copier = GatedCopier()
+        self.device = FakeDevice(8, pages=[64, 32])
+        config = OffloadConfig(host_bytes=21 * SLOT_BYTES, transfer_timeout_s=TIMEOUT_S)
+        self.side = WorkerSide(Rank(1), 2, config, self.portal, clock=self.clock, copier=self.copier)
+        self._jobs = 0
+
+    def registered(self) -> Side:
+        assert self.side.register(self.device.layout) == 10  # half of the bytes are the other rank's
+        self.portal.advance()
+        return self
+
+    def plan(self, direction: Direction, slot: int = 0, block: int = 1) -> TransferPlan:
+        self._jobs += 1
+        job = TransferJob(JobId(self._jobs), direction, (SlotId(slot),), (DeviceBlockId(block),))
+        return TransferPlan(loads=(job,)) if direction is Direction.LOAD else TransferPlan(stores=(job,))
+
+    def outcomes(self) -> dict[int, CopyOutcome]:
+        report = self.side.take_report()
+        return {job.job: job.outcome for job in report.jobs} if report is not None else {}
+
+
+@pytest.fixture
+def made() -> Iterator[Side]:
+    side = Side()
+    yield side
+    side.copier.release()
+    side.side.close()
+    side.portal.close()
+
+
+def test_memory_is_made_ready_in_the_background_and_reported(made: Side) -> None:
+    made.side.register(made.device.layout)
+    assert made.side.take_report() is None
+    made.portal.advance()
+    report = made.side.take_report()
+    assert report is not None
+    assert (report.rank, report.jobs, report.ready_slots) == (1, (), 10)
+    assert made.side.take_report() is None
+
+
+def test_a_plan_is_copied_there_and_back(made: Side) -> None:
+    made.registered()
+    before = made.device.read(1)
+    store = made.plan(Direction.STORE, slot=3, block=1)
+    made.side.start_loads(store)  # there are none
+    made.side.start_stores(store)
+    made.portal.advance()
+    made.copier.release()
+    assert made.outcomes() == {1: CopyOutcome.DONE}
+    load = made.plan(Direction.LOAD, slot=3, block=5)
+    made.side.start_stores(load)
+    made.side.start_loads(load)
+    assert made.outcomes() == {2: CopyOutcome.DONE}
+    assert made.device.read(5) == before
+
+
+def test_close_waits_for_the_copies_that_were_started(made: Side) -> None:
+    made.registered()
+    made.side.start_loads(made.plan(Direction.LOAD))
+    [ticket] = made.copier.open_tickets
+    closing = made.side
+
+    async def end_it() -> None:
+        await made.clock.sleep(5)
+        assert not made.copier.is_closed
+        ticket.finish()
+
+    made.portal.spawn(end_it)
+    closing.close()
+    assert made.copier.is_closed
+    assert 5 <= made.clock.monotonic() < 6
+    closing.close()  # again does nothing
+
+
+def test_close_gives_a_copy_that_never_ends_up_and_keeps_its_memory(made: Side) -> None:
+    made.registered()
+    made.side.start_loads(made.plan(Direction.LOAD))
+    pump = made.side.pump
+    made.side.close()
+    assert made.clock.monotonic() < TIMEOUT_S + 5
+    assert made.copier.is_closed
+    assert pump.statistics().written_off_batches == 1
+    assert pump._arena.ready_slots == 10
+
+
+def test_close_while_memory_is_being_made_ready(made: Side) -> None:
+    made.side.register(made.device.layout)
+    made.side.close()
+    assert made.copier.is_closed
+
+
+def test_close_before_anything_was_registered(made: Side) -> None:
+    made.side.close()
+    assert not made.copier.is_closed
+
+
+def test_a_copier_that_cannot_be_closed_does_not_stop_the_engine_from_closing(
+    made: Side, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse() -> None:
+        raise RuntimeError("busy")
+
+    made.registered()
+    monkeypatch.setattr(made.copier, "close", refuse)
+    made.side.close()
+    assert "worker_not_closed rank=1" in caplog.text
+
+
+def test_a_normal_end_says_nothing(
+    made: Side, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made.registered()
+    made.side.close()
+    assert [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")] == []
+    assert "".join(capsys.readouterr()) == ""
+
+
+def test_a_portal_whose_thread_is_gone_is_noticed(made: Side) -> None:
+    made.registered()
+    made.side.start_loads(made.plan(Direction.LOAD))
+    made.side.start_stores(made.plan(Direction.STORE, slot=1))
+    made.portal.is_dead = True
+    assert made.outcomes() == {2: CopyOutcome.FAILED}  # it had not been started, and nobody will
+    made.copier.release()
+    assert made.outcomes() == {1: CopyOutcome.DONE}  # it had, and is still noticed
+    made.portal.is_dead = False
+
+
+def test_copies_on_a_lost_portal_are_drained_on_another(made: Side) -> None:
+    made.registered()
+    made.side.start_loads(made.plan(Direction.LOAD))
+    made.copier.release()
+    made.portal.is_dead = True
+    made.side.close()
+    assert made.copier.is_closed
+    made.portal.is_dead = False
+
+
+def test_a_coroutine_that_ends_is_noticed(made: Side) -> None:
+    made.registered()
+    pump = made.side.pump
+    made.side._tasks[1].cancel()
+    made.portal.advance()
+    assert not pump.is_alive
+    made.side.start_stores(made.plan(Direction.STORE))
+    assert made.outcomes() == {1: CopyOutcome.FAILED}
+
+
+@pytest.mark.parametrize(("host_bytes", "problem"), [(SLOT_BYTES - 1, "below one block"), (2**60, "above")])
+def test_host_bytes_that_cannot_be_are_refused(host_bytes: int, problem: str) -> None:
+    portal = Portal("test")
+    side = WorkerSide(Rank(0), 1, OffloadConfig(host_bytes=host_bytes), portal)
+    with pytest.raises(ConfigError, match=problem):
+        side.register(DEVICE.layout)
+    assert not portal.is_alive  # no thread was started for it
+    side.close()
+
+
+def test_on_a_thread_of_its_own() -> None:
+    """The same on the real portal, with the copier and the clock that it brings."""
+    portal = Portal("test")
+    device = FakeDevice(8, pages=[64, 32])
+    side = WorkerSide(Rank(0), 1, OffloadConfig(host_bytes=4 * SLOT_BYTES), portal)
+    assert side.register(device.layout) == 4
+    side._tasks[0].result(PATIENCE_S)
+    before = device.read(2)
+    job = TransferJob(JobId(0), Direction.STORE, (SlotId(3),), (DeviceBlockId(2),))
+    side.start_stores(TransferPlan(stores=(job,)))
+    pump = side.pump
+    side.close()  # what was queued may fail, what was started ends
+    report = pump.take_report()
+    assert report is not None
+    assert [each.job for each in report.jobs] == [0]
+    assert device.read(2) == before
+    assert portal.close(PATIENCE_S)

@@ -1,0 +1,168 @@
+"""The metrics in a front end: all of the catalogue, from whatever classes, once in a process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+
+from kvoffload.telemetry.catalogue import BY_NAME, CATALOGUE, Kind
+from kvoffload_vllm import families
+from kvoffload_vllm.families import Families
+
+CLASSES: dict[type, Any] = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
+LABELS = ["model_name", "engine"]
+
+
+@pytest.fixture(autouse=True)
+def clean_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(families, "_made", {})
+    before = set(REGISTRY._collector_to_names)
+    yield
+    for collector in set(REGISTRY._collector_to_names) - before:
+        REGISTRY.unregister(collector)
+
+
+def make(*engines: int, model: str = "m") -> Families:
+    return Families(CLASSES, LABELS, {engine: [model, str(engine)] for engine in engines or (0,)})
+
+
+def value(name: str, engine: int = 0, model: str = "m", **labels: str) -> float | None:
+    return REGISTRY.get_sample_value(name, {"model_name": model, "engine": str(engine), **labels})
+
+
+def test_every_metric_of_the_catalogue_is_served_from_the_start() -> None:
+    make(0, 1)
+    for metric in CATALOGUE:
+        suffix = "_count" if metric.kind is Kind.HISTOGRAM else ""
+        for labels in metric.series:
+            named = dict(zip(metric.label_names, labels, strict=True))
+            assert [value(metric.name + suffix, engine, **named) for engine in (0, 1)] == [0, 0], metric.name
+
+
+def test_a_message_goes_to_its_engine_only() -> None:
+    made = make(0, 1)
+    message = {
+        "counts": {"kvoffload_lookup_blocks_total": {"hit": 3}, "kvoffload_resets_total": {"": 1}},
+        "gauges": {"kvoffload_slots": {"host,ready": 4}},
+        "samples": {"kvoffload_transfer_seconds": {"host,load": [0.5, 0.004]}},
+    }
+    made.observe(message, 1)
+    made.observe(message, 1)
+    assert [value("kvoffload_lookup_blocks_total", engine, result="hit") for engine in (0, 1)] == [0, 6]
+    assert value("kvoffload_resets_total", 1) == 2
+    assert value("kvoffload_slots", 1, tier="host", state="ready") == 4
+    copies = {"tier": "host", "direction": "load"}
+    assert value("kvoffload_transfer_seconds_count", 1, **copies) == 4
+    assert value("kvoffload_transfer_seconds_sum", 1, **copies) == pytest.approx(1.008)
+    assert value("kvoffload_transfer_seconds_bucket", 1, le="0.005", **copies) == 2
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    made = make()
+    made.observe({"counts": {"kvoffload_of_tomorrow_total": {"x": 1}}}, 0)
+    made.observe({"counts": {"kvoffload_slots": {"host,ready": 1}}}, 0)
+    made.observe({"counts": {"kvoffload_lookup_blocks_total": {"hit,more": 1}}}, 0)
+    made.observe({"counts": {"kvoffload_resets_total": {"": 1}}}, 7)
+    assert value("kvoffload_slots", tier="host", state="ready") == 0
+    assert value("kvoffload_resets_total") == 0
+
+
+def test_a_second_engine_with_labels_of_its_own_leaves_the_first_alone() -> None:
+    first, second = make(model="one"), make(model="two")
+    for made in (first, second, second):
+        made.observe({"counts": {"kvoffload_resets_total": {"": 1}}}, 0)
+    assert [value("kvoffload_resets_total", model=model) for model in ("one", "two")] == [1, 2]
+
+
+def test_a_second_engine_with_the_same_labels_starts_at_0_and_counts_once() -> None:
+    first = make()
+    first.observe(
+        {"counts": {"kvoffload_resets_total": {"": 5}}, "gauges": {"kvoffload_capacity_slots": {"host": 9}}},
+        0,
+    )
+    second = make()
+    assert value("kvoffload_resets_total") == 0
+    assert value("kvoffload_capacity_slots", tier="host") == 0
+    for made in (first, second):
+        made.observe({"counts": {"kvoffload_resets_total": {"": 1}}}, 0)
+    assert value("kvoffload_resets_total") == 1
+
+
+def test_other_labels_take_the_place_of_the_earlier_metrics() -> None:
+    make()
+    Families(CLASSES, ["model_name"], {0: ["m"]})
+    assert value("kvoffload_resets_total") is None
+    assert REGISTRY.get_sample_value("kvoffload_resets_total", {"model_name": "m"}) == 0
+
+
+def test_a_registry_that_forgot_the_metrics_gets_them_again() -> None:
+    make()
+    for collector in list(REGISTRY._collector_to_names):
+        if getattr(collector, "_name", "").startswith("kvoffload_"):
+            REGISTRY.unregister(collector)
+    make()
+    assert value("kvoffload_resets_total") == 0
+
+
+def test_a_name_that_is_somebody_elses_is_an_error() -> None:
+    Counter("kvoffload_resets_total", "of another package")
+    with pytest.raises(ValueError, match="Duplicated"):
+        make()
+
+
+def test_where_values_are_kept_in_files_they_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    make().observe({"counts": {"kvoffload_resets_total": {"": 5}}}, 0)
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "a folder")
+    make().observe({"counts": {"kvoffload_resets_total": {"": 1}}}, 0)
+    assert value("kvoffload_resets_total") == 6
+
+
+# -- classes that are not Prometheus' ---------------------------------------------------------------------------------
+
+
+class Alien:
+    """A metric that knows what Ray's know: no registry, and no taking back."""
+
+    made: list[dict[str, Any]]
+
+    def __init__(self, name: str, documentation: str, labelnames: list[str], **options: Any) -> None:
+        self.name, self.labelnames, self.options = name, labelnames, options
+        self.values: tuple[object, ...] = ()
+        self.told: list[float] = []
+
+    def labels(self, *values: object) -> Alien:
+        assert len(values) == len(self.labelnames)
+        child = type(self)(self.name, "", self.labelnames, **self.options)
+        child.values = values
+        return child
+
+
+class AlienCounter(Alien):
+    def inc(self, value: float) -> None:
+        self.told.append(value)
+
+
+class AlienGauge(Alien):
+    def set(self, value: float) -> None:
+        self.told.append(value)
+
+
+class AlienHistogram(Alien):
+    def observe(self, value: float) -> None:
+        self.told.append(value)
+
+
+def test_any_classes_will_do_as_often_as_wanted() -> None:
+    aliens: dict[type, Any] = {Counter: AlienCounter, Gauge: AlienGauge, Histogram: AlienHistogram}
+    for _ in range(2):
+        made = Families(aliens, LABELS, {0: ["m", 0]})
+    made.observe({"samples": {"kvoffload_hook_seconds": {"step": [0.1, 0.2]}}}, 0)
+    child = made._children[0, "kvoffload_hook_seconds", ("step",)]
+    assert child.told == [0.1, 0.2]
+    assert child.values == ("m", 0, "step")
+    assert child.options == {"buckets": list(BY_NAME["kvoffload_hook_seconds"].buckets)}
+    gauge = made._children[0, "kvoffload_capacity_slots", ("host",)]
+    assert gauge.options == {"multiprocess_mode": "mostrecent"}

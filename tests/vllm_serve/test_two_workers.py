@@ -1,0 +1,174 @@
+"""`vllm serve` with two workers and the connector, through HTTP alone: answers, metrics, resets, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.vllm_serve.serve_rig import (
+    BLOCK,
+    MARKS,
+    SLOT_BYTES,
+    START_S,
+    ask,
+    check_log,
+    check_nothing_is_left,
+    check_same,
+    connector,
+    draw,
+    draw_families,
+    processes,
+    settled,
+    shared_memory,
+    traffic,
+    until,
+)
+from tests.vllm_stock import checkpoints, client, engines
+from tests.vllm_stock.client import Reply
+from tests.vllm_stock.engines import Server
+
+pytestmark = MARKS
+
+DEVICE_BLOCKS = 40  # for 1,248 tokens, of the thousands that are asked
+OPTIONS = {
+    **engines.TWO_WORKERS,
+    "seconds": START_S,
+    "num_gpu_blocks_override": DEVICE_BLOCKS,
+    "enable_prompt_tokens_details": True,
+}
+FAMILIES, LONE, LONG = draw_families(1), draw(2, 6, 500), draw(3, 2, 150)
+LONG_ANSWER = 450
+EXTERNAL_HITS = "vllm:external_prefix_cache_hits_total"
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a server without the connector answers."""
+
+    families: list[Reply]
+    lone: list[Reply]
+    long: list[Reply]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.make("qwen3", tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Expected:
+    with engines.serving(checkpoint, tmp_path_factory.mktemp("plain") / "log", **OPTIONS) as plain:
+        return Expected(ask(plain, FAMILIES), ask(plain, LONE), ask(plain, LONG, LONG_ANSWER))
+
+
+@pytest.fixture(scope="module")
+def server(
+    checkpoint: Path, expected: Expected, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """One for all tests of this module but the last; the one before the last ends it."""
+    log = tmp_path_factory.mktemp("offloading") / "log"
+    options = {**OPTIONS, "shutdown_timeout": 60}  # With none, vLLM kills its workers where they stand.
+    with engines.serving(checkpoint, log, kv_transfer_config=connector(), **options) as running:
+        yield running
+
+
+def test_answers_are_those_of_a_server_without_it(server: Server, expected: Expected) -> None:
+    before = settled(server)
+    for _ in range(3):
+        check_same(ask(server, FAMILIES), expected.families)
+    assert settled(server)(EXTERNAL_HITS) > before(EXTERNAL_HITS)
+
+
+def test_metrics_agree_with_what_was_sent(server: Server, expected: Expected) -> None:
+    before = settled(server)
+    replies = ask(server, LONE * 2, at_once=1)
+    check_same(replies, expected.lone * 2)
+    after = settled(server)
+
+    def grown(name: str, *labels: str) -> int:
+        return after(name, *labels) - before(name, *labels)
+
+    sent = sum(reply.prompt_tokens for reply in replies)
+    found = sum(reply.cached_tokens for reply in replies)
+    on_device = grown("vllm:prefix_cache_hits_total")
+    assert sent == sum(map(len, LONE)) * 2
+    assert found >= sum(len(prompt) // BLOCK * BLOCK for prompt in LONE)  # all of the second round
+    assert grown(EXTERNAL_HITS) == found - on_device > 0
+    assert grown("kvoffload_lookup_tokens_total", "hit") == found - on_device
+    assert grown("kvoffload_lookup_tokens_total") == sent - on_device
+    assert grown("kvoffload_lookup_blocks_total", "hit") == (found - on_device) // BLOCK
+    assert grown("kvoffload_miss_blocks_total") == grown("kvoffload_lookup_blocks_total", "miss") > 0
+    assert grown("kvoffload_load_blocks_total", "loaded") == (found - on_device) // BLOCK
+    assert grown("kvoffload_transfer_bytes_total", "load") == (found - on_device) // BLOCK * SLOT_BYTES
+    assert grown("kvoffload_store_blocks_total", "stored") >= sum(len(prompt) // BLOCK for prompt in LONE)
+    assert after("kvoffload_slots") == after("kvoffload_capacity_slots") == 512
+    assert after("kvoffload_degraded") == after("kvoffload_engine_surprises_total") == 0
+    assert grown("kvoffload_transfer_seconds_count", "load") == 2 * len(LONE)  # of each rank
+    negative = {at: value for at, value in after.series.items() if at[0].startswith("vllm:") and value < 0}
+    assert not negative
+
+
+def test_after_a_reset_at_rest_nothing_old_is_found(server: Server, expected: Expected) -> None:
+    ask(server, LONE)
+    settled(server)
+    assert server.post("/reset_prefix_cache?reset_external=true") == {"success": True}
+    before = settled(server)
+    check_same(ask(server, LONE), expected.lone)
+    after = settled(server)
+    for name in (EXTERNAL_HITS, "vllm:prefix_cache_hits_total"):
+        assert after(name) == before(name)
+    assert after("kvoffload_resets_total") == 1
+
+
+def test_after_a_reset_in_full_run_nothing_old_is_found(server: Server, expected: Expected) -> None:
+    ask(server, LONE)
+    control = settled(server)
+    ask(server, LONE)
+    assert settled(server)(EXTERNAL_HITS) > control(EXTERNAL_HITS)  # Without a reset they are found.
+
+    with ThreadPoolExecutor(len(LONG)) as pool:
+        begun = threading.Semaphore(0)
+        running = [pool.submit(client.stream, server, prompt, LONG_ANSWER, begun.release) for prompt in LONG]
+        assert all(begun.acquire(timeout=120) for _ in LONG)
+        answer = server.post("/reset_prefix_cache?reset_external=true")
+        assert not any(one.done() for one in running)
+        check_same([one.result() for one in running], expected.long)
+    assert answer == {"success": False}  # The device's own cache keeps what running requests hold.
+
+    before = settled(server)
+    check_same(ask(server, LONE), expected.lone)
+    check_same(ask(server, LONG, LONG_ANSWER), expected.long)
+    assert settled(server)(EXTERNAL_HITS) == before(EXTERNAL_HITS)
+    check_same(ask(server, LONE), expected.lone)
+    assert settled(server)(EXTERNAL_HITS) > before(EXTERNAL_HITS)  # What was computed since is found.
+
+
+def test_told_to_end_amid_transfers_it_ends_in_order(server: Server) -> None:
+    assert any("Worker_TP1" in name for name in processes(server).values())
+    shared = shared_memory(server)
+    with traffic(server):
+        until(lambda: client.scrape(server)("kvoffload_open_jobs", "submitted") > 0)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(120) == 0
+    check_nothing_is_left(server, shared)
+    check_log(server)
+    assert "Traceback" not in server.log.read_text()
+
+
+def test_a_killed_worker_takes_only_its_server_along(checkpoint: Path, tmp_path: Path) -> None:
+    with engines.serving(checkpoint, tmp_path / "log", kv_transfer_config=connector(), **OPTIONS) as doomed:
+        shared = shared_memory(doomed)
+        (worker,) = (process for process, name in processes(doomed).items() if "Worker_TP1" in name)
+        with traffic(doomed):
+            until(lambda: client.scrape(doomed)("kvoffload_open_jobs", "submitted") > 0)
+            os.kill(worker, signal.SIGKILL)
+            doomed.process.wait(180)
+        check_nothing_is_left(doomed, shared)
+        check_log(doomed)
