@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from kvoffload_reference.pool_device import PoolDevice
 
 from kvoffload.core.states import SlotState
 from kvoffload.engine.block_pool import BlockPool
@@ -26,6 +25,7 @@ from kvoffload.testing import FakeClock, FakeDevice, GatedCopier, ManualExecutor
 from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.host_memory import MmapAllocator
 from kvoffload.transfer.pump import TransferPump
+from kvoffload_reference.pool_device import PoolDevice
 
 BLOCK_TOKENS = 16
 KEY = block_key(b"hash of the first sixteen tokens", GroupId(0))

@@ -50,7 +50,7 @@ def observe(targets: list[str], *, with_demo: bool = True) -> list[Finding]:
             demo.result()
         wait_for_scrapes(prometheus, scraped)
         findings = [*check_panels(prometheus, start, time.time()), *check_rules(prometheus)]
-        print(f"alerts that fire or are pending: {', '.join(firing(prometheus)) or 'none'}")
+        print(f"alerts that fire: {', '.join(firing(prometheus)) or 'none'}")
         return findings
 
 

@@ -86,8 +86,8 @@ def check_rules(prometheus: Prometheus) -> Iterator[Finding]:
 
 
 def firing(prometheus: Prometheus) -> list[str]:
-    """Return the names of the alerts that fire or are about to."""
-    return sorted({one.labels["alertname"] for one in prometheus.query("ALERTS")})
+    """Return the names of the alerts that fire."""
+    return sorted({one.labels["alertname"] for one in prometheus.query('ALERTS{alertstate="firing"}')})
 
 
 def _check(

@@ -13,9 +13,10 @@ from typing import IO, Any
 
 from dashboards.observe.prometheus import ObserveError
 
-# Prompts come back after the host had to evict some of them, so that there are hits, loads, and misses of several causes.
+# The conversations outgrow the host's memory after some turns: prompts that come back are found at first, and evicted
+# later, whoever is served when.
 _WORKLOAD = ["--model", "tiny", "--conversations", "12", "--turns", "6", "--first-tokens", "256"]
-_WORKLOAD += ["--turn-tokens", "64", "--answer-tokens", "16", "--host-bytes", "5MiB"]
+_WORKLOAD += ["--turn-tokens", "64", "--answer-tokens", "16", "--host-bytes", "9MiB"]
 _SERVE_S = 600
 _URL = "metrics are at "
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 
 from kvoffload.core.requests import RequestRecord
 from kvoffload.core.state import CoreState
@@ -49,12 +50,13 @@ class Intake:
         """Blocks were handed out, tables grew, tokens were confirmed. Preempted requests were told before."""
         state = self._state
         self._newly_allocated.clear()
-        self._handed_out(fact.handed_out, since_reset=False)
+        if fact.handed_out:
+            self._handed_out(fact.handed_out, since_reset=False)
         for progress in fact.progress:
-            record = state.requests.live(progress.request)
-            since_reset = record is not None and record.stores
-            for blocks in progress.new_blocks:
-                self._handed_out(blocks, since_reset=since_reset)
+            if progress.new_blocks:
+                record = state.requests.live(progress.request)
+                since_reset = record is not None and record.stores
+                self._handed_out(chain.from_iterable(progress.new_blocks), since_reset=since_reset)
         for progress in fact.progress:
             record = state.requests.live(progress.request)
             if record is None or record.state is not RequestState.RUNNING:

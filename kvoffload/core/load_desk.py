@@ -113,7 +113,8 @@ class LoadDesk:
         state.requests.job_opened(record)
         state.shared.started(record.request, copies.slots)
         self._planned.append(job)
-        state.outbox.put(LoadScheduled(job.job, record.request, len(copies.slots), tokens))
+        slots = tuple(copies.slots)
+        state.outbox.put(LoadScheduled(job.job, record.request, len(slots), tokens, slots))
 
     def _copies(self, record: RequestRecord, fact: BlocksAllocated, length: int) -> _Copies | None:
         """Return what must be copied to go on at `length`, heads first; None where the host lacks some of it.
@@ -142,6 +143,8 @@ class LoadDesk:
 
     def submit(self) -> tuple[TransferJob, ...]:
         """Hand the step's loads over."""
+        if not self._planned:
+            return ()
         planned, self._planned = self._planned, []
         for job in planned:
             self._state.jobs.move(job, JobEvent.SUBMIT)

@@ -125,7 +125,9 @@ class _Search:
         return min(limit, self.aligned(position * tokens - self._behind(group)))
 
     def _last_hole(self, group: GroupSpec, length: int) -> int | None:
-        """Return the deepest block that a length needs and the host lacks."""
+        """Return the deepest block that a length needs and the host lacks; None for a length that is of no use."""
+        if length <= self._start:
+            return None
         keys, found, get = self._keys[group.group], self._found[group.group], self._index.get
         for position in reversed(self._needed(group, length, length + self._behind(group))):
             if position in found:

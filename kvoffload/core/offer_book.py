@@ -150,6 +150,11 @@ class OfferBook:
         """Whether the next step has offers to decide on again."""
         return bool(self._again)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether the next step has nothing to decide on."""
+        return not (self._again or self._deferred)
+
     def waiting(self) -> int:
         """Return how many offers have no outcome and are in no job. Reads only."""
         unsettled = sum(len(record.unsettled) for record in self._state.requests.all_live())

@@ -6,7 +6,7 @@ and the whole can be copied and compared, which is how it is explored.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvoffload.core.audit import audit
@@ -19,15 +19,15 @@ from kvoffload.core.offers import Offer
 from kvoffload.core.planners import make_planner
 from kvoffload.core.requests import RequestRecord
 from kvoffload.core.state import CoreState, LoadResults, Policy
-from kvoffload.core.states import JobState, RequestState, SlotState
+from kvoffload.core.states import RequestState, SlotState
 from kvoffload.core.store_desk import StoreDesk
 from kvoffload.core.transfers import Transfers
 from kvoffload.model import facts
 from kvoffload.model.causes import EvictionCause, StoreOutcome
 from kvoffload.model.engine import Device, EngineShape
 from kvoffload.model.events import Event, OffloadingDegraded, ResetStarted
-from kvoffload.model.ids import RequestId
-from kvoffload.model.transfer import Direction, TransferPlan
+from kvoffload.model.ids import BlockKey, RequestId
+from kvoffload.model.transfer import TransferPlan
 
 Handler = Callable[[Any], None]
 
@@ -78,20 +78,32 @@ class OffloadCore:
     # -- questions ----------------------------------------------------------------------------------------------
 
     def lookup(
-        self, request: RequestId, device_tokens: int, *, may_wait: bool, tokens: int = 0
+        self,
+        request: RequestId,
+        device_tokens: int,
+        *,
+        may_wait: bool,
+        tokens: int = 0,
+        new_keys: Sequence[Sequence[BlockKey]] = (),
     ) -> int | None:
         """Return the tokens that the host adds to the device's hit; None for "not yet".
-
-        `tokens` is what a preempted request must hold before its next new token: its prompt and what it generated.
 
         Changes state: what is found stays pinned until the matching allocation, the next lookup, the request's end or
         a reset. An engine looks up only requests without a block table, so asking for a running one says that it was
         preempted.
+
+        Args:
+            request: whose prefix.
+            device_tokens: tokens that the device holds.
+            may_wait: "not yet" is an answer.
+            tokens: what a preempted request must hold before its next new token: its prompt and what it generated.
+            new_keys: per group, keys of whole blocks not told before.
         """
         record = self.state.requests.live(request)
         if record is not None and record.state is RequestState.RUNNING:
             self._preempt(request)
         if record is not None:
+            record.extend_keys(new_keys)
             record.prompt_tokens = max(record.prompt_tokens, tokens)
         return self._lookups.lookup(
             request, device_tokens, may_wait=may_wait and self.state.shape.promises.can_wait

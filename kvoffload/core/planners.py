@@ -52,6 +52,8 @@ class EagerPlanner:
         self._desk = desk
         self._due: dict[RequestId, None] = {}
         self._waited = 0
+        self._scarce = 2 * state.shape.turnover_blocks
+        self._tokens = state.shape.groups[0].block_tokens
 
     def allocated(self, record: RequestRecord) -> None:
         self._due[record.request] = None
@@ -85,16 +87,21 @@ class EagerPlanner:
 
     def preempted(self, record: RequestRecord) -> None:
         self._due.pop(record.request, None)
+        index = self._state.pool.index
+        lost = [offer for offer in _confirmed(self._state, record) if offer.key not in index]
+        self._desk.refuse(lost, StoreOutcome.LOST)
 
     def _is_pressing(self, fact: StepScheduled) -> bool:
         """Whether what is due must not wait: there is much of it, or it may soon be gone."""
-        shape, live = self._state.shape, self._state.requests.live
-        tokens = shape.groups[0].block_tokens
-        return self._state.device.free_blocks() < 2 * shape.turnover_blocks or any(
-            record.confirmed_tokens // tokens > record.offered[0] + 1
-            for progress in fact.progress
-            if (record := live(progress.request)) is not None and record.offered
-        )
+        if self._state.device.free_blocks() < self._scarce:
+            return True
+        for progress in fact.progress:
+            record = self._state.requests.live(progress.request)
+            if record is None or not record.has_table:
+                continue  # the engine surprised us
+            if record.confirmed_tokens // self._tokens > record.offered[0] + 1:
+                return True
+        return False
 
 
 class LazyPlanner:
@@ -199,8 +206,7 @@ def _confirmed(state: CoreState, record: RequestRecord) -> list[Offer]:
 
 def _confirmed_of(state: CoreState, record: RequestRecord, group: GroupSpec) -> list[Offer]:
     table = state.tables.table(record.request)
-    if table is None:
-        return []
+    assert table is not None, record
     blocks, keys, tokens = table[group.group], record.keys[group.group], group.block_tokens
     first = record.offered[group.group]
     last = min(record.confirmed_tokens // tokens, len(blocks), len(keys))

@@ -54,10 +54,10 @@ class StoreDesk:
 
     def next_step(self) -> None:
         """A step has come: decide on what waited for room and on what may be stored again."""
-        if again := self._book.take_again():
-            self._decide(again, last_chance=False)
-        if deferred := self._book.take_deferred(self.room):
-            self._decide(deferred, last_chance=False)
+        if self._book.is_idle:
+            return
+        self._decide(self._book.take_again(), last_chance=False)
+        self._decide(self._book.take_deferred(self.room), last_chance=False)
 
     def refuse(self, offers: Sequence[Offer], outcome: StoreOutcome) -> None:
         """Blocks that were due but cannot be stored: their outcome is known at once."""
@@ -75,7 +75,7 @@ class StoreDesk:
         if job is None:
             return ()
         self._state.jobs.move(job, JobEvent.SUBMIT)
-        self._state.outbox.put(StoreScheduled(job.job, len(job.slots)))
+        self._state.outbox.put(StoreScheduled(job.job, len(job.slots), tuple(job.slots)))
         return (job.as_transfer(),)
 
     # -- deciding -----------------------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ class Device(Protocol):
         """Keep these blocks from being handed out again. Changes the engine's reference counts."""
 
     def release(self, blocks: Sequence[DeviceBlockId]) -> None:
-        """Give leased blocks back. Changes the engine's reference counts."""
+        """Give leased blocks back, those first that may be handed out again first. Changes reference counts."""
 
     def next_evictable(self, count: int) -> Iterable[DeviceBlockId]:
         """Return up to `count` blocks, the next one to be handed out first. Reads only."""

@@ -1,6 +1,6 @@
 """Events: what the core decided or learnt, in the past tense, one per job, request or step and never one per block.
 
-Ids, counts and enums only: no token, no prompt text, no key. Counters, the journal and every observer read these.
+Ids, counts and enums only: no token, no prompt text, no key. A slot's id says where bytes lay, not what they were. Counters, the journal and every observer read these.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvoffload.model.causes import (
     StoreOutcome,
     SurpriseCause,
 )
-from kvoffload.model.ids import JobId, Rank, RequestId
+from kvoffload.model.ids import JobId, Rank, RequestId, SlotId
 from kvoffload.model.transfer import Direction
 
 
@@ -78,12 +78,16 @@ class LookupSettled(Event):
 
 @dataclass(frozen=True, slots=True)
 class LoadScheduled(Event):
-    """A load became binding; its slots are pinned and its device blocks leased until every rank has ended it."""
+    """A load became binding; its slots are pinned and its device blocks leased until every rank has ended it.
+
+    `slots` are those it reads: what the last store into each of them brought.
+    """
 
     job: JobId
     request: RequestId
     blocks: int
     tokens: int
+    slots: tuple[SlotId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +116,7 @@ class StoreScheduled(Event):
 
     job: JobId
     blocks: int
+    slots: tuple[SlotId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvoffload.model.causes import DegradeCause
 from kvoffload.model.ids import BlockKey, DeviceBlockId, JobId, Rank, RequestId
@@ -48,8 +49,7 @@ class BlocksAllocated(Fact):
     external_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(NamedTuple):
     """What one request has gained since it was last told of. Requests that gained nothing are left out.
 
     Args:
@@ -80,6 +80,11 @@ class StepScheduled(Fact):
     progress: tuple[Progress, ...] = ()
     preempted: tuple[RequestId, ...] = ()
     handed_out: tuple[DeviceBlockId, ...] = ()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the step tells nothing new."""
+        return not (self.progress or self.preempted or self.handed_out)
 
 
 @dataclass(frozen=True, slots=True)

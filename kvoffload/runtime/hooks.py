@@ -27,7 +27,8 @@ class Stopwatch:
         self._began = self._now()
 
     def __exit__(self, *error: object) -> None:
-        self.add(self._now() - self._began)
+        self.seconds += self._now() - self._began
+        self.calls += 1
 
     def add(self, seconds: float) -> None:
         """Note a call that took so long."""

@@ -15,13 +15,14 @@ from kvoffload.bus.bus import Bus
 from kvoffload.core.offload_core import OffloadCore
 from kvoffload.core.state import LoadResults, Policy
 from kvoffload.core.states import JobState, SlotState
+from kvoffload.logs import get_logger
 from kvoffload.model import facts
 from kvoffload.model.causes import DegradeCause
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.engine import Device, EngineShape
 from kvoffload.model.errors import EngineContractError
 from kvoffload.model.events import OffloadingDegraded
-from kvoffload.model.ids import RequestId
+from kvoffload.model.ids import BlockKey, RequestId
 from kvoffload.model.transfer import Direction, TransferPlan, TransferReport
 from kvoffload.runtime.awaited_loads import AwaitedLoads
 from kvoffload.runtime.deadlines import JobDeadlines, Patience
@@ -33,7 +34,6 @@ from kvoffload.telemetry.counters import Counters
 from kvoffload.telemetry.gauges import GaugeSnapshot
 from kvoffload.telemetry.journal import Journal
 from kvoffload.telemetry.labels import Hook, JobLabel, SlotLabel
-from kvoffload.telemetry.logs import get_logger
 
 T = TypeVar("T")
 
@@ -132,7 +132,7 @@ class SchedulerSide:
             now = self._clocks.monotonic()
             for job in self._deadlines.overdue(now):
                 self._tell(facts.JobOverdue(job))
-            self._tell(fact)
+            self.bus.publish(fact)
             plan = self._plan(now)
             self._publish_events()
         self._hooks.step_ended()
@@ -176,17 +176,26 @@ class SchedulerSide:
 
     # -- what the engine asks -----------------------------------------------------------------------------------
 
-    def lookup(self, request: RequestId, device_tokens: int, tokens: int = 0) -> int | None:
+    def lookup(
+        self,
+        request: RequestId,
+        device_tokens: int,
+        tokens: int = 0,
+        new_keys: Sequence[Sequence[BlockKey]] = (),
+    ) -> int | None:
         """Return the tokens that the host adds to `device_tokens`, or None for "not yet". Any number of times.
 
-        `tokens` is what the request must hold before its next new token, where that is more than its prompt.
+        `tokens` is what the request must hold before its next new token, where that is more than its prompt;
+        `new_keys` are keys of its whole blocks that were not told before.
         """
         with self._hooks.timed(Hook.LOOKUP):
             now = self._clocks.monotonic()
             may_wait = self._patience.may_wait(request, now)
             answer = self._ask(
                 "lookup",
-                lambda: self.core.lookup(request, device_tokens, may_wait=may_wait, tokens=tokens),
+                lambda: self.core.lookup(
+                    request, device_tokens, may_wait=may_wait, tokens=tokens, new_keys=new_keys
+                ),
                 _NO_TOKENS,
             )
             if answer is None:

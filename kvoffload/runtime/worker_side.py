@@ -5,11 +5,11 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
+from kvoffload.logs import get_logger
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.ids import Rank
 from kvoffload.model.transfer import TransferPlan, TransferReport
 from kvoffload.runtime.portal import Portal
-from kvoffload.telemetry.logs import get_logger
 from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.clock import SystemClock
 from kvoffload.transfer.factory import make_allocator, make_copier

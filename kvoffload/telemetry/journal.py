@@ -22,7 +22,7 @@ from kvoffload.bus.feed import Feed
 from kvoffload.bus.guard import call_guarded
 from kvoffload.model.errors import KVOffloadError
 from kvoffload.model.events import Event
-from kvoffload.model.facts import Fact
+from kvoffload.model.facts import Fact, StepScheduled
 from kvoffload.telemetry.journal_file import JournalFile
 from kvoffload.telemetry.records import Summary, compact, from_plain, to_plain
 
@@ -86,6 +86,7 @@ class Journal:
         self._now = now
         self._ring: deque[Entry] = deque(maxlen=ring_size)
         self._recorded = 0
+        self._ends_idle = False
         self._file = JournalFile(path) if path is not None else None
         self._feed: Feed[Entry] | None = None
         self._on_failure = on_failure
@@ -101,6 +102,10 @@ class Journal:
         """Keep one message."""
         self._recorded += 1
         entry = Entry(self._recorded, self._now(), compact(message))
+        is_idle = isinstance(message, StepScheduled) and message.is_idle
+        if is_idle and self._ends_idle:
+            self._ring.pop()  # an engine that waits must not push what led to it out of the ring
+        self._ends_idle = is_idle
         self._ring.append(entry)
         if self._feed is not None:
             self._feed.offer(entry)

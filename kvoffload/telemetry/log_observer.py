@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import singledispatchmethod
 from typing import TYPE_CHECKING
 
+from kvoffload.logs import get_logger
 from kvoffload.model.causes import LoadOutcome, StoreOutcome
 from kvoffload.model.events import (
     CapacityGrown,
@@ -13,11 +14,9 @@ from kvoffload.model.events import (
     Event,
     JobAbandoned,
     LoadEnded,
-    OffloadingDegraded,
     ResetStarted,
     StoreSettled,
 )
-from kvoffload.telemetry.logs import get_logger
 from kvoffload.telemetry.records import to_plain
 from kvoffload.telemetry.throttle import AtMostEvery, OncePer
 
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 _QUIET_S = 10.0  # seconds between two warnings of one kind
 
 LOGGED: tuple[type[Event], ...] = (
-    OffloadingDegraded,
     JobAbandoned,
     LoadEnded,
     StoreSettled,
@@ -87,10 +85,6 @@ class LogObserver:
     @singledispatchmethod
     def _write(self, event: Event) -> None:
         raise TypeError(f"no line for {type(event).__name__}")
-
-    @_write.register
-    def _(self, event: OffloadingDegraded) -> None:
-        self._log.error("offloading_degraded", **_keys(event))
 
     @_write.register
     def _(self, event: JobAbandoned) -> None:

@@ -1,7 +1,7 @@
 """What the journal keeps of a message: a compact form by its dataclass fields, and back again.
 
 Nothing that names content is kept. Bytes become their number, collections become counts, except lists of request
-ids. What is left is ids, counts, enums, numbers, and free text with any bytes literal struck out.
+ids and of slots. What is left is ids, counts, enums, numbers, and free text with any bytes literal struck out.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, NewType, cast
 
 from kvoffload.model import events
 from kvoffload.model.events import Event
+from kvoffload.model.ids import SlotId
 
 _TEXT_CHARACTERS = 500
 _BYTES_LITERAL = re.compile(r"""b'(?:[^'\\]|\\.)*'?|b"(?:[^"\\]|\\.)*"?""")
@@ -33,7 +34,8 @@ class Summary:
 
 def compact(message: object) -> object:
     """Return what may be held for long: the message itself if it is small and holds no content, else a `Summary`."""
-    form = _form(type(message))
+    cls = type(message)
+    form = _FORMS.get(cls) or _form(cls)
     return form.summarise(message) if form.is_bulky else message
 
 
@@ -87,7 +89,7 @@ def _writer(hint: object) -> tuple[Convert, bool]:
     if plain is bytes:
         return len, True
     if typing.get_origin(plain) is tuple:
-        return _tuple_writer(typing.get_args(plain)[0]), True
+        return _tuple_writer(typing.get_args(plain)[0])
     if is_dataclass(plain):
         return lambda value: dict(_form(type(value)).summarise(value).fields), True
     if hint is str:  # an id is a type of its own, so this is free text
@@ -99,12 +101,12 @@ def _writer(hint: object) -> tuple[Convert, bool]:
     raise TypeError(f"no form for a field of type {hint!r}")
 
 
-def _tuple_writer(item: object) -> Convert:
+def _tuple_writer(item: object) -> tuple[Convert, bool]:
+    if item is SlotId:
+        return list, False
     if typing.get_origin(item) is tuple:
-        return lambda groups: [len(group) for group in groups]
-    if _plain_type(item) is str:
-        return list
-    return len
+        return lambda groups: [len(group) for group in groups], True
+    return (list if _plain_type(item) is str else len), True
 
 
 def _decoders(cls: type) -> dict[str, Convert]:
@@ -116,6 +118,9 @@ def _decoder(name: str, hint: object) -> Convert:
     if optional := _optional(hint):
         decode_present = _decoder(name, optional)
         return lambda value: None if value is None else decode_present(value)
+    if _is_slots(hint):
+        decode_slot = _decoder(name, SlotId)
+        return lambda value: tuple(decode_slot(slot) for slot in value)
     plain = cast("type[Any]", _plain_type(hint))
     if issubclass(plain, Enum):
         return plain
@@ -127,6 +132,10 @@ def _decoder(name: str, hint: object) -> Convert:
         return plain(value)
 
     return decode
+
+
+def _is_slots(hint: object) -> bool:
+    return typing.get_origin(hint) is tuple and typing.get_args(hint)[0] is SlotId
 
 
 def _optional(hint: object) -> object:

@@ -16,6 +16,7 @@ from kvoffload.model.ids import JobId, RequestId
 from kvoffload.model.transfer import Direction
 from kvoffload.telemetry.journal import Record
 from kvoffload.telemetry.records import Summary
+from kvoffload.telemetry.timeline_flows import Place, SlotHistory
 from kvoffload.telemetry.timeline_requests import RequestRows, args_of
 from kvoffload.telemetry.trace import Rows, Trace, TraceEvent, Track
 
@@ -72,6 +73,7 @@ class _Timeline:
         self._jobs: dict[JobId, _Scheduled] = {}
         self._step: tuple[float, dict[str, Any]] | None = None
         self._requests = RequestRows(trace)
+        self._slots = SlotHistory()
         self._on_event: dict[type, Callable[[float, Any], Drawn]] = {
             events.StoreScheduled: self._on_scheduled,
             events.LoadScheduled: self._on_load_scheduled,
@@ -120,10 +122,12 @@ class _Timeline:
 
     def _on_scheduled(self, at: float, event: events.StoreScheduled) -> Drawn:
         self._jobs[event.job] = _Scheduled(at, event.blocks)
+        self._slots.stored(event.job, event.slots)
         return iter(())
 
     def _on_load_scheduled(self, at: float, event: events.LoadScheduled) -> Drawn:
         self._jobs[event.job] = _Scheduled(at, event.blocks, event.request)
+        self._slots.loaded(event.job, event.slots)
         return self._requests.on_load_scheduled(at, event)
 
     def _on_reported(self, at: float, event: events.RankReported) -> Drawn:
@@ -148,6 +152,15 @@ class _Timeline:
         began = max(copied - event.copy_s, start)
         yield from self._trace.span(track, "queued", start, began)
         yield from self._trace.span(track, "copy", began, copied, bytes=event.copied_bytes)
+        yield from self._arrows(event, (track, (began + copied) / 2))
+
+    def _arrows(self, event: events.RankReported, place: Place) -> Drawn:
+        """From every store that brought what this load used, on the same rank."""
+        if event.direction is Direction.STORE:
+            self._slots.drawn(event.job, event.rank, place)
+            return
+        for store, source in self._slots.sources(event.job, event.rank):
+            yield from self._trace.flow(f"store {store} to load {event.job}", source, place)
 
     # -- the rest -----------------------------------------------------------------------------------------------
 

@@ -59,6 +59,7 @@ class Trace:
         self._origin = origin
         self._groups: dict[str, int] = {}
         self._tracks: dict[Track, int] = {}
+        self._flows = 0
 
     def span(
         self, track: Track, name: str, start: float, end: float, /, **args: object
@@ -72,6 +73,12 @@ class Trace:
         """Something that took no time."""
         yield from self._names(track)
         yield {**self._event(track, "i", name, at, args), "s": "t"}
+
+    def flow(self, name: str, *places: tuple[Track, float]) -> Iterator[TraceEvent]:
+        """An arrow from the span at the first place to the span at the second; both lines have been used."""
+        self._flows += 1
+        for phase, (track, at) in zip("sf", places, strict=True):
+            yield {**self._event(track, phase, name, at, {}), "id": self._flows, "bp": "e"}
 
     def _event(self, track: Track, phase: str, name: str, at: float, args: dict[str, object]) -> TraceEvent:
         return {

@@ -11,6 +11,7 @@ from kvoffload.testing.clock import FakeClock, settled
 from kvoffload.testing.copier import GatedCopier, GatedTicket
 from kvoffload.testing.device import FakeDevice
 from kvoffload.testing.gates import Gate, ManualExecutor, ThreadGate
+from kvoffload.testing.logs import capture_logs
 
 __all__ = [
     "FakeClock",
@@ -20,5 +21,6 @@ __all__ = [
     "GatedTicket",
     "ManualExecutor",
     "ThreadGate",
+    "capture_logs",
     "settled",
 ]

@@ -13,8 +13,7 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING
 
-import structlog
-
+from kvoffload.logs import get_logger
 from kvoffload.model.errors import HostMemoryError
 from kvoffload.transfer.runs import Geometry, geometry_of
 
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 _LINE = 64
 _CHUNK_BYTES = 256 * 2**20  # about 25 ms of pinning: short beside a step, long beside a call
 
-log = structlog.get_logger("kvoffload.transfer")
+log = get_logger("transfer")
 
 
 class Arena:

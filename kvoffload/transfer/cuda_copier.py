@@ -18,8 +18,7 @@ import contextlib
 from collections import deque
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-import structlog
-
+from kvoffload.logs import get_logger
 from kvoffload.model.transfer import Direction
 from kvoffload.transfer.ports import TicketState
 
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 StreamT = TypeVar("StreamT")
 EventT = TypeVar("EventT")
 
-log = structlog.get_logger("kvoffload.transfer")
+log = get_logger("transfer")
 
 
 class CudaDriver(Protocol[StreamT, EventT]):

@@ -15,9 +15,9 @@ import threading
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-import structlog
 import torch
 
+from kvoffload.logs import get_logger
 from kvoffload.model.errors import CopyError, EngineContractError, HostMemoryError
 from kvoffload.model.transfer import Direction
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     Enqueue: TypeAlias = Callable[[Direction, CopyRuns, int], None]
 
-log = structlog.get_logger("kvoffload.transfer")
+log = get_logger("transfer")
 
 _BATCH_VERSION = 12080  # the interface of CUDA 12.8; asking for it by number gives it on newer drivers, too
 

@@ -10,8 +10,8 @@ import itertools
 from typing import TYPE_CHECKING
 
 import numpy as np
-import structlog
 
+from kvoffload.logs import get_logger
 from kvoffload.model.transfer import Direction
 from kvoffload.transfer.jobs import JobLedger
 from kvoffload.transfer.lanes import Batch, Lane
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvoffload.transfer.ports import Clock, Copier
     from kvoffload.transfer.runs import CopyRuns
 
-log = structlog.get_logger("kvoffload.transfer")
+log = get_logger("transfer")
 
 
 class JobFlow:

@@ -6,8 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import structlog
-
+from kvoffload.logs import get_logger
 from kvoffload.transfer.ports import TicketState
 
 if TYPE_CHECKING:
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from kvoffload.transfer.jobs import OpenJob
     from kvoffload.transfer.ports import Ticket
 
-log = structlog.get_logger("kvoffload.transfer")
+log = get_logger("transfer")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

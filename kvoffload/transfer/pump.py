@@ -29,8 +29,8 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 import anyio
-import structlog
 
+from kvoffload.logs import get_logger
 from kvoffload.model.errors import IllegalTransition
 from kvoffload.model.transfer import TransferReport
 from kvoffload.transfer.backoff import Backoff
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from kvoffload.transfer.ports import Clock, Copier
     from kvoffload.transfer.statistics import TransferStatistics
 
-log = structlog.get_logger("kvoffload.transfer")
+log = get_logger("transfer")
 
 _CLOSING = "the pump is closing"
 

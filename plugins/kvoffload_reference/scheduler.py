@@ -50,7 +50,9 @@ class ReferenceScheduler:
         self._offload.seen(facts.RequestSeen(RequestId(request.request_id), request.num_tokens, known))
 
     def lookup(self, request: RequestView, device_tokens: int) -> int | None:
-        return self._offload.lookup(RequestId(request.request_id), device_tokens, request.num_tokens)
+        new_keys = self._new_keys(self._told[request.request_id])
+        name = RequestId(request.request_id)
+        return self._offload.lookup(name, device_tokens, request.num_tokens, new_keys)
 
     def allocated(
         self, request: RequestView, tables: BlockTables, device_tokens: int, external_tokens: int

@@ -7,13 +7,13 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvoffload.logs import ROOT, get_logger
 from kvoffload.model.config import OffloadConfig, parse_config
 from kvoffload.model.errors import ConfigError
 from kvoffload.model.ids import Rank
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.scheduler_side import SchedulerSide
 from kvoffload.runtime.worker_side import WorkerSide
-from kvoffload.telemetry.logs import ROOT, get_logger
 from kvoffload_vllm.events import find_wire, publishes_events
 from kvoffload_vllm.groups import VllmGroups, vllm_groups
 from kvoffload_vllm.host_news import HostNews

@@ -29,9 +29,8 @@ class VllmDevice:
         self._bound.touch([known[block] for block in blocks])
 
     def release(self, blocks: Sequence[DeviceBlockId]) -> None:
-        # Freed first is evicted first: the deepest block of a prefix, as vLLM itself does.
         known = self._bound.blocks
-        self._bound.free_blocks([known[block] for block in reversed(blocks)])
+        self._bound.free_blocks([known[block] for block in blocks])
 
     def next_evictable(self, count: int) -> Iterable[DeviceBlockId]:
         return islice(self._free(), count)

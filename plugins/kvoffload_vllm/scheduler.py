@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, cast
+from itertools import compress
+from typing import TYPE_CHECKING
 
 from kvoffload.core.state import LoadResults
 from kvoffload.model import facts
 from kvoffload.model.causes import LoadOutcome
 from kvoffload.model.events import LoadEnded, LoadScheduled, OffloadingDegraded
-from kvoffload.model.ids import DeviceBlockId, JobId, RequestId
+from kvoffload.model.ids import BlockKey, DeviceBlockId, JobId, RequestId
 from kvoffload.model.transfer import TransferPlan
 from kvoffload_vllm.metadata import KVOffloadMetadata, KVOffloadWorkerMetadata
 from kvoffload_vllm.tracked import DueSteps, KeyMaker, Tracked
@@ -92,7 +93,8 @@ class VllmScheduler:
         """Return the tokens that the host adds, None for "ask again"."""
         tracked = self._tracked.get(request.request_id) or self.new_request(request)
         tracked.found_tokens = device_tokens
-        return self.offload.lookup(RequestId(request.request_id), device_tokens, request.num_tokens)
+        name = RequestId(request.request_id)
+        return self.offload.lookup(name, device_tokens, request.num_tokens, self._new_keys(tracked))
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         """The engine gave a request blocks: for the first time, or again after a load, for the rest of its prompt."""
@@ -119,9 +121,7 @@ class VllmScheduler:
         for request in preempted:
             if (tracked := self._tracked.get(request)) is not None:
                 self._due.drop(tracked)
-        fact = facts.StepScheduled(
-            self._step, self._progress(output), preempted, _copy_targets(output)
-        )
+        fact = facts.StepScheduled(self._step, self._progress(output), preempted, _copy_targets(output))
         self._step += 1
         plan = self.offload.step(fact)
         self._note(self.offload.take_results())
@@ -186,9 +186,9 @@ class VllmScheduler:
             else:
                 self._due.put(tracked, max(lacking, 1))
         progress = tuple(
-            self._progress_of(tracked, new_blocks)
+            self._progress_of(known, new_blocks)
             for request_id, new_blocks in news.items()
-            if (tracked := self._tracked.get(request_id)) is not None
+            if (known := self._tracked.get(request_id)) is not None
         )
         if output.total_num_scheduled_tokens > len(scheduled):
             self._look_next_step(request_id for request_id, tokens in scheduled.items() if tokens > 1)
@@ -197,14 +197,14 @@ class VllmScheduler:
     def _news_of(self, output: SchedulerOutput) -> dict[str, _Table]:
         """Return the requests of which vLLM itself tells something new, with the blocks that continue their tables."""
         cached = output.scheduled_cached_reqs
-        news: dict[str, _Table] = {
-            request_id: self._table(blocks)
-            for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True)
-            if blocks is not None
-        }
+        ids, tables = cached.req_ids, cached.new_block_ids
+        # Most have no new block, so Python's own loops find those that do.
+        news = {request_id: self._table(blocks) for request_id, blocks in compress(zip(ids, tables), tables)}  # noqa: B905
         # Of these the whole table is given here, and was told when it was allocated.
-        news.update(dict.fromkeys(cached.resumed_req_ids, ()))
-        news.update((new.req_id, ()) for new in output.scheduled_new_reqs)
+        for request_id in cached.resumed_req_ids:
+            news[request_id] = ()
+        for new in output.scheduled_new_reqs:
+            news[new.req_id] = ()
         return news
 
     def _look_next_step(self, request_ids: Iterable[str]) -> None:
@@ -217,13 +217,19 @@ class VllmScheduler:
         confirmed = tracked.confirmed_tokens
         tracked.boundary = confirmed - confirmed % self._least_block + self._least_block
         self._due.put(tracked, tracked.boundary - confirmed)
-        request, known = RequestId(tracked.request.request_id), tracked.hashes
-        new_keys = tracked.new_keys(self._keys)
+        request = RequestId(tracked.request.request_id)
+        return facts.Progress(request, confirmed, new_blocks, self._new_keys(tracked))
+
+    def _new_keys(self, tracked: Tracked) -> tuple[tuple[BlockKey, ...], ...]:
+        """Return the keys not told yet; routers that follow our events hear of their tokens when they arrive."""
+        known, new_keys = tracked.hashes, tracked.new_keys(self._keys)
         if self._news is not None and tracked.hashes > known:
             self._news.note(tracked.request, known)
-        return facts.Progress(request, confirmed, new_blocks, new_keys)
+        return new_keys
 
     def _loading(self, plan: TransferPlan) -> dict[JobId, tuple[str, tuple[DeviceBlockId, ...]]]:
+        if not plan.loads:
+            return {}
         loading = {job.job: (self._request_of.pop(job.job), job.blocks) for job in plan.loads}
         self._submitted.update((request, job) for job, (request, _) in loading.items())
         return loading
@@ -247,7 +253,7 @@ class VllmScheduler:
         return any(request in requests for requests in told)
 
     def _table(self, block_ids: Sequence[Sequence[int]]) -> _Table:
-        return cast("_Table", tuple(tuple(block_ids[group]) for group in self._groups))
+        return tuple([block_ids[group] for group in self._groups])  # type: ignore[misc]  # vLLM's numbers are our ids
 
     def _load_scheduled(self, event: LoadScheduled) -> None:
         self._request_of[event.job] = event.request
@@ -265,5 +271,7 @@ class VllmScheduler:
 
 def _copy_targets(output: SchedulerOutput) -> tuple[DeviceBlockId, ...]:
     """Return the blocks that vLLM copies others onto in this step; older versions have no such copies."""
-    copies = getattr(output, "kv_cache_block_copies", None) or ()
+    copies = getattr(output, "kv_cache_block_copies", None)
+    if not copies:
+        return ()
     return tuple(DeviceBlockId(copy.dst_block_id) for copy in copies)

@@ -35,13 +35,11 @@ class KeyMaker:
 
     def keys(self, hashes: Sequence[bytes], first: int) -> tuple[tuple[BlockKey, ...], ...]:
         """Return, per group, the keys that the hashes from number `first` on complete."""
-        return tuple(
-            tuple(
-                BlockKey(hashes[(position + 1) * ratio - 1] + suffix)
-                for position in range(first // ratio, len(hashes) // ratio)
-            )
-            for ratio, suffix in self._groups
-        )
+        keys = []
+        for ratio, suffix in self._groups:
+            ends = hashes[(first // ratio + 1) * ratio - 1 :: ratio]
+            keys.append(tuple([BlockKey(end + suffix) for end in ends]))
+        return tuple(keys)
 
 
 @dataclass(slots=True)
@@ -68,7 +66,9 @@ class Tracked:
         return self.request.num_computed_tokens - self.request.num_output_placeholders
 
     def new_keys(self, maker: KeyMaker) -> tuple[tuple[BlockKey, ...], ...]:
-        """Return the keys not told yet, and note them as told."""
+        """Return the keys not told yet, and note them as told; an empty tuple where there is none."""
+        if len(self.request.block_hashes) == self.hashes:
+            return ()
         keys = maker.keys(self.request.block_hashes, self.hashes)
         self.hashes = len(self.request.block_hashes)
         return keys
@@ -91,7 +91,8 @@ class DueSteps:
 
     def put(self, tracked: Tracked, steps: int) -> None:
         """Put a request aside for so many steps, at least one. Wherever it was, it is no longer."""
-        self.drop(tracked)
+        if tracked.due > self._step:
+            self.drop(tracked)
         tracked.due = self._step + steps
         self._due.setdefault(tracked.due, {})[tracked.request.request_id] = tracked
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,9 @@ DEMO = (
 @pytest.fixture(scope="module")
 def journal(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("run") / "journal.jsonl"
-    assert main([*DEMO.split(), "--config", f"journal_path={path}"]) == Exit.OK
+    # A process of its own: the demo sets up logging, which a fixture for the whole module would leave behind.
+    command = [sys.executable, "-m", "kvoffload.cli", *DEMO.split(), "--config", f"journal_path={path}"]
+    subprocess.run(command, check=True, capture_output=True)
     return path
 
 
@@ -50,6 +54,20 @@ def test_everything_that_happened_is_drawn_once(journal: Path, trace: list[dict[
 
 
 @pytest.mark.slow
+def test_every_load_has_an_arrow_from_a_store(trace: list[dict[str, Any]]) -> None:
+    loads = {event["name"] for event in trace if event["ph"] == "X" and event["name"].startswith("load ")}
+    assert {event["name"].partition(" to ")[2] for event in trace if event["ph"] == "f"} == loads
+    for event in trace:
+        if event["ph"] in "sf":
+            assert any(
+                copy["name"] == "copy"
+                and (copy["pid"], copy["tid"]) == (event["pid"], event["tid"])
+                and copy["ts"] <= event["ts"] <= copy["ts"] + copy["dur"]
+                for copy in trace
+            )
+
+
+@pytest.mark.slow
 def test_spans_of_one_line_nest(trace: list[dict[str, Any]]) -> None:
     """A viewer draws nonsense, without a word, where spans of one line overlap and none contains the other."""
     lines: dict[tuple[int, int], list[tuple[float, float]]] = {}
@@ -71,7 +89,7 @@ def test_spans_of_one_line_nest(trace: list[dict[str, Any]]) -> None:
 def test_it_has_the_form_that_viewers_read(trace: list[dict[str, Any]]) -> None:
     named = {(event["pid"], event["tid"]) for event in trace if event["name"] == "thread_name"}
     for event in trace:
-        assert event["ph"] in "XiM"
+        assert event["ph"] in "XiMsf"
         assert isinstance(event["pid"], int)
         assert isinstance(event["tid"], int)
         assert event["ts"] >= 0

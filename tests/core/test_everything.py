@@ -49,6 +49,7 @@ class Everything(RuleBasedStateMachine):
         policy=st.sampled_from(["eager", "lazy"]),
         least=st.sampled_from([0, 0, 8]),
         tokens=st.sampled_from([4, 8]),
+        merge=st.sampled_from([1, 1, 3]),
     )
     def start(
         self,
@@ -59,9 +60,17 @@ class Everything(RuleBasedStateMachine):
         policy: str,
         least: int,
         tokens: int,
+        merge: int,
     ) -> None:
         self.world = World(
-            *groups, ranks=ranks, device=device, host=host, policy=policy, least=least, step_tokens=tokens
+            *groups,
+            ranks=ranks,
+            device=device,
+            host=host,
+            policy=policy,
+            least=least,
+            step_tokens=tokens,
+            merge_steps=merge,
         )
         self.may_have: set[BlockKey] = set()
         self.arriving: dict[JobId, tuple[set[int], list[BlockKey], int]] = {}

@@ -152,3 +152,22 @@ def test_windows_too() -> None:
         world.serve(f"r{number}", f"{number}bcdefghijklmnopq")
     world.device.forget_keys()
     assert any(world.lookup(world.add(f"s{number}", f"{number}bcdefghijklmnopq")) for number in range(10))
+
+
+def test_another_block_with_a_key_that_is_being_stored_is_not_offered() -> None:
+    world = lazy(device=24)
+    one, two = world.add("one", TEXT), world.add("two", TEXT)
+    for request in (one, two):
+        world.admit(request)
+    for _ in range(3):
+        world.step(one, two)
+    world.end(one)
+    world.end(two)
+    hungry = world.add("hungry", "0123456789" * 5)
+    world.admit(hungry)
+    for _ in range(14):
+        world.step(hungry, tokens=4)
+    assert len(world.open_jobs()) == 1
+    assert world.offered() == 4  # one of the second request's came with the first look
+    world.drain()
+    assert world.on_host(TEXT) == "xxx"

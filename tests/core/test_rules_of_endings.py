@@ -431,17 +431,25 @@ def test_r16_a_request_with_a_stuck_copy_holds_no_slot_once_it_has_ended() -> No
     world = World(host=8)
     request = computed(world)
     stuck, fine = world.open_jobs()
-    world.finish(fine)
     world.overdue(stuck)
+    world.finish(fine)
     assert world.core.state.pool.holds()
     world.end(request)
     assert not world.core.state.pool.holds()
-    other = computed(world, "b", "0123456789abc")
-    world.end(other)
-    fine, late = (job for job in world.open_jobs() if job != stuck)
-    world.finish(fine)
-    assert world.core.state.pool.holds()  # its last store is still on its way
-    world.overdue(late)
+
+
+def test_r16_a_request_that_has_ended_waits_with_its_slots_for_no_copy_that_is_stuck() -> None:
+    world = World(host=8)
+    text = TEXT + "nopqrstuvwxy"
+    request = computed(world, text=text)
+    arrived, stuck, late = world.open_jobs()
+    world.finish(arrived)
+    world.end(request)
+    assert world.core.state.pool.holds()  # its last stores are still on their way
+    world.overdue(stuck)
+    assert not world.core.state.pool.holds()
+    world.finish(late)
+    assert world.on_host(text) == "xx..xx"
     assert not world.core.state.pool.holds()
 
 

@@ -394,6 +394,28 @@ def test_r9_a_corrupt_load_that_names_no_block_loses_all_of_them() -> None:
     assert world.loads() == {LoadOutcome.CORRUPT: 3}
 
 
+def test_r9_a_load_whose_blocks_are_all_named_corrupt() -> None:
+    world = cached()
+    for slot in world.core.state.pool.index.values():
+        world.rot(0, slot)
+    loading(world)
+    world.finish()
+    assert world.loads() == {LoadOutcome.CORRUPT: 3}
+    assert world.count(SlotState.QUARANTINED) == 3
+
+
+def test_r9_a_request_that_ends_takes_back_its_own_load_and_no_other() -> None:
+    world = cached()
+    one, two = world.add("one", TEXT), world.add("two", TEXT)
+    world.admit(one)
+    world.admit(two, may_wait=False)
+    world.end(one)
+    assert world.loads() == {LoadOutcome.CANCELLED: 3}
+    world.step()
+    world.finish()
+    assert world.results == [("one", False), ("two", True)]
+
+
 @pytest.mark.parametrize("order", [(CORRUPT, FAILED), (FAILED, CORRUPT)])
 def test_r9_a_rank_that_fails_dooms_all_also_where_another_names_a_corrupt_block(order: tuple) -> None:
     # Only the first rank's word was heard: after a corrupt block, a failed copy left the other slots in the index.

@@ -207,6 +207,7 @@ class World:
         host: int = 64,
         policy: str = "eager",
         least: int = 0,
+        merge_steps: int = 1,
         step_tokens: int = 8,
         promises: Promises | None = None,
     ) -> None:
@@ -215,7 +216,7 @@ class World:
         shape = EngineShape(self.groups, ranks, device, step_tokens, promises=promises or Promises())
         self.shape = shape
         self.device = DevicePool(device, ranks)
-        self.core = OffloadCore(shape, Policy(policy, "lru", least), self.device)
+        self.core = OffloadCore(shape, Policy(policy, "lru", least, merge_steps), self.device)
         self.host: list[dict[SlotId, BlockKey]] = [{} for _ in self.ranks]
         self.rotten: set[tuple[int, SlotId]] = set()  # rank and slot, corrupted behind everybody's back
         self.resets = 0
@@ -275,7 +276,11 @@ class World:
     def lookup(self, request: Req, *, may_wait: bool = True) -> int | None:
         """Tokens that the host adds to the device's hit, None for "not yet"."""
         answer = self.core.lookup(
-            request.name, self.device_hit(request), may_wait=may_wait, tokens=len(request.text)
+            request.name,
+            self.device_hit(request),
+            may_wait=may_wait,
+            tokens=len(request.text),
+            new_keys=self._new_keys(request),
         )
         self._settle()
         return answer
@@ -414,9 +419,9 @@ class World:
 
     def repeat_report(self, rank: int) -> None:
         """A rank says once more what it said last; nothing may change."""
-        before = self.core.fingerprint()
+        before = self.core.fingerprint(), len(self.log)
         self.tell(facts.TransferReported(self.last_reports[Rank(rank)]))
-        assert self.core.fingerprint() == before
+        assert (self.core.fingerprint(), len(self.log)) == before
 
     def finish(self, *jobs: JobId, outcome: CopyOutcome = DONE) -> None:
         """End jobs on every rank; by default all that are open and not given up."""

@@ -33,7 +33,7 @@ LAYERS = {
     "chunked_local": 6,
 }  # two of each group, so that two ranks have one each
 PLENTY = 2000  # host blocks
-TIMEOUT_S = 30.0
+TIMEOUT_S = 5.0
 TOLERANCE = 1e-3
 STEP_S = 0.02  # of fake time; longer than the pump ever sleeps
 
@@ -267,3 +267,18 @@ def plain(kind: str, prompt: tuple[int, ...], new_tokens: int) -> list[Token]:
 def text(seed: int, tokens: int) -> tuple[int, ...]:
     """A prompt; the longer one of a seed continues the shorter."""
     return tuple(random.Random(seed).choices(range(64), k=tokens))
+
+
+def on_host_only(made: Rig, *prompts: tuple[int, ...]) -> None:
+    """The host has these prompts, the device does not."""
+    for prompt in prompts:
+        made.run(prompt, 6)  # long enough for all its blocks to pass under the lease limit
+    made.forget_device()
+
+
+def open_loads(made: Rig) -> list[GatedTicket]:
+    return [ticket for ticket in made.copiers[0].open_tickets if ticket.direction is Direction.LOAD]
+
+
+def open_stores(made: Rig) -> list[GatedTicket]:
+    return [ticket for ticket in made.copiers[0].open_tickets if ticket.direction is Direction.STORE]

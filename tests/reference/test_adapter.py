@@ -10,7 +10,7 @@ from kvoffload.engine import SamplingParams
 from kvoffload.engine.block_pool import BlockPool
 from kvoffload.model import facts
 from kvoffload.model.groups import AttentionKind
-from kvoffload.model.ids import BlockKey, DeviceBlockId
+from kvoffload.model.ids import BlockKey, DeviceBlockId, RequestId
 from kvoffload_reference.pool_device import PoolDevice
 from tests.reference.rig import KINDS, Rig, rig, text
 
@@ -122,3 +122,20 @@ def test_the_pool_is_lent_as_it_is() -> None:
     device.release([blocks[0], blocks[2], blocks[1]])
     assert list(device.next_evictable(9))[-1] == blocks[0]
     assert device.free_blocks() == 5
+
+
+def test_a_preempted_requests_newest_block_is_looked_up_though_no_step_told_of_it() -> None:
+    with rig(num_blocks=60) as made:
+        made.submit(text(1, 10), 16)
+        made.drain()
+        stream = made.submit(text(1, 10), 16)
+        request = made.engine._open[stream.request_id][0]
+        record = made.offload.core.state.requests.live(RequestId(stream.request_id))
+        assert record is not None
+        while len(request.keys(0)) == len(record.keys[0]) or request.num_tokens == 4 * len(request.keys(0)):
+            made.step()
+        known = len(request.keys(0))
+        assert made.engine.preempt(stream.request_id)
+        made.forget_device()
+        made.drain()
+        assert stream.stats.resumed_tokens == 4 * known

@@ -59,6 +59,7 @@ def break_core(made: Rig, what: str) -> None:
     bus._routes.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", [*HANDLERS, *QUESTIONS])
 def test_the_engine_goes_on_when_the_core_raises(what: str, caplog: pytest.LogCaptureFixture) -> None:
     """Stores and loads are open, one request waits for a load; then a part of the core breaks for good."""

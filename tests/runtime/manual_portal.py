@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import CancelledError, Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from kvoffload.runtime.portal import Portal, PortalClosed
 from kvoffload.testing import FakeClock, ManualExecutor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _TICK_S = 0.02  # longer than a transfer coroutine ever sleeps
 
@@ -22,7 +25,7 @@ class ManualPortal(Portal):
         super().__init__("manual")
         self.clock = clock
         self.loop = asyncio.new_event_loop()
-        self.is_dead = False
+        self.is_dead = False  # set it, and the thread has ended as no thread should
         self._manual_executor = ManualExecutor(held=False)
 
     @property
@@ -34,8 +37,8 @@ class ManualPortal(Portal):
         return self._manual_executor
 
     def spawn(
-        self, async_fn: Callable[..., Coroutine[Any, Any, Any]], *args: Any, **kwargs: Any
-    ) -> Future[Any]:  # noqa: ANN401
+        self, async_fn: Callable[P, Coroutine[object, object, T]], *args: P.args, **kwargs: P.kwargs
+    ) -> Future[T]:
         if not self.is_alive:
             raise PortalClosed(self.name)
         return _Running(self, self.loop.create_task(async_fn(*args, **kwargs)))
@@ -43,10 +46,6 @@ class ManualPortal(Portal):
     def advance(self, seconds: float = _TICK_S) -> None:
         """Let time pass and everything run until it waits again."""
         self.loop.run_until_complete(self.clock.advance(seconds))
-
-    def die(self) -> None:
-        """The thread ends as no thread should; what ran on it neither ends nor goes on."""
-        self.is_dead = True
 
     def close(self, timeout: float = 10.0) -> bool:
         if not self.loop.is_closed():

@@ -16,6 +16,7 @@ from kvoffload.testing import FakeClock
 from tests.runtime.manual_portal import ManualPortal
 
 BLOCK = 4
+RELOAD = 3 * BLOCK  # tokens of what `Side.stored` leaves on the host
 TIMEOUT_S = 30.0
 SHAPE = EngineShape(
     (GroupSpec(GroupId(0), AttentionKind.FULL, BLOCK),), ranks=1, device_blocks=400, step_tokens=64
@@ -114,3 +115,14 @@ class Side:
         self.done(plan)
         self.ended(name)
         self.step()
+
+
+def loading(side: Side, name: str = "a") -> TransferPlan:
+    """A request whose load was handed to the workers."""
+    side.stored()
+    side.seen(name)
+    assert side.side.lookup(RequestId(name), 0) == RELOAD
+    side.allocated(name, RELOAD)
+    plan = side.step()
+    assert plan.loads
+    return plan

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-
-import pytest
+from typing import TYPE_CHECKING
 
 from kvoffload.model import facts
 from kvoffload.model.config import OffloadConfig
 from kvoffload.telemetry.journal import read_journal
 from kvoffload.telemetry.log_observer import LogObserver
 from tests.runtime.parts import TIMEOUT_S, Side
+
+if TYPE_CHECKING:
+    import pytest
 
 
 def test_the_log_observer_writes_what_deserves_a_line(caplog: pytest.LogCaptureFixture) -> None:

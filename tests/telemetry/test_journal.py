@@ -374,3 +374,17 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, problem: str) -> None:
 def test_a_journal_that_is_not_there_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(JournalError, match="No such file"):
         list(read_journal(tmp_path / "none"))
+
+
+def test_steps_that_tell_nothing_do_not_push_the_rest_out_of_the_ring() -> None:
+    journal = Journal(lambda: 0.0, ring_size=3)
+    journal.record(BlocksOffered(1))
+    for step in range(10):
+        journal.record(StepScheduled(step))
+    journal.record(BlocksOffered(2))
+    kept = [json.loads(line) for line in journal.tail(3)]
+    assert [(line["event"], line.get("step")) for line in kept] == [
+        ("BlocksOffered", None),
+        ("StepScheduled", 9),
+        ("BlocksOffered", None),
+    ]

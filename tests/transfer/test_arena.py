@@ -6,10 +6,10 @@ import asyncio
 import mmap
 
 import pytest
-from structlog.testing import capture_logs
 
 from kvoffload.model.errors import HostMemoryError
 from kvoffload.testing import FakeDevice, ManualExecutor, settled
+from kvoffload.testing.logs import capture_logs
 from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.host_memory import MmapAllocator
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from structlog.testing import capture_logs
 
 from kvoffload.model.errors import CopyError
 from kvoffload.model.transfer import Direction
+from kvoffload.testing.logs import capture_logs
 from kvoffload.transfer.cuda_copier import CudaCopier
 from kvoffload.transfer.host_copier import copy_by_memmove
 from kvoffload.transfer.ports import TicketState

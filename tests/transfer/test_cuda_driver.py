@@ -8,10 +8,10 @@ import types
 
 import numpy as np
 import pytest
-from structlog.testing import capture_logs
 
 from kvoffload.model.errors import CopyError
 from kvoffload.model.transfer import Direction
+from kvoffload.testing.logs import capture_logs
 from kvoffload.transfer import cuda_driver
 from kvoffload.transfer.runs import CopyRuns
 

@@ -6,9 +6,9 @@ import asyncio
 
 import anyio
 import pytest
-from structlog.testing import capture_logs
 
 from kvoffload.testing import settled
+from kvoffload.testing.logs import capture_logs
 from tests.transfer.rig import DONE, FAILED, TIMEOUT_S, Rig, load, running, store
 
 pytestmark = pytest.mark.asyncio

@@ -6,11 +6,11 @@ import asyncio
 import threading
 
 import pytest
-from structlog.testing import capture_logs
 
 from kvoffload.model.errors import CopyError
 from kvoffload.model.transfer import TransferJob
 from kvoffload.testing import settled
+from kvoffload.testing.logs import capture_logs
 from tests.transfer.rig import DONE, FAILED, TIMEOUT_S, Rig, load, running, store
 
 pytestmark = pytest.mark.asyncio

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from structlog.testing import capture_logs
 
 from kvoffload.model.errors import CopyError
 from kvoffload.model.ids import Rank
 from kvoffload.model.transfer import Direction, TransferJob
 from kvoffload.runtime.portal import Portal
 from kvoffload.testing import FakeDevice, GatedTicket, settled
+from kvoffload.testing.logs import capture_logs
 from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.clock import SystemClock
 from kvoffload.transfer.host_copier import HostCopier

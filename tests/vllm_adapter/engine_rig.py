@@ -133,6 +133,9 @@ class Rig:
         (found,) = [one for key, one in self.scheduler.requests.items() if key.partition("-")[0] == name]
         return found
 
+    def is_done(self, name: str) -> bool:
+        return name in self.told and self.told[name].finished
+
     def step(self) -> None:
         for output in self.llm.llm_engine.step():
             self.told[output.request_id] = _told(output)

@@ -67,7 +67,7 @@ SCORED = {
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> dict[str, dict[str, Told]]:
     """By kind and name, what a run without a connector says."""
-    answers = {}
+    answers: dict[str, dict[str, Told]] = {}
     for kind in checkpoints.KINDS:
         with plain(kind, folder, num_gpu_blocks_override=512) as rig:
             answers[kind] = {**rig.run(REQUESTS), **rig.run(SCORED)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -117,7 +118,7 @@ def test_r9_a_load_that_takes_too_long_is_recomputed_elsewhere(hands: Hands) -> 
     held.copier._held = False  # for what comes; this one stays open
     held.clock.jump(31)
     with Reports(rig) as reports:
-        rig.until(lambda: "a" in rig.told and rig.told["a"].finished)
+        rig.until(partial(rig.is_done, "a"))
     assert same(rig.told["a"], expected)
     assert (reports.received, reports.failed) == (["a"], ["a"])
     assert load.is_open
@@ -229,8 +230,12 @@ def test_r2_tokens_that_nobody_found(hands: Hands) -> None:
     rig, _ = hands
     asked = Asked(prompt(12))
     expected = truth(rig, asked)
-    before, first = rig.counts, iter([64])
-    with answer(rig, lambda tokens: next(first, tokens)), Reports(rig) as reports:
+    before, first = rig.counts, [64]
+
+    def once(tokens: int | None) -> int | None:
+        return first.pop() if first else tokens
+
+    with answer(rig, once), Reports(rig) as reports:
         assert same(rig.run({"a": asked})["a"], expected)
     assert (reports.received, reports.failed) == (["a"], ["a"])
     assert rig.counts.minus(before).count("kvoffload_engine_surprises_total", "tokens_without_pin") > 0
@@ -265,7 +270,7 @@ def test_r3_a_prefix_on_its_way_is_not_stored_again(hands: Hands) -> None:
     before = rig.counts
     for name in "abc":
         rig.ask(name, Asked(prompt(20), 4))
-        rig.until(lambda name=name: name in rig.told and rig.told[name].finished)
+        rig.until(partial(rig.is_done, name))
     filling = rig.slots(SlotState.FILLING)
     assert filling
     assert filling == len(rig.side.core.state.stores.keys)
@@ -281,7 +286,7 @@ def test_r4_a_failed_store_cannot_hit(hands: Hands) -> None:
     rig.forget()
     held.copier.hold()
     rig.ask("a", asked)
-    rig.until(lambda: "a" in rig.told and rig.told["a"].finished)
+    rig.until(partial(rig.is_done, "a"))
     while rig.scheduler.has_requests():
         for store in held.stores:
             store.tear()
@@ -303,7 +308,7 @@ def test_r5_no_block_under_a_copy_is_handed_out(hands: Hands) -> None:
     held.copier.hold()
     for name, one in asked.items():
         rig.ask(name, one)
-    rig.until(lambda: all(name in rig.told and rig.told[name].finished for name in asked))
+    rig.until(lambda: all(map(rig.is_done, asked)))
     leased = rig.side.core.state.leases.total
     assert 0 < leased <= rig.side.shape.lease_limit
     assert engines.held_blocks(rig.llm) == leased
@@ -333,7 +338,7 @@ def test_has_work_while_copies_run_and_steps_without_tokens(hands: Hands) -> Non
     assert not connector.has_pending_push_work()
     held.copier.hold()
     rig.ask("a", Asked(prompt(50), 2))
-    rig.until(lambda: "a" in rig.told and rig.told["a"].finished)
+    rig.until(partial(rig.is_done, "a"))
     rig.until(lambda: held.stores)
     for _ in range(5):
         assert connector.has_pending_push_work()
@@ -353,7 +358,7 @@ def test_r10_a_reset_under_a_store(hands: Hands) -> None:
     rig, held = hands
     held.copier.hold()
     rig.ask("a", Asked(prompt(60), 2))
-    rig.until(lambda: "a" in rig.told and rig.told["a"].finished)
+    rig.until(partial(rig.is_done, "a"))
     rig.until(lambda: held.stores)
     assert rig.connector.reset_cache() is False
     held.copier.release()

@@ -65,7 +65,7 @@ def test_r1_the_host_turns_over_between_lookup_and_allocation(folder: Path) -> N
             rig.ask(name, one)
         before = rig.counts
         with without_blocks_for(rig, "small"):
-            rig.until(lambda: "big" in rig.told and rig.told["big"].finished)
+            rig.until(lambda: rig.is_done("big"))
         gained = rig.counts.minus(before)
         assert gained.count("kvoffload_pin_dropped_blocks_total", "looked_up_again") > 300
         assert gained.count("kvoffload_store_blocks_total", "host_full") > 0

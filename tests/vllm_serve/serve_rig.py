@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import random
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ BLOCK = engines.BLOCK
 SLOT_BYTES = 32768  # of a block of either checkpoint, all ranks together
 START_S = 400  # on a busy machine; alone it takes 15 s
 _PATIENCE_S = 120.0
-_SENDERS = 4
+_BURST, _BURSTS = 16, 20  # requests at once, and how often they are sent until a copy is seen to be open
 
 Prompt = tuple[int, ...]
 
@@ -94,25 +93,21 @@ def settled(server: engines.Server) -> Metrics:
 
 
 @contextmanager
-def traffic(server: engines.Server) -> Iterator[None]:
-    """Ever new prompts for as long as the block lasts, or the server answers."""
-    enough = threading.Event()
+def burst(server: engines.Server) -> Iterator[list[Future[Reply]]]:
+    """Prompts that are under way, every one known to the engine and copies open, when the block begins.
 
-    def send(seed: int) -> None:
-        random_ = random.Random(seed)
-        while not enough.is_set():
-            try:
-                client.stream(server, draw(random_.randrange(1 << 30), 1, 600)[0], 4)
-            except OSError:
-                return
-
-    with ThreadPoolExecutor(_SENDERS) as pool:
-        for seed in range(_SENDERS):
-            pool.submit(send, seed)
-        try:
-            yield
-        finally:
-            enough.set()
+    None is sent later: vLLM never answers a request that reaches it while it ends.
+    """
+    with ThreadPoolExecutor(_BURST) as pool:
+        for attempt in range(_BURSTS):
+            prompts = draw(100 + attempt, _BURST, 900)
+            replies = [pool.submit(client.stream, server, prompt, 4) for prompt in prompts]
+            while (ended := sum(reply.done() for reply in replies)) < _BURST:
+                known = sum(map(server.metric, ("vllm:num_requests_running", "vllm:num_requests_waiting")))
+                if ended + known >= _BURST and server.metric("kvoffload_open_jobs") > 0:
+                    yield replies
+                    return
+    raise AssertionError("no copy was ever seen to be open")
 
 
 def processes(server: engines.Server) -> dict[int, str]:

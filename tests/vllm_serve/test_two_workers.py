@@ -18,6 +18,7 @@ from tests.vllm_serve.serve_rig import (
     SLOT_BYTES,
     START_S,
     ask,
+    burst,
     check_log,
     check_nothing_is_left,
     check_same,
@@ -27,8 +28,6 @@ from tests.vllm_serve.serve_rig import (
     processes,
     settled,
     shared_memory,
-    traffic,
-    until,
 )
 from tests.vllm_stock import checkpoints, client, engines
 from tests.vllm_stock.client import Reply
@@ -153,10 +152,10 @@ def test_after_a_reset_in_full_run_nothing_old_is_found(server: Server, expected
 def test_told_to_end_amid_transfers_it_ends_in_order(server: Server) -> None:
     assert any("Worker_TP1" in name for name in processes(server).values())
     shared = shared_memory(server)
-    with traffic(server):
-        until(lambda: client.scrape(server)("kvoffload_open_jobs", "submitted") > 0)
+    with burst(server) as replies:
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(120) == 0
+        assert server.process.wait(180) == 0
+    assert all(len(reply.result().tokens) == 4 for reply in replies)  # What has begun is brought to its end.
     check_nothing_is_left(server, shared)
     check_log(server)
     assert "Traceback" not in server.log.read_text()
@@ -166,9 +165,11 @@ def test_a_killed_worker_takes_only_its_server_along(checkpoint: Path, tmp_path:
     with engines.serving(checkpoint, tmp_path / "log", kv_transfer_config=connector(), **OPTIONS) as doomed:
         shared = shared_memory(doomed)
         (worker,) = (process for process, name in processes(doomed).items() if "Worker_TP1" in name)
-        with traffic(doomed):
-            until(lambda: client.scrape(doomed)("kvoffload_open_jobs", "submitted") > 0)
+        with burst(doomed) as replies:
             os.kill(worker, signal.SIGKILL)
             doomed.process.wait(180)
+        assert any(
+            isinstance(reply.exception(), OSError) for reply in replies
+        )  # It was in the middle of them.
         check_nothing_is_left(doomed, shared)
         check_log(doomed)

@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from kvoffload.cli.demo.session import run_demo  # brings torch
     from kvoffload.engine import ConfigError, EngineError, PluginError, RequestRefused
-    from kvoffload.telemetry.logs import configure
+    from kvoffload.logs import configure
 
     configure(level=logging.WARNING)
     screen = Screen(quiet=asked.as_json)

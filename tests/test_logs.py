@@ -11,8 +11,8 @@ import anyio
 import pytest
 
 from kvoffload.bus.bus import Bus
+from kvoffload.logs import configure, get_logger
 from kvoffload.model.causes import (
-    DegradeCause,
     LoadOutcome,
     StoreOutcome,
     SurpriseCause,
@@ -24,14 +24,12 @@ from kvoffload.model.events import (
     Event,
     JobAbandoned,
     LoadEnded,
-    OffloadingDegraded,
     ResetStarted,
     StoreSettled,
 )
 from kvoffload.model.ids import JobId, RequestId
 from kvoffload.model.transfer import Direction
 from kvoffload.telemetry.log_observer import LOGGED, LogObserver, log_journal_failed, log_removed
-from kvoffload.telemetry.logs import configure, get_logger
 
 A, JOB = RequestId("a"), JobId(1)
 
@@ -74,10 +72,6 @@ def told(
 @pytest.mark.parametrize(
     ("event", "line"),
     [
-        (
-            OffloadingDegraded(DegradeCause.LAW_BROKEN, "1 slot too many"),
-            "ERROR offloading_degraded cause=law_broken detail='1 slot too many'",
-        ),
         (JobAbandoned(JOB, Direction.STORE, 2), "ERROR job_abandoned job=1 direction=store blocks=2"),
         (
             LoadEnded(JOB, A, 2, LoadOutcome.CORRUPT),

@@ -1,0 +1,188 @@
+"""Two engines in one process that take turns step by step, each with a stopwatch on its connector's scheduler hooks.
+
+vLLM keeps the worker's connector in a variable of the process. Whoever takes a step puts its own there first.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ENVIRONMENT: Mapping[str, str] = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # scheduler and worker in this process
+    "TORCHDYNAMO_DISABLE": "1",  # nothing is worth compiling here
+    "OMP_NUM_THREADS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+BLOCK = 32
+WINDOW = 80
+VOCABULARY = 64
+_SHAPE: Mapping[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
+    "bos_token_id": None,
+}
+HOST_BYTES = 1 << 28  # nothing is evicted
+
+HOOKS = (
+    "on_new_request",
+    "get_num_new_matched_tokens",
+    "get_loaded_kv_cache_group_ids",
+    "update_state_after_alloc",
+    "get_external_cache_hit_sources",
+    "has_pending_block_frees",
+    "build_connector_meta",
+    "update_connector_output",
+    "request_finished_all_groups",
+    "has_pending_push_work",
+    "get_kv_connector_stats",
+    "take_events",
+)
+"""What the scheduler calls of a connector while it serves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of an engine.
+
+    Args:
+        requests: scheduled in it.
+        tokens: computed in it.
+        hook_ns: spent in the hooks since the step before.
+    """
+
+    requests: int
+    tokens: int
+    hook_ns: int
+
+
+class Rider:
+    """An engine with one connector."""
+
+    def __init__(self, name: str, checkpoint: Path, kv_transfer: Mapping[str, Any], running: int) -> None:
+        from vllm import LLM
+        from vllm.distributed.kv_transfer import kv_transfer_state
+
+        self.name = name
+        self._place = kv_transfer_state
+        self._place._KV_CONNECTOR_AGENT = None
+        self.llm: Any = LLM(str(checkpoint), kv_transfer_config=dict(kv_transfer), **_options(running))
+        self._worker_connector = self._place._KV_CONNECTOR_AGENT
+        self._scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        self._spent_ns = self._requests = self._tokens = 0
+        self._watch(self._scheduler.connector)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is anything left to do, open copies included."""
+        return bool(self._scheduler.has_requests())
+
+    def ask(self, prompts: Sequence[Sequence[int]], tokens: int) -> None:
+        """Ask for so many tokens of each prompt."""
+        from vllm import SamplingParams
+
+        wanted = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        for number, prompt in enumerate(prompts):
+            name = f"{time.monotonic_ns()}-{number}"
+            self.llm.llm_engine.add_request(name, {"prompt_token_ids": list(prompt)}, wanted)
+
+    def step(self) -> Step:
+        """Take one step."""
+        self._place._KV_CONNECTOR_AGENT = self._worker_connector
+        self._requests = self._tokens = 0
+        self.llm.llm_engine.step()
+        step = Step(self._requests, self._tokens, self._spent_ns)
+        self._spent_ns = 0
+        return step
+
+    def close(self) -> None:
+        """End the engine."""
+        self._place._KV_CONNECTOR_AGENT = self._worker_connector
+        self.llm.llm_engine.engine_core.shutdown()
+        self._place._KV_CONNECTOR_AGENT = None
+
+    def _watch(self, connector: Any) -> None:
+        for name in HOOKS:
+            if hasattr(connector, name):
+                setattr(connector, name, self._timed(getattr(connector, name)))
+        build = connector.build_connector_meta
+
+        def noting(output: Any) -> Any:
+            self._requests, self._tokens = (
+                len(output.num_scheduled_tokens),
+                output.total_num_scheduled_tokens,
+            )
+            return build(output)
+
+        connector.build_connector_meta = noting
+
+    def _timed(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter_ns()
+            try:
+                return hook(*args, **kwargs)
+            finally:
+                self._spent_ns += time.perf_counter_ns() - began
+
+        return timed
+
+
+def prepare_process(on_gpu: bool) -> None:
+    """Set what vLLM reads when it is imported."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if not on_gpu:
+        os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
+
+
+def write_checkpoint(kind: str, folder: Path) -> Path:
+    """Write the configuration of a tiny model, whose weights vLLM makes up; return its folder."""
+    import transformers
+
+    config: Any
+    if kind == "qwen3":
+        config = transformers.Qwen3Config(
+            num_hidden_layers=1, architectures=["Qwen3ForCausalLM"], **_SHAPE
+        )
+    else:
+        layers = ["sliding_attention"] * 5 + ["full_attention"]  # as in the real ones: six groups
+        config = transformers.Gemma3TextConfig(
+            num_hidden_layers=len(layers),
+            layer_types=layers,
+            sliding_window=WINDOW,
+            query_pre_attn_scalar=_SHAPE["head_dim"],
+            architectures=["Gemma3ForCausalLM"],
+            **_SHAPE,
+        )
+    config.save_pretrained(folder / kind)
+    return folder / kind
+
+
+def _options(running: int) -> dict[str, Any]:
+    return {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "dtype": "float32",
+        "block_size": BLOCK,
+        "compilation_config": {"custom_ops": ["none"]},
+        "num_gpu_blocks_override": 8192,
+        "kv_cache_memory_bytes": 1 << 28,
+        "max_model_len": 512,
+        "max_num_batched_tokens": 2048,
+        "max_num_seqs": running,
+    }

@@ -1,0 +1,109 @@
+"""Our own code raises: offloading goes off, says so, and leaves the engine nothing to wait for (R12)."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvoffload.core.state import LoadResults
+from kvoffload.core.states import SlotState
+from kvoffload.model import facts
+from kvoffload.model.causes import DegradeCause
+from kvoffload.model.ids import RequestId
+from tests.runtime.parts import RELOAD, TIMEOUT_S, Side, loading
+
+
+def boom(*_: object, **__: object) -> None:
+    raise RuntimeError("boom")
+
+
+def test_switching_off_is_said_once_with_the_journals_tail(caplog: pytest.LogCaptureFixture) -> None:
+    side = Side()
+    side.side.bus.on(facts.StepScheduled, boom)
+    side.step()
+    side.step()
+    said = [record.kvoffload for record in caplog.records]  # type: ignore[attr-defined]
+    assert [line["event"] for line in said] == ["core_raised", "offloading_off"]
+    assert said[0]["doing"] == "StepScheduled"
+    assert said[1]["cause"] == DegradeCause.HANDLER_RAISED.value
+    assert "StepScheduled" in said[1]["journal"][-3]
+    assert side.side.gauges().degraded is DegradeCause.HANDLER_RAISED
+    assert side.side.counters.snapshot().total("kvoffload_lookup_blocks_total") == 0
+
+
+@pytest.mark.parametrize("question", ["lookup", "plan", "take_results"])
+def test_a_question_that_raises_is_answered_with_nothing(
+    question: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    side = Side()
+    side.stored()
+    side.seen("a")
+    side.side.core.state.results.loaded.append(RequestId("b"))
+    monkeypatch.setattr(side.side.core, question, boom)
+    assert side.side.lookup(RequestId("a"), 0) in (0, RELOAD)
+    assert side.step().is_empty
+    assert side.side.take_results() == LoadResults()  # nobody waits for b
+    assert side.side.gauges().degraded is DegradeCause.HANDLER_RAISED
+    assert f"doing={question}" in caplog.text
+
+
+def test_what_a_broken_plan_had_submitted_ends_as_overdue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The core takes the load as submitted, then raises: no worker will ever report it."""
+    side = Side()
+    side.stored()
+    side.seen("a")
+    side.side.lookup(RequestId("a"), 0)
+    side.allocated("a", RELOAD)
+    monkeypatch.setattr(side.side.core._stores, "submit", boom)
+    side.step()
+    assert side.side.take_results() == LoadResults()
+    assert side.side.has_work
+    side.clock.jump(TIMEOUT_S)
+    side.step()
+    assert side.side.take_results() == LoadResults(failed=[RequestId("a")])
+    assert side.side.take_results() == LoadResults()
+    assert not side.side.has_work
+    assert side.pool.leased  # a copy may run, for all we know
+
+
+def test_a_load_that_the_core_forgot_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    side = Side()
+    side.stored()
+    side.seen("a")
+    side.side.lookup(RequestId("a"), 0)
+    monkeypatch.setattr(side.side.core._loads, "_plan", boom)
+    side.allocated("a", RELOAD)
+    assert side.side.has_work
+    assert side.side.take_results() == LoadResults(failed=[RequestId("a")])
+    assert not side.side.has_work
+
+
+def test_a_load_is_answered_once_though_the_core_comes_back_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    side = Side()
+    plan = loading(side)
+    side.side.core.state.results.failed.append(RequestId("a"))
+    assert side.side.take_results().failed == ["a"]
+    assert side.done(plan) == ([], [])
+
+
+def test_what_never_drains_is_given_up_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    side = Side()
+    side.seen("a")
+    side.allocated("a")
+    for position, block in enumerate(side.last_table):
+        side.pool.names[block] = f"p{position}".encode()  # type: ignore[assignment]
+    assert side.step(("a", RELOAD)).stores
+    monkeypatch.setattr(side.side.core.state.jobs, "move", boom)
+    side.clock.jump(TIMEOUT_S)
+    side.step()
+    assert side.side.gauges().degraded is DegradeCause.HANDLER_RAISED
+    assert side.side.has_work
+    side.clock.jump(TIMEOUT_S + 1)
+    assert not side.side.has_work
+
+
+def test_an_audit_that_finds_something_switches_offloading_off() -> None:
+    side = Side()
+    assert side.side.audit() == []
+    side.side.core.state.pool._counts[SlotState.EMPTY] -= 1
+    assert side.side.audit()
+    assert side.side.gauges().degraded is DegradeCause.LAW_BROKEN

@@ -1,0 +1,157 @@
+"""Several workers: what vLLM makes of what each rank tells, in any order, joined by vLLM's own aggregation."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from kvoffload.model.causes import CopyOutcome
+from kvoffload.model.ids import DeviceBlockId, JobId, Rank, SlotId
+from kvoffload.model.transfer import Direction, JobReport, TransferJob, TransferPlan, TransferReport
+from tests.vllm_adapter.engine_rig import MARKS
+
+pytestmark = MARKS
+
+LOAD = JobId(7)
+BLOCKS = (DeviceBlockId(3), DeviceBlockId(4))
+REQUEST = "request"
+
+
+class Copies:
+    """One rank's copies, which end when the test says so."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = Rank(rank)
+        self._ended: list[JobReport] = []
+
+    def end(self, outcome: CopyOutcome) -> None:
+        self._ended.append(JobReport(LOAD, Direction.LOAD, outcome, 0, 0.0, 0.0))
+
+    def start_loads(self, plan: TransferPlan) -> None:
+        pass
+
+    start_stores = start_loads
+
+    def take_report(self) -> TransferReport | None:
+        ended, self._ended = tuple(self._ended), []
+        return TransferReport(self._rank, ended, 8) if ended else None
+
+    def close(self) -> None:
+        pass
+
+
+class Workers:
+    """Two of our workers under vLLM's aggregation."""
+
+    def __init__(self) -> None:
+        from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+
+        from kvoffload_vllm.worker import VllmWorker
+
+        self.copies = [Copies(rank) for rank in range(2)]
+        self._workers = [VllmWorker(one, lambda: None) for one in self.copies]  # type: ignore[arg-type]
+        self._join = KVOutputAggregator(expected_finished_count=2)
+
+    def step(self, **told: Any) -> Any:
+        """What the scheduler hears after a step in which the workers were told this."""
+        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+        from kvoffload_vllm.metadata import KVOffloadMetadata
+
+        outputs = []
+        for worker in self._workers:
+            worker.bind(KVOffloadMetadata(**told))
+            worker.start_loads()
+            worker.start_stores()
+            received = worker.take_received()
+            output = KVConnectorOutput(
+                finished_recving=received.finished or None,
+                failed_recving=received.failed,
+                kv_connector_worker_meta=worker.worker_metadata(),
+            )
+            worker.clear()
+            outputs.append(ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=output))
+        return self._join.aggregate(outputs).kv_connector_output
+
+
+def load() -> dict[str, Any]:
+    job = TransferJob(LOAD, Direction.LOAD, (SlotId(0), SlotId(1)), BLOCKS)
+    return {"plan": TransferPlan(loads=(job,)), "loading": {LOAD: (REQUEST, BLOCKS)}}
+
+
+def ranks_told(output: Any) -> list[int]:
+    meta = output.kv_connector_worker_meta
+    return [report.rank for report in meta.reports] if meta is not None else []
+
+
+@pytest.mark.parametrize("outcomes", list(itertools.product(CopyOutcome, repeat=2)), ids=str)
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_request_goes_on_when_the_last_rank_has_ended(
+    outcomes: Sequence[CopyOutcome], order: Sequence[int]
+) -> None:
+    workers = Workers()
+    assert workers.step(**load()).finished_recving is None
+    first, last = order
+    workers.copies[first].end(outcomes[first])
+    halfway = workers.step()
+    assert halfway.finished_recving is None
+    assert not halfway.failed_recving
+    assert ranks_told(halfway) == [first], "the core hears of each rank at once"
+    workers.copies[last].end(outcomes[last])
+    end = workers.step()
+    assert end.finished_recving == {REQUEST}
+    assert bool(end.failed_recving) == (tuple(outcomes) != (CopyOutcome.DONE, CopyOutcome.DONE))
+    assert ranks_told(end) == [last]
+    after = workers.step()
+    assert after.finished_recving is None
+    assert ranks_told(after) == []
+
+
+def test_ranks_that_end_in_one_step_are_both_heard() -> None:
+    workers = Workers()
+    workers.step(**load())
+    for one in workers.copies:
+        one.end(CopyOutcome.DONE)
+    end = workers.step()
+    assert end.finished_recving == {REQUEST}
+    assert ranks_told(end) == [0, 1]
+
+
+@pytest.mark.parametrize("ended", [(), (0,), (1,)])
+def test_a_load_given_up_is_told_once_by_each_rank(ended: Sequence[int]) -> None:
+    """Where it has ended it was told already; where it ends later, nobody is told again."""
+    workers = Workers()
+    workers.step(**load())
+    for rank in ended:
+        workers.copies[rank].end(CopyOutcome.DONE)
+    workers.step()
+    end = workers.step(given_up=(LOAD,))
+    assert end.finished_recving == {REQUEST}
+    assert end.failed_recving == {REQUEST}
+    late = [rank for rank in range(2) if rank not in ended]
+    for rank in late:
+        workers.copies[rank].end(CopyOutcome.DONE)
+    after = workers.step()
+    assert after.finished_recving is None
+    assert ranks_told(after) == late, "the core gives the memory back when it hears of the end"
+
+
+def test_a_load_without_a_copy_is_told_by_every_rank() -> None:
+    workers = Workers()
+    assert workers.step(loaded=(REQUEST,)).finished_recving == {REQUEST}
+    end = workers.step(failed=(REQUEST,))
+    assert (end.finished_recving, end.failed_recving) == ({REQUEST}, {REQUEST})
+
+
+def test_what_crosses_processes_can_be_pickled() -> None:
+    import pickle
+
+    from kvoffload_vllm.metadata import KVOffloadMetadata, KVOffloadWorkerMetadata
+
+    plan = KVOffloadMetadata(**load())
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    reports = (TransferReport(Rank(0), (JobReport(LOAD, Direction.LOAD, CopyOutcome.DONE, 0, 0.0, 0.0),), 3),)
+    assert pickle.loads(pickle.dumps(KVOffloadWorkerMetadata(reports))).reports == reports
