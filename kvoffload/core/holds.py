@@ -20,7 +20,8 @@ class Holds:
 
     def add(self, record: RequestRecord, slot: SlotId) -> None:
         """A request counts on a slot, deeper than those before it. One that has ended may not count on it any more."""
-        if record.is_live or (record.state is RequestState.FINISHING and not record.is_stuck):
+        state = record.state
+        if state < RequestState.FINISHING or (state is RequestState.FINISHING and not record.is_stuck):
             self._pool.hold(slot)
             record.held.append(slot)
 

@@ -11,7 +11,7 @@ from itertools import islice
 
 from kvoffload.core.eviction import EvictionPolicy
 from kvoffload.core.key_index import KeyIndex
-from kvoffload.core.states import SlotEvent, SlotState, next_slot_state
+from kvoffload.core.states import SLOT_STEPS, SlotEvent, SlotState
 from kvoffload.model.errors import ClosedTwice, IllegalTransition
 from kvoffload.model.ids import BlockKey, SlotId
 
@@ -51,7 +51,8 @@ class HostPool:
         self._keys: list[BlockKey | None] = []
         self._pins: dict[SlotId, int] = {}
         self._holds: dict[SlotId, int] = {}
-        self._index = KeyIndex()
+        self.index = KeyIndex()
+        """The slots that can hit (READY or PINNED) by key. An answer is worthless until pinned."""
         self._freed: list[SlotId] = []
         self._fresh = 0
         self._order = policy
@@ -83,11 +84,6 @@ class HostPool:
     def indexed_key(self, slot: SlotId) -> BlockKey | None:
         """Return the key under which a slot can hit, None for one that cannot."""
         return self._keys[slot] if self._states[slot] in _CAN_HIT else None
-
-    @property
-    def index(self) -> KeyIndex:
-        """The slots that can hit (READY or PINNED) by key. An answer is worthless until pinned."""
-        return self._index
 
     def pins(self) -> Mapping[SlotId, int]:
         """Return how often each slot is pinned."""
@@ -143,7 +139,7 @@ class HostPool:
         self._move(slot, SlotEvent.FILL)
         key = self._keys[slot]
         assert key is not None, slot
-        self._index[key] = slot
+        self.index[key] = slot
         self._settle(slot)
 
     def pin(self, slots: tuple[SlotId, ...]) -> Pins:
@@ -226,7 +222,7 @@ class HostPool:
 
         Slots that a store is filling are not in the index: whoever owns their jobs dooms them.
         """
-        before = self._index.take_all()
+        before = self.index.take_all()
         for slot in before.values():
             if self._states[slot] == SlotState.READY:
                 self._discard(slot)
@@ -238,7 +234,9 @@ class HostPool:
 
     def _move(self, slot: SlotId, event: SlotEvent) -> None:
         before = self._states[slot]
-        after = next_slot_state(before, event)
+        after = SLOT_STEPS[event][before]
+        if after is None:
+            raise IllegalTransition("slot", SlotState(before), event)
         self._states[slot] = after
         self._counts[before] -= 1
         self._counts[after] += 1
@@ -268,7 +266,7 @@ class HostPool:
         for slot in slots:
             key = self._keys[slot]
             assert key is not None, slot
-            del self._index[key]
+            del self.index[key]
             evicted.append(key)
             self._discard(slot)
         return tuple(evicted)
@@ -277,7 +275,7 @@ class HostPool:
         """Take a slot that can hit out of the index; return whether it could."""
         key = self.indexed_key(slot)
         if key is not None:
-            del self._index[key]
+            del self.index[key]
         return key is not None
 
     def _discard(self, slot: SlotId) -> None:

@@ -19,16 +19,10 @@ class InFlightStores:
         self._blocks: dict[DeviceBlockId, JobId] = {}
         self._keys: dict[BlockKey, JobId] = {}
         self._waiting: dict[BlockKey, list[Offer]] = {}
-
-    @property
-    def blocks(self) -> Mapping[DeviceBlockId, JobId]:
+        self.blocks: Mapping[DeviceBlockId, JobId] = self._blocks
         """Blocks that a store job reads."""
-        return self._blocks
-
-    @property
-    def keys(self) -> Mapping[BlockKey, JobId]:
+        self.keys: Mapping[BlockKey, JobId] = self._keys
         """Keys that a store job is bringing to the host."""
-        return self._keys
 
     def accepted(self, job: JobId, offers: Iterable[Offer]) -> None:
         """A job took these offers."""

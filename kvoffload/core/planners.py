@@ -166,7 +166,7 @@ class LazyPlanner:
         fitting, no_slot = offers[:room], offers[room:]
         stored = fitting[: self._desk.room]
         self._clean = len(blocks) - len(stored) if stored == fitting else 0
-        self._desk.offer(stored)
+        self._desk.offer(reversed(stored))  # the device evicts the deepest first; a job has the heads first
         self._desk.refuse([offer for offer in no_slot if self._is_new_refusal(offer)], StoreOutcome.HOST_FULL)
 
     def _is_known(self, offer: Offer) -> bool:

@@ -119,19 +119,19 @@ REQUEST: Mapping[tuple[RequestState, RequestEvent], RequestState] = {
 }
 
 
-_SLOT_ROWS = tuple(tuple(SLOT.get((state, event)) for event in SlotEvent) for state in SlotState)
-# The same table by number: it is asked for every block of every copy, and hashing two members costs more than the step.
+SLOT_STEPS = tuple(tuple(SLOT.get((state, event)) for state in SlotState) for event in SlotEvent)
+"""The same table by number, event first: it is asked for every block of every copy, and hashing members takes longer."""
 
 
-def next_slot_state(state: int, event: SlotEvent) -> SlotState:
-    """Return the state that follows; `state` may be a member or its number.
+def next_slot_state(state: SlotState, event: SlotEvent) -> SlotState:
+    """Return the state that follows.
 
     Raises:
         IllegalTransition: the table has no such step.
     """
-    after = _SLOT_ROWS[state][event]
+    after = SLOT_STEPS[event][state]
     if after is None:
-        raise IllegalTransition("slot", SlotState(state), event)
+        raise IllegalTransition("slot", state, event)
     return after
 
 

@@ -105,21 +105,19 @@ class StoreDesk:
 
     def _judge(self, offer: Offer, host_room: int, lease_room: int) -> Offer | Wait | StoreOutcome:
         """Return the offer to accept, what it waits for, or why it is not stored."""
-        verdict = self._by_key(offer) or self._by_block(offer)
-        if not isinstance(verdict, Offer):
-            return verdict
-        if host_room < 1:
-            return Wait.FOR_END
-        return verdict if lease_room > 0 else Wait.FOR_ROOM
-
-    def _by_key(self, offer: Offer) -> Wait | StoreOutcome | None:
-        """Return what is known of the key alone, None where its block decides."""
         state = self._state
         if state.degraded:
             return StoreOutcome.DEGRADED
         if offer.key in state.pool.index:
             return StoreOutcome.ALREADY_CACHED
-        return Wait.FOR_TWIN if offer.key in state.stores.keys else None
+        if offer.key in state.stores.keys:
+            return Wait.FOR_TWIN
+        verdict = self._by_block(offer)
+        if not isinstance(verdict, Offer):
+            return verdict
+        if host_room < 1:
+            return Wait.FOR_END
+        return verdict if lease_room > 0 else Wait.FOR_ROOM
 
     def _by_block(self, offer: Offer) -> Offer | Wait | StoreOutcome:
         """Return the offer on a block that certainly holds its key; or why there is none (R3, R7, R10)."""
@@ -182,15 +180,15 @@ class StoreDesk:
     def arrived(self, job: Job) -> None:
         """Every rank has copied: the blocks can hit. The deepest become evictable first."""
         state = self._state
-        for slot in reversed(job.slots):
-            state.pool.fill(slot)
-        keys = [offer.key for offer in job.offers]
-        state.misses.arrived(keys)
         records = {record.request: record for record in job.concerns}
         for offer, slot in zip(job.offers, job.slots, strict=True):
             record = records.get(offer.request) if offer.request is not None else None
             if record is not None and record.incarnation == offer.incarnation:
                 state.holds.add(record, slot)
+        for slot in reversed(job.slots):
+            state.pool.fill(slot)
+        keys = [offer.key for offer in job.offers]
+        state.misses.arrived(keys)
         for twin in state.stores.settled(keys):
             state.outbox.settled(StoreOutcome.IN_FLIGHT)
             self._book.watch(twin)

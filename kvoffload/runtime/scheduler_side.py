@@ -96,6 +96,7 @@ class SchedulerSide:
         self._clocks = clocks or Clocks()
         self.shape = shape
         self.core = OffloadCore(shape, _policy(config, shape, merge_steps), device)
+        self._take_events = self.core.state.outbox.take
         self.bus = Bus()
         self.counters = Counters()
         self.journal = Journal(self._clocks.unix, path=config.journal_path, on_failure=self._journal_failed)
@@ -163,6 +164,12 @@ class SchedulerSide:
             open_loads = {job.request[0] for job in self.core.state.jobs.all() if job.request is not None}
             results.failed += self._awaited.give_up(open_loads, self._clocks.monotonic())
         return results
+
+    @property
+    def has_results(self) -> bool:
+        """Whether `take_results` could have anything to tell."""
+        state = self.core.state
+        return bool(state.results.loaded or state.results.failed) or state.degraded is not None
 
     def rank_lost(self, fact: facts.RankLost) -> None:
         """A rank will not report again."""
@@ -269,7 +276,7 @@ class SchedulerSide:
             return otherwise
 
     def _publish_events(self) -> None:
-        for event in self.core.take_events():
+        for event in self._take_events():
             self.bus.publish(event)
 
     def _core_raised(self, error: Exception, doing: str) -> None:

@@ -70,7 +70,10 @@ class _Form:
         self.is_bulky = any(bulky for _, _, bulky in self._fields)
 
     def summarise(self, message: object) -> Summary:
-        return Summary(self.name, {name: write(getattr(message, name)) for name, write, _ in self._fields})
+        values = {}
+        for name, write, _ in self._fields:
+            values[name] = write(getattr(message, name))
+        return Summary(self.name, values)
 
 
 def _form(cls: type) -> _Form:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 log = get_logger("vllm")
 
-_MERGE_STEPS = 8  # of a decoding batch, whose steps complete a few blocks each
+_MERGE_STEPS = 16  # of a decoding batch, whose steps complete a few blocks each
 
 
 def make_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> VllmScheduler:

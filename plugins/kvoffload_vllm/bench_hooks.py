@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 HELP = "time in the scheduler's hooks per step on a stock vLLM, beside vLLM's own connector"
 
 MODELS = {"qwen3": "full attention", "gemma3": "hybrid windows"}
-WINDOW_STEPS = 8
+WINDOW_STEPS = 16
 _OURS, _PEER = "kvoffload", "peer"
 _VOCABULARY = 64
 

@@ -106,7 +106,7 @@ class VllmScheduler:
         table = self._table(blocks.get_block_ids())
         fact = facts.BlocksAllocated(RequestId(request.request_id), table, known, external_tokens)
         self.offload.allocated(fact)
-        self._note(self.offload.take_results())
+        self._hear_results()
         if self._news is not None:
             self._news.note(request)
         if external_tokens and not self._is_answered(fact.request):
@@ -124,7 +124,7 @@ class VllmScheduler:
         fact = facts.StepScheduled(self._step, self._progress(output), preempted, _copy_targets(output))
         self._step += 1
         plan = self.offload.step(fact)
-        self._note(self.offload.take_results())
+        self._hear_results()
         loading = self._loading(plan)
         # A load is planned in the step that made it binding, or (offloading went off meanwhile) never.
         self._failed += self._request_of.values()
@@ -151,7 +151,7 @@ class VllmScheduler:
             RequestId(request.request_id), confirmed, tracked.new_keys(self._keys), any(block_ids)
         )
         self.offload.ended(fact)
-        self._note(self.offload.take_results())
+        self._hear_results()
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return what came to the host and what left it."""
@@ -192,14 +192,16 @@ class VllmScheduler:
         )
         if output.total_num_scheduled_tokens > len(scheduled):
             self._look_next_step(request_id for request_id, tokens in scheduled.items() if tokens > 1)
-        return progress
+        return tuple(progress)
 
     def _news_of(self, output: SchedulerOutput) -> dict[str, _Table]:
         """Return the requests of which vLLM itself tells something new, with the blocks that continue their tables."""
         cached = output.scheduled_cached_reqs
         ids, tables = cached.req_ids, cached.new_block_ids
         # Most have no new block, so Python's own loops find those that do.
-        news = {request_id: self._table(blocks) for request_id, blocks in compress(zip(ids, tables), tables)}  # noqa: B905
+        news: dict[str, _Table] = {}
+        for request_id, blocks in compress(zip(ids, tables, strict=True), tables):
+            news[request_id] = self._table(blocks)
         # Of these the whole table is given here, and was told when it was allocated.
         for request_id in cached.resumed_req_ids:
             news[request_id] = ()
@@ -233,6 +235,10 @@ class VllmScheduler:
         loading = {job.job: (self._request_of.pop(job.job), job.blocks) for job in plan.loads}
         self._submitted.update((request, job) for job, (request, _) in loading.items())
         return loading
+
+    def _hear_results(self) -> None:
+        if self.offload.has_results:
+            self._note(self.offload.take_results())
 
     def _note(self, results: LoadResults) -> None:
         """Workers report the loads that they copied. What ended without them, they are told to report."""

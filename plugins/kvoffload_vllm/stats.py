@@ -36,7 +36,7 @@ class KVOffloadStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not ins
         return payload.is_empty(self.data)
 
 
-_APART_S = 0.1  # messages of a busy engine; nobody scrapes more often, and each costs as much as several copies' plans
+_APART_S = 0.5  # messages of a busy engine: nobody scrapes more often, and each costs as much as planning several copies
 
 
 class StatsSender:

@@ -28,6 +28,19 @@ KINDS = {
 }
 """By the name of the class itself: a subclass that is not listed may recycle or share blocks in a way of its own."""
 
+VERSIONS = "vLLM 0.28 and newer; 0.28 to 0.33 were run"
+"""Where the connector works."""
+
+_NEEDED = (
+    "bind_gpu_block_pool",
+    "handle_preemptions",
+    "has_pending_push_work",
+    "on_new_request",
+    "requires_kv_delivery",
+    "supports_divergent_local_hybrid_hits",  # 0.28; before, vLLM counted on states that nobody had loaded
+)
+"""Names in vLLM's base class without which the connector cannot work, or not rightly."""
+
 _WRAPPER = "kv_cache_specs"  # what a spec that holds one spec a layer has
 
 
@@ -38,17 +51,20 @@ class Features:
     Args:
         tells_failed_loads: a failed load can be told by request, so that models with several groups recover from it.
         hands_off_states: the caller offers recurrent states at the boundaries that this vLLM hands off.
+        lacks: names that a connector needs and this vLLM does not have.
     """
 
     tells_failed_loads: bool = True
     hands_off_states: bool = False
+    lacks: tuple[str, ...] = ()
 
 
 def find_features(*, hands_off_states: bool = False) -> Features:
     """Return what the installed vLLM offers."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-    return Features(hasattr(KVConnectorBase_V1, "get_transfer_results"), hands_off_states)
+    lacks = tuple(name for name in _NEEDED if not hasattr(KVConnectorBase_V1, name))
+    return Features(hasattr(KVConnectorBase_V1, "get_transfer_results"), hands_off_states, lacks)
 
 
 def layer_specs(spec: KVCacheSpec) -> tuple[KVCacheSpec, ...]:
@@ -64,6 +80,8 @@ def is_needed_for_hits(group: KVCacheGroupSpec) -> bool:
 
 def find_problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, features: Features) -> list[str]:
     """Return, one sentence each, everything because of which this configuration cannot be offloaded."""
+    if features.lacks:
+        return [f"this vLLM lacks {', '.join(features.lacks)}; the connector works with {VERSIONS}"]
     groups = kv_cache_config.kv_cache_groups
     problems = [*_check_settings(vllm_config), *_check_tiers(kv_cache_config)]
     for number, group in enumerate(groups):

@@ -66,8 +66,8 @@ class Tracked:
         return self.request.num_computed_tokens - self.request.num_output_placeholders
 
     def new_keys(self, maker: KeyMaker) -> tuple[tuple[BlockKey, ...], ...]:
-        """Return the keys not told yet, and note them as told; an empty tuple where there is none."""
-        if len(self.request.block_hashes) == self.hashes:
+        """Return the keys not told yet, and note them as told; an empty tuple where there is nothing to add."""
+        if self.hashes and self.hashes == len(self.request.block_hashes):
             return ()
         keys = maker.keys(self.request.block_hashes, self.hashes)
         self.hashes = len(self.request.block_hashes)

@@ -76,7 +76,7 @@ LAWS: dict[str, tuple[Callable[[Broken], object], str]] = {
         lambda it: it.pool._counts.__setitem__(SlotState.EMPTY, 0),
         "slots are EMPTY, 0 are counted",
     ),
-    "a key without an index": (lambda it: lose(it.pool._index), "slots can hit, 0 keys are indexed"),
+    "a key without an index": (lambda it: lose(it.pool.index), "slots can hit, 0 keys are indexed"),
     "an index without a key": (
         lambda it: it.pool._keys.__setitem__(it.load.slots[0], BlockKey(b"other")),
         "is indexed but PINNED",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -172,6 +173,12 @@ class Everything(RuleBasedStateMachine):
             self.world.reset()
             assert not self.world.core.state.pool.index
 
+    @rule(really=st.sampled_from([False] * 9 + [True]))
+    def degrade(self, really: bool) -> None:
+        if really:
+            self.arriving.clear()
+            self.world.degrade()
+
     # -- much of this at once, to get far -----------------------------------------------------------------------
 
     @rule(text=st.sampled_from(TEXTS), steps=st.integers(0, 5))
@@ -260,7 +267,8 @@ class Everything(RuleBasedStateMachine):
         record = state.requests.live(request.name)
         assert record is not None
         expected = self._naive(request, world.device_hit(request))
-        if not record.reads_cache or record.load_failed or expected < state.policy.min_load_tokens:
+        is_barred = not record.reads_cache or record.load_failed or state.degraded is not None
+        if is_barred or expected < state.policy.min_load_tokens:
             expected = 0
         answer = world.lookup(request, may_wait=may_wait)
         hit = state.hits.all().get(request.name)
@@ -297,4 +305,6 @@ def _has(index: Mapping[BlockKey, SlotId], text: str, group: GroupSpec, device: 
     )
 
 
-TestEverything = Everything.TestCase
+TestEverything = pytest.mark.timeout(3600)(
+    Everything.TestCase
+)  # as long as the deep profile's many examples take

@@ -160,6 +160,19 @@ def test_r10_a_device_hit_from_before_the_reset_taints_what_builds_on_it(groups:
     assert world.on_host(TEXT) == "xxx"
 
 
+def test_r10_what_was_new_after_one_reset_is_old_after_the_next() -> None:
+    world = World(host=0)
+    world.reset()
+    world.end(computed(world))
+    world.reset()
+    world.ready_up_to(8)
+    heir = computed(world, "b", TEXT + "nopqrst")
+    assert heir.brought == (12, 0)
+    world.end(heir)
+    world.drain()
+    assert not world.core.state.pool.index
+
+
 def test_r10_blocks_computed_after_the_reset_are_stored_by_whoever_finds_them() -> None:
     world = World(host=0)
     world.reset()

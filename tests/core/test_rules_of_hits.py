@@ -497,6 +497,33 @@ def test_r14_who_waits_goes_on_when_the_owner_does_not(how: str) -> None:
     assert world.admit(waits) == (12 if how == "ends" else 0)
 
 
+def test_r14_once_the_owner_runs_nobody_waits_for_it() -> None:
+    world = cached()
+    loading(world)
+    waits = world.add("b", TEXT)
+    world.finish()
+    world.device.forget_keys()
+    assert world.admit(waits) is None
+    world.step()
+    world.device.forget_keys()  # should the device have lost what was loaded, the next one loads it
+    assert world.admit(waits) == 12
+
+
+def test_r14_nobody_waits_for_a_load_from_before_a_reset() -> None:
+    # Slots that drained after the reset and were filled anew still had the old load's owner.
+    world = cached(host=3)
+    loading(world)
+    world.reset()
+    world.finish()
+    newer = world.add("newer", "0123456789abc")
+    world.admit(newer)
+    world.run(newer)
+    world.finish()
+    assert world.on_host("0123456789abc") == "xxx"
+    world.device.forget_keys()
+    assert world.admit(world.add("b", "0123456789abc")) == 12
+
+
 def test_r14_who_may_not_wait_loads_by_itself() -> None:
     world = cached()
     loading(world)

@@ -686,3 +686,23 @@ def test_r15_depth_counts_across_groups(how: str) -> None:
     order = [world.core.state.pool.key(slot) for slot in world.core.state.pool._order]
     depths = [len(key or b"") for key in order]
     assert depths == sorted(depths, reverse=True)
+
+
+@pytest.mark.parametrize("policy", ["eager", "lazy"])
+def test_r15_stores_that_no_running_request_holds_arrive_deepest_first(policy: str) -> None:
+    # The device's free queue has the deepest first, so lazy's jobs had them first, and the heads were evicted first.
+    world = World(device=24, policy=policy)
+    text = "bcdefghi" if policy == "eager" else "bcdefghijklmnopq"  # what eager stores in one step
+    for number in range(8):
+        request = computed(world, f"r{number}", f"{number}{text}")
+        world.step(request)
+        world.preempt(request)
+        world.idle_step()
+        world.end(request)
+        world.drain()
+    order = [world.core.state.pool.key(slot) or b"" for slot in world.core.state.pool._order]
+    prefixes = {key[:1] for key in order}
+    assert len(prefixes) > 2
+    for prefix in prefixes:
+        depths = [len(key) for key in order if key[:1] == prefix]
+        assert depths == sorted(depths, reverse=True)

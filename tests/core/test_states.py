@@ -181,6 +181,16 @@ def test_a_held_slot_leaves_the_pool_like_any_other(end: str, held: bool) -> Non
     assert pool.problems() == []
 
 
+def test_a_held_slot_can_be_pinned_and_comes_back_to_whoever_holds_it() -> None:
+    pool, slot = pool_with(SlotState.READY)
+    pool.hold(slot)
+    pool.pin((slot,)).close()
+    assert list(pool._order) == []
+    pool.unhold(slot)
+    assert list(pool._order) == [slot]
+    assert pool.problems() == []
+
+
 def test_touching_moves_only_what_may_be_evicted() -> None:
     pool, slot = pool_with(SlotState.READY)
     (other,), _ = pool.reserve([BlockKey(b"other")])

@@ -186,7 +186,6 @@ print("end")
 """
     ended = run_python(code)
     assert (ended.returncode, ended.stdout) == (0, "end\n")
-    assert "Task was destroyed but it is pending" in ended.stderr  # asyncio itself says what was lost
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -174,7 +174,7 @@ def test_events_follow_their_fact_in_order() -> None:
     side.ended("a")
     assert heard == [
         *("RequestSeen", "BlocksAllocated"),
-        *("StepScheduled", "BlocksOffered", "StoreScheduled"),
+        *("StepScheduled", "StoreScheduled", "BlocksOffered"),
         *("TransferReported", "RankReported", "StoreSettled"),
         *("RequestEnded", "StepScheduled"),
         *("RequestSeen", "HitPinned", "BlocksAllocated", "LookupSettled", "LoadScheduled", "StepScheduled"),

@@ -39,8 +39,9 @@ class Reply:
 
     def agrees_with(self, other: Reply, limit: float = 1e-3) -> bool:
         """Whether both are the same: tokens exactly, log-probabilities within a limit."""
-        pairs = zip(self.logprobs, other.logprobs, strict=False)
-        return self.tokens == other.tokens and all(abs(one - two) <= limit for one, two in pairs)
+        if self.tokens != other.tokens or len(self.logprobs) != len(other.logprobs):
+            return False
+        return all(abs(one - two) <= limit for one, two in zip(self.logprobs, other.logprobs, strict=True))
 
 
 def stream(
