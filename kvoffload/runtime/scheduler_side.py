@@ -6,9 +6,7 @@ published, for counters, the journal and every other observer. Questions (a look
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 from kvoffload.bus.bus import Bus
@@ -25,6 +23,7 @@ from kvoffload.model.events import OffloadingDegraded
 from kvoffload.model.ids import BlockKey, RequestId
 from kvoffload.model.transfer import Direction, TransferPlan, TransferReport
 from kvoffload.runtime.awaited_loads import AwaitedLoads
+from kvoffload.runtime.clocks import Clocks
 from kvoffload.runtime.deadlines import JobDeadlines, Patience
 from kvoffload.runtime.hooks import HookTimes
 from kvoffload.runtime.observers import Observers
@@ -46,21 +45,6 @@ _OPEN = {
     JobState.SUBMITTED: JobLabel.SUBMITTED,
     JobState.ABANDONED: JobLabel.ABANDONED,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Clocks:
-    """The times that the scheduler's side reads.
-
-    Args:
-        monotonic: seconds for time-outs.
-        unix: seconds since 1970 for people.
-        precise: seconds for the stopwatch.
-    """
-
-    monotonic: Callable[[], float] = time.monotonic
-    unix: Callable[[], float] = time.time
-    precise: Callable[[], float] = time.perf_counter
 
 
 class SchedulerSide:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 from kvoffload.engine import Engine, EngineConfig, SamplingParams, Token, TokenStream
 from kvoffload.model.ids import Rank
 from kvoffload.model.transfer import Direction
-from kvoffload.runtime.scheduler_side import Clocks
+from kvoffload.runtime.clocks import Clocks
 from kvoffload.telemetry.snapshot import Snapshot, conservation
 from kvoffload.testing import FakeClock, GatedCopier, GatedTicket
 from kvoffload_reference.plugin import ReferencePlugin

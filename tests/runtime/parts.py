@@ -11,7 +11,8 @@ from kvoffload.model.engine import EngineShape
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, Rank, RequestId
 from kvoffload.model.transfer import JobReport, TransferPlan, TransferReport
-from kvoffload.runtime.scheduler_side import Clocks, SchedulerSide
+from kvoffload.runtime.clocks import Clocks
+from kvoffload.runtime.scheduler_side import SchedulerSide
 from kvoffload.testing import FakeClock
 from tests.runtime.manual_portal import ManualPortal
 

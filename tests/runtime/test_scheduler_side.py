@@ -16,7 +16,8 @@ from kvoffload.model.errors import ConfigError, EngineContractError
 from kvoffload.model.events import Event
 from kvoffload.model.ids import Rank, RequestId
 from kvoffload.model.transfer import Direction
-from kvoffload.runtime.scheduler_side import Clocks, SchedulerSide
+from kvoffload.runtime.clocks import Clocks
+from kvoffload.runtime.scheduler_side import SchedulerSide
 from kvoffload.telemetry.labels import Hook, JobLabel, SlotLabel
 from kvoffload.telemetry.snapshot import conservation
 from tests.runtime.parts import RELOAD, SHAPE, TIMEOUT_S, Pool, Side, loading

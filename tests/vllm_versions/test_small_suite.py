@@ -152,10 +152,11 @@ def stage(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple[Stage,
     kind = request.param
     if kind == "gemma3" and not recovers_several_groups():
         pytest.skip("hybrid models are refused on this version")
-    with plain(kind, folder, num_gpu_blocks_override=512) as rig:
+    with plain(kind, folder, num_gpu_blocks_override=512, max_model_len=384) as rig:
         expected = rig.run(REQUESTS)
     held = Held(copier=Steered())
-    with offloading(kind, folder, 512, held=held, num_gpu_blocks_override={"qwen3": 24, "gemma3": 44}[kind]) as rig:
+    device = {"num_gpu_blocks_override": {"qwen3": 24, "gemma3": 44}[kind], "max_model_len": 384}
+    with offloading(kind, folder, 512, held=held, **device) as rig:
         assert isinstance(held.copier, Steered)
         yield Stage(rig, held.copier), expected
 
