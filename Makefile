@@ -18,7 +18,7 @@ WHEEL := $(CURDIR)/$(VENV)/wheel
 AGAINST_WHEEL := KVOFFLOAD_WHEEL=$(WHEEL) PYTHONPATH=$(WHEEL) PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE=1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast test-vllm check lint types imports size format tools docs lock dashboards observe deep coverage wheel vllm-env vllm-demo clean
+.PHONY: help venv demo test test-fast test-vllm check lint types imports size format tools bench-hooks docs lock dashboards observe deep coverage wheel vllm-env vllm-demo clean
 .DELETE_ON_ERROR:
 
 help:  ## print the targets
@@ -68,6 +68,9 @@ format: venv  ## rewrite the sources in the agreed form
 
 tools:  ## install the distribution packages that some tests use (root on Debian), or name them
 	@.ci/tools
+
+bench-hooks: venv vllm-env  ## time in the scheduler's hooks on a stock vLLM, beside its own connector
+	PYTHONPATH=$(CURDIR) $(VLLM) -m kvoffload.cli bench hooks --peer tests.vllm_stock.peer $(ARGS)
 
 docs: venv  ## write the README's generated parts anew
 	$(BIN)/python .ci/readme.py

@@ -15,6 +15,7 @@ from kvoffload.cli.parser import Parser, parse
 from kvoffload.model.errors import KVOffloadError
 
 COMMANDS = {
+    "bench": "kvoffload.cli.bench",
     "demo": "kvoffload.cli.demo.command",
     "timeline": "kvoffload.cli.timeline",
     "top": "kvoffload.cli.top.command",

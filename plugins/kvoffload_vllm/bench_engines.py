@@ -155,9 +155,7 @@ def write_checkpoint(kind: str, folder: Path) -> Path:
 
     config: Any
     if kind == "qwen3":
-        config = transformers.Qwen3Config(
-            num_hidden_layers=1, architectures=["Qwen3ForCausalLM"], **_SHAPE
-        )
+        config = transformers.Qwen3Config(num_hidden_layers=1, architectures=["Qwen3ForCausalLM"], **_SHAPE)
     else:
         layers = ["sliding_attention"] * 5 + ["full_attention"]  # as in the real ones: six groups
         config = transformers.Gemma3TextConfig(

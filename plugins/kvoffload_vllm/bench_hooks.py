@@ -79,7 +79,7 @@ class Case:
 
     def median(self, connector: str, field: str) -> float:
         """Return the median over the repeats of one number."""
-        return statistics.median(getattr(times, field) for times in self.repeats[connector])
+        return float(statistics.median(getattr(times, field) for times in self.repeats[connector]))
 
     def ratios(self, field: str = "mean_us") -> list[float]:
         """Return kvoffload's time over the peer's, one a repeat; empty without a peer."""
@@ -141,7 +141,10 @@ def find_connectors(peer: str | None) -> tuple[dict[str, dict[str, Any]], str]:
     if on_gpu:
         connectors[_PEER] = _settings("SimpleCPUOffloadConnector", cpu_bytes_to_use=HOST_BYTES)
         return connectors, "SimpleCPUOffloadConnector as vLLM ships it"
-    return connectors, "peer not available: without a GPU it needs a host copy in place of its own, see --peer"
+    return (
+        connectors,
+        "peer not available: without a GPU it needs a host copy in place of its own, see --peer",
+    )
 
 
 def measure(

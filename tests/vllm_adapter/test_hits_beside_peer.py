@@ -81,7 +81,9 @@ def peers(kind: checkpoints.Kind, folder: Path, host_blocks: int, policy: str) -
         yield Counted(llm)
 
 
-def side_by_side(kind: checkpoints.Kind, folder: Path, policy: str, sizes: Sequence[int]) -> Mapping[int, tuple[int, int]]:
+def side_by_side(
+    kind: checkpoints.Kind, folder: Path, policy: str, sizes: Sequence[int]
+) -> Mapping[int, tuple[int, int]]:
     """By host size: our hits and the peer's."""
     table = {}
     for size in sizes:
@@ -100,7 +102,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("kind", checkpoints.KINDS)
 def test_eager_hits_are_at_least_the_peers(kind: checkpoints.Kind, folder: Path) -> None:
     table = side_by_side(kind, folder, "eager", HOST_BLOCKS)
-    print(kind, "eager", table)
     assert all(mine >= other for mine, other in table.values()), table
     assert table[HOST_BLOCKS[-1]][1] > 0
 
@@ -108,6 +109,5 @@ def test_eager_hits_are_at_least_the_peers(kind: checkpoints.Kind, folder: Path)
 @pytest.mark.parametrize("kind", checkpoints.KINDS)
 def test_lazy_hits_where_the_peers_lazy_mode_has_none(kind: checkpoints.Kind, folder: Path) -> None:
     table = side_by_side(kind, folder, "lazy", HOST_BLOCKS[2:])
-    print(kind, "lazy", table)
     assert all(mine >= other for mine, other in table.values()), table
     assert all(mine > 0 for mine, _ in table.values()), table
