@@ -52,7 +52,12 @@ def test_every_entry_point_can_be_loaded(metadata: importlib.metadata.Distributi
     points = {(point.group, point.name): point for point in metadata.entry_points}
     assert {("console_scripts", "kvoffload"), ("kvoffload.engine_plugins", "kvoffload")} <= set(points)
     for (group, _), point in points.items():
-        if not group.startswith("vllm."):
+        if group == "kvoffload.benches":
+            bench = point.load()
+            assert bench.HELP
+            assert callable(bench.add_arguments)
+            assert callable(bench.run)
+        elif not group.startswith("vllm."):
             assert callable(point.load()), point
 
 
