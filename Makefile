@@ -18,7 +18,7 @@ WHEEL := $(CURDIR)/$(VENV)/wheel
 AGAINST_WHEEL := KVOFFLOAD_WHEEL=$(WHEEL) PYTHONPATH=$(WHEEL) PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE=1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast test-vllm check lint types imports size format tools bench-hooks docs lock dashboards observe deep coverage wheel vllm-env vllm-demo clean
+.PHONY: help venv demo test test-fast test-vllm check lint types imports size format tools vllm-versions bench-hooks docs lock dashboards observe deep coverage wheel vllm-env vllm-demo clean
 .DELETE_ON_ERROR:
 
 help:  ## print the targets
@@ -44,8 +44,13 @@ test: $(VENV)/wheel/ready vllm-env  ## every test that this machine can run, aga
 test-fast: $(VENV)/wheel/ready  ## the quick tests alone, in about a minute
 	HYPOTHESIS_PROFILE=fast $(AGAINST_WHEEL) $(BIN)/pytest -m "$(FAST_MARKS)" $(ARGS)
 
-test-vllm: $(VENV)/wheel/ready vllm-env  ## the tests on a stock vLLM alone, against the built wheel
-	HYPOTHESIS_PROFILE=ci $(AGAINST_WHEEL) $(VLLM) -m pytest -m vllm $(or $(ARGS),$(wildcard tests/vllm_*))
+test-vllm: $(VENV)/wheel/ready vllm-env  ## the tests on stock vLLMs alone, against the built wheel; of several versions first
+	@$(if $(ARGS),,$(MAKE) --no-print-directory vllm-versions VERSIONS_ARGS=--check)
+	HYPOTHESIS_PROFILE=ci $(AGAINST_WHEEL) $(VLLM) -m pytest -m vllm $(or $(ARGS),$(filter-out tests/vllm_versions,$(wildcard tests/vllm_*)))
+
+vllm-versions: $(VENV)/wheel/ready  ## the smaller suite on several versions of vLLM; writes README's table of what came of it
+	@$(PYTHON) tests/vllm_stock/install.py --versions all $(VLLM_ENV_ARGS)
+	HYPOTHESIS_PROFILE=ci $(AGAINST_WHEEL) $(VLLM) -m tests.vllm_versions.matrix $(VERSIONS_ARGS)
 
 check: lint types imports size test  ## all that a change must pass
 

@@ -32,6 +32,8 @@ COLOURS: dict[str, str] = {
     "quarantined": RED, "capacity": "#333333", "space": ORANGE, "reset": "#a06bc9",
     # why pins were dropped
     "looked_up_again": GREY, "not_accepted": YELLOW, "request_ended": "#b8b8b8", "preempted": ORANGE,
+    # seconds saved and lost
+    "saved": GREEN, "waited": YELLOW, "interference": ORANGE, "net": BLUE, "break-even": GREY, "prefill": "#7fb3ea",
     # health
     "tokens_without_pin": RED, "pin_without_tokens": ORANGE, "unknown_request": YELLOW, "unknown_job": "#a06bc9",
     "handler_raised": RED, "law_broken": "#8b0000", "transfer_dead": ORANGE, "resets": "#a06bc9",

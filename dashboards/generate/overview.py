@@ -9,6 +9,9 @@ from dashboards.generate.words import Board, Kind, Panel, Query, Row
 
 _HITS = series("kvoffload_lookup_tokens_total", result="hit")
 _MISSES = series("kvoffload_lookup_tokens_total", result="miss")
+_SAVED = series("kvoffload_prefill_seconds_saved_total")
+_WAITED = series("kvoffload_load_wait_seconds_total")
+_INTERFERENCE = series("kvoffload_interference_seconds_total")
 _FAILED_LOADS = series("kvoffload_load_blocks_total", outcome="failed|corrupt|abandoned")
 _FAILED_STORES = series("kvoffload_store_blocks_total", outcome="failed|abandoned")
 _ALERTS = 'count(ALERTS{alertname=~"KVOffload.*", alertstate="firing"}) or vector(0)'
@@ -33,9 +36,30 @@ _GLANCE = Row(
             units.COUNT,
             (Query(f"max({series('kvoffload_degraded')})", "off", expects=SERIES),),
             Kind.NUMBER,
-            width=4,
+            width=3,
             limits=((0, GREEN), (1, RED)),
             texts={"0": "on", "1": "OFF"},
+        ),
+        Panel(
+            "Worth it",
+            "Whether more seconds were saved than lost in the last minutes in which it mattered.",
+            "`Seconds saved and lost` tells what outweighs the savings. In the runbook: KVOffloadNetNegative.",
+            units.COUNT,
+            (Query(f"max({series('kvoffload_net_benefit_negative')})", "negative", expects=SERIES),),
+            Kind.NUMBER,
+            width=3,
+            limits=((0, GREEN), (1, RED)),
+            texts={"0": "yes", "1": "NO"},
+        ),
+        Panel(
+            "Seconds saved, net",
+            "Prefilling that was not done again, less the time that requests waited for loads and that copies cost the "
+            "engine's steps. An estimate.",
+            "below 0, or far below the tokens found: see `Seconds saved and lost`. In the runbook: KVOffloadNetNegative.",
+            units.SECONDS,
+            (one(f"{growth(_SAVED)} - {growth(_WAITED)} - {growth(_INTERFERENCE)}", "net"),),
+            Kind.NUMBER,
+            width=4,
         ),
         Panel(
             "Prompt tokens found on the host",
@@ -44,7 +68,7 @@ _GLANCE = Row(
             units.TOKENS,
             (one(growth(_HITS), "hit"),),
             Kind.NUMBER,
-            width=5,
+            width=4,
         ),
         Panel(
             "Hit ratio of the host",
@@ -54,7 +78,7 @@ _GLANCE = Row(
             units.SHARE,
             (one(share(growth(_HITS), growth(_MISSES)), "hit"),),
             Kind.NUMBER,
-            width=5,
+            width=4,
             maximum=1,
         ),
         Panel(
@@ -64,7 +88,7 @@ _GLANCE = Row(
             units.BYTES,
             (one(growth(series("kvoffload_transfer_bytes_total", direction="load")), "load"),),
             Kind.NUMBER,
-            width=5,
+            width=3,
         ),
         Panel(
             "Alerts that fire",
@@ -73,16 +97,48 @@ _GLANCE = Row(
             units.COUNT,
             (one(_ALERTS, "alerts", SERIES),),
             Kind.NUMBER,
-            width=5,
+            width=3,
             limits=((0, GREEN), (1, RED)),
         ),
     ),
 )
 
-# The net benefit (seconds saved less seconds waited) has its place here as soon as the catalogue counts it.
 _WORTH = Row(
     "Is it worth it",
     (
+        Panel(
+            "Seconds saved and lost",
+            "Per second: prefilling saved, at the engine's own measured rate; time that requests waited for loads, each "
+            "request's added up; time that copies cost the engine's steps; and what is left. Estimates.",
+            "waiting outweighs saving: hits are too short, so raise min_load_tokens or set it to auto, or loads queue (see "
+            "`Loads: time of a copy` in *Transfers*). Interference does: `store_policy: lazy` copies less. In the "
+            "runbook: KVOffloadNetNegative.",
+            units.SHARE,
+            (
+                one(rate(_SAVED), "saved"),
+                one(rate(_WAITED), "waited"),
+                one(rate(_INTERFERENCE), "interference", SERIES),
+                one(f"{rate(_SAVED)} - {rate(_WAITED)} - {rate(_INTERFERENCE)}", "net"),
+            ),
+        ),
+        Panel(
+            "Break-even length",
+            "Hits from this length on take less time to load than to compute. 0 until measured; a million stands for "
+            "no length at all.",
+            "near the usual length of hits, loading gains little: loads wait for something (see `Loads: time in the queue` in "
+            "*Transfers*), or computing is fast. min_load_tokens at auto follows this line.",
+            units.TOKENS,
+            (one(f"max({series('kvoffload_break_even_tokens')})", "break-even", SERIES),),
+        ),
+        Panel(
+            "Prefill rate",
+            "Tokens that the engine prefills in a second of the time that this adds to its steps, as measured for the "
+            "seconds saved.",
+            "0 with traffic: no step that prefilled was seen yet, and nothing loaded is priced. Jumping: other work "
+            "shares the device, and the seconds saved follow it.",
+            units.TOKENS_PER_SECOND,
+            (one(f"min({series('kvoffload_prefill_tokens_per_second')})", "prefill"),),
+        ),
         Panel(
             "Prompt tokens looked up",
             "Tokens beyond the device's own hit, by whether the host had them. Hits are work not done twice.",

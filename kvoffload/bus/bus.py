@@ -105,13 +105,18 @@ class Bus:
         if route is _NOBODY:
             return
         queue = self._queue
-        queue.append(message)
         if self._dispatching:
+            queue.append(message)
             return
         self._dispatching = True
         try:
+            if queue:  # a state handler's exception left them
+                queue.append(message)
+            else:
+                self._dispatch(message, route)
             while queue:
-                self._dispatch(queue.popleft())
+                message = queue.popleft()
+                self._dispatch(message, self._routes.get(type(message)) or self._resolve(type(message)))
         finally:
             self._dispatching = False
 
@@ -129,11 +134,8 @@ class Bus:
         for feed in self._feeds.values():
             feed.close()
 
-    def _dispatch(self, message: object) -> None:
+    def _dispatch(self, message: object, route: _Route) -> None:
         self._published += 1
-        route = self._routes.get(type(message))
-        if route is None:  # somebody subscribed or was removed since it was published
-            route = self._resolve(type(message))
         handlers, counters, feeds = route
         for handler in handlers:
             try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from itertools import chain
 
 from kvoffload.core.requests import RequestRecord
@@ -56,7 +56,7 @@ class Intake:
             if progress.new_blocks:
                 record = state.requests.live(progress.request)
                 since_reset = record is not None and record.stores
-                self._handed_out(chain.from_iterable(progress.new_blocks), since_reset=since_reset)
+                self._handed_out([*chain.from_iterable(progress.new_blocks)], since_reset=since_reset)
         for progress in fact.progress:
             record = state.requests.live(progress.request)
             if record is None or record.state is not RequestState.RUNNING:
@@ -96,22 +96,22 @@ class Intake:
         self._state.requests.move(record, RequestEvent.END)
         self._state.holds.let_go_if_over(record)
 
-    def _new_blocks(self, fact: BlocksAllocated) -> Iterable[DeviceBlockId]:
+    def _new_blocks(self, fact: BlocksAllocated) -> list[DeviceBlockId]:
+        blocks: list[DeviceBlockId] = []
         for group, table in zip(self._state.shape.groups, fact.tables, strict=True):
-            yield from table[-(-fact.device_tokens // group.block_tokens) :]
+            blocks += table[-(-fact.device_tokens // group.block_tokens) :]
+        return blocks
 
-    def _handed_out(self, blocks: Iterable[DeviceBlockId], *, since_reset: bool) -> None:
+    def _handed_out(self, blocks: Collection[DeviceBlockId], *, since_reset: bool) -> None:
         """Ids were handed out: strike them from other records, and note what a reset separates."""
         state = self._state
-        blocks = [block for block in blocks if block != NULL_BLOCK]
-        if not blocks:
-            return
         zeroed = state.tables.handed_out(blocks)
         if zeroed:
             state.outbox.zeroed(zeroed)
         if state.generation:
             if since_reset:
                 state.computed_since_reset.update(blocks)
+                state.computed_since_reset.discard(NULL_BLOCK)
             else:
                 state.computed_since_reset.difference_update(blocks)
 

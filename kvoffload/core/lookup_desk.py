@@ -81,7 +81,7 @@ class LookupDesk:
             return _Answer(device_tokens, (), barred)
         limit = record.prompt_tokens - 1
         match = longest_match(state.shape, record.keys, state.pool.index, device_tokens, limit)
-        if 0 < match.tokens - device_tokens < state.policy.min_load_tokens:
+        if 0 < match.tokens - device_tokens < record.least_tokens:
             return _Answer(device_tokens, (), MissCause.LOAD_DECLINED)
         return _Answer(match.tokens, match.slots, self._cause(record, match.tokens, match.missing))
 

@@ -85,6 +85,7 @@ class OffloadCore:
         may_wait: bool,
         tokens: int = 0,
         new_keys: Sequence[Sequence[BlockKey]] = (),
+        least_tokens: int = 0,
     ) -> int | None:
         """Return the tokens that the host adds to the device's hit; None for "not yet".
 
@@ -98,6 +99,8 @@ class OffloadCore:
             may_wait: "not yet" is an answer.
             tokens: what a preempted request must hold before its next new token: its prompt and what it generated.
             new_keys: per group, keys of whole blocks not told before.
+            least_tokens: shorter hits are declined, where this is above the policy's number; a request's first lookup
+                decides for it.
         """
         record = self.state.requests.live(request)
         if record is not None and record.state is RequestState.RUNNING:
@@ -105,6 +108,8 @@ class OffloadCore:
         if record is not None:
             record.extend_keys(new_keys)
             record.prompt_tokens = max(record.prompt_tokens, tokens)
+            if not record.least_tokens:
+                record.least_tokens = max(least_tokens, self.state.policy.min_load_tokens)
         return self._lookups.lookup(
             request, device_tokens, may_wait=may_wait and self.state.shape.promises.can_wait
         )

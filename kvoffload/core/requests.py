@@ -29,6 +29,7 @@ class RequestRecord:
         stores: False where its blocks were computed, wholly or in part, before the last reset.
         restored: keys stored again after an eviction, once each.
         jobs: open jobs that concern it.
+        least_tokens: shorter hits are recomputed; its first lookup decides for all, 0 before it.
     """
 
     request: RequestId
@@ -48,6 +49,7 @@ class RequestRecord:
     stores: bool = True
     restored: set[BlockKey] = field(default_factory=set)
     jobs: int = 0
+    least_tokens: int = 0
 
     @property
     def is_live(self) -> bool:

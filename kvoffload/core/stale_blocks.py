@@ -8,7 +8,7 @@ of all requests times all blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from kvoffload.model.groups import GroupSpec
 from kvoffload.model.ids import NULL_BLOCK, DeviceBlockId, RequestId
@@ -29,11 +29,13 @@ class StaleBlocks:
         """Return a request's table, per group the block at each position; None without one. Read it, never write."""
         return self._tables.get(request)
 
-    def handed_out(self, blocks: Iterable[DeviceBlockId]) -> int:
+    def handed_out(self, blocks: Collection[DeviceBlockId]) -> int:
         """The engine handed these ids out again: zero them where they are recorded; return how many positions."""
+        if not self._places:
+            return 0
         zeroed = 0
-        for block in blocks:
-            for request, group, position in self._places.pop(block, ()):
+        for block in self._places.keys() & blocks:
+            for request, group, position in self._places.pop(block):
                 self._tables[request][group][position] = NULL_BLOCK
                 zeroed += 1
         return zeroed

@@ -74,6 +74,7 @@ class Progress:
     request_id: str
     confirmed_tokens: int  # computed for certain before this step's forward pass
     new_blocks: tuple[tuple[tuple[int, int], ...], ...]
+    tokens: int  # that this step computes
 
 
 @dataclass(frozen=True, slots=True)

@@ -273,4 +273,4 @@ class Scheduler:
 
 
 def _progress(chunk: Chunk) -> Progress:
-    return Progress(chunk.request.request_id, chunk.start, chunk.new_blocks)
+    return Progress(chunk.request.request_id, chunk.start, chunk.new_blocks, chunk.end - chunk.start)

@@ -8,11 +8,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import Final, Literal
 
 from kvoffload.model.errors import ConfigError
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+AUTO: Final = "auto"
+"""`min_load_tokens`: as many as were measured to be worth a load."""
 
 ALIASES = {
     "cpu_bytes_to_use": "host_bytes",
@@ -31,7 +35,7 @@ class OffloadConfig:
         host_bytes_per_rank: host memory of each rank; wins over `host_bytes` where given.
         store_policy: "eager" stores what is computed, "lazy" what the device is about to evict.
         eviction_policy: which block leaves the host first.
-        min_load_tokens: shorter hits are recomputed instead; None for one block.
+        min_load_tokens: shorter hits are recomputed instead; None for one block, "auto" for what was measured to pay.
         verify: which blocks' checksums are checked before a load is trusted.
         transfer_timeout_s: seconds from submission after which a copy counts as never ending.
         journal_path: file for the events, None for a ring in memory.
@@ -41,7 +45,7 @@ class OffloadConfig:
     host_bytes_per_rank: int | None = None
     store_policy: str = "eager"
     eviction_policy: str = "lru"
-    min_load_tokens: int | None = None
+    min_load_tokens: int | Literal["auto"] | None = None
     verify: str = "off"
     transfer_timeout_s: float = 30.0
     journal_path: Path | None = None
@@ -119,7 +123,9 @@ def _one_of(*allowed: str) -> tuple[str, Callable[[object], object]]:
     return "one of " + ", ".join(allowed), parse
 
 
-def _tokens(value: object) -> int:
+def _tokens(value: object) -> int | str:
+    if value == AUTO:
+        return AUTO
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ValueError
     return value
@@ -143,7 +149,7 @@ _PARSERS: dict[str, tuple[str, Callable[[object], object]]] = {
     "host_bytes_per_rank": (_BYTES, parse_bytes),
     "store_policy": _one_of("eager", "lazy"),
     "eviction_policy": _one_of("lru"),
-    "min_load_tokens": ("a number of tokens, 0 or more", _tokens),
+    "min_load_tokens": (f'a number of tokens, 0 or more, or "{AUTO}"', _tokens),
     "verify": _one_of("off"),
     "transfer_timeout_s": ("a positive number of seconds", _seconds),
     "journal_path": ("a file's path", _path),

@@ -49,6 +49,8 @@ class EngineShape:
     step_tokens: int
     match_tokens: int = 0
     promises: Promises = field(default_factory=Promises)
+    alignment: int = field(init=False, repr=False, compare=False)
+    """Tokens that a hit's length is a multiple of. Worked out once: every lookup asks."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -62,11 +64,8 @@ class EngineShape:
             )
         if problems:
             raise EngineContractError("; ".join(problems))
-
-    @property
-    def alignment(self) -> int:
-        """Tokens that a hit's length is a multiple of."""
-        return self.match_tokens or math.lcm(*(group.block_tokens for group in self.groups))
+        alignment = self.match_tokens or math.lcm(*(group.block_tokens for group in self.groups))
+        object.__setattr__(self, "alignment", alignment)
 
     @property
     def lease_limit(self) -> int:

@@ -203,3 +203,18 @@ class OffloadingDegraded(Event):
 
     cause: DegradeCause
     detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class NetBenefitTurned(Event):
+    """The sign of what offloading brings has turned.
+
+    Args:
+        is_negative: it costs more seconds than it saves from now on.
+        net_s: seconds saved less seconds lost in the period that showed it.
+        period_s: how long that was.
+    """
+
+    is_negative: bool
+    net_s: float
+    period_s: float

@@ -74,12 +74,16 @@ class StepScheduled(Fact):
         progress: requests that gained something, and those that run for the first time since their allocation.
         preempted: requests whose blocks were taken back since the last step.
         handed_out: blocks newly handed out that no table names, such as copy-on-write targets.
+        prefill_tokens: tokens that the step computes for requests that compute several in it.
+        decode_tokens: tokens that it computes for the others, one each.
     """
 
     step: int
     progress: tuple[Progress, ...] = ()
     preempted: tuple[RequestId, ...] = ()
     handed_out: tuple[DeviceBlockId, ...] = ()
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
 
     @property
     def is_idle(self) -> bool:

@@ -12,11 +12,11 @@ from typing import TypeVar
 from kvoffload.bus.bus import Bus
 from kvoffload.core.offload_core import OffloadCore
 from kvoffload.core.state import LoadResults, Policy
-from kvoffload.core.states import JobState, SlotState
+from kvoffload.core.states import JobState
 from kvoffload.logs import get_logger
 from kvoffload.model import facts
 from kvoffload.model.causes import DegradeCause
-from kvoffload.model.config import OffloadConfig
+from kvoffload.model.config import AUTO, OffloadConfig
 from kvoffload.model.engine import Device, EngineShape
 from kvoffload.model.errors import EngineContractError
 from kvoffload.model.events import OffloadingDegraded
@@ -25,6 +25,7 @@ from kvoffload.model.transfer import Direction, TransferPlan, TransferReport
 from kvoffload.runtime.awaited_loads import AwaitedLoads
 from kvoffload.runtime.clocks import Clocks
 from kvoffload.runtime.deadlines import JobDeadlines, Patience
+from kvoffload.runtime.gauges import read_gauges
 from kvoffload.runtime.hooks import HookTimes
 from kvoffload.runtime.observers import Observers
 from kvoffload.runtime.pin_ages import PinAges
@@ -32,7 +33,9 @@ from kvoffload.runtime.portal import Portal
 from kvoffload.telemetry.counters import Counters
 from kvoffload.telemetry.gauges import GaugeSnapshot
 from kvoffload.telemetry.journal import Journal
-from kvoffload.telemetry.labels import Hook, JobLabel, SlotLabel
+from kvoffload.telemetry.labels import Hook
+from kvoffload.telemetry.net_benefit import NetBenefit
+from kvoffload.telemetry.step_times import Copies
 
 T = TypeVar("T")
 
@@ -40,11 +43,6 @@ log = get_logger("scheduler")
 
 _NO_TOKENS: int | None = 0
 _TAIL = 20  # lines of the journal that an error report carries
-_OPEN = {
-    JobState.PLANNED: JobLabel.PLANNED,
-    JobState.SUBMITTED: JobLabel.SUBMITTED,
-    JobState.ABANDONED: JobLabel.ABANDONED,
-}
 
 
 class SchedulerSide:
@@ -91,6 +89,8 @@ class SchedulerSide:
         self._timeout_s = config.transfer_timeout_s
         self._off_since: float | None = None
         self._pins = PinAges(self._clocks.unix)
+        self.benefit = NetBenefit(shape.alignment, shape.ranks, self._copying, self._clocks.monotonic)
+        self._chooses_least = config.min_load_tokens == AUTO
         self._wire()
         self._observers = Observers(self.bus, self.journal, self.counters, self._clocks.monotonic)
         if portal is not None:
@@ -182,13 +182,19 @@ class SchedulerSide:
         with self._hooks.timed(Hook.LOOKUP):
             now = self._clocks.monotonic()
             may_wait = self._patience.may_wait(request, now)
-            answer = self._ask(
-                "lookup",
-                lambda: self.core.lookup(
-                    request, device_tokens, may_wait=may_wait, tokens=tokens, new_keys=new_keys
-                ),
-                _NO_TOKENS,
-            )
+            least = self.benefit.least_load_tokens() if self._chooses_least else 0
+            answer = _NO_TOKENS
+            try:
+                answer = self.core.lookup(
+                    request,
+                    device_tokens,
+                    may_wait=may_wait,
+                    tokens=tokens,
+                    new_keys=new_keys,
+                    least_tokens=least,
+                )
+            except Exception as error:
+                self._core_raised(error, "lookup")
             if answer is None:
                 self._patience.waits(request, now)
             self._publish_events()
@@ -210,15 +216,7 @@ class SchedulerSide:
 
     def gauges(self) -> GaugeSnapshot:
         """Return the state now. Reads single numbers only, so any thread may ask."""
-        state = self.core.state
-        slots = {SlotLabel[each.name].value: state.pool.count(each) for each in SlotState}
-        jobs = {
-            (direction.value, label.value): state.jobs.count(direction, each)
-            for direction in Direction
-            for each, label in _OPEN.items()
-        }
-        dropped = {name: feed.dropped for name, feed in self.bus.statistics().feeds}
-        return GaugeSnapshot(slots, sum(slots.values()), jobs, self._pins.oldest_s, state.degraded, dropped)
+        return read_gauges(self.core.state, self.bus, self._pins, self.benefit)
 
     def close(self) -> None:
         """Stop the observers. Open jobs are the workers' to drain."""
@@ -233,8 +231,16 @@ class SchedulerSide:
         self.bus.on_state_error(lambda error, fact: self._core_raised(error, type(fact).__name__))
         self.counters.subscribe(self.bus)
         self._pins.subscribe(self.bus)
+        self.benefit.subscribe(self.bus)
         self.journal.subscribe(self.bus)
         self.bus.count(OffloadingDegraded, self._degraded)
+
+    def _copying(self) -> int:
+        jobs = self.core.state.jobs
+        if not jobs.pending:
+            return Copies.NONE
+        stores = Copies.STORES if jobs.count(Direction.STORE, JobState.SUBMITTED) else 0
+        return stores | (Copies.LOADS if jobs.count(Direction.LOAD, JobState.SUBMITTED) else 0)
 
     def _tell(self, fact: facts.Fact) -> None:
         self.bus.publish(fact)
@@ -285,5 +291,5 @@ class SchedulerSide:
 
 
 def _policy(config: OffloadConfig, shape: EngineShape, merge_steps: int) -> Policy:
-    least = config.min_load_tokens if config.min_load_tokens is not None else shape.alignment
+    least = config.min_load_tokens if isinstance(config.min_load_tokens, int) else shape.alignment
     return Policy(config.store_policy, config.eviction_policy, least, merge_steps)

@@ -17,7 +17,7 @@ from kvoffload.model.causes import (
     SurpriseCause,
 )
 from kvoffload.model.transfer import Direction, Tier
-from kvoffload.telemetry.labels import Hook, JobLabel, LookupResult, SlotLabel, Subscriber
+from kvoffload.telemetry.labels import Hook, JobLabel, LoadWait, LookupResult, SlotLabel, Subscriber
 
 
 class Kind(Enum):
@@ -134,6 +134,13 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_slots", "Slots by state; they sum to the capacity.", Kind.GAUGE, (_TIER, Label("state", SlotLabel)), "slots"),
     Metric("kvoffload_evicted_blocks_total", "Blocks that left the tier.", Kind.COUNTER, (_TIER, Label("cause", EvictionCause)), "blocks"),
     Metric("kvoffload_oldest_pin_timestamp_seconds", "Unix time of the oldest pin that is still held; 0 without one.", Kind.GAUGE, (), "seconds"),
+    # --- is it worth it ---
+    Metric("kvoffload_prefill_seconds_saved_total", "Tokens that loads brought, at the time that the engine's own steps add for prefilling one; an estimate.", Kind.COUNTER, (), "seconds"),
+    Metric("kvoffload_load_wait_seconds_total", "Time that requests waited for loads, each request's added up: its own, from when it was bound to its end, or another's of the same prefix.", Kind.COUNTER, (Label("reason", LoadWait),), "seconds"),
+    Metric("kvoffload_interference_seconds_total", "Time that copies cost the engine's steps: of each step with copies under way, the share by which decoding steps with such copies are longer than like ones without; an estimate.", Kind.COUNTER, (_DIRECTION,), "seconds"),
+    Metric("kvoffload_prefill_tokens_per_second", "Tokens over the time that prefilling them adds to the engine's steps, median of the last runs of such steps; 0 until one was measured.", Kind.GAUGE, (), "tokens"),
+    Metric("kvoffload_break_even_tokens", "Length of a hit from which on loading it takes less time than computing it; 0 until both were measured, 1000000 where no length does.", Kind.GAUGE, (), "tokens"),
+    Metric("kvoffload_net_benefit_negative", "1 from a minute in which waiting and interference cost over 1 % more than was saved, until one in which it was worth it.", Kind.GAUGE, (), "flag"),
     # --- health ---
     Metric("kvoffload_stale_blocks_zeroed_total", "Positions struck from requests' records because the engine handed their blocks out again.", Kind.COUNTER, (), "blocks"),
     Metric("kvoffload_resets_total", "Resets after which nothing computed before is found again.", Kind.COUNTER, (), "resets"),

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from kvoffload.telemetry.catalogue import BY_NAME, Kind
 from kvoffload.telemetry.counters import Counters
-from kvoffload.telemetry.gauges import GaugeSource
+from kvoffload.telemetry.gauges import ASKED_COUNTERS, GaugeSource
 from kvoffload.telemetry.snapshot import Labels
 
 _PATIENCE_S = 1.0  # how long hooks' times, which every step has, wait for something else to go with
@@ -73,9 +73,8 @@ class Changes:
             return None
         self._changes, self._due_s = counters.changes, now + _PATIENCE_S
         asked = self._source.gauges().numbers()
-        counts = self._take_news(
-            {**counters.counts, "kvoffload_bus_dropped_total": asked.pop("kvoffload_bus_dropped_total")}
-        )
+        kept = {name: asked.pop(name) for name in ASKED_COUNTERS}
+        counts = self._take_news({**counters.counts, **kept})
         change = Change(counts, self._take_news(asked), counters.take_samples())
         return None if change.is_empty else change
 

@@ -17,6 +17,7 @@ from kvoffload.model import events
 from kvoffload.model.causes import CopyOutcome, MissCause
 from kvoffload.model.transfer import Tier
 from kvoffload.telemetry.catalogue import BY_NAME, CATALOGUE, Kind, Metric
+from kvoffload.telemetry.gauges import ASKED_COUNTERS
 from kvoffload.telemetry.labels import Hook, LookupResult, subscriber_label
 from kvoffload.telemetry.snapshot import Distribution, Labels, Snapshot
 
@@ -201,5 +202,4 @@ class Counters:
 
 
 def _is_counted(metric: Metric) -> bool:
-    # Feeds count their own drops; the exporter asks them.
-    return metric.kind is Kind.COUNTER and metric.name != "kvoffload_bus_dropped_total"
+    return metric.kind is Kind.COUNTER and metric.name not in ASKED_COUNTERS

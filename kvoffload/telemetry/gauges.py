@@ -11,6 +11,21 @@ from kvoffload.model.transfer import Tier
 from kvoffload.telemetry.labels import SlotLabel, subscriber_label
 from kvoffload.telemetry.snapshot import Labels
 
+BENEFIT = (
+    "kvoffload_prefill_seconds_saved_total",
+    "kvoffload_load_wait_seconds_total",
+    "kvoffload_interference_seconds_total",
+    "kvoffload_prefill_tokens_per_second",
+    "kvoffload_break_even_tokens",
+    "kvoffload_net_benefit_negative",
+)
+"""What `NetBenefit` keeps."""
+
+ASKED_COUNTERS = frozenset(
+    name for name in ("kvoffload_bus_dropped_total", *BENEFIT) if name.endswith("_total")
+)
+"""Counters that their owners keep: asked for like gauges, and not counted from events."""
+
 
 @dataclass(frozen=True, slots=True)
 class GaugeSnapshot:
@@ -23,6 +38,7 @@ class GaugeSnapshot:
         oldest_pin_s: unix time of the oldest pin, 0 without one.
         degraded: why offloading is off, None while it is on.
         dropped: events dropped so far, by the name of the feed.
+        benefit: the series of `NetBenefit`.
     """
 
     slots: Mapping[str, int] = field(default_factory=dict)
@@ -31,6 +47,7 @@ class GaugeSnapshot:
     oldest_pin_s: float = 0.0
     degraded: DegradeCause | None = None
     dropped: Mapping[str, int] = field(default_factory=dict)
+    benefit: Mapping[str, Mapping[Labels, float]] = field(default_factory=dict)
 
     def numbers(self) -> dict[str, dict[Labels, float]]:
         """Return the series of every metric that is asked for and not counted, by name; one that is missing is 0."""
@@ -46,6 +63,7 @@ class GaugeSnapshot:
             "kvoffload_oldest_pin_timestamp_seconds": {(): self.oldest_pin_s},
             "kvoffload_degraded": {(self.degraded.value,): 1} if self.degraded else {},
             "kvoffload_bus_dropped_total": dropped,
+            **{name: dict(self.benefit.get(name, {})) for name in BENEFIT},
         }
 
     def problems(self) -> list[str]:

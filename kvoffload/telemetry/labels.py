@@ -31,6 +31,13 @@ class JobLabel(StrEnum):
     ABANDONED = "abandoned"
 
 
+class LoadWait(Enum):
+    """What a request waited for before it could compute."""
+
+    OWN_LOAD = "own_load"
+    OTHERS_LOAD = "others_load"  # of the same prefix, so that it need not be loaded twice
+
+
 class Hook(StrEnum):
     """The places where an engine calls offloading, named alike for every engine. A member or its value may be given."""
 

@@ -14,6 +14,7 @@ from kvoffload.model.events import (
     Event,
     JobAbandoned,
     LoadEnded,
+    NetBenefitTurned,
     ResetStarted,
     StoreSettled,
 )
@@ -35,6 +36,7 @@ LOGGED: tuple[type[Event], ...] = (
     EngineSurprised,
     CapacityGrown,
     ResetStarted,
+    NetBenefitTurned,
 )
 """The classes that can deserve a line."""
 
@@ -110,6 +112,14 @@ class LogObserver:
     @_write.register
     def _(self, event: ResetStarted) -> None:
         self._log.info("reset_started", **_keys(event))
+
+    @_write.register
+    def _(self, event: NetBenefitTurned) -> None:
+        keys = {"net_s": round(event.net_s, 3), "period_s": round(event.period_s, 3)}
+        if event.is_negative:
+            self._log.warning("net_benefit_negative", **keys, remedy='set min_load_tokens to "auto"')
+        else:
+            self._log.info("net_benefit_positive", **keys)
 
     def _warn(self, name: str, kind: str, event: Event) -> None:
         held_back = self._warnings.due((name, kind))

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
+from operator import attrgetter
 from types import NoneType, UnionType
-from typing import Any, NewType, cast
+from typing import Any, NamedTuple, NewType, cast
 
 from kvoffload.model import events
 from kvoffload.model.events import Event
@@ -33,15 +34,15 @@ class Summary:
 
 
 def compact(message: object) -> object:
-    """Return what may be held for long: the message itself if it is small and holds no content, else a `Summary`."""
+    """Return what may be held for long: the message itself if it is small and holds no content, else a `Kept`."""
     cls = type(message)
     form = _FORMS.get(cls) or _form(cls)
-    return form.summarise(message) if form.is_bulky else message
+    return form.shorten(message) if form.is_bulky else message
 
 
 def to_plain(message: object) -> dict[str, object]:
     """Return name and fields as JSON knows them."""
-    summary = message if isinstance(message, Summary) else _form(type(message)).summarise(message)
+    summary = message.summary() if isinstance(message, Kept) else _form(type(message)).summarise(message)
     return {"event": summary.name, **summary.fields}
 
 
@@ -66,14 +67,44 @@ class _Form:
     def __init__(self, cls: type) -> None:
         hints = typing.get_type_hints(cls)
         self.name = cls.__name__
-        self._fields = [(field.name, *_writer(hints[field.name])) for field in fields(cls)]
-        self.is_bulky = any(bulky for _, _, bulky in self._fields)
+        writers = {field.name: _writer(hints[field.name]) for field in fields(cls)}
+        self.is_bulky = any(bulky for _, bulky in writers.values())
+        self.names = tuple(writers)
+        # Of a single name it returns no tuple.
+        self._values = (
+            attrgetter(*writers) if len(writers) > 1 else lambda message: _all_of(message, self.names)
+        )
+        writes = enumerate(write for write, _ in writers.values())
+        self._written = tuple((place, write) for place, write in writes if write is not _as_it_is)
+
+    def shorten(self, message: object) -> Kept:
+        """Inline, for every fact; names are put to its values only when somebody reads them."""
+        values = list(self._values(message))
+        for place, write in self._written:
+            values[place] = write(values[place])
+        return Kept(self, values)
 
     def summarise(self, message: object) -> Summary:
-        values = {}
-        for name, write, _ in self._fields:
-            values[name] = write(getattr(message, name))
-        return Summary(self.name, values)
+        return self.shorten(message).summary()
+
+
+class Kept(NamedTuple):
+    """A message's fields as they are written, in their order."""
+
+    form: _Form
+    values: list[object]
+
+    def summary(self) -> Summary:
+        """Return them with their names."""
+        return Summary(self.form.name, dict(zip(self.form.names, self.values, strict=True)))
+
+
+def _all_of(message: object, names: Iterable[str]) -> tuple[object, ...]:
+    return tuple(getattr(message, name) for name in names)
+
+
+def _as_it_is(value: object) -> object:
+    return value
 
 
 def _form(cls: type) -> _Form:
@@ -100,7 +131,7 @@ def _writer(hint: object) -> tuple[Convert, bool]:
     if isinstance(plain, type) and issubclass(plain, Enum):
         return lambda value: value.value, False
     if plain in (int, float, bool, str):
-        return lambda value: value, False
+        return _as_it_is, False
     raise TypeError(f"no form for a field of type {hint!r}")
 
 
@@ -108,7 +139,7 @@ def _tuple_writer(item: object) -> tuple[Convert, bool]:
     if item is SlotId:
         return list, False
     if typing.get_origin(item) is tuple:
-        return lambda groups: [len(group) for group in groups], True
+        return lambda groups: list(map(len, groups)), True
     return (list if _plain_type(item) is str else len), True
 
 

@@ -67,7 +67,13 @@ class ReferenceScheduler:
     def plan(self, step: StepFacts) -> object:
         progress = tuple(self._news(step))
         preempted = tuple(map(RequestId, step.preempted))
-        return self._offload.step(facts.StepScheduled(step.step, progress, preempted))
+        total = sum(each.tokens for each in step.progress)
+        decode = sum(each.tokens == 1 for each in step.progress)
+        return self._offload.step(
+            facts.StepScheduled(
+                step.step, progress, preempted, prefill_tokens=total - decode, decode_tokens=decode
+            )
+        )
 
     def request_ended(self, request: RequestView, aborted: bool) -> None:
         told = self._told.pop(request.request_id)

@@ -62,6 +62,15 @@ class Times:
         windows = [statistics.fmean(steps_us[start : start + width]) for start in starts]
         return cls(statistics.median(windows), middle, low, high, len(steps_us))
 
+    @classmethod
+    def of_workload(cls, steps: Sequence[Step]) -> Times:
+        """Sum up all that was spent, steps that only wait for copies included, over the steps that compute."""
+        computing = [step.hook_ns / 1e3 for step in steps if step.tokens]
+        low, middle, high = statistics.quantiles(computing, n=4)
+        return cls(
+            sum(step.hook_ns for step in steps) / 1e3 / len(computing), middle, low, high, len(computing)
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -200,11 +209,12 @@ def method(args: argparse.Namespace) -> str:
 def _measure_case(
     model: str, riders: Sequence[Rider], running: int, repeats: int, tokens: int, draw: random.Random
 ) -> Iterator[Case]:
-    gathered: dict[str, dict[str, list[Times]]] = {"decode": {}, "prefill": {}}
+    gathered: dict[str, dict[str, list[Times]]] = {"decode": {}, "prefill": {}, "all": {}}
     for _ in range(repeats):
         for name, steps in _ride(riders, _prompts(draw, running), tokens).items():
             decode = [step.hook_ns / 1e3 for step in steps if step.requests == step.tokens == running]
             prefill = [step.hook_ns / 1e3 for step in steps if step.tokens > step.requests]
+            gathered["all"].setdefault(name, []).append(Times.of_workload(steps))
             for phase, times in (("decode", decode), ("prefill", prefill)):
                 if len(times) > 1:
                     gathered[phase].setdefault(name, []).append(Times.of(times))

@@ -121,7 +121,8 @@ class VllmScheduler:
         for request in preempted:
             if (tracked := self._tracked.get(request)) is not None:
                 self._due.drop(tracked)
-        fact = facts.StepScheduled(self._step, self._progress(output), preempted, _copy_targets(output))
+        copied = _copy_targets(output)
+        fact = facts.StepScheduled(self._step, self._progress(output), preempted, copied, *_tokens(output))
         self._step += 1
         plan = self.offload.step(fact)
         self._hear_results()
@@ -273,6 +274,15 @@ class VllmScheduler:
     def _degraded(self, event: OffloadingDegraded) -> None:
         # What is being loaded was planned by what is broken.
         self._given_up += self._submitted.values()
+
+
+def _tokens(output: SchedulerOutput) -> tuple[int, int]:
+    """Return how many tokens the step prefills, and how many it decodes. A draft's tokens count as prefilled."""
+    scheduled, total = output.num_scheduled_tokens, output.total_num_scheduled_tokens
+    decoding = len(scheduled)
+    if total > decoding:
+        decoding = list(scheduled.values()).count(1)
+    return total - decoding, decoding
 
 
 def _copy_targets(output: SchedulerOutput) -> tuple[DeviceBlockId, ...]:

@@ -28,7 +28,7 @@ KINDS = {
 }
 """By the name of the class itself: a subclass that is not listed may recycle or share blocks in a way of its own."""
 
-VERSIONS = "vLLM 0.28 and newer; 0.28 to 0.33 were run"
+VERSIONS = "vLLM 0.28 and newer; 0.28, 0.30, 0.32 and 0.33 were run"
 """Where the connector works."""
 
 _NEEDED = (

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+from importlib.metadata import EntryPoint, EntryPoints
 
 import pytest
 
+from kvoffload.cli import bench
 from kvoffload.cli.main import main
 
 
@@ -21,6 +23,32 @@ def test_an_unknown_bench_is_refused(capsys: pytest.CaptureFixture[str]) -> None
         main(["bench", "nothing"])
     assert ended.value.code == 2
     assert "nothing" in capsys.readouterr().err
+
+
+def test_a_benchs_options_are_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "hooks", "--help"])
+    assert ended.value.code == 0
+    assert "--running" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "hooks", "--runing", "3"])
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert "did you mean --running?" in told
+    assert "kvoffload bench hooks --help" in told
+
+
+def test_one_that_cannot_be_imported_harms_no_other_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lost = EntryPoint("lost", "a_module_that_is_not_there", bench.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(bench, "entry_points", lambda group: EntryPoints([lost]).select(group=group))
+    for command in ("bench", "demo"):
+        with pytest.raises(SystemExit) as ended:
+            main([command, "--help"])
+        assert ended.value.code == 0
+    assert main(["bench", "lost"]) == 2
+    assert "'lost' cannot be imported" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="needs an environment without vLLM")

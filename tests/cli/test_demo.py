@@ -79,6 +79,16 @@ def test_a_host_of_one_block(small: list[str], capsys: pytest.CaptureFixture[str
     assert found["passed"]
 
 
+def test_hits_that_do_not_pay_are_computed(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Which ones, the machine decides; whatever it is, answers are the same and every miss has its cause."""
+    found = run_json([*small, "--config", "min_load_tokens=auto"], capsys)
+    assert found["passed"]
+    declined = found["offloading"]["missed_blocks"].get("load_declined", 0)
+    assert declined or found["with_offloading"]["host_tokens"]
+    benefit = found["offloading"]["benefit"]
+    assert benefit["net_s"] == benefit["saved_s"] - benefit["waited_s"] - benefit["interference_s"]
+
+
 def test_json_accounts_for_every_token(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     found = run_json(small, capsys)
     for play in (found["without_offloading"], found["with_offloading"]):
@@ -99,7 +109,7 @@ def test_json_names_stay(small: list[str], capsys: pytest.CaptureFixture[str]) -
         "without_offloading": PLAY,
         "with_offloading": PLAY,
         "offloading": [
-            "declined_blocks", "evicted_blocks", "host_slots", "loaded_blocks", "loaded_bytes", "missed_blocks",
+            "benefit", "declined_blocks", "evicted_blocks", "host_slots", "loaded_blocks", "loaded_bytes", "missed_blocks",
             "offered_blocks", "stored_blocks", "stored_bytes",
         ],
         "agreement": [

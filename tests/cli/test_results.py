@@ -11,8 +11,8 @@ import pytest
 from kvoffload.cli.demo.compare import compare
 from kvoffload.cli.demo.conversations import TurnId
 from kvoffload.cli.demo.play import Play, Turn
-from kvoffload.cli.demo.results import DemoResult, Workload
-from kvoffload.cli.demo.summary import quantiles, summarize, summarize_offloading
+from kvoffload.cli.demo.results import BenefitResult, DemoResult, Workload
+from kvoffload.cli.demo.summary import quantiles, summarize, summarize_benefit, summarize_offloading
 from kvoffload.cli.demo.table import render
 from kvoffload.engine import RequestStats, Token
 from kvoffload.telemetry.snapshot import Snapshot
@@ -52,13 +52,16 @@ COUNTED = Snapshot(
         "kvoffload_evicted_blocks_total": {("host", "space"): 5},
     }
 )
+BENEFIT = BenefitResult(9.5, 1.25, 0.25, 8.0)
 WORKLOAD = Workload(("README.md",), 12, 1, 2, "sliding_window", 4, "cpu", 0, 10, 30, 3.0, {"host_bytes": 1})
 
 
 def result(plain: Play = PLAIN, offloaded: Play = OFFLOADED, laws: tuple[str, ...] = ()) -> DemoResult:
     without, with_ = summarize(plain, 4), summarize(offloaded, 4)
     agreement = compare(plain, offloaded)
-    return DemoResult(WORKLOAD, without, with_, 6.0, summarize_offloading(COUNTED, 64), agreement, laws)
+    return DemoResult(
+        WORKLOAD, without, with_, 6.0, summarize_offloading(COUNTED, 64, BENEFIT), agreement, laws
+    )
 
 
 def changed(play: Play, token: Token, place: int = 0) -> Play:
@@ -103,10 +106,24 @@ def test_quantiles_are_nearest_ranks(count: int, p50: float, p99: float) -> None
 
 
 def test_counters_by_reason_largest_first_and_without_those_at_0() -> None:
-    found = summarize_offloading(COUNTED, 64)
+    found = summarize_offloading(COUNTED, 64, BENEFIT)
     assert (found.stored_bytes, found.loaded_bytes, found.stored_blocks) == (3 * 2**20, 2048, 6)
     assert list(found.declined_blocks.items()) == [("already_cached", 2), ("host_full", 1)]
     assert found.evicted_blocks == {"space": 5}
+
+
+def test_what_was_saved_before_does_not_count() -> None:
+    def looked(
+        saved: float, own: float, others: float, lost: float
+    ) -> dict[str, dict[tuple[str, ...], float]]:
+        return {
+            "kvoffload_prefill_seconds_saved_total": {(): saved},
+            "kvoffload_load_wait_seconds_total": {("own_load",): own, ("others_load",): others},
+            "kvoffload_interference_seconds_total": {("store",): lost, ("load",): lost},
+        }
+
+    found = summarize_benefit(looked(1.0, 0.5, 0.0, 0.0), looked(11.0, 1.0, 1.0, 0.25))
+    assert found == BenefitResult(10.0, 1.5, 0.5, 8.0)
 
 
 def test_equal_plays_agree() -> None:
@@ -150,6 +167,7 @@ def test_the_table_shows_what_matters() -> None:
         "already cached 2, host full 1 (of 9 offered)",
         "never seen 3",
         "all 4 tokens agree",
+        "9.5 saved, 1.2 waited for loads, 0.2 lost to copies: net 8.0",
         "no law is broken",
     ):
         assert told in text

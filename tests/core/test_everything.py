@@ -12,12 +12,15 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvoffload.bus.bus import Bus
 from kvoffload.core.states import SlotState
 from kvoffload.model.causes import CopyOutcome, StoreOutcome
 from kvoffload.model.events import LoadEnded, LoadScheduled, LookupSettled
 from kvoffload.model.groups import GroupSpec
 from kvoffload.model.ids import BlockKey, JobId, SlotId
 from kvoffload.model.transfer import Direction, TransferPlan
+from kvoffload.telemetry.counters import Counters
+from kvoffload.telemetry.snapshot import conservation
 from tests.core.world import CORRUPT, DONE, FAILED, Req, World, chunked, full, key_at, window
 
 SHAPES: Sequence[tuple[GroupSpec, ...]] = (
@@ -243,6 +246,20 @@ class Everything(RuleBasedStateMachine):
             *(core._book._deferred, core._intake._newly_allocated),
         )
         assert not any(kept)
+        self._the_metrics_add_up()
+
+    def _the_metrics_add_up(self) -> None:
+        """Whatever came: causes sum to the missed blocks, outcomes to the offered and the scheduled ones."""
+        bus, counters = Bus(), Counters()
+        counters.subscribe(bus)
+        for event in self.world.log:
+            bus.publish(event)
+        assert bus.statistics().removed_counters == ()
+        counted = counters.snapshot()
+        assert conservation(counted, drained=True) == []
+        settled = self.world.told(LookupSettled)
+        looked_up = sum(each.hit_blocks + each.miss_blocks for each in settled)
+        assert counted.total("kvoffload_lookup_blocks_total") == looked_up
 
     # -- inside -------------------------------------------------------------------------------------------------
 

@@ -310,6 +310,21 @@ def test_a_hit_shorter_than_the_least_is_declined() -> None:
     assert world.count(SlotState.PINNED) == 0
 
 
+@pytest.mark.parametrize(("first", "later", "answer"), [(16, 4, 0), (12, 16, 12), (0, 16, 12)])
+def test_a_requests_first_lookup_decides_how_short_a_hit_may_be(first: int, later: int, answer: int) -> None:
+    world = cached(least=4)
+    request = world.add("a", TEXT)
+    assert world.lookup(request, least=first) == answer
+    assert world.lookup(request, least=later) == answer
+    world.allocate(request, answer)
+    assert (world.miss() is MissCause.LOAD_DECLINED) is (answer == 0)
+
+
+def test_a_hit_is_never_shorter_than_the_policy_says() -> None:
+    world = cached(least=16)
+    assert world.lookup(world.add("a", TEXT), least=4) == 0
+
+
 def test_a_request_that_opted_out_reads_nothing() -> None:
     world = cached()
     assert world.admit(world.add("a", TEXT, reads_cache=False)) == 0

@@ -273,7 +273,7 @@ class World:
         self.tell(facts.RequestSeen(request.name, len(text), keys, reads_cache))
         return request
 
-    def lookup(self, request: Req, *, may_wait: bool = True) -> int | None:
+    def lookup(self, request: Req, *, may_wait: bool = True, least: int = 0) -> int | None:
         """Tokens that the host adds to the device's hit, None for "not yet"."""
         answer = self.core.lookup(
             request.name,
@@ -281,6 +281,7 @@ class World:
             may_wait=may_wait,
             tokens=len(request.text),
             new_keys=self._new_keys(request),
+            least_tokens=least,
         )
         self._settle()
         return answer

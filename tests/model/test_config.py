@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.model.config import ALIASES, OffloadConfig, parse_bytes, parse_config
+from kvoffload.model.config import ALIASES, AUTO, OffloadConfig, parse_bytes, parse_config
 from kvoffload.model.errors import ConfigError
 
 KEYS = [
@@ -51,6 +51,13 @@ def test_everything_can_be_set() -> None:
     assert list(raw) == KEYS
     config = parse_config(raw)
     assert config == OffloadConfig(2 * 2**30, 4096, "lazy", "lru", 0, "off", 5.0, Path("/tmp/journal"))
+
+
+def test_the_least_tokens_may_be_chosen_by_what_is_measured() -> None:
+    assert parse_config({"min_load_tokens": "auto"}).min_load_tokens == AUTO
+    assert problems({"min_load_tokens": "automatic"}) == (
+        "min_load_tokens is 'automatic'; it must be a number of tokens, 0 or more, or \"auto\"",
+    )
 
 
 def test_settings_are_never_altered() -> None:

@@ -87,10 +87,18 @@ class Side:
         self.side.allocated(facts.BlocksAllocated(RequestId(name), (table,), 0, external))
         self.last_table = table
 
-    def step(self, *confirmed: tuple[str, int], preempted: Sequence[str] = ()) -> TransferPlan:
+    def step(
+        self,
+        *confirmed: tuple[str, int],
+        preempted: Sequence[str] = (),
+        prefill: int = 0,
+        decode: int = 0,
+    ) -> TransferPlan:
         progress = tuple(facts.Progress(RequestId(name), tokens, ((),), ((),)) for name, tokens in confirmed)
         self.steps += 1
-        return self.side.step(facts.StepScheduled(self.steps, progress, tuple(map(RequestId, preempted))))
+        names = tuple(map(RequestId, preempted))
+        fact = facts.StepScheduled(self.steps, progress, names, prefill_tokens=prefill, decode_tokens=decode)
+        return self.side.step(fact)
 
     def ended(self, name: str) -> None:
         self.side.ended(facts.RequestEnded(RequestId(name), 0, ((),), holds_blocks=False))

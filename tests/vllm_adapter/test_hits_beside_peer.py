@@ -1,4 +1,16 @@
-"""Hits, counted as vLLM takes them, beside those of vLLM's own connector: same requests, same room on the host."""
+"""Hits, counted as vLLM takes them, beside those of vLLM's own connector: same requests, same room on the host.
+
+Both copy within the hook that orders the copy, and one thread does everything, so a run's counts are always the same.
+
+Hits are compared size by size. `FEWER` names the sizes at which ours are fewer, and why that is so:
+
+* A host smaller than the device cache can only add what the device has forgotten. Ours is least recently used (R15), the
+  device's own hits are uses, and what was evicted under a running request is stored again (R8): all that keeps what the
+  device has too. On a larger host it finds more, as what is hot is there when the device evicts it. The peer evicts in
+  the order of storing, which overlaps less with what the device keeps.
+* With plenty of room both save every token that can be saved. Where the device finds more of them itself, fewer hits are
+  left for the host.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +19,35 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 
+from kvoffload.model.transfer import TransferJob
+from kvoffload.transfer.pump import TransferPump
 from tests.vllm_adapter.engine_rig import DEVICE_BLOCKS, MARKS, SLOT_BYTES, Held, offloading
 from tests.vllm_stock import checkpoints, engines
 
 pytestmark = MARKS
 
 SEEDS = (1, 2, 3)
-HOST_BLOCKS = (12, 32, 64, 128, 512)
+HOST_BLOCKS: Mapping[checkpoints.Kind, Sequence[int]] = {
+    "qwen3": (12, 32, 48, 64, 128),
+    "gemma3": (12, 32, 64, 96, 128, 512),
+}
+FEWER = {("qwen3", 32): 0.95, ("gemma3", 512): 1.0}
+"""To each, the least share of the tokens that the peer and its device save that ours must save with theirs."""
 CONVERSATIONS = 10
 WAVES = 8
 AT_ONCE = 5
+
+
+class Saved(NamedTuple):
+    """Prompt tokens that were not computed: those that came from the host, and these with those from the device."""
+
+    hits: int
+    tokens: int
 
 
 @dataclass
@@ -28,27 +55,35 @@ class Counted:
     """An engine whose connector's hits are added up where the scheduler takes them."""
 
     llm: Any
-    tokens: int = 0
+    hits: int = 0
 
     def __post_init__(self) -> None:
         connector = engines.scheduler_of(self.llm).connector
         allocated = connector.update_state_after_alloc
 
         def counting(request: Any, blocks: Any, external_tokens: int) -> None:
-            self.tokens += external_tokens
+            self.hits += external_tokens
             allocated(request, blocks, external_tokens)
 
         connector.update_state_after_alloc = counting
 
-    def hits(self, seeds: Sequence[int]) -> int:
-        """The tokens that came from the host, each seed's workload on empty caches."""
-        self.tokens = 0
+    def saved(self, seeds: Sequence[int]) -> Saved:
+        """What is saved of the seeds' workloads, each on empty caches."""
+        self._run([[1] * engines.BLOCK])  # the host's memory is ready when this has ended
+        self._forget()
+        self.hits = tokens = 0
         for seed in seeds:
-            for wave in waves(seed):
-                engines.generate(self.llm, wave, 4)
-                engines.drain(self.llm)
-            assert engines.scheduler_of(self.llm).reset_prefix_cache(reset_connector=True)
-        return self.tokens
+            tokens += sum(map(self._run, waves(seed)))
+            self._forget()
+        return Saved(self.hits, tokens)
+
+    def _run(self, wave: Sequence[Sequence[int]]) -> int:
+        answers = engines.generate(self.llm, wave, 4)
+        engines.drain(self.llm)
+        return sum(answer.cached for answer in answers)
+
+    def _forget(self) -> None:
+        assert engines.scheduler_of(self.llm).reset_prefix_cache(reset_connector=True)
 
 
 def waves(seed: int) -> Iterator[list[list[int]]]:
@@ -63,10 +98,25 @@ def waves(seed: int) -> Iterator[list[list[int]]]:
         yield [list(story) for story in asked]
 
 
+class OneThread(TransferPump):
+    """Does the coroutine's turns in the hooks, and never wakes it."""
+
+    def submit_stores(self, jobs: Sequence[TransferJob]) -> None:
+        self._wakeup.set = lambda: None  # type: ignore[method-assign]
+        super().submit_stores(jobs)
+        self._turn()
+
+    def submit_loads(self, jobs: Sequence[TransferJob]) -> None:
+        self._wakeup.set = lambda: None  # type: ignore[method-assign]
+        super().submit_loads(jobs)
+
+
 @contextmanager
 def ours(kind: checkpoints.Kind, folder: Path, host_blocks: int, policy: str) -> Iterator[Counted]:
-    """Copies end when they are submitted, as the peer's do here, so that counts do not hang on the machine."""
-    with offloading(kind, folder, host_blocks, held=Held(), extra={"store_policy": policy}) as rig:
+    with (
+        patch("kvoffload.runtime.worker_side.TransferPump", OneThread),
+        offloading(kind, folder, host_blocks, held=Held(), extra={"store_policy": policy}) as rig,
+    ):
         yield Counted(rig.llm)
 
 
@@ -83,14 +133,14 @@ def peers(kind: checkpoints.Kind, folder: Path, host_blocks: int, policy: str) -
 
 def side_by_side(
     kind: checkpoints.Kind, folder: Path, policy: str, sizes: Sequence[int]
-) -> Mapping[int, tuple[int, int]]:
-    """By host size: our hits and the peer's."""
+) -> Mapping[int, tuple[Saved, Saved]]:
+    """By host size: ours and the peer's."""
     table = {}
     for size in sizes:
         with ours(kind, folder, size, policy) as mine:
-            hits = mine.hits(SEEDS)
+            saved = mine.saved(SEEDS)
         with peers(kind, folder, size, policy) as other:
-            table[size] = (hits, other.hits(SEEDS))
+            table[size] = (saved, other.saved(SEEDS))
     return table
 
 
@@ -101,14 +151,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("kind", checkpoints.KINDS)
 def test_eager_hits_are_at_least_the_peers(kind: checkpoints.Kind, folder: Path) -> None:
-    table = side_by_side(kind, folder, "eager", HOST_BLOCKS)
-    # Summed over the host sizes: on pools of a few dozen blocks single sizes may lose by a few blocks.
-    assert sum(mine for mine, _ in table.values()) >= sum(other for _, other in table.values()), table
-    assert table[HOST_BLOCKS[-1]][1] > 0
+    table = side_by_side(kind, folder, "eager", HOST_BLOCKS[kind])
+    fewer = {size for size, (mine, other) in table.items() if mine.hits < other.hits}
+    assert fewer <= {size for named, size in FEWER if named == kind}, table
+    for size in fewer:
+        mine, other = table[size]
+        assert mine.tokens >= FEWER[kind, size] * other.tokens, table
+    assert sum(mine.hits for mine, _ in table.values()) >= sum(other.hits for _, other in table.values())
+    assert all(other.hits > 0 for size, (_, other) in table.items() if size >= DEVICE_BLOCKS[kind]), table
 
 
 @pytest.mark.parametrize("kind", checkpoints.KINDS)
-def test_lazy_hits_where_the_peers_lazy_mode_has_none(kind: checkpoints.Kind, folder: Path) -> None:
-    table = side_by_side(kind, folder, "lazy", HOST_BLOCKS[2:])
-    assert all(mine >= other for mine, other in table.values()), table
-    assert all(mine > 0 for mine, _ in table.values()), table
+def test_lazy_hits_where_the_peers_lazy_mode_has_next_to_none(kind: checkpoints.Kind, folder: Path) -> None:
+    table = side_by_side(kind, folder, "lazy", (64, 128, 512))
+    assert all(mine.hits >= other.hits for mine, other in table.values()), table
+    assert all(mine.hits > 0 for mine, _ in table.values()), table

@@ -30,7 +30,7 @@ from tests.vllm_serve.serve_rig import (
     shared_memory,
 )
 from tests.vllm_stock import checkpoints, client, engines
-from tests.vllm_stock.client import Reply
+from tests.vllm_stock.client import Metrics, Reply
 from tests.vllm_stock.engines import Server
 
 pytestmark = MARKS
@@ -110,8 +110,24 @@ def test_metrics_agree_with_what_was_sent(server: Server, expected: Expected) ->
     assert after("kvoffload_slots") == after("kvoffload_capacity_slots") == 512
     assert after("kvoffload_degraded") == after("kvoffload_engine_surprises_total") == 0
     assert grown("kvoffload_transfer_seconds_count", "load") == 2 * len(LONE)  # of each rank
+    check_benefit(before, after, found - on_device)
     negative = {at: value for at, value in after.series.items() if at[0].startswith("vllm:") and value < 0}
     assert not negative
+
+
+def check_benefit(before: Metrics, after: Metrics, loaded_tokens: int) -> None:
+    """Loaded tokens are priced at what one takes to prefill, which may have been measured anew in between."""
+
+    def grown(name: str, *labels: str) -> float:
+        return after.exact(name, *labels) - before.exact(name, *labels)
+
+    priced = grown("kvoffload_prefill_seconds_saved_total") * after.exact(
+        "kvoffload_prefill_tokens_per_second"
+    )
+    assert loaded_tokens / 5 < priced < loaded_tokens * 5
+    assert 0 < grown("kvoffload_load_wait_seconds_total", "own_load") < 60
+    assert after("kvoffload_break_even_tokens") > 0
+    assert 0 <= after.exact("kvoffload_interference_seconds_total") < 60
 
 
 def test_after_a_reset_at_rest_nothing_old_is_found(server: Server, expected: Expected) -> None:

@@ -88,7 +88,11 @@ class Metrics:
 
     def __call__(self, name: str, *labels: str) -> int:
         """The sum over the series of a name that have these label values."""
-        return int(sum(value for at, value in self.labelled(name) if set(labels) <= set(at)))
+        return int(self.exact(name, *labels))
+
+    def exact(self, name: str, *labels: str) -> float:
+        """The same where it need not be a whole number."""
+        return sum(value for at, value in self.labelled(name) if set(labels) <= set(at))
 
     def labelled(self, name: str) -> Iterator[tuple[tuple[str, ...], float]]:
         """The series of a name, by their label values."""

@@ -92,6 +92,23 @@ class PlayResult:
 
 
 @dataclass(frozen=True, slots=True)
+class BenefitResult:
+    """Whether it was worth it, as kvoffload itself estimates it; seconds.
+
+    Args:
+        saved_s: of prefilling, at the engine's own measured rate.
+        waited_s: that requests waited for loads, each request's added up.
+        interference_s: by which copies lengthened the engine's steps.
+        net_s: the first less the others.
+    """
+
+    saved_s: float
+    waited_s: float
+    interference_s: float
+    net_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class OffloadResult:
     """What kvoffload counted; labels are those of its metrics.
 
@@ -105,6 +122,7 @@ class OffloadResult:
         loaded_blocks: blocks of loads, by outcome.
         evicted_blocks: blocks that left the host, by cause.
         host_slots: blocks that the host has room for.
+        benefit: seconds saved and lost.
     """
 
     stored_bytes: int
@@ -116,6 +134,7 @@ class OffloadResult:
     loaded_blocks: Mapping[str, int]
     evicted_blocks: Mapping[str, int]
     host_slots: int
+    benefit: BenefitResult
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from kvoffload.cli.demo.options import DemoOptions
 from kvoffload.cli.demo.play import Play, Player, idle, warm_up
 from kvoffload.cli.demo.results import SCHEMA, DemoResult, PlayResult, Workload, to_json
 from kvoffload.cli.demo.screen import Screen
-from kvoffload.cli.demo.summary import summarize, summarize_offloading
+from kvoffload.cli.demo.summary import summarize, summarize_benefit, summarize_offloading
 from kvoffload.cli.demo.table import render, render_no_reuse
 from kvoffload.cli.exits import Exit
 
@@ -80,7 +80,7 @@ async def _demonstrate(options: DemoOptions, engines: Engines, text: Text, scree
     for engine in (engines.plain, engines.offloaded):
         screen.progress("warming up")
         await warm_up(engine, options.first_tokens, options.seed)
-    before = engines.offload.counters.snapshot()
+    before, benefit = engines.offload.counters.snapshot(), engines.offload.benefit.series()
     plain, offloaded = await _play(options, engines, conversations, screen)
     counted = engines.offload.counters.snapshot().minus(before)
     size = engines.plain.config.block_tokens
@@ -90,7 +90,11 @@ async def _demonstrate(options: DemoOptions, engines: Engines, text: Text, scree
         without_offloading=without,
         with_offloading=with_,
         returning_ttft_ratio=_ratio(without, with_),
-        offloading=summarize_offloading(counted, engines.offload.gauges().capacity_slots),
+        offloading=summarize_offloading(
+            counted,
+            engines.offload.gauges().capacity_slots,
+            summarize_benefit(benefit, engines.offload.benefit.series()),
+        ),
         agreement=compare(plain, offloaded),
         broken_laws=tuple(_audit(engines)),
     )

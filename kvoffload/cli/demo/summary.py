@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvoffload.cli.demo.conversations import UnlimitedCache
 from kvoffload.cli.demo.play import Play, Turn
-from kvoffload.cli.demo.results import OffloadResult, PlayResult, Quantiles
+from kvoffload.cli.demo.results import BenefitResult, OffloadResult, PlayResult, Quantiles
 from kvoffload.model.causes import StoreOutcome
 from kvoffload.model.transfer import Direction, Tier
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from kvoffload.telemetry.snapshot import Snapshot
 
 _HOST = Tier.HOST.value
+
+Numbers = Mapping[str, Mapping[tuple[str, ...], float]]
 
 
 def summarize(play: Play, block_tokens: int) -> PlayResult:
@@ -49,7 +51,7 @@ def quantiles(samples: Sequence[float]) -> Quantiles:
     return Quantiles(len(ordered), statistics.median(ordered), ordered[rank - 1])
 
 
-def summarize_offloading(counted: Snapshot, host_slots: int) -> OffloadResult:
+def summarize_offloading(counted: Snapshot, host_slots: int, benefit: BenefitResult) -> OffloadResult:
     """Return what was counted."""
     outcomes = _by_label(counted, "kvoffload_store_blocks_total")
     stored = outcomes.pop(StoreOutcome.STORED.value, 0)
@@ -63,7 +65,20 @@ def summarize_offloading(counted: Snapshot, host_slots: int) -> OffloadResult:
         loaded_blocks=_by_label(counted, "kvoffload_load_blocks_total"),
         evicted_blocks=_by_label(counted, "kvoffload_evicted_blocks_total"),
         host_slots=host_slots,
+        benefit=benefit,
     )
+
+
+def summarize_benefit(before: Numbers, after: Numbers) -> BenefitResult:
+    """Return what was saved and lost between two looks at `NetBenefit.series`."""
+
+    def grown(name: str) -> float:
+        return sum(after[name].values()) - sum(before[name].values())
+
+    saved = grown("kvoffload_prefill_seconds_saved_total")
+    waited = grown("kvoffload_load_wait_seconds_total")
+    interference = grown("kvoffload_interference_seconds_total")
+    return BenefitResult(saved, waited, interference, saved - waited - interference)
 
 
 def _reuse(turns: Sequence[Turn], block_tokens: int) -> tuple[int, int]:

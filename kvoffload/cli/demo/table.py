@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from kvoffload.bench.no_reuse import NoReuse
-from kvoffload.cli.demo.results import DemoResult, OffloadResult, PlayResult, Quantiles, Workload
+from kvoffload.cli.demo.results import (
+    BenefitResult,
+    DemoResult,
+    OffloadResult,
+    PlayResult,
+    Quantiles,
+    Workload,
+)
 
 _LABEL, _NUMBER = 50, 18
 _NONE = "-"
@@ -90,6 +97,7 @@ def _offloading(result: OffloadResult) -> Iterator[str]:
     yield _list("misses, by cause", result.missed_blocks)
     if failed := {outcome: blocks for outcome, blocks in result.loaded_blocks.items() if outcome != "loaded"}:
         yield _list("loads that brought nothing", failed)
+    yield _benefit(result.benefit)
 
 
 def _verdict(result: DemoResult) -> Iterator[str]:
@@ -114,6 +122,14 @@ def _logprobs(result: DemoResult) -> str:
         f"log-probabilities differ by at most {agreement.worst_logprob_difference:.1e} "
         f"(allowed: {agreement.logprob_limit:.0e})"
     )
+
+
+def _benefit(told: BenefitResult) -> str:
+    parts = (
+        f"{told.saved_s:.1f} saved, {told.waited_s:.1f} waited for loads, "
+        f"{told.interference_s:.1f} lost to copies: net {told.net_s:.1f}"
+    )
+    return f"{'seconds, as it estimates':<{_LABEL - 12}}{parts}"
 
 
 def _row(label: str, one: str, other: str) -> str:

@@ -1,0 +1,217 @@
+"""Is it worth it: seconds of prefilling saved, less seconds that requests waited and that copies cost the steps.
+
+    saved           tokens loaded, at what the engine itself takes to prefill one (`PrefillRate`)
+    waited          per request, for its own load, or for another's of the same prefix
+    interference    of each step with copies under way, the share by which such steps are longer (`StepTimes`)
+
+All follow from facts and events, so an adapter has nothing to do for it but to say how many tokens a step computes.
+Estimates, then; the architecture's page tells their limits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvoffload.bus.bus import Bus
+from kvoffload.model import events, facts
+from kvoffload.model.causes import CopyOutcome, LoadOutcome
+from kvoffload.model.ids import JobId, RequestId
+from kvoffload.model.transfer import Direction
+from kvoffload.telemetry.break_even import BreakEven
+from kvoffload.telemetry.labels import LoadWait
+from kvoffload.telemetry.prefill_rate import PrefillRate
+from kvoffload.telemetry.snapshot import Labels
+from kvoffload.telemetry.step_times import Copies, StepTimes
+
+_LEAST_BLOCKS = 4  # of a run of steps that says what prefilling takes
+_PERIOD_S = 60.0  # over which the sign is judged
+_MATTERS = 0.01  # of a period: a smaller loss is not worth a warning
+
+
+class _Load(NamedTuple):
+    request: RequestId
+    tokens: int
+    since: float
+
+
+class NetBenefit:
+    """Adds the seconds up. Register it once; one thread tells, any may read `series`.
+
+    Args:
+        block_tokens: of the shortest hit.
+        ranks: that copy a part of each job.
+        copying: says which copies a worker may be making, as one of `Copies`.
+        now: monotonic seconds.
+    """
+
+    def __init__(
+        self, block_tokens: int, ranks: int, copying: Callable[[], int], now: Callable[[], float]
+    ) -> None:
+        self._ranks = ranks
+        self._copying = copying
+        self._now = now
+        self._rate = PrefillRate(_LEAST_BLOCKS * block_tokens)
+        self._times = StepTimes()
+        self._break_even = BreakEven()
+        self._live: set[RequestId] = set()
+        self._loads: dict[JobId, _Load] = {}
+        self._copy_s: dict[JobId, float] = {}
+        self._others: dict[RequestId, float] = {}
+        self._unpriced_tokens = 0
+        self._saved_s = 0.0
+        self._waited_s = dict.fromkeys(LoadWait, 0.0)
+        self._interference_s = dict.fromkeys(Direction, 0.0)
+        # Of the last step: when it was scheduled, whether it computed anything, whether it only decoded, and so did the
+        # one before it with the same copies under way, how many tokens it decoded, and which copies those were.
+        self._last_s = 0.0
+        self._ran = self._is_calm = self._is_steady = False
+        self._decoded = self._copies = 0
+        self._period_began = self._judge_s = -math.inf
+        self._period_net_s = 0.0
+        self._is_negative = False
+        self._publish: Callable[[events.NetBenefitTurned], None] = lambda event: None
+
+    def subscribe(self, bus: Bus) -> None:
+        """Follow the engine from now on; say on the bus when the sign turns."""
+        self._publish = bus.publish
+        bus.count(facts.RequestSeen, self._seen)
+        bus.count(facts.BlocksAllocated, self._allocated)
+        bus.count(facts.StepScheduled, self._step)
+        bus.count(facts.RequestEnded, self._ended)
+        bus.count(events.LookupDeferred, self._deferred)
+        bus.count(events.HitPinned, self._allocated)
+        bus.count(events.LoadScheduled, self._load_scheduled)
+        bus.count(events.RankReported, self._copied)
+        bus.count(events.LoadEnded, self._load_ended)
+
+    def least_load_tokens(self) -> int:
+        """Return the shortest hit that is worth a load, as far as was measured lately; 0 where nothing was."""
+        return self._break_even.least(self._now())
+
+    @property
+    def net_s(self) -> float:
+        """Seconds saved less seconds lost, since the start."""
+        return self._saved_s - sum(self._waited_s.values()) - sum(self._interference_s.values())
+
+    def series(self) -> dict[str, dict[Labels, float]]:
+        """Return the series of the metrics that are kept here, by name."""
+        rate = self._rate.seconds_per_token
+        return {
+            "kvoffload_prefill_seconds_saved_total": {(): self._saved_s},
+            "kvoffload_load_wait_seconds_total": {(one.value,): s for one, s in self._waited_s.items()},
+            "kvoffload_interference_seconds_total": {
+                (one.value,): s for one, s in self._interference_s.items()
+            },
+            "kvoffload_prefill_tokens_per_second": {(): 1 / rate if rate else 0.0},
+            "kvoffload_break_even_tokens": {(): self._break_even.tokens},
+            "kvoffload_net_benefit_negative": {(): float(self._is_negative)},
+        }
+
+    # -- steps ------------------------------------------------------------------------------------------------------
+
+    def _seen(self, fact: facts.RequestSeen) -> None:
+        self._live.add(fact.request)
+
+    def _step(self, fact: facts.StepScheduled) -> None:
+        now = self._now()
+        prefill, decode, copies = fact.prefill_tokens, fact.decode_tokens, self._copying()
+        # Inline, as every step comes by here: a step that only decodes as the one before did costs two calls.
+        is_calm = decode > 0 and not prefill
+        if self._ran:
+            self._stepped(now)
+        if prefill or self._rate.is_timing:
+            usual_s = self._times.usual_s(decode) if prefill or decode else 0.0
+            self._rate.step(now, prefill, usual_s)
+        self._is_steady = is_calm and self._is_calm and copies == self._copies
+        self._is_calm, self._copies, self._decoded = is_calm, copies, decode
+        self._ran = is_calm or prefill > 0
+        self._last_s = now
+        if now >= self._judge_s:
+            self._judge(now)
+
+    def _stepped(self, now: float) -> None:
+        """Something followed the last step."""
+        seconds, copies = now - self._last_s, self._copies
+        if self._is_steady:
+            self._times.observe(seconds, self._decoded, copies)
+        if copies and (slower := self._times.slowdown(copies)):
+            lost = seconds * slower / (1 + slower)
+            ways = _WAYS[copies]
+            for way in ways:
+                self._interference_s[way] += lost / len(ways)
+
+    def _ended(self, fact: facts.RequestEnded) -> None:
+        self._allocated(fact)
+        self._live.discard(fact.request)
+        if self._loads:
+            for job in [job for job, load in self._loads.items() if load.request == fact.request]:
+                self._lose_wait(self._loads.pop(job))
+        if not self._live and self._ran:
+            now = self._now()
+            self._rate.idle(now)
+            self._stepped(now)
+            self._ran = self._is_calm = self._is_steady = False
+
+    # -- loads ------------------------------------------------------------------------------------------------------
+
+    def _deferred(self, event: events.LookupDeferred) -> None:
+        self._others.setdefault(event.request, self._now())
+
+    def _allocated(self, message: facts.BlocksAllocated | events.HitPinned | facts.RequestEnded) -> None:
+        """Whatever this request waited for of another's, it does no longer."""
+        if self._others and (since := self._others.pop(message.request, None)) is not None:
+            self._waited_s[LoadWait.OTHERS_LOAD] += self._now() - since
+
+    def _load_scheduled(self, event: events.LoadScheduled) -> None:
+        self._loads[event.job] = _Load(event.request, event.tokens, self._now())
+
+    def _copied(self, event: events.RankReported) -> None:
+        if event.outcome is CopyOutcome.DONE and event.job in self._loads:
+            self._copy_s[event.job] = self._copy_s.get(event.job, 0.0) + event.copy_s
+
+    def _load_ended(self, event: events.LoadEnded) -> None:
+        copy_s = self._copy_s.pop(event.job, 0.0) / self._ranks
+        load = self._loads.pop(event.job, None)
+        if load is None:
+            return
+        waited_s = self._lose_wait(load)
+        if event.outcome is LoadOutcome.LOADED:
+            self._unpriced_tokens += load.tokens
+            self._break_even.loaded(self._now(), load.tokens, waited_s, copy_s)
+            self._price()
+
+    def _lose_wait(self, load: _Load) -> float:
+        waited_s = self._now() - load.since
+        self._waited_s[LoadWait.OWN_LOAD] += waited_s
+        return waited_s
+
+    def _price(self) -> None:
+        """What was loaded before anything was measured is priced as soon as something is."""
+        rate = self._rate.seconds_per_token
+        self._saved_s += self._unpriced_tokens * rate
+        if rate:
+            self._unpriced_tokens = 0
+        self._break_even.weigh(rate)
+
+    # -- the sign ---------------------------------------------------------------------------------------------------
+
+    def _judge(self, now: float) -> None:
+        """A period is over: say so if the sign has turned. One without gain or loss changes nothing."""
+        self._price()
+        net = self.net_s
+        gained, self._period_net_s = net - self._period_net_s, net
+        began, self._period_began = self._period_began, now
+        self._judge_s = now + _PERIOD_S
+        turned = gained > 0 if self._is_negative else gained < -_MATTERS * _PERIOD_S
+        if turned and began > -math.inf:
+            self._is_negative = not self._is_negative
+            self._publish(events.NetBenefitTurned(self._is_negative, gained, now - began))
+
+
+_WAYS: dict[int, tuple[Direction, ...]] = {
+    Copies.STORES: (Direction.STORE,),
+    Copies.LOADS: (Direction.LOAD,),
+    Copies.BOTH: (Direction.STORE, Direction.LOAD),
+}

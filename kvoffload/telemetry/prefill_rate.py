@@ -1,0 +1,91 @@
+"""What the engine takes to compute a prompt's tokens, from when it schedules its steps and what it schedules in them.
+
+Nobody tells when a step ends, and an engine may schedule the next one before that. So what is timed is a run: steps
+that prefill, one behind the other, and the one step behind them:
+
+    steps       D   P   P   D   D          D decodes only, P prefills
+    counted         |-----------|          from the run's first step to the second step behind it
+    taken off       d   d   d              of each, what a step takes that only decodes as many tokens
+
+With one step in flight the three intervals are the durations of P, P and D; with two in flight, of D, P and P. Either
+way what is left is the time that prefilling adds.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import accumulate
+
+_RUNS = 33  # of the last runs, the median by tokens: a stall, as of a first compilation, is outvoted
+_LONGEST_RUN = 32  # steps after which a run is a sample though it goes on
+_LEAST_SHARE = (
+    0.1  # of a run's time that counts as prefilling, however long its steps would have taken without
+)
+
+
+class PrefillRate:
+    """Seconds that prefilling adds per token.
+
+    Args:
+        least_tokens: runs of fewer say more of a step's fixed cost than of its tokens; taken only while there is no other.
+    """
+
+    def __init__(self, least_tokens: int) -> None:
+        self._least_tokens = least_tokens
+        self._runs: deque[tuple[float, int]] = deque(maxlen=_RUNS)
+        self._is_provisional = True
+        self._began = 0.0
+        self._tokens = self._steps = 0
+        self._usual_s = 0.0
+        self._is_over = False
+        self.is_timing = False
+        """Whether a run is open, so that steps that do not prefill concern this too."""
+        self.seconds_per_token = 0.0
+        """0 until something was measured. Written whole, so another thread may read it."""
+
+    def step(self, now: float, tokens: int, usual_s: float) -> None:
+        """A step was scheduled.
+
+        Args:
+            now: monotonic seconds.
+            tokens: that it prefills.
+            usual_s: what a step takes that only decodes what this one decodes; 0 for one with nothing to compute.
+        """
+        if self.is_timing and (self._is_over or self._steps == _LONGEST_RUN):
+            self._end(now)
+        if not tokens:
+            self._is_over = True
+            self._usual_s += usual_s
+            return
+        if not self.is_timing:
+            self.is_timing, self._began = True, now
+            self._tokens = self._steps = 0
+            self._usual_s, self._is_over = 0.0, False
+        self._tokens += tokens
+        self._steps += 1
+        self._usual_s += usual_s
+
+    def idle(self, now: float) -> None:
+        """The engine has nothing left to compute."""
+        if self.is_timing:
+            self._end(now)
+
+    def _end(self, now: float) -> None:
+        took, self.is_timing = now - self._began, False
+        is_long = self._tokens >= self._least_tokens
+        if took <= 0 or not (is_long or self._is_provisional):
+            return
+        if is_long and self._is_provisional:
+            self._runs.clear()
+            self._is_provisional = False
+        seconds = max(took - self._usual_s, _LEAST_SHARE * took)
+        self._runs.append((seconds / self._tokens, self._tokens))
+        self.seconds_per_token = _median(self._runs)
+
+
+def _median(runs: deque[tuple[float, int]]) -> float:
+    """Return the median of the first numbers, each counted as often as the second says."""
+    ordered = sorted(runs)
+    reached = accumulate(tokens for _, tokens in ordered)
+    half = sum(tokens for _, tokens in runs) / 2
+    return next(seconds for (seconds, _), tokens in zip(ordered, reached, strict=True) if tokens >= half)

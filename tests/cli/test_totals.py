@@ -1,0 +1,127 @@
+"""One demo told three ways: its journal, its metrics page and its table agree to the last block."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvoffload.bus.bus import Bus
+from kvoffload.cli.demo import session
+from kvoffload.cli.main import main
+from kvoffload.model import events
+from kvoffload.model.transfer import Direction
+from kvoffload.telemetry.catalogue import BY_NAME, CATALOGUE, Kind
+from kvoffload.telemetry.counters import Counters
+from kvoffload.telemetry.exporter import KVOffloadCollector
+from kvoffload.telemetry.gauges import ASKED_COUNTERS
+from kvoffload.telemetry.journal import Record, read_journal
+from kvoffload.telemetry.records import Summary
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+    from kvoffload.cli.demo.engines import Engines
+
+pytestmark = pytest.mark.slow
+
+Told = tuple[list[Record], dict[str, dict[tuple[str, ...], float]], dict[str, Any]]
+
+
+@pytest.fixture
+def told(
+    small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Told:
+    """The journal, the metrics at the end, and the table's numbers of one demo that evicts."""
+    pages: list[bytes] = []
+    audit = session._audit
+
+    def scrape(engines: Engines) -> list[str]:
+        registry = CollectorRegistry()
+        registry.register(KVOffloadCollector(engines.offload.counters, engines.offload))
+        pages.append(generate_latest(registry))
+        return audit(engines)
+
+    monkeypatch.setattr(session, "_audit", scrape)
+    path = tmp_path / "journal"
+    # Enough turns that some are found, and too little memory for the last ones, however fast the copies are.
+    tight = ["--turns", "7", "--config", "host_bytes_per_rank=1600KiB", "--config", f"journal_path={path}"]
+    assert main([*small, *tight, "--device-blocks", "40", "--json"]) == 0
+    table = json.loads(capsys.readouterr().out)["offloading"]
+    return list(read_journal(path)), parsed(pages[0].decode()), table
+
+
+def parsed(page: str) -> dict[str, dict[tuple[str, ...], float]]:
+    series: dict[str, dict[tuple[str, ...], float]] = {}
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            metric = BY_NAME[re.sub("_(bucket|count|sum)$", "", sample.name)]
+            labels = tuple(sample.labels[name] for name in metric.label_names)
+            series.setdefault(sample.name, {})[labels] = sample.value
+    return series
+
+
+def test_the_journal_and_the_metrics_page_agree(told: Told) -> None:
+    records, page, _ = told
+    assert [record.sequence for record in records] == list(range(1, len(records) + 1))  # nothing was dropped
+    bus, counters = Bus(), Counters()
+    counters.subscribe(bus)
+    for record in records:
+        bus.publish(record.message)
+    counted = counters.snapshot()
+    assert counted.count("kvoffload_lookup_blocks_total", "hit") > 0
+    for metric in CATALOGUE:
+        if metric.kind is Kind.COUNTER and metric.name not in ASKED_COUNTERS:
+            assert counted.counts[metric.name] == page[metric.name], metric.name
+        if metric.kind is Kind.HISTOGRAM and metric.name != "kvoffload_hook_seconds":
+            for labels, series in counted.distributions[metric.name].items():
+                assert series.samples == page[f"{metric.name}_count"][labels], metric.name
+                assert series.total == page[f"{metric.name}_sum"][labels], metric.name
+
+
+def test_the_journal_and_the_table_agree(told: Told) -> None:
+    """Added up from the events by hand, without the counters."""
+    records, _, table = told
+    played = after_warming_up(records)
+    stored = by(played, events.StoreSettled, "outcome")
+    assert table["stored_blocks"] == stored.pop("stored") > 0
+    assert table["declined_blocks"] == stored
+    assert table["offered_blocks"] == by(played, events.BlocksOffered).total()
+    assert table["loaded_blocks"] == by(played, events.LoadEnded, "outcome")
+    assert table["evicted_blocks"] == by(played, events.BlocksEvicted, "cause") != {}
+    for direction, name in ((Direction.STORE, "stored_bytes"), (Direction.LOAD, "loaded_bytes")):
+        copies = [one for one in of(played, events.RankReported) if one.direction is direction]
+        assert table[name] == sum(one.copied_bytes for one in copies) > 0
+    missed: Counter[str] = Counter()
+    for one in of(played, events.LookupSettled):
+        if one.cause is not None:
+            missed[one.cause.value] += 1
+            missed["behind_miss"] += one.miss_blocks - 1
+    assert table["missed_blocks"] == +missed != {}
+
+
+def after_warming_up(records: Sequence[Record]) -> list[events.Event]:
+    """The events of the conversations. The first request only warms up, and has drained before the next comes."""
+    seen = [
+        at
+        for at, record in enumerate(records)
+        if isinstance(record.message, Summary) and record.message.name == "RequestSeen"
+    ]
+    return [record.message for record in records[seen[1] :] if isinstance(record.message, events.Event)]
+
+
+def of(told: Iterable[events.Event], cls: type[Any]) -> list[Any]:
+    return [one for one in told if isinstance(one, cls)]
+
+
+def by(told: Iterable[events.Event], cls: type[Any], label: str | None = None) -> Counter[str]:
+    blocks: Counter[str] = Counter()
+    for one in of(told, cls):
+        blocks[getattr(one, label).value if label else ""] += one.blocks
+    return blocks

@@ -1,0 +1,63 @@
+"""From which length on a load pays, and that nobody holds on to what was true long ago."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvoffload.telemetry.break_even import NEVER_TOKENS, BreakEven
+
+
+def loads(
+    found: BreakEven, *, fixed_s: float, copy_s_per_token: float, count: int = 40, now: float = 0.0
+) -> None:
+    for number in range(count):
+        tokens = 100 + 10 * number
+        copy_s = tokens * copy_s_per_token
+        found.loaded(now, tokens, fixed_s + copy_s, copy_s)
+
+
+@pytest.mark.parametrize(
+    ("fixed_s", "copy_s", "prefill_s", "tokens"),
+    [(0.1, 0.001, 0.002, 100), (0.0, 0.001, 0.002, 0), (0.05, 0.0, 0.01, 5)],
+)
+def test_where_both_take_as_long(fixed_s: float, copy_s: float, prefill_s: float, tokens: int) -> None:
+    found = BreakEven()
+    loads(found, fixed_s=fixed_s, copy_s_per_token=copy_s)
+    found.weigh(prefill_s)
+    assert found.tokens == pytest.approx(tokens, abs=1)
+
+
+def test_unknown_until_both_were_measured() -> None:
+    found = BreakEven()
+    found.weigh(0.001)
+    assert (found.tokens, found.least(0.0)) == (0, 0)
+    loads(found, fixed_s=0.1, copy_s_per_token=0.001)
+    found.weigh(0.0)
+    assert (found.tokens, found.least(0.0)) == (0, 0)
+
+
+@pytest.mark.parametrize("prefill_s", [0.0005, 0.001, 0.001000001])
+def test_copies_that_are_slower_than_computing_never_pay(prefill_s: float) -> None:
+    found = BreakEven()
+    loads(found, fixed_s=10.0, copy_s_per_token=0.001)
+    found.weigh(prefill_s)
+    assert found.tokens == found.least(0.0) == NEVER_TOKENS
+
+
+def test_a_burst_in_which_loads_waited_for_each_other_is_outvoted() -> None:
+    found = BreakEven()
+    loads(found, fixed_s=0.1, copy_s_per_token=0.001)
+    loads(found, fixed_s=9.0, copy_s_per_token=0.001, count=10)
+    found.weigh(0.002)
+    assert found.tokens == pytest.approx(100, abs=1)
+
+
+def test_after_a_minute_without_loads_they_are_tried_again() -> None:
+    found = BreakEven()
+    loads(found, fixed_s=9.0, copy_s_per_token=0.001)
+    found.weigh(0.002)
+    assert found.least(60.0) == pytest.approx(9000, abs=1)
+    assert found.least(60.1) == 0
+    loads(found, fixed_s=0.1, copy_s_per_token=0.0, count=1, now=61.0)
+    found.weigh(0.002)
+    assert found.least(61.0) == 50

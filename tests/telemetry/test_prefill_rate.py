@@ -1,0 +1,99 @@
+"""What prefilling adds to steps, whatever else the steps do and however many of them are in flight."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from kvoffload.telemetry.prefill_rate import PrefillRate
+
+DECODE_S, PER_TOKEN_S = 0.01, 0.001
+
+
+def duration(tokens: int) -> float:
+    """Of a step that also decodes."""
+    return DECODE_S + tokens * PER_TOKEN_S
+
+
+def play(rate: PrefillRate, steps: list[int], in_flight: int) -> None:
+    """Steps with so many prefilled tokens each: one is scheduled as soon as fewer than `in_flight` run."""
+    ends: list[float] = []
+    now = 0.0
+    for number, tokens in enumerate(steps):
+        scheduled = ends[number - in_flight] if number >= in_flight else 0.0
+        now = max(now, scheduled)
+        if tokens or rate.is_timing:
+            rate.step(now, tokens, DECODE_S)
+        ends.append(max(ends[-1] if ends else 0.0, now) + duration(tokens))
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [0] * 5 + [100] + [0] * 5,
+        [0] * 5 + [64, 64, 36] + [0] * 3 + [200, 8] + [0] * 5,
+        [0] * 5 + [50] * 200 + [0] * 5,
+    ],
+)
+def test_what_decoding_takes_is_not_prefilling(in_flight: int, steps: list[int]) -> None:
+    rate = PrefillRate(16)
+    play(rate, steps, in_flight)
+    assert rate.seconds_per_token == pytest.approx(PER_TOKEN_S, rel=0.01)
+
+
+def test_an_idle_engine_takes_no_time() -> None:
+    rate = PrefillRate(16)
+    rate.step(5.0, 100, 0.0)
+    rate.idle(5.2)
+    rate.idle(9.0)
+    rate.step(100.0, 100, 0.0)
+    rate.idle(100.2)
+    assert rate.seconds_per_token == pytest.approx(0.002)
+
+
+def test_a_stall_is_outvoted() -> None:
+    rate = PrefillRate(16)
+    for start in range(9):
+        rate.step(10.0 * start, 100, 0.0)
+        rate.idle(10.0 * start + (3.0 if start == 4 else 0.1))
+    assert rate.seconds_per_token == pytest.approx(0.001)
+
+
+def test_short_runs_count_only_until_there_is_a_long_one() -> None:
+    rate = PrefillRate(16)
+    assert rate.seconds_per_token == 0
+    rate.step(0.0, 4, 0.0)
+    rate.idle(0.1)
+    assert rate.seconds_per_token == pytest.approx(0.025)
+    for tokens, begins in ((100, 1.0), (4, 2.0)):
+        rate.step(begins, tokens, 0.0)
+        rate.idle(begins + 0.1)
+    assert rate.seconds_per_token == pytest.approx(0.001)
+
+
+def test_a_run_never_costs_nothing() -> None:
+    """Steps that decoded may have taken longer than usual where prefilling took none; the rate stays finite."""
+    rate = PrefillRate(16)
+    rate.step(0.0, 100, 5.0)
+    rate.idle(1.0)
+    assert rate.seconds_per_token == pytest.approx(0.1 / 100)
+
+
+def test_a_clock_that_stands_still_measures_nothing() -> None:
+    rate = PrefillRate(16)
+    rate.step(1.0, 100, 0.0)
+    rate.idle(1.0)
+    assert rate.seconds_per_token == 0
+
+
+def test_more_work_in_a_step_takes_longer_to_compute() -> None:
+    """The longer the steps, the slower the rate: half as fast an engine, twice the seconds."""
+    found = []
+    for factor in (1, 2, 4):
+        rate = PrefillRate(16)
+        rate.step(0.0, 100, 0.0)
+        rate.idle(0.1 * factor)
+        found.append(rate.seconds_per_token)
+    assert all(later == pytest.approx(2 * earlier) for earlier, later in pairwise(found))

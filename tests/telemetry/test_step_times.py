@@ -1,0 +1,70 @@
+"""How much longer steps are while copies are under way."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvoffload.telemetry.step_times import Copies, StepTimes
+
+
+def steps(
+    times: StepTimes, seconds: float, copies: Copies = Copies.NONE, tokens: int = 4, count: int = 400
+) -> None:
+    for _ in range(count):
+        times.observe(seconds, tokens, copies)
+
+
+def test_steps_of_like_size_are_compared() -> None:
+    times = StepTimes()
+    steps(times, 0.010, tokens=4)
+    steps(times, 0.040, tokens=64)
+    steps(times, 0.012, Copies.STORES, tokens=5)
+    assert times.usual_s(6) == pytest.approx(0.010)
+    assert times.usual_s(100) == pytest.approx(0.040)
+    assert times.slowdown(Copies.STORES) == pytest.approx(0.2, rel=0.01)
+    assert times.slowdown(Copies.LOADS) == times.slowdown(Copies.BOTH) == 0
+
+
+def test_nothing_is_known_of_a_size_that_never_ran_without_copies() -> None:
+    times = StepTimes()
+    steps(times, 0.010, Copies.LOADS)
+    assert times.usual_s(4) == times.slowdown(Copies.LOADS) == 0
+
+
+def test_faster_steps_are_no_benefit() -> None:
+    times = StepTimes()
+    steps(times, 0.010)
+    steps(times, 0.008, Copies.BOTH)
+    assert times.slowdown(Copies.BOTH) == 0
+
+
+def test_a_stall_says_little() -> None:
+    times = StepTimes()
+    steps(times, 0.010)
+    steps(times, 60.0, Copies.LOADS, count=1)
+    assert times.slowdown(Copies.LOADS) <= 3 / 64
+    steps(times, 60.0, count=1)
+    assert times.usual_s(4) < 0.0125
+
+
+def test_a_first_step_that_compiled_is_forgotten_at_once() -> None:
+    times = StepTimes()
+    steps(times, 3.0, count=1)
+    steps(times, 0.010, count=1)
+    assert times.usual_s(4) == 0.010
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e-9])
+def test_steps_that_were_scheduled_at_once_say_little(seconds: float) -> None:
+    times = StepTimes()
+    steps(times, 0.010)
+    steps(times, seconds, count=1)
+    assert times.usual_s(4) >= 0.0095
+
+
+def test_steps_of_any_size_have_their_place() -> None:
+    times = StepTimes()
+    steps(times, 0.010, tokens=1)
+    steps(times, 0.020, tokens=1 << 40)
+    assert times.usual_s(1) == pytest.approx(0.010)
+    assert times.usual_s(1 << 41) == pytest.approx(0.020)

@@ -1,0 +1,67 @@
+"""The README's table of vLLM's versions is one that the command that writes it could have written."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.tooling.scripts import ROOT
+from tests.vllm_versions import matrix
+from tests.vllm_versions.test_small_suite import SCENES
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+HYBRID = "all these, hybrid model"
+
+
+def rows() -> list[list[str]]:
+    (table,) = re.findall(r"<!-- versions -->\n(.*?)<!-- /versions -->", README, flags=re.DOTALL)
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+
+
+def junit(**results: str) -> str:
+    """What pytest writes of a suite, by test: nothing for passed."""
+    cases = (
+        f'<testcase file="tests/vllm_versions/test_small_suite.py" name="{name}">{result}</testcase>'
+        for name, result in results.items()
+    )
+    return f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>"
+
+
+def test_it_has_the_scenes_of_the_suite_and_the_versions_of_the_lock() -> None:
+    title, _, *body = rows()
+    assert title == ["vLLM", *matrix.COLUMNS]
+    assert set(matrix.SCENES.values()) == {scene.__name__ for scene in SCENES}
+    assert [row[0] for row in body] == matrix.versions(), "the table of versions is stale: make vllm-versions"
+    assert matrix.filled(README, body) == README, "the table was edited by hand: make vllm-versions"
+
+
+def test_it_has_what_is_promised() -> None:
+    for version, *cells in rows()[2:]:
+        told = dict(zip(matrix.COLUMNS, cells, strict=True))
+        hybrid, more = told.pop(HYBRID), told.pop("layouts, metrics, events")
+        if version in matrix.TOO_OLD:
+            assert {hybrid, *told.values()} == {matrix.REFUSED}
+            continue
+        assert {more, *told.values()} == {"passed"}
+        assert hybrid == (matrix.REFUSED if version == "0.28.0" else "passed")
+
+
+@pytest.mark.parametrize(
+    ("scene", "control", "cell"),
+    [
+        ("", "", "passed"),
+        ("<failure/>", "", "failed"),
+        ("", "<error/>", "failed"),
+        ('<skipped message="refused at start"/>', '<skipped message="refused at start"/>', matrix.REFUSED),
+        ("", '<skipped message="refused at start"/>', "not run"),
+        ('<skipped message="why not"/>', "", "not run"),
+    ],
+)
+def test_a_scene_has_passed_when_its_control_has_too(scene: str, control: str, cell: str) -> None:
+    results = matrix.read_results(
+        junit(**{"test_scene[qwen3-reloaded]": scene, "test_control[qwen3-reloaded]": control})
+    )
+    told = dict(zip(matrix.COLUMNS, matrix.Ran("9", True, results, "").cells()[1:], strict=True))
+    assert told.pop("reload") == cell
+    assert set(told.values()) == {"not run"}
