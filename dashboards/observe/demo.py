@@ -15,8 +15,8 @@ from dashboards.observe.prometheus import ObserveError
 
 # The conversations outgrow the host's memory after some turns: prompts that come back are found at first, and evicted
 # later, whoever is served when.
-_WORKLOAD = ["--model", "tiny", "--conversations", "12", "--turns", "6", "--first-tokens", "256"]
-_WORKLOAD += ["--turn-tokens", "64", "--answer-tokens", "16", "--host-bytes", "9MiB"]
+_WORKLOAD = ["--model", "tiny", "--conversations", "12", "--turns", "8", "--first-tokens", "384"]
+_WORKLOAD += ["--turn-tokens", "96", "--answer-tokens", "24", "--host-bytes", "18MiB"]
 _SERVE_S = 600
 _URL = "metrics are at "
 
