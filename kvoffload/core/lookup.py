@@ -16,7 +16,9 @@ the block's first token, so the search only ever moves down.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from operator import itemgetter
+from functools import partial
+from itertools import islice, takewhile
+from operator import is_not, itemgetter
 from typing import NamedTuple
 
 from kvoffload.model.engine import EngineShape
@@ -48,11 +50,32 @@ def longest_match(
         start: tokens that the device holds.
         limit: the longest length of use.
     """
+    group = shape.groups[0]
+    is_plain = group.kind is AttentionKind.FULL and not group.reads_ahead
+    if len(shape.groups) == 1 and is_plain and shape.alignment == group.block_tokens:
+        return _match_in_one_full_group(group.block_tokens, keys[0], index, start, limit)
     search = _Search(shape, keys, index, start)
     length, blocker = search.descend(search.aligned(limit))
     if length <= start:
         return Match(start, (), blocker)
     return Match(length, search.slots_for(length), blocker)
+
+
+def _match_in_one_full_group(
+    tokens: int, keys: Sequence[BlockKey], index: Mapping[BlockKey, SlotId], start: int, limit: int
+) -> Match:
+    """What most models have: blocks up to the first that is missing, and no other group that could object.
+
+    A loop in C, as a lookup on a long prompt is otherwise the longest of all hooks.
+    """
+    first, blocks = start // tokens, limit // tokens
+    found = tuple(takewhile(_is_there, map(index.get, islice(keys, first, blocks))))
+    reached = first + len(found)
+    blocker = keys[reached] if reached < min(blocks, len(keys)) else None
+    return Match(max(reached * tokens, start), found, blocker)  # type: ignore[arg-type]  # none is None
+
+
+_is_there = partial(is_not, None)
 
 
 class _Search:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.core.lookup import longest_match
+from kvoffload.core.lookup import _Search, longest_match
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import BlockKey, GroupId, SlotId, block_key
@@ -19,7 +19,9 @@ BOUNDED = (AttentionKind.SLIDING_WINDOW, AttentionKind.CHUNKED_LOCAL)
 
 
 @st.composite
-def specs(draw: st.DrawFn, group: int) -> GroupSpec:
+def specs(draw: st.DrawFn, group: int, one_full: bool) -> GroupSpec:
+    if one_full:
+        return GroupSpec(GroupId(group), AttentionKind.FULL, draw(st.sampled_from([1, 2, 3, 4])))
     kind = draw(st.sampled_from(AttentionKind))
     reach = draw(st.integers(1, 14)) if kind in BOUNDED else None
     size = draw(st.sampled_from([1, 2, 3, 4]))
@@ -30,9 +32,9 @@ Search = tuple[EngineShape, list[list[BlockKey]], dict[BlockKey, SlotId], int, i
 
 
 @st.composite
-def searches(draw: st.DrawFn) -> Search:
-    count = draw(st.integers(1, 3))
-    groups = tuple(draw(specs(group)) for group in range(count))
+def searches(draw: st.DrawFn, *, one_full: bool = False) -> Search:
+    count = 1 if one_full else draw(st.integers(1, 3))
+    groups = tuple(draw(specs(group, one_full)) for group in range(count))
     least = math.lcm(*(group.block_tokens for group in groups))
     shape = EngineShape(groups, 1, 8, 8, match_tokens=draw(st.sampled_from([0, least, 2 * least])))
     length = draw(st.integers(1, 40))
@@ -101,6 +103,16 @@ def test_as_long_as_the_naive_search_and_the_blocks_it_needs(search: Search) -> 
         for position in (needed(group, start, match.tokens) if match.tokens > start else ())
     ]
     assert sorted(match.slots) == sorted(wanted)
+
+
+@given(searches(one_full=True))
+def test_one_full_group_has_a_search_of_its_own(search: Search) -> None:
+    shape, keys, index, start, limit = search
+    match = longest_match(shape, keys, index, start, limit)
+    general = _Search(shape, keys, index, start)
+    length, missing = general.descend(general.aligned(limit))
+    slots = general.slots_for(length) if length > start else ()
+    assert match == (length, slots, missing)
 
 
 @given(searches())
