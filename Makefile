@@ -18,7 +18,7 @@ WHEEL := $(CURDIR)/$(VENV)/wheel
 AGAINST_WHEEL := KVOFFLOAD_WHEEL=$(WHEEL) PYTHONPATH=$(WHEEL) PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE=1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast test-vllm check lint types imports size format tools vllm-versions bench-hooks docs lock dashboards observe deep coverage wheel vllm-env vllm-demo clean
+.PHONY: help venv demo test test-fast test-vllm check lint types imports size format tools vllm-versions bench-hooks docs lock dashboards screenshot observe deep coverage wheel vllm-env vllm-demo clean
 .DELETE_ON_ERROR:
 
 help:  ## print the targets
@@ -86,6 +86,9 @@ lock: venv  ## write .ci/requirements.lock anew from pyproject.toml
 
 dashboards: venv  ## write the dashboards and the runbook anew from what generates them
 	@$(BIN)/python -m dashboards.generate
+
+screenshot: venv  ## take the README's picture of the demo's report anew, in a real browser
+	@$(BIN)/python -m dashboards.pictures
 
 observe: venv  ## a demo under a real Prometheus: every query of every panel and rule (ARGS="HOST:PORT" adds engines)
 	@$(BIN)/python -m dashboards.observe $(ARGS)

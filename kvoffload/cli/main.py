@@ -17,6 +17,7 @@ from kvoffload.model.errors import KVOffloadError
 COMMANDS = {
     "bench": "kvoffload.cli.bench",
     "demo": "kvoffload.cli.demo.command",
+    "report": "kvoffload.cli.report.command",
     "timeline": "kvoffload.cli.timeline",
     "top": "kvoffload.cli.top.command",
 }

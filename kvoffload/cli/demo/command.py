@@ -10,6 +10,7 @@ import os
 from kvoffload.cli.demo import options
 from kvoffload.cli.demo.screen import Screen
 from kvoffload.cli.exits import CommandError, Exit
+from kvoffload.cli.report.output import check_writable
 
 HELP = "run the same conversations without and with offloading, and compare them token by token"
 
@@ -23,6 +24,8 @@ def run(args: argparse.Namespace) -> int:
         KVOffloadError: it cannot be run as asked.
     """
     asked = options.demo_options(args)
+    if asked.report is not None:
+        check_writable(asked.report)  # now, not after minutes
     # Read when torch is loaded. Threads that spin while they wait for each other take the cores from everything else on
     # the machine, and from themselves: on two busy cores the demo takes several times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -41,6 +41,7 @@ class DemoOptions:
         seed: of the model's weights and of who gets which text.
         offload: settings of kvoffload, as operators type them.
         as_json: print one object instead of the table.
+        report: file to write the page with the plots to; None for none.
         metrics: where to serve metrics; None for nowhere.
         serve_for_s: how long to serve them after the run.
         no_reuse_pairs: measure what offloading costs where nothing repeats, in so many pairs, instead of the demo.
@@ -63,6 +64,7 @@ class DemoOptions:
     seed: int = 0
     offload: Mapping[str, object] = field(default_factory=lambda: {"host_bytes": _HOST_BYTES})
     as_json: bool = False
+    report: Path | None = None
     metrics: Address | None = None
     serve_for_s: float = 0.0
     no_reuse_pairs: int | None = None
@@ -96,6 +98,8 @@ def demo_options(args: argparse.Namespace) -> DemoOptions:
     attention, reach = _attention(args.window, args.chunk)
     if args.serve_for and args.serve_metrics is None:
         raise CommandError("--serve-for needs --serve-metrics")
+    if args.report is not None and args.no_reuse is not None:
+        raise CommandError("--report shows the demo, which --no-reuse does not run")
     return DemoOptions(
         documents=tuple(args.document),
         conversations=args.conversations,
@@ -113,6 +117,7 @@ def demo_options(args: argparse.Namespace) -> DemoOptions:
         seed=args.seed,
         offload=_offload_settings(args.host_bytes, args.store_policy, args.config),
         as_json=args.json,
+        report=args.report,
         metrics=args.serve_metrics,
         serve_for_s=args.serve_for,
         no_reuse_pairs=args.no_reuse,
@@ -167,6 +172,7 @@ def _add_offloading(group: argparse._ArgumentGroup) -> None:
 def _add_output(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--json", action="store_true", help="print one JSON object instead of the table")
+    add("--report", metavar="FILE.html", type=Path, help="also write one page with plots, for any browser")
     add("--serve-metrics", metavar="[HOST:]PORT", type=parse_address,
         help="serve Prometheus metrics during the run; port 0 takes a free one")  # fmt: skip
     add("--serve-for", metavar="SECONDS", type=seconds, default=0.0,

@@ -18,11 +18,15 @@ from kvoffload.cli.demo.engines import Engines, kv_blocks, open_engines
 from kvoffload.cli.demo.metrics import MetricsPage
 from kvoffload.cli.demo.options import DemoOptions
 from kvoffload.cli.demo.play import Play, Player, idle, warm_up
+from kvoffload.cli.demo.report import demo_page
 from kvoffload.cli.demo.results import SCHEMA, DemoResult, PlayResult, Workload, to_json
 from kvoffload.cli.demo.screen import Screen
 from kvoffload.cli.demo.summary import summarize, summarize_benefit, summarize_offloading
 from kvoffload.cli.demo.table import render, render_no_reuse
 from kvoffload.cli.exits import Exit
+from kvoffload.cli.report.output import write_page
+from kvoffload.cli.report.page import render as render_page
+from kvoffload.cli.report.recorder import Recorder
 
 if TYPE_CHECKING:
     from kvoffload.engine import Engine
@@ -80,6 +84,7 @@ async def _demonstrate(options: DemoOptions, engines: Engines, text: Text, scree
     for engine in (engines.plain, engines.offloaded):
         screen.progress("warming up")
         await warm_up(engine, options.first_tokens, options.seed)
+    recorder = Recorder(engines.offload, asyncio.get_running_loop().time) if options.report else None
     before, benefit = engines.offload.counters.snapshot(), engines.offload.benefit.series()
     plain, offloaded = await _play(options, engines, conversations, screen)
     counted = engines.offload.counters.snapshot().minus(before)
@@ -99,6 +104,9 @@ async def _demonstrate(options: DemoOptions, engines: Engines, text: Text, scree
         broken_laws=tuple(_audit(engines)),
     )
     screen.result(result.to_json() if options.as_json else render(result))
+    if options.report and recorder is not None:
+        write_page(options.report, render_page(demo_page(result, plain, offloaded, recorder.account())))
+        screen.say(f"the plots are in {options.report}")
     if result.passed:
         return Exit.OK
     screen.say("FAILED: outputs differ" if not result.agreement.holds else "FAILED: laws are broken")

@@ -23,7 +23,7 @@ Row = tuple[str, str, str]
 
 def render(result: DemoResult) -> str:
     """Return the whole report."""
-    lines = [*_head(result.workload), "", *_compared(result), "", *_offloading(result.offloading), ""]
+    lines = [*head(result.workload), "", *_compared(result), "", *_offloading(result.offloading), ""]
     return "\n".join([*lines, *_verdict(result)])
 
 
@@ -39,7 +39,8 @@ def render_no_reuse(result: NoReuse, broken_laws: Sequence[str]) -> str:
     return "\n".join([*lines, *(f"law BROKEN: {law}" for law in broken_laws)])
 
 
-def _head(workload: Workload) -> Iterator[str]:
+def head(workload: Workload) -> Iterator[str]:
+    """Yield what was played, in lines."""
     reach = f" of {workload.reach_tokens} tokens" if workload.reach_tokens else ""
     attention = workload.attention.replace("_", " ")
     yield (

@@ -1,0 +1,1 @@
+"""The README's pictures, of real runs: `make screenshot`."""

@@ -1,0 +1,230 @@
+"""`kvoffload report` and `kvoffload demo --report`: what the page says is what was counted, and it needs nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from dashboards.generate.colours import COLOURS as DASHBOARDS
+from kvoffload.cli.exits import Exit
+from kvoffload.cli.main import main
+from kvoffload.cli.report.colours import COLOURS
+from kvoffload.cli.report.figures import Bars, Figure, Table
+from kvoffload.cli.report.journal import account_of
+from kvoffload.cli.report.page import Page, render
+from kvoffload.model.causes import MissCause
+from kvoffload.model.transfer import Direction
+from kvoffload.telemetry.labels import SlotLabel
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# Long enough that the host has memory before it is over, on a busy machine too; the host evicts.
+_TIGHT = (
+    "demo --model tiny --conversations 6 --turns 4 --first-tokens 400 --turn-tokens 30 --answer-tokens 5 "
+    "--device-blocks 80 --host-bytes 4MiB"
+)
+
+
+class Reading(HTMLParser):
+    """Tables by the id of their figure, and everything that names something outside the page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tables: dict[str, list[list[str]]] = {}
+        self.tags: list[str] = []
+        self.references: list[str] = []
+        self._name = ""
+        self._cell: list[str] | None = None
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        named = dict(attrs)
+        self.tags.append(tag)
+        self.references += [f"{tag} {key}" for key in named if key in ("src", "href", "srcset", "xlink:href")]
+        if tag in ("figure", "section"):
+            self._name = named.get("id") or tag
+        elif tag == "tr":
+            self.tables.setdefault(self._name, []).append([])
+        elif tag in ("td", "th"):
+            self._cell = []
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("td", "th") and self._cell is not None:
+            self.tables[self._name][-1].append("".join(self._cell))
+            self._cell = None
+
+    def handle_data(self, data: str) -> None:
+        if self._cell is not None:
+            self._cell.append(data)
+
+    def number(self, table: str, row: str, column: int) -> int:
+        """Return one whole number of a table."""
+        (found,) = [line for line in self.tables[table] if line[0] == row]
+        return int(found[column].replace(",", ""))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[str, Any]]:
+    """One demo's page, its journal and its JSON."""
+    folder = tmp_path_factory.mktemp("run")
+    page, journal = folder / "demo.html", folder / "journal.jsonl"
+    # A process of its own: the demo sets up logging, which a fixture for the whole module would leave behind.
+    command = [sys.executable, "-m", "kvoffload.cli", *_TIGHT.split(), "--json", "--report", str(page)]
+    answer = subprocess.run(
+        [*command, "--config", f"journal_path={journal}"], check=True, capture_output=True
+    )
+    return page, journal, json.loads(answer.stdout)
+
+
+@pytest.mark.slow
+def test_the_demos_page_has_the_demos_numbers(run: tuple[Path, Path, dict[str, Any]]) -> None:
+    page, _, told = run
+    reading = Reading(page.read_text())
+    offloading = told["offloading"]
+    missed = {cause.replace("_", " "): blocks for cause, blocks in offloading["missed_blocks"].items()}
+    assert {row[0]: int(row[1].replace(",", "")) for row in reading.tables["misses"][1:]} == missed
+    assert reading.number("transfers", "loads", 2) == offloading["loaded_bytes"] > 0
+    assert reading.number("transfers", "stores", 2) == offloading["stored_bytes"] > 0
+    for tier in ("device", "host"):
+        tokens = told["with_offloading"][f"{tier}_tokens"]
+        assert reading.number("hits", tier, 1) == tokens
+        assert reading.number("section", f"prompt tokens from the {tier}", 2) == tokens
+    assert reading.number("hits", "all prompts", 1) == told["with_offloading"]["prompt_tokens"]
+    turns = told["workload"]["conversations"] * (told["workload"]["turns"] - 1)
+    for how in ("with", "without"):
+        (row,) = [r for r in reading.tables["first-tokens"] if r[0] == f"returning turns, {how}"]
+        median = 1000 * told[f"{how}_offloading"]["returning_ttft_s"]["p50"]
+        assert row[1:3] == [str(turns), f"{median:,.1f}"]
+    assert offloading["evicted_blocks"]
+
+
+@pytest.mark.slow
+def test_a_journals_page_has_the_journals_numbers(
+    run: tuple[Path, Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    _, journal, _ = run
+    target = tmp_path / "journal.html"
+    assert main(["report", str(journal), "-o", str(target)]) == Exit.OK
+    reading, account = Reading(target.read_text()), account_of(journal)[0]
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    for way in Direction:
+        copied = [x for x in lines if x["event"] == "RankReported" and x["direction"] == way.value]
+        assert reading.number("transfers", f"{way.value}s", 1) == len(copied) > 0
+        assert reading.number("transfers", f"{way.value}s", 2) == sum(x["copied_bytes"] for x in copied)
+    lookups = [x for x in lines if x["event"] == "LookupSettled"]
+    assert reading.number("hits", "host", 1) == sum(x["hit_tokens"] for x in lookups) > 0
+    assert account.misses.total() == sum(x["miss_blocks"] for x in lookups)
+    assert account.lines == len(lines)
+    assert "A journal does not know: times to first token" in target.read_text()
+    stored, evicted = account.stores["stored"], account.evictions.total()
+    assert account.occupancy[-1].slots == {"pinned": 0, "ready": stored - evicted, "filling": 0}
+    assert account.capacity is not None
+    assert max(sum(one.slots.values()) for one in account.occupancy) <= account.capacity
+
+
+@pytest.mark.slow
+def test_a_page_needs_nothing_but_itself(run: tuple[Path, Path, dict[str, Any]], tmp_path: Path) -> None:
+    target = tmp_path / "journal.html"
+    main(["report", str(run[1]), "-o", str(target)])
+    for page in (run[0], target):
+        text = page.read_text()
+        reading = Reading(text)
+        assert not reading.references
+        assert not {"script", "link", "img", "iframe", "object", "embed"} & set(reading.tags)
+        assert "default-src 'none'; style-src 'unsafe-inline'" in text
+        assert not re.search(r"url\(|@import|https?:", text)
+
+
+def test_what_is_written_is_text_and_never_markup() -> None:
+    evil = "<script>alert(1)</script>\"'&"
+    figure = Figure("x", evil, evil, evil, "<path/>", Table((evil,), ((evil,),)), evil, (), (evil,), {})
+    bars = Bars("y", evil, evil, {evil: 3}, evil)
+    page = render(
+        Page(evil, evil, False, [evil], {evil: evil}, [figure, bars], Table((evil,), ((evil,),)), [evil])
+    )
+    assert "<script" not in page
+    assert 'alert(1)</script>"' not in page
+    assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;&quot;&#x27;&amp;") > 15
+
+
+def test_colours_are_the_dashboards() -> None:
+    assert {key: DASHBOARDS[key] for key in COLOURS} == COLOURS
+    assert COLOURS.keys() >= {cause.value for cause in MissCause}
+    assert COLOURS.keys() >= {state.value for state in SlotLabel}
+    assert COLOURS.keys() >= {way.value for way in Direction}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [(None, "No such file"), ("", "is empty"), ("hello\n", "line 1: not JSON"), ("{}\n", "line 1")],
+)
+def test_what_is_no_journal_is_said_and_nothing_is_written(
+    text: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    journal, target = tmp_path / "journal.jsonl", tmp_path / "page.html"
+    if text is not None:
+        journal.write_text(text)
+    assert main(["report", str(journal), "-o", str(target)]) == Exit.USAGE
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+    assert {path.name for path in tmp_path.iterdir()} <= {"journal.jsonl"}
+
+
+def test_a_journal_that_is_cut_off_is_shown_as_far_as_it_goes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    journal = tmp_path / "journal.jsonl"
+    line = json.dumps({"seq": 5, "t": 1.5, "event": "BlocksOffered", "blocks": 3})
+    later = json.dumps({"seq": 8, "t": 2.5, "event": "BlocksOffered", "blocks": 4})
+    journal.write_text(f"{line}\n{later}\n{line[:10]}")
+    assert main(["report", str(journal)]) == Exit.FAILED
+    page = (tmp_path / "journal.jsonl.html").read_text()
+    assert "The journal ends early, at line 3" in page
+    assert "2 lines are missing" in page
+    assert "it ends early" in capsys.readouterr().err
+    account = account_of(journal)[0]
+    assert (account.offered_blocks, account.dropped_lines, account.processes) == (7, 2, 1)
+
+
+def test_processes_that_share_a_file_are_told_apart(tmp_path: Path) -> None:
+    journal = tmp_path / "journal.jsonl"
+    store = {"event": "StoreScheduled", "job": 1, "blocks": 3, "slots": [0, 1, 2]}
+    lines = [{"seq": 1, "t": 1.0, **store}, {"seq": 2, "t": 1.0, **store}, {"seq": 1, "t": 2.0, **store}]
+    journal.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    account = account_of(journal)[0]
+    assert account.processes == 2
+    assert [one.slots["filling"] for one in account.occupancy] == [6, 3]
+
+
+@pytest.mark.parametrize("where", ["missing/page.html", "folder", "journal.jsonl"])
+def test_a_file_that_cannot_be_written_is_said(
+    where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    journal = tmp_path / "journal.jsonl"
+    text = '{"seq":1,"t":1.0,"event":"BlocksOffered","blocks":3}\n'
+    journal.write_text(text)
+    (tmp_path / "folder").mkdir()
+    assert main(["report", str(journal), "-o", str(tmp_path / where)]) == Exit.USAGE
+    assert where in capsys.readouterr().err
+    assert journal.read_text() == text
+    assert {path.name for path in tmp_path.iterdir()} == {"journal.jsonl", "folder"}
+
+
+def test_a_demo_whose_page_cannot_be_written_does_not_begin(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asyncio, "run", lambda _: pytest.fail("it began"))
+    assert main(["demo", "--report", str(tmp_path / "missing" / "page.html")]) == Exit.USAGE
+    assert "cannot be written" in capsys.readouterr().err
+    assert main(["demo", "--report", str(tmp_path / "page.html"), "--no-reuse"]) == Exit.USAGE
+    assert "--no-reuse" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
