@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from types import FrameType
 
 import pytest
 
 from kvoffload.model import facts
 from kvoffload.model.ids import RequestId
 from tests.core.world import Req, World, full, window
+from tests.operations import calls, lines
 
 TEXT = "abcdefghijklm"
-
-TraceFunction = Callable[[FrameType, str, object], object]
 
 
 class Quiet(World):
@@ -40,40 +37,6 @@ def crowded(idle: int, policy: str) -> tuple[World, Req]:
         world.step(busy)
         world.finish()
     return world, busy
-
-
-def calls(act: Callable[[], object]) -> int:
-    """How many functions, also C functions, run while acting."""
-    count = 0
-
-    def seen(_frame: FrameType, event: str, _argument: object) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(seen)
-    try:
-        act()
-    finally:
-        sys.setprofile(None)
-    return count
-
-
-def lines(act: Callable[[], object]) -> int:
-    """How many lines run while acting: loops that call nothing count too."""
-    count = 0
-
-    def seen(_frame: FrameType, event: str, _argument: object) -> TraceFunction:
-        nonlocal count
-        count += event == "line"
-        return seen
-
-    before = sys.gettrace()
-    sys.settrace(seen)  # type: ignore[arg-type]  # wants a type of its own for what `seen` returns
-    try:
-        act()
-    finally:
-        sys.settrace(before)
-    return count
 
 
 def scenes(world: World, busy: Req) -> dict[str, Callable[[], object]]:

@@ -2,28 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from types import FrameType
-
 import pytest
 
+from tests.operations import calls
 from tests.runtime.parts import BLOCK, Side
-
-
-def calls_of_a_step(side: Side) -> int:
-    """Python and C calls of one step in which nothing happens."""
-    calls = 0
-
-    def count(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    sys.setprofile(count)
-    try:
-        side.step()
-    finally:
-        sys.setprofile(None)
-    return calls
 
 
 def tracking(requests: int) -> Side:
@@ -39,4 +21,4 @@ def tracking(requests: int) -> Side:
 
 @pytest.mark.slow
 def test_a_step_costs_the_same_however_many_requests_do_nothing_in_it() -> None:
-    assert calls_of_a_step(tracking(10)) == calls_of_a_step(tracking(10_000))
+    assert calls(tracking(10).step) == calls(tracking(10_000).step)

@@ -9,13 +9,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
-from types import FrameType
 
 import pytest
 
@@ -29,6 +27,7 @@ from kvoffload.telemetry.exporter import KVOffloadCollector
 from kvoffload.telemetry.journal import Journal
 from kvoffload.telemetry.net_benefit import NetBenefit
 from kvoffload_reference.plugin import ReferencePlugin
+from tests.operations import calls
 from tests.runtime.parts import BLOCK, TIMEOUT_S, Side
 
 BLOCKS = 8
@@ -136,21 +135,14 @@ async def throughput(silenced: Callable[[], pytest.MonkeyPatch]) -> NoReuse:
 # -- who watches --------------------------------------------------------------------------------------------------------
 
 
-def calls(side: Side, steps: int) -> int:
+def calls_of(side: Side, steps: int) -> int:
     """Python and C calls of so many steps."""
-    count = 0
 
-    def note(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(note)
-    try:
+    def run() -> None:
         for _ in range(steps):
             side.step(decode=20)
-    finally:
-        sys.setprofile(None)
-    return count
+
+    return calls(run)
 
 
 def warm(side: Side) -> Side:
@@ -166,7 +158,7 @@ def test_a_scraper_that_stands_still_costs_nothing() -> None:
     side, free = warm(Side()), warm(Side())
     page = KVOffloadCollector(side.side.counters, side.side).collect()
     assert len(list(islice(page, 5))) == 5
-    assert calls(side, 100) == calls(free, 100)
+    assert calls_of(side, 100) == calls_of(free, 100)
     serve(side, 1)
     serve(free, 1)
     assert side.side.counters.snapshot().counts == free.side.counters.snapshot().counts
@@ -179,10 +171,10 @@ def test_an_observer_that_stands_still_costs_nothing(tmp_path: Path) -> None:
     config = OffloadConfig(transfer_timeout_s=TIMEOUT_S, journal_path=tmp_path / "journal")
     side = warm(Side(portal=True, config=config))
     feed = side.side.bus._feeds["journal"]
-    early = calls(side, 20)
+    early = calls_of(side, 20)
     while not feed.statistics().dropped:
         side.step(decode=20)
-    assert calls(side, 20) <= early
+    assert calls_of(side, 20) <= early
     free = Side()
     for number in range(10):
         serve(side, number)

@@ -1,0 +1,43 @@
+"""What something costs, counted and not timed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+TraceFunction = Callable[[FrameType, str, object], object]
+
+
+def calls(act: Callable[[], object]) -> int:
+    """How many functions, also C functions, run while acting."""
+    count = 0
+
+    def seen(_frame: FrameType, event: str, _argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(seen)
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def lines(act: Callable[[], object]) -> int:
+    """How many lines run while acting: loops that call nothing count too."""
+    count = 0
+
+    def seen(_frame: FrameType, event: str, _argument: object) -> TraceFunction:
+        nonlocal count
+        count += event == "line"
+        return seen
+
+    before = sys.gettrace()
+    sys.settrace(seen)  # type: ignore[arg-type]  # wants a type of its own for what `seen` returns
+    try:
+        act()
+    finally:
+        sys.settrace(before)
+    return count
