@@ -18,7 +18,7 @@ WHEEL := $(CURDIR)/$(VENV)/wheel
 AGAINST_WHEEL := KVOFFLOAD_WHEEL=$(WHEEL) PYTHONPATH=$(WHEEL) PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE=1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast test-vllm check lint types imports size format tools vllm-versions bench-hooks docs lock dashboards screenshot observe deep coverage wheel vllm-env vllm-demo clean
+.PHONY: help venv demo test test-fast test-vllm check lint types imports size format tools vllm-versions bench-hooks docs lock dashboards screenshot observe deep explore mutants coverage wheel vllm-env vllm-demo clean
 .DELETE_ON_ERROR:
 
 help:  ## print the targets
@@ -95,6 +95,12 @@ observe: venv  ## a demo under a real Prometheus: every query of every panel and
 
 deep: $(VENV)/wheel/ready  ## the property tests with many more examples; takes long
 	HYPOTHESIS_PROFILE=deep $(AGAINST_WHEEL) $(BIN)/pytest -m "hypothesis and not gpu and not vllm" --timeout 3600 $(ARGS)
+
+explore: venv  ## every interleaving of small worlds, over a million states; takes long (ARGS="--states N WORLD...")
+	@$(BIN)/python -m tests.explore $(ARGS)
+
+mutants: venv  ## break one line at a time and see that a test notices (ARGS="--rule N")
+	@$(BIN)/python -m tests.mutants $(ARGS)
 
 coverage: venv  ## branch coverage of the quick tests; core, model and bus must be complete
 	HYPOTHESIS_PROFILE=ci $(BIN)/coverage run -m pytest -m "$(FAST_MARKS)" -q $(ARGS)

@@ -3,64 +3,115 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import is_dataclass
 from enum import Enum
-from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
 
-_ATOMS = (str, bytes, int, float, bool, type(None), Enum)
+_Draw = Callable[[Any, "_Met"], object]
 
 
-def fingerprint(value: object) -> object:
-    """Return a hashable picture of a value and all that it refers to. Reads only.
+def fingerprint(value: object, *, constant: Collection[type] = ()) -> object:
+    """Return a hashable picture of a value and all that it refers to: atoms and tuples of them. Reads only.
 
     Order counts in lists, queues and `OrderedDict`; not in dicts and sets. An object met for the second time stands as
-    the number of its first meeting, so cycles end.
+    the number of its first meeting, so cycles end; tuples and frozen dataclasses are values, and drawn again.
+
+    Args:
+        value: what to draw.
+        constant: types whose objects are the same in all that will be compared, and are left out.
     """
-    return _picture(value, {})
+    return _Met(constant).draw(value)
 
 
-def _picture(value: object, met: dict[int, int]) -> object:
-    if isinstance(value, _ATOMS):
-        return value
-    if isinstance(value, bytearray):
-        return bytes(value)
-    if id(value) in met and not isinstance(value, tuple):
-        return ("met", met[id(value)])
-    met[id(value)] = len(met)
-    for kinds, draw in _DRAWINGS:
-        if isinstance(value, kinds):
-            return draw(value, partial(_picture, met=met))
-    if callable(value) and not hasattr(value, "__dict__"):
-        return getattr(value, "__qualname__", repr(type(value)))
-    return (type(value).__name__, *(_picture(getattr(value, name), met) for name in _fields(value)))
+class _Met:
+    """One drawing: which objects were met, in which order."""
+
+    __slots__ = ("_constant", "_numbers")
+
+    def __init__(self, constant: Collection[type]) -> None:
+        self._constant = constant
+        self._numbers: dict[int, int] = {}
+
+    def draw(self, value: object) -> object:
+        kind = type(value)
+        if kind in _ATOMS:
+            return value
+        if kind in self._constant:
+            return kind.__name__
+        drawing = _DRAWINGS.get(kind)
+        if drawing is None:
+            drawing = _DRAWINGS[kind] = _drawing(kind)
+        is_value, draw = drawing
+        if not is_value:
+            number = self._numbers.get(id(value))
+            if number is not None:
+                return ("met", number)
+            self._numbers[id(value)] = len(self._numbers)
+        return draw(value, self)
 
 
-def _fields(value: object) -> list[str]:
-    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-    return sorted(name for name in {*slots, *getattr(value, "__dict__", ())} if hasattr(value, name))
+def _members(values: Iterable[Any], met: _Met) -> object:
+    return tuple([met.draw(item) for item in values])
 
 
-def _ordered(value: object, draw: Callable[[object], object]) -> object:
-    return tuple(draw(item) for item in value)  # type: ignore[attr-defined]
-
-
-def _ordered_items(value: object, draw: Callable[[object], object]) -> object:
-    return tuple((draw(key), draw(item)) for key, item in value.items())  # type: ignore[attr-defined]
-
-
-def _items(value: object, draw: Callable[[object], object]) -> object:
+def _sorted_members(values: Iterable[Any], met: _Met) -> object:
     # Sorted before they are drawn: who is met first must not depend on the order of insertion.
-    items = sorted(value.items(), key=lambda item: repr(item[0]))  # type: ignore[attr-defined]
-    return tuple((draw(key), draw(item)) for key, item in items)
+    return _members(_in_order(values), met)
 
 
-def _members(value: object, draw: Callable[[object], object]) -> object:
-    return tuple(draw(item) for item in sorted(value, key=repr))  # type: ignore[call-overload]
+def _ordered_items(value: dict[Any, Any], met: _Met) -> object:
+    return tuple([(met.draw(key), met.draw(item)) for key, item in value.items()])
 
 
-_DRAWINGS: tuple[tuple[tuple[type, ...], Callable[[object, Callable[[object], object]], object]], ...] = (
-    ((OrderedDict,), _ordered_items),
-    ((Counter, dict), _items),
-    ((set, frozenset), _members),
-    ((list, tuple, deque), _ordered),
+def _items(value: dict[Any, Any], met: _Met) -> object:
+    return tuple([(met.draw(key), met.draw(value[key])) for key in _in_order(value)])
+
+
+def _in_order(values: Iterable[Any]) -> list[Any]:
+    try:
+        return sorted(values)
+    except TypeError:  # enums, records: anything that has no order of its own
+        return sorted(values, key=repr)
+
+
+def _drawing(kind: type) -> tuple[bool, _Draw]:
+    """Return whether objects of a type are values, without an identity that counts, and how they are drawn."""
+    if issubclass(kind, Enum):
+        return True, lambda value, met: value.name
+    for kinds, is_value, draw in _CONTAINERS:
+        if issubclass(kind, kinds):
+            return is_value, draw
+    is_frozen = is_dataclass(kind) and kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    return is_frozen, _record(kind.__name__, _slots(kind))
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    names = (name for each in kind.__mro__ for name in getattr(each, "__slots__", ()))
+    return tuple(sorted(name for name in names if name not in ("__dict__", "__weakref__")))
+
+
+def _record(title: str, slots: tuple[str, ...]) -> _Draw:
+    def draw(value: object, met: _Met) -> object:
+        parts = [(name, met.draw(getattr(value, name))) for name in slots if hasattr(value, name)]
+        own = getattr(value, "__dict__", None)
+        if own:
+            parts += [(name, met.draw(own[name])) for name in sorted(own)]
+        return (title, *parts)
+
+    return draw
+
+
+_ATOMS = frozenset((str, bytes, int, float, bool, type(None)))
+_CONTAINERS: tuple[tuple[tuple[type, ...], bool, _Draw], ...] = (
+    ((bytearray,), False, lambda value, met: bytes(value)),
+    ((OrderedDict,), False, _ordered_items),
+    ((Counter, dict), False, _items),
+    ((frozenset,), True, _sorted_members),
+    ((set,), False, _sorted_members),
+    ((tuple,), True, _members),
+    ((list, deque), False, _members),
+    ((FunctionType, BuiltinFunctionType, MethodType), True, lambda value, met: value.__qualname__),
 )
+_DRAWINGS: dict[type, tuple[bool, _Draw]] = {}

@@ -1,22 +1,29 @@
 """Holds: slots that a request stored or hit stay out of the eviction order while it counts on them (R8, R15).
 
 They are let go together and deepest first, when the request has lost its block table, or has ended and its last store
-has arrived. Let go one store at a time, a prefix's head would be evicted before its tail, which is of no use alone.
+has arrived. Let go one store at a time, a prefix's head would be evicted before its tail, which is of no use alone. For
+the same reason blocks that the request used and another put on the host, which are not held, count as used at that moment.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+from itertools import islice
+
 from kvoffload.core.host_pool import HostPool
 from kvoffload.core.requests import RequestRecord
 from kvoffload.core.states import RequestState
-from kvoffload.model.ids import SlotId
+from kvoffload.model.groups import GroupSpec
+from kvoffload.model.ids import BlockKey, SlotId
 
 
 class Holds:
     """The only one that holds slots, and the only writer of `RequestRecord.held`."""
 
-    def __init__(self, pool: HostPool) -> None:
+    def __init__(self, pool: HostPool, groups: tuple[GroupSpec, ...]) -> None:
         self._pool = pool
+        self._block_tokens = [group.block_tokens for group in groups]
 
     def add(self, record: RequestRecord, slot: SlotId) -> None:
         """A request counts on a slot, deeper than those before it. One that has ended may not count on it any more."""
@@ -27,9 +34,43 @@ class Holds:
 
     def let_go(self, record: RequestRecord) -> None:
         """A request counts on no slot any longer; its deepest become evictable first."""
-        for slot in reversed(record.held):
-            self._pool.unhold(slot)
+        if record.shares:
+            self._use_all(record)
+            record.shares = False
+        else:
+            for slot in reversed(record.held):
+                self._pool.unhold(slot)
         record.held.clear()
+
+    def _use_all(self, record: RequestRecord) -> None:
+        """Let go of what is held, and touch what is not, in one order: a shared head is used as late as an own tail."""
+        held = Counter(record.held)
+        index = self._pool.index
+        for key in self._deepest_first(record):
+            slot = index.get(key)
+            if slot is None:
+                continue
+            if slot in held:
+                self._let_go_of(slot, held.pop(slot))
+            else:
+                self._pool.touch(slot)
+        for slot, times in held.items():  # worthless by now
+            self._let_go_of(slot, times)
+
+    def _let_go_of(self, slot: SlotId, times: int) -> None:
+        for _ in range(times):
+            self._pool.unhold(slot)
+
+    def _deepest_first(self, record: RequestRecord) -> Iterable[BlockKey]:
+        """Return the keys of the blocks that this incarnation had computed."""
+        used = [
+            (place * tokens, key)
+            for keys, tokens in zip(record.keys, self._block_tokens, strict=True)
+            for place, key in enumerate(islice(keys, record.confirmed_tokens // tokens))
+        ]
+        if len(self._block_tokens) > 1:
+            used.sort(key=_depth)
+        return [key for _, key in reversed(used)]
 
     def stuck(self, record: RequestRecord) -> None:
         """A copy of a request's was given up: once the request has ended, nothing waits for it."""
@@ -40,3 +81,7 @@ class Holds:
         """Let go when the request has ended and no store of its is on its way."""
         if record.state is RequestState.GONE or (record.state is RequestState.FINISHING and record.is_stuck):
             self.let_go(record)
+
+
+def _depth(place: tuple[int, BlockKey]) -> int:
+    return place[0]

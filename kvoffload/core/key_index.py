@@ -8,9 +8,7 @@ from kvoffload.model.ids import BlockKey, SlotId
 class KeyIndex(dict[BlockKey, SlotId]):
     """The slot of each key that can hit. Only the pool writes; reading costs what a dict's does."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._news: list[tuple[BlockKey, bool]] | None = None
+    _news: list[tuple[BlockKey, bool]] | None = None  # of the class: unpickling sets items before attributes
 
     def watch(self) -> list[tuple[BlockKey, bool]]:
         """Return a list that takes, in order, each key that comes from now on (True) and each that leaves (False)."""

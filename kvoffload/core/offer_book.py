@@ -103,7 +103,11 @@ class OfferBook:
 
     def already_cached(self, offer: Offer) -> None:
         """The host has the offer's key: note the use, and watch for its eviction (R8)."""
-        self._state.pool.touch(self._state.pool.index[offer.key])
+        record = self.record(offer)
+        # Blocks that the request computes are confirmed step by step. Touched so, their head would be the oldest (R15):
+        # they are touched together at the end, as what it found on the device is now.
+        if record is None or self._is_device_hit(record, offer):
+            self._state.pool.touch(self._state.pool.index[offer.key])
         self._state.outbox.settled(StoreOutcome.ALREADY_CACHED)
         self.watch(offer)
 
@@ -113,7 +117,10 @@ class OfferBook:
         Once a request, or a pool that is too small would churn.
         """
         record = self.record(offer)
-        if record is not None and offer.key not in record.restored:
+        if record is None:
+            return
+        record.shares = True
+        if offer.key not in record.restored:
             self._state.restores.watch(offer)
 
     def evicted(self, keys: tuple[BlockKey, ...]) -> None:
@@ -174,6 +181,9 @@ class OfferBook:
         ]
 
     # -- inside -------------------------------------------------------------------------------------------------
+
+    def _is_device_hit(self, record: RequestRecord, offer: Offer) -> bool:
+        return offer.position * self._state.shape.groups[offer.group].block_tokens < record.found_tokens
 
     def _forget(self, record: RequestRecord) -> None:
         record.unsettled.clear()

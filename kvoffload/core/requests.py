@@ -24,6 +24,7 @@ class RequestRecord:
         offered: per group, the first position not offered yet.
         unsettled: positions (group, position) offered without an outcome that may be offered again.
         held: slots that it stored or hit, in the order of use; kept from eviction while it counts on them.
+        shares: it used blocks that another put on the host; they are not in `held`.
         is_stuck: a copy of its was given up and may never end.
         load_failed: a load of its failed, so its lookups answer 0 from now on.
         stores: False where its blocks were computed, wholly or in part, before the last reset.
@@ -44,6 +45,7 @@ class RequestRecord:
     offered: list[int] = field(default_factory=list)
     unsettled: set[tuple[GroupId, int]] = field(default_factory=set)
     held: list[SlotId] = field(default_factory=list)
+    shares: bool = False
     is_stuck: bool = False
     load_failed: bool = False
     stores: bool = True
@@ -71,6 +73,10 @@ class Requests:
     def __init__(self) -> None:
         self._live: dict[RequestId, RequestRecord] = {}
         self._finishing: set[RequestRecord] = set()
+
+    def __bool__(self) -> bool:
+        """Whether any request has not ended."""
+        return bool(self._live)
 
     def live(self, request: RequestId) -> RequestRecord | None:
         """Return a request that has not ended, None for an unknown one."""

@@ -1,8 +1,8 @@
 """Shared loads (R14): many requests with one prefix that is on the host load it once; the others wait.
 
-A slot has an owner from the allocation that made its load binding until that request runs (the device's own prefix
-cache then has the blocks), fails, or is gone. The wait is bounded from outside: a lookup that may not wait any longer
-is not told of owners.
+A request owns the slots it loads from the allocation that made its load binding until it runs (the device's own prefix
+cache then has the blocks), fails, or is gone. A slot may have several owners, as one whose patience ended loads it too.
+The wait is bounded from outside: a lookup that may not wait any longer is not told of owners.
 """
 
 from __future__ import annotations
@@ -16,33 +16,36 @@ class SharedLoads:
     """Who is loading which slots."""
 
     def __init__(self) -> None:
-        self._owner: dict[SlotId, RequestId] = {}
+        self._owners: dict[SlotId, list[RequestId]] = {}
         self._slots: dict[RequestId, tuple[SlotId, ...]] = {}
 
     def started(self, request: RequestId, slots: Iterable[SlotId]) -> None:
-        """A request's load of these slots became binding. A slot keeps its first owner."""
-        mine = tuple(slot for slot in slots if self._owner.setdefault(slot, request) == request)
-        if mine:
-            self._slots[request] = mine
+        """A request's load of these slots became binding."""
+        mine = self._slots[request] = tuple(slots)
+        for slot in mine:
+            self._owners.setdefault(slot, []).append(request)
 
     def owner(self, slots: Iterable[SlotId], asking: RequestId) -> RequestId | None:
         """Return another request that is loading one of these slots, None without one. Reads only."""
-        if not self._owner:
+        if not self._owners:
             return None
         for slot in slots:
-            owner = self._owner.get(slot)
-            if owner is not None and owner != asking:
-                return owner
+            for owner in self._owners.get(slot, ()):
+                if owner != asking:
+                    return owner
         return None
 
     def ended(self, request: RequestId) -> None:
         """The request runs, failed, or is gone. Harmless for one that owns nothing."""
         for slot in self._slots.pop(request, ()):
-            del self._owner[slot]
+            owners = self._owners[slot]
+            owners.remove(request)
+            if not owners:
+                del self._owners[slot]
 
     def forget_all(self) -> None:
         """A reset: what is being loaded is not to be found, so nobody waits for it."""
-        self._owner.clear()
+        self._owners.clear()
         self._slots.clear()
 
     def owners(self) -> tuple[RequestId, ...]:

@@ -56,7 +56,7 @@ class CoreState:
         self.device = device
         self.pool = HostPool(EVICTION_POLICIES[policy.eviction_policy]())
         self.leases = Leases(device)
-        self.holds = Holds(self.pool)
+        self.holds = Holds(self.pool, shape.groups)
         self.jobs = Jobs(shape.ranks)
         self.requests = Requests()
         self.tables = StaleBlocks(shape.groups)

@@ -212,3 +212,80 @@ def test_the_index_tells_what_comes_and_leaves() -> None:
     assert index.take_all() == {two: 1}
     assert news == [(two, True), (one, False), (two, False)]
     assert not index
+
+
+# -- at rest ------------------------------------------------------------------------------------------------------
+
+AT_REST: dict[str, tuple[Callable[[CoreState], object], str]] = {
+    "a slot that nobody counts": (
+        lambda it: it.pool._counts.__setitem__(SlotState.EMPTY, 1),
+        "slots by state sum to",
+    ),
+    "a pin that nobody owns": (lambda it: it.pool.pin((SlotId(0),)), "slot 0 has 1 pins, 0 are owned"),
+    "a slot that fills for nobody": (
+        lambda it: it.pool.reserve([BlockKey(b"x")]),
+        "1 slots are FILLING after all has drained",
+    ),
+    "a lease of nobody": (
+        lambda it: it.leases.open().add([DeviceBlockId(1)]),
+        "1 leases and 0 records after all has drained",
+    ),
+    "a slot that cannot be evicted": (lambda it: it.pool._order.remove(SlotId(0)), "2 slots can be evicted"),
+    "a key that cannot be found": (
+        lambda it: dict.__setitem__(it.pool.index, BlockKey(b"x"), dict.popitem(it.pool.index)[1]),
+        "is READY but not indexed",
+    ),
+    "an empty slot with a key": (
+        lambda it: it.pool._keys.__setitem__(SlotId(9), BlockKey(b"x")),
+        "slot 9 is EMPTY and has a key",
+    ),
+    "a full slot without a key": (
+        lambda it: it.pool._keys.__setitem__(SlotId(0), None),
+        "slot 0 is READY and has no key",
+    ),
+    "an offer without an outcome": (lambda it: it.outbox.offered(1), "offers have no outcome"),
+}
+
+
+def drained() -> World:
+    """Three blocks on the host, and nothing going on."""
+    world = World()
+    world.serve("first", TEXT)
+    assert world.core.is_at_rest
+    assert world.core.state.pool.count(SlotState.READY) == 3
+    return world
+
+
+@pytest.mark.parametrize("law", AT_REST)
+def test_what_is_left_over_is_told_at_rest(law: str) -> None:
+    breaks, told = AT_REST[law]
+    world = drained()
+    slots = [SlotId(slot) for slot in range(world.core.state.pool.capacity)]
+    assert world.core.audit_at_rest(slots) == []
+    breaks(world.core.state)
+    problems = world.core.audit_at_rest(slots)
+    assert any(re.search(told, problem) for problem in problems), problems
+
+
+def test_at_rest_only_the_given_slots_are_looked_at() -> None:
+    world = drained()
+    world.core.state.pool._keys[SlotId(9)] = BlockKey(b"x")
+    assert world.core.audit_at_rest([SlotId(8)]) == []
+    assert world.core.audit_at_rest([SlotId(9)]) != []
+
+
+def test_a_copy_that_was_given_up_is_rest_and_its_request_may_keep_slots() -> None:
+    """Nobody waits for it. What its request holds may be neither evicted nor missed."""
+    world = World()
+    first = world.add("first", TEXT)
+    world.admit(first)
+    world.step(first)
+    world.step(first)
+    assert not world.core.is_at_rest
+    world.end(first)
+    world.idle_step()
+    for store in world.open_jobs(Direction.STORE):
+        world.overdue(store)
+    assert world.core.is_at_rest
+    assert world.core.state.requests.finishing()
+    assert world.core.audit_at_rest(map(SlotId, range(world.core.state.pool.capacity))) == []

@@ -241,7 +241,7 @@ class Everything(RuleBasedStateMachine):
         kept = (
             *(pool.pins(), pool.holds(), state.leases.counts(), state.hits.all(), state.requests.all_live()),
             *(state.requests.finishing(), state.jobs.all(), state.stores.blocks, state.stores.keys),
-            *(state.stores.waiting(), state.shared.owners(), state.shared._owner, state.restores._keys),
+            *(state.stores.waiting(), state.shared.owners(), state.shared._owners, state.restores._keys),
             *(state.restores._watchers, state.tables._tables, state.tables._places),
             *(core._book._deferred, core._intake._newly_allocated),
         )
@@ -289,7 +289,7 @@ class Everything(RuleBasedStateMachine):
             expected = 0
         answer = world.lookup(request, may_wait=may_wait)
         hit = state.hits.all().get(request.name)
-        others = {slot for slot, owner in state.shared._owner.items() if owner != request.name}
+        others = {slot for slot, owners in state.shared._owners.items() if set(owners) - {request.name}}
         if answer is None:
             assert may_wait
             assert expected

@@ -566,6 +566,20 @@ def test_r14_a_first_owner_stays_the_owner() -> None:
     assert world.told(LookupDeferred)[-1].owner == first.name
 
 
+def test_r14_one_that_would_not_wait_is_waited_for_when_the_first_owner_is_gone() -> None:
+    # Only the first to load a slot was remembered, so the third loaded what the second was loading.
+    world = cached()
+    first = loading(world)
+    second = world.add("b", TEXT)
+    assert world.admit(second, may_wait=False) == 12
+    waits = world.add("c", TEXT)
+    world.end(first)
+    assert world.admit(waits) is None
+    assert world.told(LookupDeferred)[-1].owner == second.name
+    world.end(second)
+    assert world.admit(waits) == 12
+
+
 def test_a_request_that_ends_while_it_loads_is_told_of_exactly_once() -> None:
     world = cached()
     request = loading(world)

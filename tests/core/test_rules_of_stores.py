@@ -706,3 +706,63 @@ def test_r15_stores_that_no_running_request_holds_arrive_deepest_first(policy: s
     for prefix in prefixes:
         depths = [len(key) for key in order if key[:1] == prefix]
         assert depths == sorted(depths, reverse=True)
+
+
+def heads_last(world: World) -> bool:
+    """Whether every prefix of `LONG` leaves the host after all that is deeper."""
+    order = [world.core.state.pool.key(slot) or b"" for slot in world.core.state.pool._order]
+    depths = [len(key) for key in order if key.startswith(LONG[:4].encode())]
+    return len(depths) > 1 and depths == sorted(depths, reverse=True)
+
+
+@pytest.mark.parametrize("groups", [(full(),), (full(), full(group=1))])
+def test_r15_a_head_that_was_found_on_the_device_is_used_as_late_as_the_tail_behind_it(
+    groups: object,
+) -> None:
+    # The head was touched when the request began, the tail stored later: so the head was evicted first.
+    world = World(*groups)  # type: ignore[misc]
+    world.serve("first", LONG[:9])
+    request = world.add("again", LONG)
+    assert world.admit(request) == 0
+    assert request.brought == (8, 0)
+    world.run(request)
+    world.finish()
+    world.end(request)
+    world.drain()
+    assert world.on_host(LONG) == "xxxx"
+    assert heads_last(world)
+
+
+@pytest.mark.parametrize("how", ["runs", "ends", "loses its blocks"])
+def test_r15_a_request_that_computes_what_the_host_has_uses_it_head_last(how: str) -> None:
+    # Touched as it was confirmed, step by step, the head was the oldest.
+    world = World()
+    world.serve("first", LONG)
+    world.device.forget_keys()
+    request = world.add("again", LONG)
+    world.lookup(request)
+    world.allocate(request, 0)
+    world.run(request)
+    if how == "ends":
+        world.end(request)
+    elif how == "loses its blocks":
+        world.preempt(request)
+        world.idle_step()
+    assert world.on_host(LONG) == "xxxx"
+    assert heads_last(world)
+
+
+def test_r15_slots_that_went_bad_meanwhile_are_let_go_of_too() -> None:
+    world = World()
+    world.serve("first", LONG[:9])
+    request = world.add("again", LONG)
+    world.admit(request)
+    world.run(request)
+    world.finish()
+    tail = world.core.state.pool.index[key_at(LONG, 16)]
+    world.core.state.pool.quarantine(tail)
+    world.end(request)
+    world.drain()
+    assert world.on_host(LONG) == "xxx."
+    assert heads_last(world)
+    assert not world.core.state.pool.holds()

@@ -142,7 +142,7 @@ class DevicePool:
         self.index.clear()
 
     def problems(self) -> list[str]:
-        used = {block for counts in (self.held, self.leased) for block in +counts}
+        used = {block for counts in (self.held, self.leased) for block in counts}
         found = [f"block {block} is free and in use" for block in used & self.free.keys()]
         if len(used) + len(self.free) != self.size:
             found.append(f"{len(used)} used and {len(self.free)} free of {self.size}")
@@ -158,7 +158,9 @@ class DevicePool:
         for block in blocks:
             assert counts[block] > 0, f"block {block} was given back once too often"
             counts[block] -= 1
-            if not self.held[block] and not self.leased[block]:
+            if not counts[block]:
+                del counts[block]
+            if block not in self.held and block not in self.leased:
                 self.free[block] = None
                 if block not in self.keys:
                     self.free.move_to_end(block, last=False)
@@ -253,10 +255,10 @@ class World:
 
     def check(self) -> None:
         """The core's audit, and what only the world can see."""
-        assert self.core.audit() == []
-        assert self.device.problems() == []
+        problems = [*self.core.audit(), *self.device.problems()]
+        assert not problems, problems
         leases = self.core.state.leases.counts()
-        assert leases == dict(+self.device.leased), "leases and the device's references disagree"
+        assert leases == dict(self.device.leased), "leases and the device's references disagree"
         for key, slot in self.core.state.pool.index.items():
             assert self.host_age[slot] == self.resets, f"slot {slot} can hit, but is from before the reset"
             for rank, held in enumerate(self.host):

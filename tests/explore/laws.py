@@ -1,0 +1,221 @@
+"""What must hold in every state, beyond what `World.check` sees after every fact, and what must hold at the end.
+
+`World.check` has the audit (R4, R5, R11), bytes and ages of all that can hit (R4, R7, R10), leases against the device's own
+counts (R5), and a block's text under every read (R9). R6 is the engine's, R13 the pump's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvoffload.core.states import JobState, SlotState
+from kvoffload.model import facts
+from kvoffload.model.groups import AttentionKind
+from kvoffload.model.ids import NULL_BLOCK, BlockKey, JobId, Rank, SlotId
+from kvoffload.model.transfer import Direction, TransferPlan
+from tests.core.world import key_at
+
+if TYPE_CHECKING:
+    from tests.explore.scene import Scene
+
+_OPEN_LOAD = (JobState.PLANNED, JobState.SUBMITTED)
+
+
+@dataclass(frozen=True)
+class Before:
+    """What the laws compare with.
+
+    Args:
+        evictable: slots that may be evicted, with their keys.
+        pinned: keys of slots that a lookup or a load keeps.
+        resets: so far.
+    """
+
+    evictable: dict[SlotId, BlockKey]
+    pinned: dict[SlotId, BlockKey]
+    resets: int
+
+    @classmethod
+    def of(cls, scene: Scene) -> Before:
+        pool = scene.world.core.state.pool
+        evictable = {slot: key for slot in pool._order if (key := pool.key(slot)) is not None}
+        pinned = {slot: key for slot in pool.pins() if (key := pool.key(slot)) is not None}
+        return cls(evictable, pinned, scene.world.resets)
+
+
+def check(scene: Scene, before: Before) -> None:
+    """Check what an action may not have done."""
+    _check_pins(scene, before)
+    _check_blocks_in_flight(scene)
+    _check_tables(scene)
+    _check_eviction_order(scene, before)
+    _check_written_off(scene)
+
+
+def _check_pins(scene: Scene, before: Before) -> None:
+    """R1, R5: a slot that is still pinned holds what it held, or can never hit again."""
+    pool = scene.world.core.state.pool
+    for slot, key in before.pinned.items():
+        if slot in pool.pins() and pool.state(slot) in (SlotState.READY, SlotState.PINNED):
+            assert pool.key(slot) == key, f"R1: pinned slot {slot} changed its key"
+        assert slot not in pool.pins() or pool.state(slot) not in (SlotState.EMPTY, SlotState.FILLING)
+
+
+def _check_blocks_in_flight(scene: Scene) -> None:
+    """R3: no two open stores read one block; no two of them bring one key, unless the first is doomed."""
+    stores = [job for job in scene.world.core.state.jobs.all() if job.direction is Direction.STORE]
+    blocks = Counter(block for job in stores for block in job.blocks)
+    assert max(blocks.values(), default=1) == 1, f"R3: a block is being stored twice: {blocks}"
+    keys = Counter(offer.key for job in stores if not job.settled for offer in job.offers)
+    assert max(keys.values(), default=1) == 1, f"R3: a key is being stored twice: {keys}"
+
+
+def _check_tables(scene: Scene) -> None:
+    """R7: what the core believes a running request's blocks to hold is what they hold, or nobody has them."""
+    world = scene.world
+    for request in world.running():
+        record = world.core.state.requests.live(request.name)
+        table = world.core.state.tables.table(request.name)
+        if record is None or table is None:
+            continue
+        for group, blocks in zip(world.groups, table, strict=True):
+            for place, block in enumerate(blocks[: record.confirmed_tokens // group.block_tokens]):
+                if block != NULL_BLOCK and block in world.device.held:
+                    holds = world.device.bytes[0][block]
+                    key = key_at(request.text, (place + 1) * group.block_tokens, group.group)
+                    assert holds == key, f"R7: block {block} is recorded for {key!r} but holds {holds!r}"
+
+
+def _check_eviction_order(scene: Scene, before: Before) -> None:
+    """R15: of a prefix in a full group the head goes last."""
+    if scene.world.resets != before.resets:
+        return
+    pool = scene.world.core.state.pool
+    index = pool.index
+    gone = [key for slot, key in before.evictable.items() if pool.key(slot) != key]
+    stayed = [key for slot, key in before.evictable.items() if index.get(key) == slot and slot in pool._order]
+    for head in gone:
+        text, group = head[:-4], int.from_bytes(head[-4:], "big")
+        if scene.world.groups[group].kind is AttentionKind.FULL:
+            deeper = [key for key in stayed if key[-4:] == head[-4:] and key.startswith(text)]
+            assert not deeper, f"R15: {head!r} was evicted before {deeper!r}"
+
+
+def _check_written_off(scene: Scene) -> None:
+    """R16: memory under a copy that was given up is never handed out again."""
+    pool = scene.world.core.state.pool
+    for slot in scene.written_off:
+        assert pool.state(slot) is SlotState.QUARANTINED, f"R16: slot {slot} is {pool.state(slot).name} again"
+
+
+def check_lookup(scene: Scene, name: str, answer: int | None, *, is_patient: bool) -> None:
+    """R9, R12, R14: what a lookup may answer."""
+    state = scene.world.core.state
+    record = state.requests.live(scene.world.requests[name].name)
+    assert record is not None, f"{name} is unknown"
+    assert answer is not None or is_patient, "R14: 'not yet' to one that may not wait"
+    assert not (record.load_failed and answer), "R9: a hit for a request whose load failed"
+    assert not (state.degraded and answer), "R12: a hit while offloading is off"
+    others = {
+        slot
+        for job in state.jobs.all()
+        if job.direction is Direction.LOAD and job.state in _OPEN_LOAD and not job.settled
+        if job.request is not None and job.request[0] != name and state.requests.live(job.request[0])
+        for slot in job.slots
+    }
+    hit = state.hits.all().get(record.request)
+    pinned = set(hit.pins.slots) if hit is not None and hit.pins is not None else set()
+    assert bool(pinned) == bool(answer), f"R1: answered {answer}, pinned {pinned}"
+    assert not is_patient or others.isdisjoint(pinned), "R14: loads what another request is loading"
+    assert answer is not None or others or state.shared.owners(), "R14: 'not yet' with nothing to wait for"
+
+
+def check_reset(scene: Scene) -> None:
+    """R10: the index is empty at once."""
+    assert not scene.world.core.state.pool.index, "R10: something can hit right after a reset"
+
+
+def check_repeated(scene: Scene, rank: Rank) -> None:
+    """R4: hearing a report twice changes nothing and says nothing."""
+    world = scene.world
+    said = len(world.log)
+    world.tell(facts.TransferReported(world.last_reports[rank]))
+    assert len(world.log) == said, "R4: a report heard twice is news"
+
+
+def note_plan(scene: Scene, plan: TransferPlan, known: set[JobId]) -> None:
+    """R8, R12: what a step may plan."""
+    state = scene.world.core.state
+    assert plan.is_empty or state.degraded is None, "R12: a plan while offloading is off"
+    for job in state.jobs.all():
+        if job.direction is Direction.STORE and job.job in scene.world.copies and job.job not in known:
+            for offer in job.offers:
+                if offer.request is not None:
+                    _note_store(scene, (offer.request, offer.incarnation, offer.key))
+    live = {record.request for record in state.requests.all_live()}
+    for entry in [entry for entry in scene.stored if entry[0] not in live]:
+        del scene.stored[entry]
+
+
+def _note_store(scene: Scene, entry: tuple[str, int, BlockKey]) -> None:
+    scene.stored[entry] += 1  # type: ignore[index]
+    failures = sum(
+        scene.kind.often.get(kind, 0) - scene.left.get(kind, 0) for kind in ("fail", "late", "reset")
+    )
+    assert scene.stored[entry] <= 2 + failures, f"R8: {entry} is stored again and again"  # type: ignore[index]
+
+
+def check_end(scene: Scene) -> None:
+    """From here, copies end and nobody comes any more: nobody waits for ever, and nothing is left. Uses the scene up.
+
+    R9, R14: with nothing under way a lookup has an answer, and no request is still loading. R16: what was given up is
+    no work. R11: when the last copy has ended too, everything was given back.
+    """
+    world, core = scene.world, scene.world.core
+    world.drain()
+    for request in world.running():
+        world.preempt(request)
+    world.drain()
+    world.idle_step()
+    for name, request in list(world.requests.items()):
+        assert request.state != "loading", f"R9: {name} waits for a load that is over"
+        if request.state == "waiting":
+            assert world.lookup(request) is not None, f"R14: {name} waits for nothing"
+    for request in list(world.requests.values()):
+        if request.state != "ended":
+            world.end(request)
+    world.drain()
+    assert core.is_drained
+    world.finish(*world.copies)  # also what was given up
+    assert not world.requests, f"R9: {list(world.requests)} never heard of its load"
+    assert not world.device.held, f"R5: blocks {dict(world.device.held)} are held"
+    assert not world.device.leased, f"R5: blocks {dict(world.device.leased)} are leased"
+    _check_nothing_is_left(scene)
+
+
+def _check_nothing_is_left(scene: Scene) -> None:
+    core = scene.world.core
+    state, pool = core.state, core.state.pool
+    rest = sum(pool.count(each) for each in (SlotState.EMPTY, SlotState.READY, SlotState.QUARANTINED))
+    assert rest == pool.capacity, "R11: slots are missing"
+    assert not state.outbox.open_offers, "R11: an offer has no outcome"
+    kept = {
+        "pins": pool.pins(),
+        "holds": pool.holds(),
+        "leases": state.leases.counts(),
+        "hits": state.hits.all(),
+        "requests": (*state.requests.all_live(), *state.requests.finishing()),
+        "jobs": state.jobs.all(),
+        "blocks in flight": state.stores.blocks,
+        "keys in flight": state.stores.keys,
+        "waiting offers": state.stores.waiting(),
+        "owners": (*state.shared.owners(), *state.shared._owners),
+        "watchers": (*state.restores._watchers, *state.restores._keys),
+        "tables": (*state.tables._tables, *state.tables._places),
+        "deferred offers": core._book._deferred,
+        "new tables": core._intake._newly_allocated,
+    }
+    left = {what: there for what, there in kept.items() if there}
+    assert not left, f"R11: left behind: {left}"

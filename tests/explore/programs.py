@@ -1,0 +1,192 @@
+"""What can happen to a scene, and doing it. An action is a tuple of plain words, a program a list of actions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from kvoffload.model.ids import JobId, Rank
+from kvoffload.model.transfer import Direction
+from tests.core.world import CORRUPT, DONE, FAILED, Req
+from tests.explore import laws
+from tests.explore.scene import Scene
+
+Action = tuple[str | int, ...]
+
+_OUTCOMES = {"done": DONE, "fail": FAILED, "corrupt": CORRUPT}
+
+
+def actions(scene: Scene) -> Iterator[Action]:
+    """Yield everything that can happen next."""
+    for name in scene.unseen:
+        yield ("add", name)
+    for name, request in scene.world.requests.items():
+        yield from _of_request(scene, name, request)
+    running = scene.world.running()
+    if len(running) > 1:
+        yield ("step", *(request.name for request in running))
+    yield ("step",)
+    yield from _of_copies(scene)
+    for trouble in ("reset", "forget", "grow", "degrade"):
+        if scene.left.get(trouble):
+            yield (trouble,)
+
+
+def _of_request(scene: Scene, name: str, request: Req) -> Iterator[Action]:
+    if request.state == "waiting":
+        yield from _of_waiting(scene, name, request)
+    if request.state == "running":
+        yield ("step", name)
+        if scene.left.get("preempt"):
+            yield ("preempt", name)
+    if request.state != "ended":
+        yield ("end", name)
+
+
+def _of_waiting(scene: Scene, name: str, request: Req) -> Iterator[Action]:
+    yield ("lookup", name, "patient")
+    yield ("lookup", name, "impatient")
+    device, host = scene.found.get(name, (-1, 0))
+    if device == scene.world.device_hit(request):
+        yield ("allocate", name, "all")
+        if host:
+            yield ("allocate", name, "nothing")
+        if host > scene.world.shape.alignment:
+            yield ("allocate", name, "less")
+    if scene.left.get("surprise"):
+        yield ("surprise", name)
+
+
+def _of_copies(scene: Scene) -> Iterator[Action]:
+    for job, copy in scene.world.copies.items():
+        for rank in sorted(copy.running):
+            yield ("report", rank, job, "done")
+            if scene.left.get("fail"):
+                yield ("report", rank, job, "fail")
+            if scene.left.get("corrupt") and copy.job.direction is Direction.LOAD:
+                yield ("report", rank, job, "corrupt")
+    if scene.left.get("late"):
+        for job in scene.world.submitted():
+            yield ("late", job)
+
+
+def act(scene: Scene, action: Action) -> None:
+    """Do one action, check every law, and tidy up.
+
+    Raises:
+        Exception: whatever shows that a rule is broken.
+    """
+    kind, *words = action
+    before = laws.Before.of(scene)
+    _ACTS[str(kind)](scene, *words)
+    laws.check(scene, before)
+    scene.tidy()
+
+
+def replay(scene: Scene, program: Sequence[Action]) -> Scene:
+    """Do a whole program; return the scene that it leads to."""
+    for action in program:
+        act(scene, action)
+    return scene
+
+
+def _add(scene: Scene, name: str) -> None:
+    scene.unseen.remove(name)
+    scene.world.add(name, scene.kind.texts[name])
+
+
+def _lookup(scene: Scene, name: str, patience: str) -> None:
+    world = scene.world
+    request = world.requests[name]
+    device = world.device_hit(request)
+    answer = world.lookup(request, may_wait=patience == "patient")
+    laws.check_lookup(scene, name, answer, is_patient=patience == "patient")
+    scene.found.pop(name, None)
+    if answer is not None:
+        scene.found[name] = (device, answer)
+
+
+def _allocate(scene: Scene, name: str, how_much: str) -> None:
+    _device, answer = scene.found[name]
+    less = answer - scene.world.shape.alignment
+    external = {"all": answer, "less": less, "nothing": 0}[how_much]
+    if scene.world.allocate(scene.world.requests[name], external):
+        del scene.found[name]  # else the engine has no room, and may ask again or try later
+
+
+def _surprise(scene: Scene, name: str) -> None:
+    """The engine brings tokens that nobody promised, or none where it looked up nothing (R2)."""
+    scene.spend("surprise")
+    scene.found.pop(name, None)
+    request = scene.world.requests[name]
+    room = len(request.text) - 1 - scene.world.device_hit(request)
+    scene.world.allocate(request, min(scene.world.shape.alignment, max(room, 0)))
+
+
+def _step(scene: Scene, *names: str) -> None:
+    world = scene.world
+    known = set(world.copies)
+    plan = world.step(*[world.requests[name] for name in names]) if names else world.idle_step()
+    laws.note_plan(scene, plan, known)
+
+
+def _preempt(scene: Scene, name: str) -> None:
+    scene.spend("preempt")
+    scene.world.preempt(scene.world.requests[name])
+
+
+def _end(scene: Scene, name: str) -> None:
+    scene.found.pop(name, None)
+    scene.world.end(scene.world.requests[name])
+
+
+def _report(scene: Scene, rank: int, job: int, outcome: str) -> None:
+    if outcome != "done":
+        scene.spend(outcome)
+    scene.world.report(rank, JobId(job), _OUTCOMES[outcome], (0,) if outcome == "corrupt" else ())
+    laws.check_repeated(scene, Rank(rank))
+
+
+def _late(scene: Scene, job: int) -> None:
+    scene.spend("late")
+    copy = scene.world.copies[JobId(job)]
+    scene.world.overdue(JobId(job))
+    if copy.job.direction is Direction.STORE:
+        scene.written_off.update(copy.job.slots)
+
+
+def _reset(scene: Scene) -> None:
+    scene.spend("reset")
+    scene.world.reset()
+    laws.check_reset(scene)
+
+
+def _forget(scene: Scene) -> None:
+    scene.spend("forget")
+    scene.world.device.forget_keys()
+
+
+def _grow(scene: Scene) -> None:
+    scene.spend("grow")
+    scene.world.ready_up_to(scene.kind.host)
+
+
+def _degrade(scene: Scene) -> None:
+    scene.spend("degrade")
+    scene.world.degrade()
+
+
+_ACTS: dict[str, Callable[..., None]] = {
+    "add": _add,
+    "lookup": _lookup,
+    "allocate": _allocate,
+    "surprise": _surprise,
+    "step": _step,
+    "preempt": _preempt,
+    "end": _end,
+    "report": _report,
+    "late": _late,
+    "reset": _reset,
+    "forget": _forget,
+    "grow": _grow,
+    "degrade": _degrade,
+}

@@ -1,0 +1,25 @@
+"""A violation as the shortest program that shows it, written as a test."""
+
+from __future__ import annotations
+
+import re
+
+from tests.explore.search import Violation
+
+
+def as_test(world: str, violation: Violation) -> str:
+    """Return a test's source: it fails as long as the rule is broken."""
+    steps = "".join(f"        {action!r},\n" for action in violation.program)
+    program = f"[\n{steps}    ]" if steps else "[]"
+    replayed = f"replay(Scene.first(WORLDS[{world!r}]), program)"
+    return (
+        "from tests.explore.laws import check_end\n"
+        "from tests.explore.programs import replay\n"
+        "from tests.explore.scene import Scene\n"
+        "from tests.explore.worlds import WORLDS\n"
+        "\n\n"
+        f"def test_{re.sub(r'[^a-z]+', '_', world)}() -> None:\n"
+        f"    # {violation.problem}\n"
+        f"    program = {program}\n"
+        f"    {f'check_end({replayed})' if violation.at_end else replayed}\n"
+    )

@@ -1,0 +1,105 @@
+"""One state of an exploration, and the form in which equal states are equal."""
+
+from __future__ import annotations
+
+import marshal
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+
+from kvoffload.core.fingerprint import fingerprint
+from kvoffload.core.miss_memory import MissMemory
+from kvoffload.core.state import Policy
+from kvoffload.core.states import SlotState
+from kvoffload.model.engine import EngineShape
+from kvoffload.model.ids import BlockKey, JobId, RequestId, SlotId
+from tests.core.world import Copy, World
+from tests.explore.worlds import SmallWorld
+
+_CONSTANT = frozenset((EngineShape, Policy, SmallWorld))
+
+
+@dataclass
+class Scene:
+    """A world between two actions.
+
+    Args:
+        kind: what is explored.
+        world: the engine, its ranks and the core.
+        unseen: requests that have not come yet.
+        left: how often each kind of trouble may still happen.
+        found: what a request's last lookup answered (device and host tokens), until it is given blocks.
+        stored: how often each incarnation of a request had a key stored; R8 allows it once more than once.
+        written_off: slots under a copy that was given up; R16 never has them back.
+    """
+
+    kind: SmallWorld
+    world: World
+    unseen: list[str]
+    left: dict[str, int]
+    found: dict[str, tuple[int, int]] = field(default_factory=dict)
+    stored: Counter[tuple[RequestId, int, BlockKey]] = field(default_factory=Counter)
+    written_off: set[SlotId] = field(default_factory=set)
+
+    @classmethod
+    def first(cls, kind: SmallWorld) -> Scene:
+        """Return the scene before anything has happened."""
+        scene = cls(kind, kind.build(), list(kind.texts), dict(kind.often))
+        scene.tidy()
+        return scene
+
+    def spend(self, trouble: str) -> None:
+        self.left[trouble] -= 1
+
+    def tidy(self) -> None:
+        """Drop what no later action can tell, so that states which differ in nothing else are one.
+
+        That is what was said, how many steps there were, the numbers of jobs beyond their order, and bytes that nobody
+        has a right to read.
+        """
+        world = self.world
+        world.log.clear()
+        world.results.clear()
+        world.last_reports.clear()
+        world.steps = 0
+        _renumber_jobs(world)
+        _forget_bytes(world)
+
+    def digest(self) -> bytes:
+        """Return 16 bytes that are the same for equal scenes."""
+        # Only lazy decides by why a key is missing.
+        constant = _CONSTANT if self.kind.policy == "lazy" else _CONSTANT | {MissMemory}
+        picture = fingerprint(self, constant=constant)
+        return blake2b(marshal.dumps(picture, 2), digest_size=16).digest()  # type: ignore[arg-type]  # atoms, tuples
+
+
+def _renumber_jobs(world: World) -> None:
+    state = world.core.state
+    jobs = state.jobs.all()
+    numbers = {job.job: JobId(number) for number, job in enumerate(jobs)}
+    if state.jobs._next == len(jobs):
+        return
+    for job in jobs:
+        job.job = numbers[job.job]
+    state.jobs._open = {job.job: job for job in jobs}
+    state.jobs._next = len(jobs)
+    for in_flight in (state.stores._blocks, state.stores._keys):
+        in_flight.update([(each, numbers[job]) for each, job in in_flight.items()])  # type: ignore[misc]
+    world.copies = {
+        numbers[number]: Copy(replace(copy.job, job=numbers[number]), copy.running)
+        for number, copy in world.copies.items()
+    }
+
+
+def _forget_bytes(world: World) -> None:
+    pool, device = world.core.state.pool, world.device
+    for slot in range(pool.capacity):
+        if pool.state(SlotId(slot)) is SlotState.EMPTY:
+            world.host_age.pop(SlotId(slot), None)
+            for held in world.host:
+                held.pop(SlotId(slot), None)
+    for block in device.free:
+        if block not in device.keys:
+            world.device_age.pop(block, None)
+            for rank_bytes in device.bytes:
+                rank_bytes.pop(block, None)

@@ -1,0 +1,113 @@
+"""Breadth-first search over scenes."""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from dataclasses import dataclass
+
+from tests.explore import laws
+from tests.explore.programs import Action, act, actions
+from tests.explore.scene import Scene
+from tests.explore.worlds import SmallWorld
+
+_END_CHECKED = 8
+"""Every so manieth state is also led to its end; so is every state from which nothing but an empty step is left."""
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A shortest program that breaks a rule, and how it shows. `at_end`: only when all has ended."""
+
+    program: tuple[Action, ...]
+    problem: str
+    at_end: bool
+
+
+@dataclass
+class Found:
+    """What an exploration has seen.
+
+    Args:
+        states: different states.
+        transitions: actions done.
+        ends: states that were led to their end.
+        depth: length of the longest program.
+        is_exhausted: there is nothing more to see.
+        violation: the first.
+    """
+
+    states: int = 1
+    transitions: int = 0
+    ends: int = 0
+    depth: int = 0
+    is_exhausted: bool = False
+    violation: Violation | None = None
+
+
+def explore(kind: SmallWorld, *, states: int) -> Found:
+    """Explore a world until so many states are known, there are no more, or a rule is broken."""
+    try:
+        first = Scene.first(kind)
+    except Exception as problem:  # what was served before the exploration broke it already
+        return Found(violation=Violation((), _said(problem), False))
+    return _Search(first).run(states)
+
+
+class _Search:
+    def __init__(self, first: Scene) -> None:
+        self._found = Found()
+        self._came_by: dict[bytes, tuple[bytes, Action] | None] = {first.digest(): None}
+        self._todo = deque([(first.digest(), pickle.dumps(first, pickle.HIGHEST_PROTOCOL))])
+
+    def run(self, states: int) -> Found:
+        found = self._found
+        while self._todo and found.states < states and found.violation is None:
+            digest, saved = self._todo.popleft()
+            self._expand(digest, saved)
+        found.is_exhausted = not self._todo and found.violation is None
+        found.depth = max(found.depth, len(self._program(next(reversed(self._came_by)))))
+        return found
+
+    def _expand(self, digest: bytes, saved: bytes) -> None:
+        scene: Scene = pickle.loads(saved)
+        choices = list(actions(scene))
+        if digest[0] % _END_CHECKED == 0 or len(choices) == 1:
+            self._found.ends += 1
+            if not self._survives_end(digest, scene):
+                return
+        for action in choices:
+            scene = pickle.loads(saved)
+            self._found.transitions += 1
+            try:
+                act(scene, action)
+                self._add(scene, digest, action)
+            except Exception as problem:
+                self._found.violation = Violation((*self._program(digest), action), _said(problem), False)
+                return
+
+    def _add(self, scene: Scene, before: bytes, action: Action) -> None:
+        digest = scene.digest()
+        if digest not in self._came_by:
+            self._came_by[digest] = (before, action)
+            self._found.states += 1
+            self._todo.append((digest, pickle.dumps(scene, pickle.HIGHEST_PROTOCOL)))
+
+    def _survives_end(self, digest: bytes, scene: Scene) -> bool:
+        try:
+            laws.check_end(scene)
+        except Exception as problem:
+            self._found.violation = Violation(self._program(digest), _said(problem), True)
+            return False
+        return True
+
+    def _program(self, digest: bytes) -> tuple[Action, ...]:
+        program: list[Action] = []
+        while (step := self._came_by[digest]) is not None:
+            digest, action = step
+            program.append(action)
+        return tuple(reversed(program))
+
+
+def _said(problem: Exception) -> str:
+    return f"{type(problem).__name__}: {problem}".split("\n")[0]

@@ -1,0 +1,139 @@
+"""A bounded exploration of every small world; and that an exploration can fail."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Callable
+
+import pytest
+
+from kvoffload.core.host_pool import HostPool
+from kvoffload.core.in_flight_stores import InFlightStores
+from kvoffload.core.jobs import Job
+from kvoffload.core.leases import Leases
+from kvoffload.core.load_desk import LoadDesk
+from kvoffload.core.pending_hits import PendingHits
+from kvoffload.core.shared_loads import SharedLoads
+from kvoffload.core.stale_blocks import StaleBlocks
+from kvoffload.core.store_desk import StoreDesk
+from tests.explore.programs import Action, act, actions, replay
+from tests.explore.report import as_test
+from tests.explore.scene import Scene
+from tests.explore.search import explore
+from tests.explore.worlds import WORLDS
+
+BOUND = 250
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_no_rule_is_broken_in_any_state(name: str) -> None:
+    seen = explore(WORLDS[name], states=BOUND)
+    assert seen.violation is None, as_test(name, seen.violation)
+    assert seen.states >= BOUND
+    assert seen.ends
+
+
+def test_a_world_is_explored_to_its_last_state() -> None:
+    world = WORLDS["one request"]
+    small = type(world)(texts={"a": "abcde"}, host=1)
+    seen = explore(small, states=100_000)
+    assert seen.is_exhausted
+    assert seen.violation is None
+    assert explore(small, states=100_000) == seen
+
+
+# -- that it bites ----------------------------------------------------------------------------------------------
+
+BREAKS: dict[str, tuple[str, type, str, object]] = {
+    "R1 a hit is not pinned until it is consumed": (
+        "loads and evictions",
+        HostPool,
+        "_unpin",
+        lambda self, slots: self._pins.clear(),
+    ),
+    "R1 a hit is forgotten": ("a load", PendingHits, "take", lambda self, request: None),
+    "R3 a block in flight is not known to be": (
+        "two requests",
+        InFlightStores,
+        "accepted",
+        lambda self, job, offers: None,
+    ),
+    "R4 one rank's word is enough": ("two ranks", Job, "copies_ended", property(lambda self: True)),
+    "R5 a lease is not given back": ("one request", Leases, "give_back", lambda self, blocks: None),
+    "R7 ids handed out again are not struck": (
+        "window",
+        StaleBlocks,
+        "handed_out",
+        lambda self, blocks: 0,
+    ),
+    "R9 a load that failed is never told of": ("a load", LoadDesk, "_finish", lambda self, *_, **__: None),
+    "R10 what is on its way survives a reset": (
+        "one request",
+        StoreDesk,
+        "stop",
+        lambda self, outcome, planned: None,
+    ),
+    "R14 everyone loads for himself": (
+        "sharing a load",
+        SharedLoads,
+        "owner",
+        lambda self, slots, asking: None,
+    ),
+}
+
+
+@pytest.mark.parametrize("broken", BREAKS)
+def test_a_broken_rule_is_found_with_a_program_that_shows_it(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, owner, method, wrong = BREAKS[broken]
+    monkeypatch.setattr(owner, method, wrong)
+    violation = explore(WORLDS[name], states=3_000).violation
+    assert violation is not None
+    namespace: dict[str, Callable[[], None]] = {}
+    exec(as_test(name, violation), namespace)
+    (test,) = (value for key, value in namespace.items() if key.startswith("test_"))
+    with pytest.raises(Exception, match=re.escape(violation.problem.partition(": ")[2]) or None):
+        test()
+    monkeypatch.undo()
+    test()
+
+
+def test_the_program_is_a_shortest_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Leases, "give_back", lambda self, blocks: None)
+    violation = explore(WORLDS["one request"], states=3_000).violation
+    assert violation is not None
+    program = violation.program
+    for left_out in range(len(program)):
+        _ends_differently([*program[:left_out], *program[left_out + 1 :]])
+
+
+def _ends_differently(program: list[Action]) -> None:
+    """A shorter program breaks nothing, as far as it can be done."""
+    scene = Scene.first(WORLDS["one request"])
+    for action in program:
+        if action in actions(scene):
+            act(scene, action)
+
+
+# -- that states which look the same are the same ---------------------------------------------------------------
+
+
+def test_a_pickled_scene_goes_on_like_the_first() -> None:
+    scene = Scene.first(WORLDS["sharing a load"])
+    for _ in range(12):
+        twin: Scene = pickle.loads(pickle.dumps(scene))
+        assert twin.digest() == scene.digest()
+        choices = list(actions(scene))
+        assert list(actions(twin)) == choices
+        act(scene, choices[-1])
+        act(twin, choices[-1])
+
+
+def test_the_order_of_what_does_not_matter_does_not_show() -> None:
+    kind = WORLDS["two requests"]
+    one = replay(Scene.first(kind), [("add", "a"), ("lookup", "a", "patient"), ("end", "a")])
+    other = replay(Scene.first(kind), [("add", "a"), ("end", "a")])
+    assert one.digest() == other.digest()
+    assert Scene.first(kind).digest() != one.digest()

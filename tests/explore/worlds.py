@@ -1,0 +1,91 @@
+"""The worlds that are explored: as small as they can be and still have everything happen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvoffload.model.groups import GroupSpec
+from tests.core.world import World, full, window
+
+LONG, SHORT, OTHER = "abcdefghi", "abcde", "xyzuvwrst"
+"""Two that share a prefix, and one that shares nothing. A block is four characters."""
+
+
+@dataclass(frozen=True)
+class SmallWorld:
+    """One world to explore.
+
+    Args:
+        groups: its KV cache groups.
+        texts: the requests that may come, each once.
+        often: how many times each kind of trouble may happen; what is not named never does.
+        served: what was computed and stored before, and has left the device since.
+        ranks, device, host, policy, merge_steps: as in `World`. With "grow", only one slot is ready at first.
+    """
+
+    groups: tuple[GroupSpec, ...] = (full(),)
+    texts: Mapping[str, str] = field(default_factory=lambda: {"a": LONG, "b": LONG})
+    often: Mapping[str, int] = field(default_factory=dict)
+    served: tuple[str, ...] = ()
+    ranks: int = 1
+    device: int = 6
+    host: int = 2
+    policy: str = "eager"
+    merge_steps: int = 1
+
+    def build(self) -> World:
+        """Return the world before anything of the exploration has happened."""
+        world = World(
+            *self.groups,
+            ranks=self.ranks,
+            device=self.device,
+            host=1 if "grow" in self.often else self.host,
+            policy=self.policy,
+            merge_steps=self.merge_steps,
+            step_tokens=4,
+        )
+        for number, text in enumerate(self.served):
+            world.serve(f"before {number}", text)
+        world.device.forget_keys()
+        return world
+
+
+_BOTH = (full(), window(5, group=1))
+_WINDOW = (window(5),)
+_ONE = {"a": LONG}
+
+WORLDS: Mapping[str, SmallWorld] = {
+    # From nothing: stores, and what becomes of them.
+    "one request": SmallWorld(
+        texts=_ONE, often=dict.fromkeys(("fail", "late", "reset", "preempt", "grow"), 1)
+    ),
+    "two requests": SmallWorld(often={"fail": 1}),
+    "churn": SmallWorld(texts={"a": LONG, "b": OTHER}, often={"preempt": 1}, host=1),
+    "two ranks": SmallWorld(texts=_ONE, often={"fail": 2, "late": 1, "reset": 1}, ranks=2),
+    "window": SmallWorld(
+        _WINDOW, {"a": "abcdefghijklmnopq"}, {"preempt": 1, "fail": 1, "reset": 1}, device=4
+    ),
+    "window churn": SmallWorld(_WINDOW, {"a": LONG, "b": OTHER}, device=6),
+    "lazy": SmallWorld(texts={"a": LONG, "b": OTHER}, policy="lazy", often={"fail": 1}, device=18, host=3),
+    "merging": SmallWorld(merge_steps=2, often={"preempt": 1}, device=16),
+    # From a host that has the prefix: loads, and who waits for them.
+    "a load": SmallWorld(
+        texts=_ONE, served=(LONG,), often=dict.fromkeys(("fail", "late", "reset", "preempt", "corrupt"), 1)
+    ),
+    "a load on two ranks": SmallWorld(
+        texts=_ONE, served=(LONG,), often=dict.fromkeys(("fail", "late", "reset", "corrupt"), 1), ranks=2
+    ),
+    "sharing a load": SmallWorld(served=(LONG,), often={"fail": 1, "late": 1}),
+    "three share a load": SmallWorld(texts={"a": LONG, "b": LONG, "c": SHORT}, served=(LONG,), device=9),
+    "reset under a load": SmallWorld(served=(LONG,), often={"reset": 1}),
+    "loads and evictions": SmallWorld(
+        texts={"a": LONG, "b": OTHER, "c": SHORT}, served=(LONG,), device=9, host=3
+    ),
+    "a window's load": SmallWorld(_WINDOW, served=(LONG,), often={"fail": 1, "preempt": 1}, device=7),
+    "full and window": SmallWorld(_BOTH, served=(LONG,), often={"fail": 1, "reset": 1}, device=14, host=4),
+    "lazy load": SmallWorld(policy="lazy", served=(LONG,), often={"reset": 1, "corrupt": 1}, device=18),
+    # The engine and the operator do what they should not.
+    "switched off": SmallWorld(served=(LONG,), often={"degrade": 1, "fail": 1}, ranks=2),
+    "surprises": SmallWorld(served=(LONG,), often={"surprise": 1, "preempt": 1, "forget": 1}),
+}
