@@ -1,7 +1,7 @@
 """Holds: slots that a request stored or hit stay out of the eviction order while it counts on them (R8, R15).
 
-They are let go together and deepest first, when the request has lost its block table, or has ended and its last store
-has arrived. Let go one store at a time, a prefix's head would be evicted before its tail, which is of no use alone. For
+They are let go together and deepest first, when the request has lost its block table or ended, and its last store has
+arrived. Let go one store at a time, a prefix's head would be evicted before its tail, which is of no use alone. For
 the same reason blocks that the request used and another put on the host, which are not held, count as used at that moment.
 """
 
@@ -44,18 +44,17 @@ class Holds:
 
     def _use_all(self, record: RequestRecord) -> None:
         """Let go of what is held, and touch what is not, in one order: a shared head is used as late as an own tail."""
-        held = Counter(record.held)
         index = self._pool.index
-        for key in self._deepest_first(record):
-            slot = index.get(key)
-            if slot is None:
-                continue
+        used = [slot for key in self._deepest_first(record) if (slot := index.get(key)) is not None]
+        held, reached = Counter(record.held), set(used)
+        for slot in reversed(held):
+            if slot not in reached:  # worthless, or deeper than this incarnation has come
+                self._let_go_of(slot, held[slot])
+        for slot in used:
             if slot in held:
-                self._let_go_of(slot, held.pop(slot))
+                self._let_go_of(slot, held[slot])
             else:
                 self._pool.touch(slot)
-        for slot, times in held.items():  # worthless by now
-            self._let_go_of(slot, times)
 
     def _let_go_of(self, slot: SlotId, times: int) -> None:
         for _ in range(times):
@@ -78,9 +77,13 @@ class Holds:
         self.let_go_if_over(record)
 
     def let_go_if_over(self, record: RequestRecord) -> None:
-        """Let go when the request has ended and no store of its is on its way."""
-        if record.state is RequestState.GONE or (record.state is RequestState.FINISHING and record.is_stuck):
+        """Let go when the request has no block table, or has ended, and no store of its is on its way."""
+        is_waiting = record.jobs and not record.is_stuck
+        if record.state not in _HAVE_TABLE and not is_waiting:
             self.let_go(record)
+
+
+_HAVE_TABLE = (RequestState.LOADING, RequestState.RUNNING)
 
 
 def _depth(place: tuple[int, BlockKey]) -> int:

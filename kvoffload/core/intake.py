@@ -75,7 +75,7 @@ class Intake:
         """The engine took a running request's blocks back; the planner has had its turn."""
         self._state.requests.move(record, RequestEvent.PREEMPT)
         self._gave_up_table(record)
-        self._state.holds.let_go(record)
+        self._state.holds.let_go_if_over(record)
         record.incarnation += 1
 
     def _gave_up_table(self, record: RequestRecord) -> None:

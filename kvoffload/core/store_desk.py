@@ -183,7 +183,8 @@ class StoreDesk:
         records = {record.request: record for record in job.concerns}
         for offer, slot in zip(job.offers, job.slots, strict=True):
             record = records.get(offer.request) if offer.request is not None else None
-            if record is not None and record.incarnation == offer.incarnation:
+            if record is not None:
+                record.shares |= record.incarnation != offer.incarnation
                 state.holds.add(record, slot)
         for slot in reversed(job.slots):
             state.pool.fill(slot)

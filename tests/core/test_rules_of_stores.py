@@ -766,3 +766,17 @@ def test_r15_slots_that_went_bad_meanwhile_are_let_go_of_too() -> None:
     assert world.on_host(LONG) == "xxx."
     assert heads_last(world)
     assert not world.core.state.pool.holds()
+
+
+def test_r15_a_tail_that_arrives_after_a_preemption_is_not_used_later_than_its_head() -> None:
+    # The head was let go at the preemption, and the tail became evictable behind it.
+    world = World()
+    request = computed(world, text=LONG)
+    head, *_ = world.open_jobs()
+    world.finish(head)
+    assert world.open_jobs()
+    world.preempt(request)
+    world.idle_step()
+    world.finish()
+    assert world.on_host(LONG) == "xxxx"
+    assert heads_last(world)
