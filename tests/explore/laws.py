@@ -47,6 +47,7 @@ class Before:
 
 def check(scene: Scene, before: Before) -> None:
     """Check what an action may not have done."""
+    scene.world.check()
     _check_pins(scene, before)
     _check_blocks_in_flight(scene)
     _check_tables(scene)
@@ -192,6 +193,7 @@ def check_end(scene: Scene) -> None:
     assert not world.requests, f"R9: {list(world.requests)} never heard of its load"
     assert not world.device.held, f"R5: blocks {dict(world.device.held)} are held"
     assert not world.device.leased, f"R5: blocks {dict(world.device.leased)} are leased"
+    world.check()
     _check_nothing_is_left(scene)
 
 

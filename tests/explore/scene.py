@@ -45,6 +45,7 @@ class Scene:
     def first(cls, kind: SmallWorld) -> Scene:
         """Return the scene before anything has happened."""
         scene = cls(kind, kind.build(), list(kind.texts), dict(kind.often))
+        scene.world.checks_each_fact = False  # but after each action, which may tell several
         scene.tidy()
         return scene
 
