@@ -102,11 +102,12 @@ class OfferBook:
         self._forget(record)
 
     def already_cached(self, offer: Offer) -> None:
-        """The host has the offer's key: note the use, and watch for its eviction (R8)."""
-        record = self.record(offer)
-        # Blocks that the request computes are confirmed step by step. Touched so, their head would be the oldest (R15):
-        # they are touched together at the end, as what it found on the device is now.
-        if record is None or self._is_device_hit(record, offer):
+        """The host has the offer's key: note the use, and watch for its eviction (R8).
+
+        A request's blocks are confirmed, and offered, a few at a time. Touched so, their head would be the oldest (R15):
+        they are touched together, when the request lets go of what it holds.
+        """
+        if self.record(offer) is None:
             self._state.pool.touch(self._state.pool.index[offer.key])
         self._state.outbox.settled(StoreOutcome.ALREADY_CACHED)
         self.watch(offer)
@@ -181,9 +182,6 @@ class OfferBook:
         ]
 
     # -- inside -------------------------------------------------------------------------------------------------
-
-    def _is_device_hit(self, record: RequestRecord, offer: Offer) -> bool:
-        return offer.position * self._state.shape.groups[offer.group].block_tokens < record.found_tokens
 
     def _forget(self, record: RequestRecord) -> None:
         record.unsettled.clear()

@@ -1,0 +1,60 @@
+"""Programs that broke a rule once, as the exploration printed them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.explore.programs import Action, replay
+from tests.explore.scene import Scene
+from tests.explore.worlds import WORLDS
+
+FOUND: dict[str, tuple[str, list[Action]]] = {
+    "R15 a store that arrives after a preemption made the tail younger than the head": (
+        "one request",
+        [
+            ("add", "a"),
+            ("lookup", "a", "patient"),
+            ("allocate", "a", "all"),
+            ("step", "a"),
+            ("step", "a"),
+            ("report", 0, 0, "done"),
+            ("grow",),
+            ("step", "a"),
+            ("step", "a"),
+            ("step", "a"),
+            ("preempt", "a"),
+            ("lookup", "a", "patient"),
+            ("allocate", "a", "all"),
+            ("step", "a"),
+            ("report", 0, 0, "done"),
+            ("step", "a"),
+        ],
+    ),
+    "R15 an offer that had waited touched one block of a prefix, and not its head": (
+        "two requests",
+        [
+            ("add", "a"),
+            ("add", "b"),
+            ("lookup", "a", "patient"),
+            ("allocate", "a", "all"),
+            ("step", "a"),
+            ("step", "a"),
+            ("lookup", "b", "patient"),
+            ("allocate", "b", "all"),
+            ("step", "b"),
+            ("step", "b"),
+            ("step", "b"),
+            ("report", 0, 0, "done"),
+            ("end", "a"),
+            ("step", "b"),
+            ("report", 0, 0, "done"),
+            ("step", "b"),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", FOUND)
+def test_it_breaks_no_rule_any_more(what: str) -> None:
+    world, program = FOUND[what]
+    replay(Scene.first(WORLDS[world]), program)
