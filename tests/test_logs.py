@@ -24,6 +24,7 @@ from kvoffload.model.events import (
     Event,
     JobAbandoned,
     LoadEnded,
+    ResetEnded,
     ResetStarted,
     StoreSettled,
 )
@@ -83,6 +84,7 @@ def told(
             ResetStarted(1, 2, 3, 4),
             "INFO reset_started generation=1 dropped_blocks=2 draining_blocks=3 open_jobs=4",
         ),
+        (ResetEnded(1, 2), "INFO reset_ended generation=1 given_up_jobs=2"),
         (
             EngineSurprised(SurpriseCause.UNKNOWN_JOB, A),
             "WARNING engine_surprised cause=unknown_job request=a note='further ones are only counted'",

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from kvoffload.cli.exits import CommandError, Exit
+from kvoffload.cli.partial_file import complete, open_partial
 
 if TYPE_CHECKING:
     from kvoffload.telemetry.journal import JournalError, Record
@@ -82,17 +83,19 @@ class _Lines:
 
 @contextmanager
 def _open(output: str) -> Iterator[TextIO]:
-    """A file that appears under its name only when it is complete."""
+    """A file that appears under its name only when it is complete; its owner's alone, as the journal is."""
     if output == _STDOUT:
         yield sys.stdout
         return
-    partial = f"{output}.partial"
+    target, partial = Path(output), None
     try:
-        with Path(partial).open("w", encoding="utf-8") as file:
+        descriptor, partial = open_partial(target)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             yield file
-        os.replace(partial, output)
+        complete(partial, target)
     except OSError as error:
         raise CommandError(f"{output} cannot be written: {error.strerror or error}") from error
     finally:
-        with suppress(OSError):
-            Path(partial).unlink()
+        if partial is not None:
+            with suppress(OSError):
+                partial.unlink()

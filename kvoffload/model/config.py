@@ -10,13 +10,22 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Final, Literal
 
+from kvoffload.model.engine import Promises
 from kvoffload.model.errors import ConfigError
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+_MOST = 2**63 - 1  # bytes or tokens
+_LONGEST_TIMEOUT_S = 10**9  # thirty years; the standard library waits no longer than a few hundred
+_LONGEST_SHOWN = 200  # characters of a bad value
+
 AUTO: Final = "auto"
 """`min_load_tokens`: as many as were measured to be worth a load."""
+
+REPLAY: Final = "replay"
+"""`journal_for`: `kvoffload replay-journal` can drive a core through the file again."""
 
 ALIASES = {
     "cpu_bytes_to_use": "host_bytes",
@@ -36,9 +45,12 @@ class OffloadConfig:
         store_policy: "eager" stores what is computed, "lazy" what the device is about to evict.
         eviction_policy: which block leaves the host first.
         min_load_tokens: shorter hits are recomputed instead; None for one block, "auto" for what was measured to pay.
-        verify: which blocks' checksums are checked before a load is trusted.
+        verify: what of a block is checksummed when it arrives on the host, and compared before a load is trusted:
+            nothing ("off"), a part ("sample") or all of it ("full").
         transfer_timeout_s: seconds from submission after which a copy counts as never ending.
         journal_path: file for the events, None for a ring in memory.
+        journal_for: what the file is to serve: "reading" keeps counts, "replay" all that decisions were made of.
+        otlp_endpoint: URL of a collector that gets OpenTelemetry spans, None for none.
     """
 
     host_bytes: int = 8 * 2**30
@@ -49,6 +61,8 @@ class OffloadConfig:
     verify: str = "off"
     transfer_timeout_s: float = 30.0
     journal_path: Path | None = None
+    journal_for: str = "reading"
+    otlp_endpoint: str | None = None
 
     def bytes_per_rank(self, ranks: int) -> int:
         """Return the host bytes that each of `ranks` workers may use."""
@@ -63,14 +77,14 @@ def parse_bytes(value: object) -> int:
     """
     if isinstance(value, int) and not isinstance(value, bool):
         number = value
-    elif isinstance(value, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)):
+    elif isinstance(value, str) and (match := _SIZE.fullmatch(value.strip())):
         unit = match[2].upper()
         if unit not in _UNITS:
             raise ValueError
         number = int(Fraction(match[1]) * _UNITS[unit])
     else:
         raise ValueError
-    if number < 1:
+    if not 1 <= number <= _MOST:
         raise ValueError
     return number
 
@@ -81,6 +95,8 @@ def parse_config(raw: Mapping[str, object]) -> OffloadConfig:
     Raises:
         ConfigError: with every unknown key and bad value, the nearest valid key and what is allowed.
     """
+    if not isinstance(raw, Mapping):
+        raise ConfigError([f"settings are {_shown(raw)}; they must be keys with values"])
     problems: list[str] = []
     values: dict[str, object] = {}
     for name, value in raw.items():
@@ -96,16 +112,42 @@ def parse_config(raw: Mapping[str, object]) -> OffloadConfig:
             values[key] = _lazy(value) if name == "lazy_offload" else parse(value)
         except (ValueError, TypeError, OverflowError):
             allowed = "true or false" if name == "lazy_offload" else allowed
-            problems.append(f"{name} is {value!r}; it must be {allowed}")
+            problems.append(f"{name} is {_shown(value)}; it must be {allowed}")
     if problems:
         raise ConfigError(problems)
     return OffloadConfig(**values)  # type: ignore[arg-type]  # each value comes from its key's own parser
 
 
+def check_promises(config: OffloadConfig, promises: Promises) -> None:
+    """Refuse settings that an engine with these promises cannot keep.
+
+    A block is checked when its load has ended, and by then the engine counts on it: where it cannot recompute, the check
+    comes too late to be of use.
+
+    Raises:
+        ConfigError: there are such settings.
+    """
+    if config.verify != "off" and not promises.recovers_loads:
+        problem = (
+            f"verify is {config.verify!r}, but this engine does not recompute what a failed load was to bring, so a "
+            "block that is found corrupt would cost its request; let the engine recompute, or set verify to 'off'"
+        )
+        raise ConfigError([problem])
+
+
+def _shown(value: object) -> str:
+    """Return a value as it is named in an error: of a bounded length, whatever was typed."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # more digits than Python writes, or nested deeper than it reads
+        return f"a {type(value).__name__} that is too large to show"
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
+
+
 def _unknown(name: str) -> str:
-    near = difflib.get_close_matches(str(name), [*_PARSERS, *ALIASES], n=1, cutoff=0.5)
+    near = difflib.get_close_matches(_shown(name).strip("'"), [*_PARSERS, *ALIASES], n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]}?" if near else f"; known keys: {', '.join(_PARSERS)}"
-    return f"unknown key {name!r}{hint}"
+    return f"unknown key {_shown(name)}{hint}"
 
 
 def _lazy(value: object) -> str:
@@ -126,13 +168,13 @@ def _one_of(*allowed: str) -> tuple[str, Callable[[object], object]]:
 def _tokens(value: object) -> int | str:
     if value == AUTO:
         return AUTO
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MOST:
         raise ValueError
     return value
 
 
 def _seconds(value: object) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= _LONGEST_TIMEOUT_S:
         raise ValueError
     return float(value)
 
@@ -143,6 +185,12 @@ def _path(value: object) -> Path:
     return Path(value)
 
 
+def _url(value: object) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"https?://[^\s/]\S*", value):
+        raise ValueError
+    return value
+
+
 _BYTES = 'a positive number of bytes, such as 8589934592 or "8GiB"'
 _PARSERS: dict[str, tuple[str, Callable[[object], object]]] = {
     "host_bytes": (_BYTES, parse_bytes),
@@ -150,7 +198,9 @@ _PARSERS: dict[str, tuple[str, Callable[[object], object]]] = {
     "store_policy": _one_of("eager", "lazy"),
     "eviction_policy": _one_of("lru"),
     "min_load_tokens": (f'a number of tokens, 0 or more, or "{AUTO}"', _tokens),
-    "verify": _one_of("off"),
+    "verify": _one_of("off", "sample", "full"),
     "transfer_timeout_s": ("a positive number of seconds", _seconds),
     "journal_path": ("a file's path", _path),
+    "journal_for": _one_of("reading", REPLAY),
+    "otlp_endpoint": ('a URL such as "http://localhost:4318/v1/traces"', _url),
 }

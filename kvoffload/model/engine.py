@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvoffload.model.errors import EngineContractError
 from kvoffload.model.groups import GroupSpec
@@ -76,6 +76,14 @@ class EngineShape:
     def turnover_blocks(self) -> int:
         """Device blocks that one step hands out to one request at most, and to all of them as a rule."""
         return sum(-(-self.step_tokens // group.block_tokens) + 1 for group in self.groups)
+
+
+@runtime_checkable
+class AuditsLeases(Protocol):
+    """What a device may do beyond lending, where the engine's reference counts can be read."""
+
+    def lease_problems(self, leases: Mapping[DeviceBlockId, int]) -> list[str]:
+        """Return where the engine's own counts contradict ours: each block, and how often it is leased. Reads only."""
 
 
 class Device(Protocol):

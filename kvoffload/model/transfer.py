@@ -57,7 +57,8 @@ class JobReport:
         direction: its direction.
         outcome: how it ended. After it is sent, this rank touches neither the slots nor the blocks of the job.
         copied_bytes: bytes copied by this rank (0 if it failed).
-        queue_s: seconds from submission to the report in which nothing was copied, the noticing of the end included.
+        queue_s: seconds from submission to the report in which nothing was copied: the noticing of the end is among them,
+            and the reading of checksums.
         copy_s: seconds in which it was copied.
         corrupt: positions in the job whose bytes were found corrupt (empty otherwise).
     """

@@ -12,7 +12,7 @@ from kvoffload.model.transfer import TransferPlan, TransferReport
 from kvoffload.runtime.portal import Portal
 from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.clock import SystemClock
-from kvoffload.transfer.factory import make_allocator, make_copier
+from kvoffload.transfer.factory import make_allocator, make_checksums, make_copier
 from kvoffload.transfer.host_memory import slots_for
 from kvoffload.transfer.pump import TransferPump
 
@@ -72,11 +72,18 @@ class WorkerSide:
             self._clock,
             store_bytes_in_flight=_STORE_BYTES_IN_FLIGHT,
             timeout_s=self._config.transfer_timeout_s,
+            checksums=make_checksums(self._config.verify, arena, executor=self._portal.executor),
         )
         self._pump = pump
         self._tasks = [self._portal.spawn(arena.prepare), self._portal.spawn(pump.run)]
         self._tasks[1].add_done_callback(lambda _: self._coroutine_ended(pump))
-        log.info("worker_registered", rank=self._rank, slots=slots, slot_bytes=layout.slot_bytes)
+        log.info(
+            "worker_registered",
+            rank=self._rank,
+            slots=slots,
+            slot_bytes=layout.slot_bytes,
+            verify=self._config.verify,
+        )
         return slots
 
     def start_loads(self, plan: TransferPlan) -> None:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
+from io import BufferedIOBase, BufferedReader, RawIOBase
 from socketserver import TCPServer, ThreadingMixIn
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -21,6 +25,9 @@ if TYPE_CHECKING:
 DEFAULT_PORT = 9464
 _PATH = "/metrics"
 _CLIENT_TIMEOUT_S = 10  # a client that sends or reads nothing is cut off
+_REQUEST_TIMEOUT_S = 30  # also one that does so little by little
+_REQUEST_BYTES = 16384  # a scraper's request has some hundred
+_CONNECTIONS = 16  # at a time; a scraper needs one
 
 
 def serve(
@@ -72,6 +79,8 @@ class MetricsServer:
 
 
 class _Server(ThreadingMixIn, TCPServer):
+    """Listens. Whoever can reach it can take no more of the process than some threads for some seconds."""
+
     allow_reuse_address = True
     daemon_threads = True  # a scraper that hangs does not keep the process alive
     block_on_close = False
@@ -80,8 +89,30 @@ class _Server(ThreadingMixIn, TCPServer):
         self, address: tuple[socket.AddressFamily, tuple[Any, ...]], registry: CollectorRegistry
     ) -> None:
         self.registry = registry
+        self.now: Callable[[], float] = time.monotonic
+        self._open: dict[socket.socket, float] = {}
         self.address_family, where = address
         super().__init__(where, _Handler)
+
+    def verify_request(self, request: object, client_address: object) -> bool:
+        """Turn away who comes while too many are served."""
+        return len(self._open) < _CONNECTIONS
+
+    def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401  # as the base has it
+        self._open[request] = self.now() + _REQUEST_TIMEOUT_S
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:  # noqa: ANN401  # as the base has it
+        self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Several times a second, on the listening thread: cut off whoever has had time enough."""
+        for request, deadline in list(self._open.items()):
+            if self.now() > deadline:
+                self._open.pop(request, None)
+                with suppress(OSError):
+                    request.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for it
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Say nothing: a client that went away is not worth a traceback on the engine's terminal."""
@@ -90,6 +121,12 @@ class _Server(ThreadingMixIn, TCPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
     timeout = _CLIENT_TIMEOUT_S
+    rbufsize = 0  # buffered behind the bound
+    server_version, sys_version = "kvoffload", ""
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = BufferedReader(_Bounded(self.rfile, _REQUEST_BYTES))
 
     def do_GET(self) -> None:
         if self.path.partition("?")[0] != _PATH:
@@ -107,10 +144,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(page)
 
-    def do_HEAD(self) -> None:
-        self._refuse()
-
-    do_POST = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_TRACE = do_CONNECT = do_HEAD
+    def __getattr__(self, name: str) -> Callable[[], None]:
+        """Whatever else is asked, also by a name that nobody knows, is not allowed."""
+        if name.startswith("do_"):
+            return self._refuse
+        raise AttributeError(name)
 
     def _refuse(self) -> None:
         self.send_response(HTTPStatus.METHOD_NOT_ALLOWED)
@@ -120,6 +158,26 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Say nothing: one line a scrape would bury what matters."""
+
+
+class _Bounded(RawIOBase):
+    """What a client sends, cut off where it is more than any request."""
+
+    def __init__(self, source: BufferedIOBase, size: int) -> None:
+        self._source = source
+        self._left = size
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:  # noqa: ANN401  # as the base has it
+        count = self._source.readinto(memoryview(buffer)[: self._left])
+        self._left -= count
+        return count
+
+    def close(self) -> None:
+        self._source.close()
+        super().close()
 
 
 def _registry_of(source: CollectorRegistry | Collector) -> CollectorRegistry:

@@ -86,6 +86,8 @@ class ManualExecutor(Executor):
     def __init__(self, *, held: bool = True) -> None:
         self._held = held
         self._work: deque[Callable[[], None]] = deque()
+        self._refusals: deque[Exception] = deque()
+        self._errors: deque[Exception] = deque()
         self._is_shut = False
 
     @property
@@ -96,12 +98,16 @@ class ManualExecutor(Executor):
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         if self._is_shut:
             raise RuntimeError("executor was shut down")
+        if self._refusals:
+            raise self._refusals.popleft()
         future: Future[T] = Future()
 
         def work() -> None:
             if not future.set_running_or_notify_cancel():
                 return
             try:
+                if self._errors:
+                    raise self._errors.popleft()
                 future.set_result(fn(*args, **kwargs))
             except Exception as error:  # it belongs to whoever asked
                 future.set_exception(error)
@@ -110,6 +116,24 @@ class ManualExecutor(Executor):
         if not self._held:
             self.run_next()
         return future
+
+    def refuse(self, error: Exception) -> None:
+        """Raise `error` at the next submission, which then is not queued."""
+        self._refusals.append(error)
+
+    def lose_next(self, error: Exception) -> None:
+        """End the oldest call with `error` instead of running it."""
+        self._errors.append(error)
+        self.run_next()
+
+    def hold(self) -> None:
+        """Keep calls waiting again from now on."""
+        self._held = True
+
+    def release(self) -> None:
+        """Run every call, and from now on each one as it is handed in."""
+        self._held = False
+        self.run_all()
 
     def run_next(self) -> None:
         """Run the oldest call."""

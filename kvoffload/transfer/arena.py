@@ -18,11 +18,14 @@ from kvoffload.model.errors import HostMemoryError
 from kvoffload.transfer.runs import Geometry, geometry_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvoffload.transfer.host_memory import HostAllocator, HostChunk
     from kvoffload.transfer.layout import DeviceLayout
 
 _LINE = 64
-_CHUNK_BYTES = 256 * 2**20  # about 25 ms of pinning: short beside a step, long beside a call
+CHUNK_BYTES = 256 * 2**20
+"""About 25 ms of pinning: short beside a step, long beside a call."""
 
 log = get_logger("transfer")
 
@@ -38,7 +41,7 @@ class Arena:
     """
 
     def __init__(
-        self, layout: DeviceLayout, slots: int, allocator: HostAllocator, *, chunk_bytes: int = _CHUNK_BYTES
+        self, layout: DeviceLayout, slots: int, allocator: HostAllocator, *, chunk_bytes: int = CHUNK_BYTES
     ) -> None:
         self.layout = layout
         self.slots = slots
@@ -69,7 +72,7 @@ class Arena:
         while not self._closed and self._ready_slots < self.slots:
             count = min(self._chunk_slots, self.slots - self._ready_slots)
             try:
-                chunk = await self._allocator.allocate(_offsets(self.layout, count)[-1])
+                chunk = await self._allocator.allocate(region_offsets(_page_bytes(self.layout), count)[-1])
             except HostMemoryError as error:
                 self.refusal = str(error)
                 log.warning(
@@ -103,15 +106,18 @@ class Arena:
             chunk.release()
             return
         self._chunks.append(chunk)
-        starts = [chunk.address + offset for offset in _offsets(self.layout, count)[:-1]]
+        starts = [chunk.address + offset for offset in region_offsets(_page_bytes(self.layout), count)[:-1]]
         self._geometry = self._geometry.with_chunk(starts)
         self._ready_slots += count  # last: who sees the slots must find their addresses
 
 
-def _offsets(layout: DeviceLayout, count: int) -> list[int]:
+def region_offsets(page_bytes: Sequence[int], count: int) -> list[int]:
     """Return where each region of a chunk of `count` slots starts, and behind them the size of the chunk."""
     offsets = [0]
-    for region in layout.regions:
-        size = region.page_bytes * count
-        offsets.append(offsets[-1] + (size + _LINE - 1) // _LINE * _LINE)
+    for size in page_bytes:
+        offsets.append(offsets[-1] + (size * count + _LINE - 1) // _LINE * _LINE)
     return offsets
+
+
+def _page_bytes(layout: DeviceLayout) -> list[int]:
+    return [region.page_bytes for region in layout.regions]

@@ -1,4 +1,4 @@
-"""Chooses copier and host memory by the device that the engine's tensors lie on."""
+"""Chooses copier, host memory and checksums by the device that the engine's tensors lie on and by the settings."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from kvoffload.transfer.host_memory import MmapAllocator
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
+    from kvoffload.transfer.arena import Arena
+    from kvoffload.transfer.checksums import Checksums
     from kvoffload.transfer.host_memory import HostAllocator
     from kvoffload.transfer.layout import DeviceLayout
     from kvoffload.transfer.ports import Clock, Copier
@@ -52,6 +54,25 @@ def make_allocator(layout: DeviceLayout, *, executor: Executor) -> HostAllocator
 
         return MmapAllocator(executor, CudaPin(layout.device))
     return MmapAllocator(executor)
+
+
+def make_checksums(verify: str, arena: Arena, *, executor: Executor) -> Checksums | None:
+    """Return what watches over the bytes of the arena's slots, None for "off".
+
+    Args:
+        verify: the setting.
+        arena: whose slots.
+        executor: its threads read them.
+    """
+    if verify == "off":
+        return None
+    from xxhash import xxh3_64
+
+    from kvoffload.transfer.checksums import Checksums
+    from kvoffload.transfer.slot_digests import SampledDigests, whole_digests
+
+    digests = SampledDigests(arena, xxh3_64) if verify == "sample" else whole_digests(arena, xxh3_64)
+    return Checksums(digests, arena.slots, executor)
 
 
 def _kind(layout: DeviceLayout) -> str:

@@ -2,17 +2,22 @@
 
 A job is in the ledger from acceptance to its report and leaves it once. Stores pass through the queue, everything that
 was submitted lies in a lane. Whatever a copier raises, the job ends.
+
+Where checksums are kept a batch passes through two lanes: that of its copies, and when they have ended that of its
+checksums. It keeps the time of its submission, so both together have `timeout_s`, and its bytes count as in flight.
 """
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvoffload.logs import get_logger
 from kvoffload.model.transfer import Direction
+from kvoffload.transfer.checksums import ChecksumTicket
 from kvoffload.transfer.jobs import JobLedger
 from kvoffload.transfer.lanes import Batch, Lane
 from kvoffload.transfer.runs import merge_runs
@@ -24,10 +29,11 @@ if TYPE_CHECKING:
 
     from kvoffload.model.transfer import TransferJob
     from kvoffload.transfer.arena import Arena
+    from kvoffload.transfer.checksums import Checksums
     from kvoffload.transfer.jobs import OpenJob
     from kvoffload.transfer.lanes import EndedBatch
     from kvoffload.transfer.ports import Clock, Copier
-    from kvoffload.transfer.runs import CopyRuns
+    from kvoffload.transfer.runs import CopyRuns, Numbers
 
 log = get_logger("transfer")
 
@@ -41,26 +47,41 @@ class JobFlow:
         clock: time.
         store_bytes_in_flight: bound on the bytes of submitted stores.
         timeout_s: seconds after which a submitted batch is written off.
+        checksums: of the slots, None where none are kept.
     """
 
     def __init__(
-        self, arena: Arena, copier: Copier, clock: Clock, *, store_bytes_in_flight: int, timeout_s: float
+        self,
+        arena: Arena,
+        copier: Copier,
+        clock: Clock,
+        *,
+        store_bytes_in_flight: int,
+        timeout_s: float,
+        checksums: Checksums | None = None,
     ) -> None:
         self.ledger = JobLedger()
         self._arena = arena
         self._copier = copier
+        self._checksums = checksums
         self._clock = clock
         self._timeout_s = timeout_s
         self._late_look_at = 0.0
         self._queue = StoreQueue(store_bytes_in_flight, arena.layout.slot_bytes)
         self._loads = Lane(Direction.LOAD, timeout_s)
         self._stores = Lane(Direction.STORE, timeout_s)
-        self._lanes = (self._loads, self._stores)  # in the order in which they are served
+        self._copies = (self._loads, self._stores)  # in the order in which they are served
+        self._readings: dict[Direction, Lane] = {}
+        if checksums is not None:
+            self._readings = {
+                way: Lane(way, timeout_s, "checksum") for way in (Direction.LOAD, Direction.STORE)
+            }
+        self._lanes = (*self._copies, *self._readings.values())
 
     @property
     def is_pending(self) -> bool:
         """Whether batches are pending, those written off apart."""
-        return bool(self._loads or self._stores)
+        return bool(self._loads or self._stores or (self._readings and any(self._readings.values())))
 
     @property
     def has_queued_stores(self) -> bool:
@@ -69,7 +90,10 @@ class JobFlow:
     @property
     def written_off(self) -> int:
         """Batches that were written off and have not ended."""
-        return self._loads.written_off + self._stores.written_off
+        copies = self._loads.written_off + self._stores.written_off
+        return (
+            copies + sum(lane.written_off for lane in self._readings.values()) if self._readings else copies
+        )
 
     def accept(self, jobs: Sequence[TransferJob]) -> list[OpenJob]:
         """Take jobs in and record what their copies wait for; return those that may be started.
@@ -102,7 +126,7 @@ class JobFlow:
     def start_stores(self) -> bool:
         """Submit queued stores as far as the bound allows; return whether any was."""
         started = False
-        while parts := self._queue.next_batch(self._stores.pending_bytes, self._resolve):
+        while parts := self._queue.next_batch(self._store_bytes, self._resolve):
             self._submit(self._stores, Direction.STORE, parts)
             started = True
         return started
@@ -110,13 +134,18 @@ class JobFlow:
     def reap(self) -> bool:
         """Notice which batches have ended; return whether any has."""
         now = self._clock.monotonic()
-        ended = [found for lane in self._lanes for found in lane.reap(now)]
+        copied = [found for lane in self._copies for found in lane.reap(now)]
+        read = [found for lane in self._readings.values() for found in lane.reap(now)]
         if self.written_off and now >= self._late_look_at:
             self._late_look_at = now + self._timeout_s / 4
-            ended += itertools.chain.from_iterable(lane.reap_late(now) for lane in self._lanes)
-        for found in ended:
+            copied += itertools.chain.from_iterable(lane.reap_late(now) for lane in self._copies)
+            read += itertools.chain.from_iterable(lane.reap_late(now) for lane in self._readings.values())
+        for found in read:
             self._settle(found, now)
-        return bool(ended)
+        for found in copied:
+            if found.failed or not self._read(found):
+                self._settle(found, now)
+        return bool(read or copied)
 
     def fail(self, jobs: Iterable[OpenJob], reason: str) -> None:
         """Start no more of `jobs`, and report those of which nothing runs."""
@@ -133,22 +162,26 @@ class JobFlow:
 
     def statistics(self, wake_ups: int) -> TransferStatistics:
         """Return counts. Callable from any thread."""
-        lanes = self._lanes
         return TransferStatistics(
             wake_ups=wake_ups,
-            queries=sum(lane.queries for lane in lanes),
-            batches=sum(lane.batches for lane in lanes),
-            copies=sum(lane.copies for lane in lanes),
+            queries=sum(lane.queries for lane in self._lanes),
+            batches=sum(lane.batches for lane in self._copies),
+            copies=sum(lane.copies for lane in self._copies),
             jobs_done=self.ledger.done,
             jobs_failed=self.ledger.failed,
             loaded_bytes=self.ledger.done_bytes[Direction.LOAD],
             stored_bytes=self.ledger.done_bytes[Direction.STORE],
             open_jobs=len(self.ledger),
             queued_stores=len(self._queue),
-            pending_batches=sum(len(lane) for lane in lanes),
+            pending_batches=sum(len(lane) for lane in self._lanes),
             written_off_batches=self.written_off,
-            store_bytes_in_flight=self._stores.pending_bytes,
+            store_bytes_in_flight=self._store_bytes,
         )
+
+    @property
+    def _store_bytes(self) -> int:
+        reading = self._readings.get(Direction.STORE)
+        return self._stores.pending_bytes + (reading.pending_bytes if reading is not None else 0)
 
     def _resolve(self, job: OpenJob) -> bool:
         """Whether the job can be copied; one that cannot fails here, alone."""
@@ -172,17 +205,51 @@ class JobFlow:
             return
         for part in parts:
             part.job.open_parts += 1
-        lane.add(Batch(ticket, tuple(part.job for part in parts), runs.total_bytes, len(runs), now))
+        lane.add(Batch(ticket, direction, tuple(parts), runs.total_bytes, len(runs), now))
 
     def _merged(self, direction: Direction, parts: Sequence[Part]) -> CopyRuns:
-        slots = [part.job.slots[part.start : part.end] for part in parts if part.job.slots is not None]
         blocks = [part.job.blocks[part.start : part.end] for part in parts if part.job.blocks is not None]
-        return merge_runs(self._arena.geometry, direction, np.concatenate(slots), np.concatenate(blocks))
+        return merge_runs(self._arena.geometry, direction, _slots(parts), np.concatenate(blocks))
+
+    def _read(self, copied: EndedBatch) -> bool:
+        """Have the checksums of a batch read whose copies have ended well; False where nothing was begun."""
+        if self._checksums is None:
+            return False
+        batch = copied.batch
+        try:
+            ticket = self._checksums.start(batch.direction, _slots(batch.parts))
+        except Exception as error:  # as with a copy: whatever it is, the jobs end
+            self.fail([part.job for part in batch.parts], f"checksums not read: {error!r}")
+            return False
+        for part in batch.parts:
+            part.job.copy_s += copied.copy_s
+        self._readings[batch.direction].add(replace(batch, ticket=ticket, copies=0))
+        return True
 
     def _settle(self, ended: EndedBatch, now: float) -> None:
-        for job in ended.batch.parts:
+        self._note_corrupt(ended.batch)
+        for part in ended.batch.parts:
+            job = part.job
             job.open_parts -= 1
             job.copy_s += ended.copy_s
             job.failed |= ended.failed
             if job.is_over:
                 self.ledger.end(job, now, self._arena.layout.slot_bytes)
+
+    def _note_corrupt(self, batch: Batch) -> None:
+        found = batch.ticket.corrupt if isinstance(batch.ticket, ChecksumTicket) else ()
+        first = 0
+        for part in batch.parts:
+            job, end = part.job, first + part.end - part.start
+            bad = tuple(part.start + place - first for place in found if first <= place < end)
+            if bad:
+                job.corrupt += bad
+                slots = [job.job.slots[position] for position in bad]
+                log.error("blocks_corrupt", job=job.job.job, blocks=len(bad), slots=slots)
+            first = end
+
+
+def _slots(parts: Iterable[Part]) -> Numbers:
+    return np.concatenate(
+        [part.job.slots[part.start : part.end] for part in parts if part.job.slots is not None]
+    )

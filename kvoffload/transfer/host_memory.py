@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 ReadText = Callable[[str], str | None]
 """Returns a file's text, None where it cannot be read."""
 
+_NO_LIMIT = 2**60  # version 1 writes no limit as a number that no machine has
+
 
 @dataclass(frozen=True, slots=True)
 class HostChunk:
@@ -138,39 +140,67 @@ def available_bytes(read: ReadText) -> int | None:
 
     The least of MemAvailable and what every enclosing cgroup (version 1 or 2) has left, file cache counted as free.
     """
-    found = [*_machine_left(read), *_cgroups_left(read)]
-    return min(found) if found else None
+    machine = machine_left(read)
+    found = [group.left for group in cgroups(read) if group.left is not None]
+    if machine is not None:
+        found.append(machine)
+    return min(found, default=None)
 
 
-def _machine_left(read: ReadText) -> Iterator[int]:
+@dataclass(frozen=True, slots=True)
+class CgroupMemory:
+    """What one memory cgroup allows.
+
+    Args:
+        folder: where it lies.
+        left: bytes that it has left, file cache counted as free; None where it sets no limit.
+    """
+
+    folder: str
+    left: int | None
+
+
+def machine_left(read: ReadText) -> int | None:
+    """Return the bytes that the machine has available, None where the kernel does not say."""
     for line in (read("/proc/meminfo") or "").splitlines():
         name, _, value = line.partition(":")
-        if name == "MemAvailable" and value.split()[:1]:
-            yield int(value.split()[0]) * 1024
+        if name == "MemAvailable":
+            kilobytes = _number(value.removesuffix("kB"))
+            return None if kilobytes is None else kilobytes * 1024
+    return None
 
 
-def _cgroups_left(read: ReadText) -> Iterator[int]:
+def cgroups(read: ReadText) -> Iterator[CgroupMemory]:
+    """Yield this process's memory cgroups (version 1 or 2), the parents too, as far as they can be read."""
     for line in (read("/proc/self/cgroup") or "").splitlines():
-        _, controllers, path = line.split(":", 2)
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if not path.startswith("/"):
+            continue
         if controllers == "":
-            yield from _chain_left(read, "/sys/fs/cgroup", path, "memory.max", "memory.current")
+            yield from _chain(read, "/sys/fs/cgroup", path, "memory.max", "memory.current")
         elif "memory" in controllers.split(","):
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            yield from _chain_left(read, "/sys/fs/cgroup/memory", path, *names)
+            yield from _chain(read, "/sys/fs/cgroup/memory", path, *names)
 
 
-def _chain_left(read: ReadText, root: str, path: str, limit: str, usage: str) -> Iterator[int]:
-    """Yield what the cgroup and each of its parents has left. A container may see its own group as the root."""
+def _chain(read: ReadText, root: str, path: str, limit: str, usage: str) -> Iterator[CgroupMemory]:
+    """Yield the cgroup and each of its parents. A container may see its own group as the root."""
     group = PurePosixPath(path)
     for parent in (group, *group.parents):
         folder = root + str(parent).rstrip("/")
-        limit_bytes, used_bytes = (_number(read(f"{folder}/{name}")) for name in (limit, usage))
-        if limit_bytes is not None and used_bytes is not None:
-            yield max(limit_bytes - used_bytes + _file_cache(read(f"{folder}/memory.stat")), 0)
+        text = read(f"{folder}/{limit}")
+        limit_bytes, used_bytes = _number(text), _number(read(f"{folder}/{usage}"))
+        if text is not None and (text.strip() == "max" or (limit_bytes or 0) >= _NO_LIMIT):
+            yield CgroupMemory(folder, None)
+        elif limit_bytes is not None and used_bytes is not None:
+            cached = _file_cache(read(f"{folder}/memory.stat"))
+            yield CgroupMemory(folder, max(limit_bytes - used_bytes + cached, 0))
 
 
 def _number(text: str | None) -> int | None:
-    return int(text) if text is not None and text.strip().isdigit() else None  # "max" is no limit
+    digits = (text or "").strip()
+    return int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 25 else None
 
 
 def _file_cache(stat: str | None) -> int:

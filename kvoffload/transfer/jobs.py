@@ -37,6 +37,7 @@ class OpenJob:
         open_parts: batches with a part of it that have not ended.
         copy_s: seconds of the copies that have ended.
         failed: a part failed, so nothing more of it is started.
+        corrupt: positions of blocks whose bytes on the host are not those that were stored.
     """
 
     job: TransferJob
@@ -48,6 +49,14 @@ class OpenJob:
     open_parts: int = 0
     copy_s: float = 0.0
     failed: bool = False
+    corrupt: tuple[int, ...] = ()
+
+    @property
+    def outcome(self) -> CopyOutcome:
+        """How it ended, once it is over."""
+        if self.corrupt:
+            return CopyOutcome.CORRUPT
+        return CopyOutcome.FAILED if self.failed else CopyOutcome.DONE
 
     @property
     def is_over(self) -> bool:
@@ -78,7 +87,7 @@ class JobLedger:
 
     Attributes:
         done: jobs reported as done.
-        failed: jobs reported as failed.
+        failed: jobs reported as failed or corrupt.
         done_bytes: bytes of the jobs reported as done, for each direction.
     """
 
@@ -119,20 +128,22 @@ class JobLedger:
     def end(self, open_job: OpenJob, now: float, slot_bytes: int) -> None:
         """Report a job that is over.
 
-        `queue_s` is all that was not copying: the wait for the budget, for the fence, and until someone noticed the end.
+        `queue_s` is all that was not copying: the wait for the budget, for the fence, for the checksums, and until someone
+        noticed the end.
         """
         job = open_job.job
         self._remember(job.job)  # first: at no time may the id look new
         del self._open[job.job]
-        outcome = CopyOutcome.FAILED if open_job.failed else CopyOutcome.DONE
+        outcome = open_job.outcome
         self._ended.append(
             JobReport(
                 job=job.job,
                 direction=job.direction,
                 outcome=outcome,
-                copied_bytes=0 if open_job.failed else len(job.slots) * slot_bytes,
+                copied_bytes=len(job.slots) * slot_bytes if outcome is CopyOutcome.DONE else 0,
                 queue_s=max(now - open_job.accepted_at - open_job.copy_s, 0.0),
                 copy_s=open_job.copy_s,
+                corrupt=open_job.corrupt,
             )
         )
 

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvoffload.model.transfer import Direction
-    from kvoffload.transfer.jobs import OpenJob
     from kvoffload.transfer.ports import Ticket
+    from kvoffload.transfer.store_queue import Part
 
 log = get_logger("transfer")
 
@@ -24,15 +24,17 @@ class Batch:
     """One submission.
 
     Args:
-        ticket: the copier's.
-        parts: the jobs that have a part in it.
+        ticket: of the copier, or of whoever reads the checksums.
+        direction: of all its copies.
+        parts: of the jobs in it.
         size: its bytes.
         copies: contiguous copies in it.
-        submitted_at: when, on the pump's clock.
+        submitted_at: when, on the pump's clock; of a batch whose checksums are read, when its copies were.
     """
 
     ticket: Ticket
-    parts: tuple[OpenJob, ...]
+    direction: Direction
+    parts: tuple[Part, ...]
     size: int
     copies: int
     submitted_at: float
@@ -48,7 +50,7 @@ class EndedBatch:
 
 
 class Lane:
-    """The batches of one direction.
+    """The batches of one direction: those of its copies, or those of its checksums.
 
     A stream runs in order, so only its oldest batch is asked. A batch that stays pending for longer than `timeout_s` is
     set aside: it is no longer work, nothing waits behind it, and it is asked seldom, by `reap_late`. Its memory stays
@@ -62,8 +64,9 @@ class Lane:
         queries: questions put to tickets.
     """
 
-    def __init__(self, direction: Direction, timeout_s: float) -> None:
+    def __init__(self, direction: Direction, timeout_s: float, work: str = "copy") -> None:
         self._direction = direction
+        self._events = {what: f"{work}_{what}" for what in ("failed", "written_off", "ended_late")}
         self._timeout_s = timeout_s
         self._pending: deque[Batch] = deque()
         self._written_off: list[Batch] = []
@@ -113,7 +116,7 @@ class Lane:
             state = self._query(batch)
             if state is not TicketState.PENDING:
                 self._written_off.remove(batch)
-                log.warning("copy_ended_late", direction=self._direction.value, jobs=_job_ids(batch))
+                log.warning(self._events["ended_late"], direction=self._direction.value, jobs=_job_ids(batch))
                 yield _ended(batch, state, now)
 
     def _query(self, batch: Batch) -> TicketState:
@@ -121,20 +124,21 @@ class Lane:
         try:
             state = batch.ticket.query()
         except Exception as error:  # whatever a copier raises, the job must end
-            log.error(
-                "copy_failed", direction=self._direction.value, jobs=_job_ids(batch), reason=repr(error)
-            )
+            self._say_failed(batch, repr(error))
             return TicketState.FAILED
         if state is TicketState.FAILED:
-            log.error(
-                "copy_failed", direction=self._direction.value, jobs=_job_ids(batch), reason="copier says so"
-            )
+            self._say_failed(batch, "its ticket says so")
         return state
+
+    def _say_failed(self, batch: Batch, reason: str) -> None:
+        log.error(
+            self._events["failed"], direction=self._direction.value, jobs=_job_ids(batch), reason=reason
+        )
 
     def _write_off(self, batch: Batch) -> None:
         self._written_off.append(batch)
         log.error(
-            "copy_written_off",
+            self._events["written_off"],
             direction=self._direction.value,
             jobs=_job_ids(batch),
             timeout_s=self._timeout_s,
@@ -151,4 +155,4 @@ def _ended(batch: Batch, state: TicketState, now: float) -> EndedBatch:
 
 
 def _job_ids(batch: Batch) -> list[int]:
-    return [part.job.job for part in batch.parts]
+    return [part.job.job.job for part in batch.parts]

@@ -17,6 +17,8 @@ cutting them up takes time.
   batch while an end is being noticed, and a load finds at most that many bytes before it where both share a resource.
 * With nothing pending the coroutine sleeps until a job comes; it is not woken while it is awake. With copies pending it
   polls the oldest ticket of each lane, at intervals that double while nothing ends.
+* Where checksums are kept, a batch that was copied has them read by an executor's threads before its jobs are reported.
+  It stays pending until then: what is said here of copies that run, of time-outs, drain and death, holds for it too.
 * A copy that has been started cannot be taken back. On cancellation what was not started fails at once, and the
   coroutine stays, whatever cancels it again, until what was started has ended or has been written off.
 * Should the coroutine die, the hook's `poll` does its noticing and fails what it had not started.
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from kvoffload.model.ids import Rank
     from kvoffload.model.transfer import TransferJob
     from kvoffload.transfer.arena import Arena
+    from kvoffload.transfer.checksums import Checksums
     from kvoffload.transfer.ports import Clock, Copier
     from kvoffload.transfer.statistics import TransferStatistics
 
@@ -61,6 +64,7 @@ class TransferPump:
         clock: time.
         store_bytes_in_flight: bound on the bytes of submitted stores; a single block may exceed it.
         timeout_s: seconds after which a submitted batch counts as never ending.
+        checksums: of the arena's slots, None where none are kept.
     """
 
     def __init__(
@@ -72,13 +76,19 @@ class TransferPump:
         *,
         store_bytes_in_flight: int,
         timeout_s: float,
+        checksums: Checksums | None = None,
     ) -> None:
         self._rank = rank
         self._arena = arena
         self._copier = copier
         self._clock = clock
         self._flow = JobFlow(
-            arena, copier, clock, store_bytes_in_flight=store_bytes_in_flight, timeout_s=timeout_s
+            arena,
+            copier,
+            clock,
+            store_bytes_in_flight=store_bytes_in_flight,
+            timeout_s=timeout_s,
+            checksums=checksums,
         )
         self._admission = Lock()
         self._reaping = Lock()

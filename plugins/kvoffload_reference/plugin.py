@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from kvoffload.cli.doctor import memory, numa, pools
+from kvoffload.cli.doctor.startup import examine_rank
 from kvoffload.engine.plugin import EngineFacts, SchedulerPlugin, WorkerPlugin
 from kvoffload.model.config import OffloadConfig, parse_config
 from kvoffload.model.ids import Rank
@@ -18,7 +20,12 @@ from kvoffload_reference.translate import shape_of
 from kvoffload_reference.worker import ReferenceWorker
 
 if TYPE_CHECKING:
+    from kvoffload.cli.doctor.check import Answer
+    from kvoffload.transfer.layout import DeviceLayout
     from kvoffload.transfer.ports import Clock, Copier
+
+_START_CHECKS = (*memory.CHECKS, *numa.CHECKS, pools.HOST_POOL)
+"""Its models are small on purpose, and so are their pages: of copy speed nothing is said."""
 
 
 class ReferencePlugin:
@@ -69,7 +76,11 @@ class ReferencePlugin:
             Rank(rank), engine.ranks, self._config, self._portal, clock=self._clock, copier=copier
         )
         self.workers.append(worker)
-        return ReferenceWorker(worker)
+
+        def examine_layout(layout: DeviceLayout) -> list[Answer]:
+            return examine_rank(rank, engine.ranks, self._config, layout, checks=_START_CHECKS)
+
+        return ReferenceWorker(worker, examine_layout)
 
 
 def plugin() -> ReferencePlugin:

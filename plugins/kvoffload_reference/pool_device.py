@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvoffload.engine.block_pool import BlockPool
 from kvoffload.model.ids import BlockKey, DeviceBlockId
@@ -37,6 +37,15 @@ class PoolDevice:
     def block_of(self, key: BlockKey) -> DeviceBlockId | None:
         block = self._bound.cached_block(key)
         return DeviceBlockId(block) if block is not None else None
+
+    def lease_problems(self, leases: Mapping[DeviceBlockId, int]) -> list[str]:
+        """The engine counts leases apart, so that they can be compared one by one."""
+        counted = self._pool.leases() if self._pool is not None else {}
+        return [
+            f"block {block} is leased {leases.get(DeviceBlockId(block), 0)} times, the engine counts {counted.get(block, 0)}"
+            for block in sorted(leases.keys() | counted.keys())
+            if leases.get(DeviceBlockId(block), 0) != counted.get(block, 0)
+        ]
 
     @property
     def _bound(self) -> BlockPool:

@@ -25,6 +25,9 @@ class _Told:
     blocks: tuple[int, ...] = ()  # confirmed whole blocks per group
     runs: bool = False
 
+    def has_token(self) -> bool:
+        return self.view.num_tokens > self.view.num_prompt_tokens
+
 
 class ReferenceScheduler:
     """Offloading on the engine's scheduler.
@@ -47,7 +50,9 @@ class ReferenceScheduler:
     def request_added(self, request: RequestView) -> None:
         known = tuple(keys(request.keys(group.group)) for group in self._shape.groups)
         self._told[request.request_id] = _Told(request, [len(each) for each in known])
-        self._offload.seen(facts.RequestSeen(RequestId(request.request_id), request.num_tokens, known))
+        fact = facts.RequestSeen(RequestId(request.request_id), request.num_tokens, known)
+        told = self._told[request.request_id]
+        self._offload.seen(fact, told.has_token, request.trace_parent)
 
     def lookup(self, request: RequestView, device_tokens: int) -> int | None:
         new_keys = self._new_keys(self._told[request.request_id])

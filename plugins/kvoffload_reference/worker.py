@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from kvoffload.cli.doctor.startup import warn
 from kvoffload.model.transfer import TransferPlan
 from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.transfer.layout import layout_of
@@ -12,19 +13,27 @@ from kvoffload.transfer.layout import layout_of
 if TYPE_CHECKING:
     import torch
 
+    from kvoffload.cli.doctor.check import Answer
+    from kvoffload.transfer.layout import DeviceLayout
+
 
 class ReferenceWorker:
     """Offloading on one rank.
 
     Args:
         offload: the runtime's worker side.
+        examine: what the doctor finds wrong, before any host memory is taken.
     """
 
-    def __init__(self, offload: WorkerSide) -> None:
+    def __init__(self, offload: WorkerSide, examine: Callable[[DeviceLayout], Sequence[Answer]]) -> None:
         self.offload = offload
+        self._examine = examine
 
     def register_kv_caches(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.offload.register(layout_of(tensors))
+        layout = layout_of(tensors)
+        answers = self._examine(layout)
+        self.offload.register(layout)
+        warn(answers)
 
     def start_loads(self, plan: object) -> None:
         self.offload.start_loads(_plan(plan))

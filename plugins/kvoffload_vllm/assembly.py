@@ -7,13 +7,17 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvoffload.logs import ROOT, get_logger
-from kvoffload.model.config import OffloadConfig, parse_config
+from kvoffload.cli.doctor.check import Setup
+from kvoffload.cli.doctor.startup import examine, examine_rank, warn
+from kvoffload.logs import ROOT
+from kvoffload.model.config import OffloadConfig, check_promises, parse_config
 from kvoffload.model.errors import ConfigError
 from kvoffload.model.ids import Rank
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.scheduler_side import SchedulerSide
 from kvoffload.runtime.worker_side import WorkerSide
+from kvoffload.telemetry.spans import check_installed
+from kvoffload_vllm.doctor import load_failures
 from kvoffload_vllm.events import find_wire, publishes_events
 from kvoffload_vllm.groups import VllmGroups, vllm_groups
 from kvoffload_vllm.host_news import HostNews
@@ -27,7 +31,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-log = get_logger("vllm")
+    from kvoffload.cli.doctor.check import Answer
+    from kvoffload.transfer.layout import DeviceLayout
 
 _MERGE_STEPS = 16  # of a decoding batch, whose steps complete a few blocks each
 
@@ -40,12 +45,8 @@ def make_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> V
     """
     join_logging()
     groups, config = _check(vllm_config, kv_cache_config)
-    if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
-        log.warning(
-            "failed_loads_fail_requests",
-            kv_load_failure_policy=vllm_config.kv_transfer_config.kv_load_failure_policy,
-            remedy='set "kv_load_failure_policy":"recompute" in --kv-transfer-config',
-        )
+    policy = vllm_config.kv_transfer_config.kv_load_failure_policy
+    warn(examine([load_failures(policy)], Setup(config=config)))
     device, portal = VllmDevice(), Portal("kvoffload")
     offload = SchedulerSide(groups.shape, config, device, portal=portal, merge_steps=_MERGE_STEPS)
     keys = KeyMaker(groups.hash_ratios, groups.ids)
@@ -65,7 +66,12 @@ def make_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Vllm
     _, config = _check(vllm_config, kv_cache_config)  # a worker starts first: what is refused is refused here
     parallel, portal = vllm_config.parallel_config, Portal("kvoffload")
     offload = WorkerSide(Rank(parallel.rank), parallel.world_size, config, portal)
-    return VllmWorker(offload, portal.close)
+    local_ranks = getattr(parallel, "local_world_size", None)
+
+    def examine_layout(layout: DeviceLayout) -> list[Answer]:
+        return examine_rank(parallel.rank, parallel.world_size, config, layout, local_ranks=local_ranks)
+
+    return VllmWorker(offload, portal.close, examine_layout)
 
 
 def join_logging() -> None:
@@ -89,15 +95,26 @@ def _check(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[Vll
         problems += error.problems
     try:
         groups = vllm_groups(vllm_config, kv_cache_config)
+        if config is not None:
+            _check_promises(config, groups)
     except ConfigError as error:
         problems += error.problems
-    if groups is None or config is None:
+    if groups is None or config is None or problems:
         raise ConfigError(problems)
     return groups, config
 
 
+def _check_promises(config: OffloadConfig, groups: VllmGroups) -> None:
+    try:
+        check_promises(config, groups.shape.promises)
+    except ConfigError as error:
+        remedy = 'with "kv_load_failure_policy":"recompute" in --kv-transfer-config vLLM does'
+        raise ConfigError([f"{problem} ({remedy})" for problem in error.problems]) from None
+
+
 def _config(vllm_config: VllmConfig) -> OffloadConfig:
     config = parse_config(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
+    check_installed(config)
     parallel = vllm_config.parallel_config
     if config.journal_path is None or parallel.data_parallel_size == 1:
         return config

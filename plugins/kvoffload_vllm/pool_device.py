@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -47,6 +47,17 @@ class VllmDevice:
         group = int.from_bytes(key[-_GROUP_BYTES:], "big")
         found = self._bound.get_cached_block(key[:-_GROUP_BYTES], [group])
         return DeviceBlockId(found[0].block_id) if found else None
+
+    def lease_problems(self, leases: Mapping[DeviceBlockId, int]) -> list[str]:
+        """A block may have more references, since vLLM counts its own and ours together, but never fewer."""
+        if self._pool is None:
+            return []
+        counted = {block: self._pool.blocks[block].ref_cnt for block in leases}
+        return [
+            f"block {block} is leased {count} times, vLLM counts {counted[block]} references"
+            for block, count in leases.items()
+            if counted[block] < count
+        ]
 
     def _free(self) -> Iterator[DeviceBlockId]:
         for block in self._bound.free_block_queue.iter_blocks_after(None):

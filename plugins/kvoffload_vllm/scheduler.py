@@ -86,7 +86,8 @@ class VllmScheduler:
         self._tracked[request.request_id] = tracked
         reads = not request.skip_reading_prefix_cache
         known = tracked.new_keys(self._keys)
-        self.offload.seen(facts.RequestSeen(RequestId(request.request_id), request.num_tokens, known, reads))
+        fact = facts.RequestSeen(RequestId(request.request_id), request.num_tokens, known, reads)
+        self.offload.seen(fact, tracked.has_token, tracked.trace_parent)
         return tracked
 
     def lookup(self, request: Request, device_tokens: int) -> int | None:

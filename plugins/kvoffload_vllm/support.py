@@ -31,7 +31,10 @@ KINDS = {
 VERSIONS = "vLLM 0.28 and newer; 0.28, 0.30, 0.32 and 0.33 were run"
 """Where the connector works."""
 
-_NEEDED = (
+NEWEST_RUN = (0, 33)
+"""The newest of them."""
+
+NEEDED = (
     "bind_gpu_block_pool",
     "handle_preemptions",
     "has_pending_push_work",
@@ -63,7 +66,7 @@ def find_features(*, hands_off_states: bool = False) -> Features:
     """Return what the installed vLLM offers."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-    lacks = tuple(name for name in _NEEDED if not hasattr(KVConnectorBase_V1, name))
+    lacks = tuple(name for name in NEEDED if not hasattr(KVConnectorBase_V1, name))
     return Features(hasattr(KVConnectorBase_V1, "get_transfer_results"), hands_off_states, lacks)
 
 

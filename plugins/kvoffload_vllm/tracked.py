@@ -17,6 +17,7 @@ class RequestLike(Protocol):
     num_tokens: int
     num_computed_tokens: int
     num_output_placeholders: int
+    num_output_tokens: int
     skip_reading_prefix_cache: bool
 
 
@@ -64,6 +65,16 @@ class Tracked:
     def confirmed_tokens(self) -> int:
         """Tokens computed for certain: in flight ones that may be rejected are not."""
         return self.request.num_computed_tokens - self.request.num_output_placeholders
+
+    @property
+    def trace_parent(self) -> str | None:
+        """The caller's W3C `traceparent`; vLLM passes it on where it traces itself (`--otlp-traces-endpoint`)."""
+        headers = getattr(self.request, "trace_headers", None)
+        return headers.get("traceparent") if headers else None
+
+    def has_token(self) -> bool:
+        """Return whether its first token is there."""
+        return self.request.num_output_tokens > 0
 
     def new_keys(self, maker: KeyMaker) -> tuple[tuple[BlockKey, ...], ...]:
         """Return the keys not told yet, and note them as told; an empty tuple where there is nothing to add."""

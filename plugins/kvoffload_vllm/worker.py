@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvoffload.cli.doctor.startup import warn
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.transfer import Direction, TransferReport
 from kvoffload_vllm.metadata import KVOffloadMetadata, KVOffloadWorkerMetadata
 
 if TYPE_CHECKING:
+    from kvoffload.cli.doctor.check import Answer
     from kvoffload.model.ids import DeviceBlockId, JobId
     from kvoffload.runtime.worker_side import WorkerSide
     from kvoffload.transfer.layout import DeviceLayout
@@ -37,11 +39,18 @@ class VllmWorker:
     Args:
         offload: the runtime's worker side.
         closed: called when the worker has stopped, after all else.
+        examine: what the doctor finds wrong, before any host memory is taken.
     """
 
-    def __init__(self, offload: WorkerSide, closed: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        offload: WorkerSide,
+        closed: Callable[[], object],
+        examine: Callable[[DeviceLayout], Sequence[Answer]],
+    ) -> None:
         self._offload = offload
         self._closed = closed
+        self._examine = examine
         self._metadata: KVOffloadMetadata | None = None
         self._stores_started = True
         self._loading: dict[JobId, tuple[str, tuple[DeviceBlockId, ...]]] = {}
@@ -50,7 +59,9 @@ class VllmWorker:
 
     def register(self, layout: DeviceLayout) -> None:
         """Take the worker's KV memory."""
+        answers = self._examine(layout)
         self._offload.register(layout)
+        warn(answers)
 
     # -- a step -------------------------------------------------------------------------------------------------
 

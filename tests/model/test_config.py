@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.model.config import ALIASES, AUTO, OffloadConfig, parse_bytes, parse_config
+from kvoffload.model.config import ALIASES, AUTO, OffloadConfig, check_promises, parse_bytes, parse_config
+from kvoffload.model.engine import Promises
 from kvoffload.model.errors import ConfigError
 
 KEYS = [
@@ -20,6 +21,8 @@ KEYS = [
     "verify",
     "transfer_timeout_s",
     "journal_path",
+    "journal_for",
+    "otlp_endpoint",
 ]
 
 
@@ -47,10 +50,24 @@ def test_everything_can_be_set() -> None:
         "verify": "off",
         "transfer_timeout_s": 5,
         "journal_path": "/tmp/journal",
+        "journal_for": "replay",
+        "otlp_endpoint": "http://localhost:4318/v1/traces",
     }
     assert list(raw) == KEYS
     config = parse_config(raw)
-    assert config == OffloadConfig(2 * 2**30, 4096, "lazy", "lru", 0, "off", 5.0, Path("/tmp/journal"))
+    endpoint = "http://localhost:4318/v1/traces"
+    assert config == OffloadConfig(
+        2 * 2**30, 4096, "lazy", "lru", 0, "off", 5.0, Path("/tmp/journal"), "replay", endpoint
+    )
+
+
+@pytest.mark.parametrize(
+    "value", ["", "localhost:4317", "grpc://localhost:4317", "http://", "http://a b", 4317, None]
+)
+def test_what_is_no_url(value: object) -> None:
+    assert problems({"otlp_endpoint": value}) == (
+        f'otlp_endpoint is {value!r}; it must be a URL such as "http://localhost:4318/v1/traces"',
+    )
 
 
 def test_the_least_tokens_may_be_chosen_by_what_is_measured() -> None:
@@ -121,6 +138,7 @@ BAD: dict[str, list[object]] = {
     "verify": ["on", True, None],
     "transfer_timeout_s": [0, -1, float("nan"), float("inf"), "30", True, None],
     "journal_path": ["", "a\0b", 3, None, b"x"],
+    "journal_for": ["", "reply", None, True],
 }
 
 
@@ -189,11 +207,69 @@ def test_the_bytes_of_a_rank(config: dict, ranks: int, share: int) -> None:
     assert parse_config(config).bytes_per_rank(ranks) == share
 
 
+@pytest.mark.parametrize("verify", ["off", "sample", "full"])
+def test_checksums_need_an_engine_that_recomputes(verify: str) -> None:
+    config = parse_config({"verify": verify})
+    assert config.verify == verify
+    check_promises(config, Promises())
+    if verify == "off":
+        check_promises(config, Promises(recovers_loads=False))
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_promises(config, Promises(recovers_loads=False))
+    (problem,) = caught.value.problems
+    assert f"verify is {verify!r}" in problem
+
+
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
     lambda each: st.lists(each, max_size=2) | st.dictionaries(st.text(), each, max_size=2),
     max_leaves=4,
 )
+
+
+def nested(depth: int) -> object:
+    value: object = 0
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("key", [*KEYS, *ALIASES])
+@pytest.mark.parametrize(
+    "value",
+    [
+        -(10**5000),
+        10**5000,
+        10**400,
+        2**63,
+        nested(100_000),
+        "9" * 5000 + "GiB",
+        "1" + " " * 100_000 + "!",
+        "x" * 10**6,
+    ],
+    ids=["minus", "digits", "no float", "64 bits", "nested", "size", "spaces", "long"],
+)
+def test_no_value_is_too_large_or_too_deep_to_be_refused(key: str, value: object) -> None:
+    if key == "journal_path" and isinstance(value, str):
+        assert parse_config({key: value}).journal_path == Path(value)
+        return
+    (problem,) = problems({key: value})
+    assert problem.startswith(f"{key} is ")
+    assert len(problem) < 400
+
+
+@pytest.mark.parametrize("key", ["x" * 10**6, -(10**5000), ("a",) * 1000], ids=["text", "digits", "tuple"])
+def test_no_key_is_too_large_to_be_refused(key: object) -> None:
+    (problem,) = problems({key: 1})
+    assert problem.startswith("unknown key ")
+    assert len(problem) < 500
+
+
+@pytest.mark.parametrize("raw", [None, 3, "host_bytes", ["host_bytes"], [["host_bytes", 1]], True])
+def test_settings_that_are_no_mapping_are_refused(raw: object) -> None:
+    (problem,) = problems(raw)  # type: ignore[arg-type]
+    assert problem == f"settings are {raw!r}; they must be keys with values"
 
 
 @given(st.dictionaries(st.sampled_from([*KEYS, *ALIASES]) | st.text() | st.integers(), anything, max_size=6))

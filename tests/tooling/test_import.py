@@ -36,5 +36,10 @@ def test_the_pure_parts_need_nothing_but_python(module: str) -> None:
     assert import_without(module, *blocked) == ""
 
 
+def test_a_scheduler_without_spans_needs_no_opentelemetry() -> None:
+    assert import_without("kvoffload.runtime.scheduler_side", "opentelemetry", "vllm") == ""
+    assert "blocked: opentelemetry" in import_without("kvoffload.telemetry.otel", "opentelemetry")
+
+
 def test_the_bus_needs_no_tensors_and_no_metrics() -> None:
     assert import_without("kvoffload.bus", "numpy", "prometheus_client", "torch", "vllm") == ""

@@ -57,6 +57,10 @@ def test_every_entry_point_can_be_loaded(metadata: importlib.metadata.Distributi
             assert bench.HELP
             assert callable(bench.add_arguments)
             assert callable(bench.run)
+        elif group == "kvoffload.doctors":
+            doctor = point.load()
+            assert doctor.HELP
+            assert all(map(callable, (doctor.add_arguments, doctor.find_settings, doctor.checks)))
         elif not group.startswith("vllm."):
             assert callable(point.load()), point
 

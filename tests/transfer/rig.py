@@ -12,10 +12,11 @@ from kvoffload.model.ids import DeviceBlockId, JobId, Rank, SlotId
 from kvoffload.model.transfer import Direction, JobReport, TransferJob
 from kvoffload.testing import FakeClock, FakeDevice, GatedCopier, ManualExecutor, settled
 from kvoffload.transfer.arena import Arena
+from kvoffload.transfer.factory import make_checksums
 from kvoffload.transfer.host_memory import MmapAllocator
 from kvoffload.transfer.pump import TransferPump
 
-DONE, FAILED = CopyOutcome.DONE, CopyOutcome.FAILED
+DONE, FAILED, CORRUPT = CopyOutcome.DONE, CopyOutcome.FAILED, CopyOutcome.CORRUPT
 TIMEOUT_S = 2.0
 
 
@@ -32,9 +33,12 @@ def _job(number: int, direction: Direction, slots: Sequence[int], blocks: Sequen
 
 
 class Rig:
-    """Eight device blocks of 96 bytes in two regions, sixteen slots in chunks of five, room for four blocks in flight."""
+    """Eight device blocks of 96 bytes in two regions, sixteen slots in chunks of five, room for four blocks in flight.
 
-    def __init__(self, *, blocks_in_flight: float = 4, slots: int = 16) -> None:
+    With `verify`, checksums are read when the test says so: `rig.reader.run_next()`.
+    """
+
+    def __init__(self, *, blocks_in_flight: float = 4, slots: int = 16, verify: str = "off") -> None:
         self.device = FakeDevice(8, [64, 32])
         self.clock = FakeClock()
         self.copier = GatedCopier()
@@ -42,6 +46,7 @@ class Rig:
         self.arena = Arena(
             self.device.layout, slots, MmapAllocator(ManualExecutor(held=False)), chunk_bytes=5 * size
         )
+        self.reader = ManualExecutor()
         self.pump = TransferPump(
             Rank(0),
             self.arena,
@@ -49,10 +54,15 @@ class Rig:
             self.clock,
             store_bytes_in_flight=int(blocks_in_flight * size),
             timeout_s=TIMEOUT_S,
+            checksums=make_checksums(verify, self.arena, executor=self.reader),
         )
 
     def slot(self, slot: int) -> bytes:
         return self.arena.page(slot, 0).tobytes() + self.arena.page(slot, 1).tobytes()
+
+    def rot(self, slot: int, region: int = 0) -> None:
+        """Flip a bit of the host's memory."""
+        self.arena.page(slot, region)[7] ^= 1
 
     def reports(self) -> list[JobReport]:
         self.pump.poll()
@@ -80,6 +90,7 @@ async def running(rig: Rig) -> AsyncIterator[asyncio.Task[Any]]:
         yield task
     finally:
         rig.copier.release()
+        rig.reader.release()
         task.cancel()
         await rig.clock.advance(2 * TIMEOUT_S)
         await asyncio.gather(task, return_exceptions=True)

@@ -20,10 +20,11 @@ from kvoffload.testing import FakeDevice, GatedTicket, settled
 from kvoffload.testing.logs import capture_logs
 from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.clock import SystemClock
+from kvoffload.transfer.factory import make_checksums
 from kvoffload.transfer.host_copier import HostCopier
 from kvoffload.transfer.host_memory import MmapAllocator
 from kvoffload.transfer.pump import TransferPump
-from tests.transfer.rig import DONE, TIMEOUT_S, Rig, load, running, store
+from tests.transfer.rig import CORRUPT, DONE, TIMEOUT_S, Rig, load, running, store
 
 BLOCK = 96
 
@@ -37,6 +38,8 @@ moves = st.lists(
         st.tuples(st.just("raise"), st.integers(0, 5)),
         st.tuples(st.just("refuse submit"), st.just(0)),
         st.tuples(st.just("refuse fence"), st.just(0)),
+        st.tuples(st.sampled_from(["read", "lose reading", "refuse reading"]), st.just(0)),
+        st.tuples(st.just("rot"), st.integers(0, 15)),
         st.tuples(st.just("pass time"), st.sampled_from([0.001, 0.02, TIMEOUT_S * 1.1])),
         st.tuples(st.just("look"), st.just(0)),
     ),
@@ -45,10 +48,10 @@ moves = st.lists(
 
 
 class Life:
-    """A pump and what was asked of it."""
+    """A pump and what was asked of it; with checksums, whose reading is held up too, or without."""
 
-    def __init__(self) -> None:
-        self.rig = Rig(blocks_in_flight=3)
+    def __init__(self, verify: str) -> None:
+        self.rig = Rig(blocks_in_flight=3, verify=verify)
         self.asked: dict[int, TransferJob] = {}
         self.reported: Counter[int] = Counter()
 
@@ -64,6 +67,8 @@ class Life:
             rig.copier.refuse_fence(CopyError("refused"))
         elif move == "pass time":
             await rig.clock.advance(argument)
+        else:
+            self.read(move, number)
         await settled()
         self.look()
 
@@ -82,6 +87,17 @@ class Life:
         else:
             ticket.finish() if how == "finish" else ticket.fail()
 
+    def read(self, move: str, slot: int) -> None:
+        reader = self.rig.reader
+        if move == "refuse reading":
+            reader.refuse(RuntimeError("shut down"))
+        elif move == "rot":
+            self.rig.rot(slot)
+        elif move == "lose reading" and reader.waiting:
+            reader.lose_next(RuntimeError("lost"))
+        elif move == "read" and reader.waiting:
+            reader.run_next()
+
     def look(self) -> None:
         for report in self.rig.reports():
             self.reported[report.job] += 1
@@ -89,21 +105,31 @@ class Life:
             assert report.direction is job.direction
             assert report.copied_bytes == (len(job.slots) * BLOCK if report.outcome is DONE else 0)
             assert report.queue_s >= 0
+            assert bool(report.corrupt) == (report.outcome is CORRUPT)
+            assert job.direction is Direction.LOAD or not report.corrupt
+            assert set(report.corrupt) <= set(range(len(job.slots)))
         now = self.rig.pump.statistics()
         assert now.store_bytes_in_flight <= 3 * BLOCK
         assert now.open_jobs == len(self.asked) - len(self.reported)
 
 
-@given(moves)
-def test_property_every_job_ends_once_and_nothing_stays_held(script: list[tuple[str, float]]) -> None:
+verify_modes = st.sampled_from(["off", "sample", "full"])
+
+
+@given(moves, verify_modes)
+def test_property_every_job_ends_once_and_nothing_stays_held(
+    script: list[tuple[str, float]], verify: str
+) -> None:
     async def live() -> None:
-        life = Life()
+        life = Life(verify)
         async with running(life.rig) as task:
             for move, argument in script:
                 await life.play(move, argument)
             life.rig.copier.release()
+            life.rig.reader.release()
             await life.rig.clock.advance(3 * TIMEOUT_S)
             life.look()
+            life.look()  # at checksums that were begun in the look before, of copies that had been written off
             assert dict(life.reported) == dict.fromkeys(life.asked, 1)
             life.rig.assert_nothing_held()
             assert not task.done()
@@ -112,12 +138,12 @@ def test_property_every_job_ends_once_and_nothing_stays_held(script: list[tuple[
         asyncio.run(live())
 
 
-@given(moves, st.integers(0, 3))
+@given(moves, st.integers(0, 3), verify_modes)
 def test_property_a_cancelled_pump_reports_every_job_once(
-    script: list[tuple[str, float]], cancels: int
+    script: list[tuple[str, float]], cancels: int, verify: str
 ) -> None:
     async def live() -> None:
-        life = Life()
+        life = Life(verify)
         async with running(life.rig) as task:
             for move, argument in script:
                 await life.play(move, argument)
@@ -126,11 +152,49 @@ def test_property_a_cancelled_pump_reports_every_job_once(
                 await settled()
             task.cancel()
             life.rig.copier.release()
+            life.rig.reader.release()
             await life.rig.clock.advance(3 * TIMEOUT_S)
             life.look()
+            life.look()  # at checksums that were begun in the look before, of copies that had been written off
             assert task.done()
             assert dict(life.reported) == dict.fromkeys(life.asked, 1)
             life.rig.assert_nothing_held()
+
+    with capture_logs():
+        asyncio.run(live())
+
+
+@given(
+    st.sets(st.integers(0, 15), max_size=5),
+    st.lists(st.lists(st.integers(0, 15), min_size=1, max_size=6, unique=True), min_size=1, max_size=4),
+    st.sampled_from(["sample", "full"]),
+)
+def test_property_a_load_is_done_exactly_if_its_bytes_are_those_that_were_stored(
+    rotten: set[int], loads: list[list[int]], verify: str
+) -> None:
+    async def live() -> None:
+        rig = Rig(verify=verify)
+        async with running(rig):
+            rig.reader.release()
+            rig.copier.release()
+            rig.pump.submit_stores(
+                [store(100 + half, range(8 * half, 8 * half + 8), range(8)) for half in (0, 1)]
+            )
+            await rig.clock.advance(0.05)
+            assert rig.outcomes() == {100: DONE, 101: DONE}
+            original = [rig.device.read(block) for block in range(8)]
+            for slot in rotten:
+                rig.rot(slot)
+            for number, slots in enumerate(loads):
+                rig.pump.submit_loads([load(number, slots, range(len(slots)))])
+                await rig.clock.advance(0.01)
+                (report,) = rig.reports()
+                assert [slots[place] for place in report.corrupt] == [
+                    slot for slot in slots if slot in rotten
+                ]
+                assert report.outcome is (CORRUPT if rotten.intersection(slots) else DONE)
+                if report.outcome is DONE:
+                    assert [rig.device.read(b) for b in range(len(slots))] == [original[s % 8] for s in slots]
 
     with capture_logs():
         asyncio.run(live())
@@ -146,7 +210,8 @@ def eager_switches() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("eager_switches")
-def test_with_real_threads_every_byte_arrives() -> None:
+@pytest.mark.parametrize("verify", ["off", "sample", "full"])
+def test_with_real_threads_every_byte_arrives(verify: str) -> None:
     device, portal, random = FakeDevice(40, [4096, 100]), Portal("threads"), np.random.default_rng(0)
     arena = Arena(device.layout, 40, MmapAllocator(portal.executor), chunk_bytes=7 * device.layout.slot_bytes)
     portal.spawn(arena.prepare).result(30)
@@ -158,6 +223,7 @@ def test_with_real_threads_every_byte_arrives() -> None:
         SystemClock(),
         store_bytes_in_flight=16 * device.layout.slot_bytes,
         timeout_s=30.0,
+        checksums=make_checksums(verify, arena, executor=portal.executor),
     )
     run = portal.spawn(pump.run)
     original = [device.read(block) for block in range(40)]

@@ -52,7 +52,7 @@ class Workers:
         from kvoffload_vllm.worker import VllmWorker
 
         self.copies = [Copies(rank) for rank in range(2)]
-        self._workers = [VllmWorker(one, lambda: None) for one in self.copies]  # type: ignore[arg-type]
+        self._workers = [VllmWorker(one, lambda: None, lambda _: ()) for one in self.copies]  # type: ignore[arg-type]
         self._join = KVOutputAggregator(expected_finished_count=2)
 
     def step(self, **told: Any) -> Any:

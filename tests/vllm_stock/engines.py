@@ -197,7 +197,7 @@ def serving(
     """A `vllm serve` on a free port, ready; ended with the block. Underscores in options become dashes."""
     port = _free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint)]
-    named = {**OPTIONS, "port": port, "served_model_name": "small", **options}
+    named = {**OPTIONS, "host": "127.0.0.1", "port": port, "served_model_name": "small", **options}
     with log.open("wb") as output:
         process = _launch([*command, *_arguments(named)], output, environment or {})
         server = Server(process, port, log)

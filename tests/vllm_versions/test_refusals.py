@@ -59,7 +59,7 @@ def test_a_hybrid_model_where_its_failed_loads_cannot_be_told(folder: Path) -> N
 def test_a_version_that_lacks_a_hook(folder: Path) -> None:
     """On one that is too old as it is, elsewhere as if a hook were missing."""
     missing = "supports_divergent_local_hybrid_hits" if is_too_old() else "a_hook_of_another_version"
-    lacking = nullcontext() if is_too_old() else patch("kvoffload_vllm.support._NEEDED", (missing,))
+    lacking = nullcontext() if is_too_old() else patch("kvoffload_vllm.support.NEEDED", (missing,))
     with (
         lacking,
         pytest.raises(Exception, match=rf"lacks {missing}; the connector works with vLLM 0\.28 and newer"),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 from kvoffload.cli.exits import CommandError
+from kvoffload.cli.partial_file import complete, open_partial
 
 
 def check_writable(target: Path) -> None:
@@ -17,11 +17,9 @@ def check_writable(target: Path) -> None:
         CommandError: it would not.
     """
     try:
-        if target.is_dir():
-            raise IsADirectoryError(0, "it is a directory")
-        descriptor, name = _open_partial(target)
+        descriptor, partial = open_partial(target)
         os.close(descriptor)
-        Path(name).unlink()
+        partial.unlink()
     except OSError as error:
         raise _refusal(target, error) from error
 
@@ -32,25 +30,23 @@ def write_page(target: Path, text: str) -> None:
     Raises:
         CommandError: the file cannot be written; what was there is still there.
     """
-    partial: str | None = None
+    partial: Path | None = None
     try:
-        descriptor, partial = _open_partial(target)
+        descriptor, partial = open_partial(target)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
         mask = os.umask(0)
         os.umask(mask)
-        os.chmod(partial, 0o666 & ~mask)  # a temporary file is its owner's alone; this one is for reading
-        os.replace(partial, target)
+        partial.chmod(
+            0o666 & ~mask
+        )  # counts, sizes and times, of no request by name: for whoever it is shown to
+        complete(partial, target)
     except OSError as error:
         raise _refusal(target, error) from error
     finally:
         if partial is not None:
             with suppress(OSError):
-                Path(partial).unlink()
-
-
-def _open_partial(target: Path) -> tuple[int, str]:
-    return tempfile.mkstemp(prefix=f"{target.name}.", suffix=".partial", dir=target.parent)
+                partial.unlink()
 
 
 def _refusal(target: Path, error: OSError) -> CommandError:

@@ -1,0 +1,69 @@
+"""`kvoffload doctor`: is this machine, with these settings, ready for an engine? Starts nothing and changes nothing."""
+
+from __future__ import annotations
+
+import argparse
+
+from kvoffload.cli.doctor.adapters import find_adapters
+from kvoffload.cli.exits import Exit
+from kvoffload.cli.parser import positive
+
+HELP = "check a machine and settings before an engine starts: go, warning or no-go, with the remedy"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options, and those of the adapters."""
+    from kvoffload.cli.doctor.given import size
+
+    add = parser.add_argument
+    add("--config", metavar="JSON", help="kvoffload's settings: a JSON object, or a file that holds one")
+    add("--json", action="store_true", help="print one object instead of lines")
+    sizes = parser.add_argument_group(
+        "sizes", "what the engine says at its start; what is not given is not known"
+    )
+    sizes.add_argument("--ranks", metavar="N", type=positive, help="workers of the engine on this machine")
+    sizes.add_argument("--device-blocks", metavar="N", type=positive, help="blocks of the device's KV cache")
+    sizes.add_argument(
+        "--block-bytes",
+        metavar="BYTES",
+        type=size,
+        help="one rank's bytes of one block, of all layers together",
+    )
+    sizes.add_argument(
+        "--page-bytes",
+        metavar="BYTES",
+        type=size,
+        help="its bytes in one tensor of the KV cache, of one layer say",
+    )
+    for doctor in find_adapters().doctors.values():
+        doctor.add_arguments(parser.add_argument_group(doctor.HELP))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check, print, and return 1 where something is a no-go.
+
+    Raises:
+        CommandError: what was given cannot be read.
+    """
+    from kvoffload.cli.doctor import memory, numa, pools, software
+    from kvoffload.cli.doctor.check import Verdict, run_checks
+    from kvoffload.cli.doctor.given import settings_of, setup_of
+    from kvoffload.cli.doctor.machine import Machine
+    from kvoffload.cli.doctor.output import as_json, as_text, worst
+
+    adapters = find_adapters()
+    doctors = list(adapters.doctors.values())
+    setup, settings = setup_of(settings_of(args.config, doctors, args), args)
+    checks = [
+        settings,
+        *memory.CHECKS,
+        memory.SHARED_MEMORY,
+        *numa.CHECKS,
+        *software.CHECKS,
+        *pools.CHECKS,
+        *(check for doctor in doctors for check in doctor.checks(args)),
+        *adapters.lost_checks(),
+    ]
+    answers = run_checks(checks, setup, Machine())
+    print(as_json(answers) if args.json else as_text(answers))
+    return Exit.FAILED if worst(answers) is Verdict.NO_GO else Exit.OK

@@ -1,0 +1,86 @@
+"""The GPUs, asked of NVIDIA's management library: no subprocess, and no torch, whose import alone takes seconds."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+
+_NAME_BYTES = 96
+_SUCCESS = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU.
+
+    Args:
+        name: what its vendor calls it.
+        pci: its address on the bus, as the kernel writes it; empty where it is not told.
+    """
+
+    name: str
+    pci: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """What is visible to this process.
+
+    Args:
+        found: the GPUs.
+        driver: the driver's version; empty where there is none.
+        cuda: the newest CUDA that the driver serves, as 1000 times major plus 10 times minor; 0 where it is not told.
+    """
+
+    found: tuple[Gpu, ...] = ()
+    driver: str = ""
+    cuda: int = 0
+
+
+class _Pci(ctypes.Structure):
+    _fields_ = (
+        ("legacy_id", ctypes.c_char * 16),
+        ("numbers", ctypes.c_uint * 5),
+        ("id", ctypes.c_char * 32),
+    )
+
+
+@cache
+def find_gpus(library: str = "libnvidia-ml.so.1") -> Gpus:
+    """Return the GPUs of NVIDIA's; none where the library is not there or does not answer."""
+    try:
+        nvml = ctypes.CDLL(library)
+        if nvml.nvmlInit_v2() != _SUCCESS:
+            return Gpus()
+        try:
+            return _ask(nvml)
+        finally:
+            nvml.nvmlShutdown()
+    except (OSError, AttributeError):  # no library, or not this one, or one from before these names
+        return Gpus()
+
+
+def _ask(nvml: ctypes.CDLL) -> Gpus:
+    count, cuda = ctypes.c_uint(0), ctypes.c_int(0)
+    driver = ctypes.create_string_buffer(_NAME_BYTES)
+    nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+    nvml.nvmlSystemGetDriverVersion(driver, _NAME_BYTES)
+    nvml.nvmlSystemGetCudaDriverVersion_v2(ctypes.byref(cuda))
+    found = tuple(_device(nvml, number) for number in range(count.value))
+    return Gpus(found, driver.value.decode(errors="replace"), cuda.value)
+
+
+def _device(nvml: ctypes.CDLL, number: int) -> Gpu:
+    device, pci = ctypes.c_void_p(), _Pci()
+    name = ctypes.create_string_buffer(_NAME_BYTES)
+    nvml.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(device))
+    nvml.nvmlDeviceGetName(device, name, _NAME_BYTES)
+    nvml.nvmlDeviceGetPciInfo_v3(device, ctypes.byref(pci))
+    return Gpu(name.value.decode(errors="replace"), _kernel_address(pci.id.decode(errors="replace")))
+
+
+def _kernel_address(text: str) -> str:
+    """The library writes eight digits of the domain, the kernel four, and small letters."""
+    domain, _, rest = text.lower().partition(":")
+    return f"{domain[-4:]}:{rest}" if rest else ""

@@ -1,0 +1,146 @@
+"""Host memory: how much will be used, what the machine and its cgroups have left, and what may move or forbid it."""
+
+from __future__ import annotations
+
+from kvoffload.cli.doctor.check import Check, Finding, Setup, go, no_go, not_known, size_text, warn
+from kvoffload.cli.doctor.machine import Machine
+from kvoffload.transfer.footprint import arena_bytes
+from kvoffload.transfer.host_memory import cgroups, machine_left
+
+_SPARE = 10  # what is left should be a tenth of what there is
+_SMALL_SHM = 256 * 2**20
+_UNLIMITED = "unlimited"
+_LESS = "lower host_bytes, or free memory"
+
+
+def needed_bytes(setup: Setup) -> tuple[int, str] | None:
+    """Return the host memory of all ranks on this machine, rounded as it will be, and in words; None if unknown."""
+    config = setup.config
+    if config is None:
+        return None
+    ranks = setup.ranks
+    if ranks is None:
+        if config.host_bytes_per_rank is not None:
+            return None
+        return config.host_bytes, f"{size_text(config.host_bytes)} of all ranks"
+    share = config.bytes_per_rank(ranks)
+    total = ranks * (arena_bytes(share, _pages(setup)) if setup.block_bytes else share)
+    return total, f"{size_text(total)} of {ranks} {'rank' if ranks == 1 else 'ranks'}"
+
+
+def _pages(setup: Setup) -> tuple[int, ...]:
+    """Where only one page's size is known, what is rounded with it is too little to matter."""
+    block = setup.block_bytes or 0
+    return setup.page_bytes if sum(setup.page_bytes) == block else (block,)
+
+
+def _machine(setup: Setup, machine: Machine) -> Finding:
+    left = machine_left(machine.read)
+    if left is None:
+        return not_known("the kernel does not say how much memory is available (/proc/meminfo)")
+    return _compare(setup, left, f"the machine's {size_text(left)} that are available now")
+
+
+def _cgroup(setup: Setup, machine: Machine) -> Finding:
+    groups = list(cgroups(machine.read))
+    if not groups:
+        return not_known("no memory cgroup of this process can be read")
+    limited = [group for group in groups if group.left is not None]
+    if not limited:
+        return go("no cgroup limits memory")
+    least = min(limited, key=lambda group: group.left or 0)
+    left = least.left or 0
+    return _compare(setup, left, f"the {size_text(left)} that the cgroup {least.folder} has left now")
+
+
+def _compare(setup: Setup, left: int, where: str) -> Finding:
+    needed = needed_bytes(setup)
+    if needed is None:
+        return _compare_one(setup, left, where)
+    count, words = needed
+    if count > left:
+        return no_go(f"{words} are more than {where}", _LESS)
+    if count > left - left // _SPARE:
+        return warn(f"{words} leave less than a tenth of {where}; the engine itself needs some too", _LESS)
+    return go(f"{words} fit {where}")
+
+
+def _compare_one(setup: Setup, left: int, where: str) -> Finding:
+    """Without the number of ranks only one rank's share can be compared."""
+    if setup.config is None or setup.config.host_bytes_per_rank is None:
+        return not_known(f"how much is wanted of {where}: the settings cannot be used")
+    share = setup.config.host_bytes_per_rank
+    if share > left:
+        return no_go(f"one rank's {size_text(share)} are more than {where}", _LESS)
+    return not_known(
+        f"how many ranks there are, of {size_text(share)} each; {where} are enough for {left // share}",
+        "give --ranks",
+    )
+
+
+def _shared_memory(setup: Setup, machine: Machine) -> Finding:
+    space = machine.space("/dev/shm")
+    if space is None:
+        return warn("there is no /dev/shm, which an engine of several ranks talks through", "mount one")
+    size = f"/dev/shm has {size_text(space.total)}, {size_text(space.free)} of them free"
+    if setup.ranks == 1 or space.free >= _SMALL_SHM:
+        return go(f"{size}; host blocks do not lie there")
+    ranks = "several ranks" if setup.ranks is None else f"{setup.ranks} ranks"
+    return warn(
+        f"{size}; host blocks do not lie there, but an engine of {ranks} talks through it",
+        "give the container more (docker: --shm-size=1g, or --ipc=host), or empty it",
+    )
+
+
+def _locked_memory(setup: Setup, machine: Machine) -> Finding:
+    if not _pins(setup, machine):
+        return go("without a CUDA device nothing is pinned, so the limit on locked memory does not matter")
+    limit = _soft_limit(machine.read("/proc/self/limits"))
+    if limit is None:
+        return not_known("the kernel does not say how much memory may be locked (/proc/self/limits)")
+    needed = needed_bytes(setup)
+    if limit == _UNLIMITED or (needed is not None and int(limit) >= needed[0]):
+        return go(f"the limit on locked memory is {limit if limit == _UNLIMITED else size_text(int(limit))}")
+    much = "host memory" if needed is None else needed[1]
+    return warn(
+        f"at most {size_text(int(limit))} may be locked, and {much} will be pinned; whether the driver's pinning counts "
+        "against the limit is not known here",
+        "ulimit -l unlimited (systemd: LimitMEMLOCK=infinity; docker: --ulimit memlock=-1)",
+    )
+
+
+def _swap(setup: Setup, machine: Machine) -> Finding:
+    text = machine.read("/proc/swaps")
+    if text is None:
+        return not_known("the kernel does not say whether swap is on (/proc/swaps)")
+    areas = [line.split()[0] for line in text.splitlines()[1:] if line.split()]
+    if not areas:
+        return go("no swap is on")
+    if _pins(setup, machine):
+        what = "host blocks are pinned and stay, but the engine's own memory may go there instead"
+    else:
+        what = "host blocks are not pinned and may go there, and then loading one reads a disk"
+    return warn(f"swap is on ({', '.join(areas)}): {what}", "swapoff -a, or vm.swappiness=0")
+
+
+def _pins(setup: Setup, machine: Machine) -> bool:
+    return setup.pins if setup.pins is not None else bool(machine.gpus().found)
+
+
+def _soft_limit(limits: str | None) -> str | None:
+    name = "Max locked memory"
+    for line in (limits or "").splitlines():
+        words = line.removeprefix(name).split()
+        if line.startswith(name) and words and (words[0] == _UNLIMITED or words[0].isdecimal()):
+            return words[0]
+    return None
+
+
+CHECKS = (
+    Check("machine memory", _machine),
+    Check("cgroup memory", _cgroup),
+    Check("locked memory", _locked_memory),
+    Check("swap", _swap),
+)
+SHARED_MEMORY = Check("shared memory", _shared_memory)
+"""Not asked at start-up: by then the engine's ranks talk."""

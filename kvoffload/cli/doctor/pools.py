@@ -1,0 +1,72 @@
+"""What the sizes of pools and pages mean for the use of it all."""
+
+from __future__ import annotations
+
+from kvoffload.cli.doctor.check import Check, Finding, Setup, go, no_go, not_known, size_text, warn
+from kvoffload.cli.doctor.machine import Machine
+
+SPEEDS = ((2 * 2**20, 0.9), (64 * 2**10, 0.8), (4 * 2**10, 0.5))
+"""Host copies of scattered pages against one large memcpy, as measured; ARCHITECTURE.md has the table."""
+
+_GOOD_PAGE = 64 * 2**10
+
+
+def _host_pool(setup: Setup, _: Machine) -> Finding:
+    slots = _host_slots(setup)
+    if slots is None:
+        return not_known(
+            "how many blocks the host will hold",
+            "give --block-bytes and --ranks; the engine says both at start",
+        )
+    if slots == 0:
+        return no_go(
+            f"the host's share of each rank is below one block of {size_text(setup.block_bytes or 0)}",
+            "raise host_bytes",
+        )
+    if setup.device_blocks is None:
+        return not_known(
+            f"whether the host's {slots:,} blocks are more than the device's",
+            "give --device-blocks; the engine says it at start",
+        )
+    ratio = f"{slots:,} blocks on the host, {setup.device_blocks:,} on the device"
+    if slots <= setup.device_blocks:
+        return warn(
+            f"{ratio}: the host holds what the device holds too, so it adds next to nothing",
+            f"raise host_bytes to several times {_device_size(setup)}",
+        )
+    return go(f"{ratio}, {slots / setup.device_blocks:.1f} times as many")
+
+
+def _copies(setup: Setup, _: Machine) -> Finding:
+    pages = setup.page_bytes
+    if not pages:
+        return not_known(
+            "how large one block is in each of the engine's tensors, on which the speed of copies depends",
+            "give --page-bytes; the engine says it at start",
+        )
+    # A block's copies are as many as its pages, so what most pages are is what counts, not what most bytes are.
+    page = sorted(pages)[len(pages) // 2]
+    share = next((share for size, share in SPEEDS if page >= size), None)
+    reach = f"about {share} of" if share is not None else "less than 0.5 of"
+    text = f"pages of {size_text(page)}: scattered blocks are copied at {reach} one large copy's speed (measured on a host)"
+    if page >= _GOOD_PAGE:
+        return go(text)
+    return warn(
+        text, "larger blocks (the engine's block size), or a layout that keeps a block's layers together"
+    )
+
+
+def _host_slots(setup: Setup) -> int | None:
+    block = setup.block_bytes
+    config = setup.config
+    if config is None or not block or (setup.ranks is None and config.host_bytes_per_rank is None):
+        return None
+    return config.bytes_per_rank(setup.ranks or 1) // block
+
+
+def _device_size(setup: Setup) -> str:
+    return f"the device's {size_text((setup.block_bytes or 0) * (setup.device_blocks or 0) * (setup.ranks or 1))}"
+
+
+HOST_POOL, COPY_SPEED = Check("host pool", _host_pool), Check("copy speed", _copies)
+CHECKS = (HOST_POOL, COPY_SPEED)

@@ -1,0 +1,87 @@
+"""What a rank knows of the bytes in its host slots: a checksum each, taken when a store arrived, compared when a load did.
+
+A load is compared after its copy, not before. What the host holds then it held during the copy too, unless it was wrong
+and has become right again: so there is no moment between check and copy in which bytes could change unnoticed, and loads
+are started by the hook as ever. That a bad block's bytes lie on the device by then harms nobody: its load has not been
+reported, its blocks are leased until it is, and the bytes are no worse than what a failed copy leaves there.
+
+Not noticed: bytes that were wrong when the store arrived, and bytes that change on their way to the device.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import CancelledError
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvoffload.model.transfer import Direction
+from kvoffload.transfer.ports import TicketState
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor, Future
+
+    from kvoffload.transfer.runs import Numbers
+    from kvoffload.transfer.slot_digests import SlotDigests
+
+    Positions = tuple[int, ...]
+
+
+class ChecksumTicket:
+    """One batch whose slots are being read."""
+
+    copy_seconds: float = 0.0
+    """Nothing is copied here: the time counts as waiting."""
+
+    def __init__(self, work: Future[Positions]) -> None:
+        self._work = work
+        self.corrupt: Positions = ()
+        """Of a load that has ended: where in the slots that were handed in the bytes are not those that were stored."""
+
+    def query(self) -> TicketState:
+        """Return whether the slots have been read.
+
+        Raises:
+            Exception: what reading them raised; nothing runs any more.
+        """
+        if not self._work.done():
+            return TicketState.PENDING
+        try:
+            self.corrupt = self._work.result()
+        except CancelledError:
+            return TicketState.FAILED
+        return TicketState.DONE
+
+
+class Checksums:
+    """The checksums of one rank's slots, and the only writer of them.
+
+    A slot's checksum is written before its store is reported and read after that, so no two threads meet over it.
+
+    Args:
+        digests: reads slots.
+        slots: how many there will be.
+        executor: its threads read; the caller never does.
+    """
+
+    def __init__(self, digests: SlotDigests, slots: int, executor: Executor) -> None:
+        self._digests = digests
+        self._executor = executor
+        self._known = np.zeros(slots, np.uint64)
+        self._work = {Direction.STORE: self._take, Direction.LOAD: self._compare}
+
+    def start(self, direction: Direction, slots: Numbers) -> ChecksumTicket:
+        """Begin to take the checksums of slots that stores have filled, or to compare those of slots that were loaded.
+
+        Raises:
+            Exception: nothing was started.
+        """
+        return ChecksumTicket(self._executor.submit(self._work[direction], slots))
+
+    def _take(self, slots: Numbers) -> Positions:
+        self._known[slots] = self._digests(slots)
+        return ()
+
+    def _compare(self, slots: Numbers) -> Positions:
+        """A slot of which no store was ever seen to arrive compares as unequal."""
+        return tuple(np.flatnonzero(self._digests(slots) != self._known[slots]).tolist())

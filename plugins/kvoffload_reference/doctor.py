@@ -1,0 +1,35 @@
+"""The doctor's checks of the reference engine: it finds its plugin, and nothing else can go wrong before its start."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+
+from kvoffload.cli.doctor.check import Check, Finding, Setup, go, no_go
+from kvoffload.cli.doctor.machine import Machine
+from kvoffload.cli.doctor.software import entry_point_problem
+
+HELP = "reference engine"
+
+_GROUP, _NAME, _VALUE = "kvoffload.engine_plugins", "kvoffload", "kvoffload_reference.plugin:plugin"
+
+
+def add_arguments(group: argparse._ArgumentGroup) -> None:
+    """It has none: the demo's own options say all there is to say."""
+
+
+def find_settings(args: argparse.Namespace) -> Mapping[str, object] | None:
+    """Its settings are `--config` itself."""
+    return None
+
+
+def checks(args: argparse.Namespace) -> Sequence[Check]:
+    """Return the one check there is."""
+    return (Check("reference plugin", _registration),)
+
+
+def _registration(_setup: Setup, machine: Machine) -> Finding:
+    problem = entry_point_problem(machine, _GROUP, _NAME, _VALUE)
+    if problem:
+        return no_go(problem, "pip install kvoffload")
+    return go(f"the reference engine will find its plugin by the entry point {_NAME!r} of {_GROUP}")

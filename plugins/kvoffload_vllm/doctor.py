@@ -1,0 +1,156 @@
+"""The doctor's checks of a vLLM that is to be started. Imports nothing of vLLM: that alone would take seconds."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvoffload.cli.doctor.check import Check, Finding, Setup, go, no_go, not_known, settled, warn
+from kvoffload.cli.doctor.given import read_object
+from kvoffload.cli.doctor.machine import Machine
+from kvoffload.cli.doctor.software import entry_point_problem, version_numbers
+from kvoffload_vllm.register import NAME
+from kvoffload_vllm.support import NEEDED, NEWEST_RUN, VERSIONS
+
+HELP = "vLLM"
+
+_GROUP, _ENTRY, _VALUE = "vllm.general_plugins", "kvoffload", "kvoffload_vllm.register:register"
+_BASE = "distributed/kv_transfer/kv_connector/v1/base.py"
+_OPTION = "--kv-transfer-config"
+_RECOMPUTE = '"kv_load_failure_policy":"recompute"'
+
+
+def add_arguments(group: argparse._ArgumentGroup) -> None:
+    """Take what vLLM will be given, by vLLM's own names."""
+    group.add_argument(
+        _OPTION, metavar="JSON", help="as vLLM will get it: a JSON object, or a file that holds one"
+    )
+    group.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        help="as vLLM will get it; without it vLLM decides by the model",
+    )
+
+
+def find_settings(args: argparse.Namespace) -> Mapping[str, object] | None:
+    """Return the connector's `kv_connector_extra_config`, None where no such connector was given.
+
+    Raises:
+        CommandError: the option holds no JSON object.
+    """
+    if args.kv_transfer_config is None:
+        return None
+    ours = _connector(read_object(args.kv_transfer_config, _OPTION))
+    settings = (ours or {}).get("kv_connector_extra_config") or {}
+    return settings if isinstance(settings, dict) else {"kv_connector_extra_config": settings}
+
+
+def checks(args: argparse.Namespace) -> Sequence[Check]:
+    """Return the checks, of what was given too."""
+    transfer = None
+    if args.kv_transfer_config is not None:
+        transfer = read_object(args.kv_transfer_config, _OPTION)
+    return (
+        Check("vllm version", _version),
+        Check("vllm plugin", _registration),
+        settled("vllm connector", _transfer(transfer)),
+        load_failures(None if transfer is None else transfer.get("kv_load_failure_policy") or "fail"),
+        settled("prefix caching", _prefix_caching(args.enable_prefix_caching)),
+    )
+
+
+def load_failures(policy: object) -> Check:
+    """Return the check of vLLM's policy for failed loads; None where it is not known."""
+    return Check("load failures", lambda setup, _: _load_failures(policy, setup))
+
+
+def _load_failures(policy: object, setup: Setup) -> Finding:
+    if policy is None:
+        return not_known("what vLLM does when a load fails", f"give {_OPTION}, with {_RECOMPUTE}")
+    if policy == "recompute":
+        return go("vLLM computes again what fails to load")
+    verify = setup.config.verify if setup.config is not None else "off"
+    refused = f", and verify {verify!r} is refused at start" if verify != "off" else ""
+    return no_go(
+        f"kv_load_failure_policy is {str(policy)[:40]!r}: vLLM fails every request whose load fails{refused}",
+        f"set {_RECOMPUTE} in {_OPTION}",
+    )
+
+
+def _version(_: Setup, machine: Machine) -> Finding:
+    version = machine.version("vllm")
+    if version is None:
+        return not_known("vLLM is not installed in this environment", "run the doctor where vLLM is")
+    text = f"vLLM {version}"
+    source = machine.source("vllm", _BASE)
+    if source is None:
+        return warn(
+            f"{text}: what it offers to connectors cannot be read", f"the connector works with {VERSIONS}"
+        )
+    lacks = [name for name in NEEDED if not re.search(rf"\bdef {name}\b", source)]
+    if lacks:
+        return no_go(f"{text} lacks {', '.join(lacks)}", f"the connector works with {VERSIONS}")
+    if version_numbers(version)[:2] > NEWEST_RUN:
+        return warn(
+            f"{text} is newer than what was run", f"the connector works with {VERSIONS}; try it first"
+        )
+    return go(f"{text} has what the connector needs")
+
+
+def _registration(_: Setup, machine: Machine) -> Finding:
+    problem = entry_point_problem(machine, _GROUP, _ENTRY, _VALUE)
+    if problem:
+        return no_go(problem, "pip install kvoffload, in the environment of vLLM")
+    allowed = machine.environ.get("VLLM_PLUGINS")
+    if allowed is not None and _ENTRY not in allowed.split(","):
+        return no_go(
+            f"VLLM_PLUGINS is {allowed!r}, so vLLM does not load {_ENTRY!r}",
+            f"add {_ENTRY} to it, or unset it",
+        )
+    return go(f"vLLM will find the connector by the entry point {_ENTRY!r} of {_GROUP}")
+
+
+def _transfer(transfer: dict[str, Any] | None) -> Finding:
+    if transfer is None:
+        return not_known("which connector vLLM will use", f"give {_OPTION}, as vLLM will get it")
+    ours = _connector(transfer)
+    if ours is None:
+        return no_go(
+            f"kv_connector is {str(transfer.get('kv_connector'))[:80]!r}, not {NAME}",
+            f'set "kv_connector":"{NAME}"',
+        )
+    role = ours.get("kv_role")
+    if role != "kv_both":
+        return no_go(
+            f"kv_role is {str(role)[:40]!r}: the connector refuses to start", 'set "kv_role":"kv_both"'
+        )
+    return go(f"vLLM will use {NAME}")
+
+
+def _connector(transfer: dict[str, Any]) -> dict[str, Any] | None:
+    """Return our connector's configuration; it may be one of several."""
+    if transfer.get("kv_connector") == NAME:
+        return transfer
+    extra = transfer.get("kv_connector_extra_config")
+    several = extra.get("connectors") if isinstance(extra, dict) else None
+    for one in several if isinstance(several, list) else ():
+        if isinstance(one, dict) and one.get("kv_connector") == NAME:
+            return one
+    return None
+
+
+def _prefix_caching(given: bool | None) -> Finding:
+    if given is None:
+        return not_known(
+            "whether prefix caching is on; vLLM decides by the model where it is not told, and the connector refuses to "
+            "start without",
+            "start vLLM with --enable-prefix-caching",
+        )
+    if given:
+        return go("prefix caching is on")
+    return no_go(
+        "prefix caching is off, and blocks are found by their prefix: the connector refuses to start",
+        "start vLLM with --enable-prefix-caching",
+    )

@@ -1,0 +1,129 @@
+"""Journals that no engine wrote: whatever stands in them, the commands end with a page, a trace, or one line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import stat
+import tempfile
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvoffload.cli.exits import Exit
+from kvoffload.cli.main import COMMANDS, main
+from kvoffload.model import facts
+from kvoffload.model.errors import KVOffloadError
+from kvoffload.telemetry.records import to_plain
+from tests.telemetry.streams import any_event
+
+if TYPE_CHECKING:
+    from kvoffload.model.events import Event
+
+FACTS = sorted(
+    name for name, cls in vars(facts).items() if isinstance(cls, type) and cls.__module__ == facts.__name__
+)
+FIELDS = sorted({name for cls in vars(facts).values() for name in getattr(cls, "__dataclass_fields__", ())})
+# Names that a reader may use for something else.
+ODD = ["start", "end", "what", "track", "name", "replay", "self"]
+times = st.floats(-1e9, 1e9) | st.integers(-3, 3) | st.sampled_from([0, 1e10])
+anything = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(-1e9, 1e9)
+    | st.text(max_size=3)
+    | st.lists(st.integers(), max_size=2)
+)
+told = st.fixed_dictionaries({"event": st.sampled_from(FACTS)}).flatmap(
+    lambda one: st.dictionaries(st.sampled_from(FIELDS + ODD), anything, max_size=6).map(
+        lambda more: {**more, **one}
+    )
+)
+READERS = ("timeline", "report")
+
+
+def run(command: str, lines: list[dict[str, Any]]) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "journal")
+        path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        output = Path(folder, "out")
+        args = argparse.Namespace(journal=path, output=output if command == "report" else str(output))
+        try:
+            # What `main` calls, without parsing arguments for each.
+            return int(import_module(COMMANDS[command]).run(args))
+        except KVOffloadError:
+            return Exit.USAGE
+
+
+@pytest.mark.slow
+@given(stream=st.lists(st.tuples(any_event(), times, st.integers(-2, 9)), max_size=8))
+def test_property_events_in_any_order_at_any_time(stream: list[tuple[Event, float, int]]) -> None:
+    lines = [{"seq": seq, "t": time, **to_plain(event)} for event, time, seq in stream]
+    for command in READERS:
+        assert run(command, lines) in (Exit.OK, Exit.USAGE)
+
+
+@pytest.mark.slow
+@given(stream=st.lists(st.tuples(told, times), min_size=1, max_size=8))
+def test_property_facts_with_anything_in_them(stream: list[tuple[dict[str, Any], float]]) -> None:
+    lines = [{"seq": 1, "t": time, **fact} for fact, time in stream]
+    for command in READERS:
+        assert run(command, lines) in (Exit.OK, Exit.FAILED, Exit.USAGE)
+
+
+def test_what_only_a_replay_needs_is_not_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    step = {"event": "StepScheduled", "step": 1, **dict.fromkeys(ODD, 7)}
+    path = tmp_path / "journal"
+    path.write_text("".join(json.dumps({"seq": number, "t": number, **step}) + "\n" for number in (1, 2)))
+    assert main(["timeline", str(path), "-o", "-"]) == Exit.OK
+    spans = [event for event in json.loads(capsys.readouterr().out)["traceEvents"] if event["ph"] == "X"]
+    assert [event["args"] for event in spans] == [{"step": 1}] * 2
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Path:
+    path = tmp_path / "journal"
+    path.write_text('{"seq":1,"t":1.0,"event":"BlocksOffered","blocks":3}\n')
+    return path
+
+
+def test_a_trace_names_requests_and_is_its_owners_alone(journal: Path) -> None:
+    before = os.umask(0)
+    try:
+        assert main(["timeline", str(journal), "-o", str(journal.parent / "trace")]) == Exit.OK
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((journal.parent / "trace").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("command", READERS)
+def test_a_link_is_replaced_and_what_it_leads_to_is_not_touched(command: str, journal: Path) -> None:
+    precious, link = journal.parent / "precious", journal.parent / "link"
+    precious.write_text("precious")
+    link.symlink_to(precious)
+    for name in ("link.partial", "journal.partial"):
+        (journal.parent / name).symlink_to(precious)
+    assert main([command, str(journal), "-o", str(link)]) == Exit.OK
+    assert precious.read_text() == "precious"
+    assert link.is_file()
+    assert not link.is_symlink()
+
+
+@pytest.mark.parametrize("command", READERS)
+@pytest.mark.parametrize("kind", ["pipe", "folder"])
+def test_what_is_no_file_is_never_replaced_by_one(
+    command: str, kind: str, journal: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = journal.parent / kind
+    os.mkfifo(target) if kind == "pipe" else target.mkdir()
+    before = stat.S_IFMT(target.stat().st_mode)
+    assert main([command, str(journal), "-o", str(target)]) == Exit.USAGE
+    assert f"{target} cannot be written: it is" in capsys.readouterr().err
+    assert stat.S_IFMT(target.stat().st_mode) == before
+    assert {path.name for path in journal.parent.iterdir()} == {"journal", kind}

@@ -1,0 +1,99 @@
+"""The same checks where an engine starts: one warning for each that fails, and the start goes on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from kvoffload.cli.doctor.check import Check, Finding, Setup, go, no_go
+from kvoffload.cli.doctor.machine import Machine
+from kvoffload.cli.doctor.startup import examine, examine_rank, warn
+from kvoffload.model.config import OffloadConfig
+from kvoffload.testing import FakeDevice
+from kvoffload.testing.logs import capture_logs
+from tests.doctor.trees import GIB, machine, setup
+from tests.reference.rig import rig
+
+NODES = "sys/devices/system/node"
+LAYOUT = FakeDevice(9, [65536, 65536]).layout  # 8 blocks of its own, beside the null block
+ENOUGH = OffloadConfig(host_bytes=64 * 131072)
+
+
+def warnings(
+    rank: int, ranks: int, config: OffloadConfig, where: Machine, local_ranks: int | None = None
+) -> list[dict[str, Any]]:
+    with capture_logs() as lines:
+        warn(examine_rank(rank, ranks, config, LAYOUT, machine=where, local_ranks=local_ranks))
+    assert {line["log_level"] for line in lines} <= {"warning"}
+    assert {line["event"] for line in lines} <= {"doctor_warning"}
+    return lines
+
+
+def test_a_start_at_which_all_is_well_says_nothing(tmp_path: Path) -> None:
+    assert warnings(0, 2, ENOUGH, machine(tmp_path)) == []
+
+
+def test_each_failing_check_is_one_warning_with_stable_keys(tmp_path: Path) -> None:
+    where = machine(tmp_path, {"proc/swaps": "Filename\n/dev/sda2 partition 8 0 -2\n"})
+    swap, pool = warnings(0, 1, OffloadConfig(host_bytes=8 * 131072), where)
+    assert set(swap) == {"event", "log_level", "check", "verdict", "finding", "remedy"}
+    assert (swap["check"], swap["verdict"]) == ("swap", "warning")
+    assert (pool["check"], pool["verdict"]) == ("host pool", "warning")
+    assert "8 blocks on the host, 8 on the device" in pool["finding"]
+
+
+def test_one_rank_of_a_machine_speaks_for_all(tmp_path: Path) -> None:
+    tight = machine(tmp_path, {"proc/meminfo": "MemAvailable: 6144 kB\n"})
+    config = OffloadConfig(host_bytes=8 * 2**20)
+    assert [line["check"] for line in warnings(0, 2, config, tight)] == ["machine memory"]
+    assert warnings(1, 2, config, tight) == []
+    # Of two machines with a rank each, each takes half.
+    assert warnings(0, 2, config, tight, local_ranks=1) == []
+    small = machine(tmp_path, {"proc/meminfo": "MemAvailable: 2048 kB\n"})
+    assert [line["check"] for line in warnings(1, 2, config, small, local_ranks=1)] == ["machine memory"]
+
+
+def test_a_check_that_raises_is_a_warning_itself(tmp_path: Path) -> None:
+    def broken(_setup: Setup, _machine: Machine) -> Finding:
+        raise OSError("the file is odd")
+
+    checks = [
+        Check("broken", broken),
+        Check("fine", lambda *_: go("fine")),
+        Check("bad", lambda *_: no_go("a", "b")),
+    ]
+    with capture_logs() as lines:
+        warn(examine(checks, setup(), machine(tmp_path)))
+    assert [(line["check"], line["verdict"]) for line in lines] == [("broken", "warning"), ("bad", "no-go")]
+    assert "the file is odd" in lines[0]["finding"]
+
+
+def test_no_device_is_asked_and_no_package_looked_up(tmp_path: Path) -> None:
+    def asked(*_: object) -> NoReturn:
+        raise AssertionError("asked")
+
+    bound = {f"{NODES}/online": "0-1\n", "proc/self/status": "Mems_allowed_list:\t0\n"}
+    where = replace(machine(tmp_path, bound), gpus=asked, version=asked, source=asked, entry_points=asked)
+    assert examine_rank(0, 1, ENOUGH, LAYOUT, machine=where) == []
+
+
+def test_it_reads_a_few_small_files_and_never_twice_as_many() -> None:
+    read = Machine().read
+    paths: list[str] = []
+
+    def counted(path: str) -> str | None:
+        paths.append(path)
+        return read(path)
+
+    examine_rank(0, 1, OffloadConfig(host_bytes=64 * GIB), LAYOUT, machine=Machine(read=counted))
+    assert len(paths) < 100
+    assert all(path.startswith(("/proc/", "/sys/")) for path in paths)
+
+
+def test_the_reference_plugin_warns_and_starts() -> None:
+    with capture_logs() as lines, rig("full", ranks=2, host_blocks=5, num_blocks=9) as made:
+        assert made.run((1, 2, 3), 2)
+    told = [line for line in lines if line["event"] == "doctor_warning"]
+    (pool,) = [line for line in told if line["check"] == "host pool"]
+    assert "5 blocks on the host, 8 on the device" in pool["finding"]

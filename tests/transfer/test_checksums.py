@@ -1,0 +1,214 @@
+"""Digests of slots: what changes them, what does not, and what a sample is bound to notice."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from xxhash import xxh3_64
+
+from kvoffload.model.errors import CopyError
+from kvoffload.model.transfer import Direction
+from kvoffload.testing import FakeDevice, ManualExecutor
+from kvoffload.transfer.arena import Arena
+from kvoffload.transfer.checksums import Checksums
+from kvoffload.transfer.factory import make_checksums
+from kvoffload.transfer.host_memory import MmapAllocator
+from kvoffload.transfer.ports import TicketState
+from kvoffload.transfer.slot_digests import (
+    GatheredDigests,
+    LyingDigests,
+    SampledDigests,
+    SlotDigests,
+    whole_digests,
+)
+
+SLOTS = 7
+PAGES = [[64, 32], [1], [100, 5000, 100], [4096, 4096], [9000], [70_000, 70_001]]
+WAYS = [LyingDigests, GatheredDigests, SampledDigests]
+
+
+def arena_of(pages: list[int], slots: int = SLOTS) -> Arena:
+    """Slots full of random bytes, in chunks of three."""
+    layout = FakeDevice(2, pages).layout
+    arena = Arena(layout, slots, MmapAllocator(ManualExecutor(held=False)), chunk_bytes=3 * layout.slot_bytes)
+    asyncio.run(arena.prepare())
+    draw = random.Random(0)
+    for slot in range(slots):
+        for region, size in enumerate(pages):
+            arena.page(slot, region)[:] = draw.randbytes(size)
+    return arena
+
+
+def of(digests: SlotDigests, *slots: int) -> list[int]:
+    return digests(np.array(slots, np.int64)).tolist()
+
+
+def spoil(arena: Arena, slot: int, region: int, start: int, count: int = 1) -> Callable[[], None]:
+    """Change bytes; the answer puts them back."""
+    page = arena.page(slot, region)[start : start + count]
+    before = bytes(page)
+    page[:] = bytes(byte ^ 0x10 for byte in before)
+
+    def heal() -> None:
+        page[:] = before
+
+    return heal
+
+
+@pytest.mark.parametrize("pages", PAGES, ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_equal_bytes_have_equal_digests_in_whatever_company(way: type[SlotDigests], pages: list[int]) -> None:
+    arena = arena_of(pages)
+    digests = way(arena, xxh3_64)  # type: ignore[call-arg]
+    alone = [of(digests, slot)[0] for slot in range(SLOTS)]
+    assert of(digests, *range(SLOTS)) == alone
+    assert of(digests, 5, 2, 2, 0) == [alone[slot] for slot in (5, 2, 2, 0)]
+    assert len(set(alone)) > 1
+
+
+@pytest.mark.parametrize("pages", PAGES, ids=str)
+@pytest.mark.parametrize("way", [LyingDigests, GatheredDigests])
+def test_a_whole_digest_notices_any_bit_and_only_its_own_slots(
+    way: type[SlotDigests], pages: list[int]
+) -> None:
+    arena = arena_of(pages)
+    digests = way(arena, xxh3_64)  # type: ignore[call-arg]
+    before, draw = of(digests, *range(SLOTS)), random.Random(1)
+    for _ in range(40):
+        slot, region = draw.randrange(SLOTS), draw.randrange(len(pages))
+        heal = spoil(arena, slot, region, draw.choice([0, pages[region] - 1, draw.randrange(pages[region])]))
+        changed = [
+            place for place, digest in enumerate(of(digests, *range(SLOTS))) if digest != before[place]
+        ]
+        assert changed == [slot]
+        heal()
+    assert of(digests, *range(SLOTS)) == before
+
+
+def test_both_ways_to_read_a_whole_slot_agree() -> None:
+    arena = arena_of([100, 70_000])
+    assert of(LyingDigests(arena, xxh3_64), *range(SLOTS)) == of(
+        GatheredDigests(arena, xxh3_64), *range(SLOTS)
+    )
+
+
+def test_long_pages_are_read_where_they_lie() -> None:
+    assert isinstance(whole_digests(arena_of([70_000]), xxh3_64), LyingDigests)
+    assert isinstance(whole_digests(arena_of([64, 70_000]), xxh3_64), GatheredDigests)
+
+
+def test_the_memory_that_slots_are_gathered_in_is_used_again() -> None:
+    digests = GatheredDigests(arena_of([64]), xxh3_64)
+    of(digests, 0)
+    (scratch,) = digests._scratch
+    of(digests, 1)
+    assert list(map(id, digests._scratch)) == [id(scratch)]
+
+
+def test_more_slots_than_are_gathered_at_once() -> None:
+    """Over a mebibyte of pages, and over four thousand lines."""
+    arena = arena_of([2**16, 2**16], slots=20)
+    every = np.arange(20)
+    assert of(GatheredDigests(arena, xxh3_64), *every) == of(LyingDigests(arena, xxh3_64), *every)
+    lines = arena_of([64] * 40, slots=150)
+    sampled = SampledDigests(lines, xxh3_64)
+    assert of(sampled, *range(150)) == [of(sampled, slot)[0] for slot in range(150)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pages", PAGES, ids=str)
+def test_a_sample_notices_a_spoilt_page_and_any_8_kib(pages: list[int]) -> None:
+    arena = arena_of(pages)
+    digests = SampledDigests(arena, xxh3_64)
+    for slot in range(SLOTS):
+        for region, size in enumerate(pages):
+            for start in range(0, max(size - 8191, 1), 2003):
+                before = of(digests, slot)
+                heal = spoil(arena, slot, region, start, min(size, 8192))
+                assert of(digests, slot) != before
+                heal()
+
+
+@pytest.mark.slow
+def test_a_sample_reads_one_byte_in_64_and_leaves_no_place_out() -> None:
+    arena = arena_of([4096, 4096 + 64], slots=64)
+    digests = SampledDigests(arena, xxh3_64)
+    seen = np.zeros((64, 2, 4096 // 64), np.bool_)
+    for slot in range(64):
+        before = of(digests, slot)
+        for region in range(2):
+            for line in range(4096 // 64):
+                heal = spoil(arena, slot, region, line * 64 + slot % 64)
+                seen[slot, region, line] = of(digests, slot) != before
+                heal()
+    assert (seen.sum(axis=2) == 1).all()
+    assert seen.any(axis=0).all()
+
+
+# -- the checksums --------------------------------------------------------------------------------------------
+
+
+def checksums_of(arena: Arena, executor: ManualExecutor, verify: str = "full") -> Checksums:
+    made = make_checksums(verify, arena, executor=executor)
+    assert made is not None
+    return made
+
+
+@pytest.mark.parametrize("verify", ["sample", "full"])
+def test_what_changed_since_its_store_is_named_by_its_position(verify: str) -> None:
+    arena, executor = arena_of([4096, 64]), ManualExecutor(held=False)
+    checksums = checksums_of(arena, executor, verify)
+    checksums.start(Direction.STORE, np.array([4, 0, 6]))
+    spoil(arena, 0, 0, 0, 4096)
+    ticket = checksums.start(Direction.LOAD, np.array([6, 0, 4, 0]))
+    assert ticket.query() is TicketState.DONE
+    assert ticket.corrupt == (1, 3)
+
+
+def test_a_slot_that_no_store_was_seen_to_fill_is_not_trusted() -> None:
+    checksums = checksums_of(arena_of([64]), ManualExecutor(held=False))
+    ticket = checksums.start(Direction.LOAD, np.array([2]))
+    assert ticket.query() is TicketState.DONE
+    assert ticket.corrupt == (0,)
+
+
+def test_a_store_renews_the_checksum() -> None:
+    arena, executor = arena_of([64]), ManualExecutor(held=False)
+    checksums = checksums_of(arena, executor)
+    for _ in range(2):
+        spoil(arena, 1, 0, 5)
+        checksums.start(Direction.STORE, np.array([1]))
+        ticket = checksums.start(Direction.LOAD, np.array([1]))
+        assert (ticket.query(), ticket.corrupt) == (TicketState.DONE, ())
+
+
+def test_the_caller_reads_nothing_itself() -> None:
+    executor = ManualExecutor()
+    checksums = checksums_of(arena_of([64]), executor)
+    ticket = checksums.start(Direction.LOAD, np.array([0]))
+    assert (ticket.query(), executor.waiting) == (TicketState.PENDING, 1)
+    executor.run_all()
+    assert ticket.query() is TicketState.DONE
+
+
+def test_a_ticket_says_when_reading_failed_or_will_not_happen() -> None:
+    def fail(slots: object) -> np.ndarray:
+        raise CopyError("lost")
+
+    executor = ManualExecutor()
+    checksums = Checksums(fail, 3, executor)
+    failed = checksums.start(Direction.STORE, np.array([0]))
+    executor.run_all()
+    with pytest.raises(CopyError):
+        failed.query()
+    cancelled = checksums.start(Direction.LOAD, np.array([0]))
+    cancelled._work.cancel()
+    assert cancelled.query() is TicketState.FAILED
+
+
+def test_off_keeps_no_checksums() -> None:
+    assert make_checksums("off", arena_of([64]), executor=ManualExecutor()) is None

@@ -1,0 +1,216 @@
+"""A pump that keeps checksums: nothing is reported before they were read, and what has rotted is never called loaded."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvoffload.model.causes import CopyOutcome
+from kvoffload.testing import settled
+from kvoffload.testing.logs import capture_logs
+from tests.transfer.rig import CORRUPT, DONE, FAILED, TIMEOUT_S, Rig, load, running, store
+
+pytestmark = pytest.mark.asyncio
+
+VERIFY = ["sample", "full"]
+
+
+async def stored(rig: Rig, slots: list[int], blocks: list[int], number: int = 1) -> None:
+    """Let a store arrive, checksums and all; the copier's and the reader's next work is held."""
+    rig.copier.release()
+    rig.pump.submit_stores([store(number, slots, blocks)])
+    await rig.clock.advance(0.01)
+    rig.reader.run_all()
+    assert rig.outcomes() == {number: DONE}
+
+
+@pytest.mark.parametrize("verify", VERIFY)
+@pytest.mark.parametrize("hand_in", ["store", "load"])
+async def test_a_job_is_reported_when_its_checksums_were_read(hand_in: str, verify: str) -> None:
+    rig = Rig(verify=verify)
+    async with running(rig):
+        await stored(rig, [1, 2], [1, 2])
+        if hand_in == "store":
+            rig.pump.submit_stores([store(2, [3], [3])])
+        else:
+            rig.pump.submit_loads([load(2, [2, 1], [5, 6])])
+        await rig.clock.advance(0.01)
+        assert not rig.copier.open_tickets
+        assert (rig.reports(), rig.pump.has_work, rig.reader.waiting) == ([], True, 1)
+        rig.reader.run_next()
+        assert rig.outcomes() == {2: DONE}
+        rig.assert_nothing_held()
+
+
+@pytest.mark.parametrize("verify", VERIFY)
+async def test_a_load_of_what_has_rotted_is_corrupt_and_says_where(verify: str) -> None:
+    rig = Rig(verify=verify)
+    async with running(rig):
+        await stored(rig, [1, 2, 3, 4], [1, 2, 3, 4])
+        rig.rot(1, 0)
+        rig.rot(3, 1)
+        rig.pump.submit_loads([load(2, [1], [5]), load(3, [2, 3], [6, 7]), load(4, [4], [0])])
+        with capture_logs() as logs:
+            await rig.clock.advance(0.01)
+            rig.reader.run_all()
+            reports = {int(report.job): report for report in rig.reports()}
+        assert {job: report.outcome for job, report in reports.items()} == {2: CORRUPT, 3: CORRUPT, 4: DONE}
+        assert [reports[job].corrupt for job in (2, 3, 4)] == [(0,), (1,), ()]
+        assert [reports[job].copied_bytes for job in (2, 3, 4)] == [0, 0, 96]
+        assert [(entry["event"], entry["log_level"], entry["job"], entry["slots"]) for entry in logs] == [
+            ("blocks_corrupt", "error", 2, [1]),
+            ("blocks_corrupt", "error", 3, [3]),
+        ]
+        rig.assert_nothing_held()
+
+
+@pytest.mark.parametrize("hand_in", ["store", "load"])
+async def test_the_time_of_reading_counts_as_waiting(hand_in: str) -> None:
+    rig = Rig(verify="full")
+    async with running(rig):
+        await stored(rig, [1], [1])
+        rig.copier.hold()
+        job = store(2, [3], [3]) if hand_in == "store" else load(2, [1], [5])
+        (rig.pump.submit_stores if hand_in == "store" else rig.pump.submit_loads)([job])
+        await rig.clock.advance(0.01)
+        (ticket,) = rig.copier.open_tickets
+        ticket.copy_seconds = 0.25
+        ticket.finish()
+        rig.pump.poll()
+        await rig.clock.advance(1.0)
+        rig.reader.run_all()
+        (report,) = rig.reports()
+    assert report.copy_s == 0.25
+    assert report.queue_s == pytest.approx(0.76)
+
+
+async def test_bytes_that_change_between_the_copy_and_the_check_are_noticed_too() -> None:
+    rig = Rig(verify="full")
+    async with running(rig):
+        await stored(rig, [1], [1])
+        rig.pump.submit_loads([load(2, [1], [5])])
+        rig.pump.poll()
+        rig.rot(1)
+        rig.reader.run_all()
+        with capture_logs():
+            assert rig.outcomes() == {2: CORRUPT}
+
+
+async def test_a_loads_fence_is_the_hooks_and_it_starts_at_once() -> None:
+    rig = Rig(verify="full")
+    async with running(rig):
+        await stored(rig, [1], [1])
+        rig.copier.hold()
+        fences = rig.copier.fences
+        rig.pump.submit_loads([load(2, [1], [5])])
+        (ticket,) = rig.copier.open_tickets
+        assert ticket.fences == (fences + 1,) == (rig.copier.fences,)
+
+
+async def test_the_bound_on_stores_counts_those_whose_checksums_are_being_read() -> None:
+    rig = Rig(blocks_in_flight=4, verify="full")
+    async with running(rig):
+        rig.copier.release()
+        rig.pump.submit_stores([store(number, [number], [number]) for number in range(8)])
+        await rig.clock.advance(0.05)
+        assert rig.pump.statistics().store_bytes_in_flight == 4 * 96
+        assert rig.pump.statistics().queued_stores == 4
+        rig.reader.release()
+        await rig.clock.advance(0.05)
+        assert rig.outcomes() == dict.fromkeys(range(8), DONE)
+
+
+@pytest.mark.parametrize("hand_in", ["store", "load"])
+@pytest.mark.parametrize("fault", ["refuse", "raise"])
+async def test_a_job_whose_checksums_cannot_be_read_fails(hand_in: str, fault: str) -> None:
+    rig = Rig(verify="full")
+    async with running(rig):
+        await stored(rig, [1], [1])
+        if fault == "refuse":
+            rig.reader.refuse(RuntimeError("shut down"))
+        if hand_in == "store":
+            rig.pump.submit_stores([store(2, [3], [3])])
+        else:
+            rig.pump.submit_loads([load(2, [1], [5])])
+        with capture_logs() as logs:
+            await rig.clock.advance(0.01)
+            if fault == "raise":
+                rig.reader.lose_next(OSError("lost"))
+            assert rig.outcomes() == {2: FAILED}
+        assert [entry["event"] for entry in logs] == [
+            "job_failed" if fault == "refuse" else "checksum_failed"
+        ]
+        await stored(rig, [3], [3], 3)
+        rig.assert_nothing_held()
+
+
+@pytest.mark.parametrize("hand_in", ["store", "load"])
+async def test_a_reading_that_never_ends_is_written_off_with_the_time_of_its_copy(hand_in: str) -> None:
+    rig = Rig(verify="full")
+    async with running(rig):
+        await stored(rig, [1], [1])
+        rig.copier.hold()
+        job = store(2, [3], [3]) if hand_in == "store" else load(2, [1], [5])
+        (rig.pump.submit_stores if hand_in == "store" else rig.pump.submit_loads)([job])
+        await rig.clock.advance(TIMEOUT_S * 0.75)
+        rig.copier.release()
+        with capture_logs() as logs:
+            await rig.clock.advance(TIMEOUT_S * 0.5)
+        assert [entry["event"] for entry in logs] == ["checksum_written_off"]
+        assert (rig.reports(), rig.pump.has_work) == ([], False)
+        assert rig.pump.statistics().written_off_batches == 1
+        rig.reader.release()
+        with capture_logs() as logs:
+            rig.clock.jump(TIMEOUT_S)
+            assert rig.outcomes() == {2: DONE}
+        assert [entry["event"] for entry in logs] == ["checksum_ended_late"]
+        rig.assert_nothing_held()
+
+
+async def test_a_load_that_ends_late_is_checked_all_the_same() -> None:
+    rig = Rig(verify="full")
+    async with running(rig):
+        await stored(rig, [1], [1])
+        rig.copier.hold()
+        rig.pump.submit_loads([load(2, [1], [5])])
+        with capture_logs():
+            await rig.clock.advance(TIMEOUT_S * 1.5)
+            rig.rot(1)
+            rig.copier.release()
+            rig.reader.release()
+            found: dict[int, CopyOutcome] = {}
+            for _ in range(4):  # looks at what was written off are rare
+                rig.clock.jump(TIMEOUT_S)
+                found |= rig.outcomes()
+        assert found == {2: CORRUPT}
+        rig.assert_nothing_held()
+
+
+async def test_memory_is_kept_while_a_reading_may_touch_it() -> None:
+    rig = Rig(verify="full")
+    async with running(rig):
+        await stored(rig, [1], [1])
+        rig.pump.submit_loads([load(2, [1], [5])])
+        closing = asyncio.create_task(rig.pump.close())
+        with capture_logs() as logs:
+            await settled()
+            assert not closing.done()
+            await rig.clock.advance(2 * TIMEOUT_S)
+        assert closing.done()
+        assert "host_memory_kept" in [entry["event"] for entry in logs]
+        assert rig.arena.ready_slots > 0
+
+
+async def test_loads_are_checked_when_the_coroutine_is_gone() -> None:
+    """Nobody but the hook looks then."""
+    rig = Rig(verify="full")
+    await rig.arena.prepare()
+    rig.copier.release()
+    with capture_logs():
+        rig.pump.coroutine_lost("its thread is gone")
+        rig.pump.submit_loads([load(1, [1], [5])])
+        assert rig.outcomes() == {}
+        rig.reader.run_all()
+        assert rig.outcomes() == {1: CORRUPT}  # it was never stored
+    rig.assert_nothing_held()

@@ -1,0 +1,113 @@
+"""`verify` on a stock vLLM: one flipped bit of host memory is found, and vLLM computes what it had spoilt."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvoffload.core.states import SlotState
+from kvoffload.model.errors import ConfigError
+from kvoffload.model.ids import SlotId
+from tests.vllm_adapter.engine_rig import (
+    MARKS,
+    Asked,
+    Reports,
+    Rig,
+    Told,
+    check_threads_gone,
+    offloading,
+    same,
+    transfer_config,
+)
+from tests.vllm_stock import checkpoints, engines
+
+pytestmark = MARKS
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.getbasetemp() / "checkpoints"
+
+
+def test_without_recompute_checksums_are_refused(folder: Path) -> None:
+    """Such a vLLM would fail the request. First in this file: there is one engine at a time."""
+    checkpoints.make("qwen3", folder / "qwen3")
+    config = {**transfer_config(64, verify="sample"), "kv_load_failure_policy": "fail"}
+    with (
+        pytest.raises(ConfigError, match=r"verify is 'sample'.*kv_load_failure_policy"),
+        engines.in_process(folder / "qwen3", kv_transfer_config=config),
+    ):
+        pass
+    check_threads_gone()
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+    ensure_kv_transfer_shutdown()
+
+
+@pytest.fixture(scope="module", params=checkpoints.KINDS)
+def engine(request: pytest.FixtureRequest, folder: Path) -> Iterator[Rig]:
+    with offloading(request.param, folder, extra={"verify": "full"}) as rig:
+        yield rig
+
+
+@pytest.fixture
+def rig(engine: Rig) -> Iterator[Rig]:
+    engine.told.clear()
+    engine.forget()
+    yield engine
+    engine.check_clean()
+
+
+def prompt(seed: int, length: int = 264) -> tuple[int, ...]:
+    random_ = random.Random(seed)
+    return tuple(random_.randrange(256) for _ in range(length))
+
+
+def truth(rig: Rig, one: Asked) -> Told:
+    """What a request says that reads no cache, and whose blocks nobody else finds."""
+    return rig.run({"truth": Asked(one.prompt, one.count, salt="truth", prompt_logprobs=True)})["truth"]
+
+
+def ready_slots(rig: Rig) -> list[SlotId]:
+    pool = rig.side.core.state.pool
+    return [slot for slot in map(SlotId, range(pool.capacity)) if pool.state(slot) == SlotState.READY]
+
+
+def flip(rig: Rig, slot: int) -> None:
+    rig.pump._arena.page(slot, 0)[5] ^= 0x40
+
+
+def test_what_has_not_rotted_is_loaded(rig: Rig) -> None:
+    asked = Asked(prompt(1), 12)
+    expected = truth(rig, asked)
+    rig.put_on_host_only(asked.prompt)
+    before = rig.counts
+    told = rig.run({"a": asked})["a"]
+    gained = rig.counts.minus(before)
+    assert same(told, expected)
+    assert told.cached > 0
+    assert gained.count("kvoffload_load_blocks_total", "loaded") > 0
+    assert gained.count("kvoffload_load_blocks_total", "corrupt") == 0
+
+
+def test_a_flipped_bit_is_found_counted_and_computed_again(rig: Rig) -> None:
+    asked = Asked(prompt(2), 12)
+    expected = truth(rig, asked)
+    rig.forget()
+    rig.put_on_host_only(asked.prompt)
+    before, lost = rig.counts, rig.slots(SlotState.QUARANTINED)
+    for slot in ready_slots(rig):
+        flip(rig, slot)
+    with Reports(rig) as reports:
+        told = rig.run({"a": asked})["a"]
+    gained = rig.counts.minus(before)
+    corrupt = gained.count("kvoffload_load_blocks_total", "corrupt")
+    assert same(told, expected)
+    assert (reports.received, reports.failed) == (["a"], ["a"])
+    assert gained.count("kvoffload_load_blocks_total", "loaded") == 0
+    assert rig.slots(SlotState.QUARANTINED) - lost == corrupt > 0
+    assert gained.count("kvoffload_transfers_total", "host", "load", "corrupt") == 1
+    rig.forget()  # also those that no load has read: they would be found at their next one
