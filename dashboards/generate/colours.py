@@ -10,7 +10,7 @@ GREEN, RED, ORANGE, YELLOW, BLUE, GREY = "#5aa64b", "#d44a3a", "#e8862e", "#e5c3
 
 COLOURS: dict[str, str] = {
     # lookups, and where tokens came from
-    "hit": GREEN, "miss": GREY, "host": GREEN, "device": BLUE, "host, as the engine counts": "#8fce7f",
+    "hit": GREEN, "miss": GREY, "host": GREEN, "device": BLUE, "nothing": GREY, "host, as the engine counts": "#8fce7f",
     # why blocks missed
     "never_seen": "#b8b8b8", "behind_miss": "#d6d6d6", "partial_block": "#8c8c8c", "last_token": "#a3a08c",
     "read_ahead": "#75736a", "evicted": ORANGE, "storing": "#7fb3ea", "declined_host_full": "#c4601a",
@@ -37,15 +37,15 @@ COLOURS: dict[str, str] = {
     # health
     "tokens_without_pin": RED, "pin_without_tokens": ORANGE, "unknown_request": YELLOW, "unknown_job": "#a06bc9",
     "handler_raised": RED, "law_broken": "#8b0000", "transfer_dead": ORANGE, "resets": "#a06bc9",
-    "loads failed": RED, "stores failed": "#b02a2a", "alerts": RED, "oldest pin": GREEN, "stale positions": "#d8b98a",
-    "slots that are nowhere": RED, "misses without a cause": "#8b0000", "journal write errors": RED,
+    "loads failed": RED, "stores failed": "#b02a2a", "alerts": RED, "oldest pin": GREEN, "oldest job": BLUE, "audits": GREEN, "stale positions": "#d8b98a",
+    "slots that are nowhere": RED, "misses without a cause": "#8b0000", "journal write errors": RED, "spans not sent": ORANGE,
     # hooks, in the order of a step
     "seen": "#c9d9ee", "lookup": GREEN, "allocated": "#9fd08f", "step": BLUE, "offer": "#7fb3ea", "ended": GREY,
     "report": YELLOW, "start_loads": "#2e6e2a", "start_stores": "#2f5f9e", "take_reports": "#b89b62",
     "other": "#8c8c8c", "hooks": BLUE,
     # observers
-    "log": BLUE, "journal": GREEN, "timeline": YELLOW, "advisor": "#a06bc9", "counters": RED,
+    "log": BLUE, "journal": GREEN, "timeline": YELLOW, "spans": ORANGE, "advisor": "#a06bc9", "counters": RED,
     # what the engine itself says
-    "half": "#7fb3ea", "99 in 100": BLUE, "preemptions": ORANGE, "device blocks in use": BLUE,
+    "vLLM: half": "#7fb3ea", "vLLM: 99 in 100": "#2f5f9e", "preemptions": ORANGE, "device blocks in use": BLUE,
     "waiting_to_start": GREY, "in_progress": "#7fb3ea", "completed_waiting": YELLOW,
 }  # fmt: skip

@@ -201,11 +201,14 @@ _COST = Row(
             Kind.STACK,
         ),
         Panel(
-            "Journal write errors",
-            "The first one ends the journal's file; the ring in memory goes on.",
-            "free space on the disk of journal_path, and restart the engine to write it again.",
+            "Journal and spans not written",
+            "The journal's first write error ends its file; the ring in memory goes on. Spans that the collector did not take are lost, later ones are sent.",
+            "for the journal, free space on the disk of journal_path and restart the engine; for spans, see whether the collector at otlp_endpoint answers.",
             units.EVENTS_PER_SECOND,
-            (one(rate(series("kvoffload_journal_write_errors_total")), "journal write errors", SERIES),),
+            (
+                one(rate(series("kvoffload_journal_write_errors_total")), "journal write errors", SERIES),
+                one(rate(series("kvoffload_span_export_errors_total")), "spans not sent", SERIES),
+            ),
         ),
     ),
 )

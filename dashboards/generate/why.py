@@ -10,6 +10,7 @@ _AVOIDABLE = "evicted|declined_host_full|declined_lease_limit|lost|store_failed|
 _DECLINED = "stale|not_hashed|host_full|lease_limit|request_gone|lost|failed|abandoned"
 _KV_FETCH = ("waiting_to_start", "in_progress", "completed_waiting")
 _PIN = series("kvoffload_oldest_pin_timestamp_seconds")
+_JOB = series("kvoffload_oldest_job_timestamp_seconds")
 
 
 def _per(part: str, whole: str) -> str:
@@ -188,7 +189,16 @@ _HOST = Row(
             "KVOffloadPinHeldLong.",
             units.SECONDS,
             (one(f"max((time() - {_PIN}) * ({_PIN} > bool 0))", "oldest pin", SERIES),),
-            width=6,
+            width=8,
+        ),
+        Panel(
+            "Age of the oldest copy",
+            "How long the longest-running job of copies has been under way; 0 without one. Those that were given up do not "
+            "count.",
+            "over transfer_timeout_s: the engine does not step, or its thread hangs. In the runbook: KVOffloadJobStuck.",
+            units.SECONDS,
+            (one(f"max((time() - {_JOB}) * ({_JOB} > bool 0))", "oldest job", SERIES),),
+            width=8,
         ),
         Panel(
             "Stale positions struck",
@@ -197,7 +207,7 @@ _HOST = Row(
             "nothing to do; a jump after an upgrade of the engine, together with stale stores, is worth a report.",
             units.BLOCKS_PER_SECOND,
             (one(rate(series("kvoffload_stale_blocks_zeroed_total")), "stale positions", SERIES),),
-            width=6,
+            width=8,
         ),
         Panel(
             "Accounts that must be 0",
@@ -220,7 +230,16 @@ _HOST = Row(
                     ZERO,
                 ),
             ),
-            width=6,
+            width=8,
+        ),
+        Panel(
+            "Audits",
+            "How often the books were compared: whenever nothing goes on, and when somebody asked.",
+            "none for long on a busy engine is normal, since it is never at rest. What an audit finds switches offloading "
+            "off: see the runbook's KVOffloadDegraded.",
+            units.EVENTS_PER_SECOND,
+            (one(rate(series("kvoffload_audits_total")), "audits", SERIES),),
+            width=8,
         ),
         Panel(
             "Blocks written off",
@@ -228,7 +247,7 @@ _HOST = Row(
             "any: a device or a driver hangs. In the runbook: KVOffloadJobsAbandoned.",
             units.BLOCKS_PER_SECOND,
             (each("kvoffload_written_off_blocks_total", "direction", SERIES),),
-            width=6,
+            width=8,
         ),
     ),
 )

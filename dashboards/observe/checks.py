@@ -49,8 +49,8 @@ def wait_for(what: str, is_so: Callable[[], bool], seconds: float = 60.0) -> Non
         time.sleep(_POLL_S)
 
 
-def wait_for_scrapes(prometheus: Prometheus, targets: Sequence[str]) -> None:
-    """Wait until every target has been scraped, since now, often enough for a rate.
+def wait_for_scrapes(prometheus: Prometheus, targets: Sequence[str], least: int = 5) -> None:
+    """Wait until every target has been scraped, since now, so many times; the default is often enough for a rate.
 
     Raises:
         ObserveError: a target is not.
@@ -59,7 +59,7 @@ def wait_for_scrapes(prometheus: Prometheus, targets: Sequence[str]) -> None:
 
     def are_scraped() -> bool:
         seen = prometheus.query(f"count_over_time(up[{math.ceil(time.time() - begun) + 1}s])")
-        up = {one.labels["instance"] for one in seen if one.values[0] >= 5}
+        up = {one.labels["instance"] for one in seen if one.values[0] >= least}
         healthy = {one["labels"]["instance"] for one in prometheus.targets() if one["health"] == "up"}
         return set(targets) <= up & healthy
 

@@ -47,6 +47,10 @@ class BlockPool:
         """Blocks that a plugin refers to."""
         return sum(1 for count in self._leased if count)
 
+    def leases(self) -> dict[int, int]:
+        """How often a plugin refers to each block that it refers to."""
+        return {block: count for block, count in enumerate(self._leased) if count}
+
     def is_free(self, block: int) -> bool:
         """Whether nobody refers to the block."""
         return block in self._free

@@ -14,7 +14,7 @@ from kvoffload.engine.config import EngineConfig, SamplingParams
 from kvoffload.engine.errors import EngineStopped, PoolExhausted, RequestRefused
 from kvoffload.engine.groups import make_groups
 from kvoffload.engine.intake import Intake
-from kvoffload.engine.plugin import EngineFacts, EnginePlugin, load_plugin
+from kvoffload.engine.plugin import EngineFacts, EnginePlugin, GroupFacts, load_plugin
 from kvoffload.engine.plugin_host import PluginHost
 from kvoffload.engine.request import Request, RequestState
 from kvoffload.engine.runner import Runner, block_bytes
@@ -53,6 +53,7 @@ class Engine:
         config: checked when it was made.
         plugin: a plugin; None: the one that `config.plugin` names, if any.
         clock: seconds, for statistics; None: the running loop's time.
+        make_runner: makes what computes; tests put something cheaper than a transformer in its place.
 
     Raises:
         ConfigError: the device does not exist.
@@ -64,13 +65,14 @@ class Engine:
         config: EngineConfig,
         plugin: EnginePlugin | None = None,
         clock: Callable[[], float] | None = None,
+        make_runner: Callable[[EngineConfig, Sequence[GroupFacts], int], Runner] = Runner,
     ) -> None:
         self.config = config
         self._clock = clock or (lambda: asyncio.get_running_loop().time())
         groups = make_groups(config)
         self._capacity = Capacity(groups, config.step_tokens, config.max_model_len)
         self.pool = BlockPool(pool_size(config, self._capacity))
-        self.runner = Runner(config, groups, self.pool.num_blocks)
+        self.runner = make_runner(config, groups, self.pool.num_blocks)
         self._intake = Intake(config, self._capacity, self.pool.usable_blocks)
         self.facts = _facts(config, self._capacity, self.runner, self.pool)
         if plugin is None and config.plugin is not None:
@@ -94,6 +96,7 @@ class Engine:
         *,
         request_id: str | None = None,
         cache_salt: bytes = b"",
+        trace_parent: str | None = None,
     ) -> TokenStream:
         """Queue a request and return the stream of its tokens.
 
@@ -102,6 +105,7 @@ class Engine:
             params: how to sample; None: greedy, the default number of tokens.
             request_id: unique among open requests; None: one is made up.
             cache_salt: requests share cached prefixes only with requests of the same salt.
+            trace_parent: W3C `traceparent` of the caller's span, for plugins that trace.
 
         Raises:
             RequestRefused: it can never be served; the message says why and what would help.
@@ -113,7 +117,9 @@ class Engine:
         if request_id in self._open or request_id in self._scheduler.loading:
             raise RequestRefused(f"a request with the id {request_id!r} is open")
         params = params or SamplingParams()
-        request = self._intake.make_request(request_id, prompt, params, cache_salt, self._clock())
+        request = self._intake.make_request(
+            request_id, prompt, params, cache_salt, self._clock(), trace_parent
+        )
         stream = TokenStream(request_id, request.stats, self.abort)
         self._open[request_id] = (request, stream)
         self._scheduler.add(request)

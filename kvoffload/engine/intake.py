@@ -23,7 +23,13 @@ class Intake:
         self._usable_blocks = usable_blocks
 
     def make_request(
-        self, request_id: str, prompt: Sequence[int], params: SamplingParams, cache_salt: bytes, now_s: float
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        cache_salt: bytes,
+        now_s: float,
+        trace_parent: str | None = None,
     ) -> Request:
         """A request that can be served.
 
@@ -37,7 +43,7 @@ class Intake:
         groups = len(self._capacity.groups)
         chain = KeyChain(self._config.block_tokens, groups, cache_salt)
         stats = RequestStats(len(prompt), arrived_s=now_s)
-        request = Request(request_id, list(prompt), len(prompt), params, chain, stats, groups)
+        request = Request(request_id, list(prompt), len(prompt), params, chain, stats, groups, trace_parent)
         self._capacity.check_fits(request.max_kv_tokens, self._usable_blocks)
         return request
 

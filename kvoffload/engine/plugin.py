@@ -112,6 +112,10 @@ class RequestView(Protocol):
         """Tokens of the prompt."""
 
     @property
+    def trace_parent(self) -> str | None:
+        """The caller's W3C `traceparent`, not checked; None without one."""
+
+    @property
     def confirmed_tokens(self) -> int:
         """Tokens whose KV is certainly in the request's blocks; 0 while it waits or loads."""
 

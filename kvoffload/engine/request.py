@@ -68,6 +68,7 @@ class Request:
     chain: KeyChain
     stats: RequestStats
     groups: int
+    trace_parent: str | None = None
     state: RequestState = RequestState.WAITING
     confirmed_tokens: int = 0
     load_device_tokens: int = 0  # while LOADING: tokens that were found on the device ...

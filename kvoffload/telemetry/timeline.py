@@ -12,19 +12,20 @@ from itertools import chain
 from typing import Any
 
 from kvoffload.model import events
+from kvoffload.model.facts import StepScheduled
 from kvoffload.model.ids import JobId, RequestId
 from kvoffload.model.transfer import Direction
 from kvoffload.telemetry.journal import Record
 from kvoffload.telemetry.records import Summary
 from kvoffload.telemetry.timeline_flows import Place, SlotHistory
 from kvoffload.telemetry.timeline_requests import RequestRows, args_of
-from kvoffload.telemetry.trace import Rows, Trace, TraceEvent, Track
+from kvoffload.telemetry.trace import Canvas, Rows, Trace, TraceEvent, Track, What
 
 _SCHEDULER, _RANKS = 1, 10  # where groups stand in the picture
 STEPS = Track("scheduler", _SCHEDULER, "steps")
 HOST = Track("scheduler", _SCHEDULER, "host memory")
 NOTES = Track("scheduler", _SCHEDULER, "notes")
-_LANES = {Direction.STORE: "stores", Direction.LOAD: "loads"}
+_LANES = {Direction.STORE: (What.STORE, "stores"), Direction.LOAD: (What.LOAD, "loads")}
 _NOTED: dict[type[events.Event], Track] = {
     events.BlocksEvicted: HOST,
     events.BlocksZeroed: HOST,
@@ -34,6 +35,9 @@ _NOTED: dict[type[events.Event], Track] = {
     events.EngineSurprised: NOTES,
     events.OffloadingDegraded: NOTES,
 }
+
+_STEP_FIELDS = frozenset(StepScheduled.__dataclass_fields__)
+_JOBS = 4096  # remembered: one that was scheduled longer ago is drawn by its report alone
 
 Drawn = Iterator[TraceEvent]
 
@@ -52,20 +56,25 @@ def draw(records: Iterable[Record]) -> Drawn:
     if first is None:
         return
     trace, rows = Trace(first.time), Rows()
-    timeline = _Timeline(trace, rows)
+    timeline = Timeline(trace, rows)
     for record in chain([first], records):
         if record.sequence <= timeline.sequence:
             yield from timeline.close()
-            timeline = _Timeline(trace, rows)
+            timeline = Timeline(trace, rows)
             yield from trace.instant(NOTES, "another process begins", record.time)
         yield from timeline.tell(record)
     yield from timeline.close()
 
 
-class _Timeline:
-    """What one process told."""
+class Timeline:
+    """What one process told. What it remembers is bounded, so it may follow an engine for as long as that runs.
 
-    def __init__(self, trace: Trace, rows: Rows) -> None:
+    Args:
+        trace: what it is drawn on.
+        rows: of the ranks' lanes.
+    """
+
+    def __init__(self, trace: Canvas, rows: Rows) -> None:
         self.sequence = 0
         self._trace = trace
         self._rows = rows
@@ -104,7 +113,8 @@ class _Timeline:
     def _on_fact(self, at: float, fact: Summary) -> Drawn:
         if fact.name == "StepScheduled":
             yield from self._end_step(at)
-            self._step = at, dict(fact.fields)
+            # A journal for replays has all of a step in its line, which is no part of the picture.
+            self._step = at, {name: fact.fields[name] for name in sorted(_STEP_FIELDS & fact.fields.keys())}
         elif fact.name == "RequestSeen" and not self._requests.is_busy:
             yield from self._end_step(self._time)  # the engine was idle since
         yield from self._requests.on_fact(at, fact)
@@ -115,34 +125,45 @@ class _Timeline:
         """A step lasts until the next one; where the engine had nothing left to do, until the last that was heard."""
         if self._step is not None:
             start, fields = self._step
-            yield from self._trace.span(STEPS, f"step {fields.get('step')}", start, at, **fields)
+            yield from self._trace.span(STEPS, What.STEP, f"step {fields.get('step')}", start, at, **fields)
         self._step = None
 
     # -- copies -------------------------------------------------------------------------------------------------
 
     def _on_scheduled(self, at: float, event: events.StoreScheduled) -> Drawn:
-        self._jobs[event.job] = _Scheduled(at, event.blocks)
+        self._remember(event.job, _Scheduled(at, event.blocks))
         self._slots.stored(event.job, event.slots)
+        self._trace.scheduled(event.job)
         return iter(())
 
     def _on_load_scheduled(self, at: float, event: events.LoadScheduled) -> Drawn:
-        self._jobs[event.job] = _Scheduled(at, event.blocks, event.request)
+        self._remember(event.job, _Scheduled(at, event.blocks, event.request))
         self._slots.loaded(event.job, event.slots)
         return self._requests.on_load_scheduled(at, event)
+
+    def _remember(self, job: JobId, scheduled: _Scheduled) -> None:
+        if len(self._jobs) >= _JOBS:
+            oldest = next(iter(self._jobs))
+            del self._jobs[oldest]
+            self._slots.forget_load(oldest)
+        self._jobs[job] = scheduled
 
     def _on_reported(self, at: float, event: events.RankReported) -> Drawn:
         took = event.queue_s + event.copy_s
         scheduled = self._jobs.get(event.job, _Scheduled(at - took, 0))
         start = min(scheduled.at, at)
-        group, lane = f"rank {event.rank}", _LANES[event.direction]
+        group, (what, lane) = f"rank {event.rank}", _LANES[event.direction]
         row = self._rows.place(group, lane, start, at)
         order = _RANKS + event.rank
         track = Track(group, order, lane, row)
         yield from self._trace.span(
             track,
+            what,
             f"{event.direction.value} {event.job}",
             start,
             at,
+            job=event.job,
+            rank=event.rank,
             blocks=scheduled.blocks,
             request=scheduled.request,
             outcome=event.outcome.value,
@@ -150,8 +171,8 @@ class _Timeline:
         )
         copied = min(start + took, at)
         began = max(copied - event.copy_s, start)
-        yield from self._trace.span(track, "queued", start, began)
-        yield from self._trace.span(track, "copy", began, copied, bytes=event.copied_bytes)
+        yield from self._trace.span(track, What.QUEUED, "queued", start, began)
+        yield from self._trace.span(track, What.COPY, "copy", began, copied, bytes=event.copied_bytes)
         yield from self._arrows(event, (track, (began + copied) / 2))
 
     def _arrows(self, event: events.RankReported, place: Place) -> Drawn:

@@ -45,6 +45,10 @@ class SlotHistory:
             if (place := self._places.get(store, {}).get(rank)) is not None:
                 yield store, place
 
+    def forget_load(self, job: JobId) -> None:
+        """What this load used is not asked for any more; harmless for a store."""
+        self._sources.pop(job, None)
+
     def _forget_one(self, job: JobId) -> None:
         self._slots_left[job] -= 1
         if not self._slots_left[job]:

@@ -10,7 +10,7 @@ from typing import Any, cast
 from kvoffload.model import events
 from kvoffload.model.ids import RequestId
 from kvoffload.telemetry.records import Summary, to_plain
-from kvoffload.telemetry.trace import Trace, TraceEvent, Track
+from kvoffload.telemetry.trace import Canvas, TraceEvent, Track, What
 
 _ORDER = 2
 Drawn = Iterator[TraceEvent]
@@ -28,10 +28,10 @@ class RequestRows:
     """Draws what requests went through.
 
     Args:
-        trace: makes the events.
+        trace: what they are drawn on.
     """
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Canvas) -> None:
         self._trace = trace
         self._live: dict[RequestId, _Request] = {}
         self._free: list[int] = []
@@ -50,6 +50,7 @@ class RequestRows:
             events.LookupDeferred: self._on_instant,
             events.LookupSettled: self._on_settled,
             events.LoadEnded: self._on_load_ended,
+            events.FirstTokenReached: self._on_first_token,
         }
 
     def on_fact(self, at: float, fact: Summary) -> Drawn:
@@ -64,7 +65,7 @@ class RequestRows:
                 yield from self._stop(RequestId(preempted), at, "preempted")
         elif fact.name == "RequestEnded":
             yield from self._stop(name, at, "ended")
-            self._end(name)
+            yield from self._end(name, at, "ended")
 
     def on_load_scheduled(self, at: float, event: events.LoadScheduled) -> Drawn:
         """A request waits for a load from now on."""
@@ -75,22 +76,30 @@ class RequestRows:
         """The journal ends here."""
         for name in list(self._live):
             yield from self._stop(name, at, "unfinished")
-            self._end(name)
+            yield from self._end(name, at, "unfinished")
 
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _on_instant(
-        self, at: float, event: events.HitPinned | events.HitDropped | events.LookupDeferred
+        self,
+        at: float,
+        event: events.HitPinned | events.HitDropped | events.LookupDeferred | events.FirstTokenReached,
     ) -> Drawn:
         fields = args_of(event)
         return self._trace.instant(self._find(event.request, at).track, type(event).__name__, at, **fields)
+
+    def _on_first_token(self, at: float, event: events.FirstTokenReached) -> Drawn:
+        """Of an answer of one token it may be told after the request's end."""
+        return self._on_instant(at, event) if event.request in self._live else iter(())
 
     def _on_settled(self, at: float, event: events.LookupSettled) -> Drawn:
         request = self._find(event.request, at)
         if request.waits_since is not None:
             # Telling of the allocation comes first; spans of one row must not overlap.
             end = at if request.runs_since is None else request.runs_since
-            yield from self._trace.span(request.track, "lookup", request.waits_since, end, **args_of(event))
+            yield from self._trace.span(
+                request.track, What.LOOKUP, "lookup", request.waits_since, end, **args_of(event)
+            )
         request.waits_since = None
 
     def _on_load_ended(self, at: float, event: events.LoadEnded) -> Drawn:
@@ -98,14 +107,20 @@ class RequestRows:
         start, load = request.loads.pop(event.job, (at, None)) if request is not None else (at, None)
         if request is None or load is None:  # of a corrupt load, the second event
             return
-        yield from self._trace.span(
+        yield from self._waited(request, load, start, at, event.outcome.value)
+
+    def _waited(
+        self, request: _Request, load: events.LoadScheduled, start: float, at: float, outcome: str
+    ) -> Drawn:
+        return self._trace.span(
             request.track,
+            What.LOAD_WAIT,
             "waits for load",
             start,
             at,
             job=load.job,
             tokens=load.tokens,
-            outcome=event.outcome.value,
+            outcome=outcome,
         )
 
     def _stop(self, name: RequestId, at: float, how: str) -> Drawn:
@@ -114,9 +129,11 @@ class RequestRows:
         if request is None:
             return
         if request.runs_since is not None:
-            yield from self._trace.span(request.track, name, request.runs_since, at, end=how)
+            yield from self._trace.span(request.track, What.RUN, name, request.runs_since, at, end=how)
         elif request.waits_since is not None and how != "preempted":
-            yield from self._trace.span(request.track, "lookup", request.waits_since, at, end=how)
+            yield from self._trace.span(
+                request.track, What.LOOKUP, "lookup", request.waits_since, at, end=how
+            )
         request.runs_since, request.waits_since = None, at
 
     def _begin(self, name: RequestId, at: float) -> _Request:
@@ -125,16 +142,21 @@ class RequestRows:
         else:
             row, self._rows = self._rows, self._rows + 1
         request = self._live[name] = _Request(Track("requests", _ORDER, "request", row), at)
+        self._trace.begin(request.track, name, at)
         return request
 
     def _find(self, name: RequestId, at: float) -> _Request:
         """A request whose beginning the journal does not have begins here."""
         return self._live.get(name) or self._begin(name, at)
 
-    def _end(self, name: RequestId) -> None:
+    def _end(self, name: RequestId, at: float, how: str) -> Drawn:
         request = self._live.pop(name, None)
-        if request is not None:
-            heapq.heappush(self._free, request.track.row)
+        if request is None:
+            return
+        for start, load in request.loads.values():
+            yield from self._waited(request, load, start, at, how)
+        self._trace.end(request.track, at, how)
+        heapq.heappush(self._free, request.track.row)
 
 
 def args_of(event: events.Event) -> dict[str, object]:

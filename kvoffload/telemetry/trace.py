@@ -8,9 +8,23 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from enum import StrEnum
+from typing import Any, Protocol
 
 TraceEvent = dict[str, Any]
+
+
+class What(StrEnum):
+    """What a span is about."""
+
+    STEP = "step"
+    LOOKUP = "lookup"
+    LOAD_WAIT = "load_wait"
+    RUN = "run"
+    STORE = "store"
+    LOAD = "load"
+    QUEUED = "queued"
+    COPY = "copy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +62,35 @@ class Rows:
         return len(ends) - 1
 
 
+class Canvas(Protocol):
+    """What a timeline is drawn on: the events of a trace file, or spans that are sent elsewhere.
+
+    Each call may yield events; whoever draws must take them all.
+    """
+
+    def begin(self, track: Track, request: str, at: float) -> None:
+        """A request begins on this line."""
+
+    def end(self, track: Track, at: float, how: str) -> None:
+        """The request of this line has ended."""
+
+    def scheduled(self, job: int) -> None:
+        """A store was scheduled: evictions that are told of next made room for it."""
+
+    def span(
+        self, track: Track, what: What, title: str, start: float, end: float, /, **args: object
+    ) -> Iterator[TraceEvent]:
+        """Something that took from `start` to `end`. A span inside it follows it on the same line."""
+
+    def instant(self, track: Track, name: str, at: float, /, **args: object) -> Iterator[TraceEvent]:
+        """Something that took no time."""
+
+    def flow(self, name: str, *places: tuple[Track, float]) -> Iterator[TraceEvent]:
+        """An arrow from the span at the first place to the span at the second; both lines have been used."""
+
+
 class Trace:
-    """Makes events of one trace.
+    """Makes events of one trace; a `Canvas`.
 
     Args:
         origin: the time, in seconds, that is 0 in the trace.
@@ -61,12 +102,21 @@ class Trace:
         self._tracks: dict[Track, int] = {}
         self._flows = 0
 
+    def begin(self, track: Track, request: str, at: float) -> None:
+        """Nothing is drawn: a row of requests shows what they did."""
+
+    def end(self, track: Track, at: float, how: str) -> None:
+        """Nothing is drawn."""
+
+    def scheduled(self, job: int) -> None:
+        """Nothing is drawn: what was noted has a line of its own."""
+
     def span(
-        self, track: Track, name: str, start: float, end: float, /, **args: object
+        self, track: Track, what: What, title: str, start: float, end: float, /, **args: object
     ) -> Iterator[TraceEvent]:
         """Something that took from `start` to `end`."""
         yield from self._names(track)
-        event = self._event(track, "X", name, start, args)
+        event = self._event(track, "X", title, start, args)
         yield {**event, "dur": max(self._microseconds(end) - event["ts"], 0)}
 
     def instant(self, track: Track, name: str, at: float, /, **args: object) -> Iterator[TraceEvent]:

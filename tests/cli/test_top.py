@@ -26,9 +26,9 @@ from kvoffload.cli.top.page import page
 from kvoffload.cli.top.reading import Change, PageError, Reading, has_restarted, parse_page
 from kvoffload.cli.top.server import State, page_url, scrape
 from kvoffload.cli.top.view import show
-from kvoffload.cli.top.words import bar, count, duration, per_second, share, size
+from kvoffload.cli.top.words import bar, count, duration, per_second, seconds, share, size
 from kvoffload.model import events
-from kvoffload.model.causes import CopyOutcome, DegradeCause, LoadOutcome, MissCause, StoreOutcome
+from kvoffload.model.causes import CopyOutcome, DegradeCause, Found, LoadOutcome, MissCause, StoreOutcome
 from kvoffload.model.ids import JobId, Rank, RequestId
 from kvoffload.model.transfer import Direction
 from kvoffload.telemetry.counters import Counters
@@ -64,6 +64,9 @@ class Engine:
                 events.RankReported(JobId(1), Rank(0), Direction.LOAD, done, 4096, 0.002, 0.004)
             )
         self._counters.hook("step", 0.01)
+
+    def first_token(self, found: Found, seconds_: float) -> None:
+        self._bus.publish(events.FirstTokenReached(A, found, seconds_))
 
     def reading(self, at: float) -> Reading:
         return parse_page(generate_latest(self.collector).decode(), at)
@@ -167,6 +170,62 @@ def test_it_shows_what_the_overview_shows(engine: Engine) -> None:
     assert any("0.5 % of the engine's time" in line for line in shown)
 
 
+def benefit(
+    saved_s: float, waited_s: float = 0.0, *, negative: bool = False, break_even: float = 0.0
+) -> dict[str, dict[Labels, float]]:
+    return {
+        "kvoffload_prefill_seconds_saved_total": {(): saved_s},
+        "kvoffload_load_wait_seconds_total": {("own_load",): waited_s, ("others_load",): 0.5},
+        "kvoffload_interference_seconds_total": {("store",): 0.25, ("load",): 0.25},
+        "kvoffload_net_benefit_negative": {(): float(negative)},
+        "kvoffload_break_even_tokens": {(): break_even},
+    }
+
+
+def test_it_shows_whether_it_is_worth_it(engine: Engine) -> None:
+    engine.state = replace(engine.state, benefit=benefit(10.0, 1.5))
+    before = engine.reading(0.0)
+    assert "net 7.50 -" in texts(Change(before))
+    engine.state = replace(engine.state, benefit=benefit(14.0, 2.5, break_even=96))
+    shown = texts(Change(engine.reading(2.0), before))
+    assert "net benefit, in seconds since start per second" in shown
+    assert "prefilling saved 14.00 2.00" in shown
+    assert "waited for loads 3.00 0.50" in shown
+    assert "interference of copies 0.50 0.00" in shown
+    assert "net 10.50 1.50" in shown
+    assert "hits pay from 96 tokens on" in shown
+
+
+def test_a_net_loss_is_an_alarm(engine: Engine) -> None:
+    engine.state = replace(engine.state, benefit=benefit(1.0, 9.0, negative=True, break_even=1_000_000))
+    lines = show(Change(engine.reading(0.0)), 0.0)
+    assert [" ".join(line.text.split()) for line in lines if line.alarm] == ["net -9.00 -"]
+    assert any("no hit pays" in line.text for line in lines)
+    engine.state = replace(engine.state, benefit=benefit(1.0, 9.0))
+    shown = show(Change(engine.reading(0.0)), 0.0)
+    assert not [line for line in shown if line.alarm]
+    assert any("break-even not measured yet" in line.text for line in shown)
+
+
+def test_it_shows_the_times_to_first_token_by_what_was_found(engine: Engine) -> None:
+    engine.first_token(Found.HOST, 0.2)
+    before = engine.reading(0.0)
+    for seconds_ in (0.3, 0.5):
+        engine.first_token(Found.HOST, seconds_)
+    engine.first_token(Found.NOTHING, 1.5)
+    line = "first token, mean by what was found: host {}, device -, nothing {}"
+    assert line.format("200.0 ms", "-") in texts(Change(before))
+    assert line.format("400.0 ms", "1.5 s") in texts(Change(engine.reading(1.0), before))
+
+
+def test_engines_that_lose_or_never_pay_are_not_averaged_away() -> None:
+    name = "kvoffload_break_even_tokens"
+    text = f"# TYPE {name} gauge\n" + "".join(
+        f'{name}{{engine="{number}"}} {tokens}\n' for number, tokens in enumerate((64, 80))
+    )
+    assert parse_page(text, 0.0).number(name) == 80
+
+
 def test_what_is_wrong_is_an_alarm(engine: Engine) -> None:
     engine.state = replace(
         engine.state,
@@ -200,6 +259,12 @@ def test_numbers_as_people_read_them() -> None:
         "-",
     )
     assert (share(1, 3), share(0, 0)) == ("33.3 %", "-")
+    assert (seconds(0.125), seconds(-3.0), seconds(12345.6), seconds(None)) == (
+        "0.12",
+        "-3.00",
+        "12,346",
+        "-",
+    )
     assert (size(0), size(1536), size(3 * 2**40), size(None)) == ("0 B", "1.5 KiB", "3.0 TiB", "-")
     assert (duration(2e-6), duration(0.25), duration(90), duration(7200), duration(None)) == (
         *("2.0 us", "250.0 ms", "90.0 s", "120 min", "-"),

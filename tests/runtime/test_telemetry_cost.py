@@ -24,6 +24,7 @@ from kvoffload.model.config import OffloadConfig
 from kvoffload.runtime import scheduler_side
 from kvoffload.telemetry.counters import Counters
 from kvoffload.telemetry.exporter import KVOffloadCollector
+from kvoffload.telemetry.first_tokens import FirstTokens
 from kvoffload.telemetry.journal import Journal
 from kvoffload.telemetry.net_benefit import NetBenefit
 from kvoffload_reference.plugin import ReferencePlugin
@@ -53,7 +54,7 @@ def silenced() -> Callable[[], pytest.MonkeyPatch]:
 
     def silence() -> pytest.MonkeyPatch:
         patch = pytest.MonkeyPatch()
-        for watcher in (Counters, Journal, NetBenefit):
+        for watcher in (Counters, FirstTokens, Journal, NetBenefit):
             patch.setattr(watcher, "subscribe", lambda *_: None)
         patch.setattr(scheduler_side, "HookTimes", NoTimes)
         return patch
@@ -176,6 +177,7 @@ def test_an_observer_that_stands_still_costs_nothing(tmp_path: Path) -> None:
         side.step(decode=20)
     assert calls_of(side, 20) <= early
     free = Side()
+    free.seen("d")  # as `warm` does: neither is ever at rest
     for number in range(10):
         serve(side, number)
         serve(free, number)

@@ -7,6 +7,7 @@ import json
 import os
 import stat
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import anyio
@@ -35,7 +36,7 @@ from kvoffload.model.transfer import Direction, JobReport, TransferReport
 from kvoffload.telemetry.counters import Counters
 from kvoffload.telemetry.journal import Journal, JournalError, Record, read_journal
 from kvoffload.telemetry.journal_file import JournalFile
-from kvoffload.telemetry.records import Kept, Summary, compact
+from kvoffload.telemetry.records import Kept, Summary, compact, to_plain
 from tests.telemetry.streams import any_event
 
 A = RequestId("a")
@@ -235,6 +236,49 @@ def test_only_the_owner_can_read_the_file(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o777])
+def test_a_new_file_is_its_owners_alone_whatever_the_umask(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        JournalFile(tmp_path / "journal").close()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "journal").stat().st_mode) == 0o600
+
+
+def test_what_is_written_never_goes_through_a_link_into_another_file(tmp_path: Path) -> None:
+    mine, link, second = tmp_path / "mine", tmp_path / "link", tmp_path / "second"
+    mine.write_text("precious")
+    mine.chmod(0o644)
+    link.symlink_to(mine)
+    os.link(mine, second)
+    (tmp_path / "dangling").symlink_to(tmp_path / "new")
+    for path, problem in [
+        (link, "a symbolic link; name the file itself"),
+        (tmp_path / "dangling", "a symbolic link"),
+        (second, "a second name"),
+    ]:
+        with pytest.raises(ConfigError, match=problem):
+            JournalFile(path)
+    assert not (tmp_path / "new").exists()
+    assert (mine.read_text(), stat.S_IMODE(mine.stat().st_mode)) == ("precious", 0o644)
+
+
+def test_another_users_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "journal").write_text("theirs")
+    me = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    with pytest.raises(ConfigError, match="another user's file"):
+        JournalFile(tmp_path / "journal")
+
+
+def test_a_folder_may_be_reached_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "folder")
+    JournalFile(tmp_path / "link" / "journal").close()
+    assert (tmp_path / "folder" / "journal").exists()
+
+
 def test_a_file_is_continued(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     write(path, BlocksOffered(1))
@@ -364,6 +408,15 @@ GOOD = '{"seq":1,"t":0.5,"event":"BlocksOffered","blocks":1}\n'
             '{"seq":1,"t":0,"event":"BlocksEvicted","blocks":1,"cause":"x"}\n',
             "'x' is not a valid EvictionCause",
         ),
+        ('{"seq":1,"t":0,"event":"HitPinned","slots":3}\n', "missing or unknown"),
+        ('{"seq":1,"t":0,"event":"StepScheduled","preempted":null}\n', "preempted of StepScheduled is None"),
+        ('{"seq":1,"t":0,"event":"RequestEnded","request":["a"]}\n', "request of RequestEnded is"),
+        ('{"seq":1,"t":0,"event":"StepScheduled","preempted":[1]}\n', "preempted of StepScheduled is"),
+        ('{"seq":1,"t":NaN,"event":"BlocksOffered","blocks":1}\n', "NaN is no number"),
+        ('{"seq":1,"t":1e999,"event":"BlocksOffered","blocks":1}\n', '"t" is no time'),
+        (f'{{"seq":1,"t":{"9" * 400},"event":"BlocksOffered","blocks":1}}\n', '"t" is no time'),
+        (f'{{"seq":1,"t":{"9" * 5000},"event":"BlocksOffered","blocks":1}}\n', "not JSON"),
+        ('{"seq":' + "[" * 100_000 + "\n", "recursion"),
         (GOOD[:-1], "cut off"),
         ("\xff\n", "can't decode"),
     ],
@@ -378,6 +431,50 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, problem: str) -> None:
         list(records)
     assert caught.value.path == path
     assert problem == "can't decode" or caught.value.line == 2
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
+    lambda each: st.lists(each, max_size=3) | st.dictionaries(st.text(max_size=5), each, max_size=3),
+    max_leaves=6,
+)
+
+
+def read_as_far_as_it_goes(path: Path) -> None:
+    """Nothing but the journal's own error may come out."""
+    with suppress(JournalError):
+        for record in read_journal(path):
+            assert isinstance(record.time, float)
+
+
+@given(any_event(), st.data())
+def test_property_a_line_with_anything_in_its_fields_is_read_or_refused(
+    event: Event, data: st.DataObject
+) -> None:
+    values = {"seq": 1, "t": 0.5, **to_plain(event)}
+    for name in data.draw(st.lists(st.sampled_from(sorted(values)), max_size=3)):
+        values[name] = data.draw(anything)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "journal")
+        path.write_text(json.dumps(values) + "\n")
+        read_as_far_as_it_goes(path)
+
+
+@given(st.lists(any_event(), max_size=4), st.binary(max_size=30), st.integers(0, 400), st.integers(0, 30))
+def test_property_a_file_with_anything_in_it_is_read_or_refused(
+    stream: list[Event], junk: bytes, place: int, lost: int
+) -> None:
+    lines = [json.dumps({"seq": 1, "t": 0.5, **to_plain(event)}) for event in stream]
+    text = "".join(f"{line}\n" for line in lines).encode()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "journal")
+        path.write_bytes(text[:place] + junk + text[place + lost :])
+        read_as_far_as_it_goes(path)
+
+
+def test_a_line_without_an_end_is_not_read_to_it() -> None:
+    with pytest.raises(JournalError, match="longer than any"):
+        list(read_journal(Path("/dev/zero")))
 
 
 def test_a_journal_that_is_not_there_is_a_clear_error(tmp_path: Path) -> None:

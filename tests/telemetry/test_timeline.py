@@ -149,7 +149,14 @@ def test_a_copy_begins_after_its_queue_and_its_job_ends_with_the_report() -> Non
     store = (events.StoreScheduled(JobId(3), 5), reported(3, Direction.STORE, 0.004, 0.001))
     picture = Picture(journal((0.01, store[0]), (0.03, store[1])))
     assert picture.spans("rank 0/stores") == [("store 3", 0, 20), ("queued", 0, 4), ("copy", 4, 5)]
-    assert picture.args("store 3") == {"blocks": 5, "request": None, "outcome": "done", "bytes": 4096}
+    assert picture.args("store 3") == {
+        "job": 3,
+        "rank": 0,
+        "blocks": 5,
+        "request": None,
+        "outcome": "done",
+        "bytes": 4096,
+    }
 
 
 def test_a_copy_that_claims_more_time_than_there_was_stays_in_its_job() -> None:

@@ -110,6 +110,8 @@ def test_metrics_agree_with_what_was_sent(server: Server, expected: Expected) ->
     assert after("kvoffload_slots") == after("kvoffload_capacity_slots") == 512
     assert after("kvoffload_degraded") == after("kvoffload_engine_surprises_total") == 0
     assert grown("kvoffload_transfer_seconds_count", "load") == 2 * len(LONE)  # of each rank
+    assert grown("kvoffload_first_token_seconds_count") == len(replies)
+    assert grown("kvoffload_first_token_seconds_count", "host") == len(LONE)
     check_benefit(before, after, found - on_device)
     negative = {at: value for at, value in after.series.items() if at[0].startswith("vllm:") and value < 0}
     assert not negative

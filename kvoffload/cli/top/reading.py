@@ -67,6 +67,12 @@ class Change:
         """Return a counter's growth per second, None where there is only one reading."""
         return self.added(name, *labels) / self.seconds if self.seconds > 0 else None
 
+    def total_rate(self, name: str) -> float | None:
+        """Return the growth per second of a counter's sum over all labels, None where there is only one reading."""
+        if self.before is None or self.seconds <= 0:
+            return None
+        return (self.now.total(name) - self.before.total(name)) / self.seconds
+
     def mean(self, histogram: str, *labels: str) -> float | None:
         """Return the mean of the samples that came since the reading before; None without any."""
         samples = self.added(f"{histogram}_count", *labels)
@@ -126,4 +132,9 @@ def _earliest(one: float, other: float) -> float:
     return min(one, other) if one and other else one or other
 
 
-_JOIN: Mapping[str, Callable[[float, float], float]] = {_OLDEST_PIN: _earliest, "kvoffload_degraded": max}
+_JOIN: Mapping[str, Callable[[float, float], float]] = {
+    _OLDEST_PIN: _earliest,
+    "kvoffload_degraded": max,
+    "kvoffload_net_benefit_negative": max,
+    "kvoffload_break_even_tokens": max,
+}

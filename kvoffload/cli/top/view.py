@@ -6,8 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvoffload.cli.top.reading import Change
-from kvoffload.cli.top.words import bar, count, duration, per_second, share, size
+from kvoffload.cli.top.words import bar, count, duration, per_second, seconds, share, size
+from kvoffload.model.causes import Found
 from kvoffload.model.transfer import Direction, Tier
+from kvoffload.telemetry.break_even import NEVER_TOKENS
 from kvoffload.telemetry.catalogue import BY_NAME
 from kvoffload.telemetry.labels import LookupResult, SlotLabel
 
@@ -29,7 +31,7 @@ class Line:
 
 def show(change: Change, unix_now: float) -> list[Line]:
     """Return the page of numbers."""
-    sections = (_tokens, _host, _transfers, _misses, _stores, _loads)
+    sections = (_tokens, _benefit, _host, _transfers, _misses, _stores, _loads)
     lines = [Line(""), *_health(change, unix_now)]
     for section in sections:
         lines += [Line(""), *section(change)]
@@ -45,6 +47,37 @@ def _tokens(change: Change) -> Iterator[Line]:
     yield _row("  missed", count(misses), per_second(change.rate(name, _MISS)))
     lately = share(new_hits, new_hits + new_misses) if change.before is not None else "-"
     yield _row("  hit ratio", share(hits, hits + misses), lately)
+
+
+def _benefit(change: Change) -> Iterator[Line]:
+    """Seconds, all requests together; a second per second is a whole engine's time."""
+    saved, lost = "kvoffload_prefill_seconds_saved_total", ("load_wait", "interference")
+    losses = [f"kvoffload_{name}_seconds_total" for name in lost]
+    is_negative = bool(change.now.total("kvoffload_net_benefit_negative"))
+    yield _row("net benefit, in seconds", "since start", "per second", heading=True)
+    net, rate = change.now.total(saved), change.total_rate(saved)
+    yield _row("  prefilling saved", seconds(net), seconds(rate))
+    for name, words in zip(losses, ("waited for loads", "interference of copies"), strict=True):
+        lost_s, lost_rate = change.now.total(name), change.total_rate(name)
+        yield _row(f"  {words}", seconds(lost_s), seconds(lost_rate))
+        net -= lost_s
+        rate = rate - lost_rate if rate is not None and lost_rate is not None else None
+    yield _row("  net", seconds(net), seconds(rate), alarm=is_negative)
+    yield Line(f"  {_break_even(change)}")
+    yield Line(f"  first token, mean by what was found: {_first_tokens(change)}")
+
+
+def _first_tokens(change: Change) -> str:
+    """Since the reading before; since the start where there is only one."""
+    name = "kvoffload_first_token_seconds"
+    return ", ".join(f"{found.value} {duration(change.mean(name, found.value))}" for found in Found)
+
+
+def _break_even(change: Change) -> str:
+    tokens = change.now.total("kvoffload_break_even_tokens")
+    if not tokens:
+        return "break-even not measured yet"
+    return "no hit pays" if tokens >= NEVER_TOKENS else f"hits pay from {count(tokens)} tokens on"
 
 
 def _host(change: Change) -> Iterator[Line]:
@@ -128,6 +161,7 @@ def _troubles(change: Change) -> Iterator[Line]:
         "kvoffload_bus_removed_total": "observers removed",
         "kvoffload_bus_dropped_total": "events dropped",
         "kvoffload_journal_write_errors_total": "errors of the journal's file",
+        "kvoffload_span_export_errors_total": "batches of spans not sent",
     }
     found = [(change.now.total(name), words) for name, words in names.items()]
     if troubles := [f"{count(number)} {words}" for number, words in found if number]:

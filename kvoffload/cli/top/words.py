@@ -17,6 +17,13 @@ def per_second(number: float | None) -> str:
     return f"{number:,.0f}" if number >= 100 or number == 0 else f"{number:.1f}"
 
 
+def seconds(number: float | None) -> str:
+    """A sum of seconds, or of seconds per second."""
+    if number is None:
+        return _UNKNOWN
+    return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.2f}"
+
+
 def share(part: float, whole: float) -> str:
     """A part of a whole."""
     return f"{100 * part / whole:.1f} %" if whole > 0 else _UNKNOWN

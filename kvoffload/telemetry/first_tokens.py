@@ -1,0 +1,70 @@
+"""Times to first token, by what was found of the prompt.
+
+Nobody tells when a token comes out. So requests that were admitted and have none yet are looked at in each step: the time
+is the one of the first step that the engine schedules with the token there, or of the request's end. A request without
+blocks is not looked at, nor one that has its first token; a step without any such costs one comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvoffload.bus.bus import Bus
+from kvoffload.model import facts
+from kvoffload.model.causes import Found
+from kvoffload.model.events import FirstTokenReached, LookupSettled
+from kvoffload.model.ids import RequestId
+
+HasToken = Callable[[], bool]
+
+
+class _Waiting(NamedTuple):
+    since: float
+    has_token: HasToken
+
+
+class FirstTokens:
+    """Follows requests from when they are seen to their first token. On the engine's thread.
+
+    Args:
+        now: monotonic seconds.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._publish: Callable[[FirstTokenReached], None] = lambda event: None
+        self._waiting: dict[RequestId, _Waiting] = {}
+        self.admitted: dict[RequestId, Found] = {}
+        """Requests that compute or load and have no token yet, and what their last lookup found."""
+
+    def subscribe(self, bus: Bus) -> None:
+        """Hear of admissions and ends from now on, and tell of first tokens."""
+        self._publish = bus.publish
+        bus.count(LookupSettled, self._settled)
+        bus.count(facts.RequestEnded, self._ended)
+
+    def seen(self, request: RequestId, has_token: HasToken) -> None:
+        """A request begins to wait; `has_token` says whether its first token is there, at any time until it has ended."""
+        self._waiting[request] = _Waiting(self._now(), has_token)
+
+    def look(self) -> None:
+        """A step is scheduled: tell of those whose first token is there."""
+        for request in [request for request in self.admitted if self._waiting[request].has_token()]:
+            self._arrived(request)
+
+    def _settled(self, event: LookupSettled) -> None:
+        if event.request in self._waiting:
+            found = Found.DEVICE if event.device_tokens else Found.NOTHING
+            self.admitted[event.request] = Found.HOST if event.hit_tokens else found
+
+    def _ended(self, fact: facts.RequestEnded) -> None:
+        request = fact.request
+        if request in self.admitted and self._waiting[request].has_token():
+            self._arrived(request)
+        elif self._waiting.pop(request, None) is not None:
+            self.admitted.pop(request, None)
+
+    def _arrived(self, request: RequestId) -> None:
+        waited_s = self._now() - self._waiting.pop(request).since
+        self._publish(FirstTokenReached(request, self.admitted.pop(request), waited_s))

@@ -1,0 +1,256 @@
+"""A timeline as OpenTelemetry spans: the one file that needs the packages of the extra `otel`.
+
+    request                 from when it is seen until it has ended; child of the engine's span where it tells of one
+      lookup                one an admission, with what it found; pins are events of the request
+      load_wait             the engine waits for a load
+      run                   from its admission to its end or preemption
+      load                  a rank's part of that load, with `queued` and `copy` inside
+    store                   a rank's part of a store, with `queued` and `copy` inside; evictions that made room are its events
+
+A span of no length stands for what belongs to nobody, such as a reset.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from random import Random
+from typing import TYPE_CHECKING, TypeVar
+
+from opentelemetry.context import Context
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.id_generator import IdGenerator
+from opentelemetry.trace import Span, Status, StatusCode, Tracer, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from kvoffload.model.causes import CopyOutcome, EvictionCause, LoadOutcome
+from kvoffload.model.errors import ConfigError
+from kvoffload.telemetry.trace import TraceEvent, Track, What
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+_SCOPE = "kvoffload"
+_REQUESTS = "requests"  # the group of requests' tracks
+_REMEMBERED = 4096  # requests that may still have copies, and stores that have not reported
+_PROTOCOLS = ("http/protobuf", "grpc")
+_INSIDE = (What.QUEUED, What.COPY)
+_FAILURES = frozenset(
+    outcome.value
+    for outcome in (
+        CopyOutcome.FAILED,
+        CopyOutcome.CORRUPT,
+        LoadOutcome.FAILED,
+        LoadOutcome.CORRUPT,
+        LoadOutcome.ABANDONED,
+    )
+)
+
+K = TypeVar("K")
+V = TypeVar("V")
+Moment = tuple[str, dict[str, str | bool | int | float], int]
+
+
+class SpanCanvas:
+    """Draws a timeline as spans; a `Canvas` that yields nothing.
+
+    Args:
+        tracer: makes the spans.
+    """
+
+    def __init__(self, tracer: Tracer) -> None:
+        self.trace_parent: str | None = None
+        """Of the request that begins next: W3C `traceparent`, as the engine was given it; anything else is ignored."""
+        self._tracer = tracer
+        self._extract = TraceContextTextMapPropagator().extract
+        self._open: dict[Track, Span] = {}
+        self._contexts: dict[str, Context] = {}
+        self._evicted_for: dict[int, list[Moment]] = {}
+        self._last_store: int | None = None
+        self._outer = Context()
+
+    def begin(self, track: Track, request: str, at: float) -> None:
+        """A request begins."""
+        carrier = {"traceparent": self.trace_parent} if self.trace_parent is not None else {}
+        span = self._tracer.start_span(
+            f"{_SCOPE}.request",
+            self._extract(carrier, Context()),
+            attributes={f"{_SCOPE}.request": request},
+            start_time=_nanoseconds(at),
+        )
+        self._open[track] = span
+        _remember(self._contexts, request, set_span_in_context(span, Context()))
+
+    def end(self, track: Track, at: float, how: str) -> None:
+        """A request has ended."""
+        span = self._open.pop(track)
+        span.set_attribute(f"{_SCOPE}.end", how)
+        span.end(_nanoseconds(at))
+
+    def scheduled(self, job: int) -> None:
+        """What is told of as evicted next made room for this store, or for another of the same step."""
+        self._last_store = job
+
+    def span(
+        self, track: Track, what: What, title: str, start: float, end: float, /, **args: object
+    ) -> Iterator[TraceEvent]:
+        """Something that took from `start` to `end`."""
+        if what is What.STEP:
+            return iter(())
+        context = self._outer if what in _INSIDE else self._context(track, args)
+        span = self._tracer.start_span(
+            f"{_SCOPE}.{what.value}", context, attributes=_attributes(args), start_time=_nanoseconds(start)
+        )
+        if what is What.LOOKUP and "hit_tokens" in args:
+            span.set_attribute(f"{_SCOPE}.result", "hit" if args["hit_tokens"] else "miss")
+        if what is What.STORE:
+            for name, attributes, at in self._evicted_for.pop(_number(args["job"]), ()):
+                span.add_event(name, attributes, at)
+        if args.get("outcome") in _FAILURES:
+            span.set_status(Status(StatusCode.ERROR, str(args["outcome"])))
+        if what in (What.STORE, What.LOAD):
+            self._outer = set_span_in_context(span, Context())
+        span.end(_nanoseconds(end))
+        return iter(())
+
+    def instant(self, track: Track, name: str, at: float, /, **args: object) -> Iterator[TraceEvent]:
+        """Something that took no time."""
+        attributes, when = _attributes(args), _nanoseconds(at)
+        if (span := self._open.get(track)) is not None:
+            span.add_event(name, attributes, when)
+        elif args.get("cause") == EvictionCause.SPACE.value and self._last_store is not None:
+            earlier = self._evicted_for.pop(self._last_store, [])
+            _remember(self._evicted_for, self._last_store, [*earlier, (name, attributes, when)])
+        else:
+            alone = self._tracer.start_span(
+                f"{_SCOPE}.{name}", Context(), attributes=attributes, start_time=when
+            )
+            alone.end(when)
+        return iter(())
+
+    def flow(self, name: str, *places: tuple[Track, float]) -> Iterator[TraceEvent]:
+        """Spans have no arrows: which store a load used is in the journal's timeline."""
+        return iter(())
+
+    def _context(self, track: Track, args: Mapping[str, object]) -> Context:
+        """Of the request that a span belongs to; a store belongs to none."""
+        if (request := self._open.get(track)) is not None:
+            return set_span_in_context(request, Context())
+        return self._contexts.get(str(args.get("request")), Context())
+
+
+class Ended(SpanProcessor):
+    """Keeps what has ended until it is taken."""
+
+    def __init__(self) -> None:
+        self._spans: list[ReadableSpan] = []
+
+    def on_end(self, span: ReadableSpan) -> None:
+        """Keep a span that is sampled."""
+        if span.context is not None and span.context.trace_flags.sampled:
+            self._spans.append(span)
+
+    def take(self) -> list[ReadableSpan]:
+        """Return what has ended since the last call."""
+        taken, self._spans = self._spans, []
+        return taken
+
+
+class OwnIds(IdGenerator):
+    """Ids from a generator of its own. The SDK's draws from the process's, which engines seed: all would name spans alike.
+
+    And an engine that draws from it too would no longer draw what it does without us.
+    """
+
+    def __init__(self) -> None:
+        self._random = Random()
+
+    def generate_span_id(self) -> int:
+        return self._random.randrange(1, 1 << 64)
+
+    def generate_trace_id(self) -> int:
+        return self._random.randrange(1, 1 << 128)
+
+
+def make_provider(about: Mapping[str, str | int], ended: Ended) -> TracerProvider:
+    """Return a provider of one engine's own: nothing global is set. Heeds OTEL_RESOURCE_ATTRIBUTES and its like.
+
+    Args:
+        about: attributes of the engine.
+        ended: gets its spans.
+    """
+    named = Resource.create()
+    told: dict[str, str | int] = {
+        "service.instance.id": str(uuid.uuid4()),
+        "process.pid": os.getpid(),
+        **about,
+    }
+    if "OTEL_SERVICE_NAME" not in os.environ and "service.name" not in _asked_for():
+        told["service.name"] = _SCOPE
+    resource = named.merge(Resource(told))
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False, id_generator=OwnIds())
+    provider.add_span_processor(ended)
+    return provider
+
+
+def make_canvas(provider: TracerProvider) -> SpanCanvas:
+    """Return a canvas whose spans go to the provider's processors."""
+    try:
+        release = version("kvoffload")
+    except PackageNotFoundError:  # the sources alone
+        release = ""
+    return SpanCanvas(provider.get_tracer(_SCOPE, release))
+
+
+def make_exporter(endpoint: str) -> SpanExporter:
+    """Return what sends spans to a collector, by the protocol of OTEL_EXPORTER_OTLP_TRACES_PROTOCOL.
+
+    Headers, time-outs, compression and certificates come from the environment too.
+
+    Raises:
+        ConfigError: the protocol is not known.
+        ModuleNotFoundError: the exporter is not installed.
+    """
+    named = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or os.environ.get(
+        "OTEL_EXPORTER_OTLP_PROTOCOL"
+    )
+    protocol = named or _PROTOCOLS[0]
+    if protocol == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as Grpc
+
+        return Grpc(endpoint=endpoint, insecure=endpoint.startswith("http://"))
+    if protocol == "http/protobuf":
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as Http
+
+        return Http(endpoint=endpoint)
+    raise ConfigError(
+        [f"the environment asks for the OTLP protocol {protocol!r}; known: {', '.join(_PROTOCOLS)}"]
+    )
+
+
+def _asked_for() -> set[str]:
+    pairs = os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "").split(",")
+    return {pair.partition("=")[0].strip() for pair in pairs}
+
+
+def _attributes(args: Mapping[str, object]) -> dict[str, str | bool | int | float]:
+    return {f"{_SCOPE}.{name}": value for name, value in args.items() if isinstance(value, str | int | float)}
+
+
+def _number(value: object) -> int:
+    assert isinstance(value, int), value
+    return value
+
+
+def _remember(table: dict[K, V], key: K, value: V) -> None:
+    """Keep the last so many."""
+    if len(table) >= _REMEMBERED:
+        del table[next(iter(table))]
+    table[key] = value
+
+
+def _nanoseconds(at: float) -> int:
+    return int(at * 1e9)

@@ -1,0 +1,231 @@
+"""The observer that sends an engine's timeline as OpenTelemetry spans to a collector, where `otlp_endpoint` asks for it.
+
+What is of interest is picked inline and handed to a feed; spans are made and sent on a thread of their own, so that a
+collector that does not answer holds up nobody: the feed fills, and what does not fit is dropped and counted. A gap ends
+every open span as "unfinished", since nobody knows what was missed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor
+from contextlib import suppress
+from importlib import import_module
+from typing import TYPE_CHECKING, NamedTuple
+
+import anyio
+
+from kvoffload.bus.bus import Bus
+from kvoffload.bus.feed import Feed
+from kvoffload.bus.guard import call_guarded
+from kvoffload.model import events, facts
+from kvoffload.model.config import OffloadConfig
+from kvoffload.model.engine import EngineShape
+from kvoffload.model.errors import ConfigError
+from kvoffload.telemetry.journal import Record
+from kvoffload.telemetry.records import Kept, compact
+from kvoffload.telemetry.timeline import Timeline
+from kvoffload.telemetry.trace import Rows, TraceEvent
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+NAME = "spans"
+_BATCH = 512
+_TOLD: tuple[type, ...] = (
+    facts.BlocksAllocated,
+    facts.RequestEnded,
+    events.HitPinned,
+    events.HitDropped,
+    events.LookupDeferred,
+    events.LookupSettled,
+    events.FirstTokenReached,
+    events.StoreScheduled,
+    events.LoadScheduled,
+    events.LoadEnded,
+    events.RankReported,
+    events.BlocksEvicted,
+    events.JobAbandoned,
+    events.ResetStarted,
+    events.EngineSurprised,
+    events.OffloadingDegraded,
+)
+
+
+class Told(NamedTuple):
+    """One message on its way; `trace_parent` is the engine's, of a request that was just seen."""
+
+    sequence: int
+    time: float
+    message: object
+    trace_parent: str | None = None
+
+
+class SpanObserver:
+    """Spans of one engine.
+
+    Args:
+        exporter: sends them; it is shut down at the end.
+        about: attributes of the engine.
+        now: unix seconds.
+    """
+
+    def __init__(
+        self,
+        exporter: SpanExporter,
+        about: dict[str, str | int],
+        now: Callable[[], float],
+    ) -> None:
+        from kvoffload.telemetry import otel
+
+        self.trace_parent: str | None = None
+        """Of the request whose `RequestSeen` is published next; set on the engine's thread."""
+        self._exporter = exporter
+        self._now = now
+        self._told = 0
+        self._ended = otel.Ended()
+        self._provider = otel.make_provider(about, self._ended)
+        self._canvas = otel.make_canvas(self._provider)
+        self._timeline = Timeline(self._canvas, Rows())
+        self._feed: Feed[Told] | None = None
+        self._on_failure: Callable[[], object] | None = None
+
+    def subscribe(self, bus: Bus, on_failure: Callable[[], object], capacity: int = 8192) -> None:
+        """Follow the engine from now on.
+
+        Args:
+            bus: what is followed.
+            on_failure: called for each batch that the exporter could not send, on the executor's thread.
+            capacity: messages that may wait.
+        """
+        self._on_failure = on_failure
+        self._feed = bus.observe(NAME, (), capacity)
+        for cls in _TOLD:
+            bus.count(cls, self._pick)
+        bus.count(facts.RequestSeen, self._seen)
+        bus.count(facts.StepScheduled, self._step)
+
+    async def run(self, executor: Executor, on_removed: Callable[[str, Exception], object]) -> None:
+        """Make and send spans until the bus is closed; an exporter that raises is not asked again, and told of.
+
+        Args:
+            executor: whose thread may be held up by the exporter; nobody else's.
+            on_removed: told the name of this observer, and what was raised.
+        """
+        assert self._feed is not None, "subscribe() comes first"
+        loop = asyncio.get_running_loop()
+        try:
+            async for told in self._feed:
+                batch = [told, *_take_waiting(self._feed)]
+                await loop.run_in_executor(executor, self._draw, batch)
+            await loop.run_in_executor(executor, self._close)
+        except Exception as exc:
+            call_guarded(on_removed, NAME, exc)
+        finally:
+            self._feed.abandon()
+            with suppress(RuntimeError):  # its portal has closed it already
+                executor.submit(self._exporter.shutdown)
+
+    # -- on the engine's thread -------------------------------------------------------------------------------------
+
+    def _pick(self, message: object) -> None:
+        self._offer(message, None)
+
+    def _seen(self, message: facts.RequestSeen) -> None:
+        parent, self.trace_parent = self.trace_parent, None
+        self._offer(message, parent)
+
+    def _step(self, message: facts.StepScheduled) -> None:
+        if message.preempted:
+            self._offer(message, None)
+
+    def _offer(self, message: object, trace_parent: str | None) -> None:
+        assert self._feed is not None
+        self._told += 1
+        self._feed.offer(Told(self._told, self._now(), compact(message), trace_parent))
+
+    # -- on the executor's ------------------------------------------------------------------------------------------
+
+    def _draw(self, batch: Iterable[Told]) -> None:
+        for told in batch:
+            if told.sequence > self._timeline.sequence + 1:
+                _take_all(self._timeline.close())
+                self._timeline = Timeline(self._canvas, Rows())
+            self._canvas.trace_parent = told.trace_parent
+            message = told.message.summary() if isinstance(told.message, Kept) else told.message
+            assert isinstance(message, events.Event) or not isinstance(message, facts.Fact), message
+            _take_all(self._timeline.tell(Record(told.sequence, told.time, message)))  # type: ignore[arg-type]
+        self._send()
+
+    def _close(self) -> None:
+        _take_all(self._timeline.close())
+        self._send()
+
+    def _send(self) -> None:
+        spans = self._ended.take()
+        if spans and self._exporter.export(spans).name != "SUCCESS" and self._on_failure is not None:
+            self._on_failure()
+
+
+def make_spans(config: OffloadConfig, shape: EngineShape, now: Callable[[], float]) -> SpanObserver | None:
+    """Return the observer that the settings ask for, None where they ask for none.
+
+    Raises:
+        ConfigError: the packages are not installed, or the environment asks for what is not known.
+    """
+    if config.otlp_endpoint is None:
+        return None
+    about: dict[str, str | int] = {
+        "kvoffload.ranks": shape.ranks,
+        "kvoffload.device_blocks": shape.device_blocks,
+        "kvoffload.host_bytes": config.bytes_per_rank(shape.ranks) * shape.ranks,
+        "kvoffload.store_policy": config.store_policy,
+    }
+    return SpanObserver(make_exporter(config.otlp_endpoint), about, now)
+
+
+def make_exporter(endpoint: str) -> SpanExporter:
+    """Return what sends spans to a collector.
+
+    Raises:
+        ConfigError: the packages are not installed, or the environment asks for what is not known.
+    """
+    try:
+        from kvoffload.telemetry import otel
+
+        return otel.make_exporter(endpoint)
+    except ModuleNotFoundError as error:
+        raise _missing(error) from error
+
+
+def check_installed(config: OffloadConfig) -> None:
+    """Make sure that spans can be made, where they are asked for.
+
+    Raises:
+        ConfigError: the packages are not installed.
+    """
+    if config.otlp_endpoint is not None:
+        try:
+            import_module("kvoffload.telemetry.otel")
+        except ModuleNotFoundError as error:
+            raise _missing(error) from error
+
+
+def _missing(error: ModuleNotFoundError) -> ConfigError:
+    return ConfigError(
+        [f"otlp_endpoint is set, but {error.name} is not installed: pip install 'kvoffload[otel]'"]
+    )
+
+
+def _take_all(drawn: Iterator[TraceEvent]) -> None:
+    deque(drawn, maxlen=0)
+
+
+def _take_waiting(feed: Feed[Told]) -> Iterator[Told]:
+    for _ in range(_BATCH - 1):
+        try:
+            yield feed.nowait()
+        except (anyio.WouldBlock, anyio.EndOfStream):
+            return

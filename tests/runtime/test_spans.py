@@ -1,0 +1,562 @@
+"""OpenTelemetry spans of an engine: what is told, whose children, from when to when, and what a bad collector costs."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import TYPE_CHECKING, ClassVar
+
+import pytest
+
+pytest.importorskip("opentelemetry.sdk", reason="needs the packages of the extra otel")
+
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import Decision, StaticSampler
+from opentelemetry.trace import StatusCode
+
+from kvoffload.model import facts
+from kvoffload.model.causes import CopyOutcome
+from kvoffload.model.config import OffloadConfig
+from kvoffload.model.errors import ConfigError
+from kvoffload.model.ids import BlockKey, RequestId
+from kvoffload.model.transfer import JobReport
+from kvoffload.telemetry import otel, spans, timeline
+from kvoffload.testing import ManualExecutor
+from tests.runtime.manual_portal import ManualPortal
+from tests.runtime.parts import BLOCK, RELOAD, TIMEOUT_S, Side, loading
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from opentelemetry.sdk.trace import ReadableSpan
+
+    from kvoffload.model.transfer import TransferPlan
+
+URL = "http://127.0.0.1:9/v1/traces"
+TRACE, PARENT = 0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331
+TRACE_PARENT = f"00-{TRACE:032x}-{PARENT:016x}-01"
+START_S = 100.0
+
+Traced = tuple[Side, InMemorySpanExporter]
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Side]:
+    """Makes a side whose spans go to an exporter of the test's; no more than so many messages may wait."""
+    for name in ("OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES", "OTEL_TRACES_SAMPLER", "OTEL_SDK_DISABLED"):
+        monkeypatch.delenv(name, raising=False)
+
+    def make_side(exporter: object, **options: int) -> Side:
+        monkeypatch.setattr(spans, "make_exporter", lambda endpoint: exporter)
+        return Side(
+            portal=True, config=OffloadConfig(transfer_timeout_s=TIMEOUT_S, otlp_endpoint=URL), **options
+        )
+
+    return make_side
+
+
+@pytest.fixture
+def traced(make: Callable[..., Side]) -> Traced:
+    exporter = InMemorySpanExporter()
+    return make(exporter), exporter
+
+
+def executor(side: Side) -> ManualExecutor:
+    assert isinstance(side.portal, ManualPortal)
+    return side.portal.extra
+
+
+def advance(side: Side) -> None:
+    assert isinstance(side.portal, ManualPortal)
+    side.portal.advance(0)
+
+
+def seen(side: Side, name: str, parent: str | None = TRACE_PARENT, prefix: str = "p") -> RequestId:
+    keys = tuple(BlockKey(f"{prefix}{position}".encode()) for position in range(3))
+    side.side.seen(facts.RequestSeen(RequestId(name), 3 * BLOCK + 1, (keys,)), trace_parent=parent)
+    return RequestId(name)
+
+
+def report(side: Side, plan: TransferPlan, outcome: CopyOutcome = CopyOutcome.DONE) -> None:
+    jobs = (*plan.loads, *plan.stores)
+    side.report(*(JobReport(job.job, job.direction, outcome, 64, 0.5, 1.0) for job in jobs))
+
+
+def finished(traced: Traced) -> list[ReadableSpan]:
+    side, exporter = traced
+    side.close()
+    return list(exporter.get_finished_spans())
+
+
+def of_request(found: Sequence[ReadableSpan], name: str) -> dict[str, ReadableSpan]:
+    """A request's own span and its children, by name."""
+    (root,) = [
+        span
+        for span in found
+        if span.name == "kvoffload.request" and attributes(span)["kvoffload.request"] == name
+    ]
+    assert root.context is not None
+    number = root.context.span_id
+    return {"request": root} | {
+        span.name.removeprefix("kvoffload."): span
+        for span in found
+        if span.parent and span.parent.span_id == number
+    }
+
+
+def attributes(span: ReadableSpan) -> dict[str, object]:
+    return dict(span.attributes or {})
+
+
+def times(span: ReadableSpan) -> tuple[float, float]:
+    """Seconds since the clock's start."""
+    assert span.start_time is not None
+    assert span.end_time is not None
+    return round(span.start_time / 1e9 - START_S, 6), round(span.end_time / 1e9 - START_S, 6)
+
+
+def children(found: Sequence[ReadableSpan], parent: ReadableSpan) -> dict[str, ReadableSpan]:
+    assert parent.context is not None
+    return {
+        span.name: span for span in found if span.parent and span.parent.span_id == parent.context.span_id
+    }
+
+
+# -- what is told -------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_with_a_load_is_told_from_its_lookup_to_its_end(traced: Traced) -> None:
+    side, _ = traced
+    side.stored()
+    request = seen(side, "a")
+    side.clock.jump(1)
+    assert side.side.lookup(request, 0) == RELOAD
+    side.clock.jump(1)
+    side.allocated("a", RELOAD)
+    plan = side.step()
+    side.clock.jump(3)
+    report(side, plan)
+    side.clock.jump(1)
+    side.ended("a")
+    found = finished(traced)
+    told = of_request(found, "a")
+    assert set(told) == {"request", "lookup", "load_wait", "run", "load"}
+    assert {name: times(span) for name, span in told.items()} == {
+        "request": (0, 6),
+        "lookup": (0, 2),
+        "load_wait": (2, 5),
+        "load": (2, 5),
+        "run": (2, 6),
+    }
+    lookup = attributes(told["lookup"])
+    assert (lookup["kvoffload.result"], lookup["kvoffload.hit_tokens"]) == ("hit", RELOAD)
+    assert attributes(told["load_wait"])["kvoffload.outcome"] == "loaded"
+    inside = children(found, told["load"])
+    assert {name: times(span) for name, span in inside.items()} == {
+        "kvoffload.queued": (2, 2.5),
+        "kvoffload.copy": (2.5, 3.5),
+    }
+    assert [(event.name, event.timestamp) for event in told["request"].events] == [("HitPinned", int(101e9))]
+    assert all(span.status.status_code is StatusCode.UNSET for span in found)
+
+
+def test_the_engines_trace_goes_on(traced: Traced) -> None:
+    side, _ = traced
+    side.stored()  # has no parent
+    seen(side, "a")
+    seen(side, "b", "00-no-header-at-all")
+    for name in ("a", "b"):
+        side.ended(name)
+    found = finished(traced)
+    told = of_request(found, "a")
+    assert told["request"].parent is not None
+    assert told["request"].parent.span_id == PARENT
+    assert {span.context.trace_id for span in told.values() if span.context} == {TRACE}
+    for alone in ("first-p", "b"):
+        assert of_request(found, alone)["request"].parent is None
+    traces = [of_request(found, name)["request"].context for name in ("a", "b", "first-p")]
+    assert len({context.trace_id for context in traces if context}) == 3
+
+
+def test_a_store_has_its_queue_its_copy_and_the_evictions_that_made_room(make: Callable[..., Side]) -> None:
+    exporter = InMemorySpanExporter()
+    side = make(exporter, slots=4)
+    side.stored("p")
+    side.stored("q")
+    found = finished((side, exporter))
+    first, second = (span for span in found if span.name == "kvoffload.store")
+    assert [event.name for event in first.events] == []
+    assert [(event.name, dict(event.attributes or {})) for event in second.events] == [
+        ("BlocksEvicted", {"kvoffload.blocks": 2, "kvoffload.cause": "space"})
+    ]
+    assert second.parent is None
+    assert set(children(found, second)) == {"kvoffload.queued", "kvoffload.copy"}
+    assert attributes(second)["kvoffload.bytes"] == 64
+
+
+def test_a_miss_is_told_with_its_cause(traced: Traced) -> None:
+    side, _ = traced
+    request = seen(side, "a", prefix="new")
+    side.side.lookup(request, 0)
+    side.allocated("a")
+    side.ended("a")
+    lookup = attributes(of_request(finished(traced), "a")["lookup"])
+    assert (lookup["kvoffload.result"], lookup["kvoffload.cause"]) == ("miss", "never_seen")
+
+
+@pytest.mark.parametrize("steps", [1, 0])
+def test_a_first_token_is_an_event_of_its_request_while_that_lives(traced: Traced, steps: int) -> None:
+    side, _ = traced
+    side.side.seen(facts.RequestSeen(RequestId("a"), BLOCK, ((),)), lambda: True)
+    side.side.lookup(RequestId("a"), 0)
+    side.allocated("a", blocks=1)
+    side.clock.jump(2)
+    for _ in range(steps):
+        side.step()
+    side.ended("a")
+    found = finished(traced)
+    assert side.side.counters.snapshot().samples("kvoffload_first_token_seconds", "nothing") == 1
+    events = of_request(found, "a")["request"].events
+    assert [(event.name, (event.attributes or {})["kvoffload.seconds"]) for event in events] == [
+        ("FirstTokenReached", 2.0)
+    ] * steps
+
+
+def test_a_failed_load_is_an_error(traced: Traced) -> None:
+    side, _ = traced
+    report(side, loading(side), CopyOutcome.FAILED)
+    side.ended("a")
+    told = of_request(finished(traced), "a")
+    for name in ("load", "load_wait"):
+        assert told[name].status.status_code is StatusCode.ERROR
+        assert told[name].status.description == "failed"
+
+
+def test_an_aborted_request_ends_its_wait_and_its_copy_is_still_its_child(traced: Traced) -> None:
+    side, _ = traced
+    plan = loading(side)
+    side.clock.jump(1)
+    side.ended("a")
+    side.clock.jump(1)
+    report(side, plan)
+    told = of_request(finished(traced), "a")
+    assert times(told["request"]) == times(told["load_wait"]) == (0, 1)
+    assert attributes(told["load_wait"])["kvoffload.outcome"] == "ended"
+    assert times(told["load"]) == (0, 2)
+
+
+def test_a_preempted_request_has_one_lookup_an_admission(traced: Traced) -> None:
+    side, exporter = traced
+    seen(side, "a")
+    for _ in range(2):
+        side.side.lookup(RequestId("a"), 0)
+        side.clock.jump(1)
+        side.allocated("a")
+        side.clock.jump(1)
+        side.step(preempted=["a"])
+    side.ended("a")
+    found = finished((side, exporter))
+    runs = [span for span in found if span.name == "kvoffload.run"]
+    lookups = [
+        span for span in found if span.name == "kvoffload.lookup" and "kvoffload.result" in attributes(span)
+    ]
+    assert [times(span) for span in runs] == [(1, 2), (3, 4)]
+    assert [times(span) for span in lookups] == [(0, 1), (2, 3)]
+    assert {attributes(span)["kvoffload.end"] for span in runs} == {"preempted"}
+
+
+def test_a_reset_is_a_span_without_length(traced: Traced) -> None:
+    side, _ = traced
+    side.stored()
+    side.side.reset()
+    (reset,) = [span for span in finished(traced) if span.name == "kvoffload.ResetStarted"]
+    assert reset.parent is None
+    assert times(reset) == (0, 0)
+    assert attributes(reset)["kvoffload.dropped_blocks"] == 3
+
+
+def test_what_is_open_at_the_end_is_sent_as_unfinished(traced: Traced) -> None:
+    side, exporter = traced
+    seen(side, "a")
+    told = of_request(finished((side, exporter)), "a")
+    assert attributes(told["request"])["kvoffload.end"] == "unfinished"
+    assert set(told) == {"request", "lookup"}
+
+
+def test_no_key_is_in_any_span(traced: Traced) -> None:
+    side, _ = traced
+    side.stored("secret-key-")
+    report(side, side.step())
+    assert "secret" in str(side.pool.names)
+    found = finished(traced)
+    assert found
+    for span in found:
+        values = [attributes(span), [dict(event.attributes or {}) for event in span.events]]
+        assert "secret-key-0" not in str(values)
+
+
+def test_the_resource_names_the_engine_and_heeds_the_environment(
+    make: Callable[..., Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exporter = InMemorySpanExporter()
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "service.name=chat,zone=a")
+    for _ in range(2):
+        side = make(exporter)
+        side.stored()
+        side.close()
+        exporter._stopped = False
+    resources = {span.resource for span in exporter.get_finished_spans()}
+    assert {resource.attributes["service.name"] for resource in resources} == {"chat"}
+    assert {resource.attributes["zone"] for resource in resources} == {"a"}
+    assert {resource.attributes["kvoffload.ranks"] for resource in resources} == {1}
+    assert len({resource.attributes["service.instance.id"] for resource in resources}) == 2
+    monkeypatch.delenv("OTEL_RESOURCE_ATTRIBUTES")
+    assert otel.make_provider({}, otel.Ended()).resource.attributes["service.name"] == "kvoffload"
+
+
+def test_engines_that_seed_alike_name_their_spans_apart_and_draw_what_they_drew(
+    make: Callable[..., Side],
+) -> None:
+    exporter = InMemorySpanExporter()
+    drawn = []
+    for _ in range(2):
+        random.seed(0)
+        side = make(exporter)
+        exporter._stopped = False
+        side.stored()
+        side.close()
+        drawn.append(random.random())
+    random.seed(0)
+    assert drawn == [random.random()] * 2
+    ids = [span.context.span_id for span in exporter.get_finished_spans() if span.context]
+    assert len(ids) == len(set(ids)) > 4
+
+
+def test_a_span_that_is_recorded_but_not_sampled_is_not_sent() -> None:
+    ended = otel.Ended()
+    for decision in (Decision.RECORD_ONLY, Decision.RECORD_AND_SAMPLE):
+        provider = TracerProvider(StaticSampler(decision), shutdown_on_exit=False)
+        provider.add_span_processor(ended)
+        provider.get_tracer("t").start_span(decision.name).end()
+    assert [span.name for span in ended.take()] == ["RECORD_AND_SAMPLE"]
+    assert ended.take() == []
+
+
+def test_an_engine_may_be_followed_for_as_long_as_it_runs(
+    traced: Traced, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(otel, "_REMEMBERED", 8)
+    monkeypatch.setattr(timeline, "_JOBS", 8)
+    side, _ = traced
+    side.stored()
+    for number in range(20):
+        name = f"r{number}"
+        request = side.seen(name)
+        assert side.side.lookup(request, 0) == RELOAD
+        side.allocated(name, RELOAD)
+        side.done(side.step())
+        side.ended(name)
+        advance(side)
+    spans_ = side.side._spans
+    assert spans_ is not None
+    canvas, drawn = spans_._canvas, spans_._timeline
+    for table in (canvas._contexts, canvas._evicted_for, drawn._jobs, drawn._slots._sources):
+        assert len(table) <= 8
+    assert not canvas._open
+    side.close()
+
+
+def test_the_environments_sampler_is_heeded(
+    make: Callable[..., Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
+    exporter = InMemorySpanExporter()
+    side = make(exporter)
+    side.stored()
+    seen(side, "a")
+    side.ended("a")
+    found = finished((side, exporter))
+    assert {span.context.trace_id for span in found if span.context} == {TRACE}
+
+
+# -- what a bad collector costs -----------------------------------------------------------------------------------------
+
+
+class Failing(InMemorySpanExporter):
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        super().export(spans)
+        return SpanExportResult.FAILURE
+
+
+class Raising(InMemorySpanExporter):
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        raise ValueError("no such collector")
+
+
+def work(side: Side) -> list[object]:
+    """What an engine hears over some requests."""
+    side.stored()
+    heard: list[object] = []
+    for number in range(20):
+        name = f"r{number}"
+        side.seen(name, prefix=f"{number % 4}-")
+        heard.append(side.side.lookup(RequestId(name), 0))
+        side.allocated(name)
+        plan = side.step((name, 3 * BLOCK))
+        heard += [plan, side.done(plan)]
+        side.ended(name)
+        if side.portal is not None:
+            advance(side)
+    return heard
+
+
+def test_batches_that_are_not_taken_are_counted_and_said_once(
+    make: Callable[..., Side], caplog: pytest.LogCaptureFixture
+) -> None:
+    side = make(Failing())
+    assert work(side) == work(Side())
+    side.close()
+    assert side.side.counters.snapshot().total("kvoffload_span_export_errors_total") > 1
+    assert caplog.text.count("spans_not_sent") == 1
+
+
+def test_an_exporter_that_raises_is_removed_and_changes_nothing(
+    make: Callable[..., Side], caplog: pytest.LogCaptureFixture
+) -> None:
+    side = make(Raising())
+    assert work(side) == work(Side())
+    side.close()
+    assert side.side.counters.snapshot().count("kvoffload_bus_removed_total", "spans") == 1
+    assert caplog.text.count("observer_removed name=spans") == 1
+
+
+def test_an_exporter_that_blocks_changes_nothing_and_what_does_not_fit_is_counted(
+    make: Callable[..., Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = spans.SpanObserver.subscribe
+    monkeypatch.setattr(
+        spans.SpanObserver, "subscribe", lambda self, bus, failed: whole(self, bus, failed, capacity=16)
+    )
+    exporter = InMemorySpanExporter()
+    side = make(exporter)
+    held = executor(side)
+    held._held = True  # its thread stands still in its first batch
+    seen(side, "early")
+    advance(side)
+    assert held.waiting == 1
+    assert work(side) == work(Side())
+    assert held.waiting == 1
+    dropped = side.side.gauges().dropped["spans"]
+    assert dropped > 50
+    held._held = False
+    held.run_all()
+    advance(side)
+    side.ended("early")
+    seen(side, "late")
+    side.ended("late")
+    found = finished((side, exporter))
+    assert side.side.gauges().dropped["spans"] == dropped
+    early = of_request(found, "early")["request"]
+    assert attributes(early)["kvoffload.end"] == "unfinished"
+    assert attributes(of_request(found, "late")["request"])["kvoffload.end"] == "ended"
+
+
+def test_nobody_waits_long_for_a_collector_at_the_end(make: Callable[..., Side]) -> None:
+    side = make(InMemorySpanExporter())
+    executor(side)._held = True
+    side.stored()
+    before = side.clock.monotonic()
+    side.close()
+    assert 5 <= side.clock.monotonic() - before < 6
+
+
+# -- the exporter -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("protocol", "part"), [(None, ".http."), ("http/protobuf", ".http."), ("grpc", ".grpc.")]
+)
+def test_the_environment_names_the_protocol(
+    protocol: str | None, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", raising=False)
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_PROTOCOL", raising=False)
+    if protocol is not None:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)
+    exporter = spans.make_exporter(URL)
+    assert part in type(exporter).__module__
+    exporter.shutdown()
+
+
+def test_a_protocol_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "carrier-pigeon")
+    with pytest.raises(ConfigError, match="carrier-pigeon"):
+        spans.make_exporter(URL)
+
+
+def test_without_the_packages_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "kvoffload.telemetry.otel", raising=False)
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    monkeypatch.delattr("kvoffload.telemetry.otel", raising=False)
+    with pytest.raises(ConfigError, match=r"otlp_endpoint is set.*pip install 'kvoffload\[otel\]'"):
+        Side(config=OffloadConfig(otlp_endpoint=URL))
+
+
+def test_a_worker_that_starts_first_says_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = OffloadConfig(otlp_endpoint=URL)
+    spans.check_installed(config)
+    monkeypatch.delitem(sys.modules, "kvoffload.telemetry.otel", raising=False)
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    with pytest.raises(ConfigError, match=r"kvoffload\[otel\]"):
+        spans.check_installed(config)
+    spans.check_installed(OffloadConfig())
+
+
+class Collector(BaseHTTPRequestHandler):
+    """Takes spans as a collector does."""
+
+    paths: ClassVar[list[str]] = []
+    names: ClassVar[set[str]] = set()
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        whole = ExportTraceServiceRequest.FromString(body)
+        self.paths.append(self.path)
+        for resource in whole.resource_spans:
+            for scope in resource.scope_spans:
+                self.names.update(span.name for span in scope.spans)
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_collector_gets_them_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL", "OTEL_SDK_DISABLED"):
+        monkeypatch.delenv(name, raising=False)
+    with HTTPServer(("127.0.0.1", 0), Collector) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}/spans/here"
+        side = Side(portal=True, config=OffloadConfig(transfer_timeout_s=TIMEOUT_S, otlp_endpoint=url))
+        side.stored()
+        side.close()
+        server.shutdown()
+        thread.join()
+    assert set(Collector.paths) == {"/spans/here"}
+    assert {"kvoffload.request", "kvoffload.store"} <= Collector.names
+    assert side.side.counters.snapshot().total("kvoffload_span_export_errors_total") == 0
+
+
+def test_nothing_is_watched_that_nobody_asked_for() -> None:
+    side = Side(portal=True)
+    assert "spans" not in side.side.gauges().dropped
+    side.close()

@@ -1,0 +1,129 @@
+"""Times to first token, by what was found: each request once, and nobody looked at who cannot have one."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvoffload.bus.bus import Bus
+from kvoffload.model import facts
+from kvoffload.model.events import LookupSettled
+from kvoffload.model.ids import RequestId
+from kvoffload.telemetry.counters import Counters
+from kvoffload.telemetry.first_tokens import FirstTokens
+from kvoffload.testing import FakeClock
+
+A = RequestId("a")
+
+
+class Engine:
+    """Tells what a test says, and counts who is asked for a token."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock(10.0)
+        self.counters = Counters()
+        self.first_tokens = FirstTokens(self.clock.monotonic)
+        self._bus = Bus()
+        self.counters.subscribe(self._bus)
+        self.first_tokens.subscribe(self._bus)
+        self.tokens: set[RequestId] = set()
+        self.asked = 0
+
+    def seen(self, request: RequestId = A) -> None:
+        def has_token() -> bool:
+            self.asked += 1
+            return request in self.tokens
+
+        self.first_tokens.seen(request, has_token)
+
+    def admitted(self, device: int = 0, host: int = 0, request: RequestId = A) -> None:
+        self._bus.publish(LookupSettled(request, device, host // 16, 0, host, 0, None))
+
+    def step(self, seconds: float = 1.0) -> None:
+        self.clock.jump(seconds)
+        self.first_tokens.look()
+
+    def ended(self, request: RequestId = A) -> None:
+        self._bus.publish(facts.RequestEnded(request))
+
+    def times(self) -> dict[str, tuple[int, float]]:
+        found = self.counters.snapshot().distributions["kvoffload_first_token_seconds"]
+        return {labels[0]: (one.samples, one.total) for labels, one in found.items() if one.samples}
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "found"),
+    [(0, 0, "nothing"), (16, 0, "device"), (0, 32, "host"), (16, 32, "host")],
+)
+def test_a_time_lasts_from_seeing_a_request_to_the_step_with_its_token(
+    engine: Engine, device: int, host: int, found: str
+) -> None:
+    engine.seen()
+    engine.step()
+    engine.admitted(device, host)
+    engine.step()
+    engine.step()
+    assert engine.times() == {}
+    engine.tokens.add(A)
+    engine.step()
+    engine.step()
+    engine.ended()
+    assert engine.times() == {found: (1, 4.0)}
+
+
+def test_a_request_that_waits_for_blocks_is_not_looked_at_nor_one_with_its_token(engine: Engine) -> None:
+    engine.seen()
+    engine.step()
+    assert engine.asked == 0
+    engine.admitted()
+    engine.tokens.add(A)
+    engine.step()
+    engine.step()
+    assert engine.asked == 1
+
+
+def test_a_request_whose_only_token_came_in_its_last_step_is_counted(engine: Engine) -> None:
+    engine.seen()
+    engine.admitted()
+    engine.tokens.add(A)
+    engine.clock.jump(3)
+    engine.ended()
+    assert engine.times() == {"nothing": (1, 3.0)}
+
+
+def test_one_that_ends_without_a_token_is_forgotten(engine: Engine) -> None:
+    waiting = RequestId("waiting")
+    engine.seen()
+    engine.seen(waiting)
+    engine.admitted()
+    engine.ended()
+    engine.ended(waiting)
+    engine.step()
+    assert engine.times() == {}
+    assert not engine.first_tokens.admitted
+    assert not engine.first_tokens._waiting
+
+
+def test_the_last_lookup_before_the_token_counts_and_none_behind_it(engine: Engine) -> None:
+    """As when a load failed, and after a preemption."""
+    engine.seen()
+    engine.admitted(host=32)
+    engine.step()
+    engine.admitted()
+    engine.tokens.add(A)
+    engine.step()
+    engine.admitted(host=32)
+    engine.step()
+    engine.ended()
+    assert engine.times() == {"nothing": (1, 2.0)}
+
+
+def test_an_engine_that_does_not_say_is_not_asked(engine: Engine) -> None:
+    engine.admitted()
+    engine.step()
+    engine.ended()
+    assert engine.times() == {}

@@ -1,0 +1,45 @@
+"""What is read of vLLM's request."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvoffload_vllm.tracked import Tracked
+
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+@pytest.mark.parametrize(
+    ("fields", "parent"),
+    [
+        ({}, None),  # a vLLM that knows of no traces
+        ({"trace_headers": None}, None),
+        ({"trace_headers": {"tracestate": "a=b"}}, None),
+        ({"trace_headers": {"traceparent": PARENT, "tracestate": "a=b"}}, PARENT),
+    ],
+)
+def test_the_callers_trace_is_found(fields: dict[str, Any], parent: str | None) -> None:
+    request: Any = SimpleNamespace(request_id="a", **fields)
+    assert Tracked(request).trace_parent == parent
+
+
+@pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore")
+def test_it_is_where_vllm_keeps_it() -> None:
+    from tests.vllm_stock import engines  # sets vLLM's environment, which it reads when it is imported
+
+    assert engines.ENVIRONMENT
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    request = Request(
+        "a",
+        [1, 2, 3],
+        SamplingParams(max_tokens=1),
+        pooling_params=None,
+        trace_headers={"traceparent": PARENT},
+    )
+    assert Tracked(request).trace_parent == PARENT
