@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import product
 
 from kvoffload.core.offer_book import OfferBook
@@ -17,8 +17,35 @@ _OPEN = (JobState.PLANNED, JobState.SUBMITTED, JobState.ABANDONED)
 
 def audit(state: CoreState, book: OfferBook, store_leases: int) -> list[str]:
     """Return every violated law as one line of text. Reads only; costs time in the size of the pool."""
-    laws = (_slots, _pins, _holds, _jobs, _filling, _leases, _in_flight, _requests, _drained)
+    laws = (_totals, _slots, _records)
     problems = [problem for law in laws for problem in law(state)]
+    return problems + _offers(state, book, store_leases) + state.pool.problems()
+
+
+def audit_at_rest(state: CoreState, book: OfferBook, store_leases: int, slots: Iterable[SlotId]) -> list[str]:
+    """Return the laws that are violated with no request and no copy under way, as far as that shows at once.
+
+    Reads only; costs time in `slots`, which are looked at one by one, and not in the size of the pool: what requests
+    and jobs leave behind shows in totals, which must be back where nothing holds anything.
+    """
+    problems = [problem for law in (_totals, _records) for problem in law(state)]
+    problems += [problem for slot in slots for problem in _slot(state, slot)]
+    pool = state.pool
+    evictable = pool.room - pool.count(SlotState.EMPTY)
+    if not state.requests.finishing() and evictable != pool.count(SlotState.READY):
+        problems.append(f"{evictable} slots can be evicted, {pool.count(SlotState.READY)} are READY")
+    return problems + _offers(state, book, store_leases)
+
+
+def _records(state: CoreState) -> Iterator[str]:
+    """What requests, jobs and hits hold."""
+    for law in (_pins, _holds, _jobs, _filling, _leases, _in_flight, _requests, _drained):
+        yield from law(state)
+
+
+def _offers(state: CoreState, book: OfferBook, store_leases: int) -> list[str]:
+    """Stores lease what is counted, and every offer is somewhere."""
+    problems = []
     leased = sum(len(job.blocks) for job in state.jobs.all() if job.direction is Direction.STORE)
     if leased != store_leases:
         problems.append(f"stores lease {leased} blocks, {store_leases} are counted")
@@ -32,20 +59,36 @@ def audit(state: CoreState, book: OfferBook, store_leases: int) -> list[str]:
     return problems + state.tables.problems() + book.problems()
 
 
+def _totals(state: CoreState) -> Iterator[str]:
+    """The states add up to the capacity, and the index has as many keys as slots can hit."""
+    pool = state.pool
+    total = sum(pool.count(slot_state) for slot_state in SlotState)
+    if total != pool.capacity:
+        yield f"slots by state sum to {total}, the capacity is {pool.capacity}"
+    can_hit = pool.count(SlotState.READY) + pool.count(SlotState.PINNED)
+    if can_hit != len(pool.index):
+        yield f"{can_hit} slots can hit, {len(pool.index)} keys are indexed"
+
+
 def _slots(state: CoreState) -> Iterator[str]:
-    """State, key, index, order and free slots of the pool agree, and the states add up to the capacity."""
+    """Every slot's record agrees with the index, and the states are counted."""
     pool = state.pool
     counted = Counter(pool.state(SlotId(slot)) for slot in range(pool.capacity))
     for slot_state in SlotState:
         if counted[slot_state] != pool.count(slot_state):
             yield f"{counted[slot_state]} slots are {slot_state.name}, {pool.count(slot_state)} are counted"
-    can_hit = counted[SlotState.READY] + counted[SlotState.PINNED]
-    if can_hit != len(pool.index):
-        yield f"{can_hit} slots can hit, {len(pool.index)} keys are indexed"
     for key, slot in pool.index.items():
         if pool.key(slot) != key or pool.state(slot) not in (SlotState.READY, SlotState.PINNED):
             yield f"slot {slot} is indexed but {pool.state(slot).name}"
-    yield from pool.problems()
+
+
+def _slot(state: CoreState, slot: SlotId) -> Iterator[str]:
+    """A slot that can hit is in the index under its key; one without bytes has no key. Costs no pass over anything."""
+    key, indexed = state.pool.key(slot), state.pool.indexed_key(slot)
+    if indexed is not None and state.pool.index.get(indexed) != slot:
+        yield f"slot {slot} is {state.pool.state(slot).name} but not indexed"
+    if (key is None) != (state.pool.state(slot) in (SlotState.EMPTY, SlotState.QUARANTINED)):
+        yield f"slot {slot} is {state.pool.state(slot).name} and has {'no' if key is None else 'a'} key"
 
 
 def _pins(state: CoreState) -> Iterator[str]:

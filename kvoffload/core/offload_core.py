@@ -6,10 +6,10 @@ and the whole can be copied and compared, which is how it is explored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from kvoffload.core.audit import audit
+from kvoffload.core.audit import audit, audit_at_rest
 from kvoffload.core.fingerprint import fingerprint
 from kvoffload.core.intake import Intake
 from kvoffload.core.load_desk import LoadDesk
@@ -26,7 +26,7 @@ from kvoffload.model import facts
 from kvoffload.model.causes import EvictionCause, StoreOutcome
 from kvoffload.model.engine import Device, EngineShape
 from kvoffload.model.events import Event, OffloadingDegraded, ResetStarted
-from kvoffload.model.ids import BlockKey, RequestId
+from kvoffload.model.ids import BlockKey, RequestId, SlotId
 from kvoffload.model.transfer import TransferPlan
 
 Handler = Callable[[Any], None]
@@ -137,12 +137,21 @@ class OffloadCore:
 
     @property
     def is_drained(self) -> bool:
-        """Whether no copy runs that anyone still waits for; what a reset left behind is gone then."""
-        return not self.has_work
+        """Whether no copy is under way that was not given up; what a reset left behind is gone then."""
+        return not self.state.jobs.pending
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether no request is known, and no copy that anyone waits for."""
+        return not (self.state.jobs.pending or self.state.requests)
 
     def audit(self) -> list[str]:
         """Return every violated conservation law as text. Reads only."""
         return audit(self.state, self._book, self._stores.leased_blocks)
+
+    def audit_at_rest(self, slots: Iterable[SlotId]) -> list[str]:
+        """Return the laws that are violated while `is_at_rest`, looking at these slots one by one. Reads only."""
+        return audit_at_rest(self.state, self._book, self._stores.leased_blocks, slots)
 
     def fingerprint(self) -> object:
         """Return a hashable value that is equal for equal states. Reads only."""
@@ -210,7 +219,7 @@ class OffloadCore:
         self._stores.stop(StoreOutcome.BEFORE_RESET, planned=StoreOutcome.CANCELLED)
         state.outbox.evicted(EvictionCause.RESET, len(dropped))
         draining = state.pool.count(SlotState.DRAINING)
-        state.outbox.put(ResetStarted(state.generation, len(dropped), draining, len(state.jobs.all())))
+        state.outbox.put(ResetStarted(state.generation, len(dropped), draining, state.jobs.pending))
 
     def _on_law_broken(self, fact: facts.LawBroken) -> None:
         """Off for good: nothing new starts, what is under way drains, and the engine goes on (R12)."""

@@ -114,7 +114,9 @@ class LazyPlanner:
 
     A block is clean that the host has, cannot have, or could never find. What a look stores is leased, which takes it
     out of the free queue until the copy has ended; it then joins the queue's end. So whatever lies behind it moves up,
-    and clean blocks must be left in front of it for the steps until the next looks have stored that too.
+    and clean blocks must be left in front of it for the steps until the next looks have stored that too. While nothing
+    is handed out that ends with as many blocks as the host holds: more would only push out what was just stored, and a
+    queue longer than the host would go round for ever, with an engine that steps for no request.
     """
 
     def __init__(self, state: CoreState, desk: StoreDesk) -> None:
@@ -122,18 +124,19 @@ class LazyPlanner:
         self._desk = desk
         self._enough = 2 * state.shape.turnover_blocks
         self._clean = 0
+        self._stored = 0  # since blocks were last handed out
 
     def allocated(self, record: RequestRecord) -> None:
-        self._clean -= sum(map(len, self._state.tables.table(record.request) or ()))
+        self._handed_out(sum(map(len, self._state.tables.table(record.request) or ())))
 
     def loaded(self, record: RequestRecord) -> None:
         """Its blocks were handed out when they were allocated."""
 
     def step(self, fact: StepScheduled) -> None:
-        for progress in fact.progress:
-            self._clean -= sum(map(len, progress.new_blocks))
-        self._clean -= len(fact.handed_out)
-        if self._clean < self._enough:
+        new = sum(len(blocks) for progress in fact.progress for blocks in progress.new_blocks)
+        self._handed_out(new + len(fact.handed_out))
+        is_host_turned_over = self._stored and self._stored >= self._state.pool.capacity
+        if self._clean < self._enough and not is_host_turned_over:
             self._look_ahead()
 
     def ending(self, record: RequestRecord) -> None:
@@ -149,6 +152,11 @@ class LazyPlanner:
         self._desk.refuse(
             [offer for offer in _confirmed(self._state, record) if self._is_gone(offer)], StoreOutcome.LOST
         )
+
+    def _handed_out(self, blocks: int) -> None:
+        self._clean -= blocks
+        if blocks:
+            self._stored = 0
 
     def _look_ahead(self) -> None:
         state = self._state
@@ -166,6 +174,7 @@ class LazyPlanner:
         fitting, no_slot = offers[:room], offers[room:]
         stored = fitting[: self._desk.room]
         self._clean = len(blocks) - len(stored) if stored == fitting else 0
+        self._stored += len(stored)
         self._desk.offer(reversed(stored))  # the device evicts the deepest first; a job has the heads first
         self._desk.refuse([offer for offer in no_slot if self._is_new_refusal(offer)], StoreOutcome.HOST_FULL)
 

@@ -76,6 +76,14 @@ class EvictionCause(Enum):
     ABANDONED = "abandoned"
 
 
+class Found(Enum):
+    """What a request's last lookup before its first token found of its prompt."""
+
+    HOST = "host"  # whatever the device had too
+    DEVICE = "device"
+    NOTHING = "nothing"
+
+
 class PinDropCause(Enum):
     """Why pinned blocks were let go without a load."""
 

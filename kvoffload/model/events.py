@@ -11,6 +11,7 @@ from kvoffload.model.causes import (
     CopyOutcome,
     DegradeCause,
     EvictionCause,
+    Found,
     LoadOutcome,
     MissCause,
     PinDropCause,
@@ -180,13 +181,26 @@ class ResetStarted(Event):
         generation: how many resets there have been.
         dropped_blocks: blocks that were found until now.
         draining_blocks: slots still under a running copy.
-        open_jobs: jobs that still run.
+        open_jobs: jobs that still run and were not given up; the call that reset answered false if there are any.
     """
 
     generation: int
     dropped_blocks: int
     draining_blocks: int
     open_jobs: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResetEnded(Event):
+    """The last job that was under way at a reset has ended, or was given up; one event for resets that follow closely.
+
+    Args:
+        generation: of the last reset.
+        given_up_jobs: those whose copies did not end in time; their memory stays written off.
+    """
+
+    generation: int
+    given_up_jobs: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +217,21 @@ class OffloadingDegraded(Event):
 
     cause: DegradeCause
     detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTokenReached(Event):
+    """A request's first token is there, as far as the engine's next step shows.
+
+    Args:
+        request: which.
+        found: by its last lookup.
+        seconds: since the engine told of it.
+    """
+
+    request: RequestId
+    found: Found
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)

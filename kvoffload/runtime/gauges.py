@@ -6,10 +6,14 @@ from kvoffload.bus.bus import Bus
 from kvoffload.core.state import CoreState
 from kvoffload.core.states import JobState, SlotState
 from kvoffload.model.transfer import Direction
+from kvoffload.runtime.deadlines import JobDeadlines
 from kvoffload.runtime.pin_ages import PinAges
+from kvoffload.runtime.resets import Resets
+from kvoffload.runtime.watchdog import Since
 from kvoffload.telemetry.gauges import GaugeSnapshot
 from kvoffload.telemetry.labels import JobLabel, SlotLabel
 from kvoffload.telemetry.net_benefit import NetBenefit
+from kvoffload.telemetry.step_times import Copies
 
 _OPEN = {
     JobState.PLANNED: JobLabel.PLANNED,
@@ -18,7 +22,14 @@ _OPEN = {
 }
 
 
-def read_gauges(state: CoreState, bus: Bus, pins: PinAges, benefit: NetBenefit) -> GaugeSnapshot:
+def read_gauges(
+    state: CoreState,
+    bus: Bus,
+    pins: PinAges,
+    deadlines: JobDeadlines,
+    resets: Resets,
+    benefit: NetBenefit,
+) -> GaugeSnapshot:
     """Return the state now."""
     slots = {SlotLabel[each.name].value: state.pool.count(each) for each in SlotState}
     jobs = {
@@ -30,8 +41,23 @@ def read_gauges(state: CoreState, bus: Bus, pins: PinAges, benefit: NetBenefit) 
         slots=slots,
         capacity_slots=sum(slots.values()),
         open_jobs=jobs,
-        oldest_pin_s=pins.oldest_s,
+        oldest_pin_s=_unix(pins.oldest),
+        oldest_job_s=_unix(deadlines.oldest),
+        reset_draining_jobs=resets.draining,
         degraded=state.degraded,
         dropped={name: feed.dropped for name, feed in bus.statistics().feeds},
         benefit=benefit.series(),
     )
+
+
+def copies_under_way(state: CoreState) -> int:
+    """Return which copies a worker may be making, as one of `Copies`. Asked in every step."""
+    jobs = state.jobs
+    if not jobs.pending:
+        return Copies.NONE
+    stores = Copies.STORES if jobs.count(Direction.STORE, JobState.SUBMITTED) else 0
+    return stores | (Copies.LOADS if jobs.count(Direction.LOAD, JobState.SUBMITTED) else 0)
+
+
+def _unix(since: Since | None) -> float:
+    return since.unix if since is not None else 0.0

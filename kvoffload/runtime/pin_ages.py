@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from kvoffload.bus.bus import Bus
 from kvoffload.model.events import HitDropped, HitPinned, LoadEnded, LoadScheduled
 from kvoffload.model.ids import RequestId
+from kvoffload.runtime.clocks import Clocks
+from kvoffload.runtime.watchdog import Since
 
 
 class PinAges:
     """Follows the events that begin and end pins.
 
     Args:
-        now: unix time in seconds.
+        clocks: where time comes from.
     """
 
-    def __init__(self, now: Callable[[], float]) -> None:
-        self._now = now
-        self._since: dict[RequestId, float] = {}
-        self.oldest_s = 0.0
-        """Unix time of the oldest pin, 0 without one. Written whole, so another thread may read it."""
+    def __init__(self, clocks: Clocks) -> None:
+        self._clocks = clocks
+        self._since: dict[RequestId, Since] = {}
+        self.oldest: Since | None = None
+        """Since when there has been the oldest pin, None without one. Written whole, so another thread may read it."""
 
     def subscribe(self, bus: Bus) -> None:
         """Follow the pins from now on."""
@@ -30,9 +30,10 @@ class PinAges:
         bus.count(LoadEnded, self._ends)
 
     def _begins(self, event: HitPinned | LoadScheduled) -> None:
-        self._since.setdefault(event.request, self._now())
-        self.oldest_s = next(iter(self._since.values()))
+        if event.request not in self._since:
+            self._since[event.request] = Since(self._clocks.unix(), self._clocks.monotonic())
+        self.oldest = next(iter(self._since.values()))
 
     def _ends(self, event: HitDropped | LoadEnded) -> None:
         self._since.pop(event.request, None)
-        self.oldest_s = next(iter(self._since.values()), 0.0)
+        self.oldest = next(iter(self._since.values()), None)

@@ -7,42 +7,44 @@ published, for counters, the journal and every other observer. Questions (a look
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from kvoffload.bus.bus import Bus
-from kvoffload.core.offload_core import OffloadCore
-from kvoffload.core.state import LoadResults, Policy
-from kvoffload.core.states import JobState
+from kvoffload.core.state import LoadResults
 from kvoffload.logs import get_logger
 from kvoffload.model import facts
 from kvoffload.model.causes import DegradeCause
 from kvoffload.model.config import AUTO, OffloadConfig
 from kvoffload.model.engine import Device, EngineShape
 from kvoffload.model.errors import EngineContractError
-from kvoffload.model.events import OffloadingDegraded
 from kvoffload.model.ids import BlockKey, RequestId
-from kvoffload.model.transfer import Direction, TransferPlan, TransferReport
+from kvoffload.model.transfer import TransferPlan, TransferReport
 from kvoffload.runtime.awaited_loads import AwaitedLoads
 from kvoffload.runtime.clocks import Clocks
+from kvoffload.runtime.conservation import Conservation
 from kvoffload.runtime.deadlines import JobDeadlines, Patience
-from kvoffload.runtime.gauges import read_gauges
+from kvoffload.runtime.degradation import Degradation
+from kvoffload.runtime.gauges import copies_under_way, read_gauges
 from kvoffload.runtime.hooks import HookTimes
 from kvoffload.runtime.observers import Observers
 from kvoffload.runtime.pin_ages import PinAges
 from kvoffload.runtime.portal import Portal
+from kvoffload.runtime.recording import make_core, make_journal, policy_of
+from kvoffload.runtime.resets import Resets
+from kvoffload.runtime.watchdog import Watchdog
 from kvoffload.telemetry.counters import Counters
+from kvoffload.telemetry.first_tokens import FirstTokens, HasToken
 from kvoffload.telemetry.gauges import GaugeSnapshot
-from kvoffload.telemetry.journal import Journal
 from kvoffload.telemetry.labels import Hook
 from kvoffload.telemetry.net_benefit import NetBenefit
-from kvoffload.telemetry.step_times import Copies
+from kvoffload.telemetry.spans import make_spans
 
 T = TypeVar("T")
 
 log = get_logger("scheduler")
 
 _NO_TOKENS: int | None = 0
-_TAIL = 20  # lines of the journal that an error report carries
 
 
 class SchedulerSide:
@@ -58,7 +60,7 @@ class SchedulerSide:
 
     Raises:
         EngineContractError: the engine promises too little.
-        ConfigError: the journal's file cannot be written.
+        ConfigError: the journal's file cannot be written, or what spans need is not installed.
     """
 
     def __init__(
@@ -76,31 +78,42 @@ class SchedulerSide:
                 "the engine must be able to lease device blocks: a copy reads and writes them"
             )
         self._clocks = clocks or Clocks()
+        timeout_s, now = config.transfer_timeout_s, self._clocks.monotonic
         self.shape = shape
-        self.core = OffloadCore(shape, _policy(config, shape, merge_steps), device)
+        self._spans = make_spans(config, shape, self._clocks.unix)
+        self.journal = make_journal(config, self._clocks.unix, self._journal_failed)
+        self.core = make_core(shape, policy_of(config, shape, merge_steps), device, self.journal)
         self._take_events = self.core.state.outbox.take
         self.bus = Bus()
         self.counters = Counters()
-        self.journal = Journal(self._clocks.unix, path=config.journal_path, on_failure=self._journal_failed)
         self._hooks = HookTimes(self.counters, self._clocks.precise)
-        self._deadlines = JobDeadlines(config.transfer_timeout_s)
-        self._patience = Patience(config.transfer_timeout_s)
-        self._awaited = AwaitedLoads(config.transfer_timeout_s)
-        self._timeout_s = config.transfer_timeout_s
-        self._off_since: float | None = None
-        self._pins = PinAges(self._clocks.unix)
-        self.benefit = NetBenefit(shape.alignment, shape.ranks, self._copying, self._clocks.monotonic)
+        self._deadlines = JobDeadlines(self._clocks, timeout_s, self.core.state.jobs.get)
+        self._patience = Patience(timeout_s)
+        self._awaited = AwaitedLoads(timeout_s)
+        self._conservation = Conservation(self.core, device, self.counters, self._tell)
+        self._degradation = Degradation(self.journal, config.journal_path, now, timeout_s)
+        self._pins = PinAges(self._clocks)
+        self._resets = Resets(self.core.state.jobs, self.bus.publish)
+        copying = partial(copies_under_way, self.core.state)
+        self.benefit = NetBenefit(shape.alignment, shape.ranks, copying, now)
+        self._first_tokens = FirstTokens(now)
         self._chooses_least = config.min_load_tokens == AUTO
-        self._wire()
-        self._observers = Observers(self.bus, self.journal, self.counters, self._clocks.monotonic)
+        self._wire(portal)
+        self._observers = Observers(self.bus, self.journal, self.counters, now, self._spans)
         if portal is not None:
-            self._observers.start(portal)
+            self._observers.start(portal, Watchdog(self._pins, self._deadlines, timeout_s, now))
 
     # -- what the engine tells ----------------------------------------------------------------------------------
 
-    def seen(self, fact: facts.RequestSeen) -> None:
-        """The engine took a request in."""
+    def seen(
+        self, fact: facts.RequestSeen, has_token: HasToken | None = None, trace_parent: str | None = None
+    ) -> None:
+        """The engine took a request in; `has_token` says whether its first token is there, `trace_parent` is W3C's."""
         with self._hooks.timed(Hook.SEEN):
+            if has_token is not None:
+                self._first_tokens.seen(fact.request, has_token)
+            if self._spans is not None:
+                self._spans.trace_parent = trace_parent
             self._tell(fact)
 
     def allocated(self, fact: facts.BlocksAllocated) -> None:
@@ -115,8 +128,12 @@ class SchedulerSide:
         """The engine scheduled a step: return what the workers must copy. Exactly once a step."""
         with self._hooks.timed(Hook.STEP):
             now = self._clocks.monotonic()
+            if self._first_tokens.admitted:
+                self._first_tokens.look()
             for job in self._deadlines.overdue(now):
                 self._tell(facts.JobOverdue(job))
+            if self._resets.draining:
+                self._resets.look()
             self.bus.publish(fact)
             plan = self._plan(now)
             self._publish_events()
@@ -133,12 +150,17 @@ class SchedulerSide:
         with self._hooks.timed(Hook.ENDED):
             self._patience.over(fact.request)
             self._tell(fact)
+            self._ask("audit", self._conservation.at_rest, None)
 
     def reported(self, reports: Sequence[TransferReport]) -> LoadResults:
         """Ranks told what ended; return the loads that the engine must hear of."""
         with self._hooks.timed(Hook.REPORT):
             for report in reports:
                 self._tell(facts.TransferReported(report))
+            if reports:
+                self._deadlines.forget_ended()
+                self._resets.look()
+                self._ask("audit", self._conservation.at_rest, None)
             return self.take_results()
 
     def take_results(self) -> LoadResults:
@@ -160,7 +182,11 @@ class SchedulerSide:
         self._tell(fact)
 
     def reset(self) -> bool:
-        """Find nothing computed so far ever again; return whether no copy is left running."""
+        """Find nothing computed so far ever again, at once; return whether no copy of before is left running.
+
+        The answer is the metric `kvoffload_reset_draining_jobs` being 0, and the log's `reset_started` telling of no
+        open job; when the last of them has ended, `reset_ended` says so. Asking again is harmless.
+        """
         with self._hooks.timed(Hook.RESET):
             self._tell(facts.CacheReset())
             return self.core.is_drained
@@ -203,20 +229,21 @@ class SchedulerSide:
     @property
     def has_work(self) -> bool:
         """Whether the engine must keep stepping for something to end."""
-        return bool(self._awaited) or (self.core.has_work and not self._is_hopeless)
+        return bool(self._awaited) or (self.core.has_work and not self._degradation.is_hopeless)
 
     # -- what operators ask -------------------------------------------------------------------------------------
 
     def audit(self) -> list[str]:
-        """Return every violated conservation law; a violation switches offloading off (R12)."""
-        problems = self.core.audit()
-        if problems:
-            self._tell(facts.LawBroken(DegradeCause.LAW_BROKEN, "; ".join(problems)))
-        return problems
+        """Return every violated conservation law; a violation switches offloading off (R12).
+
+        On the engine's thread, between two hooks. Costs time in the size of the pool; at rest a cheaper one is made
+        each time without being asked for.
+        """
+        return self._conservation.in_full()
 
     def gauges(self) -> GaugeSnapshot:
         """Return the state now. Reads single numbers only, so any thread may ask."""
-        return read_gauges(self.core.state, self.bus, self._pins, self.benefit)
+        return read_gauges(self.core.state, self.bus, self._pins, self._deadlines, self._resets, self.benefit)
 
     def close(self) -> None:
         """Stop the observers. Open jobs are the workers' to drain."""
@@ -225,22 +252,14 @@ class SchedulerSide:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _wire(self) -> None:
+    def _wire(self, portal: Portal | None) -> None:
         for fact, handler in self.core.handlers():
             self.bus.on(fact, handler)
         self.bus.on_state_error(lambda error, fact: self._core_raised(error, type(fact).__name__))
-        self.counters.subscribe(self.bus)
-        self._pins.subscribe(self.bus)
-        self.benefit.subscribe(self.bus)
-        self.journal.subscribe(self.bus)
-        self.bus.count(OffloadingDegraded, self._degraded)
-
-    def _copying(self) -> int:
-        jobs = self.core.state.jobs
-        if not jobs.pending:
-            return Copies.NONE
-        stores = Copies.STORES if jobs.count(Direction.STORE, JobState.SUBMITTED) else 0
-        return stores | (Copies.LOADS if jobs.count(Direction.LOAD, JobState.SUBMITTED) else 0)
+        for watcher in (self.counters, self._pins, self.benefit, self._resets, self.journal):
+            watcher.subscribe(self.bus)
+        self._first_tokens.subscribe(self.bus)
+        self._degradation.subscribe(self.bus, portal)
 
     def _tell(self, fact: facts.Fact) -> None:
         self.bus.publish(fact)
@@ -274,22 +293,6 @@ class SchedulerSide:
             log.error("core_raised", error=repr(error), doing=doing, exc_info=error)
             self.bus.publish(facts.LawBroken(DegradeCause.HANDLER_RAISED, repr(error)))
 
-    @property
-    def _is_hopeless(self) -> bool:
-        """Whether offloading has been off for so long that what has not drained never will."""
-        return self._off_since is not None and self._clocks.monotonic() - self._off_since > self._timeout_s
-
-    def _degraded(self, event: OffloadingDegraded) -> None:
-        self._off_since = self._clocks.monotonic()
-        log.error(
-            "offloading_off", cause=event.cause.value, detail=event.detail, journal=self.journal.tail(_TAIL)
-        )
-
     def _journal_failed(self, error: Exception) -> None:
         self.counters.journal_failed()
         log.error("journal_stopped", error=str(error), note="the engine and the ring in memory go on")
-
-
-def _policy(config: OffloadConfig, shape: EngineShape, merge_steps: int) -> Policy:
-    least = config.min_load_tokens if isinstance(config.min_load_tokens, int) else shape.alignment
-    return Policy(config.store_policy, config.eviction_policy, least, merge_steps)

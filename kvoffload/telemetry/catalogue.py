@@ -10,6 +10,7 @@ from kvoffload.model.causes import (
     CopyOutcome,
     DegradeCause,
     EvictionCause,
+    Found,
     LoadOutcome,
     MissCause,
     PinDropCause,
@@ -105,6 +106,8 @@ _COPY_BUCKETS = (
     10,
     30,
 )
+# First tokens: from a short prompt on a fast device to a long one behind a queue.
+_FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 # Hooks: a few microseconds when nothing happens; a millisecond is far too much.
 _HOOK_BUCKETS = (1e-6, 2.5e-6, 5e-6, 1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.1)
 
@@ -127,6 +130,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_transfer_seconds", "Time from a copy's start to its end, per rank and job that ended well.", Kind.HISTOGRAM, (_TIER, _DIRECTION), "seconds", _COPY_BUCKETS),
     Metric("kvoffload_transfer_queue_seconds", "Time from a job's submission to its copy's start, per rank and job that ended well.", Kind.HISTOGRAM, (_TIER, _DIRECTION), "seconds", _COPY_BUCKETS),
     Metric("kvoffload_open_jobs", "Jobs that have not ended on every rank.", Kind.GAUGE, (_DIRECTION, Label("state", JobLabel)), "jobs"),
+    Metric("kvoffload_oldest_job_timestamp_seconds", "Unix time of the submission of the oldest job that has not ended and was not given up; 0 without one.", Kind.GAUGE, (), "seconds"),
     Metric("kvoffload_abandoned_jobs_total", "Jobs given up because a copy did not end within transfer_timeout_s.", Kind.COUNTER, (_DIRECTION,), "jobs"),
     Metric("kvoffload_written_off_blocks_total", "Blocks of abandoned jobs; their host slots are never used again.", Kind.COUNTER, (_DIRECTION,), "blocks"),
     # --- the host's slots ---
@@ -135,6 +139,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_evicted_blocks_total", "Blocks that left the tier.", Kind.COUNTER, (_TIER, Label("cause", EvictionCause)), "blocks"),
     Metric("kvoffload_oldest_pin_timestamp_seconds", "Unix time of the oldest pin that is still held; 0 without one.", Kind.GAUGE, (), "seconds"),
     # --- is it worth it ---
+    Metric("kvoffload_first_token_seconds", "Time to first token, by what the request's last lookup found: from when the engine told of the request to the first step that it scheduled with the token there, so up to a step longer than it took.", Kind.HISTOGRAM, (Label("found", Found),), "seconds", _FIRST_TOKEN_BUCKETS),
     Metric("kvoffload_prefill_seconds_saved_total", "Tokens that loads brought, at the time that the engine's own steps add for prefilling one; an estimate.", Kind.COUNTER, (), "seconds"),
     Metric("kvoffload_load_wait_seconds_total", "Time that requests waited for loads, each request's added up: its own, from when it was bound to its end, or another's of the same prefix.", Kind.COUNTER, (Label("reason", LoadWait),), "seconds"),
     Metric("kvoffload_interference_seconds_total", "Time that copies cost the engine's steps: of each step with copies under way, the share by which decoding steps with such copies are longer than like ones without; an estimate.", Kind.COUNTER, (_DIRECTION,), "seconds"),
@@ -144,11 +149,14 @@ CATALOGUE: tuple[Metric, ...] = (
     # --- health ---
     Metric("kvoffload_stale_blocks_zeroed_total", "Positions struck from requests' records because the engine handed their blocks out again.", Kind.COUNTER, (), "blocks"),
     Metric("kvoffload_resets_total", "Resets after which nothing computed before is found again.", Kind.COUNTER, (), "resets"),
+    Metric("kvoffload_reset_draining_jobs", "Jobs that were under way at the last reset and have not ended or been given up; what they bring is found by nobody.", Kind.GAUGE, (), "jobs"),
     Metric("kvoffload_engine_surprises_total", "Things an engine did that its contract does not foresee; each was survived.", Kind.COUNTER, (Label("cause", SurpriseCause),), "surprises"),
+    Metric("kvoffload_audits_total", "Audits of the conservation laws: whenever the last request has ended and no copy is waited for, and on demand.", Kind.COUNTER, (), "audits"),
     Metric("kvoffload_degraded", "1 while offloading is switched off for good by this cause.", Kind.GAUGE, (Label("cause", DegradeCause),), "flag"),
     Metric("kvoffload_hook_seconds", "Time that the engine spent inside one of offloading's hooks.", Kind.HISTOGRAM, (Label("hook", Hook),), "seconds", _HOOK_BUCKETS),
     Metric("kvoffload_bus_dropped_total", "Events that an observer did not get because its feed was full or it had left.", Kind.COUNTER, (_SUBSCRIBER,), "events"),
     Metric("kvoffload_bus_removed_total", "Observers and counters removed because they raised.", Kind.COUNTER, (_SUBSCRIBER,), "subscribers"),
+    Metric("kvoffload_span_export_errors_total", "Batches of OpenTelemetry spans that the collector at otlp_endpoint did not take.", Kind.COUNTER, (), "errors"),
     Metric("kvoffload_journal_write_errors_total", "Write errors of the journal's file; the first one ends the file.", Kind.COUNTER, (), "errors"),
 )
 # fmt: on

@@ -91,10 +91,20 @@ class Counters:
         self.changes += 1
         self._counts["kvoffload_bus_removed_total"][(subscriber_label(name),)] += 1
 
+    def spans_failed(self) -> None:
+        """Count a batch of spans that could not be sent."""
+        self.changes += 1
+        self._counts["kvoffload_span_export_errors_total"][()] += 1
+
     def journal_failed(self) -> None:
         """Count a write error of the journal's file."""
         self.changes += 1
         self._counts["kvoffload_journal_write_errors_total"][()] += 1
+
+    def audited(self) -> None:
+        """Count an audit of the conservation laws."""
+        self.changes += 1
+        self._counts["kvoffload_audits_total"][()] += 1
 
     @property
     def counts(self) -> Mapping[str, Mapping[Labels, int]]:
@@ -153,6 +163,7 @@ class Counters:
             events.LookupSettled: self._count_lookup,
             events.RankReported: self._count_copy,
             events.JobAbandoned: self._count_abandoned,
+            events.FirstTokenReached: self._count_first_token,
             events.LookupDeferred: self._adder("kvoffload_lookups_deferred_total"),
             events.HitDropped: self._adder("kvoffload_pin_dropped_blocks_total", "blocks", "cause"),
             events.BlocksOffered: self._adder("kvoffload_offered_blocks_total", "blocks"),
@@ -194,6 +205,9 @@ class Counters:
         if event.outcome is CopyOutcome.DONE:  # a failed copy's time says nothing about the link
             self._histograms["kvoffload_transfer_seconds"][series].observe(event.copy_s)
             self._histograms["kvoffload_transfer_queue_seconds"][series].observe(event.queue_s)
+
+    def _count_first_token(self, event: events.FirstTokenReached) -> None:
+        self._histograms["kvoffload_first_token_seconds"][(event.found.value,)].observe(event.seconds)
 
     def _count_abandoned(self, event: events.JobAbandoned) -> None:
         series = (event.direction.value,)

@@ -36,6 +36,8 @@ class GaugeSnapshot:
         capacity_slots: slots that every rank has ready.
         open_jobs: jobs that have not ended on every rank, by direction and state, as `JobLabel` names it.
         oldest_pin_s: unix time of the oldest pin, 0 without one.
+        oldest_job_s: unix time of the submission of the oldest job that was not given up, 0 without one.
+        reset_draining_jobs: jobs of before the last reset that have not ended.
         degraded: why offloading is off, None while it is on.
         dropped: events dropped so far, by the name of the feed.
         benefit: the series of `NetBenefit`.
@@ -45,6 +47,8 @@ class GaugeSnapshot:
     capacity_slots: int = 0
     open_jobs: Mapping[tuple[str, str], int] = field(default_factory=dict)
     oldest_pin_s: float = 0.0
+    oldest_job_s: float = 0.0
+    reset_draining_jobs: int = 0
     degraded: DegradeCause | None = None
     dropped: Mapping[str, int] = field(default_factory=dict)
     benefit: Mapping[str, Mapping[Labels, float]] = field(default_factory=dict)
@@ -61,6 +65,8 @@ class GaugeSnapshot:
             "kvoffload_capacity_slots": {(host,): self.capacity_slots},
             "kvoffload_open_jobs": {(way, name): jobs for (way, name), jobs in self.open_jobs.items()},
             "kvoffload_oldest_pin_timestamp_seconds": {(): self.oldest_pin_s},
+            "kvoffload_oldest_job_timestamp_seconds": {(): self.oldest_job_s},
+            "kvoffload_reset_draining_jobs": {(): self.reset_draining_jobs},
             "kvoffload_degraded": {(self.degraded.value,): 1} if self.degraded else {},
             "kvoffload_bus_dropped_total": dropped,
             **{name: dict(self.benefit.get(name, {})) for name in BENEFIT},

@@ -27,6 +27,8 @@ from kvoffload.telemetry.journal_file import JournalFile
 from kvoffload.telemetry.records import Summary, compact, from_plain, to_plain
 
 _BATCH = 1024  # entries written in one go
+_LONGEST_LINE = 1 << 24  # characters; a line of all slots of a large host has some hundred thousand
+_END_OF_TIME = 1e11  # seconds: the year 5138
 
 FailureCallback = Callable[[Exception], object]
 
@@ -100,20 +102,18 @@ class Journal:
 
     def record(self, message: object) -> None:
         """Keep one message."""
-        self._recorded += 1
-        entry = Entry(self._recorded, self._now(), compact(message))
+        entry = self._numbered(compact(message))
         is_idle = isinstance(message, StepScheduled) and message.is_idle
         if is_idle and self._ends_idle:
             self._ring.pop()  # an engine that waits must not push what led to it out of the ring
         self._ends_idle = is_idle
         self._ring.append(entry)
-        if self._feed is not None:
-            self._feed.offer(entry)
+        self._for_file(entry, message)
 
     def tail(self, count: int) -> list[str]:
         """Return the last `count` lines, oldest first, from any thread."""
         entries = list(self._ring)
-        return [_line(entry) for entry in entries[max(len(entries) - count, 0) :]]
+        return [line_of(entry) for entry in entries[max(len(entries) - count, 0) :]]
 
     async def run(self) -> None:
         """Write the file until the bus is closed; returns at once without one. A write error ends only the file."""
@@ -130,9 +130,18 @@ class Journal:
             self._feed.abandon()
             self._file.close()
 
+    def _numbered(self, message: object) -> Entry:
+        self._recorded += 1
+        return Entry(self._recorded, self._now(), message)
+
+    def _for_file(self, entry: Entry, message: object) -> None:
+        """Hand an entry to the file's task; `message` is what it was made of."""
+        if self._feed is not None:
+            self._feed.offer(entry)
+
     @staticmethod
     def _write(file: JournalFile, batch: list[Entry]) -> None:
-        file.append("".join(f"{_line(entry)}\n" for entry in batch))
+        file.append("".join(f"{line_of(entry)}\n" for entry in batch))
 
 
 def read_journal(path: Path) -> Iterator[Record]:
@@ -150,9 +159,10 @@ def read_journal(path: Path) -> Iterator[Record]:
         while True:
             number += 1
             try:
-                line = file.readline()
+                line = file.readline(_LONGEST_LINE)
                 record = _parse(line) if line else None
-            except (ValueError, OSError) as exc:
+            except (ValueError, TypeError, OverflowError, RecursionError, OSError) as exc:
+                # What stands there may be anything: nested without end, of the wrong type, too large for a number.
                 raise JournalError(path, number, str(exc)) from exc
             if record is None:
                 return
@@ -167,16 +177,22 @@ def _take_waiting(feed: Feed[Entry]) -> Iterator[Entry]:
             return
 
 
-def _line(entry: Entry) -> str:
+def line_of(entry: Entry) -> str:
+    """Return an entry as text, without a line's end."""
     line = {"seq": entry.sequence, "t": entry.time, **to_plain(entry.message)}
     return json.dumps(line, separators=(",", ":"))
 
 
 def _parse(line: str) -> Record:
     if not line.endswith("\n"):
-        raise ValueError("the line is cut off: whoever wrote it stopped in the middle")
+        long = len(line) >= _LONGEST_LINE
+        raise ValueError(
+            "the line is longer than any"
+            if long
+            else "the line is cut off: whoever wrote it stopped in the middle"
+        )
     try:
-        values = json.loads(line)
+        values = json.loads(line, parse_constant=_no_number)
     except ValueError as exc:
         raise ValueError(f"not JSON: {exc}") from exc
     if not isinstance(values, dict):
@@ -184,4 +200,10 @@ def _parse(line: str) -> Record:
     sequence, time, name = values.pop("seq", None), values.pop("t", None), values.pop("event", None)
     if type(sequence) is not int or type(time) not in (int, float) or type(name) is not str:
         raise ValueError('"seq", "t" or "event" is missing or of the wrong type')
+    if not abs(time) < _END_OF_TIME:
+        raise ValueError('"t" is no time')
     return Record(sequence, float(time), from_plain(name, values))
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no number")

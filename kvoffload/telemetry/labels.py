@@ -61,6 +61,7 @@ class Subscriber(StrEnum):
     LOG = "log"
     JOURNAL = "journal"
     TIMELINE = "timeline"
+    SPANS = "spans"
     ADVISOR = "advisor"
     COUNTERS = "counters"
     OTHER = "other"

@@ -15,6 +15,7 @@ from kvoffload.model.events import (
     JobAbandoned,
     LoadEnded,
     NetBenefitTurned,
+    ResetEnded,
     ResetStarted,
     StoreSettled,
 )
@@ -36,6 +37,7 @@ LOGGED: tuple[type[Event], ...] = (
     EngineSurprised,
     CapacityGrown,
     ResetStarted,
+    ResetEnded,
     NetBenefitTurned,
 )
 """The classes that can deserve a line."""
@@ -114,6 +116,10 @@ class LogObserver:
         self._log.info("reset_started", **_keys(event))
 
     @_write.register
+    def _(self, event: ResetEnded) -> None:
+        self._log.info("reset_ended", **_keys(event))
+
+    @_write.register
     def _(self, event: NetBenefitTurned) -> None:
         keys = {"net_s": round(event.net_s, 3), "period_s": round(event.period_s, 3)}
         if event.is_negative:
@@ -135,6 +141,22 @@ def log_removed(logger: structlog.stdlib.BoundLogger | None = None) -> Callable[
 
     def tell(name: str, error: Exception) -> None:
         log.error("observer_removed", name=name, error=repr(error), exc_info=error)
+
+    return tell
+
+
+def log_spans_failed(
+    now: Callable[[], float], logger: structlog.stdlib.BoundLogger | None = None
+) -> Callable[[], None]:
+    """Return the callback that logs that a collector did not take spans, not too often."""
+    log, warnings = logger or get_logger("spans"), AtMostEvery(_QUIET_S, now)
+
+    def tell() -> None:
+        held_back = warnings.due("spans")
+        if held_back is not None:
+            log.warning(
+                "spans_not_sent", batches_held_back=held_back, note="is the collector at otlp_endpoint?"
+            )
 
     return tell
 

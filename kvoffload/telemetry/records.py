@@ -6,16 +6,18 @@ ids and of slots. What is left is ids, counts, enums, numbers, and free text wit
 
 from __future__ import annotations
 
+import math
 import re
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
+from functools import cache
 from operator import attrgetter
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, NewType, cast
 
-from kvoffload.model import events
+from kvoffload.model import events, facts
 from kvoffload.model.events import Event
 from kvoffload.model.ids import SlotId
 
@@ -42,7 +44,10 @@ def compact(message: object) -> object:
 
 def to_plain(message: object) -> dict[str, object]:
     """Return name and fields as JSON knows them."""
-    summary = message.summary() if isinstance(message, Kept) else _form(type(message)).summarise(message)
+    if isinstance(message, Summary):
+        summary = message
+    else:
+        summary = message.summary() if isinstance(message, Kept) else _form(type(message)).summarise(message)
     return {"event": summary.name, **summary.fields}
 
 
@@ -54,6 +59,7 @@ def from_plain(name: str, values: Mapping[str, object]) -> Event | Summary:
     """
     cls = _EVENTS.get(name)
     if cls is None:
+        _check_summary(name, values)
         return Summary(name, dict(values))
     decoders = _decoders(cls)
     if wrong := decoders.keys() ^ values.keys():
@@ -116,10 +122,10 @@ def _form(cls: type) -> _Form:
 
 def _writer(hint: object) -> tuple[Convert, bool]:
     """Return how a field of this type is written, and whether it must not be held as it is."""
-    if optional := _optional(hint):
+    if optional := optional_of(hint):
         write, bulky = _writer(optional)
         return lambda value: None if value is None else write(value), bulky
-    plain = _plain_type(hint)
+    plain = plain_type(hint)
     if plain is bytes:
         return len, True
     if typing.get_origin(plain) is tuple:
@@ -127,7 +133,7 @@ def _writer(hint: object) -> tuple[Convert, bool]:
     if is_dataclass(plain):
         return lambda value: dict(_form(type(value)).summarise(value).fields), True
     if hint is str:  # an id is a type of its own, so this is free text
-        return _scrub, False
+        return scrub, False
     if isinstance(plain, type) and issubclass(plain, Enum):
         return lambda value: value.value, False
     if plain in (int, float, bool, str):
@@ -140,7 +146,7 @@ def _tuple_writer(item: object) -> tuple[Convert, bool]:
         return list, False
     if typing.get_origin(item) is tuple:
         return lambda groups: list(map(len, groups)), True
-    return (list if _plain_type(item) is str else len), True
+    return (list if plain_type(item) is str else len), True
 
 
 def _decoders(cls: type) -> dict[str, Convert]:
@@ -149,30 +155,80 @@ def _decoders(cls: type) -> dict[str, Convert]:
 
 
 def _decoder(name: str, hint: object) -> Convert:
-    if optional := _optional(hint):
+    if optional := optional_of(hint):
         decode_present = _decoder(name, optional)
         return lambda value: None if value is None else decode_present(value)
     if _is_slots(hint):
         decode_slot = _decoder(name, SlotId)
-        return lambda value: tuple(decode_slot(slot) for slot in value)
-    plain = cast("type[Any]", _plain_type(hint))
+        return lambda value: tuple(decode_slot(slot) for slot in _list(name, value))
+    plain = cast("type[Any]", plain_type(hint))
     if issubclass(plain, Enum):
         return plain
     accepted = (int, float) if plain is float else (plain,)
 
-    def decode(value: object) -> object:
+    def decode(value: Any) -> object:  # noqa: ANN401  # what JSON knows
         if not isinstance(value, accepted) or isinstance(value, bool) is not (plain is bool):
             raise ValueError(f"{name} is {value!r}, not {plain.__name__}")
+        if plain is float and not math.isfinite(value):
+            raise ValueError(f"{name} is {value!r}")
         return plain(value)
 
     return decode
+
+
+def _check_summary(name: str, values: Mapping[str, object]) -> None:
+    """Refuse a fact's summary whose fields are not what `_writer` makes; readers count on their types."""
+    for field, is_written in _written(name).items():
+        if field in values and not is_written(values[field]):
+            raise ValueError(f"{field} of {name} is {values[field]!r}")
+
+
+@cache
+def _written(name: str) -> Mapping[str, Convert]:
+    cls = _FACTS.get(name)
+    if cls is None:
+        return {}
+    hints = typing.get_type_hints(cls)
+    return {field.name: _is_written(hints[field.name]) for field in fields(cls)}
+
+
+def _is_written(hint: object) -> Convert:
+    """Return whether a value is what `_writer` makes of a field of this type."""
+    if optional := optional_of(hint):
+        is_present = _is_written(optional)
+        return lambda value: value is None or is_present(value)
+    plain = plain_type(hint)
+    if typing.get_origin(plain) is tuple:
+        item = typing.get_args(plain)[0]
+        if item is SlotId or typing.get_origin(item) is tuple:
+            return lambda value: type(value) is list and all(type(one) is int for one in value)
+        if plain_type(item) is str:
+            return lambda value: type(value) is list and all(type(one) is str for one in value)
+        return lambda value: type(value) is int
+    if is_dataclass(plain):
+        return lambda value: type(value) is dict
+    return _is_one_of(cast("type[Any]", plain))
+
+
+def _is_one_of(plain: type[Any]) -> Convert:
+    if issubclass(plain, Enum):
+        values = [member.value for member in plain]
+        return lambda value: value in values
+    allowed = {bytes: (int,), float: (int, float)}.get(plain, (plain,))
+    return lambda value: type(value) in allowed
+
+
+def _list(name: str, value: object) -> list[object]:
+    if not isinstance(value, list):
+        raise ValueError(f"{name} is {value!r}, not a list")
+    return value
 
 
 def _is_slots(hint: object) -> bool:
     return typing.get_origin(hint) is tuple and typing.get_args(hint)[0] is SlotId
 
 
-def _optional(hint: object) -> object:
+def optional_of(hint: object) -> object:
     """Return X of `X | None`, and None for anything else."""
     if typing.get_origin(hint) not in (typing.Union, UnionType):  # a NewType's `|` makes the former
         return None
@@ -180,13 +236,15 @@ def _optional(hint: object) -> object:
     return present[0] if len(present) == 1 else None
 
 
-def _plain_type(hint: object) -> object:
+def plain_type(hint: object) -> object:
+    """Return what a type of our own is made of."""
     while isinstance(hint, NewType):
         hint = hint.__supertype__
     return hint
 
 
-def _scrub(text: str) -> str:
+def scrub(text: str) -> str:
+    """Return free text as it may be written."""
     return _BYTES_LITERAL.sub("b'...'", text)[:_TEXT_CHARACTERS]
 
 
@@ -195,4 +253,7 @@ _EVENTS: dict[str, type[Event]] = {
     name: cls
     for name, cls in vars(events).items()
     if isinstance(cls, type) and issubclass(cls, Event) and cls is not Event
+}
+_FACTS: dict[str, type[facts.Fact]] = {
+    name: cls for name, cls in vars(facts).items() if isinstance(cls, type) and issubclass(cls, facts.Fact)
 }

@@ -47,6 +47,23 @@ def test_a_device_that_steps_turn_over_is_eager() -> None:
     assert isinstance(lazy(device=13, step_tokens=8).core._planner, LazyPlanner)
 
 
+@pytest.mark.parametrize("slots", [3, 8, 20, 39, 60])
+def test_an_engine_without_requests_comes_to_rest_whatever_the_host_holds(slots: int) -> None:
+    # Each look stored what lies in front, which then joined the queue's end: with a host smaller than the queue it went
+    # round for ever, and an engine that waits for its plugin's copies never came to rest.
+    world = lazy(device=40, host=slots)
+    for number in range(20):
+        world.serve(f"r{number}", f"{number}bcdefghijklm")
+    for _ in range(100):
+        world.idle_step()
+        world.finish(*world.submitted())
+    assert not world.core.has_work
+    offered = world.offered()
+    for _ in range(10):
+        world.idle_step()
+    assert world.offered() == offered
+
+
 def test_at_its_end_a_request_stores_what_the_next_steps_may_evict() -> None:
     world = lazy(device=16)
     request = computed(world, text="0123456789" * 5)

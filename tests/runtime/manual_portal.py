@@ -27,6 +27,7 @@ class ManualPortal(Portal):
         self.loop = asyncio.new_event_loop()
         self.is_dead = False  # set it, and the thread has ended as no thread should
         self._manual_executor = ManualExecutor(held=False)
+        self.extra = ManualExecutor(held=False)  # what `new_executor` gives
 
     @property
     def is_alive(self) -> bool:
@@ -35,6 +36,9 @@ class ManualPortal(Portal):
     @property
     def executor(self) -> ManualExecutor:
         return self._manual_executor
+
+    def new_executor(self, purpose: str) -> ManualExecutor:
+        return self.extra
 
     def spawn(
         self, async_fn: Callable[P, Coroutine[object, object, T]], *args: P.args, **kwargs: P.kwargs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from kvoffload.model import facts
 from kvoffload.model.causes import CopyOutcome
@@ -12,6 +13,7 @@ from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, Rank, RequestId
 from kvoffload.model.transfer import JobReport, TransferPlan, TransferReport
 from kvoffload.runtime.clocks import Clocks
+from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.scheduler_side import SchedulerSide
 from kvoffload.testing import FakeClock
 from tests.runtime.manual_portal import ManualPortal
@@ -54,11 +56,13 @@ class Pool:
 class Side:
     """One side, with 50 host slots unless told otherwise. `prefix` names what requests have in common."""
 
-    def __init__(self, *, portal: bool = False, slots: int = 50, config: OffloadConfig | None = None) -> None:
+    def __init__(
+        self, *, portal: Portal | bool = False, slots: int = 50, config: OffloadConfig | None = None
+    ) -> None:
         self.clock = FakeClock(100.0)
         self.precise = FakeClock()
         self.pool = Pool()
-        self.portal = ManualPortal(self.clock) if portal else None
+        self.portal: Any = ManualPortal(self.clock) if portal is True else portal or None
         self.side = SchedulerSide(
             SHAPE,
             config or OffloadConfig(transfer_timeout_s=TIMEOUT_S),

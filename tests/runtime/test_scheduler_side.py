@@ -193,6 +193,12 @@ def test_an_engine_that_cannot_lease_is_refused() -> None:
         SchedulerSide(shape, OffloadConfig(), Pool())
 
 
+def test_checksums_are_refused_where_a_failed_load_is_not_recomputed() -> None:
+    shape = replace(SHAPE, promises=Promises(recovers_loads=False))
+    with pytest.raises(ConfigError, match="verify is 'sample'"):
+        SchedulerSide(shape, OffloadConfig(verify="sample"), Pool())
+
+
 def test_a_journal_that_cannot_be_written_is_refused_before_anything_starts(tmp_path: Path) -> None:
     side = Side(portal=True)
     with pytest.raises(ConfigError, match="journal_path"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
@@ -42,6 +43,8 @@ async def run_demo(options: DemoOptions, screen: Screen) -> int:
         KVOffloadError: something that was asked for cannot be had; nothing has been run.
         EngineError: the same.
     """
+    # To be told to end is to be interrupted: copies on memory of ours are seen to their end.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, signal.raise_signal, signal.SIGINT)
     text = read_text(options.documents, options.conversations * options.message_tokens)
     with MetricsPage(options.metrics) if options.metrics else nullcontext() as page:
         async with _engines(options, screen) as engines:

@@ -1,0 +1,66 @@
+"""When the conservation laws are checked: at rest, every time, and in full for whoever asks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvoffload.core.offload_core import OffloadCore
+from kvoffload.model.causes import DegradeCause
+from kvoffload.model.engine import AuditsLeases
+from kvoffload.model.facts import LawBroken
+from kvoffload.model.ids import SlotId
+from kvoffload.telemetry.counters import Counters
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from kvoffload.model.engine import Device
+
+_SLOTS_AT_REST = 64  # some hundred microseconds in all: the next request may be a moment away
+
+
+class Conservation:
+    """Compares slots, pins, leases and jobs, and the engine's own reference counts where it lets them be read.
+
+    At rest nothing may be left over, which totals show at once. What a slot's record says is compared for some slots
+    at a time, and the next time for the next ones, so that the cost does not grow with the host's memory.
+
+    Args:
+        core: whose laws.
+        device: what the engine lends.
+        counters: count the audits.
+        tell: takes the fact that a law is broken, which switches offloading off (R12).
+    """
+
+    def __init__(
+        self, core: OffloadCore, device: Device, counters: Counters, tell: Callable[[LawBroken], None]
+    ) -> None:
+        self._core = core
+        self._device = device if isinstance(device, AuditsLeases) else None
+        self._counters = counters
+        self._tell = tell
+        self._next_slot = 0
+
+    def in_full(self) -> list[str]:
+        """Return every violated law, at any time between two hooks. Costs time in the size of the pool."""
+        return self._judge([*self._core.audit(), *self._engine_problems()])
+
+    def at_rest(self) -> None:
+        """If the last request has ended and no copy is waited for: look at what shows at once, in bounded time."""
+        if self._core.is_at_rest and self._core.state.degraded is None:
+            self._judge([*self._core.audit_at_rest(self._some_slots()), *self._engine_problems()])
+
+    def _judge(self, problems: list[str]) -> list[str]:
+        self._counters.audited()
+        if problems:
+            self._tell(LawBroken(DegradeCause.LAW_BROKEN, "; ".join(problems)))
+        return problems
+
+    def _engine_problems(self) -> list[str]:
+        return self._device.lease_problems(self._core.state.leases.counts()) if self._device else []
+
+    def _some_slots(self) -> Iterator[SlotId]:
+        capacity = self._core.state.pool.capacity
+        first = self._next_slot if self._next_slot < capacity else 0
+        self._next_slot = min(first + _SLOTS_AT_REST, capacity)
+        return map(SlotId, range(first, self._next_slot))

@@ -1,0 +1,197 @@
+"""Host memory that is refused, and copies that end badly, late or never: what nobody may notice in the tokens."""
+
+from __future__ import annotations
+
+import mmap
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvoffload.model.causes import DegradeCause
+from kvoffload.testing import GatedTicket
+from kvoffload.transfer import arena
+from tests.reference.rig import (
+    KINDS,
+    TIMEOUT_S,
+    Rig,
+    on_host_only,
+    open_loads,
+    open_stores,
+    rig,
+    slot_bytes,
+    text,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Span = tuple[int, int]
+
+
+# -- host memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("granted", [0, 2])
+def test_an_engine_runs_with_what_host_memory_it_gets(
+    granted: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """None at all, or two pieces of six blocks where many more were asked for."""
+    left, real = [granted], mmap.mmap
+
+    def refuse(*args: Any, **kwargs: Any) -> mmap.mmap:  # noqa: ANN401  # mmap's own
+        if not left[0]:
+            raise OSError(12, "Cannot allocate memory")
+        left[0] -= 1
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    monkeypatch.setattr(arena.Arena.__init__, "__kwdefaults__", {"chunk_bytes": 6 * slot_bytes("full")})
+    with rig() as made:
+        made.run(text(1, 60), 6)
+        made.forget_device()
+        made.run(text(1, 60), 6)
+        assert made.offload.gauges().capacity_slots == 6 * granted
+        assert (made.count("load_blocks", "loaded") > 0) is (granted > 0)
+        assert made.count("store_blocks", "host_full") > 0
+        assert caplog.text.count("host_memory_refused") == 1
+        assert f"ready_slots={6 * granted}" in caplog.text
+        made.assert_outputs()
+        made.assert_clean()
+
+
+# -- one rank of two ------------------------------------------------------------------------------------------------------
+
+
+def test_a_store_that_one_rank_fails_is_found_by_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    with rig(ranks=2) as made:
+        made.hold()
+        made.run_requests(text(1, 20))
+        slow, quick = made.copiers
+        for ticket in quick.open_tickets:
+            ticket.fail()
+        made.step()
+        assert not made.offload.core.state.pool.index
+        assert made.count("store_blocks", "failed") > 0
+        assert made.engine.pool.leased_blocks  # the other rank still reads them
+        assert slow.open_tickets
+        made.release()
+        made.drain()
+        assert made.engine.pool.leased_blocks == 0
+        made.forget_device()
+        stream = made.submit(text(1, 20), 2)
+        made.drain()
+        assert stream.stats.external_tokens == 0
+        assert made.count("miss_blocks", "store_failed") > 0
+        made.assert_outputs()
+        made.assert_clean()
+    assert "store_failed" in caplog.text
+
+
+# -- the engine's own counts ----------------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_takes_a_leased_block_back_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    with rig() as made:
+        made.hold()
+        made.run_requests(text(1, 20))
+        block = next(iter(made.engine.pool.leases()))
+        made.engine.pool.free([block])
+        problems = made.offload.audit()
+        assert problems == [f"block {block} is leased 1 times, the engine counts 0"]
+        assert made.offload.gauges().degraded is DegradeCause.LAW_BROKEN
+        assert f"detail='{problems[0]}'" in caplog.text
+        made.engine.pool.touch([block])
+        made.release()
+        made.drain()
+        made.run_plain(text(2, 20))
+        made.assert_clean()
+
+
+# -- too late, or never ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["fail", "tear", "finish"])
+@pytest.mark.parametrize("direction", ["load", "store"])
+def test_an_end_that_comes_after_its_job_was_given_up(
+    direction: str, end: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Device blocks come back, since nothing touches them any more; host slots stay written off, good or bad."""
+    with rig(host_blocks=40) as made:
+        stuck = never_ending(made, direction)
+        assert made.engine.statistics().leased_blocks > 0
+        lost = made.offload.gauges().slots["quarantined"]
+        assert lost == made.count("written_off_blocks", direction) > 0
+        outcomes = made.counts().counts[f"kvoffload_{direction}_blocks_total"]
+        getattr(stuck, end)()
+        for _ in range(3):
+            made.step(TIMEOUT_S / 4)
+        assert made.engine.statistics().leased_blocks == 0
+        assert made.offload.gauges().slots["quarantined"] == lost
+        assert (
+            made.counts().counts[f"kvoffload_{direction}_blocks_total"] == outcomes
+        )  # told once, as abandoned
+        made.run(text(1, 30), 3)
+        made.assert_clean()
+    assert "job_abandoned" in caplog.text
+
+
+def never_ending(made: Rig, direction: str) -> GatedTicket:
+    """A copy that was given up, with all else drained."""
+    if direction == "load":
+        on_host_only(made, text(1, 30))
+    made.hold()
+    made.submit(text(1, 30), 3)
+    made.step()
+    if direction == "store":
+        made.drain_requests()
+    [stuck, *_] = open_loads(made) if direction == "load" else open_stores(made)
+    made.copiers[0]._held = False
+    for other in made.copiers[0].open_tickets:
+        if other is not stuck:
+            other.finish()
+    made.pass_time(1.1 * TIMEOUT_S)
+    made.drain()
+    return stuck
+
+
+def spans(ticket: GatedTicket) -> Iterator[Span]:
+    """What a copy touches, on both sides."""
+    for side in ("source", "target"):
+        for start, size in zip(getattr(ticket.runs, side), ticket.runs.size, strict=True):
+            yield int(start), int(start + size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS[:2])
+@pytest.mark.parametrize("direction", ["load", "store"])
+def test_memory_under_a_copy_that_never_ends_is_never_handed_out_again(kind: str, direction: str) -> None:
+    """Whatever follows: floods that turn both pools over, a reset, aborts, preemptions, a broken law, a close."""
+    made = Rig(kind, host_blocks=40, num_blocks=70)
+    stuck = never_ending(made, direction)
+    pool, before = made.engine.pool, len(made.copiers[0].tickets)
+    lost = set(pool.leases())
+    assert lost
+    for number in range(6):
+        made.run(text(50 + number, 60), 3)
+    made.engine.reset_prefix_cache()
+    for number in range(6):
+        made.run(text(70 + number, 60), 3)
+    first, second = made.submit(text(90, 60), 8), made.submit(text(91, 60), 8)
+    for _ in range(8):
+        made.step()
+    made.engine.preempt(first.request_id)
+    made.engine.abort(second.request_id)
+    made.drain()
+    later = [span for ticket in made.copiers[0].tickets[before:] for span in spans(ticket)]
+    assert len(later) > 100
+    assert not [one for one in spans(stuck) for other in later if one[0] < other[1] and other[0] < one[1]]
+    assert lost == set(pool.leases())
+    assert lost.isdisjoint(block for block in range(pool.num_blocks) if pool.is_free(block))
+    made.assert_clean(lost_blocks=len(lost))
+    made.offload.core.state.pool._counts[0] += 1  # a law of ours breaks
+    assert made.offload.audit()
+    made.run_plain(text(95, 60), 3)
+    assert lost == set(pool.leases())
+    arenas = [worker.pump._arena for worker in made.workers]
+    made.close()
+    assert all(one.ready_slots for one in arenas)  # the process keeps it until it ends

@@ -1,0 +1,196 @@
+"""New weights, or a sleep: after a reset nothing that the old weights computed serves anybody."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from kvoffload.engine import Engine
+from tests.engine.tiny import assert_same, run, taken
+from tests.reference.rig import (
+    KINDS,
+    TIMEOUT_S,
+    TOLERANCE,
+    Rig,
+    config_of,
+    on_host_only,
+    open_loads,
+    open_stores,
+    rig,
+    text,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvoffload.engine import Token
+
+PROMPTS = (text(1, 30), text(2, 40), text(3, 20))
+
+
+def retrain(engine: Engine) -> None:
+    """An update of the weights in place, the same for every engine."""
+    noise = torch.Generator().manual_seed(7)
+    model = engine.runner._model
+    for parameter in (
+        model._embedding,
+        *(weights for layer in model._layers for weights in layer),
+        model._head,
+    ):
+        parameter.add_(torch.randn(parameter.shape, generator=noise) * parameter.std() / 2)
+
+
+def lose_device_memory(engine: Engine) -> None:
+    """What a sleep does to the KV tensors."""
+    for tensor in engine.runner.kv_tensors:
+        tensor.fill_(50.0)
+
+
+def fresh(kind: str, prompt: Sequence[int], count: int, *, retrained: bool) -> list[Token]:
+    """What an engine says that has no offloading and knows nothing."""
+    engine = Engine(config_of(kind), clock=lambda: 0.0)
+    if retrained:
+        retrain(engine)
+    return run(engine, prompt, count)
+
+
+def reset(made: Rig) -> int:
+    """Reset until device and host both say that nothing of before is left; return how often that took."""
+    for times in range(1, 1000):
+        answer = made.engine.reset_prefix_cache()
+        assert not made.offload.core.state.pool.index  # at once, whatever the answer
+        if answer:
+            assert made.offload.gauges().reset_draining_jobs == 0
+            return times
+        made.release()
+        made.step()
+        assert not made.offload.core.state.pool.index  # nor by what ends afterwards
+    raise AssertionError(made.engine.statistics())
+
+
+def check_answers(made: Rig, *, count: int = 4) -> int:
+    """Everybody gets what the new weights say, twice, the second time also from the host; how much came from there."""
+    found = 0
+    for _ in range(2):
+        for prompt in PROMPTS:
+            stream = made.submit(prompt, count)
+            made.drain()
+            assert_same(taken(stream), fresh(made.kind, prompt, count, retrained=True), TOLERANCE)
+            found += stream.stats.external_tokens
+        made.forget_device()
+    return found
+
+
+@pytest.mark.parametrize("in_flight", ["nothing", "stores", "loads", "requests"])
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_new_weights_are_served_from_after_the_reset_on(kind: str, in_flight: str) -> None:
+    with rig(kind, num_blocks=200, step_tokens=8) as made:
+        on_host_only(made, *PROMPTS)
+        begin(made, in_flight)
+        retrain(made.engine)
+        times = reset(made)
+        assert (times == 1) is (in_flight == "nothing")  # what is leased keeps the device from forgetting
+        assert check_answers(made) > 0
+        made.assert_clean()
+
+
+def begin(made: Rig, what: str) -> None:
+    """Leave something under way that the old weights computed."""
+    if what == "nothing":
+        return
+    made.hold()
+    if what == "stores":
+        made.run_requests(text(4, 40))
+        assert open_stores(made)
+    if what == "loads":
+        made.submit(PROMPTS[0], 3)
+        made.step()
+        assert open_loads(made)
+        made.engine.abort(made.streams[-1][2].request_id)
+    if what == "requests":
+        made.submit((*PROMPTS[1], 1, 2, 3), 20)
+        made.submit(text(5, 20), 20)
+        for _ in range(4):
+            made.step()
+        assert made.engine.statistics().running + made.engine.statistics().loading == 2
+
+
+def test_without_the_reset_the_old_weights_would_have_been_served() -> None:
+    """So that the tests above can fail."""
+    with rig() as made:
+        on_host_only(made, PROMPTS[0])
+        retrain(made.engine)
+        stream = made.submit(PROMPTS[0], 4)
+        made.drain()
+        assert stream.stats.external_tokens > 0
+        right = fresh("full", PROMPTS[0], 4, retrained=True)
+        with pytest.raises(AssertionError):
+            assert_same(taken(stream), right, TOLERANCE)
+
+
+def test_a_request_of_before_ends_after_the_reset_and_leaves_nothing_to_be_found() -> None:
+    """It goes on with a mix of old and new, which is the engine's affair; others must not get it, now or later."""
+    with rig(step_tokens=8) as made:
+        on_host_only(made, PROMPTS[0])
+        made.submit((*PROMPTS[0], 1, 2, 3), 30)  # half of it comes from the host
+        made.submit(PROMPTS[1], 30)
+        for _ in range(8):
+            made.step()
+        retrain(made.engine)
+        assert made.engine.reset_prefix_cache() is False
+        stored = made.count("store_blocks", "stored")
+        made.drain()
+        assert made.count("store_blocks", "stored") == stored
+        assert not made.offload.core.state.pool.index
+        assert made.count("store_blocks", "before_reset") > 0
+        assert reset(made) == 1  # now the device can forget too
+        assert check_answers(made) > 0
+        made.assert_clean()
+
+
+def test_a_device_that_was_not_reset_cannot_bring_the_old_back_to_the_host() -> None:
+    """The engine's own cache is the engine's: its hits are old until it is reset. The host takes none of them."""
+    with rig() as made:
+        for prompt in PROMPTS:
+            made.run(prompt, 4)
+            assert made.offload.core.state.pool.index  # computed since the last reset
+            assert made.offload.reset() is True  # the host alone
+            again = made.submit((*prompt, 1, 2, 3, 4, 5), 8)
+            made.drain()
+            assert again.stats.device_hit_tokens > 0
+            assert not made.offload.core.state.pool.index
+        made.assert_clean()
+
+
+@pytest.mark.parametrize("in_flight", ["stores", "loads"])
+def test_a_sleep_loses_the_device_and_wakes_to_a_host_that_knows_nothing_old(in_flight: str) -> None:
+    with rig(num_blocks=200, step_tokens=8) as made:
+        on_host_only(made, *PROMPTS)
+        begin(made, in_flight)
+        reset(made)
+        lose_device_memory(made.engine)
+        retrain(made.engine)
+        assert check_answers(made) > 0
+        made.assert_clean()
+
+
+def test_a_copy_that_never_ends_delays_the_answer_by_the_time_out_and_no_more() -> None:
+    """The device cannot forget a block under such a copy: its own answer stays false until the copy ends."""
+    with rig(num_blocks=200) as made:
+        made.hold()
+        made.run_requests(PROMPTS[0])
+        [stuck, *others] = open_stores(made)
+        assert made.offload.reset() is False
+        made.copiers[0]._held = False
+        for other in others:
+            other.finish()
+        made.pass_time(1.1 * TIMEOUT_S)
+        made.step()
+        assert made.offload.reset() is True
+        assert made.engine.pool.reset_prefix_cache() is False
+        stuck.finish()
+        made.step(TIMEOUT_S)
+        made.step()
+        assert made.engine.reset_prefix_cache() is True

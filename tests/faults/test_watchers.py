@@ -1,0 +1,201 @@
+"""Those who watch fail: an observer that blocks everybody's loop, a full disk, clocks that jump."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import TYPE_CHECKING, Any
+
+from kvoffload.engine import Engine, SamplingParams
+from kvoffload.model.causes import SurpriseCause
+from kvoffload.model.events import EngineSurprised
+from kvoffload.runtime.clocks import Clocks
+from kvoffload.runtime.portal import Portal
+from kvoffload.telemetry.journal import read_journal
+from kvoffload.telemetry.journal_file import JournalFile
+from kvoffload.telemetry.log_observer import LogObserver
+from kvoffload.testing import FakeClock, ThreadGate
+from kvoffload_reference.plugin import ReferencePlugin
+from tests.engine.tiny import assert_same, taken
+from tests.reference.rig import (
+    TIMEOUT_S,
+    TOLERANCE,
+    Rig,
+    config_of,
+    on_host_only,
+    open_stores,
+    plain,
+    rig,
+    text,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+# -- the loop is blocked ----------------------------------------------------------------------------------------------------
+
+
+def run(engine: Engine, prompt: tuple[int, ...], tokens: int = 3) -> int:
+    """Serve one request; return how many of its tokens came from the host."""
+    stream = engine.submit(prompt, SamplingParams(tokens))
+    while stream.request_id in engine._open:
+        engine.step()
+    assert_same(taken(stream), plain("full", prompt, tokens), TOLERANCE)
+    return stream.stats.external_tokens
+
+
+def test_an_observer_that_blocks_the_loop_holds_up_stores_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It shares its thread with the transfer coroutine. Loads are the engine's own; stores are given up in time."""
+    gate = ThreadGate()
+
+    async def block(self: LogObserver, event: object) -> None:
+        if isinstance(event, EngineSurprised):
+            gate.arrive()
+
+    monkeypatch.setattr(LogObserver, "__call__", block)
+    clock = FakeClock()
+    plugin = ReferencePlugin(portal=Portal("blocked"), clocks=Clocks(clock.monotonic, clock.monotonic))
+    engine = Engine(config_of("full", num_blocks=100), plugin, clock=clock.monotonic)
+    assert plugin.offload is not None
+    counts = plugin.offload.counters
+    while plugin.offload.gauges().capacity_slots == 0:
+        engine.step()
+    run(engine, text(1, 30), 6)
+    while engine.has_work:
+        engine.step()
+    assert engine.pool.reset_prefix_cache()
+    plugin.offload.bus.publish(EngineSurprised(SurpriseCause.UNKNOWN_JOB))
+    gate.wait_for_arrivals(1)
+
+    assert run(engine, text(1, 30)) > 0  # loads come
+    for number in range(5):
+        run(engine, text(10 + number, 60))
+    assert engine.has_work  # stores wait
+    for _ in range(20):  # what was given up is tried once more, and given up again
+        clock.jump(TIMEOUT_S / 4)
+        engine.step()
+    assert not engine.has_work
+    lost = engine.statistics().leased_blocks
+    assert 0 < lost <= plugin.offload.shape.lease_limit
+    assert counts.snapshot().count("kvoffload_store_blocks_total", "abandoned") >= lost
+
+    gate.open()
+    while engine.statistics().leased_blocks:
+        engine.step()
+    assert engine.audit() == plugin.offload.audit() == []
+    assert plugin.offload.gauges().degraded is None
+    engine.close()
+
+
+# -- the journal's disk -----------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_ends_the_journals_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "journal"
+    with rig(extra={"journal_path": str(path)}) as made:
+        made.run(text(1, 25))
+        made.pass_time()
+
+        def full(file: JournalFile, lines: str) -> None:
+            os.write(file._descriptor, lines[: len(lines) // 2].encode())
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(JournalFile, "append", full)
+        made.run(text(2, 25))
+        made.pass_time()
+        made.run(text(3, 25))
+        assert made.counts().total("kvoffload_journal_write_errors_total") == 1
+        assert caplog.text.count("journal_stopped") == 1
+        assert "No space left on device" in caplog.text
+        assert sum("RequestEnded" in line for line in made.offload.journal.tail(1000)) == 3
+        assert made.offload.gauges().degraded is None
+        made.assert_clean()
+    kept = [record.sequence for record in whole_lines(path)]
+    assert kept == list(range(1, len(kept) + 1))
+
+
+def whole_lines(path: Path) -> list[Any]:
+    """What can be read of a file that was cut off in the middle of a line."""
+    text_ = path.read_text()
+    path.write_text(text_[: text_.rfind("\n") + 1])
+    return list(read_journal(path))
+
+
+# -- clocks -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_clock_that_jumps_ahead_gives_all_copies_up_and_every_request_is_served() -> None:
+    """A suspended machine, or a debugger: everything is overdue at once, and the copies end after all."""
+    with rig(num_blocks=150) as made:
+        on_host_only(made, text(1, 30))
+        made.hold()
+        streams = [
+            made.submit(text(1, 30), 3),
+            made.submit(text(2, 30), 6),
+            made.submit((*text(1, 28), 9), 2),
+        ]
+        for _ in range(4):
+            made.step()
+        assert open_stores(made)
+        made.clock.jump(1e7)
+        for copier in made.copiers:
+            copier._held = False  # for what comes
+        made.drain()
+        assert all(stream.stats.finished_s is not None for stream in streams)
+        assert made.engine.pool.leased_blocks
+        made.assert_outputs()
+        made.release()
+        for _ in range(3):
+            made.step(TIMEOUT_S / 4)
+        assert made.engine.pool.leased_blocks == 0
+        made.run(text(3, 30), 6)
+        made.forget_device()
+        made.run(text(3, 30), 6)
+        assert made.count("load_blocks", "loaded") > 0
+        made.assert_clean()
+
+
+def test_a_wall_clock_that_is_set_changes_only_what_people_read(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """Back by a year and ahead by two, with copies open: no time-out ends, no age warns, the journal can be read."""
+    wall = FakeClock(2e9)
+    monkeypatch.setattr(
+        "tests.reference.rig.Clocks", lambda now, _, precise: Clocks(now, wall.monotonic, precise)
+    )
+    path = tmp_path / "journal"
+    with rig(extra={"journal_path": str(path)}) as made:
+        on_host_only(made, text(1, 30))
+        made.hold()
+        made.submit(text(1, 30), 3)
+        made.submit(text(2, 30), 6)
+        made.step()
+        for years in (-1, 2):
+            wall.jump(years * 3.15e7)
+            for _ in range(3):
+                made.step()
+            watchdog_of(made).look()
+        now = made.offload.gauges()
+        assert (now.oldest_pin_s, now.oldest_job_s) == (2e9, 2e9)
+        made.release()
+        made.drain()
+        assert made.count("abandoned_jobs", "load") == made.count("abandoned_jobs", "store") == 0
+        made.assert_outputs()
+        made.assert_clean()
+    assert "held_too_long" not in caplog.text
+    times = [record.time for record in read_journal(path)]
+    assert min(times) < 2e9 < max(times)
+
+
+def watchdog_of(made: Rig) -> Any:  # noqa: ANN401
+    """The side's own, with the parts that it watches."""
+    from kvoffload.runtime.watchdog import Watchdog
+
+    side = made.offload
+    return Watchdog(side._pins, side._deadlines, TIMEOUT_S, made.clock.monotonic)

@@ -1,0 +1,281 @@
+"""The laws are checked whenever nothing goes on and for whoever asks; the oldest pin and job are told and watched."""
+
+from __future__ import annotations
+
+import logging
+import stat
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from kvoffload.core.states import SlotState
+from kvoffload.model.causes import DegradeCause
+from kvoffload.model.config import OffloadConfig
+from kvoffload.model.ids import BlockKey, DeviceBlockId, SlotId
+from kvoffload.runtime import conservation
+from kvoffload.runtime.portal import Portal
+from kvoffload.runtime.watchdog import Since, Watchdog
+from kvoffload.telemetry.journal import read_journal
+from kvoffload.telemetry.journal_file import JournalFile
+from kvoffload.testing import FakeClock
+from tests.runtime.parts import RELOAD, TIMEOUT_S, Pool, Side, loading
+
+
+def audits(side: Side) -> int:
+    return side.side.counters.snapshot().total("kvoffload_audits_total")
+
+
+def logged(caplog: pytest.LogCaptureFixture, event: str) -> list[dict[str, object]]:
+    lines = [getattr(record, "kvoffload", {}) for record in caplog.records]
+    return [line for line in lines if line.get("event") == event]
+
+
+# -- when -----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_last_end_is_audited_and_no_step_is() -> None:
+    side = Side()
+    before = audits(side)
+    for _ in range(3):
+        side.step()
+    assert audits(side) == before
+    plan = loading(side)  # a request came and went before, which was audited
+    assert audits(side) == before + 1
+    side.done(plan)
+    assert audits(side) == before + 1  # the request runs
+    side.ended("a")
+    assert audits(side) == before + 2
+
+
+def test_a_copy_that_outlives_the_last_request_is_waited_for() -> None:
+    side = Side()
+    plan = loading(side)
+    before = audits(side)
+    side.ended("a")
+    assert audits(side) == before
+    side.done(plan)
+    assert audits(side) == before + 1
+
+
+def test_what_is_found_at_rest_switches_offloading_off_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    side = Side()
+    side.stored()
+    side.side.core.state.pool._counts[SlotState.EMPTY] -= 1
+    side.seen("a")
+    assert side.side.gauges().degraded is None
+    side.ended("a")
+    assert side.side.gauges().degraded is DegradeCause.LAW_BROKEN
+    (line,) = logged(caplog, "offloading_off")
+    assert "slots by state sum to 49" in str(line["detail"])
+    before = audits(side)
+    side.seen("b")
+    side.ended("b")
+    assert audits(side) == before  # once is enough
+
+
+def test_a_slots_record_is_compared_some_at_a_time_and_all_in_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(conservation, "_SLOTS_AT_REST", 20)
+    side = Side(slots=50)
+    side.seen("a")
+    side.side.core.state.pool._keys[SlotId(49)] = BlockKey(b"x")
+    ended = 0
+    while side.side.gauges().degraded is None:
+        side.ended("a")
+        side.seen("a")
+        ended += 1
+    assert 1 < ended <= 4
+
+
+def test_an_audit_that_raises_switches_offloading_off_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    side = Side()
+    monkeypatch.setattr(side.side.core.state.pool, "pins", None)
+    side.seen("a")
+    side.ended("a")
+    assert side.side.gauges().degraded is DegradeCause.HANDLER_RAISED
+
+
+# -- the engine's own counts ------------------------------------------------------------------------------------------------
+
+
+class Readable(Pool):
+    """A pool that lets its reference counts be read."""
+
+    def lease_problems(self, leases: Mapping[DeviceBlockId, int]) -> list[str]:
+        if sorted(self.leased) == sorted(block for block, count in leases.items() for _ in range(count)):
+            return []
+        return ["the engine counts others"]
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_the_engines_own_counts_are_compared(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.runtime.parts.Pool", Readable)
+    side = Side()
+    plan = loading(side)
+    assert side.side.audit() == []
+    block = side.pool.leased.pop()
+    if asked:
+        assert side.side.audit() == ["the engine counts others"]
+    else:
+        side.pool.leased += [block, block]  # one too many of them is left in the end
+        side.done(plan)
+        side.ended("a")
+    assert side.side.gauges().degraded is DegradeCause.LAW_BROKEN
+
+
+# -- the journal goes with it -------------------------------------------------------------------------------------------------
+
+
+def broken(side: Side) -> None:
+    side.stored()
+    side.side.core.state.pool._counts[SlotState.EMPTY] -= 1
+    assert side.side.audit()
+
+
+@pytest.mark.parametrize("has_portal", [False, True])
+def test_the_ring_is_saved_beside_the_journal_for_its_owner(
+    has_portal: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "journal"
+    side = Side(portal=has_portal, config=OffloadConfig(journal_path=path))
+    broken(side)
+    (line,) = logged(caplog, "offloading_off")
+    saved = tmp_path / "journal.degraded"
+    assert line["journal_file"] == str(saved)
+    assert stat.S_IMODE(saved.stat().st_mode) == 0o600
+    names = [getattr(record.message, "name", type(record.message).__name__) for record in read_journal(saved)]
+    assert {"StoreScheduled", "LawBroken"} <= set(names)
+    assert len(names) > 5
+    side.close()
+
+
+def test_the_engines_thread_does_not_write_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrote: list[threading.Thread] = []
+    done = threading.Event()
+    write = JournalFile.append
+
+    def append(file: JournalFile, text: str) -> None:
+        write(file, text)
+        if file.path.suffix == ".degraded":
+            wrote.append(threading.current_thread())
+            done.set()
+
+    monkeypatch.setattr(JournalFile, "append", append)
+    side = Side(portal=Portal("test"), config=OffloadConfig(journal_path=tmp_path / "journal"))
+    broken(side)
+    assert done.wait(30)
+    assert wrote[0] is not threading.current_thread()
+    side.close()
+
+
+def test_after_the_portals_end_it_is_written_all_the_same(tmp_path: Path) -> None:
+    side = Side(portal=True, config=OffloadConfig(journal_path=tmp_path / "journal"))
+    assert side.portal is not None
+    side.portal.executor.shutdown()
+    broken(side)
+    side.close()
+    assert (tmp_path / "journal.degraded").read_text().count("\n") > 5
+
+
+def test_without_a_path_the_log_has_the_last_lines_and_no_file_is_made(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    broken(Side())
+    (line,) = logged(caplog, "offloading_off")
+    assert "LawBroken" in str(line["journal"])
+    assert "journal_file" not in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_cannot_be_written_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "journal.degraded").mkdir()
+    broken(Side(config=OffloadConfig(journal_path=tmp_path / "journal")))
+    assert logged(caplog, "journal_not_saved")
+
+
+# -- the oldest job, and the watchdog -----------------------------------------------------------------------------------------
+
+
+def test_the_oldest_job_is_told_while_there_is_one() -> None:
+    side = Side()
+    assert side.side.gauges().oldest_job_s == 0
+    first = side.clock.monotonic()
+    load = loading(side)
+    side.clock.jump(5)
+    side.seen("b", prefix="q")
+    side.allocated("b")
+    side.pool.names.update((block, f"q{place}".encode()) for place, block in enumerate(side.last_table))  # type: ignore[misc]
+    store = side.step(("b", RELOAD))
+    assert store.stores
+    assert side.side.gauges().oldest_job_s == first
+    side.done(load)
+    assert side.side.gauges().oldest_job_s == first + 5
+    side.done(store)
+    assert side.side.gauges().oldest_job_s == 0
+
+
+def test_a_job_that_was_given_up_is_nobodys_oldest() -> None:
+    side = Side()
+    loading(side)
+    side.clock.jump(TIMEOUT_S)
+    side.step()
+    assert side.side.gauges().oldest_job_s == 0
+
+
+class Held:
+    """Something that is held since a moment."""
+
+    def __init__(self, since: float | None = None) -> None:
+        self.oldest: Since | None = Since(1000.0, since) if since is not None else None
+
+
+def test_the_watchdog_warns_of_what_outlives_its_time_seldom(caplog: pytest.LogCaptureFixture) -> None:
+    clock = FakeClock()
+    pins, jobs = Held(0.0), Held(0.0)
+    dog = Watchdog(pins, jobs, 10.0, clock.monotonic)
+    said = []
+    for seconds in (15, 1, 9, 1, 40):
+        clock.jump(seconds)
+        dog.look()
+        said.append([line["what"] for line in logged(caplog, "held_too_long")])
+    assert said == [[], ["job"], ["job"], ["job", "pin"], ["job", "pin"]]
+    jobs.oldest = None
+    clock.jump(30)
+    dog.look()
+    assert [line["what"] for line in logged(caplog, "held_too_long")] == ["job", "pin", "pin"]
+    assert logged(caplog, "held_too_long")[0] == {
+        "event": "held_too_long",
+        "what": "job",
+        "age_s": 16.0,
+        "allowed_s": 15.0,
+        "since": 1000,
+    }
+
+
+def test_the_watchdog_looks_while_the_engines_thread_hangs(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No hook is called any more; the side's own watchdog, on the portal's thread, sees pin and job grow old."""
+    told = threading.Event()
+    said = caplog.handler.emit
+
+    def emit(record: logging.LogRecord) -> None:
+        said(record)
+        if len(logged(caplog, "held_too_long")) == 2:
+            told.set()
+
+    monkeypatch.setattr(caplog.handler, "emit", emit)
+    side = Side(portal=Portal("test"), config=OffloadConfig(transfer_timeout_s=0.05))
+    loading(side)
+    side.clock.jump(1.0)
+    assert told.wait(30)
+    assert {line["what"] for line in logged(caplog, "held_too_long")} == {"pin", "job"}
+    side.close()
+    assert side.side._observers._watching is not None
+    assert side.side._observers._watching.cancelled()

@@ -1,0 +1,104 @@
+"""A reset's answer, its metric and its log say the same of what is still under way."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvoffload.model.events import Event, ResetEnded, ResetStarted
+from kvoffload.model.ids import RequestId
+from tests.runtime.parts import RELOAD, TIMEOUT_S, Side, loading
+
+
+def heard(side: Side) -> list[Event]:
+    found: list[Event] = []
+    for cls in (ResetStarted, ResetEnded):
+        side.side.bus.count(cls, found.append)
+    return found
+
+
+def draining(side: Side) -> int:
+    return side.side.gauges().reset_draining_jobs
+
+
+def test_a_reset_of_nothing_ends_at_once() -> None:
+    side = Side()
+    side.stored()
+    told = heard(side)
+    assert side.side.reset() is True
+    assert told == [ResetStarted(1, 3, 0, 0), ResetEnded(1, 0)]
+    assert draining(side) == 0
+
+
+def test_a_reset_ends_when_the_last_copy_has() -> None:
+    side = Side()
+    told = heard(side)
+    load = loading(side)
+    assert side.side.reset() is False
+    assert told == [ResetStarted(1, 3, 3, 1)]
+    assert draining(side) == 1
+    assert side.side.reset() is False
+    side.done(load)
+    assert told[1:] == [ResetStarted(2, 0, 3, 1), ResetEnded(2, 0)]
+    assert draining(side) == 0
+    assert side.side.reset() is True
+
+
+def test_copies_of_after_a_reset_are_not_waited_for() -> None:
+    side = Side()
+    load = loading(side)
+    side.side.reset()
+    told = heard(side)
+    side.seen("b", prefix="q")
+    side.allocated("b")
+    side.pool.names.update((block, f"q{place}".encode()) for place, block in enumerate(side.last_table))  # type: ignore[misc]
+    assert side.step(("b", RELOAD)).stores
+    side.done(load)
+    assert told == [ResetEnded(1, 0)]
+    assert draining(side) == 0
+
+
+def test_a_copy_that_is_given_up_is_not_waited_for() -> None:
+    side = Side()
+    loading(side)
+    told = heard(side)
+    assert side.side.reset() is False
+    side.clock.jump(TIMEOUT_S)
+    side.step()
+    assert told[-1] == ResetEnded(1, 1)
+    assert draining(side) == 0
+    assert side.side.reset() is True  # its memory is written off; nobody gets it
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_answer_metric_and_log_agree_at_any_time(seed: int) -> None:
+    choose = random.Random(seed)
+    side = Side(slots=20)
+    told = heard(side)
+    plans, open_requests = [], list[str]()
+    for number in range(120):
+        name = f"r{number}"
+        side.seen(name, prefix=f"p{number % 3}-")
+        found = side.side.lookup(RequestId(name), 0)
+        side.allocated(name, found or 0)
+        open_requests.append(name)
+        side.pool.names.update(
+            (block, f"p{number % 3}-{place}".encode())  # type: ignore[misc]
+            for place, block in enumerate(side.last_table)
+        )
+        plans.append(side.step((name, RELOAD)))
+        while plans and choose.random() < 0.5:
+            side.done(plans.pop(choose.randrange(len(plans))))
+        while open_requests and choose.random() < 0.4:
+            side.ended(open_requests.pop(0))
+        if choose.random() < 0.1:
+            side.clock.jump(TIMEOUT_S / 2)
+        if choose.random() < 0.3:
+            answer = side.side.reset()
+            started = [event for event in told if isinstance(event, ResetStarted)][-1]
+            assert answer is (started.open_jobs == 0) is (draining(side) == 0)
+            assert isinstance(told[-1], ResetEnded) is answer
+            assert not side.side.core.state.pool.index
+    assert any(isinstance(event, ResetStarted) and event.open_jobs for event in told)
+    assert any(isinstance(event, ResetEnded) for event in told)

@@ -1,0 +1,1 @@
+"""Hours of mixed traffic, and whether anything grew."""

@@ -1,0 +1,92 @@
+"""`make soak`: an hour of virtual time on the reference engine, then minutes of real time on a stock vLLM.
+
+The vLLM half runs where vLLM is installed, which is an environment of its own; each half is a process of its own, so that
+what one holds is not in the other's numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tests.soak.growth import Growth, Reading, growth_of, table
+
+_WARM_UP = 0.25  # of the time: pools, rings and memories of a fixed size fill up, allocators settle
+_READINGS = 60
+_PYTHON_WITH_VLLM = Path(__file__).parents[2] / ".venv" / "vllm" / "bin" / "python"
+
+Half = Callable[[float, float, Callable[[str], object]], tuple[list[Reading], str]]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what was asked for; return 1 if anything grew."""
+    parser = argparse.ArgumentParser(prog="make soak", description=__doc__)
+    parser.add_argument("--reference-minutes", type=float, default=60, help="of virtual time (60)")
+    parser.add_argument("--vllm-minutes", type=float, default=10, help="of real time (10); 0 leaves it out")
+    parser.add_argument("--half", choices=("reference", "vllm"), help=argparse.SUPPRESS)
+    asked = parser.parse_args(argv)
+    if asked.half is not None:
+        logging.disable(logging.ERROR)  # copies fail on purpose
+        minutes = asked.reference_minutes if asked.half == "reference" else asked.vllm_minutes
+        return run(_reference if asked.half == "reference" else _vllm, minutes)
+    halves = [("reference", sys.executable, asked.reference_minutes)]
+    halves += [("vllm", str(_PYTHON_WITH_VLLM), asked.vllm_minutes)]
+    codes = [_process(name, python, minutes) for name, python, minutes in halves if minutes]
+    passed = codes.count(0)
+    print(f"soak: {passed} of {len(codes)} passed")
+    return int(passed < len(codes))
+
+
+def run(half: Half, minutes: float) -> int:
+    """Soak, and print the table and a summary; return 1 if anything grew."""
+    readings, words = half(minutes * 60, minutes * 60 / _READINGS, _progress)
+    found = growth_of(readings[round(len(readings) * _WARM_UP) :])
+    _progress("")
+    print(f"{words}; {len(readings)} readings, the first quarter of them warm-up")
+    print(table(found))
+    print(f"soak {summary(found)}", flush=True)
+    return int(not all(one.passed for one in found))
+
+
+def summary(found: Sequence[Growth]) -> str:
+    """Return what grew, or that nothing did."""
+    grown = [f"{one.name} {one.share:.2%}" for one in found if not one.passed]
+    if grown:
+        return f"FAILED: {', '.join(grown)}"
+    worst = max(found, key=lambda one: one.share)
+    return f"passed: {len(found)} numbers, none grew by more than {worst.share:.2%} ({worst.name})"
+
+
+def _process(name: str, python: str, minutes: float) -> int:
+    command = [python, "-m", "tests.soak", "--half", name, f"--{name}-minutes", str(minutes)]
+    return subprocess.run(command, check=False).returncode
+
+
+def _reference(seconds: float, apart_s: float, told: Callable[[str], object]) -> tuple[list[Reading], str]:
+    import torch
+
+    from tests.soak.on_reference import soak
+
+    torch.set_num_threads(1)
+    return soak(seconds, apart_s, told)
+
+
+def _vllm(seconds: float, apart_s: float, told: Callable[[str], object]) -> tuple[list[Reading], str]:
+    from tests.soak.on_vllm import soak
+
+    with tempfile.TemporaryDirectory() as folder:
+        return soak(seconds, apart_s, Path(folder), told)
+
+
+def _progress(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

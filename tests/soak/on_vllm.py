@@ -1,0 +1,111 @@
+"""The same on a stock vLLM in this process, in real time: its own copies, some of which raise."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvoffload.transfer import host_copier
+from kvoffload.transfer.runs import CopyRuns
+from tests.soak.growth import Reading, read
+from tests.vllm_adapter.engine_rig import DEVICE_BLOCKS, Asked, Rig, offloading
+from tests.vllm_stock import checkpoints
+
+_MODEL: checkpoints.Kind = "gemma3"  # windows, and full attention beside them
+_PEOPLE = 6
+_LONGEST = 420
+_MISSES = 2000
+
+
+class Talk:
+    """People who talk with the engine, step by step.
+
+    Args:
+        made: the engine.
+        choose: what makes it mixed.
+    """
+
+    def __init__(self, made: Rig, choose: random.Random) -> None:
+        self._made = made
+        self._choose = choose
+        self._histories: list[tuple[int, ...]] = [()] * _PEOPLE
+        self._turn = 0
+        self.answers = self.aborts = self.resets = 0
+
+    def serve(self, seconds: float) -> None:
+        """Serve for so long, and on until nothing goes on."""
+        give_up = time.monotonic() + seconds
+        while time.monotonic() < give_up:
+            self._round()
+            if self._choose.random() < 0.1:
+                self.resets += bool(self._made.scheduler.reset_prefix_cache(reset_connector=True))
+        self._made.finish()
+
+    def _round(self) -> None:
+        """All say something at once; some hang up."""
+        names = {}
+        for number, history in enumerate(self._histories):
+            if not history or len(history) > _LONGEST:
+                history = tuple(random.Random(self._choose.randrange(2)).choices(range(256), k=70))
+            said = tuple(self._choose.choices(range(256), k=self._choose.randint(10, 50)))
+            self._histories[number] = (*history, *said)
+            self._turn += 1
+            names[number] = f"t{self._turn}"
+            self._made.ask(names[number], Asked(self._histories[number], self._choose.randint(2, 10)))
+        if self._choose.random() < 0.2:
+            for _ in range(3):
+                self._made.step()
+            gone = self._choose.choice(list(names))
+            self._made.abort(names[gone])
+            self.aborts += 1
+        self._made.finish()
+        for number, name in names.items():
+            told = self._made.told.pop(name, None)
+            if told is not None and told.finished:
+                self._histories[number] += told.tokens
+                self.answers += 1
+
+
+def soak(
+    seconds: float, apart_s: float, folder: Path, told: Callable[[str], object]
+) -> tuple[list[Reading], str]:
+    """Soak for so many real seconds; return a reading every `apart_s`, and what went on, in words."""
+    choose, readings = random.Random(1), list[Reading]()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(
+            host_copier, "choose_copy", lambda real=host_copier.choose_copy: _failing(real(), choose)
+        )
+        options: dict[str, Any] = {"num_gpu_blocks_override": DEVICE_BLOCKS[_MODEL], "max_num_seqs": 16}
+        with offloading(_MODEL, folder, 120, **options) as made:
+            made.side.core.state.misses._bound = _MISSES
+            talk, begun = Talk(made, choose), time.monotonic()
+            while time.monotonic() - begun < seconds:
+                talk.serve(apart_s)
+                assert made.side.audit() == []
+                readings.append(read(made.side.gauges()))
+                told(f"{(time.monotonic() - begun) / 60:.1f} minutes, {talk.answers} answers")
+            made.check_clean()
+            counts = made.counts
+            words = (
+                f"{seconds / 60:.0f} minutes on vLLM: {talk.answers} answers, {talk.aborts} aborts, "
+                f"{talk.resets} resets, {counts.count('kvoffload_load_blocks_total', 'loaded')} blocks loaded, "
+                f"{counts.count('kvoffload_load_blocks_total', 'failed')} of failed loads"
+            )
+    return readings, words
+
+
+def _failing(copy: Callable[[CopyRuns], None], choose: random.Random) -> Callable[[CopyRuns], None]:
+    """One copy in fifty raises in the middle."""
+
+    def fails(runs: CopyRuns) -> None:
+        if choose.random() < 0.02:
+            copy(CopyRuns(runs.source[:1], runs.target[:1], runs.size[:1]))
+            raise OSError("the link is down")
+        copy(runs)
+
+    return fails

@@ -1,0 +1,55 @@
+"""That a soak would notice growth, and a short one."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvoffload.telemetry.gauges import GaugeSnapshot
+from tests.soak import __main__ as command
+from tests.soak.growth import Reading, growth_of, read, table
+from tests.soak.on_reference import soak
+
+
+def names_that_grow(readings: list[Reading]) -> list[str]:
+    return [one.name for one in growth_of(readings) if not one.passed]
+
+
+def test_what_grows_is_named_and_what_comes_and_goes_is_not() -> None:
+    readings: list[Reading] = [
+        {"flat": 5, "grows": 1000 + number, "falls": 100 - number, "noisy": 100 + 30 * (number % 7 == 3)}
+        for number in range(40)
+    ]
+    assert names_that_grow(readings) == ["grows"]
+    assert "grows" in command.summary(growth_of(readings))
+
+
+def test_what_was_nothing_and_is_something_has_grown() -> None:
+    readings: list[Reading] = [{"pins": number // 30} for number in range(40)]
+    assert names_that_grow(readings) == ["pins"]
+    assert names_that_grow([{}, {}, {}, {"new": 1}]) == ["new"]
+
+
+def test_the_table_says_both() -> None:
+    page = table(growth_of([{"a": 1, "b": 0}, {"a": 1, "b": 0}, {"a": 1.5, "b": 0}]))
+    assert "50.00%  GROWS" in page
+    assert page.endswith("0 throughout: b")
+
+
+def test_a_reading_has_the_process_and_every_gauge() -> None:
+    slots = dict.fromkeys(["empty", "filling", "ready", "pinned", "draining", "quarantined"], 1)
+    found = read(GaugeSnapshot(slots=slots, capacity_slots=6, oldest_job_s=7.0))
+    assert found["slots empty or ready"] == 2
+    assert found["slots host quarantined"] == 1
+    assert found["oldest_job_timestamp_seconds"] == 7
+    assert min(found["resident MiB"], found["open descriptors"], found["Python objects"]) > 0
+    assert not any("ready" in name and name != "slots empty or ready" for name in found)
+
+
+@pytest.mark.slow
+def test_a_short_soak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Descriptors, objects and gauges; resident memory says nothing after seconds, in a process full of other tests."""
+    monkeypatch.setattr("tests.soak.on_reference._CHECKED", 10)
+    readings, words = soak(40, 4, lambda _: None)
+    assert len(readings) >= 8
+    assert "resets" in words
+    assert [name for name in names_that_grow(readings[2:]) if name != "resident MiB"] == []
