@@ -18,7 +18,7 @@ WHEEL := $(CURDIR)/$(VENV)/wheel
 AGAINST_WHEEL := KVOFFLOAD_WHEEL=$(WHEEL) PYTHONPATH=$(WHEEL) PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE=1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast test-vllm check lint types imports size format tools vllm-versions bench-hooks docs lock dashboards screenshot observe deep explore mutants coverage wheel vllm-env vllm-demo clean
+.PHONY: help venv demo test test-fast test-vllm check lint types imports size format tools vllm-versions bench-hooks docs lock dashboards screenshot observe simulate soak deep explore mutants coverage wheel vllm-env vllm-demo clean
 .DELETE_ON_ERROR:
 
 help:  ## print the targets
@@ -93,8 +93,14 @@ screenshot: venv  ## take the README's picture of the demo's report anew, in a r
 observe: venv  ## a demo under a real Prometheus: every query of every panel and rule (ARGS="HOST:PORT" adds engines)
 	@$(BIN)/python -m dashboards.observe $(ARGS)
 
+simulate: venv  ## ten thousand seeded lives of an engine on a virtual clock with copies that misbehave (ARGS="--seed N": one)
+	@$(BIN)/python -m tests.simulate $(ARGS)
+
 deep: $(VENV)/wheel/ready  ## the property tests with many more examples; takes long
 	HYPOTHESIS_PROFILE=deep $(AGAINST_WHEEL) $(BIN)/pytest -m "hypothesis and not gpu and not vllm" --timeout 3600 $(ARGS)
+
+soak: venv vllm-env  ## an hour of mixed traffic in virtual time, then ten minutes on a stock vLLM: nothing may grow (ARGS="--vllm-minutes N")
+	@$(BIN)/python -m tests.soak $(ARGS)
 
 explore: venv  ## every interleaving of small worlds, over a million states; takes long (ARGS="--states N WORLD...")
 	@$(BIN)/python -m tests.explore $(ARGS)

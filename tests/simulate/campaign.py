@@ -1,0 +1,105 @@
+"""Many seeds over all cores: what each came to, and what they add up to."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from tests.simulate.simulation import Simulation, simulate
+
+_PATIENCE_S = (
+    60  # of the processor's time for one seed: an endless loop in our code must not hold the others up
+)
+
+Play = Callable[[int], Simulation]
+
+
+class Endless(BaseException):
+    """Raised in the middle of anything. No exception that a counter or an observer may raise, or it would be survived."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of one seed.
+
+    Args:
+        seed: which.
+        problem: what went wrong, None for nothing.
+        trace: where, for whoever looks for the reason.
+        numbers: what happened in it, by name.
+    """
+
+    seed: int
+    problem: str | None = None
+    trace: str = ""
+    numbers: Counter[str] = field(default_factory=Counter)
+
+
+def play(seed: int, simulation: Play = simulate) -> Result:
+    """Play one seed, whatever comes of it."""
+    try:
+        with _patience(seed):
+            world = simulation(seed)
+    except (Exception, Endless) as error:
+        return Result(seed, f"{type(error).__name__}: {error}", traceback.format_exc())
+    return Result(seed, numbers=_numbers(world))
+
+
+def play_all(seeds: Iterable[int], processes: int | None = None) -> Iterator[Result]:
+    """Play seeds on all cores, in any order."""
+    context = multiprocessing.get_context("fork")
+    with context.Pool(processes or os.cpu_count(), _start) as pool:
+        yield from pool.imap_unordered(play, seeds, chunksize=8)
+
+
+def first_failure(seeds: Iterable[int]) -> Result | None:
+    """Play seeds one after the other up to the first that fails; return it."""
+    return next((result for result in map(play, seeds) if result.problem), None)
+
+
+def keep_journal(seed: int, folder: Path) -> tuple[Path, Result]:
+    """Play a seed again with a full journal in `folder`; return the journal's path, and what came of it this time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"seed-{seed}.jsonl"
+    path.unlink(missing_ok=True)
+    return path, play(seed, lambda seed: simulate(seed, journal=path))
+
+
+def _start() -> None:
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this ends it
+
+
+def _numbers(world: Simulation) -> Counter[str]:
+    counts = world.offload.counters.snapshot()
+    return Counter(
+        steps=world.steps,
+        copies=counts.total("kvoffload_transfers_total"),
+        stored=counts.count("kvoffload_store_blocks_total", "stored"),
+        loaded=counts.count("kvoffload_load_blocks_total", "loaded"),
+        requests=world.requests,
+    )
+
+
+@contextmanager
+def _patience(seed: int) -> Iterator[None]:
+    def out(number: int, frame: FrameType | None) -> None:
+        raise Endless(f"seed {seed} has computed for {_PATIENCE_S} s")
+
+    before = signal.signal(signal.SIGVTALRM, out)
+    signal.setitimer(signal.ITIMER_VIRTUAL, _PATIENCE_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)

@@ -1,0 +1,154 @@
+"""A model that only counts: each KV cell holds a number made of all tokens up to its own, so no wrong byte goes unseen.
+
+A token's number covers the tokens before it and the weights' version. What is written for it differs by group and by
+tensor (so also by rank). A step reads every cell that its tokens see, out of the engine's real blocks, compares each,
+and makes the new token of what it read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kvoffload.engine.groups import first_visible
+from kvoffload.engine.request import Token
+from kvoffload.engine.runner import Runner
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from kvoffload.engine.config import EngineConfig
+    from kvoffload.engine.plugin import GroupFacts
+    from kvoffload.engine.request import Request
+    from kvoffload.engine.scheduler import Batch, Chunk
+
+VOCABULARY = 2**31 - 1
+_MASK = 2**64 - 1
+_ODD = 0x9E3779B97F4A7C15  # the golden ratio in 64 bits: spreads neighbouring numbers
+
+Numbers = "NDArray[np.uint64]"
+
+
+def chain(tokens: Sequence[int], weights: int, known: Sequence[int] = ()) -> list[int]:
+    """One number a token, each made of the token and all before it; continues `known`."""
+    found = list(known)
+    last = found[-1] if found else (weights + 1) * _ODD & _MASK
+    for token in tokens[len(found) :]:
+        last = (last ^ token) * _ODD & _MASK
+        last ^= last >> 29
+        found.append(last)
+    return found
+
+
+def cells(numbers: NDArray[np.uint64], tensor: int, group: int) -> NDArray[np.uint64]:
+    """What a tensor holds of one group for tokens with these numbers."""
+    return numbers * np.uint64(2 * (tensor * 16 + group) + 1)
+
+
+def expected(
+    groups: Sequence[GroupFacts], tensors: int, prompt: Sequence[int], new_tokens: int, weights: int
+) -> list[int]:
+    """The tokens that right KV leads to."""
+    tokens, numbers = list(prompt), chain(prompt, weights)
+    for _ in range(new_tokens):
+        end = len(tokens)
+        seen = np.array(numbers, np.uint64)
+        total = sum(
+            int(cells(seen[first_visible(group, end - 1) :], tensor, group.index).sum())
+            for group in groups
+            for tensor in range(tensors)
+        )
+        tokens.append(_token(total))
+        numbers = chain(tokens, weights, numbers)
+    return tokens[len(prompt) :]
+
+
+class CountingRunner(Runner):
+    """Stands in for the transformer. `wrong` has every cell that did not hold what it should.
+
+    Args:
+        computing: called once a step: time passes.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        groups: Sequence[GroupFacts],
+        num_blocks: int,
+        computing: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._ranks = config.ranks
+        self._group_facts = groups
+        self._size = config.block_tokens
+        self._computing = computing
+        shape = (num_blocks, config.block_tokens)
+        self.kv_tensors = [
+            torch.zeros(shape, dtype=torch.int64) for _ in range(config.model.layers_per_group)
+        ]
+        self._pages: list[NDArray[np.uint64]] = [tensor.numpy().view(np.uint64) for tensor in self.kv_tensors]
+        self.weights = 0
+        self.wrong: list[str] = []
+        self._numbers: dict[str, list[int]] = {}
+        self._sampled: list[Token] = []
+
+    def launch(self, batch: Batch) -> torch.Tensor:
+        for chunk in batch.chunks:
+            request = chunk.request
+            known = self._numbers.get(request.request_id, [])
+            self._numbers[request.request_id] = chain(request.tokens, self.weights, known)
+        for chunk in batch.chunks:
+            self._write(chunk)
+        self._sampled = [Token(_token(total), 0.0) for total in map(self._read, batch.chunks) if total]
+        self._computing()
+        return torch.empty(0)
+
+    def sample(self, batch: Batch, logits: torch.Tensor) -> list[Token]:
+        return self._sampled
+
+    def forget(self, request: Request) -> None:
+        self._numbers.pop(request.request_id, None)
+
+    def _write(self, chunk: Chunk) -> None:
+        numbers = np.array(self._numbers[chunk.request.request_id][chunk.start : chunk.end], np.uint64)
+        for group in self._group_facts:
+            places = self._places(chunk, group, chunk.start)
+            for tensor, pages in enumerate(self._pages):
+                pages.reshape(-1)[places] = cells(numbers, tensor, group.index)
+
+    def _read(self, chunk: Chunk) -> int:
+        """Read what the chunk's tokens see; return what the last one makes of it, 0 for a chunk without a new token."""
+        numbers = np.array(self._numbers[chunk.request.request_id][: chunk.end], np.uint64)
+        total = 0
+        for group in self._group_facts:
+            first = first_visible(group, chunk.start)
+            places = self._places(chunk, group, first)
+            last_sees = first_visible(group, chunk.end - 1) - first
+            for tensor, pages in enumerate(self._pages):
+                found = pages.reshape(-1)[places]
+                should = cells(numbers[first:], tensor, group.index)
+                if not np.array_equal(found, should):
+                    self._note(chunk, group, tensor, first + int(np.flatnonzero(found != should)[0]))
+                total += int(found[last_sees:].sum())
+        return total if chunk.samples else 0
+
+    def _places(self, chunk: Chunk, group: GroupFacts, first: int) -> NDArray[np.int64]:
+        tokens = np.arange(first, chunk.end)
+        table = np.array(chunk.request.tables[group.index], np.int64)
+        places: NDArray[np.int64] = table[tokens // self._size] * self._size + tokens % self._size
+        return places
+
+    def _note(self, chunk: Chunk, group: GroupFacts, tensor: int, token: int) -> None:
+        block = chunk.request.tables[group.index][token // self._size]
+        self.wrong.append(
+            f"{chunk.request.request_id} read wrong KV of token {token}: group {group.index}, tensor {tensor}, "
+            f"block {block}"
+        )
+
+
+def _token(total: int) -> int:
+    return total % (2**61 - 1) % VOCABULARY

@@ -1,0 +1,155 @@
+"""An event loop whose time is a number and whose order is drawn: a second costs nothing, and a run repeats from its seed."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from kvoffload.runtime.portal import Portal, PortalClosed
+from kvoffload.testing import ManualExecutor
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Coroutine
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_LONGEST_S = 1000.0  # many times what the longest run takes
+
+
+class Stuck(Exception):
+    """Raised when somebody waits and nothing can ever happen again: what a hung request looks like from inside."""
+
+
+class SimLoop(asyncio.BaseEventLoop):
+    """Runs what is ready; when nothing is, time jumps to the next timer. No selector, no thread, no real clock.
+
+    Args:
+        draws: shuffles the callbacks that are ready at the same time; None keeps asyncio's order.
+    """
+
+    def __init__(self, draws: random.Random | None = None) -> None:
+        super().__init__()
+        self._draws = draws
+        self.now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+    def jump(self, seconds: float) -> None:
+        """Let time pass in which the loop runs nothing, as while its thread is busy."""
+        self.now += seconds
+
+    def _run_once(self) -> None:
+        timers: list[asyncio.TimerHandle] = self._scheduled  # type: ignore[attr-defined]
+        ready: Any = self._ready  # type: ignore[attr-defined]
+        while timers and timers[0].cancelled():
+            _pop(timers)
+        if not ready and not self._stopping:  # type: ignore[attr-defined]
+            self._jump_to(timers)
+        while timers and timers[0].when() <= self.now:
+            ready.append(_pop(timers))
+        batch = list(ready)
+        ready.clear()
+        if self._draws is not None:
+            self._draws.shuffle(batch)
+        for handle in batch:
+            if not handle.cancelled():
+                handle._run()
+
+    def _jump_to(self, timers: list[asyncio.TimerHandle]) -> None:
+        if not timers:
+            raise Stuck("everybody waits, and nothing is under way that could end it")
+        self.now = max(self.now, timers[0].when())
+        if self.now > _LONGEST_S:
+            raise Stuck(f"not over after {_LONGEST_S} s of its time")
+
+    def _write_to_self(self) -> None:
+        """Nobody sleeps in a system call that he would have to be woken from."""
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """Cancelled timers leave the heap when their time comes."""
+
+
+def _pop(timers: list[asyncio.TimerHandle]) -> asyncio.TimerHandle:
+    handle = heapq.heappop(timers)
+    handle._scheduled = False  # type: ignore[attr-defined]
+    return handle
+
+
+class SimClock:
+    """The loop's time for the transfer coroutines."""
+
+    def __init__(self, loop: SimLoop) -> None:
+        self._loop = loop
+
+    def monotonic(self) -> float:
+        return self._loop.now
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+
+class SimPortal(Portal):
+    """A portal whose loop is the simulation's."""
+
+    def __init__(self, loop: SimLoop) -> None:
+        super().__init__("simulation")
+        self.loop = loop
+        self._inline = ManualExecutor(held=False)
+
+    @property
+    def is_alive(self) -> bool:
+        return not self.loop.is_closed()
+
+    @property
+    def executor(self) -> ManualExecutor:
+        return self._inline
+
+    def spawn(
+        self, async_fn: Callable[P, Coroutine[object, object, T]], *args: P.args, **kwargs: P.kwargs
+    ) -> Future[T]:
+        if not self.is_alive:
+            raise PortalClosed(self.name)
+        return _Spawned(self.loop, self.loop.create_task(async_fn(*args, **kwargs)))
+
+    def close(self, timeout: float = 10.0) -> bool:
+        """Cancel what is left and let it end. The loop stays: whoever made it closes it."""
+        tasks = asyncio.all_tasks(self.loop)
+        for task in sorted(tasks, key=lambda task: task.get_name()):
+            task.cancel()
+        if tasks:
+            self.loop.run_until_complete(asyncio.wait(tasks))
+        return True
+
+
+class _Spawned(Future[Any]):
+    """Waiting for it, which is done outside the loop, runs the loop."""
+
+    def __init__(self, loop: SimLoop, task: asyncio.Task[Any]) -> None:
+        super().__init__()
+        self._loop = loop
+        self._task = task
+        task.add_done_callback(self._take)
+
+    def cancel(self) -> bool:
+        self._task.cancel()
+        return super().cancel()
+
+    def result(self, timeout: float | None = None) -> Any:  # noqa: ANN401
+        if not self.done():
+            self._loop.run_until_complete(asyncio.wait([self._task], timeout=timeout))
+        return super().result(0)
+
+    def _take(self, task: asyncio.Task[Any]) -> None:
+        error: BaseException | None = CancelledError() if task.cancelled() else task.exception()
+        if self.cancelled():
+            return
+        if error is not None:
+            self.set_exception(error)
+        else:
+            self.set_result(task.result())

@@ -1,0 +1,181 @@
+"""What a seed stands for: the engine, the host, the copiers, the traffic and the troubles, all drawn from it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvoffload.engine import EngineConfig, ModelConfig
+from kvoffload.engine.capacity import Capacity
+from kvoffload.engine.groups import make_groups
+from tests.simulate.copier import Odds
+from tests.simulate.counting import VOCABULARY
+
+LONGEST = 32  # tokens of a request, new ones included
+_CELL_BYTES = 8
+
+TROUBLES: dict[str, dict[str, float]] = {
+    "none": {},
+    "some": {"fail": 0.05, "tear": 0.05, "explode": 0.02, "refuse": 0.02, "no_fence": 0.01, "late": 0.02},
+    "many": {"fail": 0.2, "tear": 0.2, "explode": 0.1, "refuse": 0.1, "no_fence": 0.05, "late": 0.05},
+    "late": {"late": 0.3},
+    "hanging": {"hang": 0.05, "late": 0.05, "tear": 0.05},
+}
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One draw.
+
+    Args:
+        seed: what it was drawn from.
+        engine: its configuration, plugin's included.
+        odds: of each rank's copier.
+        conversations: how many there are, all in all.
+        bases: texts that their prompts begin with.
+        abort, cold: probability of a turn that is given up, and of one that comes late.
+        forgets: probability that the device's own prefix cache is gone when a turn comes late, if nobody uses it.
+        acts: what the operator does, in order, from `OPERATOR`.
+        step_s: how long a step computes, at most.
+        switch: probability that another thread runs where it can.
+        is_shuffled: callbacks that are ready together run in a drawn order.
+        observers: how those beside the usual ones behave: "slow", "raises".
+        is_logged: log lines are written.
+        has_journal: a journal's file is written, on a disk that is slow.
+        has_full_disk: and that refuses to write now and then.
+    """
+
+    seed: int
+    engine: EngineConfig
+    odds: tuple[Odds, ...]
+    conversations: int
+    bases: int
+    abort: float
+    cold: float
+    forgets: float
+    acts: tuple[str, ...]
+    step_s: float
+    switch: float
+    is_shuffled: bool
+    observers: tuple[str, ...]
+    is_logged: bool
+    has_journal: bool
+    has_full_disk: bool
+
+    @property
+    def timeout_s(self) -> float:
+        return self.odds[0].timeout_s
+
+    @property
+    def tensors(self) -> int:
+        return self.engine.model.layers_per_group
+
+    @property
+    def may_degrade(self) -> bool:
+        return "break" in self.acts
+
+    def draws(self, what: str) -> random.Random:
+        """Return the numbers for one purpose, so that no purpose changes another's."""
+        return random.Random(f"{self.seed} {what}")
+
+
+def draw(seed: int) -> Scenario:
+    """Return what a seed stands for."""
+    draws = random.Random(f"{seed} scenario")
+    ranks = draws.choice([1, 1, 2, 3])
+    timeout_s = draws.choice([0.05, 0.3, 1.0])
+    acts = _acts(draws)
+    return Scenario(
+        seed=seed,
+        engine=_engine(draws, ranks, timeout_s, acts),
+        odds=_odds(draws, ranks, timeout_s),
+        conversations=draws.randint(2, 9),
+        bases=draws.randint(1, 3),
+        abort=draws.choice([0.0, 0.1, 0.4]),
+        cold=draws.choice([0.0, 0.5, 0.9]),
+        forgets=draws.choice([0.0, 0.8, 0.8]),
+        acts=acts,
+        step_s=draws.choice([0.0, 0.001, 0.02]),
+        switch=draws.choice([0.0, 0.0, 0.05, 0.3]),
+        is_shuffled=draws.random() < 0.5,
+        observers=tuple(name for name in ("slow", "raises") if draws.random() < 0.2),
+        is_logged=draws.random() < 0.1,
+        has_journal=draws.random() < 0.1,
+        has_full_disk=draws.random() < 0.3,
+    )
+
+
+def with_plugin(engine: EngineConfig, settings: Mapping[str, object]) -> EngineConfig:
+    """Return the configuration with more settings of the plugin."""
+    return replace(engine, plugin_config={**engine.plugin_config, **settings})
+
+
+def _engine(draws: random.Random, ranks: int, timeout_s: float, acts: tuple[str, ...]) -> EngineConfig:
+    block_tokens = draws.randint(1, 4)
+    shape = EngineConfig(
+        model=_model(draws, block_tokens, ranks + draws.choice([0, 0, 1])),
+        block_tokens=block_tokens,
+        max_model_len=LONGEST,
+        step_tokens=draws.choice([3, 8, 8, 16]),
+        max_requests=draws.choice([1, 3, 8, 8]),
+        ranks=ranks,
+    )
+    capacity = Capacity(make_groups(shape), shape.step_tokens, LONGEST)
+    spare = draws.choice([0, 2, 4, 12, 20, 60])
+    sized = replace(shape, num_blocks=capacity.pool_blocks(1) + spare)
+    settings = _plugin(draws, shape, timeout_s)
+    if "corrupt" in acts:
+        settings["verify"] = "full"  # a sample may miss it, and then a token may be wrong
+    return with_plugin(sized, settings)
+
+
+def _model(draws: random.Random, block_tokens: int, tensors: int) -> ModelConfig:
+    kind = draws.choice(["full", "full", "sliding_window", "chunked_local"])
+    local = 0 if kind == "full" else draws.randint(1, 2)
+    settings: dict[str, Any] = {"attention": kind, "vocab_size": VOCABULARY, "layers": tensors * (local + 1)}
+    if kind == "sliding_window":
+        settings["window_tokens"] = draws.randint(1, 10)
+    if kind == "chunked_local":
+        settings["chunk_tokens"] = block_tokens * draws.randint(1, 3)
+    if local:
+        settings["local_per_full"] = local
+    return ModelConfig(**settings)
+
+
+def _plugin(draws: random.Random, shape: EngineConfig, timeout_s: float) -> dict[str, object]:
+    most_tensors = -(-shape.model.layers_per_group // shape.ranks)
+    slot_bytes = most_tensors * shape.block_tokens * _CELL_BYTES
+    settings: dict[str, object] = {
+        "store_policy": draws.choice(["eager", "lazy"]),
+        "host_bytes_per_rank": draws.choice([1, 5, 15, 30, 60, 60]) * slot_bytes,
+        "transfer_timeout_s": timeout_s,
+        "verify": draws.choice(["off", "off", "sample", "full"]),
+    }
+    least = draws.choice([None, None, 0, 5, "auto"])
+    return settings if least is None else {**settings, "min_load_tokens": least}
+
+
+def _odds(draws: random.Random, ranks: int, timeout_s: float) -> tuple[Odds, ...]:
+    """All ranks misbehave alike, or one of them alone."""
+    trouble = draws.choice([*TROUBLES, "none", "some"])
+    alone = draws.choice([None, draws.randrange(ranks)])
+    in_order = draws.random() < 0.7
+    usual_s = draws.choice([0.0, 0.001, 0.01, timeout_s / 2])
+    found = []
+    for rank in range(ranks):
+        odds = TROUBLES[trouble if alone in (None, rank) else "none"]
+        found.append(Odds(**odds, usual_s=usual_s, timeout_s=timeout_s, in_order=in_order))
+    return tuple(found)
+
+
+def _acts(draws: random.Random) -> tuple[str, ...]:
+    often = ["reset", "preempt", "preempt", "preempt", "device_forgets", "new_weights"]
+    acts = draws.choices(often, k=draws.choice([0, 0, 1, 3, 6]))
+    if draws.random() < 0.1:
+        acts += ["corrupt"] * 4
+        draws.shuffle(acts)
+    if draws.random() < 0.1:
+        acts.insert(draws.randint(0, len(acts)), draws.choice(["rank_dies", "coroutine_dies", "break"]))
+    return tuple(acts)

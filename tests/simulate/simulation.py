@@ -1,0 +1,348 @@
+"""One seed: the engine, the plugin, its coroutines, its observers and the clients on one loop, and what must hold."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import anyio.to_thread
+
+from kvoffload.bus.observers import run_observer
+from kvoffload.engine import Engine
+from kvoffload.logs import ROOT
+from kvoffload.model.events import Event, JobAbandoned
+from kvoffload.runtime.clocks import Clocks
+from kvoffload.telemetry.replay_journal import ReplayJournal
+from kvoffload.telemetry.snapshot import conservation
+from kvoffload_reference.plugin import ReferencePlugin
+from tests.reference.rig import assert_exclusive
+from tests.simulate.copier import ChaosCopier
+from tests.simulate.counting import CountingRunner, expected
+from tests.simulate.loop import SimClock, SimLoop, SimPortal, Stuck
+from tests.simulate.scenario import Scenario, draw, with_plugin
+from tests.simulate.traffic import Conversation, Operator, turn
+
+if TYPE_CHECKING:
+    from kvoffload.model.ids import Rank
+    from kvoffload.runtime.scheduler_side import SchedulerSide
+
+_MOST_STEPS = 4_000  # many times what the longest run takes
+_BASE_TOKENS = 20
+
+
+class Simulation:
+    """The world of one seed. `run` returns when all of it has ended well, or raises.
+
+    Args:
+        scenario: what to play.
+        keep: takes every line of a full journal.
+        folder: for the journal's file, where the scenario has one.
+    """
+
+    def __init__(
+        self, scenario: Scenario, keep: Callable[[str], object] | None = None, folder: Path | None = None
+    ) -> None:
+        self.scenario = scenario
+        draws = scenario.draws
+        self.loop = SimLoop(draws("order") if scenario.is_shuffled else None)
+        self._time = draws("time")
+        self._switches = draws("switches")
+        self.copiers: list[ChaosCopier] = []
+        clock, now = SimClock(self.loop), self.loop.time
+        self.portal = SimPortal(self.loop)
+        self.plugin = ReferencePlugin(
+            portal=self.portal, clocks=Clocks(now, now, now), clock=clock, make_copier=self._make_copier
+        )
+        self.steps = self.requests = 0
+        self._is_stepping = self._is_over = False
+        self._complaints: list[str] = []
+        self.loop.set_exception_handler(self._complain)
+        make_runner = partial(CountingRunner, computing=self._compute)
+        config = with_plugin(scenario.engine, _journal_settings(folder, keep))
+        self.engine = Engine(config, self.plugin, clock=now, make_runner=make_runner)
+        if keep is not None:
+            assert isinstance(self.offload.journal, ReplayJournal)
+            self.offload.journal.follow(keep)
+        self._abandoned = 0
+        self.offload.bus.count(JobAbandoned, self._note_abandoned)
+        self.is_open = asyncio.Event()
+        self.is_open.set()
+        self._texts = [
+            [draws(f"text {base}").randrange(5) + 5 * place for place in range(_BASE_TOKENS)]
+            for base in range(scenario.bases)
+        ]
+
+    # -- what the traffic asks ------------------------------------------------------------------------------------
+
+    @property
+    def offload(self) -> SchedulerSide:
+        assert self.plugin.offload is not None
+        return self.plugin.offload
+
+    @property
+    def runner(self) -> CountingRunner:
+        assert isinstance(self.engine.runner, CountingRunner)
+        return self.engine.runner
+
+    @property
+    def has_lost_blocks(self) -> bool:
+        """Whether copies were given up, so that a request may need more than the device has left."""
+        return self._abandoned > 0
+
+    def text(self, base: int) -> Sequence[int]:
+        return self._texts[base]
+
+    def expected(self, prompt: Sequence[int], new_tokens: int) -> list[int]:
+        groups = self.engine.facts.groups
+        return expected(groups, self.scenario.tensors, prompt, new_tokens, self.runner.weights)
+
+    async def turn(self, prompt: list[int], new_tokens: int, patience: float | int | None) -> None:
+        self.requests += 1
+        await turn(self, prompt, new_tokens, patience)
+
+    # -- the run --------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Play it.
+
+        Raises:
+            Exception: what went wrong.
+        """
+        try:
+            self.loop.run_until_complete(self._play())
+        except BaseExceptionGroup as group:
+            raise _first(group) from None
+        finally:
+            self._is_over = True
+            self._close()
+        if self._complaints:
+            raise AssertionError("; ".join(self._complaints))
+
+    async def _play(self) -> None:
+        for name in self.scenario.observers:
+            self._observe(name)
+        async with asyncio.TaskGroup() as group:
+            stepping = group.create_task(self._step_on())
+            async with asyncio.TaskGroup() as traffic:
+                traffic.create_task(Operator(self).run())
+                for number in range(self.scenario.conversations):
+                    traffic.create_task(Conversation(self, number).run())
+            await self._settle()
+            for base in range(self.scenario.bases):
+                await self.turn(list(self.text(base)), 3, None)
+            await self._settle()
+            stepping.cancel()
+        self._check_nothing_left()
+
+    async def _settle(self) -> None:
+        """Everything ends but what hangs, which is then let go; late ends are heard."""
+        await self.until(lambda: not self.engine.has_work)
+        self._check_drained()
+        for copier in self.copiers:
+            copier.release()
+        for _ in range(4):
+            await asyncio.sleep(self.scenario.timeout_s / 3)
+            self.step()  # an engine with nothing to do hears of the ends in its next step
+        await self.until(lambda: not self.engine.has_work)
+        self._check_nothing_left()
+
+    async def until(self, is_so: Callable[[], bool]) -> None:
+        """Look now and then, as nobody tells."""
+        while not is_so():  # noqa: ASYNC110
+            await asyncio.sleep(self.scenario.timeout_s / 10)
+
+    async def _step_on(self) -> None:
+        idle = 0
+        while True:
+            if not self.engine.has_work:
+                self.engine._wake.clear()
+                await self.engine._wake.wait()
+            idle = 0 if self.step() else idle + 1
+            await self._pause(idle)
+
+    async def _pause(self, idle: int) -> None:
+        """What the loop may run between two steps: nothing, a few turns, or whatever a moment brings."""
+        if idle:
+            await asyncio.sleep(min(0.0005 * 2 ** min(idle, 20), self.scenario.timeout_s / 5))
+            return
+        match self._time.randrange(4):
+            case 0:
+                await asyncio.sleep(0.0)
+            case 1:
+                for _ in range(self._time.randint(2, 12)):
+                    await asyncio.sleep(0)
+            case 2:
+                await asyncio.sleep(self._time.uniform(0, 0.002))
+
+    def step(self) -> bool:
+        """One step of the engine, and what must hold after it."""
+        self.steps += 1
+        if self.steps > _MOST_STEPS:
+            raise AssertionError(f"not drained after {_MOST_STEPS} steps: {self.engine.statistics()}")
+        self._is_stepping = True
+        try:
+            has_computed = self.engine.step()
+        finally:
+            self._is_stepping = False
+            self.engine._wake.set()  # also where the loop's own task for steps sleeps: there may be work now
+        self._check()
+        return has_computed
+
+    def _switch(self) -> None:
+        """Where the copier is asked by the coroutine, the engine's thread may run."""
+        if self._is_stepping or self._is_over or not self.scenario.switch:
+            return
+        if self._switches.random() < self.scenario.switch and self.engine.has_work:
+            self.step()
+
+    def _compute(self) -> None:
+        self.loop.jump(self._time.random() * self.scenario.step_s)
+
+    def _make_copier(self, rank: Rank) -> ChaosCopier:
+        assert rank == len(self.copiers)
+        draws, odds = self.scenario.draws(f"copier {rank}"), self.scenario.odds[rank]
+        self.copiers.append(ChaosCopier(self.loop, draws, odds, self._switch))
+        return self.copiers[-1]
+
+    def _observe(self, name: str) -> None:
+        feed = self.offload.bus.observe(name, (Event,), 8)
+        draws = self.scenario.draws(f"observer {name}")
+
+        async def observer(event: Event) -> None:
+            await asyncio.sleep(draws.random() * 0.05)
+            if name == "raises" and draws.random() < 0.1:
+                raise RuntimeError("an observer raises")
+
+        self.portal.spawn(run_observer, feed, observer, lambda name, error: None)
+
+    # -- what must hold -------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        problems = [*self.runner.wrong, *self.engine.audit(), *self.offload.core.audit()]
+        if self.steps % 8 == 0:
+            problems += self.offload.gauges().problems()
+            problems += conservation(self.offload.counters.snapshot())
+        if problems:
+            raise AssertionError("; ".join(problems))
+        degraded = self.offload.core.state.degraded
+        if degraded is not None and not self.scenario.may_degrade:
+            raise AssertionError(f"offloading is off: {degraded.value}")
+        for copier in self.copiers:
+            if len(copier.open_tickets) > 1:
+                assert_exclusive(copier.open_tickets)  # type: ignore[arg-type]  # it reads what tickets of both kinds have
+
+    def _check_drained(self) -> None:
+        """No request is open, and nothing is kept but what copies that were given up may still touch."""
+        self._check()
+        core = self.offload.core.state
+        left = [f"request {record.request} is still live" for record in core.requests.all_live()]
+        left += [f"job {job.job} is {job.state.name}" for job in core.jobs.all() if not job.settled]
+        numbers = self.engine.statistics()
+        if numbers.leased_blocks != len(core.leases.counts()):
+            left.append(
+                f"{numbers.leased_blocks} blocks are leased, {len(core.leases.counts())} for a reason"
+            )
+        if left:
+            raise AssertionError("; ".join(left))
+
+    def _check_nothing_left(self) -> None:
+        """All is as at the start (R11)."""
+        self._check_drained()
+        core, numbers, slots = self.offload.core.state, self.engine.statistics(), self.offload.gauges().slots
+        kept = {name: count for name, count in slots.items() if name not in ("empty", "ready", "quarantined")}
+        left = [f"{count} slots are {name}" for name, count in kept.items() if count]
+        left += [f"job {job.job} is open" for job in core.jobs.all()]
+        left += [f"request {record.request} is not gone" for record in core.requests.finishing()]
+        if numbers.free_blocks != self.engine.pool.usable_blocks:
+            left.append(f"{numbers.free_blocks} of {self.engine.pool.usable_blocks} device blocks are free")
+        left += conservation(self.offload.counters.snapshot(), drained=True)
+        if left:
+            raise AssertionError("; ".join(left))
+
+    def _note_abandoned(self, event: JobAbandoned) -> None:
+        self._abandoned += 1
+
+    def _complain(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if not self._is_over:
+            self._complaints.append(f"{context.get('message')}: {context.get('exception')!r}")
+
+    def _close(self) -> None:
+        for copier in self.copiers:
+            copier.release()
+        with suppress(Stuck):
+            self.engine.close()
+        self.loop.close()
+
+
+def simulate(seed: int, journal: Path | None = None) -> Simulation:
+    """Play one seed; return it for its numbers.
+
+    Args:
+        seed: which.
+        journal: file for a full journal, which changes nothing in what happens.
+
+    Raises:
+        Exception: what went wrong.
+    """
+    scenario = draw(seed)
+    with ExitStack() as stack:
+        stack.enter_context(_quiet(not scenario.is_logged))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) if scenario.has_journal else None
+        stack.enter_context(slow_disk(scenario, is_full=scenario.has_full_disk))
+        keep = None
+        if journal is not None:
+            file = stack.enter_context(journal.open("w", encoding="utf-8"))
+            keep = partial(print, file=file)
+        simulation = Simulation(scenario, keep, folder)
+        simulation.run()
+    return simulation
+
+
+def _journal_settings(folder: Path | None, keep: object) -> dict[str, object]:
+    path = {"journal_path": folder / "journal"} if folder is not None else {}
+    return {**path, "journal_for": "replay"} if keep is not None else dict(path)
+
+
+@contextmanager
+def slow_disk(scenario: Scenario, *, is_full: bool) -> Iterator[None]:
+    """What a thread would do is done on the loop, after a while; a full disk raises now and then."""
+    draws = scenario.draws("disk")
+
+    async def run_sync(call: Callable[..., Any], *args: object) -> object:
+        await asyncio.sleep(draws.random() * 0.02)
+        if is_full and draws.random() < 0.1:
+            raise OSError(errno.ENOSPC, "no space left on device")
+        return call(*args)
+
+    with mock.patch.object(anyio.to_thread, "run_sync", run_sync):
+        yield
+
+
+@contextmanager
+def _quiet(is_quiet: bool) -> Iterator[None]:
+    """Log lines go nowhere; with `is_quiet` they are not even made."""
+    logger = logging.getLogger(ROOT)
+    before = logger.handlers, logger.level, logger.propagate
+    logger.handlers, logger.propagate = [logging.NullHandler()], False
+    logger.setLevel(logging.CRITICAL + 1 if is_quiet else logging.DEBUG)
+    try:
+        yield
+    finally:
+        logger.handlers, logger.propagate = before[0], before[2]
+        logger.setLevel(before[1])
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first exception of a group of groups."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,92 @@
+"""Seeds end well, repeat from their number alone, and show what is broken. `make simulate` plays ten thousand."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.simulate.__main__ import main
+from tests.simulate.campaign import Result, first_failure, keep_journal, play
+from tests.simulate.mutants import MUTANTS, SHOWN_BY, mutated
+from tests.simulate.scenario import draw
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+SEEDS = 60  # of ten thousand: those that `make test` has time for
+SEARCH = 150  # seeds among which a mutant must show
+
+
+def test_the_first_seeds_end_well_and_have_seen_something() -> None:
+    total = Counter[str]()
+    for seed in range(SEEDS):
+        result = play(seed)
+        assert result.problem is None, f'make simulate ARGS="--seed {seed}"\n{result.trace}'
+        total += result.numbers
+    assert min(total.values()) > SEEDS
+    assert total.keys() == {"steps", "copies", "stored", "loaded", "requests"}
+
+
+def test_seeds_differ() -> None:
+    scenarios = [draw(seed) for seed in range(300)]
+    assert {one.engine.model.attention for one in scenarios} == {"full", "sliding_window", "chunked_local"}
+    assert {one.engine.ranks for one in scenarios} == {1, 2, 3}
+    assert {one.engine.plugin_config["store_policy"] for one in scenarios} == {"eager", "lazy"}
+    acts = {act for one in scenarios for act in one.acts}
+    assert acts >= {"reset", "preempt", "new_weights", "corrupt", "rank_dies", "coroutine_dies", "break"}
+    for trouble in ("fail", "tear", "explode", "refuse", "no_fence", "hang", "late"):
+        assert any(getattr(odds, trouble) for one in scenarios for odds in one.odds), trouble
+
+
+@pytest.mark.parametrize("seed", [6, 9])
+def test_a_seed_repeats_with_a_journal_or_without_one(seed: int, tmp_path: Path) -> None:
+    path, first = keep_journal(seed, tmp_path)
+    text = path.read_text()
+    _, second = keep_journal(seed, tmp_path)
+    assert path.read_text() == text
+    assert first == second == play(seed)
+
+
+def test_a_seed_repeats_in_another_process_whose_hashes_differ(tmp_path: Path) -> None:
+    here, _ = keep_journal(9, tmp_path / "here")
+    subprocess.run(
+        [sys.executable, "-m", "tests.simulate", "--seed", "9", "--journals", str(tmp_path / "there")],
+        check=True,
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONHASHSEED": "12345"},
+    )
+    assert (tmp_path / "there" / here.name).read_text() == here.read_text()
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_line_taken_out_shows_in_one_of_the_first_seeds(mutant: str) -> None:
+    with mutated(mutant):
+        assert first_failure([SHOWN_BY.get(mutant, 0), *range(SEARCH)]) is not None
+
+
+def test_a_failure_is_printed_with_what_repeats_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.simulate.__main__.play_all", lambda seeds, processes: map(play, seeds))
+    with mutated("one_rank_is_enough"):
+        assert main(["--seeds", "2", "--journals", str(tmp_path)]) == 1
+    printed = capsys.readouterr().out
+    assert 'again:   make simulate ARGS="--seed 0"' in printed
+    assert f"kvoffload replay-journal {tmp_path / 'seed-0.jsonl'}" in printed
+    assert (tmp_path / "seed-0.jsonl").stat().st_size
+    assert "played again it came to" not in printed
+    assert re.fullmatch(r"seeds 2, failures [12]", printed.splitlines()[-1])
+
+
+def test_seeds_are_spread_over_processes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["--first", "5", "--seeds", "4", "--processes", "2", "--journals", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "seeds 4, failures 0"
+
+
+def test_a_result_of_nothing_wrong_is_equal_to_itself() -> None:
+    assert Result(1) == Result(1) != Result(2)

@@ -1,0 +1,163 @@
+"""Who uses the simulated engine: conversations with shared beginnings, and an operator."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from kvoffload.core.states import SlotState
+from kvoffload.engine import EngineError, PoolExhausted, SamplingParams
+from kvoffload.model import facts
+from kvoffload.model.ids import Rank, SlotId
+from tests.simulate.counting import expected
+from tests.simulate.scenario import LONGEST
+
+if TYPE_CHECKING:
+    import random
+
+    from kvoffload.engine import TokenStream
+    from tests.simulate.simulation import Simulation
+
+_MOST_NEW = 6
+_TURNS = 4
+
+
+class Conversation:
+    """A client: asks, reads what comes, goes on with it, and sometimes leaves in the middle."""
+
+    def __init__(self, world: Simulation, number: int) -> None:
+        self._world = world
+        self._draws = world.scenario.draws(f"conversation {number}")
+        self._prompt = list(world.text(self._draws.randrange(world.scenario.bases)))
+        del self._prompt[self._draws.choice([self._draws.randint(1, len(self._prompt)), len(self._prompt)]) :]
+
+    async def run(self) -> None:
+        draws, world = self._draws, self._world
+        await asyncio.sleep(draws.choice([0.0, 0.0, 0.01, 1.0]) * draws.random())
+        for _ in range(draws.randint(1, _TURNS)):
+            new_tokens = draws.randint(1, _MOST_NEW)
+            if len(self._prompt) + new_tokens > LONGEST:
+                return
+            await world.turn(self._prompt, new_tokens, self._patience(draws))
+            self._prompt += world.expected(self._prompt, new_tokens)
+            self._prompt += draws.choices(range(5), k=draws.choice([0, 0, 1, 3]))
+            if draws.random() < world.scenario.cold:
+                await asyncio.sleep(draws.choice([0.05, 3.0]) * draws.random())
+                if draws.random() < world.scenario.forgets:
+                    world.engine.pool.reset_prefix_cache()
+
+    def _patience(self, draws: random.Random) -> float | int | None:
+        """Seconds, or a number of tokens, after which the turn is given up; None to wait for its end."""
+        if draws.random() >= self._world.scenario.abort:
+            return None
+        return draws.randint(0, 3) if draws.random() < 0.5 else draws.uniform(0, 0.05)
+
+
+async def read(stream: TokenStream, patience: float | int | None, found: list[int]) -> None:
+    """Read tokens into `found`, until the end or the end of patience.
+
+    Raises:
+        EngineError: what the engine told instead of more tokens.
+    """
+    if isinstance(patience, float):
+        try:
+            async with asyncio.timeout(patience):
+                await read(stream, None, found)
+        except TimeoutError:
+            await stream.aclose()
+        return
+    async with stream:
+        if patience == 0:
+            return
+        async for token in stream:
+            found.append(token.token_id)
+            if len(found) == patience:
+                return
+
+
+async def turn(
+    world: Simulation, prompt: list[int], new_tokens: int, patience: float | int | None = None
+) -> None:
+    """One request: its tokens are right, and none is missing unless it was given up."""
+    await world.is_open.wait()
+    should = world.expected(prompt, new_tokens)
+    stream = world.engine.submit(prompt, SamplingParams(new_tokens))
+    found: list[int] = []
+    try:
+        await read(stream, patience, found)
+    except EngineError as error:
+        if not (world.has_lost_blocks and isinstance(error, PoolExhausted)):
+            raise
+        patience = 0
+    if found != should[: len(found)]:
+        raise AssertionError(f"{stream.request_id} got wrong tokens: {found}, not {should}")
+    if patience is None and len(found) < new_tokens:
+        raise AssertionError(f"{stream.request_id} ended after {len(found)} of {new_tokens} tokens")
+
+
+class Operator:
+    """Resets, preempts, changes weights and breaks things while requests come and go."""
+
+    def __init__(self, world: Simulation) -> None:
+        self._world = world
+        self._draws = world.scenario.draws("operator")
+
+    async def run(self) -> None:
+        for act in self._world.scenario.acts:
+            await asyncio.sleep(self._draws.choice([0.0, 0.02, 0.3]) * self._draws.random())
+            await getattr(self, f"_{act}")()
+
+    async def _reset(self) -> None:
+        self._world.engine.reset_prefix_cache()
+
+    async def _device_forgets(self) -> None:
+        self._world.engine.pool.reset_prefix_cache()  # if nobody uses it
+
+    async def _preempt(self) -> None:
+        running = [request.request_id for request in self._world.engine._scheduler.running]
+        if running:
+            self._world.engine.preempt(self._draws.choice(running))
+
+    async def _new_weights(self) -> None:
+        """Once nobody computes: one reset, whatever is in flight; when the device has let go of all, other weights."""
+        world = self._world
+        world.is_open.clear()
+        await world.until(lambda: not world.engine._scheduler.has_requests)
+        world.engine.reset_prefix_cache()
+        for _ in range(30):
+            if world.engine.pool.reset_prefix_cache():
+                world.runner.weights += 1
+                break
+            await asyncio.sleep(world.scenario.timeout_s / 10)
+        world.is_open.set()
+
+    async def _rank_dies(self) -> None:
+        """A rank copies nothing any more, and the scheduler's side is told, soon or late or never."""
+        world, rank = self._world, self._draws.randrange(self._world.engine.config.ranks)
+        world.copiers[rank].is_dead = True
+        if self._draws.random() < 0.7:
+            await asyncio.sleep(self._draws.random() * world.scenario.timeout_s)
+            world.offload.rank_lost(facts.RankLost(Rank(rank)))
+
+    async def _corrupt(self) -> None:
+        """A byte of a host slot that nobody copies changes by itself, on one rank."""
+        world, pool = self._world, self._world.offload.core.state.pool
+        slots = [slot for slot in map(SlotId, range(pool.capacity)) if pool.state(slot) is SlotState.READY]
+        if slots:
+            arena = self._draws.choice(world.plugin.workers).pump._arena
+            page = arena.page(self._draws.choice(slots), self._draws.randrange(len(arena.layout.regions)))
+            page[self._draws.randrange(len(page))] ^= 1 << self._draws.randrange(8)
+
+    async def _coroutine_dies(self) -> None:
+        self._draws.choice(self._world.plugin.workers)._tasks[1].cancel()
+
+    async def _break(self) -> None:
+        """A state handler of ours raises from now on: offloading ends, and nothing else does (R12)."""
+
+        def broken(fact: facts.Fact) -> None:
+            raise RuntimeError("a state handler raises")
+
+        self._world.offload.bus.on(facts.StepScheduled, broken)
+
+
+__all__ = ["Conversation", "Operator", "expected", "turn"]
