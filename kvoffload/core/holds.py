@@ -79,11 +79,8 @@ class Holds:
     def let_go_if_over(self, record: RequestRecord) -> None:
         """Let go when the request has no block table, or has ended, and no store of its is on its way."""
         is_waiting = record.jobs and not record.is_stuck
-        if record.state not in _HAVE_TABLE and not is_waiting:
+        if not (is_waiting or record.has_table):
             self.let_go(record)
-
-
-_HAVE_TABLE = (RequestState.LOADING, RequestState.RUNNING)
 
 
 def _depth(place: tuple[int, BlockKey]) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
+from typing import cast
 
 from kvoffload.core.eviction import EvictionPolicy
 from kvoffload.core.key_index import KeyIndex
@@ -129,18 +130,19 @@ class HostPool:
         missing = len(keys) - self._counts[SlotState.EMPTY]
         evicted = self._evict(tuple(islice(self._order, max(missing, 0))))
         slots = self._take_empty(len(keys))
+        self._move_all(slots, SlotEvent.RESERVE)
         for slot, key in zip(slots, keys, strict=True):
-            self._move(slot, SlotEvent.RESERVE)
             self._keys[slot] = key
         return slots, evicted
 
-    def fill(self, slot: SlotId) -> None:
-        """The slot's bytes are whole on every rank: it can hit from now on."""
-        self._move(slot, SlotEvent.FILL)
-        key = self._keys[slot]
-        assert key is not None, slot
-        self.index[key] = slot
-        self._settle(slot)
+    def fill(self, slots: Sequence[SlotId]) -> None:
+        """These slots' bytes are whole on every rank: they can hit from now on, the last of them as used last."""
+        self._move_all(slots, SlotEvent.FILL)
+        self.index.came([(key, slot) for slot in slots if (key := self._keys[slot]) is not None])
+        holds, order = self._holds, self._order
+        for slot in slots:
+            if slot not in holds:
+                order.add(slot)
 
     def pin(self, slots: tuple[SlotId, ...]) -> Pins:
         """Keep slots that can hit from eviction.
@@ -200,11 +202,13 @@ class HostPool:
             self._move(slot, SlotEvent.DOOM)
         return could_hit
 
-    def drained(self, slot: SlotId) -> None:
-        """The last store copy on a DRAINING slot has ended."""
-        if self._states[slot] == SlotState.DRAINING and slot not in self._pins:
-            self._move(slot, SlotEvent.DRAIN)
-            self._empty(slot)
+    def drained(self, slots: Iterable[SlotId]) -> None:
+        """The last store copy on these slots has ended: those that are DRAINING, and not pinned, are empty."""
+        states, draining = self._states, SlotState.DRAINING
+        for slot in slots:
+            if states[slot] == draining and slot not in self._pins:
+                self._move(slot, SlotEvent.DRAIN)
+                self._empty(slot)
 
     def quarantine(self, slot: SlotId) -> bool:
         """Never hand this slot out again; return whether it could hit until now."""
@@ -233,13 +237,19 @@ class HostPool:
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _move(self, slot: SlotId, event: SlotEvent) -> None:
-        before = self._states[slot]
-        after = SLOT_STEPS[event][before]
-        if after is None:
-            raise IllegalTransition("slot", SlotState(before), event)
-        self._states[slot] = after
-        self._counts[before] -= 1
-        self._counts[after] += 1
+        self._move_all((slot,), event)
+
+    def _move_all(self, slots: Iterable[SlotId], event: SlotEvent) -> None:
+        """The same for many: one call, as each stored block comes by here twice."""
+        steps, states, counts = SLOT_STEPS[event], self._states, self._counts
+        for slot in slots:
+            before = states[slot]
+            after = steps[before]
+            if after is None:
+                raise IllegalTransition("slot", SlotState(before), event)
+            states[slot] = after
+            counts[before] -= 1
+            counts[after] += 1
 
     def _unpin(self, slots: Sequence[SlotId]) -> None:
         pins = self._pins
@@ -293,4 +303,4 @@ class HostPool:
         reused = [self._freed.pop() for _ in range(min(count, len(self._freed)))]
         first = self._fresh
         self._fresh += count - len(reused)
-        return (*sorted(reused), *map(SlotId, range(first, self._fresh)))
+        return cast("tuple[SlotId, ...]", (*sorted(reused), *range(first, self._fresh)))

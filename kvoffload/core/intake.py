@@ -50,22 +50,25 @@ class Intake:
         """Blocks were handed out, tables grew, tokens were confirmed. Preempted requests were told before."""
         state = self._state
         self._newly_allocated.clear()
-        if fact.handed_out:
-            self._handed_out(fact.handed_out, since_reset=False)
-        for progress in fact.progress:
-            if progress.new_blocks:
-                record = state.requests.live(progress.request)
-                since_reset = record is not None and record.stores
-                self._handed_out([*chain.from_iterable(progress.new_blocks)], since_reset=since_reset)
-        for progress in fact.progress:
-            record = state.requests.live(progress.request)
+        # All ids are struck before any is recorded.
+        grown = [block for progress in fact.progress for blocks in progress.new_blocks for block in blocks]
+        if grown or fact.handed_out:
+            self._strike([*fact.handed_out, *grown])
+        if state.generation:
+            self._separate_new(fact)
+        requests, shared, tables = state.requests, state.shared, state.tables
+        for request, confirmed_tokens, new_blocks, new_keys in fact.progress:
+            record = requests.live(request)
             if record is None or record.state is not RequestState.RUNNING:
-                self._surprised(progress.request)
+                self._surprised(request)
                 continue
-            state.shared.ended(progress.request)
-            state.tables.appended(progress.request, progress.new_blocks)
-            record.extend_keys(progress.new_keys)
-            record.confirmed_tokens = max(record.confirmed_tokens, progress.confirmed_tokens)
+            shared.ended(request)
+            if new_blocks:
+                tables.appended(request, new_blocks)
+            if new_keys:
+                record.extend_keys(new_keys)
+            if confirmed_tokens > record.confirmed_tokens:
+                record.confirmed_tokens = confirmed_tokens
 
     def is_newly_allocated(self, request: RequestId) -> bool:
         """Whether a request got its block table since the last step was told. Reads only."""
@@ -104,16 +107,30 @@ class Intake:
 
     def _handed_out(self, blocks: Collection[DeviceBlockId], *, since_reset: bool) -> None:
         """Ids were handed out: strike them from other records, and note what a reset separates."""
-        state = self._state
-        zeroed = state.tables.handed_out(blocks)
+        self._strike(blocks)
+        if self._state.generation:
+            self._separate(blocks, since_reset=since_reset)
+
+    def _strike(self, blocks: Collection[DeviceBlockId]) -> None:
+        zeroed = self._state.tables.handed_out(blocks)
         if zeroed:
-            state.outbox.zeroed(zeroed)
-        if state.generation:
-            if since_reset:
-                state.computed_since_reset.update(blocks)
-                state.computed_since_reset.discard(NULL_BLOCK)
-            else:
-                state.computed_since_reset.difference_update(blocks)
+            self._state.outbox.zeroed(zeroed)
+
+    def _separate_new(self, fact: StepScheduled) -> None:
+        self._separate(fact.handed_out, since_reset=False)
+        for progress in fact.progress:
+            record = self._state.requests.live(progress.request)
+            since_reset = record is not None and record.stores
+            self._separate([*chain.from_iterable(progress.new_blocks)], since_reset=since_reset)
+
+    def _separate(self, blocks: Collection[DeviceBlockId], *, since_reset: bool) -> None:
+        """After a reset: note whether what is computed into these blocks from now on may be found."""
+        fresh = self._state.computed_since_reset
+        if since_reset:
+            fresh.update(blocks)
+            fresh.discard(NULL_BLOCK)
+        else:
+            fresh.difference_update(blocks)
 
     def _is_untainted(self, fact: BlocksAllocated) -> bool:
         """Whether all that the device brings was computed after the last reset (R10)."""

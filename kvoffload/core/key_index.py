@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from kvoffload.model.ids import BlockKey, SlotId
 
 
@@ -15,10 +17,12 @@ class KeyIndex(dict[BlockKey, SlotId]):
         self._news = []
         return self._news
 
-    def __setitem__(self, key: BlockKey, slot: SlotId) -> None:
-        super().__setitem__(key, slot)
+    def came(self, pairs: Iterable[tuple[BlockKey, SlotId]]) -> None:
+        """Take several keys in, in this order."""
+        pairs = tuple(pairs)
+        self.update(pairs)
         if self._news is not None:
-            self._news.append((key, True))
+            self._news += [(key, True) for key, _ in pairs]
 
     def __delitem__(self, key: BlockKey) -> None:
         super().__delitem__(key)

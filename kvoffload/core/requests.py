@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from kvoffload.core.states import RequestEvent, RequestState, next_request_state
 from kvoffload.model.ids import BlockKey, GroupId, RequestId, SlotId
 
+_HAVE_TABLE = (RequestState.LOADING, RequestState.RUNNING)
+
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:
@@ -59,7 +61,7 @@ class RequestRecord:
 
     @property
     def has_table(self) -> bool:
-        return self.state in (RequestState.LOADING, RequestState.RUNNING)
+        return self.state in _HAVE_TABLE
 
     def extend_keys(self, new_keys: Sequence[Sequence[BlockKey]]) -> None:
         """Keys of blocks that became whole."""

@@ -186,8 +186,7 @@ class StoreDesk:
             if record is not None:
                 record.shares |= record.incarnation != offer.incarnation
                 state.holds.add(record, slot)
-        for slot in reversed(job.slots):
-            state.pool.fill(slot)
+        state.pool.fill(job.slots[::-1])
         keys = [offer.key for offer in job.offers]
         state.misses.arrived(keys)
         for twin in state.stores.settled(keys):
@@ -209,8 +208,7 @@ class StoreDesk:
     def copies_ended(self, job: Job) -> None:
         """No rank touches the job's memory any more: give it back."""
         state = self._state
-        for slot in job.slots:
-            state.pool.drained(slot)
+        state.pool.drained(job.slots)
         state.stores.ended(job.blocks)
         self.leased_blocks -= len(job.blocks)
         job.lease.close()

@@ -12,13 +12,17 @@ class Stopwatch:
     """Times one hook: a context for what it does. A hook does not run inside itself.
 
     Args:
+        hook: its name.
         now: monotonic seconds.
+        ran: takes the watch when it has something to tell.
     """
 
-    __slots__ = ("_began", "_now", "calls", "seconds")
+    __slots__ = ("_began", "_now", "_ran", "calls", "hook", "seconds")
 
-    def __init__(self, now: Callable[[], float]) -> None:
+    def __init__(self, hook: Hook, now: Callable[[], float], ran: list[Stopwatch]) -> None:
+        self.hook = hook
         self._now = now
+        self._ran = ran
         self._began = 0.0
         self.calls = 0
         self.seconds = 0.0
@@ -27,11 +31,12 @@ class Stopwatch:
         self._began = self._now()
 
     def __exit__(self, *error: object) -> None:
-        self.seconds += self._now() - self._began
-        self.calls += 1
+        self.add(self._now() - self._began)
 
     def add(self, seconds: float) -> None:
         """Note a call that took so long."""
+        if not self.calls:
+            self._ran.append(self)
         self.calls += 1
         self.seconds += seconds
 
@@ -46,8 +51,8 @@ class HookTimes:
 
     def __init__(self, counters: Counters, now: Callable[[], float]) -> None:
         self._counters = counters
-        self._watches = {hook: Stopwatch(now) for hook in Hook}
-        self._all = tuple(self._watches.items())
+        self._ran: list[Stopwatch] = []  # in this step
+        self._watches = {hook: Stopwatch(hook, now, self._ran) for hook in Hook}
 
     def timed(self, hook: Hook) -> Stopwatch:
         """Return the context that times a hook."""
@@ -59,7 +64,7 @@ class HookTimes:
 
     def step_ended(self) -> None:
         """A step is over: one sample for each hook that was called in it."""
-        for hook, watch in self._all:
-            if watch.calls:
-                self._counters.hook(hook, watch.seconds)
-                watch.calls, watch.seconds = 0, 0.0
+        for watch in self._ran:
+            self._counters.hook(watch.hook, watch.seconds)
+            watch.calls, watch.seconds = 0, 0.0
+        self._ran.clear()

@@ -1,7 +1,7 @@
 """The journal: the last messages in memory for error reports, all of them in a file on request.
 
-Recording is an append to a ring, inline, so that sequence numbers have no holes; a message turns into text only when
-somebody reads it. The file is written behind a feed by a task of the observers' loop, in a worker thread, so neither
+Recording is an append, inline, so that sequence numbers have no holes; some at a time move on to a ring in a shorter form, and
+a message turns into text only when somebody reads it. The file is written behind a feed by a task of the observers' loop, in a worker thread, so neither
 the engine nor another observer waits for a disk. Where the feed was full, sequence numbers in the file jump.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableSequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +27,7 @@ from kvoffload.telemetry.journal_file import JournalFile
 from kvoffload.telemetry.records import Summary, compact, from_plain, to_plain
 
 _BATCH = 1024  # entries written in one go
+_AT_A_TIME = 64  # messages that are shortened; one by one, each would find the processor's caches cold
 _LONGEST_LINE = 1 << 24  # characters; a line of all slots of a large host has some hundred thousand
 _END_OF_TIME = 1e11  # seconds: the year 5138
 
@@ -86,7 +87,10 @@ class Journal:
         on_failure: FailureCallback | None = None,
     ) -> None:
         self._now = now
+        self._ring_size = ring_size
         self._ring: deque[Entry] = deque(maxlen=ring_size)
+        self._young: list[Entry] = []  # not yet shortened
+        self._at_a_time = 1 if path is not None else _AT_A_TIME
         self._recorded = 0
         self._ends_idle = False
         self._file = JournalFile(path) if path is not None else None
@@ -102,17 +106,19 @@ class Journal:
 
     def record(self, message: object) -> None:
         """Keep one message."""
-        entry = self._numbered(compact(message))
-        is_idle = isinstance(message, StepScheduled) and message.is_idle
-        if is_idle and self._ends_idle:
-            self._ring.pop()  # an engine that waits must not push what led to it out of the ring
-        self._ends_idle = is_idle
-        self._ring.append(entry)
-        self._for_file(entry, message)
+        self._young.append(self._numbered(message))
+        if len(self._young) >= self._at_a_time:
+            self._shorten()
 
     def tail(self, count: int) -> list[str]:
         """Return the last `count` lines, oldest first, from any thread."""
-        entries = list(self._ring)
+        # In this order: what moves on meanwhile is in both, and told apart by its number.
+        young, entries = list(self._young), list(self._ring)
+        last, ends_idle = entries[-1].sequence if entries else 0, self._ends_idle
+        for entry in young:
+            if entry.sequence > last:
+                ends_idle = _append(entries, entry, entry.message, after_idle=ends_idle)
+        count = min(count, self._ring_size)
         return [line_of(entry) for entry in entries[max(len(entries) - count, 0) :]]
 
     async def run(self) -> None:
@@ -134,6 +140,14 @@ class Journal:
         self._recorded += 1
         return Entry(self._recorded, self._now(), message)
 
+    def _shorten(self) -> None:
+        """Move what was recorded on to the ring, without what may not be held for long."""
+        for entry in self._young:
+            kept = Entry(entry.sequence, entry.time, compact(entry.message))
+            self._ends_idle = _append(self._ring, kept, entry.message, after_idle=self._ends_idle)
+            self._for_file(kept, entry.message)
+        self._young.clear()
+
     def _for_file(self, entry: Entry, message: object) -> None:
         """Hand an entry to the file's task; `message` is what it was made of."""
         if self._feed is not None:
@@ -142,6 +156,18 @@ class Journal:
     @staticmethod
     def _write(file: JournalFile, batch: list[Entry]) -> None:
         file.append("".join(f"{line_of(entry)}\n" for entry in batch))
+
+
+def _append(entries: MutableSequence[Entry], entry: Entry, message: object, *, after_idle: bool) -> bool:
+    """Add an entry that was made of `message`; return whether that is a step that told nothing.
+
+    Of several such steps in a row only the last stays: an engine that waits must not push what led to it out of the ring.
+    """
+    is_idle = isinstance(message, StepScheduled) and message.is_idle
+    if is_idle and after_idle:
+        entries.pop()
+    entries.append(entry)
+    return is_idle
 
 
 def read_journal(path: Path) -> Iterator[Record]:

@@ -46,6 +46,7 @@ class ReplayJournal(Journal):
 
     def __init__(self, *args: Any, **settings: Any) -> None:  # noqa: ANN401  # handed through
         super().__init__(*args, **settings)
+        self._at_a_time = 1  # what the device was asked belongs to the fact that was told last
         self._keys = KeyNumbers()
         self._asked: list[list[object]] = []  # of the device, since the last line that says so
         self._follower: LineCallback | None = None

@@ -36,7 +36,7 @@ class KVOffloadStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not ins
         return payload.is_empty(self.data)
 
 
-_APART_S = 0.5  # messages of a busy engine: nobody scrapes more often, and each costs as much as planning several copies
+_APART_S = 1.0  # messages of a busy engine: nobody scrapes more often, and each costs as much as planning several copies
 
 
 class StatsSender:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 from kvoffload.model.ids import BlockKey
 
@@ -39,8 +39,8 @@ class KeyMaker:
         keys = []
         for ratio, suffix in self._groups:
             ends = hashes[(first // ratio + 1) * ratio - 1 :: ratio]
-            keys.append(tuple([BlockKey(end + suffix) for end in ends]))
-        return tuple(keys)
+            keys.append(tuple([end + suffix for end in ends]))
+        return cast("tuple[tuple[BlockKey, ...], ...]", tuple(keys))  # one call, and not one a key
 
 
 @dataclass(slots=True)

@@ -205,9 +205,9 @@ def test_the_memory_of_misses_is_bounded_and_forgets_the_oldest() -> None:
 def test_the_index_tells_what_comes_and_leaves() -> None:
     index = KeyIndex()
     one, two = BlockKey(b"1"), BlockKey(b"2")
-    index[one] = SlotId(0)
+    index.came([(one, SlotId(0))])
     news = index.watch()
-    index[two] = SlotId(1)
+    index.came([(two, SlotId(1))])
     del index[one]
     assert index.take_all() == {two: 1}
     assert news == [(two, True), (one, False), (two, False)]

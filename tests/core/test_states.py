@@ -86,7 +86,7 @@ def pool_with(state: SlotState) -> tuple[HostPool, SlotId]:
         return pool, SlotId(1)
     (slot,), _ = pool.reserve([BlockKey(b"key")])
     if state in (SlotState.READY, SlotState.PINNED):
-        pool.fill(slot)
+        pool.fill((slot,))
     if state is SlotState.PINNED:
         pool.pin((slot,))
     if state is SlotState.DRAINING:
@@ -116,7 +116,7 @@ def test_only_a_filling_slot_is_filled(state: SlotState) -> None:
     pool, slot = pool_with(state)
     before = picture(pool)
     with pytest.raises(IllegalTransition):
-        pool.fill(slot)
+        pool.fill((slot,))
     assert picture(pool) == before
 
 
@@ -127,7 +127,7 @@ def test_only_what_can_hit_is_pinned_and_then_all_of_it_or_nothing(state: SlotSt
     pool, slot = pool_with(state)
     pool.grow(3)
     (good,), _ = pool.reserve([BlockKey(b"good")])
-    pool.fill(good)
+    pool.fill((good,))
     before = picture(pool)
     with pytest.raises(IllegalTransition):
         pool.pin((good, slot))
@@ -194,7 +194,7 @@ def test_a_held_slot_can_be_pinned_and_comes_back_to_whoever_holds_it() -> None:
 def test_touching_moves_only_what_may_be_evicted() -> None:
     pool, slot = pool_with(SlotState.READY)
     (other,), _ = pool.reserve([BlockKey(b"other")])
-    pool.fill(other)
+    pool.fill((other,))
     assert pool.touch(slot)
     assert list(pool._order) == [other, slot]
     pool.hold(slot)
@@ -210,7 +210,7 @@ def test_slots_that_were_freed_are_taken_before_fresh_ones_and_in_order() -> Non
     slots, _ = pool.reserve(keys[:4])
     for slot in slots:
         pool.doom(slot)
-        pool.drained(slot)
+        pool.drained((slot,))
     assert pool.reserve(keys)[0] == (0, 1, 2, 3, 4, 5)
 
 

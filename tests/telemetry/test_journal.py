@@ -141,8 +141,11 @@ def test_the_ring_holds_no_key_while_it_waits_to_be_read() -> None:
         "RequestSeen", {"request": "a", "prompt_tokens": 33, "keys": [2, 0], "reads_cache": True}
     )
     journal = Journal(Ticks())
-    journal.record(RequestSeen(A, 33, KEYS))
-    assert "secret" not in repr(journal._ring)
+    for _ in range(1000):
+        journal.record(RequestSeen(A, 33, KEYS))
+    assert len(journal._ring) > 900
+    assert "secret" not in repr(list(journal._ring))
+    assert len(journal._young) < 64  # these wait to be shortened together
     small = BlocksOffered(1)
     assert compact(small) is small
 
@@ -480,6 +483,23 @@ def test_a_line_without_an_end_is_not_read_to_it() -> None:
 def test_a_journal_that_is_not_there_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(JournalError, match="No such file"):
         list(read_journal(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("steps", [1, 10, 62, 63, 64, 65, 128, 300])
+def test_what_was_shortened_and_what_was_not_are_one_journal(steps: int) -> None:
+    journal = Journal(lambda: 0.0, ring_size=1000)
+    journal.record(BlocksOffered(1))
+    for step in range(steps):
+        journal.record(StepScheduled(step))
+    kept = [json.loads(line) for line in journal.tail(3)]
+    assert [(line["seq"], line["event"]) for line in kept] == [
+        (1, "BlocksOffered"),
+        (steps + 1, "StepScheduled"),
+    ]
+    for blocks in range(steps):
+        journal.record(BlocksOffered(blocks))
+        kept = [json.loads(line) for line in journal.tail(1000)]
+        assert [line["seq"] for line in kept] == [1, *range(steps + 1, steps + blocks + 3)]
 
 
 def test_steps_that_tell_nothing_do_not_push_the_rest_out_of_the_ring() -> None:
