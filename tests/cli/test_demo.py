@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import signal
+import threading
 import urllib.request
 from typing import TYPE_CHECKING, Any
 
+import anyio.to_thread
 import pytest
 
 from kvoffload.cli.demo import session
@@ -14,6 +16,7 @@ from kvoffload.cli.demo.audit import audit_engine
 from kvoffload.cli.demo.screen import Screen
 from kvoffload.cli.exits import Exit
 from kvoffload.cli.main import main
+from kvoffload.transfer.arena import Arena
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -151,6 +154,29 @@ def test_more_at_a_time_than_there_are(small: list[str], capsys: pytest.CaptureF
     found = run_json([*small, "--concurrency", "9", "--device-blocks", "60"], capsys)
     assert found["agreement"]["mismatches"] == 0
     assert found["broken_laws"] == []
+
+
+def test_it_begins_when_there_is_host_memory(
+    small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory is late: ready after the third prompt that only warms up."""
+    ready, prepare, warm_up, warmed = threading.Event(), Arena.prepare, session.warm_up, []
+
+    async def late(arena: Arena) -> None:
+        await anyio.to_thread.run_sync(ready.wait)
+        await prepare(arena)
+
+    async def counted(engine: Engine, tokens: int, seed: int) -> None:
+        warmed.append(engine)
+        if len(warmed) > 3:
+            ready.set()
+        await warm_up(engine, tokens, seed)
+
+    monkeypatch.setattr(Arena, "prepare", late)
+    monkeypatch.setattr(session, "warm_up", counted)
+    found = run_json(small, capsys)
+    assert len(warmed) > 3
+    assert found["offloading"]["loaded_blocks"]["loaded"] > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
+TURNS = 4 * 7
+
 UNTOLD = {"kvoffload_audits_total"}
 """Counters of what the scheduler side does for itself, which no event tells and no journal holds."""
 
@@ -110,13 +112,13 @@ def test_the_journal_and_the_table_agree(told: Told) -> None:
 
 
 def after_warming_up(records: Sequence[Record]) -> list[events.Event]:
-    """The events of the conversations. The first request only warms up, and has drained before the next comes."""
+    """The events of the conversations. Requests before them only warm up, and have drained."""
     seen = [
         at
         for at, record in enumerate(records)
         if isinstance(record.message, Summary) and record.message.name == "RequestSeen"
     ]
-    return [record.message for record in records[seen[1] :] if isinstance(record.message, events.Event)]
+    return [record.message for record in records[seen[-TURNS] :] if isinstance(record.message, events.Event)]
 
 
 def of(told: Iterable[events.Event], cls: type[Any]) -> list[Any]:

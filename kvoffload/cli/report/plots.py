@@ -95,6 +95,12 @@ def level(key: str, left: float, right: float, share: float) -> str:
     return _line(f"level {class_of(key)}", left * WIDTH, _y(share), right * WIDTH, _y(share))
 
 
+def curve(key: str, places: Iterable[tuple[float, float]]) -> str:
+    """A line through points at shares of width and height."""
+    points = " L".join(f"{x * WIDTH:.1f} {_y(y):.1f}" for x, y in places)
+    return f'<path class="line level {class_of(key)}" d="M{points}"/>' if points else ""
+
+
 def bar(key: str, share: float) -> str:
     """One bar from the left over the whole height."""
     return _box(key, 0, 0, max(share, 0.002) * WIDTH, 1)
