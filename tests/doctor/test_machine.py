@@ -183,6 +183,11 @@ KIB = 1024
             "warning",
             "4 blocks on the host, 4 on the device: ",
         ),
+        (
+            setup(ranks=2, block_bytes=GIB, device_blocks=4, config=OffloadConfig(store_policy="lazy")),
+            "go",
+            "4 blocks on the host, 4 on the device, 1.0 times as many",
+        ),
         (setup(ranks=2, block_bytes=GIB, device_blocks=2), "go", "2.0 times as many"),
         (setup(ranks=2, block_bytes=5 * GIB, device_blocks=2), "no-go", "below one block of 5.0 GiB"),
         (setup(ranks=2, page_bytes=(5,), device_blocks=2), "not known", "how many blocks"),

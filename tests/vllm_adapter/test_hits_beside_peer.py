@@ -166,3 +166,15 @@ def test_lazy_hits_are_at_least_the_peers_lazy_ones(kind: checkpoints.Kind, fold
     table = side_by_side(kind, folder, "lazy", (64, 128, 512))
     assert all(mine.hits >= other.hits for mine, other in table.values()), table
     assert all(mine.hits > 0 for mine, _ in table.values()), table
+
+
+@pytest.mark.parametrize("kind", checkpoints.KINDS)
+def test_on_a_host_smaller_than_the_device_lazy_saves_more_than_any_eager(
+    kind: checkpoints.Kind, folder: Path
+) -> None:
+    size = {"qwen3": 32, "gemma3": 64}[kind]
+    assert size < DEVICE_BLOCKS[kind]
+    eager = side_by_side(kind, folder, "eager", (size,))[size]
+    with ours(kind, folder, size, "lazy") as mine:
+        lazy = mine.saved(SEEDS)
+    assert all(lazy.hits > other.hits and lazy.tokens > other.tokens for other in eager), (lazy, eager)

@@ -29,10 +29,11 @@ def _host_pool(setup: Setup, _: Machine) -> Finding:
             "give --device-blocks; the engine says it at start",
         )
     ratio = f"{slots:,} blocks on the host, {setup.device_blocks:,} on the device"
-    if slots <= setup.device_blocks:
+    if slots <= setup.device_blocks and not _is_lazy(setup):
         return warn(
             f"{ratio}: the host holds what the device holds too, so it adds next to nothing",
-            f"raise host_bytes to several times {_device_size(setup)}",
+            f"raise host_bytes to several times {_device_size(setup)}, or set store_policy to lazy, which stores only "
+            "what the device forgets",
         )
     return go(f"{ratio}, {slots / setup.device_blocks:.1f} times as many")
 
@@ -62,6 +63,10 @@ def _host_slots(setup: Setup) -> int | None:
     if config is None or not block or (setup.ranks is None and config.host_bytes_per_rank is None):
         return None
     return config.bytes_per_rank(setup.ranks or 1) // block
+
+
+def _is_lazy(setup: Setup) -> bool:
+    return setup.config is not None and setup.config.store_policy == "lazy"
 
 
 def _device_size(setup: Setup) -> str:
