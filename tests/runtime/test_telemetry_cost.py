@@ -147,9 +147,9 @@ def calls_of(side: Side, steps: int) -> int:
 
 
 def warm(side: Side) -> Side:
-    """With all that a first step does done."""
+    """With all that a first step does done, and what the journal first does for many at a time."""
     side.seen("d")
-    for _ in range(20):
+    for _ in range(100):
         side.step(decode=20)
     return side
 
