@@ -1,4 +1,4 @@
-"""Writes the generated parts of README.md anew: the table of metrics, from the catalogue that the exporters use.
+"""Writes the generated parts of README.md anew: the metrics, from the catalogue that the exporters use, and the benches.
 
 Usage: python .ci/readme.py [--check]
 """
@@ -9,9 +9,12 @@ import re
 import sys
 from pathlib import Path
 
+from kvoffload.bench import summary
 from kvoffload.telemetry.catalogue import render_markdown
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+RESULTS = ROOT / "kvoffload" / "bench" / "results"
 
 
 def filled(text: str, name: str, content: str) -> str:
@@ -30,6 +33,7 @@ def filled(text: str, name: str, content: str) -> str:
 def main() -> int:
     text = README.read_text(encoding="utf-8")
     wanted = filled(text, "metrics", render_markdown())
+    wanted = filled(wanted, "benches", summary.render(RESULTS))
     if "--check" in sys.argv:
         return int(text != wanted)
     README.write_text(wanted, encoding="utf-8")

@@ -9,13 +9,15 @@ from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
+from kvoffload.core.eviction import LruOrder
+
 _Draw = Callable[[Any, "_Met"], object]
 
 
 def fingerprint(value: object, *, constant: Collection[type] = ()) -> object:
     """Return a hashable picture of a value and all that it refers to: atoms and tuples of them. Reads only.
 
-    Order counts in lists, queues and `OrderedDict`; not in dicts and sets. An object met for the second time stands as
+    Order counts in lists, queues, `OrderedDict` and `LruOrder`; not in dicts and sets. An object met for the second time stands as
     the number of its first meeting, so cycles end; tuples and frozen dataclasses are values, and drawn again.
 
     Args:
@@ -111,7 +113,7 @@ _CONTAINERS: tuple[tuple[tuple[type, ...], bool, _Draw], ...] = (
     ((frozenset,), True, _sorted_members),
     ((set,), False, _sorted_members),
     ((tuple,), True, _members),
-    ((list, deque), False, _members),
+    ((list, deque, LruOrder), False, _members),
     ((FunctionType, BuiltinFunctionType, MethodType), True, lambda value, met: value.__qualname__),
 )
 _DRAWINGS: dict[type, tuple[bool, _Draw]] = {}

@@ -38,8 +38,7 @@ class Holds:
             self._use_all(record)
             record.shares = False
         else:
-            for slot in reversed(record.held):
-                self._pool.unhold(slot)
+            self._pool.unhold(reversed(record.held))
         record.held.clear()
 
     def _use_all(self, record: RequestRecord) -> None:
@@ -57,8 +56,7 @@ class Holds:
                 self._pool.touch(slot)
 
     def _let_go_of(self, slot: SlotId, times: int) -> None:
-        for _ in range(times):
-            self._pool.unhold(slot)
+        self._pool.unhold([slot] * times)
 
     def _deepest_first(self, record: RequestRecord) -> Iterable[BlockKey]:
         """Return the keys of the blocks that this incarnation had computed."""

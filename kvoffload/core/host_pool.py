@@ -12,36 +12,16 @@ from typing import cast
 
 from kvoffload.core.eviction import EvictionPolicy
 from kvoffload.core.key_index import KeyIndex
-from kvoffload.core.states import SLOT_STEPS, SlotEvent, SlotState
-from kvoffload.model.errors import ClosedTwice, IllegalTransition
+from kvoffload.core.pins import Pins
+from kvoffload.core.states import SLOT, SLOT_STEPS, SlotEvent, SlotState
+from kvoffload.model.errors import IllegalTransition
 from kvoffload.model.ids import BlockKey, SlotId
 
 _CAN_HIT = (SlotState.READY, SlotState.PINNED)
+_READY, _PINNED = map(int, _CAN_HIT)  # comparing with an enum's member costs far more
 
-
-class Pins:
-    """Keeps slots from eviction until it is closed, exactly once."""
-
-    __slots__ = ("_pool", "closed", "slots")
-
-    def __init__(self, pool: HostPool, slots: tuple[SlotId, ...]) -> None:
-        self._pool = pool
-        self.slots = slots
-        self.closed = False
-
-    def close(self) -> None:
-        """Give the slots back, the deepest first. Changes the pool.
-
-        Raises:
-            ClosedTwice: it was closed before.
-        """
-        if self.closed:
-            raise ClosedTwice(self)
-        self.closed = True
-        self._pool._unpin(self.slots)
-
-    def __repr__(self) -> str:
-        return f"<Pins {len(self.slots)} slots{' closed' if self.closed else ''}>"
+_ONLY_STEPS = {event: (bytes((before,)), int(after)) for (before, event), after in SLOT.items()}
+"""For an event that one state alone allows, that state and the next."""
 
 
 class HostPool:
@@ -139,10 +119,7 @@ class HostPool:
         """These slots' bytes are whole on every rank: they can hit from now on, the last of them as used last."""
         self._move_all(slots, SlotEvent.FILL)
         self.index.came([(key, slot) for slot in slots if (key := self._keys[slot]) is not None])
-        holds, order = self._holds, self._order
-        for slot in slots:
-            if slot not in holds:
-                order.add(slot)
+        self._order.add(self._not_held(slots))
 
     def pin(self, slots: tuple[SlotId, ...]) -> Pins:
         """Keep slots that can hit from eviction.
@@ -150,43 +127,43 @@ class HostPool:
         Raises:
             IllegalTransition: one of them cannot hit; nothing has changed.
         """
-        pins, order, holds, states = self._pins, self._order, self._holds, self._states
-        for slot in slots:
-            if states[slot] not in _CAN_HIT:
+        pins, states, free = self._pins, self._states, list[SlotId]()
+        for slot in dict.fromkeys(slots):
+            if slot not in pins:
+                free.append(slot)
+            elif states[slot] != _PINNED:
                 raise IllegalTransition("slot", SlotState(states[slot]), SlotEvent.PIN)
+        self._move_all(free, SlotEvent.PIN)
         # Nothing below can fail.
+        self._order.remove(self._not_held(free))
         for slot in slots:
-            count = pins.get(slot, 0)
-            if count == 0:
-                self._move(slot, SlotEvent.PIN)
-                if slot not in holds:
-                    order.remove(slot)
-            pins[slot] = count + 1
+            pins[slot] = pins.get(slot, 0) + 1
         return Pins(self, slots)
 
     def hold(self, slot: SlotId) -> None:
         """Keep a slot out of the eviction order while a running request counts on it."""
         count = self._holds.get(slot, 0)
         if count == 0 and self._states[slot] == SlotState.READY:
-            self._order.remove(slot)
+            self._order.remove((slot,))
         self._holds[slot] = count + 1
 
-    def unhold(self, slot: SlotId) -> None:
-        """Undo one `hold`. The caller goes through a request's slots deepest first."""
-        count = self._holds[slot] - 1
-        if count:
-            self._holds[slot] = count
-            return
-        del self._holds[slot]
-        if self._states[slot] == SlotState.READY:
-            self._order.add(slot)
+    def unhold(self, slots: Iterable[SlotId]) -> None:
+        """Undo one `hold` of each. The caller names a request's slots deepest first."""
+        holds, states, free = self._holds, self._states, list[SlotId]()
+        for slot in slots:
+            count = holds.pop(slot)
+            if count > 1:
+                holds[slot] = count - 1
+            elif states[slot] == _READY:
+                free.append(slot)
+        self._order.add(free)
 
     def touch(self, slot: SlotId) -> bool:
         """Note a use of a slot that can hit; return whether it may be evicted."""
         if self._states[slot] != SlotState.READY or slot in self._holds:
             return False
-        self._order.remove(slot)
-        self._order.add(slot)
+        self._order.remove((slot,))
+        self._order.add((slot,))
         return True
 
     def doom(self, slot: SlotId) -> bool:
@@ -216,7 +193,7 @@ class HostPool:
             return False
         could_hit = self._forget_key(slot)
         if self._states[slot] == SlotState.READY and slot not in self._holds:
-            self._order.remove(slot)
+            self._order.remove((slot,))
         self._move(slot, SlotEvent.QUARANTINE)
         self._keys[slot] = None
         return could_hit
@@ -237,49 +214,51 @@ class HostPool:
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _move(self, slot: SlotId, event: SlotEvent) -> None:
-        self._move_all((slot,), event)
+        before = self._states[slot]
+        after = SLOT_STEPS[event][before]
+        if after is None:
+            raise IllegalTransition("slot", SlotState(before), event)
+        self._states[slot] = after
+        self._counts[before] -= 1
+        self._counts[after] += 1
 
-    def _move_all(self, slots: Iterable[SlotId], event: SlotEvent) -> None:
-        """The same for many: one call, as each stored block comes by here twice."""
-        steps, states, counts = SLOT_STEPS[event], self._states, self._counts
+    def _move_all(self, slots: Sequence[SlotId], event: SlotEvent) -> None:
+        """The same for many, each named once, by an event that one state alone allows; if one is not in it, none moves."""
+        states, (before, after) = self._states, _ONLY_STEPS[event]
+        if wrong := bytes(map(states.__getitem__, slots)).translate(None, before):
+            raise IllegalTransition("slot", SlotState(wrong[0]), event)
         for slot in slots:
-            before = states[slot]
-            after = steps[before]
-            if after is None:
-                raise IllegalTransition("slot", SlotState(before), event)
             states[slot] = after
-            counts[before] -= 1
-            counts[after] += 1
+        self._counts[before[0]] -= len(slots)
+        self._counts[after] += len(slots)
 
     def _unpin(self, slots: Sequence[SlotId]) -> None:
-        pins = self._pins
+        pins, states, free = self._pins, self._states, list[SlotId]()
         for slot in reversed(slots):
-            count = pins[slot] - 1
-            if count:
-                pins[slot] = count
-                continue
-            del pins[slot]
-            if self._states[slot] == SlotState.PINNED:
-                self._move(slot, SlotEvent.UNPIN)
-                self._settle(slot)
-            elif self._states[slot] == SlotState.DRAINING:
-                self._move(slot, SlotEvent.DRAIN)
-                self._empty(slot)
+            count = pins.pop(slot)
+            if count > 1:
+                pins[slot] = count - 1
+            else:
+                free.append(slot)
+        usable = [slot for slot in free if states[slot] == _PINNED]
+        if len(usable) < len(free):
+            self.drained(free)
+        self._move_all(usable, SlotEvent.UNPIN)
+        self._order.add(self._not_held(usable))
 
-    def _settle(self, slot: SlotId) -> None:
-        """A slot became READY: it is evictable unless a running request counts on it."""
-        if slot not in self._holds:
-            self._order.add(slot)
+    def _not_held(self, slots: Sequence[SlotId]) -> Sequence[SlotId]:
+        """Those that no running request counts on: READY, they are in the eviction order."""
+        holds = self._holds
+        return slots if holds.keys().isdisjoint(slots) else [slot for slot in slots if slot not in holds]
 
-    def _evict(self, slots: Iterable[SlotId]) -> tuple[BlockKey, ...]:
-        evicted = []
-        for slot in slots:
-            key = self._keys[slot]
-            assert key is not None, slot
+    def _evict(self, slots: Sequence[SlotId]) -> tuple[BlockKey, ...]:
+        evicted = tuple([key for slot in slots if (key := self._keys[slot]) is not None])
+        self._order.remove(slots)
+        self._move_all(slots, SlotEvent.EVICT)
+        for slot, key in zip(slots, evicted, strict=True):
             del self.index[key]
-            evicted.append(key)
-            self._discard(slot)
-        return tuple(evicted)
+            self._empty(slot)
+        return evicted
 
     def _forget_key(self, slot: SlotId) -> bool:
         """Take a slot that can hit out of the index; return whether it could."""
@@ -290,7 +269,7 @@ class HostPool:
 
     def _discard(self, slot: SlotId) -> None:
         if slot not in self._holds:
-            self._order.remove(slot)
+            self._order.remove((slot,))
         self._move(slot, SlotEvent.EVICT)
         self._empty(slot)
 

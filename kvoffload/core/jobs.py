@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvoffload.core.host_pool import Pins
 from kvoffload.core.leases import Lease
 from kvoffload.core.offers import Offer
+from kvoffload.core.pins import Pins
 from kvoffload.core.requests import RequestRecord
 from kvoffload.core.states import JobEvent, JobState, next_job_state
 from kvoffload.model.causes import CopyOutcome

@@ -5,10 +5,10 @@ from __future__ import annotations
 from operator import itemgetter
 from typing import NamedTuple
 
-from kvoffload.core.host_pool import Pins
 from kvoffload.core.jobs import Job
 from kvoffload.core.lookup_desk import LookupDesk
 from kvoffload.core.pending_hits import PendingHit
+from kvoffload.core.pins import Pins
 from kvoffload.core.requests import RequestRecord
 from kvoffload.core.state import CoreState
 from kvoffload.core.states import JobEvent, JobState, RequestEvent, RequestState, SlotState

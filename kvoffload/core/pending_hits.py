@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvoffload.core.host_pool import Pins
+from kvoffload.core.pins import Pins
 from kvoffload.model.causes import MissCause
 from kvoffload.model.ids import RequestId
 

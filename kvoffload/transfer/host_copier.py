@@ -1,132 +1,211 @@
 """Copies from host memory to host memory, for engines whose device is the CPU.
 
-What costs is not the copy but the interpreter's lock: a thread that gives it up for each page may wait 5 ms to get it
-back while the engine's thread is busy in Python, and a job has thousands of pages. So copies go to the kernel in calls
-of up to 1,024 pieces (`process_vm_readv` on this very process), during each of which the lock is free. Long pieces go
-through `memmove`, which is faster a byte and loses little to the lock; so does everything where the kernel or a
-sandbox refuses the call.
+What costs is not only the copy but the interpreter's lock. A thread that gives it up for each page may wait 5 ms to get it
+back while the engine's thread is busy in Python, and keeps it from that thread in between. So there are two ways:
+
+* The patient one goes to the kernel in calls of up to 1,024 pieces (`process_vm_readv` on this very process), during each
+  of which the lock is free. The kernel copies a page at a time, which costs some of the speed.
+* The quick one takes the lock more often: long pieces go through `memmove`, short ones through numpy's indexing, 512 at a
+  time, by way of a buffer that stays in the cache (the kernel takes longer to find a short piece than to copy it).
+
+Copies are quick while nobody else wants the lock, which shows in how long they take. Pieces of a megabyte are always
+moved: they lose little. So is everything where the kernel or a sandbox refuses the call.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
-from concurrent.futures import CancelledError
+import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvoffload.model.errors import CopyError
-from kvoffload.transfer.ports import TicketState
+from kvoffload.model.transfer import Direction
+from kvoffload.transfer.host_pieces import HostTicket, PieceQueue, no_longer_than
 from kvoffload.transfer.runs import CopyRuns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from concurrent.futures import Executor, Future
+    from concurrent.futures import Executor
 
-    from kvoffload.model.transfer import Direction
     from kvoffload.transfer.ports import Clock, Fence
     from kvoffload.transfer.runs import Numbers
 
 _PIECES = 1024  # the kernel's limit for one call
 _LONG = 2**20  # mean bytes of a piece from which memmove wins also while the engine is busy
+_MIDDLE = 48 * 2**10  # from which memmove wins while nobody wants the lock
+_SHORT = 2**13  # mean bytes of a piece up to which indexing wins
+_UNIT = 2**12  # most bytes of what indexing copies at a time
+_LEAST_UNIT = 2**9
+_ROWS = 512  # that indexing copies in one call; up to 500 numpy keeps the interpreter's lock
+_TELLING = 2**21  # bytes of a copy from which its speed tells something: what is smaller may lie in a cache
+_SLOWER = 2.5  # times, when somebody wants the lock: a wait alone takes as long as two copies
+_FORGET = 0.98  # of the best speed, with each copy: a cache or a faster moment is no measure for good
 _CALL_BYTES = 2**30  # the kernel moves no more than 2 GiB in one call
 
 
-class HostTicket:
-    """One batch on an executor."""
-
-    def __init__(self, work: Future[float]) -> None:
-        self._work = work
-        self._seconds: float | None = None
-
-    def query(self) -> TicketState:
-        """Return where the batch stands.
-
-        Raises:
-            Exception: what the copy raised; nothing runs any more.
-        """
-        if not self._work.done():
-            return TicketState.PENDING
-        try:
-            self._seconds = self._work.result()
-        except CancelledError:
-            return TicketState.FAILED
-        return TicketState.DONE
-
-    @property
-    def copy_seconds(self) -> float | None:
-        return self._seconds
-
-
 class HostCopier:
-    """Copies on the threads of `executor`; a batch is one piece of work.
+    """Copies on the threads of `executor`, loads first (`host_pieces.py`).
 
     The fence is empty: on a CPU the forward pass has ended when the engine's hook runs.
+
+    Args:
+        executor: its threads copy.
+        clock: time.
+        copy: what copies both ways; by default the fastest for each way.
+        threads: most threads that copy one batch of loads; stores are copied by one.
     """
 
     def __init__(
-        self, executor: Executor, clock: Clock, copy: Callable[[CopyRuns], None] | None = None
+        self,
+        executor: Executor,
+        clock: Clock,
+        copy: Callable[[CopyRuns], None] | None = None,
+        *,
+        threads: int = 2,
     ) -> None:
-        self._executor = executor
-        self._clock = clock
-        self._copy = copy or choose_copy()
+        copies = {way: copy or choose_copy(arena_is_target=way is Direction.STORE) for way in Direction}
+        self._queue = PieceQueue(executor, clock, copies, threads=threads)
 
     def fence(self) -> Fence:
         return None
 
     def submit(self, direction: Direction, runs: CopyRuns, fences: Sequence[Fence]) -> HostTicket:
-        return HostTicket(self._executor.submit(self._timed, runs))
+        return self._queue.add(direction, runs)
 
     def close(self) -> None:
         """Do nothing: the executor belongs to whoever handed it in."""
 
-    def _timed(self, runs: CopyRuns) -> float:
-        start = self._clock.monotonic()
-        self._copy(runs)
-        return self._clock.monotonic() - start
 
+def choose_copy(*, arena_is_target: bool = False) -> Callable[[CopyRuns], None]:
+    """Return the fastest copy that this system allows, tried out on a few bytes.
 
-def choose_copy() -> Callable[[CopyRuns], None]:
-    """Return the fastest copy that this system allows, tried out on a few bytes."""
-    vector = _VectorCopy.load()
+    Args:
+        arena_is_target: which side lies in the arena, for which the kernel was asked for huge pages.
+    """
+    vector = _VectorCopy.load(far_is_target=arena_is_target)
     if vector is None:
         return copy_by_memmove
 
+    by_index = WatchfulCopy(lambda runs: copy_by_index(runs, vector), vector)
+    by_memmove = WatchfulCopy(copy_by_memmove, vector)
+
     def copy(runs: CopyRuns) -> None:
-        if runs.total_bytes >= _LONG * len(runs):
+        size, pieces = runs.total_bytes, len(runs)
+        if size >= _LONG * pieces:
             copy_by_memmove(runs)
+        elif size >= _MIDDLE * pieces:
+            by_memmove(runs)
+        elif size <= _SHORT * pieces and size >= _ROWS * _UNIT:
+            by_index(runs)
         else:
             vector(runs)
 
     return copy
 
 
+class WatchfulCopy:
+    """Copies the quick way while that is quick, else the patient way.
+
+    Whoever wants the interpreter's lock back and does not get it is several times slower than before; a slower machine is
+    not. A wrong guess costs a few percent of a copy's time.
+
+    Args:
+        quick, patient: two ways to copy.
+        now: seconds.
+    """
+
+    def __init__(
+        self,
+        quick: Callable[[CopyRuns], None],
+        patient: Callable[[CopyRuns], None],
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._quick = quick
+        self._patient = patient
+        self._now = now
+        self._best = 0.0  # bytes a second
+        self._is_contended = False
+
+    def __call__(self, runs: CopyRuns) -> None:
+        begun = self._now()
+        if self._is_contended:
+            self._patient(runs)
+        else:
+            self._quick(runs)
+        if runs.total_bytes >= _TELLING:
+            self._note(runs.total_bytes, self._now() - begun)
+
+    def _note(self, size: int, seconds: float) -> None:
+        speed = size / max(seconds, 1e-9)
+        self._best = max(speed, _FORGET * self._best)
+        self._is_contended = speed * _SLOWER < self._best
+
+
 def copy_by_memmove(runs: CopyRuns) -> None:
     """Copy piece by piece; works everywhere."""
-    move = ctypes.memmove
-    for source, target, size in zip(
-        runs.source.tolist(), runs.target.tolist(), runs.size.tolist(), strict=True
-    ):
-        move(target, source, size)
+    moves = map(ctypes.memmove, runs.target.tolist(), runs.source.tolist(), runs.size.tolist())
+    deque(moves, 0)  # runs it, and keeps nothing
+
+
+def copy_by_index(runs: CopyRuns, rest: Callable[[CopyRuns], None]) -> None:
+    """Copy units of one size, `_ROWS` at a time; `rest` copies what remains, or all of it where the units are too small."""
+    unit = math.gcd(_UNIT, int(np.gcd.reduce(runs.size)))
+    if unit < _LEAST_UNIT:
+        rest(runs)
+        return
+    units = no_longer_than(runs, unit)
+    start = int(min(units.source.min(), units.target.min()))
+    span = int(max(units.source.max(), units.target.max())) - start + 1
+    memory = np.asarray(_Memory(start, span, unit))
+    sources, targets = units.source - start, units.target - start
+    whole = len(units) // _ROWS * _ROWS
+    for first in range(0, whole, _ROWS):
+        rows = slice(first, first + _ROWS)
+        memory[targets[rows]] = memory[sources[rows]]
+    if whole < len(units):
+        rest(CopyRuns(units.source[whole:], units.target[whole:], units.size[whole:]))
+
+
+class _Memory:
+    """An array, to numpy, whose element `i` is the `unit` bytes from address `start + i`: elements overlap."""
+
+    def __init__(self, start: int, span: int, unit: int) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (start, False),
+            "shape": (span,),
+            "strides": (1,),
+            "typestr": f"|V{unit}",
+        }
 
 
 class _VectorCopy:
-    """The kernel's scattered copy within one process."""
+    """The kernel's scattered copy within one process.
 
-    def __init__(self, call: Callable[..., int]) -> None:
+    The kernel reaches one side, the far one, through its own page tables, page by page. That is the arena: it has huge
+    pages where there are any, and an engine's tensors mostly do not.
+    """
+
+    def __init__(self, call: Callable[..., int], *, far_is_target: bool) -> None:
         self._call = call
+        self._far_is_target = far_is_target
 
     @classmethod
-    def load(cls) -> _VectorCopy | None:
+    def load(cls, *, far_is_target: bool) -> _VectorCopy | None:
         try:
-            call = ctypes.CDLL(None, use_errno=True).process_vm_readv
+            library = ctypes.CDLL(None, use_errno=True)
+            call = library.process_vm_writev if far_is_target else library.process_vm_readv
         except (OSError, AttributeError):
             return None
         call.restype = ctypes.c_ssize_t
         words, pointer = ctypes.c_ulong, ctypes.c_void_p
         call.argtypes = [ctypes.c_int, pointer, words, pointer, words, words]
-        copy = cls(call)
+        copy = cls(call, far_is_target=far_is_target)
         return copy if copy._is_allowed() else None
 
     def __call__(self, runs: CopyRuns) -> None:
@@ -142,8 +221,8 @@ class _VectorCopy:
 
     def _move(self, targets: Numbers, sources: Numbers, size: int) -> None:
         """Copy rows of (address, bytes), as many on both sides, `size` bytes in all."""
-        count = len(targets)
-        moved = self._call(os.getpid(), targets.ctypes.data, count, sources.ctypes.data, count, 0)
+        near, far = (sources, targets) if self._far_is_target else (targets, sources)
+        moved = self._call(os.getpid(), near.ctypes.data, len(near), far.ctypes.data, len(far), 0)
         if moved != size:
             reason = os.strerror(ctypes.get_errno()) if moved < 0 else f"{moved} of {size} bytes moved"
             raise CopyError(f"the kernel did not copy host memory: {reason}")

@@ -71,43 +71,66 @@ class Step:
 
 
 class Rider:
-    """An engine with one connector."""
+    """An engine with one connector, or none; `options` are of the engine, in place of those here."""
 
-    def __init__(self, name: str, checkpoint: Path, kv_transfer: Mapping[str, Any], running: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        checkpoint: Path,
+        kv_transfer: Mapping[str, Any] | None,
+        running: int,
+        **options: object,
+    ) -> None:
         from vllm import LLM
         from vllm.distributed.kv_transfer import kv_transfer_state
 
         self.name = name
         self._place = kv_transfer_state
         self._place._KV_CONNECTOR_AGENT = None
-        self.llm: Any = LLM(str(checkpoint), kv_transfer_config=dict(kv_transfer), **_options(running))
+        connector = {} if kv_transfer is None else {"kv_transfer_config": dict(kv_transfer)}
+        self.llm: Any = LLM(str(checkpoint), **{**_options(running), **connector, **options})
         self._worker_connector = self._place._KV_CONNECTOR_AGENT
         self._scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         self._spent_ns = self._requests = self._tokens = 0
-        self._watch(self._scheduler.connector)
+        self._outputs: Sequence[Any] = ()
+        if self._scheduler.connector is not None:
+            self._watch(self._scheduler.connector)
 
     @property
     def is_busy(self) -> bool:
         """Whether there is anything left to do, open copies included."""
         return bool(self._scheduler.has_requests())
 
-    def ask(self, prompts: Sequence[Sequence[int]], tokens: int) -> None:
-        """Ask for so many tokens of each prompt."""
+    def ask(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[str]:
+        """Ask for so many tokens of each prompt; return the requests' names."""
         from vllm import SamplingParams
 
         wanted = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        for number, prompt in enumerate(prompts):
-            name = f"{time.monotonic_ns()}-{number}"
+        names = [f"{time.monotonic_ns()}-{number}" for number in range(len(prompts))]
+        for name, prompt in zip(names, prompts, strict=True):
             self.llm.llm_engine.add_request(name, {"prompt_token_ids": list(prompt)}, wanted)
+        return names
 
     def step(self) -> Step:
         """Take one step."""
         self._place._KV_CONNECTOR_AGENT = self._worker_connector
         self._requests = self._tokens = 0
-        self.llm.llm_engine.step()
+        self._outputs = self.llm.llm_engine.step()
         step = Step(self._requests, self._tokens, self._spent_ns)
         self._spent_ns = 0
         return step
+
+    def serve(self, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[list[float], float]:
+        """Serve prompts, all at once; return each one's seconds to its first token, and those until nothing is left."""
+        begun = time.perf_counter()
+        names = self.ask(prompts, tokens)
+        first: dict[str, float] = {}
+        while self.is_busy:
+            self.step()
+            now = time.perf_counter() - begun
+            for output in self._outputs:
+                first.setdefault(output.request_id, now)
+        return [first[name] for name in names], time.perf_counter() - begun
 
     def close(self) -> None:
         """End the engine."""
@@ -149,13 +172,21 @@ def prepare_process(on_gpu: bool) -> None:
         os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 
 
-def write_checkpoint(kind: str, folder: Path) -> Path:
-    """Write the configuration of a tiny model, whose weights vLLM makes up; return its folder."""
+def write_checkpoint(kind: str, folder: Path, **shape: object) -> Path:
+    """Write the configuration of a tiny model, whose weights vLLM makes up; return its folder.
+
+    Args:
+        kind: "qwen3" or "gemma3".
+        folder: where its folder is made.
+        shape: settings of the model, in place of those here.
+    """
     import transformers
 
     config: Any
     if kind == "qwen3":
-        config = transformers.Qwen3Config(num_hidden_layers=1, architectures=["Qwen3ForCausalLM"], **_SHAPE)
+        config = transformers.Qwen3Config(
+            **{"num_hidden_layers": 1, "architectures": ["Qwen3ForCausalLM"], **_SHAPE, **shape}
+        )
     else:
         layers = ["sliding_attention"] * 5 + ["full_attention"]  # as in the real ones: six groups
         config = transformers.Gemma3TextConfig(

@@ -57,7 +57,9 @@ def test_the_table_has_each_page_way_and_number_of_threads(capsys: pytest.Captur
 def test_json_and_the_saved_file_hold_sums_of_every_case(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    options = ["--page-kib", "16", "--repeats", "2", "--threads", "1", "--json", "--save", str(tmp_path)]
+    plot = tmp_path / "copy.svg"
+    options = ["--page-kib", "16", "--repeats", "2", "--threads", "1", "--json", "--plot", str(plot)]
+    options += ["--save", str(tmp_path / "results")]
     assert main([*SMALL, *options]) == Exit.OK
     told = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert [(case["way"], case["threads"], case["mib"]) for case in told["cases"]] == [
@@ -69,8 +71,9 @@ def test_json_and_the_saved_file_hold_sums_of_every_case(
         assert case["of_one_piece"]["low"] is None  # two pairs have no interval
     assert told["load_behind_stores"]["ratio"]["median"] > 0
     assert told["submission"]["hook_us_a_block"]["median"] > 0
-    (saved,) = tmp_path.iterdir()
+    (saved,) = (tmp_path / "results").iterdir()
     assert json.loads(saved.read_text())["cases"] == told["cases"]
+    assert "16 KiB" in plot.read_text()
 
 
 @pytest.mark.parametrize("way", list(Direction))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import anyio.to_thread
 import pytest
 
-from kvoffload.cli.demo import session
+from kvoffload.cli.demo import play, session
 from kvoffload.cli.demo.audit import audit_engine
 from kvoffload.cli.demo.screen import Screen
 from kvoffload.cli.exits import Exit
@@ -94,12 +94,12 @@ def test_hits_that_do_not_pay_are_computed(small: list[str], capsys: pytest.Capt
 
 def test_json_accounts_for_every_token(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     found = run_json(small, capsys)
-    for play in (found["without_offloading"], found["with_offloading"]):
-        assert play["preemptions"] == 0
-        assert play["generated_tokens"] == 4 * 3 * 5
-        every = play["device_tokens"] + play["host_tokens"] + play["computed_tokens"]
-        assert every == play["prompt_tokens"] + play["generated_tokens"] - 4 * 3
-        assert play["first_ttft_s"]["samples"], play["returning_ttft_s"]["samples"] == (4, 8)
+    for played in (found["without_offloading"], found["with_offloading"]):
+        assert played["preemptions"] == 0
+        assert played["generated_tokens"] == 4 * 3 * 5
+        every = played["device_tokens"] + played["host_tokens"] + played["computed_tokens"]
+        assert every == played["prompt_tokens"] + played["generated_tokens"] - 4 * 3
+        assert played["first_ttft_s"]["samples"], played["returning_ttft_s"]["samples"] == (4, 8)
 
 
 def test_json_names_stay(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,7 +160,7 @@ def test_it_begins_when_there_is_host_memory(
     small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory is late: ready after the third prompt that only warms up."""
-    ready, prepare, warm_up, warmed = threading.Event(), Arena.prepare, session.warm_up, []
+    ready, prepare, warm_up, warmed = threading.Event(), Arena.prepare, play.warm_up, []
 
     async def late(arena: Arena) -> None:
         await anyio.to_thread.run_sync(ready.wait)

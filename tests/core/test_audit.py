@@ -82,7 +82,7 @@ LAWS: dict[str, tuple[Callable[[Broken], object], str]] = {
         "is indexed but PINNED",
     ),
     "a slot that should be evictable": (
-        lambda it: it.pool._order.add(it.load.slots[0]),
+        lambda it: it.pool._order.add(it.load.slots[:1]),
         "the eviction order is not the ready slots",
     ),
     "a free slot twice": (
@@ -230,7 +230,10 @@ AT_REST: dict[str, tuple[Callable[[CoreState], object], str]] = {
         lambda it: it.leases.open().add([DeviceBlockId(1)]),
         "1 leases and 0 records after all has drained",
     ),
-    "a slot that cannot be evicted": (lambda it: it.pool._order.remove(SlotId(0)), "2 slots can be evicted"),
+    "a slot that cannot be evicted": (
+        lambda it: it.pool._order.remove([SlotId(0)]),
+        "2 slots can be evicted",
+    ),
     "a key that cannot be found": (
         lambda it: dict.__setitem__(it.pool.index, BlockKey(b"x"), dict.popitem(it.pool.index)[1]),
         "is READY but not indexed",

@@ -173,6 +173,13 @@ def test_two_names_of_one_thing_differ_from_two_things() -> None:
     assert fingerprint([thing, thing]) != fingerprint([[], []])
 
 
+def test_what_is_the_same_in_all_is_left_out() -> None:
+    one, two = [Slotted(1)], [Slotted(2)]
+    assert fingerprint(one, constant=(Slotted,)) == fingerprint(two, constant=(Slotted,))
+    assert fingerprint(one, constant=(Slotted,)) != fingerprint([], constant=(Slotted,))
+    assert fingerprint([*one, 1], constant=(Slotted,)) != fingerprint([*two, 2], constant=(Slotted,))
+
+
 def test_a_circle_ends() -> None:
     circle: list[object] = []
     circle.append(circle)

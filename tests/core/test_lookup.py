@@ -144,14 +144,19 @@ def test_slots_come_heads_first(groups: tuple[GroupSpec, ...]) -> None:
     assert [depth[slot] for slot in slots] == sorted(depth[slot] for slot in slots)
 
 
+class Index(dict[BlockKey, SlotId]):
+    """An index that keeps what it was asked for."""
+
+    def __init__(self, slots: Mapping[BlockKey, SlotId]) -> None:
+        super().__init__(slots)
+        self.asked: list[BlockKey] = []
+
+    def get(self, key: BlockKey, default: object = None) -> object:  # type: ignore[override]
+        self.asked.append(key)
+        return super().get(key, default)
+
+
 def test_each_block_is_looked_up_once() -> None:
-    asked: list[BlockKey] = []
-
-    class Index(dict):
-        def get(self, key: BlockKey, default: object = None) -> object:
-            asked.append(key)
-            return super().get(key, default)
-
     shape = EngineShape((full(4), window(9, 4, group=1), recurrent(4, group=2)), 1, 8, 8)
     keys = [[block_key(b"%d" % at, GroupId(group)) for at in range(50)] for group in range(3)]
     index = Index({key: SlotId(0) for each in keys for key in each[:40]})
@@ -159,4 +164,13 @@ def test_each_block_is_looked_up_once() -> None:
         del index[keys[2][hole]]
     del index[keys[1][36]]
     assert longest_match(shape, keys, index, 8, 199).tokens == 140
-    assert len(asked) == len(set(asked))
+    assert len(index.asked) == len(set(index.asked))
+
+
+def test_a_group_is_not_asked_about_a_length_that_another_has_made_useless() -> None:
+    # One that reads ahead would look up the block behind what the device holds, and be named as the one that lacks it.
+    shape = EngineShape((window(5), window(5, group=1, reads_ahead=True)), 1, 8, 8)
+    keys = [[block_key(b"%d" % at, GroupId(group)) for at in range(3)] for group in range(2)]
+    index = Index({})
+    assert longest_match(shape, keys, index, 4, 8) == (4, (), keys[0][1])
+    assert index.asked == [keys[0][1]]

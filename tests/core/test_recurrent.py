@@ -58,3 +58,18 @@ def test_a_state_that_cannot_be_stored_now_is_declined_for_good() -> None:
     hand_over(world, request, 4)
     assert world.stores() == {StoreOutcome.HOST_FULL: 1}
     assert not world.core.has_work
+
+
+def test_a_state_that_the_host_has_already_counts_as_used() -> None:
+    world = World(full(), recurrent(group=1), host=8, promises=Promises(hands_off_states=True))
+    request = world.add("a", TEXT)
+    world.admit(request)
+    for end in (4, 8):
+        world.step(tokens=4)
+        hand_over(world, request, end)
+        world.drain()
+    hand_over(world, request, 4)
+    assert world.stores()[StoreOutcome.ALREADY_CACHED] == 1
+    order = [world.core.state.pool.key(slot) for slot in world.core.state.pool._order]
+    states = [key_at(TEXT, 4, 1), key_at(TEXT, 8, 1)]
+    assert [key for key in order if key in states] == states[::-1]

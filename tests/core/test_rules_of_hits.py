@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from kvoffload.core.shared_loads import SharedLoads
 from kvoffload.core.states import RequestState, SlotState
 from kvoffload.model import facts
 from kvoffload.model.causes import LoadOutcome, MissCause, PinDropCause, SurpriseCause
 from kvoffload.model.engine import Promises
 from kvoffload.model.events import EngineSurprised, HitDropped, LoadScheduled, LookupDeferred, LookupSettled
-from kvoffload.model.ids import DeviceBlockId, Rank, RequestId
+from kvoffload.model.ids import DeviceBlockId, Rank, RequestId, SlotId
 from kvoffload.model.transfer import Direction, TransferReport
 from tests.core.world import CORRUPT, DONE, FAILED, Req, World, full, key_at, window
 
@@ -280,6 +281,18 @@ def test_r2_a_loading_request_that_is_allocated_or_looked_up_again_goes_on_loadi
     assert world.results == [("a", True)]
 
 
+def test_r2_a_step_that_knows_of_fewer_tokens_and_nothing_new_takes_nothing_back() -> None:
+    world = World()
+    request = world.add("a", TEXT)
+    world.admit(request)
+    world.run(request)
+    world.finish()
+    world.idle_step()
+    before = world.core.fingerprint()
+    world.tell(facts.StepScheduled(world.steps, (facts.Progress(request.name, 4),)))
+    assert world.core.fingerprint() == before
+
+
 def test_r2_a_report_of_an_unknown_rank_or_job_is_survived() -> None:
     world = World()
     before = world.core.fingerprint()
@@ -512,6 +525,16 @@ def test_r14_who_waits_goes_on_when_the_owner_does_not(how: str) -> None:
     assert world.admit(waits) == (12 if how == "ends" else 0)
 
 
+def test_r14_nobody_waits_for_a_load_that_failed_when_its_slots_are_filled_anew() -> None:
+    world = cached(host=3)
+    loading(world)
+    world.finish(outcome=FAILED)
+    world.serve("again", TEXT)
+    world.device.forget_keys()
+    assert world.on_host(TEXT) == "xxx"
+    assert world.admit(world.add("b", TEXT)) == 12
+
+
 def test_r14_once_the_owner_runs_nobody_waits_for_it() -> None:
     world = cached()
     loading(world)
@@ -578,6 +601,15 @@ def test_r14_one_that_would_not_wait_is_waited_for_when_the_first_owner_is_gone(
     assert world.told(LookupDeferred)[-1].owner == second.name
     world.end(second)
     assert world.admit(waits) == 12
+
+
+def test_r14_nobody_is_told_to_wait_for_itself() -> None:
+    loads = SharedLoads()
+    me, other = RequestId("me"), RequestId("other")
+    loads.started(me, [SlotId(0), SlotId(1)])
+    assert loads.owner([SlotId(0), SlotId(1)], me) is None
+    loads.started(other, [SlotId(1)])
+    assert loads.owner([SlotId(0), SlotId(1)], me) == other
 
 
 def test_a_request_that_ends_while_it_loads_is_told_of_exactly_once() -> None:

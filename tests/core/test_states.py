@@ -141,6 +141,14 @@ def test_a_slot_that_is_pinned_and_doomed_is_not_pinned_again() -> None:
         pool.pin((slot,))
 
 
+def test_an_empty_slot_is_not_quarantined() -> None:
+    pool, slot = pool_with(SlotState.EMPTY)
+    before = picture(pool)
+    with pytest.raises(IllegalTransition):
+        pool.quarantine(slot)
+    assert picture(pool) == before
+
+
 def test_more_slots_than_there_is_room_for_change_nothing() -> None:
     pool, _ = pool_with(SlotState.PINNED)
     before = picture(pool)
@@ -175,8 +183,8 @@ def test_a_held_slot_leaves_the_pool_like_any_other(end: str, held: bool) -> Non
     else:
         getattr(pool, end)(slot)
     if held:
-        pool.unhold(slot)
-        pool.unhold(slot)
+        pool.unhold([slot])
+        pool.unhold([slot])
     assert not pool.index
     assert pool.problems() == []
 
@@ -186,7 +194,7 @@ def test_a_held_slot_can_be_pinned_and_comes_back_to_whoever_holds_it() -> None:
     pool.hold(slot)
     pool.pin((slot,)).close()
     assert list(pool._order) == []
-    pool.unhold(slot)
+    pool.unhold([slot])
     assert list(pool._order) == [slot]
     assert pool.problems() == []
 

@@ -31,6 +31,6 @@ def listen() -> None:
 
 
 if __name__ == "__main__":
-    host_copier.choose_copy = lambda: copy
+    host_copier.choose_copy = lambda *, arena_is_target=False: copy
     threading.Thread(target=listen, daemon=True).start()
     sys.exit(main())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants.mutant import ENGINE, RUNTIME, TRANSFER, Mutant
+from tests.mutants.mutant import BUS, ENGINE, RUNTIME, TRANSFER, Mutant
 
 _POOL = "kvoffload/core/host_pool.py"
 _LOOKUPS = "kvoffload/core/lookup_desk.py"
@@ -23,11 +23,12 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(1, _LOOKUPS, "pins = state.pool.pin(slots)", "pins = None"),
     Mutant(1, _LOOKUPS, "self.drop(request, PinDropCause.LOOKED_UP_AGAIN)", "state.hits.take(request)"),
     Mutant(1, _LOADS, "self._lookups.drop(record.request, PinDropCause.REQUEST_ENDED)"),
-    Mutant(1, _POOL, "if slot not in holds:\n                    order.remove(slot)"),
+    Mutant(1, _POOL, "self._order.remove(self._not_held(free))"),
     # What engines do.
     Mutant(2, _LOADS, "if hit is None or length > hit.tokens:", "if False:"),
     Mutant(2, _LOADS, "            hit.pins.close()\n            if rest", "            if rest"),
     Mutant(2, _LOADS, "self._state.results.failed.append(fact.request)"),
+    Mutant(2, _INTAKE, "if confirmed_tokens > record.confirmed_tokens:", "if True:"),
     Mutant(2, _LOOKUPS, "limit = record.prompt_tokens - 1", "limit = record.prompt_tokens"),
     Mutant(2, "kvoffload/core/lookup.py", "group.block_tokens if group.reads_ahead else 0", "0"),
     # In-flight stores.
@@ -47,7 +48,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "if outcome is not CopyOutcome.DONE and job.copies_ended and not job.settled:",
     ),
     Mutant(4, _TRANSFERS, "state.pool.grow(min(state.ready))", "state.pool.grow(max(state.ready))"),
-    Mutant(4, _POOL, "== SlotState.DRAINING and slot not in self._pins:", "== SlotState.DRAINING:"),
+    Mutant(
+        4,
+        _STORES,
+        "            self._state.pool.doom(slot)\n",
+        "            self._state.pool.doom(slot)\n            self._state.pool.drained((slot,))\n",
+    ),
     # Leases.
     Mutant(5, _LEASES, "self._device.lease(blocks)"),
     Mutant(5, _LEASES, "self._device.release(blocks)"),
@@ -66,10 +72,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(6, _CAPACITY, "group.chunk_tokens + self.in_flight_tokens", "group.chunk_tokens", ENGINE),
     # Stale blocks.
     Mutant(7, "kvoffload/core/stale_blocks.py", "self._tables[request][group][position] = NULL_BLOCK"),
-    Mutant(7, _INTAKE, "self._handed_out(fact.handed_out, since_reset=False)"),
-    Mutant(
-        7, _INTAKE, "self._handed_out([*chain.from_iterable(progress.new_blocks)], since_reset=since_reset)"
-    ),
+    Mutant(7, _INTAKE, "self._strike([*fact.handed_out, *grown])", "self._strike(grown)"),
+    Mutant(7, _INTAKE, "self._strike([*fact.handed_out, *grown])", "self._strike(fact.handed_out)"),
+    Mutant(7, _INTAKE, "self._handed_out(self._new_blocks(fact), since_reset=record.stores)"),
     Mutant(7, _STORES, "if held != offer.key:", "if held is None:"),
     Mutant(7, _STORES, "block = state.device.block_of(offer.key) or NULL_BLOCK", "block = NULL_BLOCK"),
     # Evictions.
@@ -87,7 +92,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "kvoffload/runtime/awaited_loads.py",
         "return self._since.pop(request, None) is not None",
         "return True",
-        (*RUNTIME, "tests/reference"),
+        RUNTIME,
     ),
     # Resets.
     Mutant(10, _CORE, "record.stores = False"),
@@ -95,6 +100,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(10, _CORE, "self._stores.stop(StoreOutcome.BEFORE_RESET, planned=StoreOutcome.CANCELLED)"),
     Mutant(10, _CORE, "self._lookups.reset()"),
     Mutant(10, _INTAKE, "if not state.generation:", "if True:"),
+    Mutant(10, _INTAKE, "self._separate_new(fact)"),
     Mutant(10, _STORES, "if state.generation and not self._since_reset(offer, block):", "if False:"),
     # The end.
     Mutant(11, _INTAKE, "state.restores.forget(record.request)"),
@@ -110,7 +116,7 @@ MUTANTS: tuple[Mutant, ...] = (
         12,
         "kvoffload/bus/bus.py",
         "self._counters = [entry for entry in self._counters if entry[1] != counter]",
-        tests=RUNTIME,
+        tests=BUS,
     ),
     Mutant(12, "kvoffload/runtime/scheduler_side.py", "self._core_raised(error, name)", tests=RUNTIME),
     # Fences.
@@ -123,16 +129,16 @@ MUTANTS: tuple[Mutant, ...] = (
         "state.shared.owner(slots, request) if may_wait else None",
         "state.shared.owner(slots, request)",
     ),
-    Mutant(14, _INTAKE, "state.shared.ended(progress.request)"),
+    Mutant(14, _INTAKE, "            shared.ended(request)\n", "\n"),
     Mutant(14, _LOADS, "        state.shared.ended(request)\n", "\n"),
-    Mutant(14, "kvoffload/core/shared_loads.py", "if owner != asking:", "if True:"),
+    Mutant(14, "kvoffload/core/shared_loads.py", "owners.remove(request)", "owners.clear()"),
     Mutant(14, _DEADLINES, "return since is None or now - since < self._timeout_s", "return True", RUNTIME),
     # The order of eviction.
     Mutant(15, _POOL, "for slot in reversed(slots):", "for slot in slots:"),
-    Mutant(15, _STORES, "for slot in reversed(job.slots):", "for slot in job.slots:"),
-    Mutant(15, _HOLDS, "for slot in reversed(record.held):", "for slot in record.held:"),
+    Mutant(15, _STORES, "state.pool.fill(job.slots[::-1])", "state.pool.fill(job.slots)"),
+    Mutant(15, _HOLDS, "unhold(reversed(record.held))", "unhold(record.held)"),
     Mutant(15, _HOLDS, "if record.shares:", "if False:"),
-    Mutant(15, "kvoffload/core/eviction.py", "return iter(self._order)", "return reversed(self._order)"),
+    Mutant(15, "kvoffload/core/eviction.py", "links = self._after", "links = self._before"),
     # Copies that never end.
     Mutant(16, _TRANSFERS, "self._state.pool.quarantine(slot)", "self._state.pool.doom(slot)"),
     Mutant(

@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from kvoffload.core.host_pool import HostPool, Pins
+from kvoffload.core.host_pool import HostPool
 from kvoffload.core.jobs import Job
 from kvoffload.core.load_desk import LoadDesk
+from kvoffload.core.pins import Pins
 from kvoffload.core.stale_blocks import StaleBlocks
 from kvoffload.core.store_desk import StoreDesk
 from kvoffload.core.transfers import Transfers

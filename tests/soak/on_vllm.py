@@ -77,9 +77,8 @@ def soak(
     """Soak for so many real seconds; return a reading every `apart_s`, and what went on, in words."""
     choose, readings = random.Random(1), list[Reading]()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(
-            host_copier, "choose_copy", lambda real=host_copier.choose_copy: _failing(real(), choose)
-        )
+        real = host_copier.choose_copy
+        patched.setattr(host_copier, "choose_copy", lambda **how: _failing(real(**how), choose))
         options: dict[str, Any] = {"num_gpu_blocks_override": DEVICE_BLOCKS[_MODEL], "max_num_seqs": 16}
         with offloading(_MODEL, folder, 120, **options) as made:
             made.side.core.state.misses._bound = _MISSES

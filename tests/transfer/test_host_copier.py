@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from kvoffload.model.errors import CopyError
 from kvoffload.model.transfer import Direction
 from kvoffload.testing import FakeClock, ManualExecutor
-from kvoffload.transfer.host_copier import HostCopier, choose_copy, copy_by_memmove
+from kvoffload.transfer.host_copier import HostCopier, WatchfulCopy, choose_copy, copy_by_memmove
 from kvoffload.transfer.ports import TicketState
 from kvoffload.transfer.runs import CopyRuns
 
@@ -48,15 +49,6 @@ def test_a_copy_that_raises_is_told_by_the_query() -> None:
         ticket.query()
 
 
-def test_a_copy_that_was_cancelled_has_failed() -> None:
-    executor = ManualExecutor()
-    ticket = HostCopier(executor, FakeClock()).submit(
-        Direction.LOAD, runs_between(np.zeros(1), np.zeros(1)), ()
-    )
-    assert ticket._work.cancel()
-    assert ticket.query() is TicketState.FAILED
-
-
 def test_an_executor_that_was_shut_down_starts_nothing() -> None:
     executor = ManualExecutor()
     executor.shutdown()
@@ -64,6 +56,30 @@ def test_an_executor_that_was_shut_down_starts_nothing() -> None:
     with pytest.raises(RuntimeError, match="shut down"):
         copier.submit(Direction.LOAD, runs_between(np.zeros(1), np.zeros(1)), ())
     copier.close()
+
+
+def test_copies_are_quick_until_they_take_several_times_as_long_and_again_when_they_do_not() -> None:
+    clock, ways = FakeClock(), list[str]()
+    milliseconds = iter([1, 1.5, 9, 9, 9, 1.2, 1, 9, 1])
+
+    def way(name: str) -> Callable[[CopyRuns], None]:
+        def copy(runs: CopyRuns) -> None:
+            ways.append(name)
+            clock.jump(next(milliseconds) / 1000)
+
+        return copy
+
+    copy = WatchfulCopy(way("q"), way("p"), clock.monotonic)
+
+    def runs(size: int) -> CopyRuns:
+        return CopyRuns(*(np.array([part], np.int64) for part in (0, 2**40, size)))
+
+    for _ in range(7):
+        copy(runs(4 * 2**20))
+    assert "".join(ways) == "qqqpppq"
+    copy(runs(2**20))  # so little says nothing of the lock
+    copy(runs(4 * 2**20))
+    assert "".join(ways) == "qqqpppq" + "qq"
 
 
 def test_where_the_kernel_refuses_pieces_are_moved_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

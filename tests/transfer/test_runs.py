@@ -152,6 +152,38 @@ def test_more_pieces_than_one_call_to_the_kernel_takes(copy: Callable[[CopyRuns]
     assert not target.reshape(-1, 16)[:, 15].any()
 
 
+@pytest.mark.parametrize("arena_is_target", [False, True])
+@pytest.mark.parametrize("page", [512, 1024, 3072, 4096, 8192])
+def test_short_pieces_of_many_lengths_and_nothing_beside_them(page: int, arena_is_target: bool) -> None:
+    draw = np.random.default_rng(page)
+    pages = 12 * 2**20 // page
+    source, target = (draw.integers(0, 256, (pages, page), np.uint8) for _ in range(2))
+    expected = target.copy()
+    lengths = draw.integers(1, 3, pages // 4)  # in pages; most of them one
+    starts = np.cumsum(lengths) - lengths
+    order = draw.permutation(len(lengths))
+    places = np.cumsum(lengths[order]) - lengths[order] + pages // 3
+    for start, length, place in zip(starts[order], lengths[order], places, strict=True):
+        expected[place : place + length] = source[start : start + length]
+    runs = CopyRuns(
+        source.ctypes.data + starts[order] * page,
+        target.ctypes.data + places * page,
+        lengths[order] * page,
+    )
+    choose_copy(arena_is_target=arena_is_target)(runs)
+    assert (target == expected).all()
+
+
+def test_odd_lengths_are_not_cut_into_crumbs() -> None:
+    source = np.random.default_rng(0).integers(0, 256, 4 << 20, np.uint8)
+    target = np.zeros_like(source)
+    starts = np.arange(0, len(source) - 1001, 1001, dtype=np.int64)
+    choose_copy()(pieces_of(source, target, starts, np.full(len(starts), 1000, np.int64)))
+    end = len(starts) * 1001
+    assert (target[:end].reshape(-1, 1001)[:, :1000] == source[:end].reshape(-1, 1001)[:, :1000]).all()
+    assert not target[:end].reshape(-1, 1001)[:, 1000].any()
+
+
 def test_long_pieces() -> None:
     source = np.random.default_rng(0).integers(0, 256, 3 << 20, np.uint8)
     target = np.zeros_like(source)

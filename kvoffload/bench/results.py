@@ -1,0 +1,111 @@
+"""What a bench's numbers depend on, and the files that keep them: one per bench and machine, written by `--save`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from kvoffload.cli.exits import CommandError
+from kvoffload.cli.partial_file import complete, open_partial
+
+FOLDER = Path(__file__).parent / "results"
+"""The results of the machines that were at hand, in the sources; a wheel has none."""
+MOST_BYTES = 30_000
+_NOT_IN_NAMES = re.compile("[^a-z0-9]+")
+
+
+def machine(*packages: str) -> dict[str, object]:
+    """Return what numbers depend on: the processor, its load now, and the versions of what took part.
+
+    Args:
+        packages: more distributions whose versions matter; those that are not installed are left out.
+    """
+    found = {}
+    for name in ("kvoffload", "torch", *packages):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return {
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(_memory_bytes() / 2**30, 1),
+        **_gpu(),
+        "load": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        **found,
+    }
+
+
+def save(name: str, told: Mapping[str, object], folder: Path) -> Path:
+    """Write what a bench tells into `folder`/NAME-MACHINE.json, in place of what was there; return the path.
+
+    Args:
+        name: the bench's.
+        told: JSON-like values; its "machine", where it has one, names the file, else this machine does.
+        folder: is made where it is missing.
+
+    Raises:
+        CommandError: it cannot be written, or is over 30 kB: a bench keeps sums, not samples.
+    """
+    about = told.get("machine")
+    about = about if isinstance(about, Mapping) else machine()
+    date = datetime.now(UTC).date().isoformat()
+    text = json.dumps({"bench": name, "date": date, "machine": about, **told}, indent=1) + "\n"
+    if len(text) > MOST_BYTES:
+        raise CommandError(f"the results of {name} take {len(text)} bytes, over {MOST_BYTES}")
+    target = folder / f"{name}-{slug(about)}.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor, partial = open_partial(target)
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        partial.chmod(0o644)
+        complete(partial, target)
+    except OSError as error:
+        raise CommandError(f"{target} cannot be written: {error.strerror or error}") from error
+    return target
+
+
+def add_save_argument(parser: argparse.ArgumentParser) -> None:
+    """Add `--save DIR`, for `save`; `args.save` is a Path or None."""
+    parser.add_argument("--save", metavar="DIR", type=Path, help="write the results into DIR, as JSON, too")
+
+
+def headline(about: Mapping[str, object]) -> str:
+    """Return what `machine` returned in one line of a table's head."""
+    return ", ".join(f"{name} {value}" for name, value in about.items())
+
+
+def slug(about: Mapping[str, object]) -> str:
+    """Return a machine as part of a file's name: its GPU where it has one, else its processor and cores."""
+    named = about.get("gpu") or f"{about.get('cpu', 'unknown')} {about.get('cores', '')} cores"
+    plain = re.sub(r"\((r|tm)\)|processor|cpu|@", " ", str(named).lower())
+    return _NOT_IN_NAMES.sub("-", plain).strip("-")
+
+
+def _cpu_name() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _gpu() -> dict[str, object]:
+    """The device of a torch that is loaded anyway: a bench that uses none need not wait for it."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return {}
+    return {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}

@@ -1,0 +1,256 @@
+"""The real scheduler's side without an engine: device blocks are numbers, and copies take the time that bytes would.
+
+The engine's and the copies' clock is a number that each step moves on; what is measured is the time inside the hooks,
+and nothing around them.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
+
+from kvoffload.core.state import LoadResults
+from kvoffload.model import facts
+from kvoffload.model.causes import CopyOutcome
+from kvoffload.model.config import OffloadConfig
+from kvoffload.model.engine import EngineShape
+from kvoffload.model.groups import AttentionKind, GroupSpec
+from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, Rank, RequestId, block_key
+from kvoffload.model.transfer import JobReport, TransferJob, TransferPlan, TransferReport
+from kvoffload.runtime.clocks import Clocks
+from kvoffload.runtime.scheduler_side import SchedulerSide
+
+BLOCK_TOKENS = 16
+_HASH_BYTES = 32  # as engines hash with SHA-256
+_GROUP = GroupId(0)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """What is assumed of the hardware; nothing is copied.
+
+    Args:
+        gib_per_s: of copies, each way.
+        block_kib: bytes of a block.
+        step_ms: between two steps of the engine.
+    """
+
+    gib_per_s: float = 20.0
+    block_kib: int = 2048
+    step_ms: float = 25.0
+
+    @property
+    def block_s(self) -> float:
+        """Seconds that one block's copy takes."""
+        return self.block_kib / (self.gib_per_s * 2**20)
+
+
+class LentBlocks:
+    """Device blocks by number, handed out in the order in which they were given back."""
+
+    def __init__(self, blocks: int) -> None:
+        self._free = deque(map(DeviceBlockId, range(1, blocks + 1)))
+        self._references = [0] * (blocks + 1)
+        self.keys: dict[DeviceBlockId, BlockKey] = {}
+        """What each block holds, as far as it was computed."""
+
+    def take(self, count: int) -> tuple[DeviceBlockId, ...]:
+        """Hand blocks out; what they held is gone."""
+        blocks = tuple([self._free.popleft() for _ in range(count)])
+        for block in blocks:
+            self.keys.pop(block, None)
+        self.lease(blocks)
+        return blocks
+
+    def lease(self, blocks: Sequence[DeviceBlockId]) -> None:
+        for block in blocks:
+            self._references[block] += 1
+
+    def release(self, blocks: Sequence[DeviceBlockId]) -> None:
+        for block in blocks:
+            self._references[block] -= 1
+            if not self._references[block]:
+                self._free.append(block)
+
+    def next_evictable(self, count: int) -> Iterable[DeviceBlockId]:
+        return list(self._free)[:count]
+
+    def free_blocks(self) -> int:
+        return len(self._free)
+
+    def key_of(self, block: DeviceBlockId) -> BlockKey | None:
+        return self.keys.get(block)
+
+    def block_of(self, key: BlockKey) -> DeviceBlockId | None:
+        return None
+
+
+class SimulatedCopies:
+    """Two lanes, one each way, on which jobs take their blocks' time one after the other."""
+
+    def __init__(self, speeds: Speeds, slots: int) -> None:
+        self._block_s = speeds.block_s
+        self._block_bytes = speeds.block_kib * 1024
+        self._slots = slots
+        self._lanes: tuple[deque[tuple[float, TransferJob]], ...] = (deque(), deque())
+
+    @property
+    def are_open(self) -> bool:
+        return any(self._lanes)
+
+    def submit(self, plan: TransferPlan, now: float) -> None:
+        """Queue a step's jobs."""
+        for lane, jobs in zip(self._lanes, (plan.loads, plan.stores), strict=True):
+            for job in jobs:
+                begins = max(now, lane[-1][0]) if lane else now
+                lane.append((begins + len(job.slots) * self._block_s, job))
+
+    def report(self, now: float) -> TransferReport:
+        """Return what has ended by now."""
+        ended = []
+        for lane in self._lanes:
+            while lane and lane[0][0] <= now:
+                ended.append(self._ended(lane.popleft()[1]))
+        return TransferReport(Rank(0), tuple(ended), self._slots)
+
+    def _ended(self, job: TransferJob) -> JobReport:
+        blocks = len(job.slots)
+        seconds = blocks * self._block_s
+        return JobReport(job.job, job.direction, CopyOutcome.DONE, blocks * self._block_bytes, 0.0, seconds)
+
+
+class Engineless:
+    """One scheduler's side, told by hand as an adapter tells it.
+
+    Args:
+        slots: of the host, all ready from the start.
+        device_blocks: of the device.
+        speeds: what copies and steps take.
+        merge_steps: as an adapter sets it.
+        stopwatch: seconds, for the time in hooks.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        device_blocks: int = 4096,
+        speeds: Speeds | None = None,
+        merge_steps: int = 1,
+        stopwatch: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._speeds = speeds or Speeds()
+        self._stopwatch = stopwatch
+        self.now = 100.0
+        """Seconds on the engine's clock."""
+        self.device = LentBlocks(device_blocks)
+        self.copies = SimulatedCopies(self._speeds, slots)
+        self.hook_s = 0.0
+        """Seconds spent in hooks so far."""
+        self.steps = 0
+        full = GroupSpec(_GROUP, AttentionKind.FULL, BLOCK_TOKENS)
+        shape = EngineShape((full,), ranks=1, device_blocks=device_blocks, step_tokens=8192)
+        self.side = SchedulerSide(
+            shape,
+            OffloadConfig(),
+            self.device,
+            clocks=Clocks(self._clock, self._clock),
+            merge_steps=merge_steps,
+        )
+        self._timed(self.side.reported, [TransferReport(Rank(0), (), slots)])
+
+    # -- hooks, timed -------------------------------------------------------------------------------------------
+
+    def seen(self, name: str, keys: Sequence[BlockKey], tail_tokens: int = 1) -> RequestId:
+        """A request comes, its prompt these whole blocks and some tokens."""
+        request = RequestId(name)
+        fact = facts.RequestSeen(request, len(keys) * BLOCK_TOKENS + tail_tokens, (tuple(keys),))
+        self._timed(self.side.seen, fact)
+        return request
+
+    def lookup(self, request: RequestId) -> int | None:
+        """Return the tokens on the host; the device holds none."""
+        return self._timed(self.side.lookup, request, 0)
+
+    def allocated(self, request: RequestId, blocks: int, external_tokens: int) -> tuple[DeviceBlockId, ...]:
+        """Give a request its table and return it."""
+        table = self.device.take(blocks)
+        fact = facts.BlocksAllocated(request, (table,), 0, external_tokens)
+        self._timed(self.side.allocated, fact)
+        return table
+
+    def step(
+        self,
+        confirmed: Iterable[tuple[RequestId, int]] = (),
+        decode_tokens: int = 0,
+    ) -> LoadResults:
+        """One step: what copies have ended is reported, and what the plan says is submitted. Time goes on."""
+        self.now += self._speeds.step_ms / 1e3
+        self.steps += 1
+        report = self.copies.report(self.now)
+        # An adapter calls without reports only where something could have ended.
+        results = self._timed(self.side.reported, [report]) if report.jobs else LoadResults()
+        progress = tuple([facts.Progress(request, tokens, ((),), ((),)) for request, tokens in confirmed])
+        fact = facts.StepScheduled(self.steps, progress, decode_tokens=decode_tokens)
+        plan = self._timed(self.side.step, fact)
+        if not plan.is_empty:
+            self.copies.submit(plan, self.now)
+        return results
+
+    def ended(self, request: RequestId, confirmed_tokens: int, table: Sequence[DeviceBlockId]) -> None:
+        """A request ends; then its blocks are given back, the deepest first."""
+        self._timed(self.side.ended, facts.RequestEnded(request, confirmed_tokens, ((),)))
+        self.device.release(table[::-1])
+
+    # -- around them --------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Step until no copy is open."""
+        while self.copies.are_open:
+            self.step()
+
+    def hold(self, name: str, keys: Sequence[BlockKey]) -> None:
+        """Let a request come and be computed, and run on; the next steps store its blocks."""
+        request = self.seen(name, keys)
+        table = self.allocated(request, len(keys) + 1, 0)
+        self.computed(table, keys)
+        self.step([(request, len(keys) * BLOCK_TOKENS)])
+
+    def computed(self, table: Sequence[DeviceBlockId], keys: Sequence[BlockKey]) -> None:
+        """The device holds these keys from now on."""
+        self.device.keys.update(zip(table, keys, strict=False))
+
+    def fill(self, draw: random.Random, count: int, at_once: int = 64) -> float:
+        """Put so many fresh blocks on the host, in place of the oldest; return the most seconds that `at_once` took."""
+        longest = 0.0
+        for placed in range(0, count, at_once):
+            keys = fresh_keys(draw, min(at_once, count - placed))
+            begun = time.perf_counter()
+            self.put(keys)
+            longest = max(longest, time.perf_counter() - begun)
+        return longest
+
+    def put(self, keys: Sequence[BlockKey]) -> None:
+        """Put blocks on the host, past the hooks, which would take a hundred times as long to be told of each."""
+        pool = self.side.core.state.pool
+        pool.fill(pool.reserve(keys)[0])
+
+    def _clock(self) -> float:
+        return self.now
+
+    def _timed(self, hook: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
+        begun = self._stopwatch()
+        answer = hook(*args, **named)
+        self.hook_s += self._stopwatch() - begun
+        return answer
+
+
+def fresh_keys(draw: random.Random, count: int) -> list[BlockKey]:
+    """Return keys that are on no host yet, of the length that engines give them."""
+    return [block_key(draw.randbytes(_HASH_BYTES), _GROUP) for _ in range(count)]

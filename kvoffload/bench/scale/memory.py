@@ -1,0 +1,100 @@
+"""Python memory of host slots, and the start-up time of many: each number of slots in a process of its own.
+
+What is compared is the process's resident memory, before the side is made and when its slots are full, and again after
+as many blocks have come and gone as there are slots: dicts that lose and gain keys need more room than those that only
+gain. A block's key counts as the host's own, since once the request has ended nobody else has it.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from kvoffload.bench.scale.engineless import Engineless
+from kvoffload.cli.exits import CommandError
+
+TARGET_BYTES = 300
+TARGET_START_S = 2.0
+TARGET_SLOTS = 1_000_000
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """One number of slots.
+
+    Args:
+        slots: how many.
+        start_s: until the side is made and knows of all its slots.
+        empty, full, churned: resident bytes a slot: of empty slots, of full ones, and of full ones in which each block
+            has been replaced once.
+        longest_put_s: the longest time that 64 blocks took to take others' places.
+    """
+
+    slots: int
+    start_s: float
+    empty: float
+    full: float
+    churned: float
+    longest_put_s: float
+
+    def to_plain(self) -> dict[str, object]:
+        """The fields, for JSON."""
+        return {
+            name: float(f"{value:.4g}") if name != "slots" else value for name, value in asdict(self).items()
+        }
+
+
+def measure(slots: Sequence[int]) -> list[Memory]:
+    """Measure each number of slots.
+
+    Raises:
+        CommandError: a process ended without an answer, as one does that gets no memory.
+    """
+    return [_in_a_process(count) for count in slots]
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * _PAGE
+
+
+def fill(slots: int) -> Memory:
+    """Measure here: memory that other things left behind would be taken for free."""
+    draw = random.Random(0)
+    Engineless(16).put([])  # everything is imported, and made once
+    gc.collect()
+    gc.disable()  # as it is at rest in an engine
+    before = resident_bytes()
+    begun = time.perf_counter()
+    rig = Engineless(slots)
+    start_s = time.perf_counter() - begun
+    read = [resident_bytes()]
+    longest = 0.0
+    for _ in range(2):
+        longest = rig.fill(draw, slots)
+        read.append(resident_bytes())
+    assert rig.side.gauges().slots["ready"] == slots
+    empty, full, churned = ((each - before) / slots for each in read)
+    return Memory(slots, start_s, empty, full, churned, longest)
+
+
+def _in_a_process(slots: int) -> Memory:
+    done = subprocess.run(
+        [sys.executable, "-m", __name__, str(slots)], stdout=subprocess.PIPE, text=True, check=False
+    )
+    if done.returncode:
+        raise CommandError(f"the process with {slots:,} slots ended with {done.returncode} and no answer")
+    return Memory(**json.loads(done.stdout))
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(fill(int(sys.argv[1])))))

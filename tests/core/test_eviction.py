@@ -1,0 +1,40 @@
+"""The eviction order by itself."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvoffload.core.eviction import LruOrder
+from kvoffload.model.ids import SlotId
+
+SLOTS = st.lists(st.integers(0, 40).map(SlotId), unique=True, max_size=8)
+
+
+@given(st.lists(SLOTS))
+def test_it_is_the_order_of_the_last_uses(batches: list[list[SlotId]]) -> None:
+    """Whoever is in it leaves; whoever is not comes in: against the plain model."""
+    order, model = LruOrder(), OrderedDict[SlotId, None]()
+    for batch in batches:
+        inside = [slot for slot in batch if slot in model]
+        outside = [slot for slot in batch if slot not in model]
+        order.remove(inside)
+        order.add(outside)
+        for slot in inside:
+            del model[slot]
+        model.update(dict.fromkeys(outside))
+        assert list(order) == list(model)
+        assert len(order) == len(model)
+
+
+def test_what_is_not_in_it_cannot_be_taken_out() -> None:
+    order = LruOrder()
+    order.add([SlotId(2), SlotId(1)])
+    order.remove([SlotId(2)])
+    for slot in (0, 2):
+        with pytest.raises(KeyError):
+            order.remove([SlotId(slot)])
+    assert list(order) == [1]

@@ -1,0 +1,195 @@
+"""Host copies in pieces: what is waited for goes first, and a ticket tells the truth of all its pieces."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvoffload.model.transfer import Direction
+from kvoffload.runtime.portal import DaemonExecutor
+from kvoffload.testing import FakeClock, ManualExecutor, ThreadGate
+from kvoffload.transfer.host_pieces import HostTicket, PieceQueue, cut
+from kvoffload.transfer.ports import TicketState
+from kvoffload.transfer.runs import CopyRuns
+
+LOAD, STORE = Direction.LOAD, Direction.STORE
+
+
+def runs_of(*sizes: int, start: int = 0) -> CopyRuns:
+    size = np.array(sizes, np.int64)
+    source = start + np.cumsum(size) - size
+    return CopyRuns(source, source + 10**6, size)
+
+
+class Copied:
+    """Notes which addresses were copied, in which order, and by whom."""
+
+    def __init__(self, before: Callable[[CopyRuns], None] = lambda runs: None) -> None:
+        self.starts: list[int] = []
+        self.threads: set[int] = set()
+        self._before = before
+
+    def __call__(self, runs: CopyRuns) -> None:
+        self._before(runs)
+        self.threads.add(threading.get_ident())
+        self.starts.append(int(runs.source[0]))
+
+
+def queue_with(
+    executor: Executor, copy: Callable[[CopyRuns], None], *, threads: int = 2, clock: FakeClock | None = None
+) -> PieceQueue:
+    return PieceQueue(
+        executor, clock or FakeClock(), {LOAD: copy, STORE: copy}, threads=threads, piece_bytes=10
+    )
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=20), st.integers(1, 40))
+def test_property_parts_are_the_whole_in_order_and_none_is_long(sizes: list[int], limit: int) -> None:
+    whole = runs_of(*sizes)
+    parts = list(cut(whole, limit))
+    assert all(0 < part.total_bytes < 2 * limit or len(parts) == 1 for part in parts)
+    sources = [address for part in parts for run in zip(part.source, part.size, strict=True)
+               for address in range(run[0], run[0] + run[1])]  # fmt: skip
+    assert sources == list(range(whole.total_bytes))
+    assert all(((part.target - part.source) == 10**6).all() for part in parts)
+
+
+def test_a_load_that_comes_later_is_copied_before_the_rest_of_a_store() -> None:
+    executor, loads = ManualExecutor(), list[HostTicket]()
+
+    def arrive(runs: CopyRuns) -> None:
+        if not loads:  # while the store's first piece is copied
+            loads.append(queue.add(LOAD, runs_of(10, 10, start=500)))
+
+    copied = Copied(arrive)
+    queue = queue_with(executor, copied)
+    store = queue.add(STORE, runs_of(10, 10, 10))
+    executor.run_next()
+    assert copied.starts == [0, 500, 510, 10, 20]
+    assert [store.query(), loads[0].query()] == [TicketState.DONE, TicketState.DONE]
+    executor.run_all()  # the calls that came too late find nothing
+    assert len(copied.starts) == 5
+
+
+def test_stores_leave_a_thread_to_loads() -> None:
+    gate = ThreadGate()
+
+    def before(runs: CopyRuns) -> None:
+        if runs.source[0] < 500:
+            gate.arrive()
+
+    executor, copied = DaemonExecutor("test", 2), Copied(before)
+    queue = queue_with(executor, copied)
+    stores = [queue.add(STORE, runs_of(10, 10, start=start)) for start in (0, 100)]
+    gate.wait_for_arrivals(1)
+    load = queue.add(LOAD, runs_of(10, 10, start=500))
+    executor.submit(lambda: None).result(30)  # behind the load's calls, on the only thread that is free
+    assert load.query() is TicketState.DONE
+    assert [store.query() for store in stores] == [TicketState.PENDING] * 2
+    gate.open()
+    executor.shutdown()
+    wait_until(lambda: all(store.query() is TicketState.DONE for store in stores))
+    assert copied.starts == [500, 510, 0, 10, 100, 110]
+
+
+def test_a_store_that_never_ends_does_not_end_storing() -> None:
+    gate, clock, executor = ThreadGate(), FakeClock(), DaemonExecutor("test", 2)
+
+    def before(runs: CopyRuns) -> None:
+        if runs.source[0] == 0:
+            gate.arrive()
+
+    queue = queue_with(executor, Copied(before), clock=clock)
+    hung = queue.add(STORE, runs_of(10))
+    gate.wait_for_arrivals(1)
+    behind = queue.add(STORE, runs_of(10, start=100))
+    executor.submit(lambda: None).result(30)
+    assert behind.query() is TicketState.PENDING
+    clock.jump(2.0)
+    later = queue.add(STORE, runs_of(10, start=200))
+    executor.submit(lambda: None).result(30)
+    assert (behind.query(), later.query()) == (TicketState.DONE, TicketState.DONE)
+    assert hung.query() is TicketState.PENDING
+    gate.open()
+    wait_until(lambda: hung.query() is TicketState.DONE)
+    executor.shutdown()
+
+
+def test_one_batch_of_loads_is_copied_by_several_threads() -> None:
+    gate = ThreadGate()
+
+    def before(runs: CopyRuns) -> None:
+        gate.arrive()
+
+    copied = Copied(before)
+    executor = DaemonExecutor("test", 3)
+    ticket = queue_with(executor, copied, threads=2).add(LOAD, runs_of(*[10] * 8))
+    gate.wait_for_arrivals(2)
+    executor.submit(lambda: None).result(30)  # the third is free
+    gate.open()
+    wait_until(lambda: ticket.query() is TicketState.DONE)
+    executor.shutdown()
+    assert len(copied.threads) == 2
+    assert sorted(copied.starts) == list(range(0, 80, 10))
+
+
+def test_a_batch_fails_when_its_last_piece_has_ended_and_not_before() -> None:
+    executor = ManualExecutor()
+
+    def copy(runs: CopyRuns) -> None:
+        states.append(ticket._ended.__len__())
+        if runs.source[0] == 0:
+            raise OSError("torn")
+        assert ticket.query() is TicketState.PENDING  # though a piece has failed
+
+    states: list[int] = []
+    ticket = queue_with(executor, copy).add(LOAD, runs_of(10, 10))
+    executor.run_all()
+    assert states == [0, 1]
+    with pytest.raises(OSError, match="torn"):
+        ticket.query()
+
+
+def test_seconds_are_from_the_first_start_to_the_last_end() -> None:
+    clock, executor = FakeClock(), ManualExecutor()
+    ticket = queue_with(executor, Copied(lambda runs: clock.jump(0.5)), clock=clock).add(
+        STORE, runs_of(10, 10)
+    )
+    clock.jump(3.0)
+    assert ticket.copy_seconds is None
+    executor.run_next()
+    assert ticket.copy_seconds == 1.0
+
+
+def test_what_no_thread_will_come_for_is_not_started() -> None:
+    executor = ManualExecutor()
+    queue = queue_with(executor, Copied())
+    executor.shutdown()
+    with pytest.raises(RuntimeError, match="shut down"):
+        queue.add(STORE, runs_of(10, 10))
+    assert not queue._stores
+
+
+def test_what_a_thread_has_taken_is_copied_though_the_executor_takes_no_more() -> None:
+    class Refuses(ManualExecutor):
+        def submit(self, *args: object, **kwargs: object) -> object:  # type: ignore[override]
+            if queue._loads:
+                queue._serve()  # a thread that is still at work
+            raise RuntimeError("shut down")
+
+    copied = Copied()
+    queue = queue_with(Refuses(), copied)
+    assert queue.add(LOAD, runs_of(10, 10)).query() is TicketState.DONE
+    assert sorted(copied.starts) == [0, 10]
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    """The test's own time limit ends it."""
+    while not holds():
+        threading.Event().wait(0.001)
