@@ -39,7 +39,7 @@ def audit_at_rest(state: CoreState, book: OfferBook, store_leases: int, slots: I
 
 def _records(state: CoreState) -> Iterator[str]:
     """What requests, jobs and hits hold."""
-    for law in (_pins, _holds, _jobs, _filling, _leases, _in_flight, _requests, _drained):
+    for law in (_pins, _holds, _jobs, _filling, _leases, _in_flight, _requests, _owners, _drained):
         yield from law(state)
 
 
@@ -176,6 +176,14 @@ def _requests(state: CoreState) -> Iterator[str]:
     for request in (*state.hits.all(), *state.shared.owners(), *state.restores.watched()):
         if state.requests.live(request) is None:
             yield f"request {request} is gone but something is kept for it"
+
+
+def _owners(state: CoreState) -> Iterator[str]:
+    """Only who has a block table loads for others: nobody who asks can be told to wait for itself (R14)."""
+    owners = state.shared.owners()
+    for record in state.requests.all_live() if owners else ():
+        if not record.has_table and record.request in owners:
+            yield f"request {record.request} is {record.state.name} and loads for others"
 
 
 def _drained(state: CoreState) -> Iterator[str]:

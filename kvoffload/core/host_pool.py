@@ -180,10 +180,10 @@ class HostPool:
         return could_hit
 
     def drained(self, slots: Iterable[SlotId]) -> None:
-        """The last store copy on these slots has ended: those that are DRAINING, and not pinned, are empty."""
+        """Nothing touches these slots any more: those that are DRAINING are empty."""
         states, draining = self._states, SlotState.DRAINING
         for slot in slots:
-            if states[slot] == draining and slot not in self._pins:
+            if states[slot] == draining:
                 self._move(slot, SlotEvent.DRAIN)
                 self._empty(slot)
 

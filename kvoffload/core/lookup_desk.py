@@ -38,7 +38,7 @@ class LookupDesk:
             state.outbox.put(EngineSurprised(SurpriseCause.UNKNOWN_REQUEST, request))
             return 0
         tokens, slots, cause = self._search(record, device_tokens)
-        owner = state.shared.owner(slots, request) if may_wait else None
+        owner = state.shared.owner(slots) if may_wait else None
         if owner is not None:
             state.outbox.put(LookupDeferred(request, owner))
             return None

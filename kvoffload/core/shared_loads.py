@@ -25,15 +25,15 @@ class SharedLoads:
         for slot in mine:
             self._owners.setdefault(slot, []).append(request)
 
-    def owner(self, slots: Iterable[SlotId], asking: RequestId) -> RequestId | None:
-        """Return another request that is loading one of these slots, None without one. Reads only."""
+    def owner(self, slots: Iterable[SlotId]) -> RequestId | None:
+        """Return the first request that is loading one of these slots, None without one. Reads only.
+
+        Never the one that asks: whoever owns slots has a block table, and only who has none is looked up.
+        """
         if not self._owners:
             return None
-        for slot in slots:
-            for owner in self._owners.get(slot, ()):
-                if owner != asking:
-                    return owner
-        return None
+        owners = self._owners.get
+        return next((found[0] for slot in slots if (found := owners(slot))), None)
 
     def ended(self, request: RequestId) -> None:
         """The request runs, failed, or is gone. Harmless for one that owns nothing."""

@@ -136,6 +136,10 @@ LAWS: dict[str, tuple[Callable[[Broken], object], str]] = {
         lambda it: it.state.shared.started(RequestId("gone"), (SlotId(63),)),
         "request gone is gone but something is kept for it",
     ),
+    "a load for others without a table": (
+        lambda it: it.state.shared.started(it.asks.request, (SlotId(63),)),
+        "request asks is SEEN and loads for others",
+    ),
     "counted leases": (lambda it: setattr(it.core._stores, "leased_blocks", 0), "blocks, 0 are counted"),
     "too many leases": (
         lambda it: setattr(it.core._stores, "leased_blocks", 99),

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffload.core.shared_loads import SharedLoads
 from kvoffload.core.states import RequestState, SlotState
 from kvoffload.model import facts
 from kvoffload.model.causes import LoadOutcome, MissCause, PinDropCause, SurpriseCause
 from kvoffload.model.engine import Promises
 from kvoffload.model.events import EngineSurprised, HitDropped, LoadScheduled, LookupDeferred, LookupSettled
-from kvoffload.model.ids import DeviceBlockId, Rank, RequestId, SlotId
+from kvoffload.model.ids import DeviceBlockId, Rank, RequestId
 from kvoffload.model.transfer import Direction, TransferReport
 from tests.core.world import CORRUPT, DONE, FAILED, Req, World, full, key_at, window
 
@@ -601,15 +600,6 @@ def test_r14_one_that_would_not_wait_is_waited_for_when_the_first_owner_is_gone(
     assert world.told(LookupDeferred)[-1].owner == second.name
     world.end(second)
     assert world.admit(waits) == 12
-
-
-def test_r14_nobody_is_told_to_wait_for_itself() -> None:
-    loads = SharedLoads()
-    me, other = RequestId("me"), RequestId("other")
-    loads.started(me, [SlotId(0), SlotId(1)])
-    assert loads.owner([SlotId(0), SlotId(1)], me) is None
-    loads.started(other, [SlotId(1)])
-    assert loads.owner([SlotId(0), SlotId(1)], me) == other
 
 
 def test_a_request_that_ends_while_it_loads_is_told_of_exactly_once() -> None:

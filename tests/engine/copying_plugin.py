@@ -121,7 +121,8 @@ class CopyingScheduler:
         if request.request_id in self._failed_once:
             return 0
         size = self.facts.block_tokens
-        longest = request.num_tokens // size
+        # The engine leaves a token to compute; for fewer tokens than it was offered, a chunk could need other blocks.
+        longest = (request.num_tokens - 1) // size
         return next(
             (
                 n * size - device_tokens

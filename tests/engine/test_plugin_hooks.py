@@ -123,6 +123,15 @@ def test_blocks_withheld_for_good_fail_a_request_instead_of_letting_it_wait_for_
     assert not engine.has_work
 
 
+def test_a_plugin_that_offers_the_whole_prompt_leaves_a_token_to_compute() -> None:
+    engine, scheduler, first = returning()
+    scheduler.lookup = lambda request, device_tokens: 40  # type: ignore[method-assign]
+    stream = engine.submit(tokens(40), SamplingParams(6))
+    drain(engine)
+    assert stream.stats.external_tokens == 36
+    assert_same(taken(stream), first)
+
+
 def test_reset_forgets_device_and_plugin_and_says_what_it_could_not() -> None:
     engine, scheduler, _ = returning()
     assert engine.reset_prefix_cache()

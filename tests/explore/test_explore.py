@@ -78,7 +78,7 @@ BREAKS: dict[str, tuple[str, type, str, object]] = {
         "sharing a load",
         SharedLoads,
         "owner",
-        lambda self, slots, asking: None,
+        lambda self, slots: None,
     ),
 }
 

@@ -122,12 +122,12 @@ MUTANTS: tuple[Mutant, ...] = (
     # Fences.
     Mutant(13, _FLOW, "job.fence = fence", tests=TRANSFER),
     # Shared loads.
-    Mutant(14, _LOOKUPS, "state.shared.owner(slots, request) if may_wait else None", "None"),
+    Mutant(14, _LOOKUPS, "state.shared.owner(slots) if may_wait else None", "None"),
     Mutant(
         14,
         _LOOKUPS,
-        "state.shared.owner(slots, request) if may_wait else None",
-        "state.shared.owner(slots, request)",
+        "state.shared.owner(slots) if may_wait else None",
+        "state.shared.owner(slots)",
     ),
     Mutant(14, _INTAKE, "            shared.ended(request)\n", "\n"),
     Mutant(14, _LOADS, "        state.shared.ended(request)\n", "\n"),
