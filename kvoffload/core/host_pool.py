@@ -140,6 +140,21 @@ class HostPool:
             pins[slot] = pins.get(slot, 0) + 1
         return Pins(self, slots)
 
+    def unpin(self, slots: Sequence[SlotId]) -> None:
+        """Undo one pin of each, the last one first. For `Pins` alone, which does so once."""
+        pins, states, free = self._pins, self._states, list[SlotId]()
+        for slot in reversed(slots):
+            count = pins.pop(slot)
+            if count > 1:
+                pins[slot] = count - 1
+            else:
+                free.append(slot)
+        usable = [slot for slot in free if states[slot] == _PINNED]
+        if len(usable) < len(free):
+            self.drained(free)
+        self._move_all(usable, SlotEvent.UNPIN)
+        self._order.add(self._not_held(usable))
+
     def hold(self, slot: SlotId) -> None:
         """Keep a slot out of the eviction order while a running request counts on it."""
         count = self._holds.get(slot, 0)
@@ -231,20 +246,6 @@ class HostPool:
             states[slot] = after
         self._counts[before[0]] -= len(slots)
         self._counts[after] += len(slots)
-
-    def _unpin(self, slots: Sequence[SlotId]) -> None:
-        pins, states, free = self._pins, self._states, list[SlotId]()
-        for slot in reversed(slots):
-            count = pins.pop(slot)
-            if count > 1:
-                pins[slot] = count - 1
-            else:
-                free.append(slot)
-        usable = [slot for slot in free if states[slot] == _PINNED]
-        if len(usable) < len(free):
-            self.drained(free)
-        self._move_all(usable, SlotEvent.UNPIN)
-        self._order.add(self._not_held(usable))
 
     def _not_held(self, slots: Sequence[SlotId]) -> Sequence[SlotId]:
         """Those that no running request counts on: READY, they are in the eviction order."""

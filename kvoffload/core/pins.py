@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Protocol
 
 from kvoffload.model.errors import ClosedTwice
 from kvoffload.model.ids import SlotId
 
-if TYPE_CHECKING:
-    from kvoffload.core.host_pool import HostPool
+
+class Pinned(Protocol):
+    """Whose slots they are."""
+
+    def unpin(self, slots: Sequence[SlotId]) -> None:
+        """Undo one pin of each. For `Pins` alone, which does so once."""
 
 
 class Pins:
@@ -16,7 +21,7 @@ class Pins:
 
     __slots__ = ("_pool", "closed", "slots")
 
-    def __init__(self, pool: HostPool, slots: tuple[SlotId, ...]) -> None:
+    def __init__(self, pool: Pinned, slots: tuple[SlotId, ...]) -> None:
         self._pool = pool
         self.slots = slots
         self.closed = False
@@ -30,7 +35,7 @@ class Pins:
         if self.closed:
             raise ClosedTwice(self)
         self.closed = True
-        self._pool._unpin(self.slots)
+        self._pool.unpin(self.slots)
 
     def __repr__(self) -> str:
         return f"<Pins {len(self.slots)} slots{' closed' if self.closed else ''}>"

@@ -25,7 +25,7 @@ from kvoffload.bench.results import add_save_argument, headline, machine, save
 from kvoffload.bench.spread import Spread
 from kvoffload.cli.exits import CommandError, Exit
 from kvoffload.cli.parser import positive
-from kvoffload_vllm.bench_hooks import find_connectors
+from kvoffload_vllm.bench_hooks import add_peer_argument, find_connectors
 
 if TYPE_CHECKING:
     from kvoffload_vllm.bench_engines import Rider
@@ -102,12 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pairs", type=positive, default=20, help="repeats of prompts that never repeat")
     parser.add_argument("--conversations", type=positive, default=12, help="whose turns come back")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
-    parser.add_argument(
-        "--peer",
-        metavar="MODULE",
-        help="a module whose kv_transfer(host_bytes) makes the peer's settings; without a GPU vLLM's own connector "
-        "does not run as it is",
-    )
+    add_peer_argument(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     add_save_argument(parser)
 

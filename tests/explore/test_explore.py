@@ -49,7 +49,7 @@ BREAKS: dict[str, tuple[str, type, str, object]] = {
     "R1 a hit is not pinned until it is consumed": (
         "loads and evictions",
         HostPool,
-        "_unpin",
+        "unpin",
         lambda self, slots: self._pins.clear(),
     ),
     "R1 a hit is forgotten": ("a load", PendingHits, "take", lambda self, request: None),
