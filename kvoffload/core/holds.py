@@ -34,17 +34,24 @@ class Holds:
 
     def let_go(self, record: RequestRecord) -> None:
         """A request counts on no slot any longer; its deepest become evictable first."""
-        if record.shares:
+        if record.shares or record.found_tokens:
             self._use_all(record)
             record.shares = False
         else:
             self._pool.unhold(reversed(record.held))
         record.held.clear()
 
+    def head_was_used(self, record: RequestRecord, tokens: int) -> None:
+        """What lies behind these tokens of a request was let go of: what lies before them is to be evicted after it."""
+        for key in self._deepest_first(record, tokens):
+            if (slot := self._pool.index.get(key)) is not None:
+                self._pool.touch(slot)
+
     def _use_all(self, record: RequestRecord) -> None:
         """Let go of what is held, and touch what is not, in one order: a shared head is used as late as an own tail."""
         index = self._pool.index
-        used = [slot for key in self._deepest_first(record) if (slot := index.get(key)) is not None]
+        keys = self._deepest_first(record, record.confirmed_tokens)
+        used = [slot for key in keys if (slot := index.get(key)) is not None]
         held, reached = Counter(record.held), set(used)
         for slot in reversed(held):
             if slot not in reached:  # worthless, or deeper than this incarnation has come
@@ -58,12 +65,12 @@ class Holds:
     def _let_go_of(self, slot: SlotId, times: int) -> None:
         self._pool.unhold([slot] * times)
 
-    def _deepest_first(self, record: RequestRecord) -> Iterable[BlockKey]:
-        """Return the keys of the blocks that this incarnation had computed."""
+    def _deepest_first(self, record: RequestRecord, tokens: int) -> Iterable[BlockKey]:
+        """Return the keys of the whole blocks of a request's first tokens."""
         used = [
-            (place * tokens, key)
-            for keys, tokens in zip(record.keys, self._block_tokens, strict=True)
-            for place, key in enumerate(islice(keys, record.confirmed_tokens // tokens))
+            (place * size, key)
+            for keys, size in zip(record.keys, self._block_tokens, strict=True)
+            for place, key in enumerate(islice(keys, tokens // size))
         ]
         if len(self._block_tokens) > 1:
             used.sort(key=_depth)

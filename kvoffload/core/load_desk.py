@@ -76,6 +76,7 @@ class LoadDesk:
         if hit is None or hit.pins is None:
             return
         hit.pins.close()
+        self._state.holds.head_was_used(record, hit.device_tokens)
         self._state.outbox.put(HitDropped(record.request, hit.blocks, PinDropCause.NOT_ACCEPTED))
         self._state.outbox.put(EngineSurprised(SurpriseCause.PIN_WITHOUT_TOKENS, record.request))
 
@@ -90,6 +91,7 @@ class LoadDesk:
         if hit is not None and hit.pins is not None:
             hit.pins.close()
             if rest := len(set(hit.pins.slots).difference(copies.slots if copies is not None else ())):
+                state.holds.head_was_used(record, fact.device_tokens)
                 state.outbox.put(HitDropped(record.request, rest, PinDropCause.NOT_ACCEPTED))
         if copies is None or pins is None:
             self._finish(record.request, record.incarnation, loaded=False)

@@ -51,10 +51,14 @@ class LookupDesk:
 
     def drop(self, request: RequestId, cause: PinDropCause) -> PendingHit | None:
         """Let go of what a request's last lookup pinned, if anything; return that lookup's answer."""
-        hit = self._state.hits.take(request)
+        state = self._state
+        hit = state.hits.take(request)
         if hit is not None and hit.pins is not None:
             hit.pins.close()
-            self._state.outbox.put(HitDropped(request, hit.blocks, cause))
+            record = state.requests.live(request)
+            assert record is not None, request  # whoever goes drops its hit first
+            state.holds.head_was_used(record, hit.device_tokens)
+            state.outbox.put(HitDropped(request, hit.blocks, cause))
         return hit
 
     def settle(self, record: RequestRecord, hit: PendingHit) -> None:

@@ -752,6 +752,48 @@ def test_r15_a_request_that_computes_what_the_host_has_uses_it_head_last(how: st
     assert heads_last(world)
 
 
+@pytest.mark.parametrize(
+    "how", ["takes nothing", "takes less", "ends", "loads and ends", "is looked up again"]
+)
+def test_r15_a_tail_behind_the_devices_own_hit_is_let_go_of_before_its_head(how: str) -> None:
+    # The lookup pinned the tail alone; let go of, it was younger than the head that only the device had been asked for.
+    world = World()
+    world.serve("first", LONG)
+    world.device.forget_keys()
+    world.serve("head", LONG[:9])
+    request = world.add("again", LONG)
+    assert world.lookup(request) == 8
+    assert world.device_hit(request) == 8
+    if how == "takes nothing":
+        world.allocate(request, 0)
+    elif how == "takes less":
+        world.allocate(request, 4)
+    elif how == "loads and ends":
+        world.allocate(request, 8)
+        world.step()
+        world.finish()
+    elif how == "is looked up again":
+        squeeze(world, 1)
+        world.lookup(request)
+    if how in {"ends", "loads and ends", "is looked up again"}:
+        world.end(request)
+    assert heads_last(world)
+
+
+def test_r15_a_head_that_the_host_lost_is_no_hindrance() -> None:
+    world = World()
+    world.serve("first", LONG)
+    world.device.forget_keys()
+    world.serve("head", LONG[:9])
+    request = world.add("again", LONG)
+    assert world.lookup(request) == 8
+    for key in list(world.core.state.pool.index):
+        if len(key) < 16:
+            world.core.state.pool.doom(world.core.state.pool.index[key])
+    world.end(request)
+    assert world.on_host(LONG) == "..xx"
+
+
 def test_r15_slots_that_went_bad_meanwhile_are_let_go_of_too() -> None:
     world = World()
     world.serve("first", LONG[:9])

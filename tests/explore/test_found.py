@@ -51,6 +51,23 @@ FOUND: dict[str, tuple[str, list[Action]]] = {
             ("step", "b"),
         ],
     ),
+    "R15 a tail that was looked up and not taken was younger than the head that the device had": (
+        "three share a load",
+        [
+            ("add", "a"),
+            ("add", "c"),
+            ("lookup", "c", "patient"),
+            ("allocate", "c", "nothing"),
+            ("step", "c"),
+            ("lookup", "a", "patient"),
+            ("allocate", "a", "nothing"),
+            ("step", "c"),
+            ("step", "c"),
+            ("step", "c"),
+            ("step", "c"),
+            ("step", "c"),
+        ],
+    ),
 }
 
 

@@ -137,7 +137,11 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(15, _POOL, "for slot in reversed(slots):", "for slot in slots:"),
     Mutant(15, _STORES, "state.pool.fill(job.slots[::-1])", "state.pool.fill(job.slots)"),
     Mutant(15, _HOLDS, "unhold(reversed(record.held))", "unhold(record.held)"),
-    Mutant(15, _HOLDS, "if record.shares:", "if False:"),
+    Mutant(15, _HOLDS, "if record.shares or record.found_tokens:", "if False:"),
+    Mutant(15, _HOLDS, "record.shares or record.found_tokens", "record.shares"),
+    Mutant(15, _LOOKUPS, "state.holds.head_was_used(record, hit.device_tokens)"),
+    Mutant(15, _LOADS, "self._state.holds.head_was_used(record, hit.device_tokens)"),
+    Mutant(15, _LOADS, "state.holds.head_was_used(record, fact.device_tokens)"),
     Mutant(15, "kvoffload/core/eviction.py", "links = self._after", "links = self._before"),
     # Copies that never end.
     Mutant(16, _TRANSFERS, "self._state.pool.quarantine(slot)", "self._state.pool.doom(slot)"),
