@@ -752,41 +752,51 @@ def test_r15_a_request_that_computes_what_the_host_has_uses_it_head_last(how: st
     assert heads_last(world)
 
 
-@pytest.mark.parametrize(
-    "how", ["takes nothing", "takes less", "ends", "loads and ends", "is looked up again"]
-)
-def test_r15_a_tail_behind_the_devices_own_hit_is_let_go_of_before_its_head(how: str) -> None:
-    # The lookup pinned the tail alone; let go of, it was younger than the head that only the device had been asked for.
-    world = World()
+def tail_looked_up(world: World) -> Req:
+    """A request whose tail the host has pinned, and whose head the device found."""
     world.serve("first", LONG)
     world.device.forget_keys()
     world.serve("head", LONG[:9])
     request = world.add("again", LONG)
     assert world.lookup(request) == 8
     assert world.device_hit(request) == 8
+    return request
+
+
+@pytest.mark.parametrize("how", ["takes nothing", "takes less", "ends", "is looked up again"])
+def test_r15_a_tail_behind_the_devices_own_hit_is_let_go_of_before_its_head(how: str) -> None:
+    # The lookup pinned the tail alone; let go of, it was younger than the head that only the device had been asked for.
+    world = World()
+    request = tail_looked_up(world)
     if how == "takes nothing":
         world.allocate(request, 0)
     elif how == "takes less":
         world.allocate(request, 4)
-    elif how == "loads and ends":
-        world.allocate(request, 8)
-        world.step()
-        world.finish()
-    elif how == "is looked up again":
-        squeeze(world, 1)
-        world.lookup(request)
-    if how in {"ends", "loads and ends", "is looked up again"}:
+    else:
+        if how == "is looked up again":
+            squeeze(world, 1)
+            world.lookup(request)
         world.end(request)
+    assert heads_last(world)
+
+
+@pytest.mark.parametrize("when", ["before it loads", "while it loads", "when it has loaded"])
+def test_r15_a_tail_that_was_loaded_for_nobody_is_let_go_of_before_its_head(when: str) -> None:
+    world = World()
+    request = tail_looked_up(world)
+    world.allocate(request, 8)
+    if when != "before it loads":
+        world.step()
+    if when == "when it has loaded":
+        world.finish()
+    world.end(request)
+    world.drain()
     assert heads_last(world)
 
 
 def test_r15_a_head_that_the_host_lost_is_no_hindrance() -> None:
     world = World()
-    world.serve("first", LONG)
-    world.device.forget_keys()
-    world.serve("head", LONG[:9])
-    request = world.add("again", LONG)
-    assert world.lookup(request) == 8
+    request = tail_looked_up(world)
     for key in list(world.core.state.pool.index):
         if len(key) < 16:
             world.core.state.pool.doom(world.core.state.pool.index[key])
