@@ -42,6 +42,9 @@ class Intake:
             record.stores = self._is_untainted(fact)
             record.offered = [0] * len(state.shape.groups)
             record.confirmed_tokens = 0
+        elif record.state is RequestState.RUNNING:
+            # What it loaded is there, or was taken back with its table before anyone said so: it keeps nobody waiting.
+            state.shared.ended(fact.request)
         self._newly_allocated.add(fact.request)
         self._handed_out(self._new_blocks(fact), since_reset=record.stores)
         state.tables.allocated(fact.request, fact.tables)

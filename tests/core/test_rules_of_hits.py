@@ -546,6 +546,18 @@ def test_r14_once_the_owner_runs_nobody_waits_for_it() -> None:
     assert world.admit(waits) == 12
 
 
+def test_r14_an_owner_that_was_given_blocks_anew_keeps_nobody_waiting() -> None:
+    # Preempted and given blocks again within a step, without a lookup: what it had loaded is in nobody's hands.
+    world = cached()
+    owner = loading(world)
+    world.finish()
+    assert world.core.state.shared.owners() == (owner.name,)
+    world.preempt(owner)
+    world.device.forget_keys()
+    world.allocate(owner, 0)
+    assert world.admit(world.add("b", TEXT)) == 12
+
+
 def test_r14_nobody_waits_for_a_load_from_before_a_reset() -> None:
     # Slots that drained after the reset and were filled anew still had the old load's owner.
     world = cached(host=3)

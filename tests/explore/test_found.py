@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.explore.laws import check_end
 from tests.explore.programs import Action, replay
 from tests.explore.scene import Scene
 from tests.explore.worlds import WORLDS
@@ -51,6 +52,21 @@ FOUND: dict[str, tuple[str, list[Action]]] = {
             ("step", "b"),
         ],
     ),
+    "R14 an owner that was given blocks anew, and not run, kept another waiting": (
+        "surprises",
+        [
+            ("add", "a"),
+            ("add", "b"),
+            ("lookup", "b", "patient"),
+            ("allocate", "b", "all"),
+            ("step",),
+            ("report", 0, 0, "done"),
+            ("step",),
+            ("forget",),
+            ("preempt", "b"),
+            ("surprise", "b"),
+        ],
+    ),
     "R15 a tail that was looked up and not taken was younger than the head that the device had": (
         "three share a load",
         [
@@ -74,4 +90,4 @@ FOUND: dict[str, tuple[str, list[Action]]] = {
 @pytest.mark.parametrize("what", FOUND)
 def test_it_breaks_no_rule_any_more(what: str) -> None:
     world, program = FOUND[what]
-    replay(Scene.first(WORLDS[world]), program)
+    check_end(replay(Scene.first(WORLDS[world]), program))

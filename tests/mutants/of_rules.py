@@ -130,6 +130,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "state.shared.owner(slots)",
     ),
     Mutant(14, _INTAKE, "            shared.ended(request)\n", "\n"),
+    Mutant(14, _INTAKE, "state.shared.ended(fact.request)"),
     Mutant(14, _LOADS, "        state.shared.ended(request)\n", "\n"),
     Mutant(14, "kvoffload/core/shared_loads.py", "owners.remove(request)", "owners.clear()"),
     Mutant(14, _DEADLINES, "return since is None or now - since < self._timeout_s", "return True", RUNTIME),
