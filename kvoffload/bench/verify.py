@@ -12,18 +12,16 @@ import argparse
 import asyncio
 import json
 import math
-import os
-import platform
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvoffload.bench.intervals import median_interval
+from kvoffload.bench.results import headline, machine
 from kvoffload.cli.exits import Exit
 from kvoffload.cli.parser import positive
 from kvoffload.model.transfer import Direction
@@ -97,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         for block_kib in args.block_kib
         for case in measure(block_kib, args.mib * 2**20, args.repeats).values()
     ]
-    told = {"machine": machine(), "method": method(args)}
+    told = {"machine": machine("numpy", "xxhash"), "method": method(args)}
     if args.json:
         print(json.dumps({**told, "cases": [case.to_plain() for case in cases]}, indent=1))
     else:
@@ -147,16 +145,6 @@ class Side:
         return seconds
 
 
-def machine() -> dict[str, object]:
-    """Return what the numbers depend on."""
-    return {
-        "cores": os.cpu_count(),
-        "load": round(os.getloadavg()[0], 1),
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("kvoffload", "numpy", "xxhash")},
-    }
-
-
 def method(args: argparse.Namespace) -> str:
     """Return in a sentence how it was measured."""
     return (
@@ -169,7 +157,7 @@ def _table(told: Mapping[str, object], cases: Sequence[Case]) -> Iterator[str]:
     about = told["machine"]
     assert isinstance(about, dict)
     yield "Copies of blocks in host memory with their checksums, time as a multiple of copies without"
-    yield "  " + ", ".join(f"{name} {value}" for name, value in about.items())
+    yield f"  {headline(about)}"
     yield f"  {told['method']}"
     yield ""
     form = "{:>9}  {:<10}{:>12}{:>24}{:>24}"

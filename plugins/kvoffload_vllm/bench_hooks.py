@@ -12,16 +12,15 @@ import argparse
 import importlib
 import importlib.util
 import json
-import platform
 import random
 import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvoffload.bench.results import headline, machine
 from kvoffload.cli.exits import CommandError, Exit
 from kvoffload.cli.parser import positive
 
@@ -132,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError("this bench runs on vLLM, which is not installed in this environment")
     connectors, note = find_connectors(args.peer)
     cases = measure(connectors, args.models, args.running, args.repeats, args.tokens, args.seed)
-    told = {"machine": machine(), "peer": note, "method": method(args)}
+    told = {"machine": machine("vllm"), "peer": note, "method": method(args)}
     if args.json:
         print(json.dumps({**told, "cases": [case.to_plain() for case in cases]}, indent=1))
     else:
@@ -188,20 +187,6 @@ def measure(
     return cases
 
 
-def machine() -> dict[str, object]:
-    """Return what the numbers depend on."""
-    import os
-
-    names = ("kvoffload", "vllm", "torch")
-    return {
-        "cpu": _cpu_name(),
-        "cores": os.cpu_count(),
-        "load": round(os.getloadavg()[0], 1),
-        "python": platform.python_version(),
-        **{name: version(name) for name in names},
-    }
-
-
 def method(args: argparse.Namespace) -> str:
     """Return in a sentence how it was measured."""
     return (
@@ -250,7 +235,7 @@ def _table(told: Mapping[str, object], cases: Sequence[Case]) -> Iterator[str]:
     about = told["machine"]
     assert isinstance(about, dict)
     yield "Time in the scheduler's hooks per step, microseconds"
-    yield "  " + ", ".join(f"{name} {value}" for name, value in about.items())
+    yield f"  {headline(about)}"
     yield f"  {told['method']}"
     yield f"  {_PEER}: {told['peer']}"
     yield ""
@@ -271,15 +256,6 @@ def _cell(case: Case, name: str) -> str:
 def _ratio(case: Case) -> str:
     ratios = case.ratios()
     return f"{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]" if ratios else "-"
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def _settings(connector: str, **extra: object) -> dict[str, Any]:

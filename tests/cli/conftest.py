@@ -6,25 +6,19 @@ import logging
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
+
+from tests.one_thread import one_thread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+__all__ = ["one_thread"]
 
 # Three turns of four conversations on a device cache that holds about a third of them: a fraction of a second.
 SMALL = (
     "demo --model tiny --conversations 4 --turns 3 --first-tokens 100 --turn-tokens 30 --answer-tokens 5 "
     "--device-blocks {blocks} --host-bytes 16MiB"
 )
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> Iterator[None]:
-    """Tiny models compute faster on one thread than they can be split over several."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

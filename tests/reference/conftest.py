@@ -1,19 +1,5 @@
-"""Tiny models compute faster on one thread than they can be split over several."""
+"""Whoever runs a tiny model here does so on one thread."""
 
-from __future__ import annotations
+from tests.one_thread import one_thread
 
-from typing import TYPE_CHECKING
-
-import pytest
-import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+__all__ = ["one_thread"]

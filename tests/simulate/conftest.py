@@ -1,5 +1,5 @@
-"""Counting takes no threads."""
+"""Whoever runs a tiny model here does so on one thread."""
 
-from tests.reference.conftest import _one_thread
+from tests.one_thread import one_thread
 
-__all__ = ["_one_thread"]
+__all__ = ["one_thread"]
