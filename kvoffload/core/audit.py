@@ -39,7 +39,7 @@ def audit_at_rest(state: CoreState, book: OfferBook, store_leases: int, slots: I
 
 def _records(state: CoreState) -> Iterator[str]:
     """What requests, jobs and hits hold."""
-    for law in (_pins, _holds, _jobs, _filling, _leases, _in_flight, _requests, _owners, _drained):
+    for law in (_pins, _holds, _jobs, _filling, _checks, _leases, _in_flight, _requests, _owners, _drained):
         yield from law(state)
 
 
@@ -138,6 +138,16 @@ def _filling(state: CoreState) -> Iterator[str]:
         count != 1 or state.pool.state(slot) != SlotState.FILLING for slot, count in filling.items()
     ):
         yield "filling slots and open stores disagree"
+
+
+def _checks(state: CoreState) -> Iterator[str]:
+    """What is being read belongs to one open check, and only what a hit keeps counts as checked."""
+    checks = [job for job in state.jobs.all() if job.direction is Direction.CHECK and not job.settled]
+    if Counter(slot for job in checks for slot in job.slots) != Counter(state.checked.being_read()):
+        yield "slots that are being read and open checks disagree"
+    kept = {slot for hit in state.hits.all().values() if hit.pins is not None for slot in hit.pins.slots}
+    if loose := state.checked.checked() - kept:
+        yield f"slots {sorted(loose)} count as checked, and no hit keeps them"
 
 
 def _leases(state: CoreState) -> Iterator[str]:

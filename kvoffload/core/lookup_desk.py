@@ -1,9 +1,15 @@
-"""The lookup desk: what the host adds to the device's prefix, and the pins that a lookup leaves (R1)."""
+"""The lookup desk: what the host adds to the device's prefix, and the pins that a lookup leaves (R1).
+
+On an engine that cannot recover a load, a lookup that finds blocks which were not checked pins them, has them checked, and
+answers "not yet"; one that may not wait any longer promises nothing.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from kvoffload.core.check_desk import CheckDesk
 from kvoffload.core.lookup import longest_match
 from kvoffload.core.pending_hits import PendingHit
 from kvoffload.core.requests import RequestRecord
@@ -23,8 +29,9 @@ class _Answer(NamedTuple):
 class LookupDesk:
     """Answers lookups."""
 
-    def __init__(self, state: CoreState) -> None:
+    def __init__(self, state: CoreState, checks: CheckDesk) -> None:
         self._state = state
+        self._checks = checks
 
     def lookup(self, request: RequestId, device_tokens: int, *, may_wait: bool) -> int | None:
         """Return the tokens that the host adds to the device's, pinned until consumed; None for "not yet".
@@ -32,12 +39,15 @@ class LookupDesk:
         Any number of times: each lookup drops what the one before had pinned.
         """
         state = self._state
-        self.drop(request, PinDropCause.LOOKED_UP_AGAIN)
         record = state.requests.live(request)
         if record is None or record.state is not RequestState.SEEN:
             state.outbox.put(EngineSurprised(SurpriseCause.UNKNOWN_REQUEST, request))
             return 0
         tokens, slots, cause = self._search(record, device_tokens)
+        unchecked = state.checked.unchecked(slots)
+        if unchecked and not may_wait:
+            tokens, slots, cause = device_tokens, (), MissCause.NOT_CHECKED
+        self.drop(request, PinDropCause.LOOKED_UP_AGAIN)
         owner = state.shared.owner(slots) if may_wait else None
         if owner is not None:
             state.outbox.put(LookupDeferred(request, owner))
@@ -47,7 +57,23 @@ class LookupDesk:
             pins = state.pool.pin(slots)
             state.outbox.put(HitPinned(request, len(slots), device_tokens, tokens - device_tokens))
         state.hits.put(request, PendingHit(device_tokens, tokens, pins, cause))
+        if state.checked.is_needed and slots:
+            return self._if_checked(record, slots, unchecked, tokens - device_tokens)
         return tokens - device_tokens
+
+    def _if_checked(
+        self, record: RequestRecord, slots: Sequence[SlotId], unchecked: Sequence[SlotId], tokens: int
+    ) -> int | None:
+        """Promise tokens when the slots that are now pinned for them were checked; else have that done."""
+        state = self._state
+        state.checked.passed(
+            set(slots).difference(unchecked)
+        )  # also by a check for the hit that this one replaces
+        if not unchecked:
+            return tokens
+        self._checks.begin(record, unchecked)
+        state.outbox.put(LookupDeferred(record.request, record.request))
+        return None
 
     def drop(self, request: RequestId, cause: PinDropCause) -> PendingHit | None:
         """Let go of what a request's last lookup pinned, if anything; return that lookup's answer."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvoffload.core.audit import audit, audit_at_rest
+from kvoffload.core.check_desk import CheckDesk
 from kvoffload.core.fingerprint import fingerprint
 from kvoffload.core.intake import Intake
 from kvoffload.core.load_desk import LoadDesk
@@ -46,10 +47,11 @@ class OffloadCore:
         self._book = OfferBook(self.state)
         self._stores = StoreDesk(self.state, self._book)
         self._intake = Intake(self.state)
-        self._lookups = LookupDesk(self.state)
+        self._checks = CheckDesk(self.state)
+        self._lookups = LookupDesk(self.state, self._checks)
         self._loads = LoadDesk(self.state, self._lookups)
         self._planner = make_planner(self.state, self._stores)
-        self._transfers = Transfers(self.state, self._stores, self._loads, self._planner)
+        self._transfers = Transfers(self.state, self._stores, self._loads, self._checks, self._planner)
 
     def handlers(self) -> tuple[tuple[type[facts.Fact], Handler], ...]:
         """Return who reacts to which fact, in the order in which they must.
@@ -115,8 +117,8 @@ class OffloadCore:
         )
 
     def plan(self) -> TransferPlan:
-        """Return what the workers must copy, decided since the last call. Changes state: it counts as submitted."""
-        return TransferPlan(self._loads.submit(), self._stores.submit())
+        """Return what the workers must copy or check, decided since the last call. Changes state: it counts as submitted."""
+        return TransferPlan(self._loads.submit(), self._stores.submit(), self._checks.submit())
 
     def take_results(self) -> LoadResults:
         """Return the loads that ended since the last call. Changes state."""
@@ -228,4 +230,5 @@ class OffloadCore:
         self.state.degraded = fact.cause
         self.state.outbox.put(OffloadingDegraded(fact.cause, fact.detail))
         self._loads.cancel_planned()
+        self._checks.cancel_planned()
         self._stores.stop(StoreOutcome.DEGRADED, planned=StoreOutcome.DEGRADED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvoffload.core.checked_slots import CheckedSlots
 from kvoffload.core.eviction import EVICTION_POLICIES
 from kvoffload.core.holds import Holds
 from kvoffload.core.host_pool import HostPool
@@ -31,12 +32,14 @@ class Policy:
         eviction_policy: a name in `EVICTION_POLICIES`.
         min_load_tokens: shorter hits are recomputed instead.
         merge_steps: the few blocks that a decoding batch completes may wait for those of so many steps in all.
+        check_first: a hit is promised when its blocks were checked, and not before.
     """
 
     store_policy: str = "eager"
     eviction_policy: str = "lru"
     min_load_tokens: int = 0
     merge_steps: int = 1
+    check_first: bool = False
 
 
 @dataclass(slots=True)
@@ -60,7 +63,8 @@ class CoreState:
         self.jobs = Jobs(shape.ranks)
         self.requests = Requests()
         self.tables = StaleBlocks(shape.groups)
-        self.hits = PendingHits()
+        self.checked = CheckedSlots(is_needed=policy.check_first)
+        self.hits = PendingHits(self.checked)
         self.stores = InFlightStores()
         self.shared = SharedLoads()
         self.restores = Restores()

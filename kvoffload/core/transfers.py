@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvoffload.core.check_desk import CheckDesk
 from kvoffload.core.jobs import Job
 from kvoffload.core.load_desk import LoadDesk
 from kvoffload.core.planners import StorePlanner
@@ -18,10 +19,13 @@ from kvoffload.model.transfer import Direction, JobReport
 class Transfers:
     """Moves jobs through their machine. Reports are sets of ranks: hearing one twice changes nothing."""
 
-    def __init__(self, state: CoreState, stores: StoreDesk, loads: LoadDesk, planner: StorePlanner) -> None:
+    def __init__(
+        self, state: CoreState, stores: StoreDesk, loads: LoadDesk, checks: CheckDesk, planner: StorePlanner
+    ) -> None:
         self._state = state
         self._stores = stores
         self._loads = loads
+        self._checks = checks
         self._planner = planner
 
     def on_reported(self, fact: TransferReported) -> None:
@@ -49,7 +53,10 @@ class Transfers:
                 self._state.pool.quarantine(slot)
         else:
             self._loads.written_off(job)
-            self._loads.failed(job, LoadOutcome.ABANDONED)
+            if job.direction is Direction.CHECK:
+                self._checks.abandoned(job)
+            else:
+                self._loads.failed(job, LoadOutcome.ABANDONED)
 
     def on_rank_lost(self, fact: RankLost) -> None:
         """A rank will never report again: what it had open is overdue now."""
@@ -75,7 +82,7 @@ class Transfers:
         if job.direction is Direction.STORE:
             self._store_heard(job, part.outcome)
         else:
-            self._load_heard(job, part)
+            self._reading_heard(job, part)
 
     def _store_heard(self, job: Job, outcome: CopyOutcome) -> None:
         """One failed rank dooms a store at once; its memory is free when every rank's copy has ended (R4)."""
@@ -88,15 +95,18 @@ class Transfers:
         self._stores.copies_ended(job)
         self._state.jobs.move(job, JobEvent.FAIL if job.failed else JobEvent.FINISH)
 
-    def _load_heard(self, job: Job, part: JobReport) -> None:
-        """A load's outcome is known when every rank's copy has ended, or it was given up before (R9)."""
+    def _reading_heard(self, job: Job, part: JobReport) -> None:
+        """What one rank finds bad no rank may use. The outcome is known when every rank has ended, or was before (R9)."""
         if part.outcome is not CopyOutcome.DONE:
             self._loads.doubted(job, part)
         if not job.copies_ended:
             return
-        if not job.settled:
-            self._load_ended(job)
-        self._loads.copies_ended(job)
+        if job.direction is Direction.CHECK:
+            self._checks.ended(job)
+        else:
+            if not job.settled:
+                self._load_ended(job)
+            self._loads.copies_ended(job)
         self._state.jobs.move(job, JobEvent.FAIL if job.failed else JobEvent.FINISH)
 
     def _load_ended(self, job: Job) -> None:

@@ -121,18 +121,22 @@ def parse_config(raw: Mapping[str, object]) -> OffloadConfig:
 def check_promises(config: OffloadConfig, promises: Promises) -> None:
     """Refuse settings that an engine with these promises cannot keep.
 
-    A block is checked when its load has ended, and by then the engine counts on it: where it cannot recompute, the check
-    comes too late to be of use.
+    An engine that cannot recompute must be told of a hit only when its blocks were checked, and so must wait for that.
 
     Raises:
         ConfigError: there are such settings.
     """
-    if config.verify != "off" and not promises.recovers_loads:
+    if checks_first(config, promises) and not promises.can_wait:
         problem = (
-            f"verify is {config.verify!r}, but this engine does not recompute what a failed load was to bring, so a "
-            "block that is found corrupt would cost its request; let the engine recompute, or set verify to 'off'"
+            f"verify is {config.verify!r}, but this engine neither recomputes what a failed load was to bring nor waits "
+            "until its blocks were checked, so a block that is found corrupt would cost its request; set verify to 'off'"
         )
         raise ConfigError([problem])
+
+
+def checks_first(config: OffloadConfig, promises: Promises) -> bool:
+    """Whether blocks are checked before a lookup promises them, and not only when they have been loaded."""
+    return config.verify != "off" and not promises.recovers_loads
 
 
 def _shown(value: object) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from kvoffload.model.errors import EngineContractError
-from kvoffload.model.groups import GroupSpec
+from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import BlockKey, DeviceBlockId
 
 
@@ -50,7 +50,9 @@ class EngineShape:
     match_tokens: int = 0
     promises: Promises = field(default_factory=Promises)
     alignment: int = field(init=False, repr=False, compare=False)
-    """Tokens that a hit's length is a multiple of. Worked out once: every lookup asks."""
+    """Tokens that a hit's length is a multiple of. Worked out once, as the next: every lookup asks."""
+    is_one_full_group: bool = field(init=False, repr=False, compare=False)
+    """Whether any block of the one group, of full attention, can end a hit: what most models have."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -66,6 +68,7 @@ class EngineShape:
             raise EngineContractError("; ".join(problems))
         alignment = self.match_tokens or math.lcm(*(group.block_tokens for group in self.groups))
         object.__setattr__(self, "alignment", alignment)
+        object.__setattr__(self, "is_one_full_group", _is_one_full_group(self.groups, alignment))
 
     @property
     def lease_limit(self) -> int:
@@ -106,3 +109,9 @@ class Device(Protocol):
 
     def block_of(self, key: BlockKey) -> DeviceBlockId | None:
         """Return a block that the device's own index holds for the key, None without one. Reads only."""
+
+
+def _is_one_full_group(groups: Sequence[GroupSpec], alignment: int) -> bool:
+    group = groups[0]
+    is_plain = group.kind is AttentionKind.FULL and not group.reads_ahead
+    return len(groups) == 1 and is_plain and alignment == group.block_tokens

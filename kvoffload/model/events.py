@@ -48,7 +48,7 @@ class HitDropped(Event):
 
 @dataclass(frozen=True, slots=True)
 class LookupDeferred(Event):
-    """A lookup answered "not yet": another request is loading the same prefix."""
+    """A lookup answered "not yet": another request, `owner`, is loading the same prefix, or its own is being checked."""
 
     request: RequestId
     owner: RequestId
@@ -75,6 +75,15 @@ class LookupSettled(Event):
     hit_tokens: int
     miss_tokens: int
     cause: MissCause | None
+
+
+@dataclass(frozen=True, slots=True)
+class CheckScheduled(Event):
+    """What a lookup found is to be read on every rank before it is promised; its slots are pinned until then."""
+
+    job: JobId
+    request: RequestId
+    blocks: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from kvoffload.core.offload_core import OffloadCore
 from kvoffload.core.state import LoadResults, Policy
-from kvoffload.model.config import REPLAY, OffloadConfig, check_promises
+from kvoffload.model.config import REPLAY, OffloadConfig, check_promises, checks_first
 from kvoffload.model.engine import Device, EngineShape
 from kvoffload.model.ids import BlockKey, DeviceBlockId, RequestId
 from kvoffload.model.transfer import TransferPlan
@@ -35,7 +35,8 @@ def policy_of(config: OffloadConfig, shape: EngineShape, merge_steps: int) -> Po
     """
     check_promises(config, shape.promises)
     least = config.min_load_tokens if isinstance(config.min_load_tokens, int) else shape.alignment
-    return Policy(config.store_policy, config.eviction_policy, least, merge_steps)
+    check_first = checks_first(config, shape.promises)
+    return Policy(config.store_policy, config.eviction_policy, least, merge_steps, check_first)
 
 
 def make_core(shape: EngineShape, policy: Policy, device: Device, journal: Journal) -> OffloadCore:

@@ -273,7 +273,7 @@ class SchedulerSide:
             self._deadlines.submitted((job.job for job in self.core.state.jobs.all()), now)
             return TransferPlan()
         if not plan.is_empty:
-            self._deadlines.submitted((job.job for job in (*plan.loads, *plan.stores)), now)
+            self._deadlines.submitted((job.job for job in plan.jobs), now)
         return plan
 
     def _ask(self, name: str, question: Callable[[], T], otherwise: T) -> T:

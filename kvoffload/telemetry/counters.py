@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from kvoffload.bus.bus import Bus
 from kvoffload.model import events
 from kvoffload.model.causes import CopyOutcome, MissCause
-from kvoffload.model.transfer import Tier
+from kvoffload.model.transfer import Direction, Tier
 from kvoffload.telemetry.catalogue import BY_NAME, CATALOGUE, Kind, Metric
 from kvoffload.telemetry.gauges import ASKED_COUNTERS
 from kvoffload.telemetry.labels import Hook, LookupResult, subscriber_label
@@ -201,7 +201,8 @@ class Counters:
     def _count_copy(self, event: events.RankReported) -> None:
         series = (_HOST, event.direction.value)
         self._counts["kvoffload_transfers_total"][(*series, event.outcome.value)] += 1
-        self._counts["kvoffload_transfer_bytes_total"][series] += event.copied_bytes
+        if event.direction is not Direction.CHECK:  # it copies none, and has no such series
+            self._counts["kvoffload_transfer_bytes_total"][series] += event.copied_bytes
         if event.outcome is CopyOutcome.DONE:  # a failed copy's time says nothing about the link
             self._histograms["kvoffload_transfer_seconds"][series].observe(event.copy_s)
             self._histograms["kvoffload_transfer_queue_seconds"][series].observe(event.queue_s)

@@ -58,11 +58,11 @@ class NetBenefit:
         self._live: set[RequestId] = set()
         self._loads: dict[JobId, _Load] = {}
         self._copy_s: dict[JobId, float] = {}
-        self._others: dict[RequestId, float] = {}
+        self._deferrals: dict[RequestId, tuple[float, LoadWait]] = {}
         self._unpriced_tokens = 0
         self._saved_s = 0.0
         self._waited_s = dict.fromkeys(LoadWait, 0.0)
-        self._interference_s = dict.fromkeys(Direction, 0.0)
+        self._interference_s = dict.fromkeys((Direction.STORE, Direction.LOAD), 0.0)
         # Of the last step: when it was scheduled, whether it computed anything, whether it only decoded, and so did the
         # one before it with the same copies under way, how many tokens it decoded, and which copies those were.
         self._last_s = 0.0
@@ -157,12 +157,14 @@ class NetBenefit:
     # -- loads ------------------------------------------------------------------------------------------------------
 
     def _deferred(self, event: events.LookupDeferred) -> None:
-        self._others.setdefault(event.request, self._now())
+        reason = LoadWait.OWN_LOAD if event.owner == event.request else LoadWait.OTHERS_LOAD
+        self._deferrals.setdefault(event.request, (self._now(), reason))
 
     def _allocated(self, message: facts.BlocksAllocated | events.HitPinned | facts.RequestEnded) -> None:
-        """Whatever this request waited for of another's, it does no longer."""
-        if self._others and (since := self._others.pop(message.request, None)) is not None:
-            self._waited_s[LoadWait.OTHERS_LOAD] += self._now() - since
+        """Whatever this request was told to wait for, it does no longer."""
+        if self._deferrals and (deferral := self._deferrals.pop(message.request, None)) is not None:
+            since, reason = deferral
+            self._waited_s[reason] += self._now() - since
 
     def _load_scheduled(self, event: events.LoadScheduled) -> None:
         self._loads[event.job] = _Load(event.request, event.tokens, self._now())

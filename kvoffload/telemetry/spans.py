@@ -42,6 +42,7 @@ _TOLD: tuple[type, ...] = (
     events.LookupDeferred,
     events.LookupSettled,
     events.FirstTokenReached,
+    events.CheckScheduled,
     events.StoreScheduled,
     events.LoadScheduled,
     events.LoadEnded,

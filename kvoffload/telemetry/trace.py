@@ -23,6 +23,7 @@ class What(StrEnum):
     RUN = "run"
     STORE = "store"
     LOAD = "load"
+    CHECK = "check"
     QUEUED = "queued"
     COPY = "copy"
 

@@ -5,6 +5,8 @@ and has become right again: so there is no moment between check and copy in whic
 are started by the hook as ever. That a bad block's bytes lie on the device by then harms nobody: its load has not been
 reported, its blocks are leased until it is, and the bytes are no worse than what a failed copy leaves there.
 
+Where the engine cannot recover a load, slots are compared before as well, on their own: a check.
+
 Not noticed: bytes that were wrong when the store arrived, and bytes that change on their way to the device.
 """
 
@@ -28,15 +30,18 @@ if TYPE_CHECKING:
 
 
 class ChecksumTicket:
-    """One batch whose slots are being read."""
+    """One batch whose slots are being read.
 
-    copy_seconds: float = 0.0
-    """Nothing is copied here: the time counts as waiting."""
+    Args:
+        work: the reading.
+        copy_seconds: 0 behind a copy, where the time counts as waiting; None where reading is all there is to do.
+    """
 
-    def __init__(self, work: Future[Positions]) -> None:
+    def __init__(self, work: Future[Positions], copy_seconds: float | None) -> None:
         self._work = work
+        self.copy_seconds = copy_seconds
         self.corrupt: Positions = ()
-        """Of a load that has ended: where in the slots that were handed in the bytes are not those that were stored."""
+        """Of a load or a check that has ended: where in the slots that were handed in the bytes are not those that were stored."""
 
     def query(self) -> TicketState:
         """Return whether the slots have been read.
@@ -68,15 +73,17 @@ class Checksums:
         self._digests = digests
         self._executor = executor
         self._known = np.zeros(slots, np.uint64)
-        self._work = {Direction.STORE: self._take, Direction.LOAD: self._compare}
+        compare = self._compare
+        self._work = {Direction.STORE: self._take, Direction.LOAD: compare, Direction.CHECK: compare}
 
     def start(self, direction: Direction, slots: Numbers) -> ChecksumTicket:
-        """Begin to take the checksums of slots that stores have filled, or to compare those of slots that were loaded.
+        """Begin to take the checksums of slots that stores have filled, or to compare those of slots that loads read.
 
         Raises:
             Exception: nothing was started.
         """
-        return ChecksumTicket(self._executor.submit(self._work[direction], slots))
+        work = self._executor.submit(self._work[direction], slots)
+        return ChecksumTicket(work, None if direction is Direction.CHECK else 0.0)
 
     def _take(self, slots: Numbers) -> Positions:
         self._known[slots] = self._digests(slots)

@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvoffload.logs import get_logger
+from kvoffload.model.errors import CopyError
 from kvoffload.model.transfer import Direction
 from kvoffload.transfer.checksums import ChecksumTicket
 from kvoffload.transfer.jobs import JobLedger
 from kvoffload.transfer.lanes import Batch, Lane
 from kvoffload.transfer.runs import merge_runs
 from kvoffload.transfer.statistics import TransferStatistics
+from kvoffload.transfer.store_bound import StoreBound
 from kvoffload.transfer.store_queue import Part, StoreQueue
 
 if TYPE_CHECKING:
@@ -45,7 +47,7 @@ class JobFlow:
         arena: host memory.
         copier: moves the bytes.
         clock: time.
-        store_bytes_in_flight: bound on the bytes of submitted stores.
+        store_bytes_in_flight: most bytes of submitted stores; the bound adapts below it.
         timeout_s: seconds after which a submitted batch is written off.
         checksums: of the slots, None where none are kept.
     """
@@ -67,14 +69,16 @@ class JobFlow:
         self._clock = clock
         self._timeout_s = timeout_s
         self._late_look_at = 0.0
-        self._queue = StoreQueue(store_bytes_in_flight, arena.layout.slot_bytes)
+        self._bound = StoreBound(store_bytes_in_flight, arena.layout.slot_bytes)
+        self._queue = StoreQueue(self._bound, arena.layout.slot_bytes)
         self._loads = Lane(Direction.LOAD, timeout_s)
         self._stores = Lane(Direction.STORE, timeout_s)
         self._copies = (self._loads, self._stores)  # in the order in which they are served
         self._readings: dict[Direction, Lane] = {}
         if checksums is not None:
             self._readings = {
-                way: Lane(way, timeout_s, "checksum") for way in (Direction.LOAD, Direction.STORE)
+                way: Lane(way, timeout_s, "checksum")
+                for way in (Direction.LOAD, Direction.STORE, Direction.CHECK)
             }
         self._lanes = (*self._copies, *self._readings.values())
 
@@ -119,6 +123,16 @@ class JobFlow:
         if parts:
             self._submit(self._loads, Direction.LOAD, parts)
 
+    def start_checks(self, jobs: Sequence[TransferJob]) -> None:
+        """Take checks in and begin them. They read finished slots, so they wait for nothing on the device.
+
+        Raises:
+            IllegalTransition: a job was taken in before; nothing changed.
+        """
+        for job in self.ledger.accept(jobs, self._clock.monotonic()):
+            if self._resolve(job):
+                self._check(job)
+
     def queue_stores(self, jobs: Iterable[OpenJob]) -> None:
         """Keep accepted stores for `start_stores`."""
         self._queue.add(jobs)
@@ -134,7 +148,9 @@ class JobFlow:
     def reap(self) -> bool:
         """Notice which batches have ended; return whether any has."""
         now = self._clock.monotonic()
+        is_load_pending = bool(self._loads)  # before its lane is looked at: it was while the stores ran
         copied = [found for lane in self._copies for found in lane.reap(now)]
+        self._note_stores(copied, now, is_load_pending=is_load_pending)
         read = [found for lane in self._readings.values() for found in lane.reap(now)]
         if self.written_off and now >= self._late_look_at:
             self._late_look_at = now + self._timeout_s / 4
@@ -176,6 +192,7 @@ class JobFlow:
             pending_batches=sum(len(lane) for lane in self._lanes),
             written_off_batches=self.written_off,
             store_bytes_in_flight=self._store_bytes,
+            store_bytes_bound=self._bound.bytes,
         )
 
     @property
@@ -211,6 +228,11 @@ class JobFlow:
         blocks = [part.job.blocks[part.start : part.end] for part in parts if part.job.blocks is not None]
         return merge_runs(self._arena.geometry, direction, _slots(parts), np.concatenate(blocks))
 
+    def _note_stores(self, copied: Iterable[EndedBatch], now: float, *, is_load_pending: bool) -> None:
+        for found in copied:
+            if found.batch.direction is Direction.STORE and not found.failed:
+                self._bound.batch_ended(found.batch, found.copy_s, now, is_load_pending=is_load_pending)
+
     def _read(self, copied: EndedBatch) -> bool:
         """Have the checksums of a batch read whose copies have ended well; False where nothing was begun."""
         if self._checksums is None:
@@ -225,6 +247,21 @@ class JobFlow:
             part.job.copy_s += copied.copy_s
         self._readings[batch.direction].add(replace(batch, ticket=ticket, copies=0))
         return True
+
+    def _check(self, job: OpenJob) -> None:
+        part = Part(job, 0, len(job.job.slots))
+        try:
+            if self._checksums is None:
+                raise CopyError("no checksums are kept")
+            ticket = self._checksums.start(Direction.CHECK, _slots([part]))
+        except Exception as error:  # as with a copy: whatever it is, the job ends
+            self.fail([job], f"not checked: {error!r}")
+            return
+        job.started, job.open_parts = part.end, 1
+        batch = Batch(
+            ticket, Direction.CHECK, (part,), size=0, copies=0, submitted_at=self._clock.monotonic()
+        )
+        self._readings[Direction.CHECK].add(batch)
 
     def _settle(self, ended: EndedBatch, now: float) -> None:
         self._note_corrupt(ended.batch)

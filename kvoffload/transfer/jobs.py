@@ -70,12 +70,14 @@ class OpenJob:
             CopyError: the job is empty, uneven, or names a slot or a block that is not there.
         """
         job = self.job
-        if len(job.slots) != len(job.blocks) or not job.slots:
+        is_copy = job.direction is not Direction.CHECK
+        if len(job.blocks) != is_copy * len(job.slots) or not job.slots:
             raise CopyError(f"{len(job.slots)} slots do not pair with {len(job.blocks)} blocks")
         slots = np.fromiter(job.slots, np.int64, len(job.slots))
         targets = np.fromiter(job.blocks, np.int64, len(job.blocks))
         _check_range("slot", slots, ready_slots)
-        _check_range("block", targets, blocks)
+        if is_copy:
+            _check_range("block", targets, blocks)
         self.slots, self.blocks = slots, targets
 
 
@@ -140,7 +142,7 @@ class JobLedger:
                 job=job.job,
                 direction=job.direction,
                 outcome=outcome,
-                copied_bytes=len(job.slots) * slot_bytes if outcome is CopyOutcome.DONE else 0,
+                copied_bytes=len(job.blocks) * slot_bytes if outcome is CopyOutcome.DONE else 0,
                 queue_s=max(now - open_job.accepted_at - open_job.copy_s, 0.0),
                 copy_s=open_job.copy_s,
                 corrupt=open_job.corrupt,

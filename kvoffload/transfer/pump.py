@@ -13,8 +13,9 @@ cutting them up takes time.
 * `_admission` is held while jobs are handed in, and once by a drain that shuts the door; else it is never contended.
 * `_reaping` guards the lanes' heads and every part count of a store. The hook only ever tries it: when the coroutine
   holds it, the ends are being noticed anyway. The coroutine waits for the hook, whose hold is a few queries long.
-* Stores in flight stay under `store_bytes_in_flight`, in batches of at most half of it: the copier always has a next
-  batch while an end is being noticed, and a load finds at most that many bytes before it where both share a resource.
+* Stores in flight stay under a bound that adapts below `store_bytes_in_flight` (`store_bound.py`), in batches of at most
+  half of it: the copier always has a next batch while an end is being noticed, and a load finds at most that many bytes
+  before it where both share a resource.
 * With nothing pending the coroutine sleeps until a job comes; it is not woken while it is awake. With copies pending it
   polls the oldest ticket of each lane, at intervals that double while nothing ends.
 * Where checksums are kept, a batch that was copied has them read by an executor's threads before its jobs are reported.
@@ -62,7 +63,7 @@ class TransferPump:
         arena: host memory; `close` closes it.
         copier: moves the bytes; `close` closes it.
         clock: time.
-        store_bytes_in_flight: bound on the bytes of submitted stores; a single block may exceed it.
+        store_bytes_in_flight: most bytes of submitted stores; a single block may exceed it.
         timeout_s: seconds after which a submitted batch counts as never ending.
         checksums: of the arena's slots, None where none are kept.
     """
@@ -136,6 +137,21 @@ class TransferPump:
                 self._flow.fail(accepted, self._gone or _CLOSING)
                 return
             self._flow.queue_stores(accepted)
+        self._wakeup.set()
+
+    def submit_checks(self, jobs: Sequence[TransferJob]) -> None:
+        """Have slots compared with their checksums. A job that cannot be started is reported as failed.
+
+        Raises:
+            IllegalTransition: a job was handed in before; nothing changed.
+        """
+        if not jobs:
+            return
+        with self._admission:
+            if self._is_closing:
+                self._flow.fail(self._flow.ledger.accept(jobs, self._clock.monotonic()), _CLOSING)
+                return
+            self._flow.start_checks(jobs)
         self._wakeup.set()
 
     def poll(self) -> None:

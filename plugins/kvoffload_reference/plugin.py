@@ -9,6 +9,7 @@ from kvoffload.cli.doctor import memory, numa, pools
 from kvoffload.cli.doctor.startup import examine_rank
 from kvoffload.engine.plugin import EngineFacts, SchedulerPlugin, WorkerPlugin
 from kvoffload.model.config import OffloadConfig, parse_config
+from kvoffload.model.engine import Promises
 from kvoffload.model.ids import Rank
 from kvoffload.runtime.clocks import Clocks
 from kvoffload.runtime.portal import Portal
@@ -36,6 +37,7 @@ class ReferencePlugin:
         clocks: the scheduler's side's times.
         clock: the transfer coroutines' time.
         make_copier: makes each rank's copier; by default the one for the engine's device.
+        promises: what offloading may count on; by default all that the engine does.
     """
 
     name = "kvoffload"
@@ -47,10 +49,12 @@ class ReferencePlugin:
         clocks: Clocks | None = None,
         clock: Clock | None = None,
         make_copier: Callable[[Rank], Copier] | None = None,
+        promises: Promises | None = None,
     ) -> None:
         self._clocks = clocks
         self._clock = clock
         self._make_copier = make_copier
+        self._promises = promises or Promises()
         self._portal = portal or Portal("kvoffload")
         self._config = OffloadConfig()
         self.offload: SchedulerSide | None = None
@@ -64,9 +68,8 @@ class ReferencePlugin:
         """
         self._config = parse_config(engine.plugin_config)
         device = PoolDevice()
-        self.offload = SchedulerSide(
-            shape_of(engine), self._config, device, portal=self._portal, clocks=self._clocks
-        )
+        shape = shape_of(engine, self._promises)
+        self.offload = SchedulerSide(shape, self._config, device, portal=self._portal, clocks=self._clocks)
         return ReferenceScheduler(self.offload, device, self._portal.close)
 
     def worker_side(self, engine: EngineFacts, rank: int) -> WorkerPlugin:

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvoffload.engine.plugin import EngineFacts, GroupFacts
-from kvoffload.model.engine import EngineShape
+from kvoffload.model.engine import EngineShape, Promises
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId
 
 
-def shape_of(engine: EngineFacts) -> EngineShape:
+def shape_of(engine: EngineFacts, promises: Promises) -> EngineShape:
     """Return the engine's shape. Its null block is no block of the pool."""
     return EngineShape(
         groups=tuple(map(_group, engine.groups)),
         ranks=engine.ranks,
         device_blocks=engine.num_blocks - 1,
         step_tokens=engine.step_tokens,
+        promises=promises,
     )
 
 

@@ -96,20 +96,12 @@ def _check(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[Vll
     try:
         groups = vllm_groups(vllm_config, kv_cache_config)
         if config is not None:
-            _check_promises(config, groups)
+            check_promises(config, groups.shape.promises)
     except ConfigError as error:
         problems += error.problems
     if groups is None or config is None or problems:
         raise ConfigError(problems)
     return groups, config
-
-
-def _check_promises(config: OffloadConfig, groups: VllmGroups) -> None:
-    try:
-        check_promises(config, groups.shape.promises)
-    except ConfigError as error:
-        remedy = 'with "kv_load_failure_policy":"recompute" in --kv-transfer-config vLLM does'
-        raise ConfigError([f"{problem} ({remedy})" for problem in error.problems]) from None
 
 
 def _config(vllm_config: VllmConfig) -> OffloadConfig:

@@ -212,13 +212,14 @@ class World:
         merge_steps: int = 1,
         step_tokens: int = 8,
         promises: Promises | None = None,
+        check_first: bool = False,
     ) -> None:
         self.groups = groups or (full(),)
         self.ranks = [Rank(rank) for rank in range(ranks)]
         shape = EngineShape(self.groups, ranks, device, step_tokens, promises=promises or Promises())
         self.shape = shape
         self.device = DevicePool(device, ranks)
-        self.core = OffloadCore(shape, Policy(policy, "lru", least, merge_steps), self.device)
+        self.core = OffloadCore(shape, Policy(policy, "lru", least, merge_steps, check_first), self.device)
         self.host: list[dict[SlotId, BlockKey]] = [{} for _ in self.ranks]
         self.rotten: set[tuple[int, SlotId]] = set()  # rank and slot, corrupted behind everybody's back
         self.resets = 0
@@ -372,8 +373,9 @@ class World:
     def submit(self) -> TransferPlan:
         """Hand the core's plan to the ranks."""
         plan = self.core.plan()
-        for job in (*plan.loads, *plan.stores):
-            assert len(job.slots) == len(job.blocks) > 0
+        for job in plan.jobs:
+            assert job.slots
+            assert len(job.blocks) == (0 if job.direction is Direction.CHECK else len(job.slots))
             self.copies[job.job] = Copy(job, set(self.ranks))
         self._settle()
         return plan
@@ -411,7 +413,7 @@ class World:
     ) -> None:
         """One rank's copy ends; its bytes move now."""
         copy = self.copies[job]
-        if outcome is DONE and copy.job.direction is Direction.LOAD:
+        if outcome is DONE and copy.job.direction is not Direction.STORE:
             corrupt = tuple(place for place, slot in enumerate(copy.job.slots) if (rank, slot) in self.rotten)
             outcome = CORRUPT if corrupt else DONE
         copy.running.remove(Rank(rank))
@@ -595,6 +597,8 @@ class World:
     def _move_bytes(
         self, rank: int, job: TransferJob, outcome: CopyOutcome, corrupt: tuple[int, ...]
     ) -> None:
+        if job.direction is Direction.CHECK:
+            return
         device, host = self.device.bytes[rank], self.host[rank]
         for place, (slot, block) in enumerate(zip(job.slots, job.blocks, strict=True)):
             assert self.device.leased[block], f"a copy touches block {block}, which is not leased"

@@ -62,7 +62,7 @@ def _of_copies(scene: Scene) -> Iterator[Action]:
             yield ("report", rank, job, "done")
             if scene.left.get("fail"):
                 yield ("report", rank, job, "fail")
-            if scene.left.get("corrupt") and copy.job.direction is Direction.LOAD:
+            if scene.left.get("corrupt") and copy.job.direction is not Direction.STORE:
                 yield ("report", rank, job, "corrupt")
     if scene.left.get("late"):
         for job in scene.world.submitted():
@@ -142,6 +142,10 @@ def _end(scene: Scene, name: str) -> None:
 def _report(scene: Scene, rank: int, job: int, outcome: str) -> None:
     if outcome != "done":
         scene.spend(outcome)
+    copy = scene.world.copies[JobId(job)].job
+    bad = {"done": (), "corrupt": (0,)}.get(outcome, tuple(range(len(copy.slots))))
+    if copy.direction is Direction.CHECK:
+        scene.checked(rank, [slot for place, slot in enumerate(copy.slots) if place not in bad])
     scene.world.report(rank, JobId(job), _OUTCOMES[outcome], (0,) if outcome == "corrupt" else ())
     laws.check_repeated(scene, Rank(rank))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import marshal
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
@@ -31,6 +32,7 @@ class Scene:
         found: what a request's last lookup answered (device and host tokens), until it is given blocks.
         stored: how often each incarnation of a request had a key stored; R8 allows it once more than once.
         written_off: slots under a copy that was given up; R16 never has them back.
+        good: slots that ranks found good and that are pinned since, with those ranks.
     """
 
     kind: SmallWorld
@@ -40,6 +42,7 @@ class Scene:
     found: dict[str, tuple[int, int]] = field(default_factory=dict)
     stored: Counter[tuple[RequestId, int, BlockKey]] = field(default_factory=Counter)
     written_off: set[SlotId] = field(default_factory=set)
+    good: dict[SlotId, set[int]] = field(default_factory=dict)
 
     @classmethod
     def first(cls, kind: SmallWorld) -> Scene:
@@ -52,6 +55,16 @@ class Scene:
     def spend(self, trouble: str) -> None:
         self.left[trouble] -= 1
 
+    def checked(self, rank: int, slots: Iterable[SlotId]) -> None:
+        """A rank read these slots and found them good."""
+        for slot in slots:
+            self.good.setdefault(slot, set()).add(rank)
+
+    @property
+    def good_everywhere(self) -> set[SlotId]:
+        """Slots that every rank found good, pinned since."""
+        return {slot for slot, ranks in self.good.items() if len(ranks) == self.kind.ranks}
+
     def tidy(self) -> None:
         """Drop what no later action can tell, so that states which differ in nothing else are one.
 
@@ -63,6 +76,8 @@ class Scene:
         world.results.clear()
         world.last_reports.clear()
         world.steps = 0
+        pins = world.core.state.pool.pins()
+        self.good = {slot: ranks for slot, ranks in self.good.items() if slot in pins}
         _renumber_jobs(world)
         _forget_bytes(world)
 

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.model.config import ALIASES, AUTO, OffloadConfig, check_promises, parse_bytes, parse_config
+from kvoffload.model.config import (
+    ALIASES,
+    AUTO,
+    OffloadConfig,
+    check_promises,
+    checks_first,
+    parse_bytes,
+    parse_config,
+)
 from kvoffload.model.engine import Promises
 from kvoffload.model.errors import ConfigError
 
@@ -208,15 +216,19 @@ def test_the_bytes_of_a_rank(config: dict, ranks: int, share: int) -> None:
 
 
 @pytest.mark.parametrize("verify", ["off", "sample", "full"])
-def test_checksums_need_an_engine_that_recomputes(verify: str) -> None:
+def test_checksums_need_an_engine_that_recomputes_or_waits(verify: str) -> None:
     config = parse_config({"verify": verify})
     assert config.verify == verify
-    check_promises(config, Promises())
+    for recovers, waits in ((True, True), (True, False), (False, True)):
+        promises = Promises(recovers_loads=recovers, can_wait=waits)
+        check_promises(config, promises)
+        assert checks_first(config, promises) is (verify != "off" and not recovers)
+    neither = Promises(recovers_loads=False, can_wait=False)
     if verify == "off":
-        check_promises(config, Promises(recovers_loads=False))
+        check_promises(config, neither)
         return
     with pytest.raises(ConfigError) as caught:
-        check_promises(config, Promises(recovers_loads=False))
+        check_promises(config, neither)
     (problem,) = caught.value.problems
     assert f"verify is {verify!r}" in problem
 

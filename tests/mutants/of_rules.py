@@ -14,6 +14,7 @@ _CORE = "kvoffload/core/offload_core.py"
 _INTAKE = "kvoffload/core/intake.py"
 _LEASES = "kvoffload/core/leases.py"
 _HOLDS = "kvoffload/core/holds.py"
+_CHECKS = "kvoffload/core/check_desk.py"
 _CAPACITY = "kvoffload/engine/capacity.py"
 _DEADLINES = "kvoffload/runtime/deadlines.py"
 _FLOW = "kvoffload/transfer/flow.py"
@@ -23,7 +24,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(1, _LOOKUPS, "pins = state.pool.pin(slots)", "pins = None"),
     Mutant(1, _LOOKUPS, "self.drop(request, PinDropCause.LOOKED_UP_AGAIN)", "state.hits.take(request)"),
     Mutant(1, _LOADS, "self._lookups.drop(record.request, PinDropCause.REQUEST_ENDED)"),
-    Mutant(1, _POOL, "self._order.remove(self._not_held(free))"),
+    Mutant(1, _POOL, "self._order.remove(self._not_held(slots))"),
+    Mutant(1, _CHECKS, "job.pins = state.pool.pin(slots)", "job.pins = state.pool.pin(())"),
+    Mutant(1, "kvoffload/core/checked_slots.py", "self._checked.difference_update(gone)"),
     # What engines do.
     Mutant(2, _LOADS, "if hit is None or length > hit.tokens:", "if False:"),
     Mutant(2, _LOADS, "            hit.pins.close()\n            if rest", "            if rest"),
@@ -53,6 +56,12 @@ MUTANTS: tuple[Mutant, ...] = (
         _STORES,
         "            self._state.pool.doom(slot)\n",
         "            self._state.pool.doom(slot)\n            self._state.pool.drained((slot,))\n",
+    ),
+    Mutant(
+        4,
+        _TRANSFERS,
+        "        if not job.copies_ended:\n            return\n        if job.direction is Direction.CHECK:",
+        "        if job.direction is Direction.CHECK:",
     ),
     # Leases.
     Mutant(5, _LEASES, "self._device.lease(blocks)"),
@@ -84,6 +93,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(8, _LOADS, "self._state.holds.add(record, slot)"),
     # Failed loads.
     Mutant(9, _LOADS, "record.load_failed = True"),
+    Mutant(9, _LOOKUPS, "        if not unchecked:\n            return tokens\n", "        return tokens\n"),
+    Mutant(9, _LOOKUPS, "if unchecked and not may_wait:", "if False:"),
     Mutant(9, _LOADS, "        self._finish(*job.request, loaded=False)\n", "\n"),
     Mutant(9, _TRANSFERS, "self._loads.doubted(job, part)"),
     Mutant(9, _LOOKUPS, "return MissCause.LOAD_FAILED if record.load_failed else None", "return None"),
@@ -112,6 +123,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(12, _STORES, "if state.degraded:", "if False:"),
     Mutant(12, _LOOKUPS, " or (MissCause.DEGRADED if state.degraded else None)", ""),
     Mutant(12, _CORE, "self._loads.cancel_planned()"),
+    Mutant(12, _CORE, "self._checks.cancel_planned()"),
     Mutant(
         12,
         "kvoffload/bus/bus.py",
@@ -159,6 +171,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "return bool(\n            state.jobs.all() or",
     ),
     Mutant(16, _DEADLINES, "+ self._timeout_s <= now:", "+ 1e9 <= now:", RUNTIME),
+    Mutant(16, _TRANSFERS, "self._checks.abandoned(job)"),
     Mutant(16, "kvoffload/transfer/lanes.py", "self._written_off.append(batch)", tests=TRANSFER),
     Mutant(16, "kvoffload/transfer/pump.py", "        if left:\n", "        if False:\n", TRANSFER),
 )

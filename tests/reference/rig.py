@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from kvoffload.engine import Engine, EngineConfig, SamplingParams, Token, TokenStream
+from kvoffload.model.engine import Promises
 from kvoffload.model.ids import Rank
 from kvoffload.model.transfer import Direction
 from kvoffload.runtime.clocks import Clocks
@@ -51,6 +52,7 @@ class Options(TypedDict, total=False):
     timeout_s: float
     plugin: str
     extra: dict[str, object]  # of the plugin's config
+    promises: Promises  # of the engine
 
 
 def config_of(kind: str, **options: Unpack[Options]) -> EngineConfig:
@@ -90,7 +92,11 @@ class Rig:
         now = self.clock.monotonic
         self.portal = ManualPortal(self.clock)
         self.plugin = ReferencePlugin(
-            portal=self.portal, clocks=Clocks(now, now, now), clock=self.clock, make_copier=self._make_copier
+            portal=self.portal,
+            clocks=Clocks(now, now, now),
+            clock=self.clock,
+            make_copier=self._make_copier,
+            promises=options.get("promises"),
         )
         self.engine = Engine(config_of(kind, **options), self.plugin, clock=now)
         self.streams: list[tuple[tuple[int, ...], int, TokenStream]] = []

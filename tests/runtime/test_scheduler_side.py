@@ -193,8 +193,8 @@ def test_an_engine_that_cannot_lease_is_refused() -> None:
         SchedulerSide(shape, OffloadConfig(), Pool())
 
 
-def test_checksums_are_refused_where_a_failed_load_is_not_recomputed() -> None:
-    shape = replace(SHAPE, promises=Promises(recovers_loads=False))
+def test_checksums_are_refused_where_a_failed_load_is_not_recomputed_and_nobody_waits_for_a_check() -> None:
+    shape = replace(SHAPE, promises=Promises(recovers_loads=False, can_wait=False))
     with pytest.raises(ConfigError, match="verify is 'sample'"):
         SchedulerSide(shape, OffloadConfig(verify="sample"), Pool())
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -60,7 +60,7 @@ def _one_rank_is_enough() -> list[Patch]:
 
 
 def _reset_forgets_nothing() -> list[Patch]:
-    def forget_all(self: HostPool) -> dict[BlockKey, SlotId]:
+    def forget_all(self: HostPool) -> Mapping[BlockKey, SlotId]:
         return {}
 
     return [(HostPool, "forget_all", forget_all)]

@@ -59,7 +59,11 @@ class Simulation:
         clock, now = SimClock(self.loop), self.loop.time
         self.portal = SimPortal(self.loop)
         self.plugin = ReferencePlugin(
-            portal=self.portal, clocks=Clocks(now, now, now), clock=clock, make_copier=self._make_copier
+            portal=self.portal,
+            clocks=Clocks(now, now, now),
+            clock=clock,
+            make_copier=self._make_copier,
+            promises=scenario.promises,
         )
         self.steps = self.requests = 0
         self._is_stepping = self._is_over = False

@@ -9,20 +9,9 @@ from pathlib import Path
 import pytest
 
 from kvoffload.core.states import SlotState
-from kvoffload.model.errors import ConfigError
 from kvoffload.model.ids import SlotId
-from tests.vllm_adapter.engine_rig import (
-    MARKS,
-    Asked,
-    Reports,
-    Rig,
-    Told,
-    check_threads_gone,
-    offloading,
-    same,
-    transfer_config,
-)
-from tests.vllm_stock import checkpoints, engines
+from tests.vllm_adapter.engine_rig import MARKS, Asked, Reports, Rig, Told, offloading, same
+from tests.vllm_stock import checkpoints
 
 pytestmark = MARKS
 
@@ -30,21 +19,6 @@ pytestmark = MARKS
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.getbasetemp() / "checkpoints"
-
-
-def test_without_recompute_checksums_are_refused(folder: Path) -> None:
-    """Such a vLLM would fail the request. First in this file: there is one engine at a time."""
-    checkpoints.make("qwen3", folder / "qwen3")
-    config = {**transfer_config(64, verify="sample"), "kv_load_failure_policy": "fail"}
-    with (
-        pytest.raises(ConfigError, match=r"verify is 'sample'.*kv_load_failure_policy"),
-        engines.in_process(folder / "qwen3", kv_transfer_config=config),
-    ):
-        pass
-    check_threads_gone()
-    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
-
-    ensure_kv_transfer_shutdown()
 
 
 @pytest.fixture(scope="module", params=checkpoints.KINDS)
