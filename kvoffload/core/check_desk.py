@@ -39,9 +39,7 @@ class CheckDesk:
         if not self._planned:
             return ()
         planned, self._planned = self._planned, []
-        for job in planned:
-            self._state.jobs.move(job, JobEvent.SUBMIT)
-        return tuple(job.as_transfer() for job in planned)
+        return self._state.jobs.submit(planned)
 
     def cancel_planned(self) -> None:
         """Take back the checks that no worker knows of yet."""

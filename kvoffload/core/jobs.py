@@ -6,6 +6,7 @@ rank has ended its copy. Between the two lies what R4, R9 and R16 are about.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvoffload.core.leases import Lease
@@ -80,6 +81,13 @@ class Jobs:
         self.pending += 1
         self._counts[direction, job.state] += 1
         return job
+
+    def submit(self, planned: Iterable[Job]) -> tuple[TransferJob, ...]:
+        """Hand jobs over to the workers; return what these need of them. Changes this."""
+        submitted = tuple(planned)
+        for job in submitted:
+            self.move(job, JobEvent.SUBMIT)
+        return tuple(job.as_transfer() for job in submitted)
 
     def get(self, job: JobId) -> Job | None:
         """Return an open job, None when it has ended (a report heard twice)."""

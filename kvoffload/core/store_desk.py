@@ -74,9 +74,8 @@ class StoreDesk:
         job, self._batch = self._batch, None
         if job is None:
             return ()
-        self._state.jobs.move(job, JobEvent.SUBMIT)
         self._state.outbox.put(StoreScheduled(job.job, len(job.slots), tuple(job.slots)))
-        return (job.as_transfer(),)
+        return self._state.jobs.submit((job,))
 
     # -- deciding -----------------------------------------------------------------------------------------------
 

@@ -8,8 +8,16 @@ import pytest
 
 from kvoffload.model.engine import Promises
 from tests.reference import rig as rigs
-from tests.reference.rig import KINDS, TIMEOUT_S, Rig, on_host_only, text
-from tests.reference.test_integrity import PROMPT, flip, reload, spoil
+from tests.reference.rig import KINDS, Rig, on_host_only, text
+from tests.reference.test_integrity import (
+    PROMPT,
+    flip,
+    interrupt_reading,
+    lose_reading,
+    read_without_portal,
+    reload,
+    spoil,
+)
 
 rig = partial(rigs.rig, promises=Promises(recovers_loads=False))
 """The reference engine recovers any load; here offloading may not count on it, so that one which fails fails the test."""
@@ -82,35 +90,12 @@ def test_others_run_while_one_waits_for_its_check() -> None:
 @pytest.mark.parametrize("ending", ["abort", "reset"])
 def test_a_check_survives_what_ends_its_request(ending: str) -> None:
     with rig(extra={"verify": "full"}) as made:
-        on_host_only(made, PROMPT)
-        made.portal.executor.hold()
-        stream = made.submit(PROMPT, 3)
-        made.step()
-        assert made.portal.executor.waiting
-        if ending == "abort":
-            made.engine.abort(stream.request_id)
-        else:
-            made.engine.reset_prefix_cache()
-        for _ in range(3):
-            made.step()
-        made.portal.executor.release()
-        made.drain()
-        assert stream.stats.external_tokens == 0
-        made.assert_outputs()
-        made.assert_clean()
+        assert interrupt_reading(made, ending).stats.external_tokens == 0
 
 
 def test_a_check_that_never_ends_holds_nobody_up_for_ever() -> None:
     with rig(num_blocks=100, host_blocks=40, extra={"verify": "full"}) as made:
-        on_host_only(made, PROMPT)
-        made.portal.executor.hold()
-        stream = made.submit(PROMPT, 3)
-        made.step()
-        made.pass_time(1.1 * TIMEOUT_S)
-        made.portal.executor._work.popleft()  # it never comes
-        made.portal.executor.release()
-        made.drain_requests()
-        assert stream.stats.external_tokens == 0
+        assert lose_reading(made).stats.external_tokens == 0
         assert made.count("abandoned_jobs", "check") == 1
         assert made.offload.gauges().slots["quarantined"] == made.count("written_off_blocks", "check") > 0
         made.assert_outputs()
@@ -118,16 +103,6 @@ def test_a_check_that_never_ends_holds_nobody_up_for_ever() -> None:
 
 def test_checks_are_made_when_the_portals_thread_is_gone() -> None:
     with rig(extra={"verify": "full"}) as made:
-        on_host_only(made, PROMPT)
-        flip(made, reload(made)[0])
-        made.forget_device()
-        made.portal.is_dead = True
-        made.submit(PROMPT, 3)
-        for _ in range(60):
-            made.engine.step()
-            made.check()
-        assert not made.engine.has_work
+        read_without_portal(made)
         assert made.count("transfers", "host", "check", "corrupt") == 1
         assert lost_loads(made) == 0
-        made.assert_outputs()
-        made.portal.is_dead = False
