@@ -18,7 +18,7 @@ WHEEL := $(CURDIR)/$(VENV)/wheel
 AGAINST_WHEEL := KVOFFLOAD_WHEEL=$(WHEEL) PYTHONPATH=$(WHEEL) PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE=1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast test-vllm check lint types imports size format tools vllm-versions bench-hooks bench-serve docs lock dashboards screenshot observe simulate soak deep explore mutants coverage wheel vllm-env vllm-demo clean
+.PHONY: help venv demo test test-fast test-vllm check lint types imports size format tools vllm-versions bench-hooks bench-serve docs lock dashboards screenshot observe simulate soak deep explore mutants coverage wheel vllm-env vllm-demo kernel-env clean
 .DELETE_ON_ERROR:
 
 help:  ## print the targets
@@ -36,7 +36,7 @@ vllm-env:  ## set up a stock vLLM beside the project, in .venv/vllm
 vllm-demo: vllm-env  ## the same conversations with a stock `vllm serve`, without and with kvoffload
 	@$(VLLM) tests/vllm_stock/demo.py $(ARGS)
 
-test: $(VENV)/wheel/ready vllm-env  ## every test that this machine can run, against the built wheel
+test: $(VENV)/wheel/ready vllm-env kernel-env  ## every test that this machine can run, against the built wheel
 	@.ci/tools || echo "Tests that need those programs are skipped."
 	HYPOTHESIS_PROFILE=ci $(AGAINST_WHEEL) $(BIN)/pytest -m "not vllm" $(ARGS)
 	@$(if $(ARGS),echo "ARGS chose tests; those on a stock vLLM: make test-vllm ARGS=...",$(MAKE) --no-print-directory test-vllm)
@@ -70,6 +70,9 @@ size: venv  ## no file over 300 lines, no function over 40
 format: venv  ## rewrite the sources in the agreed form
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format --quiet .
+
+kernel-env: venv  ## Triton in .venv/triton (200 MB) for the tests of the page kernel, which need no GPU
+	@test -d $(VENV)/triton || $(PIP) install --no-deps --target $(VENV)/triton triton==3.9.0
 
 tools:  ## install the distribution packages that some tests use (root on Debian), or name them
 	@.ci/tools

@@ -12,7 +12,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,6 +48,7 @@ class Case:
         threads: that copy, on a CPU.
         size: bytes that each copy moved, each way.
         seconds: of each repeat: the blocks, and as many bytes in one piece.
+        path: "engine" or "kernel", on CUDA, where all was made to go that way.
     """
 
     page_kib: int
@@ -55,6 +56,7 @@ class Case:
     threads: int
     size: int
     seconds: Sequence[tuple[float, float]]
+    path: str = ""
 
     def to_plain(self) -> dict[str, object]:
         """Return what is kept of it, for JSON."""
@@ -62,6 +64,7 @@ class Case:
         return {
             "page_kib": self.page_kib,
             "way": self.way,
+            "path": self.path,
             "threads": self.threads,
             "mib": self.size // 2**20,
             "gb_s": Spread.of([moved / blocks for blocks, _ in self.seconds]).to_plain(),
@@ -152,14 +155,16 @@ def find_device(asked: str) -> tuple[str, str]:
 
 
 def measure(device: str, page_kib: int, size: int, repeats: int, threads: Sequence[int]) -> Iterator[Case]:
-    """Measure one page size: on CUDA each way and both at once, on a CPU each way with so many threads."""
+    """Measure one page size: on CUDA each way and both at once, by each path, on a CPU with so many threads."""
     from kvoffload.bench.copy_rig import Rig
 
     page = page_kib * 1024
     if device != "cpu":
         with Rig(device, page, size) as rig:
-            for way in WAYS:
-                yield measure_case(rig, page_kib, way, repeats)
+            for path in rig.paths():
+                rig.use(path)
+                for way in WAYS:
+                    yield replace(measure_case(rig, page_kib, way, repeats), path=path)
         return
     for number in threads:
         with Rig(device, page, size, number) as rig:
@@ -219,7 +224,7 @@ def draw(told: Mapping[str, object], cases: Sequence[Case]) -> str:
     pages = list(dict.fromkeys(case.page_kib for case in cases))
     series: dict[str, list[float]] = {}
     for case in cases:
-        name = case.way if case.threads == 1 else f"{case.way}, {case.threads} threads"
+        name = f"{case.way} {case.path}".strip() + ("" if case.threads == 1 else f", {case.threads} threads")
         series.setdefault(name, []).append(case.ratio.median)
     panel = Panel(
         "Speed of scattered blocks by size of page",
@@ -259,12 +264,13 @@ def _table(told: Mapping[str, object], cases: Sequence[Case]) -> Iterator[str]:
     yield f"  {told['device']}; last-level cache {told['last_level_cache_mib']} MiB"
     yield f"  {told['method']}"
     yield ""
-    form = "{:>9}  {:<8}{:>8}{:>12}{:>12}{:>22}"
+    form = "{:>9}  {:<14}{:>8}{:>12}{:>12}{:>22}"
     yield form.format("page", "way", "threads", "blocks", "one piece", "blocks / one piece")
     for case in cases:
         plain = case.to_plain()
         speeds = [f"{_median(plain[name]):.1f} GB/s" for name in ("gb_s", "one_piece_gb_s")]
-        yield form.format(f"{case.page_kib} KiB", case.way, case.threads, *speeds, case.ratio.text())
+        names = (f"{case.page_kib} KiB", f"{case.way} {case.path}")
+        yield form.format(*names, case.threads, *speeds, case.ratio.text())
     yield ""
     yield from _lane_lines(told)
 

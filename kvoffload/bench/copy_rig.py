@@ -22,6 +22,8 @@ from kvoffload.runtime.portal import DaemonExecutor
 from kvoffload.testing import ManualExecutor
 from kvoffload.transfer.arena import CHUNK_BYTES, Arena
 from kvoffload.transfer.clock import SystemClock
+from kvoffload.transfer.crossover import ENGINE_ONLY
+from kvoffload.transfer.cuda_copier import CudaCopier
 from kvoffload.transfer.factory import make_allocator, make_copier
 from kvoffload.transfer.layout import layout_of
 from kvoffload.transfer.ports import TicketState
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from kvoffload.transfer.crossover import Limits
     from kvoffload.transfer.ports import Ticket
     from kvoffload.transfer.runs import Numbers
 
@@ -43,6 +46,7 @@ T = TypeVar("T")
 REGIONS = 8
 POOL = 4  # times what one copy names
 _UNALIGNED = 4096  # where a large copy may start
+_ALL = {Direction.LOAD: 2**62, Direction.STORE: 2**62}
 
 
 class WrongBytes(KVOffloadError):
@@ -98,6 +102,8 @@ class Rig:
             chunk_bytes=max(CHUNK_BYTES, 2 * self.size),
         )
         asyncio.run(self.arena.prepare())
+        self.executor.wait()  # until it is known which copies a kernel does
+        self._chosen = self._limits = self._limits_now
         self._draw = np.random.default_rng(0)
         self._threads = threads
         self._streams = [torch.cuda.Stream(self.layout.device) for _ in Direction] if self.is_cuda else []
@@ -116,6 +122,22 @@ class Rig:
         self.copier.close()
         self.executor.shutdown()
         self.arena.close()
+
+    def paths(self) -> list[str]:
+        """Return the ways that copies can be made to go, on CUDA; the first is as they go by themselves."""
+        from importlib.util import find_spec
+
+        return ["", "engine", "kernel"] if find_spec("triton") else ["", "engine"]
+
+    def use(self, path: str) -> None:
+        """Make all copies go one way."""
+        self._limits = {"": self._chosen, "engine": ENGINE_ONLY, "kernel": _ALL}[path]
+        if isinstance(self.copier, CudaCopier):
+            self.copier.kernel_below = self._limits
+
+    @property
+    def _limits_now(self) -> Limits:
+        return self.copier.kernel_below if isinstance(self.copier, CudaCopier) else ENGINE_ONLY
 
     def draw(self, copies: int) -> list[tuple[Numbers, Numbers]]:
         """Return slots and blocks for some copies at once, scattered on both sides; no two name the same."""
@@ -167,12 +189,14 @@ class Rig:
         """Copy once, and compare every byte of both sides with what should be there.
 
         Raises:
-            WrongBytes: one differs.
+            WrongBytes: one differs, or a kernel that should have copied has not started.
         """
         self._fill()
         pairs = self.draw(len(ways))
         host, device = self._host_pages(), self._device_pages()
         self.scattered(ways, pairs)
+        if self._limits_now is not self._limits:
+            raise WrongBytes("the kernel has not started")
         for way, (slots, blocks) in zip(ways, pairs, strict=True):
             if way is Direction.STORE:
                 host[:, slots] = device[:, blocks]

@@ -63,7 +63,7 @@ def serve(told: Told) -> Iterator[Line]:
 def copy(told: Told) -> Iterator[Line]:
     """Yield the lines of `bench copy`: for each page and number of threads the slowest way, against its goal."""
     cases: dict[tuple[int, int], list[Told]] = {}
-    for case in told["cases"]:
+    for case in (case for case in told["cases"] if not case.get("path")):  # as a user's copies go
         cases.setdefault((case["page_kib"], case["threads"]), []).append(case)
     for (page_kib, threads), found in sorted(cases.items(), key=lambda one: (one[0][1], one[0][0])):
         ways = ", ".join(case["way"] for case in found)

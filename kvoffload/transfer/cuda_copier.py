@@ -16,15 +16,19 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from kvoffload.logs import get_logger
 from kvoffload.model.transfer import Direction
+from kvoffload.transfer.crossover import ENGINE_ONLY, split
 from kvoffload.transfer.ports import TicketState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
+    from kvoffload.transfer.crossover import Limits, Scratch
     from kvoffload.transfer.ports import Fence
     from kvoffload.transfer.runs import CopyRuns
 
@@ -70,23 +74,52 @@ class CudaDriver(Protocol[StreamT, EventT]):
         ...
 
     def copy(self, direction: Direction, runs: CopyRuns, stream: StreamT) -> None:
-        """Enqueue all copies on `stream`.
+        """Enqueue all copies on `stream`, for the copy engine.
 
         Raises:
             CopyError: the driver refused; some of them may have been enqueued.
         """
         ...
 
+    def copy_by_kernel(self, runs: CopyRuns, stream: StreamT) -> object:
+        """Enqueue all copies on `stream` as one kernel; return what must live until it has run.
+
+        Raises:
+            Exception: there is no such kernel here, or it cannot be launched.
+        """
+        ...
+
+    def scratch(self, size: int, stream: StreamT) -> AbstractContextManager[Scratch]:
+        """Lend `size` bytes of the device and twice as many of the host, for work of `stream` only.
+
+        Raises:
+            Exception: they cannot be had, or a kernel cannot reach the host's.
+        """
+        ...
+
+
+@dataclass(slots=True)
+class _Enqueued:
+    """What became of a batch's copies.
+
+    Args:
+        is_whole: none was refused.
+        needed: what the copies need until they have ended.
+    """
+
+    is_whole: bool = True
+    needed: object = None
+
 
 class CudaTicket(Generic[StreamT, EventT]):
     """One batch on a stream."""
 
     def __init__(
-        self, copier: CudaCopier[StreamT, EventT], start: EventT, end: EventT, *, is_whole: bool
+        self, copier: CudaCopier[StreamT, EventT], start: EventT, end: EventT, enqueued: _Enqueued
     ) -> None:
         self._copier = copier
         self._events = (start, end)
-        self._is_whole = is_whole
+        self._enqueued = enqueued
         self._seconds: float | None = None
 
     def query(self) -> TicketState:
@@ -96,7 +129,8 @@ class CudaTicket(Generic[StreamT, EventT]):
         with contextlib.suppress(Exception):  # the bytes have arrived: a duration is not worth the job
             self._seconds = self._copier.driver.seconds_between(*self._events)
         self._copier.recycle(self._events)
-        return TicketState.DONE if self._is_whole else TicketState.FAILED
+        self._enqueued.needed = None
+        return TicketState.DONE if self._enqueued.is_whole else TicketState.FAILED
 
     @property
     def copy_seconds(self) -> float | None:
@@ -104,14 +138,19 @@ class CudaTicket(Generic[StreamT, EventT]):
 
 
 class CudaCopier(Generic[StreamT, EventT]):
-    """Submits batches to the device.
+    """Submits batches to the device: long copies to the copy engine, short ones to a kernel where that is faster.
 
     Args:
         driver: CUDA, or a fake of it.
+
+    Attributes:
+        kernel_below: for each direction the bytes of a run from which the copy engine copies it; 0 at first, and again
+            should the kernel not be launched (`crossover.py`).
     """
 
     def __init__(self, driver: CudaDriver[StreamT, EventT]) -> None:
         self.driver = driver
+        self.kernel_below: Limits = ENGINE_ONLY
         self._streams = {
             Direction.LOAD: driver.stream(urgent=True),
             Direction.STORE: driver.stream(urgent=False),
@@ -137,9 +176,9 @@ class CudaCopier(Generic[StreamT, EventT]):
         for fence in fences:
             self.driver.wait(stream, fence)  # type: ignore[arg-type]  # opaque to others; made by `fence`
         self.driver.record(start, stream)
-        is_whole = self._copy(direction, runs, stream)
+        enqueued = self._copy(direction, runs, stream)
         self.driver.record(end, stream)
-        return CudaTicket(self, start, end, is_whole=is_whole)
+        return CudaTicket(self, start, end, enqueued)
 
     def recycle(self, events: tuple[EventT, EventT]) -> None:
         """Take back the events of an ended batch."""
@@ -149,14 +188,37 @@ class CudaCopier(Generic[StreamT, EventT]):
         """Drop the events. The streams go with the copier; what still runs on them ends by itself."""
         self._pool.clear()
 
-    def _copy(self, direction: Direction, runs: CopyRuns, stream: StreamT) -> bool:
-        """Enqueue the copies; False where the driver refused, in which case some of them may run."""
+    def _copy(self, direction: Direction, runs: CopyRuns, stream: StreamT) -> _Enqueued:
+        """Enqueue the copies. Where the driver refuses, some of them may run."""
+        enqueued = _Enqueued()
         try:
-            self.driver.copy(direction, runs, stream)
+            rest = self._copy_short(direction, runs, stream, enqueued)
+            if len(rest):
+                self.driver.copy(direction, rest, stream)
         except Exception as error:  # the end event must follow what was enqueued, whatever this is
             log.error("copy_refused", direction=direction.value, copies=len(runs), reason=repr(error))
-            return False
-        return True
+            enqueued.is_whole = False
+        return enqueued
+
+    def _copy_short(
+        self, direction: Direction, runs: CopyRuns, stream: StreamT, enqueued: _Enqueued
+    ) -> CopyRuns:
+        """Give short copies to the kernel; return those that are left, all where it does not work."""
+        below = self.kernel_below[direction]
+        if not below:
+            return runs
+        short, rest = split(runs, below)
+        if not len(short):
+            return runs
+        try:
+            enqueued.needed = self.driver.copy_by_kernel(short, stream)
+        except (
+            Exception
+        ) as error:  # if it runs after all, the same bytes are written twice, one after the other
+            self.kernel_below = ENGINE_ONLY
+            log.warning("page_kernel_off", direction=direction.value, reason=repr(error))
+            return runs
+        return rest
 
     def _take_events(self) -> tuple[EventT, EventT]:
         try:

@@ -10,8 +10,11 @@ Without the bindings, or with a driver older than 12.8, every copy is a call of 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
+import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -20,16 +23,19 @@ import torch
 from kvoffload.logs import get_logger
 from kvoffload.model.errors import CopyError, EngineContractError, HostMemoryError
 from kvoffload.model.transfer import Direction
+from kvoffload.transfer.cuda_scratch import lend_scratch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
+    from kvoffload.transfer.crossover import Scratch
     from kvoffload.transfer.runs import CopyRuns
 
     Enqueue: TypeAlias = Callable[[Direction, CopyRuns, int], None]
 
 log = get_logger("transfer")
 
+_PATIENCE_S = 10.0  # with copies of a few megabytes
 _BATCH_VERSION = 12080  # the interface of CUDA 12.8; asking for it by number gives it on newer drivers, too
 
 
@@ -106,6 +112,20 @@ class TorchCudaDriver:
         self._bind_thread()
         self._enqueue(direction, runs, stream.cuda_stream)
 
+    def copy_by_kernel(self, runs: CopyRuns, stream: torch.cuda.Stream) -> object:
+        from kvoffload.transfer import page_kernel  # only where it is used: triton need not be installed
+
+        return page_kernel.enqueue(runs, stream)
+
+    @contextmanager
+    def scratch(self, size: int, stream: torch.cuda.Stream) -> Iterator[Scratch]:
+        self._bind_thread()
+        pin = CudaPin(str(self._device))
+        with lend_scratch(
+            self._library, pin, size, stream.cuda_stream, lambda: _comes_to_rest(stream)
+        ) as lent:
+            yield lent
+
     def _current_context(self) -> int:
         context = ctypes.c_void_p()
         _check(self._library.cuCtxGetCurrent(ctypes.byref(context)), "cuCtxGetCurrent")
@@ -144,6 +164,31 @@ class CudaPin:
             code = int(torch.cuda.cudart().cudaHostUnregister(address))
         if code != 0:
             log.error("host_memory_not_unpinned", error=code)
+
+
+def pci_address(device: str) -> str | None:
+    """Return where a device sits, as in "0000:3b:00.0"; None where the driver does not say."""
+    text = ctypes.create_string_buffer(32)
+    number = ctypes.c_int()
+    with contextlib.suppress(OSError, AttributeError):
+        library = ctypes.CDLL("libcuda.so.1")
+        torch.cuda.init()
+        index = torch.device(device).index or 0
+        if library.cuDeviceGet(ctypes.byref(number), ctypes.c_int(index)) == 0:
+            library.cuDeviceGetPCIBusId(text, ctypes.c_int(len(text)), number)
+    return text.value.decode() or None
+
+
+def _comes_to_rest(stream: torch.cuda.Stream) -> bool:
+    """Wait for the stream; False where it does not end soon. An error of the device is no rest either."""
+    give_up_at = time.monotonic() + _PATIENCE_S
+    with contextlib.suppress(Exception):
+        while not stream.query():
+            if time.monotonic() > give_up_at:
+                return False
+            time.sleep(1e-3)
+        return True
+    return False
 
 
 def _batch_call() -> Callable[..., int] | None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvoffload.model.errors import EngineContractError
-from kvoffload.transfer.host_memory import MmapAllocator
+from kvoffload.transfer.host_memory import MmapAllocator, read_file
+from kvoffload.transfer.numa import PreferredNode, node_of
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
     from kvoffload.transfer.arena import Arena
     from kvoffload.transfer.checksums import Checksums
-    from kvoffload.transfer.host_memory import HostAllocator
+    from kvoffload.transfer.host_memory import HostAllocator, ReadText
     from kvoffload.transfer.layout import DeviceLayout
     from kvoffload.transfer.ports import Clock, Copier
 
@@ -22,7 +23,7 @@ def make_copier(layout: DeviceLayout, *, executor: Executor, clock: Clock) -> Co
 
     Args:
         layout: what will be copied.
-        executor: its threads do the copies where the device is the CPU; unused on CUDA.
+        executor: its threads do the copies where the device is the CPU; on CUDA they find out which copies a kernel does.
         clock: time.
 
     Raises:
@@ -30,10 +31,15 @@ def make_copier(layout: DeviceLayout, *, executor: Executor, clock: Clock) -> Co
     """
     kind = _kind(layout)
     if kind == "cuda":
+        from kvoffload.transfer.crossover import learn
         from kvoffload.transfer.cuda_copier import CudaCopier
         from kvoffload.transfer.cuda_driver import TorchCudaDriver
 
-        return CudaCopier(TorchCudaDriver(layout.device))
+        copier = CudaCopier(TorchCudaDriver(layout.device))
+        executor.submit(
+            learn, copier, layout.device
+        )  # until it is done, everything goes through the copy engine
+        return copier
     from kvoffload.transfer.host_copier import HostCopier
 
     return HostCopier(executor, clock)
@@ -50,10 +56,21 @@ def make_allocator(layout: DeviceLayout, *, executor: Executor) -> HostAllocator
         EngineContractError: there is no copier for this kind of device.
     """
     if _kind(layout) == "cuda":
-        from kvoffload.transfer.cuda_driver import CudaPin
+        from kvoffload.transfer.cuda_driver import CudaPin, pci_address
 
-        return MmapAllocator(executor, CudaPin(layout.device))
+        return MmapAllocator(executor, CudaPin(layout.device), node_for(pci_address(layout.device)))
     return MmapAllocator(executor)
+
+
+def node_for(pci_address: str | None, read: ReadText = read_file) -> PreferredNode | None:
+    """Return the NUMA node of a device, None where it is not known.
+
+    Args:
+        pci_address: of the device, None where that is not known either.
+        read: reads the kernel's files.
+    """
+    node = None if pci_address is None else node_of(pci_address, read)
+    return None if node is None else PreferredNode(node)
 
 
 def make_checksums(verify: str, arena: Arena, *, executor: Executor) -> Checksums | None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor, Future
 
     from kvoffload.transfer.layout import DeviceLayout
+    from kvoffload.transfer.numa import PreferredNode
 
 ReadText = Callable[[str], str | None]
 """Returns a file's text, None where it cannot be read."""
@@ -69,11 +70,18 @@ class Pin(Protocol):
 
 
 class MmapAllocator:
-    """Anonymous memory, touched and pinned on `executor`'s threads so that no loop waits for the kernel."""
+    """Anonymous memory, touched and pinned on `executor`'s threads so that no loop waits for the kernel.
 
-    def __init__(self, executor: Executor, pin: Pin | None = None) -> None:
+    Args:
+        executor: its threads do the work.
+        pin: makes the memory known to a device, where it should be.
+        node: where the memory should lie, None for wherever the kernel puts it.
+    """
+
+    def __init__(self, executor: Executor, pin: Pin | None = None, node: PreferredNode | None = None) -> None:
         self._executor = executor
         self._pin = pin
+        self._node = node
 
     async def allocate(self, size: int) -> HostChunk:
         work = self._executor.submit(self._allocate, size)
@@ -94,6 +102,8 @@ class MmapAllocator:
         # The array keeps the mapping from being closed under a copy; emptying the list lets go of it.
         hold: list[ctypes.Array[ctypes.c_char]] = [(ctypes.c_char * size).from_buffer(memory)]
         address = ctypes.addressof(hold[0])
+        if self._node is not None:
+            self._node.claim(address, size)  # before it is touched: a page stays where it was first
         ctypes.memset(address, 0, size)  # touches every page, outside the interpreter's lock
         if self._pin is not None:
             try:
@@ -128,7 +138,7 @@ def slots_for(bytes_per_rank: int, layout: DeviceLayout, *, read: ReadText | Non
                 f"host_bytes gives each rank {bytes_per_rank} bytes, below one block of {layout.slot_bytes} bytes"
             ]
         )
-    available = available_bytes(read or _read_file)
+    available = available_bytes(read or read_file)
     if available is not None and bytes_per_rank > available:
         left = f"the {available} bytes that this machine or this process's cgroup has left"
         raise ConfigError([f"host_bytes gives each rank {bytes_per_rank} bytes, above {left}"])
@@ -214,7 +224,8 @@ def _advise_huge(memory: mmap.mmap) -> None:
         memory.madvise(mmap.MADV_HUGEPAGE)
 
 
-def _read_file(path: str) -> str | None:
+def read_file(path: str) -> str | None:
+    """Return a file's text, None where it cannot be read."""
     try:
         return Path(path).read_text()
     except OSError:

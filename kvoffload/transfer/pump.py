@@ -274,5 +274,7 @@ class TransferPump:
         with self._reaping:
             progress = self._flow.reap()
             progress |= self._flow.start_stores()
+            # Asked before the hook may look: with nothing pending the coroutine sleeps, also beside a queue.
+            is_pending = self._flow.is_pending
         self._backoff.note(progress=progress)
-        return self._flow.is_pending
+        return is_pending

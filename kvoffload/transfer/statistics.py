@@ -23,6 +23,7 @@ class TransferStatistics:
         pending_batches: batches that have not ended, those written off apart.
         written_off_batches: batches that were given up and have not ended.
         store_bytes_in_flight: bytes of the pending store batches.
+        store_bytes_bound: the bound on them now.
     """
 
     wake_ups: int
@@ -38,3 +39,4 @@ class TransferStatistics:
     pending_batches: int
     written_off_batches: int
     store_bytes_in_flight: int
+    store_bytes_bound: int

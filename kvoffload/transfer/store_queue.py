@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from kvoffload.transfer.jobs import OpenJob
+    from kvoffload.transfer.store_bound import StoreBound
 
 
 class Part(NamedTuple):
@@ -25,12 +26,12 @@ class StoreQueue:
     `add` may run beside the other methods, which must exclude each other.
 
     Args:
-        bytes_in_flight: bound on the bytes of submitted stores.
+        bound: on the bytes of submitted stores.
         slot_bytes: bytes of one block.
     """
 
-    def __init__(self, bytes_in_flight: int, slot_bytes: int) -> None:
-        self._bytes_in_flight = bytes_in_flight
+    def __init__(self, bound: StoreBound, slot_bytes: int) -> None:
+        self._bound = bound
         self._slot_bytes = slot_bytes
         self._jobs: deque[OpenJob] = deque()
 
@@ -67,6 +68,7 @@ class StoreQueue:
         return [self._jobs.popleft() for _ in range(len(self._jobs))]
 
     def _pairs_that_fit(self, pending_bytes: int) -> int:
-        free = min(self._bytes_in_flight - pending_bytes, max(self._bytes_in_flight // 2, self._slot_bytes))
+        bound = self._bound.bytes
+        free = min(bound - pending_bytes, max(bound // 2, self._slot_bytes))
         pairs = max(free // self._slot_bytes, 0)
         return pairs if pending_bytes else max(pairs, 1)

@@ -3,95 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
-from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 
-from kvoffload.model.errors import CopyError
 from kvoffload.model.transfer import Direction
 from kvoffload.testing.logs import capture_logs
 from kvoffload.transfer.cuda_copier import CudaCopier
-from kvoffload.transfer.host_copier import copy_by_memmove
 from kvoffload.transfer.ports import TicketState
 from kvoffload.transfer.runs import CopyRuns
-
-
-@dataclass(eq=False)
-class Event:
-    timed: bool
-    passed_at: float | None = None
-
-
-@dataclass(eq=False)
-class Stream:
-    urgent: bool
-    operations: deque[tuple[str, object]] = field(default_factory=deque)
-
-
-class FakeCuda:
-    """One device: nothing runs before `run`, which stops at an event that has not passed."""
-
-    def __init__(self) -> None:
-        self.main = Stream(urgent=False)
-        self.streams: list[Stream] = []
-        self.events = 0
-        self.time = 0.0
-        self.current_asked_by: list[int] = []
-        self.refuse_copy = False
-        self.device_error = False
-
-    def stream(self, *, urgent: bool) -> Stream:
-        self.streams.append(Stream(urgent))
-        return self.streams[-1]
-
-    def event(self, *, timed: bool) -> Event:
-        self.events += 1
-        return Event(timed)
-
-    def record_current(self, event: Event) -> None:
-        self.current_asked_by.append(threading.get_ident())
-        self.record(event, self.main)
-
-    def record(self, event: Event, stream: Stream) -> None:
-        event.passed_at = None
-        stream.operations.append(("record", event))
-
-    def wait(self, stream: Stream, event: Event) -> None:
-        stream.operations.append(("wait", event))
-
-    def has_passed(self, event: Event) -> bool:
-        if self.device_error:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        return event.passed_at is not None
-
-    def seconds_between(self, start: Event, end: Event) -> float:
-        assert start.timed
-        assert end.timed
-        assert start.passed_at is not None
-        assert end.passed_at is not None
-        return end.passed_at - start.passed_at
-
-    def copy(self, direction: Direction, runs: CopyRuns, stream: Stream) -> None:
-        if self.refuse_copy:
-            half = CopyRuns(runs.source[:1], runs.target[:1], runs.size[:1])
-            stream.operations.append(("copy", half))
-            raise CopyError("refused")
-        stream.operations.append(("copy", runs))
-
-    def run(self, stream: Stream, operations: int = 1000) -> None:
-        while stream.operations and operations > 0:
-            kind, what = stream.operations[0]
-            if kind == "wait" and isinstance(what, Event) and what.passed_at is None:
-                return
-            stream.operations.popleft()
-            operations -= 1
-            self.time += 1.0
-            if isinstance(what, Event) and kind == "record":
-                what.passed_at = self.time
-            if isinstance(what, CopyRuns):
-                copy_by_memmove(what)
+from tests.transfer.fake_cuda import FakeCuda
 
 
 class Bench:

@@ -11,17 +11,20 @@ import torch
 
 from kvoffload.model.transfer import Direction
 from kvoffload.testing import ManualExecutor
+from kvoffload.testing.logs import capture_logs
 from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.clock import SystemClock
+from kvoffload.transfer.crossover import ENGINE_ONLY, SCRATCH_BYTES, learn, measure
 from kvoffload.transfer.cuda_copier import CudaCopier
 from kvoffload.transfer.factory import make_allocator, make_copier
 from kvoffload.transfer.layout import layout_of
 from kvoffload.transfer.ports import Ticket, TicketState
-from kvoffload.transfer.runs import merge_runs
+from kvoffload.transfer.runs import CopyRuns, merge_runs
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:TRITON_")]  # of its own defaults
 
 BLOCKS, SLOTS = 64, 96
+BY_KERNEL = {Direction.LOAD: 2**62, Direction.STORE: 2**62}
 
 
 class Gpu:
@@ -63,13 +66,22 @@ def wait_for(ticket: Ticket) -> None:
     assert ticket.copy_seconds is not None
 
 
-@pytest.fixture(params=[True, False], ids=["batched", "one_by_one"])
+@pytest.fixture(params=["batched", "one_by_one", "kernel"])
 def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
-    gpu = Gpu(batched=request.param)
-    if request.param and not gpu.driver.is_batched:
+    gpu = Gpu(batched=request.param == "batched")
+    if request.param == "batched" and not gpu.driver.is_batched:
         gpu.close()
         pytest.skip("this driver, or a missing cuda-bindings, gives no batched copies")
+    limits = BY_KERNEL if request.param == "kernel" else ENGINE_ONLY
+    if limits is BY_KERNEL:
+        pytest.importorskip("triton")
+        gpu.copier.kernel_below = limits
+        gpu.copy(
+            Direction.LOAD, *pairs(9)
+        )  # compiles it: a test that watches the order must not wait for that
+    gpu.copier.kernel_below = limits
     yield gpu
+    assert gpu.copier.kernel_below is limits  # the kernel was not given up
     gpu.close()
 
 
@@ -139,6 +151,52 @@ def test_another_thread_can_submit(gpu: Gpu) -> None:
         wait_for(pool.submit(gpu.copier.submit, Direction.STORE, runs, (fence,)).result())
     slot, block = int(slots[0]), int(blocks[0])
     assert gpu.arena.page(slot, 0).tobytes() == gpu.tensors[0][block].cpu().numpy().tobytes()
+
+
+def test_the_kernel_copies_any_bytes_and_no_other() -> None:
+    """Runs of any length, either end aligned or not, both directions, on the scratch memory that measuring uses."""
+    pytest.importorskip("triton")
+    from kvoffload.transfer.cuda_driver import TorchCudaDriver
+
+    driver = TorchCudaDriver("cuda:0")
+    stream = driver.stream(urgent=False)
+    random = np.random.default_rng(5)
+    with driver.scratch(2**20, stream) as scratch:
+        there, back = scratch.host[: 2**20], scratch.host[2**20 :]
+        there[:], back[:] = random.integers(0, 256, 2**20, np.uint8), 0
+        size = random.integers(1, 4000, 250)
+        size[::2] = size[::2] // 16 * 16 + 16
+        places = np.arange(250) * 4096
+        shift = random.integers(0, 32, 250)
+        shift[::2] = 0
+        on_device = scratch.device + random.permutation(places)
+        runs = CopyRuns(there.ctypes.data + places + shift, on_device, size)
+        again = CopyRuns(on_device, back.ctypes.data + places + shift, size)
+        kept = [driver.copy_by_kernel(runs, stream), driver.copy_by_kernel(again, stream)]
+        torch.cuda.synchronize()
+        wanted = np.zeros_like(there)
+        for begin, length in zip((places + shift).tolist(), size.tolist(), strict=True):
+            wanted[begin : begin + length] = there[begin : begin + length]
+        assert np.array_equal(back, wanted)
+        assert kept
+
+
+def test_the_crossover_is_measured_and_leaves_the_memory_as_it_was() -> None:
+    pytest.importorskip("triton")
+    from kvoffload.transfer.cuda_driver import TorchCudaDriver
+
+    driver = TorchCudaDriver("cuda:0")
+    stream = driver.stream(urgent=False)
+    with driver.scratch(SCRATCH_BYTES, stream) as scratch:
+        limits = measure(driver, stream, scratch)
+    assert set(limits) == {Direction.LOAD, Direction.STORE}
+    assert all(limit == 0 or 4096 <= limit <= 2**19 for limit in limits.values())
+    before = torch.cuda.memory_reserved()
+    copier = CudaCopier(driver)
+    with capture_logs() as logs:
+        learn(copier, "cuda:0")
+    assert [entry["event"] for entry in logs] == ["copy_crossover_measured"]
+    assert torch.cuda.memory_reserved() <= before + 2**21  # the descriptors of the kernel
 
 
 def test_the_factory_chooses_by_device(gpu: Gpu) -> None:

@@ -237,3 +237,20 @@ async def test_ready_slots_are_told_as_they_grow() -> None:
     assert told == [16]
     await rig.pump.close()
     assert rig.pump.take_report() is None  # never less, also when the memory is gone
+
+
+async def test_an_end_that_the_hook_notices_just_after_a_turn_leaves_no_store_behind() -> None:
+    """The coroutine once asked whether to go on only after it had let the hook look, and went to sleep beside a queue."""
+    rig = Rig(blocks_in_flight=4)
+    rig.copier.release()
+    async with running(rig):
+        note = rig.pump._backoff.note
+
+        def note_and_poll(*, progress: bool) -> None:
+            rig.pump.poll()  # as the hook's thread may at this moment
+            note(progress=progress)
+
+        rig.pump._backoff.note = note_and_poll  # type: ignore[method-assign]
+        rig.pump.submit_stores([store(1, range(8), range(8))])
+        await rig.clock.advance(0.1)
+        assert rig.outcomes() == {1: DONE}

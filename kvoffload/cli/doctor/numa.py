@@ -1,4 +1,4 @@
-"""Where memory lies: on the node of the thread that touches it first, wherever the GPU is."""
+"""Where memory lies: if nobody asks, or the kernel refuses, on the node of the thread that touches it first."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def _numa(setup: Setup, machine: Machine) -> Finding:
     runs_on = {node for node in nodes if cpus is None or cpus & (_cpus_of(machine, node) or frozenset())}
     if len(runs_on) > 1 and len(usable) > 1:
         return warn(
-            f"this process may run on nodes {_listed(runs_on)}: host memory will lie on the node of whichever thread "
-            "touches it first, and copies to a GPU of another node are slower",
+            f"this process may run on nodes {_listed(runs_on)}: a GPU's host memory is asked for on its own node, but where "
+            "the kernel refuses that (log host_memory_node) it lies wherever it is touched first, and copies are slower",
             _BIND,
         )
     return _compare_free(setup, machine, usable if len(usable) == 1 else runs_on)

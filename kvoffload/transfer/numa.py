@@ -1,0 +1,79 @@
+"""Host memory on the GPU's own NUMA node: what lies on another one comes over a second, slower bus.
+
+It is a wish (`MPOL_PREFERRED`): where the node is full the kernel takes another, and where it may not be asked, as in some
+containers, memory comes as it would have come.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+from collections.abc import Callable
+
+from kvoffload.logs import get_logger
+
+ReadText = Callable[[str], str | None]
+Syscall = Callable[..., int]
+
+log = get_logger("transfer")
+
+_MBIND = {"x86_64": 237, "aarch64": 235}
+_PREFERRED = 1
+_NODES = 1024  # the kernel's own limit
+_WORD = 8 * ctypes.sizeof(ctypes.c_ulong)
+
+
+def node_of(pci_address: str, read: ReadText) -> int | None:
+    """Return the NUMA node that a PCI device sits at; None where there is but one, or the kernel does not say.
+
+    Args:
+        pci_address: as in "0000:3b:00.0".
+        read: reads the kernel's files.
+    """
+    text = (read(f"/sys/bus/pci/devices/{pci_address.lower()}/numa_node") or "").strip()
+    return int(text) if text.isascii() and text.isdigit() and int(text) < _NODES else None
+
+
+class PreferredNode:
+    """Asks the kernel to take memory from one node.
+
+    Args:
+        node: its number.
+        syscall: of the C library; None says that there is none.
+    """
+
+    def __init__(self, node: int, syscall: Syscall | None = None) -> None:
+        self._node = node
+        self._syscall = syscall or _find_syscall()
+        self._number = _MBIND.get(platform.machine())
+        self._has_told = False
+
+    def claim(self, address: int, size: int) -> None:
+        """Ask for the pages of a mapping that nobody has touched. Says in the log what came of the first; never raises."""
+        try:
+            problem = self._prefer(address, size)
+        except Exception as error:  # where memory lies is not worth the memory
+            problem = repr(error)
+        if not self._has_told:
+            self._has_told = True
+            log.info("host_memory_node", node=self._node, is_preferred=problem is None, reason=problem)
+
+    def _prefer(self, address: int, size: int) -> str | None:
+        """Return why the kernel refuses, None where it does not."""
+        if self._syscall is None or self._number is None:
+            return "this system has no mbind"
+        mask = (ctypes.c_ulong * (_NODES // _WORD))()
+        mask[self._node // _WORD] = 1 << self._node % _WORD
+        words = (ctypes.c_long(self._number), ctypes.c_void_p(address), ctypes.c_ulong(size))
+        code = self._syscall(*words, ctypes.c_int(_PREFERRED), mask, ctypes.c_ulong(_NODES), ctypes.c_uint(0))
+        return os.strerror(ctypes.get_errno()) if code != 0 else None
+
+
+def _find_syscall() -> Syscall | None:
+    try:
+        call = ctypes.CDLL(None, use_errno=True).syscall
+    except (OSError, AttributeError):
+        return None
+    call.restype = ctypes.c_long
+    return call

@@ -1,0 +1,232 @@
+"""Which copies the kernel gets: what was measured decides, and whatever goes wrong leaves them to the copy engine."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvoffload.model.transfer import Direction
+from kvoffload.testing.logs import capture_logs
+from kvoffload.transfer import crossover
+from kvoffload.transfer.crossover import ENGINE_ONLY, learn, split
+from kvoffload.transfer.cuda_copier import CudaCopier
+from kvoffload.transfer.host_copier import copy_by_memmove
+from kvoffload.transfer.ports import TicketState
+from kvoffload.transfer.runs import CopyRuns
+from tests.transfer.fake_cuda import FakeCuda, Stream
+
+KIB = 1024
+
+
+class Device(FakeCuda):
+    """Runs what is enqueued as soon as someone asks whether it has; a kernel's piece costs what its bytes do."""
+
+    def __init__(self, *, load_wins_from: int, store_wins_from: int) -> None:
+        super().__init__()
+        self.scratch_bytes = 512 * KIB
+        self.wins_from = {Direction.LOAD: load_wins_from, Direction.STORE: store_wins_from}
+        self.direction = Direction.LOAD
+        self.seconds = self._seconds
+
+    def copy(self, direction: Direction, runs: CopyRuns, stream: Stream) -> None:
+        self.direction = direction
+        super().copy(direction, runs, stream)
+
+    def has_passed(self, event: object) -> bool:
+        for stream in self.streams:
+            self.run(stream)
+        return super().has_passed(event)  # type: ignore[arg-type]
+
+    def _seconds(self, kind: str, runs: CopyRuns) -> float:
+        if kind == "kernel":
+            return float(runs.total_bytes)
+        return max(float(runs.total_bytes), float(len(runs) * self.wins_from[self.direction])) * 0.99
+
+
+@pytest.fixture(autouse=True)
+def _forgetful() -> Iterator[None]:
+    yield
+    crossover._known.clear()
+
+
+def learned(device: Device) -> CudaCopier[Stream, object]:
+    copier: CudaCopier[Stream, object] = CudaCopier(device)  # type: ignore[arg-type]
+    learn(copier, "cuda:0")
+    return copier
+
+
+def test_the_first_size_at_which_the_engine_is_as_fast_ends_the_search() -> None:
+    device = Device(load_wins_from=32 * KIB, store_wins_from=4 * KIB)
+    with capture_logs() as logs:
+        copier = learned(device)
+    assert copier.kernel_below == {Direction.LOAD: 32 * KIB, Direction.STORE: 4 * KIB}
+    (entry,) = logs
+    assert (entry["event"], entry["load_below_bytes"], entry["store_below_bytes"]) == (
+        "copy_crossover_measured",
+        32 * KIB,
+        4 * KIB,
+    )
+    assert device.lent == 0
+
+
+def test_an_engine_that_always_wins_gets_everything_and_one_that_never_does_gets_long_copies_only() -> None:
+    copier = learned(Device(load_wins_from=0, store_wins_from=2**30))
+    assert copier.kernel_below == {Direction.LOAD: 0, Direction.STORE: 512 * KIB}
+
+
+def test_it_is_measured_once_in_a_process() -> None:
+    first = learned(Device(load_wins_from=16 * KIB, store_wins_from=8 * KIB))
+    other = Device(load_wins_from=0, store_wins_from=0)
+    assert learned(other).kernel_below == first.kernel_below
+    assert other.events == 0
+
+
+def fails_to_import(device: Device) -> None:
+    device.kernel_error = ModuleNotFoundError("No module named 'triton'")
+
+
+def moves_wrong_bytes(device: Device) -> None:
+    enqueue = device.copy_by_kernel
+
+    def one_short(runs: CopyRuns, stream: Stream) -> object:
+        return enqueue(CopyRuns(runs.source[1:], runs.target[1:], runs.size[1:]), stream)
+
+    device.copy_by_kernel = one_short  # type: ignore[method-assign]
+
+
+def never_ends(device: Device) -> None:
+    device.has_passed = lambda event: False  # type: ignore[method-assign]
+
+
+def has_no_memory(device: Device) -> None:
+    def refuse(size: int, stream: Stream) -> None:
+        raise MemoryError
+
+    device.scratch = refuse  # type: ignore[method-assign, assignment]
+
+
+@pytest.mark.parametrize("fault", [fails_to_import, moves_wrong_bytes, never_ends, has_no_memory])
+def test_whatever_goes_wrong_while_measuring_leaves_all_to_the_copy_engine(
+    fault: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crossover, "_PATIENCE_S", 0.0)
+    device = Device(load_wins_from=32 * KIB, store_wins_from=32 * KIB)
+    assert callable(fault)
+    fault(device)
+    with capture_logs() as logs:
+        copier = learned(device)
+    assert copier.kernel_below == ENGINE_ONLY
+    assert [entry["event"] for entry in logs] == ["page_kernel_unavailable"]
+
+
+class Needed:
+    """Something that a kernel reads."""
+
+
+class Batch:
+    """A copier that was told where the engine wins, and 40 copies of 64 bytes beside 2 of 4 KiB."""
+
+    def __init__(self, below: int = KIB) -> None:
+        self.cuda = FakeCuda()
+        self.copier: CudaCopier[Stream, object] = CudaCopier(self.cuda)  # type: ignore[arg-type]
+        self.copier.kernel_below = {Direction.LOAD: 0, Direction.STORE: below}
+        self.loads, self.stores = self.cuda.streams
+        size = np.array([64] * 40 + [4096] * 2, np.int64)
+        self.source = np.random.default_rng(0).integers(0, 256, int(size.sum()) + 16, np.uint8)
+        self.target = np.zeros_like(self.source)
+        starts = np.cumsum(size) - size
+        addresses = [
+            array.ctypes.data + -array.ctypes.data % 16 + starts for array in (self.source, self.target)
+        ]
+        self.runs = CopyRuns(addresses[0], addresses[1], size)
+
+    def arrived(self) -> bool:
+        size = self.runs.total_bytes
+        first, second = (int(where[0]) for where in (self.runs.source, self.runs.target))
+        begin = (first - self.source.ctypes.data, second - self.target.ctypes.data)
+        return np.array_equal(self.source[begin[0] :][:size], self.target[begin[1] :][:size])
+
+    def kinds(self, stream: Stream) -> list[tuple[str, int]]:
+        return [(kind, len(what)) for kind, what in stream.operations if isinstance(what, CopyRuns)]
+
+
+def test_short_copies_go_through_the_kernel_and_the_others_through_the_engine_behind_the_fence() -> None:
+    batch = Batch()
+    ticket = batch.copier.submit(Direction.STORE, batch.runs, (batch.copier.fence(),))
+    assert [kind for kind, _ in batch.stores.operations] == ["wait", "record", "kernel", "copy", "record"]
+    assert batch.kinds(batch.stores) == [("kernel", 40), ("copy", 2)]
+    batch.cuda.run(batch.cuda.main)
+    batch.cuda.run(batch.stores)
+    assert ticket.query() is TicketState.DONE
+    assert batch.arrived()
+
+
+def test_each_direction_has_a_limit_of_its_own() -> None:
+    batch = Batch()
+    batch.copier.submit(Direction.LOAD, batch.runs, ())
+    assert batch.kinds(batch.loads) == [("copy", 42)]
+
+
+def test_what_the_kernel_reads_lives_until_the_batch_has_ended() -> None:
+    batch = Batch()
+    batch.cuda.kernel_needs = Needed()
+    alive = weakref.ref(batch.cuda.kernel_needs)
+    ticket = batch.copier.submit(Direction.STORE, batch.runs, ())
+    batch.cuda.kernel_needs = None
+    gc.collect()
+    assert ticket.query() is TicketState.PENDING
+    assert alive() is not None
+    batch.cuda.run(batch.stores)
+    assert ticket.query() is TicketState.DONE
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_kernel_that_does_not_start_is_given_up_and_its_batch_goes_through_the_engine() -> None:
+    batch = Batch()
+    batch.cuda.kernel_error = RuntimeError("out of resources")
+    with capture_logs() as logs:
+        tickets = [batch.copier.submit(Direction.STORE, batch.runs, ()) for _ in range(2)]
+    assert [entry["event"] for entry in logs] == ["page_kernel_off"]
+    assert batch.copier.kernel_below == ENGINE_ONLY
+    assert batch.kinds(batch.stores) == [("copy", 42), ("copy", 42)]
+    batch.cuda.run(batch.stores)
+    assert [ticket.query() for ticket in tickets] == [TicketState.DONE] * 2
+    assert batch.arrived()
+
+
+def test_few_short_copies_are_not_worth_a_kernel() -> None:
+    size = np.full(15, 64, np.int64)
+    runs = CopyRuns(np.arange(15) * 64, np.arange(15) * 64, size)
+    short, rest = split(runs, KIB)
+    assert (len(short), len(rest)) == (0, 15)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 200), max_size=60),
+    below=st.sampled_from([0, 64, 100, 1000]),
+)
+def test_every_copy_goes_one_way_and_only_short_aligned_ones_through_the_kernel(
+    sizes: list[int], below: int
+) -> None:
+    size = np.array(sizes, np.int64)
+    starts = np.arange(len(size), dtype=np.int64) * 208
+    source = np.random.default_rng(0).integers(0, 256, 208 * 60 + 32, np.uint8)
+    target, wanted = np.zeros_like(source), np.zeros_like(source)
+    for start, length in zip(starts.tolist(), sizes, strict=True):
+        wanted[start : start + length] = source[start : start + length]
+    runs = CopyRuns(source.ctypes.data + starts, target.ctypes.data + starts, size)
+    short, rest = split(runs, below)
+    assert (short.size < below).all()
+    assert not ((short.source | short.target) % 16).any()
+    assert len(short) == 0 or len(short) >= 16
+    for part in (short, rest):
+        copy_by_memmove(part)
+    assert np.array_equal(target, wanted)
+    assert len(short) + len(rest) == len(runs)

@@ -1,0 +1,107 @@
+"""Host memory is asked for on the GPU's node; the kernel itself says that it was, and refusals cost nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvoffload.testing import ManualExecutor
+from kvoffload.testing.logs import capture_logs
+from kvoffload.transfer.factory import node_for
+from kvoffload.transfer.host_memory import HostChunk, MmapAllocator
+from kvoffload.transfer.numa import PreferredNode, node_of
+
+MAPS = Path("/proc/self/numa_maps")
+SIZE = 2**20
+
+
+def allocate(node: PreferredNode | None) -> HostChunk:
+    return asyncio.run(MmapAllocator(ManualExecutor(held=False), node=node).allocate(SIZE))
+
+
+def policy_of(address: int) -> str:
+    """Return what the kernel says of the mapping that holds `address`."""
+    lines = [line.split() for line in MAPS.read_text().splitlines()]
+    return max((int(start, 16), policy) for start, policy, *_ in lines if int(start, 16) <= address)[1]
+
+
+@pytest.mark.skipif(not MAPS.exists(), reason="this kernel does not tell where memory lies")
+def test_the_kernel_prefers_the_node_for_the_chunk() -> None:
+    with capture_logs() as logs:
+        chunk = allocate(PreferredNode(0))
+    if not logs[0]["is_preferred"]:
+        pytest.skip(f"this machine does not allow it: {logs[0]['reason']}")
+    assert policy_of(chunk.address) == "prefer:0"
+    assert not any((ctypes.c_ubyte * SIZE).from_address(chunk.address))
+    chunk.release()
+    other = allocate(None)
+    assert policy_of(other.address) != "prefer:0"
+    other.release()
+
+
+def test_the_call_names_the_mapping_and_the_node() -> None:
+    calls: list[tuple[object, ...]] = []
+
+    def syscall(*words: object) -> int:
+        calls.append(words)
+        return 0
+
+    node = PreferredNode(70, syscall)
+    with capture_logs() as logs:
+        node.claim(0x7000_0000_0000, SIZE)
+        node.claim(0x7100_0000_0000, SIZE)
+    assert [(entry["event"], entry["node"], entry["is_preferred"]) for entry in logs] == [
+        ("host_memory_node", 70, True)
+    ]
+    _, address, size, mode, mask, nodes, flags = calls[1]
+    numbers = [word.value for word in (address, size, mode, nodes, flags)]  # type: ignore[attr-defined]
+    assert numbers == [0x7100_0000_0000, SIZE, 1, 1024, 0]
+    words = list(mask)  # type: ignore[call-overload]
+    assert int.from_bytes(b"".join(word.to_bytes(8, "little") for word in words), "little") == 1 << 70
+
+
+@pytest.mark.parametrize("fault", [lambda *words: -1, lambda *words: 1 / 0])
+def test_a_refusal_is_said_once_and_the_memory_comes_all_the_same(fault: object) -> None:
+    node = PreferredNode(0, fault)  # type: ignore[arg-type]
+    with capture_logs() as logs:
+        for _ in range(2):
+            allocate(node).release()
+    (entry,) = logs
+    assert entry["is_preferred"] is False
+    assert entry["reason"]
+
+
+def test_a_machine_without_the_call_is_served_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    with capture_logs() as logs:
+        allocate(PreferredNode(0)).release()
+    assert logs[0]["reason"] == "this system has no mbind"
+
+
+@pytest.mark.parametrize(
+    ("text", "node"), [("1\n", 1), ("0\n", 0), ("-1\n", None), ("", None), (None, None), ("99999\n", None)]
+)
+def test_the_node_is_what_the_kernel_says_of_the_device(text: str | None, node: int | None) -> None:
+    asked: list[str] = []
+
+    def read(path: str) -> str | None:
+        asked.append(path)
+        return text
+
+    assert node_of("0000:3B:00.0", read) == node
+    assert asked == ["/sys/bus/pci/devices/0000:3b:00.0/numa_node"]
+    assert (node_for("0000:3B:00.0", read) is None) == (node is None)
+    assert node_for(None, read) is None
+
+
+def test_without_a_driver_there_is_no_address() -> None:
+    if re.match("linux", sys.platform) and Path("/dev/nvidia0").exists():
+        pytest.skip("there is a driver here")
+    from kvoffload.transfer.cuda_driver import pci_address
+
+    assert pci_address("cuda:0") is None

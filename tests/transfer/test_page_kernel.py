@@ -1,0 +1,35 @@
+"""The page kernel in Triton's own interpreter, and as compiled; each in a process of its own, as Triton decides at import."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BESIDE = ROOT / ".venv" / "triton"
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None and not BESIDE.is_dir(),
+    reason="needs Triton, 200 MB: make kernel-env",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "interpreted"), [("interpret", "1"), ("compile", "0")])
+def test_the_kernel(what: str, interpreted: str, tmp_path: Path) -> None:
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT), str(BESIDE)]))
+    settings = {"PYTHONPATH": path, "TRITON_INTERPRET": interpreted, "TRITON_CACHE_DIR": str(tmp_path)}
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.transfer.page_kernel_checks", what],
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
