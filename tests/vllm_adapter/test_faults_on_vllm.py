@@ -1,15 +1,25 @@
-"""Rows of the fault matrix on a stock vLLM that no rule's own test has: late errors, clocks, threads, new weights, its counts."""
+"""Rows of the fault matrix on a stock vLLM that no rule's own test has: late errors, clocks, threads, new weights, its counts.
+
+Host memory that is refused is `test_refused_memory.py`'s, processes that end are `test_deaths_on_vllm.py`'s.
+"""
 
 from __future__ import annotations
 
+import errno
+import importlib
+import json
+import os
 import random
+import sys
 from collections.abc import Iterator
 from functools import partial
+from importlib import metadata
 from typing import Any
 
 import pytest
 
 from kvoffload.core.states import SlotState
+from kvoffload.testing.logs import capture_logs
 from tests.vllm_adapter.engine_rig import MARKS, Asked, Held, Rig, Told, check_same, offloading, same
 from tests.vllm_stock import engines
 
@@ -27,7 +37,9 @@ def prompt(seed: int, length: int = 200) -> tuple[int, ...]:
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hands]:
     held = Held()
-    with offloading("qwen3", tmp_path_factory.getbasetemp() / "checkpoints", held=held) as rig:
+    journal = {"journal_path": str(tmp_path_factory.mktemp("journal") / "journal")}
+    folder = tmp_path_factory.getbasetemp() / "checkpoints"
+    with offloading("qwen3", folder, held=held, extra=journal) as rig:
         yield rig, held
 
 
@@ -166,6 +178,66 @@ def test_a_counter_that_raises_is_removed_and_the_engine_goes_on(hands: Hands) -
     rig.put_on_host_only(asked.prompt)
     assert same(rig.run({"a": asked})["a"], expected)
     assert rig.counts.minus(before).total("kvoffload_bus_removed_total") == 1
+    assert rig.told["a"].cached > 0
+
+
+def test_a_full_disk_ends_the_journals_file_and_nothing_else(hands: Hands) -> None:
+    """The file's descriptor becomes that of a device that is always full: it is the system that refuses."""
+    rig, _ = hands
+    asked = Asked(prompt(43), 6)
+    expected = truth(rig, asked)
+    journal = rig.side.journal
+    assert journal._file is not None
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, journal._file._descriptor)
+    os.close(full)
+    before = rig.counts
+    with capture_logs() as logs:
+        rig.put_on_host_only(asked.prompt)
+        told = rig.run({"a": asked})["a"]
+        while not any(line["event"] == "journal_stopped" for line in logs):
+            assert same(truth(rig, asked, salt=str(len(logs))), expected)
+    (line,) = (line for line in logs if line["event"] == "journal_stopped")
+    assert line["log_level"] == "error"
+    assert os.strerror(errno.ENOSPC) in line["error"]
+    assert same(told, expected)
+    assert told.cached > 0
+    assert rig.counts.minus(before).total("kvoffload_journal_write_errors_total") == 1
+    kept = journal._file.path.read_text().splitlines()
+    assert kept
+    assert all(json.loads(one) for one in kept)
+    assert any("RequestEnded" in one for one in journal.tail(50))  # the ring goes on
+    assert rig.side.core.state.degraded is None
+
+
+def test_loaded_again_imported_twice_and_forked_amid_a_load(
+    hands: Hands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A child of the process that the engine runs in finds the worker's threads gone, and gets its own."""
+    rig, held = hands
+    asked = Asked(prompt(44), 6)
+    expected = truth(rig, asked)
+    start_loading(hands, asked)
+    (point,) = [one for one in metadata.entry_points(group="vllm.general_plugins") if one.name == "kvoffload"]
+    point.load()()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "kvoffload_vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    assert importlib.import_module("kvoffload_vllm.connector").KVOffloadConnector is not type(rig.connector)
+    point.load()()
+    monkeypatch.undo()
+
+    async def answer() -> int:
+        return os.getpid()
+
+    portal = rig.worker_connector._worker._offload._portal
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if portal.spawn(answer).result(30) == os.getpid() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert portal.spawn(answer).result(30) == os.getpid()
+    held.copier.release()
+    rig.until(partial(rig.is_done, "a"))
+    assert same(rig.told["a"], expected)
     assert rig.told["a"].cached > 0
 
 

@@ -1,0 +1,103 @@
+"""A gate where the copies of other processes wait until the test lets them go, and where those tell that they end."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Queue
+
+GATE = "KVOFFLOAD_TEST_GATE"
+"""Environment: the path of the gate's socket."""
+COPY, CLOSING, CLOSED, CLOSED_EARLY = b"copy", b"closing", b"closed", b"closed early"  # why one comes
+GO_ON, DONE = b"g", b"d"
+_PATIENCE_S = 120.0
+_WHO = struct.Struct("3i")  # process, user, group
+
+
+def knock(reason: bytes) -> socket.socket:
+    """Tell the gate of this process's environment why one comes; it answers to a copy alone."""
+    gate = socket.socket(socket.AF_UNIX)
+    gate.connect(os.environ[GATE])
+    gate.sendall(reason)
+    return gate
+
+
+@dataclass(frozen=True)
+class HeldCopy:
+    """A copy that has begun and waits."""
+
+    process: int
+    _connection: socket.socket
+
+    def let_go(self) -> None:
+        """Let it go on."""
+        self._connection.sendall(GO_ON)
+
+    def came_to_its_end(self) -> bool:
+        """Whether the copy ran to its end, as opposed to its process; waits for either."""
+        with self._connection:
+            return self._connection.recv(1) == DONE
+
+
+class CopyGate:
+    """Every copy of the engines' processes asks here before it begins; whoever closes a connector tells it here."""
+
+    def __init__(self, path: Path) -> None:
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(path))
+        self._listener.listen(64)
+        self._held: Queue[HeldCopy] = Queue()
+        self._closings: Queue[tuple[bytes, int]] = Queue()
+        self._is_open = True
+        threading.Thread(target=self._answer, daemon=True, name="gate").start()
+
+    def hold(self) -> None:
+        """Keep each copy that comes from now on."""
+        self._is_open = False
+
+    def next_held(self) -> HeldCopy:
+        """Wait for a copy to come, and return it."""
+        return self._held.get(timeout=_PATIENCE_S)
+
+    def next_closing(self) -> tuple[bytes, int]:
+        """Wait for a worker to begin or end to close its connector; return which, and its process."""
+        return self._closings.get(timeout=_PATIENCE_S)
+
+    def open(self) -> None:
+        """Keep no copy from now on, and let those go that nobody has taken."""
+        self._is_open = True
+        while not self._held.empty():
+            self._held.get().let_go()
+
+    def forget(self) -> None:
+        """Forget who closed what."""
+        while not self._closings.empty():
+            self._closings.get()
+
+    def close(self) -> None:
+        self.open()
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _answer(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            about = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _WHO.size)
+            process, reason = _WHO.unpack(about)[0], connection.recv(64)
+            connection.settimeout(_PATIENCE_S)
+            if reason != COPY:
+                self._closings.put((reason, process))
+                connection.close()
+                continue
+            held = HeldCopy(process, connection)
+            if self._is_open:
+                held.let_go()
+            else:
+                self._held.put(held)

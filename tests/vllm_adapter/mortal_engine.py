@@ -1,0 +1,109 @@
+"""A program that serves from one vLLM after another, each in processes of its own, and lives on when an engine dies.
+
+    python -m tests.vllm_adapter.mortal_engine DESCRIPTOR CHECKPOINT JOURNAL
+
+Takes one JSON object a line from a socket and answers each with one. Run by `deaths_rig.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from tests.vllm_adapter.engine_rig import DEVICE_BLOCKS, transfer_config
+from tests.vllm_stock import engines
+
+_LONG_S = 300  # Nobody gives a copy up that a test holds.
+
+
+class Front:
+    """What a request goes through before it reaches an engine."""
+
+    def __init__(self, checkpoint: Path, journal: str) -> None:
+        self._checkpoint = checkpoint
+        self._journal = journal
+        self._engine: Any = None
+        self._asked = itertools.count()
+
+    async def start(self, workers: int) -> dict[str, Any]:
+        from vllm.config import KVTransferConfig
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1" if workers == 2 else "0"
+        connector = transfer_config(256, journal_path=self._journal, transfer_timeout_s=_LONG_S)
+        connector["kv_connector_module_path"] = "tests.vllm_adapter.gated_connector"
+        options = {**engines.OPTIONS, "num_gpu_blocks_override": DEVICE_BLOCKS["qwen3"]}
+        asked = AsyncEngineArgs(
+            str(self._checkpoint),
+            skip_tokenizer_init=True,
+            tensor_parallel_size=workers,
+            kv_transfer_config=KVTransferConfig(**connector),
+            **options,
+        )
+        config = asked.create_engine_config()
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = (
+            "fork"  # The CPU platform says "spawn": 16 s more for each engine.
+        )
+        self._engine = AsyncLLM.from_vllm_config(config)
+        return {}
+
+    async def ask(self, prompts: list[list[int]], salt: str | None = None) -> dict[str, Any]:
+        """Answer all at once; of each what came, or the name of what was raised."""
+        done = await asyncio.gather(*(self._ask(one, salt) for one in prompts), return_exceptions=True)
+        return {"answers": [one if isinstance(one, dict) else {"error": type(one).__name__} for one in done]}
+
+    async def _ask(self, prompt: list[int], salt: str | None) -> dict[str, Any]:
+        from vllm import SamplingParams
+
+        wanted = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+        asked: Any = {"prompt_token_ids": prompt}
+        if salt is not None:
+            asked["cache_salt"] = salt
+        told = [one async for one in self._engine.generate(asked, wanted, str(next(self._asked)))]
+        answer = told[-1].outputs[0]
+        return {
+            "tokens": list(answer.token_ids),
+            "reason": answer.finish_reason,
+            "cached": told[-1].num_cached_tokens,
+        }
+
+    async def forget(self) -> dict[str, Any]:
+        """Make the device forget, which it refuses while a copy has its blocks."""
+        while not await self._engine.reset_prefix_cache():
+            pass
+        return {}
+
+    async def stop(self) -> dict[str, Any]:
+        """End the engine as its owner does; one that is dead leaves nothing that the next one would meet."""
+        self._engine.shutdown()
+        self._engine = None
+        return {}
+
+
+async def serve(descriptor: int, front: Front) -> None:
+    reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=descriptor))
+    async for line in reader:
+        words = json.loads(line)
+        try:
+            answer = await getattr(front, words.pop("do"))(**words)
+        except Exception as error:  # the test's to judge
+            traceback.print_exc()
+            answer = {"error": type(error).__name__}
+        writer.write(json.dumps(answer).encode() + b"\n")
+        await writer.drain()
+
+
+def main(descriptor: int, checkpoint: Path, journal: str) -> None:
+    asyncio.run(serve(descriptor, Front(checkpoint, journal)))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

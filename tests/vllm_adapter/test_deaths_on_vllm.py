@@ -1,0 +1,170 @@
+"""SIGTERM and SIGKILL of a stock vLLM's engine and of one of its two workers, in the middle of loads that requests wait for.
+
+One front serves from one engine after another; each test ends one of them and starts the next. vLLM forks them here: on a
+CPU it would start each process of each engine anew, which takes a minute for all of them and changes nothing about their end.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvoffload.telemetry.journal_file import JournalFile
+from tests.vllm_adapter.copy_gate import CLOSED, CLOSING, CopyGate, HeldCopy
+from tests.vllm_adapter.deaths_rig import Front, fronting
+from tests.vllm_adapter.engine_rig import MARKS
+from tests.vllm_serve.serve_rig import check_log, draw, processes, shared_memory, until
+from tests.vllm_stock import checkpoints
+
+pytestmark = MARKS
+
+PROMPTS = draw(1, 3, 200)
+FOUND = 192  # tokens of each, all of its whole blocks
+RANKS = 2
+VLLMS_OWN = re.compile(r"[0-9a-f-]{36}")  # sockets that vLLM leaves, whoever ends it
+DEAD = {"error": "EngineDeadError"}
+
+
+@dataclass
+class Life:
+    """An engine that has served, and what it has that must be gone after it."""
+
+    front: Front
+    gate: CopyGate
+    folder: Path
+    answers: list[list[int]] = field(default_factory=list)
+    processes: dict[int, str] = field(default_factory=dict)
+    shared: set[Path] = field(default_factory=set)
+
+    @property
+    def engine(self) -> int:
+        (process,) = [one for one, name in self.processes.items() if name == "VLLM::EngineCore"]
+        return process
+
+    def begin(self) -> None:
+        """Start an engine that serves what every one of them serves, from the device and from the host."""
+        self.gate.forget()
+        self.front.do("start", workers=RANKS)
+        right = [one["tokens"] for one in self._ask(salt="truth")]
+        assert right == (self.answers or right)
+        self.answers = right
+        while min(one["cached"] for one in self._check_served()) < FOUND:
+            self.front.do("forget")
+        self.front.do("forget")
+        self.processes = processes(self.front)
+        self.shared = shared_memory(self.front)
+        assert self.shared  # the queues between an engine and its workers
+
+    def start_loads(self) -> list[HeldCopy]:
+        """Ask for what only the host has; return the load of each worker, which has begun and waits."""
+        self.gate.hold()
+        self.front.say("ask", prompts=PROMPTS[:1])
+        held = [self.gate.next_held() for _ in range(RANKS)]
+        assert {self.processes[one.process] for one in held} == {"VLLM::Worker_TP0", "VLLM::Worker_TP1"}
+        return held
+
+    def let_go(self, *held: HeldCopy) -> None:
+        for one in held:
+            one.let_go()
+        assert all(one.came_to_its_end() for one in held)
+
+    def check_closing(self, *held: HeldCopy) -> None:
+        """These workers are told to end, and wait for their copies."""
+        assert {self.gate.next_closing() for _ in held} == {(CLOSING, one.process) for one in held}
+
+    def check_closed(self, *held: HeldCopy) -> None:
+        """These workers have closed all, and no copy ran any more."""
+        seen = {one.process: b"" for one in held}
+        while CLOSING in seen.values() or b"" in seen.values():
+            reason, process = self.gate.next_closing()
+            seen[process] = reason
+        assert set(seen.values()) == {CLOSED}
+
+    def check_over(self) -> None:
+        """Of the engine nothing is left but vLLM's own; requests are told so; and a new one serves as the old one did."""
+        until(lambda: set(processes(self.front)) == {self.front.process.pid}, 60)
+        assert not [path for path in self.shared if path.exists()]
+        sockets = {one.name for one in self.folder.iterdir() if one.is_socket()}
+        assert {one for one in sockets if not VLLMS_OWN.fullmatch(one)} == {"gate"}
+        assert self._ask() == [DEAD] * len(PROMPTS)
+        self.front.do("stop")
+        check_log(self.front)
+        JournalFile(self.folder / "journal").close()  # nobody holds it
+        self.gate.open()
+        self.begin()
+
+    def _check_served(self) -> list[dict[str, Any]]:
+        served = self._ask()
+        assert [one["tokens"] for one in served] == self.answers
+        return served
+
+    def _ask(self, **words: Any) -> list[dict[str, Any]]:
+        return list(self.front.do("ask", prompts=PROMPTS, **words)["answers"])
+
+
+@pytest.fixture(scope="module")
+def life(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Life]:
+    folder = tmp_path_factory.mktemp("life")
+    with fronting(folder / "qwen3", folder) as (front, gate):
+        checkpoints.make("qwen3", folder / "qwen3")  # while the front imports vLLM
+        made = Life(front, gate, folder)
+        made.begin()
+        yield made
+        front.do("stop")
+        until(lambda: set(processes(front)) == {front.process.pid}, 60)
+        assert not [path for path in made.shared if path.exists()]
+        check_log(front)
+
+
+def test_an_engine_told_to_end_sees_its_copies_to_their_end(life: Life) -> None:
+    """vLLM gives the requests up at once, as it was told no `--shutdown-timeout`; their blocks wait for the copies."""
+    held = life.start_loads()
+    os.kill(life.engine, signal.SIGTERM)
+    (answer,) = life.front.hear()["answers"]
+    assert (answer["reason"], answer["tokens"]) == ("abort", [])
+    life.let_go(*held)
+    life.check_closed(*held)
+    life.check_over()
+
+
+def test_workers_whose_engine_was_killed_see_their_copies_to_their_end(life: Life) -> None:
+    held = life.start_loads()
+    os.kill(life.engine, signal.SIGKILL)
+    life.check_closing(*held)
+    life.let_go(*held)
+    life.check_closed(*held)
+    assert life.front.hear()["answers"] == [DEAD]
+    assert "engine core exited unexpectedly" in life.front.log.read_text()
+    life.check_over()
+
+
+def test_a_killed_worker_takes_its_engine_along(life: Life) -> None:
+    killed, other = life.start_loads()
+    os.kill(killed.process, signal.SIGKILL)
+    assert not killed.came_to_its_end()
+    life.check_closing(other)
+    life.let_go(other)
+    life.check_closed(other)
+    assert life.front.hear()["answers"] == [DEAD]
+    assert re.search(r"Worker proc \S+ died unexpectedly \(exit code: -9\)", life.front.log.read_text())
+    life.check_over()
+
+
+def test_a_worker_told_to_end_sees_its_copies_to_their_end(life: Life) -> None:
+    told, other = life.start_loads()
+    os.kill(told.process, signal.SIGTERM)
+    life.check_closing(told)
+    life.let_go(told)
+    life.check_closed(told)
+    life.check_closing(other)  # its engine has noticed
+    life.let_go(other)
+    life.check_closed(other)
+    assert life.front.hear()["answers"] == [DEAD]
+    life.check_over()
