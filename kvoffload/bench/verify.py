@@ -24,7 +24,7 @@ from kvoffload.bench.intervals import median_interval
 from kvoffload.bench.results import headline, machine
 from kvoffload.cli.exits import Exit
 from kvoffload.cli.parser import positive
-from kvoffload.model.transfer import Direction
+from kvoffload.model.transfer import COPY_DIRECTIONS, Direction
 from kvoffload.testing import FakeDevice, ManualExecutor
 from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.clock import SystemClock
@@ -109,12 +109,14 @@ def measure(block_kib: int, size: int, repeats: int) -> dict[Direction, Case]:
     count = max(size // (page * REGIONS), 1)
     side = Side(_POOL * count, page)
     draw = np.random.default_rng(0)
-    found: dict[Direction, dict[str, list[float]]] = {way: {mode: [] for mode in MODES} for way in Direction}
+    found: dict[Direction, dict[str, list[float]]] = {
+        way: {mode: [] for mode in MODES} for way in COPY_DIRECTIONS
+    }
     for repeat in range(repeats + 1):
         blocks, slots = (draw.permutation(_POOL * count)[:count] for _ in range(2))
         turn = repeat % len(MODES)
         for mode in MODES[turn:] + MODES[:turn]:
-            for way in (Direction.STORE, Direction.LOAD):
+            for way in COPY_DIRECTIONS:
                 seconds = side.copy(way, mode, slots, blocks)
                 if repeat:  # the first warms up
                     found[way][mode].append(seconds)

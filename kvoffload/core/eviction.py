@@ -15,6 +15,9 @@ class EvictionPolicy(Protocol):
     Slots that were used together come back deepest first.
     """
 
+    def grow(self, capacity: int) -> None:
+        """Slots with lower numbers than this may come from now on. Memory is taken here, not in `add`, which is in a step."""
+
     def add(self, slots: Iterable[SlotId]) -> None:
         """Take slots in, the last of them as the most recently used."""
 
@@ -42,12 +45,14 @@ class LruOrder:
         self._before: list[int] = [-1]
         self._count = 0
 
+    def grow(self, capacity: int) -> None:
+        for links in (self._after, self._before):
+            links[-1:-1] = [_ABSENT] * (capacity + 1 - len(links))
+
     def add(self, slots: Iterable[SlotId]) -> None:
         after, before = self._after, self._before
         last, count = before[-1], 0
         for slot in slots:
-            if slot >= len(after) - 1:
-                self._make_room(slot)
             after[last] = slot
             before[slot] = last
             last = slot
@@ -78,12 +83,6 @@ class LruOrder:
         for _ in range(self._count):  # not until the ring's end: an audit must end also on a broken one
             yield SlotId(slot)
             slot = links[slot]
-
-    def _make_room(self, slot: SlotId) -> None:
-        """Make places up to this slot's; at least twice as many as there were, so that it happens rarely."""
-        more = max(slot + 2 - len(self._after), len(self._after))
-        for links in (self._after, self._before):
-            links[-1:-1] = [_ABSENT] * more
 
 
 _ABSENT = -2

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import is_dataclass
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 from kvoffload.core.eviction import LruOrder
+from kvoffload.core.key_index import KeyIndex
 
 _Draw = Callable[[Any, "_Met"], object]
 
@@ -67,7 +68,7 @@ def _ordered_items(value: dict[Any, Any], met: _Met) -> object:
     return tuple([(met.draw(key), met.draw(item)) for key, item in value.items()])
 
 
-def _items(value: dict[Any, Any], met: _Met) -> object:
+def _items(value: Mapping[Any, Any], met: _Met) -> object:
     return tuple([(met.draw(key), met.draw(value[key])) for key in _in_order(value)])
 
 
@@ -109,7 +110,7 @@ _ATOMS = frozenset((str, bytes, int, float, bool, type(None)))
 _CONTAINERS: tuple[tuple[tuple[type, ...], bool, _Draw], ...] = (
     ((bytearray,), False, lambda value, met: bytes(value)),
     ((OrderedDict,), False, _ordered_items),
-    ((Counter, dict), False, _items),
+    ((Counter, dict, KeyIndex), False, _items),
     ((frozenset,), True, _sorted_members),
     ((set,), False, _sorted_members),
     ((tuple,), True, _members),

@@ -19,7 +19,7 @@ from kvoffload.model.ids import BlockKey, SlotId
 
 _CAN_HIT = (SlotState.READY, SlotState.PINNED)
 _READY, _PINNED = map(int, _CAN_HIT)  # comparing with an enum's member costs far more
-
+_ONLY_PINNED = bytes((_PINNED,))
 _ONLY_STEPS = {event: (bytes((before,)), int(after)) for (before, event), after in SLOT.items()}
 """For an event that one state alone allows, that state and the next."""
 
@@ -92,6 +92,7 @@ class HostPool:
         more = max(capacity - len(self._states), 0)
         self._states.extend(bytes(more))
         self._keys.extend([None] * more)
+        self._order.grow(len(self._states))
         self._counts[SlotState.EMPTY] += more
         return more
 
@@ -127,38 +128,32 @@ class HostPool:
         Raises:
             IllegalTransition: one of them cannot hit; nothing has changed.
         """
-        pins, states, free = self._pins, self._states, list[SlotId]()
-        for slot in dict.fromkeys(slots):
-            if slot not in pins:
-                free.append(slot)
-            elif states[slot] != _PINNED:
-                raise IllegalTransition("slot", SlotState(states[slot]), SlotEvent.PIN)
-        self._move_all(free, SlotEvent.PIN)
-        # Nothing below can fail.
-        self._order.remove(self._not_held(free))
+        pins, once = self._pins, dict.fromkeys(slots, 1)
+        if len(once) == len(slots) and pins.keys().isdisjoint(slots):
+            self._take_from_order(slots)
+            pins.update(once)
+            return Pins(self, slots)
+        for slot in pins.keys() & slots:
+            if self._states[slot] != _PINNED:
+                raise IllegalTransition("slot", SlotState(self._states[slot]), SlotEvent.PIN)
+        self._take_from_order([slot for slot in once if slot not in pins])
         for slot in slots:
             pins[slot] = pins.get(slot, 0) + 1
         return Pins(self, slots)
 
     def unpin(self, slots: Sequence[SlotId]) -> None:
         """Undo one pin of each, the last one first. For `Pins` alone, which does so once."""
-        pins, states, free = self._pins, self._states, list[SlotId]()
-        for slot in reversed(slots):
-            count = pins.pop(slot)
-            if count > 1:
-                pins[slot] = count - 1
-            else:
-                free.append(slot)
-        usable = [slot for slot in free if states[slot] == _PINNED]
-        if len(usable) < len(free):
+        free = self._last_pinned(slots)
+        if bytes(map(self._states.__getitem__, free)).translate(None, _ONLY_PINNED):
             self.drained(free)
-        self._move_all(usable, SlotEvent.UNPIN)
-        self._order.add(self._not_held(usable))
+            free = [slot for slot in free if self._states[slot] == _PINNED]
+        self._move_all(free, SlotEvent.UNPIN)
+        self._order.add(self._not_held(free))
 
     def hold(self, slot: SlotId) -> None:
         """Keep a slot out of the eviction order while a running request counts on it."""
         count = self._holds.get(slot, 0)
-        if count == 0 and self._states[slot] == SlotState.READY:
+        if count == 0 and self._states[slot] == _READY:
             self._order.remove((slot,))
         self._holds[slot] = count + 1
 
@@ -189,7 +184,9 @@ class HostPool:
         # Once a slot drains, its key may be another slot's.
         could_hit = self._forget_key(slot)
         if self._states[slot] == SlotState.READY:
-            self._discard(slot)
+            self._order.remove(self._not_held((slot,)))
+            self._move(slot, SlotEvent.EVICT)
+            self._empty((slot,))
         elif self._states[slot] in (SlotState.FILLING, SlotState.PINNED):
             self._move(slot, SlotEvent.DOOM)
         return could_hit
@@ -200,7 +197,7 @@ class HostPool:
         for slot in slots:
             if states[slot] == draining:
                 self._move(slot, SlotEvent.DRAIN)
-                self._empty(slot)
+                self._empty((slot,))
 
     def quarantine(self, slot: SlotId) -> bool:
         """Never hand this slot out again; return whether it could hit until now."""
@@ -213,18 +210,19 @@ class HostPool:
         self._keys[slot] = None
         return could_hit
 
-    def forget_all(self) -> dict[BlockKey, SlotId]:
+    def forget_all(self) -> Mapping[BlockKey, SlotId]:
         """Empty the index at once (a reset) and return what it held; pinned slots drain.
 
         Slots that a store is filling are not in the index: whoever owns their jobs dooms them.
         """
-        before = self.index.take_all()
-        for slot in before.values():
-            if self._states[slot] == SlotState.READY:
-                self._discard(slot)
-            else:
-                self._move(slot, SlotEvent.DOOM)
-        return before
+        ready = [SlotId(slot) for slot, state in enumerate(self._states) if state == _READY]
+        pinned = [SlotId(slot) for slot, state in enumerate(self._states) if state == _PINNED]
+        self._order.remove(self._not_held(ready))
+        self._move_all(ready, SlotEvent.EVICT)
+        self._empty(ready)
+        for slot in pinned:
+            self._move(slot, SlotEvent.DOOM)
+        return self.index.take_all()
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -247,6 +245,27 @@ class HostPool:
         self._counts[before[0]] -= len(slots)
         self._counts[after] += len(slots)
 
+    def _take_from_order(self, slots: Sequence[SlotId]) -> None:
+        """Slots that can hit are pinned, each for the first time; if one cannot, nothing changes."""
+        self._move_all(slots, SlotEvent.PIN)
+        self._order.remove(self._not_held(slots))
+
+    def _last_pinned(self, slots: Sequence[SlotId]) -> Sequence[SlotId]:
+        """Undo one pin of each; return those that have none left, the last one first."""
+        pins, deepest_first = self._pins, slots[::-1]
+        if sum(map(pins.__getitem__, slots)) == len(slots):
+            for slot in slots:
+                del pins[slot]
+            return deepest_first
+        free = []
+        for slot in deepest_first:
+            count = pins.pop(slot)
+            if count > 1:
+                pins[slot] = count - 1
+            else:
+                free.append(slot)
+        return free
+
     def _not_held(self, slots: Sequence[SlotId]) -> Sequence[SlotId]:
         """Those that no running request counts on: READY, they are in the eviction order."""
         holds = self._holds
@@ -256,27 +275,22 @@ class HostPool:
         evicted = tuple([key for slot in slots if (key := self._keys[slot]) is not None])
         self._order.remove(slots)
         self._move_all(slots, SlotEvent.EVICT)
-        for slot, key in zip(slots, evicted, strict=True):
-            del self.index[key]
-            self._empty(slot)
+        self.index.left(evicted)
+        self._empty(slots)
         return evicted
 
     def _forget_key(self, slot: SlotId) -> bool:
         """Take a slot that can hit out of the index; return whether it could."""
         key = self.indexed_key(slot)
         if key is not None:
-            del self.index[key]
+            self.index.left((key,))
         return key is not None
 
-    def _discard(self, slot: SlotId) -> None:
-        if slot not in self._holds:
-            self._order.remove((slot,))
-        self._move(slot, SlotEvent.EVICT)
-        self._empty(slot)
-
-    def _empty(self, slot: SlotId) -> None:
-        self._keys[slot] = None
-        self._freed.append(slot)
+    def _empty(self, slots: Iterable[SlotId]) -> None:
+        keys, freed = self._keys, self._freed
+        for slot in slots:
+            keys[slot] = None
+            freed.append(slot)
 
     def _take_empty(self, count: int) -> tuple[SlotId, ...]:
         """Freed slots first, so that the arena's far end is touched last."""

@@ -39,7 +39,8 @@ class InFlightStores:
         waited: list[Offer] = []
         for key in keys:
             del self._keys[key]
-            waited += self._waiting.pop(key, ())
+            if key in self._waiting:
+                waited += self._waiting.pop(key)
         return waited
 
     def ended(self, blocks: Iterable[DeviceBlockId]) -> None:

@@ -13,6 +13,10 @@ from kvoffload.model.events import EngineSurprised
 from kvoffload.model.facts import BlocksAllocated, RequestEnded, RequestSeen, StepScheduled
 from kvoffload.model.ids import NULL_BLOCK, DeviceBlockId, RequestId
 
+# To reach an enum's member by its class takes ten times as long.
+_SEEN = RequestState.SEEN
+_RUNNING = RequestState.RUNNING
+
 
 class Intake:
     """Keeps request records and block tables in line with what the engine tells."""
@@ -37,12 +41,12 @@ class Intake:
             self._surprised(fact.request)
             self._handed_out(self._new_blocks(fact), since_reset=False)
             return
-        if record.state is RequestState.SEEN:
+        if record.state is _SEEN:
             record.incarnation += 1
             record.stores = self._is_untainted(fact)
             record.offered = [0] * len(state.shape.groups)
             record.confirmed_tokens = 0
-        elif record.state is RequestState.RUNNING:
+        elif record.state is _RUNNING:
             # What it loaded is there, or was taken back with its table before anyone said so: it keeps nobody waiting.
             state.shared.ended(fact.request)
         self._newly_allocated.add(fact.request)
@@ -62,7 +66,7 @@ class Intake:
         requests, shared, tables = state.requests, state.shared, state.tables
         for request, confirmed_tokens, new_blocks, new_keys in fact.progress:
             record = requests.live(request)
-            if record is None or record.state is not RequestState.RUNNING:
+            if record is None or record.state is not _RUNNING:
                 self._surprised(request)
                 continue
             shared.ended(request)

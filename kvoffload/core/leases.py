@@ -59,11 +59,11 @@ class Leases:
         self.total += len(blocks)
 
     def give_back(self, blocks: list[DeviceBlockId]) -> None:
+        counts = self._counts
         for block in blocks:
-            if self._counts[block] == 1:
-                del self._counts[block]
-            else:
-                self._counts[block] -= 1
+            count = counts.pop(block)
+            if count > 1:
+                counts[block] = count - 1
         self.total -= len(blocks)
         self._device.release(blocks)
 

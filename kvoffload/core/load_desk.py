@@ -124,7 +124,7 @@ class LoadDesk:
         By key and not by what was pinned: a pinned block may have turned out worthless since, and fewer tokens than
         were found can need other blocks.
         """
-        index = self._state.pool.index
+        parts = self._state.pool.index.parts
         places: list[tuple[int, SlotId, DeviceBlockId]] = []
         for group, table in zip(self._state.shape.groups, fact.tables, strict=True):
             keys = record.keys[group.group]
@@ -133,7 +133,8 @@ class LoadDesk:
                 block = table[position]
                 if block == NULL_BLOCK:
                     continue  # the engine does not read it
-                slot = index.get(keys[position]) if position < len(keys) else None
+                key = keys[position] if position < len(keys) else None
+                slot = None if key is None else parts[key[0]].get(key)
                 if slot is None:
                     return None
                 places.append((position * group.block_tokens, slot, block))
@@ -148,9 +149,7 @@ class LoadDesk:
         if not self._planned:
             return ()
         planned, self._planned = self._planned, []
-        for job in planned:
-            self._state.jobs.move(job, JobEvent.SUBMIT)
-        return tuple(job.as_transfer() for job in planned)
+        return self._state.jobs.submit(planned)
 
     def loaded(self, job: Job) -> None:
         """Every rank has copied: the request can run."""
@@ -207,6 +206,8 @@ class LoadDesk:
 
     def cancel_planned(self, record: RequestRecord | None = None) -> None:
         """Take back the loads that no worker knows of yet, of one request or all."""
+        if not self._planned:
+            return
         for job in self._planned:
             if record is None or job.request == (record.request, record.incarnation):
                 self._state.jobs.move(job, JobEvent.CANCEL)

@@ -15,12 +15,12 @@ the block's first token, so the search only ever moves down.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
-from itertools import islice, takewhile
-from operator import is_not, itemgetter
+from collections.abc import Sequence
+from itertools import islice
+from operator import itemgetter
 from typing import NamedTuple
 
+from kvoffload.core.key_index import KeyIndex
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import BlockKey, SlotId
@@ -37,7 +37,7 @@ class Match(NamedTuple):
 def longest_match(
     shape: EngineShape,
     keys: Sequence[Sequence[BlockKey]],
-    index: Mapping[BlockKey, SlotId],
+    index: KeyIndex,
     start: int,
     limit: int,
 ) -> Match:
@@ -50,10 +50,8 @@ def longest_match(
         start: tokens that the device holds.
         limit: the longest length of use.
     """
-    group = shape.groups[0]
-    is_plain = group.kind is AttentionKind.FULL and not group.reads_ahead
-    if len(shape.groups) == 1 and is_plain and shape.alignment == group.block_tokens:
-        return _match_in_one_full_group(group.block_tokens, keys[0], index, start, limit)
+    if shape.is_one_full_group:
+        return _match_in_one_full_group(shape.alignment, keys[0], index, start, limit)
     search = _Search(shape, keys, index, start)
     length, blocker = search.descend(search.aligned(limit))
     if length <= start:
@@ -62,20 +60,16 @@ def longest_match(
 
 
 def _match_in_one_full_group(
-    tokens: int, keys: Sequence[BlockKey], index: Mapping[BlockKey, SlotId], start: int, limit: int
+    tokens: int, keys: Sequence[BlockKey], index: KeyIndex, start: int, limit: int
 ) -> Match:
-    """What most models have: blocks up to the first that is missing, and no other group that could object.
-
-    A loop in C, as a lookup on a long prompt is otherwise the longest of all hooks.
-    """
-    first, blocks = start // tokens, limit // tokens
-    found = tuple(takewhile(_is_there, map(index.get, islice(keys, first, blocks))))
-    reached = first + len(found)
-    blocker = keys[reached] if reached < min(blocks, len(keys)) else None
-    return Match(max(reached * tokens, start), found, blocker)  # type: ignore[arg-type]  # none is None
-
-
-_is_there = partial(is_not, None)
+    """What most models have: blocks up to the first that is missing, and no other group that could object."""
+    parts, found, first = index.parts, list[SlotId](), start // tokens
+    for key in islice(keys, first, limit // tokens):
+        slot = parts[key[0]].get(key)
+        if slot is None:
+            return Match(max((first + len(found)) * tokens, start), tuple(found), key)
+        found.append(slot)
+    return Match(max((first + len(found)) * tokens, start), tuple(found), None)
 
 
 class _Search:
@@ -85,13 +79,13 @@ class _Search:
         self,
         shape: EngineShape,
         keys: Sequence[Sequence[BlockKey]],
-        index: Mapping[BlockKey, SlotId],
+        index: KeyIndex,
         start: int,
     ) -> None:
         self._groups = shape.groups
         self._alignment = shape.alignment
         self._keys = keys
-        self._index = index
+        self._parts = index.parts
         self._start = start
         self._found: tuple[dict[int, SlotId], ...] = tuple({} for _ in shape.groups)
 
@@ -136,10 +130,10 @@ class _Search:
         tokens, keys = group.block_tokens, self._keys[group.group]
         first = self._start // tokens
         last = min((limit + self._behind(group)) // tokens, len(keys))
-        get, found = self._index.get, self._found[group.group]
+        parts, found = self._parts, self._found[group.group]
         position = first
         for position, key in enumerate(keys[first:last], first):
-            slot = get(key)
+            slot = parts[key[0]].get(key)
             if slot is None:
                 break
             found[position] = slot
@@ -151,11 +145,12 @@ class _Search:
         """Return the deepest block that a length needs and the host lacks; None for a length that is of no use."""
         if length <= self._start:
             return None
-        keys, found, get = self._keys[group.group], self._found[group.group], self._index.get
+        keys, found, parts = self._keys[group.group], self._found[group.group], self._parts
         for position in reversed(self._needed(group, length, length + self._behind(group))):
             if position in found:
                 continue
-            slot = get(keys[position]) if position < len(keys) else None
+            key = keys[position] if position < len(keys) else None
+            slot = None if key is None else parts[key[0]].get(key)
             if slot is None:
                 return position
             found[position] = slot

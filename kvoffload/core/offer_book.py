@@ -97,6 +97,8 @@ class OfferBook:
 
     def settle_unsettled(self, record: RequestRecord, outcome: StoreOutcome) -> None:
         """A request's waiting offers can wait no longer."""
+        if not record.unsettled:
+            return  # most have none
         for group, position in record.unsettled:
             self.settle(record.keys[group][position], outcome)
         self._forget(record)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from kvoffload.model.causes import EvictionCause, StoreOutcome
 from kvoffload.model.events import BlocksEvicted, BlocksOffered, BlocksZeroed, Event, StoreSettled
 
@@ -13,8 +11,8 @@ class Outbox:
 
     def __init__(self) -> None:
         self._events: list[Event] = []
-        self._settled: Counter[StoreOutcome] = Counter()
-        self._evicted: Counter[EvictionCause] = Counter()
+        self._settled: dict[StoreOutcome, int] = {}
+        self._evicted: dict[EvictionCause, int] = {}
         self._offered = 0
         self._zeroed = 0
         self.open_offers = 0  # without an outcome yet
@@ -30,12 +28,12 @@ class Outbox:
 
     def settled(self, outcome: StoreOutcome, blocks: int = 1) -> None:
         """Offers got their final outcome."""
-        self._settled[outcome] += blocks
+        self._settled[outcome] = self._settled.get(outcome, 0) + blocks
         self.open_offers -= blocks
 
     def evicted(self, cause: EvictionCause, blocks: int) -> None:
         """Blocks left the host."""
-        self._evicted[cause] += blocks
+        self._evicted[cause] = self._evicted.get(cause, 0) + blocks
 
     def zeroed(self, blocks: int) -> None:
         """Positions were struck from requests' records."""
@@ -55,5 +53,5 @@ class Outbox:
         if self._settled:
             events += [StoreSettled(outcome, blocks) for outcome, blocks in self._settled.items() if blocks]
         self._events, self._offered, self._zeroed = [], 0, 0
-        self._settled, self._evicted = Counter(), Counter()
+        self._settled, self._evicted = {}, {}
         return events

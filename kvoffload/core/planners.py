@@ -19,6 +19,10 @@ from kvoffload.model.facts import StepScheduled
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import NULL_BLOCK, RequestId
 
+# To reach an enum's member by its class takes ten times as long.
+_RUNNING = RequestState.RUNNING
+_RECURRENT = AttentionKind.RECURRENT
+
 
 class StorePlanner(Protocol):
     """Decides when a block is offered."""
@@ -74,7 +78,7 @@ class EagerPlanner:
         offers: list[Offer] = []
         for request in due:
             record = self._state.requests.live(request)
-            if record is not None and record.state is RequestState.RUNNING:
+            if record is not None and record.state is _RUNNING:
                 offers += _confirmed(self._state, record)
         if offers:
             self._desk.offer(offers)
@@ -205,7 +209,7 @@ def _confirmed(state: CoreState, record: RequestRecord) -> list[Offer]:
     """
     offers: list[Offer] = []
     for group in state.shape.groups:
-        if group.kind is not AttentionKind.RECURRENT:
+        if group.kind is not _RECURRENT:
             offers += _confirmed_of(state, record, group)
     if len(state.shape.groups) > 1:
         tokens = [group.block_tokens for group in state.shape.groups]

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from kvoffload.core.states import RequestEvent, RequestState, next_request_state
 from kvoffload.model.ids import BlockKey, GroupId, RequestId, SlotId
 
+# To reach an enum's member by its class takes ten times as long.
+_END = RequestEvent.END
+_FINISHING = RequestState.FINISHING
 _HAVE_TABLE = (RequestState.LOADING, RequestState.RUNNING)
 
 
@@ -105,7 +108,7 @@ class Requests:
     def move(self, record: RequestRecord, event: RequestEvent) -> None:
         """Apply an event to a request."""
         record.state = next_request_state(record.state, event)
-        if event is RequestEvent.END:
+        if event is _END:
             del self._live[record.request]
             self._finishing.add(record)
             self._leave_if_drained(record)
@@ -117,7 +120,7 @@ class Requests:
     def job_ended(self, record: RequestRecord) -> None:
         """The last copy of a job that concerns this request has ended."""
         record.jobs -= 1
-        if record.state is RequestState.FINISHING:
+        if record.state is _FINISHING:
             self._leave_if_drained(record)
 
     def _leave_if_drained(self, record: RequestRecord) -> None:

@@ -25,7 +25,9 @@ class Restores:
         """These keys left the host: return the offers to be made again, each once."""
         again: list[Offer] = []
         for key in keys:
-            for request, offer in self._watchers.pop(key, {}).items():
+            if key not in self._watchers:
+                continue
+            for request, offer in self._watchers.pop(key).items():
                 self._keys[request].discard(key)
                 again.append(offer)
         return again

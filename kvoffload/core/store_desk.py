@@ -50,7 +50,8 @@ class StoreDesk:
 
     def retry(self, record: RequestRecord) -> None:
         """A request is ending: what it has waiting gets its last chance."""
-        self._decide(self._book.take_unsettled(record), last_chance=True)
+        if record.unsettled:
+            self._decide(self._book.take_unsettled(record), last_chance=True)
 
     def next_step(self) -> None:
         """A step has come: decide on what waited for room and on what may be stored again."""

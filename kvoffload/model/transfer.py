@@ -17,6 +17,10 @@ class Direction(Enum):
     CHECK = "check"  # neither: what lies on the host is read, before a load of it is promised
 
 
+COPY_DIRECTIONS = (Direction.STORE, Direction.LOAD)
+"""Those in which bytes move."""
+
+
 class Tier(Enum):
     """Where an endpoint of a job lies. Metrics label it."""
 

@@ -15,6 +15,8 @@ from kvoffload.telemetry.labels import JobLabel, SlotLabel
 from kvoffload.telemetry.net_benefit import NetBenefit
 from kvoffload.telemetry.step_times import Copies
 
+_STORES = Direction.STORE, JobState.SUBMITTED
+_LOADS = Direction.LOAD, JobState.SUBMITTED
 _OPEN = {
     JobState.PLANNED: JobLabel.PLANNED,
     JobState.SUBMITTED: JobLabel.SUBMITTED,
@@ -55,8 +57,8 @@ def copies_under_way(state: CoreState) -> int:
     jobs = state.jobs
     if not jobs.pending:
         return Copies.NONE
-    stores = Copies.STORES if jobs.count(Direction.STORE, JobState.SUBMITTED) else 0
-    return stores | (Copies.LOADS if jobs.count(Direction.LOAD, JobState.SUBMITTED) else 0)
+    stores = Copies.STORES if jobs.count(*_STORES) else 0
+    return stores | (Copies.LOADS if jobs.count(*_LOADS) else 0)
 
 
 def _unix(since: Since | None) -> float:

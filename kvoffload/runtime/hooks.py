@@ -44,6 +44,8 @@ class Stopwatch:
 class HookTimes:
     """Adds up the time in each hook and gives one sample a hook and step.
 
+    The scheduler side's own hooks have their stopwatches as attributes, since to look one up takes as long as to use it.
+
     Args:
         counters: takes the samples.
         now: monotonic seconds.
@@ -52,11 +54,14 @@ class HookTimes:
     def __init__(self, counters: Counters, now: Callable[[], float]) -> None:
         self._counters = counters
         self._ran: list[Stopwatch] = []  # in this step
-        self._watches = {hook: Stopwatch(hook, now, self._ran) for hook in Hook}
-
-    def timed(self, hook: Hook) -> Stopwatch:
-        """Return the context that times a hook."""
-        return self._watches[hook]
+        watches = self._watches = {hook: Stopwatch(hook, now, self._ran) for hook in Hook}
+        self.seen, self.lookup, self.allocated = (
+            watches[Hook.SEEN],
+            watches[Hook.LOOKUP],
+            watches[Hook.ALLOCATED],
+        )
+        self.step, self.offer, self.ended = watches[Hook.STEP], watches[Hook.OFFER], watches[Hook.ENDED]
+        self.report, self.reset = watches[Hook.REPORT], watches[Hook.RESET]
 
     def add(self, hook: Hook, seconds: float) -> None:
         """Note a call of a hook that somebody else timed."""

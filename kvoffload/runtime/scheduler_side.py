@@ -36,7 +36,6 @@ from kvoffload.runtime.watchdog import Watchdog
 from kvoffload.telemetry.counters import Counters
 from kvoffload.telemetry.first_tokens import FirstTokens, HasToken
 from kvoffload.telemetry.gauges import GaugeSnapshot
-from kvoffload.telemetry.labels import Hook
 from kvoffload.telemetry.net_benefit import NetBenefit
 from kvoffload.telemetry.spans import make_spans
 
@@ -109,7 +108,7 @@ class SchedulerSide:
         self, fact: facts.RequestSeen, has_token: HasToken | None = None, trace_parent: str | None = None
     ) -> None:
         """The engine took a request in; `has_token` says whether its first token is there, `trace_parent` is W3C's."""
-        with self._hooks.timed(Hook.SEEN):
+        with self._hooks.seen:
             if has_token is not None:
                 self._first_tokens.seen(fact.request, has_token)
             if self._spans is not None:
@@ -118,7 +117,7 @@ class SchedulerSide:
 
     def allocated(self, fact: facts.BlocksAllocated) -> None:
         """The engine gave a request a block table."""
-        with self._hooks.timed(Hook.ALLOCATED):
+        with self._hooks.allocated:
             self._patience.over(fact.request)
             if fact.external_tokens:
                 self._awaited.began(fact.request, self._clocks.monotonic())
@@ -126,7 +125,7 @@ class SchedulerSide:
 
     def step(self, fact: facts.StepScheduled) -> TransferPlan:
         """The engine scheduled a step: return what the workers must copy. Exactly once a step."""
-        with self._hooks.timed(Hook.STEP):
+        with self._hooks.step:
             now = self._clocks.monotonic()
             if self._first_tokens.admitted:
                 self._first_tokens.look()
@@ -142,19 +141,19 @@ class SchedulerSide:
 
     def states_handed_off(self, fact: facts.StatesHandedOff) -> None:
         """The engine offers recurrent states."""
-        with self._hooks.timed(Hook.OFFER):
+        with self._hooks.offer:
             self._tell(fact)
 
     def ended(self, fact: facts.RequestEnded) -> None:
         """A request finished or was aborted, and still has its blocks."""
-        with self._hooks.timed(Hook.ENDED):
+        with self._hooks.ended:
             self._patience.over(fact.request)
             self._tell(fact)
             self._ask("audit", self._conservation.at_rest, None)
 
     def reported(self, reports: Sequence[TransferReport]) -> LoadResults:
         """Ranks told what ended; return the loads that the engine must hear of."""
-        with self._hooks.timed(Hook.REPORT):
+        with self._hooks.report:
             for report in reports:
                 self._tell(facts.TransferReported(report))
             if reports:
@@ -187,7 +186,7 @@ class SchedulerSide:
         The answer is the metric `kvoffload_reset_draining_jobs` being 0, and the log's `reset_started` telling of no
         open job; when the last of them has ended, `reset_ended` says so. Asking again is harmless.
         """
-        with self._hooks.timed(Hook.RESET):
+        with self._hooks.reset:
             self._tell(facts.CacheReset())
             return self.core.is_drained
 
@@ -205,7 +204,7 @@ class SchedulerSide:
         `tokens` is what the request must hold before its next new token, where that is more than its prompt;
         `new_keys` are keys of its whole blocks that were not told before.
         """
-        with self._hooks.timed(Hook.LOOKUP):
+        with self._hooks.lookup:
             now = self._clocks.monotonic()
             may_wait = self._patience.may_wait(request, now)
             least = self.benefit.least_load_tokens() if self._chooses_least else 0

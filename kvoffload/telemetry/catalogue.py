@@ -17,7 +17,7 @@ from kvoffload.model.causes import (
     StoreOutcome,
     SurpriseCause,
 )
-from kvoffload.model.transfer import Direction, Tier
+from kvoffload.model.transfer import COPY_DIRECTIONS, Direction, Tier
 from kvoffload.telemetry.labels import Hook, JobLabel, LoadWait, LookupResult, SlotLabel, Subscriber
 
 
@@ -82,7 +82,7 @@ class Metric:
 # One tier today; a second one is served as soon as it is named here.
 _TIER = Label("tier", Tier, served=(Tier.HOST,))
 _DIRECTION = Label("direction", Direction)
-_COPY_DIRECTION = Label("direction", Direction, served=(Direction.STORE, Direction.LOAD))
+_COPY_DIRECTION = Label("direction", Direction, served=COPY_DIRECTIONS)
 _RESULT = Label("result", LookupResult)
 _SUBSCRIBER = Label("subscriber", Subscriber)
 

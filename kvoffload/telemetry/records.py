@@ -12,7 +12,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, NewType, cast
@@ -88,7 +88,7 @@ class _Form:
         values = list(self._values(message))
         for place, write in self._written:
             values[place] = write(values[place])
-        return Kept(self, values)
+        return _kept((self, values))
 
     def summarise(self, message: object) -> Summary:
         return self.shorten(message).summary()
@@ -103,6 +103,9 @@ class Kept(NamedTuple):
     def summary(self) -> Summary:
         """Return them with their names."""
         return Summary(self.form.name, dict(zip(self.form.names, self.values, strict=True)))
+
+
+_kept: Callable[[tuple[_Form, list[object]]], Kept] = partial(tuple.__new__, Kept)
 
 
 def _all_of(message: object, names: Iterable[str]) -> tuple[object, ...]:

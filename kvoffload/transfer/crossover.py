@@ -20,7 +20,7 @@ import numpy as np
 
 from kvoffload.logs import get_logger
 from kvoffload.model.errors import CopyError
-from kvoffload.model.transfer import Direction
+from kvoffload.model.transfer import COPY_DIRECTIONS, Direction
 from kvoffload.transfer.runs import CopyRuns
 
 if TYPE_CHECKING:
@@ -38,9 +38,7 @@ EventT = TypeVar("EventT")
 
 log = get_logger("transfer")
 
-_WAYS = (Direction.LOAD, Direction.STORE)
-
-ENGINE_ONLY: Limits = dict.fromkeys(_WAYS, 0)
+ENGINE_ONLY: Limits = dict.fromkeys(COPY_DIRECTIONS, 0)
 """Every copy goes through the copy engine."""
 
 SCRATCH_BYTES = 8 * 2**20
@@ -134,7 +132,7 @@ def measure(
     """
     trial = _Trial(driver, stream, scratch, rest)
     trial.check()
-    return {direction: trial.limit(direction) for direction in _WAYS}
+    return {direction: trial.limit(direction) for direction in COPY_DIRECTIONS}
 
 
 @dataclass(frozen=True)

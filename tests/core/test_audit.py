@@ -11,7 +11,6 @@ import pytest
 
 from kvoffload.core.host_pool import HostPool
 from kvoffload.core.jobs import Job
-from kvoffload.core.key_index import KeyIndex
 from kvoffload.core.leases import Leases
 from kvoffload.core.miss_memory import MissMemory
 from kvoffload.core.offers import Offer
@@ -76,7 +75,7 @@ LAWS: dict[str, tuple[Callable[[Broken], object], str]] = {
         lambda it: it.pool._counts.__setitem__(SlotState.EMPTY, 0),
         "slots are EMPTY, 0 are counted",
     ),
-    "a key without an index": (lambda it: lose(it.pool.index), "slots can hit, 0 keys are indexed"),
+    "a key without an index": (lambda it: lose(it.pool.index.parts[0]), "slots can hit, 0 keys are indexed"),
     "an index without a key": (
         lambda it: it.pool._keys.__setitem__(it.load.slots[0], BlockKey(b"other")),
         "is indexed but PINNED",
@@ -206,16 +205,14 @@ def test_the_memory_of_misses_is_bounded_and_forgets_the_oldest() -> None:
     assert [misses.cause(key) for key in keys] == [MissCause.LOST, MissCause.NEVER_SEEN, MissCause.EVICTED]
 
 
-def test_the_index_tells_what_comes_and_leaves() -> None:
-    index = KeyIndex()
-    one, two = BlockKey(b"1"), BlockKey(b"2")
-    index.came([(one, SlotId(0))])
-    news = index.watch()
-    index.came([(two, SlotId(1))])
-    del index[one]
-    assert index.take_all() == {two: 1}
-    assert news == [(two, True), (one, False), (two, False)]
-    assert not index
+def test_a_large_memory_of_misses_is_bounded_in_parts() -> None:
+    misses, bound = MissMemory(), 65_536
+    keys = [BlockKey(number.to_bytes(3, "little")) for number in range(2 * bound)]
+    misses.note(keys, MissCause.EVICTED)
+    misses.arrived(keys[-1:])
+    assert max(map(len, misses._causes.values())) == 1024  # what copies itself
+    assert misses.cause(keys[-2]) is misses.cause(keys[bound]) is MissCause.EVICTED
+    assert misses.cause(keys[-1]) is misses.cause(keys[bound - 1]) is MissCause.NEVER_SEEN
 
 
 # -- at rest ------------------------------------------------------------------------------------------------------
@@ -239,7 +236,7 @@ AT_REST: dict[str, tuple[Callable[[CoreState], object], str]] = {
         "2 slots can be evicted",
     ),
     "a key that cannot be found": (
-        lambda it: dict.__setitem__(it.pool.index, BlockKey(b"x"), dict.popitem(it.pool.index)[1]),
+        lambda it: it.pool.index.parts[0].__setitem__(BlockKey(b"x"), it.pool.index.parts[0].popitem()[1]),
         "is READY but not indexed",
     ),
     "an empty slot with a key": (

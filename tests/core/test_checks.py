@@ -149,6 +149,7 @@ def test_a_request_that_ends_leaves_its_check_to_itself() -> None:
     world.end(request)
     assert world.core.has_work
     job = the_check(world)
+    assert world.count(SlotState.PINNED) == 3  # nothing is stored over what is being read
     world.finish(job)
     assert not world.core.has_work
     assert not world.core.state.checked.checked()

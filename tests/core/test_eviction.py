@@ -18,7 +18,11 @@ SLOTS = st.lists(st.integers(0, 40).map(SlotId), unique=True, max_size=8)
 def test_it_is_the_order_of_the_last_uses(batches: list[list[SlotId]]) -> None:
     """Whoever is in it leaves; whoever is not comes in: against the plain model."""
     order, model = LruOrder(), OrderedDict[SlotId, None]()
-    for batch in batches:
+    order.grow(20)
+    for number, batch in enumerate(batches):
+        if number == len(batches) // 2:
+            order.grow(41)
+        batch = batch if number >= len(batches) // 2 else [slot for slot in batch if slot < 20]
         inside = [slot for slot in batch if slot in model]
         outside = [slot for slot in batch if slot not in model]
         order.remove(inside)
@@ -32,6 +36,7 @@ def test_it_is_the_order_of_the_last_uses(batches: list[list[SlotId]]) -> None:
 
 def test_what_is_not_in_it_cannot_be_taken_out() -> None:
     order = LruOrder()
+    order.grow(3)
     order.add([SlotId(2), SlotId(1)])
     order.remove([SlotId(2)])
     for slot in (0, 2):

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvoffload.core.key_index import KeyIndex
 from kvoffload.core.lookup import _Search, longest_match
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.groups import AttentionKind, GroupSpec
@@ -28,7 +29,7 @@ def specs(draw: st.DrawFn, group: int, one_full: bool) -> GroupSpec:
     return GroupSpec(GroupId(group), kind, size, reach, draw(st.booleans()))
 
 
-Search = tuple[EngineShape, list[list[BlockKey]], dict[BlockKey, SlotId], int, int]
+Search = tuple[EngineShape, list[list[BlockKey]], KeyIndex, int, int]
 
 
 @st.composite
@@ -43,11 +44,11 @@ def searches(draw: st.DrawFn, *, one_full: bool = False) -> Search:
         for group in groups
     ]
     present = draw(st.sampled_from(["any", "most", "all"]))
-    index: dict[BlockKey, SlotId] = {}
+    index = KeyIndex()
     for key in (key for group in keys for key in group):
         here = {"any": st.booleans(), "most": st.integers(0, 9).map(bool), "all": st.just(True)}[present]
         if draw(here):
-            index[key] = SlotId(len(index))
+            index.came([(key, SlotId(len(index)))])
     start = draw(st.integers(0, length))
     return shape, keys, index, start, draw(st.integers(0, length))
 
@@ -138,14 +139,14 @@ def test_slots_come_heads_first(groups: tuple[GroupSpec, ...]) -> None:
         [block_key(b"%d" % at, group.group) for at in range(32 // group.block_tokens)] for group in groups
     ]
     place = {key: at * group.block_tokens for group in groups for at, key in enumerate(keys[group.group])}
-    index = {key: SlotId(number) for number, key in enumerate(place)}
+    index = KeyIndex((key, SlotId(number)) for number, key in enumerate(place))
     slots = longest_match(shape, keys, index, 0, 32).slots
     depth = {slot: place[key] for key, slot in index.items()}
     assert [depth[slot] for slot in slots] == sorted(depth[slot] for slot in slots)
 
 
-class Index(dict[BlockKey, SlotId]):
-    """An index that keeps what it was asked for."""
+class Part(dict[BlockKey, SlotId]):
+    """Keeps what it was asked for."""
 
     def __init__(self, slots: Mapping[BlockKey, SlotId]) -> None:
         super().__init__(slots)
@@ -156,21 +157,27 @@ class Index(dict[BlockKey, SlotId]):
         return super().get(key, default)
 
 
+def recording(slots: Mapping[BlockKey, SlotId]) -> tuple[KeyIndex, Part]:
+    """An index of these keys, and what tells what it was asked for."""
+    index, part = KeyIndex(), Part(slots)
+    index.parts = [part] * len(index.parts)
+    return index, part
+
+
 def test_each_block_is_looked_up_once() -> None:
     shape = EngineShape((full(4), window(9, 4, group=1), recurrent(4, group=2)), 1, 8, 8)
     keys = [[block_key(b"%d" % at, GroupId(group)) for at in range(50)] for group in range(3)]
-    index = Index({key: SlotId(0) for each in keys for key in each[:40]})
-    for hole in (39, 38, 35):
-        del index[keys[2][hole]]
-    del index[keys[1][36]]
+    index, part = recording({key: SlotId(0) for each in keys for key in each[:40]})
+    index.left([*(keys[2][hole] for hole in (39, 38, 35)), keys[1][36]])
     assert longest_match(shape, keys, index, 8, 199).tokens == 140
-    assert len(index.asked) == len(set(index.asked))
+    assert part.asked
+    assert len(part.asked) == len(set(part.asked))
 
 
 def test_a_group_is_not_asked_about_a_length_that_another_has_made_useless() -> None:
     # One that reads ahead would look up the block behind what the device holds, and be named as the one that lacks it.
     shape = EngineShape((window(5), window(5, group=1, reads_ahead=True)), 1, 8, 8)
     keys = [[block_key(b"%d" % at, GroupId(group)) for at in range(3)] for group in range(2)]
-    index = Index({})
+    index, part = recording({})
     assert longest_match(shape, keys, index, 4, 8) == (4, (), keys[0][1])
-    assert index.asked == [keys[0][1]]
+    assert part.asked == [keys[0][1]]

@@ -12,7 +12,7 @@ from tests.explore.report import as_test
 from tests.explore.search import Found, explore
 from tests.explore.worlds import WORLDS
 
-STATES = 60_000
+STATES = 50_000
 
 
 def main() -> int:

@@ -147,7 +147,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(14, "kvoffload/core/shared_loads.py", "owners.remove(request)", "owners.clear()"),
     Mutant(14, _DEADLINES, "return since is None or now - since < self._timeout_s", "return True", RUNTIME),
     # The order of eviction.
-    Mutant(15, _POOL, "for slot in reversed(slots):", "for slot in slots:"),
+    Mutant(
+        15, _POOL, "pins, deepest_first = self._pins, slots[::-1]", "pins, deepest_first = self._pins, slots"
+    ),
     Mutant(15, _STORES, "state.pool.fill(job.slots[::-1])", "state.pool.fill(job.slots)"),
     Mutant(15, _HOLDS, "unhold(reversed(record.held))", "unhold(record.held)"),
     Mutant(15, _HOLDS, "if record.shares or record.found_tokens:", "if False:"),

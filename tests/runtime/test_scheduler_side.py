@@ -151,7 +151,7 @@ def test_a_hooks_time_is_that_of_all_its_calls_also_of_one_that_raises() -> None
     side = Side()
 
     def look_up() -> None:
-        with side.side._hooks.timed(Hook.LOOKUP):
+        with side.side._hooks.lookup:
             side.precise.jump(2)
             raise ZeroDivisionError
 

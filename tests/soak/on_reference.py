@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvoffload.core.miss_memory import MissMemory
 from kvoffload.engine import SamplingParams, TokenStream
 from kvoffload.model.ids import Rank
 from kvoffload.model.transfer import Direction
@@ -165,7 +166,7 @@ class Soak:
 def soak(seconds: float, apart_s: float, told: Callable[[str], object]) -> tuple[list[Reading], str]:
     """Soak for so many virtual seconds; return a reading every `apart_s`, and what went on, in words."""
     made = SoakRig(KIND, num_blocks=90, host_blocks=150, max_requests=8)
-    made.offload.core.state.misses._bound = _MISSES
+    made.offload.core.state.misses = MissMemory(_MISSES)
     traffic, readings = Soak(made, random.Random(1)), list[Reading]()
     try:
         while made.clock.monotonic() < seconds:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvoffload.core.miss_memory import MissMemory
 from kvoffload.transfer import host_copier
 from kvoffload.transfer.runs import CopyRuns
 from tests.soak.growth import Reading, read
@@ -81,7 +82,7 @@ def soak(
         patched.setattr(host_copier, "choose_copy", lambda **how: _failing(real(**how), choose))
         options: dict[str, Any] = {"num_gpu_blocks_override": DEVICE_BLOCKS[_MODEL], "max_num_seqs": 16}
         with offloading(_MODEL, folder, 120, **options) as made:
-            made.side.core.state.misses._bound = _MISSES
+            made.side.core.state.misses = MissMemory(_MISSES)
             talk, begun = Talk(made, choose), time.monotonic()
             while time.monotonic() - begun < seconds:
                 talk.serve(apart_s)

@@ -38,7 +38,7 @@ def _lookup(cases: Sequence[Case]) -> Iterator[Panel]:
 
 
 def _memory(cases: Sequence[Case]) -> Iterator[Panel]:
-    names = {"empty": "empty", "full": "full", "churned": "all blocks replaced once"}
+    names = {"empty": "empty", "full": "full", "churned": "all blocks replaced twice"}
     series = {shown: [case[name] for case in cases] for name, shown in names.items()}
     marks = [f"{case['slots']:,} slots" for case in cases]
     yield Panel("Python memory of a host slot", "bytes", marks, series, memory.TARGET_BYTES)

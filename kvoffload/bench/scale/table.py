@@ -68,7 +68,7 @@ def _memory(cases: Sequence[Case]) -> Iterator[str]:
             case["churned"] <= memory.TARGET_BYTES,
         )
         sizes = [f"{case[name]:,.0f} B" for name in ("empty", "full", "churned")]
-        start, pause = f"{case['start_s']:.2f} s", f"{1e3 * case['longest_put_s']:,.0f} ms"
+        start, pause = f"{case['start_s']:.2f} s", f"{1e3 * case['longest_put_s']:,.1f} ms"
         yield form.format(f"{case['slots']:,}", start, *sizes, pause, " | ".join(map(_verdict, is_met)))
 
 

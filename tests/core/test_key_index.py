@@ -1,0 +1,105 @@
+"""The key index by itself: one mapping, whatever number of dicts it is made of."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from kvoffload.core.fingerprint import fingerprint
+from kvoffload.core.key_index import KeyIndex
+from kvoffload.model.ids import BlockKey, SlotId
+
+MOST = 2048  # keys of a dict that can be split
+
+
+def random_keys(count: int) -> list[BlockKey]:
+    draw = random.Random(0)
+    return [BlockKey(draw.randbytes(8)) for _ in range(count)]
+
+
+def index_of(keys: Sequence[BlockKey]) -> KeyIndex:
+    return KeyIndex((key, SlotId(slot)) for slot, key in enumerate(keys))
+
+
+def sizes(index: KeyIndex) -> list[int]:
+    return [len(part) for part in {id(part): part for part in index.parts}.values()]
+
+
+def test_the_index_tells_what_comes_and_leaves() -> None:
+    index = KeyIndex()
+    one, two = BlockKey(b"1"), BlockKey(b"2")
+    index.came([(one, SlotId(0))])
+    news = index.watch()
+    index.came([(two, SlotId(1))])
+    index.left([one])
+    assert index.take_all() == {two: 1}
+    assert news == [(two, True), (one, False), (two, False)]
+    assert not index
+
+
+def test_it_is_a_mapping_in_one_dict_and_in_many() -> None:
+    keys = random_keys(20_000)
+    index, model = KeyIndex(), dict[BlockKey, SlotId]()
+    for place in range(0, len(keys), 50):
+        pairs = [(key, SlotId(slot)) for slot, key in enumerate(keys[place : place + 50], place)]
+        index.came(pairs)
+        model.update(pairs)
+        for key in keys[place // 2 : place // 2 + 20]:
+            del model[key]
+        index.left(keys[place // 2 : place // 2 + 20])
+    assert len(sizes(index)) > 4
+    assert index == model
+    assert len(index) == len(model)
+    assert all((index.get(key), key in index) == (model.get(key), key in model) for key in keys)
+    with pytest.raises(KeyError):
+        index.left(keys[:1])
+    with pytest.raises(KeyError):
+        index[keys[0]]
+
+
+def test_what_copies_itself_is_short() -> None:
+    index = index_of(random_keys(20 * MOST))
+    assert max(sizes(index)) <= MOST
+    assert min(sizes(index)) > MOST // 4  # and none is there for nothing
+
+
+def test_a_small_index_is_one_dict() -> None:
+    assert sizes(index_of(random_keys(MOST))) == [MOST]
+
+
+def test_keys_that_begin_alike_share_a_dict() -> None:
+    keys = [BlockKey(b"\x9f%d" % number) for number in range(3 * MOST)]
+    index = index_of(keys)
+    assert max(sizes(index)) == len(index) == len(keys)
+    assert [index[key] for key in keys] == list(range(len(keys)))
+    assert index.parts[0x9F] is not index.parts[0x9E]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda index: pickle.loads(pickle.dumps(index))])
+@pytest.mark.parametrize("count", [10, 4 * MOST])
+def test_a_copy_stands_alone(count: int, copied: object) -> None:
+    keys = random_keys(count)
+    index = index_of(keys)
+    index.watch()
+    index.left(keys[:1])
+    twin: KeyIndex = copied(index)  # type: ignore[operator]
+    assert sizes(twin) == sizes(index)
+    assert fingerprint(twin) == fingerprint(index)
+    twin.came([(keys[0], SlotId(7))])
+    assert twin._news == [(keys[0], False), (keys[0], True)]
+    assert index._news == [(keys[0], False)]
+    assert keys[0] not in index
+    assert fingerprint(twin) != fingerprint(index)
+
+
+def test_what_was_in_many_dicts_is_taken_at_once() -> None:
+    keys = random_keys(4 * MOST)
+    index = index_of(keys)
+    held = index.take_all()
+    assert not index
+    index.came([(keys[0], SlotId(1))])
+    assert held == {key: slot for slot, key in enumerate(keys)}
