@@ -64,7 +64,8 @@ _LOOKUPS = Row(
         ),
         Panel(
             "Lookups told to wait",
-            "Lookups answered with 'not yet', because another request was loading the same prefix: it is loaded once.",
+            "Lookups answered with 'not yet', because another request was loading the same prefix, which is loaded once, "
+            "or because what was found was being checked.",
             "many for long: loads are slow, see `Loads: time of a copy` in *Transfers*.",
             units.EVENTS_PER_SECOND,
             (one(rate(series("kvoffload_lookups_deferred_total")), "deferred", SERIES),),

@@ -118,7 +118,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_lookup_blocks_total", "Block positions looked up on the host beyond what the device held, once per admission.", Kind.COUNTER, (_RESULT,), "blocks"),
     Metric("kvoffload_lookup_tokens_total", "Tokens in the block positions looked up.", Kind.COUNTER, (_RESULT,), "tokens"),
     Metric("kvoffload_miss_blocks_total", "Looked-up block positions that did not hit, by cause; the causes sum to the missed blocks.", Kind.COUNTER, (Label("cause", MissCause),), "blocks"),
-    Metric("kvoffload_lookups_deferred_total", "Lookups answered with 'not yet' because another request was loading the same prefix.", Kind.COUNTER, (), "lookups"),
+    Metric("kvoffload_lookups_deferred_total", "Lookups answered with 'not yet' because another request was loading the same prefix, or what was found was being checked (verify, on an engine that does not recompute failed loads).", Kind.COUNTER, (), "lookups"),
     Metric("kvoffload_pin_dropped_blocks_total", "Blocks that a lookup pinned and that were let go without a load.", Kind.COUNTER, (Label("cause", PinDropCause),), "blocks"),
     # --- what became of offers and loads ---
     Metric("kvoffload_offered_blocks_total", "Computed blocks offered to the host; each gets one store outcome in the end.", Kind.COUNTER, (), "blocks"),
