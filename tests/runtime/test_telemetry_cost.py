@@ -39,10 +39,8 @@ class NoTimes:
     """A stopwatch that times nothing."""
 
     def __init__(self, *_: object) -> None:
-        self._none = nullcontext()
-
-    def timed(self, _: object) -> nullcontext[None]:
-        return self._none
+        self.seen = self.lookup = self.allocated = self.step = nullcontext()
+        self.offer = self.ended = self.report = self.reset = self.step
 
     def step_ended(self) -> None:
         pass
