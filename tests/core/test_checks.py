@@ -179,6 +179,7 @@ def test_r16_a_check_that_never_ends_costs_its_slots_for_good(late_end: bool) ->
         world.tell(RankLost(Rank(1)))
     assert world.count(SlotState.QUARANTINED) == 3
     assert world.admit(request) == 0
+    assert not world.core.state.pool.pins()  # nothing is kept of what was written off
     world.report(1, job)
     assert world.count(SlotState.QUARANTINED) == 3
     assert world.core.state.jobs.get(job) is None
