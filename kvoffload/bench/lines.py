@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -12,6 +13,33 @@ Line: TypeAlias = tuple[str, str, str, bool | None]
 
 _COPY_GOALS = {4: 0.6, 64: 0.9, 256: 0.9, 2048: 0.9}
 """By KiB of a page: speed over that of one large copy."""
+
+
+HOOKS_TARGET = 0.3
+"""Of the peer's time, with many running requests."""
+_MANY = 128
+_PHASES = {
+    "decode": "each decoding step",
+    "prefill": "each step that admits requests",
+    "all": "the whole workload",
+}
+
+
+def hooks(told: Told) -> Iterator[Line]:
+    """Yield the lines of `bench hooks`, where the peer ran too: medians [range] of its repeats."""
+    for case in told["cases"]:
+        if ratios := sorted(case["ratios"]):
+            running = case["running"]
+            what = f"scheduler's hooks over the peer's, {_PHASES[case['phase']]}, {running} running, {case['attention']}"
+            middle = statistics.median(ratios)
+            found = f"{middle:.2f}x [{ratios[0]:.2f}, {ratios[-1]:.2f}]"
+            has_target = running >= _MANY and case["phase"] != "prefill"
+            yield (
+                what,
+                found,
+                f"at most {HOOKS_TARGET}x" * has_target,
+                middle <= HOOKS_TARGET if has_target else None,
+            )
 
 
 def engine(told: Told) -> Iterator[Line]:

@@ -130,6 +130,7 @@ def times(spread: Told) -> str:
 _ROWS: dict[str, Any] = {  # in README's order: what offloading costs where it cannot help comes first
     "engine": lambda told: starmap(Row, lines.engine(told)),
     "serve": lambda told: starmap(Row, lines.serve(told)),
+    "hooks": lambda told: starmap(Row, lines.hooks(told)),
     "copy": lambda told: starmap(Row, lines.copy(told)),
     "scale": _scale,
     "convoy": _convoy,

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvoffload.bench.results import headline, machine
+from kvoffload.bench.results import add_save_argument, headline, machine, save
 from kvoffload.cli.exits import CommandError, Exit
 from kvoffload.cli.parser import positive
 
@@ -97,7 +97,8 @@ class Case:
     def to_plain(self) -> dict[str, object]:
         """Return it for JSON."""
         repeats = {name: [asdict(times) for times in several] for name, several in self.repeats.items()}
-        return {**asdict(self), "repeats": repeats, "ratios": self.ratios()}
+        told = {"attention": MODELS[self.model], "repeats": repeats, "ratios": self.ratios()}
+        return {**asdict(self), **told}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -109,6 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
     add_peer_argument(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add_save_argument(parser)
 
 
 def add_peer_argument(parser: argparse.ArgumentParser) -> None:
@@ -125,17 +127,17 @@ def run(args: argparse.Namespace) -> int:
     """Measure and print.
 
     Raises:
-        CommandError: there is no vLLM here.
+        CommandError: there is no vLLM here, or the results cannot be written.
     """
     if importlib.util.find_spec("vllm") is None:
         raise CommandError("this bench runs on vLLM, which is not installed in this environment")
     connectors, note = find_connectors(args.peer)
     cases = measure(connectors, args.models, args.running, args.repeats, args.tokens, args.seed)
     told = {"machine": machine("vllm"), "peer": note, "method": method(args)}
-    if args.json:
-        print(json.dumps({**told, "cases": [case.to_plain() for case in cases]}, indent=1))
-    else:
-        print("\n".join(_table(told, cases)))
+    results = {**told, "cases": [case.to_plain() for case in cases]}
+    if args.save is not None:
+        save("hooks", results, args.save)
+    print(json.dumps(results, indent=1) if args.json else "\n".join(_table(told, cases)))
     return Exit.OK
 
 

@@ -38,6 +38,17 @@ SERVE: dict[str, Any] = {
         "times_sooner_than_peer": ratio(1.0),
     },
 }
+HOOKS: dict[str, Any] = {
+    "cases": [
+        {"attention": "full", "running": running, "phase": phase, "ratios": [ratio, 0.9 * ratio, 1.1 * ratio]}
+        for running, phase, ratio in (
+            (128, "decode", 0.3),
+            (128, "prefill", 3.0),
+            (16, "all", 1.5),
+            (128, "all", 0.2),
+        )
+    ],
+}
 COPY: dict[str, Any] = {
     "cases": [
         {"page_kib": page, "way": way, "threads": 1, "of_one_piece": ratio(speed)}
@@ -55,8 +66,8 @@ COPY: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     ("told", "make"),
-    [(ENGINE, lines.engine), (SERVE, lines.serve), (COPY, lines.copy)],
-    ids=["engine", "serve", "copy"],
+    [(ENGINE, lines.engine), (SERVE, lines.serve), (HOOKS, lines.hooks), (COPY, lines.copy)],
+    ids=["engine", "serve", "hooks", "copy"],
 )
 def test_what_is_just_met_is_met(told: dict[str, Any], make: Make) -> None:
     assert {is_met for _, _, target, is_met in make(told) if target} == {True}
@@ -73,6 +84,8 @@ def test_what_is_just_met_is_met(told: dict[str, Any], make: Make) -> None:
         (ENGINE, lines.engine, ("returning_turns", "times_sooner", "median"), 2.9),
         (SERVE, lines.serve, ("no_reuse", "over_plain", "kvoffload", "median"), 0.98),
         (SERVE, lines.serve, ("returning_turns", "times_sooner_than_peer", "median"), 0.99),
+        (HOOKS, lines.hooks, ("cases", 0, "ratios"), [0.2, 0.31, 0.4]),
+        (HOOKS, lines.hooks, ("cases", 3, "ratios"), [1.0]),
         (COPY, lines.copy, ("cases", 1, "of_one_piece", "median"), 0.59),
         (COPY, lines.copy, ("cases", 4, "of_one_piece", "median"), 0.89),
         (COPY, lines.copy, ("load_behind_stores", "ratio", "median"), 1.21),
@@ -90,11 +103,18 @@ def test_what_is_just_missed_is_missed(
     assert [is_met for *_, is_met in make(told)].count(False) == 1
 
 
+def test_without_a_peer_nothing_is_said_of_hooks() -> None:
+    alone = {"cases": [{**case, "ratios": []} for case in HOOKS["cases"]]}
+    assert [*lines.hooks(alone)] == []
+
+
 def test_the_cost_where_nothing_repeats_comes_first(tmp_path: Path) -> None:
     about = {"cpu": "x", "cores": 2, "memory_gib": 1, "python": "3", "kvoffload": "0", "vllm": "0.0"}
-    for name, told in (("copy", COPY), ("engine", ENGINE), ("serve", SERVE)):
+    for name, told in (("copy", COPY), ("hooks", HOOKS), ("engine", ENGINE), ("serve", SERVE)):
         told = {**told, "bench": name, "date": "2026-01-01", "machine": about}
         (tmp_path / f"{name}.json").write_text(json.dumps(told))
     rows = [line for line in summary.render(tmp_path).splitlines() if line.startswith("| `")]
     assert rows[0].startswith("| `engine` | throughput on prompts that never repeat")
-    assert [row.split("`")[1] for row in rows] == ["engine"] * 5 + ["serve"] * 5 + ["copy"] * 5
+    assert [row.split("`")[1] for row in rows] == (
+        ["engine"] * 5 + ["serve"] * 5 + ["hooks"] * 4 + ["copy"] * 5
+    )
