@@ -8,7 +8,7 @@ the same reason blocks that the request used and another put on the host, which 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from kvoffload.core.host_pool import HostPool
@@ -27,12 +27,12 @@ class Holds:
         self._pool = pool
         self._block_tokens = [group.block_tokens for group in groups]
 
-    def add(self, record: RequestRecord, slot: SlotId) -> None:
-        """A request counts on a slot, deeper than those before it. One that has ended may not count on it any more."""
+    def add(self, record: RequestRecord, slots: Sequence[SlotId]) -> None:
+        """A request counts on slots, deeper than those before them. One that has ended may not count on them any more."""
         state = record.state
         if state < _FINISHING or (state is _FINISHING and not record.is_stuck):
-            self._pool.hold(slot)
-            record.held.append(slot)
+            self._pool.hold(slots)
+            record.held += slots
 
     def let_go(self, record: RequestRecord) -> None:
         """A request counts on no slot any longer; its deepest become evictable first."""

@@ -19,6 +19,7 @@ from kvoffload.model.ids import BlockKey, SlotId
 
 _CAN_HIT = (SlotState.READY, SlotState.PINNED)
 _READY, _PINNED = map(int, _CAN_HIT)  # comparing with an enum's member costs far more
+_DRAINING = int(SlotState.DRAINING)
 _ONLY_PINNED = bytes((_PINNED,))
 _ONLY_STEPS = {event: (bytes((before,)), int(after)) for (before, event), after in SLOT.items()}
 """For an event that one state alone allows, that state and the next."""
@@ -150,12 +151,14 @@ class HostPool:
         self._move_all(free, SlotEvent.UNPIN)
         self._order.add(self._not_held(free))
 
-    def hold(self, slot: SlotId) -> None:
-        """Keep a slot out of the eviction order while a running request counts on it."""
-        count = self._holds.get(slot, 0)
-        if count == 0 and self._states[slot] == _READY:
-            self._order.remove((slot,))
-        self._holds[slot] = count + 1
+    def hold(self, slots: Iterable[SlotId]) -> None:
+        """Keep slots out of the eviction order while a running request counts on them."""
+        holds, states = self._holds, self._states
+        for slot in slots:
+            count = holds.get(slot, 0)
+            if count == 0 and states[slot] == _READY:
+                self._order.remove((slot,))
+            holds[slot] = count + 1
 
     def unhold(self, slots: Iterable[SlotId]) -> None:
         """Undo one `hold` of each. The caller names a request's slots deepest first."""
@@ -193,9 +196,9 @@ class HostPool:
 
     def drained(self, slots: Iterable[SlotId]) -> None:
         """Nothing touches these slots any more: those that are DRAINING are empty."""
-        states, draining = self._states, SlotState.DRAINING
+        states = self._states
         for slot in slots:
-            if states[slot] == draining:
+            if states[slot] == _DRAINING:
                 self._move(slot, SlotEvent.DRAIN)
                 self._empty((slot,))
 

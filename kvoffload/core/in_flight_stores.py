@@ -26,9 +26,10 @@ class InFlightStores:
 
     def accepted(self, job: JobId, offers: Iterable[Offer]) -> None:
         """A job took these offers."""
+        blocks, keys = self._blocks, self._keys
         for offer in offers:
-            self._blocks[offer.block] = job
-            self._keys[offer.key] = job
+            blocks[offer.block] = job
+            keys[offer.key] = job
 
     def wait(self, offer: Offer) -> None:
         """Another block with the same key is on its way: this offer is settled by how that ends."""
@@ -37,16 +38,18 @@ class InFlightStores:
     def settled(self, keys: Iterable[BlockKey]) -> list[Offer]:
         """The outcome for these keys is known: let the keys go and return who waited."""
         waited: list[Offer] = []
+        in_flight, waiting = self._keys, self._waiting
         for key in keys:
-            del self._keys[key]
-            if key in self._waiting:
-                waited += self._waiting.pop(key)
+            del in_flight[key]
+            if waiting and key in waiting:
+                waited += waiting.pop(key)
         return waited
 
     def ended(self, blocks: Iterable[DeviceBlockId]) -> None:
         """The last copy on these blocks has ended."""
+        in_flight = self._blocks
         for block in blocks:
-            del self._blocks[block]
+            del in_flight[block]
 
     def waiting(self) -> Mapping[BlockKey, list[Offer]]:
         """Return who waits, by key. Reads only."""

@@ -55,8 +55,12 @@ class Intake:
 
     def on_step(self, fact: StepScheduled) -> None:
         """Blocks were handed out, tables grew, tokens were confirmed. Preempted requests were told before."""
-        state = self._state
         self._newly_allocated.clear()
+        if fact.progress or fact.handed_out:  # most steps have neither
+            self._take_in(fact)
+
+    def _take_in(self, fact: StepScheduled) -> None:
+        state = self._state
         # All ids are struck before any is recorded.
         grown = [block for progress in fact.progress for blocks in progress.new_blocks for block in blocks]
         if grown or fact.handed_out:

@@ -72,6 +72,8 @@ class Jobs:
         self._counts = {(direction, state): 0 for direction in Direction for state in JobState}
         self.pending = 0
         """Jobs that are planned or submitted: abandoned ones are nothing that anyone waits for."""
+        self.planned = 0
+        """Jobs that are planned and not yet submitted: what the step's plan has."""
 
     def plan(self, direction: Direction, lease: Lease) -> Job:
         """Open a job. Changes this."""
@@ -79,6 +81,7 @@ class Jobs:
         self._next += 1
         self._open[job.job] = job
         self.pending += 1
+        self.planned += 1
         self._counts[direction, job.state] += 1
         return job
 
@@ -104,6 +107,7 @@ class Jobs:
     def move(self, job: Job, event: JobEvent) -> None:
         """Apply an event; a job whose last copy has ended leaves the table."""
         after = next_job_state(job.state, event)
+        self.planned -= job.state is JobState.PLANNED
         self.pending += (after is JobState.SUBMITTED) - (job.state is not JobState.ABANDONED)
         self._counts[job.direction, job.state] -= 1
         job.state = after

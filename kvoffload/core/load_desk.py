@@ -157,9 +157,9 @@ class LoadDesk:
         assert job.pins is not None, job
         record = self._state.requests.incarnation(*job.request)
         if record is not None:
-            for slot in job.slots:
-                if self._state.pool.state(slot) == SlotState.PINNED:
-                    self._state.holds.add(record, slot)
+            pool = self._state.pool
+            whole = [slot for slot in job.slots if pool.state(slot) == SlotState.PINNED]
+            self._state.holds.add(record, whole)
         job.pins.close()
         self._ended(job, LoadOutcome.LOADED)
         self._finish(*job.request, loaded=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, RequestId
@@ -20,3 +22,10 @@ class Offer(NamedTuple):
     incarnation: int = 0
     group: GroupId = GroupId(0)
     position: int = 0
+
+
+# Once a block: a named tuple's own call takes three times as long.
+offer_of: Callable[[tuple[BlockKey, DeviceBlockId, RequestId | None, int, GroupId, int]], Offer] = partial(
+    tuple.__new__, Offer
+)
+"""Make an offer of all its fields."""

@@ -28,7 +28,7 @@ from kvoffload.model.causes import EvictionCause, StoreOutcome
 from kvoffload.model.engine import Device, EngineShape
 from kvoffload.model.events import Event, OffloadingDegraded, ResetStarted
 from kvoffload.model.ids import BlockKey, RequestId, SlotId
-from kvoffload.model.transfer import TransferPlan
+from kvoffload.model.transfer import NOTHING, TransferPlan
 
 Handler = Callable[[Any], None]
 
@@ -64,8 +64,6 @@ class OffloadCore:
             (facts.BlocksAllocated, self._intake.on_allocated),
             (facts.BlocksAllocated, self._loads.on_allocated),
             (facts.BlocksAllocated, self._on_allocated),
-            (facts.StepScheduled, self._on_preempted),
-            (facts.StepScheduled, self._intake.on_step),
             (facts.StepScheduled, self._on_step),
             (facts.StatesHandedOff, self._on_states),
             (facts.RequestEnded, self._on_ending),
@@ -118,6 +116,8 @@ class OffloadCore:
 
     def plan(self) -> TransferPlan:
         """Return what the workers must copy or check, decided since the last call. Changes state: it counts as submitted."""
+        if not self.state.jobs.planned:
+            return NOTHING
         return TransferPlan(self._loads.submit(), self._stores.submit(), self._checks.submit())
 
     def take_results(self) -> LoadResults:
@@ -166,12 +166,6 @@ class OffloadCore:
         if record is not None and record.has_table:
             self._planner.allocated(record)
 
-    def _on_preempted(self, fact: facts.StepScheduled) -> None:
-        for request in fact.preempted:
-            # One that was preempted and given blocks again within a step is told only now.
-            if not self._intake.is_newly_allocated(request):
-                self._preempt(request)
-
     def _preempt(self, request: RequestId) -> None:
         record = self.state.requests.live(request)
         if record is not None and record.state is RequestState.RUNNING:
@@ -180,6 +174,12 @@ class OffloadCore:
             self._intake.preempted(record)
 
     def _on_step(self, fact: facts.StepScheduled) -> None:
+        """Preempted requests first: their blocks may have been handed out in this very step."""
+        for request in fact.preempted:
+            # One that was preempted and given blocks again within a step is told only now.
+            if not self._intake.is_newly_allocated(request):
+                self._preempt(request)
+        self._intake.on_step(fact)
         if self.state.degraded is None:
             self._stores.next_step()
             self._planner.step(fact)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kvoffload.core.offers import Offer
+from kvoffload.core.offers import Offer, offer_of
 from kvoffload.core.requests import RequestRecord
 from kvoffload.core.state import CoreState
 from kvoffload.core.states import RequestState
@@ -207,12 +207,13 @@ def _confirmed(state: CoreState, record: RequestRecord) -> list[Offer]:
 
     Blocks that a load brought are left out: the host has them.
     """
+    groups = state.shape.groups
     offers: list[Offer] = []
-    for group in state.shape.groups:
+    for group in groups:
         if group.kind is not _RECURRENT:
             offers += _confirmed_of(state, record, group)
-    if len(state.shape.groups) > 1:
-        tokens = [group.block_tokens for group in state.shape.groups]
+    if len(groups) > 1:
+        tokens = [group.block_tokens for group in groups]
         offers.sort(key=lambda offer: offer.position * tokens[offer.group])
     return offers
 
@@ -220,13 +221,17 @@ def _confirmed(state: CoreState, record: RequestRecord) -> list[Offer]:
 def _confirmed_of(state: CoreState, record: RequestRecord, group: GroupSpec) -> list[Offer]:
     table = state.tables.table(record.request)
     assert table is not None, record
-    blocks, keys, tokens = table[group.group], record.keys[group.group], group.block_tokens
-    first = record.offered[group.group]
+    number, tokens = group.group, group.block_tokens
+    blocks, keys = table[number], record.keys[number]
+    first = record.offered[number]
     last = min(record.confirmed_tokens // tokens, len(blocks), len(keys))
-    record.offered[group.group] = max(first, last)
+    if last <= first:
+        return []
+    record.offered[number] = last
+    request, incarnation = record.request, record.incarnation
     found, loaded = record.found_tokens // tokens, record.loaded_tokens // tokens
     return [
-        Offer(keys[position], blocks[position], record.request, record.incarnation, group.group, position)
+        offer_of((keys[position], blocks[position], request, incarnation, number, position))
         for position in range(first, last)
         # Behind the window of the device's own hit the engine never held a block.
         if position >= loaded or (position < found and blocks[position] != NULL_BLOCK)

@@ -13,7 +13,7 @@ from kvoffload.core.state import CoreState
 from kvoffload.core.states import JobEvent
 from kvoffload.model.causes import MissCause, StoreOutcome
 from kvoffload.model.events import StoreScheduled
-from kvoffload.model.ids import NULL_BLOCK, BlockKey
+from kvoffload.model.ids import NULL_BLOCK, BlockKey, RequestId, SlotId
 from kvoffload.model.transfer import Direction, TransferJob
 
 
@@ -169,8 +169,9 @@ class StoreDesk:
         job.blocks += blocks
         job.offers += offers
         state.stores.accepted(job.job, offers)
-        known = {None, *job.concerns}
-        for record in dict.fromkeys(map(self._book.record, offers)):
+        known = set(job.concerns)
+        for request, incarnation in dict.fromkeys([(offer.request, offer.incarnation) for offer in offers]):
+            record = state.requests.incarnation(request, incarnation) if request is not None else None
             if record is not None and record not in known:
                 job.concerns.append(record)
                 state.requests.job_opened(record)
@@ -180,12 +181,14 @@ class StoreDesk:
     def arrived(self, job: Job) -> None:
         """Every rank has copied: the blocks can hit. The deepest become evictable first."""
         state = self._state
-        records = {record.request: record for record in job.concerns}
+        slots: dict[tuple[RequestId | None, int], list[SlotId]] = {}
         for offer, slot in zip(job.offers, job.slots, strict=True):
-            record = records.get(offer.request) if offer.request is not None else None
-            if record is not None:
-                record.shares |= record.incarnation != offer.incarnation
-                state.holds.add(record, slot)
+            slots.setdefault((offer.request, offer.incarnation), []).append(slot)
+        records: dict[RequestId | None, RequestRecord] = {record.request: record for record in job.concerns}
+        for (request, incarnation), stored in slots.items():
+            if (record := records.get(request)) is not None:
+                record.shares |= record.incarnation != incarnation
+                state.holds.add(record, stored)
         state.pool.fill(job.slots[::-1])
         keys = [offer.key for offer in job.offers]
         state.misses.arrived(keys)

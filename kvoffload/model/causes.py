@@ -5,7 +5,13 @@ from __future__ import annotations
 from enum import Enum
 
 
-class MissCause(Enum):
+class Cause(Enum):
+    """Base of all: a member's hash is its identity's. `Enum`'s own is a call of Python, and members are keys of dicts."""
+
+    __hash__ = object.__hash__
+
+
+class MissCause(Cause):
     """Why a looked-up block did not hit. Exactly one a block; they sum to the missed blocks."""
 
     NEVER_SEEN = "never_seen"  # no block with this key was ever offered, or so long ago that it is forgotten
@@ -30,7 +36,7 @@ class MissCause(Enum):
     DEGRADED = "degraded"  # offloading was switched off by a broken law
 
 
-class StoreOutcome(Enum):
+class StoreOutcome(Cause):
     """What became of a computed block that was offered to the host. Exactly one an offer."""
 
     STORED = "stored"
@@ -49,7 +55,7 @@ class StoreOutcome(Enum):
     DEGRADED = "degraded"
 
 
-class LoadOutcome(Enum):
+class LoadOutcome(Cause):
     """How the load of a block ended."""
 
     LOADED = "loaded"
@@ -59,7 +65,7 @@ class LoadOutcome(Enum):
     CANCELLED = "cancelled"  # the request ended, or its hit was gone, before the copy was submitted
 
 
-class CopyOutcome(Enum):
+class CopyOutcome(Cause):
     """What one rank says of its part of a job."""
 
     DONE = "done"
@@ -67,7 +73,7 @@ class CopyOutcome(Enum):
     CORRUPT = "corrupt"
 
 
-class EvictionCause(Enum):
+class EvictionCause(Cause):
     """Why a block left the host."""
 
     SPACE = "space"
@@ -77,7 +83,7 @@ class EvictionCause(Enum):
     ABANDONED = "abandoned"
 
 
-class Found(Enum):
+class Found(Cause):
     """What a request's last lookup before its first token found of its prompt."""
 
     HOST = "host"  # whatever the device had too
@@ -85,7 +91,7 @@ class Found(Enum):
     NOTHING = "nothing"
 
 
-class PinDropCause(Enum):
+class PinDropCause(Cause):
     """Why pinned blocks were let go without a load."""
 
     LOOKED_UP_AGAIN = "looked_up_again"
@@ -95,7 +101,7 @@ class PinDropCause(Enum):
     RESET = "reset"
 
 
-class SurpriseCause(Enum):
+class SurpriseCause(Cause):
     """What an engine did that the contract does not foresee. Counted always, logged once, survived."""
 
     TOKENS_WITHOUT_PIN = "tokens_without_pin"
@@ -104,7 +110,7 @@ class SurpriseCause(Enum):
     UNKNOWN_JOB = "unknown_job"
 
 
-class DegradeCause(Enum):
+class DegradeCause(Cause):
     """Why offloading was switched off for good."""
 
     HANDLER_RAISED = "handler_raised"

@@ -16,6 +16,8 @@ class Direction(Enum):
     LOAD = "load"  # host to device
     CHECK = "check"  # neither: what lies on the host is read, before a load of it is promised
 
+    __hash__ = object.__hash__  # as that of a cause
+
 
 COPY_DIRECTIONS = (Direction.STORE, Direction.LOAD)
 """Those in which bytes move."""
@@ -57,6 +59,10 @@ class TransferPlan:
     @property
     def is_empty(self) -> bool:
         return not (self.loads or self.stores or self.checks)
+
+
+NOTHING = TransferPlan()
+"""What most steps have."""
 
 
 @dataclass(frozen=True, slots=True)

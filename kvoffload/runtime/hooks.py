@@ -31,7 +31,11 @@ class Stopwatch:
         self._began = self._now()
 
     def __exit__(self, *error: object) -> None:
-        self.add(self._now() - self._began)
+        # As in `add`: a call more would be a tenth of the shortest hooks.
+        if not self.calls:
+            self._ran.append(self)
+        self.calls += 1
+        self.seconds += self._now() - self._began
 
     def add(self, seconds: float) -> None:
         """Note a call that took so long."""

@@ -19,7 +19,7 @@ from kvoffload.model.config import AUTO, OffloadConfig
 from kvoffload.model.engine import Device, EngineShape
 from kvoffload.model.errors import EngineContractError
 from kvoffload.model.ids import BlockKey, RequestId
-from kvoffload.model.transfer import TransferPlan, TransferReport
+from kvoffload.model.transfer import NOTHING, TransferPlan, TransferReport
 from kvoffload.runtime.awaited_loads import AwaitedLoads
 from kvoffload.runtime.clocks import Clocks
 from kvoffload.runtime.conservation import Conservation
@@ -83,6 +83,7 @@ class SchedulerSide:
         self.journal = make_journal(config, self._clocks.unix, self._journal_failed)
         self.core = make_core(shape, policy_of(config, shape, merge_steps), device, self.journal)
         self._take_events = self.core.state.outbox.take
+        self._jobs = self.core.state.jobs
         self.bus = Bus()
         self.counters = Counters()
         self._hooks = HookTimes(self.counters, self._clocks.precise)
@@ -129,12 +130,13 @@ class SchedulerSide:
             now = self._clocks.monotonic()
             if self._first_tokens.admitted:
                 self._first_tokens.look()
-            for job in self._deadlines.overdue(now):
-                self._tell(facts.JobOverdue(job))
+            if self._deadlines.oldest is not None:
+                for job in self._deadlines.overdue(now):
+                    self._tell(facts.JobOverdue(job))
             if self._resets.draining:
                 self._resets.look()
             self.bus.publish(fact)
-            plan = self._plan(now)
+            plan = self._plan(now) if self._jobs.planned else NOTHING
             self._publish_events()
         self._hooks.step_ended()
         return plan
@@ -270,9 +272,8 @@ class SchedulerSide:
         if plan is None:
             # What the core counts as submitted no worker will ever see: it ends as overdue.
             self._deadlines.submitted((job.job for job in self.core.state.jobs.all()), now)
-            return TransferPlan()
-        if not plan.is_empty:
-            self._deadlines.submitted((job.job for job in plan.jobs), now)
+            return NOTHING
+        self._deadlines.submitted((job.job for job in plan.jobs), now)
         return plan
 
     def _ask(self, name: str, question: Callable[[], T], otherwise: T) -> T:

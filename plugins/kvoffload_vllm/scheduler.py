@@ -122,15 +122,17 @@ class VllmScheduler:
         for request in preempted:
             if (tracked := self._tracked.get(request)) is not None:
                 self._due.drop(tracked)
-        copied = _copy_targets(output)
+        copies = getattr(output, "kv_cache_block_copies", None)  # older versions have no such copies
+        copied = tuple(DeviceBlockId(copy.dst_block_id) for copy in copies) if copies else ()
         fact = facts.StepScheduled(self._step, self._progress(output), preempted, copied, *_tokens(output))
         self._step += 1
         plan = self.offload.step(fact)
         self._hear_results()
-        loading = self._loading(plan)
-        # A load is planned in the step that made it binding, or (offloading went off meanwhile) never.
-        self._failed += self._request_of.values()
-        self._request_of.clear()
+        loading = self._loading(plan) if plan.loads else {}
+        if self._request_of:
+            # A load is planned in the step that made it binding, or (offloading went off meanwhile) never.
+            self._failed += self._request_of.values()
+            self._request_of.clear()
         ended = tuple(self._loaded), tuple(self._failed), tuple(self._given_up)
         for told in (self._loaded, self._failed, self._given_up):
             told.clear()
@@ -187,14 +189,19 @@ class VllmScheduler:
                 news[request_id] = ()
             else:
                 self._due.put(tracked, max(lacking, 1))
-        progress = tuple(
-            self._progress_of(known, new_blocks)
-            for request_id, new_blocks in news.items()
-            if (known := self._tracked.get(request_id)) is not None
-        )
+        progress: tuple[facts.Progress, ...] = ()
+        if news:
+            known = self._tracked
+            progress = tuple(
+                [
+                    self._progress_of(known[request], blocks)
+                    for request, blocks in news.items()
+                    if request in known
+                ]
+            )
         if output.total_num_scheduled_tokens > len(scheduled):
             self._look_next_step(request_id for request_id, tokens in scheduled.items() if tokens > 1)
-        return tuple(progress)
+        return progress
 
     def _news_of(self, output: SchedulerOutput) -> dict[str, _Table]:
         """Return the requests of which vLLM itself tells something new, with the blocks that continue their tables."""
@@ -232,8 +239,6 @@ class VllmScheduler:
         return new_keys
 
     def _loading(self, plan: TransferPlan) -> dict[JobId, tuple[str, tuple[DeviceBlockId, ...]]]:
-        if not plan.loads:
-            return {}
         loading = {job.job: (self._request_of.pop(job.job), job.blocks) for job in plan.loads}
         self._submitted.update((request, job) for job, (request, _) in loading.items())
         return loading
@@ -284,11 +289,3 @@ def _tokens(output: SchedulerOutput) -> tuple[int, int]:
     if total > decoding:
         decoding = list(scheduled.values()).count(1)
     return total - decoding, decoding
-
-
-def _copy_targets(output: SchedulerOutput) -> tuple[DeviceBlockId, ...]:
-    """Return the blocks that vLLM copies others onto in this step; older versions have no such copies."""
-    copies = getattr(output, "kv_cache_block_copies", None)
-    if not copies:
-        return ()
-    return tuple(DeviceBlockId(copy.dst_block_id) for copy in copies)

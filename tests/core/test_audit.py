@@ -89,7 +89,7 @@ LAWS: dict[str, tuple[Callable[[Broken], object], str]] = {
         "the free slots are not the empty ones",
     ),
     "a pin too many": (lambda it: it.pool.pin((it.load.slots[0],)), "pins, 2 are owned"),
-    "a hold too many": (lambda it: it.pool.hold(it.load.slots[0]), "has 1 holds, 0 are owned"),
+    "a hold too many": (lambda it: it.pool.hold(it.load.slots[:1]), "has 1 holds, 0 are owned"),
     "an ended job in the table": (
         lambda it: setattr(it.load, "state", JobState.DONE),
         "is DONE but in the table of open ones",
@@ -100,6 +100,7 @@ LAWS: dict[str, tuple[Callable[[Broken], object], str]] = {
         "1 load jobs are SUBMITTED, another number is counted",
     ),
     "pending jobs": (lambda it: setattr(it.state.jobs, "pending", 7), "2 jobs are pending, 7 are counted"),
+    "planned jobs": (lambda it: setattr(it.state.jobs, "planned", 7), "0 jobs are planned, 7 are counted"),
     "a filling slot of no job": (
         lambda it: it.pool.reserve([BlockKey(b"x")]),
         "filling slots and open stores disagree",

@@ -176,8 +176,8 @@ def test_dooming_and_quarantining_say_whether_the_slot_could_hit(state: SlotStat
 def test_a_held_slot_leaves_the_pool_like_any_other(end: str, held: bool) -> None:
     pool, slot = pool_with(SlotState.READY)
     if held:
-        pool.hold(slot)
-        pool.hold(slot)
+        pool.hold([slot])
+        pool.hold([slot])
     if end == "forget_all":
         pool.forget_all()
     else:
@@ -191,7 +191,7 @@ def test_a_held_slot_leaves_the_pool_like_any_other(end: str, held: bool) -> Non
 
 def test_a_held_slot_can_be_pinned_and_comes_back_to_whoever_holds_it() -> None:
     pool, slot = pool_with(SlotState.READY)
-    pool.hold(slot)
+    pool.hold([slot])
     pool.pin((slot,)).close()
     assert list(pool._order) == []
     pool.unhold([slot])
@@ -205,7 +205,7 @@ def test_touching_moves_only_what_may_be_evicted() -> None:
     pool.fill((other,))
     assert pool.touch(slot)
     assert list(pool._order) == [other, slot]
-    pool.hold(slot)
+    pool.hold([slot])
     assert not pool.touch(slot)
     pool.pin((other,))
     assert not pool.touch(other)

@@ -89,8 +89,8 @@ MUTANTS: tuple[Mutant, ...] = (
     # Evictions.
     Mutant(8, _BOOK, "if offer.key not in record.restored:", "if True:"),
     Mutant(8, _BOOK, "self._again += again"),
-    Mutant(8, _STORES, "state.holds.add(record, slot)"),
-    Mutant(8, _LOADS, "self._state.holds.add(record, slot)"),
+    Mutant(8, _STORES, "state.holds.add(record, stored)"),
+    Mutant(8, _LOADS, "self._state.holds.add(record, whole)"),
     # Failed loads.
     Mutant(9, _LOADS, "record.load_failed = True"),
     Mutant(9, _LOOKUPS, "        if not unchecked:\n            return tokens\n", "        return tokens\n"),

@@ -28,8 +28,6 @@ HANDLERS = (
     "Intake.on_allocated",
     "LoadDesk.on_allocated",
     "OffloadCore._on_allocated",
-    "OffloadCore._on_preempted",
-    "Intake.on_step",
     "OffloadCore._on_step",
     "OffloadCore._on_ending",
     "Intake.on_ended",

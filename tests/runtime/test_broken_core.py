@@ -30,7 +30,7 @@ def test_switching_off_is_said_once_with_the_journals_tail(caplog: pytest.LogCap
     assert side.side.counters.snapshot().total("kvoffload_lookup_blocks_total") == 0
 
 
-@pytest.mark.parametrize("question", ["lookup", "plan", "take_results"])
+@pytest.mark.parametrize("question", ["lookup", "take_results"])
 def test_a_question_that_raises_is_answered_with_nothing(
     question: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -44,6 +44,21 @@ def test_a_question_that_raises_is_answered_with_nothing(
     assert side.side.take_results() == LoadResults()  # nobody waits for b
     assert side.side.gauges().degraded is DegradeCause.HANDLER_RAISED
     assert f"doing={question}" in caplog.text
+
+
+def test_a_plan_that_raises_is_empty(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    side = Side()
+    side.stored()
+    side.seen("a")
+    side.side.lookup(RequestId("a"), 0)
+    side.allocated("a", RELOAD)
+    monkeypatch.setattr(side.side.core, "plan", boom)
+    assert side.step().is_empty
+    assert side.side.take_results() == LoadResults(failed=[RequestId("a")])
+    assert side.side.gauges().degraded is DegradeCause.HANDLER_RAISED
+    assert "doing=plan" in caplog.text
 
 
 def test_what_a_broken_plan_had_submitted_ends_as_overdue(monkeypatch: pytest.MonkeyPatch) -> None:
