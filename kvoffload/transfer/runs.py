@@ -85,7 +85,8 @@ def geometry_of(layout: DeviceLayout, chunk_slots: int) -> Geometry:
 def merge_runs(geometry: Geometry, direction: Direction, slots: Numbers, blocks: Numbers) -> CopyRuns:
     """Return the copies of a job in which block `blocks[i]` and slot `slots[i]` are a pair; all must be in range."""
     slots, blocks = _sorted_by_block(slots, blocks)
-    chunks, places = np.divmod(slots, geometry.chunk_slots)
+    chunks = slots // geometry.chunk_slots
+    places = slots - chunks * geometry.chunk_slots  # `divmod` divides each number twice as long as both lines take
     first = _run_starts(slots, blocks, chunks)
     lengths = np.diff(first, append=len(slots))
     touching = geometry.device_stride == geometry.page
