@@ -18,7 +18,7 @@ WHEEL := $(CURDIR)/$(VENV)/wheel
 AGAINST_WHEEL := KVOFFLOAD_WHEEL=$(WHEEL) PYTHONPATH=$(WHEEL) PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE=1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast test-vllm check lint types imports size format tools vllm-versions bench-hooks bench-serve docs lock dashboards screenshot observe simulate soak deep explore mutants coverage wheel vllm-env vllm-demo kernel-env clean
+.PHONY: help venv demo test test-fast test-vllm check lint types imports size format tools vllm-versions bench-hooks bench-queue bench-serve docs lock dashboards screenshot observe simulate soak deep explore mutants coverage wheel vllm-env vllm-demo kernel-env clean
 .DELETE_ON_ERROR:
 
 help:  ## print the targets
@@ -79,6 +79,9 @@ tools:  ## install the distribution packages that some tests use (root on Debian
 
 bench-hooks: venv vllm-env  ## time in the scheduler's hooks on a stock vLLM, beside its own connector
 	PYTHONPATH=$(CURDIR) $(VLLM) -m kvoffload.cli bench hooks --peer tests.vllm_stock.peer $(ARGS)
+
+bench-queue: venv vllm-env  ## the same while 10,000 requests wait, beside vLLM's OffloadingConnector
+	PYTHONPATH=$(CURDIR) $(VLLM) -m kvoffload.cli bench queue $(ARGS)
 
 bench-serve: venv vllm-env  ## throughput and first tokens of a stock vLLM with offloading, beside its own connector
 	PYTHONPATH=$(CURDIR) $(VLLM) -m kvoffload.cli bench serve --peer tests.vllm_stock.peer $(ARGS)

@@ -18,6 +18,7 @@ _COPY_GOALS = {4: 0.6, 64: 0.9, 256: 0.9, 2048: 0.9}
 HOOKS_TARGET = 0.3
 """Of the peer's time, with many running requests."""
 _MANY = 128
+_FEW_WAITING = 10
 _PHASES = {
     "decode": "each decoding step",
     "prefill": "each step that admits requests",
@@ -40,6 +41,16 @@ def hooks(told: Told) -> Iterator[Line]:
                 f"at most {HOOKS_TARGET}x" * has_target,
                 middle <= HOOKS_TARGET if has_target else None,
             )
+
+
+def queue(told: Told) -> Iterator[Line]:
+    """Yield the lines of `bench queue`."""
+    for case in told["cases"]:
+        growth, is_ours = case["growth"], case["connector"] == "kvoffload"
+        whose = "" if is_ours else f"; {case['connector']}, for comparison"
+        what = f"scheduler's hooks per step with {case['waiting']:,} requests that wait, over {_FEW_WAITING}{whose}"
+        target, is_met = ("at most 1.1x", growth["median"] <= 1.1) if is_ours else ("", None)
+        yield what, _times(growth), target, is_met
 
 
 def engine(told: Told) -> Iterator[Line]:

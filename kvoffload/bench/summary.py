@@ -131,6 +131,7 @@ _ROWS: dict[str, Any] = {  # in README's order: what offloading costs where it c
     "engine": lambda told: starmap(Row, lines.engine(told)),
     "serve": lambda told: starmap(Row, lines.serve(told)),
     "hooks": lambda told: starmap(Row, lines.hooks(told)),
+    "queue": lambda told: starmap(Row, lines.queue(told)),
     "copy": lambda told: starmap(Row, lines.copy(told)),
     "scale": _scale,
     "convoy": _convoy,

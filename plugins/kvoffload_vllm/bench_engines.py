@@ -132,6 +132,37 @@ class Rider:
                 first.setdefault(output.request_id, now)
         return [first[name] for name in names], time.perf_counter() - begun
 
+    def abort(self, names: Sequence[str]) -> None:
+        """Ask for no more of these requests; those that have ended are left alone."""
+        self.llm.llm_engine.abort_request(list(names))
+
+    def follow(self, make: Callable[[Any, Any], Any], ended: Callable[[Any], Any]) -> None:
+        """Time a connector's scheduler side that follows this engine, which has no connector itself.
+
+        It hears of each request and plans in each step; what it finds and plans is not done.
+
+        Args:
+            make: makes it of vLLM's configuration and that of the KV cache.
+            ended: makes of a plan the workers' report that all in it has ended.
+        """
+        scheduler = self._scheduler
+        side = make(self.llm.llm_engine.vllm_config, scheduler.kv_cache_config)
+        build, update = self._timed(side.build_connector_meta), self._timed(side.update_connector_output)
+        add, schedule = scheduler.add_request, scheduler.schedule
+
+        def added(request: Any) -> None:
+            add(request)
+            side.on_new_request(request)
+            side.get_num_new_matched_tokens(request, 0)
+
+        def scheduled(*args: Any, **kwargs: Any) -> Any:
+            output = schedule(*args, **kwargs)
+            self._note(output)
+            update(ended(build(output)))
+            return output
+
+        scheduler.add_request, scheduler.schedule = added, scheduled
+
     def close(self) -> None:
         """End the engine."""
         self._place._KV_CONNECTOR_AGENT = self._worker_connector
@@ -145,13 +176,14 @@ class Rider:
         build = connector.build_connector_meta
 
         def noting(output: Any) -> Any:
-            self._requests, self._tokens = (
-                len(output.num_scheduled_tokens),
-                output.total_num_scheduled_tokens,
-            )
+            self._note(output)
             return build(output)
 
         connector.build_connector_meta = noting
+
+    def _note(self, output: Any) -> None:
+        self._requests = len(output.num_scheduled_tokens)
+        self._tokens = output.total_num_scheduled_tokens
 
     def _timed(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:

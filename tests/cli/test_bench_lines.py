@@ -49,6 +49,12 @@ HOOKS: dict[str, Any] = {
         )
     ],
 }
+QUEUE: dict[str, Any] = {
+    "cases": [
+        {"connector": connector, "waiting": 10_000, "growth": ratio(growth)}
+        for connector, growth in (("kvoffload", 1.1), ("OffloadingConnector", 12.0))
+    ]
+}
 COPY: dict[str, Any] = {
     "cases": [
         {"page_kib": page, "way": way, "threads": 1, "of_one_piece": ratio(speed)}
@@ -66,8 +72,14 @@ COPY: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     ("told", "make"),
-    [(ENGINE, lines.engine), (SERVE, lines.serve), (HOOKS, lines.hooks), (COPY, lines.copy)],
-    ids=["engine", "serve", "hooks", "copy"],
+    [
+        (ENGINE, lines.engine),
+        (SERVE, lines.serve),
+        (HOOKS, lines.hooks),
+        (QUEUE, lines.queue),
+        (COPY, lines.copy),
+    ],
+    ids=["engine", "serve", "hooks", "queue", "copy"],
 )
 def test_what_is_just_met_is_met(told: dict[str, Any], make: Make) -> None:
     assert {is_met for _, _, target, is_met in make(told) if target} == {True}
@@ -86,6 +98,7 @@ def test_what_is_just_met_is_met(told: dict[str, Any], make: Make) -> None:
         (SERVE, lines.serve, ("returning_turns", "times_sooner_than_peer", "median"), 0.99),
         (HOOKS, lines.hooks, ("cases", 0, "ratios"), [0.2, 0.31, 0.4]),
         (HOOKS, lines.hooks, ("cases", 3, "ratios"), [1.0]),
+        (QUEUE, lines.queue, ("cases", 0, "growth", "median"), 1.11),
         (COPY, lines.copy, ("cases", 1, "of_one_piece", "median"), 0.59),
         (COPY, lines.copy, ("cases", 4, "of_one_piece", "median"), 0.89),
         (COPY, lines.copy, ("load_behind_stores", "ratio", "median"), 1.21),
@@ -106,6 +119,12 @@ def test_what_is_just_missed_is_missed(
 def test_without_a_peer_nothing_is_said_of_hooks() -> None:
     alone = {"cases": [{**case, "ratios": []} for case in HOOKS["cases"]]}
     assert [*lines.hooks(alone)] == []
+
+
+def test_another_connectors_growth_has_no_target() -> None:
+    (*_, (what, found, target, is_met)) = lines.queue(QUEUE)
+    assert "10,000 requests that wait, over 10; OffloadingConnector" in what
+    assert (found.split("x")[0], target, is_met) == ("12.00", "", None)
 
 
 def test_the_cost_where_nothing_repeats_comes_first(tmp_path: Path) -> None:
