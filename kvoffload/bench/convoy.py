@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from kvoffload.bench.results import add_save_argument, headline, machine, save
+from kvoffload.bench import drawings
+from kvoffload.bench.output import add_output_arguments, check_output, give_out
+from kvoffload.bench.results import headline, machine
 from kvoffload.bench.spread import Spread
 from kvoffload.cli.exits import CommandError, Exit
 from kvoffload.cli.parser import positive
@@ -86,8 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=positive, default=6, help="measurements of each")
     parser.add_argument("--model", choices=_MODELS, default="tiny", help="of the reference engine")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    add_save_argument(parser)
+    add_output_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -100,11 +100,10 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(
             f"--prefix-tokens {args.prefix_tokens} is not a multiple of {_BLOCK_TOKENS}: the rest of a block is not shared"
         )
+    check_output(args)
     repeats = asyncio.run(measure(args.requests, args.prefix_tokens, args.repeats, args.model, args.seed))
     told = {"machine": machine(), "method": method(args), **summary(repeats, args)}
-    if args.save is not None:
-        save("convoy", told, args.save)
-    print(json.dumps(told, indent=1) if args.json else "\n".join(_table(told)))
+    give_out("convoy", told, args, _table(told), drawings.convoy)
     return Exit.OK
 
 

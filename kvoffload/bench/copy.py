@@ -9,19 +9,18 @@ random bytes, each byte of both sides, before it is timed.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvoffload.bench.output import add_output_arguments, check_output, give_out
 from kvoffload.bench.picture import Panel, picture
-from kvoffload.bench.results import add_save_argument, headline, machine, save
+from kvoffload.bench.results import headline, machine
 from kvoffload.bench.spread import Spread
 from kvoffload.cli.exits import CommandError, Exit
 from kvoffload.cli.parser import positive
-from kvoffload.cli.report.output import check_writable, write_page
 from kvoffload.model.transfer import Direction
 
 if TYPE_CHECKING:
@@ -91,9 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if it is there"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw the results into FILE, as SVG")
-    add_save_argument(parser)
+    add_output_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -112,8 +109,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure_and_print(args: argparse.Namespace) -> int:
-    if args.plot is not None:
-        check_writable(args.plot)  # now, not after minutes
+    check_output(args)
     device, note = find_device(args.device)
     about = machine("numpy")
     size = args.mib * 2**20
@@ -128,11 +124,7 @@ def _measure_and_print(args: argparse.Namespace) -> int:
         "cases": [case.to_plain() for case in cases],
         **lanes_told(device, size, args.repeats),
     }
-    if args.save is not None:
-        save("copy", told, args.save)
-    if args.plot is not None:
-        write_page(args.plot, draw(told, cases))
-    print(json.dumps(told, indent=1) if args.json else "\n".join(_table(told, cases)))
+    give_out("copy", told, args, _table(told, cases), lambda told: draw(told, cases))
     return Exit.OK
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
 from collections.abc import Iterator, Mapping
@@ -18,7 +17,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvoffload.bench.results import add_save_argument, headline, machine, save
+from kvoffload.bench import drawings
+from kvoffload.bench.output import add_output_arguments, check_output, give_out
+from kvoffload.bench.results import headline, machine
 from kvoffload.bench.spread import Spread
 from kvoffload.cli.demo.options import DemoOptions
 from kvoffload.cli.exits import Exit
@@ -65,8 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--conversations", type=positive, default=10, help="whose turns come back")
     parser.add_argument("--model", choices=("small", "tiny"), default="small", help="tiny: for a quick look")
     parser.add_argument("--seed", type=int, default=0, help="of the model and the prompts")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    add_save_argument(parser)
+    add_output_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -75,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         CommandError: the results cannot be written, or memory cannot be had.
     """
+    check_output(args)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded; the demo says why
     from kvoffload.bench.engine_steps import measure_steps
 
@@ -91,9 +92,7 @@ def run(args: argparse.Namespace) -> int:
         "step_time": steps.to_plain(),
         "returning_turns": returns.to_plain(),
     }
-    if args.save is not None:
-        save("engine", told, args.save)
-    print(json.dumps(told, indent=1) if args.json else "\n".join(_table(told, no_reuse, steps)))
+    give_out("engine", told, args, _table(told, no_reuse, steps), drawings.engine)
     return Exit.OK
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -72,11 +71,6 @@ def save(name: str, told: Mapping[str, object], folder: Path) -> Path:
     except OSError as error:
         raise CommandError(f"{target} cannot be written: {error.strerror or error}") from error
     return target
-
-
-def add_save_argument(parser: argparse.ArgumentParser) -> None:
-    """Add `--save DIR`, for `save`; `args.save` is a Path or None."""
-    parser.add_argument("--save", metavar="DIR", type=Path, help="write the results into DIR, as JSON, too")
 
 
 def headline(about: Mapping[str, object]) -> str:

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 
     from kvoffload.transfer.ports import Clock
 
-PIECE_BYTES = 8 * 2**20
-"""About 2 ms of copying: long beside what a piece costs, short beside a load."""
+PIECE_BYTES = 4 * 2**20
+"""About 1 ms of copying: long beside what a piece costs, short beside a load. With twice as much a load is 4 % faster
+alone, and 5 % slower behind stores."""
 
 _STUCK_S = 1.0  # a thread that takes so long for a piece of a store may never come back: another one goes on
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib.util
-import json
 import random
 import statistics
 import tempfile
@@ -21,7 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvoffload.bench.results import add_save_argument, headline, machine, save
+from kvoffload.bench import drawings
+from kvoffload.bench.output import add_output_arguments, check_output, give_out
+from kvoffload.bench.results import headline, machine
 from kvoffload.bench.spread import Spread
 from kvoffload.cli.exits import CommandError, Exit
 from kvoffload.cli.parser import positive
@@ -77,8 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--pairs", type=positive, default=7, help="measurements with few and with many")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    add_save_argument(parser)
+    add_output_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -89,12 +89,11 @@ def run(args: argparse.Namespace) -> int:
     """
     if importlib.util.find_spec("vllm") is None:
         raise CommandError("this bench runs on vLLM, which is not installed in this environment")
+    check_output(args)
     about = machine("vllm")
     cases = measure(args.waiting, args.pairs, args.seed)
     told = {"machine": about, "method": method(args), "cases": [case.to_plain() for case in cases]}
-    if args.save is not None:
-        save("queue", told, args.save)
-    print(json.dumps(told, indent=1) if args.json else "\n".join(_table(told, cases)))
+    give_out("queue", told, args, _table(told, cases), drawings.queue)
     return Exit.OK
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import random
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvoffload.bench.results import add_save_argument, headline, machine, save
+from kvoffload.bench import drawings
+from kvoffload.bench.output import add_output_arguments, check_output, give_out
+from kvoffload.bench.results import headline, machine
 from kvoffload.bench.spread import Spread
 from kvoffload.cli.exits import CommandError, Exit
 from kvoffload.cli.parser import positive
@@ -103,8 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--conversations", type=positive, default=12, help="whose turns come back")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
     add_peer_argument(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    add_save_argument(parser)
+    add_output_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -115,13 +115,12 @@ def run(args: argparse.Namespace) -> int:
     """
     if importlib.util.find_spec("vllm") is None:
         raise CommandError("this bench runs on vLLM, which is not installed in this environment")
+    check_output(args)
     about = machine("vllm")
     connectors, note = find_connectors(args.peer)
     measured = measure(connectors, args.pairs, args.conversations, args.seed)
     told = {"machine": about, "peer": note, "method": method(args), **measured.to_plain()}
-    if args.save is not None:
-        save("serve", told, args.save)
-    print(json.dumps(told, indent=1) if args.json else "\n".join(_table(told, measured)))
+    give_out("serve", told, args, _table(told, measured), drawings.serve)
     return Exit.OK
 
 

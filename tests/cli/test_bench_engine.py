@@ -17,7 +17,9 @@ SMALL = ["bench", "engine", "--model", "tiny", "--pairs", "1", "--repeats", "2",
 
 @pytest.mark.slow
 def test_every_part_is_measured_told_and_saved(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main([*SMALL, "--conversations", "2", "--json", "--save", str(tmp_path)]) == Exit.OK
+    plot, kept = tmp_path / "engine.svg", tmp_path / "kept"
+    options = ["--conversations", "2", "--json", "--plot", str(plot), "--save", str(kept)]
+    assert main([*SMALL, *options]) == Exit.OK
     told = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert told["no_reuse"]["pairs"] == 1
     assert told["no_reuse"]["with_over_without"]["median"] > 0
@@ -25,8 +27,9 @@ def test_every_part_is_measured_told_and_saved(capsys: pytest.CaptureFixture[str
     assert told["returning_turns"]["times_sooner"]["median"] > 0
     assert told["step_time"]["steps"] == 10
     assert told["step_time"]["copies_pending"]["median"] > 0
-    (saved,) = tmp_path.iterdir()
+    (saved,) = kept.iterdir()
     assert json.loads(saved.read_text())["step_time"] == told["step_time"]
+    assert "Offloading on the reference engine" in plot.read_text()
 
 
 @pytest.mark.slow

@@ -7,21 +7,19 @@ Four parts: idle requests, lookups, memory of slots, and growth over a stream of
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
-from kvoffload.bench.results import add_save_argument, machine, save
+from kvoffload.bench.output import add_output_arguments, check_output, give_out
+from kvoffload.bench.results import machine
 from kvoffload.bench.scale import growth, idle, lookups, memory
 from kvoffload.bench.scale.engineless import Speeds
 from kvoffload.bench.scale.picture import draw
 from kvoffload.bench.scale.table import table
 from kvoffload.cli.exits import CommandError, Exit
 from kvoffload.cli.parser import positive
-from kvoffload.cli.report.output import check_writable, write_page
 
 HELP = "the scheduler's side as requests and host slots grow, without an engine"
 
@@ -49,9 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--block-kib", type=positive, default=speeds.block_kib, help="of a simulated block")
     parser.add_argument("--step-ms", type=speed, default=speeds.step_ms, help="of a simulated engine's step")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw the results into FILE, as SVG")
-    add_save_argument(parser)
+    add_output_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,18 +58,13 @@ def run(args: argparse.Namespace) -> int:
     """
     if "growth" in args.parts and args.requests < growth.LEAST:
         raise CommandError(f"--requests {args.requests} is too few: at least {growth.LEAST}")
-    if args.plot is not None:
-        check_writable(args.plot)
+    check_output(args)
     told: Told = {"machine": machine(), "method": method(args)}
     for part in PARTS:
         if part in args.parts:
             say(f"measuring: {part}")
             told[part] = _MEASURES[part](args)
-    if args.plot is not None:
-        write_page(args.plot, draw(told))
-    if args.save is not None:
-        say(f"written: {save('scale', told, args.save)}")
-    print(json.dumps(told, indent=1) if args.json else "\n".join(table(told)))
+    give_out("scale", told, args, table(told), draw)
     return Exit.OK
 
 
