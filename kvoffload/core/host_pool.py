@@ -153,12 +153,11 @@ class HostPool:
 
     def hold(self, slots: Iterable[SlotId]) -> None:
         """Keep slots out of the eviction order while a running request counts on them."""
-        holds, states = self._holds, self._states
         for slot in slots:
-            count = holds.get(slot, 0)
-            if count == 0 and states[slot] == _READY:
+            count = self._holds.get(slot, 0)
+            if count == 0 and self._states[slot] == _READY:
                 self._order.remove((slot,))
-            holds[slot] = count + 1
+            self._holds[slot] = count + 1
 
     def unhold(self, slots: Iterable[SlotId]) -> None:
         """Undo one `hold` of each. The caller names a request's slots deepest first."""
@@ -196,11 +195,9 @@ class HostPool:
 
     def drained(self, slots: Iterable[SlotId]) -> None:
         """Nothing touches these slots any more: those that are DRAINING are empty."""
-        states = self._states
-        for slot in slots:
-            if states[slot] == _DRAINING:
-                self._move(slot, SlotEvent.DRAIN)
-                self._empty((slot,))
+        empty = [slot for slot in slots if self._states[slot] == _DRAINING]
+        self._move_all(empty, SlotEvent.DRAIN)
+        self._empty(empty)
 
     def quarantine(self, slot: SlotId) -> bool:
         """Never hand this slot out again; return whether it could hit until now."""
