@@ -22,21 +22,21 @@ from kvoffload.runtime.portal import DaemonExecutor
 from kvoffload.testing import ManualExecutor
 from kvoffload.transfer.arena import CHUNK_BYTES, Arena
 from kvoffload.transfer.clock import SystemClock
-from kvoffload.transfer.crossover import ENGINE_ONLY
 from kvoffload.transfer.cuda_copier import CudaCopier
 from kvoffload.transfer.factory import make_allocator, make_copier
 from kvoffload.transfer.layout import layout_of
 from kvoffload.transfer.ports import TicketState
 from kvoffload.transfer.runs import merge_runs
+from kvoffload.transfer.short_copies import ENGINE_ONLY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
-    from kvoffload.transfer.crossover import Limits
     from kvoffload.transfer.ports import Ticket
     from kvoffload.transfer.runs import Numbers
+    from kvoffload.transfer.short_copies import Limits
 
     Pages = NDArray[np.uint8]  # [regions, blocks or slots, page]
 

@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from statistics import median
 from threading import Lock
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
@@ -22,62 +22,29 @@ from kvoffload.logs import get_logger
 from kvoffload.model.errors import CopyError
 from kvoffload.model.transfer import COPY_DIRECTIONS, Direction
 from kvoffload.transfer.runs import CopyRuns
+from kvoffload.transfer.short_copies import ENGINE_ONLY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from numpy.typing import NDArray
 
-    from kvoffload.transfer.cuda_copier import CudaCopier, CudaDriver
-    from kvoffload.transfer.runs import Numbers
-
-    Limits = Mapping[Direction, int]
+    from kvoffload.transfer.cuda_copier import CudaCopier, CudaDriver, Scratch
+    from kvoffload.transfer.short_copies import Limits
 
 StreamT = TypeVar("StreamT")
 EventT = TypeVar("EventT")
 
 log = get_logger("transfer")
 
-ENGINE_ONLY: Limits = dict.fromkeys(COPY_DIRECTIONS, 0)
-"""Every copy goes through the copy engine."""
-
 SCRATCH_BYTES = 8 * 2**20
 _PIECES: tuple[int, ...] = tuple(2**power for power in range(11, 19))  # 2 KiB to 256 KiB
 _REPEATS = 5
 _WINS = 0.95  # of the engine's time: what is less is noise
-_FEWEST = 16  # short copies for which a kernel is worth its launch
-_ALIGNED = 16  # bytes of an address: others are slower than what was measured
 _PATIENCE_S = 10.0
 
 _known: dict[str, Limits] = {}
 _learning = Lock()
-
-
-class Scratch(Protocol):
-    """Memory of our own to measure on."""
-
-    @property
-    def device(self) -> int:
-        """Address of device memory, half as much as there is of the host's."""
-        ...
-
-    @property
-    def host(self) -> NDArray[np.uint8]:
-        """Pinned host memory, registered as the arena is."""
-        ...
-
-
-def split(runs: CopyRuns, below: int) -> tuple[CopyRuns, CopyRuns]:
-    """Return the runs for the kernel and those for the copy engine.
-
-    Args:
-        runs: of one batch.
-        below: bytes of a run from which the engine is as fast; 0 keeps all for the engine.
-    """
-    is_short = (runs.size < below) & ((runs.target | runs.source) % _ALIGNED == 0)
-    if int(is_short.sum()) < _FEWEST:
-        is_short[:] = False
-    return _some(runs, is_short), _some(runs, ~is_short)
 
 
 def learn(copier: CudaCopier[StreamT, EventT], device: str) -> None:
@@ -196,8 +163,3 @@ class _Trial(Generic[StreamT, EventT]):
         if direction is Direction.STORE:
             return CopyRuns(source=on_device, target=on_host, size=size)
         return CopyRuns(source=on_host, target=on_device, size=size)
-
-
-def _some(runs: CopyRuns, chosen: NDArray[np.bool_]) -> CopyRuns:
-    parts: tuple[Numbers, ...] = (runs.source[chosen], runs.target[chosen], runs.size[chosen])
-    return CopyRuns(*parts)

@@ -21,21 +21,38 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from kvoffload.logs import get_logger
 from kvoffload.model.transfer import Direction
-from kvoffload.transfer.crossover import ENGINE_ONLY, split
 from kvoffload.transfer.ports import TicketState
+from kvoffload.transfer.short_copies import ENGINE_ONLY, split
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
-    from kvoffload.transfer.crossover import Limits, Scratch
+    import numpy as np
+    from numpy.typing import NDArray
+
     from kvoffload.transfer.ports import Fence
     from kvoffload.transfer.runs import CopyRuns
+    from kvoffload.transfer.short_copies import Limits
 
 StreamT = TypeVar("StreamT")
 EventT = TypeVar("EventT")
 
 log = get_logger("transfer")
+
+
+class Scratch(Protocol):
+    """Memory of our own to measure on."""
+
+    @property
+    def device(self) -> int:
+        """Address of device memory, half as much as there is of the host's."""
+        ...
+
+    @property
+    def host(self) -> NDArray[np.uint8]:
+        """Pinned host memory, registered as the arena is."""
+        ...
 
 
 class CudaDriver(Protocol[StreamT, EventT]):

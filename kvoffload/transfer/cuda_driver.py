@@ -28,7 +28,7 @@ from kvoffload.transfer.cuda_scratch import lend_scratch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kvoffload.transfer.crossover import Scratch
+    from kvoffload.transfer.cuda_copier import Scratch
     from kvoffload.transfer.runs import CopyRuns
 
     Enqueue: TypeAlias = Callable[[Direction, CopyRuns, int], None]

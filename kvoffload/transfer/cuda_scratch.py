@@ -28,7 +28,7 @@ _kept: list[object] = []  # what a copy that did not end may still touch
 
 @dataclass(frozen=True, slots=True)
 class CudaScratch:
-    """Addresses of what is lent; `crossover.Scratch` says what they mean."""
+    """Addresses of what is lent; `cuda_copier.Scratch` says what they mean."""
 
     device: int
     host: NDArray[np.uint8]

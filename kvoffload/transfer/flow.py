@@ -19,12 +19,12 @@ from kvoffload.logs import get_logger
 from kvoffload.model.errors import CopyError
 from kvoffload.model.transfer import Direction
 from kvoffload.transfer.checksums import ChecksumTicket
-from kvoffload.transfer.jobs import JobLedger
+from kvoffload.transfer.jobs import JobLedger, Part
 from kvoffload.transfer.lanes import Batch, Lane
 from kvoffload.transfer.runs import merge_runs
 from kvoffload.transfer.statistics import TransferStatistics
 from kvoffload.transfer.store_bound import StoreBound
-from kvoffload.transfer.store_queue import Part, StoreQueue
+from kvoffload.transfer.store_queue import StoreQueue
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

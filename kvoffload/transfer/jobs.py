@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -79,6 +79,14 @@ class OpenJob:
         if is_copy:
             _check_range("block", targets, blocks)
         self.slots, self.blocks = slots, targets
+
+
+class Part(NamedTuple):
+    """Pairs `start` up to but not including `end` of a job; both threads of a pump make them."""
+
+    job: OpenJob
+    start: int
+    end: int
 
 
 def _numbers(ids: Sequence[int]) -> Numbers:

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvoffload.model.transfer import Direction
+    from kvoffload.transfer.jobs import Part
     from kvoffload.transfer.ports import Ticket
-    from kvoffload.transfer.store_queue import Part
 
 log = get_logger("transfer")
 

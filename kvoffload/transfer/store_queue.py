@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+from kvoffload.transfer.jobs import Part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from kvoffload.transfer.jobs import OpenJob
     from kvoffload.transfer.store_bound import StoreBound
-
-
-class Part(NamedTuple):
-    """Pairs `start` up to but not including `end` of a job; both threads of a pump make them."""
-
-    job: OpenJob
-    start: int
-    end: int
 
 
 class StoreQueue:

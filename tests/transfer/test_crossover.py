@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from kvoffload.model.transfer import Direction
 from kvoffload.testing.logs import capture_logs
 from kvoffload.transfer import crossover
-from kvoffload.transfer.crossover import ENGINE_ONLY, learn, split
+from kvoffload.transfer.crossover import learn
 from kvoffload.transfer.cuda_copier import CudaCopier
 from kvoffload.transfer.host_copier import copy_by_memmove
 from kvoffload.transfer.ports import TicketState
 from kvoffload.transfer.runs import CopyRuns
+from kvoffload.transfer.short_copies import ENGINE_ONLY, split
 from tests.transfer.fake_cuda import FakeCuda, Stream
 
 KIB = 1024

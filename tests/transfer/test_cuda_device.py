@@ -14,12 +14,13 @@ from kvoffload.testing import ManualExecutor
 from kvoffload.testing.logs import capture_logs
 from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.clock import SystemClock
-from kvoffload.transfer.crossover import ENGINE_ONLY, SCRATCH_BYTES, learn, measure
+from kvoffload.transfer.crossover import SCRATCH_BYTES, learn, measure
 from kvoffload.transfer.cuda_copier import CudaCopier
 from kvoffload.transfer.factory import make_allocator, make_copier
 from kvoffload.transfer.layout import layout_of
 from kvoffload.transfer.ports import Ticket, TicketState
 from kvoffload.transfer.runs import CopyRuns, merge_runs
+from kvoffload.transfer.short_copies import ENGINE_ONLY
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:TRITON_")]  # of its own defaults
 
