@@ -27,7 +27,7 @@ from kvoffload.cli.parser import positive
 
 if TYPE_CHECKING:
     from kvoffload.bench.engine_steps import Steps
-    from kvoffload.bench.no_reuse import NoReuse
+    from kvoffload.cli.demo.no_reuse import NoReuse
 
 HELP = "throughput, step time and time to first token of the reference engine, with offloading and without"
 
@@ -111,8 +111,8 @@ def demo_options(args: argparse.Namespace) -> DemoOptions:
 
 async def measure_no_reuse(options: DemoOptions, pairs: int) -> NoReuse:
     """Measure prompts that never repeat."""
-    from kvoffload.bench.no_reuse import NoReuseSettings, measure
     from kvoffload.cli.demo.engines import open_engines
+    from kvoffload.cli.demo.no_reuse import NoReuseSettings, measure
 
     settings = NoReuseSettings(
         pairs=pairs,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Self
 
-from kvoffload.bench.intervals import median_interval
+from kvoffload.cli.demo.intervals import median_interval
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvoffload.bench.intervals import median_interval
 from kvoffload.bench.results import headline, machine
+from kvoffload.cli.demo.intervals import median_interval
 from kvoffload.cli.exits import Exit
 from kvoffload.cli.parser import positive
 from kvoffload.model.transfer import COPY_DIRECTIONS, Direction

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from kvoffload.bench.intervals import median_interval
-from kvoffload.bench.no_reuse import NoReuse, Pair
+from kvoffload.cli.demo.intervals import median_interval
+from kvoffload.cli.demo.no_reuse import NoReuse, Pair
 from kvoffload.cli.demo.table import render_no_reuse
 from kvoffload.cli.exits import Exit
 from kvoffload.cli.main import main

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from kvoffload.bench.intervals import median_interval
-from kvoffload.bench.no_reuse import NoReuse, NoReuseSettings, measure
+from kvoffload.cli.demo.intervals import median_interval
+from kvoffload.cli.demo.no_reuse import NoReuse, NoReuseSettings, measure
 from kvoffload.engine import Engine, EngineConfig
 from kvoffload.model.config import OffloadConfig
 from kvoffload.runtime import scheduler_side

@@ -10,13 +10,13 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
-from kvoffload.bench.no_reuse import NoReuse, NoReuseSettings, measure
 from kvoffload.cli.demo.audit import audit_engine, audit_offloading
 from kvoffload.cli.demo.compare import compare
 from kvoffload.cli.demo.conversations import Conversation, make_conversations
 from kvoffload.cli.demo.documents import Text, read_text
 from kvoffload.cli.demo.engines import Engines, kv_blocks, open_engines
 from kvoffload.cli.demo.metrics import MetricsPage
+from kvoffload.cli.demo.no_reuse import NoReuse, NoReuseSettings, measure
 from kvoffload.cli.demo.options import DemoOptions
 from kvoffload.cli.demo.play import Play, Player, idle, warm_up
 from kvoffload.cli.demo.report import demo_page

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from kvoffload.bench.no_reuse import NoReuse
+from kvoffload.cli.demo.no_reuse import NoReuse
 from kvoffload.cli.demo.results import (
     BenefitResult,
     DemoResult,

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from kvoffload.bench.intervals import median_interval
+from kvoffload.cli.demo.intervals import median_interval
 from kvoffload.engine import SamplingParams
 
 if TYPE_CHECKING:
