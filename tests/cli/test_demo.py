@@ -13,6 +13,8 @@ import pytest
 
 from kvoffload.cli.demo import play, session
 from kvoffload.cli.demo.audit import audit_engine
+from kvoffload.cli.demo.conversations import Conversation, make_conversations
+from kvoffload.cli.demo.options import DemoOptions
 from kvoffload.cli.demo.screen import Screen
 from kvoffload.cli.exits import Exit
 from kvoffload.cli.main import main
@@ -139,11 +141,19 @@ def test_people_get_a_table_and_nothing_on_standard_error(
     assert err == ""
 
 
-def test_the_seed_changes_who_says_what(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    one, other = (run_json([*small, "--seed", seed], capsys) for seed in ("1", "2"))
-    assert one["workload"]["seed"] != other["workload"]["seed"]
-    worst = [found["agreement"]["worst_logprob_difference"] for found in (one, other)]
-    assert worst[0] != worst[1]
+def test_the_seed_changes_who_says_what(
+    small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = []
+
+    def noting(text: bytes, options: DemoOptions) -> list[Conversation]:
+        said.append(make_conversations(text, options))
+        return said[-1]
+
+    monkeypatch.setattr(session, "make_conversations", noting)
+    seeds = [run_json([*small, "--seed", seed], capsys)["workload"]["seed"] for seed in ("1", "2", "1")]
+    assert seeds == [1, 2, 1]
+    assert said[0] == said[2] != said[1]
 
 
 def test_conversations_one_at_a_time(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
