@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from kvoffload.bench import drawings
-from kvoffload.bench.output import add_output_arguments, check_output, give_out
-from kvoffload.bench.results import headline, machine
+from kvoffload.bench.lines import CONVOY_TARGET
+from kvoffload.bench.output import add_output_arguments, check_output, give_out, heading
+from kvoffload.bench.results import machine
 from kvoffload.bench.spread import Spread
 from kvoffload.cli.exits import CommandError, Exit
 from kvoffload.cli.parser import positive
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 HELP = "many requests at once with one prefix that is on the host: how often it is loaded, and what they wait"
 
-TARGET = 1.1
 _PLUGIN = "kvoffload"
 _BLOCK_TOKENS = 16
 _TAIL_TOKENS, _ANSWER_TOKENS = 6, 4  # together under a block: what is stored is the prefix alone
@@ -245,20 +245,19 @@ def _waited_s(side: SchedulerSide) -> float:
 
 
 def _table(told: Mapping[str, Any]) -> Iterator[str]:
-    yield (
+    title = (
         f"{told['requests']} requests at once with one prefix of {told['prefix_tokens']:,} tokens, which is on the host "
         "and not on the device"
     )
-    yield f"  {headline(told['machine'])}"
-    yield f"  {told['method']}"
-    yield ""
+    yield from heading(title, told)
     loads = told["loads"]
-    verdict = "met" if loads["median"] <= TARGET else "missed"
+    verdict = "met" if loads["median"] <= CONVOY_TARGET else "missed"
     mib = told["loaded_bytes"]["one"] / 2**20
     form = "  {:<58}{}"
     yield form.format("bytes of one load", f"{mib:,.1f} MiB")
     yield form.format(
-        f"bytes loaded over those (target: at most {TARGET:g})", f"{_cell(loads, '{:.2f}x')}  {verdict}"
+        f"bytes loaded over those (target: at most {CONVOY_TARGET:g})",
+        f"{_cell(loads, '{:.2f}x')}  {verdict}",
     )
     yield form.format("until one request alone has its first token", _cell(told["one_load_ms"], "{:,.0f} ms"))
     yield form.format("until the first of them has its first token", _cell(told["first_ms"], "{:,.0f} ms"))

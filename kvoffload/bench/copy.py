@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvoffload.bench.output import add_output_arguments, check_output, give_out
+from kvoffload.bench.output import add_output_arguments, check_output, give_out, heading
 from kvoffload.bench.picture import Panel, picture
 from kvoffload.bench.results import headline, machine
 from kvoffload.bench.spread import Spread
@@ -249,13 +249,8 @@ def method(args: argparse.Namespace) -> str:
 
 
 def _table(told: Mapping[str, object], cases: Sequence[Case]) -> Iterator[str]:
-    about = told["machine"]
-    assert isinstance(about, dict)
-    yield "Copies of scattered blocks, their speed as a multiple of one large copy of the same bytes"
-    yield f"  {headline(about)}"
-    yield f"  {told['device']}; last-level cache {told['last_level_cache_mib']} MiB"
-    yield f"  {told['method']}"
-    yield ""
+    title = "Copies of scattered blocks, their speed as a multiple of one large copy of the same bytes"
+    yield from heading(title, told, f"{told['device']}; last-level cache {told['last_level_cache_mib']} MiB")
     form = "{:>9}  {:<14}{:>8}{:>12}{:>12}{:>22}"
     yield form.format("page", "way", "threads", "blocks", "one piece", "blocks / one piece")
     for case in cases:

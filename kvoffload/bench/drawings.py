@@ -6,12 +6,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
+from kvoffload.bench import lines
 from kvoffload.bench.picture import Panel, picture
 from kvoffload.bench.results import headline
 
 Told: TypeAlias = Mapping[str, Any]
-
-_PHASES = {"decode": "steps that decode", "prefill": "steps that admit requests", "all": "the whole workload"}
 
 
 def engine(told: Told) -> str:
@@ -50,21 +49,32 @@ def convoy(told: Told) -> str:
     }
     panels = [
         _medians("Until the first tokens are there", "milliseconds", times),
-        _medians("Bytes loaded", "times those of one load", {"all requests": told["loads"]}, 1.1),
+        _medians(
+            "Bytes loaded", "times those of one load", {"all requests": told["loads"]}, lines.CONVOY_TARGET
+        ),
     ]
     title = f"{told['requests']} requests with one prefix of {told['prefix_tokens']:,} tokens"
     return picture(title, _head(told), panels)
 
 
+def verify(told: Told) -> str:
+    """Draw what `bench verify` found."""
+    cases = told["cases"]
+    marks = [f"{case['block_kib']} KiB, {case['direction']}" for case in cases]
+    series = {mode: [case["ratios"][mode]["median"] for case in cases] for mode in cases[0]["ratios"]}
+    panel = Panel("Copies with checksums over copies without", "times", marks, series)
+    return picture("What checksums cost", _head(told), [panel])
+
+
 def hooks(told: Told) -> str:
     """Draw what `bench hooks` found."""
     panels = []
-    for phase, shown in _PHASES.items():
+    for phase, shown in lines.PHASES.items():
         cases = [case for case in told["cases"] if case["phase"] == phase]
         if cases:
             marks = [f"{case['attention']}, {case['running']} running" for case in cases]
             series = {name: [_microseconds(case, name) for case in cases] for name in cases[0]["repeats"]}
-            panels.append(Panel(f"In hooks per step: {shown}", "microseconds", marks, series))
+            panels.append(Panel(f"In hooks per step, {shown}", "microseconds", marks, series))
     return picture("Time in the scheduler's hooks", [*_head(told), f"peer: {told['peer']}"], panels)
 
 
@@ -75,7 +85,7 @@ def queue(told: Told) -> str:
     names = dict.fromkeys(case["connector"] for case in cases)
     panels = []
     for what, unit, field, target in (
-        ("Hooks per step, over those with few waiting", "times", "growth", 1.1),
+        ("Hooks per step, over those with few waiting", "times", "growth", lines.QUEUE_TARGET),
         ("Hooks per step", "microseconds", "many_us", None),
     ):
         series = {

@@ -18,8 +18,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvoffload.bench import drawings
-from kvoffload.bench.output import add_output_arguments, check_output, give_out
-from kvoffload.bench.results import headline, machine
+from kvoffload.bench.output import add_output_arguments, check_output, give_out, heading
+from kvoffload.bench.results import machine
 from kvoffload.bench.spread import Spread
 from kvoffload.cli.demo.options import DemoOptions
 from kvoffload.cli.exits import Exit
@@ -171,13 +171,9 @@ def method(args: argparse.Namespace) -> str:
 
 
 def _table(told: Mapping[str, object], no_reuse: NoReuse, steps: Steps) -> Iterator[str]:
-    about, returns = told["machine"], told["returning_turns"]
-    assert isinstance(about, dict)
+    returns = told["returning_turns"]
     assert isinstance(returns, dict)
-    yield f"Offloading on a whole engine: {told['engine']}"
-    yield f"  {headline(about)}"
-    yield f"  {told['method']}"
-    yield ""
+    yield from heading(f"Offloading on a whole engine: {told['engine']}", told)
     form = "{:<66}{:>26}"
     yield form.format(
         "throughput on prompts that never repeat, with over without",

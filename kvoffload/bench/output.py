@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvoffload.bench.results import save
+from kvoffload.bench.results import headline, save
 from kvoffload.cli.report.output import check_writable, write_page
 
 
@@ -28,6 +28,14 @@ def check_output(args: argparse.Namespace) -> None:
     """
     if args.plot is not None:
         check_writable(args.plot)
+
+
+def heading(title: str, told: Mapping[str, Any], *notes: str) -> Iterator[str]:
+    """Yield the head of a table: what it shows, on which machine, how it was measured, notes, and an empty line."""
+    yield title
+    for line in (headline(told["machine"]), told["method"], *notes):
+        yield f"  {line}"
+    yield ""
 
 
 def give_out(

@@ -8,7 +8,7 @@ from itertools import starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvoffload.bench import convoy, lines
+from kvoffload.bench import lines
 from kvoffload.bench.scale import idle, lookups, memory
 
 Told = Mapping[str, Any]
@@ -116,7 +116,7 @@ def _convoy(told: Told) -> Iterator[Row]:
     requests = f"{told['requests']} requests with one prefix of {told['prefix_tokens']:,} tokens"
     loads = told["loads"]
     what = f"{requests} on the host: bytes loaded over those of one load"
-    yield Row(what, times(loads), f"at most {convoy.TARGET:g}x", loads["median"] <= convoy.TARGET)
+    yield Row(what, times(loads), f"at most {lines.CONVOY_TARGET:g}x", loads["median"] <= lines.CONVOY_TARGET)
     yield Row("until all of them have their first token: how many times sooner", times(told["times_sooner"]))
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import math
 import statistics
 import time
@@ -20,7 +19,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvoffload.bench.results import headline, machine
+from kvoffload.bench import drawings
+from kvoffload.bench.output import add_output_arguments, check_output, give_out, heading
+from kvoffload.bench.results import machine
 from kvoffload.cli.demo.intervals import median_interval
 from kvoffload.cli.exits import Exit
 from kvoffload.cli.parser import positive
@@ -85,21 +86,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--mib", type=positive, default=64, help="copied in each repeat, in MiB")
     parser.add_argument("--repeats", type=positive, default=15, help="measurements of each setting")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add_output_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print."""
+    """Measure and print.
+
+    Raises:
+        CommandError: the results cannot be written.
+    """
+    check_output(args)
     cases = [
         case
         for block_kib in args.block_kib
         for case in measure(block_kib, args.mib * 2**20, args.repeats).values()
     ]
-    told = {"machine": machine("numpy", "xxhash"), "method": method(args)}
-    if args.json:
-        print(json.dumps({**told, "cases": [case.to_plain() for case in cases]}, indent=1))
-    else:
-        print("\n".join(_table(told, cases)))
+    told = {
+        "machine": machine("numpy", "xxhash"),
+        "method": method(args),
+        "cases": [case.to_plain() for case in cases],
+    }
+    give_out("verify", told, args, _table(told, cases), drawings.verify)
     return Exit.OK
 
 
@@ -156,12 +163,8 @@ def method(args: argparse.Namespace) -> str:
 
 
 def _table(told: Mapping[str, object], cases: Sequence[Case]) -> Iterator[str]:
-    about = told["machine"]
-    assert isinstance(about, dict)
-    yield "Copies of blocks in host memory with their checksums, time as a multiple of copies without"
-    yield f"  {headline(about)}"
-    yield f"  {told['method']}"
-    yield ""
+    title = "Copies of blocks in host memory with their checksums, time as a multiple of copies without"
+    yield from heading(title, told)
     form = "{:>9}  {:<10}{:>12}{:>24}{:>24}"
     yield form.format("block", "direction", "off", "sample", "full").rstrip()
     for case in cases:

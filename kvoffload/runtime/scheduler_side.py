@@ -83,7 +83,6 @@ class SchedulerSide:
         self.journal = make_journal(config, self._clocks.unix, self._journal_failed)
         self.core = make_core(shape, policy_of(config, shape, merge_steps), device, self.journal)
         self._take_events = self.core.state.outbox.take
-        self._jobs = self.core.state.jobs
         self.bus = Bus()
         self.counters = Counters()
         self._hooks = HookTimes(self.counters, self._clocks.precise)
@@ -130,13 +129,12 @@ class SchedulerSide:
             now = self._clocks.monotonic()
             if self._first_tokens.admitted:
                 self._first_tokens.look()
-            if self._deadlines.oldest is not None:
-                for job in self._deadlines.overdue(now):
-                    self._tell(facts.JobOverdue(job))
+            for job in self._deadlines.overdue(now):
+                self._tell(facts.JobOverdue(job))
             if self._resets.draining:
                 self._resets.look()
             self.bus.publish(fact)
-            plan = self._plan(now) if self._jobs.planned else NOTHING
+            plan = self._plan(now)
             self._publish_events()
         self._hooks.step_ended()
         return plan
@@ -273,7 +271,8 @@ class SchedulerSide:
             # What the core counts as submitted no worker will ever see: it ends as overdue.
             self._deadlines.submitted((job.job for job in self.core.state.jobs.all()), now)
             return NOTHING
-        self._deadlines.submitted((job.job for job in plan.jobs), now)
+        if plan is not NOTHING:
+            self._deadlines.submitted((job.job for job in plan.jobs), now)
         return plan
 
     def _ask(self, name: str, question: Callable[[], T], otherwise: T) -> T:

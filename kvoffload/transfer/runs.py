@@ -86,9 +86,7 @@ def merge_runs(geometry: Geometry, direction: Direction, slots: Numbers, blocks:
     """Return the copies of a job in which block `blocks[i]` and slot `slots[i]` are a pair; all must be in range."""
     slots, blocks = _sorted_by_block(slots, blocks)
     chunks = slots // geometry.chunk_slots
-    places = (
-        slots - chunks * geometry.chunk_slots
-    )  # `divmod` divides each number twice as long as both lines take
+    places = slots - chunks * geometry.chunk_slots  # `divmod` takes five times as long as both lines
     first = _run_starts(slots, blocks, chunks)
     lengths = np.diff(first, append=len(slots))
     touching = geometry.device_stride == geometry.page

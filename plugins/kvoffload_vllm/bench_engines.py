@@ -5,12 +5,15 @@ vLLM keeps the worker's connector in a variable of the process. Whoever takes a 
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from kvoffload.cli.exits import CommandError
 
 ENVIRONMENT: Mapping[str, str] = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # scheduler and worker in this process
@@ -194,6 +197,26 @@ class Rider:
                 self._spent_ns += time.perf_counter_ns() - began
 
         return timed
+
+
+def require_vllm() -> None:
+    """Say in one sentence that a bench cannot run here.
+
+    Raises:
+        CommandError: there is no vLLM.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise CommandError("this bench runs on vLLM, which is not installed in this environment")
+
+
+def kv_transfer(connector: str, **extra: object) -> dict[str, Any]:
+    """Return vLLM's settings for a connector, `extra` being the connector's own."""
+    return {
+        "kv_connector": connector,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
 
 
 def prepare_process(on_gpu: bool) -> None:

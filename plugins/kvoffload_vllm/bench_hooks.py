@@ -17,16 +17,22 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvoffload.bench import drawings
-from kvoffload.bench.output import add_output_arguments, check_output, give_out
-from kvoffload.bench.results import headline, machine
-from kvoffload.cli.exits import CommandError, Exit
+from kvoffload.bench.output import add_output_arguments, check_output, give_out, heading
+from kvoffload.bench.results import machine
+from kvoffload.cli.exits import Exit
 from kvoffload.cli.parser import positive
-
-if TYPE_CHECKING:
-    from kvoffload_vllm.bench_engines import Rider, Step
+from kvoffload_vllm.bench_engines import (
+    HOST_BYTES,
+    Rider,
+    Step,
+    kv_transfer,
+    prepare_process,
+    require_vllm,
+    write_checkpoint,
+)
 
 HELP = "time in the scheduler's hooks per step on a stock vLLM, beside vLLM's own connector"
 
@@ -129,8 +135,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         CommandError: there is no vLLM here, or the results cannot be written.
     """
-    if importlib.util.find_spec("vllm") is None:
-        raise CommandError("this bench runs on vLLM, which is not installed in this environment")
+    require_vllm()
     check_output(args)
     connectors, note = find_connectors(args.peer)
     cases = measure(connectors, args.models, args.running, args.repeats, args.tokens, args.seed)
@@ -144,16 +149,14 @@ def find_connectors(peer: str | None) -> tuple[dict[str, dict[str, Any]], str]:
     """Return the connectors' settings by name, and a sentence on the peer. Sets the process up for vLLM."""
     import torch
 
-    from kvoffload_vllm.bench_engines import HOST_BYTES, prepare_process
-
     on_gpu = torch.cuda.is_available()
     prepare_process(on_gpu)
-    connectors: dict[str, dict[str, Any]] = {_OURS: _settings("KVOffloadConnector", host_bytes=HOST_BYTES)}
+    connectors: dict[str, dict[str, Any]] = {_OURS: kv_transfer("KVOffloadConnector", host_bytes=HOST_BYTES)}
     if peer is not None:
         connectors[_PEER] = importlib.import_module(peer).kv_transfer(HOST_BYTES)
         return connectors, f"SimpleCPUOffloadConnector, its copies replaced by {peer}"
     if on_gpu:
-        connectors[_PEER] = _settings("SimpleCPUOffloadConnector", cpu_bytes_to_use=HOST_BYTES)
+        connectors[_PEER] = kv_transfer("SimpleCPUOffloadConnector", cpu_bytes_to_use=HOST_BYTES)
         return connectors, "SimpleCPUOffloadConnector as vLLM ships it"
     return (
         connectors,
@@ -170,8 +173,6 @@ def measure(
     seed: int = 0,
 ) -> list[Case]:
     """Measure every model with every number of running requests; `find_connectors` comes first."""
-    from kvoffload_vllm.bench_engines import Rider, write_checkpoint
-
     cases: list[Case] = []
     with tempfile.TemporaryDirectory() as folder:
         for model in models:
@@ -233,13 +234,8 @@ def _ride(riders: Sequence[Rider], prompts: Sequence[Sequence[int]], tokens: int
 
 
 def _table(told: Mapping[str, object], cases: Sequence[Case]) -> Iterator[str]:
-    about = told["machine"]
-    assert isinstance(about, dict)
-    yield "Time in the scheduler's hooks per step, microseconds"
-    yield f"  {headline(about)}"
-    yield f"  {told['method']}"
-    yield f"  {_PEER}: {told['peer']}"
-    yield ""
+    title = "Time in the scheduler's hooks per step, microseconds"
+    yield from heading(title, told, f"{_PEER}: {told['peer']}")
     form = "{:<16}{:>8}  {:<8}{:>26}{:>26}{:>22}"
     yield form.format("model", "running", "steps", _OURS, _PEER, "ratio").rstrip()
     for case in cases:
@@ -257,12 +253,3 @@ def _cell(case: Case, name: str) -> str:
 def _ratio(case: Case) -> str:
     ratios = case.ratios()
     return f"{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]" if ratios else "-"
-
-
-def _settings(connector: str, **extra: object) -> dict[str, Any]:
-    return {
-        "kv_connector": connector,
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": extra,
-    }

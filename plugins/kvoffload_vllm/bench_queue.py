@@ -18,17 +18,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvoffload.bench import drawings
-from kvoffload.bench.output import add_output_arguments, check_output, give_out
-from kvoffload.bench.results import headline, machine
+from kvoffload.bench.output import add_output_arguments, check_output, give_out, heading
+from kvoffload.bench.results import machine
 from kvoffload.bench.spread import Spread
-from kvoffload.cli.exits import CommandError, Exit
+from kvoffload.cli.exits import Exit
 from kvoffload.cli.parser import positive
-
-if TYPE_CHECKING:
-    from kvoffload_vllm.bench_engines import Rider
+from kvoffload_vllm.bench_engines import (
+    HOST_BYTES,
+    Rider,
+    kv_transfer,
+    prepare_process,
+    require_vllm,
+    write_checkpoint,
+)
 
 HELP = "time in the scheduler's hooks per step while many requests wait, beside vLLM's OffloadingConnector"
 
@@ -87,12 +92,16 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         CommandError: there is no vLLM here, or the results cannot be written.
     """
-    if importlib.util.find_spec("vllm") is None:
-        raise CommandError("this bench runs on vLLM, which is not installed in this environment")
+    require_vllm()
     check_output(args)
     about = machine("vllm")
     cases = measure(args.waiting, args.pairs, args.seed)
-    told = {"machine": about, "method": method(args), "cases": [case.to_plain() for case in cases]}
+    told = {
+        "machine": about,
+        "method": method(args),
+        "few": FEW,
+        "cases": [case.to_plain() for case in cases],
+    }
     give_out("queue", told, args, _table(told, cases), drawings.queue)
     return Exit.OK
 
@@ -101,13 +110,11 @@ def measure(waiting: Sequence[int], pairs: int, seed: int = 0) -> list[Case]:
     """Measure both connectors with each number of waiting requests; the peer only where this vLLM has it."""
     import torch
 
-    from kvoffload_vllm.bench_engines import Rider, prepare_process, write_checkpoint
-
     prepare_process(torch.cuda.is_available())
     draw = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         checkpoint = write_checkpoint("gemma3", Path(folder))
-        riders = [Rider(_OURS, checkpoint, _settings("KVOffloadConnector", "host_bytes"), RUNNING)]
+        riders = [Rider(_OURS, checkpoint, kv_transfer("KVOffloadConnector", host_bytes=HOST_BYTES), RUNNING)]
         stack.callback(riders[0].close)
         if importlib.util.find_spec(_PEER_MODULE) is not None:
             riders.append(Rider(_PEER, checkpoint, None, RUNNING))
@@ -146,17 +153,6 @@ def _steps_us(rider: Rider, waiting: int, draw: random.Random) -> float:
     return statistics.fmean(took)
 
 
-def _settings(connector: str, size: str) -> dict[str, Any]:
-    from kvoffload_vllm.bench_engines import HOST_BYTES
-
-    return {
-        "kv_connector": connector,
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {size: HOST_BYTES},
-    }
-
-
 def _peers_side(vllm_config: Any, kv_cache_config: Any) -> Any:
     """Make the scheduler's side of vLLM's `OffloadingConnector` for an engine that does not have it."""
     from vllm.config import KVTransferConfig
@@ -165,7 +161,7 @@ def _peers_side(vllm_config: Any, kv_cache_config: Any) -> Any:
     from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
     config = copy.copy(vllm_config)
-    config.kv_transfer_config = KVTransferConfig(**_settings(_PEER, "cpu_bytes_to_use"))
+    config.kv_transfer_config = KVTransferConfig(**kv_transfer(_PEER, cpu_bytes_to_use=HOST_BYTES))
     spec = OffloadingSpecFactory.create_spec(build_offloading_config(config, kv_cache_config))
     return OffloadingConnectorScheduler(spec, config, kv_cache_config)
 
@@ -188,13 +184,9 @@ def method(args: argparse.Namespace) -> str:
 
 
 def _table(told: Mapping[str, object], cases: Sequence[Case]) -> Iterator[str]:
-    about = told["machine"]
-    assert isinstance(about, dict)
-    yield "Time in the scheduler's hooks per step while requests wait, microseconds"
-    yield f"  {headline(about)}"
-    yield f"  {told['method']}"
-    yield f"  {_PEER}: its scheduler's side alone, following an engine without a connector"
-    yield ""
+    title = "Time in the scheduler's hooks per step while requests wait, microseconds"
+    note = f"{_PEER}: its scheduler's side alone, following an engine without a connector"
+    yield from heading(title, told, note)
     form = "{:<22}{:>10}{:>16}{:>16}{:>24}"
     yield form.format("connector", "waiting", f"with {FEW}", "with these", "growth").rstrip()
     for case in cases:

@@ -11,25 +11,22 @@ whatever else the machine does meets all alike.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import random
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvoffload.bench import drawings
-from kvoffload.bench.output import add_output_arguments, check_output, give_out
-from kvoffload.bench.results import headline, machine
+from kvoffload.bench.output import add_output_arguments, check_output, give_out, heading
+from kvoffload.bench.results import machine
 from kvoffload.bench.spread import Spread
-from kvoffload.cli.exits import CommandError, Exit
+from kvoffload.cli.exits import Exit
 from kvoffload.cli.parser import positive
+from kvoffload_vllm.bench_engines import BLOCK, Rider, require_vllm, write_checkpoint
 from kvoffload_vllm.bench_hooks import add_peer_argument, find_connectors
-
-if TYPE_CHECKING:
-    from kvoffload_vllm.bench_engines import Rider
 
 HELP = "throughput and time to first token of a stock vLLM with offloading, beside vLLM's own connector"
 
@@ -113,8 +110,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         CommandError: there is no vLLM here, or the results cannot be written.
     """
-    if importlib.util.find_spec("vllm") is None:
-        raise CommandError("this bench runs on vLLM, which is not installed in this environment")
+    require_vllm()
     check_output(args)
     about = machine("vllm")
     connectors, note = find_connectors(args.peer)
@@ -128,8 +124,6 @@ def measure(
     connectors: Mapping[str, Mapping[str, Any]], pairs: int, conversations: int, seed: int = 0
 ) -> Measured:
     """Measure every connector and none; `find_connectors` comes first."""
-    from kvoffload_vllm.bench_engines import BLOCK, Rider, write_checkpoint
-
     longest = PROMPT_TOKENS + TURNS * TURN_TOKENS
     needed = conversations * (longest // BLOCK)
     blocks = max(needed // _CACHE_SHARE, AT_ONCE * (longest // BLOCK + 1)) + 1  # the null block is nobody's
@@ -190,13 +184,7 @@ def method(args: argparse.Namespace) -> str:
 
 
 def _table(told: Mapping[str, object], measured: Measured) -> Iterator[str]:
-    about = told["machine"]
-    assert isinstance(about, dict)
-    yield "Offloading on a stock vLLM"
-    yield f"  {headline(about)}"
-    yield f"  {told['method']}"
-    yield f"  {PEER}: {told['peer']}"
-    yield ""
+    yield from heading("Offloading on a stock vLLM", told, f"{PEER}: {told['peer']}")
     names = [name for name in measured.rates if name != PLAIN]
     form = "{:<62}" + "{:>24}" * len(names)
     yield form.format("", *names)

@@ -44,7 +44,7 @@ def flip(address: int) -> None:
 def test_the_table_has_each_page_way_and_number_of_threads(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--page-kib", "4", "64", "--repeats", "6"]) == Exit.OK
     told = capsys.readouterr().out.splitlines()
-    assert "there is no GPU here" in told[2] or "cuda" in told[1]
+    assert "there is no GPU here" in told[3] or "cuda" in told[1]
     rows = [line.split()[:4] for line in told[6:12]]
     expected = [("store", "1"), ("load", "1"), ("load", "2")]
     assert rows == [[page, "KiB", *case] for page in ("4", "64") for case in expected]

@@ -29,7 +29,7 @@ def texts(svg: str) -> list[str]:
         ("engine", ["With offloading over without it, times", "step, copies pending", "recomputed"]),
         ("serve", ["First token of returning turns, milliseconds", "plain", "kvoffload", "peer"]),
         ("convoy", ["50 requests with one prefix of 10,000 tokens", "all, recomputed"]),
-        ("hooks", ["In hooks per step: steps that decode, microseconds", "hybrid windows, 128 running"]),
+        ("hooks", ["In hooks per step, each decoding step, microseconds", "hybrid windows, 128 running"]),
     ],
 )
 def test_what_was_found_here_can_be_drawn(name: str, wanted: list[str]) -> None:

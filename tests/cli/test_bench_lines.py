@@ -50,10 +50,11 @@ HOOKS: dict[str, Any] = {
     ],
 }
 QUEUE: dict[str, Any] = {
+    "few": 10,
     "cases": [
         {"connector": connector, "waiting": 10_000, "growth": ratio(growth)}
         for connector, growth in (("kvoffload", 1.1), ("OffloadingConnector", 12.0))
-    ]
+    ],
 }
 COPY: dict[str, Any] = {
     "cases": [

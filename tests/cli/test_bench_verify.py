@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -20,8 +21,12 @@ def test_the_table_has_each_direction_and_setting(capsys: pytest.CaptureFixture[
     assert all(line.count("[") == 2 for line in told[-2:])
 
 
-def test_json_has_every_repeat_and_no_interval_of_too_few(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, "--repeats", "2", "--json"]) == 0
+def test_json_has_every_repeat_and_no_interval_of_too_few(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    plot = tmp_path / "verify.svg"
+    assert main([*SMALL, "--repeats", "2", "--json", "--plot", str(plot)]) == 0
+    assert "64 KiB, store" in plot.read_text()
     told = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert "xxhash" in told["machine"]
     for case in told["cases"]:
