@@ -148,21 +148,10 @@ class Portal:
         Raises:
             PortalClosed: after `close`.
         """
-        loop = self._running_loop()
-        coroutine = async_fn(*args, **kwargs)
-        try:
-            return asyncio.run_coroutine_threadsafe(coroutine, loop)
-        except RuntimeError as error:  # closed a moment ago, by another thread
-            coroutine.close()
-            raise PortalClosed(self.name) from error
-
-    def call_soon(self, fn: Callable[..., object], *args: object) -> None:
-        """Call `fn` on the loop's thread, soon, without waiting for it.
-
-        Raises:
-            PortalClosed: after `close`.
-        """
-        self._running_loop().call_soon_threadsafe(fn, *args)
+        self._leave_parent()
+        with self._lock:  # so that what got in before `close` is seen, and cancelled, by it
+            self._check_open()
+            return asyncio.run_coroutine_threadsafe(async_fn(*args, **kwargs), self._running_loop())
 
     def close(self, timeout: float = 10.0) -> bool:
         """Cancel what runs on the loop, wait for its end, and stop. Closing again does nothing.
@@ -175,12 +164,13 @@ class Portal:
         """
         self._leave_parent()
         with self._lock:
-            self._is_closed = True
+            is_first, self._is_closed = not self._is_closed, True
             started, executor = self._loop_thread, self._executor
         ended = True
-        if started is not None and started[1].is_alive():
+        if started is not None:
             loop, thread = started
-            asyncio.run_coroutine_threadsafe(_cancel_all(), loop).add_done_callback(lambda _: _stop(loop))
+            if is_first and thread.is_alive():  # twice, and the second would cancel the end of the first
+                asyncio.run_coroutine_threadsafe(_cancel_all(), loop).add_done_callback(lambda _: _stop(loop))
             if thread is not threading.current_thread():
                 thread.join(timeout)
             ended = not thread.is_alive()
@@ -189,15 +179,12 @@ class Portal:
         return ended
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
-        self._leave_parent()
-        with self._lock:
-            self._check_open()
-            if self._loop_thread is None:
-                loop = asyncio.new_event_loop()
-                thread = threading.Thread(target=_run, args=(loop,), name=self.name, daemon=True)
-                thread.start()
-                self._loop_thread = (loop, thread)
-            return self._loop_thread[0]
+        if self._loop_thread is None:
+            loop = asyncio.new_event_loop()
+            thread = threading.Thread(target=_run, args=(loop,), name=self.name, daemon=True)
+            thread.start()
+            self._loop_thread = (loop, thread)
+        return self._loop_thread[0]
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -63,12 +63,6 @@ def test_cancelling_the_future_cancels_the_coroutine(portal: Portal) -> None:
     ended.result(PATIENCE_S)
 
 
-def test_call_soon_runs_on_the_loop(portal: Portal) -> None:
-    name: Future[str] = Future()
-    portal.call_soon(lambda: name.set_result(threading.current_thread().name))
-    assert name.result(PATIENCE_S) == "test"
-
-
 def test_close_cancels_waits_and_is_final(portal: Portal) -> None:
     begun, ended = Future[None](), Future[None]()
     future = portal.spawn(forever, begun, ended)
@@ -80,11 +74,7 @@ def test_close_cancels_waits_and_is_final(portal: Portal) -> None:
         future.result(0)
     assert not portal.is_alive
     assert portal.close(PATIENCE_S)
-    for use in (
-        lambda: portal.spawn(thread_name, ""),
-        lambda: portal.call_soon(print),
-        lambda: portal.executor,
-    ):
+    for use in (lambda: portal.spawn(thread_name, ""), lambda: portal.executor):
         with pytest.raises(PortalClosed, match="portal 'test' is closed"):
             use()
     with pytest.raises(RuntimeError, match="shut down"):
@@ -124,9 +114,61 @@ def test_close_does_not_wait_for_ever(portal: Portal) -> None:
 
 def test_close_from_the_loop_itself(portal: Portal) -> None:
     closed: Future[bool] = Future()
-    portal.call_soon(lambda: closed.set_result(portal.close(PATIENCE_S)))
+
+    async def close() -> None:
+        closed.set_result(portal.close(PATIENCE_S))
+
+    portal.spawn(close)
     assert closed.result(PATIENCE_S) is False  # it cannot have ended while it answers
     assert portal.close(PATIENCE_S)
+
+
+def test_closing_again_leaves_the_first_close_its_time(portal: Portal) -> None:
+    begun, cleaning, cleaned = Future[None](), Future[None](), Future[None]()
+    may_end: Future[asyncio.Event] = Future()
+
+    async def slow() -> None:
+        ended = asyncio.Event()
+        may_end.set_result(ended)
+        try:
+            begun.set_result(None)
+            await asyncio.Event().wait()
+        finally:
+            cleaning.set_result(None)
+            await ended.wait()
+            cleaned.set_result(None)
+
+    portal.spawn(slow)
+    begun.result(PATIENCE_S)
+    assert not portal.close(0.0)
+    cleaning.result(PATIENCE_S)
+    loop = portal._loop_thread[0]  # type: ignore[index]  # it was started
+    assert not portal.close(0.0)
+    loop.call_soon_threadsafe(may_end.result(0).set)
+    assert portal.close(PATIENCE_S)
+    assert cleaned.done()
+    assert loop.is_closed()
+
+
+def test_what_got_in_before_close_ends_with_it(portal: Portal) -> None:
+    """Between asking for the loop and handing it a coroutine no close may come: nothing would ever run it."""
+    asked, closed = ThreadGate(), Future[bool]()
+
+    class Slow(Portal):
+        def _running_loop(self) -> asyncio.AbstractEventLoop:
+            loop = super()._running_loop()
+            asked.arrive()
+            return loop
+
+    slow = Slow("slow")
+    spawned: Future[Future[str]] = Future()
+    threading.Thread(target=lambda: spawned.set_result(slow.spawn(thread_name, "")), daemon=True).start()
+    asked.wait_for_arrivals(1)
+    threading.Thread(target=lambda: closed.set_result(slow.close(PATIENCE_S)), daemon=True).start()
+    assert slow._lock.locked()  # so that the close has to wait
+    asked.open()
+    assert closed.result(PATIENCE_S)
+    assert wait_for([spawned.result(PATIENCE_S)], PATIENCE_S).done
 
 
 def test_closing_what_was_never_used() -> None:
