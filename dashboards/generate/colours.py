@@ -27,7 +27,7 @@ COLOURS: dict[str, str] = {
     "store": BLUE, "load": GREEN, "store planned": "#c9d9ee", "store submitted": BLUE, "store abandoned": "#b02a2a",
     "load planned": "#cfe6c8", "load submitted": GREEN, "load abandoned": "#e2685a",
     "check": "#2e6e2a", "check planned": "#e3ead8", "check submitted": "#2e6e2a", "check abandoned": "#f2a499",
-    "store half": "#7fb3ea", "store 99 in 100": BLUE, "load half": "#8fce7f", "load 99 in 100": GREEN,
+    "room for stores": BLUE, "store half": "#7fb3ea", "store 99 in 100": BLUE, "load half": "#8fce7f", "load 99 in 100": GREEN,
     # the host's slots
     "empty": "#e4e4e4", "filling": "#7fb3ea", "ready": BLUE, "pinned": GREEN, "draining": "#a06bc9",
     "quarantined": RED, "capacity": "#333333", "space": ORANGE, "reset": "#a06bc9",

@@ -120,7 +120,7 @@ _LATENCY = Row(
             "see the heatmaps above for the shape behind these numbers.",
             units.SECONDS,
             _quantiles(_COPY),
-            width=6,
+            width=8,
         ),
         Panel(
             "Time in the queue",
@@ -128,7 +128,7 @@ _LATENCY = Row(
             "see the heatmaps above for the shape behind these numbers.",
             units.SECONDS,
             _quantiles(_QUEUE),
-            width=6,
+            width=8,
         ),
         Panel(
             "Open jobs",
@@ -138,7 +138,17 @@ _LATENCY = Row(
             units.JOBS,
             (_open_jobs(),),
             Kind.STACK,
-            width=6,
+            width=8,
+        ),
+        Panel(
+            "Room for stores",
+            "Bytes of stores that may be in flight, over the most that ever may; of the ranks the least.",
+            "under 100 % while stores give way: to loads, or to others on the same link. Where it stays low without loads, "
+            "someone else uses the link; stores declined with lease_limit are the price.",
+            units.SHARE,
+            (one(f"min({series('kvoffload_store_bound_ratio')})", "room for stores"),),
+            width=12,
+            maximum=1.0,
         ),
         Panel(
             "Jobs given up",
@@ -146,7 +156,7 @@ _LATENCY = Row(
             "any: a device or a driver hangs. In the runbook: KVOffloadJobsAbandoned.",
             units.EVENTS_PER_SECOND,
             (each("kvoffload_abandoned_jobs_total", "direction", SERIES),),
-            width=6,
+            width=12,
         ),
     ),
 )

@@ -9,6 +9,7 @@ from kvoffload.model.transfer import Direction
 from kvoffload.runtime.deadlines import JobDeadlines
 from kvoffload.runtime.pin_ages import PinAges
 from kvoffload.runtime.resets import Resets
+from kvoffload.runtime.store_shares import StoreShares
 from kvoffload.runtime.watchdog import Since
 from kvoffload.telemetry.gauges import GaugeSnapshot
 from kvoffload.telemetry.labels import JobLabel, SlotLabel
@@ -30,6 +31,7 @@ def read_gauges(
     pins: PinAges,
     deadlines: JobDeadlines,
     resets: Resets,
+    shares: StoreShares,
     benefit: NetBenefit,
 ) -> GaugeSnapshot:
     """Return the state now."""
@@ -46,6 +48,7 @@ def read_gauges(
         oldest_pin_s=_unix(pins.oldest),
         oldest_job_s=_unix(deadlines.oldest),
         reset_draining_jobs=resets.draining,
+        store_share=shares.least,
         degraded=state.degraded,
         dropped={name: feed.dropped for name, feed in bus.statistics().feeds},
         benefit=benefit.series(),

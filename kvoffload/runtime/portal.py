@@ -15,7 +15,7 @@ import os
 import threading
 from concurrent.futures import Executor, Future
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from kvoffload.model.errors import KVOffloadError
 
@@ -115,6 +115,9 @@ class Portal:
         self._lock = threading.Lock()
         self._loop_thread: tuple[asyncio.AbstractEventLoop, threading.Thread] | None = None
         self._executor: DaemonExecutor | None = None
+        self._running: set[Future[Any]] = (
+            set()
+        )  # a loop knows its tasks only weakly: one that sleeps could be collected
 
     @property
     def is_alive(self) -> bool:
@@ -151,7 +154,7 @@ class Portal:
         self._leave_parent()
         with self._lock:  # so that what got in before `close` is seen, and cancelled, by it
             self._check_open()
-            return asyncio.run_coroutine_threadsafe(async_fn(*args, **kwargs), self._running_loop())
+            return self._begin(async_fn(*args, **kwargs), self._started_loop())
 
     def close(self, timeout: float = 10.0) -> bool:
         """Cancel what runs on the loop, wait for its end, and stop. Closing again does nothing.
@@ -170,7 +173,7 @@ class Portal:
         if started is not None:
             loop, thread = started
             if is_first and thread.is_alive():  # twice, and the second would cancel the end of the first
-                asyncio.run_coroutine_threadsafe(_cancel_all(), loop).add_done_callback(lambda _: _stop(loop))
+                self._begin(_cancel_all(), loop).add_done_callback(lambda _: _stop(loop))
             if thread is not threading.current_thread():
                 thread.join(timeout)
             ended = not thread.is_alive()
@@ -178,7 +181,13 @@ class Portal:
             executor.shutdown(wait=False)
         return ended
 
-    def _running_loop(self) -> asyncio.AbstractEventLoop:
+    def _begin(self, coroutine: Coroutine[object, object, T], loop: asyncio.AbstractEventLoop) -> Future[T]:
+        future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+        self._running.add(future)
+        future.add_done_callback(self._running.discard)
+        return future
+
+    def _started_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop_thread is None:
             loop = asyncio.new_event_loop()
             thread = threading.Thread(target=_run, args=(loop,), name=self.name, daemon=True)
@@ -193,9 +202,10 @@ class Portal:
     def _leave_parent(self) -> None:
         """In a forked child, forget the parent's threads, and its lock, which may have been held at the fork."""
         if self._pid != os.getpid():
-            _FROM_PARENT.append((self._loop_thread, self._executor))
+            _FROM_PARENT.append((self._loop_thread, self._executor, self._running))
             self._pid, self._lock = os.getpid(), threading.Lock()
             self._loop_thread = self._executor = None
+            self._running = set()
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

@@ -32,6 +32,7 @@ from kvoffload.runtime.pin_ages import PinAges
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.recording import make_core, make_journal, policy_of
 from kvoffload.runtime.resets import Resets
+from kvoffload.runtime.store_shares import StoreShares
 from kvoffload.runtime.watchdog import Watchdog
 from kvoffload.telemetry.counters import Counters
 from kvoffload.telemetry.first_tokens import FirstTokens, HasToken
@@ -92,7 +93,7 @@ class SchedulerSide:
         self._conservation = Conservation(self.core, device, self.counters, self._tell)
         self._degradation = Degradation(self.journal, config.journal_path, now, timeout_s)
         self._pins = PinAges(self._clocks)
-        self._resets = Resets(self.core.state.jobs, self.bus.publish)
+        self._resets, self._shares = Resets(self.core.state.jobs, self.bus.publish), StoreShares()
         copying = partial(copies_under_way, self.core.state)
         self.benefit = NetBenefit(shape.alignment, shape.ranks, copying, now)
         self._first_tokens = FirstTokens(now)
@@ -242,7 +243,8 @@ class SchedulerSide:
 
     def gauges(self) -> GaugeSnapshot:
         """Return the state now. Reads single numbers only, so any thread may ask."""
-        return read_gauges(self.core.state, self.bus, self._pins, self._deadlines, self._resets, self.benefit)
+        watchers = self._pins, self._deadlines, self._resets, self._shares, self.benefit
+        return read_gauges(self.core.state, self.bus, *watchers)
 
     def close(self) -> None:
         """Stop the observers. Open jobs are the workers' to drain."""
@@ -255,7 +257,7 @@ class SchedulerSide:
         for fact, handler in self.core.handlers():
             self.bus.on(fact, handler)
         self.bus.on_state_error(lambda error, fact: self._core_raised(error, type(fact).__name__))
-        for watcher in (self.counters, self._pins, self.benefit, self._resets, self.journal):
+        for watcher in (self.counters, self._pins, self.benefit, self._resets, self._shares, self.journal):
             watcher.subscribe(self.bus)
         self._first_tokens.subscribe(self.bus)
         self._degradation.subscribe(self.bus, portal)

@@ -38,6 +38,7 @@ class GaugeSnapshot:
         oldest_pin_s: unix time of the oldest pin, 0 without one.
         oldest_job_s: unix time of the submission of the oldest job that was not given up, 0 without one.
         reset_draining_jobs: jobs of before the last reset that have not ended.
+        store_share: bytes of stores that the ranks let be in flight, over the most that they ever do; the least of them.
         degraded: why offloading is off, None while it is on.
         dropped: events dropped so far, by the name of the feed.
         benefit: the series of `NetBenefit`.
@@ -49,6 +50,7 @@ class GaugeSnapshot:
     oldest_pin_s: float = 0.0
     oldest_job_s: float = 0.0
     reset_draining_jobs: int = 0
+    store_share: float = 1.0
     degraded: DegradeCause | None = None
     dropped: Mapping[str, int] = field(default_factory=dict)
     benefit: Mapping[str, Mapping[Labels, float]] = field(default_factory=dict)
@@ -66,6 +68,7 @@ class GaugeSnapshot:
             "kvoffload_open_jobs": {(way, name): jobs for (way, name), jobs in self.open_jobs.items()},
             "kvoffload_oldest_pin_timestamp_seconds": {(): self.oldest_pin_s},
             "kvoffload_oldest_job_timestamp_seconds": {(): self.oldest_job_s},
+            "kvoffload_store_bound_ratio": {(): self.store_share},
             "kvoffload_reset_draining_jobs": {(): self.reset_draining_jobs},
             "kvoffload_degraded": {(self.degraded.value,): 1} if self.degraded else {},
             "kvoffload_bus_dropped_total": dropped,

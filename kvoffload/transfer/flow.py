@@ -92,6 +92,11 @@ class JobFlow:
         return bool(self._queue)
 
     @property
+    def store_share(self) -> float:
+        """The bound on bytes of submitted stores, over the most that it can be."""
+        return self._bound.share
+
+    @property
     def written_off(self) -> int:
         """Batches that were written off and have not ended."""
         copies = self._loads.written_off + self._stores.written_off

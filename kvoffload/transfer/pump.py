@@ -176,7 +176,7 @@ class TransferPump:
         if not reports and ready_slots == self._told_slots:
             return None
         self._told_slots = ready_slots
-        return TransferReport(self._rank, reports, ready_slots)
+        return TransferReport(self._rank, reports, ready_slots, self._flow.store_share)
 
     def coroutine_lost(self, reason: str) -> None:
         """Hear that `run` will never run again, because its loop or thread is gone.

@@ -46,6 +46,11 @@ class StoreBound:
         self._cut_at = -inf
         self._best: dict[int, float] = {}  # bytes a second, by the magnitude of the mean copy
 
+    @property
+    def share(self) -> float:
+        """What holds now, over the ceiling."""
+        return self.bytes / self._ceiling
+
     def batch_ended(self, batch: Batch, copy_s: float, now: float, *, is_load_pending: bool) -> None:
         """Hear that a batch of stores has ended well.
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvoffload.cli.doctor.startup import warn
 from kvoffload.model.causes import CopyOutcome
-from kvoffload.model.transfer import Direction, TransferReport
+from kvoffload.model.transfer import Direction
 from kvoffload_vllm.metadata import KVOffloadMetadata, KVOffloadWorkerMetadata
 
 if TYPE_CHECKING:
     from kvoffload.cli.doctor.check import Answer
     from kvoffload.model.ids import DeviceBlockId, JobId
+    from kvoffload.model.transfer import TransferReport
     from kvoffload.runtime.worker_side import WorkerSide
     from kvoffload.transfer.layout import DeviceLayout
 
@@ -130,5 +131,4 @@ class VllmWorker:
         if self._report is None:
             self._report = report
         else:
-            jobs = self._report.jobs + report.jobs
-            self._report = TransferReport(report.rank, jobs, report.ready_slots)
+            self._report = replace(report, jobs=self._report.jobs + report.jobs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import subprocess
 import sys
@@ -81,6 +82,17 @@ def test_close_cancels_waits_and_is_final(portal: Portal) -> None:
         executor.submit(print)
 
 
+def test_a_sleeping_coroutine_that_nobody_holds_is_not_collected(portal: Portal) -> None:
+    begun, ended = Future[None](), Future[None]()
+    portal.spawn(forever, begun, ended)
+    begun.result(PATIENCE_S)
+    portal.spawn(thread_name, "").result(PATIENCE_S)  # by now it sleeps
+    gc.collect()
+    assert not ended.done()
+    assert portal.close(PATIENCE_S)
+    assert ended.done()
+
+
 def test_close_waits_for_a_coroutine_that_cleans_up(portal: Portal) -> None:
     begun, cleaned = Future[None](), Future[None]()
 
@@ -155,8 +167,8 @@ def test_what_got_in_before_close_ends_with_it(portal: Portal) -> None:
     asked, closed = ThreadGate(), Future[bool]()
 
     class Slow(Portal):
-        def _running_loop(self) -> asyncio.AbstractEventLoop:
-            loop = super()._running_loop()
+        def _started_loop(self) -> asyncio.AbstractEventLoop:
+            loop = super()._started_loop()
             asked.arrive()
             return loop
 

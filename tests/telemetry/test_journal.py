@@ -121,7 +121,10 @@ def test_the_ring_keeps_the_last_messages() -> None:
             TransferReported(
                 TransferReport(Rank(0), (JobReport(JobId(1), Direction.LOAD, CopyOutcome.DONE, 1, 0, 0),), 5)
             ),
-            {"event": "TransferReported", "report": {"rank": 0, "jobs": 1, "ready_slots": 5}},
+            {
+                "event": "TransferReported",
+                "report": {"rank": 0, "jobs": 1, "ready_slots": 5, "store_share": 1.0},
+            },
         ),
         (JobOverdue(JobId(3)), {"event": "JobOverdue", "job": 3}),
         (

@@ -132,3 +132,19 @@ async def test_a_failed_batch_says_nothing_of_the_way() -> None:
         rig.copier.tickets[1].fail()
         await rig.clock.advance(0.01)
         assert rig.pump.statistics().store_bytes_bound == 8 * 96
+
+
+@pytest.mark.asyncio
+async def test_a_report_tells_how_far_stores_are_held_back() -> None:
+    """Of four blocks in flight two are left when a store has met a load."""
+    rig = Rig(blocks_in_flight=4)
+    async with running(rig):
+        rig.pump.submit_loads([load(0, [0], [0])])
+        rig.pump.submit_stores([store(1, [1], [1])])
+        await settled()
+        rig.copier.tickets[1].finish()
+        await rig.clock.advance(0.01)
+        report = rig.pump.take_report()
+        assert report is not None
+        assert ([part.job for part in report.jobs], report.store_share) == ([1], 0.5)
+        rig.copier.release()

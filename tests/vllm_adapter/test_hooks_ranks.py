@@ -110,6 +110,30 @@ def test_a_request_goes_on_when_the_last_rank_has_ended(
     assert ranks_told(after) == []
 
 
+def test_a_report_that_was_not_fetched_grows_and_tells_what_is_true_now() -> None:
+    from kvoffload_vllm.worker import VllmWorker
+
+    told = [
+        TransferReport(
+            Rank(0), (JobReport(JobId(1), Direction.STORE, CopyOutcome.DONE, 0, 0.0, 0.0),), 4, 0.5
+        ),
+        TransferReport(
+            Rank(0), (JobReport(JobId(2), Direction.STORE, CopyOutcome.DONE, 0, 0.0, 0.0),), 8, 0.75
+        ),
+    ]
+    copies = Copies(0)
+    copies.take_report = lambda: told.pop(0) if told else None  # type: ignore[method-assign]
+    worker = VllmWorker(copies, lambda: None, lambda _: ())  # type: ignore[arg-type]
+    for _ in range(3):
+        worker.take_received()
+    meta = worker.worker_metadata()
+    assert meta is not None
+    (report,) = meta.reports
+    assert [part.job for part in report.jobs] == [1, 2]
+    assert (report.ready_slots, report.store_share) == (8, 0.75)
+    assert worker.worker_metadata() is None
+
+
 def test_ranks_that_end_in_one_step_are_both_heard() -> None:
     workers = Workers()
     workers.step(**load())
