@@ -66,9 +66,8 @@ class LookupDesk:
     ) -> int | None:
         """Promise tokens when the slots that are now pinned for them were checked; else have that done."""
         state = self._state
-        state.checked.passed(
-            set(slots).difference(unchecked)
-        )  # also by a check for the hit that this one replaces
+        # Also by a check for the hit that this one replaces.
+        state.checked.passed(set(slots).difference(unchecked))
         if not unchecked:
             return tokens
         self._checks.begin(record, unchecked)

@@ -83,9 +83,8 @@ class StepFacts:
 
     step: int  # counts from 0
     progress: tuple[Progress, ...]
-    preempted: tuple[
-        str, ...
-    ]  # lost their blocks since the last plan; none of them was allocated again before this one
+    # Lost their blocks since the last plan; none of them was allocated again before this one.
+    preempted: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

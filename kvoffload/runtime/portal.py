@@ -115,9 +115,8 @@ class Portal:
         self._lock = threading.Lock()
         self._loop_thread: tuple[asyncio.AbstractEventLoop, threading.Thread] | None = None
         self._executor: DaemonExecutor | None = None
-        self._running: set[Future[Any]] = (
-            set()
-        )  # a loop knows its tasks only weakly: one that sleeps could be collected
+        # A loop knows its tasks only weakly: one that sleeps could be collected.
+        self._running: set[Future[Any]] = set()
 
     @property
     def is_alive(self) -> bool:

@@ -22,9 +22,8 @@ from kvoffload.telemetry.labels import Hook, LookupResult, subscriber_label
 from kvoffload.telemetry.snapshot import Distribution, Labels, Snapshot
 
 _ATTEMPTS = 1000  # copies of a snapshot; one is enough unless the counting thread was interrupted just then
-_KEPT = (
-    1 << 14
-)  # raw samples of one series that wait to be taken; whoever takes them does so many times a second
+# Raw samples of one series that wait to be taken; whoever takes them does so many times a second.
+_KEPT = 1 << 14
 _HOST = Tier.HOST.value
 _HIT = (LookupResult.HIT.value,)
 _MISS = (LookupResult.MISS.value,)
@@ -134,9 +133,8 @@ class Counters:
             if edition % 2 == 0 and edition == self._edition:
                 return copy
             time.sleep(0)  # lets the counting thread finish its event
-        return (
-            self._copy()
-        )  # the counting thread has stopped in the middle of an event; half of it is better than none
+        # The counting thread has stopped in the middle of an event; half of it is better than none.
+        return self._copy()
 
     def _copy(self) -> Snapshot:
         counts = {name: series.copy() for name, series in self._counts.items()}

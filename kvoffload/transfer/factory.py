@@ -36,9 +36,8 @@ def make_copier(layout: DeviceLayout, *, executor: Executor, clock: Clock) -> Co
         from kvoffload.transfer.cuda_driver import TorchCudaDriver
 
         copier = CudaCopier(TorchCudaDriver(layout.device))
-        executor.submit(
-            learn, copier, layout.device
-        )  # until it is done, everything goes through the copy engine
+        # Until it is done, everything goes through the copy engine.
+        executor.submit(learn, copier, layout.device)
         return copier
     from kvoffload.transfer.host_copier import HostCopier
 

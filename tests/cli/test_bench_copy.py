@@ -100,9 +100,8 @@ def test_a_byte_beside_the_blocks_is_found_too(broken: Callable[[Callable[[CopyR
     touched: list[int] = []
 
     def beside(runs: CopyRuns) -> None:
-        free = np.setdiff1d(
-            runs.target + PAGE, runs.target
-        )  # the page behind one that was written, itself not written
+        # The page behind one that was written, itself not written.
+        free = np.setdiff1d(runs.target + PAGE, runs.target)
         touched.append(int(free[0]))
         flip(touched[-1])
 

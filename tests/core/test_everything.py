@@ -322,6 +322,5 @@ def _has(index: Mapping[BlockKey, SlotId], text: str, group: GroupSpec, device: 
     )
 
 
-TestEverything = pytest.mark.timeout(3600)(
-    Everything.TestCase
-)  # as long as the deep profile's many examples take
+# As long as the deep profile's many examples take.
+TestEverything = pytest.mark.timeout(3600)(Everything.TestCase)

@@ -30,9 +30,8 @@ class Observed:
 
 @pytest.fixture(scope="module")
 def observed() -> Iterator[Observed]:
-    if (
-        shutil.which("prometheus") is None
-    ):  # before the mark is looked at, as this is made for the whole module
+    # Before the mark is looked at, as this is made for the whole module.
+    if shutil.which("prometheus") is None:
         pytest.skip("needs prometheus: make tools")
     with run_demo() as demo, run_prometheus([demo.address]) as prometheus:
         start = time.time()

@@ -56,10 +56,11 @@ def test_what_is_expected_is_what_the_arena_takes(pages: list[int], share: int) 
         (setup(10, ranks=2), 10),
         (setup(11, ranks=2), 10),  # the odd byte is nobody's
         (setup(10 * 4096, ranks=2, block_bytes=4096), 10 * 4096),
+        # Regions rounded, each rank.
         (
             setup(2 * 4096, ranks=2, block_bytes=3, page_bytes=(1, 1, 1)),
             4 * 4096,
-        ),  # regions rounded, each rank
+        ),
         (setup(2 * 4096, ranks=2, block_bytes=3, page_bytes=(1,)), 2 * 4096),  # one page is not all of them
         (Setup(config=None), None),
         (Setup(config=OffloadConfig(host_bytes_per_rank=5)), None),

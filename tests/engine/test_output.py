@@ -38,9 +38,8 @@ def test_a_reused_prefix_changes_nothing_but_the_work(kind: str) -> None:
     stream = engine.submit(tokens(40), SamplingParams(6))
     drain(engine)
     assert_same(taken(stream), first)
-    assert (
-        stream.stats.device_hit_tokens == 36
-    )  # the last block is computed again: there must be a token to compute
+    # The last block is computed again: there must be a token to compute.
+    assert stream.stats.device_hit_tokens == 36
     assert stream.stats.computed_tokens == 40 + 6 - 1 - 36
 
 

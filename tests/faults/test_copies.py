@@ -127,9 +127,8 @@ def test_an_end_that_comes_after_its_job_was_given_up(
             made.step(TIMEOUT_S / 4)
         assert made.engine.statistics().leased_blocks == 0
         assert made.offload.gauges().slots["quarantined"] == lost
-        assert (
-            made.counts().counts[f"kvoffload_{direction}_blocks_total"] == outcomes
-        )  # told once, as abandoned
+        # Told once, as abandoned.
+        assert made.counts().counts[f"kvoffload_{direction}_blocks_total"] == outcomes
         made.run(text(1, 30), 3)
         made.assert_clean()
     assert "job_abandoned" in caplog.text

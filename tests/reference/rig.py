@@ -28,11 +28,12 @@ if TYPE_CHECKING:
 
 BLOCK = 4
 KINDS = ("full", "sliding_window", "chunked_local")
+# Two of each group, so that two ranks have one each.
 LAYERS = {
     "full": 2,
     "sliding_window": 6,
     "chunked_local": 6,
-}  # two of each group, so that two ranks have one each
+}
 PLENTY = 2000  # host blocks
 TIMEOUT_S = 5.0
 TOLERANCE = 1e-3

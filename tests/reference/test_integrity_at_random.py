@@ -60,6 +60,5 @@ def test_output_is_the_same_while_host_memory_rots(kind: str, ranks: int) -> Non
         made.assert_outputs()
         corrupt, loaded = (made.count("load_blocks", outcome) for outcome in ("corrupt", "loaded"))
         assert corrupt > 0 < loaded
-        assert (
-            made.offload.gauges().slots["quarantined"] > 0
-        )  # less often than found: two loads may read one slot
+        # Less often than found: two loads may read one slot.
+        assert made.offload.gauges().slots["quarantined"] > 0

@@ -77,9 +77,8 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
     if limits is BY_KERNEL:
         pytest.importorskip("triton")
         gpu.copier.kernel_below = limits
-        gpu.copy(
-            Direction.LOAD, *pairs(9)
-        )  # compiles it: a test that watches the order must not wait for that
+        # Compiles it: a test that watches the order must not wait for that.
+        gpu.copy(Direction.LOAD, *pairs(9))
     gpu.copier.kernel_below = limits
     yield gpu
     assert gpu.copier.kernel_below is limits  # the kernel was not given up
@@ -88,9 +87,8 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
 
 def pairs(seed: int) -> tuple[np.ndarray, np.ndarray]:
     random = np.random.default_rng(seed)
-    slots = np.concatenate(
-        (np.arange(30, 50), random.permutation(30))
-    )  # some across a chunk's border, some scattered
+    # Some across a chunk's border, some scattered.
+    slots = np.concatenate((np.arange(30, 50), random.permutation(30)))
     return slots.astype(np.int64), np.arange(50, dtype=np.int64)
 
 

@@ -300,9 +300,8 @@ def corrupt_host(rig: Rig, position: int = 0) -> None:
     ready = [slot for slot in range(pool.capacity) if pool.state(SlotId(slot)) == SlotState.READY]
     for region in range(len(arena.layout.regions)):
         page = arena.page(ready[position], region)
-        page[:] = bytes([0x40, 0x41, 0x42, 0x3F]) * (
-            len(page) // 4
-        )  # numbers near 1, where KV is spread round 0
+        # Numbers near 1, where KV is spread round 0.
+        page[:] = bytes([0x40, 0x41, 0x42, 0x3F]) * (len(page) // 4)
 
 
 def same(told: Told, expected: Told) -> bool:

@@ -186,8 +186,7 @@ def test_a_killed_worker_takes_only_its_server_along(checkpoint: Path, tmp_path:
         with burst(doomed) as replies:
             os.kill(worker, signal.SIGKILL)
             doomed.process.wait(180)
-        assert any(
-            isinstance(reply.exception(), OSError) for reply in replies
-        )  # It was in the middle of them.
+        # It was in the middle of them.
+        assert any(isinstance(reply.exception(), OSError) for reply in replies)
         check_nothing_is_left(doomed, shared)
         check_log(doomed)

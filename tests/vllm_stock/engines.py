@@ -60,9 +60,8 @@ TWO_WORKERS: Mapping[
     "tensor_parallel_size": 2,
     "environment": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
 }
-TWO_STEPS: Mapping[str, str] = {
-    "VLLM_CPU_OPS_ASYNC_SCHEDULING": "1"
-}  # Environment for asynchronous scheduling.
+# Environment for asynchronous scheduling.
+TWO_STEPS: Mapping[str, str] = {"VLLM_CPU_OPS_ASYNC_SCHEDULING": "1"}
 
 
 @dataclass(frozen=True, slots=True)

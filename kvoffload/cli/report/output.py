@@ -37,9 +37,8 @@ def write_page(target: Path, text: str) -> None:
             file.write(text)
         mask = os.umask(0)
         os.umask(mask)
-        partial.chmod(
-            0o666 & ~mask
-        )  # counts, sizes and times, of no request by name: for whoever it is shown to
+        # Counts, sizes and times, of no request by name: for whoever it is shown to.
+        partial.chmod(0o666 & ~mask)
         complete(partial, target)
     except OSError as error:
         raise _refusal(target, error) from error
