@@ -125,6 +125,9 @@ def _jobs(state: CoreState) -> Iterator[str]:
     for direction, job_state in product(Direction, _OPEN):
         if found[direction, job_state] != state.jobs.count(direction, job_state):
             yield f"{found[direction, job_state]} {direction.value} jobs are {job_state.name}, another number is counted"
+    planned = sum(job.state is JobState.PLANNED for job in state.jobs.all())
+    if planned != state.jobs.planned:
+        yield f"{planned} jobs are planned, {state.jobs.planned} are counted"
     pending = sum(job.state is not JobState.ABANDONED for job in state.jobs.all())
     if pending != state.jobs.pending:
         yield f"{pending} jobs are pending, {state.jobs.pending} are counted"

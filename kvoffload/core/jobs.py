@@ -18,8 +18,6 @@ from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.ids import DeviceBlockId, JobId, Rank, RequestId, SlotId
 from kvoffload.model.transfer import Direction, TransferJob
 
-_PLANNED = tuple((direction, JobState.PLANNED) for direction in Direction)
-
 
 @dataclass(slots=True, eq=False)
 class Job:
@@ -74,6 +72,8 @@ class Jobs:
         self._counts = {(direction, state): 0 for direction in Direction for state in JobState}
         self.pending = 0
         """Jobs that are planned or submitted: abandoned ones are nothing that anyone waits for."""
+        self.planned = 0
+        """Jobs that are planned and not yet submitted: what the step's plan has. Counted apart, because every step asks."""
 
     def plan(self, direction: Direction, lease: Lease) -> Job:
         """Open a job. Changes this."""
@@ -81,6 +81,7 @@ class Jobs:
         self._next += 1
         self._open[job.job] = job
         self.pending += 1
+        self.planned += 1
         self._counts[direction, job.state] += 1
         return job
 
@@ -103,14 +104,10 @@ class Jobs:
         """Return how many open jobs of a direction are in a state."""
         return self._counts[direction, state]
 
-    @property
-    def has_planned(self) -> bool:
-        """Whether the step's plan has anything."""
-        return any(map(self._counts.__getitem__, _PLANNED))
-
     def move(self, job: Job, event: JobEvent) -> None:
         """Apply an event; a job whose last copy has ended leaves the table."""
         after = next_job_state(job.state, event)
+        self.planned -= job.state is JobState.PLANNED
         self.pending += (after is JobState.SUBMITTED) - (job.state is not JobState.ABANDONED)
         self._counts[job.direction, job.state] -= 1
         job.state = after

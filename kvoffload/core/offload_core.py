@@ -116,7 +116,7 @@ class OffloadCore:
 
     def plan(self) -> TransferPlan:
         """Return what the workers must copy or check, decided since the last call. Changes state: it counts as submitted."""
-        if not self.state.jobs.has_planned:
+        if not self.state.jobs.planned:
             return NOTHING
         return TransferPlan(self._loads.submit(), self._stores.submit(), self._checks.submit())
 

@@ -83,17 +83,17 @@ class SchedulerSide:
         self._spans = make_spans(config, shape, self._clocks.unix)
         self.journal = make_journal(config, self._clocks.unix, self._journal_failed)
         self.core = make_core(shape, policy_of(config, shape, merge_steps), device, self.journal)
-        self._take_events = self.core.state.outbox.take
+        self._take_events, self._jobs = self.core.state.outbox.take, self.core.state.jobs
         self.bus = Bus()
         self.counters = Counters()
         self._hooks = HookTimes(self.counters, self._clocks.precise)
-        self._deadlines = JobDeadlines(self._clocks, timeout_s, self.core.state.jobs.get)
+        self._deadlines = JobDeadlines(self._clocks, timeout_s, self._jobs.get)
         self._patience = Patience(timeout_s)
         self._awaited = AwaitedLoads(timeout_s)
         self._conservation = Conservation(self.core, device, self.counters, self._tell)
         self._degradation = Degradation(self.journal, config.journal_path, now, timeout_s)
         self._pins = PinAges(self._clocks)
-        self._resets, self._shares = Resets(self.core.state.jobs, self.bus.publish), StoreShares()
+        self._resets, self._shares = Resets(self._jobs, self.bus.publish), StoreShares()
         copying = partial(copies_under_way, self.core.state)
         self.benefit = NetBenefit(shape.alignment, shape.ranks, copying, now)
         self._first_tokens = FirstTokens(now)
@@ -130,12 +130,13 @@ class SchedulerSide:
             now = self._clocks.monotonic()
             if self._first_tokens.admitted:
                 self._first_tokens.look()
-            for job in self._deadlines.overdue(now):
-                self._tell(facts.JobOverdue(job))
+            if self._deadlines.oldest is not None:
+                for job in self._deadlines.overdue(now):
+                    self._tell(facts.JobOverdue(job))
             if self._resets.draining:
                 self._resets.look()
             self.bus.publish(fact)
-            plan = self._plan(now)
+            plan = self._plan(now) if self._jobs.planned else NOTHING
             self._publish_events()
         self._hooks.step_ended()
         return plan
@@ -167,7 +168,7 @@ class SchedulerSide:
         """Return the loads that ended since the last call; some end without a report."""
         results = self._awaited.heard(self._ask("take_results", self.core.take_results, LoadResults()))
         if self._awaited and self.core.state.degraded is not None:
-            open_loads = {job.request[0] for job in self.core.state.jobs.all() if job.request is not None}
+            open_loads = {job.request[0] for job in self._jobs.all() if job.request is not None}
             results.failed += self._awaited.give_up(open_loads, self._clocks.monotonic())
         return results
 
@@ -271,10 +272,9 @@ class SchedulerSide:
         plan = self._ask("plan", self.core.plan, None)
         if plan is None:
             # What the core counts as submitted no worker will ever see: it ends as overdue.
-            self._deadlines.submitted((job.job for job in self.core.state.jobs.all()), now)
+            self._deadlines.submitted((job.job for job in self._jobs.all()), now)
             return NOTHING
-        if plan is not NOTHING:
-            self._deadlines.submitted((job.job for job in plan.jobs), now)
+        self._deadlines.submitted((job.job for job in plan.jobs), now)
         return plan
 
     def _ask(self, name: str, question: Callable[[], T], otherwise: T) -> T:

@@ -100,6 +100,7 @@ LAWS: dict[str, tuple[Callable[[Broken], object], str]] = {
         "1 load jobs are SUBMITTED, another number is counted",
     ),
     "pending jobs": (lambda it: setattr(it.state.jobs, "pending", 7), "2 jobs are pending, 7 are counted"),
+    "planned jobs": (lambda it: setattr(it.state.jobs, "planned", 7), "0 jobs are planned, 7 are counted"),
     "a filling slot of no job": (
         lambda it: it.pool.reserve([BlockKey(b"x")]),
         "filling slots and open stores disagree",

@@ -30,7 +30,7 @@ def test_switching_off_is_said_once_with_the_journals_tail(caplog: pytest.LogCap
     assert side.side.counters.snapshot().total("kvoffload_lookup_blocks_total") == 0
 
 
-@pytest.mark.parametrize("question", ["lookup", "plan", "take_results"])
+@pytest.mark.parametrize("question", ["lookup", "take_results"])
 def test_a_question_that_raises_is_answered_with_nothing(
     question: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -22,3 +22,16 @@ def tracking(requests: int) -> Side:
 @pytest.mark.slow
 def test_a_step_costs_the_same_however_many_requests_do_nothing_in_it() -> None:
     assert calls(tracking(10).step) == calls(tracking(10_000).step)
+
+
+def test_a_step_without_a_planned_job_asks_for_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With cold caches every call shows: to ask each step made one in which nothing happens a fifth longer."""
+    side = tracking(3)
+
+    def asked(*_: object) -> None:
+        raise AssertionError("asked")
+
+    monkeypatch.setattr(side.side.core, "plan", asked)
+    monkeypatch.setattr(side.side._deadlines, "overdue", asked)
+    assert side.step().is_empty
+    assert side.side.gauges().degraded is None
