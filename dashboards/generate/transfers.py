@@ -142,9 +142,10 @@ _LATENCY = Row(
         ),
         Panel(
             "Room for stores",
-            "Bytes of stores that may be in flight, over the most that ever may; of the ranks the least.",
-            "under 100 % while stores give way: to loads, or to others on the same link. Where it stays low without loads, "
-            "someone else uses the link; stores declined with lease_limit are the price.",
+            "Bytes of stores that may be in flight, over the most that ever may; of the ranks the least. It moves as stores end, "
+            "and stays where it was while there are none.",
+            "low while stores run and loads do not: someone else uses the link. Low under loads is as it should be; "
+            "stores declined with lease_limit are the price.",
             units.SHARE,
             (one(f"min({series('kvoffload_store_bound_ratio')})", "room for stores"),),
             width=12,

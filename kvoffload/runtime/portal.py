@@ -156,7 +156,7 @@ class Portal:
             return self._begin(async_fn(*args, **kwargs), self._started_loop())
 
     def close(self, timeout: float = 10.0) -> bool:
-        """Cancel what runs on the loop, wait for its end, and stop. Closing again does nothing.
+        """Cancel what runs on the loop, wait for its end, and stop. Closing again only waits.
 
         Args:
             timeout: seconds to wait, all in all.

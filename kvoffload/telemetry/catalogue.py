@@ -132,7 +132,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_transfer_queue_seconds", "Time from a job's submission to its copy's start, per rank and job that ended well.", Kind.HISTOGRAM, (_TIER, _DIRECTION), "seconds", _COPY_BUCKETS),
     Metric("kvoffload_open_jobs", "Jobs that have not ended on every rank.", Kind.GAUGE, (_DIRECTION, Label("state", JobLabel)), "jobs"),
     Metric("kvoffload_oldest_job_timestamp_seconds", "Unix time of the submission of the oldest job that has not ended and was not given up; 0 without one.", Kind.GAUGE, (), "seconds"),
-    Metric("kvoffload_store_bound_ratio", "Bytes of stores that may be in flight, over the most that ever may, on the rank that holds back most; below 1 while stores give way to loads or to a slow link.", Kind.GAUGE, (), "ratio"),
+    Metric("kvoffload_store_bound_ratio", "Bytes of stores that may be in flight, over the most that ever may, on the rank that holds back most, as of its last report: stores that meet loads or run slowly halve it, others give it back.", Kind.GAUGE, (), "ratio"),
     Metric("kvoffload_abandoned_jobs_total", "Jobs given up because a copy did not end within transfer_timeout_s.", Kind.COUNTER, (_DIRECTION,), "jobs"),
     Metric("kvoffload_written_off_blocks_total", "Blocks of abandoned jobs; their host slots are never used again.", Kind.COUNTER, (_DIRECTION,), "blocks"),
     # --- the host's slots ---
