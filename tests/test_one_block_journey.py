@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from kvoffload.core.states import SlotState
+from kvoffload.core.machine import SlotState
 from kvoffload.engine.block_pool import BlockPool
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.engine import EngineShape

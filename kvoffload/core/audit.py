@@ -1,68 +1,69 @@
-"""The conservation laws. Each is a function that returns how it is broken; the audit returns all of them."""
+"""The conservation laws. Each is a function that yields how it is broken; the audit returns all of them."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 
-from kvoffload.core.offer_book import OfferBook
+from kvoffload.core.machine import JobState, RequestState, SlotState
+from kvoffload.core.request import has_table
 from kvoffload.core.state import CoreState
-from kvoffload.core.states import JobState, RequestState, SlotState
+from kvoffload.core.stores import Stores
 from kvoffload.model.ids import SlotId
 from kvoffload.model.transfer import Direction
 
 _OPEN = (JobState.PLANNED, JobState.SUBMITTED, JobState.ABANDONED)
 
 
-def audit(state: CoreState, book: OfferBook, store_leases: int) -> list[str]:
+def audit(state: CoreState, stores: Stores) -> list[str]:
     """Return every violated law as one line of text. Reads only; costs time in the size of the pool."""
     laws = (_totals, _slots, _records)
     problems = [problem for law in laws for problem in law(state)]
-    return problems + _offers(state, book, store_leases) + state.pool.problems()
+    return problems + list(_offers(state, stores)) + state.pool.problems()
 
 
-def audit_at_rest(state: CoreState, book: OfferBook, store_leases: int, slots: Iterable[SlotId]) -> list[str]:
+def audit_at_rest(state: CoreState, stores: Stores, slots: Iterable[SlotId]) -> list[str]:
     """Return the laws that are violated with no request and no copy under way, as far as that shows at once.
 
     Reads only; costs time in `slots`, which are looked at one by one, and not in the size of the pool: what requests
     and jobs leave behind shows in totals, which must be back where nothing holds anything.
     """
     problems = [problem for law in (_totals, _records) for problem in law(state)]
-    problems += [problem for slot in slots for problem in _slot(state, slot)]
+    problems += _some_slots(state, slots)
     pool = state.pool
     evictable = pool.room - pool.count(SlotState.EMPTY)
-    if not state.requests.finishing() and evictable != pool.count(SlotState.READY):
+    if not state.requests.finishing and evictable != pool.count(SlotState.READY):
         problems.append(f"{evictable} slots can be evicted, {pool.count(SlotState.READY)} are READY")
-    return problems + _offers(state, book, store_leases)
+    return problems + list(_offers(state, stores))
 
 
 def _records(state: CoreState) -> Iterator[str]:
     """What requests, jobs and hits hold."""
-    for law in (_pins, _holds, _jobs, _filling, _checks, _leases, _in_flight, _requests, _owners, _drained):
+    for law in (_pins, _holds, _jobs, _filling, _leases, _in_flight, _requests, _indexes, _drained):
         yield from law(state)
 
 
-def _offers(state: CoreState, book: OfferBook, store_leases: int) -> list[str]:
+def _offers(state: CoreState, stores: Stores) -> Iterator[str]:
     """Stores lease what is counted, and every offer is somewhere."""
-    problems = []
-    leased = sum(len(job.blocks) for job in state.jobs.all() if job.direction is Direction.STORE)
-    if leased != store_leases:
-        problems.append(f"stores lease {leased} blocks, {store_leases} are counted")
-    if store_leases > state.shape.lease_limit:
-        problems.append(f"stores lease {store_leases} blocks, {state.shape.lease_limit} are allowed")
-    copying = sum(len(job.offers) for job in state.jobs.all() if not job.settled)
-    if state.outbox.open_offers != book.waiting() + copying:
-        problems.append(
-            f"{state.outbox.open_offers} offers have no outcome; {book.waiting()} wait and {copying} are being copied"
-        )
-    return problems + state.tables.problems() + book.problems()
+    opened = state.jobs.open.values()
+    leased = sum([len(job.blocks) for job in opened if job.loads_for is None])
+    if leased != stores.leased_blocks:
+        yield f"stores lease {leased} blocks, {stores.leased_blocks} are counted"
+    if stores.leased_blocks > state.shape.lease_limit:
+        yield f"stores lease {stores.leased_blocks} blocks, {state.shape.lease_limit} are allowed"
+    copying = sum([len(job.offers) for job in opened if not job.settled])
+    undecided = state.tally.open_offers
+    if undecided != stores.waiting() + copying:
+        yield f"{undecided} offers have no outcome; {stores.waiting()} wait and {copying} are being copied"
+    yield from stores.problems()
+    yield from state.tables.problems(state.requests.live.values())
 
 
 def _totals(state: CoreState) -> Iterator[str]:
     """The states add up to the capacity, and the index has as many keys as slots can hit."""
     pool = state.pool
-    total = sum(pool.count(slot_state) for slot_state in SlotState)
+    total = sum([pool.count(slot_state) for slot_state in SlotState])
     if total != pool.capacity:
         yield f"slots by state sum to {total}, the capacity is {pool.capacity}"
     can_hit = pool.count(SlotState.READY) + pool.count(SlotState.PINNED)
@@ -82,60 +83,64 @@ def _slots(state: CoreState) -> Iterator[str]:
             yield f"slot {slot} is indexed but {pool.state(slot).name}"
 
 
-def _slot(state: CoreState, slot: SlotId) -> Iterator[str]:
-    """A slot that can hit is in the index under its key; one without bytes has no key. Costs no pass over anything."""
-    key, indexed = state.pool.key(slot), state.pool.indexed_key(slot)
-    if indexed is not None and state.pool.index.get(indexed) != slot:
-        yield f"slot {slot} is {state.pool.state(slot).name} but not indexed"
-    if (key is None) != (state.pool.state(slot) in (SlotState.EMPTY, SlotState.QUARANTINED)):
-        yield f"slot {slot} is {state.pool.state(slot).name} and has {'no' if key is None else 'a'} key"
+def _some_slots(state: CoreState, slots: Iterable[SlotId]) -> Iterator[str]:
+    """A slot that can hit is in the index under its key; one without bytes has no key."""
+    pool = state.pool
+    for slot in slots:
+        key, indexed = pool.key(slot), pool.indexed_key(slot)
+        if indexed is not None and pool.index.get(indexed) != slot:
+            yield f"slot {slot} is {pool.state(slot).name} but not indexed"
+        if (key is None) != (pool.state(slot) in (SlotState.EMPTY, SlotState.QUARANTINED)):
+            yield f"slot {slot} is {pool.state(slot).name} and has {'no' if key is None else 'a'} key"
 
 
 def _pins(state: CoreState) -> Iterator[str]:
-    """Every pin belongs to a pending hit or an open load."""
+    """Every pin belongs to a pending hit or to a load without an outcome."""
     expected: Counter[SlotId] = Counter()
-    for hit in state.hits.all().values():
-        expected.update(hit.pins.slots if hit.pins is not None else ())
-    for job in state.jobs.all():
-        if job.pins is not None and not job.pins.closed:
-            expected.update(job.pins.slots)
-    for slot in expected.keys() | state.pool.pins().keys():
-        if expected[slot] != state.pool.pins().get(slot, 0):
-            yield f"slot {slot} has {state.pool.pins().get(slot, 0)} pins, {expected[slot]} are owned"
+    for record in state.requests.live.values():
+        expected.update(record.hit.slots if record.hit is not None else ())
+    for job in state.jobs.open.values():
+        if job.loads_for is not None and not job.settled:
+            expected.update(job.slots)
+    yield from _differences("pins", expected, state.pool.pins())
 
 
 def _holds(state: CoreState) -> Iterator[str]:
     """Every hold belongs to a request that runs, or whose last copies run."""
     expected: Counter[SlotId] = Counter()
-    for record in (*state.requests.all_live(), *state.requests.finishing()):
+    for record in (*state.requests.live.values(), *state.requests.finishing):
         expected.update(record.held)
-    for slot in expected.keys() | state.pool.holds().keys():
-        if expected[slot] != state.pool.holds().get(slot, 0):
-            yield f"slot {slot} has {state.pool.holds().get(slot, 0)} holds, {expected[slot]} are owned"
+    yield from _differences("holds", expected, state.pool.holds())
+
+
+def _differences(what: str, expected: Counter[SlotId], found: Mapping[SlotId, int]) -> Iterator[str]:
+    for slot in expected.keys() | found.keys():
+        if expected[slot] != found.get(slot, 0):
+            yield f"slot {slot} has {found.get(slot, 0)} {what}, {expected[slot]} are owned"
 
 
 def _jobs(state: CoreState) -> Iterator[str]:
     """Open jobs are open, and the counts are right."""
-    for job in state.jobs.all():
+    jobs, opened = state.jobs, state.jobs.open.values()
+    for job in opened:
         if job.state not in _OPEN:
             yield f"job {job.job} is {job.state.name} but in the table of open ones"
-        if job.copies_ended:
+        if not job.waiting:
             yield f"job {job.job} is open although no rank copies"
-    found = Counter((job.direction, job.state) for job in state.jobs.all())
+    found = Counter((job.direction, job.state) for job in opened)
     for direction, job_state in product(Direction, _OPEN):
-        if found[direction, job_state] != state.jobs.count(direction, job_state):
+        if found[direction, job_state] != jobs.count(direction, job_state):
             yield f"{found[direction, job_state]} {direction.value} jobs are {job_state.name}, another number is counted"
-    planned = sum(job.state is JobState.PLANNED for job in state.jobs.all())
-    if planned != state.jobs.planned:
-        yield f"{planned} jobs are planned, {state.jobs.planned} are counted"
-    pending = sum(job.state is not JobState.ABANDONED for job in state.jobs.all())
-    if pending != state.jobs.pending:
-        yield f"{pending} jobs are pending, {state.jobs.pending} are counted"
+    if [job for job in opened if job.state is JobState.PLANNED] != jobs.planned:
+        yield "the planned jobs are not those of the next plan"
+    pending = sum([job.state is not JobState.ABANDONED for job in opened])
+    if pending != jobs.pending:
+        yield f"{pending} jobs are pending, {jobs.pending} are counted"
 
 
 def _filling(state: CoreState) -> Iterator[str]:
     """Filling slots belong to exactly one open store each."""
-    stores = [job for job in state.jobs.all() if job.direction is Direction.STORE and not job.settled]
+    stores = [job for job in state.jobs.open.values() if job.loads_for is None and not job.settled]
     filling = Counter(slot for job in stores for slot in job.slots)
     if sum(filling.values()) != state.pool.count(SlotState.FILLING) or any(
         count != 1 or state.pool.state(slot) != SlotState.FILLING for slot, count in filling.items()
@@ -143,68 +148,63 @@ def _filling(state: CoreState) -> Iterator[str]:
         yield "filling slots and open stores disagree"
 
 
-def _checks(state: CoreState) -> Iterator[str]:
-    """What is being read belongs to one open check, and only what a hit keeps counts as checked."""
-    checks = [job for job in state.jobs.all() if job.direction is Direction.CHECK and not job.settled]
-    if Counter(slot for job in checks for slot in job.slots) != Counter(state.checked.being_read()):
-        yield "slots that are being read and open checks disagree"
-    kept = {slot for hit in state.hits.all().values() if hit.pins is not None for slot in hit.pins.slots}
-    if loose := state.checked.checked() - kept:
-        yield f"slots {sorted(loose)} count as checked, and no hit keeps them"
-
-
 def _leases(state: CoreState) -> Iterator[str]:
     """Every lease belongs to an open job."""
-    expected = Counter(block for job in state.jobs.all() for block in job.blocks)
-    if expected != Counter(state.leases.counts()):
-        yield f"leased blocks {state.leases.counts()} differ from those of open jobs {dict(expected)}"
+    expected = Counter(block for job in state.jobs.open.values() for block in job.blocks)
+    if expected != Counter(state.leases.counts):
+        yield f"leased blocks {dict(state.leases.counts)} differ from those of open jobs {dict(expected)}"
 
 
 def _in_flight(state: CoreState) -> Iterator[str]:
     """Blocks in flight are those of open stores, keys those of stores without an outcome."""
-    stores = [job for job in state.jobs.all() if job.direction is Direction.STORE]
-    if {block: job.job for job in stores for block in job.blocks} != dict(state.stores.blocks):
+    stores = [job for job in state.jobs.open.values() if job.loads_for is None]
+    if {block: job for job in stores for block in job.blocks} != state.in_flight.blocks:
         yield "blocks in flight and open stores disagree"
-    if {offer.key: job.job for job in stores if not job.settled for offer in job.offers} != dict(
-        state.stores.keys
-    ):
+    keys = {offer.key: job for job in stores if not job.settled for offer in job.offers}
+    if keys != state.in_flight.keys:
         yield "keys in flight and open stores disagree"
-    for key in state.stores.waiting():
-        if key not in state.stores.keys:
+    for key in state.in_flight.duplicates:
+        if key not in state.in_flight.keys:
             yield "an offer waits for a key that is not in flight"
 
 
 def _requests(state: CoreState) -> Iterator[str]:
-    """Requests count their jobs; only those with a table have what is tied to one."""
-    jobs = Counter(record for job in state.jobs.all() for record in job.concerns)
-    for record in (*state.requests.all_live(), *state.requests.finishing()):
+    """Requests count their jobs; only those with a block table have what is tied to one."""
+    jobs = Counter(record for job in state.jobs.open.values() for record in job.concerns)
+    for record in (*state.requests.live.values(), *state.requests.finishing):
+        name, where = record.request, record.state.name
         if record.jobs != jobs[record]:
-            yield f"request {record.request} counts {record.jobs} jobs, {jobs[record]} are open"
-    for record in state.requests.all_live():
-        has_table = state.tables.table(record.request) is not None
-        if has_table != record.has_table:
-            yield f"request {record.request} is {record.state.name} and has {'a' if has_table else 'no'} table"
-        if record.unsettled and record.state is not RequestState.RUNNING:
-            yield f"request {record.request} is {record.state.name} with offers waiting"
-    for request in (*state.hits.all(), *state.shared.owners(), *state.restores.watched()):
-        if state.requests.live(request) is None:
-            yield f"request {request} is gone but something is kept for it"
+            yield f"request {name} counts {record.jobs} jobs, {jobs[record]} are open"
+        if (record.table is not None) != has_table(record):
+            yield f"request {name} is {where} and has {'no' if record.table is None else 'a'} table"
+        if record.waiting and record.state is not RequestState.RUNNING:
+            yield f"request {name} is {where} with offers waiting"
+        if record.watched and not has_table(record):
+            yield f"request {name} is {where} and watches for evictions"
+        if record.hit is not None and record.state is not RequestState.SEEN:
+            yield f"request {name} is {where} with a pending hit"
 
 
-def _owners(state: CoreState) -> Iterator[str]:
-    """Only who has a block table loads for others: nobody who asks can be told to wait for itself (R14)."""
-    owners = state.shared.owners()
-    for record in state.requests.all_live() if owners else ():
-        if not record.has_table and record.request in owners:
+def _indexes(state: CoreState) -> Iterator[str]:
+    """Indexes by slot and key name what records say. Only who has a block table loads for others (R14)."""
+    live = state.requests.live.values()
+    owners = {(slot, record) for slot, records in state.shared.owners.items() for record in records}
+    if owners != {(slot, record) for record in live for slot in record.loading}:
+        yield "the loads that others wait for and the requests that make them disagree"
+    for record in {record for _, record in owners}:
+        if not has_table(record):
             yield f"request {record.request} is {record.state.name} and loads for others"
+    watched = {(key, record) for key, offers in state.evictions.offers.items() for record in offers}
+    if watched != {(key, record) for record in live for key in record.watched}:
+        yield "the keys watched for eviction and the requests that watch disagree"
 
 
 def _drained(state: CoreState) -> Iterator[str]:
     """With no request and no open job, every slot is EMPTY, READY or QUARANTINED (R11)."""
-    if state.requests.all_live() or state.jobs.all():
+    if state.requests.live or state.jobs.open:
         return
     for slot_state in (SlotState.FILLING, SlotState.PINNED, SlotState.DRAINING):
         if state.pool.count(slot_state):
             yield f"{state.pool.count(slot_state)} slots are {slot_state.name} after all has drained"
-    if state.leases.total or state.requests.finishing():
-        yield f"{state.leases.total} leases and {len(state.requests.finishing())} records after all has drained"
+    if state.leases.counts or state.requests.finishing:
+        yield f"{len(state.leases.counts)} leases and {len(state.requests.finishing)} records after all has drained"

@@ -12,17 +12,16 @@ from typing import cast
 
 from kvoffload.core.eviction import EvictionPolicy
 from kvoffload.core.key_index import KeyIndex
-from kvoffload.core.pins import Pins
-from kvoffload.core.states import SLOT, SLOT_STEPS, SlotEvent, SlotState
+from kvoffload.core.machine import SLOT, SlotEvent, SlotState
 from kvoffload.model.errors import IllegalTransition
 from kvoffload.model.ids import BlockKey, SlotId
 
 _CAN_HIT = (SlotState.READY, SlotState.PINNED)
-_READY, _PINNED = map(int, _CAN_HIT)  # comparing with an enum's member costs far more
+_READY, _PINNED = map(
+    int, _CAN_HIT
+)  # CPython 3.11 compares plain integers ten times as fast as members of an enum
 _DRAINING = int(SlotState.DRAINING)
 _ONLY_PINNED = bytes((_PINNED,))
-_ONLY_STEPS = {event: (bytes((before,)), int(after)) for (before, event), after in SLOT.items()}
-"""For an event that one state alone allows, that state and the next."""
 
 
 class HostPool:
@@ -118,13 +117,13 @@ class HostPool:
         return slots, evicted
 
     def fill(self, slots: Sequence[SlotId]) -> None:
-        """These slots' bytes are whole on every rank: they can hit from now on, the last of them as used last."""
+        """These slots' bytes are whole on every rank: they can hit from now on, the last of them as the most recent."""
         self._move_all(slots, SlotEvent.FILL)
-        self.index.came([(key, slot) for slot in slots if (key := self._keys[slot]) is not None])
+        self.index.add([(key, slot) for slot in slots if (key := self._keys[slot]) is not None])
         self._order.add(self._not_held(slots))
 
-    def pin(self, slots: tuple[SlotId, ...]) -> Pins:
-        """Keep slots that can hit from eviction.
+    def pin(self, slots: Sequence[SlotId]) -> None:
+        """Keep slots that can hit from eviction; the caller owns the pins and undoes each once.
 
         Raises:
             IllegalTransition: one of them cannot hit; nothing has changed.
@@ -133,17 +132,20 @@ class HostPool:
         if len(once) == len(slots) and pins.keys().isdisjoint(slots):
             self._take_from_order(slots)
             pins.update(once)
-            return Pins(self, slots)
+            return
         for slot in pins.keys() & slots:
             if self._states[slot] != _PINNED:
                 raise IllegalTransition("slot", SlotState(self._states[slot]), SlotEvent.PIN)
         self._take_from_order([slot for slot in once if slot not in pins])
         for slot in slots:
             pins[slot] = pins.get(slot, 0) + 1
-        return Pins(self, slots)
 
     def unpin(self, slots: Sequence[SlotId]) -> None:
-        """Undo one pin of each, the last one first. For `Pins` alone, which does so once."""
+        """Undo one pin of each slot; the deepest ones become evictable first.
+
+        Raises:
+            KeyError: one of them is not pinned; nothing has changed.
+        """
         free = self._last_pinned(slots)
         if bytes(map(self._states.__getitem__, free)).translate(None, _ONLY_PINNED):
             self.drained(free)
@@ -152,15 +154,18 @@ class HostPool:
         self._order.add(self._not_held(free))
 
     def hold(self, slots: Iterable[SlotId]) -> None:
-        """Keep slots out of the eviction order while a running request counts on them."""
+        """Keep slots out of the eviction order while a request counts on them."""
+        holds, states, ready = self._holds, self._states, list[SlotId]()
         for slot in slots:
-            count = self._holds.get(slot, 0)
-            if count == 0 and self._states[slot] == _READY:
-                self._order.remove((slot,))
-            self._holds[slot] = count + 1
+            count = holds.get(slot, 0)
+            if count == 0 and states[slot] == _READY:
+                ready.append(slot)
+            holds[slot] = count + 1
+        if ready:
+            self._order.remove(ready)
 
-    def unhold(self, slots: Iterable[SlotId]) -> None:
-        """Undo one `hold` of each. The caller names a request's slots deepest first."""
+    def release(self, slots: Iterable[SlotId]) -> None:
+        """Undo one `hold` of each slot. The caller names a request's slots deepest first."""
         holds, states, free = self._holds, self._states, list[SlotId]()
         for slot in slots:
             count = holds.pop(slot)
@@ -170,13 +175,29 @@ class HostPool:
                 free.append(slot)
         self._order.add(free)
 
-    def touch(self, slot: SlotId) -> bool:
-        """Note a use of a slot that can hit; return whether it may be evicted."""
-        if self._states[slot] != SlotState.READY or slot in self._holds:
-            return False
-        self._order.remove((slot,))
-        self._order.add((slot,))
-        return True
+    def use(self, slots: Iterable[SlotId], held: Mapping[SlotId, int]) -> int:
+        """Note a use of each slot in this order, and undo so many holds of those in `held`.
+
+        Returns:
+            How many of them may be evicted, the last one last.
+        """
+        holds, states, order = self._holds, self._states, self._order
+        moved, last = list[SlotId](), list[SlotId]()
+        for slot in slots:
+            had = holds.get(slot, 0)
+            left = had - held.get(slot, 0)
+            if had:
+                del holds[slot]
+            if left:
+                holds[slot] = left
+            elif states[slot] == _READY:
+                last.append(slot)
+                if not had:
+                    moved.append(slot)
+        if last:
+            order.remove(moved)
+            order.add(last)
+        return len(last)
 
     def doom(self, slot: SlotId) -> bool:
         """Make a slot's bytes worthless at once; return whether they could hit until now.
@@ -196,8 +217,9 @@ class HostPool:
     def drained(self, slots: Iterable[SlotId]) -> None:
         """Nothing touches these slots any more: those that are DRAINING are empty."""
         empty = [slot for slot in slots if self._states[slot] == _DRAINING]
-        self._move_all(empty, SlotEvent.DRAIN)
-        self._empty(empty)
+        if empty:
+            self._move_all(empty, SlotEvent.DRAIN)
+            self._empty(empty)
 
     def quarantine(self, slot: SlotId) -> bool:
         """Never hand this slot out again; return whether it could hit until now."""
@@ -228,16 +250,14 @@ class HostPool:
 
     def _move(self, slot: SlotId, event: SlotEvent) -> None:
         before = self._states[slot]
-        after = SLOT_STEPS[event][before]
-        if after is None:
-            raise IllegalTransition("slot", SlotState(before), event)
+        after = SLOT.next(before, event)
         self._states[slot] = after
         self._counts[before] -= 1
         self._counts[after] += 1
 
     def _move_all(self, slots: Sequence[SlotId], event: SlotEvent) -> None:
         """The same for many, each named once, by an event that one state alone allows; if one is not in it, none moves."""
-        states, (before, after) = self._states, _ONLY_STEPS[event]
+        states, (before, after) = self._states, SLOT.only[event]
         if wrong := bytes(map(states.__getitem__, slots)).translate(None, before):
             raise IllegalTransition("slot", SlotState(wrong[0]), event)
         for slot in slots:
@@ -275,7 +295,7 @@ class HostPool:
         evicted = tuple([key for slot in slots if (key := self._keys[slot]) is not None])
         self._order.remove(slots)
         self._move_all(slots, SlotEvent.EVICT)
-        self.index.left(evicted)
+        self.index.remove(evicted)
         self._empty(slots)
         return evicted
 
@@ -283,7 +303,7 @@ class HostPool:
         """Take a slot that can hit out of the index; return whether it could."""
         key = self.indexed_key(slot)
         if key is not None:
-            self.index.left((key,))
+            self.index.remove((key,))
         return key is not None
 
     def _empty(self, slots: Iterable[SlotId]) -> None:

@@ -1,56 +1,51 @@
-"""In-flight stores (R3): device blocks and keys whose store is open, and who waits for how it ends."""
+"""In-flight stores (R3): device blocks and keys whose store is open, and the duplicates that wait for how it ends."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
-from kvoffload.core.offers import Offer
-from kvoffload.model.ids import BlockKey, DeviceBlockId, JobId
+from kvoffload.core.job import Job, Offer
+from kvoffload.model.ids import BlockKey, DeviceBlockId
 
 
 class InFlightStores:
-    """A block or key is in here from its acceptance until its job's outcome is known, or its copies have ended.
+    """The only writer of these three.
 
-    Keys leave with the outcome (a second block with the key may be offered again after a failure); blocks leave when
-    the last copy has ended (a copy that was given up may still read the block).
+    A key leaves when its job's outcome is known: after a failure a second block with the key may be offered again. A
+    block leaves when the last copy has ended: an abandoned copy may still read it.
     """
 
     def __init__(self) -> None:
-        self._blocks: dict[DeviceBlockId, JobId] = {}
-        self._keys: dict[BlockKey, JobId] = {}
-        self._waiting: dict[BlockKey, list[Offer]] = {}
-        self.blocks: Mapping[DeviceBlockId, JobId] = self._blocks
+        self.blocks: dict[DeviceBlockId, Job] = {}
         """Blocks that a store job reads."""
-        self.keys: Mapping[BlockKey, JobId] = self._keys
+        self.keys: dict[BlockKey, Job] = {}
         """Keys that a store job is bringing to the host."""
+        self.duplicates: dict[BlockKey, list[Offer]] = {}
+        """By key: offers of other blocks with that key."""
 
-    def accepted(self, job: JobId, offers: Iterable[Offer]) -> None:
+    def started(self, job: Job, offers: Iterable[Offer]) -> None:
         """A job took these offers."""
-        blocks, keys = self._blocks, self._keys
+        blocks, keys = self.blocks, self.keys
         for offer in offers:
             blocks[offer.block] = job
             keys[offer.key] = job
 
-    def wait(self, offer: Offer) -> None:
-        """Another block with the same key is on its way: this offer is settled by how that ends."""
-        self._waiting.setdefault(offer.key, []).append(offer)
+    def wait(self, duplicate: Offer) -> None:
+        """Another block with the same key is being stored: this offer is settled by how that ends."""
+        self.duplicates.setdefault(duplicate.key, []).append(duplicate)
 
-    def settled(self, keys: Iterable[BlockKey]) -> list[Offer]:
-        """The outcome for these keys is known: let the keys go and return who waited."""
+    def settled(self, job: Job) -> list[Offer]:
+        """The job's outcome is known: forget its keys and return the duplicates that waited for them."""
         waited: list[Offer] = []
-        in_flight, waiting = self._keys, self._waiting
-        for key in keys:
-            del in_flight[key]
-            if waiting and key in waiting:
-                waited += waiting.pop(key)
+        keys, duplicates = self.keys, self.duplicates
+        for offer in job.offers:
+            del keys[offer.key]
+            if duplicates and offer.key in duplicates:
+                waited += duplicates.pop(offer.key)
         return waited
 
-    def ended(self, blocks: Iterable[DeviceBlockId]) -> None:
-        """The last copy on these blocks has ended."""
-        in_flight = self._blocks
-        for block in blocks:
-            del in_flight[block]
-
-    def waiting(self) -> Mapping[BlockKey, list[Offer]]:
-        """Return who waits, by key. Reads only."""
-        return self._waiting
+    def copies_ended(self, job: Job) -> None:
+        """The last copy of the job's blocks has ended."""
+        blocks = self.blocks
+        for block in job.blocks:
+            del blocks[block]

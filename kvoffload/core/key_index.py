@@ -1,13 +1,14 @@
-"""The keys that can hit, and the news of them for those who ask.
+"""The keys that can hit, and a log of how they change for those who ask.
 
-A dict whose keys come and go copies itself whenever as many have come as it has room, all of it in one call: a million
-keys would stand for 0.2 s inside a hook. So the index is many dicts, by the first byte of a key, which is a hash's and
-so as good as random. It begins as one, and a dict that grows too long is split in two, up to one for each byte:
+A dict whose keys are added and removed copies itself whenever as many were added as it has room, all of it in one call:
+with a million keys that takes 0.2 s inside a hook. So the index is many dicts, by the first byte of a key, which belongs
+to a hash and is as good as random. It begins as one dict, and a dict that grows too long is split in two, up to one for
+each byte:
 
     first byte    00 .............. 7f 80 ...... bf c0 .. ff
     parts         [a, a, a, ... a,     b, b, ... b, c, ... c]      one place a byte, neighbours share a dict
 
-Keys that do not differ in their first byte share a dict for good; then nothing is lost but the short pauses.
+Keys that do not differ in their first byte share a dict for good; only the short pauses are lost then.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ _MOST = 2048
 class KeyIndex(Mapping[BlockKey, SlotId]):
     """The slot of each key that can hit. Only the pool writes; `parts[key[0]]` is the dict that has a key, if any has."""
 
-    __slots__ = ("_all", "_news", "parts")
+    __slots__ = ("_all", "_changes", "parts")
 
     def __init__(self, pairs: Iterable[tuple[BlockKey, SlotId]] = ()) -> None:
         self._all: list[_Part] = [{}]
         self.parts = self._all * _BYTES
-        self._news: list[tuple[BlockKey, bool]] | None = None
-        self.came(pairs)
+        self._changes: list[tuple[BlockKey, bool]] | None = None
+        self.add(pairs)
 
     # -- questions, which change nothing ------------------------------------------------------------------------
 
@@ -57,36 +58,36 @@ class KeyIndex(Mapping[BlockKey, SlotId]):
     # -- changes ------------------------------------------------------------------------------------------------
 
     def watch(self) -> list[tuple[BlockKey, bool]]:
-        """Return a list that takes, in order, each key that comes from now on (True) and each that leaves (False)."""
-        self._news = []
-        return self._news
+        """Return a list that gets each key that is added from now on (True) and each that is removed (False), in order."""
+        self._changes = []
+        return self._changes
 
-    def came(self, pairs: Iterable[tuple[BlockKey, SlotId]]) -> None:
-        """Take several keys in, in this order."""
-        parts, news = self.parts, self._news
+    def add(self, pairs: Iterable[tuple[BlockKey, SlotId]]) -> None:
+        """Add keys, in this order."""
+        parts, changes = self.parts, self._changes
         for key, slot in pairs:
             part = parts[key[0]]
             part[key] = slot
             if len(part) > _MOST and parts[key[0] ^ 1] is part:
                 self._split(part, key[0])
-            if news is not None:
-                news.append((key, True))
+            if changes is not None:
+                changes.append((key, True))
 
-    def left(self, keys: Collection[BlockKey]) -> None:
-        """Let several keys go, all of which are there."""
+    def remove(self, keys: Collection[BlockKey]) -> None:
+        """Remove keys, all of which are there."""
         parts = self.parts
         for key in keys:
             del parts[key[0]][key]
-        if self._news is not None:
-            self._news += [(key, False) for key in keys]
+        if self._changes is not None:
+            self._changes += [(key, False) for key in keys]
 
     def take_all(self) -> Mapping[BlockKey, SlotId]:
         """Empty the index and return what it held."""
         held = KeyIndex()
         held.parts, self.parts = self.parts, held.parts
         held._all, self._all = self._all, held._all
-        if self._news is not None:
-            self._news += [(key, False) for key in held]
+        if self._changes is not None:
+            self._changes += [(key, False) for key in held]
         return held
 
     # -- inside -------------------------------------------------------------------------------------------------
@@ -105,9 +106,9 @@ class KeyIndex(Mapping[BlockKey, SlotId]):
 
     def __getstate__(self) -> _Saved:
         runs = [list(same) for _, same in groupby(self.parts, id)]
-        return [(len(run), run[0]) for run in runs], self._news
+        return [(len(run), run[0]) for run in runs], self._changes
 
     def __setstate__(self, saved: _Saved) -> None:
-        runs, self._news = saved
+        runs, self._changes = saved
         self._all = [part for _, part in runs]
         self.parts = [part for width, part in runs for _ in range(width)]

@@ -1,36 +1,41 @@
 """The core of one engine's scheduler side: facts in, answers and events out.
 
 Pure: no torch, no clock, no thread, no logging, no randomness. The same facts in the same order give the same answers,
-and the whole can be copied and compared, which is how it is explored.
+and the whole can be copied and compared, which is how it is explored. Each method that takes a fact is the one handler
+of that fact's class, and its statements are the order in which things happen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 from kvoffload.core.audit import audit, audit_at_rest
-from kvoffload.core.check_desk import CheckDesk
 from kvoffload.core.fingerprint import fingerprint
-from kvoffload.core.intake import Intake
-from kvoffload.core.load_desk import LoadDesk
-from kvoffload.core.lookup_desk import LookupDesk
-from kvoffload.core.offer_book import OfferBook
-from kvoffload.core.offers import Offer
+from kvoffload.core.job import Job, Offer
+from kvoffload.core.loads import Loads
+from kvoffload.core.machine import JobState, RequestEvent, RequestState, SlotState
+from kvoffload.core.pending_hits import PendingHits
 from kvoffload.core.planners import make_planner
-from kvoffload.core.requests import RequestRecord
+from kvoffload.core.request import RequestRecord
 from kvoffload.core.state import CoreState, LoadResults, Policy
-from kvoffload.core.states import RequestState, SlotState
-from kvoffload.core.store_desk import StoreDesk
-from kvoffload.core.transfers import Transfers
+from kvoffload.core.stores import Stores
 from kvoffload.model import facts
-from kvoffload.model.causes import EvictionCause, StoreOutcome
-from kvoffload.model.engine import Device, EngineShape
-from kvoffload.model.events import Event, OffloadingDegraded, ResetStarted
-from kvoffload.model.ids import BlockKey, RequestId, SlotId
+from kvoffload.model.causes import EvictionCause, PinDropCause, StoreOutcome, SurpriseCause
+from kvoffload.model.engine import BlockPool, EngineShape
+from kvoffload.model.events import (
+    CapacityGrown,
+    EngineSurprised,
+    Event,
+    JobAbandoned,
+    OffloadingDegraded,
+    RankReported,
+    ResetStarted,
+)
+from kvoffload.model.ids import NULL_BLOCK, BlockKey, DeviceBlockId, Rank, RequestId, SlotId
 from kvoffload.model.transfer import NOTHING, TransferPlan
 
-Handler = Callable[[Any], None]
+_SEEN, _LOADING, _RUNNING = RequestState.SEEN, RequestState.LOADING, RequestState.RUNNING
 
 
 class OffloadCore:
@@ -39,43 +44,27 @@ class OffloadCore:
     Args:
         shape: the engine's fixed facts.
         policy: what the operator chose.
-        device: what the engine lends.
+        device: the engine's block pool.
     """
 
-    def __init__(self, shape: EngineShape, policy: Policy, device: Device) -> None:
+    def __init__(self, shape: EngineShape, policy: Policy, device: BlockPool) -> None:
         self.state = CoreState(shape, policy, device)
-        self._book = OfferBook(self.state)
-        self._stores = StoreDesk(self.state, self._book)
-        self._intake = Intake(self.state)
-        self._checks = CheckDesk(self.state)
-        self._lookups = LookupDesk(self.state, self._checks)
-        self._loads = LoadDesk(self.state, self._lookups)
+        self._hits = PendingHits(self.state)
+        self._loads = Loads(self.state, self._hits)
+        self._stores = Stores(self.state)
         self._planner = make_planner(self.state, self._stores)
-        self._transfers = Transfers(self.state, self._stores, self._loads, self._checks, self._planner)
+        self._new: dict[RequestRecord, None] = {}  # given a block table since the last step
 
-    def handlers(self) -> tuple[tuple[type[facts.Fact], Handler], ...]:
-        """Return who reacts to which fact, in the order in which they must.
+    # -- requests -----------------------------------------------------------------------------------------------
 
-        The order matters where two handlers react to one fact: what leaves a table is settled before the table goes,
-        and ids that were handed out are struck before any block of the step is offered.
-        """
-        return (
-            (facts.RequestSeen, self._intake.on_seen),
-            (facts.BlocksAllocated, self._intake.on_allocated),
-            (facts.BlocksAllocated, self._loads.on_allocated),
-            (facts.BlocksAllocated, self._on_allocated),
-            (facts.StepScheduled, self._on_step),
-            (facts.StatesHandedOff, self._on_states),
-            (facts.RequestEnded, self._on_ending),
-            (facts.RequestEnded, self._intake.on_ended),
-            (facts.TransferReported, self._transfers.on_reported),
-            (facts.JobOverdue, self._transfers.on_overdue),
-            (facts.RankLost, self._transfers.on_rank_lost),
-            (facts.CacheReset, self._on_reset),
-            (facts.LawBroken, self._on_law_broken),
-        )
-
-    # -- questions ----------------------------------------------------------------------------------------------
+    def request_seen(self, fact: facts.RequestSeen) -> None:
+        """The engine took a request in. If its name is in use, the live request stays."""
+        live = self.state.requests.live
+        if fact.request in live:
+            self._surprised(SurpriseCause.UNKNOWN_REQUEST, fact.request)
+            return
+        keys = tuple([list(each) for each in fact.keys])
+        live[fact.request] = RequestRecord(fact.request, fact.prompt_tokens, keys, fact.reads_cache)
 
     def lookup(
         self,
@@ -89,114 +78,78 @@ class OffloadCore:
     ) -> int | None:
         """Return the tokens that the host adds to the device's hit; None for "not yet".
 
-        Changes state: what is found stays pinned until the matching allocation, the next lookup, the request's end or
-        a reset. An engine looks up only requests without a block table, so asking for a running one says that it was
-        preempted.
+        What is found stays pinned until the matching allocation, the next lookup, the request's end or a reset. An
+        engine looks up only requests without a block table, so a lookup of a running one means that it was preempted.
 
         Args:
             request: whose prefix.
             device_tokens: tokens that the device holds.
             may_wait: "not yet" is an answer.
             tokens: what a preempted request must hold before its next new token: its prompt and what it generated.
-            new_keys: per group, keys of whole blocks not told before.
+            new_keys: per group, keys of whole blocks not given before.
             least_tokens: shorter hits are declined, where this is above the policy's number; a request's first lookup
                 decides for it.
         """
-        record = self.state.requests.live(request)
-        if record is not None and record.state is RequestState.RUNNING:
-            self._preempt(request)
-        if record is not None:
-            record.extend_keys(new_keys)
-            record.prompt_tokens = max(record.prompt_tokens, tokens)
-            if not record.least_tokens:
-                record.least_tokens = max(least_tokens, self.state.policy.min_load_tokens)
-        return self._lookups.lookup(
-            request, device_tokens, may_wait=may_wait and self.state.shape.promises.can_wait
-        )
-
-    def plan(self) -> TransferPlan:
-        """Return what the workers must copy or check, decided since the last call. Changes state: it counts as submitted."""
-        if not self.state.jobs.planned:
-            return NOTHING
-        return TransferPlan(self._loads.submit(), self._stores.submit(), self._checks.submit())
-
-    def take_results(self) -> LoadResults:
-        """Return the loads that ended since the last call. Changes state."""
-        results, self.state.results = self.state.results, LoadResults()
-        return results
-
-    def take_events(self) -> list[Event]:
-        """Return what happened since the last call, in order. Changes state."""
-        return self.state.outbox.take()
-
-    @property
-    def has_work(self) -> bool:
-        """Whether steps are needed for something to come to its end. Abandoned copies do not count (R16)."""
         state = self.state
-        return bool(
-            state.jobs.pending or state.results.loaded or state.results.failed or self._book.has_again
-        )
+        record = state.requests.live.get(request)
+        if record is not None and record.state is _RUNNING:
+            self._preempt(record)
+        if record is not None and new_keys:
+            record.extend_keys(new_keys)
+        if record is None or record.state is not _SEEN:
+            self._surprised(SurpriseCause.UNKNOWN_REQUEST, request)
+            return 0
+        if tokens > record.prompt_tokens:
+            record.prompt_tokens = tokens
+        if not record.least_tokens:
+            record.least_tokens = max(least_tokens, state.policy.min_load_tokens)
+        can_wait = may_wait and state.shape.promises.can_wait
+        return self._hits.lookup(record, device_tokens, may_wait=can_wait)
 
-    @property
-    def is_drained(self) -> bool:
-        """Whether no copy is under way that was not given up; what a reset left behind is gone then."""
-        return not self.state.jobs.pending
-
-    @property
-    def is_at_rest(self) -> bool:
-        """Whether no request is known, and no copy that anyone waits for."""
-        return not (self.state.jobs.pending or self.state.requests)
-
-    def audit(self) -> list[str]:
-        """Return every violated conservation law as text. Reads only."""
-        return audit(self.state, self._book, self._stores.leased_blocks)
-
-    def audit_at_rest(self, slots: Iterable[SlotId]) -> list[str]:
-        """Return the laws that are violated while `is_at_rest`, looking at these slots one by one. Reads only."""
-        return audit_at_rest(self.state, self._book, self._stores.leased_blocks, slots)
-
-    def fingerprint(self) -> object:
-        """Return a hashable value that is equal for equal states. Reads only."""
-        return fingerprint(self)
-
-    # -- reactions that concern several owners ------------------------------------------------------------------
-
-    def _on_allocated(self, fact: facts.BlocksAllocated) -> None:
-        record = self.state.requests.live(fact.request)
-        if record is not None and record.has_table:
+    def blocks_allocated(self, fact: facts.BlocksAllocated) -> None:
+        """A request got a block table. Blocks behind the device's own hit were handed out for it."""
+        record = self.state.requests.live.get(fact.request)
+        if record is None:
+            self._surprised(SurpriseCause.UNKNOWN_REQUEST, fact.request)
+            self._handed_out(self._new_blocks(fact), since_reset=False)
+            self._loads.refuse(fact.request, fact.external_tokens)
+            return
+        was = record.state
+        if was is _SEEN:
+            record.incarnation += 1
+            record.stores = self._is_untainted(fact)
+            record.offered = [0] * len(record.keys)
+        elif was is _RUNNING:
+            # What it loaded is there, or was taken back with its table before anyone reported that: nobody waits for it.
+            self.state.shared.ended(record)
+        self._new[record] = None
+        self._handed_out(self._new_blocks(fact), since_reset=record.stores)
+        self.state.tables.allocated(record, fact.tables)
+        if was is _SEEN:
+            self._loads.allocated(record, fact)
+        elif was is _RUNNING:
+            self._loads.refuse(fact.request, fact.external_tokens)
+        if record.state is not _SEEN:
             self._planner.allocated(record)
 
-    def _preempt(self, request: RequestId) -> None:
-        record = self.state.requests.live(request)
-        if record is not None and record.state is RequestState.RUNNING:
-            self._planner.preempted(record)
-            self._stores.lost_table(record)
-            self._intake.preempted(record)
-
-    def _on_step(self, fact: facts.StepScheduled) -> None:
-        """Preempted requests first: their blocks may have been handed out in this very step."""
-        for request in fact.preempted:
-            # One that was preempted and given blocks again within a step is told only now.
-            if not self._intake.is_newly_allocated(request):
-                self._preempt(request)
-        self._intake.on_step(fact)
-        if self.state.degraded is None:
-            self._stores.next_step()
-            self._planner.step(fact)
-
-    def _on_states(self, fact: facts.StatesHandedOff) -> None:
-        self._stores.offer([Offer(key, block) for key, block in fact.states], last_chance=True)
-
-    def _on_ending(self, fact: facts.RequestEnded) -> None:
-        record = self.state.requests.live(fact.request)
+    def request_ended(self, fact: facts.RequestEnded) -> None:
+        """A request finished or was aborted; its blocks are about to be freed."""
+        state = self.state
+        record = state.requests.live.get(fact.request)
         if record is None:
+            self._surprised(SurpriseCause.UNKNOWN_REQUEST, fact.request)
             return
-        if record.state is RequestState.RUNNING:
-            self._last_offers(record, fact)
-        self._book.settle_unsettled(record, StoreOutcome.REQUEST_GONE)
-        self._loads.on_request_ended(record)
+        if record.state is _RUNNING:
+            self._offer_last(record, fact)
+        self._stores.settle_waiting(record, StoreOutcome.REQUEST_GONE)
+        self._hits.drop(record, PinDropCause.REQUEST_ENDED)
+        self._loads.cancel_planned(record)
+        self._new.pop(record, None)
+        self._table_ended(record)
+        state.requests.move(record, RequestEvent.END)
+        state.holds.release_if_over(record)
 
-    def _last_offers(self, record: RequestRecord, fact: facts.RequestEnded) -> None:
+    def _offer_last(self, record: RequestRecord, fact: facts.RequestEnded) -> None:
         if not fact.holds_blocks:
             self._planner.preempted(record)
             return
@@ -204,31 +157,269 @@ class OffloadCore:
         record.confirmed_tokens = max(record.confirmed_tokens, fact.confirmed_tokens)
         self._planner.ending(record)
 
-    def _on_reset(self, fact: facts.CacheReset) -> None:
+    def _preempt(self, record: RequestRecord) -> None:
+        """The engine took a running request's blocks back."""
+        self._planner.preempted(record)
+        self._stores.settle_waiting(record, StoreOutcome.LOST)
+        self.state.requests.move(record, RequestEvent.PREEMPT)
+        self._table_ended(record)
+        self.state.holds.release_if_over(record)
+        record.incarnation += 1
+
+    def _table_ended(self, record: RequestRecord) -> None:
+        """A request's incarnation is over: forget all that was tied to its block table."""
+        state = self.state
+        state.tables.forget(record)
+        if record.watched:
+            state.evictions.forget(record)
+        if record.loading:
+            state.shared.ended(record)
+
+    # -- steps --------------------------------------------------------------------------------------------------
+
+    def step_scheduled(self, fact: facts.StepScheduled) -> None:
+        """The engine scheduled a step.
+
+        Preempted requests come first, because their blocks may have been handed out in this very step; then ids that
+        were handed out are zeroed in other tables, before any block of the step is offered.
+        """
+        state = self.state
+        if fact.preempted:
+            self._preempt_all(fact.preempted)
+        self._new.clear()
+        advanced = self._advance(fact) if fact.progress or fact.handed_out else []
+        if state.degraded is None:
+            self._stores.next_step()
+            self._planner.step(fact, advanced)
+
+    def states_handed_off(self, fact: facts.StatesHandedOff) -> None:
+        """The engine offers recurrent states, which it holds until they are stored."""
+        self._stores.offer([Offer(key, block) for key, block in fact.states], last_chance=True)
+
+    def plan(self) -> TransferPlan:
+        """Return what the workers must copy, decided since the last call; it counts as submitted."""
+        state = self.state
+        if not state.jobs.planned:
+            return NOTHING
+        self._stores.schedule()
+        return state.jobs.submit()
+
+    def _preempt_all(self, requests: Iterable[RequestId]) -> None:
+        for request in requests:
+            record = self.state.requests.live.get(request)
+            # One that was preempted and given blocks again within a step is reported only now.
+            if record is not None and record.state is _RUNNING and record not in self._new:
+                self._preempt(record)
+
+    def _advance(self, fact: facts.StepScheduled) -> list[RequestRecord]:
+        """Blocks were handed out, tables grew, tokens were confirmed. Return the running requests concerned."""
+        state, advanced = self.state, list[RequestRecord]()
+        # All ids are zeroed elsewhere before any is recorded.
+        grown = [block for progress in fact.progress for blocks in progress.new_blocks for block in blocks]
+        if state.tables.places and (grown or fact.handed_out):
+            state.tally.zeroed(state.tables.handed_out([*fact.handed_out, *grown]))
+        if state.generation:
+            self._separate_grown(fact)
+        for request, confirmed_tokens, new_blocks, new_keys in fact.progress:
+            record = state.requests.live.get(request)
+            if record is None or record.state is not _RUNNING:
+                self._surprised(SurpriseCause.UNKNOWN_REQUEST, request)
+                continue
+            if record.loading:
+                state.shared.ended(record)
+            if new_blocks:
+                state.tables.extended(record, new_blocks)
+            if new_keys:
+                record.extend_keys(new_keys)
+            record.confirmed_tokens = max(confirmed_tokens, record.confirmed_tokens)
+            advanced.append(record)
+        return advanced
+
+    # -- reports ------------------------------------------------------------------------------------------------
+
+    def transfer_reported(self, fact: facts.TransferReported) -> None:
+        """A rank reported which of its copies ended, and how many slots it has ready. A duplicate changes nothing."""
+        state, report = self.state, fact.report
+        self._ready(report.rank, report.ready_slots)
+        for part in report.jobs:
+            job = state.jobs.open.get(part.job)
+            if job is None or not job.reported(report.rank, part.outcome, part.corrupt):
+                continue
+            state.tally.events.append(
+                RankReported(
+                    job.job,
+                    report.rank,
+                    job.direction,
+                    part.outcome,
+                    part.copied_bytes,
+                    part.queue_s,
+                    part.copy_s,
+                )
+            )
+            if job.loads_for is None:
+                self._stores.reported(job, part.outcome)
+                continue
+            self._loads.reported(job, part)
+            if job.loads_for.state is _RUNNING and job.loads_for.incarnation == job.incarnation:
+                self._planner.loaded(job.loads_for)
+
+    def job_overdue(self, fact: facts.JobOverdue) -> None:
+        """A job takes too long: nobody waits for it any more, and its memory is written off until its copies end (R16)."""
+        state, job = self.state, self.state.jobs.open.get(fact.job)
+        if job is None or job.state is not JobState.SUBMITTED:
+            return
+        state.jobs.abandon(job)
+        state.tally.events.append(JobAbandoned(job.job, job.direction, len(job.slots)))
+        for record in job.concerns:
+            record.has_abandoned = True
+            state.holds.release_if_over(record)
+        if job.loads_for is None:
+            self._stores.abandoned(job)
+        else:
+            self._loads.abandoned(job)
+
+    def take_results(self) -> LoadResults:
+        """Return the loads that ended since the last call, and forget them."""
+        results, self.state.results = self.state.results, LoadResults()
+        return results
+
+    def take_events(self) -> list[Event]:
+        """Return what happened since the last call, in order, and forget it."""
+        return self.state.tally.take()
+
+    def _ready(self, rank: Rank, slots: int) -> None:
+        """Capacity is the minimum of what the ranks have ready."""
+        state = self.state
+        if not 0 <= rank < len(state.ready):
+            state.tally.events.append(EngineSurprised(SurpriseCause.UNKNOWN_JOB))
+        elif slots > state.ready[rank]:
+            state.ready[rank] = slots
+            if state.pool.grow(min(state.ready)):
+                state.tally.events.append(CapacityGrown(state.pool.capacity))
+
+    # -- resets, and the end of offloading ------------------------------------------------------------------------
+
+    def cache_reset(self, _: facts.CacheReset) -> None:
         """Nothing computed so far is ever found again (R10)."""
         state = self.state
         state.generation += 1
         state.computed_since_reset.clear()
-        self._lookups.reset()
-        for record in state.requests.all_live():
+        live = tuple(state.requests.live.values())
+        for record in live:
+            self._hits.drop(record, PinDropCause.RESET)
             record.stores = False
-        for record in (*state.requests.all_live(), *state.requests.finishing()):
-            state.holds.let_go(record)
+            if record.watched:
+                state.evictions.forget(record)
+            state.shared.ended(record)
+        for record in (*live, *state.requests.finishing):
+            state.holds.release(record)
         dropped = state.pool.forget_all()
         state.misses.reset(dropped)
-        state.restores.forget_all()
-        state.shared.forget_all()
         self._stores.stop(StoreOutcome.BEFORE_RESET, planned=StoreOutcome.CANCELLED)
-        state.outbox.evicted(EvictionCause.RESET, len(dropped))
+        state.tally.evicted(EvictionCause.RESET, len(dropped))
         draining = state.pool.count(SlotState.DRAINING)
-        state.outbox.put(ResetStarted(state.generation, len(dropped), draining, state.jobs.pending))
+        state.tally.events.append(ResetStarted(state.generation, len(dropped), draining, state.jobs.pending))
 
-    def _on_law_broken(self, fact: facts.LawBroken) -> None:
-        """Off for good: nothing new starts, what is under way drains, and the engine goes on (R12)."""
-        if self.state.degraded is not None:
+    def law_broken(self, fact: facts.LawBroken) -> None:
+        """Switch off for good: nothing new starts, what is under way drains, and the engine goes on (R12).
+
+        Whatever raised may have left things half done. So what no worker will report any more is released whatever the
+        state is in: planned jobs, and jobs whose last rank has reported.
+        """
+        state = self.state
+        if state.degraded is not None:
             return
-        self.state.degraded = fact.cause
-        self.state.outbox.put(OffloadingDegraded(fact.cause, fact.detail))
-        self._loads.cancel_planned()
-        self._checks.cancel_planned()
-        self._stores.stop(StoreOutcome.DEGRADED, planned=StoreOutcome.DEGRADED)
+        state.degraded = fact.cause
+        state.tally.events.append(OffloadingDegraded(fact.cause, fact.detail))
+        with suppress(Exception):
+            self._loads.cancel_planned()
+        with suppress(Exception):
+            self._stores.stop(StoreOutcome.DEGRADED, planned=StoreOutcome.DEGRADED)
+        for job in tuple(state.jobs.open.values()):
+            if job.state is JobState.PLANNED or not job.waiting:
+                self._discard(job)
+
+    def _discard(self, job: Job) -> None:
+        """Forget a job that nothing will end, and release its device blocks."""
+        self.state.jobs.discard(job)
+        blocks, job.blocks = job.blocks, []
+        self.state.leases.release(blocks)
+
+    # -- questions that change nothing ----------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether steps are needed for something to come to its end. Abandoned copies do not count (R16)."""
+        state = self.state
+        results = state.results
+        return bool(state.jobs.pending or results.loaded or results.failed or self._stores.has_again)
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether no copy is under way that was not abandoned; what a reset left behind is gone then."""
+        return not self.state.jobs.pending
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether no request is known, and no copy that anyone waits for."""
+        return not (self.state.jobs.pending or self.state.requests.live)
+
+    def audit(self) -> list[str]:
+        """Return every violated conservation law as text."""
+        return audit(self.state, self._stores)
+
+    def audit_at_rest(self, slots: Iterable[SlotId]) -> list[str]:
+        """Return the laws that are violated while `is_at_rest`, looking at these slots one by one."""
+        return audit_at_rest(self.state, self._stores, slots)
+
+    def fingerprint(self) -> object:
+        """Return a hashable value that is equal for equal states."""
+        return fingerprint(self)
+
+    # -- device blocks that were handed out -----------------------------------------------------------------------
+
+    def _new_blocks(self, fact: facts.BlocksAllocated) -> list[DeviceBlockId]:
+        blocks: list[DeviceBlockId] = []
+        for group, table in zip(self.state.shape.groups, fact.tables, strict=True):
+            blocks += table[-(-fact.device_tokens // group.block_tokens) :]
+        return blocks
+
+    def _handed_out(self, blocks: Sequence[DeviceBlockId], *, since_reset: bool) -> None:
+        """Zero these ids in other tables, and note what a reset separates."""
+        state = self.state
+        if state.tables.places:
+            state.tally.zeroed(state.tables.handed_out(blocks))
+        if state.generation:
+            self._separate(blocks, since_reset=since_reset)
+
+    def _separate_grown(self, fact: facts.StepScheduled) -> None:
+        self._separate(fact.handed_out, since_reset=False)
+        for progress in fact.progress:
+            record = self.state.requests.live.get(progress.request)
+            since_reset = record is not None and record.stores
+            for blocks in progress.new_blocks:
+                self._separate(blocks, since_reset=since_reset)
+
+    def _separate(self, blocks: Iterable[DeviceBlockId], *, since_reset: bool) -> None:
+        """After a reset: note whether what is computed into these blocks from now on may be found."""
+        fresh = self.state.computed_since_reset
+        if since_reset:
+            fresh.update(blocks)
+            fresh.discard(NULL_BLOCK)
+        else:
+            fresh.difference_update(blocks)
+
+    def _is_untainted(self, fact: facts.BlocksAllocated) -> bool:
+        """Whether all that the device brings was computed after the last reset (R10)."""
+        state = self.state
+        if not state.generation:
+            return True
+        fresh = state.computed_since_reset
+        return all(
+            block == NULL_BLOCK or block in fresh
+            for group, table in zip(state.shape.groups, fact.tables, strict=True)
+            for block in table[: fact.device_tokens // group.block_tokens]
+        )
+
+    def _surprised(self, cause: SurpriseCause, request: RequestId) -> None:
+        self.state.tally.events.append(EngineSurprised(cause, request))

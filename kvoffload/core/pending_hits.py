@@ -1,61 +1,114 @@
-"""Pending hits (R1): what a request's last lookup found, pinned until something consumes or drops it."""
+"""Lookups, and the pending hits that they leave (R1): what a request's last lookup found, pinned until consumed.
+
+A lookup goes through `PendingHits.lookup`, which searches (`match.longest_match`), pins what it found and keeps the
+answer in the request's record. The matching allocation takes the answer (`take`); a repeated lookup, the request's end or
+a reset drops it (`drop`).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from kvoffload.core.machine import RequestState
+from kvoffload.core.match import longest_match
+from kvoffload.core.request import PendingHit, RequestRecord
+from kvoffload.core.state import CoreState
+from kvoffload.model.causes import MissCause, PinDropCause
+from kvoffload.model.events import HitDropped, HitPinned, LookupDeferred, LookupSettled
+from kvoffload.model.ids import BlockKey
 
-from kvoffload.core.checked_slots import CheckedSlots
-from kvoffload.core.pins import Pins
-from kvoffload.model.causes import MissCause
-from kvoffload.model.ids import RequestId
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PendingHit:
-    """One lookup's answer.
-
-    Args:
-        device_tokens: tokens that the device held.
-        tokens: tokens that device and host hold together.
-        pins: keeps the slots that were found, heads first; None where nothing was found.
-        cause: why the first block position behind `tokens` missed; None where nothing missed.
-    """
-
-    device_tokens: int
-    tokens: int
-    pins: Pins | None
-    cause: MissCause | None
-
-    @property
-    def blocks(self) -> int:
-        return len(self.pins.slots) if self.pins else 0
+_SEEN = RequestState.SEEN
 
 
 class PendingHits:
-    """The only holder of hits that are not yet a load. At most one a request.
+    """Answers lookups. The only writer of `RequestRecord.hit`."""
 
-    Args:
-        checked: hears which slots hits keep.
-    """
+    def __init__(self, state: CoreState) -> None:
+        self._state = state
 
-    def __init__(self, checked: CheckedSlots) -> None:
-        self._hits: dict[RequestId, PendingHit] = {}
-        self._checked = checked
+    def lookup(self, record: RequestRecord, device_tokens: int, *, may_wait: bool) -> int | None:
+        """Return the tokens that the host adds to the device's, pinned until consumed; None for "not yet".
 
-    def put(self, request: RequestId, hit: PendingHit) -> None:
-        """Keep a lookup's answer. The one before must have been taken."""
-        assert request not in self._hits, request
-        self._hits[request] = hit
-        if hit.pins is not None:
-            self._checked.keep(hit.pins.slots)
+        A request may look up any number of times: each lookup drops what the last one had pinned.
+        """
+        state = self._state
+        hit = self._search(record, device_tokens)
+        if record.hit is not None:
+            self.drop(record, PinDropCause.LOOKED_UP_AGAIN)
+        slots = hit.slots
+        if slots:
+            owner = state.shared.owner(slots) if may_wait else None
+            if owner is not None:
+                state.tally.events.append(LookupDeferred(record.request, owner))
+                return None
+            state.pool.pin(slots)
+            event = HitPinned(record.request, len(slots), device_tokens, hit.tokens - device_tokens)
+            state.tally.events.append(event)
+        record.hit = hit
+        return hit.tokens - device_tokens
 
-    def take(self, request: RequestId) -> PendingHit | None:
-        """Hand a request's hit over, pins and all, None without one; the caller closes the pins."""
-        hit = self._hits.pop(request, None)
-        if hit is not None and hit.pins is not None:
-            self._checked.let_go(hit.pins.slots)
+    def take(self, record: RequestRecord) -> PendingHit | None:
+        """An admission consumes the last lookup's answer, which counts now; the caller unpins its slots.
+
+        Counted are block positions behind what the device held. None where nothing was looked up.
+        """
+        hit, record.hit = record.hit, None
+        if hit is None:
+            return None
+        device_tokens, tokens, _, cause = hit
+        alignment = self._state.shape.alignment
+        end = max(record.prompt_tokens, tokens)
+        found = -(-(tokens - device_tokens) // alignment)
+        missed = -(-(end - tokens) // alignment)
+        self._state.tally.events.append(
+            LookupSettled(
+                record.request,
+                device_tokens,
+                found,
+                missed,
+                tokens - device_tokens,
+                end - tokens,
+                cause if missed else None,
+            )
+        )
         return hit
 
-    def all(self) -> dict[RequestId, PendingHit]:
-        """Return the pending hits. Reads only."""
-        return dict(self._hits)
+    def drop(self, record: RequestRecord, cause: PinDropCause) -> None:
+        """Forget the last lookup's answer, if there is one, and unpin what it found."""
+        hit, record.hit = record.hit, None
+        if hit is not None and hit.slots:
+            self.unpin(record, hit)
+            self._state.tally.events.append(HitDropped(record.request, len(hit.slots), cause))
+
+    def unpin(self, record: RequestRecord, hit: PendingHit) -> None:
+        """Unpin what a hit found and nobody will load: what the device holds of the prefix is evicted after it (R15)."""
+        self._state.pool.unpin(hit.slots)
+        self._state.holds.used(record, hit.device_tokens)
+
+    def _search(self, record: RequestRecord, device_tokens: int) -> PendingHit:
+        """Return a lookup's answer, not yet pinned."""
+        state = self._state
+        if not record.reads_cache:
+            return PendingHit(device_tokens, device_tokens, (), MissCause.OPTED_OUT)
+        if record.load_failed:
+            return PendingHit(device_tokens, device_tokens, (), MissCause.LOAD_FAILED)
+        if state.degraded is not None:
+            return PendingHit(device_tokens, device_tokens, (), MissCause.DEGRADED)
+        limit = record.prompt_tokens - 1
+        tokens, slots, missing = longest_match(
+            state.shape, record.keys, state.pool.index, device_tokens, limit
+        )
+        if 0 < tokens - device_tokens < record.least_tokens:
+            return PendingHit(device_tokens, device_tokens, (), MissCause.LOAD_DECLINED)
+        return PendingHit(device_tokens, tokens, slots, self._cause(record, tokens, missing))
+
+    def _cause(self, record: RequestRecord, tokens: int, missing: BlockKey | None) -> MissCause | None:
+        """Return why the block position behind a match missed, None where no position is left."""
+        lacking, alignment = record.prompt_tokens - tokens, self._state.shape.alignment
+        if lacking <= 0:
+            return None
+        if lacking < alignment:
+            return MissCause.PARTIAL_BLOCK
+        if missing is None:
+            return MissCause.LAST_TOKEN if lacking == alignment else MissCause.READ_AHEAD
+        if missing in self._state.in_flight.keys:
+            return MissCause.STORING
+        return self._state.misses.cause(missing)

@@ -1,53 +1,45 @@
-"""Shared loads (R14): many requests with one prefix that is on the host load it once; the others wait.
+"""Shared loads (R14): requests with one prefix that is on the host load it once; the others wait.
 
-A request owns the slots it loads from the allocation that made its load binding until it runs (the device's own prefix
-cache then has the blocks), fails, or is gone. A slot may have several owners, as one whose patience ended loads it too.
-The wait is bounded from outside: a lookup that may not wait any longer is not told of owners.
+A request owns the slots that it loads from its allocation until it runs (the device's own prefix cache then has the
+blocks), fails, or is gone. A slot may have several owners, because a request whose patience ended loads it too. The
+runtime bounds the wait: a lookup that may not wait any longer ignores owners.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvoffload.core.request import RequestRecord
 from kvoffload.model.ids import RequestId, SlotId
 
 
 class SharedLoads:
-    """Who is loading which slots."""
+    """The only writer of `RequestRecord.loading`, and of the index by slot."""
 
     def __init__(self) -> None:
-        self._owners: dict[SlotId, list[RequestId]] = {}
-        self._slots: dict[RequestId, tuple[SlotId, ...]] = {}
+        self.owners: dict[SlotId, list[RequestRecord]] = {}
 
-    def started(self, request: RequestId, slots: Iterable[SlotId]) -> None:
+    def started(self, record: RequestRecord, slots: Iterable[SlotId]) -> None:
         """A request's load of these slots became binding."""
-        mine = self._slots[request] = tuple(slots)
-        for slot in mine:
-            self._owners.setdefault(slot, []).append(request)
+        record.loading = tuple(slots)
+        for slot in record.loading:
+            self.owners.setdefault(slot, []).append(record)
 
     def owner(self, slots: Iterable[SlotId]) -> RequestId | None:
         """Return the first request that is loading one of these slots, None without one. Reads only.
 
-        Never the one that asks: whoever owns slots has a block table, and only who has none is looked up.
+        It is never the request that asks: an owner has a block table, and only requests without one look up.
         """
-        if not self._owners:
+        if not self.owners:
             return None
-        owners = self._owners.get
-        return next((found[0] for slot in slots if (found := owners(slot))), None)
+        owners = self.owners.get
+        return next((found[0].request for slot in slots if (found := owners(slot))), None)
 
-    def ended(self, request: RequestId) -> None:
-        """The request runs, failed, or is gone. Harmless for one that owns nothing."""
-        for slot in self._slots.pop(request, ()):
-            owners = self._owners[slot]
-            owners.remove(request)
+    def ended(self, record: RequestRecord) -> None:
+        """The request runs, failed, or is gone. Harmless for a request that owns nothing."""
+        slots, record.loading = record.loading, ()
+        for slot in slots:
+            owners = self.owners[slot]
+            owners.remove(record)
             if not owners:
-                del self._owners[slot]
-
-    def forget_all(self) -> None:
-        """A reset: what is being loaded is not to be found, so nobody waits for it."""
-        self._owners.clear()
-        self._slots.clear()
-
-    def owners(self) -> tuple[RequestId, ...]:
-        """Return the requests that own slots. Reads only."""
-        return tuple(self._slots)
+                del self.owners[slot]

@@ -1,84 +1,93 @@
-"""Block tables of running requests, and the positions in them that went stale (R7).
+"""Block tables, and the positions in them that went stale (R7).
 
-In a window group the engine takes a block back when the window has moved on, and hands it out again. A record that
-still names it would store another request's KV under this one's key. So every block of such a group has an entry in a
-reverse index, and ids that are handed out are struck from every record that holds them: at the cost of those ids, not
-of all requests times all blocks.
+In a window group the engine takes a block back when the window has moved on, and hands it out again. A table that still
+names the block would store another request's KV under this request's key. So every block of such a group has an entry in
+a reverse index, and ids that are handed out are zeroed in every table that names them. That costs the number of those
+ids, not the number of all requests times all blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 
+from kvoffload.core.request import RequestRecord
 from kvoffload.model.groups import GroupSpec
-from kvoffload.model.ids import NULL_BLOCK, DeviceBlockId, RequestId
+from kvoffload.model.ids import NULL_BLOCK, DeviceBlockId
 
-Place = tuple[RequestId, int, int]
-"""Request, group number, position in the table."""
+Place = tuple[RequestRecord, int, int]
+"""A request, a group's number and a position in its table."""
 
 
 class StaleBlocks:
-    """The only writer of block tables."""
+    """The only writer of `RequestRecord.table`, and of the reverse index."""
 
     def __init__(self, groups: Sequence[GroupSpec]) -> None:
-        self._recycles = tuple(group.recycles_blocks for group in groups)
-        self._tables: dict[RequestId, tuple[list[DeviceBlockId], ...]] = {}
-        self._places: dict[DeviceBlockId, set[Place]] = {}
+        self._recycling = tuple(number for number, group in enumerate(groups) if group.recycles_blocks)
+        self.places: dict[DeviceBlockId, set[Place]] = {}
+        """Per block of a group that recycles blocks: where tables name it."""
 
-    def table(self, request: RequestId) -> tuple[list[DeviceBlockId], ...] | None:
-        """Return a request's table, per group the block at each position; None without one. Read it, never write."""
-        return self._tables.get(request)
-
-    def handed_out(self, blocks: Collection[DeviceBlockId]) -> int:
-        """The engine handed these ids out again: zero them where they are recorded; return how many positions."""
-        if not self._places:
+    def handed_out(self, blocks: Iterable[DeviceBlockId]) -> int:
+        """The engine handed these ids out: zero them wherever a table names them; return how many positions."""
+        if not self.places:
             return 0
         zeroed = 0
-        for block in self._places.keys() & blocks:
-            for request, group, position in self._places.pop(block):
-                self._tables[request][group][position] = NULL_BLOCK
+        for block in self.places.keys() & blocks:
+            for record, group, position in self.places.pop(block):
+                assert record.table is not None, record
+                record.table[group][position] = NULL_BLOCK
                 zeroed += 1
         return zeroed
 
-    def allocated(self, request: RequestId, tables: Sequence[Sequence[DeviceBlockId]]) -> None:
-        """The engine gave a request a new table; it replaces any other. New ids were told as handed out before."""
-        self.forget(request)
-        self._tables[request] = tuple([] for _ in self._recycles)
-        self.appended(request, tables)
+    def allocated(self, record: RequestRecord, tables: Sequence[Sequence[DeviceBlockId]]) -> None:
+        """The engine gave a request a new table, which replaces any other. Call `handed_out` first."""
+        self.forget(record)
+        record.table = list(map(list, tables))
+        for group in self._recycling:
+            self._note(record, group, 0)
 
-    def appended(self, request: RequestId, new_blocks: Sequence[Sequence[DeviceBlockId]]) -> None:
-        """The engine continued a request's table. New ids were told as handed out before."""
-        table = self._tables[request]
-        for group, blocks in enumerate(new_blocks):
-            if self._recycles[group]:
-                for position, block in enumerate(blocks, len(table[group])):
-                    if block != NULL_BLOCK:
-                        self._places.setdefault(block, set()).add((request, group, position))
-            table[group].extend(blocks)
+    def extended(self, record: RequestRecord, new_blocks: Sequence[Sequence[DeviceBlockId]]) -> None:
+        """The engine continued a request's table. Call `handed_out` first."""
+        table = record.table
+        assert table is not None, record
+        ends = [len(table[group]) for group in self._recycling]
+        for blocks, more in zip(table, new_blocks, strict=True):
+            blocks += more
+        for group, end in zip(self._recycling, ends, strict=True):
+            self._note(record, group, end)
 
-    def forget(self, request: RequestId) -> None:
-        """The request gave its table up."""
-        for group, blocks in enumerate(self._tables.pop(request, ())):
-            if self._recycles[group]:
-                for position, block in enumerate(blocks):
-                    if block != NULL_BLOCK:
-                        self._forget_place(block, (request, group, position))
+    def forget(self, record: RequestRecord) -> None:
+        """The engine took a request's table back."""
+        table, record.table = record.table, None
+        if table is None:
+            return
+        places = self.places
+        for group in self._recycling:
+            for position, block in enumerate(table[group]):
+                if block != NULL_BLOCK:
+                    named = places[block]
+                    named.discard((record, group, position))
+                    if not named:
+                        del places[block]
 
-    def problems(self) -> list[str]:
+    def problems(self, records: Iterable[RequestRecord]) -> list[str]:
         """Return where the reverse index and the tables disagree. Reads only."""
         expected = {
-            (block, (request, group, position))
-            for request, table in self._tables.items()
-            for group, blocks in enumerate(table)
-            if self._recycles[group]
-            for position, block in enumerate(blocks)
+            (block, (record, group, position))
+            for record in records
+            if record.table is not None
+            for group in self._recycling
+            for position, block in enumerate(record.table[group])
             if block != NULL_BLOCK
         }
-        found = {(block, place) for block, places in self._places.items() for place in places}
-        return [f"block {block} at {place}: index and table disagree" for block, place in expected ^ found]
+        found = {(block, place) for block, named in self.places.items() for place in named}
+        return [
+            f"block {block} at {record.request}, group {group}, position {position}: index and table disagree"
+            for block, (record, group, position) in expected ^ found
+        ]
 
-    def _forget_place(self, block: DeviceBlockId, place: Place) -> None:
-        places = self._places[block]
-        places.discard(place)
-        if not places:
-            del self._places[block]
+    def _note(self, record: RequestRecord, group: int, first: int) -> None:
+        assert record.table is not None, record
+        places, blocks = self.places, record.table[group]
+        for position in range(first, len(blocks)):
+            if blocks[position] != NULL_BLOCK:
+                places.setdefault(blocks[position], set()).add((record, group, position))

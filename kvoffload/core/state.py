@@ -1,25 +1,23 @@
-"""All state of one engine's scheduler side: every piece with its one owner."""
+"""All state of one engine's scheduler side: every piece with its one writer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvoffload.core.checked_slots import CheckedSlots
 from kvoffload.core.eviction import EVICTION_POLICIES
+from kvoffload.core.eviction_watch import EvictionWatch
 from kvoffload.core.holds import Holds
 from kvoffload.core.host_pool import HostPool
 from kvoffload.core.in_flight_stores import InFlightStores
-from kvoffload.core.jobs import Jobs
+from kvoffload.core.job import Jobs
 from kvoffload.core.leases import Leases
 from kvoffload.core.miss_memory import MissMemory
-from kvoffload.core.outbox import Outbox
-from kvoffload.core.pending_hits import PendingHits
-from kvoffload.core.requests import Requests
-from kvoffload.core.restores import Restores
+from kvoffload.core.request import Requests
 from kvoffload.core.shared_loads import SharedLoads
 from kvoffload.core.stale_blocks import StaleBlocks
+from kvoffload.core.tally import Tally
 from kvoffload.model.causes import DegradeCause
-from kvoffload.model.engine import Device, EngineShape
+from kvoffload.model.engine import BlockPool, EngineShape
 from kvoffload.model.ids import DeviceBlockId, RequestId
 
 
@@ -32,14 +30,12 @@ class Policy:
         eviction_policy: a name in `EVICTION_POLICIES`.
         min_load_tokens: shorter hits are recomputed instead.
         merge_steps: the few blocks that a decoding batch completes may wait for those of so many steps in all.
-        check_first: a hit is promised when its blocks were checked, and not before.
     """
 
     store_policy: str = "eager"
     eviction_policy: str = "lru"
     min_load_tokens: int = 0
     merge_steps: int = 1
-    check_first: bool = False
 
 
 @dataclass(slots=True)
@@ -51,27 +47,35 @@ class LoadResults:
 
 
 class CoreState:
-    """The owners. Nothing here decides anything; each owner is the only writer of what it holds."""
+    """What is keyed by a request lies in its record, by a job in the job, by a slot in the pool; here are the owners.
 
-    def __init__(self, shape: EngineShape, policy: Policy, device: Device) -> None:
+    Args:
+        shape: the engine's fixed facts.
+        policy: what the operator chose.
+        device: the engine's block pool.
+    """
+
+    def __init__(self, shape: EngineShape, policy: Policy, device: BlockPool) -> None:
         self.shape = shape
         self.policy = policy
         self.device = device
         self.pool = HostPool(EVICTION_POLICIES[policy.eviction_policy]())
+        self.requests = Requests()
+        self.jobs = Jobs(shape.ranks)
         self.leases = Leases(device)
         self.holds = Holds(self.pool, shape.groups)
-        self.jobs = Jobs(shape.ranks)
-        self.requests = Requests()
         self.tables = StaleBlocks(shape.groups)
-        self.checked = CheckedSlots(is_needed=policy.check_first)
-        self.hits = PendingHits(self.checked)
-        self.stores = InFlightStores()
+        self.in_flight = InFlightStores()
         self.shared = SharedLoads()
-        self.restores = Restores()
+        self.evictions = EvictionWatch()
         self.misses = MissMemory()
-        self.outbox = Outbox()
+        self.tally = Tally()
         self.results = LoadResults()
         self.ready = [0] * shape.ranks
+        """Per rank, the host slots that it has ready."""
         self.generation = 0
+        """How many resets there have been."""
         self.computed_since_reset: set[DeviceBlockId] = set()
+        """After a reset: device blocks that hold nothing computed before it."""
         self.degraded: DegradeCause | None = None
+        """Why offloading is off for good, None while it is on."""

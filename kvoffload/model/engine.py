@@ -18,13 +18,11 @@ class Promises:
 
     Args:
         can_wait: a lookup may answer "not yet".
-        can_lease: a leased device block is not handed out again until it is released.
         recovers_loads: the engine recomputes what a failed load should have brought.
         hands_off_states: recurrent states are offered block by block.
     """
 
     can_wait: bool = True
-    can_lease: bool = True
     recovers_loads: bool = True
     hands_off_states: bool = False
 
@@ -89,8 +87,8 @@ class AuditsLeases(Protocol):
         """Return where the engine's own counts contradict ours: each block, and how often it is leased. Reads only."""
 
 
-class Device(Protocol):
-    """What the engine lends. Every call is answered at once and never blocks."""
+class BlockPool(Protocol):
+    """The engine's pool of device blocks. Every call is answered at once and never blocks."""
 
     def lease(self, blocks: Sequence[DeviceBlockId]) -> None:
         """Keep these blocks from being handed out again. Changes the engine's reference counts."""
@@ -104,8 +102,8 @@ class Device(Protocol):
     def free_blocks(self) -> int:
         """Return how many blocks could be handed out now. Reads only."""
 
-    def key_of(self, block: DeviceBlockId) -> BlockKey | None:
-        """Return the key of what the block holds, None where the engine does not know. Reads only."""
+    def keys_of(self, blocks: Sequence[DeviceBlockId]) -> Sequence[BlockKey | None]:
+        """Return the key of what each block holds, None where the engine does not know it. Reads only."""
 
     def block_of(self, key: BlockKey) -> DeviceBlockId | None:
         """Return a block that the device's own index holds for the key, None without one. Reads only."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvoffload.model.causes import CopyOutcome
-from kvoffload.model.ids import DeviceBlockId, JobId, Rank, SlotId
+from kvoffload.model.ids import DeviceBlockId, JobId, Rank, RequestId, SlotId
 
 
 class Direction(Enum):
@@ -42,6 +42,8 @@ class TransferJob:
     direction: Direction
     slots: tuple[SlotId, ...]
     blocks: tuple[DeviceBlockId, ...]
+    request: RequestId | None = None
+    """Of a load: the request that waits for it."""
 
 
 @dataclass(frozen=True, slots=True)

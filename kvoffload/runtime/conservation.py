@@ -57,7 +57,7 @@ class Conservation:
         return problems
 
     def _engine_problems(self) -> list[str]:
-        return self._device.lease_problems(self._core.state.leases.counts()) if self._device else []
+        return self._device.lease_problems(self._core.state.leases.counts) if self._device else []
 
     def _some_slots(self) -> Iterator[SlotId]:
         capacity = self._core.state.pool.capacity

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvoffload.bus.bus import Bus
 from kvoffload.core.state import CoreState
-from kvoffload.core.states import JobState, SlotState
+from kvoffload.core.machine import JobState, SlotState
 from kvoffload.model.transfer import Direction
 from kvoffload.runtime.deadlines import JobDeadlines
 from kvoffload.runtime.pin_ages import PinAges

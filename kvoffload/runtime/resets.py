@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvoffload.bus.bus import Bus
-from kvoffload.core.jobs import Jobs
-from kvoffload.core.states import JobState
+from kvoffload.core.job import Jobs
+from kvoffload.core.machine import JobState
 from kvoffload.model.events import Event, ResetEnded, ResetStarted
 from kvoffload.model.ids import JobId
 
@@ -37,7 +37,7 @@ class Resets:
         if not self.draining:
             return
         for number in tuple(self._left):
-            job = self._jobs.get(number)
+            job = self._jobs.open.get(number)
             if job is None or job.state is JobState.ABANDONED:
                 self._left.discard(number)
                 self._given_up += job is not None

@@ -83,7 +83,7 @@ class SchedulerSide:
         self._spans = make_spans(config, shape, self._clocks.unix)
         self.journal = make_journal(config, self._clocks.unix, self._journal_failed)
         self.core = make_core(shape, policy_of(config, shape, merge_steps), device, self.journal)
-        self._take_events, self._jobs = self.core.state.outbox.take, self.core.state.jobs
+        self._take_events, self._jobs = self.core.state.tally.take, self.core.state.jobs
         self.bus = Bus()
         self.counters = Counters()
         self._hooks = HookTimes(self.counters, self._clocks.precise)

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 
 from kvoffload.core.host_pool import HostPool
-from kvoffload.core.jobs import Job
+from kvoffload.core.job import Job, Offer
 from kvoffload.core.leases import Leases
+from kvoffload.core.machine import JobState, SlotState
 from kvoffload.core.miss_memory import MissMemory
-from kvoffload.core.offers import Offer
 from kvoffload.core.offload_core import OffloadCore
-from kvoffload.core.requests import RequestRecord
+from kvoffload.core.request import PendingHit, RequestRecord
 from kvoffload.core.state import CoreState
-from kvoffload.core.states import JobState, SlotState
 from kvoffload.model.causes import MissCause
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, RequestId, SlotId
 from kvoffload.model.transfer import Direction
@@ -56,12 +55,12 @@ class Broken:
         self.asks = self.request("asks")
 
     def job(self, world: World, direction: Direction) -> Job:
-        job = self.state.jobs.get(world.open_jobs(direction)[0])
+        job = self.state.jobs.open.get(world.open_jobs(direction)[0])
         assert job is not None
         return job
 
     def request(self, name: str) -> RequestRecord:
-        record = self.state.requests.live(RequestId(name))
+        record = self.state.requests.live.get(RequestId(name))
         assert record is not None
         return record
 
@@ -96,49 +95,64 @@ LAWS: dict[str, tuple[Callable[[Broken], object], str]] = {
     ),
     "a job without copies": (lambda it: it.load.waiting.clear(), "is open although no rank copies"),
     "counted jobs": (
-        lambda it: it.state.jobs._counts.__setitem__((Direction.LOAD, JobState.SUBMITTED), 7),
+        lambda it: it.state.jobs._counts[Direction.LOAD].__setitem__(JobState.SUBMITTED, 7),
         "1 load jobs are SUBMITTED, another number is counted",
     ),
     "pending jobs": (lambda it: setattr(it.state.jobs, "pending", 7), "2 jobs are pending, 7 are counted"),
-    "planned jobs": (lambda it: setattr(it.state.jobs, "planned", 7), "0 jobs are planned, 7 are counted"),
+    "planned jobs": (
+        lambda it: it.state.jobs.planned.append(it.load),
+        "the planned jobs are not those of the next plan",
+    ),
     "a filling slot of no job": (
         lambda it: it.pool.reserve([BlockKey(b"x")]),
         "filling slots and open stores disagree",
     ),
     "a lease of no job": (
-        lambda it: it.state.leases.open().add([DeviceBlockId(60)]),
+        lambda it: it.state.leases.take([DeviceBlockId(60)]),
         "differ from those of open jobs",
     ),
     "a block in flight": (
-        lambda it: lose(it.state.stores._blocks),
+        lambda it: lose(it.state.in_flight.blocks),
         "blocks in flight and open stores disagree",
     ),
-    "a key in flight": (lambda it: lose(it.state.stores._keys), "keys in flight and open stores disagree"),
+    "a key in flight": (lambda it: lose(it.state.in_flight.keys), "keys in flight and open stores disagree"),
     "a wait for nothing": (
-        lambda it: it.state.stores.wait(Offer(BlockKey(b"x"), DeviceBlockId(1))),
+        lambda it: it.state.in_flight.wait(Offer(BlockKey(b"x"), DeviceBlockId(1))),
         "an offer waits for a key that is not in flight",
     ),
     "a job of nobody": (lambda it: it.store.concerns.clear(), "request stores counts 1 jobs, 0 are open"),
     "a table lost": (
-        lambda it: it.state.tables.forget(it.runs.request),
+        lambda it: it.state.tables.forget(it.runs),
         "request stores is RUNNING and has no table",
     ),
     "a table too many": (
-        lambda it: it.state.tables.allocated(it.asks.request, ((), ())),
+        lambda it: it.state.tables.allocated(it.asks, ((), ())),
         "request asks is SEEN and has a table",
     ),
     "an offer without a table": (
-        lambda it: it.asks.unsettled.add((GroupId(0), 0)),
+        lambda it: it.asks.waiting.setdefault((GroupId(0), 0)),
         "request asks is SEEN with offers waiting",
     ),
-    "an offer without an outcome": (lambda it: it.state.outbox.offered(1), "offers have no outcome"),
-    "something of a request that is gone": (
-        lambda it: it.state.shared.started(RequestId("gone"), (SlotId(63),)),
-        "request gone is gone but something is kept for it",
+    "an offer without an outcome": (lambda it: it.state.tally.offered(1), "offers have no outcome"),
+    "a load for others that no request makes": (
+        lambda it: it.state.shared.owners.setdefault(SlotId(63), []).append(it.runs),
+        "the loads that others wait for and the requests that make them disagree",
     ),
     "a load for others without a table": (
-        lambda it: it.state.shared.started(it.asks.request, (SlotId(63),)),
+        lambda it: it.state.shared.started(it.asks, (SlotId(63),)),
         "request asks is SEEN and loads for others",
+    ),
+    "a key that no request watches": (
+        lambda it: it.state.evictions.offers.setdefault(BlockKey(b"x"), {it.runs: it.store.offers[0]}),
+        "the keys watched for eviction and the requests that watch disagree",
+    ),
+    "a watch without a table": (
+        lambda it: it.asks.watched.add(BlockKey(b"x")),
+        "request asks is SEEN and watches for evictions",
+    ),
+    "a hit of a request that runs": (
+        lambda it: setattr(it.runs, "hit", PendingHit(0, 0, (), None)),
+        "request stores is RUNNING with a pending hit",
     ),
     "counted leases": (lambda it: setattr(it.core._stores, "leased_blocks", 0), "blocks, 0 are counted"),
     "too many leases": (
@@ -146,12 +160,12 @@ LAWS: dict[str, tuple[Callable[[Broken], object], str]] = {
         "99 blocks, 16 are allowed",
     ),
     "a place that no table has": (
-        lambda it: it.state.tables._places.setdefault(DeviceBlockId(60), set()).add((it.runs.request, 1, 9)),
+        lambda it: it.state.tables.places.setdefault(DeviceBlockId(60), set()).add((it.runs, 1, 9)),
         "index and table disagree",
     ),
     "room for what is settled": (
-        lambda it: it.core._book._deferred.setdefault(it.runs.request, deque([(GroupId(0), 0)])),
-        "waits for room at .* but is settled",
+        lambda it: it.core._stores._for_room.setdefault(it.runs, deque([(GroupId(0), 0)])),
+        "waits for room at .* but has its outcome",
     ),
 }
 
@@ -170,13 +184,13 @@ def test_after_all_has_drained_there_are_laws_of_their_own() -> None:
     world = World()
     world.serve("first", TEXT)
     state = world.core.state
-    pins = state.pool.pin((SlotId(0),))
+    state.pool.pin((SlotId(0),))
     assert "1 slots are PINNED after all has drained" in world.core.audit()
-    pins.close()
-    lease = state.leases.open()
-    lease.add(world.device.hand_out(1))
+    state.pool.unpin((SlotId(0),))
+    blocks = world.device.hand_out(1)
+    state.leases.take(blocks)
     assert "1 leases and 0 records after all has drained" in world.core.audit()
-    lease.close()
+    state.leases.release(blocks)
     assert world.core.audit() == []
 
 
@@ -186,15 +200,13 @@ def test_after_all_has_drained_there_are_laws_of_their_own() -> None:
 def test_a_block_that_is_leased_twice_takes_two_releases() -> None:
     device = DevicePool(2, 1)
     leases = Leases(device)
-    one, two = leases.open(), leases.open()
-    one.add([DeviceBlockId(1)])
-    two.add([DeviceBlockId(1)])
-    one.close()
-    assert leases.counts() == {1: 1}
+    leases.take([DeviceBlockId(1)])
+    leases.take([DeviceBlockId(1)])
+    leases.release([DeviceBlockId(1)])
+    assert leases.counts == {1: 1}
     assert device.leased[DeviceBlockId(1)] == 1
-    two.close()
-    assert leases.counts() == {}
-    assert leases.total == 0
+    leases.release([DeviceBlockId(1)])
+    assert leases.counts == {}
 
 
 def test_the_memory_of_misses_is_bounded_and_forgets_the_oldest() -> None:
@@ -229,7 +241,7 @@ AT_REST: dict[str, tuple[Callable[[CoreState], object], str]] = {
         "1 slots are FILLING after all has drained",
     ),
     "a lease of nobody": (
-        lambda it: it.leases.open().add([DeviceBlockId(1)]),
+        lambda it: it.leases.take([DeviceBlockId(1)]),
         "1 leases and 0 records after all has drained",
     ),
     "a slot that cannot be evicted": (
@@ -248,7 +260,7 @@ AT_REST: dict[str, tuple[Callable[[CoreState], object], str]] = {
         lambda it: it.pool._keys.__setitem__(SlotId(0), None),
         "slot 0 is READY and has no key",
     ),
-    "an offer without an outcome": (lambda it: it.outbox.offered(1), "offers have no outcome"),
+    "an offer without an outcome": (lambda it: it.tally.offered(1), "offers have no outcome"),
 }
 
 
@@ -292,5 +304,5 @@ def test_a_copy_that_was_given_up_is_rest_and_its_request_may_keep_slots() -> No
     for store in world.open_jobs(Direction.STORE):
         world.overdue(store)
     assert world.core.is_at_rest
-    assert world.core.state.requests.finishing()
+    assert world.core.state.requests.finishing
     assert world.core.audit_at_rest(map(SlotId, range(world.core.state.pool.capacity))) == []

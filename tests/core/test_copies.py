@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from kvoffload.core.fingerprint import fingerprint
-from kvoffload.core.states import SlotState
+from kvoffload.core.machine import SlotState
 from kvoffload.model.ids import RequestId
 from tests.core.world import FAILED, World, full, window
 
@@ -90,7 +90,9 @@ CHANGES: dict[str, Callable[[World], object]] = {
     "a broken law": lambda world: world.degrade(),
     "more slots": lambda world: world.ready_up_to(99),
     "a block handed out": lambda world: world.core.state.tables.handed_out(world.requests["runs"].tables[1]),
-    "a use of a slot": lambda world: world.core.state.pool.touch(max(world.core.state.pool.index.values())),
+    "a use of a slot": lambda world: world.core.state.pool.use(
+        [max(world.core.state.pool.index.values())], {}
+    ),
 }
 
 

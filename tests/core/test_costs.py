@@ -8,7 +8,7 @@ import pytest
 
 from kvoffload.model import facts
 from kvoffload.model.ids import RequestId
-from tests.core.world import Req, World, full, window
+from tests.core.world import Req, World, full, handle, window
 from tests.operations import calls, lines
 
 TEXT = "abcdefghijklm"
@@ -44,9 +44,7 @@ def scenes(world: World, busy: Req) -> dict[str, Callable[[], object]]:
     core = world.core
 
     def tell(fact: facts.Fact) -> None:
-        for kind, handler in core.handlers():
-            if isinstance(fact, kind):
-                handler(fact)
+        handle(core, fact)
         core.plan()
         core.take_results()
         core.take_events()

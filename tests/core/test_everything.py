@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvoffload.bus.bus import Bus
-from kvoffload.core.states import SlotState
+from kvoffload.core.machine import SlotState
 from kvoffload.model.causes import CopyOutcome, StoreOutcome
 from kvoffload.model.events import LoadEnded, LoadScheduled, LookupSettled
 from kvoffload.model.groups import GroupSpec
@@ -21,7 +21,7 @@ from kvoffload.model.ids import BlockKey, JobId, SlotId
 from kvoffload.model.transfer import Direction, TransferPlan
 from kvoffload.telemetry.counters import Counters
 from kvoffload.telemetry.snapshot import conservation
-from tests.core.world import CORRUPT, DONE, FAILED, Req, World, chunked, full, key_at, window
+from tests.core.world import CORRUPT, DONE, FAILED, Req, World, chunked, full, key_at, left_behind, window
 
 SHAPES: Sequence[tuple[GroupSpec, ...]] = (
     (full(),),
@@ -212,7 +212,7 @@ class Everything(RuleBasedStateMachine):
         world = self.world
         stored = world.stores().get(StoreOutcome.STORED, 0)
         assert stored - world.evicted() == len(world.core.state.pool.index)
-        assert world.offered() - sum(world.stores().values()) == world.core.state.outbox.open_offers >= 0
+        assert world.offered() - sum(world.stores().values()) == world.core.state.tally.open_offers >= 0
         for event in world.told(LookupSettled)[-3:]:
             assert (event.miss_blocks > 0) == (event.cause is not None)
 
@@ -227,7 +227,7 @@ class Everything(RuleBasedStateMachine):
         self._nothing_is_left()
 
     def _nothing_is_left(self) -> None:
-        world, core, state = self.world, self.world.core, self.world.core.state
+        world, state = self.world, self.world.core.state
         assert world.device.held.total() == world.device.leased.total() == 0
         assert not world.requests
         assert world.offered() == sum(world.stores().values())
@@ -238,14 +238,7 @@ class Everything(RuleBasedStateMachine):
         pool = state.pool
         counts = [pool.count(each) for each in (SlotState.EMPTY, SlotState.READY, SlotState.QUARANTINED)]
         assert sum(counts) == pool.capacity
-        kept = (
-            *(pool.pins(), pool.holds(), state.leases.counts(), state.hits.all(), state.requests.all_live()),
-            *(state.requests.finishing(), state.jobs.all(), state.stores.blocks, state.stores.keys),
-            *(state.stores.waiting(), state.shared.owners(), state.shared._owners, state.restores._keys),
-            *(state.restores._watchers, state.tables._tables, state.tables._places),
-            *(core._book._deferred, core._intake._newly_allocated),
-        )
-        assert not any(kept)
+        assert left_behind(world.core) == {}
         self._the_metrics_add_up()
 
     def _the_metrics_add_up(self) -> None:
@@ -281,15 +274,15 @@ class Everything(RuleBasedStateMachine):
     def _lookup(self, request: Req, may_wait: bool) -> int | None:
         """Look up, and compare the answer with the naive one."""
         world, state = self.world, self.world.core.state
-        record = state.requests.live(request.name)
+        record = state.requests.live.get(request.name)
         assert record is not None
         expected = self._naive(request, world.device_hit(request))
         is_barred = not record.reads_cache or record.load_failed or state.degraded is not None
         if is_barred or expected < state.policy.min_load_tokens:
             expected = 0
         answer = world.lookup(request, may_wait=may_wait)
-        hit = state.hits.all().get(request.name)
-        others = {slot for slot, owners in state.shared._owners.items() if set(owners) - {request.name}}
+        hit = record.hit
+        others = {slot for slot, owners in state.shared.owners.items() if set(owners) - {record}}
         if answer is None:
             assert may_wait
             assert expected
@@ -297,7 +290,7 @@ class Everything(RuleBasedStateMachine):
             assert hit is None
             return None
         assert answer == expected
-        pinned = hit.pins.slots if hit is not None and hit.pins is not None else ()
+        pinned = hit.slots if hit is not None else ()
         assert bool(pinned) == bool(answer)
         assert not may_wait or others.isdisjoint(pinned)
         return answer

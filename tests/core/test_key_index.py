@@ -32,12 +32,12 @@ def sizes(index: KeyIndex) -> list[int]:
 def test_the_index_tells_what_comes_and_leaves() -> None:
     index = KeyIndex()
     one, two = BlockKey(b"1"), BlockKey(b"2")
-    index.came([(one, SlotId(0))])
-    news = index.watch()
-    index.came([(two, SlotId(1))])
-    index.left([one])
+    index.add([(one, SlotId(0))])
+    changes = index.watch()
+    index.add([(two, SlotId(1))])
+    index.remove([one])
     assert index.take_all() == {two: 1}
-    assert news == [(two, True), (one, False), (two, False)]
+    assert changes == [(two, True), (one, False), (two, False)]
     assert not index
 
 
@@ -46,17 +46,17 @@ def test_it_is_a_mapping_in_one_dict_and_in_many() -> None:
     index, model = KeyIndex(), dict[BlockKey, SlotId]()
     for place in range(0, len(keys), 50):
         pairs = [(key, SlotId(slot)) for slot, key in enumerate(keys[place : place + 50], place)]
-        index.came(pairs)
+        index.add(pairs)
         model.update(pairs)
         for key in keys[place // 2 : place // 2 + 20]:
             del model[key]
-        index.left(keys[place // 2 : place // 2 + 20])
+        index.remove(keys[place // 2 : place // 2 + 20])
     assert len(sizes(index)) > 4
     assert index == model
     assert len(index) == len(model)
     assert all((index.get(key), key in index) == (model.get(key), key in model) for key in keys)
     with pytest.raises(KeyError):
-        index.left(keys[:1])
+        index.remove(keys[:1])
     with pytest.raises(KeyError):
         index[keys[0]]
 
@@ -85,13 +85,13 @@ def test_a_copy_stands_alone(count: int, copied: object) -> None:
     keys = random_keys(count)
     index = index_of(keys)
     index.watch()
-    index.left(keys[:1])
+    index.remove(keys[:1])
     twin: KeyIndex = copied(index)  # type: ignore[operator]
     assert sizes(twin) == sizes(index)
     assert fingerprint(twin) == fingerprint(index)
-    twin.came([(keys[0], SlotId(7))])
-    assert twin._news == [(keys[0], False), (keys[0], True)]
-    assert index._news == [(keys[0], False)]
+    twin.add([(keys[0], SlotId(7))])
+    assert twin._changes == [(keys[0], False), (keys[0], True)]
+    assert index._changes == [(keys[0], False)]
     assert keys[0] not in index
     assert fingerprint(twin) != fingerprint(index)
 
@@ -101,5 +101,5 @@ def test_what_was_in_many_dicts_is_taken_at_once() -> None:
     index = index_of(keys)
     held = index.take_all()
     assert not index
-    index.came([(keys[0], SlotId(1))])
+    index.add([(keys[0], SlotId(1))])
     assert held == {key: slot for slot, key in enumerate(keys)}

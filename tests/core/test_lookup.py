@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload.core.key_index import KeyIndex
-from kvoffload.core.lookup import _Search, longest_match
+from kvoffload.core.match import _Search, longest_match
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import BlockKey, GroupId, SlotId, block_key
@@ -48,7 +48,7 @@ def searches(draw: st.DrawFn, *, one_full: bool = False) -> Search:
     for key in (key for group in keys for key in group):
         here = {"any": st.booleans(), "most": st.integers(0, 9).map(bool), "all": st.just(True)}[present]
         if draw(here):
-            index.came([(key, SlotId(len(index)))])
+            index.add([(key, SlotId(len(index)))])
     start = draw(st.integers(0, length))
     return shape, keys, index, start, draw(st.integers(0, length))
 
@@ -168,7 +168,7 @@ def test_each_block_is_looked_up_once() -> None:
     shape = EngineShape((full(4), window(9, 4, group=1), recurrent(4, group=2)), 1, 8, 8)
     keys = [[block_key(b"%d" % at, GroupId(group)) for at in range(50)] for group in range(3)]
     index, part = recording({key: SlotId(0) for each in keys for key in each[:40]})
-    index.left([*(keys[2][hole] for hole in (39, 38, 35)), keys[1][36]])
+    index.remove([*(keys[2][hole] for hole in (39, 38, 35)), keys[1][36]])
     assert longest_match(shape, keys, index, 8, 199).tokens == 140
     assert part.asked
     assert len(part.asked) == len(set(part.asked))

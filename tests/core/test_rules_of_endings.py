@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffload.core.states import JobState, SlotState
-from kvoffload.model import facts
+from kvoffload.core.machine import JobState, SlotState
 from kvoffload.model.causes import (
     DegradeCause,
     EvictionCause,
@@ -22,7 +21,7 @@ from kvoffload.model.events import (
     ResetStarted,
 )
 from kvoffload.model.transfer import Direction, TransferPlan
-from tests.core.world import FAILED, Req, World, full, key_at, window
+from tests.core.world import FAILED, Req, World, full, key_at, left_behind, window
 
 TEXT = "abcdefghijklm"
 
@@ -102,9 +101,9 @@ def test_r10_what_waits_is_settled() -> None:
     world = World(device=16, host=5)
     computed(world, text="0123456789" * 4)
     computed(world, "b", "9876543210" * 2)
-    assert world.core.state.outbox.open_offers > 0
+    assert world.core.state.tally.open_offers > 0
     world.reset()
-    assert world.core.state.outbox.open_offers == 0
+    assert world.core.state.tally.open_offers == 0
     assert world.stores()[StoreOutcome.BEFORE_RESET] > 0
 
 
@@ -238,11 +237,9 @@ def test_r11_after_the_last_request_and_the_last_copy_nothing_is_kept() -> None:
     for request in requests:
         world.end(request)
     world.drain()
-    state = world.core.state
-    assert state.requests.all_live() == ()
-    assert state.requests.finishing() == frozenset()
-    assert state.jobs.all() == ()
-    assert world.count(SlotState.EMPTY) + world.count(SlotState.READY) == state.pool.capacity
+    assert left_behind(world.core) == {}
+    capacity = world.core.state.pool.capacity
+    assert world.count(SlotState.EMPTY) + world.count(SlotState.READY) == capacity
     assert world.device.held.total() == world.device.leased.total() == 0
     assert world.offered() == sum(world.stores().values())
 
@@ -250,9 +247,9 @@ def test_r11_after_the_last_request_and_the_last_copy_nothing_is_kept() -> None:
 def test_r11_a_request_leaves_when_its_last_copy_has_ended() -> None:
     world = World()
     world.end(computed(world))
-    assert len(world.core.state.requests.finishing()) == 1
+    assert len(world.core.state.requests.finishing) == 1
     world.finish()
-    assert not world.core.state.requests.finishing()
+    assert not world.core.state.requests.finishing
 
 
 @pytest.mark.parametrize("holds", [True, False])
@@ -283,7 +280,7 @@ def test_r11_a_preemption_is_heard_of_at_the_next_lookup() -> None:
     world.admit(request)  # before the step that tells of it
     assert world.stores() == {StoreOutcome.LOST: 3}
     world.step()  # tells of the preemption, which concerns the table from before
-    assert world.core.state.tables.table(request.name) is not None
+    assert world.core.state.requests.live[request.name].table is not None
     world.run(request)
 
 
@@ -427,17 +424,6 @@ def test_r16_after_a_reset_what_never_ends_is_written_off_too() -> None:
     assert world.count(SlotState.QUARANTINED) == 3
     world.finish(*world.open_jobs())
     assert world.count(SlotState.QUARANTINED) == 3
-
-
-def test_r16_a_lost_rank_ends_nothing_more() -> None:
-    world = World(ranks=2)
-    computed(world)
-    first, second = world.open_jobs()
-    world.report(1, first)
-    world.tell(facts.RankLost(world.ranks[1]))
-    assert [event.job for event in world.told(JobAbandoned)] == [second]
-    world.report(0, first)
-    assert world.stores() == {StoreOutcome.ABANDONED: 1, StoreOutcome.STORED: 2}
 
 
 def test_r16_a_request_with_a_stuck_copy_holds_no_slot_once_it_has_ended() -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffload.core.states import RequestState, SlotState
+from kvoffload.core.machine import RequestState, SlotState
 from kvoffload.model import facts
 from kvoffload.model.causes import LoadOutcome, MissCause, PinDropCause, SurpriseCause
 from kvoffload.model.engine import Promises
 from kvoffload.model.events import EngineSurprised, HitDropped, LoadScheduled, LookupDeferred, LookupSettled
 from kvoffload.model.ids import DeviceBlockId, Rank, RequestId
 from kvoffload.model.transfer import Direction, TransferReport
-from tests.core.world import CORRUPT, DONE, FAILED, Req, World, full, key_at, window
+from tests.core.world import CORRUPT, DONE, FAILED, Req, World, full, handle, key_at, window
 
 TEXT = "abcdefghijklm"  # three whole blocks and a token to compute
 
@@ -239,9 +239,7 @@ def test_r2_a_lookup_for_an_unknown_request_finds_nothing() -> None:
 
 def test_r2_an_unknown_request_does_not_wait_for_tokens_for_ever() -> None:
     world = World()
-    for kind, handler in world.core.handlers():
-        if kind is facts.BlocksAllocated:
-            handler(facts.BlocksAllocated(RequestId("nobody"), ((DeviceBlockId(1),),), 0, 4))
+    handle(world.core, facts.BlocksAllocated(RequestId("nobody"), ((DeviceBlockId(1),),), 0, 4))
     assert world.core.take_results().failed == ["nobody"]
 
 
@@ -551,7 +549,8 @@ def test_r14_an_owner_that_was_given_blocks_anew_keeps_nobody_waiting() -> None:
     world = cached()
     owner = loading(world)
     world.finish()
-    assert world.core.state.shared.owners() == (owner.name,)
+    owners = {record.request for each in world.core.state.shared.owners.values() for record in each}
+    assert owners == {owner.name}
     world.preempt(owner)
     world.device.forget_keys()
     world.allocate(owner, 0)
@@ -618,12 +617,12 @@ def test_a_request_that_ends_while_it_loads_is_told_of_exactly_once() -> None:
     world = cached()
     request = loading(world)
     world.end(request)
-    record = world.core.state.requests.live(request.name)
+    record = world.core.state.requests.live.get(request.name)
     assert record is None
-    assert [each.state for each in world.core.state.requests.finishing()] == [RequestState.FINISHING]
+    assert [each.state for each in world.core.state.requests.finishing] == [RequestState.FINISHING]
     world.finish()
     assert world.results == [("a", True)]
-    assert not world.core.state.requests.finishing()
+    assert not world.core.state.requests.finishing
 
 
 def test_r14_who_shares_only_the_tail_of_a_load_waits_too() -> None:
@@ -641,9 +640,7 @@ def test_a_load_of_nothing_that_the_engine_reads_has_ended_at_once() -> None:
     name = RequestId("a")
     request = world.add("a", TEXT)
     world.lookup(request)
-    for kind, handler in world.core.handlers():
-        if kind is facts.BlocksAllocated:
-            handler(facts.BlocksAllocated(name, ((DeviceBlockId(0),) * 3,), 0, 12))
+    handle(world.core, facts.BlocksAllocated(name, ((DeviceBlockId(0),) * 3,), 0, 12))
     assert world.core.take_results().loaded == [name]
     assert world.submit().is_empty
     assert world.count(SlotState.PINNED) == 0

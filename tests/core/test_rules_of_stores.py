@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvoffload.core.leases import Leases
-from kvoffload.core.states import SlotState
+from kvoffload.core.machine import SlotState
 from kvoffload.model import facts
 from kvoffload.model.causes import MissCause, StoreOutcome
-from kvoffload.model.errors import ClosedTwice
 from kvoffload.model.events import BlocksZeroed
 from kvoffload.model.ids import NULL_BLOCK, DeviceBlockId
 from kvoffload.model.transfer import Direction, TransferReport
@@ -279,7 +278,7 @@ def test_r5_a_request_that_ends_leaves_nothing_waiting_for_room() -> None:
     world = World(device=32)
     for number in range(5):
         world.end(computed(world, f"r{number}", f"{number}bcdefghi" * 4))
-    assert not world.core._book._deferred
+    assert not world.core._stores._for_room
 
 
 def test_r5_a_leased_block_is_not_handed_out_after_its_request_is_gone() -> None:
@@ -372,21 +371,22 @@ def test_r5_pins_and_leases_of_a_load_are_given_back_exactly_once(
     assert not world.core.state.pool.pins()
 
 
-def test_r5_closing_twice_is_an_error_and_changes_nothing() -> None:
+def test_r5_releasing_twice_is_an_error_and_changes_nothing() -> None:
     world = World()
     (block,) = world.device.hand_out(1)
-    lease = Leases(world.device).open()
-    lease.add([block])
-    lease.close()
-    with pytest.raises(ClosedTwice, match="1 blocks closed"):
-        lease.close()
+    leases = Leases(world.device)
+    leases.take([block])
+    leases.release([block])
+    with pytest.raises(KeyError):
+        leases.release([block])
     assert world.device.leased[block] == 0
     world.serve("first", TEXT)
     pool = world.core.state.pool
-    pins = pool.pin(tuple(pool.index.values()))
-    pins.close()
-    with pytest.raises(ClosedTwice, match="3 slots closed"):
-        pins.close()
+    slots = tuple(pool.index.values())
+    pool.pin(slots)
+    pool.unpin(slots)
+    with pytest.raises(KeyError):
+        pool.unpin(slots)
     assert world.count(SlotState.READY) == 3
 
 
@@ -404,7 +404,7 @@ def test_r5_blocks_are_given_back_deepest_first() -> None:
 
 def reused(world: World, request: Req) -> list[int]:
     """The positions that the core has struck from a request's record."""
-    table = world.core.state.tables.table(request.name)
+    table = world.core.state.requests.live[request.name].table
     assert table is not None
     return [position for position, block in enumerate(table[0]) if block == NULL_BLOCK]
 
@@ -442,7 +442,7 @@ def test_r7_a_window_block_is_struck_in_the_step_that_hands_it_out_though_its_re
 def test_r7_ids_come_from_allocations_and_copy_targets_too(how: str) -> None:
     world = World(window(5), device=8, host=0)
     request = computed(world, text="abcdefghijklm")
-    record = world.core.state.tables.table(request.name)
+    record = world.core.state.requests.live[request.name].table
     assert record is not None
     left = record[0][0]
     assert left in world.device.free
@@ -462,7 +462,7 @@ def test_r7_a_struck_position_is_stored_from_the_block_that_the_device_holds_for
     for _ in range(4):
         world.step(one, tokens=4)
         world.step(two, tokens=4)
-    first = world.core.state.tables.table(one.name)
+    first = world.core.state.requests.live[one.name].table
     assert first is not None
     struck, copy = first[0][0], two_block(world, two)
     assert struck != copy
@@ -476,7 +476,7 @@ def test_r7_a_struck_position_is_stored_from_the_block_that_the_device_holds_for
 
 
 def two_block(world: World, request: Req) -> DeviceBlockId:
-    table = world.core.state.tables.table(request.name)
+    table = world.core.state.requests.live[request.name].table
     assert table is not None
     return table[0][0]
 

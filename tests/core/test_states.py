@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from enum import IntEnum
 from itertools import product
 from typing import Any
@@ -11,68 +10,64 @@ import pytest
 
 from kvoffload.core.eviction import LruOrder
 from kvoffload.core.host_pool import HostPool
-from kvoffload.core.jobs import Job, Jobs
-from kvoffload.core.leases import Leases
-from kvoffload.core.requests import RequestRecord, Requests
-from kvoffload.core.states import (
+from kvoffload.core.job import Job, Jobs
+from kvoffload.core.machine import (
     JOB,
     REQUEST,
     SLOT,
     JobEvent,
     JobState,
+    Machine,
     RequestEvent,
     RequestState,
     SlotEvent,
     SlotState,
-    next_job_state,
-    next_request_state,
-    next_slot_state,
 )
+from kvoffload.core.request import RequestRecord, Requests
+from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.errors import IllegalTransition
 from kvoffload.model.ids import BlockKey, RequestId, SlotId
 from kvoffload.model.transfer import Direction
-from tests.core.world import DevicePool
 
-Table = Mapping[tuple[IntEnum, IntEnum], IntEnum]
-Step = Callable[[Any, Any], IntEnum]
-
-MACHINES: list[tuple[type[IntEnum], type[IntEnum], Any, Step]] = [
-    (SlotState, SlotEvent, SLOT, next_slot_state),
-    (JobState, JobEvent, JOB, next_job_state),
-    (RequestState, RequestEvent, REQUEST, next_request_state),
-]
+MACHINES: list[Machine[Any, Any]] = [SLOT, JOB, REQUEST]
 EVERY_STEP = [
-    (table, step, state, event)
-    for states, events, table, step in MACHINES
-    for state, event in product(states, events)
+    (machine, state, event)
+    for machine in MACHINES
+    for state, event in product(machine.states, machine.events)
 ]
 
 
-@pytest.mark.parametrize(("table", "step", "state", "event"), EVERY_STEP)
-def test_every_state_and_event(table: Table, step: Step, state: IntEnum, event: IntEnum) -> None:
-    if (state, event) in table:
-        assert step(state, event) is table[state, event]
+@pytest.mark.parametrize(("machine", "state", "event"), EVERY_STEP)
+def test_every_state_and_event(machine: Machine[Any, Any], state: IntEnum, event: IntEnum) -> None:
+    if (state, event) in machine.table:
+        assert machine.next(state, event) is machine.table[state, event]
     else:
         with pytest.raises(IllegalTransition, match=repr(event)):
-            step(state, event)
+            machine.next(state, event)
 
 
-@pytest.mark.parametrize(("states", "events", "table", "step"), MACHINES)
-def test_every_state_is_reached_and_every_event_is_used(
-    states: type[IntEnum], events: type[IntEnum], table: Table, step: Step
-) -> None:
-    reached, grown = {next(iter(states))}, True
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
+def test_every_state_is_reached_and_every_event_is_used(machine: Machine[Any, Any]) -> None:
+    reached, grown = {next(iter(machine.states))}, True
     while grown:
-        after = reached | {table[state, event] for state, event in table if state in reached}
+        after = reached | {machine.table[state, event] for state, event in machine.table if state in reached}
         grown, reached = after != reached, after
-    assert reached == set(states)
-    assert {event for _, event in table} == set(events)
+    assert reached == set(machine.states)
+    assert {event for _, event in machine.table} == set(machine.events)
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
+def test_many_move_by_the_same_table(machine: Machine[Any, Any]) -> None:
+    for event in machine.events:
+        befores = [state for state, each in machine.table if each is event]
+        if len(befores) == 1:
+            assert machine.only[event] == (bytes(befores), machine.table[befores[0], event])
 
 
 def test_what_can_hit_and_what_can_be_evicted() -> None:
-    assert {state for (state, event) in SLOT if event is SlotEvent.EVICT} == {SlotState.READY}
-    assert {state for (state, event) in SLOT if event is SlotEvent.PIN} == {SlotState.READY}
-    assert not [event for (state, event) in SLOT if state is SlotState.QUARANTINED]
+    assert {state for (state, event) in SLOT.table if event is SlotEvent.EVICT} == {SlotState.READY}
+    assert {state for (state, event) in SLOT.table if event is SlotEvent.PIN} == {SlotState.READY}
+    assert not [event for (state, event) in SLOT.table if state is SlotState.QUARANTINED]
 
 
 # -- the records that the tables move ---------------------------------------------------------------------------
@@ -183,8 +178,8 @@ def test_a_held_slot_leaves_the_pool_like_any_other(end: str, held: bool) -> Non
     else:
         getattr(pool, end)(slot)
     if held:
-        pool.unhold([slot])
-        pool.unhold([slot])
+        pool.release([slot])
+        pool.release([slot])
     assert not pool.index
     assert pool.problems() == []
 
@@ -192,23 +187,39 @@ def test_a_held_slot_leaves_the_pool_like_any_other(end: str, held: bool) -> Non
 def test_a_held_slot_can_be_pinned_and_comes_back_to_whoever_holds_it() -> None:
     pool, slot = pool_with(SlotState.READY)
     pool.hold([slot])
-    pool.pin((slot,)).close()
+    pool.pin((slot,))
+    pool.unpin((slot,))
     assert list(pool._order) == []
-    pool.unhold([slot])
+    pool.release([slot])
     assert list(pool._order) == [slot]
     assert pool.problems() == []
 
 
-def test_touching_moves_only_what_may_be_evicted() -> None:
+def test_using_moves_only_what_may_be_evicted() -> None:
     pool, slot = pool_with(SlotState.READY)
     (other,), _ = pool.reserve([BlockKey(b"other")])
     pool.fill((other,))
-    assert pool.touch(slot)
+    assert pool.use((slot,), {}) == 1
     assert list(pool._order) == [other, slot]
     pool.hold([slot])
-    assert not pool.touch(slot)
+    assert pool.use((slot,), {}) == 0
     pool.pin((other,))
-    assert not pool.touch(other)
+    assert pool.use((other,), {}) == 0
+    assert list(pool._order) == []
+
+
+def test_using_undoes_holds_in_the_same_order() -> None:
+    pool = HostPool(LruOrder())
+    pool.grow(3)
+    slots, _ = pool.reserve([BlockKey(bytes([number])) for number in range(3)])
+    pool.fill(slots)
+    pool.hold([slots[0], slots[0], slots[1]])
+    assert pool.use(slots, {slots[0]: 1, slots[1]: 1}) == 2
+    assert pool.holds() == {slots[0]: 1}
+    assert list(pool._order) == [slots[1], slots[2]]
+    assert pool.use(slots, {slots[0]: 1}) == 3
+    assert list(pool._order) == list(slots)
+    assert pool.problems() == []
 
 
 def test_slots_that_were_freed_are_taken_before_fresh_ones_and_in_order() -> None:
@@ -224,35 +235,40 @@ def test_slots_that_were_freed_are_taken_before_fresh_ones_and_in_order() -> Non
 
 def jobs_with(state: JobState) -> tuple[Jobs, Job]:
     jobs = Jobs(ranks=1)
-    job = jobs.plan(Direction.STORE, Leases(DevicePool(1, 1)).open())
-    ways = {
-        JobState.PLANNED: [],
-        JobState.SUBMITTED: [JobEvent.SUBMIT],
-        JobState.DONE: [JobEvent.SUBMIT, JobEvent.FINISH],
-        JobState.FAILED: [JobEvent.SUBMIT, JobEvent.FAIL],
-        JobState.CANCELLED: [JobEvent.CANCEL],
-        JobState.ABANDONED: [JobEvent.SUBMIT, JobEvent.ABANDON],
-    }
-    for event in ways[state]:
-        jobs.move(job, event)
+    job = jobs.plan(Direction.STORE)
+    if state is JobState.CANCELLED:
+        jobs.cancel(job)
+    elif state is not JobState.PLANNED:
+        jobs.submit()
+    if state is JobState.ABANDONED:
+        jobs.abandon(job)
+    if state in (JobState.DONE, JobState.FAILED):
+        job.failed = CopyOutcome.FAILED if state is JobState.FAILED else None
+        jobs.close(job)
     assert job.state is state
     return jobs, job
 
 
-@pytest.mark.parametrize(("state", "event"), [*product(JobState, JobEvent)])
-def test_a_job_that_is_moved_wrongly_stays(state: JobState, event: JobEvent) -> None:
+@pytest.mark.parametrize("end", ["cancel", "abandon", "close"])
+@pytest.mark.parametrize("state", JobState)
+def test_a_job_that_is_moved_wrongly_stays(state: JobState, end: str) -> None:
     jobs, job = jobs_with(state)
-    counts = [jobs.count(Direction.STORE, each) for each in JobState]
-    is_open = jobs.get(job.job) is job
-    assert is_open == (state in (JobState.PLANNED, JobState.SUBMITTED, JobState.ABANDONED))
-    if (state, event) in JOB:
-        jobs.move(job, event)
-        assert job.state is JOB[state, event]
+
+    def picture() -> object:
+        counts = [jobs.count(Direction.STORE, each) for each in JobState]
+        return job.state, counts, jobs.pending, list(jobs.open), list(jobs.planned)
+
+    before = picture()
+    assert bool(jobs.open) == (state in (JobState.PLANNED, JobState.SUBMITTED, JobState.ABANDONED))
+    event = {"cancel": JobEvent.CANCEL, "abandon": JobEvent.ABANDON}.get(end)
+    event = event if event is not None else JobEvent.FAIL if job.failed else JobEvent.FINISH
+    if (state, event) in JOB.table:
+        getattr(jobs, end)(job)
+        assert job.state is JOB.table[state, event]
     else:
         with pytest.raises(IllegalTransition):
-            jobs.move(job, event)
-        assert (job.state, jobs.get(job.job) is job) == (state, is_open)
-        assert [jobs.count(Direction.STORE, each) for each in JobState] == counts
+            getattr(jobs, end)(job)
+        assert picture() == before
 
 
 @pytest.mark.parametrize(("state", "event"), [*product(RequestState, RequestEvent)])
@@ -265,19 +281,18 @@ def test_a_request_that_is_moved_wrongly_stays(state: RequestState, event: Reque
         RequestState.GONE: [RequestEvent.END],
     }
     requests = Requests()
-    record = RequestRecord(RequestId("a"), 1, ([],), reads_cache=True)
-    requests.seen(record)
-    if state is not RequestState.GONE:
-        requests.job_opened(record)
+    record = RequestRecord(RequestId("a"), 1, ([],))
+    requests.live[record.request] = record
+    record.jobs = state is not RequestState.GONE
     for step in ways[state]:
         requests.move(record, step)
     assert record.state is state
-    is_live = requests.live(record.request) is record
+    is_live = requests.live.get(record.request) is record
     assert is_live is record.is_live
-    if (state, event) in REQUEST:
+    if (state, event) in REQUEST.table:
         requests.move(record, event)
-        assert record.state is REQUEST[state, event]
+        assert record.state is REQUEST.table[state, event]
     else:
         with pytest.raises(IllegalTransition):
             requests.move(record, event)
-        assert (record.state, requests.live(record.request) is record) == (state, is_live)
+        assert (record.state, requests.live.get(record.request) is record) == (state, is_live)

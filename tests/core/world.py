@@ -9,14 +9,14 @@ then. After every fact the core's audit and the world's own laws are checked.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from kvoffload.core.machine import JobState, SlotState
 from kvoffload.core.offload_core import OffloadCore
 from kvoffload.core.state import Policy
-from kvoffload.core.states import JobState, SlotState
 from kvoffload.model import facts
 from kvoffload.model.causes import CopyOutcome, DegradeCause, LoadOutcome, MissCause, StoreOutcome
 from kvoffload.model.engine import EngineShape, Promises
@@ -76,6 +76,44 @@ def keys_of(text: str, group: GroupSpec) -> list[BlockKey]:
     return [key_at(text, end, group.group) for end in range(size, len(text) + 1, size)]
 
 
+def handle(core: OffloadCore, fact: facts.Fact) -> None:
+    """Hand a fact to its handler, as the bus does."""
+    handlers: dict[type[facts.Fact], Callable[[Any], None]] = {
+        facts.RequestSeen: core.request_seen,
+        facts.BlocksAllocated: core.blocks_allocated,
+        facts.StepScheduled: core.step_scheduled,
+        facts.StatesHandedOff: core.states_handed_off,
+        facts.RequestEnded: core.request_ended,
+        facts.TransferReported: core.transfer_reported,
+        facts.JobOverdue: core.job_overdue,
+        facts.CacheReset: core.cache_reset,
+        facts.LawBroken: core.law_broken,
+    }
+    handlers[type(fact)](fact)
+
+
+def left_behind(core: OffloadCore) -> dict[str, object]:
+    """What requests, jobs and hits keep in the core, by name; empty when all has drained (R11)."""
+    state, pool = core.state, core.state.pool
+    kept = {
+        "pins": pool.pins(),
+        "holds": pool.holds(),
+        "leases": state.leases.counts,
+        "requests": (*state.requests.live.values(), *state.requests.finishing),
+        "jobs": (*state.jobs.open.values(), *state.jobs.planned),
+        "blocks in flight": state.in_flight.blocks,
+        "keys in flight": state.in_flight.keys,
+        "duplicates": state.in_flight.duplicates,
+        "loads that others wait for": state.shared.owners,
+        "keys watched for eviction": state.evictions.offers,
+        "places in tables": state.tables.places,
+        "offers that wait for room": core._stores._for_room,
+        "offers to make again": core._stores._again,
+        "new tables": core._new,
+    }
+    return {what: there for what, there in kept.items() if there}
+
+
 class DevicePool:
     """Device blocks: who holds and who leases them, what the engine's index says of them, and their bytes."""
 
@@ -105,8 +143,8 @@ class DevicePool:
     def free_blocks(self) -> int:
         return len(self.free)
 
-    def key_of(self, block: DeviceBlockId) -> BlockKey | None:
-        return self.keys.get(block) if self.is_hashed else None
+    def keys_of(self, blocks: Sequence[DeviceBlockId]) -> list[BlockKey | None]:
+        return [self.keys.get(block) if self.is_hashed else None for block in blocks]
 
     def block_of(self, key: BlockKey) -> DeviceBlockId | None:
         return next(iter(self.index.get(key, ())), None)
@@ -212,14 +250,13 @@ class World:
         merge_steps: int = 1,
         step_tokens: int = 8,
         promises: Promises | None = None,
-        check_first: bool = False,
     ) -> None:
         self.groups = groups or (full(),)
         self.ranks = [Rank(rank) for rank in range(ranks)]
         shape = EngineShape(self.groups, ranks, device, step_tokens, promises=promises or Promises())
         self.shape = shape
         self.device = DevicePool(device, ranks)
-        self.core = OffloadCore(shape, Policy(policy, "lru", least, merge_steps, check_first), self.device)
+        self.core = OffloadCore(shape, Policy(policy, "lru", least, merge_steps), self.device)
         self.host: list[dict[SlotId, BlockKey]] = [{} for _ in self.ranks]
         self.rotten: set[tuple[int, SlotId]] = set()  # rank and slot, corrupted behind everybody's back
         self.resets = 0
@@ -240,9 +277,7 @@ class World:
 
     def tell(self, fact: facts.Fact) -> None:
         """Tell the core, as the runtime does, and check every law."""
-        for kind, handler in self.core.handlers():
-            if isinstance(fact, kind):
-                handler(fact)
+        handle(self.core, fact)
         self._settle()
 
     def _settle(self) -> None:
@@ -259,7 +294,7 @@ class World:
         """The core's audit, and what only the world can see."""
         problems = [*self.core.audit(), *self.device.problems()]
         assert not problems, problems
-        leases = self.core.state.leases.counts()
+        leases = self.core.state.leases.counts
         assert leases == dict(self.device.leased), "leases and the device's references disagree"
         for key, slot in self.core.state.pool.index.items():
             assert self.host_age[slot] == self.resets, f"slot {slot} can hit, but is from before the reset"
@@ -375,7 +410,7 @@ class World:
         plan = self.core.plan()
         for job in plan.jobs:
             assert job.slots
-            assert len(job.blocks) == (0 if job.direction is Direction.CHECK else len(job.slots))
+            assert len(job.blocks) == len(job.slots)
             self.copies[job.job] = Copy(job, set(self.ranks))
         self._settle()
         return plan
@@ -439,7 +474,9 @@ class World:
     def submitted(self) -> list[JobId]:
         jobs = self.core.state.jobs
         return [
-            job for job in self.copies if (record := jobs.get(job)) and record.state is JobState.SUBMITTED
+            job
+            for job in self.copies
+            if (record := jobs.open.get(job)) and record.state is JobState.SUBMITTED
         ]
 
     def overdue(self, job: JobId) -> None:
@@ -597,8 +634,6 @@ class World:
     def _move_bytes(
         self, rank: int, job: TransferJob, outcome: CopyOutcome, corrupt: tuple[int, ...]
     ) -> None:
-        if job.direction is Direction.CHECK:
-            return
         device, host = self.device.bytes[rank], self.host[rank]
         for place, (slot, block) in enumerate(zip(job.slots, job.blocks, strict=True)):
             assert self.device.leased[block], f"a copy touches block {block}, which is not leased"
@@ -616,7 +651,8 @@ class World:
         request = self.requests[name]
         assert request.state == "loading" or (request.state == "ended" and request.tables), name
         self.results.append((name, loaded))
-        assert name not in self.core.state.hits.all()
+        record = self.core.state.requests.live.get(request.name)
+        assert record is None or record.hit is None
         if request.state == "ended":
             del self.requests[name]
             self.device.unhold(request.held())

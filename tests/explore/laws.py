@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvoffload.core.states import JobState, SlotState
+from kvoffload.core.machine import JobState, SlotState
 from kvoffload.model import facts
 from kvoffload.model.groups import AttentionKind
 from kvoffload.model.ids import NULL_BLOCK, BlockKey, JobId, Rank, SlotId
@@ -66,7 +66,7 @@ def _check_pins(scene: Scene, before: Before) -> None:
 
 def _check_blocks_in_flight(scene: Scene) -> None:
     """R3: no two open stores read one block; no two of them bring one key, unless the first is doomed."""
-    stores = [job for job in scene.world.core.state.jobs.all() if job.direction is Direction.STORE]
+    stores = [job for job in scene.world.core.state.jobs.open.values() if job.direction is Direction.STORE]
     blocks = Counter(block for job in stores for block in job.blocks)
     assert max(blocks.values(), default=1) == 1, f"R3: a block is being stored twice: {blocks}"
     keys = Counter(offer.key for job in stores if not job.settled for offer in job.offers)
@@ -77,7 +77,7 @@ def _check_tables(scene: Scene) -> None:
     """R7: what the core believes a running request's blocks to hold is what they hold, or nobody has them."""
     world = scene.world
     for request in world.running():
-        record = world.core.state.requests.live(request.name)
+        record = world.core.state.requests.live.get(request.name)
         table = world.core.state.tables.table(request.name)
         if record is None or table is None:
             continue
@@ -114,16 +114,16 @@ def _check_written_off(scene: Scene) -> None:
 def check_lookup(scene: Scene, name: str, answer: int | None, *, is_patient: bool) -> None:
     """R9, R12, R14: what a lookup may answer."""
     state = scene.world.core.state
-    record = state.requests.live(scene.world.requests[name].name)
+    record = state.requests.live.get(scene.world.requests[name].name)
     assert record is not None, f"{name} is unknown"
     assert answer is not None or is_patient, "R14: 'not yet' to one that may not wait"
     assert not (record.load_failed and answer), "R9: a hit for a request whose load failed"
     assert not (state.degraded and answer), "R12: a hit while offloading is off"
     others = {
         slot
-        for job in state.jobs.all()
+        for job in state.jobs.open.values()
         if job.direction is Direction.LOAD and job.state in _OPEN_LOAD and not job.settled
-        if job.request is not None and job.request[0] != name and state.requests.live(job.request[0])
+        if job.request is not None and job.request[0] != name and state.requests.live.get(job.request[0])
         for slot in job.slots
     }
     hit = state.hits.all().get(record.request)
@@ -156,12 +156,12 @@ def note_plan(scene: Scene, plan: TransferPlan, known: set[JobId]) -> None:
     """R8, R12: what a step may plan."""
     state = scene.world.core.state
     assert plan.is_empty or state.degraded is None, "R12: a plan while offloading is off"
-    for job in state.jobs.all():
+    for job in state.jobs.open.values():
         if job.direction is Direction.STORE and job.job in scene.world.copies and job.job not in known:
             for offer in job.offers:
                 if offer.request is not None:
                     _note_store(scene, (offer.request, offer.incarnation, offer.key))
-    live = {record.request for record in state.requests.all_live()}
+    live = {record.request for record in state.requests.live.values()}
     for entry in [entry for entry in scene.stored if entry[0] not in live]:
         del scene.stored[entry]
 
@@ -213,17 +213,17 @@ def _check_nothing_is_left(scene: Scene) -> None:
     state, pool = core.state, core.state.pool
     rest = sum(pool.count(each) for each in (SlotState.EMPTY, SlotState.READY, SlotState.QUARANTINED))
     assert rest == pool.capacity, "R11: slots are missing"
-    assert not state.outbox.open_offers, "R11: an offer has no outcome"
+    assert not state.tally.open_offers, "R11: an offer has no outcome"
     kept = {
         "pins": pool.pins(),
         "holds": pool.holds(),
-        "leases": state.leases.counts(),
+        "leases": state.leases.counts,
         "hits": state.hits.all(),
-        "requests": (*state.requests.all_live(), *state.requests.finishing()),
-        "jobs": state.jobs.all(),
-        "blocks in flight": state.stores.blocks,
-        "keys in flight": state.stores.keys,
-        "waiting offers": state.stores.waiting(),
+        "requests": (*state.requests.live.values(), *state.requests.finishing),
+        "jobs": state.jobs.open.values(),
+        "blocks in flight": state.in_flight.blocks,
+        "keys in flight": state.in_flight.keys,
+        "waiting offers": state.in_flight.waiting(),
         "owners": (*state.shared.owners(), *state.shared._owners),
         "watchers": (*state.restores._watchers, *state.restores._keys),
         "tables": (*state.tables._tables, *state.tables._places),

@@ -11,7 +11,7 @@ from hashlib import blake2b
 from kvoffload.core.fingerprint import fingerprint
 from kvoffload.core.miss_memory import MissMemory
 from kvoffload.core.state import Policy
-from kvoffload.core.states import SlotState
+from kvoffload.core.machine import SlotState
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.ids import BlockKey, JobId, RequestId, SlotId
 from tests.core.world import Copy, World
@@ -91,7 +91,7 @@ class Scene:
 
 def _renumber_jobs(world: World) -> None:
     state = world.core.state
-    jobs = state.jobs.all()
+    jobs = state.jobs.open.values()
     numbers = {job.job: JobId(number) for number, job in enumerate(jobs)}
     if state.jobs._next == len(jobs):
         return
@@ -99,7 +99,7 @@ def _renumber_jobs(world: World) -> None:
         job.job = numbers[job.job]
     state.jobs._open = {job.job: job for job in jobs}
     state.jobs._next = len(jobs)
-    for in_flight in (state.stores._blocks, state.stores._keys):
+    for in_flight in (state.in_flight._blocks, state.in_flight._keys):
         in_flight.update([(each, numbers[job]) for each, job in in_flight.items()])  # type: ignore[misc]
     world.copies = {
         numbers[number]: Copy(replace(copy.job, job=numbers[number]), copy.running)

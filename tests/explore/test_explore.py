@@ -10,7 +10,7 @@ import pytest
 
 from kvoffload.core.host_pool import HostPool
 from kvoffload.core.in_flight_stores import InFlightStores
-from kvoffload.core.jobs import Job
+from kvoffload.core.job import Job
 from kvoffload.core.leases import Leases
 from kvoffload.core.load_desk import LoadDesk
 from kvoffload.core.pending_hits import PendingHits

@@ -35,12 +35,12 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(2, _LOOKUPS, "limit = record.prompt_tokens - 1", "limit = record.prompt_tokens"),
     Mutant(2, "kvoffload/core/lookup.py", "group.block_tokens if group.reads_ahead else 0", "0"),
     # In-flight stores.
-    Mutant(3, _STORES, "if block in state.stores.blocks:", "if False:"),
-    Mutant(3, _STORES, "if offer.key in state.stores.keys:", "if False:"),
+    Mutant(3, _STORES, "if block in state.in_flight.blocks:", "if False:"),
+    Mutant(3, _STORES, "if offer.key in state.in_flight.keys:", "if False:"),
     Mutant(
-        3, _STORES, "self._book.again(self._state.stores.settled(keys))", "self._state.stores.settled(keys)"
+        3, _STORES, "self._book.again(self._state.in_flight.settled(keys))", "self._state.in_flight.settled(keys)"
     ),
-    Mutant(3, _STORES, "state.stores.ended(job.blocks)"),
+    Mutant(3, _STORES, "state.in_flight.ended(job.blocks)"),
     # Ranks.
     Mutant(4, "kvoffload/core/jobs.py", "return not self.waiting", "return True"),
     Mutant(4, "kvoffload/core/jobs.py", "if rank not in job.waiting:", "if False:"),
@@ -170,7 +170,7 @@ MUTANTS: tuple[Mutant, ...] = (
         16,
         _CORE,
         "return bool(\n            state.jobs.pending or",
-        "return bool(\n            state.jobs.all() or",
+        "return bool(\n            state.jobs.open.values() or",
     ),
     Mutant(16, _DEADLINES, "+ self._timeout_s <= now:", "+ 1e9 <= now:", RUNTIME),
     Mutant(16, _TRANSFERS, "self._checks.abandoned(job)"),

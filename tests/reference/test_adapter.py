@@ -130,7 +130,7 @@ def test_a_preempted_requests_newest_block_is_looked_up_though_no_step_told_of_i
         made.drain()
         stream = made.submit(text(1, 10), 16)
         request = made.engine._open[stream.request_id][0]
-        record = made.offload.core.state.requests.live(RequestId(stream.request_id))
+        record = made.offload.core.state.requests.live.get(RequestId(stream.request_id))
         assert record is not None
         while len(request.keys(0)) == len(record.keys[0]) or request.num_tokens == 4 * len(request.keys(0)):
             made.step()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffload.core.states import SlotState
+from kvoffload.core.machine import SlotState
 from kvoffload.model.ids import SlotId
 from tests.reference.rig import KINDS, PLENTY, Rig, rig
 from tests.reference.test_output import TIGHT, Talk

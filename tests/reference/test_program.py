@@ -170,7 +170,7 @@ class Program(RuleBasedStateMachine):
         self.hear_late_ends()
         self.collect()
         assert not self.open
-        lost = self.rig.offload.core.state.leases.counts()
+        lost = self.rig.offload.core.state.leases.counts
         assert bool(self.stranded) >= bool(lost)
         self.rig.assert_clean(lost_blocks=len(lost))
         for ticket in self.stranded:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvoffload.core.states import SlotState
+from kvoffload.core.machine import SlotState
 from kvoffload.engine import PoolExhausted
 from kvoffload.model.ids import RequestId
 from tests.engine.tiny import taken

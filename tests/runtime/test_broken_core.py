@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvoffload.core.state import LoadResults
-from kvoffload.core.states import SlotState
+from kvoffload.core.machine import SlotState
 from kvoffload.model import facts
 from kvoffload.model.causes import DegradeCause
 from kvoffload.model.ids import RequestId

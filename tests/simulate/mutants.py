@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 from kvoffload.core.host_pool import HostPool
-from kvoffload.core.jobs import Job
+from kvoffload.core.job import Job
 from kvoffload.core.load_desk import LoadDesk
 from kvoffload.core.pins import Pins
 from kvoffload.core.stale_blocks import StaleBlocks

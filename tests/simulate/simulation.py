@@ -247,12 +247,12 @@ class Simulation:
         """No request is open, and nothing is kept but what copies that were given up may still touch."""
         self._check()
         core = self.offload.core.state
-        left = [f"request {record.request} is still live" for record in core.requests.all_live()]
+        left = [f"request {record.request} is still live" for record in core.requests.live.values()]
         left += [f"job {job.job} is {job.state.name}" for job in core.jobs.all() if not job.settled]
         numbers = self.engine.statistics()
-        if numbers.leased_blocks != len(core.leases.counts()):
+        if numbers.leased_blocks != len(core.leases.counts):
             left.append(
-                f"{numbers.leased_blocks} blocks are leased, {len(core.leases.counts())} for a reason"
+                f"{numbers.leased_blocks} blocks are leased, {len(core.leases.counts)} for a reason"
             )
         if left:
             raise AssertionError("; ".join(left))
@@ -264,7 +264,7 @@ class Simulation:
         kept = {name: count for name, count in slots.items() if name not in ("empty", "ready", "quarantined")}
         left = [f"{count} slots are {name}" for name, count in kept.items() if count]
         left += [f"job {job.job} is open" for job in core.jobs.all()]
-        left += [f"request {record.request} is not gone" for record in core.requests.finishing()]
+        left += [f"request {record.request} is not gone" for record in core.requests.finishing]
         if numbers.free_blocks != self.engine.pool.usable_blocks:
             left.append(f"{numbers.free_blocks} of {self.engine.pool.usable_blocks} device blocks are free")
         left += conservation(self.offload.counters.snapshot(), drained=True)

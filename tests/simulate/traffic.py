@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from kvoffload.core.states import SlotState
+from kvoffload.core.machine import SlotState
 from kvoffload.engine import EngineError, PoolExhausted, SamplingParams
 from kvoffload.model import facts
 from kvoffload.model.ids import Rank, SlotId

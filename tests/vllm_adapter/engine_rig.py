@@ -16,7 +16,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from kvoffload.core.states import SlotState
+from kvoffload.core.machine import SlotState
 from kvoffload.model.ids import SlotId
 from kvoffload.runtime.clocks import Clocks
 from kvoffload.runtime.scheduler_side import SchedulerSide
@@ -182,9 +182,9 @@ class Rig:
         assert conservation(self.counts, drained=True) == []
         assert (self.side.core.state.degraded is not None) == degraded
         state = self.side.core.state
-        assert not state.requests.all_live()
-        assert not state.requests.finishing()
-        assert not state.jobs.all()
+        assert not state.requests.live.values()
+        assert not state.requests.finishing
+        assert not state.jobs.open.values()
         ours = self.connector._scheduler
         left = (ours._tracked, ours._submitted, ours._request_of, ours._loaded, ours._failed, ours._given_up)
         assert not any(left), left

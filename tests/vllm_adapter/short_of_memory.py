@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from kvoffload.core.states import SlotState
+from kvoffload.core.machine import SlotState
 from kvoffload.transfer.arena import CHUNK_BYTES, Arena
 from tests.vllm_adapter.engine_rig import SLOT_BYTES, Asked, Rig, Told, offloading
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffload.core.states import SlotState
+from kvoffload.core.machine import SlotState
 from tests.vllm_adapter.engine_rig import MARKS, Asked, Reports, Rig, offloading, same, transfer_config
 from tests.vllm_adapter.test_verify_on_vllm import flip, prompt, ready_slots, truth
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from kvoffload.core.states import SlotState
+from kvoffload.core.machine import SlotState
 from kvoffload.testing.logs import capture_logs
 from tests.vllm_adapter.engine_rig import MARKS, Asked, Held, Rig, Told, check_same, offloading, same
 from tests.vllm_stock import engines
@@ -109,7 +109,7 @@ def test_vllms_own_reference_counts_are_compared(hands: Hands) -> None:
     rig.until(partial(rig.is_done, "a"))
     rig.until(lambda: held.stores)
     device: Any = rig.side.core.state.device
-    leases = rig.side.core.state.leases.counts()
+    leases = rig.side.core.state.leases.counts
     assert leases
     assert device.lease_problems(leases) == []
     block = device._pool.blocks[next(iter(leases))]

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
-from kvoffload.core.states import SlotState
+from kvoffload.core.machine import SlotState
 from tests.vllm_adapter.engine_rig import (
     MARKS,
     SLOT_BYTES,
@@ -273,7 +273,7 @@ def test_r3_a_prefix_on_its_way_is_not_stored_again(hands: Hands) -> None:
         rig.until(partial(rig.is_done, name))
     filling = rig.slots(SlotState.FILLING)
     assert filling
-    assert filling == len(rig.side.core.state.stores.keys)
+    assert filling == len(rig.side.core.state.in_flight.keys)
     held.copier.release()
     rig.finish()
     assert rig.counts.minus(before).count("kvoffload_store_blocks_total", "stored") == filling

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 
-from kvoffload.core.states import SlotState
+from kvoffload.core.machine import SlotState
 from kvoffload.model.errors import ConfigError
 from tests.vllm_adapter.engine_rig import (
     MARKS,

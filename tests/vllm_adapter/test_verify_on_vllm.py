@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffload.core.states import SlotState
+from kvoffload.core.machine import SlotState
 from kvoffload.model.ids import SlotId
 from tests.vllm_adapter.engine_rig import MARKS, Asked, Reports, Rig, Told, offloading, same
 from tests.vllm_stock import checkpoints

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from kvoffload.bench.scale.engineless import BLOCK_TOKENS, Engineless, fresh_keys
 from kvoffload.bench.scale.idle import resting_collector
 from kvoffload.bench.spread import Spread
-from kvoffload.core.lookup import longest_match
+from kvoffload.core.match import longest_match
 from kvoffload.model.ids import BlockKey, RequestId, SlotId
 
 TARGET = 4.0

@@ -31,7 +31,7 @@ class Match(NamedTuple):
 
     tokens: int  # the length up to which the device and the host together hold the prompt
     slots: tuple[SlotId, ...]  # the slots of the blocks that must be loaded, heads first
-    missing: BlockKey | None  # the key for want of which the next longer length fails; None at the limit
+    missing: BlockKey | None  # the first missing key, or None if the limit ended the match
 
 
 def longest_match(

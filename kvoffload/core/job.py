@@ -1,0 +1,170 @@
+"""Transfer jobs: which ranks still copy, and which memory a job holds.
+
+A job's *outcome* is known when every rank has ended well, when one has failed (a store), or when it is abandoned. Its
+*memory* is free only when every rank has ended its copy. R4, R9 and R16 are about the time between the two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvoffload.core.machine import JOB, JobEvent, JobState
+from kvoffload.core.request import RequestRecord
+from kvoffload.model.causes import CopyOutcome
+from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, JobId, Rank, SlotId
+from kvoffload.model.transfer import Direction, TransferJob, TransferPlan
+
+_PLANNED, _SUBMITTED, _ABANDONED = JobState.PLANNED, JobState.SUBMITTED, JobState.ABANDONED
+_OPEN = (_PLANNED, _SUBMITTED, _ABANDONED)
+_DONE = CopyOutcome.DONE
+
+
+class Offer(NamedTuple):
+    """One computed block that may be stored.
+
+    `record` is None where the device's own free queue offers the block (lazy); the other fields are then meaningless.
+    """
+
+    key: BlockKey
+    block: DeviceBlockId
+    record: RequestRecord | None = None
+    incarnation: int = 0
+    group: GroupId = GroupId(0)
+    position: int = 0
+
+
+def owner(offer: Offer) -> RequestRecord | None:
+    """Return the offering request while it has the block table that the offer was made from, else None."""
+    record = offer.record
+    if record is None or record.incarnation != offer.incarnation or not record.is_live:
+        return None
+    return record
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One job's record.
+
+    Args:
+        job: its number.
+        direction: which way it copies.
+        waiting: ranks whose copy has not ended.
+        slots, blocks: what is copied, in the same order. The blocks are leased until the last rank has ended.
+        offers: a store's offers, in the same order.
+        loads_for: a load's request, None for a store.
+        incarnation: of that request.
+        concerns: the requests whose blocks it copies.
+        failed: what the first failing rank reported.
+        corrupt: positions that some rank found corrupt.
+        settled: its outcome is known; only the ends of copies are pending.
+    """
+
+    job: JobId
+    direction: Direction
+    waiting: set[Rank]
+    slots: list[SlotId] = field(default_factory=list)
+    blocks: list[DeviceBlockId] = field(default_factory=list)
+    offers: list[Offer] = field(default_factory=list)
+    loads_for: RequestRecord | None = None
+    incarnation: int = 0
+    concerns: dict[RequestRecord, None] = field(default_factory=dict)
+    state: JobState = JobState.PLANNED
+    failed: CopyOutcome | None = None
+    corrupt: set[int] = field(default_factory=set)
+    settled: bool = False
+
+    def reported(self, rank: Rank, outcome: CopyOutcome, corrupt: tuple[int, ...]) -> bool:
+        """Note that a rank's copy has ended; return False for a duplicate report, which changes nothing."""
+        if rank not in self.waiting:
+            return False
+        self.waiting.discard(rank)
+        if outcome is not _DONE and self.failed is None:
+            self.failed = outcome
+        self.corrupt.update(corrupt)
+        return True
+
+
+class Jobs:
+    """The open jobs: planned, submitted, and abandoned ones whose copies have not ended."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = frozenset(map(Rank, range(ranks)))
+        self._next = 0
+        self._counts = {direction: [0] * len(JobState) for direction in Direction}
+        self.open: dict[JobId, Job] = {}
+        """By number, the oldest first."""
+        self.planned: list[Job] = []
+        """What the step's plan will have, loads and stores in the order in which they were planned."""
+        self.pending = 0
+        """Jobs that are planned or submitted. Nobody waits for abandoned ones."""
+
+    def plan(self, direction: Direction) -> Job:
+        """Open a job."""
+        job = Job(JobId(self._next), direction, set(self._ranks))
+        self._next += 1
+        self.open[job.job] = job
+        self.planned.append(job)
+        self.pending += 1
+        self._counts[direction][job.state] += 1
+        return job
+
+    def count(self, direction: Direction, state: JobState) -> int:
+        """Return how many open jobs of a direction are in a state."""
+        return self._counts[direction][state]
+
+    def submit(self) -> TransferPlan:
+        """Hand what is planned to the workers; return what these need of it.
+
+        The plan is whole before any job moves, and nothing can fail after the first has moved (R12).
+        """
+        loads: list[TransferJob] = []
+        stores: list[TransferJob] = []
+        for job in self.planned:
+            record = job.loads_for
+            request = None if record is None else record.request
+            part = TransferJob(job.job, job.direction, tuple(job.slots), tuple(job.blocks), request)
+            (stores if record is None else loads).append(part)
+        plan = TransferPlan(tuple(loads), tuple(stores))
+        moved = JOB.next(_PLANNED, JobEvent.SUBMIT)
+        for job in self.planned:
+            counts = self._counts[job.direction]
+            counts[_PLANNED] -= 1
+            counts[moved] += 1
+            job.state = moved
+        self.planned = []
+        return plan
+
+    def abandon(self, job: Job) -> None:
+        """A submitted job takes too long: nobody waits for it any more, but its copies may still run."""
+        self._move(job, JobEvent.ABANDON)
+        self.pending -= 1
+
+    def cancel(self, job: Job) -> None:
+        """Take a planned job back; it is closed."""
+        self._move(job, JobEvent.CANCEL)
+        self.planned.remove(job)
+        self.pending -= 1
+        del self.open[job.job]
+
+    def close(self, job: Job) -> None:
+        """Every rank has ended: the job is done or failed, and leaves the table."""
+        was = job.state
+        self._move(job, JobEvent.FAIL if job.failed else JobEvent.FINISH)
+        self.pending -= was is _SUBMITTED
+        del self.open[job.job]
+
+    def discard(self, job: Job) -> None:
+        """Forget an open job, whatever was done to it: nothing will end it any more (R12)."""
+        if job in self.planned:
+            self.planned.remove(job)
+        if self.open.pop(job.job, None) is not None and job.state in _OPEN:
+            self._counts[job.direction][job.state] -= 1
+            self.pending -= job.state is not _ABANDONED
+
+    def _move(self, job: Job, event: JobEvent) -> None:
+        after, counts = JOB.next(job.state, event), self._counts[job.direction]
+        counts[job.state] -= 1
+        job.state = after
+        if after is _SUBMITTED or after is _ABANDONED:
+            counts[after] += 1

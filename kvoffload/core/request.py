@@ -1,0 +1,128 @@
+"""Request records: everything that is known of one request is a field of its record."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvoffload.core.machine import REQUEST, RequestEvent, RequestState
+from kvoffload.model.causes import MissCause
+from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, RequestId, SlotId
+
+# CPython 3.11 takes ten times as long to reach an enum's member through its class.
+_LOADING, _RUNNING, _FINISHING = RequestState.LOADING, RequestState.RUNNING, RequestState.FINISHING
+_END, _LAST_JOB = RequestEvent.END, RequestEvent.LAST_JOB
+
+Place = tuple[GroupId, int]
+"""A group and a position in the block table."""
+
+
+class PendingHit(NamedTuple):
+    """One lookup's answer."""
+
+    device_tokens: int  #: tokens that the device held
+    tokens: int  #: tokens that device and host hold together
+    slots: tuple[SlotId, ...]  #: what was found, pinned, heads first
+    cause: MissCause | None  #: why the first block position behind `tokens` missed; None where nothing missed
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class RequestRecord:
+    """One request. Jobs and offers name it with the incarnation that they belong to.
+
+    Args:
+        request: its name.
+        prompt_tokens: tokens before the first new one.
+        keys: per group, the keys of its whole blocks so far.
+        reads_cache: False when it asked not to read cached blocks.
+        incarnation: the number of its block tables so far; jobs and offers of an earlier one settle memory only.
+        table: per group, the device block of each position; None without a table. `StaleBlocks` writes it.
+        hit: what its last lookup found, pinned until consumed. `PendingHits` writes it.
+        loading: slots that it loads, for which other requests wait. `SharedLoads` writes it.
+        found_tokens, loaded_tokens: where the device's own hit ended, and where the load behind it ended.
+        confirmed_tokens: tokens computed for certain in this incarnation.
+        offered: per group, the first position not offered yet.
+        waiting: places offered without an outcome, which may be offered again.
+        held: slots that it stored or hit, in the order of use; `Holds` keeps them from eviction.
+        shares: it used blocks that another request stored; they are not in `held`.
+        watched: keys that it offered and the host had, to be offered again if they are evicted.
+        stored_again: keys offered again after an eviction, once each.
+        jobs: open jobs that copy its blocks.
+        has_abandoned: a job of its was abandoned, and may never end.
+        load_failed: a load of its failed, so its lookups answer 0 from now on.
+        stores: False where its blocks were computed, wholly or in part, before the last reset.
+        least_tokens: shorter hits are recomputed; its first lookup decides, 0 before it.
+    """
+
+    request: RequestId
+    prompt_tokens: int
+    keys: tuple[list[BlockKey], ...]
+    reads_cache: bool = True
+    state: RequestState = RequestState.SEEN
+    incarnation: int = 0
+    table: list[list[DeviceBlockId]] | None = None
+    hit: PendingHit | None = None
+    loading: tuple[SlotId, ...] = ()
+    found_tokens: int = 0
+    loaded_tokens: int = 0
+    confirmed_tokens: int = 0
+    offered: list[int] = field(default_factory=list)
+    waiting: dict[Place, None] = field(default_factory=dict)
+    held: list[SlotId] = field(default_factory=list)
+    shares: bool = False
+    watched: set[BlockKey] = field(default_factory=set)
+    stored_again: set[BlockKey] = field(default_factory=set)
+    jobs: int = 0
+    has_abandoned: bool = False
+    load_failed: bool = False
+    stores: bool = True
+    least_tokens: int = 0
+
+    @property
+    def is_live(self) -> bool:
+        return self.state < _FINISHING
+
+    def __repr__(self) -> str:
+        return f"<Request {self.request} [{self.state.name}, table {self.incarnation}]>"
+
+    def extend_keys(self, new_keys: Sequence[Sequence[BlockKey]]) -> None:
+        """Add the keys of blocks that became whole."""
+        for keys, more in zip(self.keys, new_keys, strict=False):
+            keys.extend(more)
+
+
+class Requests:
+    """Every record: live ones by name, and those that ended while jobs were open on their blocks."""
+
+    def __init__(self) -> None:
+        self.live: dict[RequestId, RequestRecord] = {}
+        self.finishing: set[RequestRecord] = set()
+
+    def move(self, record: RequestRecord, event: RequestEvent) -> None:
+        """Apply an event to a record.
+
+        Raises:
+            IllegalTransition: its state does not take it; nothing has changed.
+        """
+        record.state = REQUEST.next(record.state, event)
+        if event is _END:
+            del self.live[record.request]
+            self.finishing.add(record)
+            self._forget_if_drained(record)
+
+    def job_ended(self, record: RequestRecord) -> None:
+        """Note that the last copy of a job on this request's blocks has ended."""
+        record.jobs -= 1
+        if record.state is _FINISHING:
+            self._forget_if_drained(record)
+
+    def _forget_if_drained(self, record: RequestRecord) -> None:
+        if not record.jobs:
+            record.state = REQUEST.next(record.state, _LAST_JOB)
+            self.finishing.discard(record)
+
+
+def has_table(record: RequestRecord) -> bool:
+    """Whether the engine has given the request blocks that it did not take back."""
+    return record.state is _RUNNING or record.state is _LOADING

@@ -1,0 +1,414 @@
+"""Stores: planners offer computed blocks, each offer is accepted or declined, and one job a step takes the accepted ones.
+
+    offer ─▶ _decide ─▶ _accept ─▶ the step's job ─▶ reported ─▶ _arrived │ _failed
+                │  ▲                      overdue ─▶ abandoned ─────────────┘
+                │  └── waiting: for room under the lease limit, for its request's end, for a duplicate's store
+                └─ declined (`_settle`)
+
+Every offer gets exactly one outcome; until then it is in `RequestRecord.waiting`, among the duplicates that
+`InFlightStores` keeps, in `_again` for the next step, or in an open job.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from enum import Enum
+
+from kvoffload.core.job import Job, Offer, owner
+from kvoffload.core.request import Place, RequestRecord
+from kvoffload.core.state import CoreState
+from kvoffload.model.causes import CopyOutcome, EvictionCause, MissCause, StoreOutcome
+from kvoffload.model.events import StoreScheduled
+from kvoffload.model.ids import NULL_BLOCK, BlockKey, DeviceBlockId, GroupId, SlotId
+from kvoffload.model.transfer import Direction
+
+_STORED, _ALREADY_CACHED = StoreOutcome.STORED, StoreOutcome.ALREADY_CACHED
+
+
+class Wait(Enum):
+    """Why an offer has no outcome yet."""
+
+    FOR_ROOM = "for_room"  # under the lease limit; tried again next step
+    FOR_END = "for_end"  # the host is full of what running requests use; tried again at the request's end
+    FOR_COPY = "for_copy"  # an abandoned copy still reads the block; tried again at the request's end
+
+
+class Stores:
+    """Decides on offers, and ends store jobs."""
+
+    def __init__(self, state: CoreState) -> None:
+        self._state = state
+        self._batch: Job | None = None
+        self._for_room: dict[RequestRecord, deque[Place]] = {}
+        self._again: list[Offer] = []
+        self.leased_blocks = 0
+        """Device blocks that open stores lease."""
+
+    # -- offers -------------------------------------------------------------------------------------------------
+
+    @property
+    def room(self) -> int:
+        """Device blocks that stores may lease now."""
+        return self._state.shape.lease_limit - self.leased_blocks
+
+    @property
+    def has_again(self) -> bool:
+        """Whether the next step has offers to decide on again."""
+        return bool(self._again)
+
+    def offer(self, offers: Sequence[Offer], *, last_chance: bool = False) -> None:
+        """Take offers, each for the first time. `last_chance`: their request is ending, so nothing can wait."""
+        self._state.tally.offered(len(offers))
+        self._decide(offers, last_chance=last_chance)
+
+    def refuse(self, offers: Sequence[Offer], outcome: StoreOutcome) -> None:
+        """Blocks that were due but cannot be stored: their outcome is known at once."""
+        if offers:
+            self._state.tally.offered(len(offers))
+        for offer in offers:
+            self._settle(offer.key, outcome)
+
+    def next_step(self) -> None:
+        """Decide on what waited for room, and on what may be stored again."""
+        if self._again:
+            again, self._again = self._again, []
+            self._decide(again, last_chance=False)
+        if self._for_room:
+            self._decide(self._take_for_room(self.room), last_chance=False)
+
+    def ending(self, record: RequestRecord) -> None:
+        """A request is ending: what it has waiting gets its last chance."""
+        if not record.waiting:
+            return
+        sizes = [group.block_tokens for group in self._state.shape.groups]
+        places = sorted(record.waiting, key=lambda place: place[1] * sizes[place[0]])  # the head first
+        self._stop_waiting(record)
+        self._decide([self._offer_of(record, *place) for place in places], last_chance=True)
+
+    def settle_waiting(self, record: RequestRecord, outcome: StoreOutcome) -> None:
+        """A request's offers can wait no longer."""
+        if record.waiting:
+            for group, position in record.waiting:
+                self._settle(record.keys[group][position], outcome)
+            self._stop_waiting(record)
+
+    def schedule(self) -> None:
+        """The step's plan is about to take the store job: report it, and let the next offer open another one."""
+        job = self._batch
+        if job is not None:
+            event = StoreScheduled(job.job, len(job.slots), tuple(job.slots))
+            self._batch = None
+            self._state.tally.events.append(event)
+
+    # -- deciding -----------------------------------------------------------------------------------------------
+
+    def _decide(self, offers: Sequence[Offer], *, last_chance: bool) -> None:
+        """Accept or decline each offer, or let it wait. What comes first in `offers` is stored first."""
+        if self._state.degraded is not None:
+            for offer in offers:
+                self._settle(offer.key, StoreOutcome.DEGRADED)
+            return
+        fresh, cached, duplicates = self._sort(offers)
+        if cached:
+            self._already_cached(cached)
+        if fresh:
+            self._admit(fresh, last_chance=last_chance)
+        if duplicates:
+            self._wait_for_duplicates(duplicates, last_chance=last_chance)
+
+    def _sort(self, offers: Iterable[Offer]) -> tuple[list[Offer], list[Offer], list[Offer]]:
+        """Return the offers of new keys, of keys that the host has, and of keys that come twice or are being stored."""
+        parts, in_flight = self._state.pool.index.parts, self._state.in_flight.keys
+        fresh: dict[BlockKey, Offer] = {}
+        cached: list[Offer] = []
+        duplicates: list[Offer] = []
+        for offer in offers:
+            key = offer.key
+            if key in parts[key[0]]:
+                cached.append(offer)
+            elif key in fresh or key in in_flight:
+                duplicates.append(offer)
+            else:
+                fresh[key] = offer
+        return list(fresh.values()), cached, duplicates
+
+    def _wait_for_duplicates(self, offers: Iterable[Offer], *, last_chance: bool) -> None:
+        """Let each wait while another block with its key is being stored; where that one was declined, decide on it."""
+        undecided = []
+        for offer in offers:
+            if offer.key in self._state.in_flight.keys:
+                self._state.in_flight.wait(offer)
+            else:
+                undecided.append(offer)
+        if undecided:
+            self._decide(undecided, last_chance=last_chance)
+
+    def _admit(self, offers: Sequence[Offer], *, last_chance: bool) -> None:
+        """Accept the offers whose device block holds its key, as far as there is room."""
+        state = self._state
+        verified: list[Offer] = []
+        held = state.device.keys_of([offer.block for offer in offers])
+        for offer, holds in zip(offers, held, strict=True):
+            # The last check of all is against the engine's own knowledge of the block (R7).
+            if holds == offer.key and offer.block not in state.in_flight.blocks and not state.generation:
+                verified.append(offer)
+                continue
+            verdict = self._by_block(offer, holds)
+            if isinstance(verdict, Offer):
+                verified.append(verdict)
+            else:
+                self._decline(offer, verdict, last_chance=last_chance)
+        host_room, lease_room = state.pool.room, self.room
+        end = min(host_room, lease_room)
+        for offer in verified[end:]:
+            self._decline(
+                offer, Wait.FOR_END if host_room <= lease_room else Wait.FOR_ROOM, last_chance=last_chance
+            )
+        if verified and end:
+            self._accept(verified[:end])
+
+    def _by_block(self, offer: Offer, holds: BlockKey | None) -> Offer | Wait | StoreOutcome:
+        """Return the offer on a block that certainly holds its key, or why there is none (R3, R7, R10)."""
+        state, block = self._state, offer.block
+        if block == NULL_BLOCK:
+            # Zeroed, but another block on the device may hold the key.
+            block = state.device.block_of(offer.key) or NULL_BLOCK
+            if block == NULL_BLOCK:
+                return StoreOutcome.STALE
+            holds = state.device.keys_of((block,))[0]
+        if state.generation and not self._is_since_reset(offer, block):
+            return StoreOutcome.BEFORE_RESET
+        if block in state.in_flight.blocks:
+            return Wait.FOR_COPY
+        if holds != offer.key:
+            return StoreOutcome.NOT_HASHED if holds is None else StoreOutcome.STALE
+        return offer if block == offer.block else offer._replace(block=block)
+
+    def _is_since_reset(self, offer: Offer, block: DeviceBlockId) -> bool:
+        """Whether a block was computed after the last reset, including all that it builds on (R10)."""
+        record = offer.record
+        is_tainted = record is not None and record.is_live and not record.stores
+        return block in self._state.computed_since_reset and not is_tainted
+
+    def _decline(self, offer: Offer, verdict: Wait | StoreOutcome, *, last_chance: bool) -> None:
+        if isinstance(verdict, StoreOutcome):
+            self._settle(offer.key, verdict)
+            return
+        record = owner(offer)
+        if last_chance or record is None:
+            self._settle(offer.key, _FINAL[verdict])
+            return
+        place = (offer.group, offer.position)
+        record.waiting[place] = None
+        if verdict is Wait.FOR_ROOM:
+            self._for_room.setdefault(record, deque()).append(place)
+        else:
+            self._state.misses.note((offer.key,), _MEANWHILE[verdict])
+
+    def _accept(self, offers: Sequence[Offer]) -> None:
+        """Reserve slots for offers, lease their blocks, and add them to the step's job. There is room for all."""
+        state = self._state
+        job = self._batch
+        if job is None:
+            job = self._batch = state.jobs.plan(Direction.STORE)
+        slots, evicted = state.pool.reserve([offer.key for offer in offers])
+        job.slots += slots
+        job.offers += offers
+        state.in_flight.started(job, offers)
+        if evicted:
+            self._evicted(evicted)
+        blocks = [offer.block for offer in offers]
+        state.leases.take(blocks)
+        job.blocks += blocks
+        self.leased_blocks += len(blocks)
+        for record, incarnation in dict.fromkeys([(offer.record, offer.incarnation) for offer in offers]):
+            if record is None or record in job.concerns:
+                continue
+            if record.incarnation == incarnation and record.is_live:
+                job.concerns[record] = None
+                record.jobs += 1
+
+    # -- endings ------------------------------------------------------------------------------------------------
+
+    def reported(self, job: Job, outcome: CopyOutcome) -> None:
+        """A rank's copy has ended. One failed rank dooms the store at once; its memory waits for every rank (R4)."""
+        if outcome is not CopyOutcome.DONE and not job.settled:
+            self._failed(job, StoreOutcome.FAILED)
+        if job.waiting:
+            return
+        if not job.settled:
+            self._arrived(job)
+        self._copies_ended(job)
+        self._state.jobs.close(job)
+
+    def abandoned(self, job: Job) -> None:
+        """A store did not end in time: its slots are never handed out again (R16)."""
+        if not job.settled:
+            self._failed(job, StoreOutcome.ABANDONED)
+        for slot in job.slots:
+            self._state.pool.quarantine(slot)
+
+    def stop(self, outcome: StoreOutcome, planned: StoreOutcome) -> None:
+        """Nothing that is under way or waits may be found later: settle it all, the step's own job as `planned`."""
+        state = self._state
+        batch, self._batch = self._batch, None
+        for job in tuple(state.jobs.open.values()):
+            if job.loads_for is None and not job.settled:
+                self._failed(job, planned if job is batch else outcome)
+        if batch is not None:
+            self._copies_ended(batch)
+            state.jobs.cancel(batch)
+        for record in tuple(state.requests.live.values()):
+            self.settle_waiting(record, outcome)
+        again, self._again = self._again, []
+        for offer in again:
+            self._settle(offer.key, outcome)
+
+    def _arrived(self, job: Job) -> None:
+        """Every rank has copied: the blocks can hit. The deepest become evictable first."""
+        state = self._state
+        job.settled = True
+        self._hold(job)
+        state.pool.fill(job.slots[::-1])
+        state.misses.arrived([offer.key for offer in job.offers])
+        for duplicate in state.in_flight.settled(job):
+            state.tally.settled(StoreOutcome.IN_FLIGHT)
+            state.evictions.add(duplicate)
+        state.tally.settled(_STORED, len(job.offers))
+
+    def _hold(self, job: Job) -> None:
+        """The requests whose blocks arrived count on them."""
+        stored: dict[tuple[RequestRecord | None, int], list[SlotId]] = {}
+        for offer, slot in zip(job.offers, job.slots, strict=True):
+            stored.setdefault((offer.record, offer.incarnation), []).append(slot)
+        for (record, incarnation), slots in stored.items():
+            if record is not None and record in job.concerns:
+                record.shares |= record.incarnation != incarnation
+                self._state.holds.add(record, slots)
+
+    def _failed(self, job: Job, outcome: StoreOutcome) -> None:
+        """The blocks will not come: their slots are worthless at once, and the duplicates that waited may try."""
+        job.settled = True
+        for slot in job.slots:
+            self._state.pool.doom(slot)
+        for offer in job.offers:
+            self._settle(offer.key, outcome)
+        self._again += self._state.in_flight.settled(job)
+
+    def _copies_ended(self, job: Job) -> None:
+        """No rank touches the job's memory any more: release it."""
+        state = self._state
+        state.pool.drained(job.slots)
+        state.in_flight.copies_ended(job)
+        self.leased_blocks -= len(job.blocks)
+        state.leases.release(job.blocks)
+        job.blocks = []
+        for record in job.concerns:
+            state.requests.job_ended(record)
+            state.holds.release_if_over(record)
+
+    # -- outcomes -----------------------------------------------------------------------------------------------
+
+    def _settle(self, key: BlockKey, outcome: StoreOutcome) -> None:
+        """An offer has its outcome."""
+        self._state.tally.settled(outcome)
+        cause = _MISS_CAUSES.get(outcome)
+        if cause is not None and key not in self._state.pool.index:
+            self._state.misses.note((key,), cause)
+
+    def _already_cached(self, offers: Sequence[Offer]) -> None:
+        """The host has these keys: watch for their eviction (R8), and note their use.
+
+        A request's blocks are offered a few at a time. If each was used when it is offered, a head would be the oldest
+        (R15), so they are used together, when the request releases what it holds.
+        """
+        state = self._state
+        state.tally.settled(_ALREADY_CACHED, len(offers))
+        ownerless: list[SlotId] = []
+        for offer in reversed(offers):  # used together: the head is evicted last
+            if owner(offer) is None:
+                ownerless.append(state.pool.index[offer.key])
+            else:
+                state.evictions.add(offer)
+        if ownerless:
+            state.pool.use(ownerless, {})
+
+    def _evicted(self, keys: Sequence[BlockKey]) -> None:
+        """Blocks made room for others. What running requests still have on the device may be stored again, once."""
+        state = self._state
+        state.misses.note(keys, MissCause.EVICTED)
+        state.tally.evicted(EvictionCause.SPACE, len(keys))
+        if again := state.evictions.evicted(keys):
+            state.tally.offered(len(again))
+            self._again += again
+
+    # -- waiting ------------------------------------------------------------------------------------------------
+
+    def _take_for_room(self, room: int) -> list[Offer]:
+        """Take up to `room` offers that waited for room, as their tables have them now."""
+        taken: list[Offer] = []
+        while self._for_room and len(taken) < room:
+            record, places = next(iter(self._for_room.items()))
+            while places and len(taken) < room:
+                place = places.popleft()
+                del record.waiting[place]
+                taken.append(self._offer_of(record, *place))
+            if not places:
+                del self._for_room[record]
+        return taken
+
+    def _stop_waiting(self, record: RequestRecord) -> None:
+        record.waiting.clear()
+        self._for_room.pop(record, None)
+
+    @staticmethod
+    def _offer_of(record: RequestRecord, group: GroupId, position: int) -> Offer:
+        """Return the offer of a place as the request's table has it now: its block may have been zeroed."""
+        assert record.table is not None, record
+        blocks = record.table[group]
+        block = blocks[position] if position < len(blocks) else NULL_BLOCK
+        return Offer(record.keys[group][position], block, record, record.incarnation, group, position)
+
+    # -- questions ----------------------------------------------------------------------------------------------
+
+    def waiting(self) -> int:
+        """Return how many offers have no outcome and are in no job. Reads only."""
+        state = self._state
+        waiting = sum(len(record.waiting) for record in state.requests.live.values())
+        return waiting + sum(map(len, state.in_flight.duplicates.values())) + len(self._again)
+
+    def problems(self) -> list[str]:
+        """Return where what waits for room and what waits at all disagree. Reads only."""
+        return [
+            f"{record.request} waits for room at {place} but has its outcome"
+            for record, places in self._for_room.items()
+            for place in places
+            if place not in record.waiting
+        ]
+
+
+_FINAL = {
+    Wait.FOR_ROOM: StoreOutcome.LEASE_LIMIT,
+    Wait.FOR_END: StoreOutcome.HOST_FULL,
+    Wait.FOR_COPY: StoreOutcome.FAILED,
+}
+"""The outcome of an offer that could only have waited."""
+
+_MEANWHILE = {Wait.FOR_END: MissCause.DECLINED_HOST_FULL, Wait.FOR_COPY: MissCause.STORE_FAILED}
+"""Why the key of an offer that waits for its request's end misses until then."""
+
+_MISS_CAUSES = {
+    StoreOutcome.HOST_FULL: MissCause.DECLINED_HOST_FULL,
+    StoreOutcome.STALE: MissCause.DECLINED_STALE,
+    StoreOutcome.LEASE_LIMIT: MissCause.DECLINED_LEASE_LIMIT,
+    StoreOutcome.NOT_HASHED: MissCause.DECLINED_OTHER,
+    StoreOutcome.DEGRADED: MissCause.DECLINED_OTHER,
+    StoreOutcome.LOST: MissCause.LOST,
+    StoreOutcome.REQUEST_GONE: MissCause.LOST,
+    StoreOutcome.FAILED: MissCause.STORE_FAILED,
+    StoreOutcome.ABANDONED: MissCause.STORE_FAILED,
+    StoreOutcome.BEFORE_RESET: MissCause.AFTER_RESET,
+    StoreOutcome.CANCELLED: MissCause.AFTER_RESET,
+}
+"""What a later lookup reports of a block that was not stored."""
