@@ -1,17 +1,14 @@
-"""The bus: who hears of what, and in which order.
+"""The bus: each message reaches its state handler, then inline subscribers, then feeds.
 
-Order of one message: state handlers, then counters, then feeds; each kind in the order of registration, whichever class
-of the message's ancestry they were registered for. A message published from inside a handler waits until the one
-being dispatched has reached everybody, then follows in the order of publication (breadth first). So every handler
-sees every message in the same order, and a handler never runs inside another. `publish` on the outside returns when
-all of that has been dispatched.
+A hook dispatches one fact. Its class has exactly one state handler, which reacts inline; the events that the handler left
+follow the fact in the same batch, and so does whatever a subscriber publishes meanwhile. Every subscriber sees every message
+in that order, and no handler or subscriber runs inside another. When the batch is over, recorders get it whole.
 
-One thread publishes and subscribes: the engine's. Feeds carry events to others.
+One thread dispatches and subscribes: the engine's. Feeds carry messages to others.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,6 +18,7 @@ from kvoffload.bus.guard import call_guarded
 M = TypeVar("M")
 
 Handler = Callable[[Any], object]
+Recorder = Callable[[list[object]], object]
 StateErrorCallback = Callable[[Exception, object], object]
 RemovedCallback = Callable[[str, Exception], object]
 
@@ -28,49 +26,60 @@ RemovedCallback = Callable[[str, Exception], object]
 class BusStatistics(NamedTuple):
     """What the bus has done so far."""
 
-    published: int  #: messages that somebody had subscribed to
-    waiting: int  #: messages published and not dispatched yet
+    published: int  #: messages dispatched
     state_errors: int  #: exceptions of state handlers
-    removed_counters: tuple[str, ...]  #: names of counters that raised
+    removed_counters: tuple[str, ...]  #: names of inline subscribers that raised
     feeds: tuple[tuple[str, FeedStatistics], ...]  #: by name, also those no longer read
 
 
 class _Route(NamedTuple):
-    """Everybody who hears of one class."""
+    """Everybody who gets the messages of one class."""
 
-    handlers: tuple[Handler, ...]
+    handler: Handler | None
     counters: tuple[Handler, ...]
     feeds: tuple[Feed[Any], ...]
 
 
-_NOBODY = _Route((), (), ())
-
-
 class Bus:
-    """Synchronous publish and subscribe, dispatched by class."""
+    """Synchronous publish and subscribe, dispatched by class.
 
-    def __init__(self) -> None:
-        self._handlers: list[tuple[type, Handler]] = []
+    Args:
+        take_events: returns, and forgets, what a state handler left to report.
+    """
+
+    def __init__(self, take_events: Callable[[], Sequence[object]] = tuple) -> None:
+        self._take_events = take_events
+        self._handlers: dict[type, Handler] = {}
         self._counters: list[tuple[type, Handler]] = []
+        self._recorders: tuple[Recorder, ...] = ()
         self._observers: list[tuple[tuple[type, ...], Feed[Any]]] = []
         self._feeds: dict[str, Feed[Any]] = {}
-        self._routes: dict[type, _Route] = {}  # derived from the three lists, forgotten when one changes
-        self._queue: deque[object] = deque()
-        self._dispatching = False
+        self._routes: dict[type, _Route] = {}  # derived from the above, forgotten when it changes
+        self._batch: list[object] | None = None
         self._state_error: StateErrorCallback | None = None
         self._removed: RemovedCallback | None = None
         self._published = self._state_errors = 0
         self._removed_counters: list[str] = []
 
-    def on(self, cls: type[M], handler: Callable[[M], object]) -> None:
-        """Call `handler`, which owns state, with every message of `cls` or a subclass."""
-        self._handlers.append((cls, handler))
+    def handle(self, cls: type[M], handler: Callable[[M], object]) -> None:
+        """Let `handler`, which owns state, react to the messages of exactly this class.
+
+        Raises:
+            ValueError: the class has a handler.
+        """
+        if cls in self._handlers:
+            raise ValueError(f"{cls.__name__} has a handler already: {self._handlers[cls]}")
+        self._handlers[cls] = handler
         self._routes.clear()
 
     def count(self, cls: type[M], counter: Callable[[M], object]) -> None:
-        """Call `counter` with every message of `cls`, after the state handlers; once it raises, never again."""
+        """Call `counter` with every message of `cls` or a subclass; once it raises, never again."""
         self._counters.append((cls, counter))
         self._routes.clear()
+
+    def record(self, recorder: Recorder) -> None:
+        """Call `recorder` with each whole batch, which it may keep; once it raises, never again."""
+        self._recorders += (recorder,)
 
     def observe(self, name: str, classes: Sequence[type[M]], capacity: int) -> Feed[M]:
         """Return a feed of the messages of `classes`; with no class, one that only its owner fills.
@@ -87,43 +96,49 @@ class Bus:
         return feed
 
     def on_state_error(self, callback: StateErrorCallback) -> None:
-        """Call `callback` when a state handler raises, after which the remaining handlers still run.
-
-        Without a callback the exception leaves `publish` at once: an error that nobody hears of is worse.
-        """
+        """Call `callback` with what a state handler raised and the message; without one it leaves `publish`."""
         self._state_error = callback
 
     def on_removed(self, callback: RemovedCallback) -> None:
-        """Call `callback` with the name and the exception when a counter that raised was removed."""
+        """Call `callback` with the name and the exception when an inline subscriber that raised was removed."""
         self._removed = callback
 
     def publish(self, message: object) -> None:
-        """Tell everybody who subscribed to the message's class. Never waits."""
-        route = self._routes.get(type(message))
-        if route is None:
-            route = self._resolve(type(message))
-        if route is _NOBODY:
-            return
-        queue = self._queue
-        if self._dispatching:
-            queue.append(message)
-            return
-        self._dispatching = True
+        """Dispatch a message; from inside a subscriber, after all that is being dispatched. Never waits."""
+        if self._batch is not None:
+            self._batch.append(message)
+        else:
+            self.dispatch([message])
+
+    def dispatch(self, batch: list[object]) -> None:
+        """Dispatch messages and what follows from them, in this order. Not from inside a subscriber."""
+        self._batch = batch
+        routes = self._routes
         try:
-            if queue:  # a state handler's exception left them
-                queue.append(message)
-            else:
-                self._dispatch(message, route)
-            while queue:
-                message = queue.popleft()
-                self._dispatch(message, self._routes.get(type(message)) or self._resolve(type(message)))
+            for message in batch:  # which grows
+                route = routes.get(type(message)) or self._resolve(type(message))
+                if route.handler is not None:
+                    self._react(route.handler, message, batch)
+                for counter in route.counters:
+                    try:
+                        counter(message)
+                    except Exception as exc:
+                        self._remove(counter, exc)
+                for feed in route.feeds:
+                    if not feed.offer(message):
+                        self._forget(feed)
         finally:
-            self._dispatching = False
+            self._batch = None
+            self._published += len(batch)
+        for recorder in self._recorders:
+            try:
+                recorder(batch)
+            except Exception as exc:
+                self._remove(recorder, exc)
 
     def statistics(self) -> BusStatistics:
         return BusStatistics(
             published=self._published,
-            waiting=len(self._queue),
             state_errors=self._state_errors,
             removed_counters=tuple(self._removed_counters),
             feeds=tuple((name, feed.statistics()) for name, feed in self._feeds.items()),
@@ -134,41 +149,28 @@ class Bus:
         for feed in self._feeds.values():
             feed.close()
 
-    def _dispatch(self, message: object, route: _Route) -> None:
-        self._published += 1
-        handlers, counters, feeds = route
-        for handler in handlers:
-            try:
-                handler(message)
-            except Exception as exc:
-                self._handle_state_error(exc, message)
-        for counter in counters:
-            try:
-                counter(message)
-            except Exception as exc:
-                self._remove_counter(counter, exc)
-        for feed in feeds:
-            if not feed.offer(message):
-                self._forget(feed)
+    def _react(self, handler: Handler, message: object, batch: list[object]) -> None:
+        try:
+            handler(message)
+            batch += self._take_events()
+        except Exception as exc:
+            self._state_errors += 1
+            if self._state_error is None:
+                raise
+            call_guarded(self._state_error, exc, message)
 
     def _resolve(self, cls: type) -> _Route:
-        route = _Route(
-            handlers=tuple(handler for wanted, handler in self._handlers if issubclass(cls, wanted)),
+        route = self._routes[cls] = _Route(
+            handler=self._handlers.get(cls),
             counters=tuple(counter for wanted, counter in self._counters if issubclass(cls, wanted)),
             feeds=tuple(feed for wanted, feed in self._observers if issubclass(cls, wanted)),
         )
-        self._routes[cls] = route if any(route) else _NOBODY
-        return self._routes[cls]
+        return route
 
-    def _handle_state_error(self, exc: Exception, message: object) -> None:
-        self._state_errors += 1
-        if self._state_error is None:
-            raise exc
-        call_guarded(self._state_error, exc, message)
-
-    def _remove_counter(self, counter: Handler, exc: Exception) -> None:
-        name = getattr(counter, "__qualname__", type(counter).__qualname__)
-        self._counters = [entry for entry in self._counters if entry[1] != counter]
+    def _remove(self, subscriber: Handler, exc: Exception) -> None:
+        name = getattr(subscriber, "__qualname__", type(subscriber).__qualname__)
+        self._counters = [entry for entry in self._counters if entry[1] != subscriber]
+        self._recorders = tuple(recorder for recorder in self._recorders if recorder != subscriber)
         self._removed_counters.append(name)
         self._routes.clear()
         if self._removed is not None:

@@ -2,49 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 
 from kvoffload.core.state import LoadResults
-from kvoffload.model.ids import RequestId
+from kvoffload.model.ids import JobId, RequestId
+from kvoffload.model.transfer import TransferJob
+
+
+@dataclass(slots=True)
+class LoadAnswers:
+    """Loads that ended, each started load once, also of requests that are gone.
+
+    Args:
+        loaded, failed: their requests.
+        without_copy: those among them whose load no worker was given, so that no worker reports it.
+        given_up: jobs that answered loads leave behind with workers that still copy.
+    """
+
+    loaded: list[RequestId] = field(default_factory=list)
+    failed: list[RequestId] = field(default_factory=list)
+    without_copy: list[RequestId] = field(default_factory=list)
+    given_up: list[JobId] = field(default_factory=list)
 
 
 class AwaitedLoads:
-    """Requests that the engine told of an allocation with external tokens, and has not heard of since.
+    """Requests that were allocated with external tokens and not answered since, each with its job once that is submitted.
 
     Args:
-        timeout_s: seconds after which nothing is waited for once the core is broken.
+        open_jobs: the jobs that some rank still copies.
     """
 
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._since: dict[RequestId, float] = {}
+    def __init__(self, open_jobs: Collection[JobId]) -> None:
+        self._open_jobs = open_jobs
+        self._jobs: dict[RequestId, JobId | None] = {}
 
     def __len__(self) -> int:
-        return len(self._since)
+        return len(self._jobs)
 
-    def began(self, request: RequestId, now: float) -> None:
+    def began(self, request: RequestId) -> None:
         """The engine waits for a load."""
-        self._since[request] = now
+        self._jobs[request] = None
 
-    def heard(self, results: LoadResults) -> LoadResults:
-        """The core answered: return what the engine has not been told yet."""
-        if not (results.loaded or results.failed):
-            return results
-        return LoadResults(
-            list(filter(self._is_over, results.loaded)), list(filter(self._is_over, results.failed))
-        )
+    def submitted(self, loads: Iterable[TransferJob]) -> None:
+        """The workers are given these loads."""
+        for load in loads:
+            if load.request in self._jobs:
+                self._jobs[load.request] = load.job
 
-    def give_up(self, open_loads: Collection[RequestId], now: float) -> list[RequestId]:
-        """With the core broken, hand over the requests of which it will not, or not in time, speak again."""
-        lost = [
-            request
-            for request, since in self._since.items()
-            if request not in open_loads or now - since >= self._timeout_s
-        ]
-        for request in lost:
-            del self._since[request]
-        return lost
+    def answer(self, results: LoadResults) -> LoadAnswers:
+        """Return what the core reports and the engine was not told yet."""
+        answers = LoadAnswers()
+        for request in results.loaded:
+            self._answer(request, answers.loaded, answers)
+        for request in results.failed:
+            self._answer(request, answers.failed, answers)
+        return answers
 
-    def _is_over(self, request: RequestId) -> bool:
-        """Strike a request off; return whether it was awaited."""
-        return self._since.pop(request, None) is not None
+    def fail_all(self, answers: LoadAnswers) -> None:
+        """The core is broken, and what it planned is not to be trusted: add all that is awaited as failed."""
+        for request in tuple(self._jobs):
+            self._answer(request, answers.failed, answers)
+
+    def _answer(self, request: RequestId, ended: list[RequestId], answers: LoadAnswers) -> None:
+        if request not in self._jobs:
+            return
+        ended.append(request)
+        job = self._jobs.pop(request)
+        if job is None:
+            answers.without_copy.append(request)
+        elif job in self._open_jobs:
+            answers.given_up.append(job)

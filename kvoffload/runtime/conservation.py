@@ -14,7 +14,7 @@ from kvoffload.telemetry.counters import Counters
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kvoffload.model.engine import Device
+    from kvoffload.model.engine import BlockPool
 
 _SLOTS_AT_REST = 64  # some hundred microseconds in all: the next request may be a moment away
 
@@ -33,7 +33,7 @@ class Conservation:
     """
 
     def __init__(
-        self, core: OffloadCore, device: Device, counters: Counters, tell: Callable[[LawBroken], None]
+        self, core: OffloadCore, device: BlockPool, counters: Counters, tell: Callable[[LawBroken], None]
     ) -> None:
         self._core = core
         self._device = device if isinstance(device, AuditsLeases) else None
@@ -46,8 +46,8 @@ class Conservation:
         return self._judge([*self._core.audit(), *self._engine_problems()])
 
     def at_rest(self) -> None:
-        """If the last request has ended and no copy is waited for: look at what shows at once, in bounded time."""
-        if self._core.is_at_rest and self._core.state.degraded is None:
+        """The last request has ended and no copy is waited for: look at what shows at once, in bounded time."""
+        if self._core.state.degraded is None:
             self._judge([*self._core.audit_at_rest(self._some_slots()), *self._engine_problems()])
 
     def _judge(self, problems: list[str]) -> list[str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from kvoffload.bus.bus import Bus
-from kvoffload.core.state import CoreState
+from kvoffload.core.job import Jobs
 from kvoffload.core.machine import JobState, SlotState
+from kvoffload.core.state import CoreState
 from kvoffload.model.transfer import Direction
 from kvoffload.runtime.deadlines import JobDeadlines
 from kvoffload.runtime.pin_ages import PinAges
@@ -55,9 +56,8 @@ def read_gauges(
     )
 
 
-def copies_under_way(state: CoreState) -> int:
+def copies_under_way(jobs: Jobs) -> int:
     """Return which copies a worker may be making, as one of `Copies`. Asked in every step."""
-    jobs = state.jobs
     if not jobs.pending:
         return Copies.NONE
     stores = Copies.STORES if jobs.count(*_STORES) else 0

@@ -47,7 +47,7 @@ class Resets:
 
     def _started(self, event: ResetStarted) -> None:
         self._generation, self._given_up = event.generation, 0
-        self._left = {job.job for job in self._jobs.all() if job.state is not JobState.ABANDONED}
+        self._left = {job.job for job in self._jobs.open.values() if job.state is not JobState.ABANDONED}
         self.draining = len(self._left)
         if not self.draining:
             self._publish(ResetEnded(self._generation, 0))

@@ -1,7 +1,8 @@
-"""The scheduler's side of offloading: an adapter's hooks go in here, and the parts are wired behind it.
+"""The scheduler's side of offloading: an adapter's hooks call in here, and the parts are wired behind it.
 
-Every hook publishes a fact on the bus, where the core's handlers react inline and in order; then the core's events are
-published, for counters, the journal and every other observer. Questions (a lookup, a step's plan) are calls on the core.
+Each hook dispatches one fact on the bus, where its one state handler, a method of the core, reacts inline; the fact and the
+core's events then reach counters, the journal and every other observer in one batch. Questions (a lookup, a step's plan)
+are calls on the core.
 """
 
 from __future__ import annotations
@@ -11,32 +12,33 @@ from functools import partial
 from typing import TypeVar
 
 from kvoffload.bus.bus import Bus
-from kvoffload.core.state import LoadResults
+from kvoffload.core.offload_core import OffloadCore
+from kvoffload.core.state import LoadResults, Policy
 from kvoffload.logs import get_logger
 from kvoffload.model import facts
 from kvoffload.model.causes import DegradeCause
-from kvoffload.model.config import AUTO, OffloadConfig
-from kvoffload.model.engine import Device, EngineShape
-from kvoffload.model.errors import EngineContractError
+from kvoffload.model.config import AUTO, OffloadConfig, check_promises
+from kvoffload.model.engine import BlockPool, EngineShape
 from kvoffload.model.ids import BlockKey, RequestId
 from kvoffload.model.transfer import NOTHING, TransferPlan, TransferReport
-from kvoffload.runtime.awaited_loads import AwaitedLoads
+from kvoffload.runtime.awaited_loads import AwaitedLoads, LoadAnswers
 from kvoffload.runtime.clocks import Clocks
 from kvoffload.runtime.conservation import Conservation
-from kvoffload.runtime.deadlines import JobDeadlines, Patience
+from kvoffload.runtime.deadlines import JobDeadlines
 from kvoffload.runtime.degradation import Degradation
 from kvoffload.runtime.gauges import copies_under_way, read_gauges
 from kvoffload.runtime.hooks import HookTimes
 from kvoffload.runtime.observers import Observers
 from kvoffload.runtime.pin_ages import PinAges
 from kvoffload.runtime.portal import Portal
-from kvoffload.runtime.recording import make_core, make_journal, policy_of
 from kvoffload.runtime.resets import Resets
 from kvoffload.runtime.store_shares import StoreShares
 from kvoffload.runtime.watchdog import Watchdog
 from kvoffload.telemetry.counters import Counters
 from kvoffload.telemetry.first_tokens import FirstTokens, HasToken
 from kvoffload.telemetry.gauges import GaugeSnapshot
+from kvoffload.telemetry.journal import Journal
+from kvoffload.telemetry.labels import Hook
 from kvoffload.telemetry.net_benefit import NetBenefit
 from kvoffload.telemetry.spans import make_spans
 
@@ -44,7 +46,9 @@ T = TypeVar("T")
 
 log = get_logger("scheduler")
 
-_NO_TOKENS: int | None = 0
+# CPython 3.11 takes ten times as long to reach an enum's member through its class.
+_SEEN, _LOOKUP, _ALLOCATED = Hook.SEEN, Hook.LOOKUP, Hook.ALLOCATED
+_STEP, _OFFER, _ENDED, _REPORT, _RESET = Hook.STEP, Hook.OFFER, Hook.ENDED, Hook.REPORT, Hook.RESET
 
 
 class SchedulerSide:
@@ -53,146 +57,87 @@ class SchedulerSide:
     Args:
         shape: the engine's fixed facts.
         config: the operator's settings.
-        device: what the engine lends.
+        device: the engine's block pool.
         portal: the thread for observers; None runs without any (the journal's ring and the counters are inline).
         clocks: where time comes from.
         merge_steps: steps over which a decoding batch's stores may be collected into one job, at least 1.
 
     Raises:
-        EngineContractError: the engine promises too little.
-        ConfigError: the journal's file cannot be written, or what spans need is not installed.
+        ConfigError: the engine promises too little for the settings, the journal's file cannot be written, or what spans
+            need is not installed.
     """
 
     def __init__(
         self,
         shape: EngineShape,
         config: OffloadConfig,
-        device: Device,
+        device: BlockPool,
         *,
         portal: Portal | None = None,
         clocks: Clocks | None = None,
         merge_steps: int = 1,
     ) -> None:
-        if not shape.promises.can_lease:
-            raise EngineContractError(
-                "the engine must be able to lease device blocks: a copy reads and writes them"
-            )
         self._clocks = clocks or Clocks()
-        timeout_s, now = config.transfer_timeout_s, self._clocks.monotonic
+        now, self._precise = self._clocks.monotonic, self._clocks.precise
+        self._timeout_s = timeout_s = config.transfer_timeout_s
         self.shape = shape
         self._spans = make_spans(config, shape, self._clocks.unix)
-        self.journal = make_journal(config, self._clocks.unix, self._journal_failed)
-        self.core = make_core(shape, policy_of(config, shape, merge_steps), device, self.journal)
-        self._take_events, self._jobs = self.core.state.tally.take, self.core.state.jobs
-        self.bus = Bus()
+        self.core = OffloadCore(shape, _policy(config, shape, merge_steps), device)
+        self._tally, self._jobs = self.core.state.tally, self.core.state.jobs
+        self.journal = Journal(self._clocks.unix, path=config.journal_path, on_failure=self._journal_failed)
+        self.bus = Bus(self.core.take_events)
         self.counters = Counters()
-        self._hooks = HookTimes(self.counters, self._clocks.precise)
-        self._deadlines = JobDeadlines(self._clocks, timeout_s, self._jobs.get)
-        self._patience = Patience(timeout_s)
-        self._awaited = AwaitedLoads(timeout_s)
-        self._conservation = Conservation(self.core, device, self.counters, self._tell)
+        self._times = HookTimes(self.counters)
+        self._deadlines = JobDeadlines(self._clocks, timeout_s, self._jobs.open)
+        self._deferred_since: dict[RequestId, float] = {}
+        self._awaited = AwaitedLoads(self._jobs.open)
+        self._conservation = Conservation(self.core, device, self.counters, self.bus.publish)
         self._degradation = Degradation(self.journal, config.journal_path, now, timeout_s)
         self._pins = PinAges(self._clocks)
         self._resets, self._shares = Resets(self._jobs, self.bus.publish), StoreShares()
-        copying = partial(copies_under_way, self.core.state)
+        copying = partial(copies_under_way, self._jobs)
         self.benefit = NetBenefit(shape.alignment, shape.ranks, copying, now)
         self._first_tokens = FirstTokens(now)
         self._chooses_least = config.min_load_tokens == AUTO
-        self._wire(portal)
+        self._handle_facts()
+        self._subscribe(portal)
         self._observers = Observers(self.bus, self.journal, self.counters, now, self._spans)
         if portal is not None:
             self._observers.start(portal, Watchdog(self._pins, self._deadlines, timeout_s, now))
 
-    # -- what the engine tells ----------------------------------------------------------------------------------
+    def _handle_facts(self) -> None:
+        bus, core = self.bus, self.core
+        bus.handle(facts.RequestSeen, core.request_seen)
+        bus.handle(facts.BlocksAllocated, core.blocks_allocated)
+        bus.handle(facts.StepScheduled, core.step_scheduled)
+        bus.handle(facts.StatesHandedOff, core.states_handed_off)
+        bus.handle(facts.RequestEnded, core.request_ended)
+        bus.handle(facts.TransferReported, core.transfer_reported)
+        bus.handle(facts.JobOverdue, core.job_overdue)
+        bus.handle(facts.CacheReset, core.cache_reset)
+        bus.handle(facts.LawBroken, core.law_broken)
+        bus.on_state_error(self._handler_raised)
+
+    def _subscribe(self, portal: Portal | None) -> None:
+        for watcher in (self.counters, self._pins, self.benefit, self._resets, self._shares, self.journal):
+            watcher.subscribe(self.bus)
+        self._first_tokens.subscribe(self.bus)
+        self._degradation.subscribe(self.bus, portal)
+
+    # -- requests -----------------------------------------------------------------------------------------------
 
     def seen(
         self, fact: facts.RequestSeen, has_token: HasToken | None = None, trace_parent: str | None = None
     ) -> None:
         """The engine took a request in; `has_token` says whether its first token is there, `trace_parent` is W3C's."""
-        with self._hooks.seen:
-            if has_token is not None:
-                self._first_tokens.seen(fact.request, has_token)
-            if self._spans is not None:
-                self._spans.trace_parent = trace_parent
-            self._tell(fact)
-
-    def allocated(self, fact: facts.BlocksAllocated) -> None:
-        """The engine gave a request a block table."""
-        with self._hooks.allocated:
-            self._patience.over(fact.request)
-            if fact.external_tokens:
-                self._awaited.began(fact.request, self._clocks.monotonic())
-            self._tell(fact)
-
-    def step(self, fact: facts.StepScheduled) -> TransferPlan:
-        """The engine scheduled a step: return what the workers must copy. Exactly once a step."""
-        with self._hooks.step:
-            now = self._clocks.monotonic()
-            if self._first_tokens.admitted:
-                self._first_tokens.look()
-            if self._deadlines.oldest is not None:
-                for job in self._deadlines.overdue(now):
-                    self._tell(facts.JobOverdue(job))
-            if self._resets.draining:
-                self._resets.look()
-            self.bus.publish(fact)
-            plan = self._plan(now) if self._jobs.planned else NOTHING
-            self._publish_events()
-        self._hooks.step_ended()
-        return plan
-
-    def states_handed_off(self, fact: facts.StatesHandedOff) -> None:
-        """The engine offers recurrent states."""
-        with self._hooks.offer:
-            self._tell(fact)
-
-    def ended(self, fact: facts.RequestEnded) -> None:
-        """A request finished or was aborted, and still has its blocks."""
-        with self._hooks.ended:
-            self._patience.over(fact.request)
-            self._tell(fact)
-            self._ask("audit", self._conservation.at_rest, None)
-
-    def reported(self, reports: Sequence[TransferReport]) -> LoadResults:
-        """Ranks told what ended; return the loads that the engine must hear of."""
-        with self._hooks.report:
-            for report in reports:
-                self._tell(facts.TransferReported(report))
-            if reports:
-                self._deadlines.forget_ended()
-                self._resets.look()
-                self._ask("audit", self._conservation.at_rest, None)
-            return self.take_results()
-
-    def take_results(self) -> LoadResults:
-        """Return the loads that ended since the last call; some end without a report."""
-        results = self._awaited.heard(self._ask("take_results", self.core.take_results, LoadResults()))
-        if self._awaited and self.core.state.degraded is not None:
-            open_loads = {job.request[0] for job in self._jobs.all() if job.request is not None}
-            results.failed += self._awaited.give_up(open_loads, self._clocks.monotonic())
-        return results
-
-    @property
-    def has_results(self) -> bool:
-        """Whether `take_results` could have anything to tell."""
-        state = self.core.state
-        return bool(state.results.loaded or state.results.failed) or state.degraded is not None
-
-    def rank_lost(self, fact: facts.RankLost) -> None:
-        """A rank will not report again."""
-        self._tell(fact)
-
-    def reset(self) -> bool:
-        """Find nothing computed so far ever again, at once; return whether no copy of before is left running.
-
-        The answer is the metric `kvoffload_reset_draining_jobs` being 0, and the log's `reset_started` telling of no
-        open job; when the last of them has ended, `reset_ended` says so. Asking again is harmless.
-        """
-        with self._hooks.reset:
-            self._tell(facts.CacheReset())
-            return self.core.is_drained
-
-    # -- what the engine asks -----------------------------------------------------------------------------------
+        began = self._precise()
+        if has_token is not None:
+            self._first_tokens.seen(fact.request, has_token)
+        if self._spans is not None:
+            self._spans.trace_parent = trace_parent
+        self.bus.dispatch([fact])
+        spent = self._times.spent
+        spent[_SEEN] = spent.get(_SEEN, 0.0) + self._precise() - began
 
     def lookup(
         self,
@@ -203,29 +148,117 @@ class SchedulerSide:
     ) -> int | None:
         """Return the tokens that the host adds to `device_tokens`, or None for "not yet". Any number of times.
 
-        `tokens` is what the request must hold before its next new token, where that is more than its prompt;
-        `new_keys` are keys of its whole blocks that were not told before.
+        Args:
+            request: whose prefix.
+            device_tokens: tokens that the device holds.
+            tokens: what the request must hold before its next new token, where that is more than its prompt.
+            new_keys: per group, keys of its whole blocks that were not given before.
         """
-        with self._hooks.lookup:
-            now = self._clocks.monotonic()
-            may_wait = self._patience.may_wait(request, now)
-            least = self.benefit.least_load_tokens() if self._chooses_least else 0
-            answer = _NO_TOKENS
-            try:
-                answer = self.core.lookup(
-                    request,
-                    device_tokens,
-                    may_wait=may_wait,
-                    tokens=tokens,
-                    new_keys=new_keys,
-                    least_tokens=least,
-                )
-            except Exception as error:
-                self._core_raised(error, "lookup")
-            if answer is None:
-                self._patience.waits(request, now)
-            self._publish_events()
-            return answer
+        began = self._precise()
+        now = self._clocks.monotonic()
+        since = self._deferred_since.get(request)
+        least = self.benefit.least_load_tokens() if self._chooses_least else 0
+        answer: int | None = 0
+        try:
+            answer = self.core.lookup(
+                request,
+                device_tokens,
+                may_wait=since is None or now - since < self._timeout_s,
+                tokens=tokens,
+                new_keys=new_keys,
+                least_tokens=least,
+            )
+        except Exception as error:
+            self._core_raised(error, "lookup")
+        if answer is None and since is None:
+            self._deferred_since[request] = now
+        if self._tally.events:
+            self._dispatch_events()
+        spent = self._times.spent
+        spent[_LOOKUP] = spent.get(_LOOKUP, 0.0) + self._precise() - began
+        return answer
+
+    def allocated(self, fact: facts.BlocksAllocated) -> None:
+        """The engine gave a request a block table."""
+        began = self._precise()
+        self._deferred_since.pop(fact.request, None)
+        if fact.external_tokens:
+            self._awaited.began(fact.request)
+        self.bus.dispatch([fact])
+        spent = self._times.spent
+        spent[_ALLOCATED] = spent.get(_ALLOCATED, 0.0) + self._precise() - began
+
+    def ended(self, fact: facts.RequestEnded) -> None:
+        """A request finished or was aborted, and still has its blocks."""
+        began = self._precise()
+        self._deferred_since.pop(fact.request, None)
+        self.bus.dispatch([fact])
+        self._audit_at_rest()
+        spent = self._times.spent
+        spent[_ENDED] = spent.get(_ENDED, 0.0) + self._precise() - began
+
+    # -- steps --------------------------------------------------------------------------------------------------
+
+    def step(self, fact: facts.StepScheduled) -> TransferPlan:
+        """The engine scheduled a step: return what the workers must copy. Exactly once a step."""
+        began = self._precise()
+        if self._first_tokens.admitted:
+            self._first_tokens.look()
+        if self._deadlines.oldest is not None:
+            for job in self._deadlines.overdue(self._clocks.monotonic()):
+                self.bus.dispatch([facts.JobOverdue(job)])
+        if self._resets.draining:
+            self._resets.look()
+        self.bus.dispatch([fact])
+        plan = self._plan() if self._jobs.planned else NOTHING
+        times = self._times
+        times.spent[_STEP] = times.spent.get(_STEP, 0.0) + self._precise() - began
+        times.step_ended()
+        return plan
+
+    def states_handed_off(self, fact: facts.StatesHandedOff) -> None:
+        """The engine offers recurrent states."""
+        began = self._precise()
+        self.bus.dispatch([fact])
+        self._times.add(_OFFER, self._precise() - began)
+
+    def _plan(self) -> TransferPlan:
+        """Return the step's plan, and begin its jobs' deadlines."""
+        plan = self._ask("plan", self.core.plan, NOTHING)
+        self._dispatch_events()
+        self._awaited.submitted(plan.loads)
+        self._deadlines.submitted(plan.jobs, self._clocks.monotonic())
+        return plan
+
+    # -- reports ------------------------------------------------------------------------------------------------
+
+    def reported(self, reports: Sequence[TransferReport]) -> LoadAnswers:
+        """Ranks reported what ended; return the loads that the engine must learn of."""
+        began = self._precise()
+        for report in reports:
+            self.bus.dispatch([facts.TransferReported(report)])
+        if reports:
+            self._deadlines.forget_ended()
+            if self._resets.draining:
+                self._resets.look()
+            self._audit_at_rest()
+        answers = self.take_answers()
+        spent = self._times.spent
+        spent[_REPORT] = spent.get(_REPORT, 0.0) + self._precise() - began
+        return answers
+
+    def take_answers(self) -> LoadAnswers:
+        """Return the loads that ended since the last call; some end without a report."""
+        answers = self._awaited.answer(self._ask("take_results", self.core.take_results, LoadResults()))
+        if self._awaited and self.core.state.degraded is not None:
+            self._awaited.fail_all(answers)
+        return answers
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether `take_answers` could return anything."""
+        state = self.core.state
+        return bool(state.results.loaded or state.results.failed or state.degraded is not None)
 
     @property
     def has_work(self) -> bool:
@@ -233,6 +266,17 @@ class SchedulerSide:
         return bool(self._awaited) or (self.core.has_work and not self._degradation.is_hopeless)
 
     # -- what operators ask -------------------------------------------------------------------------------------
+
+    def reset(self) -> bool:
+        """Find nothing computed so far ever again, at once; return whether no copy of before is left running.
+
+        The answer is the metric `kvoffload_reset_draining_jobs` being 0, and the log's `reset_started` naming no open
+        job; when the last of them has ended, `reset_ended` says so. Asking again is harmless.
+        """
+        began = self._precise()
+        self.bus.dispatch([facts.CacheReset()])
+        self._times.add(_RESET, self._precise() - began)
+        return self.core.is_drained
 
     def audit(self) -> list[str]:
         """Return every violated conservation law; a violation switches offloading off (R12).
@@ -254,28 +298,14 @@ class SchedulerSide:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _wire(self, portal: Portal | None) -> None:
-        for fact, handler in self.core.handlers():
-            self.bus.on(fact, handler)
-        self.bus.on_state_error(lambda error, fact: self._core_raised(error, type(fact).__name__))
-        for watcher in (self.counters, self._pins, self.benefit, self._resets, self._shares, self.journal):
-            watcher.subscribe(self.bus)
-        self._first_tokens.subscribe(self.bus)
-        self._degradation.subscribe(self.bus, portal)
+    def _dispatch_events(self) -> None:
+        """Dispatch what a question on the core left to report."""
+        if events := self._ask("take_events", self.core.take_events, []):
+            self.bus.dispatch([*events])
 
-    def _tell(self, fact: facts.Fact) -> None:
-        self.bus.publish(fact)
-        self._publish_events()
-
-    def _plan(self, now: float) -> TransferPlan:
-        """Ask for the step's plan and begin its jobs' deadlines."""
-        plan = self._ask("plan", self.core.plan, None)
-        if plan is None:
-            # What the core counts as submitted no worker will ever see: it ends as overdue.
-            self._deadlines.submitted((job.job for job in self._jobs.all()), now)
-            return NOTHING
-        self._deadlines.submitted((job.job for job in plan.jobs), now)
-        return plan
+    def _audit_at_rest(self) -> None:
+        if not (self._jobs.pending or self.core.state.requests.live):
+            self._ask("audit", self._conservation.at_rest, None)
 
     def _ask(self, name: str, question: Callable[[], T], otherwise: T) -> T:
         """Ask the core; should it raise, switch offloading off and go on without it (R12)."""
@@ -285,9 +315,12 @@ class SchedulerSide:
             self._core_raised(error, name)
             return otherwise
 
-    def _publish_events(self) -> None:
-        for event in self._take_events():
-            self.bus.publish(event)
+    def _handler_raised(self, error: Exception, fact: object) -> None:
+        is_first = self.core.state.degraded is None
+        self._core_raised(error, type(fact).__name__)
+        if is_first and isinstance(fact, facts.TransferReported):
+            # Its other jobs have ended too. A duplicate changes nothing for those that were taken in.
+            self.bus.publish(fact)
 
     def _core_raised(self, error: Exception, doing: str) -> None:
         if self.core.state.degraded is None:
@@ -297,3 +330,14 @@ class SchedulerSide:
     def _journal_failed(self, error: Exception) -> None:
         self.counters.journal_failed()
         log.error("journal_stopped", error=str(error), note="the engine and the ring in memory go on")
+
+
+def _policy(config: OffloadConfig, shape: EngineShape, merge_steps: int) -> Policy:
+    """Return what the operator chose, as the core wants it.
+
+    Raises:
+        ConfigError: the engine promises too little for it.
+    """
+    check_promises(config, shape.promises)
+    least = config.min_load_tokens if isinstance(config.min_load_tokens, int) else shape.alignment
+    return Policy(config.store_policy, config.eviction_policy, least, merge_steps)

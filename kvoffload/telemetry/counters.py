@@ -29,6 +29,8 @@ _HIT = (LookupResult.HIT.value,)
 _MISS = (LookupResult.MISS.value,)
 _BEHIND = (MissCause.BEHIND_MISS.value,)
 
+_COPIES = {direction: (_HOST, direction.value) for direction in Direction}
+
 E = TypeVar("E", bound=events.Event)
 
 
@@ -80,9 +82,13 @@ class Counters:
 
     def hook(self, name: str, seconds: float) -> None:
         """Add one sample of a hook's time; a name that `Hook` does not hold counts as "other"."""
-        histogram = self._hooks.get(name) or self._hooks[Hook.OTHER]
+        self.hooks({name: seconds})
+
+    def hooks(self, spent: Mapping[str, float]) -> None:
+        """Add one sample of each hook's time: a step is over."""
         self._edition += 1
-        histogram.observe(seconds)
+        for name, seconds in spent.items():
+            (self._hooks.get(name) or self._hooks[Hook.OTHER]).observe(seconds)
         self._edition += 1
 
     def removed(self, name: str) -> None:
@@ -180,9 +186,13 @@ class Counters:
         """Return what adds an event's field `amount`, or 1, to the series that its field `label` names."""
         series = self._counts[name]
         leading = (_HOST,) if "tier" in BY_NAME[name].label_names else ()
+        known: dict[object, Labels] = {None: leading}  # an enum's `value` is a call of Python
 
         def add(event: events.Event) -> None:
-            labels = leading if label is None else (*leading, getattr(event, label).value)
+            member = None if label is None else getattr(event, label)
+            labels = known.get(member)
+            if labels is None:
+                labels = known[member] = (*leading, member.value)
             series[labels] += 1 if amount is None else getattr(event, amount)
 
         return add
@@ -197,7 +207,7 @@ class Counters:
             self._misses[_BEHIND] += event.miss_blocks - 1
 
     def _count_copy(self, event: events.RankReported) -> None:
-        series = (_HOST, event.direction.value)
+        series = _COPIES[event.direction]
         self._counts["kvoffload_transfers_total"][(*series, event.outcome.value)] += 1
         if event.direction is not Direction.CHECK:  # it copies none, and has no such series
             self._counts["kvoffload_transfer_bytes_total"][series] += event.copied_bytes

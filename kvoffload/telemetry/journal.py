@@ -1,8 +1,9 @@
 """The journal: the last messages in memory for error reports, all of them in a file on request.
 
-Recording is an append, inline, so that sequence numbers have no holes; some at a time move on to a ring in a shorter form, and
-a message turns into text only when somebody reads it. The file is written behind a feed by a task of the observers' loop, in a worker thread, so neither
-the engine nor another observer waits for a disk. Where the feed was full, sequence numbers in the file jump.
+Recording is one append a batch, inline, so that sequence numbers have no holes. Every 64 messages move on to a ring in a shorter
+form, and a message turns into text only when somebody reads it. The file is written behind a feed by a task of the observers'
+loop, in a worker thread, so neither the engine nor another observer waits for a disk. Where the feed was full, sequence
+numbers in the file jump.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from kvoffload.bus.feed import Feed
 from kvoffload.bus.guard import call_guarded
 from kvoffload.model.errors import KVOffloadError
 from kvoffload.model.events import Event
-from kvoffload.model.facts import Fact, StepScheduled
+from kvoffload.model.facts import StepScheduled
 from kvoffload.telemetry.journal_file import JournalFile
 from kvoffload.telemetry.records import Summary, compact, from_plain, to_plain
 
@@ -43,7 +44,10 @@ class Entry(NamedTuple):
     message: object
 
 
-# Twice a message: a named tuple's own call takes three times as long.
+_Batch = tuple[int, float, list[object]]
+"""How many messages were recorded before it, its time, and its messages."""
+
+# Once a message: a named tuple's own call takes three times as long.
 _entry: Callable[[tuple[int, float, object]], Entry] = partial(tuple.__new__, Entry)
 
 
@@ -94,7 +98,8 @@ class Journal:
         self._now = now
         self._ring_size = ring_size
         self._ring: deque[Entry] = deque(maxlen=ring_size)
-        self._young: list[Entry] = []  # not yet shortened
+        self._young: list[_Batch] = []  # not yet shortened
+        self._young_messages = 0
         self._at_a_time = 1 if path is not None else _AT_A_TIME
         self._recorded = 0
         self._ends_idle = False
@@ -106,14 +111,14 @@ class Journal:
         """Record every fact and event from now on; `capacity` lines may wait for the file."""
         if self._file is not None:
             self._feed = bus.observe("journal", (), capacity)
-        bus.count(Fact, self.record)
-        bus.count(Event, self.record)
+        bus.record(self.record)
 
-    def record(self, message: object) -> None:
-        """Keep one message."""
-        young = self._young
-        young.append(self._numbered(message))
-        if len(young) >= self._at_a_time:
+    def record(self, batch: list[object]) -> None:
+        """Keep a batch of messages; the list is the journal's from now on."""
+        self._young.append((self._recorded, self._now(), batch))
+        self._recorded += len(batch)
+        self._young_messages += len(batch)
+        if self._young_messages >= self._at_a_time:
             self._shorten()
 
     def tail(self, count: int) -> list[str]:
@@ -121,9 +126,12 @@ class Journal:
         # In this order: what moves on meanwhile is in both, and told apart by its number.
         young, entries = list(self._young), list(self._ring)
         last, ends_idle = entries[-1].sequence if entries else 0, self._ends_idle
-        for entry in young:
-            if entry.sequence > last:
-                ends_idle = _append(entries, entry, entry.message, after_idle=ends_idle)
+        for before, time, batch in young:
+            for sequence, message in enumerate(list(batch), before + 1):
+                if sequence > last:
+                    ends_idle = _append(
+                        entries, Entry(sequence, time, message), message, after_idle=ends_idle
+                    )
         count = min(count, self._ring_size)
         return [line_of(entry) for entry in entries[max(len(entries) - count, 0) :]]
 
@@ -142,26 +150,23 @@ class Journal:
             self._feed.abandon()
             self._file.close()
 
-    def _numbered(self, message: object) -> Entry:
-        self._recorded = number = self._recorded + 1
-        return _entry((number, self._now(), message))
-
     def _shorten(self) -> None:
         """Move what was recorded on to the ring, without what may not be held for long."""
-        ring, ends_idle = self._ring, self._ends_idle
-        for entry in self._young:
-            sequence, time, message = entry
-            short = compact(message)
-            kept = entry if short is message else _entry((sequence, time, short))
-            ends_idle = _append(ring, kept, message, after_idle=ends_idle)
-            self._for_file(kept, message)
+        ring, feed, ends_idle = self._ring, self._feed, self._ends_idle
+        for sequence, time, batch in self._young:
+            for message in batch:
+                sequence += 1
+                entry = _entry((sequence, time, compact(message)))
+                if type(message) is StepScheduled:
+                    ends_idle = _append(ring, entry, message, after_idle=ends_idle)
+                else:
+                    ring.append(entry)
+                    ends_idle = False
+                if feed is not None:
+                    feed.offer(entry)
         self._ends_idle = ends_idle
         self._young.clear()
-
-    def _for_file(self, entry: Entry, message: object) -> None:
-        """Hand an entry to the file's task; `message` is what it was made of."""
-        if self._feed is not None:
-            self._feed.offer(entry)
+        self._young_messages = 0
 
     @staticmethod
     def _write(file: JournalFile, batch: list[Entry]) -> None:

@@ -14,7 +14,7 @@ way what is left is the time that prefilling adds.
 from __future__ import annotations
 
 from collections import deque
-from itertools import accumulate
+from collections.abc import Sequence
 
 _RUNS = 33  # of the last runs, the median by tokens: a stall, as of a first compilation, is outvoted
 _LONGEST_RUN = 32  # steps after which a run is a sample though it goes on
@@ -40,8 +40,18 @@ class PrefillRate:
         self._is_over = False
         self.is_timing = False
         """Whether a run is open, so that steps that do not prefill concern this too."""
-        self.seconds_per_token = 0.0
-        """0 until something was measured. Written whole, so another thread may read it."""
+        self._rate: float | None = 0.0  # None: to be computed anew
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Seconds that prefilling adds per token; 0 until something was measured. Any thread may ask.
+
+        It is computed when somebody asks, because a hook has no time for a median.
+        """
+        rate = self._rate
+        if rate is None:
+            rate = self._rate = _median(tuple(self._runs))
+        return rate
 
     def step(self, now: float, tokens: int, usual_s: float) -> None:
         """A step was scheduled.
@@ -80,12 +90,15 @@ class PrefillRate:
             self._is_provisional = False
         seconds = max(took - self._usual_s, _LEAST_SHARE * took)
         self._runs.append((seconds / self._tokens, self._tokens))
-        self.seconds_per_token = _median(self._runs)
+        self._rate = None
 
 
-def _median(runs: deque[tuple[float, int]]) -> float:
-    """Return the median of the first numbers, each counted as often as the second says."""
-    ordered = sorted(runs)
-    reached = accumulate(tokens for _, tokens in ordered)
-    half = sum(tokens for _, tokens in runs) / 2
-    return next(seconds for (seconds, _), tokens in zip(ordered, reached, strict=True) if tokens >= half)
+def _median(runs: Sequence[tuple[float, int]]) -> float:
+    """Return the median of the first numbers, each counted as often as the second says; 0 of none."""
+    half = sum([tokens for _, tokens in runs]) / 2
+    reached = 0
+    for seconds, tokens in sorted(runs):
+        reached += tokens
+        if reached >= half:
+            return seconds
+    return 0.0

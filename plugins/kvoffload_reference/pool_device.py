@@ -30,9 +30,9 @@ class PoolDevice:
     def free_blocks(self) -> int:
         return self._bound.free_blocks
 
-    def key_of(self, block: DeviceBlockId) -> BlockKey | None:
-        key = self._bound.key_of(block)
-        return BlockKey(key) if key is not None else None
+    def keys_of(self, blocks: Sequence[DeviceBlockId]) -> list[BlockKey | None]:
+        key_of = self._bound.key_of
+        return [None if (key := key_of(block)) is None else BlockKey(key) for block in blocks]
 
     def block_of(self, key: BlockKey) -> DeviceBlockId | None:
         block = self._bound.cached_block(key)

@@ -91,8 +91,8 @@ class ReferenceScheduler:
         reports = [output for output in outputs if isinstance(output, TransferReport)]
         if not reports and not self._offload.has_work:
             return LoadResults()
-        results = self._offload.reported(reports)
-        return LoadResults(tuple(results.loaded), tuple(results.failed))
+        answers = self._offload.reported(reports)
+        return LoadResults(tuple(answers.loaded), tuple(answers.failed))
 
     def has_pending_work(self) -> bool:
         return self._offload.has_work

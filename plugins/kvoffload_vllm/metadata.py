@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from kvoffload.model.ids import DeviceBlockId, JobId
+from kvoffload.model.ids import JobId
 from kvoffload.model.transfer import TransferPlan, TransferReport
+from kvoffload.runtime.awaited_loads import LoadAnswers
+
+
+@dataclass(slots=True)
+class EndedLoads:
+    """Loads that ended otherwise than by the workers' own copies. vLLM learns how a load ended from workers alone.
+
+    Args:
+        loaded, failed: requests whose load no worker was given; each worker reports them once.
+        given_up: jobs of loads that failed while workers still copy them; a worker where one still runs reports its
+            request as failed.
+    """
+
+    loaded: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    given_up: list[JobId] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.loaded or self.failed or self.given_up)
+
+    def add(self, answers: LoadAnswers) -> None:
+        """Add what the workers do not report by themselves."""
+        if answers.without_copy:
+            self.loaded += [request for request in answers.without_copy if request in answers.loaded]
+            self.failed += [request for request in answers.without_copy if request in answers.failed]
+        self.given_up += answers.given_up
 
 
 @dataclass(slots=True)
@@ -17,16 +43,11 @@ class KVOffloadMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is n
 
     Args:
         plan: what to copy.
-        loading: the request that each load is for, with the blocks that it fills.
-        loaded, failed: requests whose load has ended without a copy on any worker; each worker reports them once.
-        given_up: loads that take too long; a worker where one still runs reports its request as failed.
+        ended: loads that the workers must report although they did not copy them to the end.
     """
 
     plan: TransferPlan = field(default_factory=TransferPlan)
-    loading: Mapping[JobId, tuple[str, tuple[DeviceBlockId, ...]]] = field(default_factory=dict)
-    loaded: tuple[str, ...] = ()
-    failed: tuple[str, ...] = ()
-    given_up: tuple[JobId, ...] = ()
+    ended: EndedLoads = field(default_factory=EndedLoads)
 
 
 class KVOffloadWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM is not installed where types are checked

@@ -39,9 +39,10 @@ class VllmDevice:
         assert self._pool is not None
         return self._pool.get_num_free_blocks()  # type: ignore[no-any-return]  # vLLM is not installed where types are checked
 
-    def key_of(self, block: DeviceBlockId) -> BlockKey | None:
+    def keys_of(self, blocks: Sequence[DeviceBlockId]) -> list[BlockKey | None]:
         assert self._pool is not None
-        return self._pool.blocks[block].block_hash  # type: ignore[no-any-return]  # its key is ours
+        known = self._pool.blocks
+        return [known[block].block_hash for block in blocks]  # its keys are ours
 
     def block_of(self, key: BlockKey) -> DeviceBlockId | None:
         group = int.from_bytes(key[-_GROUP_BYTES:], "big")

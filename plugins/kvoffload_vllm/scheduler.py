@@ -6,13 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
 from typing import TYPE_CHECKING
 
-from kvoffload.core.state import LoadResults
 from kvoffload.model import facts
-from kvoffload.model.causes import LoadOutcome
-from kvoffload.model.events import LoadEnded, LoadScheduled, OffloadingDegraded
-from kvoffload.model.ids import BlockKey, DeviceBlockId, JobId, RequestId
-from kvoffload.model.transfer import TransferPlan
-from kvoffload_vllm.metadata import KVOffloadMetadata, KVOffloadWorkerMetadata
+from kvoffload.model.ids import BlockKey, DeviceBlockId, RequestId
+from kvoffload_vllm.metadata import EndedLoads, KVOffloadMetadata, KVOffloadWorkerMetadata
 from kvoffload_vllm.tracked import DueSteps, KeyMaker, Tracked
 
 if TYPE_CHECKING:
@@ -64,15 +60,8 @@ class VllmScheduler:
         self._least_block = min(group.block_tokens for group in offload.shape.groups)
         self._tracked: dict[str, Tracked] = {}
         self._due = DueSteps()
-        self._submitted: dict[str, JobId] = {}
-        self._given_up: list[JobId] = []
-        self._request_of: dict[JobId, str] = {}
-        self._loaded: list[str] = []
-        self._failed: list[str] = []
+        self._ended_loads = EndedLoads()
         self._step = 0
-        offload.bus.count(LoadScheduled, self._load_scheduled)
-        offload.bus.count(LoadEnded, self._load_ended)
-        offload.bus.count(OffloadingDegraded, self._degraded)
 
     # -- before a step ------------------------------------------------------------------------------------------
 
@@ -107,12 +96,10 @@ class VllmScheduler:
         table = self._table(blocks.get_block_ids())
         fact = facts.BlocksAllocated(RequestId(request.request_id), table, known, external_tokens)
         self.offload.allocated(fact)
-        self._hear_results()
+        if self.offload.has_answers:
+            self._ended_loads.add(self.offload.take_answers())
         if self._news is not None:
             self._news.note(request)
-        if external_tokens and not self._is_answered(fact.request):
-            # Offloading went off while it took this in, and vLLM waits.
-            self._failed.append(fact.request)
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -127,22 +114,16 @@ class VllmScheduler:
         fact = facts.StepScheduled(self._step, self._progress(output), preempted, copied, *_tokens(output))
         self._step += 1
         plan = self.offload.step(fact)
-        self._hear_results()
-        loading = self._loading(plan) if plan.loads else {}
-        if self._request_of:
-            # A load is planned in the step that made it binding, or (offloading went off meanwhile) never.
-            self._failed += self._request_of.values()
-            self._request_of.clear()
-        ended = tuple(self._loaded), tuple(self._failed), tuple(self._given_up)
-        for told in (self._loaded, self._failed, self._given_up):
-            told.clear()
-        return KVOffloadMetadata(plan, loading, *ended)
+        if self.offload.has_answers:
+            self._ended_loads.add(self.offload.take_answers())
+        ended, self._ended_loads = self._ended_loads, EndedLoads()
+        return KVOffloadMetadata(plan, ended)
 
     def update(self, output: KVConnectorOutput) -> None:
-        """The workers told what ended."""
-        told = output.kv_connector_worker_meta
-        if isinstance(told, KVOffloadWorkerMetadata):
-            self._note(self.offload.reported(told.reports))
+        """The workers reported what ended."""
+        reported = output.kv_connector_worker_meta
+        if isinstance(reported, KVOffloadWorkerMetadata):
+            self._ended_loads.add(self.offload.reported(reported.reports))
 
     def ended(self, request: Request, block_ids: tuple[list[int], ...]) -> None:
         """A request finished or was aborted; its blocks are about to be freed."""
@@ -155,7 +136,8 @@ class VllmScheduler:
             RequestId(request.request_id), confirmed, tracked.new_keys(self._keys), any(block_ids)
         )
         self.offload.ended(fact)
-        self._hear_results()
+        if self.offload.has_answers:
+            self._ended_loads.add(self.offload.take_answers())
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return what came to the host and what left it."""
@@ -173,7 +155,7 @@ class VllmScheduler:
     @property
     def has_work(self) -> bool:
         """Whether vLLM must keep stepping for something to end."""
-        return self.offload.has_work or bool(self._loaded or self._failed or self._given_up)
+        return self.offload.has_work or not self._ended_loads.is_empty
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -238,48 +220,8 @@ class VllmScheduler:
             self._news.note(tracked.request, known)
         return new_keys
 
-    def _loading(self, plan: TransferPlan) -> dict[JobId, tuple[str, tuple[DeviceBlockId, ...]]]:
-        loading = {job.job: (self._request_of.pop(job.job), job.blocks) for job in plan.loads}
-        self._submitted.update((request, job) for job, (request, _) in loading.items())
-        return loading
-
-    def _hear_results(self) -> None:
-        if self.offload.has_results:
-            self._note(self.offload.take_results())
-
-    def _note(self, results: LoadResults) -> None:
-        """Workers report the loads that they copied. What ended without them, they are told to report."""
-        for request in results.loaded:
-            if not self._is_workers_own(request):
-                self._loaded.append(request)
-        for request in results.failed:
-            if not self._is_workers_own(request):
-                self._failed.append(request)
-
-    def _is_workers_own(self, request: RequestId) -> bool:
-        """Whether every worker reports, or has reported, the end of this request's load by itself."""
-        return self._submitted.pop(request, None) is not None
-
-    def _is_answered(self, request: RequestId) -> bool:
-        """Whether vLLM will hear how this request's load ends."""
-        told = (self._submitted, self._loaded, self._failed, self._request_of.values())
-        return any(request in requests for requests in told)
-
     def _table(self, block_ids: Sequence[Sequence[int]]) -> _Table:
         return tuple([block_ids[group] for group in self._groups])  # type: ignore[misc]  # vLLM's numbers are our ids
-
-    def _load_scheduled(self, event: LoadScheduled) -> None:
-        self._request_of[event.job] = event.request
-
-    def _load_ended(self, event: LoadEnded) -> None:
-        if event.outcome is LoadOutcome.ABANDONED:
-            self._given_up.append(event.job)
-        elif event.outcome is LoadOutcome.CANCELLED:
-            self._request_of.pop(event.job, None)
-
-    def _degraded(self, event: OffloadingDegraded) -> None:
-        # What is being loaded was planned by what is broken.
-        self._given_up += self._submitted.values()
 
 
 def _tokens(output: SchedulerOutput) -> tuple[int, int]:

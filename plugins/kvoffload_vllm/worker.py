@@ -70,13 +70,16 @@ class VllmWorker:
         """Take the step's plan. Loads that ended without a copy are reported here, as vLLM hears of loads only here."""
         self._metadata = metadata
         self._stores_started = False
-        self._loading.update(metadata.loading)
-        for job in metadata.given_up:
+        for load in metadata.plan.loads:
+            assert load.request is not None, load
+            self._loading[load.job] = (load.request, load.blocks)
+        ended = metadata.ended
+        for job in ended.given_up:
             # Where it has ended it was reported already; where it runs on, its blocks stay leased.
             if job in self._loading:
                 self._ended(job, failed=True)
-        self._received.finished.update(metadata.loaded, metadata.failed)
-        self._received.failed.update(metadata.failed)
+        self._received.finished.update(ended.loaded, ended.failed)
+        self._received.failed.update(ended.failed)
 
     def start_loads(self) -> None:
         """Submit the step's loads, behind what this thread has put on the device so far."""

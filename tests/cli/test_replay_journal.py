@@ -10,11 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import kvoffload.core.outbox
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import kvoffload.core.outbox
 from kvoffload.cli.exits import Exit
 from kvoffload.cli.main import main
 from kvoffload.cli.replay.command import run

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 from kvoffload.core.fingerprint import fingerprint
+from kvoffload.core.machine import SlotState
 from kvoffload.core.miss_memory import MissMemory
 from kvoffload.core.state import Policy
-from kvoffload.core.machine import SlotState
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.ids import BlockKey, JobId, RequestId, SlotId
 from tests.core.world import Copy, World

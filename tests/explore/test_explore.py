@@ -7,16 +7,16 @@ import re
 from collections.abc import Callable
 
 import pytest
+from kvoffload.core.load_desk import LoadDesk
+from kvoffload.core.store_desk import StoreDesk
 
 from kvoffload.core.host_pool import HostPool
 from kvoffload.core.in_flight_stores import InFlightStores
 from kvoffload.core.job import Job
 from kvoffload.core.leases import Leases
-from kvoffload.core.load_desk import LoadDesk
 from kvoffload.core.pending_hits import PendingHits
 from kvoffload.core.shared_loads import SharedLoads
 from kvoffload.core.stale_blocks import StaleBlocks
-from kvoffload.core.store_desk import StoreDesk
 from tests.explore.programs import Action, act, actions, replay
 from tests.explore.report import as_test
 from tests.explore.scene import Scene

@@ -46,8 +46,8 @@ class Pool:
     def free_blocks(self) -> int:
         return 0
 
-    def key_of(self, block: DeviceBlockId) -> BlockKey | None:
-        return self.names.get(block)
+    def keys_of(self, blocks: Sequence[DeviceBlockId]) -> list[BlockKey | None]:
+        return [self.names.get(block) for block in blocks]
 
     def block_of(self, key: BlockKey) -> DeviceBlockId | None:
         return None
@@ -108,8 +108,8 @@ class Side:
         self.side.ended(facts.RequestEnded(RequestId(name), 0, ((),), holds_blocks=False))
 
     def report(self, *jobs: JobReport) -> tuple[list[RequestId], list[RequestId]]:
-        results = self.side.reported([TransferReport(Rank(0), jobs, self._slots)])
-        return results.loaded, results.failed
+        answers = self.side.reported([TransferReport(Rank(0), jobs, self._slots)])
+        return answers.loaded, answers.failed
 
     def done(
         self, plan: TransferPlan, outcome: CopyOutcome = CopyOutcome.DONE

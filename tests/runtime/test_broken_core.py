@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffload.core.state import LoadResults
 from kvoffload.core.machine import SlotState
+from kvoffload.core.state import LoadResults
 from kvoffload.model import facts
 from kvoffload.model.causes import DegradeCause
 from kvoffload.model.ids import RequestId

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvoffload.core.state import LoadResults
 from kvoffload.core.machine import JobState, SlotState
+from kvoffload.core.state import LoadResults
 from kvoffload.model import facts
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.engine import Promises

@@ -7,13 +7,14 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from kvoffload.core.host_pool import HostPool
-from kvoffload.core.job import Job
 from kvoffload.core.load_desk import LoadDesk
 from kvoffload.core.pins import Pins
-from kvoffload.core.stale_blocks import StaleBlocks
 from kvoffload.core.store_desk import StoreDesk
 from kvoffload.core.transfers import Transfers
+
+from kvoffload.core.host_pool import HostPool
+from kvoffload.core.job import Job
+from kvoffload.core.stale_blocks import StaleBlocks
 from kvoffload.model.causes import CopyOutcome, LoadOutcome, StoreOutcome
 from kvoffload.model.ids import BlockKey, SlotId
 from kvoffload.runtime.awaited_loads import AwaitedLoads
