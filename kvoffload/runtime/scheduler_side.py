@@ -11,6 +11,7 @@ from functools import partial
 from typing import TypeVar
 
 from kvoffload.bus.bus import Bus
+from kvoffload.core.offload_core import OffloadCore
 from kvoffload.core.state import LoadResults
 from kvoffload.logs import get_logger
 from kvoffload.model import facts
@@ -29,14 +30,15 @@ from kvoffload.runtime.gauges import copies_under_way, read_gauges
 from kvoffload.runtime.hooks import HookTimes
 from kvoffload.runtime.observers import Observers
 from kvoffload.runtime.pin_ages import PinAges
+from kvoffload.runtime.policy import policy_of
 from kvoffload.runtime.portal import Portal
-from kvoffload.runtime.recording import make_core, make_journal, policy_of
 from kvoffload.runtime.resets import Resets
 from kvoffload.runtime.store_shares import StoreShares
 from kvoffload.runtime.watchdog import Watchdog
 from kvoffload.telemetry.counters import Counters
 from kvoffload.telemetry.first_tokens import FirstTokens, HasToken
 from kvoffload.telemetry.gauges import GaugeSnapshot
+from kvoffload.telemetry.journal import Journal
 from kvoffload.telemetry.net_benefit import NetBenefit
 from kvoffload.telemetry.spans import make_spans
 
@@ -81,8 +83,8 @@ class SchedulerSide:
         timeout_s, now = config.transfer_timeout_s, self._clocks.monotonic
         self.shape = shape
         self._spans = make_spans(config, shape, self._clocks.unix)
-        self.journal = make_journal(config, self._clocks.unix, self._journal_failed)
-        self.core = make_core(shape, policy_of(config, shape, merge_steps), device, self.journal)
+        self.journal = Journal(self._clocks.unix, path=config.journal_path, on_failure=self._journal_failed)
+        self.core = OffloadCore(shape, policy_of(config, shape, merge_steps), device)
         self._take_events, self._jobs = self.core.state.outbox.take, self.core.state.jobs
         self.bus = Bus()
         self.counters = Counters()

@@ -112,7 +112,8 @@ class Journal:
     def record(self, message: object) -> None:
         """Keep one message."""
         young = self._young
-        young.append(self._numbered(message))
+        self._recorded = number = self._recorded + 1
+        young.append(_entry((number, self._now(), message)))
         if len(young) >= self._at_a_time:
             self._shorten()
 
@@ -142,10 +143,6 @@ class Journal:
             self._feed.abandon()
             self._file.close()
 
-    def _numbered(self, message: object) -> Entry:
-        self._recorded = number = self._recorded + 1
-        return _entry((number, self._now(), message))
-
     def _shorten(self) -> None:
         """Move what was recorded on to the ring, without what may not be held for long."""
         ring, ends_idle = self._ring, self._ends_idle
@@ -154,14 +151,10 @@ class Journal:
             short = compact(message)
             kept = entry if short is message else _entry((sequence, time, short))
             ends_idle = _append(ring, kept, message, after_idle=ends_idle)
-            self._for_file(kept, message)
+            if self._feed is not None:
+                self._feed.offer(kept)
         self._ends_idle = ends_idle
         self._young.clear()
-
-    def _for_file(self, entry: Entry, message: object) -> None:
-        """Hand an entry to the file's task; `message` is what it was made of."""
-        if self._feed is not None:
-            self._feed.offer(entry)
 
     @staticmethod
     def _write(file: JournalFile, batch: list[Entry]) -> None:
