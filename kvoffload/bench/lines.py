@@ -1,4 +1,4 @@
-"""What README's table says of copies and whole engines: what was measured, what came of it, the target, and whether it is met."""
+"""What the table of bench/README.md says of copies and whole engines: what was measured, what came of it, the target, and whether it is met."""
 
 from __future__ import annotations
 

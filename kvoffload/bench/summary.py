@@ -1,4 +1,4 @@
-"""README's table of what the benches found, from the results that are kept in the sources."""
+"""The table of bench/README.md: what the benches found, from the results that are kept in the sources."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def times(spread: Told) -> str:
     return f"{spread['median']:.2f}x [{spread['low']:.2f}, {spread['high']:.2f}]"
 
 
-_ROWS: dict[str, Any] = {  # in README's order: what offloading costs where it cannot help comes first
+_ROWS: dict[str, Any] = {  # in the table's order: what offloading costs where it cannot help comes first
     "engine": lambda told: starmap(Row, lines.engine(told)),
     "serve": lambda told: starmap(Row, lines.serve(told)),
     "hooks": lambda told: starmap(Row, lines.hooks(told)),

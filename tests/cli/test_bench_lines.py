@@ -1,4 +1,4 @@
-"""What README says of copies and engines: a verdict turns with the number that it is about."""
+"""What the benches' table says of copies and engines: a verdict turns with the number that it is about."""
 
 from __future__ import annotations
 
