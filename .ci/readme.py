@@ -5,11 +5,12 @@ Usage: python .ci/readme.py [--check]
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
 
-from kvoffload.bench import summary
+from kvoffload.bench.lines import markdown
 from kvoffload.telemetry.catalogue import render_markdown
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,9 +32,12 @@ def filled(text: str, name: str, content: str) -> str:
 
 def main() -> int:
     stale = False
+    results = [
+        json.loads(path.read_text(encoding="utf-8")) for path in sorted((BENCHES / "results").glob("*.json"))
+    ]
     for path, name, content in (
         (ROOT / "dashboards" / "metrics.md", "metrics", render_markdown()),
-        (BENCHES / "README.md", "benches", summary.render(BENCHES / "results")),
+        (BENCHES / "README.md", "benches", markdown(results)),
     ):
         text = path.read_text(encoding="utf-8")
         wanted = filled(text, name, content)
