@@ -86,7 +86,7 @@ bench-queue: venv vllm-env  ## the same while 10,000 requests wait, beside vLLM'
 bench-serve: venv vllm-env  ## throughput and first tokens of a stock vLLM with offloading, beside its own connector
 	PYTHONPATH=$(CURDIR) $(VLLM) -m kvoffload.cli bench serve --peer tests.vllm_stock.peer $(ARGS)
 
-docs: venv  ## write the README's generated parts anew
+docs: venv  ## write the generated tables of metrics and benches anew
 	$(BIN)/python .ci/readme.py
 
 lock: venv  ## write .ci/requirements.lock anew from pyproject.toml

@@ -1,20 +1,20 @@
-"""Writes the generated parts of README.md anew: the metrics, from the catalogue that the exporters use, and the benches.
+"""Writes the documents' generated tables anew: the metrics, from the catalogue that the exporters use, and the benches' results.
 
 Usage: python .ci/readme.py [--check]
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
 
-from kvoffload.bench import summary
+from kvoffload.bench.lines import markdown
 from kvoffload.telemetry.catalogue import render_markdown
 
 ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
-RESULTS = ROOT / "kvoffload" / "bench" / "results"
+BENCHES = ROOT / "kvoffload" / "bench"
 
 
 def filled(text: str, name: str, content: str) -> str:
@@ -26,18 +26,25 @@ def filled(text: str, name: str, content: str) -> str:
     pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
     text, count = pattern.subn(lambda found: f"{found[1]}{content.strip()}\n{found[2]}", text)
     if count != 1:
-        raise ValueError(f"README.md has {count} places for {name!r}; it must have one")
+        raise ValueError(f"there are {count} places for {name!r}; there must be one")
     return text
 
 
 def main() -> int:
-    text = README.read_text(encoding="utf-8")
-    wanted = filled(text, "metrics", render_markdown())
-    wanted = filled(wanted, "benches", summary.render(RESULTS))
-    if "--check" in sys.argv:
-        return int(text != wanted)
-    README.write_text(wanted, encoding="utf-8")
-    return 0
+    stale = False
+    results = [
+        json.loads(path.read_text(encoding="utf-8")) for path in sorted((BENCHES / "results").glob("*.json"))
+    ]
+    for path, name, content in (
+        (ROOT / "dashboards" / "metrics.md", "metrics", render_markdown()),
+        (BENCHES / "README.md", "benches", markdown(results)),
+    ):
+        text = path.read_text(encoding="utf-8")
+        wanted = filled(text, name, content)
+        stale |= text != wanted
+        if "--check" not in sys.argv:
+            path.write_text(wanted, encoding="utf-8")
+    return int(stale and "--check" in sys.argv)
 
 
 if __name__ == "__main__":

@@ -11,14 +11,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvoffload.bench.output import add_output_arguments, check_output, give_out, heading
-from kvoffload.bench.picture import Panel, picture
-from kvoffload.bench.results import headline, machine
-from kvoffload.bench.spread import Spread
+from kvoffload.bench.lines import Line, line
+from kvoffload.bench.results import add_output_arguments, give_out
 from kvoffload.cli.exits import CommandError, Exit
 from kvoffload.cli.parser import positive
 from kvoffload.model.transfer import Direction
@@ -33,52 +29,12 @@ WAYS: Mapping[str, tuple[Direction, ...]] = {
     "load": (Direction.LOAD,),
     "both": (Direction.STORE, Direction.LOAD),
 }
-_GOAL = 0.9  # from pages of 64 KiB on
-_CACHE = Path("/sys/devices/system/cpu/cpu0/cache")
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One page size in one direction.
-
-    Args:
-        page_kib: bytes of a page, in KiB.
-        way: "store", "load" or "both".
-        threads: that copy, on a CPU.
-        size: bytes that each copy moved, each way.
-        seconds: of each repeat: the blocks, and as many bytes in one piece.
-        path: "engine" or "kernel", on CUDA, where all was made to go that way.
-    """
-
-    page_kib: int
-    way: str
-    threads: int
-    size: int
-    seconds: Sequence[tuple[float, float]]
-    path: str = ""
-
-    def to_plain(self) -> dict[str, object]:
-        """Return what is kept of it, for JSON."""
-        moved = self.size * len(WAYS[self.way]) / 1e9
-        return {
-            "page_kib": self.page_kib,
-            "way": self.way,
-            "path": self.path,
-            "threads": self.threads,
-            "mib": self.size // 2**20,
-            "gb_s": Spread.of([moved / blocks for blocks, _ in self.seconds]).to_plain(),
-            "one_piece_gb_s": Spread.of([moved / whole for _, whole in self.seconds]).to_plain(),
-            "of_one_piece": self.ratio.to_plain(),
-        }
-
-    @property
-    def ratio(self) -> Spread:
-        """Speed of the blocks over that of one piece, in pairs."""
-        return Spread.of([whole / blocks for blocks, whole in self.seconds])
+_GOALS = {4: 0.6, 64: 0.9, 256: 0.9, 2048: 0.9}
+"""By KiB of a page: speed over that of one large copy."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say which options there are."""
+    """Add the bench's options."""
     parser.add_argument(
         "--page-kib", type=positive, nargs="+", default=[4, 16, 64, 256, 2048], help="sizes of pages, in KiB"
     )
@@ -101,35 +57,20 @@ def run(args: argparse.Namespace) -> int:
     """
     from kvoffload.bench.copy_rig import WrongBytes
 
+    device, note = find_device(args.device)
+    method = (
+        f"{note}; {args.repeats} pairs of {args.mib} MiB of blocks, scattered on both sides of a pool of four times that, "
+        "and as many bytes in one piece, in turns after a warm-up; median of the pairs' ratios [95 % interval]"
+    )
     try:
-        return _measure_and_print(args)
+        return give_out("copy", args, method, _measure(args, device), "numpy")
     except WrongBytes as error:
         print(f"FAILED: {error}", file=sys.stderr)
         return Exit.FAILED
 
 
-def _measure_and_print(args: argparse.Namespace) -> int:
-    check_output(args)
-    device, note = find_device(args.device)
-    about = machine("numpy")
-    size = args.mib * 2**20
-    cases = [
-        case for page in args.page_kib for case in measure(device, page, size, args.repeats, args.threads)
-    ]
-    told = {
-        "machine": about,
-        "device": note,
-        "last_level_cache_mib": last_level_cache() // 2**20,
-        "method": method(args),
-        "cases": [case.to_plain() for case in cases],
-        **lanes_told(device, size, args.repeats),
-    }
-    give_out("copy", told, args, _table(told, cases), lambda told: draw(told, cases))
-    return Exit.OK
-
-
 def find_device(asked: str) -> tuple[str, str]:
-    """Return torch's name of the device to measure, and a sentence on it.
+    """Return torch's name of the device to measure, and what it is compared with.
 
     Raises:
         CommandError: CUDA was asked for and is not there.
@@ -146,7 +87,19 @@ def find_device(asked: str) -> tuple[str, str]:
     return "cpu", f"host memory on both sides, against one memmove a thread{without}"
 
 
-def measure(device: str, page_kib: int, size: int, repeats: int, threads: Sequence[int]) -> Iterator[Case]:
+def _measure(args: argparse.Namespace, device: str) -> Iterator[Line]:
+    from kvoffload.bench import copy_lanes
+
+    size = args.mib * 2**20
+    for page in args.page_kib:
+        yield from _measure_page(device, page, size, args.repeats, args.threads)
+    yield from copy_lanes.measure_loads(device, size // 2, args.repeats)
+    yield from copy_lanes.measure_submission(device, size, args.repeats)
+
+
+def _measure_page(
+    device: str, page_kib: int, size: int, repeats: int, threads: Sequence[int]
+) -> Iterator[Line]:
     """Measure one page size: on CUDA each way and both at once, by each path, on a CPU with so many threads."""
     from kvoffload.bench.copy_rig import Rig
 
@@ -156,15 +109,16 @@ def measure(device: str, page_kib: int, size: int, repeats: int, threads: Sequen
             for path in rig.paths():
                 rig.use(path)
                 for way in WAYS:
-                    yield replace(measure_case(rig, page_kib, way, repeats), path=path)
+                    yield from _measure_case(rig, page_kib, way, repeats, f" by the {path}" if path else "")
         return
     for number in threads:
         with Rig(device, page, size, number) as rig:
             for way in ("store", "load") if number == min(threads) else ("load",):  # stores are copied by one
-                yield measure_case(rig, page_kib, way, repeats)
+                plural = "s" if number > 1 else ""
+                yield from _measure_case(rig, page_kib, way, repeats, f", {number} thread{plural}")
 
 
-def measure_case(rig: Rig, page_kib: int, way: str, repeats: int) -> Case:
+def _measure_case(rig: Rig, page_kib: int, way: str, repeats: int, how: str) -> Iterator[Line]:
     """Check the path, then time it beside one large copy.
 
     Raises:
@@ -172,7 +126,7 @@ def measure_case(rig: Rig, page_kib: int, way: str, repeats: int) -> Case:
     """
     ways = WAYS[way]
     rig.check(ways)
-    seconds = []
+    speeds, ratios = [], []
     for repeat in range(repeats + 1):
         pairs = rig.draw(len(ways))
         if repeat % 2:
@@ -182,106 +136,8 @@ def measure_case(rig: Rig, page_kib: int, way: str, repeats: int) -> Case:
             whole = rig.in_one_piece(ways)
             blocks = rig.scattered(ways, pairs)
         if repeat:  # the first warms up
-            seconds.append((blocks, whole))
-    return Case(page_kib, way, rig.threads(ways), rig.size, seconds)
-
-
-def lanes_told(device: str, size: int, repeats: int) -> dict[str, object]:
-    """Measure loads behind stores and submission, for JSON."""
-    from kvoffload.bench import copy_lanes
-    from kvoffload.bench.copy_rig import Rig
-
-    loads = copy_lanes.measure_loads(device, size // 2, repeats)
-    blocks, hook = copy_lanes.measure_submission(device, size, repeats)
-    with Rig(device, copy_lanes.SMALL_PAGE, size) as rig:
-        merged = [1e6 * rig.submit_adjacent() / rig.count for _ in range(repeats + 1)]
-    return {
-        "load_behind_stores": {
-            "load_mib": size // 2 // 2**20,
-            "queued_mib": copy_lanes.STORES * size // 2 // 2**20,
-            "alone_ms": Spread.of([1e3 * alone for alone, _ in loads]).to_plain(),
-            "behind_stores_ms": Spread.of([1e3 * behind for _, behind in loads]).to_plain(),
-            "ratio": Spread.of([behind / alone for alone, behind in loads]).to_plain(),
-        },
-        "submission": {
-            "adjacent_blocks": blocks,
-            "merge_and_submit_us_a_block": Spread.of(merged[1:]).to_plain(),
-            "hook_us_a_block": Spread.of(hook).to_plain(),
-        },
-    }
-
-
-def draw(told: Mapping[str, object], cases: Sequence[Case]) -> str:
-    """Return the picture: speed over that of one large copy, for each size of page."""
-    pages = list(dict.fromkeys(case.page_kib for case in cases))
-    series: dict[str, list[float]] = {}
-    for case in cases:
-        name = f"{case.way} {case.path}".strip() + ("" if case.threads == 1 else f", {case.threads} threads")
-        series.setdefault(name, []).append(case.ratio.median)
-    panel = Panel(
-        "Speed of scattered blocks by size of page",
-        "times that of one large copy",
-        [f"{page} KiB" for page in pages],
-        series,
-        _GOAL,
-    )
-    about = told["machine"]
-    assert isinstance(about, dict)
-    return picture("Copies against one large copy of the same bytes", [headline(about)], [panel])
-
-
-def last_level_cache() -> int:
-    """Return the bytes of the largest cache of the first core, 0 where the system does not say."""
-    found = [0]
-    for path in _CACHE.glob("index*/size"):
-        text = path.read_text().strip()
-        if text.endswith("K") and text[:-1].isdigit():
-            found.append(int(text[:-1]) * 1024)
-    return max(found)
-
-
-def method(args: argparse.Namespace) -> str:
-    """Return in a sentence how it was measured."""
-    return (
-        f"{args.repeats} pairs of {args.mib} MiB of blocks, scattered on both sides of a pool of four times that, and as "
-        "many bytes in one piece, in turns after a warm-up; median of the pairs' ratios [95 % interval]"
-    )
-
-
-def _table(told: Mapping[str, object], cases: Sequence[Case]) -> Iterator[str]:
-    title = "Copies of scattered blocks, their speed as a multiple of one large copy of the same bytes"
-    yield from heading(title, told, f"{told['device']}; last-level cache {told['last_level_cache_mib']} MiB")
-    form = "{:>9}  {:<14}{:>8}{:>12}{:>12}{:>22}"
-    yield form.format("page", "way", "threads", "blocks", "one piece", "blocks / one piece")
-    for case in cases:
-        plain = case.to_plain()
-        speeds = [f"{_median(plain[name]):.1f} GB/s" for name in ("gb_s", "one_piece_gb_s")]
-        names = (f"{case.page_kib} KiB", f"{case.way} {case.path}")
-        yield form.format(*names, case.threads, *speeds, case.ratio.text())
-    yield ""
-    yield from _lane_lines(told)
-
-
-def _lane_lines(told: Mapping[str, object]) -> Iterator[str]:
-    load, submission = told["load_behind_stores"], told["submission"]
-    assert isinstance(load, dict)
-    assert isinstance(submission, dict)
-    yield (
-        f"a load of {load['load_mib']} MiB while {load['queued_mib']} MiB of stores are queued, over the same load alone: "
-        f"{_shown(load['ratio'])} ({_median(load['alone_ms']):.1f} ms alone)"
-    )
-    yield (
-        f"submitting {submission['adjacent_blocks']} adjacent blocks, us a block: "
-        f"{_shown(submission['merge_and_submit_us_a_block'], '{:.3f}')} to merge and submit, "
-        f"{_shown(submission['hook_us_a_block'], '{:.3f}')} in the hook, which takes the job in, too"
-    )
-
-
-def _median(plain: object) -> float:
-    assert isinstance(plain, dict)
-    return float(plain["median"])
-
-
-def _shown(plain: object, form: str = "{:.2f}") -> str:
-    assert isinstance(plain, dict)
-    return Spread(**plain).text(form)
+            speeds.append(rig.size * len(ways) / blocks / 1e9)
+            ratios.append(whole / blocks)
+    what = f"{way} of scattered pages of {page_kib} KiB{how}"
+    yield line(f"{what}, over one large copy", ratios, at_least=_GOALS.get(page_kib))
+    yield line(what, speeds, " GB/s")

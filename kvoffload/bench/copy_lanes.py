@@ -7,7 +7,7 @@ that finds it reported; looks are as far apart as the steps of a fast engine.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import TYPE_CHECKING
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kvoffload.bench.copy_rig import WrongBytes
+from kvoffload.bench.copy_rig import Rig, WrongBytes
+from kvoffload.bench.lines import Line, line, ratios
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.ids import DeviceBlockId, JobId, Rank, SlotId
@@ -161,22 +162,29 @@ def lanes(device: str, size: int, page: int) -> Iterator[Lanes]:
         portal.close()
 
 
-def measure_loads(device: str, size: int, repeats: int) -> Sequence[tuple[float, float]]:
-    """Return the seconds of a load alone and of one behind stores, in pairs; which comes first alternates."""
-    found = []
+def measure_loads(device: str, size: int, repeats: int) -> Iterator[Line]:
+    """Time a load alone and one behind stores, in pairs; which comes first alternates."""
+    seconds: dict[bool, list[float]] = {False: [], True: []}
     with lanes(device, size, PAGE) as made:
         made.check()
         for repeat in range(repeats + 1):
-            order = (False, True) if repeat % 2 else (True, False)
-            seconds = {stores: made.load_seconds(stores=stores) for stores in order}
-            if repeat:  # the first warms up
-                found.append((seconds[False], seconds[True]))
-    return found
+            for stores in (False, True) if repeat % 2 else (True, False):
+                took = made.load_seconds(stores=stores)
+                if repeat:  # the first warms up
+                    seconds[stores].append(took)
+    mib = size // 2**20
+    what = f"a load of {mib} MiB while {STORES * mib} MiB of stores are queued, over the load alone"
+    yield line(what, ratios(seconds[True], seconds[False]), at_most=1.2)
+    yield line(f"a load of {mib} MiB alone", [1e3 * one for one in seconds[False]], " ms")
 
 
-def measure_submission(device: str, size: int, repeats: int) -> tuple[int, list[float]]:
-    """Return how many adjacent blocks a load has, and the microseconds a block that submitting one takes."""
+def measure_submission(device: str, size: int, repeats: int) -> Iterator[Line]:
+    """Time what submitting a load of adjacent blocks takes, of the copier alone and in the hook."""
+    with Rig(device, SMALL_PAGE, size) as rig:
+        merged = [1e6 * rig.submit_adjacent() / rig.count for _ in range(repeats + 1)]
     with lanes(device, size, SMALL_PAGE) as made:
         made.check()
-        seconds = [made.submission_seconds() for _ in range(repeats + 1)]
-        return made.count, [1e6 * one / made.count for one in seconds[1:]]
+        hook = [1e6 * made.submission_seconds() / made.count for _ in range(repeats + 1)]
+    what = f"submitting {rig.count:,} adjacent blocks, a block"
+    yield line(f"{what}: merged and submitted", merged[1:], " us", at_most=0.05)
+    yield line(f"{what}: in the hook, the job taken in", hook[1:], " us")

@@ -82,15 +82,17 @@ class Rig:
         page: bytes of a block in each region.
         size: about how many bytes one copy moves.
         threads: of the copies, where the device is the CPU.
+        regions: pages of a block.
     """
 
-    def __init__(self, device: str, page: int, size: int, threads: int = 1) -> None:
-        self.count = max(size // (page * REGIONS), 1)
-        self.size = self.count * page * REGIONS
+    def __init__(self, device: str, page: int, size: int, threads: int = 1, regions: int = REGIONS) -> None:
+        self.count = max(size // (page * regions), 1)
+        self.size = self.count * page * regions
+        self._regions = regions
         self.blocks = POOL * self.count
         self._page = page
-        self._device = torch.empty(REGIONS * self.blocks * page, dtype=torch.uint8, device=device)
-        self._tensors = self._device.view(REGIONS, self.blocks, page).unbind()
+        self._device = torch.empty(regions * self.blocks * page, dtype=torch.uint8, device=device)
+        self._tensors = self._device.view(regions, self.blocks, page).unbind()
         self.layout = layout_of(self._tensors)
         self.executor = WatchedExecutor(threads)
         self.copier = make_copier(self.layout, executor=self.executor, clock=SystemClock())
@@ -272,7 +274,7 @@ class Rig:
 
     def _host_pages(self) -> Pages:
         parts = [
-            np.stack([self._region(chunk, region, count) for region in range(REGIONS)])
+            np.stack([self._region(chunk, region, count) for region in range(self._regions)])
             for chunk, count in self._chunks()
         ]
         return np.concatenate(parts, axis=1)
@@ -282,7 +284,7 @@ class Rig:
         return _bytes_at(address, count * self._page).reshape(count, self._page)
 
     def _device_pages(self) -> Pages:
-        pages: Pages = self._device.view(REGIONS, self.blocks, self._page).cpu().numpy().copy()
+        pages: Pages = self._device.view(self._regions, self.blocks, self._page).cpu().numpy().copy()
         return pages
 
 

@@ -1,141 +1,131 @@
-"""What README's table says of copies and whole engines: what was measured, what came of it, the target, and whether it is met."""
+"""What every bench finds, as lines: what was measured, a median with its interval, the target, and whether it is met.
+
+A bench prints its lines as a table or as JSON and keeps them on request; bench/README.md shows those that are kept.
+"""
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Iterator, Mapping
-from typing import Any, TypeAlias
-
-from kvoffload.bench.spread import Spread
-
-Told: TypeAlias = Mapping[str, Any]
-Line: TypeAlias = tuple[str, str, str, bool | None]
-
-_COPY_GOALS = {4: 0.6, 64: 0.9, 256: 0.9, 2048: 0.9}
-"""By KiB of a page: speed over that of one large copy."""
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 
-HOOKS_TARGET = 0.3
-"""Of the peer's time, with many running requests."""
-_MANY = 128
-QUEUE_TARGET = 1.1
-"""Of a step with few waiting."""
-CONVOY_TARGET = 1.1
-"""Of the bytes of one load."""
-PHASES = {
-    "decode": "each decoding step",
-    "prefill": "each step that admits requests",
-    "all": "the whole workload",
-}
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One measurement.
+
+    Args:
+        what: what was measured.
+        median: of the samples.
+        low, high: how far it can be trusted; None with too few samples to say.
+        unit: of all three.
+        target: what was wanted, in words; empty where nothing was.
+        is_met: whether it is so; None without a target.
+    """
+
+    what: str
+    median: float
+    low: float | None = None
+    high: float | None = None
+    unit: str = "x"
+    target: str = ""
+    is_met: bool | None = None
+
+    @property
+    def found(self) -> str:
+        """The numbers as a table shows them."""
+        shown = f"{_digits(self.median)}{self.unit}"
+        if self.low is None or self.high is None:
+            return shown
+        return f"{shown} [{_digits(self.low)}, {_digits(self.high)}]"
+
+    @property
+    def verdict(self) -> str:
+        """Whether the target is met, in a word."""
+        return "" if self.is_met is None else "met" if self.is_met else "missed"
+
+    def to_plain(self) -> dict[str, object]:
+        """The fields for JSON, numbers to five digits."""
+        return {
+            name: float(f"{value:.5g}") if isinstance(value, float) else value
+            for name, value in asdict(self).items()
+        }
 
 
-def hooks(told: Told) -> Iterator[Line]:
-    """Yield the lines of `bench hooks`, where the peer ran too: medians [range] of its repeats."""
-    for case in told["cases"]:
-        if ratios := sorted(case["ratios"]):
-            running = case["running"]
-            what = f"scheduler's hooks over the peer's, {PHASES[case['phase']]}, {running} running, {case['attention']}"
-            middle = statistics.median(ratios)
-            found = f"{middle:.2f}x [{ratios[0]:.2f}, {ratios[-1]:.2f}]"
-            has_target = running >= _MANY and case["phase"] != "prefill"
-            yield (
-                what,
-                found,
-                f"at most {HOOKS_TARGET}x" * has_target,
-                middle <= HOOKS_TARGET if has_target else None,
-            )
+def line(
+    what: str,
+    samples: Sequence[float],
+    unit: str = "x",
+    *,
+    at_least: float | None = None,
+    at_most: float | None = None,
+) -> Line:
+    """Return the median of at least one sample and its 95 % interval; the median is held against the target."""
+    middle, target, is_met = statistics.median(samples), "", None
+    low, high = (one if math.isfinite(one) else None for one in median_interval(samples))
+    if at_least is not None:
+        target, is_met = f"at least {at_least:g}{unit}", middle >= at_least
+    if at_most is not None:
+        target, is_met = f"at most {at_most:g}{unit}", middle <= at_most
+    return Line(what, middle, low, high, unit, target, is_met)
 
 
-def queue(told: Told) -> Iterator[Line]:
-    """Yield the lines of `bench queue`."""
-    for case in told["cases"]:
-        growth, is_ours = case["growth"], case["connector"] == "kvoffload"
-        whose = "" if is_ours else f"; {case['connector']}, for comparison"
-        what = f"scheduler's hooks per step with {case['waiting']:,} requests that wait, over {told['few']}{whose}"
-        target, is_met = (
-            (f"at most {QUEUE_TARGET}x", growth["median"] <= QUEUE_TARGET) if is_ours else ("", None)
-        )
-        yield what, _times(growth), target, is_met
+def ratios(mine: Iterable[float], others: Iterable[float]) -> list[float]:
+    """Return the one over the other, in pairs."""
+    return [one / other for one, other in zip(mine, others, strict=True)]
 
 
-def engine(told: Told) -> Iterator[Line]:
-    """Yield the lines of `bench engine`."""
-    over = told["no_reuse"]["with_over_without"]
-    what = "throughput on prompts that never repeat, reference engine, with over without"
-    yield what, _times(over, 3), "at least 0.99x", over["median"] >= 0.99
-    steps = told["step_time"]
-    idle, pending = steps["nothing_pending"], steps["copies_pending"]
-    # 1.00 is met where the measurement cannot tell it from 1.00.
-    is_met = idle["low"] is None or idle["low"] <= 1.0
-    yield "step bound by Python, nothing pending, over no threads", _times(idle, 3), "1.00x", is_met
-    wake_ups = steps["wake_ups_with_nothing_pending"]
-    yield f"wake-ups in {steps['steps']:,} steps with nothing pending", str(wake_ups), "0", wake_ups == 0
-    yield (
-        "step bound by Python, copies pending, over no threads",
-        _times(pending, 3),
-        "at most 1.05x",
-        pending["median"] <= 1.05,
-    )
-    turns = told["returning_turns"]
-    what = f"first token of returning turns, working set {turns['working_set_to_cache']:.0f} times the device's cache: "
-    sooner = turns["times_sooner"]
-    yield what + "sooner than recomputed", _times(sooner, 1), "at least 3x", sooner["median"] >= 3
+def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """Return two of the samples between which the median lies with at least this confidence.
+
+    The number of samples below the median is that of heads in as many tosses of a coin, so of n ordered samples the
+    k-th from either end enclose it unless fewer than k tosses came up heads, or fewer than k tails. The narrowest such
+    pair is taken; where even the outermost is not enough (fewer than 6 samples for 95 %), everything is possible.
+    """
+    ordered = sorted(samples)
+    count = len(ordered)
+    allowed = (1 - confidence) / 2
+    rank, tail = 0, 0.0
+    while rank < count // 2 and (tail := tail + math.comb(count, rank) / 2**count) <= allowed:
+        rank += 1
+    if rank == 0:
+        return -math.inf, math.inf
+    return ordered[rank - 1], ordered[-rank]
 
 
-def serve(told: Told) -> Iterator[Line]:
-    """Yield the lines of `bench serve`."""
-    vllm = f"vLLM {told['machine']['vllm']}"
-    for name, over in told["no_reuse"]["over_plain"].items():
-        what = f"throughput on prompts that never repeat, {vllm}, {_CONNECTORS[name]} over none"
-        target, is_met = ("at least 0.99x", over["median"] >= 0.99) if name == "kvoffload" else ("", None)
-        yield what, _times(over, 3), target, is_met
-    turns = told["returning_turns"]
-    first = f"first token of returning turns, {vllm}, working set {turns['working_set_to_cache']:.0f} times the cache"
-    for name, sooner in turns["times_sooner_than_recomputing"].items():
-        target, is_met = ("at least 3x", sooner["median"] >= 3) if name == "kvoffload" else ("", None)
-        yield f"{first}: {_CONNECTORS[name]}, sooner than recomputed", _times(sooner, 1), target, is_met
-    beside = turns["times_sooner_than_peer"]
-    if beside is not None:
-        yield (
-            f"{first}: sooner than vLLM's own connector",
-            _times(beside),
-            "at least 1x",
-            beside["median"] >= 1,
-        )
+def table(lines: Sequence[Line]) -> Iterator[str]:
+    """Yield the lines for a terminal."""
+    width, room = (max(len(getattr(one, name)) for one in lines) for name in ("what", "found"))
+    for one in lines:
+        yield f"{one.what:<{width}}  {one.found:>{room}}  {one.target:<14}  {one.verdict}".rstrip()
 
 
-def copy(told: Told) -> Iterator[Line]:
-    """Yield the lines of `bench copy`: for each page and number of threads the slowest way, against its goal."""
-    cases: dict[tuple[int, int], list[Told]] = {}
-    for case in (case for case in told["cases"] if not case.get("path")):  # as a user's copies go
-        cases.setdefault((case["page_kib"], case["threads"]), []).append(case)
-    for (page_kib, threads), found in sorted(cases.items(), key=lambda one: (one[0][1], one[0][0])):
-        ways = ", ".join(case["way"] for case in found)
-        shown = "; ".join(_times(case["of_one_piece"]) for case in found)
-        plural = "s" if threads > 1 else ""
-        goal = _COPY_GOALS.get(page_kib)
-        slowest = min(case["of_one_piece"]["median"] for case in found)
-        yield (
-            f"copies of scattered pages of {page_kib} KiB over one large copy, {threads} thread{plural}: {ways}",
-            shown,
-            "" if goal is None else f"at least {goal:g}x",
-            None if goal is None else slowest >= goal,
-        )
-    load = told["load_behind_stores"]
-    what = f"a load of {load['load_mib']} MiB while {load['queued_mib']} MiB of stores are queued, over the load alone"
-    yield what, _times(load["ratio"]), "at most 1.2x", load["ratio"]["median"] <= 1.2
-    one = told["submission"]
-    merged, hook = one["merge_and_submit_us_a_block"], one["hook_us_a_block"]
-    yield (
-        f"submitting {one['adjacent_blocks']:,} adjacent blocks: merged and submitted; in the hook, the job taken in",
-        f"{merged['median']:.2f}; {hook['median']:.2f} us a block",
-        "at most 0.05 us",
-        merged["median"] <= 0.05,
-    )
+def markdown(results: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table for each machine, of results as they are kept; what offloading costs comes first."""
+    parts = []
+    by_machine: dict[str, list[Mapping[str, Any]]] = {}
+    for told in sorted(results, key=lambda told: _ORDER.index(told["bench"])):
+        by_machine.setdefault(_machine(told["machine"]), []).append(told)
+    for about, benches in by_machine.items():
+        dates = " and ".join(sorted({told["date"] for told in benches}))
+        parts += [f"{about}, {dates}:", "", "| bench | what | found | target | |", "|---|---|---|---|---|"]
+        for told in benches:
+            for one in (Line(**plain) for plain in told["lines"]):
+                verdict = "**missed**" if one.is_met is False else one.verdict
+                parts.append(f"| `{told['bench']}` | {one.what} | {one.found} | {one.target} | {verdict} |")
+        parts.append("")
+    return "\n".join(parts)
 
 
-_CONNECTORS = {"kvoffload": "with", "peer": "with vLLM's own connector"}
+_ORDER = ("engine", "serve", "hooks", "queue", "copy", "verify", "scale", "convoy")
 
 
-def _times(plain: Told, places: int = 2) -> str:
-    return Spread(**plain).text(f"{{:.{places}f}}", "x")
+def _machine(about: Mapping[str, Any]) -> str:
+    named = about.get("gpu") or f"{about['cpu']}, {about['cores']} cores"
+    return f"{named}, {about['memory_gib']:g} GiB, Python {about['python']}, kvoffload {about['kvoffload']}"
+
+
+def _digits(value: float) -> str:
+    return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 100 else f"{value:#.3g}"

@@ -1,25 +1,59 @@
-"""What a bench's numbers depend on, and the files that keep them: one per bench and machine, written by `--save`."""
+"""What every bench does with its lines: a table or JSON of them, and the files that keep them, one per bench and machine."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from kvoffload.cli.exits import CommandError
+from kvoffload.bench.lines import Line, table
+from kvoffload.cli.exits import CommandError, Exit
 from kvoffload.cli.partial_file import complete, open_partial
 
-FOLDER = Path(__file__).parent / "results"
-"""The results of the machines that were at hand, in the sources; a wheel has none."""
 MOST_BYTES = 30_000
 _NOT_IN_NAMES = re.compile("[^a-z0-9]+")
+
+
+def add_output_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `give_out` reads."""
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--save", metavar="DIR", type=Path, help="write the results into DIR, as JSON, too")
+
+
+def give_out(
+    name: str, args: argparse.Namespace, method: str, measuring: Iterable[Line], *packages: str
+) -> int:
+    """Measure, print, and keep what was found where that was asked for; return the exit code.
+
+    Args:
+        name: the bench's.
+        args: of `add_output_arguments`.
+        method: how it is measured, in a sentence.
+        measuring: yields what it finds.
+        packages: more distributions whose versions matter.
+
+    Raises:
+        CommandError: it cannot be measured, or a file cannot be written.
+    """
+    about = machine(*packages)
+    lines = list(measuring)
+    told = {"machine": about, "method": method, "lines": [one.to_plain() for one in lines]}
+    if args.save is not None:
+        print(f"written: {save(name, told, args.save)}", file=sys.stderr)
+    if args.json:
+        print(json.dumps(told, indent=1))
+    else:
+        about_text = ", ".join(f"{key} {value}" for key, value in about.items())
+        print("\n".join([about_text, method, "", *table(lines)]))
+    return Exit.OK
 
 
 def machine(*packages: str) -> dict[str, object]:
@@ -48,16 +82,15 @@ def save(name: str, told: Mapping[str, object], folder: Path) -> Path:
 
     Args:
         name: the bench's.
-        told: JSON-like values; its "machine", where it has one, names the file, else this machine does.
+        told: JSON-like values; its "machine" names the file.
         folder: is made where it is missing.
 
     Raises:
         CommandError: it cannot be written, or is over 30 kB: a bench keeps sums, not samples.
     """
-    about = told.get("machine")
-    about = about if isinstance(about, Mapping) else machine()
-    date = datetime.now(UTC).date().isoformat()
-    text = json.dumps({"bench": name, "date": date, "machine": about, **told}, indent=1) + "\n"
+    about = told["machine"]
+    assert isinstance(about, Mapping)
+    text = json.dumps({"bench": name, "date": datetime.now(UTC).date().isoformat(), **told}, indent=1) + "\n"
     if len(text) > MOST_BYTES:
         raise CommandError(f"the results of {name} take {len(text)} bytes, over {MOST_BYTES}")
     target = folder / f"{name}-{slug(about)}.json"
@@ -71,11 +104,6 @@ def save(name: str, told: Mapping[str, object], folder: Path) -> Path:
     except OSError as error:
         raise CommandError(f"{target} cannot be written: {error.strerror or error}") from error
     return target
-
-
-def headline(about: Mapping[str, object]) -> str:
-    """Return what `machine` returned in one line of a table's head."""
-    return ", ".join(f"{name} {value}" for name, value in about.items())
 
 
 def slug(about: Mapping[str, object]) -> str:

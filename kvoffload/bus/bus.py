@@ -116,17 +116,16 @@ class Bus:
         routes = self._routes
         try:
             for message in batch:  # which grows
-                route = routes.get(type(message)) or self._resolve(type(message))
-                if route.handler is not None:
-                    self._react(route.handler, message, batch)
-                for counter in route.counters:
+                handler, counters, feeds = routes.get(type(message)) or self._resolve(type(message))
+                if handler is not None:
+                    self._react(handler, message, batch)
+                for counter in counters:
                     try:
                         counter(message)
                     except Exception as exc:
                         self._remove(counter, exc)
-                for feed in route.feeds:
-                    if not feed.offer(message):
-                        self._forget(feed)
+                if feeds:
+                    self._offer(feeds, message)
         finally:
             self._batch = None
             self._published += len(batch)
@@ -175,6 +174,11 @@ class Bus:
         self._routes.clear()
         if self._removed is not None:
             call_guarded(self._removed, name, exc)
+
+    def _offer(self, feeds: Sequence[Feed[Any]], message: object) -> None:
+        for feed in feeds:
+            if not feed.offer(message):
+                self._forget(feed)
 
     def _forget(self, feed: Feed[Any]) -> None:
         """Stop offering to a feed that nobody reads; its numbers stay in the statistics."""

@@ -18,7 +18,6 @@ COMMANDS = {
     "bench": "kvoffload.cli.bench",
     "demo": "kvoffload.cli.demo.command",
     "doctor": "kvoffload.cli.doctor.command",
-    "replay-journal": "kvoffload.cli.replay.command",
     "report": "kvoffload.cli.report.command",
     "timeline": "kvoffload.cli.timeline",
     "top": "kvoffload.cli.top.command",

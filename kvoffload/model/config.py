@@ -24,15 +24,17 @@ _LONGEST_SHOWN = 200  # characters of a bad value
 AUTO: Final = "auto"
 """`min_load_tokens`: as many as were measured to be worth a load."""
 
-REPLAY: Final = "replay"
-"""`journal_for`: `kvoffload replay-journal` can drive a core through the file again."""
-
 ALIASES = {
     "cpu_bytes_to_use": "host_bytes",
     "cpu_bytes_to_use_per_rank": "host_bytes_per_rank",
     "lazy_offload": "store_policy",
 }
 """The replaced connector's keys, taken as they are."""
+
+_REMOVED = {
+    "journal_for": "journal_for was removed with `kvoffload replay-journal`; leave it out: journal_path alone writes "
+    "the journal, which `kvoffload timeline` and `kvoffload report` read"
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,6 @@ class OffloadConfig:
             nothing ("off"), a part ("sample") or all of it ("full").
         transfer_timeout_s: seconds from submission after which a copy counts as never ending.
         journal_path: file for the events, None for a ring in memory.
-        journal_for: what the file is to serve: "reading" keeps counts, "replay" all that decisions were made of.
         otlp_endpoint: URL of a collector that gets OpenTelemetry spans, None for none.
     """
 
@@ -61,7 +62,6 @@ class OffloadConfig:
     verify: str = "off"
     transfer_timeout_s: float = 30.0
     journal_path: Path | None = None
-    journal_for: str = "reading"
     otlp_endpoint: str | None = None
 
     def bytes_per_rank(self, ranks: int) -> int:
@@ -149,6 +149,8 @@ def _shown(value: object) -> str:
 
 
 def _unknown(name: str) -> str:
+    if (removed := _REMOVED.get(name)) is not None:
+        return removed
     near = difflib.get_close_matches(_shown(name).strip("'"), [*_PARSERS, *ALIASES], n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]}?" if near else f"; known keys: {', '.join(_PARSERS)}"
     return f"unknown key {_shown(name)}{hint}"
@@ -205,6 +207,5 @@ _PARSERS: dict[str, tuple[str, Callable[[object], object]]] = {
     "verify": _one_of("off", "sample", "full"),
     "transfer_timeout_s": ("a positive number of seconds", _seconds),
     "journal_path": ("a file's path", _path),
-    "journal_for": _one_of("reading", REPLAY),
     "otlp_endpoint": ('a URL such as "http://localhost:4318/v1/traces"', _url),
 }

@@ -19,6 +19,7 @@ from kvoffload.model import facts
 from kvoffload.model.causes import DegradeCause
 from kvoffload.model.config import AUTO, OffloadConfig, check_promises
 from kvoffload.model.engine import BlockPool, EngineShape
+from kvoffload.model.events import Event
 from kvoffload.model.ids import BlockKey, RequestId
 from kvoffload.model.transfer import NOTHING, TransferPlan, TransferReport
 from kvoffload.runtime.awaited_loads import AwaitedLoads, LoadAnswers
@@ -300,7 +301,8 @@ class SchedulerSide:
 
     def _dispatch_events(self) -> None:
         """Dispatch what a question on the core left to report."""
-        if events := self._ask("take_events", self.core.take_events, []):
+        nothing: list[Event] = []
+        if events := self._ask("take_events", self.core.take_events, nothing):
             self.bus.dispatch([*events])
 
     def _audit_at_rest(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from kvoffload.bus.bus import Bus
 from kvoffload.model import events
-from kvoffload.model.causes import CopyOutcome, MissCause
+from kvoffload.model.causes import Cause, CopyOutcome, MissCause
 from kvoffload.model.transfer import Direction, Tier
 from kvoffload.telemetry.catalogue import BY_NAME, CATALOGUE, Kind, Metric
 from kvoffload.telemetry.gauges import ASKED_COUNTERS
@@ -82,13 +82,15 @@ class Counters:
 
     def hook(self, name: str, seconds: float) -> None:
         """Add one sample of a hook's time; a name that `Hook` does not hold counts as "other"."""
-        self.hooks({name: seconds})
+        self._edition += 1
+        (self._hooks.get(name) or self._hooks[Hook.OTHER]).observe(seconds)
+        self._edition += 1
 
-    def hooks(self, spent: Mapping[str, float]) -> None:
+    def hooks(self, spent: Mapping[Hook, float]) -> None:
         """Add one sample of each hook's time: a step is over."""
         self._edition += 1
         for name, seconds in spent.items():
-            (self._hooks.get(name) or self._hooks[Hook.OTHER]).observe(seconds)
+            self._hooks[name].observe(seconds)
         self._edition += 1
 
     def removed(self, name: str) -> None:
@@ -186,12 +188,13 @@ class Counters:
         """Return what adds an event's field `amount`, or 1, to the series that its field `label` names."""
         series = self._counts[name]
         leading = (_HOST,) if "tier" in BY_NAME[name].label_names else ()
-        known: dict[object, Labels] = {None: leading}  # an enum's `value` is a call of Python
+        known: dict[Cause | None, Labels] = {None: leading}  # an enum's `value` is a call of Python
 
         def add(event: events.Event) -> None:
-            member = None if label is None else getattr(event, label)
+            member: Cause | None = None if label is None else getattr(event, label)
             labels = known.get(member)
             if labels is None:
+                assert member is not None
                 labels = known[member] = (*leading, member.value)
             series[labels] += 1 if amount is None else getattr(event, amount)
 

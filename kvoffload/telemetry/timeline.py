@@ -118,7 +118,7 @@ class Timeline:
     def _on_fact(self, at: float, fact: Summary) -> Drawn:
         if fact.name == "StepScheduled":
             yield from self._end_step(at)
-            # A journal for replays has all of a step in its line, which is no part of the picture.
+            # Journals of earlier versions may have more in this line, which is no part of the picture.
             self._step = at, {name: fact.fields[name] for name in sorted(_STEP_FIELDS & fact.fields.keys())}
         elif fact.name == "RequestSeen" and not self._requests.is_busy:
             yield from self._end_step(self._time)  # the engine was idle since

@@ -5,8 +5,11 @@ vLLM keeps the worker's connector in a variable of the process. Whoever takes a 
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import importlib.util
 import os
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -207,6 +210,40 @@ def require_vllm() -> None:
     """
     if importlib.util.find_spec("vllm") is None:
         raise CommandError("this bench runs on vLLM, which is not installed in this environment")
+
+
+OURS, PEER = "kvoffload", "peer"
+
+
+def add_peer_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the option for vLLM's own connector beside ours."""
+    parser.add_argument(
+        "--peer",
+        metavar="MODULE",
+        help="a module whose kv_transfer(host_bytes) makes the peer's settings; without a GPU vLLM's own connector "
+        "does not run as it is",
+    )
+
+
+def find_connectors(peer: str | None) -> tuple[dict[str, dict[str, Any]], str]:
+    """Return the connectors' settings by name, and a sentence on the peer. Sets the process up for vLLM."""
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    prepare_process(on_gpu)
+    connectors: dict[str, dict[str, Any]] = {OURS: kv_transfer("KVOffloadConnector", host_bytes=HOST_BYTES)}
+    if peer is not None:
+        connectors[PEER] = importlib.import_module(peer).kv_transfer(HOST_BYTES)
+        return connectors, f"SimpleCPUOffloadConnector, its copies replaced by {peer}"
+    if on_gpu:
+        connectors[PEER] = kv_transfer("SimpleCPUOffloadConnector", cpu_bytes_to_use=HOST_BYTES)
+        return connectors, "SimpleCPUOffloadConnector as vLLM ships it"
+    return connectors, "not available: without a GPU it needs a host copy in place of its own, see --peer"
+
+
+def draw_prompts(draw: random.Random, count: int) -> list[list[int]]:
+    """Return so many prompts of 64 to 127 tokens."""
+    return [draw.choices(range(2, VOCABULARY), k=draw.randrange(64, 128)) for _ in range(count)]
 
 
 def kv_transfer(connector: str, **extra: object) -> dict[str, Any]:

@@ -9,27 +9,25 @@ window is what counts. Prompts differ in length: blocks become whole in every st
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
 import random
 import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvoffload.bench import drawings
-from kvoffload.bench.output import add_output_arguments, check_output, give_out, heading
-from kvoffload.bench.results import machine
-from kvoffload.cli.exits import Exit
+from kvoffload.bench.lines import Line, line, ratios
+from kvoffload.bench.results import add_output_arguments, give_out
 from kvoffload.cli.parser import positive
 from kvoffload_vllm.bench_engines import (
-    HOST_BYTES,
+    OURS,
+    PEER,
     Rider,
     Step,
-    kv_transfer,
-    prepare_process,
+    add_peer_argument,
+    draw_prompts,
+    find_connectors,
     require_vllm,
     write_checkpoint,
 )
@@ -37,96 +35,52 @@ from kvoffload_vllm.bench_engines import (
 HELP = "time in the scheduler's hooks per step on a stock vLLM, beside vLLM's own connector"
 
 MODELS = {"qwen3": "full attention", "gemma3": "hybrid windows"}
+PHASES = {
+    "decode": "each decoding step",
+    "prefill": "each step that admits requests",
+    "all": "the whole workload",
+}
 WINDOW_STEPS = 16
-_OURS, _PEER = "kvoffload", "peer"
-_VOCABULARY = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Times:
-    """Microseconds per step of one connector in one measurement.
-
-    Args:
-        mean_us: median over windows of their mean step.
-        step_us: median step.
-        low_us, high_us: quartiles of the steps.
-        steps: how many.
-    """
-
-    mean_us: float
-    step_us: float
-    low_us: float
-    high_us: float
-    steps: int
-
-    @classmethod
-    def of(cls, steps_us: Sequence[float]) -> Times:
-        """Sum up at least two steps."""
-        low, middle, high = statistics.quantiles(steps_us, n=4)
-        width = min(WINDOW_STEPS, len(steps_us))
-        starts = range(0, len(steps_us) - width + 1, width)
-        windows = [statistics.fmean(steps_us[start : start + width]) for start in starts]
-        return cls(statistics.median(windows), middle, low, high, len(steps_us))
-
-    @classmethod
-    def of_workload(cls, steps: Sequence[Step]) -> Times:
-        """Sum up all that was spent, steps that only wait for copies included, over the steps that compute."""
-        computing = [step.hook_ns / 1e3 for step in steps if step.tokens]
-        low, middle, high = statistics.quantiles(computing, n=4)
-        return cls(
-            sum(step.hook_ns for step in steps) / 1e3 / len(computing), middle, low, high, len(computing)
-        )
+TARGET = 0.3
+"""Of the peer's time, with many running requests."""
+_MANY = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One model with so many running requests, one phase: what every repeat gave, by connector.
+    """One model with so many running requests, one phase.
 
     Args:
         model, running, phase: which.
-        repeats: by connector, one `Times` a repeat.
+        step_us: by connector, microseconds per step, one a repeat.
     """
 
     model: str
     running: int
     phase: str
-    repeats: Mapping[str, tuple[Times, ...]]
+    step_us: Mapping[str, Sequence[float]]
 
-    def median(self, connector: str, field: str) -> float:
-        """Return the median over the repeats of one number."""
-        return float(statistics.median(getattr(times, field) for times in self.repeats[connector]))
-
-    def ratios(self, field: str = "mean_us") -> list[float]:
+    def ratios(self) -> list[float]:
         """Return kvoffload's time over the peer's, one a repeat; empty without a peer."""
-        pairs = zip(self.repeats[_OURS], self.repeats.get(_PEER, ()), strict=False)
-        return [getattr(ours, field) / getattr(peer, field) for ours, peer in pairs]
+        return ratios(self.step_us[OURS], self.step_us[PEER]) if PEER in self.step_us else []
 
-    def to_plain(self) -> dict[str, object]:
-        """Return it for JSON."""
-        repeats = {name: [asdict(times) for times in several] for name, several in self.repeats.items()}
-        told = {"attention": MODELS[self.model], "repeats": repeats, "ratios": self.ratios()}
-        return {**asdict(self), **told}
+    def lines(self) -> Iterator[Line]:
+        """Yield the time, and beside a peer the ratio."""
+        what = f"{PHASES[self.phase]}, {self.running} running, {MODELS[self.model]}"
+        if found := self.ratios():
+            target = TARGET if self.running >= _MANY and self.phase != "prefill" else None
+            yield line(f"scheduler's hooks over the peer's, {what}", found, at_most=target)
+        yield line(f"scheduler's hooks, {what}", self.step_us[OURS], " us")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say which options there are."""
+    """Add the bench's options."""
     parser.add_argument("--running", type=positive, nargs="+", default=[16, 128], help="running requests")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="which models")
-    parser.add_argument("--repeats", type=positive, default=5, help="measurements of each case")
+    parser.add_argument("--repeats", type=positive, default=6, help="measurements of each case")
     parser.add_argument("--tokens", type=positive, default=64, help="generated by each request")
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts")
     add_peer_argument(parser)
     add_output_arguments(parser)
-
-
-def add_peer_argument(parser: argparse.ArgumentParser) -> None:
-    """Say how to have vLLM's own connector beside ours."""
-    parser.add_argument(
-        "--peer",
-        metavar="MODULE",
-        help="a module whose kv_transfer(host_bytes) makes the peer's settings; without a GPU vLLM's own connector "
-        "does not run as it is",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -136,32 +90,13 @@ def run(args: argparse.Namespace) -> int:
         CommandError: there is no vLLM here, or the results cannot be written.
     """
     require_vllm()
-    check_output(args)
     connectors, note = find_connectors(args.peer)
-    cases = measure(connectors, args.models, args.running, args.repeats, args.tokens, args.seed)
-    told = {"machine": machine("vllm"), "peer": note, "method": method(args)}
-    results = {**told, "cases": [case.to_plain() for case in cases]}
-    give_out("hooks", results, args, _table(told, cases), drawings.hooks)
-    return Exit.OK
-
-
-def find_connectors(peer: str | None) -> tuple[dict[str, dict[str, Any]], str]:
-    """Return the connectors' settings by name, and a sentence on the peer. Sets the process up for vLLM."""
-    import torch
-
-    on_gpu = torch.cuda.is_available()
-    prepare_process(on_gpu)
-    connectors: dict[str, dict[str, Any]] = {_OURS: kv_transfer("KVOffloadConnector", host_bytes=HOST_BYTES)}
-    if peer is not None:
-        connectors[_PEER] = importlib.import_module(peer).kv_transfer(HOST_BYTES)
-        return connectors, f"SimpleCPUOffloadConnector, its copies replaced by {peer}"
-    if on_gpu:
-        connectors[_PEER] = kv_transfer("SimpleCPUOffloadConnector", cpu_bytes_to_use=HOST_BYTES)
-        return connectors, "SimpleCPUOffloadConnector as vLLM ships it"
-    return (
-        connectors,
-        "peer not available: without a GPU it needs a host copy in place of its own, see --peer",
+    method = (
+        f"{args.repeats} repeats of {args.tokens} tokens a request, engines in one process in turns step by step; time: "
+        f"median over windows of {WINDOW_STEPS} steps of the mean step; median over the repeats [95 % interval]; peer: {note}"
     )
+    cases = measure(connectors, args.models, args.running, args.repeats, args.tokens)
+    return give_out("hooks", args, method, (one for case in cases for one in case.lines()), "vllm")
 
 
 def measure(
@@ -170,53 +105,45 @@ def measure(
     running: Sequence[int],
     repeats: int,
     tokens: int,
-    seed: int = 0,
-) -> list[Case]:
+) -> Iterator[Case]:
     """Measure every model with every number of running requests; `find_connectors` comes first."""
-    cases: list[Case] = []
     with tempfile.TemporaryDirectory() as folder:
         for model in models:
             checkpoint = write_checkpoint(model, Path(folder))
             riders = [Rider(name, checkpoint, one, max(running)) for name, one in connectors.items()]
             try:
-                draw = random.Random(seed)
-                _ride(riders, _prompts(draw, max(running)), tokens)  # warms up
+                draw = random.Random(0)
+                _ride(riders, draw_prompts(draw, max(running)), tokens)  # warms up
                 for count in running:
-                    cases += _measure_case(model, riders, count, repeats, tokens, draw)
+                    yield from _measure_case(model, riders, count, repeats, tokens, draw)
             finally:
                 for rider in riders:
                     rider.close()
-    return cases
-
-
-def method(args: argparse.Namespace) -> str:
-    """Return in a sentence how it was measured."""
-    return (
-        f"{args.repeats} repeats of {args.tokens} tokens a request, engines in one process in turns step by step; "
-        f"time: median over windows of {WINDOW_STEPS} steps of the mean step [quartiles of single steps]; "
-        "ratio: median [range] over the repeats"
-    )
 
 
 def _measure_case(
     model: str, riders: Sequence[Rider], running: int, repeats: int, tokens: int, draw: random.Random
 ) -> Iterator[Case]:
-    gathered: dict[str, dict[str, list[Times]]] = {"decode": {}, "prefill": {}, "all": {}}
+    gathered: dict[str, dict[str, list[float]]] = {phase: {} for phase in PHASES}
     for _ in range(repeats):
-        for name, steps in _ride(riders, _prompts(draw, running), tokens).items():
+        for name, steps in _ride(riders, draw_prompts(draw, running), tokens).items():
             decode = [step.hook_ns / 1e3 for step in steps if step.requests == step.tokens == running]
             prefill = [step.hook_ns / 1e3 for step in steps if step.tokens > step.requests]
-            gathered["all"].setdefault(name, []).append(Times.of_workload(steps))
+            # All that was spent, steps that only wait for copies included, over the steps that compute.
+            whole = sum(step.hook_ns for step in steps) / 1e3 / sum(step.tokens > 0 for step in steps)
+            gathered["all"].setdefault(name, []).append(whole)
             for phase, times in (("decode", decode), ("prefill", prefill)):
-                if len(times) > 1:
-                    gathered[phase].setdefault(name, []).append(Times.of(times))
+                if times:
+                    gathered[phase].setdefault(name, []).append(_median_window(times))
     for phase, by_name in gathered.items():
         if by_name:
-            yield Case(model, running, phase, {name: tuple(times) for name, times in by_name.items()})
+            yield Case(model, running, phase, by_name)
 
 
-def _prompts(draw: random.Random, count: int) -> list[list[int]]:
-    return [draw.choices(range(2, _VOCABULARY), k=draw.randrange(64, 128)) for _ in range(count)]
+def _median_window(steps_us: Sequence[float]) -> float:
+    width = min(WINDOW_STEPS, len(steps_us))
+    starts = range(0, len(steps_us) - width + 1, width)
+    return statistics.median(statistics.fmean(steps_us[start : start + width]) for start in starts)
 
 
 def _ride(riders: Sequence[Rider], prompts: Sequence[Sequence[int]], tokens: int) -> dict[str, list[Step]]:
@@ -231,25 +158,3 @@ def _ride(riders: Sequence[Rider], prompts: Sequence[Sequence[int]], tokens: int
             if rider.is_busy:
                 steps[rider.name].append(rider.step())
     return steps
-
-
-def _table(told: Mapping[str, object], cases: Sequence[Case]) -> Iterator[str]:
-    title = "Time in the scheduler's hooks per step, microseconds"
-    yield from heading(title, told, f"{_PEER}: {told['peer']}")
-    form = "{:<16}{:>8}  {:<8}{:>26}{:>26}{:>22}"
-    yield form.format("model", "running", "steps", _OURS, _PEER, "ratio").rstrip()
-    for case in cases:
-        cells = [_cell(case, name) for name in (_OURS, _PEER)]
-        yield form.format(MODELS[case.model], case.running, case.phase, *cells, _ratio(case)).rstrip()
-
-
-def _cell(case: Case, name: str) -> str:
-    if name not in case.repeats:
-        return "-"
-    middle, low, high = (case.median(name, field) for field in ("mean_us", "low_us", "high_us"))
-    return f"{middle:.0f} [{low:.0f}, {high:.0f}]"
-
-
-def _ratio(case: Case) -> str:
-    ratios = case.ratios()
-    return f"{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]" if ratios else "-"

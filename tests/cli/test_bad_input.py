@@ -91,11 +91,6 @@ def test_a_host_that_is_not_ours(small: list[str], capsys: pytest.CaptureFixture
     assert "192.0.2.1" in refusal(capsys, [*small, "--serve-metrics", "192.0.2.1:9464"])
 
 
-def test_a_prompt_longer_than_the_model(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    said = refusal(capsys, [*small, "--max-model-len", "100"])
-    assert "max_model_len is 100" in said
-
-
 def test_a_device_cache_too_small_for_one_request(
     small: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,29 +7,33 @@ from pathlib import Path
 
 import pytest
 
-from kvoffload.bench import engine, engine_steps
+from kvoffload.bench import engine_steps
 from kvoffload.bench.copy_lanes import Lanes
 from kvoffload.cli.exits import Exit
 from kvoffload.cli.main import main
 
-SMALL = ["bench", "engine", "--model", "tiny", "--pairs", "1", "--repeats", "2", "--steps", "5"]
+SMALL = ["bench", "engine", "--model", "tiny", "--pairs", "1", "--repeats", "2"]
 
 
 @pytest.mark.slow
-def test_every_part_is_measured_told_and_saved(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    plot, kept = tmp_path / "engine.svg", tmp_path / "kept"
-    options = ["--conversations", "2", "--json", "--plot", str(plot), "--save", str(kept)]
-    assert main([*SMALL, *options]) == Exit.OK
+def test_every_part_is_measured_told_and_saved(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_steps, "STEPS", 5)
+    assert main([*SMALL, "--conversations", "2", "--json", "--save", str(tmp_path)]) == Exit.OK
     told = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    assert told["no_reuse"]["pairs"] == 1
-    assert told["no_reuse"]["with_over_without"]["median"] > 0
-    assert told["returning_turns"]["turns"] == 4
-    assert told["returning_turns"]["times_sooner"]["median"] > 0
-    assert told["step_time"]["steps"] == 10
-    assert told["step_time"]["copies_pending"]["median"] > 0
-    (saved,) = kept.iterdir()
-    assert json.loads(saved.read_text())["step_time"] == told["step_time"]
-    assert "Offloading on the reference engine" in plot.read_text()
+    found = {line["what"]: line for line in told["lines"]}
+    for what in (
+        "never repeat",
+        "nothing pending",
+        "copies pending",
+        "sooner than recomputed",
+        "wake-ups in 10 steps",
+    ):
+        assert any(what in name for name in found), what
+    assert all(line["median"] > 0 for name, line in found.items() if "wake-ups" not in name)
+    (saved,) = tmp_path.iterdir()
+    assert json.loads(saved.read_text())["lines"] == told["lines"]
 
 
 @pytest.mark.slow
@@ -47,22 +51,16 @@ def test_nothing_wakes_while_nothing_is_pending_and_stores_do_wake(monkeypatch: 
 
     keeping = engine_steps._keeping_pending
     monkeypatch.setattr(engine_steps, "_keeping_pending", counting)
-    found = engine_steps.measure_steps(2**20, 2, steps=5)
-    assert found.wake_ups == 0
+    monkeypatch.setattr(engine_steps, "STEPS", 5)
+    idle, wake_ups, busy = engine_steps.measure_steps(2**20, 2)
+    assert (wake_ups.median, wake_ups.is_met) == (0, True)
     assert len(pending) == 3 * 5  # a warm-up and two repeats
     assert min(pending) > 0
-    assert {name: len(seconds) for name, seconds in found.seconds.items()} == dict.fromkeys(found.seconds, 2)
+    assert idle.is_met  # two repeats have no interval that could tell
+    assert busy.median > 0
 
 
-def test_the_table_says_what_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    steps = engine_steps.Steps({"gone": [1.0] * 6, "idle": [1.0] * 6, "pending": [1.02] * 6}, 0, 3, 600)
-    assert steps.to_plain()["wake_ups_with_nothing_pending"] == 0
-    assert steps.ratio("pending").text("{:.3f}") == "1.020 [1.020, 1.020]"
-    returns = engine.Returns(((3.0, 1.0), (2.0, 1.0)), 4.0)
-    assert returns.to_plain()["times_sooner"] == {"median": 2.5, "low": None, "high": None}
-
-
-@pytest.mark.parametrize("options", [["--pairs", "0"], ["--model", "large"], ["--steps", "x"]])
+@pytest.mark.parametrize("options", [["--pairs", "0"], ["--model", "large"], ["--repeats", "x"]])
 def test_bad_options_are_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["bench", "engine", *options])

@@ -1,140 +1,126 @@
-"""What README says of copies and engines: a verdict turns with the number that it is about."""
+"""What benches find, as lines: a verdict turns with the number that it is about, and an interval says what it promises."""
 
 from __future__ import annotations
 
-import copy
-import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
+import math
+import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from kvoffload.bench import lines, summary
-
-Make = Callable[[dict[str, Any]], Iterator[lines.Line]]
-
-
-def ratio(median: float, low: float | None = None) -> dict[str, float | None]:
-    return {"median": median, "low": low, "high": None if low is None else median + 0.1}
-
-
-ENGINE: dict[str, Any] = {
-    "no_reuse": {"with_over_without": ratio(1.0, 0.99)},
-    "step_time": {
-        "steps": 10,
-        "nothing_pending": ratio(1.01, 0.99),
-        "copies_pending": ratio(1.05),
-        "wake_ups_with_nothing_pending": 0,
-    },
-    "returning_turns": {"working_set_to_cache": 4.0, "times_sooner": ratio(3.0)},
-}
-SERVE: dict[str, Any] = {
-    "machine": {"vllm": "0.0"},
-    "no_reuse": {"over_plain": {"kvoffload": ratio(0.99), "peer": ratio(0.5)}},
-    "returning_turns": {
-        "working_set_to_cache": 4.0,
-        "times_sooner_than_recomputing": {"kvoffload": ratio(3.0), "peer": ratio(2.0)},
-        "times_sooner_than_peer": ratio(1.0),
-    },
-}
-HOOKS: dict[str, Any] = {
-    "cases": [
-        {"attention": "full", "running": running, "phase": phase, "ratios": [ratio, 0.9 * ratio, 1.1 * ratio]}
-        for running, phase, ratio in (
-            (128, "decode", 0.3),
-            (128, "prefill", 3.0),
-            (16, "all", 1.5),
-            (128, "all", 0.2),
-        )
-    ],
-}
-QUEUE: dict[str, Any] = {
-    "few": 10,
-    "cases": [
-        {"connector": connector, "waiting": 10_000, "growth": ratio(growth)}
-        for connector, growth in (("kvoffload", 1.1), ("OffloadingConnector", 12.0))
-    ],
-}
-COPY: dict[str, Any] = {
-    "cases": [
-        {"page_kib": page, "way": way, "threads": 1, "of_one_piece": ratio(speed)}
-        for page, speed in ((4, 0.6), (16, 0.1), (64, 0.9))
-        for way in ("store", "load")
-    ],
-    "load_behind_stores": {"load_mib": 1, "queued_mib": 4, "ratio": ratio(1.2)},
-    "submission": {
-        "adjacent_blocks": 8,
-        "merge_and_submit_us_a_block": ratio(0.05),
-        "hook_us_a_block": ratio(0.1),
-    },
-}
+from kvoffload.bench.lines import Line, line, markdown, median_interval, ratios, table
+from kvoffload_vllm.bench_hooks import Case
+from kvoffload_vllm.bench_serve import first_tokens, throughput
 
 
 @pytest.mark.parametrize(
-    ("told", "make"),
+    ("samples", "target", "is_met"),
     [
-        (ENGINE, lines.engine),
-        (SERVE, lines.serve),
-        (HOOKS, lines.hooks),
-        (QUEUE, lines.queue),
-        (COPY, lines.copy),
-    ],
-    ids=["engine", "serve", "hooks", "queue", "copy"],
-)
-def test_what_is_just_met_is_met(told: dict[str, Any], make: Make) -> None:
-    assert {is_met for _, _, target, is_met in make(told) if target} == {True}
-    assert {is_met for _, _, target, is_met in make(told) if not target} <= {None}
-
-
-@pytest.mark.parametrize(
-    ("told", "make", "path", "value"),
-    [
-        (ENGINE, lines.engine, ("no_reuse", "with_over_without", "median"), 0.989),
-        (ENGINE, lines.engine, ("step_time", "nothing_pending", "low"), 1.001),
-        (ENGINE, lines.engine, ("step_time", "wake_ups_with_nothing_pending"), 1),
-        (ENGINE, lines.engine, ("step_time", "copies_pending", "median"), 1.051),
-        (ENGINE, lines.engine, ("returning_turns", "times_sooner", "median"), 2.9),
-        (SERVE, lines.serve, ("no_reuse", "over_plain", "kvoffload", "median"), 0.98),
-        (SERVE, lines.serve, ("returning_turns", "times_sooner_than_peer", "median"), 0.99),
-        (HOOKS, lines.hooks, ("cases", 0, "ratios"), [0.2, 0.31, 0.4]),
-        (HOOKS, lines.hooks, ("cases", 3, "ratios"), [1.0]),
-        (QUEUE, lines.queue, ("cases", 0, "growth", "median"), 1.11),
-        (COPY, lines.copy, ("cases", 1, "of_one_piece", "median"), 0.59),
-        (COPY, lines.copy, ("cases", 4, "of_one_piece", "median"), 0.89),
-        (COPY, lines.copy, ("load_behind_stores", "ratio", "median"), 1.21),
-        (COPY, lines.copy, ("submission", "merge_and_submit_us_a_block", "median"), 0.06),
+        ([0.99], {"at_least": 0.99}, True),
+        ([0.989], {"at_least": 0.99}, False),
+        ([1.1], {"at_most": 1.1}, True),
+        ([1.11], {"at_most": 1.1}, False),
+        ([0.5, 1.1, 9.0], {"at_most": 1.1}, True),  # the median counts
+        ([5.0], {}, None),
     ],
 )
-def test_what_is_just_missed_is_missed(
-    told: dict[str, Any], make: Make, path: tuple[str | int, ...], value: float
+def test_a_target_is_met_or_missed_by_the_median(
+    samples: Sequence[float], target: dict[str, float], is_met: bool | None
 ) -> None:
-    told = copy.deepcopy(told)
-    place: Any = told
-    for key in path[:-1]:
-        place = place[key]
-    place[path[-1]] = value
-    assert [is_met for *_, is_met in make(told)].count(False) == 1
+    found = line("it", samples, at_least=target.get("at_least"), at_most=target.get("at_most"))
+    assert (found.is_met, bool(found.target)) == (is_met, is_met is not None)
 
 
-def test_without_a_peer_nothing_is_said_of_hooks() -> None:
-    alone = {"cases": [{**case, "ratios": []} for case in HOOKS["cases"]]}
-    assert [*lines.hooks(alone)] == []
+def test_numbers_are_shown_with_their_interval_where_there_is_one() -> None:
+    assert line("it", [1.0, 2.0], " us").found == "1.50 us"
+    assert line("it", [1234.5] * 6, " us").found == "1,234 us [1,234, 1,234]"
+    assert line("it", [0.98765] * 6).found == "0.988x [0.988, 0.988]"
+    assert Line("it", 0, unit="").found == "0"
+    assert ratios([1.0, 4.0], [2.0, 2.0]) == [0.5, 2.0]
 
 
-def test_another_connectors_growth_has_no_target() -> None:
-    (*_, (what, found, target, is_met)) = lines.queue(QUEUE)
-    assert "10,000 requests that wait, over 10; OffloadingConnector" in what
-    assert (found.split("x")[0], target, is_met) == ("12.00", "", None)
+def test_the_table_of_a_terminal() -> None:
+    rows = list(table([line("short", [1.0]), line("much longer", [2.0], at_most=1)]))
+    assert rows == ["short        1.00x", "much longer  2.00x  at most 1x      missed"]
 
 
-def test_the_cost_where_nothing_repeats_comes_first(tmp_path: Path) -> None:
-    about = {"cpu": "x", "cores": 2, "memory_gib": 1, "python": "3", "kvoffload": "0", "vllm": "0.0"}
-    for name, told in (("copy", COPY), ("hooks", HOOKS), ("engine", ENGINE), ("serve", SERVE)):
-        told = {**told, "bench": name, "date": "2026-01-01", "machine": about}
-        (tmp_path / f"{name}.json").write_text(json.dumps(told))
-    rows = [line for line in summary.render(tmp_path).splitlines() if line.startswith("| `")]
-    assert rows[0].startswith("| `engine` | throughput on prompts that never repeat")
-    assert [row.split("`")[1] for row in rows] == (
-        ["engine"] * 5 + ["serve"] * 5 + ["hooks"] * 4 + ["copy"] * 5
-    )
+def test_the_page_has_a_table_a_machine_and_what_offloading_costs_first() -> None:
+    def told(bench: str, cpu: str, found: Line) -> dict[str, Any]:
+        about = {"cpu": cpu, "cores": 2, "memory_gib": 1, "python": "3", "kvoffload": "0"}
+        return {"bench": bench, "date": "2026-01-01", "machine": about, "lines": [found.to_plain()]}
+
+    one, other = line("a cost", [0.9], at_least=1), line("a copy", [1.0], at_least=1)
+    page = markdown(
+        [told("copy", "x", other), told("engine", "x", one), told("copy", "y", other)]
+    ).splitlines()
+    assert [row for row in page if row.startswith(("| `", "x", "y"))] == [
+        "x, 2 cores, 1 GiB, Python 3, kvoffload 0, 2026-01-01:",
+        "| `engine` | a cost | 0.900x | at least 1x | **missed** |",
+        "| `copy` | a copy | 1.00x | at least 1x | met |",
+        "y, 2 cores, 1 GiB, Python 3, kvoffload 0, 2026-01-01:",
+        "| `copy` | a copy | 1.00x | at least 1x | met |",
+    ]
+
+
+def test_what_is_kept_comes_back() -> None:
+    found = line("it", [1.0, 2.0, 3.0], " us", at_most=4)
+    assert Line(**found.to_plain()) == found  # type: ignore[arg-type]
+
+
+# -- the peer -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("running", "phase", "ratio", "is_met"),
+    [
+        (128, "decode", 0.3, True),
+        (128, "all", 0.31, False),
+        (128, "prefill", 3.0, None),
+        (16, "all", 1.5, None),
+    ],
+)
+def test_hooks_have_a_target_where_many_run(
+    running: int, phase: str, ratio: float, is_met: bool | None
+) -> None:
+    case = Case("qwen3", running, phase, {"kvoffload": [10 * ratio], "peer": [10.0]})
+    beside, alone = case.lines()
+    assert beside.median == pytest.approx(ratio)
+    assert beside.is_met is is_met
+    assert alone.is_met is None
+
+
+def test_without_a_peer_nothing_is_compared() -> None:
+    alone = Case("qwen3", 128, "decode", {"kvoffload": [10.0]})
+    assert alone.ratios() == []
+    assert [one.unit for one in alone.lines()] == [" us"]
+    assert len([*throughput({"plain": [1.0], "kvoffload": [1.0]}, "vLLM")]) == 2
+    assert len([*first_tokens({"plain": [3.0], "kvoffload": [1.0]}, "4")]) == 2
+
+
+def test_only_this_connector_has_targets_on_vllm() -> None:
+    rates = {"plain": [100.0], "kvoffload": [98.0], "peer": [99.5]}
+    assert [one.is_met for one in throughput(rates, "vLLM")] == [False, None, None]
+    first_ms = {"plain": [30.0], "kvoffload": [10.0], "peer": [9.0]}
+    assert [one.is_met for one in first_tokens(first_ms, "4")] == [True, None, False, None]
+
+
+# -- intervals ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("count", "rank"), [(6, 1), (8, 1), (9, 2), (20, 6), (40, 14)])
+def test_ranks_are_those_of_the_tables(count: int, rank: int) -> None:
+    samples = list(range(1, count + 1))
+    assert median_interval(samples[::-1]) == (rank, count + 1 - rank)
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_too_few_samples_say_nothing(count: int) -> None:
+    assert median_interval([1.0] * count) == (-math.inf, math.inf)
+
+
+def test_the_interval_holds_the_median_as_often_as_it_says() -> None:
+    draw = random.Random(1)
+    intervals = [median_interval([draw.expovariate(1.0) for _ in range(20)]) for _ in range(2000)]
+    held = sum(low <= 0.6931 <= high for low, high in intervals)
+    assert 0.94 < held / 2000 < 0.98  # 95.9 % by the binomial distribution

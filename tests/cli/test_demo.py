@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any
 import anyio.to_thread
 import pytest
 
-from kvoffload.cli.demo import play, session
+from kvoffload.cli.demo import engines, play, session
 from kvoffload.cli.demo.audit import audit_engine
 from kvoffload.cli.demo.conversations import Conversation, make_conversations
 from kvoffload.cli.demo.options import DemoOptions
 from kvoffload.cli.demo.screen import Screen
 from kvoffload.cli.exits import Exit
 from kvoffload.cli.main import main
+from kvoffload.engine.plugin import load_plugin
 from kvoffload.transfer.arena import Arena
+from tests.cli.corrupting_plugin import CorruptingPlugin
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -191,10 +193,15 @@ def test_it_begins_when_there_is_host_memory(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_corrupt_block_is_seen(
-    kind: str, small: list[str], small_local: list[str], capsys: pytest.CaptureFixture[str]
+    kind: str,
+    small: list[str],
+    small_local: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     argv = small if kind == "full" else small_local
-    assert main([*argv, *KINDS[kind], "--corrupt-one-block"]) == Exit.FAILED
+    monkeypatch.setattr(engines, "load_plugin", lambda name: CorruptingPlugin(load_plugin(name)))
+    assert main([*argv, *KINDS[kind]]) == Exit.FAILED
     out, err = capsys.readouterr()
     assert "outputs   DIFFER" in out
     assert "no law is broken" in out

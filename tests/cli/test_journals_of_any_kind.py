@@ -77,7 +77,9 @@ def test_property_facts_with_anything_in_them(stream: list[tuple[dict[str, Any],
         assert run(command, lines) in (Exit.OK, Exit.FAILED, Exit.USAGE)
 
 
-def test_what_only_a_replay_needs_is_not_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_earlier_versions_wrote_beside_a_step_is_not_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     step = {"event": "StepScheduled", "step": 1, **dict.fromkeys(ODD, 7)}
     path = tmp_path / "journal"
     path.write_text("".join(json.dumps({"seq": number, "t": number, **step}) + "\n" for number in (1, 2)))

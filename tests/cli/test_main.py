@@ -39,14 +39,6 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in out for name in command.COMMANDS)
 
 
-def test_help_of_the_demo_hides_the_control(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["demo", "--help"])
-    out = capsys.readouterr().out
-    assert "--host-bytes" in out
-    assert "--corrupt-one-block" not in out
-
-
 @pytest.mark.slow
 def test_asking_for_the_version_does_not_load_an_engine() -> None:
     script = (

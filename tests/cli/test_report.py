@@ -225,6 +225,4 @@ def test_a_demo_whose_page_cannot_be_written_does_not_begin(
     monkeypatch.setattr(asyncio, "run", lambda _: pytest.fail("it began"))
     assert main(["demo", "--report", str(tmp_path / "missing" / "page.html")]) == Exit.USAGE
     assert "cannot be written" in capsys.readouterr().err
-    assert main(["demo", "--report", str(tmp_path / "page.html"), "--no-reuse"]) == Exit.USAGE
-    assert "--no-reuse" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

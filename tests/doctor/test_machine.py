@@ -225,7 +225,7 @@ def test_copy_speed(tmp_path: Path, pages: tuple[int, ...], verdict: str, text: 
 
 
 def test_speeds_are_those_that_were_measured() -> None:
-    text = (Path(__file__).resolve().parents[2] / "kvoffload/ARCHITECTURE.md").read_text(encoding="utf-8")
+    text = (Path(__file__).resolve().parents[2] / "kvoffload/bench/README.md").read_text(encoding="utf-8")
     ascending = sorted(pools.SPEEDS)
     assert ", ".join(f"{share} at {size_text(size).replace('.0', '')}" for size, share in ascending) in text
 

@@ -29,7 +29,6 @@ KEYS = [
     "verify",
     "transfer_timeout_s",
     "journal_path",
-    "journal_for",
     "otlp_endpoint",
 ]
 
@@ -58,14 +57,13 @@ def test_everything_can_be_set() -> None:
         "verify": "off",
         "transfer_timeout_s": 5,
         "journal_path": "/tmp/journal",
-        "journal_for": "replay",
         "otlp_endpoint": "http://localhost:4318/v1/traces",
     }
     assert list(raw) == KEYS
     config = parse_config(raw)
     endpoint = "http://localhost:4318/v1/traces"
     assert config == OffloadConfig(
-        2 * 2**30, 4096, "lazy", "lru", 0, "off", 5.0, Path("/tmp/journal"), "replay", endpoint
+        2 * 2**30, 4096, "lazy", "lru", 0, "off", 5.0, Path("/tmp/journal"), endpoint
     )
 
 
@@ -146,7 +144,6 @@ BAD: dict[str, list[object]] = {
     "verify": ["on", True, None],
     "transfer_timeout_s": [0, -1, float("nan"), float("inf"), "30", True, None],
     "journal_path": ["", "a\0b", 3, None, b"x"],
-    "journal_for": ["", "reply", None, True],
 }
 
 
@@ -154,6 +151,12 @@ BAD: dict[str, list[object]] = {
 def test_a_bad_value_names_the_key_the_value_and_what_is_allowed(key: str, value: object) -> None:
     (problem,) = problems({key: value})
     assert problem.startswith(f"{key} is {value!r}; it must be ")
+
+
+@pytest.mark.parametrize("value", ["reading", "replay", None])
+def test_a_removed_key_is_called_removed_whatever_it_was_set_to(value: object) -> None:
+    (problem,) = problems({"journal_for": value})
+    assert problem.startswith("journal_for was removed with `kvoffload replay-journal`; leave it out")
 
 
 def test_all_problems_are_told_at_once() -> None:

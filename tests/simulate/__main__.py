@@ -66,7 +66,7 @@ def _show(result: Result, folder: Path) -> None:
     journal, again = keep_journal(result.seed, folder)
     print(f"seed {result.seed} failed: {result.problem}", flush=True)
     print(f'  again:   make simulate ARGS="--seed {result.seed}"')
-    print(f"  journal: {journal} (kvoffload replay-journal {journal})")
+    print(f"  journal: {journal}")
     if again.problem != result.problem:
         print(f"  played again it came to: {again.problem}")
     print("".join(f"  | {line}\n" for line in result.trace.splitlines()[-12:]), end="")

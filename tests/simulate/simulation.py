@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -19,8 +20,9 @@ from kvoffload.bus.observers import run_observer
 from kvoffload.engine import Engine
 from kvoffload.logs import ROOT
 from kvoffload.model.events import Event, JobAbandoned
+from kvoffload.model.facts import Fact
 from kvoffload.runtime.clocks import Clocks
-from kvoffload.telemetry.replay_journal import ReplayJournal
+from kvoffload.telemetry.journal import Entry, line_of
 from kvoffload.telemetry.snapshot import conservation
 from kvoffload_reference.plugin import ReferencePlugin
 from tests.reference.rig import assert_exclusive
@@ -43,7 +45,7 @@ class Simulation:
 
     Args:
         scenario: what to play.
-        keep: takes every line of a full journal.
+        keep: takes every line of a journal in which nothing is missing.
         folder: for the journal's file, where the scenario has one.
     """
 
@@ -70,11 +72,10 @@ class Simulation:
         self._complaints: list[str] = []
         self.loop.set_exception_handler(self._complain)
         make_runner = partial(CountingRunner, computing=self._compute)
-        config = with_plugin(scenario.engine, _journal_settings(folder, keep))
+        config = with_plugin(scenario.engine, _journal_settings(folder))
         self.engine = Engine(config, self.plugin, clock=now, make_runner=make_runner)
         if keep is not None:
-            assert isinstance(self.offload.journal, ReplayJournal)
-            self.offload.journal.follow(keep)
+            self._follow(keep)
         self._abandoned = 0
         self.offload.bus.count(JobAbandoned, self._note_abandoned)
         self.is_open = asyncio.Event()
@@ -111,6 +112,16 @@ class Simulation:
     async def turn(self, prompt: list[int], new_tokens: int, patience: float | int | None) -> None:
         self.requests += 1
         await turn(self, prompt, new_tokens, patience)
+
+    def _follow(self, keep: Callable[[str], object]) -> None:
+        """Hand every message to `keep` as a line of a journal."""
+        numbers = count(1)
+
+        def write(message: object) -> None:
+            keep(line_of(Entry(next(numbers), self.loop.time(), message)))
+
+        self.offload.bus.count(Fact, write)
+        self.offload.bus.count(Event, write)
 
     # -- the run --------------------------------------------------------------------------------------------------
 
@@ -291,7 +302,7 @@ def simulate(seed: int, journal: Path | None = None) -> Simulation:
 
     Args:
         seed: which.
-        journal: file for a full journal, which changes nothing in what happens.
+        journal: file for a journal in which nothing is missing; it changes nothing in what happens.
 
     Raises:
         Exception: what went wrong.
@@ -310,9 +321,8 @@ def simulate(seed: int, journal: Path | None = None) -> Simulation:
     return simulation
 
 
-def _journal_settings(folder: Path | None, keep: object) -> dict[str, object]:
-    path = {"journal_path": folder / "journal"} if folder is not None else {}
-    return {**path, "journal_for": "replay"} if keep is not None else dict(path)
+def _journal_settings(folder: Path | None) -> dict[str, object]:
+    return {"journal_path": folder / "journal"} if folder is not None else {}
 
 
 @contextmanager

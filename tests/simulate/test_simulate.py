@@ -77,7 +77,7 @@ def test_a_failure_is_printed_with_what_repeats_it(
         assert main(["--seeds", "2", "--journals", str(tmp_path)]) == 1
     printed = capsys.readouterr().out
     assert 'again:   make simulate ARGS="--seed 0"' in printed
-    assert f"kvoffload replay-journal {tmp_path / 'seed-0.jsonl'}" in printed
+    assert f"journal: {tmp_path / 'seed-0.jsonl'}\n" in printed
     assert (tmp_path / "seed-0.jsonl").stat().st_size
     assert "played again it came to" not in printed
     assert re.fullmatch(r"seeds 2, failures [12]", printed.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""The README's generated parts are those that `make docs` would write."""
+"""The documents' generated tables are those that `make docs` would write."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_the_tables_are_those_of_the_catalogue_and_of_the_benches_results() -> None:
     done = subprocess.run([sys.executable, ".ci/readme.py", "--check"], cwd=ROOT, check=False)
-    assert done.returncode == 0, "a table in the README is stale: make docs"
+    assert done.returncode == 0, "a generated table is stale: make docs"
 
 
 def test_every_setting_is_in_the_readme() -> None:

@@ -25,9 +25,9 @@ def test_every_engine_is_measured_and_told(
     assert main(["bench", "serve", "--peer", "tests.vllm_stock.peer", *options]) == 0
     out = "\n" + capsys.readouterr().out  # vLLM prints before
     told = json.loads(out[out.rindex("\n{\n") :], parse_constant=pytest.fail)
-    assert told["no_reuse"]["over_plain"].keys() == {"kvoffload", "peer"}
-    assert told["returning_turns"]["turns"] == 12
-    assert told["returning_turns"]["first_token_ms"].keys() == {"plain", "kvoffload", "peer"}
-    assert told["returning_turns"]["times_sooner_than_peer"]["median"] > 0
+    found = [line["what"] for line in told["lines"]]
+    assert len(found) == 7
+    assert sum("vLLM's own connector" in what for what in found) == 3
+    assert all(line["median"] > 0 for line in told["lines"])
     (saved,) = tmp_path.iterdir()
     assert "vllm" in json.loads(saved.read_text())["machine"]

@@ -26,7 +26,8 @@ AT_MOST = {
 
 @pytest.mark.parametrize("model", ["qwen3", "gemma3"])
 def test_time_in_hooks_beside_the_peer(model: str) -> None:
-    from kvoffload_vllm.bench_hooks import find_connectors, measure
+    from kvoffload_vllm.bench_engines import find_connectors
+    from kvoffload_vllm.bench_hooks import measure
 
     connectors, _ = find_connectors("tests.vllm_stock.peer")
     cases = measure(connectors, [model], [RUNNING], repeats=5, tokens=64)

@@ -10,10 +10,8 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
-from kvoffload.core.state import LoadResults
 from kvoffload.model import facts
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.config import OffloadConfig
@@ -21,6 +19,7 @@ from kvoffload.model.engine import EngineShape
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, Rank, RequestId, block_key
 from kvoffload.model.transfer import JobReport, TransferJob, TransferPlan, TransferReport
+from kvoffload.runtime.awaited_loads import LoadAnswers
 from kvoffload.runtime.clocks import Clocks
 from kvoffload.runtime.scheduler_side import SchedulerSide
 
@@ -28,28 +27,15 @@ BLOCK_TOKENS = 16
 _HASH_BYTES = 32  # as engines hash with SHA-256
 _GROUP = GroupId(0)
 
+# What is assumed of the hardware; nothing is copied.
+GIB_PER_S = 20.0  # of copies, each way
+BLOCK_KIB = 2048
+STEP_S = 0.025  # between two steps of the engine
+BLOCK_S = BLOCK_KIB / (GIB_PER_S * 2**20)
+"""Seconds that one block's copy takes."""
+
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Speeds:
-    """What is assumed of the hardware; nothing is copied.
-
-    Args:
-        gib_per_s: of copies, each way.
-        block_kib: bytes of a block.
-        step_ms: between two steps of the engine.
-    """
-
-    gib_per_s: float = 20.0
-    block_kib: int = 2048
-    step_ms: float = 25.0
-
-    @property
-    def block_s(self) -> float:
-        """Seconds that one block's copy takes."""
-        return self.block_kib / (self.gib_per_s * 2**20)
 
 
 class LentBlocks:
@@ -85,8 +71,8 @@ class LentBlocks:
     def free_blocks(self) -> int:
         return len(self._free)
 
-    def key_of(self, block: DeviceBlockId) -> BlockKey | None:
-        return self.keys.get(block)
+    def keys_of(self, blocks: Sequence[DeviceBlockId]) -> list[BlockKey | None]:
+        return [self.keys.get(block) for block in blocks]
 
     def block_of(self, key: BlockKey) -> DeviceBlockId | None:
         return None
@@ -95,9 +81,7 @@ class LentBlocks:
 class SimulatedCopies:
     """Two lanes, one each way, on which jobs take their blocks' time one after the other."""
 
-    def __init__(self, speeds: Speeds, slots: int) -> None:
-        self._block_s = speeds.block_s
-        self._block_bytes = speeds.block_kib * 1024
+    def __init__(self, slots: int) -> None:
         self._slots = slots
         self._lanes: tuple[deque[tuple[float, TransferJob]], ...] = (deque(), deque())
 
@@ -110,7 +94,7 @@ class SimulatedCopies:
         for lane, jobs in zip(self._lanes, (plan.loads, plan.stores), strict=True):
             for job in jobs:
                 begins = max(now, lane[-1][0]) if lane else now
-                lane.append((begins + len(job.slots) * self._block_s, job))
+                lane.append((begins + len(job.slots) * BLOCK_S, job))
 
     def report(self, now: float) -> TransferReport:
         """Return what has ended by now."""
@@ -122,8 +106,8 @@ class SimulatedCopies:
 
     def _ended(self, job: TransferJob) -> JobReport:
         blocks = len(job.slots)
-        seconds = blocks * self._block_s
-        return JobReport(job.job, job.direction, CopyOutcome.DONE, blocks * self._block_bytes, 0.0, seconds)
+        size, seconds = blocks * BLOCK_KIB * 1024, blocks * BLOCK_S
+        return JobReport(job.job, job.direction, CopyOutcome.DONE, size, 0.0, seconds)
 
 
 class Engineless:
@@ -132,7 +116,6 @@ class Engineless:
     Args:
         slots: of the host, all ready from the start.
         device_blocks: of the device.
-        speeds: what copies and steps take.
         merge_steps: as an adapter sets it.
         stopwatch: seconds, for the time in hooks.
     """
@@ -141,16 +124,14 @@ class Engineless:
         self,
         slots: int,
         device_blocks: int = 4096,
-        speeds: Speeds | None = None,
         merge_steps: int = 1,
         stopwatch: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._speeds = speeds or Speeds()
         self._stopwatch = stopwatch
         self.now = 100.0
         """Seconds on the engine's clock."""
         self.device = LentBlocks(device_blocks)
-        self.copies = SimulatedCopies(self._speeds, slots)
+        self.copies = SimulatedCopies(slots)
         self.hook_s = 0.0
         """Seconds spent in hooks so far."""
         self.steps = 0
@@ -189,13 +170,13 @@ class Engineless:
         self,
         confirmed: Iterable[tuple[RequestId, int]] = (),
         decode_tokens: int = 0,
-    ) -> LoadResults:
+    ) -> LoadAnswers:
         """One step: what copies have ended is reported, and what the plan says is submitted. Time goes on."""
-        self.now += self._speeds.step_ms / 1e3
+        self.now += STEP_S
         self.steps += 1
         report = self.copies.report(self.now)
         # An adapter calls without reports only where something could have ended.
-        results = self._timed(self.side.reported, [report]) if report.jobs else LoadResults()
+        results = self._timed(self.side.reported, [report]) if report.jobs else LoadAnswers()
         progress = tuple([facts.Progress(request, tokens, ((),), ((),)) for request, tokens in confirmed])
         fact = facts.StepScheduled(self.steps, progress, decode_tokens=decode_tokens)
         plan = self._timed(self.side.step, fact)

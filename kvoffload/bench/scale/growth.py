@@ -16,10 +16,12 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from kvoffload.bench.scale.engineless import BLOCK_TOKENS, Engineless, Speeds, fresh_keys
+from kvoffload.bench.lines import Line, line
+from kvoffload.bench.scale.engineless import BLOCK_TOKENS, Engineless, fresh_keys
 from kvoffload.bench.scale.idle import resting_collector
 from kvoffload.bench.scale.memory import resident_bytes
 from kvoffload.cli.exits import CommandError
@@ -37,31 +39,22 @@ _MIB = 2**20
 _MERGE_STEPS = 4  # as vLLM's adapter has it
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
+class Reading(NamedTuple):
     """One tenth of the run.
 
     Args:
         requests: that ended until its end.
-        step_us, request_us: in hooks, over its steps and over its requests.
+        request_us: in hooks, over its requests.
         longest_us: the longest time in the hooks of one step.
         resident_mib: of the process, at its end.
         found: share of the blocks looked up that were on the host.
     """
 
     requests: int
-    step_us: float
     request_us: float
     longest_us: float
     resident_mib: float
     found: float
-
-    def to_plain(self) -> dict[str, float]:
-        """The fields, for JSON."""
-        return {
-            name: value if name == "requests" else float(f"{value:.5g}")
-            for name, value in asdict(self).items()
-        }
 
 
 @dataclass(slots=True)
@@ -76,29 +69,33 @@ class _Running:
     last_step: int = 0
 
 
-def measure(
-    requests: int, slots: int, speeds: Speeds, told: Callable[[Reading], object] = lambda _: None
-) -> list[Reading]:
-    """Stream so many requests over a host of so many slots that is full from the start; `told` hears each reading.
+def measure(requests: int, slots: int) -> Iterator[Line]:
+    """Stream so many requests over a host of so many slots that is full from the start.
 
     Raises:
         CommandError: the process ended before the last reading, as one does that gets no memory.
     """
-    command = [sys.executable, "-m", __name__, json.dumps([requests, slots, asdict(speeds)])]
-    readings = []
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            readings.append(Reading(**json.loads(line)))
-            told(readings[-1])
-    if process.returncode:
-        raise CommandError(f"the process with {slots:,} slots ended with {process.returncode}")
-    return readings
+    command = [sys.executable, "-m", __name__, str(requests), str(slots)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise CommandError(f"the process with {slots:,} slots ended with {done.returncode}")
+    readings = [Reading(*one) for one in json.loads(done.stdout)]
+    second, last, what = readings[1], readings[-1], f"{requests:,} requests, {slots:,} slots"
+    yield line(
+        f"time in hooks of a request, last tenth over the second of {what}",
+        [last.request_us / second.request_us],
+    )
+    yield line(
+        f"resident memory, last tenth over the second of {what}", [last.resident_mib / second.resident_mib]
+    )
+    yield line(f"time in hooks of a request, last tenth of {what}", [last.request_us], " us")
+    yield line(f"longest step of {what}", [max(one.longest_us for one in readings) / 1e3], " ms")
+    yield line(f"resident memory at the end of {what}", [last.resident_mib], " MiB")
 
 
-def stream(requests: int, slots: int, speeds: Speeds) -> Iterator[Reading]:
+def stream(requests: int, slots: int) -> Iterator[Reading]:
     """Measure here, and yield each reading."""
-    rig, draw = Engineless(slots, _DEVICE_BLOCKS, speeds, _MERGE_STEPS, time.thread_time), random.Random(0)
+    rig, draw = Engineless(slots, _DEVICE_BLOCKS, _MERGE_STEPS, time.thread_time), random.Random(0)
     rig.fill(draw, slots)
     coming = Stream(rig, draw)
     with resting_collector():
@@ -129,7 +126,7 @@ class Stream:
 
     def read(self, until: int) -> Reading:
         """Go on until so many requests have ended."""
-        rig, gone, steps, spent = self.rig, self._gone, self.rig.steps, self.rig.hook_s
+        rig, gone, spent = self.rig, self._gone, self.rig.hook_s
         self._looked_up = self._found = 0
         longest = 0.0
         while self._gone < until:
@@ -140,7 +137,6 @@ class Stream:
         spent, requests = 1e6 * (rig.hook_s - spent), max(self._gone - gone, 1)
         return Reading(
             self._gone,
-            spent / max(rig.steps - steps, 1),
             spent / requests,
             1e6 * longest,
             resident_bytes() / _MIB,
@@ -197,6 +193,4 @@ class Stream:
 
 
 if __name__ == "__main__":
-    asked, pool, assumed = json.loads(sys.argv[1])
-    for reading in stream(asked, pool, Speeds(**assumed)):
-        print(json.dumps(asdict(reading)), flush=True)
+    print(json.dumps([*stream(int(sys.argv[1]), int(sys.argv[2]))]))

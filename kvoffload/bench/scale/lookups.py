@@ -9,74 +9,55 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from kvoffload.bench.lines import Line, line, ratios
 from kvoffload.bench.scale.engineless import BLOCK_TOKENS, Engineless, fresh_keys
 from kvoffload.bench.scale.idle import resting_collector
-from kvoffload.bench.spread import Spread
 from kvoffload.core.match import longest_match
 from kvoffload.model.ids import BlockKey, RequestId, SlotId
 
-TARGET = 4.0
-MISS_TARGET_US = 2.0
 _PROMPTS = 32  # of which every sample takes the next, so that keys are not in a cache from the last sample
 _WARM_UP = 5
 
 
-@dataclass(frozen=True, slots=True)
-class Lookup:
-    """One length of prompt.
-
-    Args:
-        blocks: looked up, all of them found; 0 for the miss.
-        bare_us: of the bare loop.
-        search_us: of the search for the longest usable prefix.
-        hook_us: of the whole hook.
-        search_ratio, hook_ratio: over the bare loop on the same keys; None for the miss.
-    """
-
-    blocks: int
-    bare_us: Spread
-    search_us: Spread
-    hook_us: Spread
-    search_ratio: Spread | None
-    hook_ratio: Spread | None
-
-    def to_plain(self) -> dict[str, object]:
-        """The fields, for JSON."""
-        names = ("bare_us", "search_us", "hook_us", "search_ratio", "hook_ratio")
-        spreads = {name: getattr(self, name) for name in names}
-        return {"blocks": self.blocks, **{name: one and one.to_plain() for name, one in spreads.items()}}
+def measure(blocks: Sequence[int], samples: int) -> Iterator[Line]:
+    """Measure prompts of so many blocks each, and a miss."""
+    for count in blocks:
+        took = _times(count, samples)
+        for name, what in (
+            ("search", "the search behind a lookup"),
+            ("hook", "the whole lookup, pins and counters"),
+        ):
+            what = f"{what}, {count:,} blocks"
+            yield line(
+                f"{what}, over a bare loop on the same keys", ratios(took[name], took["bare"]), at_most=4
+            )
+            yield line(what, took[name], " us")
+    took = _times(0, samples)
+    yield line("the search behind a lookup, a miss", took["search"], " us", at_most=2)
+    yield line("the whole lookup, a miss", took["hook"], " us", at_most=2)
 
 
-def measure(blocks: Sequence[int], samples: int) -> list[Lookup]:
-    """Measure prompts of so many blocks each, and a miss on a prompt of the first length."""
-    with resting_collector():
-        return [*(_measure(count, samples) for count in blocks), _measure(0, samples)]
-
-
-def _measure(blocks: int, samples: int) -> Lookup:
+def _times(blocks: int, samples: int) -> dict[str, list[float]]:
+    """Return microseconds of the bare loop, the search and the hook, in triples."""
     draw = random.Random(blocks)
     rig = Engineless(_PROMPTS * max(blocks, 1) + 4096)
     prompts = [_stored(rig, draw, blocks) for _ in range(_PROMPTS)]
     times: dict[str, list[float]] = {"bare": [], "search": [], "hook": []}
     plain = dict(rig.side.core.state.pool.index)
-    for sample in range(samples + _WARM_UP):
-        keys = prompts[sample % _PROMPTS]
-        request = rig.seen(str(sample), keys)
-        ways = _ways(rig, plain, request, keys, blocks)
-        order = list(ways) if sample % 2 else list(reversed(ways))
-        took = {name: _timed(ways[name]) for name in order}
-        rig.ended(request, 0, ())
-        if sample >= _WARM_UP:
-            for name, seconds in took.items():
-                times[name].append(1e6 * seconds)
-    spreads = {name: Spread.of(found) for name, found in times.items()}
-    ratios = {name: _ratio(times[name], times["bare"]) if blocks else None for name in ("search", "hook")}
-    return Lookup(
-        blocks, spreads["bare"], spreads["search"], spreads["hook"], ratios["search"], ratios["hook"]
-    )
+    with resting_collector():
+        for sample in range(samples + _WARM_UP):
+            keys = prompts[sample % _PROMPTS]
+            request = rig.seen(str(sample), keys)
+            ways = _ways(rig, plain, request, keys, blocks)
+            order = list(ways) if sample % 2 else list(reversed(ways))
+            took = {name: _timed(ways[name]) for name in order}
+            rig.ended(request, 0, ())
+            if sample >= _WARM_UP:
+                for name, seconds in took.items():
+                    times[name].append(1e6 * seconds)
+    return times
 
 
 def _ways(
@@ -114,7 +95,3 @@ def _timed(act: Callable[[], object]) -> float:
     begun = time.perf_counter()
     act()
     return time.perf_counter() - begun
-
-
-def _ratio(times: Sequence[float], bare: Sequence[float]) -> Spread:
-    return Spread.of([mine / loop for mine, loop in zip(times, bare, strict=True)])

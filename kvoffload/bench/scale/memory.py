@@ -14,53 +14,50 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+from kvoffload.bench.lines import Line, line
 from kvoffload.bench.scale.engineless import Engineless
 from kvoffload.cli.exits import CommandError
 
-TARGET_BYTES = 300
-TARGET_START_S = 2.0
-TARGET_SLOTS = 1_000_000
+_TARGETS_AT = 1_000_000  # slots
 _REPLACED = 2  # times: the first time takes room, the second copies what has it
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
+class Memory(NamedTuple):
     """One number of slots.
 
     Args:
-        slots: how many.
         start_s: until the side is made and knows of all its slots.
-        empty, full, churned: resident bytes a slot: of empty slots, of full ones, and of full ones in which each block
-            has been replaced twice.
+        full, churned: resident bytes a slot: of full ones, and of full ones in which each block has been replaced twice.
         longest_put_s: the longest time that 64 blocks took to find places, of the processor and over all of them.
     """
 
-    slots: int
     start_s: float
-    empty: float
     full: float
     churned: float
     longest_put_s: float
 
-    def to_plain(self) -> dict[str, object]:
-        """The fields, for JSON."""
-        return {
-            name: float(f"{value:.4g}") if name != "slots" else value for name, value in asdict(self).items()
-        }
 
-
-def measure(slots: Sequence[int]) -> list[Memory]:
+def measure(slots: Sequence[int]) -> Iterator[Line]:
     """Measure each number of slots.
 
     Raises:
         CommandError: a process ended without an answer, as one does that gets no memory.
     """
-    return [_in_a_process(count) for count in slots]
+    for count in slots:
+        found, what = _in_a_process(count), f", {count:,} slots"
+        most_bytes, most_s = (300, 2) if count == _TARGETS_AT else (None, None)
+        yield line(f"a slot's memory, full{what}", [found.full], " B", at_most=most_bytes)
+        what_churned = f"a slot's memory, every block replaced twice{what}"
+        yield line(what_churned, [found.churned], " B", at_most=most_bytes)
+        yield line(f"start-up{what}", [found.start_s], " s", at_most=most_s)
+        yield line(
+            f"longest pause while blocks take others' places{what}", [1e3 * found.longest_put_s], " ms"
+        )
 
 
 def resident_bytes() -> int:
@@ -78,14 +75,14 @@ def fill(slots: int) -> Memory:
     begun = time.perf_counter()
     rig = Engineless(slots)
     start_s = time.perf_counter() - begun
-    read = [resident_bytes()]
+    read: list[int] = []
     longest: list[float] = []
     for rounds in (1, _REPLACED):
         longest += [rig.fill(draw, slots) for _ in range(rounds)]
         read.append(resident_bytes())
     assert rig.side.gauges().slots["ready"] == slots
-    empty, full, churned = ((each - before) / slots for each in read)
-    return Memory(slots, start_s, empty, full, churned, max(longest))
+    full, churned = ((each - before) / slots for each in read)
+    return Memory(start_s, full, churned, max(longest))
 
 
 def _in_a_process(slots: int) -> Memory:
@@ -94,8 +91,8 @@ def _in_a_process(slots: int) -> Memory:
     )
     if done.returncode:
         raise CommandError(f"the process with {slots:,} slots ended with {done.returncode} and no answer")
-    return Memory(**json.loads(done.stdout))
+    return Memory(*json.loads(done.stdout))
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict(fill(int(sys.argv[1])))))
+    print(json.dumps(fill(int(sys.argv[1]))))

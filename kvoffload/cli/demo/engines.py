@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol, cast
 
-from kvoffload.cli.demo.corrupt import CorruptingPlugin
 from kvoffload.cli.demo.options import DemoOptions
 from kvoffload.cli.exits import CommandError
-from kvoffload.engine import Engine, EngineConfig, ModelConfig, PromptTooLong
+from kvoffload.engine import Engine, EngineConfig, ModelConfig
 from kvoffload.engine.capacity import Capacity
 from kvoffload.engine.groups import first_needed_block, make_groups
 from kvoffload.engine.plugin import EnginePlugin, load_plugin
@@ -18,13 +16,8 @@ from kvoffload.runtime.scheduler_side import SchedulerSide
 
 PLUGIN = "kvoffload"
 _CACHE_SHARE = 4  # what the conversations need is so many times the device's cache, unless they are few
-_TINY = ModelConfig(hidden_size=64, heads=4, kv_heads=2, head_dim=16, ffn_size=96)
-
-
-class OffloadingPlugin(EnginePlugin, Protocol):
-    """An engine plugin that shows its inside once it has an engine."""
-
-    offload: SchedulerSide | None
+_LEAST_LENGTH = 4096  # tokens of the longest prompt and its answer
+TINY = ModelConfig(hidden_size=64, heads=4, kv_heads=2, head_dim=16, ffn_size=96)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +33,13 @@ def engine_config(options: DemoOptions, offload: Mapping[str, object] | None = N
     """Return the engine's settings, with `offload` for its plugin.
 
     Raises:
-        PromptTooLong: the model is too short for the conversations' last turns.
-        PoolTooSmall: the device's cache is.
+        PoolTooSmall: the device's cache is too small for the conversations' last turns.
     """
     tokens = options.conversation_tokens
-    if tokens > options.max_model_len:
-        answer = options.answer_tokens
-        raise PromptTooLong(tokens - answer, answer, options.max_model_len)
     config = EngineConfig(
         model=_model(options),
         num_blocks=options.device_blocks and options.device_blocks + 1,  # the null block is nobody's
-        max_model_len=options.max_model_len,
+        max_model_len=max(tokens, _LEAST_LENGTH),
         device=options.device,
         plugin_config=offload or {},
     )
@@ -72,14 +61,28 @@ async def open_engines(options: DemoOptions) -> AsyncIterator[Engines]:
         KVOffloadError: the plugin refuses its settings.
         EngineError: the engine refuses its settings.
     """
-    plugin = cast("OffloadingPlugin", load_plugin(PLUGIN))
-    used = CorruptingPlugin(plugin) if options.corrupt_one_block else plugin
-    async with _make(engine_config(options, options.offload), used) as offloaded:
-        offload = getattr(plugin, "offload", None)
+    async with (
+        offloading_engine(engine_config(options, options.offload)) as (offloaded, offload),
+        _make(engine_config(options), None) as plain,
+    ):
+        yield Engines(plain, offloaded, offload)
+
+
+@asynccontextmanager
+async def offloading_engine(config: EngineConfig) -> AsyncIterator[tuple[Engine, SchedulerSide]]:
+    """Make an engine with the plugin and run it; show the inside of offloading beside it.
+
+    Raises:
+        CommandError: the plugin is another one, or memory for an engine cannot be had.
+        KVOffloadError: the plugin refuses its settings.
+        EngineError: the engine refuses its settings.
+    """
+    plugin = load_plugin(PLUGIN)
+    async with _make(config, plugin) as engine:
+        offload: SchedulerSide | None = getattr(plugin, "offload", None)
         if offload is None:
             raise CommandError(f"the engine plugin {PLUGIN!r} is not kvoffload's own: it shows no counters")
-        async with _make(engine_config(options), None) as plain:
-            yield Engines(plain, offloaded, offload)
+        yield engine, offload
 
 
 def kv_blocks(options: DemoOptions, config: EngineConfig) -> int:
@@ -112,7 +115,7 @@ def _conversation_blocks(options: DemoOptions, config: EngineConfig) -> int:
 def _model(options: DemoOptions) -> ModelConfig:
     reach = options.reach_tokens
     return replace(
-        _TINY if options.model == "tiny" else ModelConfig(),
+        TINY if options.model == "tiny" else ModelConfig(),
         attention=options.attention,
         window_tokens=reach if options.attention == "sliding_window" else None,
         chunk_tokens=reach if options.attention == "chunked_local" else None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +16,6 @@ from kvoffload.cli.parser import positive, seconds
 Attention = Literal["full", "sliding_window", "chunked_local"]
 
 _REACH_TOKENS = 256  # of a window or a chunk, unless one is given
-_PAIRS = 20
 _HOST_BYTES = "256MiB"
 
 
@@ -35,7 +34,6 @@ class DemoOptions:
         attention: of the model's local layers.
         reach_tokens: the window or the chunk; None with full attention.
         model: "small", or "tiny" for a quick look.
-        max_model_len: tokens of the longest prompt and its answer.
         device: "cpu", "cuda" or "cuda:N".
         device_blocks: of the device's KV cache; None for a fraction of what the conversations need.
         seed: of the model's weights and of who gets which text.
@@ -44,8 +42,6 @@ class DemoOptions:
         report: file to write the page with the plots to; None for none.
         metrics: where to serve metrics; None for nowhere.
         serve_for_s: how long to serve them after the run.
-        no_reuse_pairs: measure what offloading costs where nothing repeats, in so many pairs, instead of the demo.
-        corrupt_one_block: spoil a block that was loaded; the demo must then fail.
     """
 
     documents: tuple[Path, ...] = ()
@@ -58,7 +54,6 @@ class DemoOptions:
     attention: Attention = "full"
     reach_tokens: int | None = None
     model: str = "small"
-    max_model_len: int = 4096
     device: str = "cpu"
     device_blocks: int | None = None
     seed: int = 0
@@ -67,8 +62,6 @@ class DemoOptions:
     report: Path | None = None
     metrics: Address | None = None
     serve_for_s: float = 0.0
-    no_reuse_pairs: int | None = None
-    corrupt_one_block: bool = False
 
     @property
     def message_tokens(self) -> int:
@@ -98,30 +91,18 @@ def demo_options(args: argparse.Namespace) -> DemoOptions:
     attention, reach = _attention(args.window, args.chunk)
     if args.serve_for and args.serve_metrics is None:
         raise CommandError("--serve-for needs --serve-metrics")
-    if args.report is not None and args.no_reuse is not None:
-        raise CommandError("--report shows the demo, which --no-reuse does not run")
+    alike = {
+        one.name: value for one in fields(DemoOptions) if (value := vars(args).get(one.name)) is not None
+    }
     return DemoOptions(
+        **alike,
         documents=tuple(args.document),
-        conversations=args.conversations,
-        turns=args.turns,
-        first_tokens=args.first_tokens,
-        turn_tokens=args.turn_tokens,
-        answer_tokens=args.answer_tokens,
-        concurrency=args.concurrency,
         attention=attention,
         reach_tokens=reach,
-        model=args.model,
-        max_model_len=args.max_model_len,
-        device=args.device,
-        device_blocks=args.device_blocks,
-        seed=args.seed,
         offload=_offload_settings(args.host_bytes, args.store_policy, args.config),
         as_json=args.json,
-        report=args.report,
         metrics=args.serve_metrics,
         serve_for_s=args.serve_for,
-        no_reuse_pairs=args.no_reuse,
-        corrupt_one_block=args.corrupt_one_block,
     )
 
 
@@ -152,8 +133,6 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         local.add_argument(
             f"--{name}", metavar="TOKENS", type=positive, nargs="?", const=_REACH_TOKENS,
             help=f"five layers with {what} of TOKENS ({_REACH_TOKENS}) to one with full attention")  # fmt: skip
-    add("--max-model-len", metavar="N", type=positive, default=default.max_model_len,
-        help=f"tokens of the longest prompt and its answer (default {default.max_model_len})")  # fmt: skip
     add("--device-blocks", metavar="N", type=positive,
         help="blocks of the device's cache (default: about a quarter of what the conversations need)")  # fmt: skip
 
@@ -164,9 +143,6 @@ def _add_offloading(group: argparse._ArgumentGroup) -> None:
     add("--store-policy", choices=("eager", "lazy"), help="what is stored when (default eager)")
     add("--config", metavar="KEY=VALUE", action="append", default=[],
         help="any other setting of kvoffload; may be repeated")  # fmt: skip
-    add("--no-reuse", metavar="PAIRS", type=positive, nargs="?", const=_PAIRS,
-        help=f"instead: what offloading costs where no prompt repeats, in PAIRS ({_PAIRS}) of measurements")  # fmt: skip
-    add("--corrupt-one-block", action="store_true", help=argparse.SUPPRESS)
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:

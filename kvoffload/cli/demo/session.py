@@ -16,14 +16,13 @@ from kvoffload.cli.demo.conversations import Conversation, make_conversations
 from kvoffload.cli.demo.documents import Text, read_text
 from kvoffload.cli.demo.engines import Engines, kv_blocks, open_engines
 from kvoffload.cli.demo.metrics import MetricsPage
-from kvoffload.cli.demo.no_reuse import NoReuse, NoReuseSettings, measure
 from kvoffload.cli.demo.options import DemoOptions
-from kvoffload.cli.demo.play import Play, Player, idle, warm_up
+from kvoffload.cli.demo.play import Play, Player, warm_up
 from kvoffload.cli.demo.report import demo_page
-from kvoffload.cli.demo.results import SCHEMA, DemoResult, PlayResult, Workload, to_json
+from kvoffload.cli.demo.results import DemoResult, PlayResult, Workload
 from kvoffload.cli.demo.screen import Screen
 from kvoffload.cli.demo.summary import summarize, summarize_benefit, summarize_offloading
-from kvoffload.cli.demo.table import render, render_no_reuse
+from kvoffload.cli.demo.table import render
 from kvoffload.cli.exits import Exit
 from kvoffload.cli.report.output import write_page
 from kvoffload.cli.report.page import render as render_page
@@ -52,10 +51,7 @@ async def run_demo(options: DemoOptions, screen: Screen) -> int:
             if page is not None:
                 page.show(engines.offload)
                 screen.say(f"metrics are at {page.url}")
-            if options.no_reuse_pairs is None:
-                code = await _demonstrate(options, engines, text, screen)
-            else:
-                code = await _measure_no_reuse(options, engines, screen)
+            code = await _demonstrate(options, engines, text, screen)
         if page is not None and options.serve_for_s:
             await _linger(page, options.serve_for_s, screen)
     return code
@@ -150,30 +146,6 @@ def _counter(turns: int, screen: Screen, name: str) -> Callable[[], None]:
     return lambda: screen.progress(f"{name}: {next(served)} of {turns} turns")
 
 
-async def _measure_no_reuse(options: DemoOptions, engines: Engines, screen: Screen) -> int:
-    assert options.no_reuse_pairs is not None
-    settings = NoReuseSettings(
-        pairs=options.no_reuse_pairs,
-        prompts=options.concurrency,
-        prompt_tokens=options.first_tokens,
-        answer_tokens=options.answer_tokens,
-        seed=options.seed,
-    )
-
-    def told(pair: int) -> None:
-        screen.progress(f"pair {pair} of {settings.pairs}")
-
-    result = await measure(engines.plain, engines.offloaded, settings, told)
-    await idle(engines.offloaded)
-    laws = _audit(engines)
-    screen.result(_no_reuse_json(result, laws) if options.as_json else render_no_reuse(result, laws))
-    if result.passed and not laws:
-        return Exit.OK
-    screen.say("FAILED: offloading costs too much" if not result.passed else "FAILED: laws are broken")
-    _show_journal(engines.offload, screen)
-    return Exit.FAILED
-
-
 async def _linger(page: MetricsPage, seconds: float, screen: Screen) -> None:
     screen.say(f"metrics stay at {page.url} for {seconds:g} s; Ctrl-C ends that")
     try:
@@ -206,18 +178,6 @@ def _ratio(without: PlayResult, with_: PlayResult) -> float | None:
     if without.returning_ttft_s is None or with_.returning_ttft_s is None:
         return None
     return without.returning_ttft_s.p50 / with_.returning_ttft_s.p50
-
-
-def _no_reuse_json(result: NoReuse, laws: list[str]) -> str:
-    return to_json(
-        {
-            "schema": SCHEMA,
-            "kind": "no_reuse",
-            **result.to_plain(),
-            "passed": result.passed and not laws,
-            "broken_laws": laws,
-        }
-    )
 
 
 def _audit(engines: Engines) -> list[str]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
-from kvoffload.cli.demo.no_reuse import NoReuse
 from kvoffload.cli.demo.results import (
     BenefitResult,
     DemoResult,
@@ -25,18 +24,6 @@ def render(result: DemoResult) -> str:
     """Return the whole report."""
     lines = [*head(result.workload), "", *_compared(result), "", *_offloading(result.offloading), ""]
     return "\n".join([*lines, *_verdict(result)])
-
-
-def render_no_reuse(result: NoReuse, broken_laws: Sequence[str]) -> str:
-    """Return what offloading costs where nothing repeats."""
-    verdict = "passed" if result.passed else "FAILED"
-    lines = [
-        f"{len(result.pairs)} pairs of prompts that never repeat, without and with offloading",
-        f"prompt and new tokens per second: {result.plain_median:,.0f} without, {result.offloaded_median:,.0f} with",
-        f"with over without, median: {result.ratio:.4f}; 95 % interval {result.low:.4f} to {result.high:.4f}",
-        f"{verdict}: it fails only if the whole interval is below {1 - result.tolerance:.2f}",
-    ]
-    return "\n".join([*lines, *(f"law BROKEN: {law}" for law in broken_laws)])
 
 
 def head(workload: Workload) -> Iterator[str]:

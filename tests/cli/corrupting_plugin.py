@@ -13,6 +13,8 @@ from kvoffload.model.transfer import Direction, TransferPlan, TransferReport
 if TYPE_CHECKING:
     import torch
 
+    from kvoffload.runtime.scheduler_side import SchedulerSide
+
 
 class CorruptingPlugin:
     """A plugin like the one inside, except that the first block loaded by its first rank gets other bytes."""
@@ -24,6 +26,12 @@ class CorruptingPlugin:
     def name(self) -> str:
         """The name of the plugin inside."""
         return self._inside.name
+
+    @property
+    def offload(self) -> SchedulerSide | None:
+        """The inside of the plugin inside."""
+        offload: SchedulerSide | None = getattr(self._inside, "offload", None)
+        return offload
 
     def scheduler_side(self, engine: EngineFacts) -> SchedulerPlugin:
         """The scheduler's side of the plugin inside."""

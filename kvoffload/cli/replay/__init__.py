@@ -1,1 +1,0 @@
-"""`kvoffload replay-journal`: drives a core through what a journal recorded, and says where it decides otherwise."""
