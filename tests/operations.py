@@ -5,6 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
+
+from kvoffload.bus.bus import Bus
 
 TraceFunction = Callable[[FrameType, str, object], object]
 
@@ -41,3 +44,9 @@ def lines(act: Callable[[], object]) -> int:
     finally:
         sys.settrace(before)
     return count
+
+
+def replace_handler(bus: Bus, fact: type, handler: Callable[[Any], object]) -> None:
+    """Let something else react to a class of facts."""
+    bus._handlers[fact] = handler
+    bus._routes.clear()

@@ -56,6 +56,7 @@ class Bus:
         self._feeds: dict[str, Feed[Any]] = {}
         self._routes: dict[type, _Route] = {}  # derived from the above, forgotten when it changes
         self._batch: list[object] | None = None
+        self._after: list[Callable[[], object]] = []
         self._state_error: StateErrorCallback | None = None
         self._removed: RemovedCallback | None = None
         self._published = self._state_errors = 0
@@ -103,6 +104,10 @@ class Bus:
         """Call `callback` with the name and the exception when an inline subscriber that raised was removed."""
         self._removed = callback
 
+    def afterwards(self, callback: Callable[[], object]) -> None:
+        """Call `callback` once, when the batch that is being dispatched has reached everybody, recorders too."""
+        self._after.append(callback)
+
     def publish(self, message: object) -> None:
         """Dispatch a message; from inside a subscriber, after all that is being dispatched. Never waits."""
         if self._batch is not None:
@@ -134,6 +139,8 @@ class Bus:
                 recorder(batch)
             except Exception as exc:
                 self._remove(recorder, exc)
+        while self._after:
+            call_guarded(self._after.pop(0))
 
     def statistics(self) -> BusStatistics:
         return BusStatistics(

@@ -284,8 +284,11 @@ class OffloadCore:
         return results
 
     def take_events(self) -> list[Event]:
-        """Return what happened since the last call, in order, and forget it."""
-        return self.state.tally.take()
+        """Return what happened since the last call, in order, and forget it.
+
+        Sums wait for the step's plan, because they follow the jobs that they are about.
+        """
+        return self.state.tally.take(sums=not self.state.jobs.planned)
 
     def _ready(self, rank: Rank, slots: int) -> None:
         """Capacity is the minimum of what the ranks have ready."""

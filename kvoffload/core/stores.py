@@ -109,43 +109,41 @@ class Stores:
             for offer in offers:
                 self._settle(offer.key, StoreOutcome.DEGRADED)
             return
-        fresh, cached, duplicates = self._sort(offers)
-        if cached:
-            self._already_cached(cached)
-        if fresh:
-            self._admit(fresh, last_chance=last_chance)
-        if duplicates:
-            self._wait_for_duplicates(duplicates, last_chance=last_chance)
-
-    def _sort(self, offers: Iterable[Offer]) -> tuple[list[Offer], list[Offer], list[Offer]]:
-        """Return the offers of new keys, of keys that the host has, and of keys that come twice or are being stored."""
         parts, in_flight = self._state.pool.index.parts, self._state.in_flight.keys
-        fresh: dict[BlockKey, Offer] = {}
         cached: list[Offer] = []
-        duplicates: list[Offer] = []
+        missing: list[Offer] = []
         for offer in offers:
             key = offer.key
             if key in parts[key[0]]:
                 cached.append(offer)
-            elif key in fresh or key in in_flight:
-                duplicates.append(offer)
-            else:
-                fresh[key] = offer
-        return list(fresh.values()), cached, duplicates
-
-    def _wait_for_duplicates(self, offers: Iterable[Offer], *, last_chance: bool) -> None:
-        """Let each wait while another block with its key is being stored; where that one was declined, decide on it."""
-        undecided = []
-        for offer in offers:
-            if offer.key in self._state.in_flight.keys:
+            elif key in in_flight:
                 self._state.in_flight.wait(offer)
             else:
-                undecided.append(offer)
-        if undecided:
-            self._decide(undecided, last_chance=last_chance)
+                missing.append(offer)
+        if cached:
+            self._already_cached(cached)
+        if missing:
+            self._admit(missing, last_chance=last_chance)
 
     def _admit(self, offers: Sequence[Offer], *, last_chance: bool) -> None:
-        """Accept the offers whose device block holds its key, as far as there is room."""
+        """Accept the offers whose device block holds its key, as far as there is room; one of each key."""
+        state = self._state
+        verified = self._verified(offers, last_chance=last_chance)
+        first: dict[BlockKey, Offer] = {}
+        others = [offer for offer in verified if first.setdefault(offer.key, offer) is not offer]
+        host_room, lease_room = state.pool.room, self.room
+        accepted = list(first.values())[: max(min(host_room, lease_room), 0)]
+        if accepted:
+            self._accept(accepted)
+        verdict = Wait.FOR_END if host_room <= lease_room else Wait.FOR_ROOM
+        for offer in [*list(first.values())[len(accepted) :], *others]:
+            if offer.key in state.in_flight.keys:
+                state.in_flight.wait(offer)
+            else:
+                self._decline(offer, verdict, last_chance=last_chance)
+
+    def _verified(self, offers: Sequence[Offer], *, last_chance: bool) -> list[Offer]:
+        """Return the offers on blocks that certainly hold their keys, and decline the others."""
         state = self._state
         verified: list[Offer] = []
         held = state.device.keys_of([offer.block for offer in offers])
@@ -159,14 +157,7 @@ class Stores:
                 verified.append(verdict)
             else:
                 self._decline(offer, verdict, last_chance=last_chance)
-        host_room, lease_room = state.pool.room, self.room
-        end = min(host_room, lease_room)
-        for offer in verified[end:]:
-            self._decline(
-                offer, Wait.FOR_END if host_room <= lease_room else Wait.FOR_ROOM, last_chance=last_chance
-            )
-        if verified and end:
-            self._accept(verified[:end])
+        return verified
 
     def _by_block(self, offer: Offer, holds: BlockKey | None) -> Offer | Wait | StoreOutcome:
         """Return the offer on a block that certainly holds its key, or why there is none (R3, R7, R10)."""

@@ -43,10 +43,10 @@ class Tally:
             self._zeroed += blocks
             self._has_sums = True
 
-    def take(self) -> list[Event]:
-        """Return the events since the last call, sums last, and forget them."""
+    def take(self, *, sums: bool) -> list[Event]:
+        """Return the events since the last call, and forget them; the sums come last, if they are wanted yet."""
         events = self.events
-        if self._has_sums:
+        if sums and self._has_sums:
             events += self._take_sums()
         if events:
             self.events = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from kvoffload.bus.bus import Bus
@@ -42,10 +43,12 @@ class Degradation:
         self._patience_s = patience_s
         self._since: float | None = None
         self._portal: Portal | None = None
+        self._bus = Bus()
 
     def subscribe(self, bus: Bus, portal: Portal | None) -> None:
         """Follow it from now on; files are written on the portal's threads where there are any."""
         self._portal = portal
+        self._bus = bus
         bus.count(OffloadingDegraded, self._degraded)
 
     @property
@@ -55,6 +58,9 @@ class Degradation:
 
     def _degraded(self, event: OffloadingDegraded) -> None:
         self._since = self._now()
+        self._bus.afterwards(partial(self._report, event))  # when the journal has what led to it
+
+    def _report(self, event: OffloadingDegraded) -> None:
         whole = {"journal_file": str(self._ring_path)} if self._ring_path is not None else {}
         last = self._journal.tail(_TAIL)
         log.error("offloading_off", cause=event.cause.value, detail=event.detail, journal=last, **whole)

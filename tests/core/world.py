@@ -281,7 +281,7 @@ class World:
         self._settle()
 
     def _settle(self) -> None:
-        self.log += self.core.take_events()
+        self.log += self.core.state.tally.take(sums=True)
         results = self.core.take_results()
         for name in results.loaded:
             self._load_ended(name, loaded=True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kvoffload.core.machine import SlotState
-from kvoffload.core.state import LoadResults
 from kvoffload.model import facts
 from kvoffload.model.causes import DegradeCause
 from kvoffload.model.ids import RequestId
+from kvoffload.runtime.awaited_loads import LoadAnswers
+from tests.operations import replace_handler
 from tests.runtime.parts import RELOAD, TIMEOUT_S, Side, loading
 
 
@@ -18,7 +19,7 @@ def boom(*_: object, **__: object) -> None:
 
 def test_switching_off_is_said_once_with_the_journals_tail(caplog: pytest.LogCaptureFixture) -> None:
     side = Side()
-    side.side.bus.on(facts.StepScheduled, boom)
+    replace_handler(side.side.bus, facts.StepScheduled, boom)
     side.step()
     side.step()
     said = [record.kvoffload for record in caplog.records]  # type: ignore[attr-defined]
@@ -41,7 +42,7 @@ def test_a_question_that_raises_is_answered_with_nothing(
     monkeypatch.setattr(side.side.core, question, boom)
     assert side.side.lookup(RequestId("a"), 0) in (0, RELOAD)
     assert side.step().is_empty
-    assert side.side.take_results() == LoadResults()  # nobody waits for b
+    assert side.side.take_answers() == LoadAnswers()  # nobody waits for b
     assert side.side.gauges().degraded is DegradeCause.HANDLER_RAISED
     assert f"doing={question}" in caplog.text
 
@@ -56,28 +57,24 @@ def test_a_plan_that_raises_is_empty(
     side.allocated("a", RELOAD)
     monkeypatch.setattr(side.side.core, "plan", boom)
     assert side.step().is_empty
-    assert side.side.take_results() == LoadResults(failed=[RequestId("a")])
+    assert side.side.take_answers().failed == ["a"]
     assert side.side.gauges().degraded is DegradeCause.HANDLER_RAISED
     assert "doing=plan" in caplog.text
 
 
-def test_what_a_broken_plan_had_submitted_ends_as_overdue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The core takes the load as submitted, then raises: no worker will ever report it."""
+def test_a_plan_that_raises_leaves_nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The load was bound, then the plan raised: no worker will ever report it."""
     side = Side()
     side.stored()
     side.seen("a")
     side.side.lookup(RequestId("a"), 0)
     side.allocated("a", RELOAD)
-    monkeypatch.setattr(side.side.core._stores, "submit", boom)
-    side.step()
-    assert side.side.take_results() == LoadResults()
-    assert side.side.has_work
-    side.clock.jump(TIMEOUT_S)
-    side.step()
-    assert side.side.take_results() == LoadResults(failed=[RequestId("a")])
-    assert side.side.take_results() == LoadResults()
+    monkeypatch.setattr(side.side.core._stores, "schedule", boom)
+    assert side.step().is_empty
+    assert side.side.take_answers().failed == ["a"]
+    assert side.side.take_answers() == LoadAnswers()
     assert not side.side.has_work
-    assert side.pool.leased  # a copy may run, for all we know
+    assert not side.pool.leased
 
 
 def test_a_load_that_the_core_forgot_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +85,7 @@ def test_a_load_that_the_core_forgot_is_answered(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(side.side.core._loads, "_plan", boom)
     side.allocated("a", RELOAD)
     assert side.side.has_work
-    assert side.side.take_results() == LoadResults(failed=[RequestId("a")])
+    assert side.side.take_answers().failed == ["a"]
     assert not side.side.has_work
 
 
@@ -96,7 +93,7 @@ def test_a_load_is_answered_once_though_the_core_comes_back_to_it(monkeypatch: p
     side = Side()
     plan = loading(side)
     side.side.core.state.results.failed.append(RequestId("a"))
-    assert side.side.take_results().failed == ["a"]
+    assert side.side.take_answers().failed == ["a"]
     assert side.done(plan) == ([], [])
 
 
@@ -107,7 +104,7 @@ def test_what_never_drains_is_given_up_after_a_while(monkeypatch: pytest.MonkeyP
     for position, block in enumerate(side.last_table):
         side.pool.names[block] = f"p{position}".encode()  # type: ignore[assignment]
     assert side.step(("a", RELOAD)).stores
-    monkeypatch.setattr(side.side.core.state.jobs, "move", boom)
+    monkeypatch.setattr(side.side.core.state.jobs, "abandon", boom)
     side.clock.jump(TIMEOUT_S)
     side.step()
     assert side.side.gauges().degraded is DegradeCause.HANDLER_RAISED

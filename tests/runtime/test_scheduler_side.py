@@ -8,15 +8,13 @@ from pathlib import Path
 import pytest
 
 from kvoffload.core.machine import JobState, SlotState
-from kvoffload.core.state import LoadResults
 from kvoffload.model import facts
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.engine import Promises
-from kvoffload.model.errors import ConfigError, EngineContractError
+from kvoffload.model.errors import ConfigError
 from kvoffload.model.events import Event
-from kvoffload.model.ids import Rank, RequestId
+from kvoffload.model.ids import RequestId
 from kvoffload.model.transfer import Direction
-from kvoffload.runtime.clocks import Clocks
 from kvoffload.runtime.scheduler_side import SchedulerSide
 from kvoffload.telemetry.labels import Hook, JobLabel, SlotLabel
 from kvoffload.telemetry.snapshot import conservation
@@ -34,7 +32,7 @@ def test_a_job_is_abandoned_after_its_time_and_not_before() -> None:
     side.clock.jump(0.1)
     side.step()
     assert side.side.core.state.jobs.count(Direction.LOAD, JobState.ABANDONED) == 1
-    assert side.side.take_results() == LoadResults(failed=[RequestId("a")])
+    assert side.side.take_answers().failed == ["a"]
     assert not side.side.has_work
 
 
@@ -59,7 +57,7 @@ def test_a_lookup_may_wait_for_anothers_load_until_its_patience_ends() -> None:
     side.allocated("b", RELOAD)  # and its patience is new
     side.done(side.step())
     side.step(("b", RELOAD), preempted=["b"])
-    assert not side.side._patience._since
+    assert not side.side._deferred_since
     side.ended("b")
     side.ended("a")
 
@@ -69,7 +67,7 @@ def test_a_request_that_ends_while_it_waits_leaves_nothing() -> None:
     loading(side)
     assert side.side.lookup(side.seen("b"), 0) is None
     side.ended("b")
-    assert not side.side._patience._since
+    assert not side.side._deferred_since
 
 
 # -- pins' ages -------------------------------------------------------------------------------------------------
@@ -147,17 +145,20 @@ def test_each_hook_gives_one_sample_a_step() -> None:
     assert gained.samples("kvoffload_hook_seconds", Hook.OFFER.value) == 1
 
 
-def test_a_hooks_time_is_that_of_all_its_calls_also_of_one_that_raises() -> None:
+def test_a_hooks_time_is_that_of_all_its_calls_also_of_one_that_raises(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     side = Side()
+    side.seen("a")
 
-    def look_up() -> None:
-        with side.side._hooks.lookup:
-            side.precise.jump(2)
-            raise ZeroDivisionError
+    def slow(*_: object, **__: object) -> None:
+        side.precise.jump(2)
+        raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError):
-        look_up()
-    side.side._hooks.add(Hook.LOOKUP, 3)
+    monkeypatch.setattr(side.side.core, "lookup", slow)
+    assert side.side.lookup(RequestId("a"), 0) == 0
+    assert side.side.lookup(RequestId("a"), 0) == 0
+    side.side._times.add(Hook.LOOKUP, 1)
     side.step()
     series = side.side.counters.snapshot().distributions["kvoffload_hook_seconds"]
     assert series[Hook.LOOKUP.value,].total == 5
@@ -187,12 +188,6 @@ def test_events_follow_their_fact_in_order() -> None:
 # -- start and end ----------------------------------------------------------------------------------------------
 
 
-def test_an_engine_that_cannot_lease_is_refused() -> None:
-    shape = replace(SHAPE, promises=Promises(can_lease=False))
-    with pytest.raises(EngineContractError, match="lease"):
-        SchedulerSide(shape, OffloadConfig(), Pool())
-
-
 def test_checksums_are_refused_where_a_failed_load_is_not_recomputed_and_nobody_waits_for_a_check() -> None:
     shape = replace(SHAPE, promises=Promises(recovers_loads=False, can_wait=False))
     with pytest.raises(ConfigError, match="verify is 'sample'"):
@@ -205,26 +200,4 @@ def test_a_journal_that_cannot_be_written_is_refused_before_anything_starts(tmp_
         SchedulerSide(
             SHAPE, OffloadConfig(journal_path=tmp_path / "no" / "journal"), Pool(), portal=side.portal
         )
-    side.close()
-
-
-def test_a_rank_that_is_lost_takes_its_jobs_with_it() -> None:
-    side = Side()
-    loading(side)
-    side.side.rank_lost(facts.RankLost(Rank(0)))
-    assert side.side.take_results().failed == ["a"]
-
-
-def test_a_reset_says_whether_copies_are_left() -> None:
-    side = Side()
-    plan = loading(side)
-    assert side.side.reset() is False
-    side.done(plan)
-    assert side.side.reset() is True
-
-
-def test_clocks_are_the_machines_by_default() -> None:
-    side = SchedulerSide(SHAPE, OffloadConfig(), Pool(), clocks=None)
-    assert side._clocks == Clocks()
-    side.step(facts.StepScheduled(0))
     side.close()

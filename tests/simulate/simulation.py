@@ -262,9 +262,7 @@ class Simulation:
         left += [f"job {job.job} is {job.state.name}" for job in core.jobs.all() if not job.settled]
         numbers = self.engine.statistics()
         if numbers.leased_blocks != len(core.leases.counts):
-            left.append(
-                f"{numbers.leased_blocks} blocks are leased, {len(core.leases.counts)} for a reason"
-            )
+            left.append(f"{numbers.leased_blocks} blocks are leased, {len(core.leases.counts)} for a reason")
         if left:
             raise AssertionError("; ".join(left))
 

@@ -9,6 +9,7 @@ from kvoffload.core.machine import SlotState
 from kvoffload.engine import EngineError, PoolExhausted, SamplingParams
 from kvoffload.model import facts
 from kvoffload.model.ids import Rank, SlotId
+from tests.operations import replace_handler
 from tests.simulate.counting import expected
 from tests.simulate.scenario import LONGEST
 
@@ -157,7 +158,7 @@ class Operator:
         def broken(fact: facts.Fact) -> None:
             raise RuntimeError("a state handler raises")
 
-        self._world.offload.bus.on(facts.StepScheduled, broken)
+        replace_handler(self._world.offload.bus, facts.StepScheduled, broken)
 
 
 __all__ = ["Conversation", "Operator", "expected", "turn"]
