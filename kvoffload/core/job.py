@@ -132,7 +132,7 @@ class Jobs:
             counts[_PLANNED] -= 1
             counts[moved] += 1
             job.state = moved
-        self.planned = []
+        self.planned.clear()
         return plan
 
     def abandon(self, job: Job) -> None:

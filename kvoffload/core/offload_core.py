@@ -117,13 +117,14 @@ class OffloadCore:
         was = record.state
         if was is _SEEN:
             record.incarnation += 1
-            record.stores = self._is_untainted(fact)
+            record.stores = not self.state.generation or self._is_untainted(fact)
             record.offered = [0] * len(record.keys)
         elif was is _RUNNING:
             # What it loaded is there, or was taken back with its table before anyone reported that: nobody waits for it.
             self.state.shared.ended(record)
         self._new[record] = None
-        self._handed_out(self._new_blocks(fact), since_reset=record.stores)
+        if self.state.tables.places or self.state.generation:
+            self._handed_out(self._new_blocks(fact), since_reset=record.stores)
         self.state.tables.allocated(record, fact.tables)
         if was is _SEEN:
             self._loads.allocated(record, fact)
@@ -141,9 +142,12 @@ class OffloadCore:
             return
         if record.state is _RUNNING:
             self._offer_last(record, fact)
-        self._stores.settle_waiting(record, StoreOutcome.REQUEST_GONE)
-        self._hits.drop(record, PinDropCause.REQUEST_ENDED)
-        self._loads.cancel_planned(record)
+        if record.waiting:
+            self._stores.settle_waiting(record, StoreOutcome.REQUEST_GONE)
+        if record.hit is not None:
+            self._hits.drop(record, PinDropCause.REQUEST_ENDED)
+        if state.jobs.planned:
+            self._loads.cancel_planned(record)
         self._new.pop(record, None)
         self._table_ended(record)
         state.requests.move(record, RequestEvent.END)
@@ -153,7 +157,8 @@ class OffloadCore:
         if not fact.holds_blocks:
             self._planner.preempted(record)
             return
-        record.extend_keys(fact.new_keys)
+        if fact.new_keys:
+            record.extend_keys(fact.new_keys)
         record.confirmed_tokens = max(record.confirmed_tokens, fact.confirmed_tokens)
         self._planner.ending(record)
 
@@ -189,7 +194,8 @@ class OffloadCore:
         self._new.clear()
         advanced = self._advance(fact) if fact.progress or fact.handed_out else []
         if state.degraded is None:
-            self._stores.next_step()
+            if self._stores.again or self._stores.for_room:
+                self._stores.next_step()
             self._planner.step(fact, advanced)
 
     def states_handed_off(self, fact: facts.StatesHandedOff) -> None:
@@ -245,7 +251,7 @@ class OffloadCore:
             job = state.jobs.open.get(part.job)
             if job is None or not job.reported(report.rank, part.outcome, part.corrupt):
                 continue
-            state.tally.events.append(
+            state.tally.report(
                 RankReported(
                     job.job,
                     report.rank,
@@ -269,7 +275,7 @@ class OffloadCore:
         if job is None or job.state is not JobState.SUBMITTED:
             return
         state.jobs.abandon(job)
-        state.tally.events.append(JobAbandoned(job.job, job.direction, len(job.slots)))
+        state.tally.report(JobAbandoned(job.job, job.direction, len(job.slots)))
         for record in job.concerns:
             record.has_abandoned = True
             state.holds.release_if_over(record)
@@ -284,21 +290,18 @@ class OffloadCore:
         return results
 
     def take_events(self) -> list[Event]:
-        """Return what happened since the last call, in order, and forget it.
-
-        Sums wait for the step's plan, because they follow the jobs that they are about.
-        """
-        return self.state.tally.take(sums=not self.state.jobs.planned)
+        """Return what happened since the last call, in order, and forget it."""
+        return self.state.tally.take()
 
     def _ready(self, rank: Rank, slots: int) -> None:
         """Capacity is the minimum of what the ranks have ready."""
         state = self.state
         if not 0 <= rank < len(state.ready):
-            state.tally.events.append(EngineSurprised(SurpriseCause.UNKNOWN_JOB))
+            state.tally.report(EngineSurprised(SurpriseCause.UNKNOWN_JOB))
         elif slots > state.ready[rank]:
             state.ready[rank] = slots
             if state.pool.grow(min(state.ready)):
-                state.tally.events.append(CapacityGrown(state.pool.capacity))
+                state.tally.report(CapacityGrown(state.pool.capacity))
 
     # -- resets, and the end of offloading ------------------------------------------------------------------------
 
@@ -321,7 +324,7 @@ class OffloadCore:
         self._stores.stop(StoreOutcome.BEFORE_RESET, planned=StoreOutcome.CANCELLED)
         state.tally.evicted(EvictionCause.RESET, len(dropped))
         draining = state.pool.count(SlotState.DRAINING)
-        state.tally.events.append(ResetStarted(state.generation, len(dropped), draining, state.jobs.pending))
+        state.tally.report(ResetStarted(state.generation, len(dropped), draining, state.jobs.pending))
 
     def law_broken(self, fact: facts.LawBroken) -> None:
         """Switch off for good: nothing new starts, what is under way drains, and the engine goes on (R12).
@@ -333,7 +336,7 @@ class OffloadCore:
         if state.degraded is not None:
             return
         state.degraded = fact.cause
-        state.tally.events.append(OffloadingDegraded(fact.cause, fact.detail))
+        state.tally.report(OffloadingDegraded(fact.cause, fact.detail))
         with suppress(Exception):
             self._loads.cancel_planned()
         with suppress(Exception):
@@ -355,7 +358,7 @@ class OffloadCore:
         """Whether steps are needed for something to come to its end. Abandoned copies do not count (R16)."""
         state = self.state
         results = state.results
-        return bool(state.jobs.pending or results.loaded or results.failed or self._stores.has_again)
+        return bool(state.jobs.pending or results.loaded or results.failed or self._stores.again)
 
     @property
     def is_drained(self) -> bool:
@@ -414,15 +417,12 @@ class OffloadCore:
 
     def _is_untainted(self, fact: facts.BlocksAllocated) -> bool:
         """Whether all that the device brings was computed after the last reset (R10)."""
-        state = self.state
-        if not state.generation:
-            return True
-        fresh = state.computed_since_reset
+        fresh = self.state.computed_since_reset
         return all(
             block == NULL_BLOCK or block in fresh
-            for group, table in zip(state.shape.groups, fact.tables, strict=True)
+            for group, table in zip(self.state.shape.groups, fact.tables, strict=True)
             for block in table[: fact.device_tokens // group.block_tokens]
         )
 
     def _surprised(self, cause: SurpriseCause, request: RequestId) -> None:
-        self.state.tally.events.append(EngineSurprised(cause, request))
+        self.state.tally.report(EngineSurprised(cause, request))

@@ -37,11 +37,11 @@ class PendingHits:
         if slots:
             owner = state.shared.owner(slots) if may_wait else None
             if owner is not None:
-                state.tally.events.append(LookupDeferred(record.request, owner))
+                state.tally.report(LookupDeferred(record.request, owner))
                 return None
             state.pool.pin(slots)
             event = HitPinned(record.request, len(slots), device_tokens, hit.tokens - device_tokens)
-            state.tally.events.append(event)
+            state.tally.report(event)
         record.hit = hit
         return hit.tokens - device_tokens
 
@@ -58,7 +58,7 @@ class PendingHits:
         end = max(record.prompt_tokens, tokens)
         found = -(-(tokens - device_tokens) // alignment)
         missed = -(-(end - tokens) // alignment)
-        self._state.tally.events.append(
+        self._state.tally.report(
             LookupSettled(
                 record.request,
                 device_tokens,
@@ -76,7 +76,7 @@ class PendingHits:
         hit, record.hit = record.hit, None
         if hit is not None and hit.slots:
             self.unpin(record, hit)
-            self._state.tally.events.append(HitDropped(record.request, len(hit.slots), cause))
+            self._state.tally.report(HitDropped(record.request, len(hit.slots), cause))
 
     def unpin(self, record: RequestRecord, hit: PendingHit) -> None:
         """Unpin what a hit found and nobody will load: what the device holds of the prefix is evicted after it (R15)."""

@@ -87,7 +87,8 @@ class EagerPlanner:
 
     def ending(self, record: RequestRecord) -> None:
         self._due.pop(record, None)
-        self._stores.ending(record)
+        if record.waiting:
+            self._stores.ending(record)
         if offers := _confirmed(self._state, record):
             self._stores.offer(offers, last_chance=True)
 
@@ -102,7 +103,8 @@ class EagerPlanner:
         if self._state.device.free_blocks() < self._scarce:
             return True
         size = self._tokens
-        return any(record.confirmed_tokens // size > record.offered[0] + 1 for record in advanced)
+        several = [each for each in advanced if each.confirmed_tokens // size > each.offered[0] + 1]
+        return bool(several)
 
 
 class LazyPlanner:

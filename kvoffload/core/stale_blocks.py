@@ -40,7 +40,8 @@ class StaleBlocks:
 
     def allocated(self, record: RequestRecord, tables: Sequence[Sequence[DeviceBlockId]]) -> None:
         """The engine gave a request a new table, which replaces any other. Call `handed_out` first."""
-        self.forget(record)
+        if record.table is not None:
+            self.forget(record)
         record.table = list(map(list, tables))
         for group in self._recycling:
             self._note(record, group, 0)

@@ -69,7 +69,7 @@ class CoreState:
         self.shared = SharedLoads()
         self.evictions = EvictionWatch()
         self.misses = MissMemory()
-        self.tally = Tally()
+        self.tally = Tally(self.jobs.planned)
         self.results = LoadResults()
         self.ready = [0] * shape.ranks
         """Per rank, the host slots that it has ready."""

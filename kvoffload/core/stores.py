@@ -6,13 +6,13 @@
                 └─ declined (`_settle`)
 
 Every offer gets exactly one outcome; until then it is in `RequestRecord.waiting`, among the duplicates that
-`InFlightStores` keeps, in `_again` for the next step, or in an open job.
+`InFlightStores` keeps, in `again` for the next step, or in an open job.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import Enum
 
 from kvoffload.core.job import Job, Offer, owner
@@ -40,8 +40,10 @@ class Stores:
     def __init__(self, state: CoreState) -> None:
         self._state = state
         self._batch: Job | None = None
-        self._for_room: dict[RequestRecord, deque[Place]] = {}
-        self._again: list[Offer] = []
+        self.for_room: dict[RequestRecord, deque[Place]] = {}
+        """Per request, the places whose offers wait for room under the lease limit."""
+        self.again: list[Offer] = []
+        """Offers to decide on again in the next step."""
         self.leased_blocks = 0
         """Device blocks that open stores lease."""
 
@@ -51,11 +53,6 @@ class Stores:
     def room(self) -> int:
         """Device blocks that stores may lease now."""
         return self._state.shape.lease_limit - self.leased_blocks
-
-    @property
-    def has_again(self) -> bool:
-        """Whether the next step has offers to decide on again."""
-        return bool(self._again)
 
     def offer(self, offers: Sequence[Offer], *, last_chance: bool = False) -> None:
         """Take offers, each for the first time. `last_chance`: their request is ending, so nothing can wait."""
@@ -71,10 +68,10 @@ class Stores:
 
     def next_step(self) -> None:
         """Decide on what waited for room, and on what may be stored again."""
-        if self._again:
-            again, self._again = self._again, []
+        if self.again:
+            again, self.again = self.again, []
             self._decide(again, last_chance=False)
-        if self._for_room:
+        if self.for_room:
             self._decide(self._take_for_room(self.room), last_chance=False)
 
     def ending(self, record: RequestRecord) -> None:
@@ -88,10 +85,9 @@ class Stores:
 
     def settle_waiting(self, record: RequestRecord, outcome: StoreOutcome) -> None:
         """A request's offers can wait no longer."""
-        if record.waiting:
-            for group, position in record.waiting:
-                self._settle(record.keys[group][position], outcome)
-            self._stop_waiting(record)
+        for group, position in record.waiting:
+            self._settle(record.keys[group][position], outcome)
+        self._stop_waiting(record)
 
     def schedule(self) -> None:
         """The step's plan is about to take the store job: report it, and let the next offer open another one."""
@@ -99,7 +95,7 @@ class Stores:
         if job is not None:
             event = StoreScheduled(job.job, len(job.slots), tuple(job.slots))
             self._batch = None
-            self._state.tally.events.append(event)
+            self._state.tally.report(event)
 
     # -- deciding -----------------------------------------------------------------------------------------------
 
@@ -193,7 +189,7 @@ class Stores:
         place = (offer.group, offer.position)
         record.waiting[place] = None
         if verdict is Wait.FOR_ROOM:
-            self._for_room.setdefault(record, deque()).append(place)
+            self.for_room.setdefault(record, deque()).append(place)
         else:
             self._state.misses.note((offer.key,), _MEANWHILE[verdict])
 
@@ -252,7 +248,7 @@ class Stores:
             state.jobs.cancel(batch)
         for record in tuple(state.requests.live.values()):
             self.settle_waiting(record, outcome)
-        again, self._again = self._again, []
+        again, self.again = self.again, []
         for offer in again:
             self._settle(offer.key, outcome)
 
@@ -285,7 +281,7 @@ class Stores:
             self._state.pool.doom(slot)
         for offer in job.offers:
             self._settle(offer.key, outcome)
-        self._again += self._state.in_flight.settled(job)
+        self.again += self._state.in_flight.settled(job)
 
     def _copies_ended(self, job: Job) -> None:
         """No rank touches the job's memory any more: release it."""
@@ -332,26 +328,26 @@ class Stores:
         state.tally.evicted(EvictionCause.SPACE, len(keys))
         if again := state.evictions.evicted(keys):
             state.tally.offered(len(again))
-            self._again += again
+            self.again += again
 
     # -- waiting ------------------------------------------------------------------------------------------------
 
     def _take_for_room(self, room: int) -> list[Offer]:
         """Take up to `room` offers that waited for room, as their tables have them now."""
         taken: list[Offer] = []
-        while self._for_room and len(taken) < room:
-            record, places = next(iter(self._for_room.items()))
+        while self.for_room and len(taken) < room:
+            record, places = next(iter(self.for_room.items()))
             while places and len(taken) < room:
                 place = places.popleft()
                 del record.waiting[place]
                 taken.append(self._offer_of(record, *place))
             if not places:
-                del self._for_room[record]
+                del self.for_room[record]
         return taken
 
     def _stop_waiting(self, record: RequestRecord) -> None:
         record.waiting.clear()
-        self._for_room.pop(record, None)
+        self.for_room.pop(record, None)
 
     @staticmethod
     def _offer_of(record: RequestRecord, group: GroupId, position: int) -> Offer:
@@ -367,13 +363,13 @@ class Stores:
         """Return how many offers have no outcome and are in no job. Reads only."""
         state = self._state
         waiting = sum(len(record.waiting) for record in state.requests.live.values())
-        return waiting + sum(map(len, state.in_flight.duplicates.values())) + len(self._again)
+        return waiting + sum(map(len, state.in_flight.duplicates.values())) + len(self.again)
 
     def problems(self) -> list[str]:
         """Return where what waits for room and what waits at all disagree. Reads only."""
         return [
             f"{record.request} waits for room at {place} but has its outcome"
-            for record, places in self._for_room.items()
+            for record, places in self.for_room.items()
             for place in places
             if place not in record.waiting
         ]

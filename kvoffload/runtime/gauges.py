@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from kvoffload.bus.bus import Bus
-from kvoffload.core.job import Jobs
 from kvoffload.core.machine import JobState, SlotState
 from kvoffload.core.state import CoreState
 from kvoffload.model.transfer import Direction
@@ -15,10 +14,7 @@ from kvoffload.runtime.watchdog import Since
 from kvoffload.telemetry.gauges import GaugeSnapshot
 from kvoffload.telemetry.labels import JobLabel, SlotLabel
 from kvoffload.telemetry.net_benefit import NetBenefit
-from kvoffload.telemetry.step_times import Copies
 
-_STORES = Direction.STORE, JobState.SUBMITTED
-_LOADS = Direction.LOAD, JobState.SUBMITTED
 _OPEN = {
     JobState.PLANNED: JobLabel.PLANNED,
     JobState.SUBMITTED: JobLabel.SUBMITTED,
@@ -54,14 +50,6 @@ def read_gauges(
         dropped={name: feed.dropped for name, feed in bus.statistics().feeds},
         benefit=benefit.series(),
     )
-
-
-def copies_under_way(jobs: Jobs) -> int:
-    """Return which copies a worker may be making, as one of `Copies`. Asked in every step."""
-    if not jobs.pending:
-        return Copies.NONE
-    stores = Copies.STORES if jobs.count(*_STORES) else 0
-    return stores | (Copies.LOADS if jobs.count(*_LOADS) else 0)
 
 
 def _unix(since: Since | None) -> float:

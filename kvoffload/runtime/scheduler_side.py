@@ -8,7 +8,6 @@ are calls on the core.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TypeVar
 
 from kvoffload.bus.bus import Bus
@@ -27,8 +26,7 @@ from kvoffload.runtime.clocks import Clocks
 from kvoffload.runtime.conservation import Conservation
 from kvoffload.runtime.deadlines import JobDeadlines
 from kvoffload.runtime.degradation import Degradation
-from kvoffload.runtime.gauges import copies_under_way, read_gauges
-from kvoffload.runtime.hooks import HookTimes
+from kvoffload.runtime.gauges import read_gauges
 from kvoffload.runtime.observers import Observers
 from kvoffload.runtime.pin_ages import PinAges
 from kvoffload.runtime.portal import Portal
@@ -86,18 +84,18 @@ class SchedulerSide:
         self.core = OffloadCore(shape, _policy(config, shape, merge_steps), device)
         self._tally, self._jobs = self.core.state.tally, self.core.state.jobs
         self.journal = Journal(self._clocks.unix, path=config.journal_path, on_failure=self._journal_failed)
-        self.bus = Bus(self.core.take_events)
+        self.bus = Bus(self._tally)
         self.counters = Counters()
-        self._times = HookTimes(self.counters)
+        self._spent: dict[Hook, float] = {}  # seconds in this step
         self._deadlines = JobDeadlines(self._clocks, timeout_s, self._jobs.open)
-        self._deferred_since: dict[RequestId, float] = {}
+        self._deferred_since: dict[RequestId, float] = {}  # first told "not yet", until admitted: patience ends
+        self._waiting_since: dict[RequestId, float] = {}  # told "not yet", until answered: what is waited for others
         self._awaited = AwaitedLoads(self._jobs.open)
         self._conservation = Conservation(self.core, device, self.counters, self.bus.publish)
         self._degradation = Degradation(self.journal, config.journal_path, now, timeout_s)
         self._pins = PinAges(self._clocks)
         self._resets, self._shares = Resets(self._jobs, self.bus.publish), StoreShares()
-        copying = partial(copies_under_way, self._jobs)
-        self.benefit = NetBenefit(shape.alignment, shape.ranks, copying, now)
+        self.benefit = NetBenefit(shape.alignment, shape.ranks, self._jobs, now)
         self._first_tokens = FirstTokens(now)
         self._chooses_least = config.min_load_tokens == AUTO
         self._handle_facts()
@@ -137,7 +135,7 @@ class SchedulerSide:
         if self._spans is not None:
             self._spans.trace_parent = trace_parent
         self.bus.dispatch([fact])
-        spent = self._times.spent
+        spent = self._spent
         spent[_SEEN] = spent.get(_SEEN, 0.0) + self._precise() - began
 
     def lookup(
@@ -171,31 +169,40 @@ class SchedulerSide:
             )
         except Exception as error:
             self._core_raised(error, "lookup")
-        if answer is None and since is None:
-            self._deferred_since[request] = now
-        if self._tally.events:
+        if answer is None:
+            self._deferred_since.setdefault(request, now)
+            self._waiting_since.setdefault(request, now)
+        elif self._waiting_since:
+            self._stop_waiting(request)
+        if self._tally.has_events:
             self._dispatch_events()
-        spent = self._times.spent
+        spent = self._spent
         spent[_LOOKUP] = spent.get(_LOOKUP, 0.0) + self._precise() - began
         return answer
 
     def allocated(self, fact: facts.BlocksAllocated) -> None:
         """The engine gave a request a block table."""
         began = self._precise()
-        self._deferred_since.pop(fact.request, None)
+        if self._deferred_since:
+            self._deferred_since.pop(fact.request, None)
+            self._stop_waiting(fact.request)
         if fact.external_tokens:
             self._awaited.began(fact.request)
         self.bus.dispatch([fact])
-        spent = self._times.spent
+        spent = self._spent
         spent[_ALLOCATED] = spent.get(_ALLOCATED, 0.0) + self._precise() - began
 
     def ended(self, fact: facts.RequestEnded) -> None:
         """A request finished or was aborted, and still has its blocks."""
         began = self._precise()
-        self._deferred_since.pop(fact.request, None)
+        if self._deferred_since:
+            self._deferred_since.pop(fact.request, None)
+            self._stop_waiting(fact.request)
         self.bus.dispatch([fact])
-        self._audit_at_rest()
-        spent = self._times.spent
+        if not self.core.state.requests.live:
+            self.benefit.idle()
+            self._audit_at_rest()
+        spent = self._spent
         spent[_ENDED] = spent.get(_ENDED, 0.0) + self._precise() - began
 
     # -- steps --------------------------------------------------------------------------------------------------
@@ -212,16 +219,17 @@ class SchedulerSide:
             self._resets.look()
         self.bus.dispatch([fact])
         plan = self._plan() if self._jobs.planned else NOTHING
-        times = self._times
-        times.spent[_STEP] = times.spent.get(_STEP, 0.0) + self._precise() - began
-        times.step_ended()
+        spent = self._spent
+        spent[_STEP] = spent.get(_STEP, 0.0) + self._precise() - began
+        self.counters.hooks(spent)
+        spent.clear()
         return plan
 
     def states_handed_off(self, fact: facts.StatesHandedOff) -> None:
         """The engine offers recurrent states."""
         began = self._precise()
         self.bus.dispatch([fact])
-        self._times.add(_OFFER, self._precise() - began)
+        self._spent[_OFFER] = self._spent.get(_OFFER, 0.0) + self._precise() - began
 
     def _plan(self) -> TransferPlan:
         """Return the step's plan, and begin its jobs' deadlines."""
@@ -244,7 +252,7 @@ class SchedulerSide:
                 self._resets.look()
             self._audit_at_rest()
         answers = self.take_answers()
-        spent = self._times.spent
+        spent = self._spent
         spent[_REPORT] = spent.get(_REPORT, 0.0) + self._precise() - began
         return answers
 
@@ -276,7 +284,7 @@ class SchedulerSide:
         """
         began = self._precise()
         self.bus.dispatch([facts.CacheReset()])
-        self._times.add(_RESET, self._precise() - began)
+        self._spent[_RESET] = self._spent.get(_RESET, 0.0) + self._precise() - began
         return self.core.is_drained
 
     def audit(self) -> list[str]:
@@ -298,6 +306,12 @@ class SchedulerSide:
         self._observers.wait()
 
     # -- inside -------------------------------------------------------------------------------------------------
+
+    def _stop_waiting(self, request: RequestId) -> None:
+        """Whatever load of another request this one was told to wait for, it waits no longer."""
+        since = self._waiting_since.pop(request, None)
+        if since is not None:
+            self.benefit.waited_for_others(self._clocks.monotonic() - since)
 
     def _dispatch_events(self) -> None:
         """Dispatch what a question on the core left to report."""

@@ -164,7 +164,7 @@ LAWS: dict[str, tuple[Callable[[Broken], object], str]] = {
         "index and table disagree",
     ),
     "room for what is settled": (
-        lambda it: it.core._stores._for_room.setdefault(it.runs, deque([(GroupId(0), 0)])),
+        lambda it: it.core._stores.for_room.setdefault(it.runs, deque([(GroupId(0), 0)])),
         "waits for room at .* but has its outcome",
     ),
 }

@@ -278,7 +278,7 @@ def test_r5_a_request_that_ends_leaves_nothing_waiting_for_room() -> None:
     world = World(device=32)
     for number in range(5):
         world.end(computed(world, f"r{number}", f"{number}bcdefghi" * 4))
-    assert not world.core._stores._for_room
+    assert not world.core._stores.for_room
 
 
 def test_r5_a_leased_block_is_not_handed_out_after_its_request_is_gone() -> None:

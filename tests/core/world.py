@@ -107,8 +107,8 @@ def left_behind(core: OffloadCore) -> dict[str, object]:
         "loads that others wait for": state.shared.owners,
         "keys watched for eviction": state.evictions.offers,
         "places in tables": state.tables.places,
-        "offers that wait for room": core._stores._for_room,
-        "offers to make again": core._stores._again,
+        "offers that wait for room": core._stores.for_room,
+        "offers to make again": core._stores.again,
         "new tables": core._new,
     }
     return {what: there for what, there in kept.items() if there}
@@ -281,7 +281,7 @@ class World:
         self._settle()
 
     def _settle(self) -> None:
-        self.log += self.core.state.tally.take(sums=True)
+        self.log += self.core.state.tally.take_all()
         results = self.core.take_results()
         for name in results.loaded:
             self._load_ended(name, loaded=True)

@@ -22,7 +22,7 @@ class KVOffloadConnector(connector.KVOffloadConnector):
 
     def shutdown(self) -> None:
         super().shutdown()
-        if self._worker is not None:
+        if role is KVConnectorRole.WORKER:
             knock(CLOSED_EARLY if _running else CLOSED).close()
 
 
