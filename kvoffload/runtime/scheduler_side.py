@@ -88,8 +88,12 @@ class SchedulerSide:
         self.counters = Counters()
         self._spent: dict[Hook, float] = {}  # seconds in this step
         self._deadlines = JobDeadlines(self._clocks, timeout_s, self._jobs.open)
-        self._deferred_since: dict[RequestId, float] = {}  # first told "not yet", until admitted: patience ends
-        self._waiting_since: dict[RequestId, float] = {}  # told "not yet", until answered: what is waited for others
+        self._deferred_since: dict[
+            RequestId, float
+        ] = {}  # first told "not yet", until admitted: patience ends
+        self._waiting_since: dict[
+            RequestId, float
+        ] = {}  # told "not yet", until answered: what is waited for others
         self._awaited = AwaitedLoads(self._jobs.open)
         self._conservation = Conservation(self.core, device, self.counters, self.bus.publish)
         self._degradation = Degradation(self.journal, config.journal_path, now, timeout_s)
