@@ -142,10 +142,6 @@ def _end(scene: Scene, name: str) -> None:
 def _report(scene: Scene, rank: int, job: int, outcome: str) -> None:
     if outcome != "done":
         scene.spend(outcome)
-    copy = scene.world.copies[JobId(job)].job
-    bad = {"done": (), "corrupt": (0,)}.get(outcome, tuple(range(len(copy.slots))))
-    if copy.direction is Direction.CHECK:
-        scene.checked(rank, [slot for place, slot in enumerate(copy.slots) if place not in bad])
     scene.world.report(rank, JobId(job), _OUTCOMES[outcome], (0,) if outcome == "corrupt" else ())
     laws.check_repeated(scene, Rank(rank))
 
