@@ -48,8 +48,9 @@ class Tally:
         events = self.events
         if self._has_sums:
             events += self._take_sums()
-        if events:
-            self.events = []
+        if not events:
+            return []  # not the list that the next events are appended to
+        self.events = []
         return events
 
     def _take_sums(self) -> list[Event]:

@@ -38,7 +38,10 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(3, _STORES, "if block in state.in_flight.blocks:", "if False:"),
     Mutant(3, _STORES, "if offer.key in state.in_flight.keys:", "if False:"),
     Mutant(
-        3, _STORES, "self._book.again(self._state.in_flight.settled(keys))", "self._state.in_flight.settled(keys)"
+        3,
+        _STORES,
+        "self._book.again(self._state.in_flight.settled(keys))",
+        "self._state.in_flight.settled(keys)",
     ),
     Mutant(3, _STORES, "state.in_flight.ended(job.blocks)"),
     # Ranks.
