@@ -418,9 +418,12 @@ def test_r5_pins_and_leases_of_a_load_are_given_back_exactly_once(
 
 def test_r5_releasing_twice_is_an_error_and_changes_nothing() -> None:
     world = World()
-    (block,) = world.device.hand_out(1)
+    block, other = world.device.hand_out(2)
     leases = Leases(world.device)
     leases.take([block])
+    with pytest.raises(KeyError):
+        leases.release([block, other])
+    assert leases.counts == {block: 1}
     leases.release([block])
     with pytest.raises(KeyError):
         leases.release([block])
