@@ -187,6 +187,21 @@ def test_r3_a_duplicate_whose_request_has_ended_is_stored_when_the_first_fails()
     assert world.on_host(TEXT) == "xxx"
 
 
+def test_r3_what_a_request_left_to_be_offered_again_does_not_belong_to_the_next_of_its_name() -> None:
+    world = World(device=12)  # leases for one's three blocks
+    _, two = side_by_side(world)
+    world.end(two)
+    for job in world.open_jobs():
+        world.overdue(job)
+    again = world.add("two", TEXT)
+    world.admit(again)
+    world.step(again)
+    world.step(again)
+    record = world.core.state.requests.live[again.name]
+    assert world.stores() == {StoreOutcome.ABANDONED: 3, StoreOutcome.LEASE_LIMIT: 3}
+    assert list(record.waiting) == [(0, 0), (0, 1), (0, 2)]  # its own, for the copies that still run
+
+
 def test_one_cached_key_twice_in_one_offer_counts_as_used_once() -> None:
     world = World()
     keys = [key_at(TEXT, end) for end in (4, 8)]

@@ -19,6 +19,8 @@ def actions(scene: Scene) -> Iterator[Action]:
     """Yield everything that can happen next."""
     for name in scene.unseen:
         yield ("add", name)
+    if scene.left.get("again"):
+        yield from (("again", name) for name in scene.kind.texts if _is_over(scene, name))
     for name, request in scene.world.requests.items():
         yield from _of_request(scene, name, request)
     running = scene.world.running()
@@ -29,6 +31,10 @@ def actions(scene: Scene) -> Iterator[Action]:
     for trouble in ("reset", "forget", "grow", "degrade"):
         if scene.left.get(trouble):
             yield (trouble,)
+
+
+def _is_over(scene: Scene, name: str) -> bool:
+    return name not in scene.unseen and name not in scene.world.requests
 
 
 def _of_request(scene: Scene, name: str, request: Req) -> Iterator[Action]:
@@ -91,6 +97,14 @@ def replay(scene: Scene, program: Sequence[Action]) -> Scene:
 
 def _add(scene: Scene, name: str) -> None:
     scene.unseen.remove(name)
+    scene.world.add(name, scene.kind.texts[name])
+
+
+def _again(scene: Scene, name: str) -> None:
+    """A request ended, and the next one has its name."""
+    scene.spend("again")
+    for entry in [entry for entry in scene.stored if entry[0] == name]:
+        del scene.stored[entry]
     scene.world.add(name, scene.kind.texts[name])
 
 
@@ -177,6 +191,7 @@ def _degrade(scene: Scene) -> None:
 
 _ACTS: dict[str, Callable[..., None]] = {
     "add": _add,
+    "again": _again,
     "lookup": _lookup,
     "allocate": _allocate,
     "surprise": _surprise,

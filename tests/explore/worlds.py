@@ -63,6 +63,7 @@ WORLDS: Mapping[str, SmallWorld] = {
     "two requests": SmallWorld(often={"fail": 1}),
     "churn": SmallWorld(texts={"a": LONG, "b": OTHER}, often={"preempt": 1}, host=1),
     "two ranks": SmallWorld(texts=_ONE, often={"fail": 2, "late": 1, "reset": 1}, ranks=2),
+    "a name used again": SmallWorld(often={"again": 1, "fail": 1, "late": 1, "preempt": 1}, device=8, host=3),
     "window": SmallWorld(
         _WINDOW, {"a": "abcdefghijklmnopq"}, {"preempt": 1, "fail": 1, "reset": 1}, device=4
     ),
