@@ -16,7 +16,6 @@ from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, JobId, Rank, S
 from kvoffload.model.transfer import Direction, TransferJob, TransferPlan
 
 _PLANNED, _SUBMITTED, _ABANDONED = JobState.PLANNED, JobState.SUBMITTED, JobState.ABANDONED
-_OPEN = (_PLANNED, _SUBMITTED, _ABANDONED)
 _DONE = CopyOutcome.DONE
 
 
@@ -155,12 +154,12 @@ class Jobs:
         del self.open[job.job]
 
     def discard(self, job: Job) -> None:
-        """Forget an open job, whatever was done to it: nothing will end it any more (R12)."""
-        if job in self.planned:
+        """Forget an open job that nothing will end any more (R12)."""
+        if job.state is _PLANNED:
             self.planned.remove(job)
-        if self.open.pop(job.job, None) is not None and job.state in _OPEN:
-            self._counts[job.direction][job.state] -= 1
-            self.pending -= job.state is not _ABANDONED
+        del self.open[job.job]
+        self._counts[job.direction][job.state] -= 1
+        self.pending -= job.state is not _ABANDONED
 
     def _move(self, job: Job, event: JobEvent) -> None:
         after, counts = JOB.next(job.state, event), self._counts[job.direction]

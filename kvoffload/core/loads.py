@@ -155,8 +155,7 @@ class Loads:
         self._note_misses(job.slots, MissCause.LOAD_FAILED)
         lost = sum(map(self._state.pool.quarantine, job.slots))
         self._state.tally.evicted(EvictionCause.ABANDONED, lost)
-        if not job.settled:
-            self._failed(job, LoadOutcome.ABANDONED)
+        self._failed(job, LoadOutcome.ABANDONED)
 
     def cancel_planned(self, record: RequestRecord | None = None) -> None:
         """Take back the loads that no worker knows of yet, of one request or all."""

@@ -314,8 +314,7 @@ class OffloadCore:
         for record in live:
             self._hits.drop(record, PinDropCause.RESET)
             record.stores = False
-            if record.watched:
-                state.evictions.forget(record)
+            state.evictions.forget(record)
             state.shared.ended(record)
         for record in (*live, *state.requests.finishing):
             state.holds.release(record)
@@ -343,7 +342,8 @@ class OffloadCore:
             self._stores.stop(StoreOutcome.DEGRADED, planned=StoreOutcome.DEGRADED)
         for job in tuple(state.jobs.open.values()):
             if job.state is JobState.PLANNED or not job.waiting:
-                self._discard(job)
+                with suppress(Exception):
+                    self._discard(job)
 
     def _discard(self, job: Job) -> None:
         """Forget a job that nothing will end, and release its device blocks."""

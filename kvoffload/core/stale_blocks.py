@@ -28,8 +28,6 @@ class StaleBlocks:
 
     def handed_out(self, blocks: Iterable[DeviceBlockId]) -> int:
         """The engine handed these ids out: zero them wherever a table names them; return how many positions."""
-        if not self.places:
-            return 0
         zeroed = 0
         for block in self.places.keys() & blocks:
             for record, group, position in self.places.pop(block):

@@ -17,7 +17,9 @@ from kvoffload.core.miss_memory import MissMemory
 from kvoffload.core.offload_core import OffloadCore
 from kvoffload.core.request import PendingHit, RequestRecord
 from kvoffload.core.state import CoreState
-from kvoffload.model.causes import MissCause
+from kvoffload.core.tally import Tally
+from kvoffload.model.causes import DegradeCause, MissCause
+from kvoffload.model.events import OffloadingDegraded
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, RequestId, SlotId
 from kvoffload.model.transfer import Direction
 from tests.core.world import DevicePool, World, full, window
@@ -168,6 +170,15 @@ LAWS: dict[str, tuple[Callable[[Broken], object], str]] = {
         "waits for room at .* but has its outcome",
     ),
 }
+
+
+def test_what_was_taken_of_the_events_gets_none_of_the_next() -> None:
+    tally = Tally()
+    taken = tally.take()
+    tally.events.append(OffloadingDegraded(DegradeCause.LAW_BROKEN, "a test"))
+    assert taken == []
+    assert len(tally.take()) == 1
+    assert tally.take() == []
 
 
 @pytest.mark.parametrize("law", LAWS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from kvoffload.core.machine import JobState, SlotState
@@ -20,7 +22,7 @@ from kvoffload.model.events import (
     OffloadingDegraded,
     ResetStarted,
 )
-from kvoffload.model.transfer import Direction, TransferPlan
+from kvoffload.model.transfer import Direction, TransferJob, TransferPlan
 from tests.core.world import FAILED, Req, World, full, key_at, left_behind, window
 
 TEXT = "abcdefghijklm"
@@ -222,6 +224,24 @@ def test_r10_what_was_dropped_and_stored_again_can_be_found() -> None:
     assert world.told(ResetStarted)[-1].generation == 3
 
 
+def test_r10_what_was_watched_before_a_reset_is_not_offered_again_after_it() -> None:
+    world = World(host=3)
+    world.serve("first", TEXT)
+    watches = world.add("watches", TEXT)
+    world.admit(watches)
+    world.run(watches)
+    assert len(world.core.state.evictions.offers) == 3
+    world.reset()
+    assert not world.core.state.evictions.offers
+    world.device.forget_keys()
+    world.serve("second", TEXT)
+    offered = world.offered()
+    world.device.forget_keys()
+    world.serve("third", "0123456789abc")  # evicts what the second one stored
+    assert world.evicted() == 6
+    assert world.offered() == offered + 3
+
+
 # -- R11: when all has ended ------------------------------------------------------------------------------------
 
 
@@ -353,6 +373,74 @@ def test_r12_it_is_said_once() -> None:
     world.degrade()
     world.degrade()
     assert len(world.told(OffloadingDegraded)) == 1
+
+
+def world_with_a_load() -> tuple[World, TransferJob]:
+    world = World()
+    world.serve("first", TEXT)
+    world.device.forget_keys()
+    world.admit(world.add("a", TEXT))
+    (job,) = world.step().loads
+    world.checks_each_fact = False  # a law is about to be broken
+    return world, job
+
+
+def is_released(world: World) -> bool:
+    """Whether the core keeps no lease, and waits for no job."""
+    state = world.core.state
+    counted = [state.jobs.count(*each) for each in product(Direction, JobState)]
+    return not (state.leases.counts or state.jobs.open or state.jobs.pending or any(counted))
+
+
+def test_r12_a_job_whose_end_raises_keeps_no_lease() -> None:
+    world, job = world_with_a_load()
+    world.core.state.pool._pins.clear()
+    with pytest.raises(KeyError):
+        world.report(0, job.job)
+    assert world.device.leased
+    world.degrade()
+    assert not world.device.leased
+    assert is_released(world)
+    assert not world.core.has_work
+
+
+def test_r12_an_engine_that_does_not_take_a_lease_back_hinders_no_other_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world, job = world_with_a_load()
+    world.overdue(job.job)
+    ends = world.add("ends", "wxyz-")
+    world.admit(ends)
+    world.step(ends)
+    world.end(ends)
+    assert [part.direction for part in world.core.state.jobs.planned] == [Direction.STORE]
+    with monkeypatch.context() as broken:
+        broken.setattr(world.device, "release", lambda blocks: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            world.report(0, job.job)
+    world.core.state.in_flight.keys.clear()  # so the store cannot be cancelled
+    world.degrade()
+    assert is_released(world)
+    assert world.device.leased.keys() == set(job.blocks)
+
+
+def test_r12_jobs_that_cannot_be_cancelled_keep_no_lease() -> None:
+    world = World()
+    world.serve("first", TEXT)
+    world.device.forget_keys()
+    ends = world.add("ends", "wxyz-")
+    world.admit(ends)
+    world.step()
+    world.end(ends)
+    world.admit(world.add("a", TEXT))
+    assert [job.direction for job in world.core.state.jobs.planned] == [Direction.STORE, Direction.LOAD]
+    world.checks_each_fact = False
+    world.core.state.pool._pins.clear()
+    world.core.state.in_flight.keys.clear()
+    world.degrade()
+    assert not world.device.leased
+    assert is_released(world)
+    assert world.core.plan().is_empty
 
 
 # -- R16: copies that never end ---------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from kvoffload.core.machine import SlotState
 from kvoffload.model import facts
 from kvoffload.model.causes import MissCause, StoreOutcome
 from kvoffload.model.events import BlocksZeroed
-from kvoffload.model.ids import NULL_BLOCK, DeviceBlockId
+from kvoffload.model.ids import NULL_BLOCK, BlockKey, DeviceBlockId
 from kvoffload.model.transfer import Direction, TransferReport
 from tests.core.world import DONE, FAILED, Req, World, full, key_at, window
 
@@ -38,6 +38,16 @@ def side_by_side(world: World) -> tuple[Req, Req]:
 
 def stored_blocks(world: World) -> list[DeviceBlockId]:
     return [block for job in world.open_jobs(Direction.STORE) for block in world.copies[job].job.blocks]
+
+
+def named(world: World, *keys: BlockKey) -> list[DeviceBlockId]:
+    """Device blocks that hold these keys, and of which the engine knows that."""
+    blocks = world.device.hand_out(len(keys))
+    for block, key in zip(blocks, keys, strict=True):
+        world.device.name(block, key)
+        world.device.bytes[0][block] = key
+        world.device_age[block] = 0
+    return blocks
 
 
 # -- R3: a block whose store is open ----------------------------------------------------------------------------
@@ -144,16 +154,66 @@ def test_r3_two_requests_with_one_key_in_one_step() -> None:
 
 def test_r3_one_key_twice_in_one_offer() -> None:
     world = World()
-    one, two = world.device.hand_out(2)
     key = key_at("abcd", 4)
-    for block in (one, two):
-        world.device.name(block, key)
-        world.device.bytes[0][block] = key
-        world.device_age[block] = 0
+    one, two = named(world, key, key)
     world.tell(facts.StatesHandedOff(((key, one), (key, two))))
     world.submit()
     world.finish()
     assert world.stores() == {StoreOutcome.STORED: 1, StoreOutcome.IN_FLIGHT: 1}
+
+
+def test_r3_a_duplicate_of_a_block_that_is_declined_is_stored_in_the_same_step() -> None:
+    world = World()
+    key = key_at("abcd", 4)
+    wrong, right = named(world, key_at("wxyz", 4), key)
+    world.tell(facts.StatesHandedOff(((key, wrong), (key, right))))
+    world.submit()
+    assert stored_blocks(world) == [right]
+    world.finish()
+    assert world.stores() == {StoreOutcome.STALE: 1, StoreOutcome.STORED: 1}
+
+
+def test_r3_a_duplicate_whose_request_has_ended_is_stored_when_the_first_fails() -> None:
+    world = World()
+    _, two = side_by_side(world)
+    others = two.tables[0][:3]
+    world.end(two)
+    world.finish(outcome=FAILED)
+    world.idle_step()
+    assert stored_blocks(world) == others
+    assert [record.request for record in world.core.state.requests.live.values()] == ["one"]
+    assert not world.core.state.requests.finishing
+    world.finish()
+    assert world.on_host(TEXT) == "xxx"
+
+
+def test_r3_what_a_request_left_to_be_offered_again_does_not_belong_to_the_next_of_its_name() -> None:
+    world = World(device=12)  # leases for one's three blocks
+    _, two = side_by_side(world)
+    world.end(two)
+    for job in world.open_jobs():
+        world.overdue(job)
+    again = world.add("two", TEXT)
+    world.admit(again)
+    world.step(again)
+    world.step(again)
+    record = world.core.state.requests.live[again.name]
+    assert world.stores() == {StoreOutcome.ABANDONED: 3, StoreOutcome.LEASE_LIMIT: 3}
+    assert list(record.waiting) == [(0, 0), (0, 1), (0, 2)]  # its own, for the copies that still run
+
+
+def test_one_cached_key_twice_in_one_offer_counts_as_used_once() -> None:
+    world = World()
+    keys = [key_at(TEXT, end) for end in (4, 8)]
+    states = tuple(zip(keys, named(world, *keys), strict=True))
+    world.tell(facts.StatesHandedOff(states))
+    world.submit()
+    world.finish()
+    (again,) = named(world, keys[0])
+    world.tell(facts.StatesHandedOff((*states, (keys[0], again))))
+    assert world.stores() == {StoreOutcome.STORED: 2, StoreOutcome.ALREADY_CACHED: 3}
+    pool = world.core.state.pool
+    assert [pool.key(slot) for slot in pool._order] == keys[::-1]
 
 
 # -- R4: ranks --------------------------------------------------------------------------------------------------
@@ -373,9 +433,12 @@ def test_r5_pins_and_leases_of_a_load_are_given_back_exactly_once(
 
 def test_r5_releasing_twice_is_an_error_and_changes_nothing() -> None:
     world = World()
-    (block,) = world.device.hand_out(1)
+    block, other = world.device.hand_out(2)
     leases = Leases(world.device)
     leases.take([block])
+    with pytest.raises(KeyError):
+        leases.release([block, other])
+    assert leases.counts == {block: 1}
     leases.release([block])
     with pytest.raises(KeyError):
         leases.release([block])
