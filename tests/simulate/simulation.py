@@ -65,7 +65,6 @@ class Simulation:
             clocks=Clocks(now, now, now),
             clock=clock,
             make_copier=self._make_copier,
-            promises=scenario.promises,
         )
         self.steps = self.requests = 0
         self._is_stepping = self._is_over = False
