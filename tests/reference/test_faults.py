@@ -15,6 +15,7 @@ import pytest
 from kvoffload.engine import Engine
 from kvoffload.model import facts
 from kvoffload.model.causes import DegradeCause
+from kvoffload.model.engine import Promises
 from kvoffload.model.errors import ConfigError
 from kvoffload.telemetry.log_observer import LogObserver
 from kvoffload_reference.plugin import ReferencePlugin
@@ -219,6 +220,10 @@ BAD: list[tuple[Options, str]] = [
     ({"extra": {"host_bytes_per_rank": slot_bytes("full") - 1}}, "below one block"),
     ({"extra": {"host_bytes_per_rank": 2**60}}, "above"),
     ({"extra": {"journal_path": "/proc/nowhere/journal"}}, "journal_path"),
+    (
+        {"extra": {"verify": "full"}, "promises": Promises(recovers_loads=False)},
+        "verify is 'full'.*let the engine recompute",
+    ),
 ]
 
 
@@ -228,7 +233,8 @@ def test_bad_settings_end_the_start_with_one_error_and_nothing_half_started(
 ) -> None:
     before = set(threading.enumerate())
     with pytest.raises(ConfigError, match=problem):
-        Engine(config_of("full", **options), ReferencePlugin(), clock=lambda: 0.0)
+        plugin = ReferencePlugin(promises=options.get("promises"))
+        Engine(config_of("full", **options), plugin, clock=lambda: 0.0)
     assert_no_threads_but(before)
     gc.collect()  # a task that was left behind would say so here
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvoffload.model.engine import Promises
-from kvoffload.model.errors import ConfigError
 from kvoffload.model.events import LoadScheduled
 from tests.reference.rig import KINDS, TIMEOUT_S, Rig, on_host_only, open_loads, rig, text
 
@@ -202,15 +200,6 @@ def test_loads_are_checked_when_the_portals_thread_is_gone() -> None:
         assert not made.engine.has_work
         made.assert_outputs()
         assert made.count("load_blocks", "corrupt") == 1
-
-
-@pytest.mark.parametrize("verify", VERIFY)
-def test_it_is_refused_where_a_failed_load_is_not_recomputed(verify: str) -> None:
-    fails = Promises(recovers_loads=False)
-    with rig(promises=fails):
-        pass
-    with pytest.raises(ConfigError, match=f"verify is '{verify}'.*let the engine recompute"):
-        Rig(promises=fails, extra={"verify": verify})
 
 
 def test_the_engine_closes_while_a_load_is_being_checked() -> None:
