@@ -78,7 +78,7 @@ def told(
             LoadEnded(JOB, A, 2, LoadOutcome.CORRUPT),
             "WARNING load_failed job=1 request=a blocks=2 outcome=corrupt",
         ),
-        (StoreSettled(StoreOutcome.FAILED, 2, JOB), "WARNING store_failed outcome=failed blocks=2 job=1"),
+        (StoreSettled(StoreOutcome.FAILED, 2), "WARNING store_failed outcome=failed blocks=2"),
         (CapacityGrown(5), "INFO capacity_grown slots=5"),
         (
             ResetStarted(1, 2, 3, 4),

@@ -16,7 +16,7 @@ COLOURS: dict[str, str] = {
     "read_ahead": "#75736a", "evicted": ORANGE, "storing": "#7fb3ea", "declined_host_full": "#c4601a",
     "declined_stale": "#d8b98a", "declined_lease_limit": YELLOW, "declined_other": "#b89b62", "lost": "#e0a0a0",
     "store_failed": "#b02a2a", "after_reset": "#a06bc9", "load_failed": "#e2685a", "load_declined": "#8a78c9",
-    "opted_out": "#c9a0dc", "not_checked": "#f2c0b8", "corrupt": "#8b0000", "degraded": "#4d0f0f",
+    "opted_out": "#c9a0dc", "corrupt": "#8b0000", "degraded": "#4d0f0f",
     # what became of stores and loads
     "stored": BLUE, "loaded": GREEN, "done": GREEN, "already_cached": "#b8c9dd", "in_flight": "#7fb3ea",
     "stale": "#d8b98a", "not_hashed": "#8c8c8c", "host_full": "#c4601a", "lease_limit": YELLOW,
@@ -26,13 +26,12 @@ COLOURS: dict[str, str] = {
     # ways and jobs
     "store": BLUE, "load": GREEN, "store planned": "#c9d9ee", "store submitted": BLUE, "store abandoned": "#b02a2a",
     "load planned": "#cfe6c8", "load submitted": GREEN, "load abandoned": "#e2685a",
-    "check": "#2e6e2a", "check planned": "#e3ead8", "check submitted": "#2e6e2a", "check abandoned": "#f2a499",
     "room for stores": BLUE, "store half": "#7fb3ea", "store 99 in 100": BLUE, "load half": "#8fce7f", "load 99 in 100": GREEN,
     # the host's slots
     "empty": "#e4e4e4", "filling": "#7fb3ea", "ready": BLUE, "pinned": GREEN, "draining": "#a06bc9",
     "quarantined": RED, "capacity": "#333333", "space": ORANGE, "reset": "#a06bc9",
     # why pins were dropped
-    "looked_up_again": GREY, "not_accepted": YELLOW, "request_ended": "#b8b8b8", "preempted": ORANGE,
+    "looked_up_again": GREY, "not_accepted": YELLOW, "request_ended": "#b8b8b8",
     # seconds saved and lost
     "saved": GREEN, "waited": YELLOW, "interference": ORANGE, "net": BLUE, "break-even": GREY, "prefill": "#7fb3ea",
     # health

@@ -37,8 +37,7 @@ _LOOKUPS = Row(
             "The first missing block of a lookup has the cause; those behind it cannot be used (behind_miss).",
             "evicted, declined_host_full: give more host memory. declined_lease_limit: the device pool is small for so "
             "many copies. lost: the engine dropped blocks before they were stored; try store_policy eager. "
-            "load_declined: hits shorter than min_load_tokens. not_checked: reading host memory takes as long as "
-            "transfer_timeout_s. never_seen: prompts do not repeat.",
+            "load_declined: hits shorter than min_load_tokens. never_seen: prompts do not repeat.",
             units.BLOCKS_PER_SECOND,
             (each("kvoffload_miss_blocks_total", "cause"),),
             Kind.STACK,
@@ -64,8 +63,7 @@ _LOOKUPS = Row(
         ),
         Panel(
             "Lookups told to wait",
-            "Lookups answered with 'not yet', because another request was loading the same prefix, which is loaded once, "
-            "or because what was found was being checked.",
+            "Lookups answered with 'not yet', because another request was loading the same prefix, which is loaded once.",
             "many for long: loads are slow, see `Loads: time of a copy` in *Transfers*.",
             units.EVENTS_PER_SECOND,
             (one(rate(series("kvoffload_lookups_deferred_total")), "deferred", SERIES),),

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from kvoffload.model.errors import KVOffloadError
-from kvoffload.model.transfer import COPY_DIRECTIONS, Direction
+from kvoffload.model.transfer import Direction
 from kvoffload.runtime.portal import DaemonExecutor
 from kvoffload.testing import ManualExecutor
 from kvoffload.transfer.arena import CHUNK_BYTES, Arena
@@ -108,9 +108,7 @@ class Rig:
         self._chosen = self._limits = self._limits_now
         self._draw = np.random.default_rng(0)
         self._threads = threads
-        self._streams = (
-            [torch.cuda.Stream(self.layout.device) for _ in COPY_DIRECTIONS] if self.is_cuda else []
-        )
+        self._streams = [torch.cuda.Stream(self.layout.device) for _ in Direction] if self.is_cuda else []
         self._fill()
 
     @property

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from kvoffload.bench.lines import Line, line, ratios
 from kvoffload.bench.results import add_output_arguments, give_out
 from kvoffload.cli.parser import positive
-from kvoffload.model.transfer import COPY_DIRECTIONS, Direction
+from kvoffload.model.transfer import Direction
 
 HELP = "what checksums (`verify`) add to copies of blocks in host memory"
 
@@ -56,7 +56,7 @@ def measure(block_kib: int, size: int, repeats: int) -> Iterator[Line]:
     from kvoffload.transfer.ports import TicketState
 
     seconds: dict[Direction, dict[str, list[float]]] = {
-        way: {mode: [] for mode in MODES} for way in COPY_DIRECTIONS
+        way: {mode: [] for mode in MODES} for way in Direction
     }
     with Rig("cpu", max(block_kib * 1024 // REGIONS, 1), size, regions=REGIONS) as rig:
         all_checksums = {mode: make_checksums(mode, rig.arena, executor=rig.executor) for mode in MODES}
@@ -65,7 +65,7 @@ def measure(block_kib: int, size: int, repeats: int) -> Iterator[Line]:
             turn = repeat % len(MODES)
             for mode in MODES[turn:] + MODES[:turn]:
                 checksums = all_checksums[mode]
-                for way in COPY_DIRECTIONS:
+                for way in Direction:
                     begun = time.perf_counter()
                     rig.scattered([way], [(slots, blocks)])
                     read = checksums.start(way, slots) if checksums is not None else None

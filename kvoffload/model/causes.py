@@ -26,7 +26,6 @@ class MissCause(Cause):
     AFTER_RESET = "after_reset"  # it was on the host until the last reset
     LOAD_FAILED = "load_failed"  # a load of this request failed, or the last load of this block did
     CORRUPT = "corrupt"  # its checksum did not match when it was last checked
-    NOT_CHECKED = "not_checked"  # this engine loads only what was checked before, and the check took too long
     LOAD_DECLINED = "load_declined"  # the hit was shorter than min_load_tokens
     LAST_TOKEN = "last_token"  # one token of a prompt must always be computed
     READ_AHEAD = "read_ahead"  # a speculative draft reads ahead of the last matched block
@@ -97,7 +96,6 @@ class PinDropCause(Cause):
     LOOKED_UP_AGAIN = "looked_up_again"
     NOT_ACCEPTED = "not_accepted"
     REQUEST_ENDED = "request_ended"
-    PREEMPTED = "preempted"
     RESET = "reset"
 
 

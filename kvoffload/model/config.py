@@ -48,7 +48,7 @@ class OffloadConfig:
         eviction_policy: which block leaves the host first.
         min_load_tokens: shorter hits are recomputed instead; None for one block, "auto" for what was measured to pay.
         verify: what of a block is checksummed when it arrives on the host, and compared before a load is trusted:
-            nothing ("off"), a part ("sample") or all of it ("full").
+            nothing ("off"), a part ("sample") or all of it ("full"). Needs an engine that recomputes failed loads.
         transfer_timeout_s: seconds from submission after which a copy counts as never ending.
         journal_path: file for the events, None for a ring in memory.
         otlp_endpoint: URL of a collector that gets OpenTelemetry spans, None for none.
@@ -121,22 +121,18 @@ def parse_config(raw: Mapping[str, object]) -> OffloadConfig:
 def check_promises(config: OffloadConfig, promises: Promises) -> None:
     """Refuse settings that an engine with these promises cannot keep.
 
-    An engine that cannot recompute must be told of a hit only when its blocks were checked, and so must wait for that.
+    Checksums are compared when a load has arrived, so what they find must be recomputed by the engine.
 
     Raises:
         ConfigError: there are such settings.
     """
-    if checks_first(config, promises) and not promises.can_wait:
+    if config.verify != "off" and not promises.recovers_loads:
         problem = (
-            f"verify is {config.verify!r}, but this engine neither recomputes what a failed load was to bring nor waits "
-            "until its blocks were checked, so a block that is found corrupt would cost its request; set verify to 'off'"
+            f"verify is {config.verify!r}, but this engine fails a request whose load fails instead of recomputing what "
+            "it lacks, so a block that is found corrupt would cost its request; let the engine recompute (in vLLM: "
+            '"kv_load_failure_policy":"recompute" in --kv-transfer-config), or set verify to \'off\''
         )
         raise ConfigError([problem])
-
-
-def checks_first(config: OffloadConfig, promises: Promises) -> bool:
-    """Whether blocks are checked before a lookup promises them, and not only when they have been loaded."""
-    return config.verify != "off" and not promises.recovers_loads
 
 
 def _shown(value: object) -> str:

@@ -48,7 +48,7 @@ class HitDropped(Event):
 
 @dataclass(frozen=True, slots=True)
 class LookupDeferred(Event):
-    """A lookup answered "not yet": another request, `owner`, is loading the same prefix, or its own is being checked."""
+    """A lookup answered "not yet": another request, `owner`, is loading the same prefix."""
 
     request: RequestId
     owner: RequestId
@@ -75,15 +75,6 @@ class LookupSettled(Event):
     hit_tokens: int
     miss_tokens: int
     cause: MissCause | None
-
-
-@dataclass(frozen=True, slots=True)
-class CheckScheduled(Event):
-    """What a lookup found is to be read on every rank before it is promised; its slots are pinned until then."""
-
-    job: JobId
-    request: RequestId
-    blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +122,10 @@ class StoreScheduled(Event):
 
 @dataclass(frozen=True, slots=True)
 class StoreSettled(Event):
-    """Offers got their final outcome; `job` where one was behind it."""
+    """Offers got their final outcome."""
 
     outcome: StoreOutcome
     blocks: int
-    job: JobId | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvoffload.model.causes import DegradeCause
-from kvoffload.model.ids import BlockKey, DeviceBlockId, JobId, Rank, RequestId
+from kvoffload.model.ids import BlockKey, DeviceBlockId, JobId, RequestId
 from kvoffload.model.transfer import TransferReport
 
 
@@ -132,13 +132,6 @@ class JobOverdue(Fact):
 @dataclass(frozen=True, slots=True)
 class CacheReset(Fact):
     """The operator asked that nothing computed so far be found again."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankLost(Fact):
-    """A rank's transfer side died; what it had open will not end."""
-
-    rank: Rank
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,8 @@ class Direction(Enum):
 
     STORE = "store"  # device to host
     LOAD = "load"  # host to device
-    CHECK = "check"  # neither: what lies on the host is read, before a load of it is promised
 
     __hash__ = object.__hash__  # as that of a cause
-
-
-COPY_DIRECTIONS = (Direction.STORE, Direction.LOAD)
-"""Those in which bytes move."""
 
 
 class Tier(Enum):
@@ -34,8 +29,7 @@ class Tier(Enum):
 class TransferJob:
     """One job: block `blocks[i]` and slot `slots[i]` hold the same bytes once every rank has ended it well.
 
-    Every rank copies its own shard of every block. `slots` and `blocks` have the same length, at least 1; a check has
-    no blocks.
+    Every rank copies its own shard of every block. `slots` and `blocks` have the same length, at least 1.
     """
 
     job: JobId
@@ -48,19 +42,18 @@ class TransferJob:
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """What the workers must copy or check, decided in one step. Loads are submitted before stores."""
+    """What the workers must copy, decided in one step. Loads are submitted before stores."""
 
     loads: tuple[TransferJob, ...] = ()
     stores: tuple[TransferJob, ...] = ()
-    checks: tuple[TransferJob, ...] = ()
 
     @property
     def jobs(self) -> tuple[TransferJob, ...]:
-        return (*self.loads, *self.stores, *self.checks)
+        return (*self.loads, *self.stores)
 
     @property
     def is_empty(self) -> bool:
-        return not (self.loads or self.stores or self.checks)
+        return not (self.loads or self.stores)
 
 
 NOTHING = TransferPlan()
@@ -75,10 +68,10 @@ class JobReport:
         job: which job.
         direction: its direction.
         outcome: how it ended. After it is sent, this rank touches neither the slots nor the blocks of the job.
-        copied_bytes: bytes copied by this rank (0 if it failed, and of a check).
+        copied_bytes: bytes copied by this rank (0 if it failed).
         queue_s: seconds from submission to the report in which nothing was copied: the noticing of the end is among them,
             and the reading of checksums.
-        copy_s: seconds in which it was copied, or a check was made.
+        copy_s: seconds in which it was copied.
         corrupt: positions in the job whose bytes were found corrupt (empty otherwise).
     """
 

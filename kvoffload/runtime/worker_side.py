@@ -87,11 +87,9 @@ class WorkerSide:
         return slots
 
     def start_loads(self, plan: TransferPlan) -> None:
-        """Submit the plan's loads, behind what the calling thread has put on the device so far (R13), and its checks."""
+        """Submit the plan's loads, behind what the calling thread has put on the device so far (R13)."""
         if plan.loads:
             self._live_pump.submit_loads(plan.loads)
-        if plan.checks:
-            self._live_pump.submit_checks(plan.checks)
 
     def start_stores(self, plan: TransferPlan) -> None:
         """Queue the plan's stores, behind what the calling thread has put on the device so far (R13)."""

@@ -17,7 +17,7 @@ from kvoffload.model.causes import (
     StoreOutcome,
     SurpriseCause,
 )
-from kvoffload.model.transfer import COPY_DIRECTIONS, Direction, Tier
+from kvoffload.model.transfer import Direction, Tier
 from kvoffload.telemetry.labels import Hook, JobLabel, LoadWait, LookupResult, SlotLabel, Subscriber
 
 
@@ -82,7 +82,6 @@ class Metric:
 # One tier today; a second one is served as soon as it is named here.
 _TIER = Label("tier", Tier, served=(Tier.HOST,))
 _DIRECTION = Label("direction", Direction)
-_COPY_DIRECTION = Label("direction", Direction, served=COPY_DIRECTIONS)
 _RESULT = Label("result", LookupResult)
 _SUBSCRIBER = Label("subscriber", Subscriber)
 
@@ -118,7 +117,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_lookup_blocks_total", "Block positions looked up on the host beyond what the device held, once per admission.", Kind.COUNTER, (_RESULT,), "blocks"),
     Metric("kvoffload_lookup_tokens_total", "Tokens in the block positions looked up.", Kind.COUNTER, (_RESULT,), "tokens"),
     Metric("kvoffload_miss_blocks_total", "Looked-up block positions that did not hit, by cause; the causes sum to the missed blocks.", Kind.COUNTER, (Label("cause", MissCause),), "blocks"),
-    Metric("kvoffload_lookups_deferred_total", "Lookups answered with 'not yet' because another request was loading the same prefix, or what was found was being checked (verify, on an engine that does not recompute failed loads).", Kind.COUNTER, (), "lookups"),
+    Metric("kvoffload_lookups_deferred_total", "Lookups answered with 'not yet' because another request was loading the same prefix.", Kind.COUNTER, (), "lookups"),
     Metric("kvoffload_pin_dropped_blocks_total", "Blocks that a lookup pinned and that were let go without a load.", Kind.COUNTER, (Label("cause", PinDropCause),), "blocks"),
     # --- what became of offers and loads ---
     Metric("kvoffload_offered_blocks_total", "Computed blocks offered to the host; each gets one store outcome in the end.", Kind.COUNTER, (), "blocks"),
@@ -127,8 +126,8 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_load_blocks_total", "Loaded blocks by final outcome.", Kind.COUNTER, (Label("outcome", LoadOutcome),), "blocks"),
     # --- copies, per rank ---
     Metric("kvoffload_transfers_total", "Ranks' parts of jobs that ended.", Kind.COUNTER, (_TIER, _DIRECTION, Label("outcome", CopyOutcome)), "copies"),
-    Metric("kvoffload_transfer_bytes_total", "Bytes copied between device and tier, all ranks together.", Kind.COUNTER, (_TIER, _COPY_DIRECTION), "bytes"),
-    Metric("kvoffload_transfer_seconds", "Time from a copy's start to its end, per rank and job that ended well; of a check, from its submission.", Kind.HISTOGRAM, (_TIER, _DIRECTION), "seconds", _COPY_BUCKETS),
+    Metric("kvoffload_transfer_bytes_total", "Bytes copied between device and tier, all ranks together.", Kind.COUNTER, (_TIER, _DIRECTION), "bytes"),
+    Metric("kvoffload_transfer_seconds", "Time from a copy's start to its end, per rank and job that ended well.", Kind.HISTOGRAM, (_TIER, _DIRECTION), "seconds", _COPY_BUCKETS),
     Metric("kvoffload_transfer_queue_seconds", "Time from a job's submission to its copy's start, per rank and job that ended well.", Kind.HISTOGRAM, (_TIER, _DIRECTION), "seconds", _COPY_BUCKETS),
     Metric("kvoffload_open_jobs", "Jobs that have not ended on every rank.", Kind.GAUGE, (_DIRECTION, Label("state", JobLabel)), "jobs"),
     Metric("kvoffload_oldest_job_timestamp_seconds", "Unix time of the submission of the oldest job that has not ended and was not given up; 0 without one.", Kind.GAUGE, (), "seconds"),
@@ -144,7 +143,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_first_token_seconds", "Time to first token, by what the request's last lookup found: from when the engine told of the request to the first step that it scheduled with the token there, so up to a step longer than it took.", Kind.HISTOGRAM, (Label("found", Found),), "seconds", _FIRST_TOKEN_BUCKETS),
     Metric("kvoffload_prefill_seconds_saved_total", "Tokens that loads brought, at the time that the engine's own steps add for prefilling one; an estimate.", Kind.COUNTER, (), "seconds"),
     Metric("kvoffload_load_wait_seconds_total", "Time that requests waited for loads, each request's added up: its own, from when it was bound to its end, or another's of the same prefix.", Kind.COUNTER, (Label("reason", LoadWait),), "seconds"),
-    Metric("kvoffload_interference_seconds_total", "Time that copies cost the engine's steps: of each step with copies under way, the share by which decoding steps with such copies are longer than like ones without; an estimate.", Kind.COUNTER, (_COPY_DIRECTION,), "seconds"),
+    Metric("kvoffload_interference_seconds_total", "Time that copies cost the engine's steps: of each step with copies under way, the share by which decoding steps with such copies are longer than like ones without; an estimate.", Kind.COUNTER, (_DIRECTION,), "seconds"),
     Metric("kvoffload_prefill_tokens_per_second", "Tokens over the time that prefilling them adds to the engine's steps, median of the last runs of such steps; 0 until one was measured.", Kind.GAUGE, (), "tokens"),
     Metric("kvoffload_break_even_tokens", "Length of a hit from which on loading it takes less time than computing it; 0 until both were measured, 1000000 where no length does.", Kind.GAUGE, (), "tokens"),
     Metric("kvoffload_net_benefit_negative", "1 from a minute in which waiting and interference cost over 1 % more than was saved, until one in which it was worth it.", Kind.GAUGE, (), "flag"),

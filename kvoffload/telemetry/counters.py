@@ -223,8 +223,7 @@ class Counters:
     def _count_copy(self, event: events.RankReported) -> None:
         series = _COPIES[event.direction]
         self._counts["kvoffload_transfers_total"][(*series, event.outcome.value)] += 1
-        if event.direction is not Direction.CHECK:  # it copies none, and has no such series
-            self._counts["kvoffload_transfer_bytes_total"][series] += event.copied_bytes
+        self._counts["kvoffload_transfer_bytes_total"][series] += event.copied_bytes
         if event.outcome is CopyOutcome.DONE:  # a failed copy's time says nothing about the link
             self._histograms["kvoffload_transfer_seconds"][series].observe(event.copy_s)
             self._histograms["kvoffload_transfer_queue_seconds"][series].observe(event.queue_s)

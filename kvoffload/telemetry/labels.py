@@ -34,7 +34,7 @@ class JobLabel(StrEnum):
 class LoadWait(Enum):
     """What a request waited for before it could compute."""
 
-    OWN_LOAD = "own_load"  # and the check before it, where there is one
+    OWN_LOAD = "own_load"
     OTHERS_LOAD = "others_load"  # of the same prefix, so that it need not be loaded twice
 
 

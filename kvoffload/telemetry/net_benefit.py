@@ -19,7 +19,7 @@ from kvoffload.core.machine import JobState
 from kvoffload.model import events, facts
 from kvoffload.model.causes import CopyOutcome, LoadOutcome
 from kvoffload.model.ids import JobId, RequestId
-from kvoffload.model.transfer import COPY_DIRECTIONS, Direction
+from kvoffload.model.transfer import Direction
 from kvoffload.telemetry.break_even import BreakEven
 from kvoffload.telemetry.labels import LoadWait
 from kvoffload.telemetry.prefill_rate import PrefillRate
@@ -69,7 +69,7 @@ class NetBenefit:
         self._unpriced_tokens = 0
         self._saved_s = 0.0
         self._waited_s = dict.fromkeys(LoadWait, 0.0)
-        self._interference_s = dict.fromkeys(COPY_DIRECTIONS, 0.0)
+        self._interference_s = dict.fromkeys(Direction, 0.0)
         # Of the last step: when it was scheduled, whether it computed anything, whether it only decoded, and so did the
         # one before it with the same copies under way, how many tokens it decoded, and which copies those were.
         self._last_s = 0.0

@@ -58,13 +58,32 @@ def from_plain(name: str, values: Mapping[str, object]) -> Event | Summary:
         ValueError: the fields do not fit the event.
     """
     cls = _EVENTS.get(name)
-    if cls is None:
+    if cls is None or _is_gone(name, values):
         _check_summary(name, values)
         return Summary(name, dict(values))
+    if name in _GONE_FIELDS:
+        values = _without_gone(name, values)
     decoders = _decoders(cls)
     if wrong := decoders.keys() ^ values.keys():
         raise ValueError(f"{name} has missing or unknown fields: {', '.join(sorted(wrong))}")
     return cls(**{field: decode(values[field]) for field, decode in decoders.items()})
+
+
+def _is_gone(name: str, values: Mapping[str, object]) -> bool:
+    """Whether an event of an earlier version is about what is gone altogether."""
+    field, value = _GONE_EVENTS.get(name, ("", None))
+    return value is not None and values.get(field) == value
+
+
+def _without_gone(name: str, values: Mapping[str, object]) -> dict[str, object]:
+    """Return an event's fields without what is gone; a cause that is gone is no cause."""
+    field, value = _GONE_FIELDS[name]
+    rest = dict(values)
+    if value is None:
+        rest.pop(field, None)
+    elif rest.get(field) == value:
+        rest[field] = None
+    return rest
 
 
 class _Form:
@@ -251,6 +270,13 @@ def scrub(text: str) -> str:
     return _BYTES_LITERAL.sub("b'...'", text)[:_TEXT_CHARACTERS]
 
 
+# What journals of earlier versions hold that these classes have no place for.
+_GONE_EVENTS = {
+    "RankReported": ("direction", "check"),
+    "JobAbandoned": ("direction", "check"),
+    "HitDropped": ("cause", "preempted"),
+}
+_GONE_FIELDS = {"StoreSettled": ("job", None), "LookupSettled": ("cause", "not_checked")}
 _FORMS: dict[type, _Form] = {}
 _EVENTS: dict[str, type[Event]] = {
     name: cls

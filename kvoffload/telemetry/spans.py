@@ -42,7 +42,6 @@ _TOLD: tuple[type, ...] = (
     events.LookupDeferred,
     events.LookupSettled,
     events.FirstTokenReached,
-    events.CheckScheduled,
     events.StoreScheduled,
     events.LoadScheduled,
     events.LoadEnded,

@@ -28,7 +28,6 @@ NOTES = Track("scheduler", _SCHEDULER, "notes")
 _LANES = {
     Direction.STORE: (What.STORE, "stores"),
     Direction.LOAD: (What.LOAD, "loads"),
-    Direction.CHECK: (What.CHECK, "checks"),
 }
 _NOTED: dict[type[events.Event], Track] = {
     events.BlocksEvicted: HOST,
@@ -90,7 +89,6 @@ class Timeline:
         self._on_event: dict[type, Callable[[float, Any], Drawn]] = {
             events.StoreScheduled: self._on_scheduled,
             events.LoadScheduled: self._on_load_scheduled,
-            events.CheckScheduled: self._on_check_scheduled,
             events.RankReported: self._on_reported,
             **self._requests.on_event(),
             **dict.fromkeys(_NOTED, self._on_noted),
@@ -146,10 +144,6 @@ class Timeline:
         self._slots.loaded(event.job, event.slots)
         return self._requests.on_load_scheduled(at, event)
 
-    def _on_check_scheduled(self, at: float, event: events.CheckScheduled) -> Drawn:
-        self._remember(event.job, _Scheduled(at, event.blocks, event.request))
-        return iter(())
-
     def _remember(self, job: JobId, scheduled: _Scheduled) -> None:
         if len(self._jobs) >= _JOBS:
             oldest = next(iter(self._jobs))
@@ -178,8 +172,6 @@ class Timeline:
             outcome=event.outcome.value,
             bytes=event.copied_bytes,
         )
-        if event.direction is Direction.CHECK:
-            return
         copied = min(start + took, at)
         began = max(copied - event.copy_s, start)
         yield from self._trace.span(track, What.QUEUED, "queued", start, began)

@@ -23,7 +23,6 @@ class What(StrEnum):
     RUN = "run"
     STORE = "store"
     LOAD = "load"
-    CHECK = "check"
     QUEUED = "queued"
     COPY = "copy"
 

@@ -5,8 +5,6 @@ and has become right again: so there is no moment between check and copy in whic
 are started by the hook as ever. That a bad block's bytes lie on the device by then harms nobody: its load has not been
 reported, its blocks are leased until it is, and the bytes are no worse than what a failed copy leaves there.
 
-Where the engine cannot recover a load, slots are compared before as well, on their own: a check.
-
 Not noticed: bytes that were wrong when the store arrived, and bytes that change on their way to the device.
 """
 
@@ -34,14 +32,15 @@ class ChecksumTicket:
 
     Args:
         work: the reading.
-        copy_seconds: 0 behind a copy, where the time counts as waiting; None where reading is all there is to do.
     """
 
-    def __init__(self, work: Future[Positions], copy_seconds: float | None) -> None:
+    copy_seconds = 0.0
+    """The time of reading counts as waiting."""
+
+    def __init__(self, work: Future[Positions]) -> None:
         self._work = work
-        self.copy_seconds = copy_seconds
         self.corrupt: Positions = ()
-        """Of a load or a check that has ended: where in the slots that were handed in the bytes are not those that were stored."""
+        """Of a load that has ended: where in the slots that were handed in the bytes are not those that were stored."""
 
     def query(self) -> TicketState:
         """Return whether the slots have been read.
@@ -73,8 +72,7 @@ class Checksums:
         self._digests = digests
         self._executor = executor
         self._known = np.zeros(slots, np.uint64)
-        compare = self._compare
-        self._work = {Direction.STORE: self._take, Direction.LOAD: compare, Direction.CHECK: compare}
+        self._work = {Direction.STORE: self._take, Direction.LOAD: self._compare}
 
     def start(self, direction: Direction, slots: Numbers) -> ChecksumTicket:
         """Begin to take the checksums of slots that stores have filled, or to compare those of slots that loads read.
@@ -82,8 +80,7 @@ class Checksums:
         Raises:
             Exception: nothing was started.
         """
-        work = self._executor.submit(self._work[direction], slots)
-        return ChecksumTicket(work, None if direction is Direction.CHECK else 0.0)
+        return ChecksumTicket(self._executor.submit(self._work[direction], slots))
 
     def _take(self, slots: Numbers) -> Positions:
         self._known[slots] = self._digests(slots)

@@ -20,7 +20,7 @@ import numpy as np
 
 from kvoffload.logs import get_logger
 from kvoffload.model.errors import CopyError
-from kvoffload.model.transfer import COPY_DIRECTIONS, Direction
+from kvoffload.model.transfer import Direction
 from kvoffload.transfer.runs import CopyRuns
 from kvoffload.transfer.short_copies import ENGINE_ONLY
 
@@ -99,7 +99,7 @@ def measure(
     """
     trial = _Trial(driver, stream, scratch, rest)
     trial.check()
-    return {direction: trial.limit(direction) for direction in COPY_DIRECTIONS}
+    return {direction: trial.limit(direction) for direction in Direction}
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvoffload.logs import get_logger
-from kvoffload.model.errors import CopyError
 from kvoffload.model.transfer import Direction
 from kvoffload.transfer.checksums import ChecksumTicket
 from kvoffload.transfer.jobs import JobLedger, Part
@@ -77,8 +76,7 @@ class JobFlow:
         self._readings: dict[Direction, Lane] = {}
         if checksums is not None:
             self._readings = {
-                way: Lane(way, timeout_s, "checksum")
-                for way in (Direction.LOAD, Direction.STORE, Direction.CHECK)
+                way: Lane(way, timeout_s, "checksum") for way in (Direction.LOAD, Direction.STORE)
             }
         self._lanes = (*self._copies, *self._readings.values())
 
@@ -127,16 +125,6 @@ class JobFlow:
             part.job.started = part.end
         if parts:
             self._submit(self._loads, Direction.LOAD, parts)
-
-    def start_checks(self, jobs: Sequence[TransferJob]) -> None:
-        """Take checks in and begin them. They read finished slots, so they wait for nothing on the device.
-
-        Raises:
-            IllegalTransition: a job was taken in before; nothing changed.
-        """
-        for job in self.ledger.accept(jobs, self._clock.monotonic()):
-            if self._resolve(job):
-                self._check(job)
 
     def queue_stores(self, jobs: Iterable[OpenJob]) -> None:
         """Keep accepted stores for `start_stores`."""
@@ -252,21 +240,6 @@ class JobFlow:
             part.job.copy_s += copied.copy_s
         self._readings[batch.direction].add(replace(batch, ticket=ticket, copies=0))
         return True
-
-    def _check(self, job: OpenJob) -> None:
-        part = Part(job, 0, len(job.job.slots))
-        try:
-            if self._checksums is None:
-                raise CopyError("no checksums are kept")
-            ticket = self._checksums.start(Direction.CHECK, _slots([part]))
-        except Exception as error:  # as with a copy: whatever it is, the job ends
-            self.fail([job], f"not checked: {error!r}")
-            return
-        job.started, job.open_parts = part.end, 1
-        batch = Batch(
-            ticket, Direction.CHECK, (part,), size=0, copies=0, submitted_at=self._clock.monotonic()
-        )
-        self._readings[Direction.CHECK].add(batch)
 
     def _settle(self, ended: EndedBatch, now: float) -> None:
         self._note_corrupt(ended.batch)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvoffload.model.errors import CopyError
-from kvoffload.model.transfer import COPY_DIRECTIONS, Direction
+from kvoffload.model.transfer import Direction
 from kvoffload.transfer.host_pieces import HostTicket, PieceQueue, no_longer_than
 from kvoffload.transfer.runs import CopyRuns
 
@@ -68,7 +68,7 @@ class HostCopier:
         *,
         threads: int = 2,
     ) -> None:
-        copies = {way: copy or choose_copy(arena_is_target=way is Direction.STORE) for way in COPY_DIRECTIONS}
+        copies = {way: copy or choose_copy(arena_is_target=way is Direction.STORE) for way in Direction}
         self._queue = PieceQueue(executor, clock, copies, threads=threads)
 
     def fence(self) -> Fence:

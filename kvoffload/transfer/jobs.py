@@ -71,13 +71,11 @@ class OpenJob:
             CopyError: the job is empty, uneven, or names a slot or a block that is not there.
         """
         job = self.job
-        is_copy = job.direction is not Direction.CHECK
-        if len(job.blocks) != is_copy * len(job.slots) or not job.slots:
+        if len(job.blocks) != len(job.slots) or not job.slots:
             raise CopyError(f"{len(job.slots)} slots do not pair with {len(job.blocks)} blocks")
         slots, targets = _numbers(job.slots), _numbers(job.blocks)
         _check_range("slot", slots, ready_slots)
-        if is_copy:
-            _check_range("block", targets, blocks)
+        _check_range("block", targets, blocks)
         self.slots, self.blocks = slots, targets
 
 

@@ -139,21 +139,6 @@ class TransferPump:
             self._flow.queue_stores(accepted)
         self._wakeup.set()
 
-    def submit_checks(self, jobs: Sequence[TransferJob]) -> None:
-        """Have slots compared with their checksums. A job that cannot be started is reported as failed.
-
-        Raises:
-            IllegalTransition: a job was handed in before; nothing changed.
-        """
-        if not jobs:
-            return
-        with self._admission:
-            if self._is_closing:
-                self._flow.fail(self._flow.ledger.accept(jobs, self._clock.monotonic()), _CLOSING)
-                return
-            self._flow.start_checks(jobs)
-        self._wakeup.set()
-
     def poll(self) -> None:
         """Notice what has ended, without waiting for anything."""
         flow = self._flow

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from kvoffload.model.transfer import COPY_DIRECTIONS, Direction
+from kvoffload.model.transfer import Direction
 from kvoffload.transfer.runs import CopyRuns
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Limits = Mapping[Direction, int]
 """By direction, bytes of a copy from which on it is not short."""
 
-ENGINE_ONLY: Limits = dict.fromkeys(COPY_DIRECTIONS, 0)
+ENGINE_ONLY: Limits = dict.fromkeys(Direction, 0)
 """Every copy goes through the copy engine."""
 
 _FEWEST = 16  # short copies for which a kernel is worth its launch

@@ -72,11 +72,9 @@ def _load_failures(policy: object, setup: Setup) -> Finding:
     if policy == "recompute":
         return go("vLLM computes again what fails to load")
     verify = setup.config.verify if setup.config is not None else "off"
-    first = (
-        f"; with verify {verify!r} lookups wait until what they found was checked" if verify != "off" else ""
-    )
+    refused = f"; with verify {verify!r} the connector refuses to start" if verify != "off" else ""
     return no_go(
-        f"kv_load_failure_policy is {str(policy)[:40]!r}: vLLM fails every request whose load fails{first}",
+        f"kv_load_failure_policy is {str(policy)[:40]!r}: vLLM fails every request whose load fails{refused}",
         f"set {_RECOMPUTE} in {_OPTION}",
     )
 

@@ -20,7 +20,7 @@ from kvoffload.cli.report.figures import Bars, Figure, Table
 from kvoffload.cli.report.journal import account_of
 from kvoffload.cli.report.page import Page, render
 from kvoffload.model.causes import MissCause
-from kvoffload.model.transfer import COPY_DIRECTIONS
+from kvoffload.model.transfer import Direction
 from kvoffload.telemetry.labels import SlotLabel
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def test_a_journals_page_has_the_journals_numbers(
     assert main(["report", str(journal), "-o", str(target)]) == Exit.OK
     reading, account = Reading(target.read_text()), account_of(journal)[0]
     lines = [json.loads(line) for line in journal.read_text().splitlines()]
-    for way in COPY_DIRECTIONS:
+    for way in Direction:
         copied = [x for x in lines if x["event"] == "RankReported" and x["direction"] == way.value]
         assert reading.number("transfers", f"{way.value}s", 1) == len(copied) > 0
         assert reading.number("transfers", f"{way.value}s", 2) == sum(x["copied_bytes"] for x in copied)
@@ -159,7 +159,7 @@ def test_colours_are_the_dashboards() -> None:
     assert {key: DASHBOARDS[key] for key in COLOURS} == COLOURS
     assert COLOURS.keys() >= {cause.value for cause in MissCause}
     assert COLOURS.keys() >= {state.value for state in SlotLabel}
-    assert COLOURS.keys() >= {way.value for way in COPY_DIRECTIONS}
+    assert COLOURS.keys() >= {way.value for way in Direction}
 
 
 @pytest.mark.parametrize(

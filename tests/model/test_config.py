@@ -13,7 +13,6 @@ from kvoffload.model.config import (
     AUTO,
     OffloadConfig,
     check_promises,
-    checks_first,
     parse_bytes,
     parse_config,
 )
@@ -219,21 +218,21 @@ def test_the_bytes_of_a_rank(config: dict, ranks: int, share: int) -> None:
 
 
 @pytest.mark.parametrize("verify", ["off", "sample", "full"])
-def test_checksums_need_an_engine_that_recomputes_or_waits(verify: str) -> None:
+def test_checksums_need_an_engine_that_recomputes_failed_loads(verify: str) -> None:
     config = parse_config({"verify": verify})
     assert config.verify == verify
-    for recovers, waits in ((True, True), (True, False), (False, True)):
-        promises = Promises(recovers_loads=recovers, can_wait=waits)
-        check_promises(config, promises)
-        assert checks_first(config, promises) is (verify != "off" and not recovers)
-    neither = Promises(recovers_loads=False, can_wait=False)
-    if verify == "off":
-        check_promises(config, neither)
-        return
-    with pytest.raises(ConfigError) as caught:
-        check_promises(config, neither)
-    (problem,) = caught.value.problems
-    assert f"verify is {verify!r}" in problem
+    for waits in (True, False):
+        check_promises(config, Promises(can_wait=waits))
+        fails = Promises(recovers_loads=False, can_wait=waits)
+        if verify == "off":
+            check_promises(config, fails)
+            continue
+        with pytest.raises(ConfigError) as caught:
+            check_promises(config, fails)
+        (problem,) = caught.value.problems
+        assert f"verify is {verify!r}" in problem
+        assert '"kv_load_failure_policy":"recompute"' in problem
+        assert "set verify to 'off'" in problem
 
 
 anything = st.recursive(

@@ -212,11 +212,11 @@ class Rig:
         assert numbers.free_blocks == self.engine.pool.usable_blocks - lost_blocks
         assert conservation(self.counts(), drained=not lost_blocks) == []
         core = self.offload.core.state
-        assert core.requests.live.values() == ()
+        assert core.requests.live == {}
         if not lost_blocks:
-            assert core.jobs.all() == ()
-            assert core.requests.finishing == frozenset()
-            assert core.leases.total == 0
+            assert core.jobs.open == {}
+            assert core.requests.finishing == set()
+            assert core.leases.counts == {}
         slots = self.offload.gauges().slots
         assert slots["filling"] == slots["pinned"] == 0 or lost_blocks
 

@@ -13,27 +13,40 @@ import anyio
 import pytest
 
 from kvoffload.engine import Engine
+from kvoffload.model import facts
 from kvoffload.model.causes import DegradeCause
+from kvoffload.model.engine import Promises
 from kvoffload.model.errors import ConfigError
 from kvoffload.telemetry.log_observer import LogObserver
 from kvoffload_reference.plugin import ReferencePlugin
+from tests.operations import replace_handler
 from tests.reference.rig import KINDS, STEP_S, TIMEOUT_S, Options, Rig, config_of, rig, slot_bytes, text
 
 PATIENCE_S = 30
 
 # -- R12: our own code raises -----------------------------------------------------------------------------------
 
-HANDLERS = (
-    "Intake.on_seen",
-    "Intake.on_allocated",
-    "LoadDesk.on_allocated",
-    "OffloadCore._on_allocated",
-    "OffloadCore._on_step",
-    "OffloadCore._on_ending",
-    "Intake.on_ended",
-    "Transfers.on_reported",
-    "Transfers.on_overdue",
-    "OffloadCore._on_reset",
+HANDLED = (
+    facts.RequestSeen,
+    facts.BlocksAllocated,
+    facts.StepScheduled,
+    facts.RequestEnded,
+    facts.TransferReported,
+    facts.JobOverdue,
+    facts.CacheReset,
+)
+PARTS = (  # in the middle of a handler, when other state has changed already
+    "_hits.drop",
+    "_loads.allocated",
+    "_loads.reported",
+    "_loads.abandoned",
+    "_planner.allocated",
+    "_planner.step",
+    "_planner.ending",
+    "_planner.preempted",
+    "_stores.reported",
+    "_stores.settle_waiting",
+    "_stores.stop",
 )
 QUESTIONS = ("lookup", "plan", "take_results")
 
@@ -42,24 +55,25 @@ def boom(*_: object, **__: object) -> Any:  # noqa: ANN401  # stands in for anyt
     raise RuntimeError("boom")
 
 
-def break_core(made: Rig, what: str) -> None:
+def break_core(made: Rig, what: str | type[facts.Fact]) -> None:
     """From now on this part of the core raises, whenever it is called."""
+    if isinstance(what, type):
+        replace_handler(made.offload.bus, what, boom)
+        return
     if what in QUESTIONS:
         setattr(made.offload.core, what, boom)
         return
-    bus = made.offload.bus
-    names = [getattr(handler, "__qualname__", "") for _, handler in bus._handlers]
-    assert what in names
-    bus._handlers = [
-        (fact, boom if name == what else handler)
-        for name, (fact, handler) in zip(names, bus._handlers, strict=True)
-    ]
-    bus._routes.clear()
+    owner, method = what.split(".")
+    part = getattr(made.offload.core, owner)
+    assert callable(getattr(part, method))
+    setattr(part, method, boom)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", [*HANDLERS, *QUESTIONS])
-def test_the_engine_goes_on_when_the_core_raises(what: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("what", [*HANDLED, *PARTS, *QUESTIONS])
+def test_the_engine_goes_on_when_the_core_raises(
+    what: str | type[facts.Fact], caplog: pytest.LogCaptureFixture
+) -> None:
     """Stores and loads are open, one request waits for a load; then a part of the core breaks for good."""
     with rig(num_blocks=200, step_tokens=8) as made:
         made.run(text(1, 25), 6)
@@ -75,7 +89,7 @@ def test_the_engine_goes_on_when_the_core_raises(what: str, caplog: pytest.LogCa
             if turn == 3:
                 made.engine.preempt(streams[1].request_id)
                 made.engine.reset_prefix_cache()
-        if what != "Transfers.on_overdue":
+        if what not in (facts.JobOverdue, "_loads.abandoned"):
             made.release()
         for _ in range(60):
             tick(made, TIMEOUT_S / 10)
@@ -206,6 +220,10 @@ BAD: list[tuple[Options, str]] = [
     ({"extra": {"host_bytes_per_rank": slot_bytes("full") - 1}}, "below one block"),
     ({"extra": {"host_bytes_per_rank": 2**60}}, "above"),
     ({"extra": {"journal_path": "/proc/nowhere/journal"}}, "journal_path"),
+    (
+        {"extra": {"verify": "full"}, "promises": Promises(recovers_loads=False)},
+        "verify is 'full'.*let the engine recompute",
+    ),
 ]
 
 
@@ -215,7 +233,8 @@ def test_bad_settings_end_the_start_with_one_error_and_nothing_half_started(
 ) -> None:
     before = set(threading.enumerate())
     with pytest.raises(ConfigError, match=problem):
-        Engine(config_of("full", **options), ReferencePlugin(), clock=lambda: 0.0)
+        plugin = ReferencePlugin(promises=options.get("promises"))
+        Engine(config_of("full", **options), plugin, clock=lambda: 0.0)
     assert_no_threads_but(before)
     gc.collect()  # a task that was left behind would say so here
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []

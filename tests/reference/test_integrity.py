@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvoffload.engine import TokenStream
 from kvoffload.model.events import LoadScheduled
 from tests.reference.rig import KINDS, TIMEOUT_S, Rig, on_host_only, open_loads, rig, text
 
@@ -149,74 +148,57 @@ def test_a_request_waits_for_the_check_of_its_load() -> None:
         made.assert_clean()
 
 
-def interrupt_reading(made: Rig, ending: str) -> TokenStream:
-    """Ask for the prompt, end its request while its blocks are being read, and let the reading go on."""
-    on_host_only(made, PROMPT)
-    made.portal.executor.hold()
-    stream = made.submit(PROMPT, 3)
-    made.step()
-    assert made.portal.executor.waiting
-    if ending == "abort":
-        made.engine.abort(stream.request_id)
-    elif ending == "preempt":
-        made.engine.preempt(stream.request_id)
-    else:
-        made.engine.reset_prefix_cache()
-    for _ in range(3):
-        made.step()
-    made.portal.executor.release()
-    made.drain()
-    made.assert_outputs()
-    made.assert_clean()
-    return stream
-
-
 @pytest.mark.parametrize("ending", ["abort", "preempt", "reset"])
 def test_a_load_that_is_being_checked_survives_what_ends_its_request(ending: str) -> None:
     with rig(extra={"verify": "full"}) as made:
-        interrupt_reading(made, ending)
-
-
-def lose_reading(made: Rig) -> TokenStream:
-    """Ask for the prompt, whose blocks nobody ever reads."""
-    on_host_only(made, PROMPT)
-    made.portal.executor.hold()
-    stream = made.submit(PROMPT, 3)
-    made.step()
-    made.pass_time(1.1 * TIMEOUT_S)
-    made.portal.executor._work.popleft()  # it never comes
-    made.portal.executor.release()
-    made.drain()
-    return stream
+        on_host_only(made, PROMPT)
+        made.portal.executor.hold()
+        stream = made.submit(PROMPT, 3)
+        made.step()
+        assert made.portal.executor.waiting
+        if ending == "abort":
+            made.engine.abort(stream.request_id)
+        elif ending == "preempt":
+            made.engine.preempt(stream.request_id)
+        else:
+            made.engine.reset_prefix_cache()
+        for _ in range(3):
+            made.step()
+        made.portal.executor.release()
+        made.drain()
+        made.assert_outputs()
+        made.assert_clean()
 
 
 def test_a_check_that_never_ends_is_recomputed_and_its_memory_is_written_off() -> None:
     with rig(num_blocks=100, host_blocks=40, extra={"verify": "full"}) as made:
-        lose_reading(made)
+        on_host_only(made, PROMPT)
+        made.portal.executor.hold()
+        made.submit(PROMPT, 3)
+        made.step()
+        made.pass_time(1.1 * TIMEOUT_S)
+        made.portal.executor._work.popleft()  # it never comes
+        made.portal.executor.release()
+        made.drain()
         lost = made.engine.statistics().leased_blocks
         assert lost == made.count("load_blocks", "abandoned") > 0
         made.assert_outputs()
         made.assert_clean(lost_blocks=lost)
 
 
-def read_without_portal(made: Rig) -> None:
-    """Ask for the prompt, one block of which has rotted, when the portal's thread is gone."""
-    on_host_only(made, PROMPT)
-    flip(made, reload(made)[0])
-    made.forget_device()
-    made.portal.is_dead = True
-    made.submit(PROMPT, 3)
-    for _ in range(60):
-        made.engine.step()
-        made.check()
-    made.portal.is_dead = False
-    assert not made.engine.has_work
-    made.assert_outputs()
-
-
 def test_loads_are_checked_when_the_portals_thread_is_gone() -> None:
     with rig(extra={"verify": "full"}) as made:
-        read_without_portal(made)
+        on_host_only(made, PROMPT)
+        flip(made, reload(made)[0])
+        made.forget_device()
+        made.portal.is_dead = True
+        made.submit(PROMPT, 3)
+        for _ in range(60):
+            made.engine.step()
+            made.check()
+        made.portal.is_dead = False
+        assert not made.engine.has_work
+        made.assert_outputs()
         assert made.count("load_blocks", "corrupt") == 1
 
 

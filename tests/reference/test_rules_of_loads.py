@@ -139,7 +139,7 @@ def test_a_reset_drops_what_a_waiting_request_has_found() -> None:
         made.submit(text(11, 20), 6)
         made.step()
         waiting = made.submit(text(1, 25), 2)
-        while not made.offload.core.state.hits.all():
+        while not any(record.hit for record in made.offload.core.state.requests.live.values()):
             made.step()
         made.engine.reset_prefix_cache()
         assert made.count("pin_dropped_blocks", "reset") == 6

@@ -30,10 +30,10 @@ def test_what_a_waiting_request_has_found_is_not_evicted_by_the_stores_of_many_o
         waited, evicted = 0, made.count("evicted_blocks", "host", "space")
         while waiting.stats.external_tokens == 0:
             made.step()
-            hit = made.offload.core.state.hits.all().get(RequestId(waiting.request_id))
-            if hit is not None:
+            record = made.offload.core.state.requests.live[RequestId(waiting.request_id)]
+            if record.hit is not None:
                 waited += 1
-                assert hit.blocks == made.offload.core.state.pool.count(SlotState.PINNED) == 6
+                assert len(record.hit.slots) == made.offload.core.state.pool.count(SlotState.PINNED) == 6
         assert waited > 5
         assert made.count("evicted_blocks", "host", "space") > evicted
         made.drain()

@@ -187,8 +187,8 @@ def test_events_follow_their_fact_in_order() -> None:
 # -- start and end ----------------------------------------------------------------------------------------------
 
 
-def test_checksums_are_refused_where_a_failed_load_is_not_recomputed_and_nobody_waits_for_a_check() -> None:
-    shape = replace(SHAPE, promises=Promises(recovers_loads=False, can_wait=False))
+def test_checksums_are_refused_where_a_failed_load_is_not_recomputed() -> None:
+    shape = replace(SHAPE, promises=Promises(recovers_loads=False))
     with pytest.raises(ConfigError, match="verify is 'sample'"):
         SchedulerSide(shape, OffloadConfig(verify="sample"), Pool())
 

@@ -7,17 +7,15 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from kvoffload.core.load_desk import LoadDesk
-from kvoffload.core.pins import Pins
-from kvoffload.core.store_desk import StoreDesk
-from kvoffload.core.transfers import Transfers
-
 from kvoffload.core.host_pool import HostPool
 from kvoffload.core.job import Job
+from kvoffload.core.loads import Loads
+from kvoffload.core.shared_loads import SharedLoads
 from kvoffload.core.stale_blocks import StaleBlocks
+from kvoffload.core.stores import Stores
 from kvoffload.model.causes import CopyOutcome, LoadOutcome, StoreOutcome
 from kvoffload.model.ids import BlockKey, SlotId
-from kvoffload.runtime.awaited_loads import AwaitedLoads
+from kvoffload.runtime.awaited_loads import AwaitedLoads, LoadAnswers
 from kvoffload.runtime.deadlines import JobDeadlines
 from kvoffload.transfer.flow import JobFlow
 from kvoffload.transfer.lanes import Lane
@@ -33,13 +31,13 @@ def _nothing(*args: object, **settings: object) -> None:
 
 
 def _load_without_pin() -> list[Patch]:
-    real = LoadDesk._plan
+    real = Loads._plan
 
-    def plan(self: LoadDesk, record: Any, copies: Any, pins: Pins, tokens: int) -> None:  # noqa: ANN401
-        pins.close()
-        real(self, record, copies, self._state.pool.pin(()), tokens)
+    def plan(self: Loads, record: Any, slots: Any, blocks: Any, tokens: int) -> None:  # noqa: ANN401
+        self._state.pool.unpin(slots)
+        real(self, record, slots, blocks, tokens)
 
-    return [(LoadDesk, "_plan", plan)]
+    return [(Loads, "_plan", plan)]
 
 
 def _torn_copy_counts_as_done() -> list[Patch]:
@@ -57,7 +55,14 @@ def _no_lease() -> list[Patch]:
 
 
 def _one_rank_is_enough() -> list[Patch]:
-    return [(Job, "copies_ended", property(lambda self: True))]
+    real = Job.reported
+
+    def reported(self: Job, *part: Any) -> bool:  # noqa: ANN401
+        is_new = real(self, *part)
+        self.waiting.clear()
+        return is_new
+
+    return [(Job, "reported", reported)]
 
 
 def _reset_forgets_nothing() -> list[Patch]:
@@ -68,7 +73,7 @@ def _reset_forgets_nothing() -> list[Patch]:
 
 
 def _store_of_before_reset_arrives() -> list[Patch]:
-    return [(StoreDesk, "stop", _nothing)]
+    return [(Stores, "stop", _nothing)]
 
 
 def _nothing_is_overdue() -> list[Patch]:
@@ -76,31 +81,31 @@ def _nothing_is_overdue() -> list[Patch]:
 
 
 def _failed_load_counts_as_loaded() -> list[Patch]:
-    def failed(self: LoadDesk, job: Job, outcome: LoadOutcome) -> None:
-        self.loaded(job)
+    def failed(self: Loads, job: Job, outcome: LoadOutcome) -> None:
+        self._arrived(job)
 
-    return [(LoadDesk, "failed", failed)]
+    return [(Loads, "_failed", failed)]
 
 
 def _overdue_load_frees_its_blocks() -> list[Patch]:
-    real = LoadDesk.written_off
+    real = Loads.abandoned
 
-    def written_off(self: LoadDesk, job: Job) -> None:
+    def abandoned(self: Loads, job: Job) -> None:
         real(self, job)
-        self._state.device.release(job.lease.blocks)
+        self._state.device.release(job.blocks)
 
-    return [(LoadDesk, "written_off", written_off)]
+    return [(Loads, "abandoned", abandoned)]
 
 
 def _stale_ids_stay() -> list[Patch]:
     """With the last check gone too: the engine's own word for what a block holds."""
-    real = StoreDesk._by_block
+    real = Stores._by_block
 
-    def by_block(self: StoreDesk, offer: Any) -> Any:  # noqa: ANN401
-        verdict = real(self, offer)
+    def by_block(self: Stores, offer: Any, holds: Any) -> Any:  # noqa: ANN401
+        verdict = real(self, offer, holds)
         return offer if verdict in (StoreOutcome.STALE, StoreOutcome.NOT_HASHED) and offer.block else verdict
 
-    return [(StaleBlocks, "handed_out", lambda self, blocks: 0), (StoreDesk, "_by_block", by_block)]
+    return [(StaleBlocks, "handed_out", lambda self, blocks: 0), (Stores, "_by_block", by_block)]
 
 
 def _coroutine_is_not_woken() -> list[Patch]:
@@ -120,17 +125,20 @@ def _load_reported_at_once() -> list[Patch]:
 
 
 def _loads_are_not_told() -> list[Patch]:
-    return [(AwaitedLoads, "_is_over", lambda self, request: False)]
+    return [(AwaitedLoads, "answer", lambda self, results: LoadAnswers())]
 
 
 def _late_rank_is_not_heard() -> list[Patch]:
-    real = Transfers._heard
+    real = Job.reported
 
-    def heard(self: Transfers, job: Job, rank: int, part: Any) -> None:  # noqa: ANN401
-        if rank == 0 or part.outcome is CopyOutcome.DONE:
-            real(self, job, rank, part)  # type: ignore[arg-type]
+    def reported(self: Job, rank: Any, outcome: CopyOutcome, corrupt: Any) -> bool:  # noqa: ANN401
+        return (rank == 0 or outcome is CopyOutcome.DONE) and real(self, rank, outcome, corrupt)
 
-    return [(Transfers, "_heard", heard)]
+    return [(Job, "reported", reported)]
+
+
+def _shared_load_never_ends() -> list[Patch]:
+    return [(SharedLoads, "ended", _nothing)]
 
 
 def _quarantined_slot_comes_back() -> list[Patch]:

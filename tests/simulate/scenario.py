@@ -10,7 +10,6 @@ from typing import Any
 from kvoffload.engine import EngineConfig, ModelConfig
 from kvoffload.engine.capacity import Capacity
 from kvoffload.engine.groups import make_groups
-from kvoffload.model.engine import Promises
 from tests.simulate.copier import Odds
 from tests.simulate.counting import VOCABULARY
 
@@ -46,7 +45,6 @@ class Scenario:
         is_logged: log lines are written.
         has_journal: a journal's file is written, on a disk that is slow.
         has_full_disk: and that refuses to write now and then.
-        promises: what offloading may count on.
     """
 
     seed: int
@@ -65,7 +63,6 @@ class Scenario:
     is_logged: bool
     has_journal: bool
     has_full_disk: bool
-    promises: Promises
 
     @property
     def timeout_s(self) -> float:
@@ -107,7 +104,6 @@ def draw(seed: int) -> Scenario:
         is_logged=draws.random() < 0.1,
         has_journal=draws.random() < 0.1,
         has_full_disk=draws.random() < 0.3,
-        promises=Promises(recovers_loads=draws.random() < 0.6),
     )
 
 

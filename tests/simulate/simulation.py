@@ -65,7 +65,6 @@ class Simulation:
             clocks=Clocks(now, now, now),
             clock=clock,
             make_copier=self._make_copier,
-            promises=scenario.promises,
         )
         self.steps = self.requests = 0
         self._is_stepping = self._is_over = False
@@ -259,7 +258,7 @@ class Simulation:
         self._check()
         core = self.offload.core.state
         left = [f"request {record.request} is still live" for record in core.requests.live.values()]
-        left += [f"job {job.job} is {job.state.name}" for job in core.jobs.all() if not job.settled]
+        left += [f"job {job.job} is {job.state.name}" for job in core.jobs.open.values() if not job.settled]
         numbers = self.engine.statistics()
         if numbers.leased_blocks != len(core.leases.counts):
             left.append(f"{numbers.leased_blocks} blocks are leased, {len(core.leases.counts)} for a reason")
@@ -272,7 +271,7 @@ class Simulation:
         core, numbers, slots = self.offload.core.state, self.engine.statistics(), self.offload.gauges().slots
         kept = {name: count for name, count in slots.items() if name not in ("empty", "ready", "quarantined")}
         left = [f"{count} slots are {name}" for name, count in kept.items() if count]
-        left += [f"job {job.job} is open" for job in core.jobs.all()]
+        left += [f"job {job} is open" for job in core.jobs.open]
         left += [f"request {record.request} is not gone" for record in core.requests.finishing]
         if numbers.free_blocks != self.engine.pool.usable_blocks:
             left.append(f"{numbers.free_blocks} of {self.engine.pool.usable_blocks} device blocks are free")

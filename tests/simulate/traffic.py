@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvoffload.core.machine import SlotState
 from kvoffload.engine import EngineError, PoolExhausted, SamplingParams
 from kvoffload.model import facts
-from kvoffload.model.ids import Rank, SlotId
+from kvoffload.model.ids import SlotId
 from tests.operations import replace_handler
 from tests.simulate.counting import expected
 from tests.simulate.scenario import LONGEST
@@ -133,12 +133,9 @@ class Operator:
         world.is_open.set()
 
     async def _rank_dies(self) -> None:
-        """A rank copies nothing any more, and the scheduler's side is told, soon or late or never."""
-        world, rank = self._world, self._draws.randrange(self._world.engine.config.ranks)
-        world.copiers[rank].is_dead = True
-        if self._draws.random() < 0.7:
-            await asyncio.sleep(self._draws.random() * world.scenario.timeout_s)
-            world.offload.rank_lost(facts.RankLost(Rank(rank)))
+        """A rank copies nothing any more, and nobody says so."""
+        rank = self._draws.randrange(self._world.engine.config.ranks)
+        self._world.copiers[rank].is_dead = True
 
     async def _corrupt(self) -> None:
         """A byte of a host slot that nobody copies changes by itself, on one rank."""

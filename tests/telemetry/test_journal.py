@@ -18,9 +18,16 @@ from hypothesis import strategies as st
 
 from kvoffload.bus.bus import Bus
 from kvoffload.model import events, facts
-from kvoffload.model.causes import CopyOutcome, DegradeCause, StoreOutcome
+from kvoffload.model.causes import CopyOutcome, DegradeCause, MissCause, StoreOutcome
 from kvoffload.model.errors import ConfigError
-from kvoffload.model.events import BlocksOffered, Event, OffloadingDegraded, StoreSettled
+from kvoffload.model.events import (
+    BlocksOffered,
+    Event,
+    LookupSettled,
+    OffloadingDegraded,
+    RankReported,
+    StoreSettled,
+)
 from kvoffload.model.facts import (
     BlocksAllocated,
     Fact,
@@ -41,6 +48,7 @@ from tests.telemetry.streams import any_event
 
 A = RequestId("a")
 KEYS = ((BlockKey(b"secret-one"), BlockKey(b"secret-two")), ())
+REPORTED = RankReported(JobId(4), Rank(0), Direction.LOAD, CopyOutcome.DONE, 0, 0.25, 0.5)
 TABLES = ((DeviceBlockId(1), DeviceBlockId(2), DeviceBlockId(3)), (DeviceBlockId(4),))
 
 
@@ -129,7 +137,7 @@ def test_the_ring_keeps_the_last_messages() -> None:
         (JobOverdue(JobId(3)), {"event": "JobOverdue", "job": 3}),
         (
             StoreSettled(StoreOutcome.STORED, 2),
-            {"event": "StoreSettled", "outcome": "stored", "blocks": 2, "job": None},
+            {"event": "StoreSettled", "outcome": "stored", "blocks": 2},
         ),
     ],
 )
@@ -222,6 +230,47 @@ def test_facts_come_back_as_summaries(tmp_path: Path) -> None:
         Record(1, 0.5, Summary("JobOverdue", {"job": 3})),
         Record(2, 1.0, BlocksOffered(2)),
     ]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            {"event": "StoreSettled", "outcome": "stored", "blocks": 2, "job": 7},
+            StoreSettled(StoreOutcome.STORED, 2),
+        ),
+        (
+            {**to_plain(LookupSettled(A, 0, 1, 2, 16, 32, MissCause.LOST)), "cause": "not_checked"},
+            LookupSettled(A, 0, 1, 2, 16, 32, None),
+        ),
+    ],
+)
+def test_what_later_versions_left_out_of_an_event_is_skipped(
+    tmp_path: Path, line: dict[str, object], message: Event
+) -> None:
+    path = tmp_path / "journal"
+    path.write_text(json.dumps({"seq": 1, "t": 0.5, **line}) + "\n")
+    assert list(read_journal(path)) == [Record(1, 0.5, message)]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"event": "CheckScheduled", "job": 4, "request": "a", "blocks": 3},
+        {**to_plain(REPORTED), "direction": "check"},
+        {"event": "JobAbandoned", "job": 4, "direction": "check", "blocks": 3},
+        {"event": "HitDropped", "request": "a", "blocks": 3, "cause": "preempted"},
+        {"event": "RankLost", "rank": 1},
+    ],
+)
+def test_events_that_later_versions_have_not_come_back_as_summaries(
+    tmp_path: Path, line: dict[str, object]
+) -> None:
+    path = tmp_path / "journal"
+    path.write_text(json.dumps({"seq": 1, "t": 0.5, **line}) + "\n")
+    name = line["event"]
+    fields = {field: value for field, value in line.items() if field != "event"}
+    assert list(read_journal(path)) == [Record(1, 0.5, Summary(str(name), fields))]
 
 
 def test_no_content_reaches_the_file(tmp_path: Path) -> None:

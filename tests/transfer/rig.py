@@ -28,10 +28,6 @@ def load(number: int, slots: Sequence[int], blocks: Sequence[int]) -> TransferJo
     return _job(number, Direction.LOAD, slots, blocks)
 
 
-def check(number: int, slots: Sequence[int], blocks: Sequence[int] = ()) -> TransferJob:
-    return _job(number, Direction.CHECK, slots, blocks)
-
-
 def _job(number: int, direction: Direction, slots: Sequence[int], blocks: Sequence[int]) -> TransferJob:
     return TransferJob(JobId(number), direction, tuple(map(SlotId, slots)), tuple(map(DeviceBlockId, blocks)))
 

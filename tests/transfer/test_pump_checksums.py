@@ -9,7 +9,7 @@ import pytest
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.testing import settled
 from kvoffload.testing.logs import capture_logs
-from tests.transfer.rig import CORRUPT, DONE, FAILED, TIMEOUT_S, Rig, check, load, running, store
+from tests.transfer.rig import CORRUPT, DONE, FAILED, TIMEOUT_S, Rig, load, running, store
 
 pytestmark = pytest.mark.asyncio
 
@@ -214,71 +214,3 @@ async def test_loads_are_checked_when_the_coroutine_is_gone() -> None:
         rig.reader.run_all()
         assert rig.outcomes() == {1: CORRUPT}  # it was never stored
     rig.assert_nothing_held()
-
-
-# -- checks: the same reading, without a copy ----------------------------------------------------------------------
-
-
-async def test_a_check_reads_slots_and_copies_nothing() -> None:
-    rig = Rig(verify="full")
-    async with running(rig):
-        await stored(rig, [1, 2, 3], [1, 2, 3])
-        rig.copier.hold()
-        rig.rot(2)
-        fences = rig.copier.fences
-        rig.pump.submit_checks([check(2, [1, 2]), check(3, [3])])
-        assert rig.pump.has_work
-        assert (rig.copier.open_tickets, rig.copier.fences) == ([], fences)
-        with capture_logs() as logs:
-            await rig.clock.advance(0.25)
-            rig.reader.run_all()
-            reports = {int(report.job): report for report in rig.reports()}
-        assert {job: report.outcome for job, report in reports.items()} == {2: CORRUPT, 3: DONE}
-        assert (reports[2].corrupt, reports[3].copied_bytes) == ((1,), 0)
-        assert reports[3].copy_s == pytest.approx(0.25)
-        assert [(entry["event"], entry["slots"]) for entry in logs] == [("blocks_corrupt", [2])]
-        rig.assert_nothing_held()
-
-
-async def test_a_check_that_cannot_be_made_fails() -> None:
-    rig = Rig(verify="full")
-    async with running(rig):
-        await stored(rig, [1], [1])
-        with capture_logs():
-            rig.pump.submit_checks([check(2, [99]), check(3, [1], [1])])
-            assert rig.outcomes() == {2: FAILED, 3: FAILED}
-        rig.assert_nothing_held()
-
-
-async def test_without_checksums_a_check_fails() -> None:
-    rig = Rig()
-    async with running(rig):
-        with capture_logs() as logs:
-            rig.pump.submit_checks([check(2, [1])])
-            assert rig.outcomes() == {2: FAILED}
-        assert "no checksums are kept" in logs[0]["reason"]
-
-
-async def test_a_closing_pump_begins_no_check() -> None:
-    rig = Rig(verify="full")
-    async with running(rig):
-        await stored(rig, [1], [1])
-        await rig.pump.drain()
-        with capture_logs():
-            rig.pump.submit_checks([check(2, [1])])
-            assert rig.outcomes() == {2: FAILED}
-
-
-async def test_r16_a_check_that_never_ends_is_written_off() -> None:
-    rig = Rig(verify="full")
-    async with running(rig):
-        await stored(rig, [1], [1])
-        rig.pump.submit_checks([check(2, [1])])
-        with capture_logs() as logs:
-            await rig.clock.advance(TIMEOUT_S + 1)
-        assert ("checksum_written_off", "check") in [(entry["event"], entry["direction"]) for entry in logs]
-        assert (rig.reports(), rig.pump.has_work) == ([], False)
-        rig.reader.run_all()
-        with capture_logs():
-            await rig.clock.advance(TIMEOUT_S)
-        assert rig.outcomes() == {2: DONE}

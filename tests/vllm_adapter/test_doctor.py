@@ -60,7 +60,7 @@ def test_a_good_configuration(capsys: pytest.CaptureFixture[str], tmp_path: Path
         (
             {"kv_load_failure_policy": "fail", "kv_connector_extra_config": {"verify": "full"}},
             "load failures",
-            "whose load fails; with verify 'full' lookups wait until what they found was checked",
+            "whose load fails; with verify 'full' the connector refuses to start",
         ),
         ({"kv_role": "kv_producer"}, "vllm connector", "kv_role is 'kv_producer'"),
         ({"kv_role": None}, "vllm connector", "kv_role is 'None'"),

@@ -309,7 +309,7 @@ def test_r5_no_block_under_a_copy_is_handed_out(hands: Hands) -> None:
     for name, one in asked.items():
         rig.ask(name, one)
     rig.until(lambda: all(map(rig.is_done, asked)))
-    leased = rig.side.core.state.leases.total
+    leased = len(rig.side.core.state.leases.counts)
     assert 0 < leased <= rig.side.shape.lease_limit
     assert engines.held_blocks(rig.llm) == leased
     held.copier.release()
@@ -392,7 +392,7 @@ def test_r10_a_reset_of_running_requests(hands: Hands) -> None:
     for name, one in asked.items():
         rig.ask(name, one)
     rig.until(lambda: all(name in rig.told and len(rig.told[name].tokens) > 4 for name in asked))
-    rig.until(lambda: not rig.side.core.state.leases.total)
+    rig.until(lambda: not rig.side.core.state.leases.counts)
     before = rig.counts
     assert rig.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
     rig.finish()

@@ -320,3 +320,11 @@ def test_a_host_below_one_block_is_refused(folder: Path) -> None:
     config = transfer_config(1)
     config["kv_connector_extra_config"]["host_bytes"] = SLOT_BYTES - 1
     assert "host_bytes" in refused(folder, kv_transfer_config=config)
+
+
+def test_checksums_are_refused_where_vllm_fails_requests(folder: Path) -> None:
+    checkpoints.make("qwen3", folder / "qwen3")
+    config = {**transfer_config(64, verify="sample"), "kv_load_failure_policy": "fail"}
+    text = refused(folder, kv_transfer_config=config)
+    assert "verify is 'sample'" in text
+    assert '"kv_load_failure_policy":"recompute" in --kv-transfer-config' in text

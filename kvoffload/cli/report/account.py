@@ -201,8 +201,6 @@ class _Reader:
         self.account.evictions[event.cause.value] += event.blocks
 
     def _on_copy(self, at: float, event: events.RankReported) -> None:
-        if event.direction is Direction.CHECK:
-            return
         took = (event.queue_s, event.copy_s) if event.outcome is CopyOutcome.DONE else (0.0, 0.0)
         self.account.copies.append(Copy(at, event.direction, event.copied_bytes, *took))
 
