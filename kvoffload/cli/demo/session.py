@@ -24,9 +24,9 @@ from kvoffload.cli.demo.screen import Screen
 from kvoffload.cli.demo.summary import summarize, summarize_benefit, summarize_offloading
 from kvoffload.cli.demo.table import render
 from kvoffload.cli.exits import Exit
-from kvoffload.cli.report.output import write_page
+from kvoffload.cli.partial_file import written
+from kvoffload.cli.report.account import Recorder
 from kvoffload.cli.report.page import render as render_page
-from kvoffload.cli.report.recorder import Recorder
 
 if TYPE_CHECKING:
     from kvoffload.engine import Engine
@@ -104,7 +104,8 @@ async def _demonstrate(options: DemoOptions, engines: Engines, text: Text, scree
     )
     screen.result(result.to_json() if options.as_json else render(result))
     if options.report and recorder is not None:
-        write_page(options.report, render_page(demo_page(result, plain, offloaded, recorder.account())))
+        with written(options.report) as file:
+            file.write(render_page(demo_page(result, plain, offloaded, recorder.account())))
         screen.say(f"the plots are in {options.report}")
     if result.passed:
         return Exit.OK
