@@ -19,8 +19,9 @@ from kvoffload.cli.main import main
 from kvoffload.cli.report.account import Account, add_up
 from kvoffload.cli.report.figures import COLOURS, Bars, Figure, Table
 from kvoffload.cli.report.page import Page, render
+from kvoffload.core.states import SlotState
 from kvoffload.model.transfer import COPY_DIRECTIONS
-from kvoffload.telemetry.labels import SlotLabel
+from kvoffload.telemetry.labels import label_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -161,7 +162,7 @@ def test_what_is_written_is_text_and_never_markup() -> None:
 
 def test_colours_are_the_dashboards() -> None:
     assert {key: DASHBOARDS[key] for key in COLOURS} == COLOURS
-    assert COLOURS.keys() >= {state.value for state in SlotLabel} - {"empty"}
+    assert COLOURS.keys() >= set(map(label_of, SlotState)) - {"empty"}
     assert COLOURS.keys() >= {way.value for way in COPY_DIRECTIONS}
 
 

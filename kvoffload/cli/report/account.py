@@ -16,14 +16,12 @@ from kvoffload.model.ids import JobId, SlotId
 from kvoffload.model.transfer import Direction
 from kvoffload.telemetry.counters import Counters
 from kvoffload.telemetry.journal import Record
-from kvoffload.telemetry.labels import SlotLabel
 from kvoffload.telemetry.records import Summary
 from kvoffload.telemetry.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from kvoffload.runtime.scheduler_side import SchedulerSide
 
-_FILLING, _READY, _PINNED = (one.value for one in (SlotLabel.FILLING, SlotLabel.READY, SlotLabel.PINNED))
 _ENDS_FILLING = frozenset(
     (StoreOutcome.STORED, StoreOutcome.FAILED, StoreOutcome.ABANDONED, StoreOutcome.CANCELLED)
 )
@@ -155,7 +153,7 @@ class _Slots:
 
     def now(self) -> dict[str, int]:
         pinned = len({slot for slots in self._loads.values() for slot in slots})
-        return {_PINNED: pinned, _READY: max(self._ready - pinned, 0), _FILLING: max(self._filling, 0)}
+        return {"pinned": pinned, "ready": max(self._ready - pinned, 0), "filling": max(self._filling, 0)}
 
     def tell(self, event: object) -> bool:
         """Return whether the event changed anything."""
