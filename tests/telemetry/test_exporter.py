@@ -132,11 +132,6 @@ def test_counted_and_asked_numbers_are_served() -> None:
         assert line in page.splitlines()
 
 
-def test_an_engine_label_is_on_every_series() -> None:
-    page = page_of(KVOffloadCollector(Counters(), engine="left"))
-    assert all('engine="left"' in line for line in page.splitlines() if not line.startswith("#"))
-
-
 def test_a_second_collector_in_one_registry_is_refused() -> None:
     registry = registry_of(KVOffloadCollector(Counters()))
     with pytest.raises(ValueError, match="Duplicated"):
@@ -149,9 +144,8 @@ def test_a_state_that_does_not_add_up_is_told() -> None:
 
 
 @pytest.mark.tools("promtool")
-@pytest.mark.parametrize("engine", [None, "left"])
-def test_promtool_accepts_the_page(engine: str | None) -> None:
-    page = page_of(KVOffloadCollector(busy_counters(), Source(STATE), engine))
+def test_promtool_accepts_the_page() -> None:
+    page = page_of(KVOffloadCollector(busy_counters(), Source(STATE)))
     check = subprocess.run(
         ["promtool", "check", "metrics"], input=page, capture_output=True, text=True, check=False, timeout=30
     )

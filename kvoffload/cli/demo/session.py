@@ -10,12 +10,13 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
+from prometheus_client import CollectorRegistry
+
 from kvoffload.cli.demo.audit import audit_engine, audit_offloading
 from kvoffload.cli.demo.compare import compare
 from kvoffload.cli.demo.conversations import Conversation, make_conversations
 from kvoffload.cli.demo.documents import Text, read_text
 from kvoffload.cli.demo.engines import Engines, kv_blocks, open_engines
-from kvoffload.cli.demo.metrics import MetricsPage
 from kvoffload.cli.demo.options import DemoOptions
 from kvoffload.cli.demo.play import Play, Player, warm_up
 from kvoffload.cli.demo.report import demo_page
@@ -27,6 +28,8 @@ from kvoffload.cli.exits import Exit
 from kvoffload.cli.partial_file import written
 from kvoffload.cli.report.account import Recorder
 from kvoffload.cli.report.page import render as render_page
+from kvoffload.telemetry.exporter import KVOffloadCollector
+from kvoffload.telemetry.server import MetricsServer, serve
 
 if TYPE_CHECKING:
     from kvoffload.engine import Engine
@@ -46,10 +49,12 @@ async def run_demo(options: DemoOptions, screen: Screen) -> int:
     # To be told to end is to be interrupted: copies on memory of ours are seen to their end.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, signal.raise_signal, signal.SIGINT)
     text = read_text(options.documents, options.conversations * options.message_tokens)
-    with MetricsPage(options.metrics) if options.metrics else nullcontext() as page:
+    registry = CollectorRegistry()
+    # The port is taken first of all, so that a bad one stops the demo at its start.
+    with serve(registry, *options.metrics) if options.metrics else nullcontext() as page:
         async with _engines(options, screen) as engines:
             if page is not None:
-                page.show(engines.offload)
+                registry.register(KVOffloadCollector(engines.offload.counters, engines.offload))
                 screen.say(f"metrics are at {page.url}")
             code = await _demonstrate(options, engines, text, screen)
         if page is not None and options.serve_for_s:
@@ -147,7 +152,7 @@ def _counter(turns: int, screen: Screen, name: str) -> Callable[[], None]:
     return lambda: screen.progress(f"{name}: {next(served)} of {turns} turns")
 
 
-async def _linger(page: MetricsPage, seconds: float, screen: Screen) -> None:
+async def _linger(page: MetricsServer, seconds: float, screen: Screen) -> None:
     screen.say(f"metrics stay at {page.url} for {seconds:g} s; Ctrl-C ends that")
     try:
         await asyncio.sleep(seconds)
