@@ -1,4 +1,4 @@
-"""`kvoffload bench scale` and `convoy`: what they say and write with the smallest settings, and what they refuse."""
+"""`kvoffload bench scale`: what it says and writes with the smallest settings, and what it refuses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from kvoffload.cli.main import main
 
 _SMALL = "--tracked 20 40 --pairs 2 --blocks 8 16 --samples 4 --slots 64 128 --requests 700 --pool 200"
 SCALE = ["bench", "scale", *_SMALL.split()]
-CONVOY = ["bench", "convoy", "--requests", "3", "--prefix-tokens", "64", "--repeats", "2"]
 
 
 @pytest.mark.slow
@@ -107,24 +106,6 @@ def test_a_stream_ends_with_every_law_kept_and_many_hits() -> None:
 
 def rig_keys(count: int) -> list[Any]:
     return [bytes([number]) * 36 for number in range(count)]
-
-
-# -- a convoy -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_convoy_loads_its_prefix_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*CONVOY, "--json", "--save", str(tmp_path)]) == 0
-    told = json.loads(capsys.readouterr().out)
-    loads, *others = told["lines"]
-    assert "3 requests with one prefix of 64 tokens" in loads["what"]
-    assert (loads["median"], loads["is_met"]) == (1.0, True)
-    assert all(line["median"] > 0 for line in others)
-
-
-def test_a_prefix_that_is_not_of_whole_blocks_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "convoy", "--prefix-tokens", "100"]) == 2
-    assert "not a multiple of 16" in capsys.readouterr().err
 
 
 # -- what is kept -------------------------------------------------------------------------------------------------
