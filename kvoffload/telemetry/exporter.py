@@ -12,10 +12,7 @@ from kvoffload.telemetry import catalogue
 from kvoffload.telemetry.catalogue import CATALOGUE, Kind
 from kvoffload.telemetry.counters import Counters
 from kvoffload.telemetry.gauges import GaugeSnapshot, GaugeSource
-from kvoffload.telemetry.server import MetricsServer, serve
 from kvoffload.telemetry.snapshot import Distribution, Labels, Snapshot
-
-__all__ = ["KVOffloadCollector", "MetricsServer", "serve"]
 
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 

@@ -27,8 +27,9 @@ from kvoffload.model.ids import JobId, Rank, RequestId
 from kvoffload.model.transfer import Direction
 from kvoffload.telemetry.catalogue import CATALOGUE, Kind, render_markdown
 from kvoffload.telemetry.counters import Counters
-from kvoffload.telemetry.exporter import KVOffloadCollector, MetricsServer, serve
+from kvoffload.telemetry.exporter import KVOffloadCollector
 from kvoffload.telemetry.gauges import GaugeSnapshot
+from kvoffload.telemetry.server import MetricsServer, serve
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -154,7 +155,7 @@ def test_promtool_accepts_the_page() -> None:
 
 @pytest.fixture
 def server() -> Iterator[MetricsServer]:
-    with serve(KVOffloadCollector(busy_counters()), port=0) as running:
+    with serve(registry_of(KVOffloadCollector(busy_counters())), port=0) as running:
         yield running
 
 
