@@ -12,14 +12,10 @@ from kvoffload.runtime.resets import Resets
 from kvoffload.runtime.store_shares import StoreShares
 from kvoffload.runtime.watchdog import Since
 from kvoffload.telemetry.gauges import GaugeSnapshot
-from kvoffload.telemetry.labels import JobLabel, SlotLabel
+from kvoffload.telemetry.labels import label_of
 from kvoffload.telemetry.net_benefit import NetBenefit
 
-_OPEN = {
-    JobState.PLANNED: JobLabel.PLANNED,
-    JobState.SUBMITTED: JobLabel.SUBMITTED,
-    JobState.ABANDONED: JobLabel.ABANDONED,
-}
+_OPEN = (JobState.PLANNED, JobState.SUBMITTED, JobState.ABANDONED)
 
 
 def read_gauges(
@@ -32,11 +28,11 @@ def read_gauges(
     benefit: NetBenefit,
 ) -> GaugeSnapshot:
     """Return the state now."""
-    slots = {SlotLabel[each.name].value: state.pool.count(each) for each in SlotState}
+    slots = {label_of(each): state.pool.count(each) for each in SlotState}
     jobs = {
-        (direction.value, label.value): state.jobs.count(direction, each)
+        (direction.value, label_of(each)): state.jobs.count(direction, each)
         for direction in Direction
-        for each, label in _OPEN.items()
+        for each in _OPEN
     }
     return GaugeSnapshot(
         slots=slots,

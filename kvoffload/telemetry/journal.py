@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -32,6 +32,8 @@ _BATCH = 1024  # entries written in one go
 _AT_A_TIME = 64  # messages that are shortened; one by one, each would find the processor's caches cold
 _LONGEST_LINE = 1 << 24  # characters; a line of all slots of a large host has some hundred thousand
 _END_OF_TIME = 1e11  # seconds: the year 5138
+
+M = TypeVar("M")
 
 FailureCallback = Callable[[Exception], object]
 
@@ -142,7 +144,7 @@ class Journal:
             return
         try:
             async for entry in self._feed:
-                batch = [entry, *_take_waiting(self._feed)]
+                batch = [entry, *take_waiting(self._feed, _BATCH - 1)]
                 await anyio.to_thread.run_sync(self._write, self._file, batch)
         except Exception as exc:
             if self._on_failure is not None:
@@ -211,8 +213,9 @@ def read_journal(path: Path) -> Iterator[Record]:
             yield record
 
 
-def _take_waiting(feed: Feed[Entry]) -> Iterator[Entry]:
-    for _ in range(_BATCH - 1):
+def take_waiting(feed: Feed[M], most: int) -> Iterator[M]:
+    """Yield what waits in a feed, at most so many."""
+    for _ in range(most):
         try:
             yield feed.nowait()
         except (anyio.WouldBlock, anyio.EndOfStream):

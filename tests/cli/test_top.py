@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
+from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 
 from kvoffload.bus.bus import Bus
@@ -32,8 +33,9 @@ from kvoffload.model.causes import CopyOutcome, DegradeCause, Found, LoadOutcome
 from kvoffload.model.ids import JobId, Rank, RequestId
 from kvoffload.model.transfer import Direction
 from kvoffload.telemetry.counters import Counters
-from kvoffload.telemetry.exporter import KVOffloadCollector, MetricsServer, serve
+from kvoffload.telemetry.exporter import KVOffloadCollector
 from kvoffload.telemetry.gauges import GaugeSnapshot
+from kvoffload.telemetry.server import MetricsServer, serve
 from kvoffload.telemetry.snapshot import Labels
 
 A = RequestId("a")
@@ -72,7 +74,9 @@ class Engine:
         return parse_page(generate_latest(self.collector).decode(), at)
 
     def serve(self, port: int = 0) -> MetricsServer:
-        return serve(self.collector, "127.0.0.1", port)
+        registry = CollectorRegistry()
+        registry.register(self.collector)
+        return serve(registry, "127.0.0.1", port)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from kvoffload.core.request import PendingHit, RequestRecord
 from kvoffload.core.state import CoreState
 from kvoffload.core.tally import Tally
 from kvoffload.model.causes import DegradeCause, MissCause
-from kvoffload.model.events import OffloadingDegraded
+from kvoffload.model.events import BlocksOffered, OffloadingDegraded
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, RequestId, SlotId
 from kvoffload.model.transfer import Direction
 from tests.core.world import DevicePool, World, full, window
@@ -173,12 +173,26 @@ LAWS: dict[str, tuple[Callable[[Broken], object], str]] = {
 
 
 def test_what_was_taken_of_the_events_gets_none_of_the_next() -> None:
-    tally = Tally()
+    tally = Tally(planned=())
     taken = tally.take()
-    tally.events.append(OffloadingDegraded(DegradeCause.LAW_BROKEN, "a test"))
+    tally.report(OffloadingDegraded(DegradeCause.LAW_BROKEN, "a test"))
     assert taken == []
+    assert tally.has_events
     assert len(tally.take()) == 1
+    assert not tally.has_events
     assert tally.take() == []
+
+
+def test_sums_wait_while_jobs_are_planned() -> None:
+    planned: list[int] = [1]
+    tally = Tally(planned)
+    tally.offered(2)
+    event = OffloadingDegraded(DegradeCause.LAW_BROKEN, "a test")
+    tally.report(event)
+    assert tally.take() == [event]
+    assert tally.has_events
+    planned.clear()
+    assert tally.take() == [BlocksOffered(2)]
 
 
 @pytest.mark.parametrize("law", LAWS)

@@ -22,7 +22,7 @@ class KVOffloadConnector(connector.KVOffloadConnector):
 
     def shutdown(self) -> None:
         super().shutdown()
-        if role is KVConnectorRole.WORKER:
+        if self.role is connector.KVConnectorRole.WORKER:
             knock(CLOSED_EARLY if _running else CLOSED).close()
 
 

@@ -10,7 +10,7 @@ import os
 from kvoffload.cli.demo import options
 from kvoffload.cli.demo.screen import Screen
 from kvoffload.cli.exits import CommandError, Exit
-from kvoffload.cli.report.output import check_writable
+from kvoffload.cli.partial_file import check_writable
 
 HELP = "run the same conversations without and with offloading, and compare them token by token"
 
