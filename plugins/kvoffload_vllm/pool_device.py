@@ -15,10 +15,15 @@ _GROUP_BYTES = 4  # vLLM's keys end in the group's number, as ours do
 
 
 class VllmDevice:
-    """vLLM's block pool, bound after the scheduler has made it."""
+    """vLLM's block pool, bound after the scheduler has made it.
 
-    def __init__(self) -> None:
+    Args:
+        partly_hashed: the block tokens of the groups, by vLLM's number, in which a part of a block can have a hash.
+    """
+
+    def __init__(self, partly_hashed: Mapping[int, int] | None = None) -> None:
         self._pool: BlockPool | None = None
+        self._partly_hashed = dict(partly_hashed or {})
 
     def bind(self, pool: BlockPool) -> None:
         """Take the pool."""
@@ -41,11 +46,15 @@ class VllmDevice:
 
     def key_of(self, block: DeviceBlockId) -> BlockKey | None:
         assert self._pool is not None
-        return self._pool.blocks[block].block_hash  # type: ignore[no-any-return]  # its key is ours
+        found = self._pool.blocks[block]
+        key: BlockKey | None = found.block_hash  # its key is ours
+        # A hash of a prompt's end within a block: no lookup asks for it.
+        if self._partly_hashed and key is not None and self._is_part(key, found.block_hash_num_tokens):
+            return None
+        return key
 
     def block_of(self, key: BlockKey) -> DeviceBlockId | None:
-        group = int.from_bytes(key[-_GROUP_BYTES:], "big")
-        found = self._bound.get_cached_block(key[:-_GROUP_BYTES], [group])
+        found = self._bound.get_cached_block(key[:-_GROUP_BYTES], [_group_of(key)])
         return DeviceBlockId(found[0].block_id) if found else None
 
     def lease_problems(self, leases: Mapping[DeviceBlockId, int]) -> list[str]:
@@ -59,6 +68,10 @@ class VllmDevice:
             if counted[block] < count
         ]
 
+    def _is_part(self, key: BlockKey, prefix_tokens: int | None) -> bool:
+        block_tokens = self._partly_hashed.get(_group_of(key))
+        return block_tokens is not None and (prefix_tokens or 0) % block_tokens != 0
+
     def _free(self) -> Iterator[DeviceBlockId]:
         for block in self._bound.free_block_queue.iter_blocks_after(None):
             yield DeviceBlockId(block.block_id)
@@ -67,3 +80,7 @@ class VllmDevice:
     def _bound(self) -> BlockPool:
         assert self._pool is not None, "vLLM binds its pool before it schedules"
         return self._pool
+
+
+def _group_of(key: BlockKey) -> int:
+    return int.from_bytes(key[-_GROUP_BYTES:], "big")
