@@ -47,12 +47,12 @@ def make_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> V
     groups, config = _check(vllm_config, kv_cache_config)
     policy = vllm_config.kv_transfer_config.kv_load_failure_policy
     warn(examine([load_failures(policy)], Setup(config=config)))
-    device, portal = VllmDevice(), Portal("kvoffload")
+    device, portal = VllmDevice(groups.partly_hashed), Portal("kvoffload")
     offload = SchedulerSide(groups.shape, config, device, portal=portal, merge_steps=_MERGE_STEPS)
     keys = KeyMaker(groups.hash_ratios, groups.ids)
     news = None
     if publishes_events(vllm_config):
-        news = HostNews(groups, keys, offload.core.state.pool.index, find_wire())
+        news = HostNews(groups, offload.core.state.pool.index, find_wire(kv_cache_config), device)
     return VllmScheduler(offload, device, keys, groups.ids, StatsSender(offload), portal.close, news)
 
 

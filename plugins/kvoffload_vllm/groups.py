@@ -64,9 +64,11 @@ class VllmGroups:
         """Return, of what vLLM gives for each of its groups, that of the groups that are offloaded."""
         return tuple(per_group[number] for number in self.ids)
 
-    def last_hash(self, group: GroupId, position: int) -> int:
-        """Return which of a request's block hashes is the hash of its block at `position`."""
-        return (position + 1) * self.hash_ratios[group] - 1
+    @property
+    def partly_hashed(self) -> dict[int, int]:
+        """The block tokens of the groups, by vLLM's number, in which a part of a block can have a hash of its own."""
+        specs = zip(self.ids, self.hash_ratios, self.shape.groups, strict=True)
+        return {number: spec.block_tokens for number, ratio, spec in specs if ratio > 1}
 
 
 def vllm_groups(

@@ -9,9 +9,9 @@ import pytest
 
 from kvoffload.model.errors import ConfigError
 from kvoffload.model.groups import AttentionKind
-from kvoffload.model.ids import GroupId
 from kvoffload_vllm.groups import BlockSizes, VllmGroups, vllm_groups
 from kvoffload_vllm.support import Features
+from kvoffload_vllm.tracked import KeyMaker
 from tests.vllm_adapter.stand_ins import cache_config, full, group, spec, vllm_config, window
 
 NEW = Features()
@@ -85,8 +85,14 @@ def test_layers_of_one_group_must_look_back_equally() -> None:
 def test_a_block_has_the_last_of_its_hashes() -> None:
     groups = translate(group(full(32)), group(window(80, 16)), sizes=BlockSizes(32, 8))
     assert groups.hash_ratios == (4, 2)
-    assert [groups.last_hash(GroupId(0), i) for i in range(3)] == [3, 7, 11]
-    assert groups.last_hash(GroupId(1), 0) == 1
+    keys = KeyMaker(groups.hash_ratios, groups.ids).keys([bytes([n]) for n in range(12)], 0)
+    assert [key[0] for key in keys[0]] == [3, 7, 11]
+    assert [key[0] for key in keys[1]] == [1, 3, 5, 7, 9, 11]
+
+
+def test_groups_in_which_a_part_of_a_block_has_a_hash_are_known() -> None:
+    groups = translate(group(full(32)), group(window(80, 16)), sizes=BlockSizes(32, 16))
+    assert groups.partly_hashed == {0: 32}
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:
