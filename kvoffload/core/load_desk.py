@@ -55,7 +55,7 @@ class LoadDesk:
             return
         hit = state.hits.take(fact.request)
         if hit is not None:
-            self._lookups.settle(record, hit)
+            self._lookups.settle(record, hit, fact.external_tokens)
         record.found_tokens = record.loaded_tokens = record.confirmed_tokens = fact.device_tokens
         if fact.external_tokens == 0:
             self._decline(record, hit)
@@ -72,13 +72,12 @@ class LoadDesk:
         self._state.results.failed.append(fact.request)
 
     def _decline(self, record: RequestRecord, hit: PendingHit | None) -> None:
-        """The engine takes nothing from the host."""
+        """Release a hit of which the engine takes nothing; its contract allows that (R2)."""
         if hit is None or hit.pins is None:
             return
         hit.pins.close()
         self._state.holds.head_was_used(record, hit.device_tokens)
         self._state.outbox.put(HitDropped(record.request, hit.blocks, PinDropCause.NOT_ACCEPTED))
-        self._state.outbox.put(EngineSurprised(SurpriseCause.PIN_WITHOUT_TOKENS, record.request))
 
     def _load(self, record: RequestRecord, fact: BlocksAllocated, hit: PendingHit | None) -> None:
         """Plan the load of what the engine accepted. Tokens that nothing on the host covers fail at once."""

@@ -86,14 +86,18 @@ class LookupDesk:
             state.outbox.put(HitDropped(request, hit.blocks, cause))
         return hit
 
-    def settle(self, record: RequestRecord, hit: PendingHit) -> None:
-        """An admission counts its last lookup, in block positions behind what the device held."""
+    def settle(self, record: RequestRecord, hit: PendingHit, accepted_tokens: int) -> None:
+        """Count an admission's last lookup, in block positions behind what the device held.
+
+        A hit is what the engine accepted: it may decline all of it (another connector's hit came first) or the end.
+        """
         alignment = self._state.shape.alignment
         end = max(record.prompt_tokens, hit.tokens)
-        found = -(-(hit.tokens - hit.device_tokens) // alignment)
-        missed = -(-(end - hit.tokens) // alignment)
-        tokens, lacking = hit.tokens - hit.device_tokens, end - hit.tokens
-        cause = hit.cause if missed else None
+        tokens = min(hit.tokens - hit.device_tokens, accepted_tokens)
+        lacking = end - hit.device_tokens - tokens
+        found, missed = -(-tokens // alignment), -(-lacking // alignment)
+        is_whole = hit.device_tokens + tokens == hit.tokens
+        cause = (hit.cause if is_whole else MissCause.NOT_ACCEPTED) if missed else None
         event = LookupSettled(record.request, hit.device_tokens, found, missed, tokens, lacking, cause)
         self._state.outbox.put(event)
 

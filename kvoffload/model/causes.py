@@ -28,6 +28,7 @@ class MissCause(Cause):
     CORRUPT = "corrupt"  # its checksum did not match when it was last checked
     NOT_CHECKED = "not_checked"  # this engine loads only what was checked before, and the check took too long
     LOAD_DECLINED = "load_declined"  # the hit was shorter than min_load_tokens
+    NOT_ACCEPTED = "not_accepted"  # it was found, and the engine took less than it was promised
     LAST_TOKEN = "last_token"  # one token of a prompt must always be computed
     READ_AHEAD = "read_ahead"  # a speculative draft reads ahead of the last matched block
     PARTIAL_BLOCK = "partial_block"  # the tokens behind the last whole block
@@ -105,7 +106,6 @@ class SurpriseCause(Cause):
     """What an engine did that the contract does not foresee. Counted always, logged once, survived."""
 
     TOKENS_WITHOUT_PIN = "tokens_without_pin"
-    PIN_WITHOUT_TOKENS = "pin_without_tokens"
     UNKNOWN_REQUEST = "unknown_request"
     UNKNOWN_JOB = "unknown_job"
 

@@ -15,5 +15,5 @@ COLOURS: dict[str, str] = {
     "read_ahead": "#75736a", "evicted": "#e8862e", "storing": "#7fb3ea", "declined_host_full": "#c4601a",
     "declined_stale": "#d8b98a", "declined_lease_limit": "#e5c33b", "declined_other": "#b89b62", "lost": "#e0a0a0",
     "store_failed": "#b02a2a", "after_reset": "#a06bc9", "load_failed": "#e2685a", "load_declined": "#8a78c9",
-    "opted_out": "#c9a0dc", "not_checked": "#f2c0b8", "corrupt": "#8b0000", "degraded": "#4d0f0f",
+    "opted_out": "#c9a0dc", "not_accepted": "#6b8e9e", "not_checked": "#f2c0b8", "corrupt": "#8b0000", "degraded": "#4d0f0f",
 }  # fmt: skip
