@@ -17,7 +17,7 @@ from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.scheduler_side import SchedulerSide
 from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.telemetry.spans import check_installed
-from kvoffload_vllm.doctor import load_failures
+from kvoffload_vllm.doctor import RECOMPUTE, load_failures
 from kvoffload_vllm.events import find_wire, publishes_events
 from kvoffload_vllm.groups import VllmGroups, vllm_groups
 from kvoffload_vllm.host_news import HostNews
@@ -37,15 +37,14 @@ if TYPE_CHECKING:
 _MERGE_STEPS = 16  # of a decoding batch, whose steps complete a few blocks each
 
 
-def make_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> VllmScheduler:
-    """Return the scheduler's side.
+def make_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, policy: str) -> VllmScheduler:
+    """Return the scheduler's side; `policy` is the one by which vLLM acts on failed loads.
 
     Raises:
         ConfigError: with everything because of which offloading cannot start.
     """
     join_logging()
-    groups, config = _check(vllm_config, kv_cache_config)
-    policy = vllm_config.kv_transfer_config.kv_load_failure_policy
+    groups, config = _check(vllm_config, kv_cache_config, policy)
     warn(examine([load_failures(policy)], Setup(config=config)))
     device, portal = VllmDevice(), Portal("kvoffload")
     offload = SchedulerSide(groups.shape, config, device, portal=portal, merge_steps=_MERGE_STEPS)
@@ -56,14 +55,16 @@ def make_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> V
     return VllmScheduler(offload, device, keys, groups.ids, StatsSender(offload), portal.close, news)
 
 
-def make_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> VllmWorker:
-    """Return one worker's side.
+def make_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, policy: str) -> VllmWorker:
+    """Return one worker's side; `policy` is the one by which vLLM acts on failed loads.
 
     Raises:
         ConfigError: with everything because of which offloading cannot start.
     """
     join_logging()
-    _, config = _check(vllm_config, kv_cache_config)  # a worker starts first: what is refused is refused here
+    _, config = _check(
+        vllm_config, kv_cache_config, policy
+    )  # a worker starts first: what is refused is refused here
     parallel, portal = vllm_config.parallel_config, Portal("kvoffload")
     offload = WorkerSide(Rank(parallel.rank), parallel.world_size, config, portal)
     local_ranks = getattr(parallel, "local_world_size", None)
@@ -85,7 +86,9 @@ def join_logging() -> None:
     ours.propagate = False
 
 
-def _check(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[VllmGroups, OffloadConfig]:
+def _check(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, policy: str
+) -> tuple[VllmGroups, OffloadConfig]:
     """Translate both, and tell all that is wrong with either at once."""
     problems: list[str] = []
     groups = config = None
@@ -94,7 +97,7 @@ def _check(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[Vll
     except ConfigError as error:
         problems += error.problems
     try:
-        groups = vllm_groups(vllm_config, kv_cache_config)
+        groups = vllm_groups(vllm_config, kv_cache_config, recovers_loads=policy == RECOMPUTE)
         if config is not None:
             check_promises(config, groups.shape.promises)
     except ConfigError as error:

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvoffload_vllm.assembly import make_scheduler, make_worker
+from kvoffload_vllm.failure_policy import find_failure_policy
 from kvoffload_vllm.layout import layout_of_caches
 from kvoffload_vllm.metadata import KVOffloadMetadata
 
@@ -73,9 +74,9 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if CacheHitSource is not None:
             self._cache_hit_source = CacheHitSource.HOST
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = make_scheduler(vllm_config, kv_cache_config)
+            self._scheduler = make_scheduler(vllm_config, kv_cache_config, find_failure_policy(vllm_config))
         else:
-            self._worker = make_worker(vllm_config, kv_cache_config)
+            self._worker = make_worker(vllm_config, kv_cache_config, find_failure_policy(vllm_config))
 
     # -- worker -------------------------------------------------------------------------------------------------
 

@@ -202,10 +202,9 @@ def test_vllms_connector_warns_of_failed_loads(
     groups = vllm_groups(vllm_config(world_size=1), caches, features=Features(), sizes=BlockSizes(16, 16))
     monkeypatch.setattr(assembly, "_check", lambda *_: (groups, OffloadConfig()))
     given = vllm_config(world_size=1)
-    given.kv_transfer_config.kv_load_failure_policy = policy
     given.kv_events_config = None
     with capture_logs() as lines:
-        assembly.make_scheduler(given, caches).close()
+        assembly.make_scheduler(given, caches, policy).close()
     assert [line["check"] for line in lines if line["event"] == "doctor_warning"] == told
 
 
@@ -218,7 +217,7 @@ def test_vllms_worker_warns_at_its_start(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(assembly, "_check", lambda *_: (None, OffloadConfig(host_bytes=2 * 131072)))
     given = vllm_config(world_size=1)
     given.parallel_config.rank = 0
-    worker = assembly.make_worker(given, cache_config(group(full())))
+    worker = assembly.make_worker(given, cache_config(group(full())), "recompute")
     with capture_logs() as lines:
         worker.register(FakeDevice(9, [65536, 65536]).layout)
         worker.close()

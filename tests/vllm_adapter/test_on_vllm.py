@@ -258,3 +258,36 @@ def test_keys_are_vllms_own() -> None:
         assert make_block_hash_with_group_id(BlockHash(b"hash"), number) == block_key(
             b"hash", GroupId(number)
         )
+
+
+# -- inside a MultiConnector ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize(("outer", "inner"), [("recompute", "fail"), ("fail", "recompute")])
+@pytest.mark.parametrize("role", ["SCHEDULER", "WORKER"])
+def test_the_policy_for_failed_loads_is_the_outermost(
+    depth: int, outer: str, inner: str, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    policies: list[str] = []
+    for name in ("make_scheduler", "make_worker"):
+        monkeypatch.setattr(f"kvoffload_vllm.connector.{name}", lambda *given: policies.append(given[2]))
+    config: dict[str, Any] = {
+        "kv_connector": "KVOffloadConnector",
+        "kv_connector_module_path": "kvoffload_vllm.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": inner,
+    }
+    for _ in range(depth):
+        extra = {"connectors": [config]}
+        config = {**config, "kv_connector": "MultiConnector", "kv_connector_extra_config": extra}
+        config.pop("kv_connector_module_path", None)
+    given = engine()
+    given.kv_transfer_config = KVTransferConfig(**{**config, "kv_load_failure_policy": outer})
+    given.scheduler_config.disable_hybrid_kv_cache_manager = True
+    KVConnectorFactory.create_connector(given, KVConnectorRole[role], cache_config(attention()))
+    assert policies == [outer]
