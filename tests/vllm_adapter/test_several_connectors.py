@@ -31,7 +31,7 @@ pytestmark = MARKS
 BLOCKS = 8  # of a prompt, that can be found
 
 # ExampleConnector stores a prompt with the request's first step, so a step must hold all prompts whole.
-WHOLE_PROMPTS = {"max_num_batched_tokens": 1024}
+WHOLE_PROMPTS: dict[str, Any] = {"max_num_batched_tokens": 1024}
 
 
 def _asked(seed: int) -> Asked:
