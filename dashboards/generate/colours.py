@@ -31,11 +31,11 @@ COLOURS: dict[str, str] = {
     "empty": "#e4e4e4", "filling": "#7fb3ea", "ready": BLUE, "pinned": GREEN, "draining": "#a06bc9",
     "quarantined": RED, "capacity": "#333333", "space": ORANGE, "reset": "#a06bc9",
     # why pins were dropped
-    "looked_up_again": GREY, "not_accepted": YELLOW, "request_ended": "#b8b8b8",
+    "looked_up_again": GREY, "not_accepted": "#6b8e9e", "request_ended": "#b8b8b8",
     # seconds saved and lost
     "saved": GREEN, "waited": YELLOW, "interference": ORANGE, "net": BLUE, "break-even": GREY, "prefill": "#7fb3ea",
     # health
-    "tokens_without_pin": RED, "pin_without_tokens": ORANGE, "unknown_request": YELLOW, "unknown_job": "#a06bc9",
+    "tokens_without_pin": RED, "unknown_request": YELLOW, "unknown_job": "#a06bc9",
     "handler_raised": RED, "law_broken": "#8b0000", "transfer_dead": ORANGE, "resets": "#a06bc9",
     "loads failed": RED, "stores failed": "#b02a2a", "alerts": RED, "oldest pin": GREEN, "oldest job": BLUE, "audits": GREEN, "stale positions": "#d8b98a",
     "slots that are nowhere": RED, "misses without a cause": "#8b0000", "journal write errors": RED, "spans not sent": ORANGE,

@@ -37,7 +37,8 @@ _LOOKUPS = Row(
             "The first missing block of a lookup has the cause; those behind it cannot be used (behind_miss).",
             "evicted, declined_host_full: give more host memory. declined_lease_limit: the device pool is small for so "
             "many copies. lost: the engine dropped blocks before they were stored; try store_policy eager. "
-            "load_declined: hits shorter than min_load_tokens. never_seen: prompts do not repeat.",
+            "load_declined: hits shorter than min_load_tokens. not_accepted: the engine took less than was found, as "
+            "where another connector's hit comes first. never_seen: prompts do not repeat.",
             units.BLOCKS_PER_SECOND,
             (each("kvoffload_miss_blocks_total", "cause"),),
             Kind.STACK,
@@ -72,7 +73,7 @@ _LOOKUPS = Row(
             "Pins dropped",
             "Blocks that a lookup found and pinned, and that were let go without a load.",
             "looked_up_again is harmless: requests wait in the queue. not_accepted: the engine takes fewer tokens than "
-            "it is offered; report it if it lasts.",
+            "it is offered, as it does where another connector's hit comes first.",
             units.BLOCKS_PER_SECOND,
             (each("kvoffload_pin_dropped_blocks_total", "cause", SERIES),),
             Kind.STACK,

@@ -46,7 +46,7 @@ class Loads:
 
     def allocated(self, record: RequestRecord, fact: BlocksAllocated) -> None:
         """A request without a block table got one: its hit becomes a load, or is dropped (R2)."""
-        hit = self._hits.take(record)
+        hit = self._hits.take(record, fact.external_tokens)
         record.found_tokens = record.loaded_tokens = record.confirmed_tokens = fact.device_tokens
         if fact.external_tokens:
             self._state.requests.move(record, RequestEvent.ALLOCATE_AND_LOAD)
@@ -63,10 +63,9 @@ class Loads:
             self._state.results.failed.append(request)
 
     def _decline(self, record: RequestRecord, hit: PendingHit) -> None:
-        """The engine takes nothing from the host."""
+        """The engine takes nothing from the host, as its contract allows (R2)."""
         self._hits.unpin(record, hit)
         self._state.tally.report(HitDropped(record.request, len(hit.slots), PinDropCause.NOT_ACCEPTED))
-        self._surprised(SurpriseCause.PIN_WITHOUT_TOKENS, record.request)
 
     def _load(self, record: RequestRecord, fact: BlocksAllocated, hit: PendingHit | None) -> None:
         """Plan the load of what the engine accepted. Tokens that the host does not have fail at once."""

@@ -45,17 +45,21 @@ class PendingHits:
         record.hit = hit
         return hit.tokens - device_tokens
 
-    def take(self, record: RequestRecord) -> PendingHit | None:
+    def take(self, record: RequestRecord, accepted_tokens: int) -> PendingHit | None:
         """An admission consumes the last lookup's answer, which counts now; the caller unpins its slots.
 
-        Counted are block positions behind what the device held. None where nothing was looked up.
+        Counted are block positions behind what the device held. A hit is what the engine accepted of it: it may decline
+        all of it, where another connector's hit came first, or its end. None where nothing was looked up.
         """
         hit, record.hit = record.hit, None
         if hit is None:
             return None
-        device_tokens, tokens, _, cause = hit
+        device_tokens, reached, _, cause = hit
         alignment = self._state.shape.alignment
-        end = max(record.prompt_tokens, tokens)
+        end = max(record.prompt_tokens, reached)
+        tokens = min(reached, device_tokens + accepted_tokens)
+        if tokens < reached:
+            cause = MissCause.NOT_ACCEPTED
         found = -(-(tokens - device_tokens) // alignment)
         missed = -(-(end - tokens) // alignment)
         self._state.tally.report(

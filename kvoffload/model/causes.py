@@ -27,6 +27,7 @@ class MissCause(Cause):
     LOAD_FAILED = "load_failed"  # a load of this request failed, or the last load of this block did
     CORRUPT = "corrupt"  # its checksum did not match when it was last checked
     LOAD_DECLINED = "load_declined"  # the hit was shorter than min_load_tokens
+    NOT_ACCEPTED = "not_accepted"  # it was found, and the engine took less than it was promised
     LAST_TOKEN = "last_token"  # one token of a prompt must always be computed
     READ_AHEAD = "read_ahead"  # a speculative draft reads ahead of the last matched block
     PARTIAL_BLOCK = "partial_block"  # the tokens behind the last whole block
@@ -103,7 +104,6 @@ class SurpriseCause(Cause):
     """What an engine did that the contract does not foresee. Counted always, logged once, survived."""
 
     TOKENS_WITHOUT_PIN = "tokens_without_pin"
-    PIN_WITHOUT_TOKENS = "pin_without_tokens"
     UNKNOWN_REQUEST = "unknown_request"
     UNKNOWN_JOB = "unknown_job"
 

@@ -61,8 +61,8 @@ class LookupSettled(Event):
     Args:
         request: which.
         device_tokens: tokens that the device held already; their blocks are not counted.
-        hit_blocks: block positions found on the host.
-        miss_blocks: block positions not found; the first has `cause`, those behind it `behind_miss`.
+        hit_blocks: block positions found on the host, as far as the engine accepted them.
+        miss_blocks: the other block positions; the first has `cause`, those behind it `behind_miss`.
         hit_tokens: tokens in the hit positions.
         miss_tokens: tokens in the missed positions.
         cause: why the first missing position missed; None when nothing missed.

@@ -10,7 +10,7 @@ import pytest
 from kvoffload.model.errors import ConfigError
 from kvoffload.model.groups import AttentionKind
 from kvoffload_vllm.groups import BlockSizes, VllmGroups, vllm_groups
-from kvoffload_vllm.support import Features
+from kvoffload_vllm.support import Features, find_problems
 from kvoffload_vllm.tracked import KeyMaker
 from tests.vllm_adapter.stand_ins import cache_config, full, group, spec, vllm_config, window
 
@@ -183,6 +183,15 @@ def test_every_problem_is_told_at_once() -> None:
     )
     assert told[3].startswith("KV cache group 0 is of Odd; known are ")
     assert told[4].endswith("use vLLM 0.30 or newer, or a model with one group")
+
+
+@pytest.mark.parametrize(("ranks", "refusals"), [(1, 0), (2, 1)])
+def test_ranks_that_each_have_a_scheduler_are_refused(ranks: int, refusals: int) -> None:
+    config = vllm_config(world_size=ranks)
+    config.parallel_config.distributed_executor_backend = "external_launcher"
+    told = find_problems(config, cache_config(group(full())), NEW)
+    assert len(told) == refusals
+    assert all("is 'external_launcher' with 2 ranks" in one for one in told)
 
 
 def test_one_group_recovers_on_an_older_vllm_too() -> None:
