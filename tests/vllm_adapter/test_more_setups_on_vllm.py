@@ -48,7 +48,7 @@ def test_8_bit_caches(folder: Path) -> None:
 
         def one_by_one(**fields: Any) -> dict[str, Told]:
             """Alone, so that all runs round alike: what rounds the other way moves a log-probability by 0.001."""
-            told = {}
+            told: dict[str, Told] = {}
             for name, one in asked.items():
                 told |= rig.run({name: Asked(one.prompt, one.count, **fields)})
             return told

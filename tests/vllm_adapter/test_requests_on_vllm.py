@@ -134,14 +134,13 @@ def grammars(rig: Rig, _: Path) -> Answers:
     from vllm.sampling_params import StructuredOutputsParams
 
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    for number, kind in enumerate(
-        (
-            {"json": schema},
-            {"choice": ["alpha", "beta", "gamma"]},
-            {"regex": "[0-9]{3}-[a-f]{2,40}!"},
-            {"grammar": 'root ::= "(" [a-z] [a-z]* ")" "," root | "x"'},
-        )
-    ):
+    kinds: list[dict[str, Any]] = [
+        {"json": schema},
+        {"choice": ["alpha", "beta", "gamma"]},
+        {"regex": "[0-9]{3}-[a-f]{2,40}!"},
+        {"grammar": 'root ::= "(" [a-z] [a-z]* ")" "," root | "x"'},
+    ]
+    for number, kind in enumerate(kinds):
         outputs = StructuredOutputsParams(**kind)
         ask(rig, f"{number}", 20 + number, max_tokens=40, ignore_eos=False, structured_outputs=outputs)
     return answers(rig)

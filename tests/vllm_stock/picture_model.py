@@ -9,6 +9,8 @@ from tests.vllm_stock import checkpoints
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from transformers import Blip2Processor
+
 PICTURE_TOKENS = 40  # that a picture becomes, in front of the prompt
 EDGE = 56
 _PICTURE = checkpoints.VOCABULARY - 1
@@ -48,13 +50,13 @@ def make(folder: Path) -> Path:
     return folder
 
 
-def _processor() -> object:
+def _processor() -> Blip2Processor:
     from tokenizers import AddedToken
-    from transformers import Blip2Processor
+    from transformers import Blip2Processor as Processor
     from transformers.models.blip.image_processing_pil_blip import BlipImageProcessorPil
 
     tokenizer = checkpoints.tokenizer()
     tokenizer.add_tokens([f"<{number}>" for number in range(len(tokenizer), _PICTURE)])
     tokenizer.add_tokens([AddedToken("<image>", special=True)])
     pictures = BlipImageProcessorPil(size={"height": EDGE, "width": EDGE})
-    return Blip2Processor(pictures, tokenizer, num_query_tokens=PICTURE_TOKENS)
+    return Processor(pictures, tokenizer, num_query_tokens=PICTURE_TOKENS)
