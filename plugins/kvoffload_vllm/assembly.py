@@ -112,9 +112,10 @@ def _check(
 def _config(vllm_config: VllmConfig) -> OffloadConfig:
     config = parse_config(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
     check_installed(config)
-    parallel = vllm_config.parallel_config
-    if config.journal_path is None or parallel.data_parallel_size == 1:
+    # The index, as vLLM tells the engines of a dense model that each of them is alone: size 1, rank 0.
+    engine = vllm_config.parallel_config.data_parallel_index
+    if config.journal_path is None or engine == 0:
         return config
     # Each engine of a data-parallel server writes a file of its own.
-    path = Path(f"{config.journal_path}.dp{parallel.data_parallel_rank}")
+    path = Path(f"{config.journal_path}.dp{engine}")
     return dataclasses.replace(config, journal_path=path)

@@ -177,7 +177,7 @@ def test_a_session_is_answered_as_one_that_finds_nothing(folder: Path, two_steps
         def compared(output: Any) -> Any:
             made = build(output)
             for name in output.num_scheduled_tokens:
-                record = live(RequestId(name))
+                record = live.get(RequestId(name))
                 hashes = [key[:-4] for key in record.keys[0]] if record is not None else []
                 if hashes != list(rig.scheduler.requests[name].block_hashes[: len(hashes)]):
                     wrong.append(name)
