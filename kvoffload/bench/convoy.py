@@ -21,6 +21,7 @@ from kvoffload.bench.lines import CONVOY_TARGET
 from kvoffload.bench.output import add_output_arguments, check_output, give_out, heading
 from kvoffload.bench.results import machine
 from kvoffload.bench.spread import Spread
+from kvoffload.cli.ending import run_async
 from kvoffload.cli.exits import CommandError, Exit
 from kvoffload.cli.parser import positive
 
@@ -101,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
             f"--prefix-tokens {args.prefix_tokens} is not a multiple of {_BLOCK_TOKENS}: the rest of a block is not shared"
         )
     check_output(args)
-    repeats = asyncio.run(measure(args.requests, args.prefix_tokens, args.repeats, args.model, args.seed))
+    repeats = run_async(measure(args.requests, args.prefix_tokens, args.repeats, args.model, args.seed))
     told = {"machine": machine(), "method": method(args), **summary(repeats, args)}
     give_out("convoy", told, args, _table(told), drawings.convoy)
     return Exit.OK

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import random
 from collections.abc import Iterator, Mapping
@@ -22,6 +21,7 @@ from kvoffload.bench.output import add_output_arguments, check_output, give_out,
 from kvoffload.bench.results import machine
 from kvoffload.bench.spread import Spread
 from kvoffload.cli.demo.options import DemoOptions
+from kvoffload.cli.ending import run_async
 from kvoffload.cli.exits import Exit
 from kvoffload.cli.parser import positive
 
@@ -81,9 +81,9 @@ def run(args: argparse.Namespace) -> int:
 
     about = machine()
     options = demo_options(args)
-    no_reuse = asyncio.run(measure_no_reuse(options, args.pairs))
+    no_reuse = run_async(measure_no_reuse(options, args.pairs))
     steps = measure_steps(_STEP_MIB * 2**20, args.repeats, args.steps)
-    returns = asyncio.run(measure_returns(options))
+    returns = run_async(measure_returns(options))
     told = {
         "machine": about,
         "engine": f"reference engine, {args.model} model, on the CPU",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -178,3 +179,18 @@ def test_what_is_too_large_or_cannot_be_written_is_an_error(tmp_path: Path) -> N
     with pytest.raises(CommandError, match="cannot be written"):
         results.save("one", {}, tmp_path / "file")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.timeout(20)
+def test_what_ends_the_bench_ends_its_process_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading = growth.Reading(1, 1.0, 1.0, 1.0, 1.0, 1.0)
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\necho '{json.dumps(reading.to_plain())}'\nexec sleep 60\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+
+    def told(first: growth.Reading) -> None:
+        sys.exit(f"after {first.requests}")
+
+    with pytest.raises(SystemExit, match="after 1"):
+        growth.measure(growth.LEAST, 4000, Speeds(), told)

@@ -88,9 +88,13 @@ def measure(
     readings = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        for line in process.stdout:
-            readings.append(Reading(**json.loads(line)))
-            told(readings[-1])
+        try:
+            for line in process.stdout:
+                readings.append(Reading(**json.loads(line)))
+                told(readings[-1])
+        except BaseException:
+            process.kill()  # leaving the block waits for its end
+            raise
     if process.returncode:
         raise CommandError(f"the process with {slots:,} slots ended with {process.returncode}")
     return readings

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
@@ -44,8 +43,6 @@ async def run_demo(options: DemoOptions, screen: Screen) -> int:
         KVOffloadError: something that was asked for cannot be had; nothing has been run.
         EngineError: the same.
     """
-    # To be told to end is to be interrupted: copies on memory of ours are seen to their end.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, signal.raise_signal, signal.SIGINT)
     text = read_text(options.documents, options.conversations * options.message_tokens)
     with MetricsPage(options.metrics) if options.metrics else nullcontext() as page:
         async with _engines(options, screen) as engines:
@@ -175,7 +172,7 @@ async def _measure_no_reuse(options: DemoOptions, engines: Engines, screen: Scre
 
 
 async def _linger(page: MetricsPage, seconds: float, screen: Screen) -> None:
-    screen.say(f"metrics stay at {page.url} for {seconds:g} s; Ctrl-C ends that")
+    screen.say(f"metrics stay at {page.url} for {seconds:g} s; Ctrl-C or SIGTERM ends that")
     try:
         await asyncio.sleep(seconds)
     except asyncio.CancelledError:
