@@ -3,6 +3,8 @@ import sys
 
 import pytest
 
+from tests.tooling.scripts import ROOT
+
 # Makes the named packages look as if they were not installed, then imports.
 WITHOUT = """
 import importlib, sys
@@ -34,6 +36,22 @@ def test_the_package_needs_no_heavy_dependency() -> None:
 def test_the_pure_parts_need_nothing_but_python(module: str) -> None:
     blocked = ("anyio", "numpy", "prometheus_client", "structlog", "torch", "vllm")
     assert import_without(module, *blocked) == ""
+
+
+COLLECT = """
+import pytest
+sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "tests/core", "tests/bus", "tests/model"]))
+"""
+
+
+@pytest.mark.slow
+def test_the_tests_of_make_quick_need_no_more_than_it_installs() -> None:
+    blocked = {"numpy", "opentelemetry", "prometheus_client", "structlog", "torch", "vllm", "xxhash"}
+    program = WITHOUT.format(module="kvoffload", blocked=blocked) + COLLECT
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
 
 
 def test_a_scheduler_without_spans_needs_no_opentelemetry() -> None:
