@@ -7,8 +7,8 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvoffload.cli.doctor.check import Setup
-from kvoffload.cli.doctor.startup import examine, examine_rank
+from kvoffload.checks.check import Setup
+from kvoffload.checks.startup import examine, examine_rank
 from kvoffload.logs import ROOT
 from kvoffload.model.config import OffloadConfig, check_promises, parse_config
 from kvoffload.model.errors import ConfigError
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from kvoffload.cli.doctor.check import Answer
+    from kvoffload.checks.check import Answer
     from kvoffload.transfer.layout import DeviceLayout
 
 _MERGE_STEPS = 16  # of a decoding batch, whose steps complete a few blocks each

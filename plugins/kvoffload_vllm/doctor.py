@@ -7,10 +7,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvoffload.cli.doctor.check import Check, Finding, Setup, go, no_go, not_known, settled, warn
-from kvoffload.cli.doctor.given import read_object
-from kvoffload.cli.doctor.machine import Machine
-from kvoffload.cli.doctor.software import entry_point_problem, version_numbers
+from kvoffload.checks.check import Check, Finding, Setup, go, no_go, not_known, settled, warn
+from kvoffload.checks.json_option import read_object
+from kvoffload.checks.machine import Machine
+from kvoffload.checks.software import entry_point_problem, version_numbers
 from kvoffload_vllm.register import NAME
 from kvoffload_vllm.support import NEEDED, NEWEST_RUN, VERSIONS
 
@@ -41,7 +41,7 @@ def find_settings(args: argparse.Namespace) -> Mapping[str, object] | None:
     """Return the connector's `kv_connector_extra_config`, None where no such connector was given.
 
     Raises:
-        CommandError: the option holds no JSON object.
+        ConfigError: the option holds no JSON object.
     """
     if args.kv_transfer_config is None:
         return None

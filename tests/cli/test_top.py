@@ -365,7 +365,7 @@ class OnTerminal:
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait()
+        self.process.wait(timeout=30)
         os.close(self.master)
         os.close(self._slave)
 
@@ -407,7 +407,7 @@ def test_the_terminal_is_given_back_however_it_ends(engine: Engine, how: str) ->
             assert terminal.end() == Exit.OK
         else:
             terminal.process.send_signal(signal.SIGTERM)
-            assert terminal.end() == 128 + signal.SIGTERM
+            assert terminal.end() == Exit.TERMINATED
         assert terminal.is_as_before()
         assert terminal.seen.endswith("\x1b[?25h\x1b[?1049l")
         assert "Traceback" not in terminal.seen

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.cli.doctor import memory
-from kvoffload.cli.doctor.check import Check, run_checks
+from kvoffload.checks import memory
+from kvoffload.checks.check import Check, run_checks
+from kvoffload.checks.gpus import Gpus
+from kvoffload.checks.machine import Machine
 from kvoffload.cli.doctor.given import settings_of, setup_of
-from kvoffload.cli.doctor.gpus import Gpus
-from kvoffload.cli.doctor.machine import Machine
 from kvoffload.cli.main import main
 from kvoffload.model.config import OffloadConfig
 from kvoffload.testing import FakeDevice

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvoffload.core.states import SlotState
+from kvoffload.core.machine import SlotState
 from tests.vllm_adapter.engine_rig import (
     MARKS,
     SLOT_BYTES,

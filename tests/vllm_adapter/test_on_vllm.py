@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +24,20 @@ pytestmark = [
 ]
 
 BLOCKS = 7
+IMPORT = """
+import sys
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.plugins import load_general_plugins
+
+load_general_plugins()
+connector = KVConnectorFactory.get_connector_class_by_name("KVOffloadConnector")
+print(connector.__module__, *[name for name in sys.modules if name.startswith(("kvoffload.bench", "kvoffload.cli"))])
+"""
+
+
+def test_vllm_imports_nothing_of_the_command_and_of_the_benches() -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORT], stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout.splitlines()[-1].split() == ["kvoffload_vllm.connector"]
 
 
 def specs() -> Any:

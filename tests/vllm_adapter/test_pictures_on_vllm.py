@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffload.core.states import SlotState
+from kvoffload.core.machine import SlotState
 from tests.vllm_adapter.engine_rig import MARKS, Rig, Told, check_same, corrupt_host, offloading, same
 from tests.vllm_stock import picture_model
 

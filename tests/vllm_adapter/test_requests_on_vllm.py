@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kvoffload.core.states import SlotState
+from kvoffload.core.machine import SlotState
 from tests.vllm_adapter.engine_rig import (
     MARKS,
     Asked,

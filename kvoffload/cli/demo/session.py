@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
@@ -46,8 +45,6 @@ async def run_demo(options: DemoOptions, screen: Screen) -> int:
         KVOffloadError: something that was asked for cannot be had; nothing has been run.
         EngineError: the same.
     """
-    # To be told to end is to be interrupted: copies on memory of ours are seen to their end.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, signal.raise_signal, signal.SIGINT)
     text = read_text(options.documents, options.conversations * options.message_tokens)
     registry = CollectorRegistry()
     # The port is taken first of all, so that a bad one stops the demo at its start.
@@ -153,7 +150,7 @@ def _counter(turns: int, screen: Screen, name: str) -> Callable[[], None]:
 
 
 async def _linger(page: MetricsServer, seconds: float, screen: Screen) -> None:
-    screen.say(f"metrics stay at {page.url} for {seconds:g} s; Ctrl-C ends that")
+    screen.say(f"metrics stay at {page.url} for {seconds:g} s; Ctrl-C or SIGTERM ends that")
     try:
         await asyncio.sleep(seconds)
     except asyncio.CancelledError:
