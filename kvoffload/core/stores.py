@@ -109,64 +109,57 @@ class Stores:
             for offer in offers:
                 self._settle(offer.key, StoreOutcome.DEGRADED)
             return
-        fresh, cached, duplicates = self._sort(offers)
+        fresh, cached = self._sort(offers)
         if cached:
             self._already_cached(cached)
         if fresh:
             self._admit(fresh, last_chance=last_chance)
-        if duplicates:
-            self._wait_for_duplicates(duplicates, last_chance=last_chance)
 
-    def _sort(self, offers: Iterable[Offer]) -> tuple[list[Offer], list[Offer], list[Offer]]:
-        """Return the offers of new keys, of keys that the host has, and of keys that come twice or are being stored."""
-        parts, in_flight = self._state.pool.index.parts, self._state.in_flight.keys
-        fresh: dict[BlockKey, Offer] = {}
+    def _sort(self, offers: Iterable[Offer]) -> tuple[list[Offer], list[Offer]]:
+        """Return the offers of new keys and of keys that the host has; those of keys that are being stored wait."""
+        parts, in_flight = self._state.pool.index.parts, self._state.in_flight
+        fresh: list[Offer] = []
         cached: list[Offer] = []
-        duplicates: list[Offer] = []
         for offer in offers:
             key = offer.key
             if key in parts[key[0]]:
                 cached.append(offer)
-            elif key in fresh or key in in_flight:
-                duplicates.append(offer)
+            elif key in in_flight.keys:
+                in_flight.wait(offer)
             else:
-                fresh[key] = offer
-        return list(fresh.values()), cached, duplicates
-
-    def _wait_for_duplicates(self, offers: Iterable[Offer], *, last_chance: bool) -> None:
-        """Let each wait while another block with its key is being stored; where that one was declined, decide on it."""
-        undecided = []
-        for offer in offers:
-            if offer.key in self._state.in_flight.keys:
-                self._state.in_flight.wait(offer)
-            else:
-                undecided.append(offer)
-        if undecided:
-            self._decide(undecided, last_chance=last_chance)
+                fresh.append(offer)
+        return fresh, cached
 
     def _admit(self, offers: Sequence[Offer], *, last_chance: bool) -> None:
-        """Accept the offers whose device block holds its key, as far as there is room."""
+        """Accept the offers whose device block holds its key, as far as there is room; of one key the first of them.
+
+        A duplicate of an accepted offer waits; one of a declined offer is decided on in its own place, so that a head
+        comes before its tail.
+        """
         state = self._state
-        verified: list[Offer] = []
+        accepted: dict[BlockKey, Offer] = {}
+        duplicates: list[Offer] = []
+        read, host_room, lease_room = state.in_flight.blocks, state.pool.room, self.room
+        room = min(host_room, lease_room)
+        without_room = Wait.FOR_END if host_room <= lease_room else Wait.FOR_ROOM
         held = state.device.keys_of([offer.block for offer in offers])
         for offer, holds in zip(offers, held, strict=True):
-            # The last check of all is against the engine's own knowledge of the block (R7).
-            if holds == offer.key and offer.block not in state.in_flight.blocks and not state.generation:
-                verified.append(offer)
+            if offer.key in accepted:
+                duplicates.append(offer)
                 continue
-            verdict = self._by_block(offer, holds)
-            if isinstance(verdict, Offer):
-                verified.append(verdict)
-            else:
+            # The last check of all is against the engine's own knowledge of the block (R7).
+            is_known = holds == offer.key and offer.block not in read and not state.generation
+            verdict = offer if is_known else self._by_block(offer, holds)
+            if not isinstance(verdict, Offer):
                 self._decline(offer, verdict, last_chance=last_chance)
-        host_room, lease_room = state.pool.room, self.room
-        end = min(host_room, lease_room)
-        for offer in verified[end:]:
-            self._decline(
-                offer, Wait.FOR_END if host_room <= lease_room else Wait.FOR_ROOM, last_chance=last_chance
-            )
-        if verified and end:
-            self._accept(verified[:end])
+            elif len(accepted) < room:
+                accepted[offer.key] = verdict
+            else:
+                self._decline(offer, without_room, last_chance=last_chance)
+        if accepted:
+            self._accept(list(accepted.values()))
+        for duplicate in duplicates:
+            state.in_flight.wait(duplicate)
 
     def _by_block(self, offer: Offer, holds: BlockKey | None) -> Offer | Wait | StoreOutcome:
         """Return the offer on a block that certainly holds its key, or why there is none (R3, R7, R10)."""
