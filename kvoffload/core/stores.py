@@ -12,7 +12,7 @@ Every offer gets exactly one outcome; until then it is in `RequestRecord.waiting
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
 
 from kvoffload.core.job import Job, Offer, owner
@@ -41,7 +41,7 @@ class Stores:
         self._state = state
         self._batch: Job | None = None
         self.for_room: dict[RequestRecord, deque[Place]] = {}
-        """Per request, the places whose offers wait for room under the lease limit."""
+        """Per request, the places whose offers wait for room."""
         self.again: list[Offer] = []
         """Offers to decide on again in the next step."""
         self.leased_blocks = 0
@@ -105,55 +105,57 @@ class Stores:
             for offer in offers:
                 self._settle(offer.key, StoreOutcome.DEGRADED)
             return
-        parts, in_flight = self._state.pool.index.parts, self._state.in_flight.keys
+        fresh, cached = self._sort(offers)
+        if cached:
+            self._already_cached(cached)
+        if fresh:
+            self._admit(fresh, last_chance=last_chance)
+
+    def _sort(self, offers: Iterable[Offer]) -> tuple[list[Offer], list[Offer]]:
+        """Return the offers of new keys and of keys that the host has; those of keys that are being stored wait."""
+        parts, in_flight = self._state.pool.index.parts, self._state.in_flight
+        fresh: list[Offer] = []
         cached: list[Offer] = []
-        missing: list[Offer] = []
         for offer in offers:
             key = offer.key
             if key in parts[key[0]]:
                 cached.append(offer)
-            elif key in in_flight:
-                self._state.in_flight.wait(offer)
+            elif key in in_flight.keys:
+                in_flight.wait(offer)
             else:
-                missing.append(offer)
-        if cached:
-            self._already_cached(cached)
-        if missing:
-            self._admit(missing, last_chance=last_chance)
+                fresh.append(offer)
+        return fresh, cached
 
     def _admit(self, offers: Sequence[Offer], *, last_chance: bool) -> None:
-        """Accept the offers whose device block holds its key, as far as there is room; one of each key."""
-        state = self._state
-        verified = self._verified(offers, last_chance=last_chance)
-        first: dict[BlockKey, Offer] = {}
-        others = [offer for offer in verified if first.setdefault(offer.key, offer) is not offer]
-        host_room, lease_room = state.pool.room, self.room
-        accepted = list(first.values())[: max(min(host_room, lease_room), 0)]
-        if accepted:
-            self._accept(accepted)
-        verdict = Wait.FOR_END if host_room <= lease_room else Wait.FOR_ROOM
-        for offer in [*list(first.values())[len(accepted) :], *others]:
-            if offer.key in state.in_flight.keys:
-                state.in_flight.wait(offer)
-            else:
-                self._decline(offer, verdict, last_chance=last_chance)
+        """Accept the offers whose device block holds its key, as far as there is room; of one key the first of them.
 
-    def _verified(self, offers: Sequence[Offer], *, last_chance: bool) -> list[Offer]:
-        """Return the offers on blocks that certainly hold their keys, and decline the others."""
+        A duplicate of an accepted offer waits; one of a declined offer is decided on in its own place, so that a head
+        comes before its tail.
+        """
         state = self._state
-        verified: list[Offer] = []
+        accepted: dict[BlockKey, Offer] = {}
+        duplicates: list[Offer] = []
+        read, host_room, lease_room = state.in_flight.blocks, state.pool.room, self.room
+        room = min(host_room, lease_room)
+        without_room = Wait.FOR_END if host_room <= lease_room else Wait.FOR_ROOM
         held = state.device.keys_of([offer.block for offer in offers])
         for offer, holds in zip(offers, held, strict=True):
-            # The last check of all is against the engine's own knowledge of the block (R7).
-            if holds == offer.key and offer.block not in state.in_flight.blocks and not state.generation:
-                verified.append(offer)
+            if offer.key in accepted:
+                duplicates.append(offer)
                 continue
-            verdict = self._by_block(offer, holds)
-            if isinstance(verdict, Offer):
-                verified.append(verdict)
-            else:
+            # The last check of all is against the engine's own knowledge of the block (R7).
+            is_known = holds == offer.key and offer.block not in read and not state.generation
+            verdict = offer if is_known else self._by_block(offer, holds)
+            if not isinstance(verdict, Offer):
                 self._decline(offer, verdict, last_chance=last_chance)
-        return verified
+            elif len(accepted) < room:
+                accepted[offer.key] = verdict
+            else:
+                self._decline(offer, without_room, last_chance=last_chance)
+        if accepted:
+            self._accept(list(accepted.values()))
+        for duplicate in duplicates:
+            state.in_flight.wait(duplicate)
 
     def _by_block(self, offer: Offer, holds: BlockKey | None) -> Offer | Wait | StoreOutcome:
         """Return the offer on a block that certainly holds its key, or why there is none (R3, R7, R10)."""

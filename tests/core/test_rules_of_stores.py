@@ -162,15 +162,34 @@ def test_r3_one_key_twice_in_one_offer() -> None:
     assert world.stores() == {StoreOutcome.STORED: 1, StoreOutcome.IN_FLIGHT: 1}
 
 
-def test_r3_a_duplicate_of_a_block_that_is_declined_is_stored_in_the_same_step() -> None:
-    world = World()
-    key = key_at("abcd", 4)
-    wrong, right = named(world, key_at("wxyz", 4), key)
-    world.tell(facts.StatesHandedOff(((key, wrong), (key, right))))
+@pytest.mark.parametrize("host", [1, 2])
+def test_r3_a_duplicate_of_a_block_that_is_declined_is_stored_in_its_place(host: int) -> None:
+    world = World(host=host)
+    head, tail = key_at(TEXT, 4), key_at(TEXT, 8)
+    wrong, right, deeper = named(world, key_at("wxyz", 4), head, tail)
+    world.tell(facts.StatesHandedOff(((head, wrong), (head, right), (tail, deeper))))
     world.submit()
-    assert stored_blocks(world) == [right]
+    assert stored_blocks(world) == [right, deeper][:host]
     world.finish()
-    assert world.stores() == {StoreOutcome.STALE: 1, StoreOutcome.STORED: 1}
+    full_up = {StoreOutcome.HOST_FULL: 1} if host == 1 else {}
+    assert world.stores() == {StoreOutcome.STALE: 1, StoreOutcome.STORED: host, **full_up}
+    pool = world.core.state.pool
+    assert [pool.key(slot) for slot in pool._order] == [tail, head][-host:]
+
+
+def test_r3_a_duplicate_of_a_block_without_room_waits_in_its_place() -> None:
+    world = World(device=24, host=0)
+    one, two = world.add("one", TEXT), world.add("two", TEXT)
+    world.admit(one)
+    world.admit(two)
+    for _ in range(3):
+        world.step()
+    for request in (one, two):
+        assert len(world.core.state.requests.live[request.name].waiting) == 3
+    world.ready_up_to(2)
+    world.end(two)
+    world.idle_step()
+    assert stored_blocks(world) == two.tables[0][:2]
 
 
 def test_r3_a_duplicate_whose_request_has_ended_is_stored_when_the_first_fails() -> None:
@@ -202,18 +221,19 @@ def test_r3_what_a_request_left_to_be_offered_again_does_not_belong_to_the_next_
     assert list(record.waiting) == [(0, 0), (0, 1), (0, 2)]  # its own, for the copies that still run
 
 
-def test_one_cached_key_twice_in_one_offer_counts_as_used_once() -> None:
+def test_r15_cached_keys_are_used_head_last_and_a_key_twice_in_one_offer_once() -> None:
     world = World()
     keys = [key_at(TEXT, end) for end in (4, 8)]
     states = tuple(zip(keys, named(world, *keys), strict=True))
     world.tell(facts.StatesHandedOff(states))
     world.submit()
     world.finish()
-    (again,) = named(world, keys[0])
-    world.tell(facts.StatesHandedOff((*states, (keys[0], again))))
-    assert world.stores() == {StoreOutcome.STORED: 2, StoreOutcome.ALREADY_CACHED: 3}
     pool = world.core.state.pool
-    assert [pool.key(slot) for slot in pool._order] == keys[::-1]
+    (again,) = named(world, keys[0])
+    for duplicate in ((), ((keys[0], again),)):
+        world.tell(facts.StatesHandedOff((*states, *duplicate)))
+        assert [pool.key(slot) for slot in pool._order] == keys[::-1]
+    assert world.stores() == {StoreOutcome.STORED: 2, StoreOutcome.ALREADY_CACHED: 5}
 
 
 # -- R4: ranks --------------------------------------------------------------------------------------------------
@@ -895,3 +915,28 @@ def test_r15_a_tail_that_arrives_after_a_preemption_is_not_used_later_than_its_h
     world.finish()
     assert world.on_host(LONG) == "xxxx"
     assert heads_last(world)
+
+
+def test_r15_a_tail_that_arrives_for_a_new_table_is_not_used_later_than_a_head_of_the_old_one() -> None:
+    world = World(merge_steps=3, step_tokens=4)
+    request = world.add("a", TEXT)
+    world.admit(request)
+    world.step()
+    for _ in range(3):  # one job a block
+        world.step()
+        for _ in range(3):
+            world.idle_step()
+    head, tail, stuck = world.open_jobs()
+    world.finish(head)
+    world.overdue(stuck)  # what the request holds is not kept for it
+    world.preempt(request)
+    world.idle_step()
+    world.device.forget_keys()
+    world.admit(request, accept=0)
+    world.step()
+    world.step()  # the head is computed again, and not offered yet
+    world.finish(tail)
+    world.preempt(request)
+    world.idle_step()
+    pool = world.core.state.pool
+    assert [pool.key(slot) for slot in pool._order] == [key_at(TEXT, 8), key_at(TEXT, 4)]

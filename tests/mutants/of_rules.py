@@ -43,10 +43,11 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(2, "kvoffload/core/match.py", "group.block_tokens if group.reads_ahead else 0", "0"),
     # In-flight stores.
     Mutant(3, _STORES, "if block in state.in_flight.blocks:", "if False:"),
-    Mutant(3, _STORES, "and offer.block not in state.in_flight.blocks and", "and"),
-    Mutant(3, _STORES, "elif key in fresh or key in in_flight:", "elif key in fresh:"),
-    Mutant(3, _STORES, "elif key in fresh or key in in_flight:", "elif key in in_flight:"),
-    Mutant(3, _STORES, "undecided.append(offer)"),
+    Mutant(3, _STORES, "and offer.block not in read and", "and"),
+    Mutant(3, _STORES, "elif key in in_flight.keys:", "elif False:"),
+    Mutant(3, _STORES, "if offer.key in accepted:", "if False:"),
+    Mutant(3, _STORES, "                in_flight.wait(offer)", "                pass"),
+    Mutant(3, _STORES, "state.in_flight.wait(duplicate)"),
     Mutant(3, _STORES, "self._again += self._state.in_flight", "self._state.in_flight"),
     Mutant(3, _STORES, "state.in_flight.copies_ended(job)"),
     # Ranks.
@@ -95,7 +96,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(7, _CORE, "handed_out([*fact.handed_out, *grown])", "handed_out(grown)"),
     Mutant(7, _CORE, "handed_out([*fact.handed_out, *grown])", "handed_out(fact.handed_out)"),
     Mutant(7, _CORE, "self._handed_out(self._new_blocks(fact), since_reset=record.stores)"),
-    Mutant(7, _STORES, "if holds == offer.key and offer.block", "if offer.block"),
+    Mutant(7, _STORES, "holds == offer.key and offer.block", "offer.block"),
     Mutant(7, _STORES, "if holds != offer.key:", "if holds is None:"),
     Mutant(7, _STORES, "block = state.device.block_of(offer.key) or NULL_BLOCK", "block = NULL_BLOCK"),
     # Evictions.
@@ -136,7 +137,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(10, _CORE, "if not state.generation:", "if True:"),
     Mutant(10, _CORE, "self._separate_grown(fact)"),
     Mutant(10, _STORES, "if state.generation and not self._is_since_reset(offer, block):", "if False:"),
-    Mutant(10, _STORES, " and not state.generation:", ":"),
+    Mutant(10, _STORES, " and not state.generation\n", "\n"),
     # The end.
     Mutant(
         11,
