@@ -84,6 +84,11 @@ class Bus:
         self._handlers[cls] = handler
         self._routes.clear()
 
+    def drop_handlers(self) -> None:
+        """Call no state handler any more, nor take events from their source; subscribers stay."""
+        self._handlers.clear()
+        self._routes.clear()
+
     def count(self, cls: type[M], counter: Callable[[M], object]) -> None:
         """Call `counter` with every message of `cls` or a subclass; once it raises, never again."""
         self._counters.append((cls, counter))
@@ -116,8 +121,10 @@ class Bus:
         self._removed = callback
 
     def afterwards(self, callback: Callable[[], object]) -> None:
-        """Call `callback` once, when the batch that is being dispatched has reached everybody, recorders too."""
+        """Call `callback` once, when the batch that is being dispatched has reached everybody; without one, at once."""
         self._after.append(callback)
+        if self._batch is None:
+            self._run_after()
 
     def publish(self, message: object) -> None:
         """Dispatch a message; from inside a subscriber, after all that is being dispatched. Never waits."""
@@ -178,6 +185,9 @@ class Bus:
                 recorder(batch)
             except Exception as exc:
                 self._remove(recorder, exc)
+        self._run_after()
+
+    def _run_after(self) -> None:
         while self._after:
             call_guarded(self._after.pop(0))
 

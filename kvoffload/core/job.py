@@ -153,14 +153,6 @@ class Jobs:
         self.pending -= was is _SUBMITTED
         del self.open[job.job]
 
-    def discard(self, job: Job) -> None:
-        """Forget an open job that nothing will end any more (R12)."""
-        if job.state is _PLANNED:
-            self.planned.remove(job)
-        del self.open[job.job]
-        self._counts[job.direction][job.state] -= 1
-        self.pending -= job.state is not _ABANDONED
-
     def _move(self, job: Job, event: JobEvent) -> None:
         after, counts = JOB.next(job.state, event), self._counts[job.direction]
         counts[job.state] -= 1

@@ -73,7 +73,8 @@ class Loads:
         length = fact.device_tokens + fact.external_tokens
         if hit is None or length > hit.tokens:
             self._surprised(SurpriseCause.TOKENS_WITHOUT_PIN, record.request)
-        copies = self._copies(record, fact, length) if state.degraded is None else None
+        may_load = state.degraded is None and not state.stall.is_on
+        copies = self._copies(record, fact, length) if may_load else None
         slots, blocks = copies or ([], [])
         state.pool.pin(slots)
         if hit is not None and hit.slots:

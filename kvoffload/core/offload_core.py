@@ -8,11 +8,10 @@ of that fact's class, and its statements are the order in which things happen.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 
 from kvoffload.core.audit import audit, audit_at_rest
 from kvoffload.core.fingerprint import fingerprint
-from kvoffload.core.job import Job, Offer
+from kvoffload.core.job import Offer
 from kvoffload.core.loads import Loads
 from kvoffload.core.machine import JobState, RequestEvent, RequestState, SlotState
 from kvoffload.core.pending_hits import PendingHits
@@ -25,6 +24,8 @@ from kvoffload.model.causes import EvictionCause, PinDropCause, StoreOutcome, Su
 from kvoffload.model.engine import BlockPool, EngineShape
 from kvoffload.model.events import (
     CapacityGrown,
+    CopiesResumed,
+    CopiesStalled,
     EngineSurprised,
     Event,
     JobAbandoned,
@@ -32,8 +33,8 @@ from kvoffload.model.events import (
     RankReported,
     ResetStarted,
 )
-from kvoffload.model.ids import NULL_BLOCK, BlockKey, DeviceBlockId, Rank, RequestId, SlotId
-from kvoffload.model.transfer import NOTHING, TransferPlan
+from kvoffload.model.ids import NULL_BLOCK, BlockKey, DeviceBlockId, RequestId, SlotId
+from kvoffload.model.transfer import NOTHING, TransferPlan, TransferReport
 
 _SEEN, _LOADING, _RUNNING = RequestState.SEEN, RequestState.LOADING, RequestState.RUNNING
 
@@ -246,7 +247,7 @@ class OffloadCore:
     def transfer_reported(self, fact: facts.TransferReported) -> None:
         """A rank reported which of its copies ended, and how many slots it has ready. A duplicate changes nothing."""
         state, report = self.state, fact.report
-        self._ready(report.rank, report.ready_slots)
+        self._ready(report)
         for part in report.jobs:
             job = state.jobs.open.get(part.job)
             if job is None or not job.reported(report.rank, part.outcome, part.corrupt):
@@ -262,6 +263,9 @@ class OffloadCore:
                     part.copy_s,
                 )
             )
+            if not job.waiting:
+                state.stall.ended(job)
+                self._look_at_stall()
             if job.loads_for is None:
                 self._stores.reported(job, part.outcome)
                 continue
@@ -275,6 +279,8 @@ class OffloadCore:
         if job is None or job.state is not JobState.SUBMITTED:
             return
         state.jobs.abandon(job)
+        state.stall.abandoned(job)
+        self._look_at_stall()
         state.tally.report(JobAbandoned(job.job, job.direction, len(job.slots)))
         for record in job.concerns:
             record.has_abandoned = True
@@ -283,6 +289,15 @@ class OffloadCore:
             self._stores.abandoned(job)
         else:
             self._loads.abandoned(job)
+
+    def _look_at_stall(self) -> None:
+        stall = self.state.stall
+        if not stall.has_turned():
+            return
+        if stall.is_on:
+            self.state.tally.report(CopiesStalled(stall.blocks, stall.limit, stall.jobs_in_a_row))
+        else:
+            self.state.tally.report(CopiesResumed(stall.blocks))
 
     def take_results(self) -> LoadResults:
         """Return the loads that ended since the last call, and forget them."""
@@ -293,13 +308,16 @@ class OffloadCore:
         """Return what happened since the last call, in order, and forget it."""
         return self.state.tally.take()
 
-    def _ready(self, rank: Rank, slots: int) -> None:
-        """Capacity is the minimum of what the ranks have ready."""
-        state = self.state
+    def _ready(self, report: TransferReport) -> None:
+        """Capacity is the minimum of what the ranks have ready, and final when no rank expects more."""
+        state, rank = self.state, report.rank
         if not 0 <= rank < len(state.ready):
             state.tally.report(EngineSurprised(SurpriseCause.UNKNOWN_JOB))
-        elif slots > state.ready[rank]:
-            state.ready[rank] = slots
+            return
+        if not report.is_growing:
+            state.growing.discard(rank)
+        if report.ready_slots > state.ready[rank]:
+            state.ready[rank] = report.ready_slots
             if state.pool.grow(min(state.ready)):
                 state.tally.report(CapacityGrown(state.pool.capacity))
 
@@ -326,30 +344,14 @@ class OffloadCore:
         state.tally.report(ResetStarted(state.generation, len(dropped), draining, state.jobs.pending))
 
     def law_broken(self, fact: facts.LawBroken) -> None:
-        """Switch off for good: nothing new starts, what is under way drains, and the engine goes on (R12).
-
-        Whatever raised may have left things half done. So what no worker will report any more is released whatever the
-        state is in: planned jobs, and jobs whose last rank has reported.
-        """
+        """Switch off for good: nothing new starts, what is under way drains, and the engine goes on (R12)."""
         state = self.state
         if state.degraded is not None:
             return
         state.degraded = fact.cause
         state.tally.report(OffloadingDegraded(fact.cause, fact.detail))
-        with suppress(Exception):
-            self._loads.cancel_planned()
-        with suppress(Exception):
-            self._stores.stop(StoreOutcome.DEGRADED, planned=StoreOutcome.DEGRADED)
-        for job in tuple(state.jobs.open.values()):
-            if job.state is JobState.PLANNED or not job.waiting:
-                with suppress(Exception):
-                    self._discard(job)
-
-    def _discard(self, job: Job) -> None:
-        """Forget a job that nothing will end, and release its device blocks."""
-        self.state.jobs.discard(job)
-        blocks, job.blocks = job.blocks, []
-        self.state.leases.release(blocks)
+        self._loads.cancel_planned()
+        self._stores.stop(StoreOutcome.DEGRADED, planned=StoreOutcome.DEGRADED)
 
     # -- questions that change nothing ----------------------------------------------------------------------------
 

@@ -96,6 +96,8 @@ class PendingHits:
             return PendingHit(device_tokens, device_tokens, (), MissCause.LOAD_FAILED)
         if state.degraded is not None:
             return PendingHit(device_tokens, device_tokens, (), MissCause.DEGRADED)
+        if state.stall.is_on:
+            return PendingHit(device_tokens, device_tokens, (), MissCause.STALLED)
         limit = record.prompt_tokens - 1
         tokens, slots, missing = longest_match(
             state.shape, record.keys, state.pool.index, device_tokens, limit

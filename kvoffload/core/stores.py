@@ -30,6 +30,10 @@ class Wait(Enum):
     """Why an offer has no outcome yet."""
 
     FOR_ROOM = "for_room"  # under the lease limit; tried again next step
+    FOR_MEMORY = (
+        "for_memory"  # the host has no room, and more memory is being made ready; tried again next step
+    )
+    FOR_COPIES = "for_copies"  # too many copies did not end, and no new one starts; tried again next step
     FOR_END = "for_end"  # the host is full of what running requests use; tried again at the request's end
     FOR_COPY = "for_copy"  # an abandoned copy still reads the block; tried again at the request's end
 
@@ -52,7 +56,7 @@ class Stores:
     @property
     def room(self) -> int:
         """Device blocks that stores may lease now."""
-        return self._state.shape.lease_limit - self.leased_blocks
+        return 0 if self._state.stall.is_on else self._state.shape.lease_limit - self.leased_blocks
 
     def offer(self, offers: Sequence[Offer], *, last_chance: bool = False) -> None:
         """Take offers, each for the first time. `last_chance`: their request is ending, so nothing can wait."""
@@ -72,7 +76,9 @@ class Stores:
             again, self.again = self.again, []
             self._decide(again, last_chance=False)
         if self.for_room:
-            self._decide(self._take_for_room(self.room), last_chance=False)
+            # While host memory grows, offers that have no slot yet wait on.
+            room = min(self.room, self._state.pool.room) if self._state.growing else self.room
+            self._decide(self._take_for_room(room), last_chance=False)
 
     def ending(self, record: RequestRecord) -> None:
         """A request is ending: what it has waiting gets its last chance."""
@@ -137,7 +143,7 @@ class Stores:
         duplicates: list[Offer] = []
         read, host_room, lease_room = state.in_flight.blocks, state.pool.room, self.room
         room = min(host_room, lease_room)
-        without_room = Wait.FOR_END if host_room <= lease_room else Wait.FOR_ROOM
+        without_room = self._without_room(host_room <= lease_room)
         held = state.device.keys_of([offer.block for offer in offers])
         for offer, holds in zip(offers, held, strict=True):
             if offer.key in accepted:
@@ -156,6 +162,12 @@ class Stores:
             self._accept(list(accepted.values()))
         for duplicate in duplicates:
             state.in_flight.wait(duplicate)
+
+    def _without_room(self, is_host_full: bool) -> Wait:
+        """Return what an offer waits for that finds no room on the host, or under the lease limit."""
+        if is_host_full:
+            return Wait.FOR_MEMORY if self._state.growing else Wait.FOR_END
+        return Wait.FOR_COPIES if self._state.stall.is_on else Wait.FOR_ROOM
 
     def _by_block(self, offer: Offer, holds: BlockKey | None) -> Offer | Wait | StoreOutcome:
         """Return the offer on a block that certainly holds its key, or why there is none (R3, R7, R10)."""
@@ -190,9 +202,9 @@ class Stores:
             return
         place = (offer.group, offer.position)
         record.waiting[place] = None
-        if verdict is Wait.FOR_ROOM:
+        if verdict in _FOR_ROOM:
             self.for_room.setdefault(record, deque()).append(place)
-        else:
+        if verdict in _MEANWHILE:
             self._state.misses.note((offer.key,), _MEANWHILE[verdict])
 
     def _accept(self, offers: Sequence[Offer]) -> None:
@@ -380,15 +392,27 @@ class Stores:
 _FINAL = {
     Wait.FOR_ROOM: StoreOutcome.LEASE_LIMIT,
     Wait.FOR_END: StoreOutcome.HOST_FULL,
+    Wait.FOR_MEMORY: StoreOutcome.NOT_READY,
+    Wait.FOR_COPIES: StoreOutcome.STALLED,
     Wait.FOR_COPY: StoreOutcome.FAILED,
 }
 """The outcome of an offer that could only have waited."""
 
-_MEANWHILE = {Wait.FOR_END: MissCause.DECLINED_HOST_FULL, Wait.FOR_COPY: MissCause.STORE_FAILED}
-"""Why the key of an offer that waits for its request's end misses until then."""
+_FOR_ROOM = (Wait.FOR_ROOM, Wait.FOR_MEMORY, Wait.FOR_COPIES)
+"""What ends for all waiting offers at once, so they are decided on in order, as many as there is room for."""
+
+_MEANWHILE = {
+    Wait.FOR_MEMORY: MissCause.DECLINED_NOT_READY,
+    Wait.FOR_COPIES: MissCause.DECLINED_STALLED,
+    Wait.FOR_END: MissCause.DECLINED_HOST_FULL,
+    Wait.FOR_COPY: MissCause.STORE_FAILED,
+}
+"""Why the key of a waiting offer misses until then."""
 
 _MISS_CAUSES = {
     StoreOutcome.HOST_FULL: MissCause.DECLINED_HOST_FULL,
+    StoreOutcome.NOT_READY: MissCause.DECLINED_NOT_READY,
+    StoreOutcome.STALLED: MissCause.DECLINED_STALLED,
     StoreOutcome.STALE: MissCause.DECLINED_STALE,
     StoreOutcome.LEASE_LIMIT: MissCause.DECLINED_LEASE_LIMIT,
     StoreOutcome.NOT_HASHED: MissCause.DECLINED_OTHER,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from kvoffload.bus.bus import Bus
 from kvoffload.core.machine import JobState, SlotState
 from kvoffload.core.state import CoreState
+from kvoffload.model.causes import DegradeCause
 from kvoffload.model.transfer import Direction
-from kvoffload.runtime.deadlines import JobDeadlines
+from kvoffload.runtime.open_copies import OpenCopies
 from kvoffload.runtime.pin_ages import PinAges
 from kvoffload.runtime.resets import Resets
 from kvoffload.runtime.store_shares import StoreShares
@@ -22,10 +23,11 @@ def read_gauges(
     state: CoreState,
     bus: Bus,
     pins: PinAges,
-    deadlines: JobDeadlines,
+    copies: OpenCopies,
     resets: Resets,
     shares: StoreShares,
     benefit: NetBenefit,
+    degraded: DegradeCause | None,
 ) -> GaugeSnapshot:
     """Return the state now."""
     slots = {label_of(each): state.pool.count(each) for each in SlotState}
@@ -39,10 +41,12 @@ def read_gauges(
         capacity_slots=sum(slots.values()),
         open_jobs=jobs,
         oldest_pin_s=_unix(pins.oldest),
-        oldest_job_s=_unix(deadlines.oldest),
+        oldest_job_s=_unix(copies.oldest),
+        abandoned_blocks=state.stall.blocks,
+        copies_stalled=state.stall.is_on,
         reset_draining_jobs=resets.draining,
         store_share=shares.least,
-        degraded=state.degraded,
+        degraded=degraded,
         dropped={name: feed.dropped for name, feed in bus.statistics().feeds},
         benefit=benefit.series(),
     )

@@ -22,12 +22,13 @@ from kvoffload.model.events import Event
 from kvoffload.model.ids import BlockKey, RequestId
 from kvoffload.model.transfer import NOTHING, TransferPlan, TransferReport
 from kvoffload.runtime.awaited_loads import AwaitedLoads, LoadAnswers
+from kvoffload.runtime.broken_core import BrokenCore
 from kvoffload.runtime.clocks import Clocks
 from kvoffload.runtime.conservation import Conservation
-from kvoffload.runtime.deadlines import JobDeadlines
 from kvoffload.runtime.degradation import Degradation
 from kvoffload.runtime.gauges import read_gauges
 from kvoffload.runtime.observers import Observers
+from kvoffload.runtime.open_copies import OpenCopies
 from kvoffload.runtime.pin_ages import PinAges
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.resets import Resets
@@ -87,26 +88,28 @@ class SchedulerSide:
         self.bus = Bus(self._tally)
         self.counters = Counters()
         self._spent: dict[Hook, float] = {}  # seconds in this step
-        self._deadlines = JobDeadlines(self._clocks, timeout_s, self._jobs.open)
+        self._copies = OpenCopies(shape.ranks, self._clocks, timeout_s)
         self._deferred_since: dict[
             RequestId, float
         ] = {}  # first told "not yet", until admitted: patience ends
         self._waiting_since: dict[
             RequestId, float
         ] = {}  # told "not yet", until answered: what is waited for others
-        self._awaited = AwaitedLoads(self._jobs.open)
-        self._conservation = Conservation(self.core, device, self.counters, self.bus.publish)
-        self._degradation = Degradation(self.journal, config.journal_path, now, timeout_s)
+        self._awaited = AwaitedLoads(self._copies.open)
+        self._degradation = Degradation(self.journal, config.journal_path)
         self._pins = PinAges(self._clocks)
         self._resets, self._shares = Resets(self._jobs, self.bus.publish), StoreShares()
-        self.benefit = NetBenefit(shape.alignment, shape.ranks, self._jobs, now)
+        followers = self._pins, self._resets
+        self._broken = BrokenCore(self.core, self.bus, self._copies, self._degradation, followers)
+        self._conservation = Conservation(self.core, device, self.counters, self.bus.publish, self._broken)
+        self.benefit = NetBenefit(shape.alignment, shape.ranks, self._copies, now)
         self._first_tokens = FirstTokens(now)
         self._chooses_least = config.min_load_tokens == AUTO
         self._handle_facts()
         self._subscribe(portal)
         self._observers = Observers(self.bus, self.journal, self.counters, now, self._spans)
         if portal is not None:
-            self._observers.start(portal, Watchdog(self._pins, self._deadlines, timeout_s, now))
+            self._observers.start(portal, Watchdog(self._pins, self._copies, timeout_s, now))
 
     def _handle_facts(self) -> None:
         bus, core = self.bus, self.core
@@ -119,7 +122,7 @@ class SchedulerSide:
         bus.handle(facts.JobOverdue, core.job_overdue)
         bus.handle(facts.CacheReset, core.cache_reset)
         bus.handle(facts.LawBroken, core.law_broken)
-        bus.on_state_error(self._handler_raised)
+        bus.on_state_error(self._broken.handler_raised)
 
     def _subscribe(self, portal: Portal | None) -> None:
         for watcher in (self.counters, self._pins, self.benefit, self._resets, self._shares, self.journal):
@@ -162,17 +165,18 @@ class SchedulerSide:
         since = self._deferred_since.get(request)
         least = self.benefit.least_load_tokens() if self._chooses_least else 0
         answer: int | None = 0
-        try:
-            answer = self.core.lookup(
-                request,
-                device_tokens,
-                may_wait=since is None or now - since < self._timeout_s,
-                tokens=tokens,
-                new_keys=new_keys,
-                least_tokens=least,
-            )
-        except Exception as error:
-            self._core_raised(error, "lookup")
+        if self._broken.error is None:
+            try:
+                answer = self.core.lookup(
+                    request,
+                    device_tokens,
+                    may_wait=since is None or now - since < self._timeout_s,
+                    tokens=tokens,
+                    new_keys=new_keys,
+                    least_tokens=least,
+                )
+            except Exception as error:
+                self._broken.raised(error, "lookup")
         if answer is None:
             self._deferred_since.setdefault(request, now)
             self._waiting_since.setdefault(request, now)
@@ -214,15 +218,17 @@ class SchedulerSide:
     def step(self, fact: facts.StepScheduled) -> TransferPlan:
         """The engine scheduled a step: return what the workers must copy. Exactly once a step."""
         began = self._precise()
+        if self._broken.due is not None:
+            self._broken.raised(*self._broken.due)
         if self._first_tokens.admitted:
             self._first_tokens.look()
-        if self._deadlines.oldest is not None:
-            for job in self._deadlines.overdue(self._clocks.monotonic()):
+        if self._copies.oldest is not None:
+            for job in self._copies.overdue(self._clocks.monotonic()):
                 self.bus.dispatch([facts.JobOverdue(job)])
         if self._resets.draining:
-            self._resets.look()
+            self._ask("step", self._resets.look, None)
         self.bus.dispatch([fact])
-        plan = self._plan() if self._jobs.planned else NOTHING
+        plan = self._plan() if self._jobs.planned and self._broken.error is None else NOTHING
         spent = self._spent
         spent[_STEP] = spent.get(_STEP, 0.0) + self._precise() - began
         self.counters.hooks(spent)
@@ -236,11 +242,11 @@ class SchedulerSide:
         self._spent[_OFFER] = self._spent.get(_OFFER, 0.0) + self._precise() - began
 
     def _plan(self) -> TransferPlan:
-        """Return the step's plan, and begin its jobs' deadlines."""
+        """Return the step's plan, and note its jobs as being with the workers."""
         plan = self._ask("plan", self.core.plan, NOTHING)
-        self._dispatch_events()
         self._awaited.submitted(plan.loads)
-        self._deadlines.submitted(plan.jobs, self._clocks.monotonic())
+        self._copies.submitted(plan.jobs, self._clocks.monotonic())
+        self._dispatch_events()
         return plan
 
     # -- reports ------------------------------------------------------------------------------------------------
@@ -249,11 +255,13 @@ class SchedulerSide:
         """Ranks reported what ended; return the loads that the engine must learn of."""
         began = self._precise()
         for report in reports:
+            self._copies.reported(report)
             self.bus.dispatch([facts.TransferReported(report)])
         if reports:
-            self._deadlines.forget_ended()
+            if self._broken.is_off:
+                self._broken.release_loose()
             if self._resets.draining:
-                self._resets.look()
+                self._ask("report", self._resets.look, None)
             self._audit_at_rest()
         answers = self.take_answers()
         spent = self._spent
@@ -263,20 +271,24 @@ class SchedulerSide:
     def take_answers(self) -> LoadAnswers:
         """Return the loads that ended since the last call; some end without a report."""
         answers = self._awaited.answer(self._ask("take_results", self.core.take_results, LoadResults()))
-        if self._awaited and self.core.state.degraded is not None:
+        if self._awaited and self._degradation.cause is not None:
             self._awaited.fail_all(answers)
         return answers
 
     @property
     def has_answers(self) -> bool:
         """Whether `take_answers` could return anything."""
-        state = self.core.state
-        return bool(state.results.loaded or state.results.failed or state.degraded is not None)
+        results = self.core.state.results
+        return bool(results.loaded or results.failed or self._degradation.cause is not None)
 
     @property
     def has_work(self) -> bool:
         """Whether the engine must keep stepping for something to end."""
-        return bool(self._awaited) or (self.core.has_work and not self._degradation.is_hopeless)
+        if self._awaited:
+            return True
+        if self._broken.error is not None:
+            return self._copies.oldest is not None
+        return self._ask("has_work", lambda: self.core.has_work, False)
 
     # -- what operators ask -------------------------------------------------------------------------------------
 
@@ -289,7 +301,7 @@ class SchedulerSide:
         began = self._precise()
         self.bus.dispatch([facts.CacheReset()])
         self._spent[_RESET] = self._spent.get(_RESET, 0.0) + self._precise() - began
-        return self.core.is_drained
+        return self._copies.oldest is None if self._broken.error is not None else self.core.is_drained
 
     def audit(self) -> list[str]:
         """Return every violated conservation law; a violation switches offloading off (R12).
@@ -301,8 +313,12 @@ class SchedulerSide:
 
     def gauges(self) -> GaugeSnapshot:
         """Return the state now. Reads single numbers only, so any thread may ask."""
-        watchers = self._pins, self._deadlines, self._resets, self._shares, self.benefit
-        return read_gauges(self.core.state, self.bus, *watchers)
+        watchers = self._pins, self._copies, self._resets, self._shares, self.benefit
+        try:
+            return read_gauges(self.core.state, self.bus, *watchers, self._degradation.cause)
+        except Exception as error:
+            self._broken.due = error, "gauges"
+            return GaugeSnapshot(degraded=DegradeCause.HANDLER_RAISED)
 
     def close(self) -> None:
         """Stop the observers. Open jobs are the workers' to drain."""
@@ -328,24 +344,8 @@ class SchedulerSide:
             self._ask("audit", self._conservation.at_rest, None)
 
     def _ask(self, name: str, question: Callable[[], T], otherwise: T) -> T:
-        """Ask the core; should it raise, switch offloading off and go on without it (R12)."""
-        try:
-            return question()
-        except Exception as error:
-            self._core_raised(error, name)
-            return otherwise
-
-    def _handler_raised(self, error: Exception, fact: object) -> None:
-        is_first = self.core.state.degraded is None
-        self._core_raised(error, type(fact).__name__)
-        if is_first and isinstance(fact, facts.TransferReported):
-            # Its other jobs have ended too. A duplicate changes nothing for those that were taken in.
-            self.bus.publish(fact)
-
-    def _core_raised(self, error: Exception, doing: str) -> None:
-        if self.core.state.degraded is None:
-            log.error("core_raised", error=repr(error), doing=doing, exc_info=error)
-            self.bus.publish(facts.LawBroken(DegradeCause.HANDLER_RAISED, repr(error)))
+        """Ask the core; should it raise, it is cut off, and the engine goes on without it (R12)."""
+        return self._broken.ask(name, question, otherwise)
 
     def _journal_failed(self, error: Exception) -> None:
         self.counters.journal_failed()

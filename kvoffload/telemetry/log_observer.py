@@ -10,6 +10,8 @@ from kvoffload.logs import get_logger
 from kvoffload.model.causes import LoadOutcome, StoreOutcome
 from kvoffload.model.events import (
     CapacityGrown,
+    CopiesResumed,
+    CopiesStalled,
     EngineSurprised,
     Event,
     JobAbandoned,
@@ -30,12 +32,18 @@ if TYPE_CHECKING:
 
 _QUIET_S = 10.0  # seconds between two warnings of one kind
 
+_NOTES: Mapping[type[Event], dict[str, object]] = {
+    CopiesStalled: {"note": "no new copy is started until some of the abandoned ones have ended"}
+}
+
 LOGGED: Mapping[type[Event], tuple[str, str]] = {
     JobAbandoned: ("error", "job_abandoned"),
     LoadEnded: ("warning", "load_failed"),
     StoreSettled: ("warning", "store_failed"),
     EngineSurprised: ("warning", "engine_surprised"),
     CapacityGrown: ("info", "capacity_grown"),
+    CopiesStalled: ("error", "copies_stalled"),
+    CopiesResumed: ("info", "copies_resumed"),
     ResetStarted: ("info", "reset_started"),
     ResetEnded: ("info", "reset_ended"),
     NetBenefitTurned: ("warning", "net_benefit_negative"),
@@ -85,7 +93,7 @@ class LogObserver:
         """Write what the event deserves, which for most is nothing."""
         if not deserves_line(event):
             return
-        (level, name), keys = LOGGED[type(event)], _keys(event)
+        (level, name), keys = LOGGED[type(event)], _keys(event) | _NOTES.get(type(event), {})
         if isinstance(event, LoadEnded | StoreSettled):
             held_back = self._warnings.due((name, event.outcome))
             if held_back is None:

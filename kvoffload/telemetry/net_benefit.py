@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from kvoffload.bus.bus import Bus
-from kvoffload.core.machine import JobState
 from kvoffload.model import events, facts
 from kvoffload.model.causes import CopyOutcome, LoadOutcome
 from kvoffload.model.ids import JobId, RequestId
@@ -31,14 +30,15 @@ _PERIOD_S = 60.0  # over which the sign is judged
 _MATTERS = 0.01  # of a period: a smaller loss is not worth a warning
 
 
-class OpenJobs(Protocol):
+class OpenCopies(Protocol):
     """What is asked in every step."""
 
-    pending: int
-    """Jobs that are planned or submitted."""
+    @property
+    def oldest(self) -> object | None:
+        """Since when the oldest job is under way, None without one."""
 
-    def count(self, direction: Direction, state: JobState) -> int:
-        """Return how many open jobs of a direction are in a state."""
+    def count(self, direction: Direction, *, is_overdue: bool) -> int:
+        """Return how many jobs of a direction are under way, or overdue."""
 
 
 class _Load(NamedTuple):
@@ -53,13 +53,13 @@ class NetBenefit:
     Args:
         block_tokens: of the shortest hit.
         ranks: that copy a part of each job.
-        jobs: tell which copies a worker may be making.
+        copies: tell which copies a worker may be making.
         now: monotonic seconds.
     """
 
-    def __init__(self, block_tokens: int, ranks: int, jobs: OpenJobs, now: Callable[[], float]) -> None:
+    def __init__(self, block_tokens: int, ranks: int, copies: OpenCopies, now: Callable[[], float]) -> None:
         self._ranks = ranks
-        self._jobs = jobs
+        self._open = copies
         self._now = now
         self._rate = PrefillRate(_LEAST_BLOCKS * block_tokens)
         self._times = StepTimes()
@@ -125,7 +125,7 @@ class NetBenefit:
     def _step(self, fact: facts.StepScheduled) -> None:
         now = self._now()
         prefill, decode = fact.prefill_tokens, fact.decode_tokens
-        copies = self._copying() if self._jobs.pending else 0
+        copies = self._copying() if self._open.oldest is not None else 0
         # Inline, as every step comes by here: a step that only decodes as the one before did costs two calls.
         is_calm = decode > 0 and not prefill
         if self._ran:
@@ -195,8 +195,8 @@ class NetBenefit:
 
     def _copying(self) -> int:
         """Return which copies a worker may be making, as one of `Copies`."""
-        stores = Copies.STORES if self._jobs.count(Direction.STORE, JobState.SUBMITTED) else 0
-        return stores | (Copies.LOADS if self._jobs.count(Direction.LOAD, JobState.SUBMITTED) else 0)
+        stores = Copies.STORES if self._open.count(Direction.STORE, is_overdue=False) else 0
+        return stores | (Copies.LOADS if self._open.count(Direction.LOAD, is_overdue=False) else 0)
 
     # -- the sign ---------------------------------------------------------------------------------------------------
 

@@ -392,57 +392,6 @@ def is_released(world: World) -> bool:
     return not (state.leases.counts or state.jobs.open or state.jobs.pending or any(counted))
 
 
-def test_r12_a_job_whose_end_raises_keeps_no_lease() -> None:
-    world, job = world_with_a_load()
-    world.core.state.pool._pins.clear()
-    with pytest.raises(KeyError):
-        world.report(0, job.job)
-    assert world.device.leased
-    world.degrade()
-    assert not world.device.leased
-    assert is_released(world)
-    assert not world.core.has_work
-
-
-def test_r12_an_engine_that_does_not_take_a_lease_back_hinders_no_other_job(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    world, job = world_with_a_load()
-    world.overdue(job.job)
-    ends = world.add("ends", "wxyz-")
-    world.admit(ends)
-    world.step(ends)
-    world.end(ends)
-    assert [part.direction for part in world.core.state.jobs.planned] == [Direction.STORE]
-    with monkeypatch.context() as broken:
-        broken.setattr(world.device, "release", lambda blocks: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            world.report(0, job.job)
-    world.core.state.in_flight.keys.clear()  # so the store cannot be cancelled
-    world.degrade()
-    assert is_released(world)
-    assert world.device.leased.keys() == set(job.blocks)
-
-
-def test_r12_jobs_that_cannot_be_cancelled_keep_no_lease() -> None:
-    world = World()
-    world.serve("first", TEXT)
-    world.device.forget_keys()
-    ends = world.add("ends", "wxyz-")
-    world.admit(ends)
-    world.step()
-    world.end(ends)
-    world.admit(world.add("a", TEXT))
-    assert [job.direction for job in world.core.state.jobs.planned] == [Direction.STORE, Direction.LOAD]
-    world.checks_each_fact = False
-    world.core.state.pool._pins.clear()
-    world.core.state.in_flight.keys.clear()
-    world.degrade()
-    assert not world.device.leased
-    assert is_released(world)
-    assert world.core.plan().is_empty
-
-
 # -- R16: copies that never end ---------------------------------------------------------------------------------
 
 

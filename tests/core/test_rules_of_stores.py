@@ -217,7 +217,7 @@ def test_r3_what_a_request_left_to_be_offered_again_does_not_belong_to_the_next_
     world.step(again)
     world.step(again)
     record = world.core.state.requests.live[again.name]
-    assert world.stores() == {StoreOutcome.ABANDONED: 3, StoreOutcome.LEASE_LIMIT: 3}
+    assert world.stores() == {StoreOutcome.ABANDONED: 3, StoreOutcome.STALLED: 3}
     assert list(record.waiting) == [(0, 0), (0, 1), (0, 2)]  # its own, for the copies that still run
 
 
