@@ -301,7 +301,7 @@ class SchedulerSide:
         began = self._precise()
         self.bus.dispatch([facts.CacheReset()])
         self._spent[_RESET] = self._spent.get(_RESET, 0.0) + self._precise() - began
-        return self._copies.oldest is None if self._broken.error is not None else self.core.is_drained
+        return self._copies.oldest is None if self._broken.error is not None else not self._jobs.pending
 
     def audit(self) -> list[str]:
         """Return every violated conservation law; a violation switches offloading off (R12).

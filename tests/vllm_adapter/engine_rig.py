@@ -186,8 +186,8 @@ class Rig:
         assert not state.requests.finishing
         assert not state.jobs.open.values()
         ours = self.connector._scheduler
-        left = (ours._tracked, ours._submitted, ours._request_of, ours._loaded, ours._failed, ours._given_up)
-        assert not any(left), left
+        assert not ours._tracked
+        assert ours._ended_loads.is_empty
         assert not self.worker_connector._worker._loading
         assert not self.scheduler.requests
         self.check_bytes()
