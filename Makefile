@@ -6,9 +6,11 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+QUICK := $(VENV)/quick
 PACKAGES := kvoffload plugins
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 VLLM := $(VENV)/vllm/bin/python
+NEW_ENOUGH := $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvoffload needs Python 3.11 or newer; name one with PYTHON=")'
 FAST_MARKS := not slow and not gpu and not vllm
 SOURCES := $(shell find $(PACKAGES) -not -path '*__pycache__*' 2>/dev/null)
 
@@ -18,7 +20,7 @@ WHEEL := $(CURDIR)/$(VENV)/wheel
 AGAINST_WHEEL := KVOFFLOAD_WHEEL=$(WHEEL) PYTHONPATH=$(WHEEL) PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE=1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast test-vllm check lint types imports size format tools vllm-versions bench-hooks bench-queue bench-serve docs lock dashboards screenshot observe simulate soak deep explore mutants coverage wheel vllm-env vllm-demo kernel-env clean
+.PHONY: help venv demo quick test test-fast test-vllm check lint types imports size format tools vllm-versions bench-hooks bench-queue bench-serve docs lock dashboards screenshot observe simulate soak deep explore mutants coverage wheel vllm-env vllm-demo kernel-env clean
 .DELETE_ON_ERROR:
 
 help:  ## print the targets
@@ -35,6 +37,9 @@ vllm-env:  ## set up a stock vLLM beside the project, in .venv/vllm
 
 vllm-demo: vllm-env  ## the same conversations with a stock `vllm serve`, without and with kvoffload
 	@$(VLLM) tests/vllm_stock/demo.py $(ARGS)
+
+quick: $(QUICK)/ready  ## the tests of core, bus and model on the sources: no wheel, no torch, seconds
+	HYPOTHESIS_PROFILE=fast PYTHONPATH=$(CURDIR) PYTHONDONTWRITEBYTECODE=1 $(QUICK)/bin/python -m pytest -m "$(FAST_MARKS)" -q $(or $(ARGS),tests/core tests/bus tests/model)
 
 test: $(VENV)/wheel/ready vllm-env kernel-env  ## every test that this machine can run, against the built wheel
 	@.ci/tools || echo "Tests that need those programs are skipped."
@@ -64,7 +69,7 @@ types: venv  ## mypy, strict for the packages
 imports: venv  ## the layers: imports point down only
 	$(BIN)/lint-imports --no-cache
 
-size: venv  ## no file over 300 lines, no function over 40
+size: venv  ## warn of files over 400 lines and functions over 40
 	$(BIN)/python .ci/size.py $(PACKAGES)
 
 format: venv  ## rewrite the sources in the agreed form
@@ -132,10 +137,17 @@ clean:  ## remove .venv and every cache
 COVERAGE_FLOOR ?= 80
 
 $(VENV)/ready: .ci/requirements.lock pyproject.toml
-	@test -x $(BIN)/pip || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvoffload needs Python 3.11 or newer; name one with PYTHON=")'
+	@test -x $(BIN)/pip || $(NEW_ENOUGH)
 	@test -x $(BIN)/pip || { echo "Setting up $(VENV) (minutes the first time)"; $(PYTHON) -m venv $(VENV); }
 	$(PIP) install -r .ci/requirements.lock
 	$(PIP) install --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# What the pure layers and their tests need, in the locked versions.
+$(QUICK)/ready: .ci/requirements.lock
+	@test -x $(QUICK)/bin/pip || $(NEW_ENOUGH)
+	@test -x $(QUICK)/bin/pip || $(PYTHON) -m venv $(QUICK)
+	@$(QUICK)/bin/python -m pip --disable-pip-version-check -qq install --constraint .ci/requirements.lock anyio hypothesis pytest pytest-asyncio pytest-timeout
 	@touch $@
 
 $(VENV)/wheel/ready: $(VENV)/ready $(SOURCES)

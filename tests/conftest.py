@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import shutil
+import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -14,6 +15,10 @@ settings.register_profile("fast", common, max_examples=30, stateful_step_count=3
 settings.register_profile("ci", common, max_examples=200, derandomize=True)
 settings.register_profile("deep", common, max_examples=5000, stateful_step_count=100)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
+
+# Where a script started this run in the background SIGINT is ignored, also in every child. Tests of Ctrl-C need the default.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

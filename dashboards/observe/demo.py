@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, Any
 
-from dashboards.observe.prometheus import ObserveError
+from dashboards.observe.prometheus import END_S, ObserveError, end
 
 # The conversations outgrow the host's memory after some turns: prompts that come back are found at first, and evicted
 # later, whoever is served when.
@@ -45,7 +45,9 @@ class Demo:
             if "metrics stay at" in line:
                 break
         else:
-            raise ObserveError(f"the demo ended with exit code {self.process.wait()} and serves no longer")
+            raise ObserveError(
+                f"the demo ended with exit code {self.process.wait(END_S)} and serves no longer"
+            )
         assert self.process.stdout is not None
         result: dict[str, Any] = json.loads(_first_object(self.process.stdout))
         return result
@@ -73,8 +75,7 @@ def run_demo() -> Iterator[Demo]:
             assert process.stderr is not None
             yield Demo(_address(process, process.stderr), process, process.stderr)
         finally:
-            process.terminate()
-            process.communicate()
+            end(process)
 
 
 def _address(process: subprocess.Popen[str], errors: IO[str]) -> str:
@@ -83,7 +84,7 @@ def _address(process: subprocess.Popen[str], errors: IO[str]) -> str:
         said.append(line)
         if _URL in line:
             return line.split(_URL)[1].strip().removeprefix("http://").removesuffix("/metrics")
-    raise ObserveError(f"the demo did not start (exit code {process.wait()}):\n{''.join(said)[-2000:]}")
+    raise ObserveError(f"the demo did not start (exit code {process.wait(END_S)}):\n{''.join(said)[-2000:]}")
 
 
 def _first_object(lines: IO[str]) -> str:

@@ -21,6 +21,8 @@ SCRAPE_S = 1
 _RULES = Path(__file__).resolve().parent.parent / "rules"
 _START_S = 30.0
 _POLL_S = 0.1
+END_S = 60.0
+"""A child that was told to end may take so long."""
 
 
 class ObserveError(Exception):
@@ -110,8 +112,22 @@ def run_prometheus(targets: Sequence[str]) -> Iterator[Prometheus]:
             _wait_until_ready(server, process)
             yield server
         finally:
-            process.terminate()
-            process.wait()
+            end(process)
+
+
+def end(process: subprocess.Popen[Any], timeout_s: float = END_S) -> None:
+    """End a child by SIGTERM, and by SIGKILL where that does not.
+
+    Raises:
+        ObserveError: SIGTERM did not end it in time.
+    """
+    process.terminate()
+    try:
+        process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        raise ObserveError(f"SIGTERM did not end process {process.pid} in {timeout_s:g} s") from None
 
 
 def _config(targets: Sequence[str]) -> dict[str, object]:

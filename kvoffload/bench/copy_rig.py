@@ -88,7 +88,6 @@ class Rig:
     def __init__(self, device: str, page: int, size: int, threads: int = 1, regions: int = REGIONS) -> None:
         self.count = max(size // (page * regions), 1)
         self.size = self.count * page * regions
-        self._regions = regions
         self.blocks = POOL * self.count
         self._page = page
         self._device = torch.empty(regions * self.blocks * page, dtype=torch.uint8, device=device)
@@ -101,10 +100,13 @@ class Rig:
             self.layout,
             self.blocks,
             make_allocator(self.layout, executor=at_once),
-            chunk_bytes=max(CHUNK_BYTES, 2 * self.size),
+            chunk_bytes=max(CHUNK_BYTES, POOL * self.size),  # all in one, so that a large copy fits
         )
         asyncio.run(self.arena.prepare())
         self.executor.wait()  # until it is known which copies a kernel does
+        bases = [int(base) for base in self.arena.geometry.host_base[0]]
+        self._regions = [_bytes_at(base, self.blocks * page) for base in bases]
+        self._host = _bytes_at(bases[0], self.blocks * self.layout.slot_bytes)
         self._chosen = self._limits = self._limits_now
         self._draw = np.random.default_rng(0)
         self._threads = threads
@@ -225,17 +227,13 @@ class Rig:
                 raise WrongBytes("a copy has failed")
 
     def _start(self) -> tuple[int, int]:
-        """Return places on the host and the device from which a large copy fits, the first chunk being large enough."""
-        room = min(self._chunk_bytes(), self._device.numel()) - self.size
-        places = room // _UNALIGNED + 1
+        """Return places on the host and the device from which a large copy fits."""
+        places = (min(self._host.size, self._device.numel()) - self.size) // _UNALIGNED + 1
         host, device = (int(self._draw.integers(places)) * _UNALIGNED for _ in range(2))
         return host, device
 
-    def _chunk_bytes(self) -> int:
-        return min(self.arena.geometry.chunk_slots, self.blocks) * self.layout.slot_bytes
-
     def _one_on_host(self, way: Direction, host: int, device: int) -> None:
-        addresses = [int(self.arena.geometry.host_base[0, 0]) + host, self._device.data_ptr() + device]
+        addresses = [self._host.ctypes.data + host, self._device.data_ptr() + device]
         target, source = addresses if way is Direction.STORE else reversed(addresses)
         threads = self.threads([way])
         part = self.size // threads
@@ -243,8 +241,7 @@ class Rig:
             self.executor.submit(ctypes.memmove, target + start, source + start, part)
 
     def _one_on_device(self, way: Direction, stream: torch.cuda.Stream, host: int, device: int) -> None:
-        chunk = self._memory(0, self._chunk_bytes())
-        pinned = torch.from_numpy(chunk[host : host + self.size])
+        pinned = torch.from_numpy(self._host[host : host + self.size])
         memory = self._device[device : device + self.size]
         target, source = (pinned, memory) if way is Direction.STORE else (memory, pinned)
         with torch.cuda.stream(stream):
@@ -254,35 +251,13 @@ class Rig:
         """Put random bytes on both sides."""
         seed = int(self._draw.integers(2**31))
         _randomize(self._device, seed)
-        for chunk, count in self._chunks():
-            _randomize(
-                torch.from_numpy(self._memory(chunk, count * self.layout.slot_bytes)), seed + 1 + chunk
-            )
-
-    def _chunks(self) -> list[tuple[int, int]]:
-        """Return each chunk of the arena and its slots."""
-        each = self.arena.geometry.chunk_slots
-        return [
-            (number, min(each, self.blocks - start))
-            for number, start in enumerate(range(0, self.blocks, each))
-        ]
-
-    def _memory(self, chunk: int, size: int) -> NDArray[np.uint8]:
-        return _bytes_at(int(self.arena.geometry.host_base[chunk, 0]), size)
+        _randomize(torch.from_numpy(self._host), seed + 1)
 
     def _host_pages(self) -> Pages:
-        parts = [
-            np.stack([self._region(chunk, region, count) for region in range(self._regions)])
-            for chunk, count in self._chunks()
-        ]
-        return np.concatenate(parts, axis=1)
-
-    def _region(self, chunk: int, region: int, count: int) -> Pages:
-        address = int(self.arena.geometry.host_base[chunk, region])
-        return _bytes_at(address, count * self._page).reshape(count, self._page)
+        return np.stack(self._regions).reshape(len(self._regions), self.blocks, self._page)
 
     def _device_pages(self) -> Pages:
-        pages: Pages = self._device.view(self._regions, self.blocks, self._page).cpu().numpy().copy()
+        pages: Pages = torch.stack(self._tensors).cpu().numpy()
         return pages
 
 

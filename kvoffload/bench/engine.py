@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import random
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from functools import partial
 from kvoffload.bench.lines import Line, line, ratios
 from kvoffload.bench.results import add_output_arguments, give_out
 from kvoffload.cli.demo.options import DemoOptions
+from kvoffload.cli.ending import run_async
 from kvoffload.cli.exits import CommandError
 from kvoffload.cli.parser import positive
 
@@ -62,9 +62,9 @@ def _measure(args: argparse.Namespace) -> Iterator[Line]:
         turn_tokens=later,
         model=args.model,
     )
-    yield asyncio.run(_no_reuse(options, args.pairs))
+    yield run_async(_no_reuse(options, args.pairs))
     yield from measure_steps(_STEP_BYTES, args.repeats)
-    yield from asyncio.run(_returning(options))
+    yield from run_async(_returning(options))
 
 
 async def _no_reuse(options: DemoOptions, pairs: int) -> Line:

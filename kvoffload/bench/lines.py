@@ -119,7 +119,7 @@ def markdown(results: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(parts)
 
 
-_ORDER = ("engine", "serve", "hooks", "queue", "copy", "verify", "scale", "convoy")
+_ORDER = ("engine", "serve", "hooks", "queue", "copy", "verify", "scale")
 
 
 def _machine(about: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kvoffload.bench.lines import Line, table
 from kvoffload.cli.exits import CommandError, Exit
-from kvoffload.cli.partial_file import complete, open_partial
+from kvoffload.cli.partial_file import written
 
 MOST_BYTES = 30_000
 _NOT_IN_NAMES = re.compile("[^a-z0-9]+")
@@ -96,13 +96,10 @@ def save(name: str, told: Mapping[str, object], folder: Path) -> Path:
     target = folder / f"{name}-{slug(about)}.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor, partial = open_partial(target)
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        partial.chmod(0o644)
-        complete(partial, target)
     except OSError as error:
         raise CommandError(f"{target} cannot be written: {error.strerror or error}") from error
+    with written(target) as file:
+        file.write(text)
     return target
 
 

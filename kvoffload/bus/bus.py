@@ -10,7 +10,7 @@ One thread dispatches and subscribes: the engine's. Feeds carry messages to othe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from kvoffload.bus.feed import Feed, FeedStatistics
 from kvoffload.bus.guard import call_guarded
@@ -32,6 +32,17 @@ class BusStatistics(NamedTuple):
     feeds: tuple[tuple[str, FeedStatistics], ...]  #: by name, also those no longer read
 
 
+class EventSource(Protocol):
+    """Where state handlers leave events."""
+
+    @property
+    def has_events(self) -> bool:
+        """Whether `take` may return any."""
+
+    def take(self) -> Sequence[object]:
+        """Return the events, in order, and forget them."""
+
+
 class _Route(NamedTuple):
     """Everybody who gets the messages of one class."""
 
@@ -44,11 +55,11 @@ class Bus:
     """Synchronous publish and subscribe, dispatched by class.
 
     Args:
-        take_events: returns, and forgets, what a state handler left to report.
+        source: of the events that state handlers leave to report; None without any.
     """
 
-    def __init__(self, take_events: Callable[[], Sequence[object]] = tuple) -> None:
-        self._take_events = take_events
+    def __init__(self, source: EventSource | None = None) -> None:
+        self._source = source
         self._handlers: dict[type, Handler] = {}
         self._counters: list[tuple[type, Handler]] = []
         self._recorders: tuple[Recorder, ...] = ()
@@ -71,6 +82,11 @@ class Bus:
         if cls in self._handlers:
             raise ValueError(f"{cls.__name__} has a handler already: {self._handlers[cls]}")
         self._handlers[cls] = handler
+        self._routes.clear()
+
+    def drop_handlers(self) -> None:
+        """Call no state handler any more, nor take events from their source; subscribers stay."""
+        self._handlers.clear()
         self._routes.clear()
 
     def count(self, cls: type[M], counter: Callable[[M], object]) -> None:
@@ -105,8 +121,10 @@ class Bus:
         self._removed = callback
 
     def afterwards(self, callback: Callable[[], object]) -> None:
-        """Call `callback` once, when the batch that is being dispatched has reached everybody, recorders too."""
+        """Call `callback` once, when the batch that is being dispatched has reached everybody; without one, at once."""
         self._after.append(callback)
+        if self._batch is None:
+            self._run_after()
 
     def publish(self, message: object) -> None:
         """Dispatch a message; from inside a subscriber, after all that is being dispatched. Never waits."""
@@ -134,13 +152,7 @@ class Bus:
         finally:
             self._batch = None
             self._published += len(batch)
-        for recorder in self._recorders:
-            try:
-                recorder(batch)
-            except Exception as exc:
-                self._remove(recorder, exc)
-        while self._after:
-            call_guarded(self._after.pop(0))
+        self._finish(batch)
 
     def statistics(self) -> BusStatistics:
         return BusStatistics(
@@ -158,12 +170,26 @@ class Bus:
     def _react(self, handler: Handler, message: object, batch: list[object]) -> None:
         try:
             handler(message)
-            batch += self._take_events()
+            source = self._source
+            if source is not None and source.has_events:
+                batch += source.take()
         except Exception as exc:
             self._state_errors += 1
             if self._state_error is None:
                 raise
             call_guarded(self._state_error, exc, message)
+
+    def _finish(self, batch: list[object]) -> None:
+        for recorder in self._recorders:
+            try:
+                recorder(batch)
+            except Exception as exc:
+                self._remove(recorder, exc)
+        self._run_after()
+
+    def _run_after(self) -> None:
+        while self._after:
+            call_guarded(self._after.pop(0))
 
     def _resolve(self, cls: type) -> _Route:
         route = self._routes[cls] = _Route(

@@ -14,6 +14,7 @@ class Exit(IntEnum):
     FAILED = 1  # it ran, and what it found is wrong
     USAGE = 2  # it cannot run as asked
     INTERRUPTED = 130  # as shells write a process that Ctrl-C ended
+    TERMINATED = 143  # as shells write a process that SIGTERM ended
 
 
 class CommandError(KVOffloadError):

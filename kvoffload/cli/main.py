@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Protocol, cast
 
 import kvoffload
+from kvoffload.cli.ending import sigterm_exits
 from kvoffload.cli.exits import Exit
 from kvoffload.cli.parser import Parser, parse
 from kvoffload.model.errors import KVOffloadError
@@ -23,6 +24,11 @@ COMMANDS = {
     "top": "kvoffload.cli.top.command",
 }
 """Subcommands and the module of each, which is a `Command`. Importing one must be cheap."""
+
+EXIT_CODES = (
+    f"Exit codes: {Exit.OK:d} well; {Exit.FAILED:d} it ran, and something it found or did is wrong; {Exit.USAGE:d} it cannot run "
+    f"as asked; {Exit.INTERRUPTED:d} ended by Ctrl-C; {Exit.TERMINATED:d} ended by SIGTERM. The last two end it in order."
+)
 
 
 class Command(Protocol):
@@ -42,11 +48,12 @@ class Command(Protocol):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` and return the exit code; wrong usage exits."""
+    """Run the command line `argv` and return the exit code; wrong usage and SIGTERM exit."""
     parser, commands = _parsers()
     args = parse(parser, commands, argv)
     try:
-        code = _load(args.command).run(args)
+        with sigterm_exits():
+            code = _load(args.command).run(args)
         sys.stdout.flush()
         return code
     except KVOffloadError as error:
@@ -62,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parsers() -> tuple[Parser, dict[str, Parser]]:
-    parser = Parser(prog="kvoffload", description="KV-cache offloading for LLM engines.")
+    parser = Parser(prog="kvoffload", description="KV-cache offloading for LLM engines.", epilog=EXIT_CODES)
     parser.add_argument("--version", action="version", version=f"kvoffload {kvoffload.__version__}")
     subparsers = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     commands = {}

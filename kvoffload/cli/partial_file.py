@@ -5,11 +5,58 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
+
+from kvoffload.cli.exits import CommandError
 
 
-def open_partial(target: Path) -> tuple[int, Path]:
+@contextmanager
+def written(target: Path, *, is_private: bool = False) -> Iterator[TextIO]:
+    """Open a file that takes the place of `target` when all is written. A link there is replaced, not followed.
+
+    Args:
+        target: its name.
+        is_private: it is its owner's alone; otherwise it has the usual permissions.
+
+    Raises:
+        CommandError: it cannot be written; what was there is still there.
+    """
+    partial: Path | None = None
+    try:
+        descriptor, partial = _open(target)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            yield file
+        if not is_private:
+            mask = os.umask(0)
+            os.umask(mask)
+            partial.chmod(0o666 & ~mask)
+        os.replace(partial, target)
+    except OSError as error:
+        raise _refusal(target, error) from error
+    finally:
+        if partial is not None:
+            with suppress(OSError):
+                partial.unlink()
+
+
+def check_writable(target: Path) -> None:
+    """Find out whether `written` would succeed, before anything that takes long; leaves nothing behind.
+
+    Raises:
+        CommandError: it would not.
+    """
+    try:
+        descriptor, partial = _open(target)
+        os.close(descriptor)
+        partial.unlink()
+    except OSError as error:
+        raise _refusal(target, error) from error
+
+
+def _open(target: Path) -> tuple[int, Path]:
     """Return a new file beside `target`, its owner's alone, as a descriptor and a path.
 
     Raises:
@@ -22,10 +69,5 @@ def open_partial(target: Path) -> tuple[int, Path]:
     return descriptor, Path(name)
 
 
-def complete(partial: Path, target: Path) -> None:
-    """Give a file its name, in place of what was there. A link there is replaced, not followed.
-
-    Raises:
-        OSError: it cannot be had; what was there is still there.
-    """
-    os.replace(partial, target)
+def _refusal(target: Path, error: OSError) -> CommandError:
+    return CommandError(f"{target} cannot be written: {error.strerror or error}")

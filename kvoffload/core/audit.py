@@ -40,7 +40,7 @@ def audit_at_rest(state: CoreState, stores: Stores, slots: Iterable[SlotId]) -> 
 
 def _records(state: CoreState) -> Iterator[str]:
     """What requests, jobs and hits hold."""
-    for law in (_pins, _holds, _jobs, _filling, _leases, _in_flight, _requests, _indexes, _drained):
+    for law in (_pins, _holds, _jobs, _filling, _stalled, _leases, _in_flight, _requests, _indexes, _drained):
         yield from law(state)
 
 
@@ -146,6 +146,13 @@ def _filling(state: CoreState) -> Iterator[str]:
         count != 1 or state.pool.state(slot) != SlotState.FILLING for slot, count in filling.items()
     ):
         yield "filling slots and open stores disagree"
+
+
+def _stalled(state: CoreState) -> Iterator[str]:
+    """Device blocks under abandoned copies are counted, and no others."""
+    blocks = sum([len(job.blocks) for job in state.jobs.open.values() if job.state is JobState.ABANDONED])
+    if blocks != state.stall.blocks:
+        yield f"{blocks} blocks are under abandoned copies, {state.stall.blocks} are counted"
 
 
 def _leases(state: CoreState) -> Iterator[str]:

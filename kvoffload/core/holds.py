@@ -36,9 +36,9 @@ class Holds:
 
     def release_if_over(self, record: RequestRecord) -> None:
         """Release a request's slots if it has no block table, or has ended, and no store of its is under way."""
-        if (record.jobs and not record.has_abandoned) or has_table(record):
-            return
-        self.release(record)
+        is_waiting = record.jobs and not record.has_abandoned
+        if (record.held or record.shares or record.found_tokens) and not (is_waiting or has_table(record)):
+            self.release(record)
 
     def release(self, record: RequestRecord) -> None:
         """Release all that a request holds; its deepest blocks become evictable first."""

@@ -17,9 +17,8 @@ from kvoffload.model.errors import IllegalTransition
 from kvoffload.model.ids import BlockKey, SlotId
 
 _CAN_HIT = (SlotState.READY, SlotState.PINNED)
-_READY, _PINNED = map(
-    int, _CAN_HIT
-)  # CPython 3.11 compares plain integers ten times as fast as members of an enum
+# CPython 3.11 compares plain integers ten times as fast as members of an enum.
+_READY, _PINNED = map(int, _CAN_HIT)
 _DRAINING = int(SlotState.DRAINING)
 _ONLY_PINNED = bytes((_PINNED,))
 
@@ -175,15 +174,15 @@ class HostPool:
                 free.append(slot)
         self._order.add(free)
 
-    def use(self, slots: Iterable[SlotId], held: Mapping[SlotId, int]) -> int:
-        """Note a use of each slot in this order, and undo so many holds of those in `held`.
+    def use(self, slots: Sequence[SlotId], held: Mapping[SlotId, int]) -> int:
+        """Note a use of each slot in this order, and undo so many holds of those in `held`. The last use of a slot counts.
 
         Returns:
             How many of them may be evicted, the last one last.
         """
         holds, states, order = self._holds, self._states, self._order
         moved, last = list[SlotId](), list[SlotId]()
-        for slot in slots:
+        for slot in reversed(dict.fromkeys(reversed(slots))):
             had = holds.get(slot, 0)
             left = had - held.get(slot, 0)
             if had:

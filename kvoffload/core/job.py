@@ -16,7 +16,6 @@ from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, JobId, Rank, S
 from kvoffload.model.transfer import Direction, TransferJob, TransferPlan
 
 _PLANNED, _SUBMITTED, _ABANDONED = JobState.PLANNED, JobState.SUBMITTED, JobState.ABANDONED
-_OPEN = (_PLANNED, _SUBMITTED, _ABANDONED)
 _DONE = CopyOutcome.DONE
 
 
@@ -132,7 +131,7 @@ class Jobs:
             counts[_PLANNED] -= 1
             counts[moved] += 1
             job.state = moved
-        self.planned = []
+        self.planned.clear()
         return plan
 
     def abandon(self, job: Job) -> None:
@@ -153,14 +152,6 @@ class Jobs:
         self._move(job, JobEvent.FAIL if job.failed else JobEvent.FINISH)
         self.pending -= was is _SUBMITTED
         del self.open[job.job]
-
-    def discard(self, job: Job) -> None:
-        """Forget an open job, whatever was done to it: nothing will end it any more (R12)."""
-        if job in self.planned:
-            self.planned.remove(job)
-        if self.open.pop(job.job, None) is not None and job.state in _OPEN:
-            self._counts[job.direction][job.state] -= 1
-            self.pending -= job.state is not _ABANDONED
 
     def _move(self, job: Job, event: JobEvent) -> None:
         after, counts = JOB.next(job.state, event), self._counts[job.direction]

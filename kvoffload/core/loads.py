@@ -46,7 +46,7 @@ class Loads:
 
     def allocated(self, record: RequestRecord, fact: BlocksAllocated) -> None:
         """A request without a block table got one: its hit becomes a load, or is dropped (R2)."""
-        hit = self._hits.take(record)
+        hit = self._hits.take(record, fact.external_tokens)
         record.found_tokens = record.loaded_tokens = record.confirmed_tokens = fact.device_tokens
         if fact.external_tokens:
             self._state.requests.move(record, RequestEvent.ALLOCATE_AND_LOAD)
@@ -63,10 +63,9 @@ class Loads:
             self._state.results.failed.append(request)
 
     def _decline(self, record: RequestRecord, hit: PendingHit) -> None:
-        """The engine takes nothing from the host."""
+        """The engine takes nothing from the host, as its contract allows (R2)."""
         self._hits.unpin(record, hit)
-        self._state.tally.events.append(HitDropped(record.request, len(hit.slots), PinDropCause.NOT_ACCEPTED))
-        self._surprised(SurpriseCause.PIN_WITHOUT_TOKENS, record.request)
+        self._state.tally.report(HitDropped(record.request, len(hit.slots), PinDropCause.NOT_ACCEPTED))
 
     def _load(self, record: RequestRecord, fact: BlocksAllocated, hit: PendingHit | None) -> None:
         """Plan the load of what the engine accepted. Tokens that the host does not have fail at once."""
@@ -74,7 +73,8 @@ class Loads:
         length = fact.device_tokens + fact.external_tokens
         if hit is None or length > hit.tokens:
             self._surprised(SurpriseCause.TOKENS_WITHOUT_PIN, record.request)
-        copies = self._copies(record, fact, length) if state.degraded is None else None
+        may_load = state.degraded is None and not state.stall.is_on
+        copies = self._copies(record, fact, length) if may_load else None
         slots, blocks = copies or ([], [])
         state.pool.pin(slots)
         if hit is not None and hit.slots:
@@ -93,7 +93,7 @@ class Loads:
         self._state.pool.unpin(hit.slots)
         if rest := len(set(hit.slots).difference(loading)):
             self._state.holds.used(record, record.found_tokens)
-            self._state.tally.events.append(HitDropped(record.request, rest, PinDropCause.NOT_ACCEPTED))
+            self._state.tally.report(HitDropped(record.request, rest, PinDropCause.NOT_ACCEPTED))
 
     def _plan(
         self, record: RequestRecord, slots: list[SlotId], blocks: list[DeviceBlockId], tokens: int
@@ -106,7 +106,7 @@ class Loads:
         job.concerns[record] = None
         record.jobs += 1
         state.shared.started(record, slots)
-        state.tally.events.append(LoadScheduled(job.job, record.request, len(slots), tokens, tuple(slots)))
+        state.tally.report(LoadScheduled(job.job, record.request, len(slots), tokens, tuple(slots)))
 
     def _copies(self, record: RequestRecord, fact: BlocksAllocated, length: int) -> _Copies | None:
         """Return what must be copied to go on at `length`, heads first; None where the host lacks some of it.
@@ -155,8 +155,7 @@ class Loads:
         self._note_misses(job.slots, MissCause.LOAD_FAILED)
         lost = sum(map(self._state.pool.quarantine, job.slots))
         self._state.tally.evicted(EvictionCause.ABANDONED, lost)
-        if not job.settled:
-            self._failed(job, LoadOutcome.ABANDONED)
+        self._failed(job, LoadOutcome.ABANDONED)
 
     def cancel_planned(self, record: RequestRecord | None = None) -> None:
         """Take back the loads that no worker knows of yet, of one request or all."""
@@ -215,13 +214,13 @@ class Loads:
     def _settle(self, job: Job, outcome: LoadOutcome) -> None:
         assert job.loads_for is not None, job
         job.settled = True
-        events, request = self._state.tally.events, job.loads_for.request
+        report, request = self._state.tally.report, job.loads_for.request
         corrupt = len(job.corrupt) if outcome is LoadOutcome.CORRUPT else 0
         if corrupt:
-            events.append(LoadEnded(job.job, request, corrupt, outcome))
+            report(LoadEnded(job.job, request, corrupt, outcome))
             outcome = LoadOutcome.FAILED
         if len(job.slots) > corrupt:
-            events.append(LoadEnded(job.job, request, len(job.slots) - corrupt, outcome))
+            report(LoadEnded(job.job, request, len(job.slots) - corrupt, outcome))
 
     def _answer(self, record: RequestRecord, incarnation: int, *, loaded: bool) -> None:
         """Answer the engine, exactly once a load, and move the request on if it still waits for this load."""
@@ -238,4 +237,4 @@ class Loads:
         state.shared.ended(record)
 
     def _surprised(self, cause: SurpriseCause, request: RequestId) -> None:
-        self._state.tally.events.append(EngineSurprised(cause, request))
+        self._state.tally.report(EngineSurprised(cause, request))

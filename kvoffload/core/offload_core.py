@@ -8,11 +8,10 @@ of that fact's class, and its statements are the order in which things happen.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 
 from kvoffload.core.audit import audit, audit_at_rest
 from kvoffload.core.fingerprint import fingerprint
-from kvoffload.core.job import Job, Offer
+from kvoffload.core.job import Offer
 from kvoffload.core.loads import Loads
 from kvoffload.core.machine import JobState, RequestEvent, RequestState, SlotState
 from kvoffload.core.pending_hits import PendingHits
@@ -25,6 +24,8 @@ from kvoffload.model.causes import EvictionCause, PinDropCause, StoreOutcome, Su
 from kvoffload.model.engine import BlockPool, EngineShape
 from kvoffload.model.events import (
     CapacityGrown,
+    CopiesResumed,
+    CopiesStalled,
     EngineSurprised,
     Event,
     JobAbandoned,
@@ -32,8 +33,8 @@ from kvoffload.model.events import (
     RankReported,
     ResetStarted,
 )
-from kvoffload.model.ids import NULL_BLOCK, BlockKey, DeviceBlockId, Rank, RequestId, SlotId
-from kvoffload.model.transfer import NOTHING, TransferPlan
+from kvoffload.model.ids import NULL_BLOCK, BlockKey, DeviceBlockId, RequestId, SlotId
+from kvoffload.model.transfer import NOTHING, TransferPlan, TransferReport
 
 _SEEN, _LOADING, _RUNNING = RequestState.SEEN, RequestState.LOADING, RequestState.RUNNING
 
@@ -117,13 +118,14 @@ class OffloadCore:
         was = record.state
         if was is _SEEN:
             record.incarnation += 1
-            record.stores = self._is_untainted(fact)
+            record.stores = not self.state.generation or self._is_untainted(fact)
             record.offered = [0] * len(record.keys)
         elif was is _RUNNING:
             # What it loaded is there, or was taken back with its table before anyone reported that: nobody waits for it.
             self.state.shared.ended(record)
         self._new[record] = None
-        self._handed_out(self._new_blocks(fact), since_reset=record.stores)
+        if self.state.tables.places or self.state.generation:
+            self._handed_out(self._new_blocks(fact), since_reset=record.stores)
         self.state.tables.allocated(record, fact.tables)
         if was is _SEEN:
             self._loads.allocated(record, fact)
@@ -141,9 +143,12 @@ class OffloadCore:
             return
         if record.state is _RUNNING:
             self._offer_last(record, fact)
-        self._stores.settle_waiting(record, StoreOutcome.REQUEST_GONE)
-        self._hits.drop(record, PinDropCause.REQUEST_ENDED)
-        self._loads.cancel_planned(record)
+        if record.waiting:
+            self._stores.settle_waiting(record, StoreOutcome.REQUEST_GONE)
+        if record.hit is not None:
+            self._hits.drop(record, PinDropCause.REQUEST_ENDED)
+        if state.jobs.planned:
+            self._loads.cancel_planned(record)
         self._new.pop(record, None)
         self._table_ended(record)
         state.requests.move(record, RequestEvent.END)
@@ -153,7 +158,8 @@ class OffloadCore:
         if not fact.holds_blocks:
             self._planner.preempted(record)
             return
-        record.extend_keys(fact.new_keys)
+        if fact.new_keys:
+            record.extend_keys(fact.new_keys)
         record.confirmed_tokens = max(record.confirmed_tokens, fact.confirmed_tokens)
         self._planner.ending(record)
 
@@ -189,7 +195,8 @@ class OffloadCore:
         self._new.clear()
         advanced = self._advance(fact) if fact.progress or fact.handed_out else []
         if state.degraded is None:
-            self._stores.next_step()
+            if self._stores.again or self._stores.for_room:
+                self._stores.next_step()
             self._planner.step(fact, advanced)
 
     def states_handed_off(self, fact: facts.StatesHandedOff) -> None:
@@ -240,12 +247,12 @@ class OffloadCore:
     def transfer_reported(self, fact: facts.TransferReported) -> None:
         """A rank reported which of its copies ended, and how many slots it has ready. A duplicate changes nothing."""
         state, report = self.state, fact.report
-        self._ready(report.rank, report.ready_slots)
+        self._ready(report)
         for part in report.jobs:
             job = state.jobs.open.get(part.job)
             if job is None or not job.reported(report.rank, part.outcome, part.corrupt):
                 continue
-            state.tally.events.append(
+            state.tally.report(
                 RankReported(
                     job.job,
                     report.rank,
@@ -256,6 +263,9 @@ class OffloadCore:
                     part.copy_s,
                 )
             )
+            if not job.waiting:
+                state.stall.ended(job)
+                self._look_at_stall()
             if job.loads_for is None:
                 self._stores.reported(job, part.outcome)
                 continue
@@ -269,7 +279,9 @@ class OffloadCore:
         if job is None or job.state is not JobState.SUBMITTED:
             return
         state.jobs.abandon(job)
-        state.tally.events.append(JobAbandoned(job.job, job.direction, len(job.slots)))
+        state.stall.abandoned(job)
+        self._look_at_stall()
+        state.tally.report(JobAbandoned(job.job, job.direction, len(job.slots)))
         for record in job.concerns:
             record.has_abandoned = True
             state.holds.release_if_over(record)
@@ -278,27 +290,36 @@ class OffloadCore:
         else:
             self._loads.abandoned(job)
 
+    def _look_at_stall(self) -> None:
+        stall = self.state.stall
+        if not stall.has_turned():
+            return
+        if stall.is_on:
+            self.state.tally.report(CopiesStalled(stall.blocks, stall.limit, stall.jobs_in_a_row))
+        else:
+            self.state.tally.report(CopiesResumed(stall.blocks))
+
     def take_results(self) -> LoadResults:
         """Return the loads that ended since the last call, and forget them."""
         results, self.state.results = self.state.results, LoadResults()
         return results
 
     def take_events(self) -> list[Event]:
-        """Return what happened since the last call, in order, and forget it.
+        """Return what happened since the last call, in order, and forget it."""
+        return self.state.tally.take()
 
-        Sums wait for the step's plan, because they follow the jobs that they are about.
-        """
-        return self.state.tally.take(sums=not self.state.jobs.planned)
-
-    def _ready(self, rank: Rank, slots: int) -> None:
-        """Capacity is the minimum of what the ranks have ready."""
-        state = self.state
+    def _ready(self, report: TransferReport) -> None:
+        """Capacity is the minimum of what the ranks have ready, and final when no rank expects more."""
+        state, rank = self.state, report.rank
         if not 0 <= rank < len(state.ready):
-            state.tally.events.append(EngineSurprised(SurpriseCause.UNKNOWN_JOB))
-        elif slots > state.ready[rank]:
-            state.ready[rank] = slots
+            state.tally.report(EngineSurprised(SurpriseCause.UNKNOWN_JOB))
+            return
+        if not report.is_growing:
+            state.growing.discard(rank)
+        if report.ready_slots > state.ready[rank]:
+            state.ready[rank] = report.ready_slots
             if state.pool.grow(min(state.ready)):
-                state.tally.events.append(CapacityGrown(state.pool.capacity))
+                state.tally.report(CapacityGrown(state.pool.capacity))
 
     # -- resets, and the end of offloading ------------------------------------------------------------------------
 
@@ -311,8 +332,7 @@ class OffloadCore:
         for record in live:
             self._hits.drop(record, PinDropCause.RESET)
             record.stores = False
-            if record.watched:
-                state.evictions.forget(record)
+            state.evictions.forget(record)
             state.shared.ended(record)
         for record in (*live, *state.requests.finishing):
             state.holds.release(record)
@@ -321,32 +341,17 @@ class OffloadCore:
         self._stores.stop(StoreOutcome.BEFORE_RESET, planned=StoreOutcome.CANCELLED)
         state.tally.evicted(EvictionCause.RESET, len(dropped))
         draining = state.pool.count(SlotState.DRAINING)
-        state.tally.events.append(ResetStarted(state.generation, len(dropped), draining, state.jobs.pending))
+        state.tally.report(ResetStarted(state.generation, len(dropped), draining, state.jobs.pending))
 
     def law_broken(self, fact: facts.LawBroken) -> None:
-        """Switch off for good: nothing new starts, what is under way drains, and the engine goes on (R12).
-
-        Whatever raised may have left things half done. So what no worker will report any more is released whatever the
-        state is in: planned jobs, and jobs whose last rank has reported.
-        """
+        """Switch off for good: nothing new starts, what is under way drains, and the engine goes on (R12)."""
         state = self.state
         if state.degraded is not None:
             return
         state.degraded = fact.cause
-        state.tally.events.append(OffloadingDegraded(fact.cause, fact.detail))
-        with suppress(Exception):
-            self._loads.cancel_planned()
-        with suppress(Exception):
-            self._stores.stop(StoreOutcome.DEGRADED, planned=StoreOutcome.DEGRADED)
-        for job in tuple(state.jobs.open.values()):
-            if job.state is JobState.PLANNED or not job.waiting:
-                self._discard(job)
-
-    def _discard(self, job: Job) -> None:
-        """Forget a job that nothing will end, and release its device blocks."""
-        self.state.jobs.discard(job)
-        blocks, job.blocks = job.blocks, []
-        self.state.leases.release(blocks)
+        state.tally.report(OffloadingDegraded(fact.cause, fact.detail))
+        self._loads.cancel_planned()
+        self._stores.stop(StoreOutcome.DEGRADED, planned=StoreOutcome.DEGRADED)
 
     # -- questions that change nothing ----------------------------------------------------------------------------
 
@@ -355,7 +360,7 @@ class OffloadCore:
         """Whether steps are needed for something to come to its end. Abandoned copies do not count (R16)."""
         state = self.state
         results = state.results
-        return bool(state.jobs.pending or results.loaded or results.failed or self._stores.has_again)
+        return bool(state.jobs.pending or results.loaded or results.failed or self._stores.again)
 
     @property
     def is_drained(self) -> bool:
@@ -414,15 +419,12 @@ class OffloadCore:
 
     def _is_untainted(self, fact: facts.BlocksAllocated) -> bool:
         """Whether all that the device brings was computed after the last reset (R10)."""
-        state = self.state
-        if not state.generation:
-            return True
-        fresh = state.computed_since_reset
+        fresh = self.state.computed_since_reset
         return all(
             block == NULL_BLOCK or block in fresh
-            for group, table in zip(state.shape.groups, fact.tables, strict=True)
+            for group, table in zip(self.state.shape.groups, fact.tables, strict=True)
             for block in table[: fact.device_tokens // group.block_tokens]
         )
 
     def _surprised(self, cause: SurpriseCause, request: RequestId) -> None:
-        self.state.tally.events.append(EngineSurprised(cause, request))
+        self.state.tally.report(EngineSurprised(cause, request))

@@ -37,28 +37,32 @@ class PendingHits:
         if slots:
             owner = state.shared.owner(slots) if may_wait else None
             if owner is not None:
-                state.tally.events.append(LookupDeferred(record.request, owner))
+                state.tally.report(LookupDeferred(record.request, owner))
                 return None
             state.pool.pin(slots)
             event = HitPinned(record.request, len(slots), device_tokens, hit.tokens - device_tokens)
-            state.tally.events.append(event)
+            state.tally.report(event)
         record.hit = hit
         return hit.tokens - device_tokens
 
-    def take(self, record: RequestRecord) -> PendingHit | None:
+    def take(self, record: RequestRecord, accepted_tokens: int) -> PendingHit | None:
         """An admission consumes the last lookup's answer, which counts now; the caller unpins its slots.
 
-        Counted are block positions behind what the device held. None where nothing was looked up.
+        Counted are block positions behind what the device held. A hit is what the engine accepted of it: it may decline
+        all of it, where another connector's hit came first, or its end. None where nothing was looked up.
         """
         hit, record.hit = record.hit, None
         if hit is None:
             return None
-        device_tokens, tokens, _, cause = hit
+        device_tokens, reached, _, cause = hit
         alignment = self._state.shape.alignment
-        end = max(record.prompt_tokens, tokens)
+        end = max(record.prompt_tokens, reached)
+        tokens = min(reached, device_tokens + accepted_tokens)
+        if tokens < reached:
+            cause = MissCause.NOT_ACCEPTED
         found = -(-(tokens - device_tokens) // alignment)
         missed = -(-(end - tokens) // alignment)
-        self._state.tally.events.append(
+        self._state.tally.report(
             LookupSettled(
                 record.request,
                 device_tokens,
@@ -76,7 +80,7 @@ class PendingHits:
         hit, record.hit = record.hit, None
         if hit is not None and hit.slots:
             self.unpin(record, hit)
-            self._state.tally.events.append(HitDropped(record.request, len(hit.slots), cause))
+            self._state.tally.report(HitDropped(record.request, len(hit.slots), cause))
 
     def unpin(self, record: RequestRecord, hit: PendingHit) -> None:
         """Unpin what a hit found and nobody will load: what the device holds of the prefix is evicted after it (R15)."""
@@ -92,6 +96,8 @@ class PendingHits:
             return PendingHit(device_tokens, device_tokens, (), MissCause.LOAD_FAILED)
         if state.degraded is not None:
             return PendingHit(device_tokens, device_tokens, (), MissCause.DEGRADED)
+        if state.stall.is_on:
+            return PendingHit(device_tokens, device_tokens, (), MissCause.STALLED)
         limit = record.prompt_tokens - 1
         tokens, slots, missing = longest_match(
             state.shape, record.keys, state.pool.index, device_tokens, limit

@@ -87,7 +87,8 @@ class EagerPlanner:
 
     def ending(self, record: RequestRecord) -> None:
         self._due.pop(record, None)
-        self._stores.ending(record)
+        if record.waiting:
+            self._stores.ending(record)
         if offers := _confirmed(self._state, record):
             self._stores.offer(offers, last_chance=True)
 
@@ -102,7 +103,8 @@ class EagerPlanner:
         if self._state.device.free_blocks() < self._scarce:
             return True
         size = self._tokens
-        return any(record.confirmed_tokens // size > record.offered[0] + 1 for record in advanced)
+        several = [each for each in advanced if each.confirmed_tokens // size > each.offered[0] + 1]
+        return bool(several)
 
 
 class LazyPlanner:
@@ -174,17 +176,24 @@ class LazyPlanner:
                 offers.append(Offer(key, block))
         fitting, no_slot = offers[:room], offers[room:]
         stored = fitting[: self._stores.room]
-        self._clean = len(blocks) - len(stored) if stored == fitting else 0
+        is_all = stored == fitting and not (no_slot and state.growing)
+        self._clean = len(blocks) - len(stored) if is_all else 0
         self._stored += len(stored)
         self._stores.offer(stored[::-1])  # the device evicts the deepest first; a job has the heads first
-        new = [offer for offer in no_slot if not self._is_refused(offer.key)]
-        self._stores.refuse(new, StoreOutcome.HOST_FULL)
+        outcome, cause = _NO_SLOT[bool(state.growing)]
+        self._stores.refuse(
+            [offer for offer in no_slot if state.misses.cause(offer.key) is not cause], outcome
+        )
 
     def _is_known(self, key: BlockKey) -> bool:
         return key in self._state.pool.index or key in self._state.in_flight.keys
 
-    def _is_refused(self, key: BlockKey) -> bool:
-        return self._state.misses.cause(key) is MissCause.DECLINED_HOST_FULL
+
+_NO_SLOT = {
+    False: (StoreOutcome.HOST_FULL, MissCause.DECLINED_HOST_FULL),
+    True: (StoreOutcome.NOT_READY, MissCause.DECLINED_NOT_READY),
+}
+"""By whether host memory is still growing: the outcome of a block without a slot, and why its key misses from then on."""
 
 
 def make_planner(state: CoreState, stores: Stores) -> StorePlanner:

@@ -28,8 +28,6 @@ class StaleBlocks:
 
     def handed_out(self, blocks: Iterable[DeviceBlockId]) -> int:
         """The engine handed these ids out: zero them wherever a table names them; return how many positions."""
-        if not self.places:
-            return 0
         zeroed = 0
         for block in self.places.keys() & blocks:
             for record, group, position in self.places.pop(block):
@@ -40,7 +38,8 @@ class StaleBlocks:
 
     def allocated(self, record: RequestRecord, tables: Sequence[Sequence[DeviceBlockId]]) -> None:
         """The engine gave a request a new table, which replaces any other. Call `handed_out` first."""
-        self.forget(record)
+        if record.table is not None:
+            self.forget(record)
         record.table = list(map(list, tables))
         for group in self._recycling:
             self._note(record, group, 0)

@@ -15,10 +15,11 @@ from kvoffload.core.miss_memory import MissMemory
 from kvoffload.core.request import Requests
 from kvoffload.core.shared_loads import SharedLoads
 from kvoffload.core.stale_blocks import StaleBlocks
+from kvoffload.core.stall import Stall
 from kvoffload.core.tally import Tally
 from kvoffload.model.causes import DegradeCause
 from kvoffload.model.engine import BlockPool, EngineShape
-from kvoffload.model.ids import DeviceBlockId, RequestId
+from kvoffload.model.ids import DeviceBlockId, Rank, RequestId
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +70,13 @@ class CoreState:
         self.shared = SharedLoads()
         self.evictions = EvictionWatch()
         self.misses = MissMemory()
-        self.tally = Tally()
+        self.tally = Tally(self.jobs.planned)
         self.results = LoadResults()
+        self.stall = Stall(shape.stall_limit)
         self.ready = [0] * shape.ranks
         """Per rank, the host slots that it has ready."""
+        self.growing = set(map(Rank, range(shape.ranks)))
+        """Ranks that are still making host memory ready, as far as they have reported."""
         self.generation = 0
         """How many resets there have been."""
         self.computed_since_reset: set[DeviceBlockId] = set()

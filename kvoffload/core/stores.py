@@ -6,7 +6,7 @@
                 └─ declined (`_settle`)
 
 Every offer gets exactly one outcome; until then it is in `RequestRecord.waiting`, among the duplicates that
-`InFlightStores` keeps, in `_again` for the next step, or in an open job.
+`InFlightStores` keeps, in `again` for the next step, or in an open job.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ class Wait(Enum):
     """Why an offer has no outcome yet."""
 
     FOR_ROOM = "for_room"  # under the lease limit; tried again next step
+    FOR_MEMORY = (
+        "for_memory"  # the host has no room, and more memory is being made ready; tried again next step
+    )
+    FOR_COPIES = "for_copies"  # too many copies did not end, and no new one starts; tried again next step
     FOR_END = "for_end"  # the host is full of what running requests use; tried again at the request's end
     FOR_COPY = "for_copy"  # an abandoned copy still reads the block; tried again at the request's end
 
@@ -40,8 +44,10 @@ class Stores:
     def __init__(self, state: CoreState) -> None:
         self._state = state
         self._batch: Job | None = None
-        self._for_room: dict[RequestRecord, deque[Place]] = {}
-        self._again: list[Offer] = []
+        self.for_room: dict[RequestRecord, deque[Place]] = {}
+        """Per request, the places whose offers wait for room."""
+        self.again: list[Offer] = []
+        """Offers to decide on again in the next step."""
         self.leased_blocks = 0
         """Device blocks that open stores lease."""
 
@@ -50,12 +56,7 @@ class Stores:
     @property
     def room(self) -> int:
         """Device blocks that stores may lease now."""
-        return self._state.shape.lease_limit - self.leased_blocks
-
-    @property
-    def has_again(self) -> bool:
-        """Whether the next step has offers to decide on again."""
-        return bool(self._again)
+        return 0 if self._state.stall.is_on else self._state.shape.lease_limit - self.leased_blocks
 
     def offer(self, offers: Sequence[Offer], *, last_chance: bool = False) -> None:
         """Take offers, each for the first time. `last_chance`: their request is ending, so nothing can wait."""
@@ -71,11 +72,13 @@ class Stores:
 
     def next_step(self) -> None:
         """Decide on what waited for room, and on what may be stored again."""
-        if self._again:
-            again, self._again = self._again, []
+        if self.again:
+            again, self.again = self.again, []
             self._decide(again, last_chance=False)
-        if self._for_room:
-            self._decide(self._take_for_room(self.room), last_chance=False)
+        if self.for_room:
+            # While host memory grows, offers that have no slot yet wait on.
+            room = min(self.room, self._state.pool.room) if self._state.growing else self.room
+            self._decide(self._take_for_room(room), last_chance=False)
 
     def ending(self, record: RequestRecord) -> None:
         """A request is ending: what it has waiting gets its last chance."""
@@ -88,10 +91,9 @@ class Stores:
 
     def settle_waiting(self, record: RequestRecord, outcome: StoreOutcome) -> None:
         """A request's offers can wait no longer."""
-        if record.waiting:
-            for group, position in record.waiting:
-                self._settle(record.keys[group][position], outcome)
-            self._stop_waiting(record)
+        for group, position in record.waiting:
+            self._settle(record.keys[group][position], outcome)
+        self._stop_waiting(record)
 
     def schedule(self) -> None:
         """The step's plan is about to take the store job: report it, and let the next offer open another one."""
@@ -99,7 +101,7 @@ class Stores:
         if job is not None:
             event = StoreScheduled(job.job, len(job.slots), tuple(job.slots))
             self._batch = None
-            self._state.tally.events.append(event)
+            self._state.tally.report(event)
 
     # -- deciding -----------------------------------------------------------------------------------------------
 
@@ -109,55 +111,63 @@ class Stores:
             for offer in offers:
                 self._settle(offer.key, StoreOutcome.DEGRADED)
             return
-        parts, in_flight = self._state.pool.index.parts, self._state.in_flight.keys
+        fresh, cached = self._sort(offers)
+        if cached:
+            self._already_cached(cached)
+        if fresh:
+            self._admit(fresh, last_chance=last_chance)
+
+    def _sort(self, offers: Iterable[Offer]) -> tuple[list[Offer], list[Offer]]:
+        """Return the offers of new keys and of keys that the host has; those of keys that are being stored wait."""
+        parts, in_flight = self._state.pool.index.parts, self._state.in_flight
+        fresh: list[Offer] = []
         cached: list[Offer] = []
-        missing: list[Offer] = []
         for offer in offers:
             key = offer.key
             if key in parts[key[0]]:
                 cached.append(offer)
-            elif key in in_flight:
-                self._state.in_flight.wait(offer)
+            elif key in in_flight.keys:
+                in_flight.wait(offer)
             else:
-                missing.append(offer)
-        if cached:
-            self._already_cached(cached)
-        if missing:
-            self._admit(missing, last_chance=last_chance)
+                fresh.append(offer)
+        return fresh, cached
 
     def _admit(self, offers: Sequence[Offer], *, last_chance: bool) -> None:
-        """Accept the offers whose device block holds its key, as far as there is room; one of each key."""
-        state = self._state
-        verified = self._verified(offers, last_chance=last_chance)
-        first: dict[BlockKey, Offer] = {}
-        others = [offer for offer in verified if first.setdefault(offer.key, offer) is not offer]
-        host_room, lease_room = state.pool.room, self.room
-        accepted = list(first.values())[: max(min(host_room, lease_room), 0)]
-        if accepted:
-            self._accept(accepted)
-        verdict = Wait.FOR_END if host_room <= lease_room else Wait.FOR_ROOM
-        for offer in [*list(first.values())[len(accepted) :], *others]:
-            if offer.key in state.in_flight.keys:
-                state.in_flight.wait(offer)
-            else:
-                self._decline(offer, verdict, last_chance=last_chance)
+        """Accept the offers whose device block holds its key, as far as there is room; of one key the first of them.
 
-    def _verified(self, offers: Sequence[Offer], *, last_chance: bool) -> list[Offer]:
-        """Return the offers on blocks that certainly hold their keys, and decline the others."""
+        A duplicate of an accepted offer waits; one of a declined offer is decided on in its own place, so that a head
+        comes before its tail.
+        """
         state = self._state
-        verified: list[Offer] = []
+        accepted: dict[BlockKey, Offer] = {}
+        duplicates: list[Offer] = []
+        read, host_room, lease_room = state.in_flight.blocks, state.pool.room, self.room
+        room = min(host_room, lease_room)
+        without_room = self._without_room(host_room <= lease_room)
         held = state.device.keys_of([offer.block for offer in offers])
         for offer, holds in zip(offers, held, strict=True):
-            # The last check of all is against the engine's own knowledge of the block (R7).
-            if holds == offer.key and offer.block not in state.in_flight.blocks and not state.generation:
-                verified.append(offer)
+            if offer.key in accepted:
+                duplicates.append(offer)
                 continue
-            verdict = self._by_block(offer, holds)
-            if isinstance(verdict, Offer):
-                verified.append(verdict)
-            else:
+            # The last check of all is against the engine's own knowledge of the block (R7).
+            is_known = holds == offer.key and offer.block not in read and not state.generation
+            verdict = offer if is_known else self._by_block(offer, holds)
+            if not isinstance(verdict, Offer):
                 self._decline(offer, verdict, last_chance=last_chance)
-        return verified
+            elif len(accepted) < room:
+                accepted[offer.key] = verdict
+            else:
+                self._decline(offer, without_room, last_chance=last_chance)
+        if accepted:
+            self._accept(list(accepted.values()))
+        for duplicate in duplicates:
+            state.in_flight.wait(duplicate)
+
+    def _without_room(self, is_host_full: bool) -> Wait:
+        """Return what an offer waits for that finds no room on the host, or under the lease limit."""
+        if is_host_full:
+            return Wait.FOR_MEMORY if self._state.growing else Wait.FOR_END
+        return Wait.FOR_COPIES if self._state.stall.is_on else Wait.FOR_ROOM
 
     def _by_block(self, offer: Offer, holds: BlockKey | None) -> Offer | Wait | StoreOutcome:
         """Return the offer on a block that certainly holds its key, or why there is none (R3, R7, R10)."""
@@ -192,9 +202,9 @@ class Stores:
             return
         place = (offer.group, offer.position)
         record.waiting[place] = None
-        if verdict is Wait.FOR_ROOM:
-            self._for_room.setdefault(record, deque()).append(place)
-        else:
+        if verdict in _FOR_ROOM:
+            self.for_room.setdefault(record, deque()).append(place)
+        if verdict in _MEANWHILE:
             self._state.misses.note((offer.key,), _MEANWHILE[verdict])
 
     def _accept(self, offers: Sequence[Offer]) -> None:
@@ -252,7 +262,7 @@ class Stores:
             state.jobs.cancel(batch)
         for record in tuple(state.requests.live.values()):
             self.settle_waiting(record, outcome)
-        again, self._again = self._again, []
+        again, self.again = self.again, []
         for offer in again:
             self._settle(offer.key, outcome)
 
@@ -285,7 +295,7 @@ class Stores:
             self._state.pool.doom(slot)
         for offer in job.offers:
             self._settle(offer.key, outcome)
-        self._again += self._state.in_flight.settled(job)
+        self.again += self._state.in_flight.settled(job)
 
     def _copies_ended(self, job: Job) -> None:
         """No rank touches the job's memory any more: release it."""
@@ -332,26 +342,26 @@ class Stores:
         state.tally.evicted(EvictionCause.SPACE, len(keys))
         if again := state.evictions.evicted(keys):
             state.tally.offered(len(again))
-            self._again += again
+            self.again += again
 
     # -- waiting ------------------------------------------------------------------------------------------------
 
     def _take_for_room(self, room: int) -> list[Offer]:
         """Take up to `room` offers that waited for room, as their tables have them now."""
         taken: list[Offer] = []
-        while self._for_room and len(taken) < room:
-            record, places = next(iter(self._for_room.items()))
+        while self.for_room and len(taken) < room:
+            record, places = next(iter(self.for_room.items()))
             while places and len(taken) < room:
                 place = places.popleft()
                 del record.waiting[place]
                 taken.append(self._offer_of(record, *place))
             if not places:
-                del self._for_room[record]
+                del self.for_room[record]
         return taken
 
     def _stop_waiting(self, record: RequestRecord) -> None:
         record.waiting.clear()
-        self._for_room.pop(record, None)
+        self.for_room.pop(record, None)
 
     @staticmethod
     def _offer_of(record: RequestRecord, group: GroupId, position: int) -> Offer:
@@ -367,13 +377,13 @@ class Stores:
         """Return how many offers have no outcome and are in no job. Reads only."""
         state = self._state
         waiting = sum(len(record.waiting) for record in state.requests.live.values())
-        return waiting + sum(map(len, state.in_flight.duplicates.values())) + len(self._again)
+        return waiting + sum(map(len, state.in_flight.duplicates.values())) + len(self.again)
 
     def problems(self) -> list[str]:
         """Return where what waits for room and what waits at all disagree. Reads only."""
         return [
             f"{record.request} waits for room at {place} but has its outcome"
-            for record, places in self._for_room.items()
+            for record, places in self.for_room.items()
             for place in places
             if place not in record.waiting
         ]
@@ -382,15 +392,27 @@ class Stores:
 _FINAL = {
     Wait.FOR_ROOM: StoreOutcome.LEASE_LIMIT,
     Wait.FOR_END: StoreOutcome.HOST_FULL,
+    Wait.FOR_MEMORY: StoreOutcome.NOT_READY,
+    Wait.FOR_COPIES: StoreOutcome.STALLED,
     Wait.FOR_COPY: StoreOutcome.FAILED,
 }
 """The outcome of an offer that could only have waited."""
 
-_MEANWHILE = {Wait.FOR_END: MissCause.DECLINED_HOST_FULL, Wait.FOR_COPY: MissCause.STORE_FAILED}
-"""Why the key of an offer that waits for its request's end misses until then."""
+_FOR_ROOM = (Wait.FOR_ROOM, Wait.FOR_MEMORY, Wait.FOR_COPIES)
+"""What ends for all waiting offers at once, so they are decided on in order, as many as there is room for."""
+
+_MEANWHILE = {
+    Wait.FOR_MEMORY: MissCause.DECLINED_NOT_READY,
+    Wait.FOR_COPIES: MissCause.DECLINED_STALLED,
+    Wait.FOR_END: MissCause.DECLINED_HOST_FULL,
+    Wait.FOR_COPY: MissCause.STORE_FAILED,
+}
+"""Why the key of a waiting offer misses until then."""
 
 _MISS_CAUSES = {
     StoreOutcome.HOST_FULL: MissCause.DECLINED_HOST_FULL,
+    StoreOutcome.NOT_READY: MissCause.DECLINED_NOT_READY,
+    StoreOutcome.STALLED: MissCause.DECLINED_STALLED,
     StoreOutcome.STALE: MissCause.DECLINED_STALE,
     StoreOutcome.LEASE_LIMIT: MissCause.DECLINED_LEASE_LIMIT,
     StoreOutcome.NOT_HASHED: MissCause.DECLINED_OTHER,

@@ -2,63 +2,79 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
+
 from kvoffload.model.causes import EvictionCause, StoreOutcome
 from kvoffload.model.events import BlocksEvicted, BlocksOffered, BlocksZeroed, Event, StoreSettled
 
 
 class Tally:
-    """Collects events until the runtime takes them. Counts about single blocks are added up meanwhile."""
+    """Collects events until the runtime takes them. Counts about single blocks are added up meanwhile.
 
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-        """Append here what concerns a request or a job."""
-        self.open_offers = 0
-        """Offers without an outcome."""
+    Args:
+        planned: jobs that the step's plan will have. While there are any, sums wait: they follow the jobs they are about.
+    """
+
+    def __init__(self, planned: Sized) -> None:
+        self._planned = planned
+        self._events: list[Event] = []
         self._settled: dict[StoreOutcome, int] = {}
         self._evicted: dict[EvictionCause, int] = {}
         self._offered = self._zeroed = 0
-        self._has_sums = False
+        self.open_offers = 0
+        """Offers without an outcome."""
+        self.has_events = False
+        """Whether there is anything to take, now or after the step's plan."""
+
+    def report(self, event: Event) -> None:
+        """Add an event about a request or a job."""
+        self._events.append(event)
+        self.has_events = True
 
     def offered(self, blocks: int) -> None:
         """Blocks were offered to the host."""
         self._offered += blocks
         self.open_offers += blocks
-        self._has_sums = True
+        self.has_events = True
 
     def settled(self, outcome: StoreOutcome, blocks: int = 1) -> None:
         """Offers got their final outcome."""
         self._settled[outcome] = self._settled.get(outcome, 0) + blocks
         self.open_offers -= blocks
-        self._has_sums = True
+        self.has_events = True
 
     def evicted(self, cause: EvictionCause, blocks: int) -> None:
         """Blocks left the host."""
         if blocks:
             self._evicted[cause] = self._evicted.get(cause, 0) + blocks
-            self._has_sums = True
+            self.has_events = True
 
     def zeroed(self, blocks: int) -> None:
         """Positions were zeroed in requests' block tables."""
         if blocks:
             self._zeroed += blocks
-            self._has_sums = True
+            self.has_events = True
 
-    def take(self, *, sums: bool) -> list[Event]:
-        """Return the events since the last call, and forget them; the sums come last, if they are wanted yet."""
-        events = self.events
-        if sums and self._has_sums:
-            events += self._take_sums()
-        if events:
-            self.events = []
-        return events
+    def take(self) -> list[Event]:
+        """Return the events since the last call, and forget them."""
+        if self._planned:
+            events, self._events = self._events, []
+            return events
+        return self.take_all()
 
-    def _take_sums(self) -> list[Event]:
-        sums: list[Event] = [BlocksZeroed(self._zeroed)] if self._zeroed else []
-        sums += [BlocksEvicted(blocks, cause) for cause, blocks in self._evicted.items()]
+    def take_all(self) -> list[Event]:
+        """Return the events, sums too, and forget them."""
+        events, self._events = self._events, []
+        if self._zeroed:
+            events.append(BlocksZeroed(self._zeroed))
+        if self._evicted:
+            events += [BlocksEvicted(blocks, cause) for cause, blocks in self._evicted.items()]
+            self._evicted = {}
         if self._offered:
-            sums.append(BlocksOffered(self._offered))
-        sums += [StoreSettled(outcome, blocks) for outcome, blocks in self._settled.items() if blocks]
-        self._settled, self._evicted = {}, {}
+            events.append(BlocksOffered(self._offered))
+        if self._settled:
+            events += [StoreSettled(outcome, blocks) for outcome, blocks in self._settled.items() if blocks]
+            self._settled = {}
         self._offered = self._zeroed = 0
-        self._has_sums = False
-        return sums
+        self.has_events = False
+        return events

@@ -29,7 +29,18 @@ ALIASES = {
     "cpu_bytes_to_use_per_rank": "host_bytes_per_rank",
     "lazy_offload": "store_policy",
 }
-"""The replaced connector's keys, taken as they are."""
+"""Keys of vLLM's own connector, and the key here that each sets."""
+
+_BACKEND = "kv_offload_backend"
+_NO_DISK = "belongs to a disk backend, which kvoffload does not have; remove it"
+_NOT_HERE = {
+    "disk_path": _NO_DISK,
+    "disk_capacity_bytes": _NO_DISK,
+    "disk_buffer_slots": _NO_DISK,
+    "use_page_cache": _NO_DISK,
+    "num_cpu_blocks": "counts blocks; set host_bytes, which counts bytes, instead",
+}
+"""The other keys of vLLM's own connector."""
 
 _REMOVED = {
     "journal_for": "journal_for was removed with `kvoffload replay-journal`; leave it out: journal_path alone writes "
@@ -70,13 +81,17 @@ class OffloadConfig:
 
 
 def parse_bytes(value: object) -> int:
-    """Return a number of bytes from an integer or a text such as "8GiB".
+    """Return a number of bytes from a whole number or a text such as "8GiB".
+
+    A whole number may be a float: vLLM multiplies the float that follows `--kv-offloading-size` to `cpu_bytes_to_use`.
 
     Raises:
         ValueError: it is neither, or not positive.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         number = value
+    elif isinstance(value, float) and value.is_integer():
+        number = int(value)
     elif isinstance(value, str) and (match := _SIZE.fullmatch(value.strip())):
         unit = match[2].upper()
         if unit not in _UNITS:
@@ -99,20 +114,21 @@ def parse_config(raw: Mapping[str, object]) -> OffloadConfig:
         raise ConfigError([f"settings are {_shown(raw)}; they must be keys with values"])
     problems: list[str] = []
     values: dict[str, object] = {}
+    typed: dict[str, str] = {}  # by the key that it sets
     for name, value in raw.items():
         key = ALIASES.get(name, name)
-        if key not in _PARSERS:
+        if (parser := _PARSERS_OF_VLLM.get(name) or _PARSERS.get(key)) is None:
             problems.append(_unknown(name))
             continue
-        if key in values:
-            problems.append(f"{name} sets {key}, which is set already; give one of the two")
+        if (other := typed.setdefault(key, name)) != name:
+            problems.append(f"{other} and {name} both set {key}; give one of the two")
             continue
-        allowed, parse = _PARSERS[key]
+        allowed, parse = parser
         try:
-            values[key] = _lazy(value) if name == "lazy_offload" else parse(value)
+            values[key] = parse(value)
         except (ValueError, TypeError, OverflowError):
-            allowed = "true or false" if name == "lazy_offload" else allowed
             problems.append(f"{name} is {_shown(value)}; it must be {allowed}")
+    values.pop(_BACKEND, None)  # its one value changes nothing
     if problems:
         raise ConfigError(problems)
     return OffloadConfig(**values)  # type: ignore[arg-type]  # each value comes from its key's own parser
@@ -147,7 +163,10 @@ def _shown(value: object) -> str:
 def _unknown(name: str) -> str:
     if (removed := _REMOVED.get(name)) is not None:
         return removed
-    near = difflib.get_close_matches(_shown(name).strip("'"), [*_PARSERS, *ALIASES], n=1, cutoff=0.5)
+    if name in _NOT_HERE:
+        return f"{name} {_NOT_HERE[name]}"
+    known = [*_PARSERS, *ALIASES, *_PARSERS_OF_VLLM]
+    near = difflib.get_close_matches(_shown(name).strip("'"), known, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]}?" if near else f"; known keys: {', '.join(_PARSERS)}"
     return f"unknown key {_shown(name)}{hint}"
 
@@ -156,6 +175,12 @@ def _lazy(value: object) -> str:
     if not isinstance(value, bool):
         raise ValueError
     return "lazy" if value else "eager"
+
+
+def _cpu(value: object) -> object:
+    if value != "cpu":
+        raise ValueError
+    return value
 
 
 def _one_of(*allowed: str) -> tuple[str, Callable[[object], object]]:
@@ -205,3 +230,8 @@ _PARSERS: dict[str, tuple[str, Callable[[object], object]]] = {
     "journal_path": ("a file's path", _path),
     "otlp_endpoint": ('a URL such as "http://localhost:4318/v1/traces"', _url),
 }
+_PARSERS_OF_VLLM: dict[str, tuple[str, Callable[[object], object]]] = {
+    "lazy_offload": ("true or false", _lazy),
+    _BACKEND: ('"cpu", as kvoffload keeps blocks in host memory alone', _cpu),
+}
+"""Of the keys of vLLM's own connector those with values of their own."""

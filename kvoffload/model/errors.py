@@ -38,13 +38,6 @@ class IllegalTransition(KVOffloadError):
         super().__init__(f"{machine} in state {state!r} does not take {event!r}")
 
 
-class ClosedTwice(KVOffloadError):
-    """Raised when a pin or a lease is given back a second time; it is our own bug."""
-
-    def __init__(self, what: object) -> None:
-        super().__init__(f"{what!r} was given back already")
-
-
 class HostMemoryError(KVOffloadError):
     """Raised when host memory cannot be had; the operator must lower `host_bytes` or free memory."""
 

@@ -61,8 +61,8 @@ class LookupSettled(Event):
     Args:
         request: which.
         device_tokens: tokens that the device held already; their blocks are not counted.
-        hit_blocks: block positions found on the host.
-        miss_blocks: block positions not found; the first has `cause`, those behind it `behind_miss`.
+        hit_blocks: block positions found on the host, as far as the engine accepted them.
+        miss_blocks: the other block positions; the first has `cause`, those behind it `behind_miss`.
         hit_tokens: tokens in the hit positions.
         miss_tokens: tokens in the missed positions.
         cause: why the first missing position missed; None when nothing missed.
@@ -147,6 +147,28 @@ class JobAbandoned(Event):
 
     job: JobId
     direction: Direction
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopiesStalled(Event):
+    """Too many copies were given up: no new one is begun.
+
+    Args:
+        blocks: device blocks under copies that were given up.
+        limit_blocks: how many there may be.
+        jobs_in_a_row: jobs given up since one last ended.
+    """
+
+    blocks: int
+    limit_blocks: int
+    jobs_in_a_row: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopiesResumed(Event):
+    """Copies that were given up have ended after all: new ones are begun again; `blocks` are still under such copies."""
+
     blocks: int
 
 

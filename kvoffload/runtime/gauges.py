@@ -3,65 +3,53 @@
 from __future__ import annotations
 
 from kvoffload.bus.bus import Bus
-from kvoffload.core.job import Jobs
 from kvoffload.core.machine import JobState, SlotState
 from kvoffload.core.state import CoreState
+from kvoffload.model.causes import DegradeCause
 from kvoffload.model.transfer import Direction
-from kvoffload.runtime.deadlines import JobDeadlines
+from kvoffload.runtime.open_copies import OpenCopies
 from kvoffload.runtime.pin_ages import PinAges
 from kvoffload.runtime.resets import Resets
 from kvoffload.runtime.store_shares import StoreShares
 from kvoffload.runtime.watchdog import Since
 from kvoffload.telemetry.gauges import GaugeSnapshot
-from kvoffload.telemetry.labels import JobLabel, SlotLabel
+from kvoffload.telemetry.labels import label_of
 from kvoffload.telemetry.net_benefit import NetBenefit
-from kvoffload.telemetry.step_times import Copies
 
-_STORES = Direction.STORE, JobState.SUBMITTED
-_LOADS = Direction.LOAD, JobState.SUBMITTED
-_OPEN = {
-    JobState.PLANNED: JobLabel.PLANNED,
-    JobState.SUBMITTED: JobLabel.SUBMITTED,
-    JobState.ABANDONED: JobLabel.ABANDONED,
-}
+_OPEN = (JobState.PLANNED, JobState.SUBMITTED, JobState.ABANDONED)
 
 
 def read_gauges(
     state: CoreState,
     bus: Bus,
     pins: PinAges,
-    deadlines: JobDeadlines,
+    copies: OpenCopies,
     resets: Resets,
     shares: StoreShares,
     benefit: NetBenefit,
+    degraded: DegradeCause | None,
 ) -> GaugeSnapshot:
     """Return the state now."""
-    slots = {SlotLabel[each.name].value: state.pool.count(each) for each in SlotState}
+    slots = {label_of(each): state.pool.count(each) for each in SlotState}
     jobs = {
-        (direction.value, label.value): state.jobs.count(direction, each)
+        (direction.value, label_of(each)): state.jobs.count(direction, each)
         for direction in Direction
-        for each, label in _OPEN.items()
+        for each in _OPEN
     }
     return GaugeSnapshot(
         slots=slots,
         capacity_slots=sum(slots.values()),
         open_jobs=jobs,
         oldest_pin_s=_unix(pins.oldest),
-        oldest_job_s=_unix(deadlines.oldest),
+        oldest_job_s=_unix(copies.oldest),
+        abandoned_blocks=state.stall.blocks,
+        copies_stalled=state.stall.is_on,
         reset_draining_jobs=resets.draining,
         store_share=shares.least,
-        degraded=state.degraded,
+        degraded=degraded,
         dropped={name: feed.dropped for name, feed in bus.statistics().feeds},
         benefit=benefit.series(),
     )
-
-
-def copies_under_way(jobs: Jobs) -> int:
-    """Return which copies a worker may be making, as one of `Copies`. Asked in every step."""
-    if not jobs.pending:
-        return Copies.NONE
-    stores = Copies.STORES if jobs.count(*_STORES) else 0
-    return stores | (Copies.LOADS if jobs.count(*_LOADS) else 0)
 
 
 def _unix(since: Since | None) -> float:

@@ -8,7 +8,6 @@ are calls on the core.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TypeVar
 
 from kvoffload.bus.bus import Bus
@@ -23,13 +22,13 @@ from kvoffload.model.events import Event
 from kvoffload.model.ids import BlockKey, RequestId
 from kvoffload.model.transfer import NOTHING, TransferPlan, TransferReport
 from kvoffload.runtime.awaited_loads import AwaitedLoads, LoadAnswers
+from kvoffload.runtime.broken_core import BrokenCore
 from kvoffload.runtime.clocks import Clocks
 from kvoffload.runtime.conservation import Conservation
-from kvoffload.runtime.deadlines import JobDeadlines
 from kvoffload.runtime.degradation import Degradation
-from kvoffload.runtime.gauges import copies_under_way, read_gauges
-from kvoffload.runtime.hooks import HookTimes
+from kvoffload.runtime.gauges import read_gauges
 from kvoffload.runtime.observers import Observers
+from kvoffload.runtime.open_copies import OpenCopies
 from kvoffload.runtime.pin_ages import PinAges
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.resets import Resets
@@ -86,25 +85,31 @@ class SchedulerSide:
         self.core = OffloadCore(shape, _policy(config, shape, merge_steps), device)
         self._tally, self._jobs = self.core.state.tally, self.core.state.jobs
         self.journal = Journal(self._clocks.unix, path=config.journal_path, on_failure=self._journal_failed)
-        self.bus = Bus(self.core.take_events)
+        self.bus = Bus(self._tally)
         self.counters = Counters()
-        self._times = HookTimes(self.counters)
-        self._deadlines = JobDeadlines(self._clocks, timeout_s, self._jobs.open)
-        self._deferred_since: dict[RequestId, float] = {}
-        self._awaited = AwaitedLoads(self._jobs.open)
-        self._conservation = Conservation(self.core, device, self.counters, self.bus.publish)
-        self._degradation = Degradation(self.journal, config.journal_path, now, timeout_s)
+        self._spent: dict[Hook, float] = {}  # seconds in this step
+        self._copies = OpenCopies(shape.ranks, self._clocks, timeout_s)
+        self._deferred_since: dict[
+            RequestId, float
+        ] = {}  # first told "not yet", until admitted: patience ends
+        self._waiting_since: dict[
+            RequestId, float
+        ] = {}  # told "not yet", until answered: what is waited for others
+        self._awaited = AwaitedLoads(self._copies.open)
+        self._degradation = Degradation(self.journal, config.journal_path)
         self._pins = PinAges(self._clocks)
         self._resets, self._shares = Resets(self._jobs, self.bus.publish), StoreShares()
-        copying = partial(copies_under_way, self._jobs)
-        self.benefit = NetBenefit(shape.alignment, shape.ranks, copying, now)
+        followers = self._pins, self._resets
+        self._broken = BrokenCore(self.core, self.bus, self._copies, self._degradation, followers)
+        self._conservation = Conservation(self.core, device, self.counters, self.bus.publish, self._broken)
+        self.benefit = NetBenefit(shape.alignment, shape.ranks, self._copies, now)
         self._first_tokens = FirstTokens(now)
         self._chooses_least = config.min_load_tokens == AUTO
         self._handle_facts()
         self._subscribe(portal)
         self._observers = Observers(self.bus, self.journal, self.counters, now, self._spans)
         if portal is not None:
-            self._observers.start(portal, Watchdog(self._pins, self._deadlines, timeout_s, now))
+            self._observers.start(portal, Watchdog(self._pins, self._copies, timeout_s, now))
 
     def _handle_facts(self) -> None:
         bus, core = self.bus, self.core
@@ -117,7 +122,7 @@ class SchedulerSide:
         bus.handle(facts.JobOverdue, core.job_overdue)
         bus.handle(facts.CacheReset, core.cache_reset)
         bus.handle(facts.LawBroken, core.law_broken)
-        bus.on_state_error(self._handler_raised)
+        bus.on_state_error(self._broken.handler_raised)
 
     def _subscribe(self, portal: Portal | None) -> None:
         for watcher in (self.counters, self._pins, self.benefit, self._resets, self._shares, self.journal):
@@ -137,7 +142,7 @@ class SchedulerSide:
         if self._spans is not None:
             self._spans.trace_parent = trace_parent
         self.bus.dispatch([fact])
-        spent = self._times.spent
+        spent = self._spent
         spent[_SEEN] = spent.get(_SEEN, 0.0) + self._precise() - began
 
     def lookup(
@@ -160,42 +165,52 @@ class SchedulerSide:
         since = self._deferred_since.get(request)
         least = self.benefit.least_load_tokens() if self._chooses_least else 0
         answer: int | None = 0
-        try:
-            answer = self.core.lookup(
-                request,
-                device_tokens,
-                may_wait=since is None or now - since < self._timeout_s,
-                tokens=tokens,
-                new_keys=new_keys,
-                least_tokens=least,
-            )
-        except Exception as error:
-            self._core_raised(error, "lookup")
-        if answer is None and since is None:
-            self._deferred_since[request] = now
-        if self._tally.events:
+        if self._broken.error is None:
+            try:
+                answer = self.core.lookup(
+                    request,
+                    device_tokens,
+                    may_wait=since is None or now - since < self._timeout_s,
+                    tokens=tokens,
+                    new_keys=new_keys,
+                    least_tokens=least,
+                )
+            except Exception as error:
+                self._broken.raised(error, "lookup")
+        if answer is None:
+            self._deferred_since.setdefault(request, now)
+            self._waiting_since.setdefault(request, now)
+        elif self._waiting_since:
+            self._stop_waiting(request)
+        if self._tally.has_events:
             self._dispatch_events()
-        spent = self._times.spent
+        spent = self._spent
         spent[_LOOKUP] = spent.get(_LOOKUP, 0.0) + self._precise() - began
         return answer
 
     def allocated(self, fact: facts.BlocksAllocated) -> None:
         """The engine gave a request a block table."""
         began = self._precise()
-        self._deferred_since.pop(fact.request, None)
+        if self._deferred_since:
+            self._deferred_since.pop(fact.request, None)
+            self._stop_waiting(fact.request)
         if fact.external_tokens:
             self._awaited.began(fact.request)
         self.bus.dispatch([fact])
-        spent = self._times.spent
+        spent = self._spent
         spent[_ALLOCATED] = spent.get(_ALLOCATED, 0.0) + self._precise() - began
 
     def ended(self, fact: facts.RequestEnded) -> None:
         """A request finished or was aborted, and still has its blocks."""
         began = self._precise()
-        self._deferred_since.pop(fact.request, None)
+        if self._deferred_since:
+            self._deferred_since.pop(fact.request, None)
+            self._stop_waiting(fact.request)
         self.bus.dispatch([fact])
-        self._audit_at_rest()
-        spent = self._times.spent
+        if not self.core.state.requests.live:
+            self.benefit.idle()
+            self._audit_at_rest()
+        spent = self._spent
         spent[_ENDED] = spent.get(_ENDED, 0.0) + self._precise() - began
 
     # -- steps --------------------------------------------------------------------------------------------------
@@ -203,32 +218,35 @@ class SchedulerSide:
     def step(self, fact: facts.StepScheduled) -> TransferPlan:
         """The engine scheduled a step: return what the workers must copy. Exactly once a step."""
         began = self._precise()
+        if self._broken.due is not None:
+            self._broken.raised(*self._broken.due)
         if self._first_tokens.admitted:
             self._first_tokens.look()
-        if self._deadlines.oldest is not None:
-            for job in self._deadlines.overdue(self._clocks.monotonic()):
+        if self._copies.oldest is not None:
+            for job in self._copies.overdue(self._clocks.monotonic()):
                 self.bus.dispatch([facts.JobOverdue(job)])
         if self._resets.draining:
-            self._resets.look()
+            self._ask("step", self._resets.look, None)
         self.bus.dispatch([fact])
-        plan = self._plan() if self._jobs.planned else NOTHING
-        times = self._times
-        times.spent[_STEP] = times.spent.get(_STEP, 0.0) + self._precise() - began
-        times.step_ended()
+        plan = self._plan() if self._jobs.planned and self._broken.error is None else NOTHING
+        spent = self._spent
+        spent[_STEP] = spent.get(_STEP, 0.0) + self._precise() - began
+        self.counters.hooks(spent)
+        spent.clear()
         return plan
 
     def states_handed_off(self, fact: facts.StatesHandedOff) -> None:
         """The engine offers recurrent states."""
         began = self._precise()
         self.bus.dispatch([fact])
-        self._times.add(_OFFER, self._precise() - began)
+        self._spent[_OFFER] = self._spent.get(_OFFER, 0.0) + self._precise() - began
 
     def _plan(self) -> TransferPlan:
-        """Return the step's plan, and begin its jobs' deadlines."""
+        """Return the step's plan, and note its jobs as being with the workers."""
         plan = self._ask("plan", self.core.plan, NOTHING)
-        self._dispatch_events()
         self._awaited.submitted(plan.loads)
-        self._deadlines.submitted(plan.jobs, self._clocks.monotonic())
+        self._copies.submitted(plan.jobs, self._clocks.monotonic())
+        self._dispatch_events()
         return plan
 
     # -- reports ------------------------------------------------------------------------------------------------
@@ -237,34 +255,40 @@ class SchedulerSide:
         """Ranks reported what ended; return the loads that the engine must learn of."""
         began = self._precise()
         for report in reports:
+            self._copies.reported(report)
             self.bus.dispatch([facts.TransferReported(report)])
         if reports:
-            self._deadlines.forget_ended()
+            if self._broken.is_off:
+                self._broken.release_loose()
             if self._resets.draining:
-                self._resets.look()
+                self._ask("report", self._resets.look, None)
             self._audit_at_rest()
         answers = self.take_answers()
-        spent = self._times.spent
+        spent = self._spent
         spent[_REPORT] = spent.get(_REPORT, 0.0) + self._precise() - began
         return answers
 
     def take_answers(self) -> LoadAnswers:
         """Return the loads that ended since the last call; some end without a report."""
         answers = self._awaited.answer(self._ask("take_results", self.core.take_results, LoadResults()))
-        if self._awaited and self.core.state.degraded is not None:
+        if self._awaited and self._degradation.cause is not None:
             self._awaited.fail_all(answers)
         return answers
 
     @property
     def has_answers(self) -> bool:
         """Whether `take_answers` could return anything."""
-        state = self.core.state
-        return bool(state.results.loaded or state.results.failed or state.degraded is not None)
+        results = self.core.state.results
+        return bool(results.loaded or results.failed or self._degradation.cause is not None)
 
     @property
     def has_work(self) -> bool:
         """Whether the engine must keep stepping for something to end."""
-        return bool(self._awaited) or (self.core.has_work and not self._degradation.is_hopeless)
+        if self._awaited:
+            return True
+        if self._broken.error is not None:
+            return self._copies.oldest is not None
+        return self._ask("has_work", lambda: self.core.has_work, False)
 
     # -- what operators ask -------------------------------------------------------------------------------------
 
@@ -276,8 +300,8 @@ class SchedulerSide:
         """
         began = self._precise()
         self.bus.dispatch([facts.CacheReset()])
-        self._times.add(_RESET, self._precise() - began)
-        return self.core.is_drained
+        self._spent[_RESET] = self._spent.get(_RESET, 0.0) + self._precise() - began
+        return self._copies.oldest is None if self._broken.error is not None else self.core.is_drained
 
     def audit(self) -> list[str]:
         """Return every violated conservation law; a violation switches offloading off (R12).
@@ -289,8 +313,12 @@ class SchedulerSide:
 
     def gauges(self) -> GaugeSnapshot:
         """Return the state now. Reads single numbers only, so any thread may ask."""
-        watchers = self._pins, self._deadlines, self._resets, self._shares, self.benefit
-        return read_gauges(self.core.state, self.bus, *watchers)
+        watchers = self._pins, self._copies, self._resets, self._shares, self.benefit
+        try:
+            return read_gauges(self.core.state, self.bus, *watchers, self._degradation.cause)
+        except Exception as error:
+            self._broken.due = error, "gauges"
+            return GaugeSnapshot(degraded=DegradeCause.HANDLER_RAISED)
 
     def close(self) -> None:
         """Stop the observers. Open jobs are the workers' to drain."""
@@ -298,6 +326,12 @@ class SchedulerSide:
         self._observers.wait()
 
     # -- inside -------------------------------------------------------------------------------------------------
+
+    def _stop_waiting(self, request: RequestId) -> None:
+        """Whatever load of another request this one was told to wait for, it waits no longer."""
+        since = self._waiting_since.pop(request, None)
+        if since is not None:
+            self.benefit.waited_for_others(self._clocks.monotonic() - since)
 
     def _dispatch_events(self) -> None:
         """Dispatch what a question on the core left to report."""
@@ -310,24 +344,8 @@ class SchedulerSide:
             self._ask("audit", self._conservation.at_rest, None)
 
     def _ask(self, name: str, question: Callable[[], T], otherwise: T) -> T:
-        """Ask the core; should it raise, switch offloading off and go on without it (R12)."""
-        try:
-            return question()
-        except Exception as error:
-            self._core_raised(error, name)
-            return otherwise
-
-    def _handler_raised(self, error: Exception, fact: object) -> None:
-        is_first = self.core.state.degraded is None
-        self._core_raised(error, type(fact).__name__)
-        if is_first and isinstance(fact, facts.TransferReported):
-            # Its other jobs have ended too. A duplicate changes nothing for those that were taken in.
-            self.bus.publish(fact)
-
-    def _core_raised(self, error: Exception, doing: str) -> None:
-        if self.core.state.degraded is None:
-            log.error("core_raised", error=repr(error), doing=doing, exc_info=error)
-            self.bus.publish(facts.LawBroken(DegradeCause.HANDLER_RAISED, repr(error)))
+        """Ask the core; should it raise, it is cut off, and the engine goes on without it (R12)."""
+        return self._broken.ask(name, question, otherwise)
 
     def _journal_failed(self, error: Exception) -> None:
         self.counters.journal_failed()

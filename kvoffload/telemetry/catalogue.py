@@ -6,6 +6,7 @@ import itertools
 from dataclasses import dataclass
 from enum import Enum
 
+from kvoffload.core.machine import JobState, SlotState
 from kvoffload.model.causes import (
     CopyOutcome,
     DegradeCause,
@@ -18,7 +19,7 @@ from kvoffload.model.causes import (
     SurpriseCause,
 )
 from kvoffload.model.transfer import Direction, Tier
-from kvoffload.telemetry.labels import Hook, JobLabel, LoadWait, LookupResult, SlotLabel, Subscriber
+from kvoffload.telemetry.labels import Hook, LoadWait, LookupResult, Subscriber, label_of
 
 
 class Kind(Enum):
@@ -46,7 +47,7 @@ class Label:
     @property
     def values(self) -> tuple[str, ...]:
         """The values that are served."""
-        return tuple(str(member.value) for member in self.served or self.enum)
+        return tuple(map(label_of, self.served or self.enum))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,8 @@ class Metric:
 # One tier today; a second one is served as soon as it is named here.
 _TIER = Label("tier", Tier, served=(Tier.HOST,))
 _DIRECTION = Label("direction", Direction)
+# The states in which a job still holds memory.
+_OPEN_JOB = Label("state", JobState, served=(JobState.PLANNED, JobState.SUBMITTED, JobState.ABANDONED))
 _RESULT = Label("result", LookupResult)
 _SUBSCRIBER = Label("subscriber", Subscriber)
 
@@ -129,14 +132,16 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_transfer_bytes_total", "Bytes copied between device and tier, all ranks together.", Kind.COUNTER, (_TIER, _DIRECTION), "bytes"),
     Metric("kvoffload_transfer_seconds", "Time from a copy's start to its end, per rank and job that ended well.", Kind.HISTOGRAM, (_TIER, _DIRECTION), "seconds", _COPY_BUCKETS),
     Metric("kvoffload_transfer_queue_seconds", "Time from a job's submission to its copy's start, per rank and job that ended well.", Kind.HISTOGRAM, (_TIER, _DIRECTION), "seconds", _COPY_BUCKETS),
-    Metric("kvoffload_open_jobs", "Jobs that have not ended on every rank.", Kind.GAUGE, (_DIRECTION, Label("state", JobLabel)), "jobs"),
+    Metric("kvoffload_open_jobs", "Jobs that have not ended on every rank.", Kind.GAUGE, (_DIRECTION, _OPEN_JOB), "jobs"),
     Metric("kvoffload_oldest_job_timestamp_seconds", "Unix time of the submission of the oldest job that has not ended and was not given up; 0 without one.", Kind.GAUGE, (), "seconds"),
     Metric("kvoffload_store_bound_ratio", "Bytes of stores that may be in flight, over the most that ever may, on the rank that holds back most, as of its last report: stores that meet loads or run slowly halve it, others give it back.", Kind.GAUGE, (), "ratio"),
     Metric("kvoffload_abandoned_jobs_total", "Jobs given up because a copy did not end within transfer_timeout_s.", Kind.COUNTER, (_DIRECTION,), "jobs"),
+    Metric("kvoffload_abandoned_device_blocks", "Device blocks under copies that were given up: the engine cannot use them until these copies have ended after all.", Kind.GAUGE, (), "blocks"),
+    Metric("kvoffload_copies_stalled", "1 while no new copy is begun because copies do not end: over an eighth of the device pool is under copies that were given up (and more than one job), or three jobs in a row were.", Kind.GAUGE, (), "flag"),
     Metric("kvoffload_written_off_blocks_total", "Blocks of abandoned jobs; their host slots are never used again.", Kind.COUNTER, (_DIRECTION,), "blocks"),
     # --- the host's slots ---
     Metric("kvoffload_capacity_slots", "Slots that every rank has ready.", Kind.GAUGE, (_TIER,), "slots"),
-    Metric("kvoffload_slots", "Slots by state; they sum to the capacity.", Kind.GAUGE, (_TIER, Label("state", SlotLabel)), "slots"),
+    Metric("kvoffload_slots", "Slots by state; they sum to the capacity.", Kind.GAUGE, (_TIER, Label("state", SlotState)), "slots"),
     Metric("kvoffload_evicted_blocks_total", "Blocks that left the tier.", Kind.COUNTER, (_TIER, Label("cause", EvictionCause)), "blocks"),
     Metric("kvoffload_oldest_pin_timestamp_seconds", "Unix time of the oldest pin that is still held; 0 without one.", Kind.GAUGE, (), "seconds"),
     # --- is it worth it ---

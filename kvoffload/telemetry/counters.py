@@ -37,22 +37,22 @@ E = TypeVar("E", bound=events.Event)
 class Histogram:
     """Samples by bucket, and raw where `kept` is a list. A sample equal to a bound belongs below it."""
 
-    __slots__ = ("_bounds", "_counts", "_total", "kept")
+    __slots__ = ("bounds", "counts", "kept", "total")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._total = 0.0
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
         self.kept: list[float] | None = None
 
     def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._total += value
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
         if self.kept is not None and len(self.kept) < _KEPT:
             self.kept.append(value)
 
     def copy(self) -> Distribution:
-        return Distribution(tuple(self._counts), self._total)
+        return Distribution(tuple(self.counts), self.total)
 
 
 class Counters:
@@ -78,7 +78,8 @@ class Counters:
     def subscribe(self, bus: Bus) -> None:
         """Count from now on."""
         for cls, count in self._by_event().items():
-            bus.count(cls, self._whole(count))
+            count.__qualname__ = "counters"
+            bus.count(cls, count)
 
     def hook(self, name: str, seconds: float) -> None:
         """Add one sample of a hook's time; a name that `Hook` does not hold counts as "other"."""
@@ -88,9 +89,15 @@ class Counters:
 
     def hooks(self, spent: Mapping[Hook, float]) -> None:
         """Add one sample of each hook's time: a step is over."""
+        hooks = self._hooks
         self._edition += 1
         for name, seconds in spent.items():
-            self._hooks[name].observe(seconds)
+            # As `observe`, in every step and without its call.
+            one = hooks[name]
+            one.counts[bisect_left(one.bounds, seconds)] += 1
+            one.total += seconds
+            if one.kept is not None and len(one.kept) < _KEPT:
+                one.kept.append(seconds)
         self._edition += 1
 
     def removed(self, name: str) -> None:
@@ -161,15 +168,14 @@ class Counters:
             finally:
                 self._edition += 1
 
-        count_whole.__qualname__ = "counters"
         return count_whole
 
     def _by_event(self) -> dict[type[events.Event], Callable[[Any], None]]:
         return {
-            events.LookupSettled: self._count_lookup,
-            events.RankReported: self._count_copy,
-            events.JobAbandoned: self._count_abandoned,
-            events.FirstTokenReached: self._count_first_token,
+            events.LookupSettled: self._whole(self._count_lookup),
+            events.RankReported: self._whole(self._count_copy),
+            events.JobAbandoned: self._whole(self._count_abandoned),
+            events.FirstTokenReached: self._whole(self._count_first_token),
             events.LookupDeferred: self._adder("kvoffload_lookups_deferred_total"),
             events.HitDropped: self._adder("kvoffload_pin_dropped_blocks_total", "blocks", "cause"),
             events.BlocksOffered: self._adder("kvoffload_offered_blocks_total", "blocks"),
@@ -196,7 +202,12 @@ class Counters:
             if labels is None:
                 assert member is not None
                 labels = known[member] = (*leading, member.value)
-            series[labels] += 1 if amount is None else getattr(event, amount)
+            self.changes += 1
+            self._edition += 1
+            try:
+                series[labels] += 1 if amount is None else getattr(event, amount)
+            finally:
+                self._edition += 1
 
         return add
 

@@ -12,10 +12,7 @@ from kvoffload.telemetry import catalogue
 from kvoffload.telemetry.catalogue import CATALOGUE, Kind
 from kvoffload.telemetry.counters import Counters
 from kvoffload.telemetry.gauges import GaugeSnapshot, GaugeSource
-from kvoffload.telemetry.server import MetricsServer, serve
 from kvoffload.telemetry.snapshot import Distribution, Labels, Snapshot
-
-__all__ = ["KVOffloadCollector", "MetricsServer", "serve"]
 
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
@@ -26,19 +23,15 @@ class KVOffloadCollector(Collector):
     Args:
         counters: what was counted.
         gauges: who knows the state; without one, gauges are 0.
-        engine: value of an `engine` label on every series, None for no such label.
     """
 
-    def __init__(
-        self, counters: Counters, gauges: GaugeSource | None = None, engine: str | None = None
-    ) -> None:
+    def __init__(self, counters: Counters, gauges: GaugeSource | None = None) -> None:
         self._counters = counters
         self._gauges = gauges
-        self._engine: dict[str, str] = {} if engine is None else {"engine": engine}
 
     def describe(self) -> Iterator[Metric]:
         """Name the families, so that a registry refuses a second collector of the same names."""
-        return (self._family(metric) for metric in CATALOGUE)
+        return map(_family, CATALOGUE)
 
     def collect(self) -> Iterator[Metric]:
         """Yield every family, each with all its series."""
@@ -46,33 +39,33 @@ class KVOffloadCollector(Collector):
         state = self._gauges.gauges() if self._gauges else GaugeSnapshot()
         asked = state.numbers()
         for metric in CATALOGUE:
-            family = self._family(metric)
-            self._fill(family, metric, counted, asked)
+            family = _family(metric)
+            _fill(family, metric, counted, asked)
             yield family
 
-    def _family(self, metric: catalogue.Metric) -> Family:
-        labels = [*self._engine, *metric.label_names]
-        if metric.kind is Kind.COUNTER:
-            return CounterMetricFamily(metric.name, metric.help, labels=labels)
-        if metric.kind is Kind.GAUGE:
-            return GaugeMetricFamily(metric.name, metric.help, labels=labels)
-        return HistogramMetricFamily(metric.name, metric.help, labels=labels)
 
-    def _fill(
-        self,
-        family: Family,
-        metric: catalogue.Metric,
-        counted: Snapshot,
-        asked: Mapping[str, Mapping[Labels, float]],
-    ) -> None:
-        engine = [*self._engine.values()]
-        if isinstance(family, HistogramMetricFamily):
-            for labels, series in counted.distributions[metric.name].items():
-                family.add_metric([*engine, *labels], _cumulate(metric.buckets, series), series.total)
-            return
-        numbers = asked[metric.name] if metric.name in asked else counted.counts[metric.name]
-        for labels in metric.series:
-            family.add_metric([*engine, *labels], numbers.get(labels, 0))
+def _family(metric: catalogue.Metric) -> Family:
+    labels = metric.label_names
+    if metric.kind is Kind.COUNTER:
+        return CounterMetricFamily(metric.name, metric.help, labels=labels)
+    if metric.kind is Kind.GAUGE:
+        return GaugeMetricFamily(metric.name, metric.help, labels=labels)
+    return HistogramMetricFamily(metric.name, metric.help, labels=labels)
+
+
+def _fill(
+    family: Family,
+    metric: catalogue.Metric,
+    counted: Snapshot,
+    asked: Mapping[str, Mapping[Labels, float]],
+) -> None:
+    if isinstance(family, HistogramMetricFamily):
+        for labels, series in counted.distributions[metric.name].items():
+            family.add_metric(labels, _cumulate(metric.buckets, series), series.total)
+        return
+    numbers = asked[metric.name] if metric.name in asked else counted.counts[metric.name]
+    for labels in metric.series:
+        family.add_metric(labels, numbers.get(labels, 0))
 
 
 def _cumulate(bounds: tuple[float, ...], series: Distribution) -> list[tuple[str, float]]:

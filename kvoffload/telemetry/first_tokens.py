@@ -8,7 +8,6 @@ blocks is not looked at, nor one that has its first token; a step without any su
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 from kvoffload.bus.bus import Bus
 from kvoffload.model import facts
@@ -17,11 +16,6 @@ from kvoffload.model.events import FirstTokenReached, LookupSettled
 from kvoffload.model.ids import RequestId
 
 HasToken = Callable[[], bool]
-
-
-class _Waiting(NamedTuple):
-    since: float
-    has_token: HasToken
 
 
 class FirstTokens:
@@ -34,7 +28,7 @@ class FirstTokens:
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._publish: Callable[[FirstTokenReached], None] = lambda event: None
-        self._waiting: dict[RequestId, _Waiting] = {}
+        self._waiting: dict[RequestId, tuple[float, HasToken]] = {}  # since when
         self.admitted: dict[RequestId, Found] = {}
         """Requests that compute or load and have no token yet, and what their last lookup found."""
 
@@ -46,11 +40,11 @@ class FirstTokens:
 
     def seen(self, request: RequestId, has_token: HasToken) -> None:
         """A request begins to wait; `has_token` says whether its first token is there, at any time until it has ended."""
-        self._waiting[request] = _Waiting(self._now(), has_token)
+        self._waiting[request] = (self._now(), has_token)
 
     def look(self) -> None:
         """A step is scheduled: tell of those whose first token is there."""
-        for request in [request for request in self.admitted if self._waiting[request].has_token()]:
+        for request in [request for request in self.admitted if self._waiting[request][1]()]:
             self._arrived(request)
 
     def _settled(self, event: LookupSettled) -> None:
@@ -60,11 +54,11 @@ class FirstTokens:
 
     def _ended(self, fact: facts.RequestEnded) -> None:
         request = fact.request
-        if request in self.admitted and self._waiting[request].has_token():
+        if request in self.admitted and self._waiting[request][1]():
             self._arrived(request)
         elif self._waiting.pop(request, None) is not None:
             self.admitted.pop(request, None)
 
     def _arrived(self, request: RequestId) -> None:
-        waited_s = self._now() - self._waiting.pop(request).since
+        waited_s = self._now() - self._waiting.pop(request)[0]
         self._publish(FirstTokenReached(request, self.admitted.pop(request), waited_s))

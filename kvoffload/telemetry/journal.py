@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, MutableSequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -32,6 +32,8 @@ _BATCH = 1024  # entries written in one go
 _AT_A_TIME = 64  # messages that are shortened; one by one, each would find the processor's caches cold
 _LONGEST_LINE = 1 << 24  # characters; a line of all slots of a large host has some hundred thousand
 _END_OF_TIME = 1e11  # seconds: the year 5138
+
+M = TypeVar("M")
 
 FailureCallback = Callable[[Exception], object]
 
@@ -129,9 +131,10 @@ class Journal:
         for before, time, batch in young:
             for sequence, message in enumerate(list(batch), before + 1):
                 if sequence > last:
-                    ends_idle = _append(
-                        entries, Entry(sequence, time, message), message, after_idle=ends_idle
-                    )
+                    if (is_idle := _is_idle_step(message)) and ends_idle:
+                        entries.pop()
+                    ends_idle = is_idle
+                    entries.append(Entry(sequence, time, message))
         count = min(count, self._ring_size)
         return [line_of(entry) for entry in entries[max(len(entries) - count, 0) :]]
 
@@ -141,7 +144,7 @@ class Journal:
             return
         try:
             async for entry in self._feed:
-                batch = [entry, *_take_waiting(self._feed)]
+                batch = [entry, *take_waiting(self._feed, _BATCH - 1)]
                 await anyio.to_thread.run_sync(self._write, self._file, batch)
         except Exception as exc:
             if self._on_failure is not None:
@@ -156,12 +159,14 @@ class Journal:
         for sequence, time, batch in self._young:
             for message in batch:
                 sequence += 1
-                entry = _entry((sequence, time, compact(message)))
-                if type(message) is StepScheduled:
-                    ends_idle = _append(ring, entry, message, after_idle=ends_idle)
-                else:
-                    ring.append(entry)
-                    ends_idle = False
+                is_idle = type(message) is StepScheduled and not (
+                    message.progress or message.preempted or message.handed_out
+                )
+                if is_idle and ends_idle:
+                    ring.pop()
+                ends_idle = is_idle
+                entry = _entry((sequence, time, message if is_idle else compact(message)))
+                ring.append(entry)
                 if feed is not None:
                     feed.offer(entry)
         self._ends_idle = ends_idle
@@ -173,16 +178,14 @@ class Journal:
         file.append("".join(f"{line_of(entry)}\n" for entry in batch))
 
 
-def _append(entries: MutableSequence[Entry], entry: Entry, message: object, *, after_idle: bool) -> bool:
-    """Add an entry that was made of `message`; return whether that is a step that told nothing.
+def _is_idle_step(message: object) -> bool:
+    """Whether a message is a step in which nothing happened; it holds nothing that may not be held for long.
 
     Of several such steps in a row only the last stays: an engine that waits must not push what led to it out of the ring.
     """
-    is_idle = type(message) is StepScheduled and message.is_idle
-    if is_idle and after_idle:
-        entries.pop()
-    entries.append(entry)
-    return is_idle
+    return type(message) is StepScheduled and not (
+        message.progress or message.preempted or message.handed_out
+    )
 
 
 def read_journal(path: Path) -> Iterator[Record]:
@@ -210,8 +213,9 @@ def read_journal(path: Path) -> Iterator[Record]:
             yield record
 
 
-def _take_waiting(feed: Feed[Entry]) -> Iterator[Entry]:
-    for _ in range(_BATCH - 1):
+def take_waiting(feed: Feed[M], most: int) -> Iterator[M]:
+    """Yield what waits in a feed, at most so many."""
+    for _ in range(most):
         try:
             yield feed.nowait()
         except (anyio.WouldBlock, anyio.EndOfStream):

@@ -1,4 +1,4 @@
-"""Label values that no decision needs, only the metrics. The others are in `kvoffload.model`."""
+"""Label values that no decision needs, only the metrics. The others are in `kvoffload.model` and `kvoffload.core.machine`."""
 
 from __future__ import annotations
 
@@ -10,25 +10,6 @@ class LookupResult(Enum):
 
     HIT = "hit"
     MISS = "miss"
-
-
-class SlotLabel(StrEnum):
-    """The states of a host slot."""
-
-    EMPTY = "empty"
-    FILLING = "filling"
-    READY = "ready"
-    PINNED = "pinned"
-    DRAINING = "draining"
-    QUARANTINED = "quarantined"
-
-
-class JobLabel(StrEnum):
-    """The states of a job in which it still holds memory."""
-
-    PLANNED = "planned"
-    SUBMITTED = "submitted"
-    ABANDONED = "abandoned"
 
 
 class LoadWait(Enum):
@@ -73,3 +54,8 @@ def subscriber_label(name: str) -> str:
 
 
 _SUBSCRIBERS = frozenset(member.value for member in Subscriber)
+
+
+def label_of(member: Enum) -> str:
+    """Return an enum's member as a label shows it: its value, or its name where the value is a number."""
+    return member.name.lower() if isinstance(member.value, int) else str(member.value)

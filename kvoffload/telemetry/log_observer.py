@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import singledispatchmethod
+import math
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from kvoffload.logs import get_logger
 from kvoffload.model.causes import LoadOutcome, StoreOutcome
 from kvoffload.model.events import (
     CapacityGrown,
+    CopiesResumed,
+    CopiesStalled,
     EngineSurprised,
     Event,
     JobAbandoned,
@@ -20,7 +22,7 @@ from kvoffload.model.events import (
     StoreSettled,
 )
 from kvoffload.telemetry.records import to_plain
-from kvoffload.telemetry.throttle import AtMostEvery, OncePer
+from kvoffload.telemetry.throttle import AtMostEvery
 
 if TYPE_CHECKING:
     import structlog
@@ -30,17 +32,23 @@ if TYPE_CHECKING:
 
 _QUIET_S = 10.0  # seconds between two warnings of one kind
 
-LOGGED: tuple[type[Event], ...] = (
-    JobAbandoned,
-    LoadEnded,
-    StoreSettled,
-    EngineSurprised,
-    CapacityGrown,
-    ResetStarted,
-    ResetEnded,
-    NetBenefitTurned,
-)
-"""The classes that can deserve a line."""
+_NOTES: Mapping[type[Event], dict[str, object]] = {
+    CopiesStalled: {"note": "no new copy is started until some of the abandoned ones have ended"}
+}
+
+LOGGED: Mapping[type[Event], tuple[str, str]] = {
+    JobAbandoned: ("error", "job_abandoned"),
+    LoadEnded: ("warning", "load_failed"),
+    StoreSettled: ("warning", "store_failed"),
+    EngineSurprised: ("warning", "engine_surprised"),
+    CapacityGrown: ("info", "capacity_grown"),
+    CopiesStalled: ("error", "copies_stalled"),
+    CopiesResumed: ("info", "copies_resumed"),
+    ResetStarted: ("info", "reset_started"),
+    ResetEnded: ("info", "reset_ended"),
+    NetBenefitTurned: ("warning", "net_benefit_negative"),
+}
+"""The classes that can deserve a line, how loud it is, and its name."""
 
 _FAILURES = frozenset([LoadOutcome.FAILED, LoadOutcome.CORRUPT, StoreOutcome.FAILED])
 
@@ -49,7 +57,7 @@ def deserves_line(event: Event) -> bool:
     """Return whether anybody would want to read of this event. Costs little: it is asked inline."""
     if isinstance(event, LoadEnded | StoreSettled):
         return event.outcome in _FAILURES
-    return isinstance(event, LOGGED)
+    return type(event) in LOGGED
 
 
 class LogObserver:
@@ -62,7 +70,7 @@ class LogObserver:
 
     def __init__(self, now: Callable[[], float], logger: structlog.stdlib.BoundLogger | None = None) -> None:
         self._log = logger or get_logger("events")
-        self._surprises = OncePer()
+        self._surprises = AtMostEvery(math.inf, now)
         self._warnings = AtMostEvery(_QUIET_S, now)
 
     def subscribe(self, bus: Bus, capacity: int = 256) -> Feed[Event]:
@@ -83,56 +91,25 @@ class LogObserver:
 
     async def __call__(self, event: Event) -> None:
         """Write what the event deserves, which for most is nothing."""
-        if deserves_line(event):
-            self._write(event)
-
-    @singledispatchmethod
-    def _write(self, event: Event) -> None:
-        raise TypeError(f"no line for {type(event).__name__}")
-
-    @_write.register
-    def _(self, event: JobAbandoned) -> None:
-        self._log.error("job_abandoned", **_keys(event))
-
-    @_write.register
-    def _(self, event: LoadEnded) -> None:
-        self._warn("load_failed", event.outcome.value, event)
-
-    @_write.register
-    def _(self, event: StoreSettled) -> None:
-        self._warn("store_failed", event.outcome.value, event)
-
-    @_write.register
-    def _(self, event: EngineSurprised) -> None:
-        if self._surprises.is_due(event.cause):
-            self._log.warning("engine_surprised", **_keys(event), note="further ones are only counted")
-
-    @_write.register
-    def _(self, event: CapacityGrown) -> None:
-        self._log.info("capacity_grown", **_keys(event))
-
-    @_write.register
-    def _(self, event: ResetStarted) -> None:
-        self._log.info("reset_started", **_keys(event))
-
-    @_write.register
-    def _(self, event: ResetEnded) -> None:
-        self._log.info("reset_ended", **_keys(event))
-
-    @_write.register
-    def _(self, event: NetBenefitTurned) -> None:
-        keys = {"net_s": round(event.net_s, 3), "period_s": round(event.period_s, 3)}
-        if event.is_negative:
-            self._log.warning("net_benefit_negative", **keys, remedy='set min_load_tokens to "auto"')
-        else:
-            self._log.info("net_benefit_positive", **keys)
-
-    def _warn(self, name: str, kind: str, event: Event) -> None:
-        held_back = self._warnings.due((name, kind))
-        if held_back is None:
+        if not deserves_line(event):
             return
-        more = {"held_back": held_back} if held_back else {}
-        self._log.warning(name, **_keys(event), **more)
+        (level, name), keys = LOGGED[type(event)], _keys(event) | _NOTES.get(type(event), {})
+        if isinstance(event, LoadEnded | StoreSettled):
+            held_back = self._warnings.due((name, event.outcome))
+            if held_back is None:
+                return
+            keys |= {"held_back": held_back} if held_back else {}
+        elif isinstance(event, EngineSurprised):
+            if self._surprises.due(event.cause) is None:
+                return
+            keys["note"] = "further ones are only counted"
+        elif isinstance(event, NetBenefitTurned):
+            keys = {"net_s": round(event.net_s, 3), "period_s": round(event.period_s, 3)}
+            if event.is_negative:
+                keys["remedy"] = 'set min_load_tokens to "auto"'
+            else:
+                level, name = "info", "net_benefit_positive"
+        getattr(self._log, level)(name, **keys)
 
 
 def log_removed(logger: structlog.stdlib.BoundLogger | None = None) -> Callable[[str, Exception], None]:
@@ -157,16 +134,6 @@ def log_spans_failed(
             log.warning(
                 "spans_not_sent", batches_held_back=held_back, note="is the collector at otlp_endpoint?"
             )
-
-    return tell
-
-
-def log_journal_failed(logger: structlog.stdlib.BoundLogger | None = None) -> Callable[[Exception], None]:
-    """Return the callback that logs the end of the journal's file."""
-    log = logger or get_logger("journal")
-
-    def tell(error: Exception) -> None:
-        log.error("journal_stopped", error=str(error), note="the engine and the ring in memory go on")
 
     return tell
 

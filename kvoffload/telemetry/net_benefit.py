@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvoffload.bus.bus import Bus
 from kvoffload.model import events, facts
@@ -30,6 +30,17 @@ _PERIOD_S = 60.0  # over which the sign is judged
 _MATTERS = 0.01  # of a period: a smaller loss is not worth a warning
 
 
+class OpenCopies(Protocol):
+    """What is asked in every step."""
+
+    @property
+    def oldest(self) -> object | None:
+        """Since when the oldest job is under way, None without one."""
+
+    def count(self, direction: Direction, *, is_overdue: bool) -> int:
+        """Return how many jobs of a direction are under way, or overdue."""
+
+
 class _Load(NamedTuple):
     request: RequestId
     tokens: int
@@ -42,23 +53,19 @@ class NetBenefit:
     Args:
         block_tokens: of the shortest hit.
         ranks: that copy a part of each job.
-        copying: says which copies a worker may be making, as one of `Copies`.
+        copies: tell which copies a worker may be making.
         now: monotonic seconds.
     """
 
-    def __init__(
-        self, block_tokens: int, ranks: int, copying: Callable[[], int], now: Callable[[], float]
-    ) -> None:
+    def __init__(self, block_tokens: int, ranks: int, copies: OpenCopies, now: Callable[[], float]) -> None:
         self._ranks = ranks
-        self._copying = copying
+        self._open = copies
         self._now = now
         self._rate = PrefillRate(_LEAST_BLOCKS * block_tokens)
         self._times = StepTimes()
         self._break_even = BreakEven()
-        self._live: set[RequestId] = set()
         self._loads: dict[JobId, _Load] = {}
         self._copy_s: dict[JobId, float] = {}
-        self._deferrals: dict[RequestId, tuple[float, LoadWait]] = {}
         self._unpriced_tokens = 0
         self._saved_s = 0.0
         self._waited_s = dict.fromkeys(LoadWait, 0.0)
@@ -76,12 +83,8 @@ class NetBenefit:
     def subscribe(self, bus: Bus) -> None:
         """Follow the engine from now on; say on the bus when the sign turns."""
         self._publish = bus.publish
-        bus.count(facts.RequestSeen, self._seen)
-        bus.count(facts.BlocksAllocated, self._allocated)
         bus.count(facts.StepScheduled, self._step)
         bus.count(facts.RequestEnded, self._ended)
-        bus.count(events.LookupDeferred, self._deferred)
-        bus.count(events.HitPinned, self._allocated)
         bus.count(events.LoadScheduled, self._load_scheduled)
         bus.count(events.RankReported, self._copied)
         bus.count(events.LoadEnded, self._load_ended)
@@ -111,12 +114,18 @@ class NetBenefit:
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
-    def _seen(self, fact: facts.RequestSeen) -> None:
-        self._live.add(fact.request)
+    def idle(self) -> None:
+        """The last request has ended: what comes next is no step of theirs."""
+        if self._ran:
+            now = self._now()
+            self._rate.idle(now)
+            self._stepped(now)
+            self._ran = self._is_calm = self._is_steady = False
 
     def _step(self, fact: facts.StepScheduled) -> None:
         now = self._now()
-        prefill, decode, copies = fact.prefill_tokens, fact.decode_tokens, self._copying()
+        prefill, decode = fact.prefill_tokens, fact.decode_tokens
+        copies = self._copying() if self._open.oldest is not None else 0
         # Inline, as every step comes by here: a step that only decodes as the one before did costs two calls.
         is_calm = decode > 0 and not prefill
         if self._ran:
@@ -143,28 +152,15 @@ class NetBenefit:
                 self._interference_s[way] += lost / len(ways)
 
     def _ended(self, fact: facts.RequestEnded) -> None:
-        self._allocated(fact)
-        self._live.discard(fact.request)
         if self._loads:
             for job in [job for job, load in self._loads.items() if load.request == fact.request]:
                 self._lose_wait(self._loads.pop(job))
-        if not self._live and self._ran:
-            now = self._now()
-            self._rate.idle(now)
-            self._stepped(now)
-            self._ran = self._is_calm = self._is_steady = False
 
     # -- loads ------------------------------------------------------------------------------------------------------
 
-    def _deferred(self, event: events.LookupDeferred) -> None:
-        reason = LoadWait.OWN_LOAD if event.owner == event.request else LoadWait.OTHERS_LOAD
-        self._deferrals.setdefault(event.request, (self._now(), reason))
-
-    def _allocated(self, message: facts.BlocksAllocated | events.HitPinned | facts.RequestEnded) -> None:
-        """Whatever this request was told to wait for, it does no longer."""
-        if self._deferrals and (deferral := self._deferrals.pop(message.request, None)) is not None:
-            since, reason = deferral
-            self._waited_s[reason] += self._now() - since
+    def waited_for_others(self, seconds: float) -> None:
+        """A request waited so long for another request's load of the same prefix."""
+        self._waited_s[LoadWait.OTHERS_LOAD] += seconds
 
     def _load_scheduled(self, event: events.LoadScheduled) -> None:
         self._loads[event.job] = _Load(event.request, event.tokens, self._now())
@@ -196,6 +192,11 @@ class NetBenefit:
         if rate:
             self._unpriced_tokens = 0
         self._break_even.weigh(rate)
+
+    def _copying(self) -> int:
+        """Return which copies a worker may be making, as one of `Copies`."""
+        stores = Copies.STORES if self._open.count(Direction.STORE, is_overdue=False) else 0
+        return stores | (Copies.LOADS if self._open.count(Direction.LOAD, is_overdue=False) else 0)
 
     # -- the sign ---------------------------------------------------------------------------------------------------
 

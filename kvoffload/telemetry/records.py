@@ -177,23 +177,13 @@ def _decoders(cls: type) -> dict[str, Convert]:
 
 
 def _decoder(name: str, hint: object) -> Convert:
-    if optional := optional_of(hint):
-        decode_present = _decoder(name, optional)
-        return lambda value: None if value is None else decode_present(value)
-    if _is_slots(hint):
-        decode_slot = _decoder(name, SlotId)
-        return lambda value: tuple(decode_slot(slot) for slot in _list(name, value))
-    plain = cast("type[Any]", plain_type(hint))
-    if issubclass(plain, Enum):
-        return plain
-    accepted = (int, float) if plain is float else (plain,)
+    is_written, plain = _is_written(hint), cast("Any", plain_type(optional_of(hint) or hint))
+    convert = tuple if typing.get_origin(plain) is tuple else plain
 
     def decode(value: Any) -> object:  # noqa: ANN401  # what JSON knows
-        if not isinstance(value, accepted) or isinstance(value, bool) is not (plain is bool):
-            raise ValueError(f"{name} is {value!r}, not {plain.__name__}")
-        if plain is float and not math.isfinite(value):
-            raise ValueError(f"{name} is {value!r}")
-        return plain(value)
+        if not is_written(value):
+            raise ValueError(f"{name} is {value!r}, not {getattr(plain, '__name__', plain)}")
+        return None if value is None else convert(value)
 
     return decode
 
@@ -237,17 +227,7 @@ def _is_one_of(plain: type[Any]) -> Convert:
         values = [member.value for member in plain]
         return lambda value: value in values
     allowed = {bytes: (int,), float: (int, float)}.get(plain, (plain,))
-    return lambda value: type(value) in allowed
-
-
-def _list(name: str, value: object) -> list[object]:
-    if not isinstance(value, list):
-        raise ValueError(f"{name} is {value!r}, not a list")
-    return value
-
-
-def _is_slots(hint: object) -> bool:
-    return typing.get_origin(hint) is tuple and typing.get_args(hint)[0] is SlotId
+    return lambda value: type(value) in allowed and (plain is not float or math.isfinite(value))
 
 
 def optional_of(hint: object) -> object:

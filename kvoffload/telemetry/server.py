@@ -14,13 +14,12 @@ from socketserver import TCPServer, ThreadingMixIn
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from kvoffload.model.errors import ConfigError
 
 if TYPE_CHECKING:
-    from prometheus_client.registry import Collector
+    from prometheus_client import CollectorRegistry
 
 DEFAULT_PORT = 9464
 _PATH = "/metrics"
@@ -30,16 +29,14 @@ _REQUEST_BYTES = 16384  # a scraper's request has some hundred
 _CONNECTIONS = 16  # at a time; a scraper needs one
 
 
-def serve(
-    source: CollectorRegistry | Collector, host: str = "127.0.0.1", port: int = DEFAULT_PORT
-) -> MetricsServer:
-    """Serve GET /metrics of a registry, or of one collector, until closed; port 0 takes any free one.
+def serve(registry: CollectorRegistry, host: str = "127.0.0.1", port: int = DEFAULT_PORT) -> MetricsServer:
+    """Serve GET /metrics of a registry until closed; port 0 takes any free one.
 
     Raises:
         ConfigError: the address cannot be used.
     """
     try:
-        server = _Server(_address(host, port), _registry_of(source))
+        server = _Server(_address(host, port), registry)
     except (OSError, ValueError) as exc:  # the latter for a name that is none
         reason = getattr(exc, "strerror", None) or str(exc)
         advice = "choose another address, or port 0 for any free one"
@@ -178,14 +175,6 @@ class _Bounded(RawIOBase):
     def close(self) -> None:
         self._source.close()
         super().close()
-
-
-def _registry_of(source: CollectorRegistry | Collector) -> CollectorRegistry:
-    if isinstance(source, CollectorRegistry):
-        return source
-    registry = CollectorRegistry()
-    registry.register(source)
-    return registry
 
 
 def _address(host: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, ...]]:

@@ -78,32 +78,6 @@ class Snapshot:
         }
         return Snapshot(_without_empty(counts), _without_empty(distributions))
 
-    def to_plain(self) -> dict[str, Any]:
-        """Return lists, texts and numbers only, for formats that know nothing else."""
-        return {
-            "counts": [
-                [name, list(labels), number]
-                for name, series in self.counts.items()
-                for labels, number in series.items()
-            ],
-            "distributions": [
-                [name, list(labels), list(one.counts), one.total]
-                for name, series in self.distributions.items()
-                for labels, one in series.items()
-            ],
-        }
-
-    @staticmethod
-    def from_plain(plain: Mapping[str, Any]) -> Snapshot:
-        """Return what `to_plain` was made from."""
-        counts: dict[str, dict[Labels, int]] = {}
-        for name, labels, number in plain["counts"]:
-            counts.setdefault(name, {})[tuple(labels)] = number
-        distributions: dict[str, dict[Labels, Distribution]] = {}
-        for name, labels, buckets, total in plain["distributions"]:
-            distributions.setdefault(name, {})[tuple(labels)] = Distribution(tuple(buckets), total)
-        return Snapshot(counts, distributions)
-
 
 def conservation(snapshot: Snapshot, *, drained: bool = False) -> list[str]:
     """Return every conservation law that the numbers break, as text.

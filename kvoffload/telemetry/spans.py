@@ -15,8 +15,6 @@ from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
-import anyio
-
 from kvoffload.bus.bus import Bus
 from kvoffload.bus.feed import Feed
 from kvoffload.bus.guard import call_guarded
@@ -24,7 +22,7 @@ from kvoffload.model import events, facts
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.errors import ConfigError
-from kvoffload.telemetry.journal import Record
+from kvoffload.telemetry.journal import Record, take_waiting
 from kvoffload.telemetry.records import Kept, compact
 from kvoffload.telemetry.timeline import Timeline
 from kvoffload.telemetry.trace import Rows, TraceEvent
@@ -118,7 +116,7 @@ class SpanObserver:
         loop = asyncio.get_running_loop()
         try:
             async for told in self._feed:
-                batch = [told, *_take_waiting(self._feed)]
+                batch = [told, *take_waiting(self._feed, _BATCH - 1)]
                 await loop.run_in_executor(executor, self._draw, batch)
             await loop.run_in_executor(executor, self._close)
         except Exception as exc:
@@ -221,11 +219,3 @@ def _missing(error: ModuleNotFoundError) -> ConfigError:
 
 def _take_all(drawn: Iterator[TraceEvent]) -> None:
     deque(drawn, maxlen=0)
-
-
-def _take_waiting(feed: Feed[Told]) -> Iterator[Told]:
-    for _ in range(_BATCH - 1):
-        try:
-            yield feed.nowait()
-        except (anyio.WouldBlock, anyio.EndOfStream):
-            return

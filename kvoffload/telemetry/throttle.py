@@ -5,20 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 
 
-class OncePer:
-    """Says yes once for every key. Keys come from enums, so what it remembers is bounded."""
-
-    def __init__(self) -> None:
-        self._seen: set[Hashable] = set()
-
-    def is_due(self, key: Hashable) -> bool:
-        """Return whether this is the first time, and remember it."""
-        if key in self._seen:
-            return False
-        self._seen.add(key)
-        return True
-
-
 class AtMostEvery:
     """Says yes at most once every `seconds` for every key, and counts what it held back.
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 
-from kvoffload.cli.doctor.check import Check, Finding, Setup, go, no_go
-from kvoffload.cli.doctor.machine import Machine
-from kvoffload.cli.doctor.software import entry_point_problem
+from kvoffload.checks.check import Check, Finding, Setup, go, no_go
+from kvoffload.checks.machine import Machine
+from kvoffload.checks.software import entry_point_problem
 
 HELP = "reference engine"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvoffload.cli.doctor import memory, numa, pools
-from kvoffload.cli.doctor.startup import examine_rank
+from kvoffload.checks import memory, numa, pools
+from kvoffload.checks.startup import examine_rank
 from kvoffload.engine.plugin import EngineFacts, SchedulerPlugin, WorkerPlugin
 from kvoffload.model.config import OffloadConfig, parse_config
 from kvoffload.model.engine import Promises
@@ -21,7 +21,7 @@ from kvoffload_reference.translate import shape_of
 from kvoffload_reference.worker import ReferenceWorker
 
 if TYPE_CHECKING:
-    from kvoffload.cli.doctor.check import Answer
+    from kvoffload.checks.check import Answer
     from kvoffload.transfer.layout import DeviceLayout
     from kvoffload.transfer.ports import Clock, Copier
 

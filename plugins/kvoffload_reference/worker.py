@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from kvoffload.cli.doctor.startup import warn
+from kvoffload.checks.startup import warn
 from kvoffload.model.transfer import TransferPlan
 from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.transfer.layout import layout_of
@@ -13,7 +13,7 @@ from kvoffload.transfer.layout import layout_of
 if TYPE_CHECKING:
     import torch
 
-    from kvoffload.cli.doctor.check import Answer
+    from kvoffload.checks.check import Answer
     from kvoffload.transfer.layout import DeviceLayout
 
 

@@ -7,8 +7,8 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvoffload.cli.doctor.check import Setup
-from kvoffload.cli.doctor.startup import examine, examine_rank, warn
+from kvoffload.checks.check import Setup
+from kvoffload.checks.startup import examine, examine_rank
 from kvoffload.logs import ROOT
 from kvoffload.model.config import OffloadConfig, check_promises, parse_config
 from kvoffload.model.errors import ConfigError
@@ -17,8 +17,9 @@ from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.scheduler_side import SchedulerSide
 from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.telemetry.spans import check_installed
-from kvoffload_vllm.doctor import load_failures
+from kvoffload_vllm.doctor import RECOMPUTE, load_failures
 from kvoffload_vllm.events import find_wire, publishes_events
+from kvoffload_vllm.failure_policy import find_failure_policy
 from kvoffload_vllm.groups import VllmGroups, vllm_groups
 from kvoffload_vllm.host_news import HostNews
 from kvoffload_vllm.pool_device import VllmDevice
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from kvoffload.cli.doctor.check import Answer
+    from kvoffload.checks.check import Answer
     from kvoffload.transfer.layout import DeviceLayout
 
 _MERGE_STEPS = 16  # of a decoding batch, whose steps complete a few blocks each
@@ -45,31 +46,33 @@ def make_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> V
     """
     join_logging()
     groups, config = _check(vllm_config, kv_cache_config)
-    policy = vllm_config.kv_transfer_config.kv_load_failure_policy
-    warn(examine([load_failures(policy)], Setup(config=config)))
-    device, portal = VllmDevice(), Portal("kvoffload")
+    device, portal = VllmDevice(groups.partly_hashed), Portal("kvoffload")
     offload = SchedulerSide(groups.shape, config, device, portal=portal, merge_steps=_MERGE_STEPS)
     keys = KeyMaker(groups.hash_ratios, groups.ids)
     news = None
     if publishes_events(vllm_config):
-        news = HostNews(groups, keys, offload.core.state.pool.index, find_wire())
+        news = HostNews(groups, offload.core.state.pool.index, find_wire(kv_cache_config), device)
     return VllmScheduler(offload, device, keys, groups.ids, StatsSender(offload), portal.close, news)
 
 
 def make_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> VllmWorker:
-    """Return one worker's side.
+    """Return one worker's side. Workers start before the scheduler, so what is refused is refused here.
 
     Raises:
         ConfigError: with everything because of which offloading cannot start.
     """
     join_logging()
-    _, config = _check(vllm_config, kv_cache_config)  # a worker starts first: what is refused is refused here
+    policy = find_failure_policy(vllm_config)
+    _, config = _check(vllm_config, kv_cache_config, policy)
     parallel, portal = vllm_config.parallel_config, Portal("kvoffload")
     offload = WorkerSide(Rank(parallel.rank), parallel.world_size, config, portal)
     local_ranks = getattr(parallel, "local_world_size", None)
 
     def examine_layout(layout: DeviceLayout) -> list[Answer]:
-        return examine_rank(parallel.rank, parallel.world_size, config, layout, local_ranks=local_ranks)
+        answers = examine_rank(parallel.rank, parallel.world_size, config, layout, local_ranks=local_ranks)
+        if parallel.rank == 0:
+            answers += examine([load_failures(policy)], Setup(config=config))
+        return answers
 
     return VllmWorker(offload, portal.close, examine_layout)
 
@@ -85,7 +88,9 @@ def join_logging() -> None:
     ours.propagate = False
 
 
-def _check(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[VllmGroups, OffloadConfig]:
+def _check(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, policy: str = RECOMPUTE
+) -> tuple[VllmGroups, OffloadConfig]:
     """Translate both, and tell all that is wrong with either at once."""
     problems: list[str] = []
     groups = config = None
@@ -94,7 +99,7 @@ def _check(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[Vll
     except ConfigError as error:
         problems += error.problems
     try:
-        groups = vllm_groups(vllm_config, kv_cache_config)
+        groups = vllm_groups(vllm_config, kv_cache_config, recovers_loads=policy == RECOMPUTE)
         if config is not None:
             check_promises(config, groups.shape.promises)
     except ConfigError as error:
@@ -107,9 +112,10 @@ def _check(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[Vll
 def _config(vllm_config: VllmConfig) -> OffloadConfig:
     config = parse_config(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
     check_installed(config)
-    parallel = vllm_config.parallel_config
-    if config.journal_path is None or parallel.data_parallel_size == 1:
+    # The index, as vLLM tells the engines of a dense model that each of them is alone: size 1, rank 0.
+    engine = vllm_config.parallel_config.data_parallel_index
+    if config.journal_path is None or engine == 0:
         return config
     # Each engine of a data-parallel server writes a file of its own.
-    path = Path(f"{config.journal_path}.dp{parallel.data_parallel_rank}")
+    path = Path(f"{config.journal_path}.dp{engine}")
     return dataclasses.replace(config, journal_path=path)

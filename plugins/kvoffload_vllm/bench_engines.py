@@ -10,8 +10,10 @@ import importlib
 import importlib.util
 import os
 import random
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -241,6 +243,31 @@ def find_connectors(peer: str | None) -> tuple[dict[str, dict[str, Any]], str]:
     return connectors, "not available: without a GPU it needs a host copy in place of its own, see --peer"
 
 
+@contextmanager
+def open_riders(
+    model: str,
+    connectors: Mapping[str, Mapping[str, Any] | None],
+    running: int,
+    shape: Mapping[str, Any] | None = None,
+    **options: object,
+) -> Iterator[list[Rider]]:
+    """Make an engine for each connector, all with the same tiny model, and end them.
+
+    Args:
+        model: "qwen3" or "gemma3".
+        connectors: settings by name; None for no connector.
+        running: requests that may run at once.
+        shape: of the model, in place of the one here.
+        options: of the engines, in place of those here.
+    """
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        checkpoint, riders = _write_checkpoint(model, Path(folder), shape or {}), []
+        for name, connector in connectors.items():
+            riders.append(Rider(name, checkpoint, connector, running, **options))
+            stack.callback(riders[-1].close)
+        yield riders
+
+
 def draw_prompts(draw: random.Random, count: int) -> list[list[int]]:
     """Return so many prompts of 64 to 127 tokens."""
     return [draw.choices(range(2, VOCABULARY), k=draw.randrange(64, 128)) for _ in range(count)]
@@ -264,14 +291,8 @@ def prepare_process(on_gpu: bool) -> None:
         os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 
 
-def write_checkpoint(kind: str, folder: Path, **shape: object) -> Path:
-    """Write the configuration of a tiny model, whose weights vLLM makes up; return its folder.
-
-    Args:
-        kind: "qwen3" or "gemma3".
-        folder: where its folder is made.
-        shape: settings of the model, in place of those here.
-    """
+def _write_checkpoint(kind: str, folder: Path, shape: Mapping[str, Any]) -> Path:
+    """Write the configuration of a tiny model, whose weights vLLM makes up; return its folder."""
     import transformers
 
     config: Any

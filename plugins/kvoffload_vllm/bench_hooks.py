@@ -11,10 +11,8 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from kvoffload.bench.lines import Line, line, ratios
@@ -28,8 +26,8 @@ from kvoffload_vllm.bench_engines import (
     add_peer_argument,
     draw_prompts,
     find_connectors,
+    open_riders,
     require_vllm,
-    write_checkpoint,
 )
 
 HELP = "time in the scheduler's hooks per step on a stock vLLM, beside vLLM's own connector"
@@ -107,18 +105,12 @@ def measure(
     tokens: int,
 ) -> Iterator[Case]:
     """Measure every model with every number of running requests; `find_connectors` comes first."""
-    with tempfile.TemporaryDirectory() as folder:
-        for model in models:
-            checkpoint = write_checkpoint(model, Path(folder))
-            riders = [Rider(name, checkpoint, one, max(running)) for name, one in connectors.items()]
-            try:
-                draw = random.Random(0)
-                _ride(riders, draw_prompts(draw, max(running)), tokens)  # warms up
-                for count in running:
-                    yield from _measure_case(model, riders, count, repeats, tokens, draw)
-            finally:
-                for rider in riders:
-                    rider.close()
+    for model in models:
+        with open_riders(model, connectors, max(running)) as riders:
+            draw = random.Random(0)
+            _ride(riders, draw_prompts(draw, max(running)), tokens)  # warms up
+            for count in running:
+                yield from _measure_case(model, riders, count, repeats, tokens, draw)
 
 
 def _measure_case(

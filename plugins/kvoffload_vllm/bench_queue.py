@@ -13,10 +13,7 @@ import copy
 import importlib.util
 import random
 import statistics
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from kvoffload.bench.lines import Line, line, ratios
@@ -29,9 +26,9 @@ from kvoffload_vllm.bench_engines import (
     Rider,
     draw_prompts,
     kv_transfer,
+    open_riders,
     prepare_process,
     require_vllm,
-    write_checkpoint,
 )
 
 HELP = "time in the scheduler's hooks per step while many requests wait, beside vLLM's OffloadingConnector"
@@ -74,14 +71,14 @@ def _measure(waiting: Sequence[int], pairs: int) -> Iterator[Line]:
 
     prepare_process(torch.cuda.is_available())
     draw = random.Random(0)
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        checkpoint = write_checkpoint("gemma3", Path(folder))
-        riders = [Rider(OURS, checkpoint, kv_transfer("KVOffloadConnector", host_bytes=HOST_BYTES), RUNNING)]
-        stack.callback(riders[0].close)
-        if importlib.util.find_spec(_PEER_MODULE) is not None:
-            riders.append(Rider(_PEER, checkpoint, None, RUNNING))
-            stack.callback(riders[1].close)
-            riders[1].follow(_peers_side, _all_ended)
+    connectors: dict[str, dict[str, Any] | None] = {
+        OURS: kv_transfer("KVOffloadConnector", host_bytes=HOST_BYTES)
+    }
+    if importlib.util.find_spec(_PEER_MODULE) is not None:
+        connectors[_PEER] = None
+    with open_riders("gemma3", connectors, RUNNING) as riders:
+        for rider in riders[1:]:
+            rider.follow(_peers_side, _all_ended)
         for rider in riders:
             _steps_us(rider, FEW, draw)  # warms up
         for count in waiting:

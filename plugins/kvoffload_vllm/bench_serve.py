@@ -12,11 +12,8 @@ from __future__ import annotations
 
 import argparse
 import random
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from kvoffload.bench.lines import Line, line, ratios
@@ -30,8 +27,8 @@ from kvoffload_vllm.bench_engines import (
     Rider,
     add_peer_argument,
     find_connectors,
+    open_riders,
     require_vllm,
-    write_checkpoint,
 )
 
 HELP = "throughput and time to first token of a stock vLLM with offloading, beside vLLM's own connector"
@@ -85,12 +82,7 @@ def _measure(connectors: Mapping[str, Mapping[str, Any]], pairs: int, conversati
     blocks = max(needed // _CACHE_SHARE, AT_ONCE * (longest // BLOCK + 1)) + 1  # the null block is nobody's
     options = {"num_gpu_blocks_override": blocks, "max_model_len": longest, "kv_cache_memory_bytes": 1 << 30}
     draw = random.Random(0)
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        checkpoint = write_checkpoint("qwen3", Path(folder), **_SHAPE)
-        riders = []
-        for name, connector in ((PLAIN, None), *connectors.items()):
-            riders.append(Rider(name, checkpoint, connector, AT_ONCE, **options))
-            stack.callback(riders[-1].close)
+    with open_riders("qwen3", {PLAIN: None, **connectors}, AT_ONCE, _SHAPE, **options) as riders:
         rates = _never_repeating(riders, pairs, draw)
         first_ms = _returning(riders, conversations, draw)
     vllm = f"vLLM {version('vllm')}"

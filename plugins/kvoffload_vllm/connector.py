@@ -62,12 +62,15 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     supports_divergent_local_hybrid_hits = False
     supports_sleep_mode = False
 
+    _scheduler: VllmScheduler
+    """There in the role of the scheduler."""
+    _worker: VllmWorker
+    """There in the role of a worker."""
+
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._scheduler: VllmScheduler | None = None
-        self._worker: VllmWorker | None = None
         self._vllm_cache_config = kv_cache_config
         self._bad_blocks: set[int] = set()
         if CacheHitSource is not None:
@@ -80,19 +83,19 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # -- worker -------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._on_worker.register(layout_of_caches(kv_caches, self._vllm_cache_config))
+        self._worker.register(layout_of_caches(kv_caches, self._vllm_cache_config))
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, KVOffloadMetadata), connector_metadata
-        self._on_worker.bind(connector_metadata)
+        self._worker.bind(connector_metadata)
 
     def clear_connector_metadata(self) -> None:
-        self._on_worker.clear()
+        self._worker.clear()
         super().clear_connector_metadata()
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
-        self._on_worker.start_loads()
+        self._worker.start_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """All loads are asynchronous: no layer waits."""
@@ -103,15 +106,15 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Stores are planned by the scheduler's side and start after the forward pass."""
 
     def wait_for_save(self) -> None:
-        self._on_worker.start_stores()
+        self._worker.start_stores()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        received = self._on_worker.take_received()
+        received = self._worker.take_received()
         self._bad_blocks = received.bad_blocks
         return None, received.finished or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> base.KVConnectorTransferResults:
-        received = self._on_worker.take_received()
+        received = self._worker.take_received()
         return base.KVConnectorTransferResults(
             finished_recving=received.finished, failed_recving=received.failed
         )
@@ -123,32 +126,32 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return bad_blocks
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return self._on_worker.worker_metadata()
+        return self._worker.worker_metadata()
 
     # -- scheduler ----------------------------------------------------------------------------------------------
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        self._on_scheduler.bind(gpu_block_pool)
+        self._scheduler.bind(gpu_block_pool)
 
     def on_new_request(self, request: Request) -> None:
-        self._on_scheduler.new_request(request)
+        self._scheduler.new_request(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        tokens = self._on_scheduler.lookup(request, num_computed_tokens)
+        tokens = self._scheduler.lookup(request, num_computed_tokens)
         return tokens, bool(tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        self._on_scheduler.allocated(request, blocks, num_external_tokens)
+        self._scheduler.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self._on_scheduler.build_metadata(scheduler_output)
+        return self._scheduler.build_metadata(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._on_scheduler.update(connector_output)
+        self._scheduler.update(connector_output)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -157,28 +160,26 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         # Blocks under a copy are leased, so vLLM may free the request's at once.
-        self._on_scheduler.ended(request, block_ids)
+        self._scheduler.ended(request, block_ids)
         return False, None
 
     def has_pending_push_work(self) -> bool:
-        return self._on_scheduler.has_work
+        return self._scheduler.has_work
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        return self._on_scheduler.take_events()
+        return self._scheduler.take_events()
 
     def reset_cache(self) -> bool | None:
-        return self._on_scheduler.offload.reset()
+        return self._scheduler.offload.reset()
 
     # -- both ---------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        if self._worker is not None:
-            self._worker.close()
-        if self._scheduler is not None:
-            self._scheduler.close()
+        side = self._scheduler if self._role is KVConnectorRole.SCHEDULER else self._worker
+        side.close()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        return self._scheduler.take_stats() if self._scheduler is not None else None
+        return self._scheduler.take_stats() if self._role is KVConnectorRole.SCHEDULER else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
@@ -197,13 +198,3 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         from kvoffload_vllm.prometheus import KVOffloadPromMetrics
 
         return KVOffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-    @property
-    def _on_worker(self) -> VllmWorker:
-        assert self._worker is not None, "a worker's hook was called on the scheduler's side"
-        return self._worker
-
-    @property
-    def _on_scheduler(self) -> VllmScheduler:
-        assert self._scheduler is not None, "a scheduler's hook was called on a worker's side"
-        return self._scheduler

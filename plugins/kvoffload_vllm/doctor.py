@@ -7,10 +7,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvoffload.cli.doctor.check import Check, Finding, Setup, go, no_go, not_known, settled, warn
-from kvoffload.cli.doctor.given import read_object
-from kvoffload.cli.doctor.machine import Machine
-from kvoffload.cli.doctor.software import entry_point_problem, version_numbers
+from kvoffload.checks.check import Check, Finding, Setup, go, no_go, not_known, settled, warn
+from kvoffload.checks.json_option import read_object
+from kvoffload.checks.machine import Machine
+from kvoffload.checks.software import entry_point_problem, version_numbers
 from kvoffload_vllm.register import NAME
 from kvoffload_vllm.support import NEEDED, NEWEST_RUN, VERSIONS
 
@@ -19,7 +19,10 @@ HELP = "vLLM"
 _GROUP, _ENTRY, _VALUE = "vllm.general_plugins", "kvoffload", "kvoffload_vllm.register:register"
 _BASE = "distributed/kv_transfer/kv_connector/v1/base.py"
 _OPTION = "--kv-transfer-config"
-_RECOMPUTE = '"kv_load_failure_policy":"recompute"'
+RECOMPUTE = "recompute"
+"""The policy of vLLM's with which a failed load costs no request."""
+
+_RECOMPUTE = f'"kv_load_failure_policy":"{RECOMPUTE}"'
 
 
 def add_arguments(group: argparse._ArgumentGroup) -> None:
@@ -38,7 +41,7 @@ def find_settings(args: argparse.Namespace) -> Mapping[str, object] | None:
     """Return the connector's `kv_connector_extra_config`, None where no such connector was given.
 
     Raises:
-        CommandError: the option holds no JSON object.
+        ConfigError: the option holds no JSON object.
     """
     if args.kv_transfer_config is None:
         return None
@@ -69,13 +72,13 @@ def load_failures(policy: object) -> Check:
 def _load_failures(policy: object, setup: Setup) -> Finding:
     if policy is None:
         return not_known("what vLLM does when a load fails", f"give {_OPTION}, with {_RECOMPUTE}")
-    if policy == "recompute":
+    if policy == RECOMPUTE:
         return go("vLLM computes again what fails to load")
     verify = setup.config.verify if setup.config is not None else "off"
     refused = f"; with verify {verify!r} the connector refuses to start" if verify != "off" else ""
     return no_go(
         f"kv_load_failure_policy is {str(policy)[:40]!r}: vLLM fails every request whose load fails{refused}",
-        f"set {_RECOMPUTE} in {_OPTION}",
+        f"set {_RECOMPUTE} at the top level of {_OPTION}; vLLM does not read it in an entry of a MultiConnector",
     )
 
 

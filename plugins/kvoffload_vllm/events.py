@@ -1,33 +1,31 @@
 """KV cache events for routers: which blocks have come to the host, and which have left it.
 
-What an event says of a block beyond its hash is known only while its request lives. So it is noted when the core is told
-of the block; here, not in the core, and only where vLLM publishes events, as token ids are in it.
+What an event says of a block beyond its hash is known only while its request lives, and a block may be stored long after.
+So a note of it is taken when it is computed, and kept while the device holds it; here, not in the core, and only where
+vLLM publishes events, as token ids are in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from array import array
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from kvoffload.model.ids import BlockKey, GroupId
+from kvoffload.model.ids import BlockKey
 from kvoffload_vllm.groups import VllmGroups
+from kvoffload_vllm.tracked import RequestLike
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _GROUP_BYTES = 4
 _MEDIUM = "CPU"
 _LOCAL = "LOCAL"  # the block is on the machine that tells of it
-
-
-class RequestLike(Protocol):
-    """What is read of vLLM's `Request`."""
-
-    block_hashes: Sequence[bytes]
-    all_token_ids: Sequence[int]
-    lora_request: Any
+_TOKEN = "i"  # four bytes a token
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,59 +34,133 @@ class BlockNote:
 
     Args:
         parent: hash of the block before it, None for a prompt's first.
-        token_ids: its tokens.
-        lora_id, lora_name: the adapter that it was computed with.
+        tokens: its tokens, packed: as a tuple they would take eight times as much.
+        adapter: id and name of the adapter that it was computed with.
+        extra_keys: what else its hash covers.
     """
 
     parent: bytes | None
-    token_ids: tuple[int, ...]
-    lora_id: int | None = None
-    lora_name: str | None = None
+    tokens: bytes
+    adapter: tuple[int, str] | None = None
+    extra_keys: tuple[Any, ...] | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        return array(_TOKEN, self.tokens).tolist()
 
 
 class BlockNotes:
-    """Notes by key, the most recent ones: a block without a note is told of by its hash alone.
+    """Notes of blocks of one size, by block hash.
+
+    Groups whose blocks have one size share them: blocks that end with the same token have one hash.
 
     Args:
-        groups: the groups that are offloaded.
-        limit: how many notes.
+        limit: up to so many notes none is dropped.
+        is_needed: whether a block with this hash may yet come to the host.
     """
 
-    def __init__(self, groups: VllmGroups, limit: int) -> None:
-        self._groups = groups
+    def __init__(self, limit: int, is_needed: Callable[[bytes], bool]) -> None:
         self._limit = limit
-        self._notes: dict[BlockKey, BlockNote] = {}
+        self._is_needed = is_needed
+        self._notes: dict[bytes, BlockNote] = {}
+        self._order: deque[bytes] = deque()
 
     def __len__(self) -> int:
         return len(self._notes)
 
-    def take(self, request: RequestLike, keys: Sequence[Sequence[BlockKey]], first: Sequence[int]) -> None:
-        """Note a request's blocks when the core is told their keys.
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._notes
+
+    def get(self, block_hash: bytes) -> BlockNote | None:
+        """Return a block's note; it is kept, as the block may leave the host and come again."""
+        return self._notes.get(block_hash)
+
+    def add(self, block_hash: bytes, note: BlockNote) -> None:
+        """Keep a note of a block that has none."""
+        self._notes[block_hash] = note
+        self._order.append(block_hash)
+        # To look at two for each that is added finds what is no longer needed before there are twice as many.
+        for _ in range(2):
+            if len(self._notes) > self._limit:
+                self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        oldest = self._order.popleft()
+        if self._is_needed(oldest):
+            self._order.append(oldest)
+        else:
+            del self._notes[oldest]
+
+
+class NoteTaker:
+    """Takes notes of the blocks that requests compute.
+
+    Args:
+        groups: the groups that are offloaded.
+        wire: how vLLM writes events.
+        is_on_device: whether the device holds a key. What it does not hold can no longer be stored, and a copy that is
+            under way keeps it from forgetting.
+    """
+
+    def __init__(self, groups: VllmGroups, wire: Wire, is_on_device: Callable[[BlockKey], bool]) -> None:
+        self._wire = wire
+        self._hash_tokens = groups.sizes.hash_tokens
+        self._notes: dict[int, BlockNotes] = {}
+        self._notes_of_group: dict[int, BlockNotes] = {}
+        for ratio in dict.fromkeys(groups.hash_ratios):
+            numbers = [
+                number for number, own in zip(groups.ids, groups.hash_ratios, strict=True) if own == ratio
+            ]
+            is_needed = _any_of(numbers, is_on_device)
+            self._notes[ratio] = BlockNotes(groups.shape.device_blocks, is_needed)
+            self._notes_of_group.update(dict.fromkeys(numbers, self._notes[ratio]))
+
+    def __len__(self) -> int:
+        return sum(map(len, self._notes.values()))
+
+    def get(self, key: BlockKey) -> BlockNote | None:
+        """Return a block's note."""
+        block_hash, number = split_key(key)
+        return self._notes_of_group[number].get(block_hash)
+
+    def take(self, request: RequestLike, first: int, computed_tokens: int) -> int:
+        """Note the blocks that hold a request's computed tokens.
 
         Args:
             request: vLLM's.
-            keys: per group, the new ones.
-            first: per group, the position of the first of them.
+            first: of its hashes those before this one were noted.
+            computed_tokens: only whole blocks of these are noted.
+
+        Returns:
+            How many of its hashes are noted now.
         """
-        for group, new, start in zip(self._groups.shape.groups, keys, first, strict=True):
-            for position, key in enumerate(new, start):
-                self._notes.pop(key, None)
-                self._notes[key] = self._note(request, group.group, group.block_tokens, position)
-        while len(self._notes) > self._limit:
-            del self._notes[next(iter(self._notes))]
-
-    def get(self, key: BlockKey) -> BlockNote | None:
-        """Return a block's note; it is kept, as the block may leave the host and come again."""
-        return self._notes.get(key)
-
-    def _note(self, request: RequestLike, group: GroupId, tokens: int, position: int) -> BlockNote:
+        last = min(computed_tokens // self._hash_tokens, len(request.block_hashes))
+        if last <= first:
+            return first
         lora = request.lora_request
-        return BlockNote(
-            request.block_hashes[self._groups.last_hash(group, position - 1)] if position else None,
-            tuple(request.all_token_ids[position * tokens : (position + 1) * tokens]),
-            lora.adapter_id if lora else None,
-            lora.name if lora else None,
-        )
+        adapter = (lora.adapter_id, lora.name) if lora else None
+        for ratio, notes in self._notes.items():
+            self._take(request, adapter, range(first // ratio, last // ratio), ratio, notes)
+        return last
+
+    def _take(
+        self,
+        request: RequestLike,
+        adapter: tuple[int, str] | None,
+        positions: range,
+        ratio: int,
+        notes: BlockNotes,
+    ) -> None:
+        hashes, tokens, media = request.block_hashes, ratio * self._hash_tokens, 0
+        for position in positions:
+            block_hash = hashes[(position + 1) * ratio - 1]
+            if block_hash in notes:
+                continue
+            start, end = position * tokens, (position + 1) * tokens
+            extra_keys, media = self._wire.extra_keys(request, start, end, media)
+            parent = hashes[position * ratio - 1] if position else None
+            packed = array(_TOKEN, request.all_token_ids[start:end]).tobytes()
+            notes.add(block_hash, BlockNote(parent, packed, adapter, extra_keys))
 
 
 class EventMaker:
@@ -100,47 +172,67 @@ class EventMaker:
         wire: how vLLM writes events.
     """
 
-    def __init__(self, groups: VllmGroups, notes: BlockNotes, wire: Wire) -> None:
+    def __init__(self, groups: VllmGroups, notes: NoteTaker, wire: Wire) -> None:
         specs = zip(groups.ids, groups.shape.groups, strict=True)
         self._tokens = {number: spec.block_tokens for number, spec in specs}
         self._notes = notes
         self._wire = wire
+        self._left_out: set[BlockKey] = set()
 
     def events(self, ledger: Iterable[tuple[BlockKey, bool]]) -> Iterator[KVCacheEvent]:
-        """Yield one event for each block that is on the host now, and one a group for those that are not.
+        """Yield an event a group for the blocks that left the host, and one for each block that came, parents first.
+
+        A block without a note is left out, and so is its end: with no parent it would read as a prompt's first.
 
         Args:
             ledger: what came (True) and what left, in the order in which it happened; of a key the last entry holds.
         """
-        latest = dict(ledger)
+        came: dict[BlockKey, BlockNote] = {}
         gone: dict[int, list[bytes]] = {}
-        for key, came in latest.items():
-            if not came:
-                block_hash, number = split_key(key)
-                gone.setdefault(number, []).append(block_hash)
+        for key, has_come in dict(ledger).items():
+            if not has_come:
+                self._note_gone(key, gone)
+            elif (note := self._notes.get(key)) is not None:
+                came[key] = note
+                self._left_out.discard(key)
+            else:
+                self._left_out.add(key)
         for number, hashes in gone.items():
-            yield self._wire.removed(
-                block_hashes=list(map(self._wire.hash, hashes)),
-                medium=self._wire.medium,
-                group_idx=number,
-                locality=_LOCAL,
-            )
-        for key, came in latest.items():
-            if came:
-                yield self._stored(key)
+            yield self._removed(number, hashes)
+        for key in _parents_first(came):
+            yield self._stored(key, came[key])
 
-    def _stored(self, key: BlockKey) -> KVCacheEvent:
+    def _note_gone(self, key: BlockKey, gone: dict[int, list[bytes]]) -> None:
+        if key in self._left_out:
+            self._left_out.discard(key)
+            return
         block_hash, number = split_key(key)
-        note = self._notes.get(key) or BlockNote(None, ())
+        gone.setdefault(number, []).append(block_hash)
+
+    def _removed(self, number: int, hashes: Iterable[bytes]) -> KVCacheEvent:
+        return self._wire.removed(
+            block_hashes=list(map(self._wire.hash, hashes)),
+            medium=self._wire.medium,
+            group_idx=number,
+            locality=_LOCAL,
+        )
+
+    def _stored(self, key: BlockKey, note: BlockNote) -> KVCacheEvent:
+        block_hash, number = split_key(key)
+        kind, window = self._wire.kinds[number]
+        lora_id, lora_name = note.adapter or (None, None)
         return self._wire.stored(
             block_hashes=[self._wire.hash(block_hash)],
             parent_block_hash=self._wire.hash(note.parent) if note.parent is not None else None,
-            token_ids=list(note.token_ids),
+            token_ids=note.token_ids,
             block_size=self._tokens[number],
-            lora_id=note.lora_id,
-            lora_name=note.lora_name,
+            lora_id=lora_id,
+            lora_name=lora_name,
+            extra_keys=[note.extra_keys],
             medium=self._wire.medium,
             group_idx=number,
+            kv_cache_spec_kind=kind,
+            kv_cache_spec_sliding_window=window,
             locality=_LOCAL,
         )
 
@@ -152,24 +244,45 @@ class Wire:
     Args:
         stored, removed: make an event from keywords.
         hash: how a block hash is written.
+        extra_keys: returns, for a request and its tokens from one up to another, what else their hash covers; goes
+            through the request's media, from a number on, and returns the next one too.
+        kinds: per number of a group, what its attention is called, and its window if it has one.
         medium: how host memory is called.
     """
 
     stored: Callable[..., Any]
     removed: Callable[..., Any]
     hash: Callable[[bytes], Any]
+    extra_keys: Callable[[Any, int, int, int], tuple[tuple[Any, ...] | None, int]]
+    kinds: Mapping[int, tuple[str, int | None]]
     medium: str = _MEDIUM
 
 
-def find_wire() -> Wire:
-    """Return how the installed vLLM writes events."""
+def find_wire(kv_cache_config: KVCacheConfig) -> Wire:
+    """Return how the installed vLLM writes events of these groups."""
     from vllm.distributed import kv_events
-    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
+    # Since 0.31 hashes cover tagged values, which events leave untagged.
+    untag = getattr(kv_cache_utils, "to_event_extra_keys", lambda keys: keys)
+
+    def extra_keys(
+        request: RequestLike, start: int, end: int, media: int
+    ) -> tuple[tuple[Any, ...] | None, int]:
+        keys, media = kv_cache_utils.generate_block_hash_extra_keys(request, start, end, media)
+        return untag([keys])[0] if keys else None, media
+
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     return Wire(
         stored=_known_fields_only(kv_events.BlockStored),
         removed=_known_fields_only(kv_events.BlockRemoved),
-        hash=maybe_convert_block_hash,
+        hash=kv_cache_utils.maybe_convert_block_hash,
+        extra_keys=extra_keys,
+        kinds={
+            number: (get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec))
+            for number, spec in enumerate(specs)
+        },
         medium=getattr(kv_events, "MEDIUM_CPU", _MEDIUM),
     )
 
@@ -183,6 +296,23 @@ def publishes_events(vllm_config: VllmConfig) -> bool:
 def split_key(key: BlockKey) -> tuple[bytes, int]:
     """Return a key's block hash and vLLM's number of its group."""
     return key[:-_GROUP_BYTES], int.from_bytes(key[-_GROUP_BYTES:], "big")
+
+
+def _any_of(numbers: Sequence[int], holds: Callable[[BlockKey], bool]) -> Callable[[bytes], bool]:
+    """Return whether any of these groups has a block with a hash."""
+    suffixes = [number.to_bytes(_GROUP_BYTES, "big") for number in numbers]
+    return lambda block_hash: any(holds(BlockKey(block_hash + suffix)) for suffix in suffixes)
+
+
+def _parents_first(came: Mapping[BlockKey, BlockNote]) -> Iterator[BlockKey]:
+    """A router drops a block whose parent it does not know."""
+    rest = dict(came)
+    for key in came:
+        line: list[BlockKey] = []
+        while (note := rest.pop(key, None)) is not None:
+            line.append(key)
+            key = BlockKey((note.parent or b"") + key[-_GROUP_BYTES:])
+        yield from reversed(line)
 
 
 def _known_fields_only(cls: Callable[..., object]) -> Callable[..., Any]:

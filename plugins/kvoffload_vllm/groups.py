@@ -64,9 +64,11 @@ class VllmGroups:
         """Return, of what vLLM gives for each of its groups, that of the groups that are offloaded."""
         return tuple(per_group[number] for number in self.ids)
 
-    def last_hash(self, group: GroupId, position: int) -> int:
-        """Return which of a request's block hashes is the hash of its block at `position`."""
-        return (position + 1) * self.hash_ratios[group] - 1
+    @property
+    def partly_hashed(self) -> dict[int, int]:
+        """The block tokens of the groups, by vLLM's number, in which a part of a block can have a hash of its own."""
+        specs = zip(self.ids, self.hash_ratios, self.shape.groups, strict=True)
+        return {number: spec.block_tokens for number, ratio, spec in specs if ratio > 1}
 
 
 def vllm_groups(
@@ -75,8 +77,11 @@ def vllm_groups(
     *,
     features: Features | None = None,
     sizes: BlockSizes | None = None,
+    recovers_loads: bool = True,
 ) -> VllmGroups:
     """Translate; `features` and `sizes` are asked of the installed vLLM where they are not given.
+
+    With `recovers_loads`, vLLM recomputes what a failed load was to bring; otherwise it fails the request.
 
     Raises:
         ConfigError: with everything because of which this configuration cannot be offloaded.
@@ -99,9 +104,7 @@ def vllm_groups(
         device_blocks=kv_cache_config.num_blocks - 1,  # the null block is nobody's
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         match_tokens=sizes.match_tokens,
-        promises=Promises(
-            recovers_loads=recovers_loads(vllm_config), hands_off_states=features.hands_off_states
-        ),
+        promises=Promises(recovers_loads=recovers_loads, hands_off_states=features.hands_off_states),
     )
     return VllmGroups(shape, ids, tuple(spec.block_tokens // sizes.hash_tokens for spec in specs), sizes)
 
@@ -111,11 +114,6 @@ def vllm_shape(
 ) -> EngineShape:
     """Return the engine's shape alone; see `vllm_groups`."""
     return vllm_groups(vllm_config, kv_cache_config, features=features).shape
-
-
-def recovers_loads(vllm_config: VllmConfig) -> bool:
-    """Whether vLLM recomputes what a failed load was to bring; otherwise it fails the request."""
-    return getattr(vllm_config.kv_transfer_config, "kv_load_failure_policy", "recompute") == "recompute"
 
 
 def find_block_sizes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> BlockSizes:

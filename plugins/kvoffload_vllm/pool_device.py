@@ -10,15 +10,21 @@ from kvoffload.model.ids import BlockKey, DeviceBlockId
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 _GROUP_BYTES = 4  # vLLM's keys end in the group's number, as ours do
 
 
 class VllmDevice:
-    """vLLM's block pool, bound after the scheduler has made it."""
+    """vLLM's block pool, bound after the scheduler has made it.
 
-    def __init__(self) -> None:
+    Args:
+        partly_hashed: the block tokens of the groups, by vLLM's number, in which a part of a block can have a hash.
+    """
+
+    def __init__(self, partly_hashed: Mapping[int, int] | None = None) -> None:
         self._pool: BlockPool | None = None
+        self._partly_hashed = dict(partly_hashed or {})
 
     def bind(self, pool: BlockPool) -> None:
         """Take the pool."""
@@ -42,11 +48,12 @@ class VllmDevice:
     def keys_of(self, blocks: Sequence[DeviceBlockId]) -> list[BlockKey | None]:
         assert self._pool is not None
         known = self._pool.blocks
-        return [known[block].block_hash for block in blocks]  # its keys are ours
+        if not self._partly_hashed:
+            return [known[block].block_hash for block in blocks]  # its keys are ours
+        return [self._whole_key(known[block]) for block in blocks]
 
     def block_of(self, key: BlockKey) -> DeviceBlockId | None:
-        group = int.from_bytes(key[-_GROUP_BYTES:], "big")
-        found = self._bound.get_cached_block(key[:-_GROUP_BYTES], [group])
+        found = self._bound.get_cached_block(key[:-_GROUP_BYTES], [_group_of(key)])
         return DeviceBlockId(found[0].block_id) if found else None
 
     def lease_problems(self, leases: Mapping[DeviceBlockId, int]) -> list[str]:
@@ -60,6 +67,14 @@ class VllmDevice:
             if counted[block] < count
         ]
 
+    def _whole_key(self, block: KVCacheBlock) -> BlockKey | None:
+        """Return the key of a whole block. No lookup asks for the hash of a prompt's end within a block."""
+        key: BlockKey | None = block.block_hash
+        tokens = None if key is None else self._partly_hashed.get(_group_of(key))
+        if tokens is not None and (block.block_hash_num_tokens or 0) % tokens:
+            return None
+        return key
+
     def _free(self) -> Iterator[DeviceBlockId]:
         for block in self._bound.free_block_queue.iter_blocks_after(None):
             yield DeviceBlockId(block.block_id)
@@ -68,3 +83,7 @@ class VllmDevice:
     def _bound(self) -> BlockPool:
         assert self._pool is not None, "vLLM binds its pool before it schedules"
         return self._pool
+
+
+def _group_of(key: BlockKey) -> int:
+    return int.from_bytes(key[-_GROUP_BYTES:], "big")

@@ -7,7 +7,7 @@ from itertools import compress
 from typing import TYPE_CHECKING
 
 from kvoffload.model import facts
-from kvoffload.model.ids import BlockKey, DeviceBlockId, RequestId
+from kvoffload.model.ids import DeviceBlockId, RequestId
 from kvoffload_vllm.metadata import EndedLoads, KVOffloadMetadata, KVOffloadWorkerMetadata
 from kvoffload_vllm.tracked import DueSteps, KeyMaker, Tracked
 
@@ -81,15 +81,15 @@ class VllmScheduler:
 
     def lookup(self, request: Request, device_tokens: int) -> int | None:
         """Return the tokens that the host adds, None for "ask again"."""
-        tracked = self._tracked.get(request.request_id) or self.new_request(request)
+        tracked = self._follow(request)
         tracked.found_tokens = device_tokens
-        name = RequestId(request.request_id)
-        return self.offload.lookup(name, device_tokens, request.num_tokens, self._new_keys(tracked))
+        name, new_keys = RequestId(request.request_id), tracked.new_keys(self._keys)
+        return self.offload.lookup(name, device_tokens, request.num_tokens, new_keys)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         """The engine gave a request blocks: for the first time, or again after a load, for the rest of its prompt."""
-        tracked = self._tracked.get(request.request_id) or self.new_request(request)
-        tracked.boundary = 0
+        tracked = self._follow(request)
+        tracked.boundary = tracked.noted = 0
         self._due.drop(tracked)  # it is told of when it runs
         # Behind these, the table's blocks were handed out for this allocation.
         known = max(tracked.found_tokens, request.num_computed_tokens)
@@ -98,8 +98,6 @@ class VllmScheduler:
         self.offload.allocated(fact)
         if self.offload.has_answers:
             self._ended_loads.add(self.offload.take_answers())
-        if self._news is not None:
-            self._news.note(request)
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -127,17 +125,9 @@ class VllmScheduler:
 
     def ended(self, request: Request, block_ids: tuple[list[int], ...]) -> None:
         """A request finished or was aborted; its blocks are about to be freed."""
-        tracked = self._tracked.pop(request.request_id, None)
-        if tracked is None:
-            return
-        self._due.drop(tracked)
-        confirmed = min(tracked.confirmed_tokens, request.num_tokens)
-        fact = facts.RequestEnded(
-            RequestId(request.request_id), confirmed, tracked.new_keys(self._keys), any(block_ids)
-        )
-        self.offload.ended(fact)
-        if self.offload.has_answers:
-            self._ended_loads.add(self.offload.take_answers())
+        tracked = self._tracked.get(request.request_id)
+        if tracked is not None:
+            self._end(tracked, holds_blocks=any(block_ids))
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return what came to the host and what left it."""
@@ -158,6 +148,33 @@ class VllmScheduler:
         return self.offload.has_work or not self._ended_loads.is_empty
 
     # -- inside -------------------------------------------------------------------------------------------------
+
+    def _follow(self, request: Request) -> Tracked:
+        """Return what is known of a request. One whose hashes were rewritten is a new one to the core."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is not None and tracked.is_rewritten:
+            self._end(tracked, holds_blocks=request.num_computed_tokens > 0)
+            tracked = None
+        return tracked or self.new_request(request)
+
+    def _end(self, tracked: Tracked, *, holds_blocks: bool) -> None:
+        """The core is to forget a request. What is not sure to be its own any more is not stored from it."""
+        request = tracked.request
+        del self._tracked[request.request_id]
+        self._due.drop(tracked)
+        fact = facts.RequestEnded(RequestId(request.request_id), holds_blocks=holds_blocks)
+        if not tracked.is_rewritten:
+            confirmed = min(tracked.confirmed_tokens, request.num_tokens)
+            self._take_notes(tracked, confirmed)
+            fact = facts.RequestEnded(fact.request, confirmed, tracked.new_keys(self._keys), holds_blocks)
+        self.offload.ended(fact)
+        if self.offload.has_answers:
+            self._ended_loads.add(self.offload.take_answers())
+
+    def _take_notes(self, tracked: Tracked, computed_tokens: int) -> None:
+        """Routers that follow our events hear of computed blocks' tokens when these arrive on the host."""
+        if self._news is not None:
+            tracked.noted = self._news.note(tracked.request, tracked.noted, computed_tokens)
 
     def _progress(self, output: SchedulerOutput) -> tuple[facts.Progress, ...]:
         """Only of requests that completed a block, got one, or run for the first time since their allocation."""
@@ -210,15 +227,9 @@ class VllmScheduler:
         confirmed = tracked.confirmed_tokens
         tracked.boundary = confirmed - confirmed % self._least_block + self._least_block
         self._due.put(tracked, tracked.boundary - confirmed)
+        self._take_notes(tracked, confirmed)
         request = RequestId(tracked.request.request_id)
-        return facts.Progress(request, confirmed, new_blocks, self._new_keys(tracked))
-
-    def _new_keys(self, tracked: Tracked) -> tuple[tuple[BlockKey, ...], ...]:
-        """Return the keys not told yet; routers that follow our events hear of their tokens when they arrive."""
-        known, new_keys = tracked.hashes, tracked.new_keys(self._keys)
-        if self._news is not None and tracked.hashes > known:
-            self._news.note(tracked.request, known)
-        return new_keys
+        return facts.Progress(request, confirmed, new_blocks, tracked.new_keys(self._keys))
 
     def _table(self, block_ids: Sequence[Sequence[int]]) -> _Table:
         return tuple([block_ids[group] for group in self._groups])  # type: ignore[misc]  # vLLM's numbers are our ids

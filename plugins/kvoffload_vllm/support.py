@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from kvoffload.model.groups import AttentionKind
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 KINDS = {
@@ -108,10 +108,24 @@ def _check_settings(vllm_config: VllmConfig) -> Iterator[str]:
         yield f"kv_role is {role!r}; it must be 'kv_both', because blocks are both stored and loaded"
     if not vllm_config.cache_config.enable_prefix_caching:
         yield "prefix caching is off, and blocks are found by their prefix; start with --enable-prefix-caching"
+    yield from _check_ranks(vllm_config.parallel_config)
+
+
+def _check_ranks(parallel_config: ParallelConfig) -> Iterator[str]:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        size = getattr(vllm_config.parallel_config, name, 1)
+        size = getattr(parallel_config, name, 1)
         if size > 1:
             yield f"{name} is {size}; it must be 1, tensor and pipeline parallelism may be any"
+    launcher, ranks = (
+        getattr(parallel_config, "distributed_executor_backend", None),
+        parallel_config.world_size,
+    )
+    if launcher == "external_launcher" and ranks > 1:
+        # A rank's scheduler gets the reports of its own worker only, and copies take another time on each rank.
+        yield (
+            f"distributed_executor_backend is {launcher!r} with {ranks} ranks: each has a scheduler of its own, and all "
+            "must schedule alike, which they cannot by what is in each one's host memory; start with mp or ray"
+        )
 
 
 def _check_tiers(kv_cache_config: KVCacheConfig) -> Iterator[str]:

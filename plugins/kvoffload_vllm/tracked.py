@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from kvoffload.model.ids import BlockKey
 
@@ -14,6 +14,8 @@ class RequestLike(Protocol):
 
     request_id: str
     block_hashes: list[bytes]
+    all_token_ids: Sequence[int]
+    lora_request: Any
     num_tokens: int
     num_computed_tokens: int
     num_output_placeholders: int
@@ -50,6 +52,8 @@ class Tracked:
     Args:
         request: vLLM's.
         hashes: block hashes told.
+        last_hash: the last of them. It covers the others, so it tells whether any was rewritten.
+        noted: block hashes noted for events, of the table that the request has now.
         found_tokens: what the device held at the last lookup.
         boundary: confirmed tokens from which on there is news.
         due: the step in which it is looked at again, 0 for none; `DueSteps` writes it.
@@ -57,6 +61,8 @@ class Tracked:
 
     request: RequestLike
     hashes: int = 0
+    last_hash: bytes | None = None
+    noted: int = 0
     found_tokens: int = 0
     boundary: int = 0
     due: int = 0
@@ -72,6 +78,12 @@ class Tracked:
         headers = getattr(self.request, "trace_headers", None)
         return headers.get("traceparent") if headers else None
 
+    @property
+    def is_rewritten(self) -> bool:
+        """Whether hashes told are no longer the request's: a session's next input replaces tokens not yet computed."""
+        hashes, told = self.request.block_hashes, self.hashes
+        return told > 0 and (len(hashes) < told or hashes[told - 1] != self.last_hash)
+
     def has_token(self) -> bool:
         """Return whether its first token is there."""
         return self.request.num_output_tokens > 0
@@ -80,8 +92,9 @@ class Tracked:
         """Return the keys not told yet, and note them as told; an empty tuple where there is nothing to add."""
         if self.hashes and self.hashes == len(self.request.block_hashes):
             return ()
-        keys = maker.keys(self.request.block_hashes, self.hashes)
-        self.hashes = len(self.request.block_hashes)
+        hashes = self.request.block_hashes
+        keys = maker.keys(hashes, self.hashes)
+        self.hashes, self.last_hash = len(hashes), hashes[-1] if hashes else None
         return keys
 
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from kvoffload.cli.doctor.startup import warn
+from kvoffload.checks.startup import warn
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.transfer import Direction
 from kvoffload_vllm.metadata import KVOffloadMetadata, KVOffloadWorkerMetadata
 
 if TYPE_CHECKING:
-    from kvoffload.cli.doctor.check import Answer
+    from kvoffload.checks.check import Answer
     from kvoffload.model.ids import DeviceBlockId, JobId
     from kvoffload.model.transfer import TransferReport
     from kvoffload.runtime.worker_side import WorkerSide

@@ -62,16 +62,25 @@ def test_handler_then_counters_then_feeds_then_recorders() -> None:
     assert feed.nowait() == Base()
 
 
+class Left:
+    """What a state handler left to report."""
+
+    def __init__(self) -> None:
+        self.events: list[object] = []
+
+    @property
+    def has_events(self) -> bool:
+        return bool(self.events)
+
+    def take(self) -> list[object]:
+        events, self.events = self.events, []
+        return events
+
+
 def test_what_a_handler_left_follows_its_fact_in_one_batch() -> None:
-    left: list[object] = []
-
-    def take() -> list[object]:
-        taken = left.copy()
-        left.clear()
-        return taken
-
-    bus, seen, batches = Bus(take), list[object](), list[list[object]]()
-    bus.handle(Base, lambda _: left.extend([Other(1), Other(2)]))
+    left = Left()
+    bus, seen, batches = Bus(left), list[object](), list[list[object]]()
+    bus.handle(Base, lambda _: left.events.extend([Other(1), Other(2)]))
     bus.count(object, seen.append)
     bus.record(batches.append)
     bus.publish(Base())

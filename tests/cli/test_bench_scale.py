@@ -1,4 +1,4 @@
-"""`kvoffload bench scale` and `convoy`: what they say and write with the smallest settings, and what they refuse."""
+"""`kvoffload bench scale`: what it says and writes with the smallest settings, and what it refuses."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 from kvoffload.bench import results
-from kvoffload.bench.scale import engineless, growth
+from kvoffload.bench.scale import engineless
 from kvoffload.bench.scale.engineless import BLOCK_TOKENS, Engineless
 from kvoffload.cli.exits import CommandError
 from kvoffload.cli.main import main
 
-_SMALL = "--tracked 20 40 --pairs 2 --blocks 8 16 --samples 4 --slots 64 128 --requests 700 --pool 200"
+_SMALL = "--tracked 20 40 --pairs 2 --blocks 8 16 --samples 4 --slots 64 128"
 SCALE = ["bench", "scale", *_SMALL.split()]
-CONVOY = ["bench", "convoy", "--requests", "3", "--prefix-tokens", "64", "--repeats", "2"]
 
 
 @pytest.mark.slow
@@ -32,7 +31,6 @@ def test_all_that_was_asked_for_is_in_what_it_saves(tmp_path: Path) -> None:
         ),
         *(f"the search behind a lookup, {blocks}" for blocks in ("8 blocks", "16 blocks", "a miss")),
         *(f"a slot's memory, full, {slots} slots" for slots in (64, 128)),
-        "resident memory, last tenth over the second of 700 requests, 200 slots",
     ):
         assert any(wanted in line for line in what), wanted
     assert all(line["median"] > 0 for line in told["lines"])
@@ -49,16 +47,11 @@ def test_the_table_shows_each_part_alone(capsys: pytest.CaptureFixture[str]) -> 
     assert "a slot's memory" not in told
 
 
-@pytest.mark.parametrize("options", ["--parts everything", "--slots 0", "--pool none"])
+@pytest.mark.parametrize("options", ["--parts everything", "--slots 0", "--pairs none"])
 def test_bad_options_are_refused(options: str) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["bench", "scale", *options.split()])
     assert ended.value.code == 2
-
-
-def test_a_run_too_short_to_be_divided_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SCALE, "--requests", "100"]) == 2
-    assert "--requests 100 is too few" in capsys.readouterr().err
 
 
 # -- the side without an engine -----------------------------------------------------------------------------------
@@ -95,36 +88,8 @@ def test_what_was_stored_is_found_and_loaded_and_nothing_is_left() -> None:
     assert rig.hook_s > 0
 
 
-@pytest.mark.slow
-def test_a_stream_ends_with_every_law_kept_and_many_hits() -> None:
-    readings = list(growth.stream(growth.LEAST, 4000))
-    assert [one.requests >= growth.LEAST * (number + 1) / 10 for number, one in enumerate(readings)] == [
-        True
-    ] * 10
-    assert readings[-1].found > 0.1
-    assert all(one.request_us > 0 for one in readings)
-
-
 def rig_keys(count: int) -> list[Any]:
     return [bytes([number]) * 36 for number in range(count)]
-
-
-# -- a convoy -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_convoy_loads_its_prefix_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*CONVOY, "--json", "--save", str(tmp_path)]) == 0
-    told = json.loads(capsys.readouterr().out)
-    loads, *others = told["lines"]
-    assert "3 requests with one prefix of 64 tokens" in loads["what"]
-    assert (loads["median"], loads["is_met"]) == (1.0, True)
-    assert all(line["median"] > 0 for line in others)
-
-
-def test_a_prefix_that_is_not_of_whole_blocks_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "convoy", "--prefix-tokens", "100"]) == 2
-    assert "not a multiple of 16" in capsys.readouterr().err
 
 
 # -- what is kept -------------------------------------------------------------------------------------------------

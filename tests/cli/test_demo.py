@@ -254,8 +254,12 @@ def test_metrics_can_be_scraped_during_the_run(
     assert float(values['kvoffload_capacity_slots{tier="host"}']) > 0
 
 
-def test_metrics_stay_for_a_while_and_ctrl_c_ends_that(
-    small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_metrics_stay_for_a_while_and_a_signal_ends_that(
+    number: signal.Signals,
+    small: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     say = Screen.say
 
@@ -265,10 +269,16 @@ def test_metrics_stay_for_a_while_and_ctrl_c_ends_that(
             url = text.split("at ")[1].split()[0]
             with urllib.request.urlopen(url, timeout=10) as answer:
                 assert b"kvoffload_" in answer.read()
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
 
     monkeypatch.setattr(Screen, "say", interrupt)
     assert main([*small, "--serve-metrics", "127.0.0.1:0", "--serve-for", "3600"]) == Exit.OK
+
+
+def check_drained(first: str, second: str) -> None:
+    assert first == "kvoffload: interrupted: open requests are ended, and what was submitted is drained"
+    assert second.startswith("kvoffload: drained: all ")
+    assert second.endswith(" copies that were submitted have ended; no law is broken")
 
 
 @pytest.mark.parametrize("play", ["without", "with"])
@@ -280,10 +290,31 @@ def test_ctrl_c_drains_and_says_so(
     out, err = capsys.readouterr()
     assert out == ""
     first, second, third = err.splitlines()
-    assert first == "kvoffload: interrupted: open requests are ended, and what was submitted is drained"
-    assert second.startswith("kvoffload: drained: all ")
-    assert second.endswith(" copies that were submitted have ended; no law is broken")
+    check_drained(first, second)
     assert third == "kvoffload: interrupted"
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_sigterm_drains_and_says_so_though_sigint_is_ignored(
+    times: int, small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when it comes again while copies drain."""
+
+    def terminate() -> None:
+        for _ in range(times):
+            signal.raise_signal(signal.SIGTERM)
+
+    at_progress(monkeypatch, "with offloading: 7 of 12 turns", terminate)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with pytest.raises(SystemExit) as end:
+            main(small)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert end.value.code == Exit.TERMINATED
+    out, err = capsys.readouterr()
+    assert out == ""
+    check_drained(*err.splitlines())
 
 
 def test_an_engine_that_stops_is_told_with_the_journal(

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from kvoffload.cli.exits import Exit
 from kvoffload.cli.main import COMMANDS, main
-from kvoffload.cli.report.account import add_up
+from kvoffload.cli.report.account import add_up, by_label
 from kvoffload.model import facts
 from kvoffload.model.errors import KVOffloadError
 from kvoffload.telemetry.journal import read_journal
@@ -113,9 +113,10 @@ def test_a_journal_from_when_blocks_were_checked_before_a_hit_is_read(
     drawn = [event["name"] for event in json.loads(capsys.readouterr().out)["traceEvents"]]
     assert drawn.count("lookup") == 1
     account = add_up(read_journal(path))
-    assert account.stores == {"stored": 2}
+    assert by_label(account.counted, "kvoffload_store_blocks_total") == {"stored": 2}
     assert [(one.host_tokens, one.missed_tokens) for one in account.lookups] == [(4, 8)]
-    assert (account.misses, account.copies) == ({}, [])
+    assert by_label(account.counted, "kvoffload_miss_blocks_total") == {}
+    assert account.copies == []
     assert main(["report", str(path), "-o", str(page)]) == Exit.OK
 
 

@@ -39,6 +39,13 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in out for name in command.COMMANDS)
 
 
+def test_help_names_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    codes = capsys.readouterr().out.split("Exit codes:")[1]
+    assert {int(word) for word in codes.split() if word.isdigit()} == set(Exit)
+
+
 @pytest.mark.slow
 def test_asking_for_the_version_does_not_load_an_engine() -> None:
     script = (
@@ -117,6 +124,46 @@ def test_what_a_command_raises_becomes_one_line(
 def test_ctrl_c_anywhere(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert behaves(monkeypatch, KeyboardInterrupt()) == Exit.INTERRUPTED
     assert capsys.readouterr() == ("", "kvoffload: interrupted\n")
+
+
+BLOCKED = """
+import importlib, os, signal, sys, threading
+from kvoffload.cli import main
+
+def run(args):
+    try:
+        print("runs", flush=True)
+        threading.Event().wait()
+    finally:
+        print("cleaned up", flush=True)
+
+importlib.import_module(main.COMMANDS[sys.argv[1]]).run = run
+sys.exit(main.main())
+"""
+ARGUMENTS = {
+    "bench": "verify",
+    "replay-journal": "journal",
+    "report": "journal",
+    "timeline": "journal",
+    "top": "url",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", command.COMMANDS)
+def test_sigterm_ends_every_command_in_order_though_sigint_is_ignored(name: str) -> None:
+    argv = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", sys.executable, "-c", BLOCKED, name]
+    argv += [ARGUMENTS[name]] if name in ARGUMENTS else []
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(argv, text=True, stdout=pipe, stderr=pipe)
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "runs\n"
+        process.terminate()
+        assert process.communicate(timeout=30) == ("cleaned up\n", "")
+    finally:
+        process.kill()
+    assert process.returncode == Exit.TERMINATED
 
 
 def test_a_reader_that_has_left_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

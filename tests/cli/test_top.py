@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
+from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 
 from kvoffload.bus.bus import Bus
@@ -32,8 +33,9 @@ from kvoffload.model.causes import CopyOutcome, DegradeCause, Found, LoadOutcome
 from kvoffload.model.ids import JobId, Rank, RequestId
 from kvoffload.model.transfer import Direction
 from kvoffload.telemetry.counters import Counters
-from kvoffload.telemetry.exporter import KVOffloadCollector, MetricsServer, serve
+from kvoffload.telemetry.exporter import KVOffloadCollector
 from kvoffload.telemetry.gauges import GaugeSnapshot
+from kvoffload.telemetry.server import MetricsServer, serve
 from kvoffload.telemetry.snapshot import Labels
 
 A = RequestId("a")
@@ -72,7 +74,9 @@ class Engine:
         return parse_page(generate_latest(self.collector).decode(), at)
 
     def serve(self, port: int = 0) -> MetricsServer:
-        return serve(self.collector, "127.0.0.1", port)
+        registry = CollectorRegistry()
+        registry.register(self.collector)
+        return serve(registry, "127.0.0.1", port)
 
 
 @pytest.fixture
@@ -361,7 +365,7 @@ class OnTerminal:
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait()
+        self.process.wait(timeout=30)
         os.close(self.master)
         os.close(self._slave)
 
@@ -403,7 +407,7 @@ def test_the_terminal_is_given_back_however_it_ends(engine: Engine, how: str) ->
             assert terminal.end() == Exit.OK
         else:
             terminal.process.send_signal(signal.SIGTERM)
-            assert terminal.end() == 128 + signal.SIGTERM
+            assert terminal.end() == Exit.TERMINATED
         assert terminal.is_as_before()
         assert terminal.seen.endswith("\x1b[?25h\x1b[?1049l")
         assert "Traceback" not in terminal.seen

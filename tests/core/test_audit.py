@@ -17,7 +17,9 @@ from kvoffload.core.miss_memory import MissMemory
 from kvoffload.core.offload_core import OffloadCore
 from kvoffload.core.request import PendingHit, RequestRecord
 from kvoffload.core.state import CoreState
-from kvoffload.model.causes import MissCause
+from kvoffload.core.tally import Tally
+from kvoffload.model.causes import DegradeCause, MissCause
+from kvoffload.model.events import BlocksOffered, OffloadingDegraded
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, RequestId, SlotId
 from kvoffload.model.transfer import Direction
 from tests.core.world import DevicePool, World, full, window
@@ -164,10 +166,33 @@ LAWS: dict[str, tuple[Callable[[Broken], object], str]] = {
         "index and table disagree",
     ),
     "room for what is settled": (
-        lambda it: it.core._stores._for_room.setdefault(it.runs, deque([(GroupId(0), 0)])),
+        lambda it: it.core._stores.for_room.setdefault(it.runs, deque([(GroupId(0), 0)])),
         "waits for room at .* but has its outcome",
     ),
 }
+
+
+def test_what_was_taken_of_the_events_gets_none_of_the_next() -> None:
+    tally = Tally(planned=())
+    taken = tally.take()
+    tally.report(OffloadingDegraded(DegradeCause.LAW_BROKEN, "a test"))
+    assert taken == []
+    assert tally.has_events
+    assert len(tally.take()) == 1
+    assert not tally.has_events
+    assert tally.take() == []
+
+
+def test_sums_wait_while_jobs_are_planned() -> None:
+    planned: list[int] = [1]
+    tally = Tally(planned)
+    tally.offered(2)
+    event = OffloadingDegraded(DegradeCause.LAW_BROKEN, "a test")
+    tally.report(event)
+    assert tally.take() == [event]
+    assert tally.has_events
+    planned.clear()
+    assert tally.take() == [BlocksOffered(2)]
 
 
 @pytest.mark.parametrize("law", LAWS)

@@ -10,6 +10,7 @@ import pytest
 
 from kvoffload.core.fingerprint import fingerprint
 from kvoffload.core.machine import SlotState
+from kvoffload.core.request import RequestRecord
 from kvoffload.model.ids import RequestId
 from tests.core.world import FAILED, World, full, window
 
@@ -190,3 +191,8 @@ def test_a_circle_ends() -> None:
 
 def test_names_are_ordinary_strings() -> None:
     assert fingerprint(RequestId("a")) == "a"
+
+
+def test_records_in_a_set_stand_in_the_order_of_their_names() -> None:
+    c, a, d, b = (RequestRecord(RequestId(name), 1, ([],)) for name in "cadb")
+    assert fingerprint({c, a, d, b}) == fingerprint([a, b, c, d])

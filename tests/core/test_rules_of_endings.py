@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from kvoffload.core.machine import JobState, SlotState
@@ -20,7 +22,7 @@ from kvoffload.model.events import (
     OffloadingDegraded,
     ResetStarted,
 )
-from kvoffload.model.transfer import Direction, TransferPlan
+from kvoffload.model.transfer import Direction, TransferJob, TransferPlan
 from tests.core.world import FAILED, Req, World, full, key_at, left_behind, window
 
 TEXT = "abcdefghijklm"
@@ -222,6 +224,24 @@ def test_r10_what_was_dropped_and_stored_again_can_be_found() -> None:
     assert world.told(ResetStarted)[-1].generation == 3
 
 
+def test_r10_what_was_watched_before_a_reset_is_not_offered_again_after_it() -> None:
+    world = World(host=3)
+    world.serve("first", TEXT)
+    watches = world.add("watches", TEXT)
+    world.admit(watches)
+    world.run(watches)
+    assert len(world.core.state.evictions.offers) == 3
+    world.reset()
+    assert not world.core.state.evictions.offers
+    world.device.forget_keys()
+    world.serve("second", TEXT)
+    offered = world.offered()
+    world.device.forget_keys()
+    world.serve("third", "0123456789abc")  # evicts what the second one stored
+    assert world.evicted() == 6
+    assert world.offered() == offered + 3
+
+
 # -- R11: when all has ended ------------------------------------------------------------------------------------
 
 
@@ -353,6 +373,23 @@ def test_r12_it_is_said_once() -> None:
     world.degrade()
     world.degrade()
     assert len(world.told(OffloadingDegraded)) == 1
+
+
+def world_with_a_load() -> tuple[World, TransferJob]:
+    world = World()
+    world.serve("first", TEXT)
+    world.device.forget_keys()
+    world.admit(world.add("a", TEXT))
+    (job,) = world.step().loads
+    world.checks_each_fact = False  # a law is about to be broken
+    return world, job
+
+
+def is_released(world: World) -> bool:
+    """Whether the core keeps no lease, and waits for no job."""
+    state = world.core.state
+    counted = [state.jobs.count(*each) for each in product(Direction, JobState)]
+    return not (state.leases.counts or state.jobs.open or state.jobs.pending or any(counted))
 
 
 # -- R16: copies that never end ---------------------------------------------------------------------------------

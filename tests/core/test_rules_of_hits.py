@@ -143,21 +143,33 @@ def test_r2_more_tokens_than_were_found_are_loaded_where_the_host_has_them_by_no
     assert world.results == [("a", True)]
 
 
-def test_r2_a_pin_without_tokens_is_counted_and_let_go() -> None:
+def test_r2_a_hit_that_the_engine_declines_is_a_miss_and_no_surprise() -> None:
+    # Second in a MultiConnector, every hit of the first counted as a surprise, and as a hit of ours.
     world = cached()
     request = world.add("a", TEXT)
     assert world.lookup(request) == 12
     world.allocate(request, 0)
-    assert surprises(world) == [SurpriseCause.PIN_WITHOUT_TOKENS]
+    assert world.told(LookupSettled)[-1] == LookupSettled(
+        request.name, 0, 0, 4, 0, 13, MissCause.NOT_ACCEPTED
+    )
+    assert surprises(world) == []
     assert drops(world) == [(PinDropCause.NOT_ACCEPTED, 3)]
     assert world.count(SlotState.PINNED) == 0
     world.run(request)
+
+
+def test_r2_a_lookup_that_found_nothing_keeps_its_cause_where_nothing_is_accepted() -> None:
+    world = cached()
+    request = world.add("a", "another prompt")
+    assert world.admit(request) == 0
+    assert world.miss() is MissCause.NEVER_SEEN
 
 
 def test_r2_fewer_tokens_accepted_than_found() -> None:
     world = cached()
     request = world.add("a", TEXT)
     assert world.admit(request, accept=4) == 12
+    assert world.told(LookupSettled)[-1] == LookupSettled(request.name, 0, 1, 3, 4, 9, MissCause.NOT_ACCEPTED)
     assert drops(world) == [(PinDropCause.NOT_ACCEPTED, 2)]
     assert world.count(SlotState.PINNED) == 1
     world.step()

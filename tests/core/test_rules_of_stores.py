@@ -9,7 +9,7 @@ from kvoffload.core.machine import SlotState
 from kvoffload.model import facts
 from kvoffload.model.causes import MissCause, StoreOutcome
 from kvoffload.model.events import BlocksZeroed
-from kvoffload.model.ids import NULL_BLOCK, DeviceBlockId
+from kvoffload.model.ids import NULL_BLOCK, BlockKey, DeviceBlockId
 from kvoffload.model.transfer import Direction, TransferReport
 from tests.core.world import DONE, FAILED, Req, World, full, key_at, window
 
@@ -38,6 +38,16 @@ def side_by_side(world: World) -> tuple[Req, Req]:
 
 def stored_blocks(world: World) -> list[DeviceBlockId]:
     return [block for job in world.open_jobs(Direction.STORE) for block in world.copies[job].job.blocks]
+
+
+def named(world: World, *keys: BlockKey) -> list[DeviceBlockId]:
+    """Device blocks that hold these keys, and of which the engine knows that."""
+    blocks = world.device.hand_out(len(keys))
+    for block, key in zip(blocks, keys, strict=True):
+        world.device.name(block, key)
+        world.device.bytes[0][block] = key
+        world.device_age[block] = 0
+    return blocks
 
 
 # -- R3: a block whose store is open ----------------------------------------------------------------------------
@@ -144,16 +154,86 @@ def test_r3_two_requests_with_one_key_in_one_step() -> None:
 
 def test_r3_one_key_twice_in_one_offer() -> None:
     world = World()
-    one, two = world.device.hand_out(2)
     key = key_at("abcd", 4)
-    for block in (one, two):
-        world.device.name(block, key)
-        world.device.bytes[0][block] = key
-        world.device_age[block] = 0
+    one, two = named(world, key, key)
     world.tell(facts.StatesHandedOff(((key, one), (key, two))))
     world.submit()
     world.finish()
     assert world.stores() == {StoreOutcome.STORED: 1, StoreOutcome.IN_FLIGHT: 1}
+
+
+@pytest.mark.parametrize("host", [1, 2])
+def test_r3_a_duplicate_of_a_block_that_is_declined_is_stored_in_its_place(host: int) -> None:
+    world = World(host=host)
+    head, tail = key_at(TEXT, 4), key_at(TEXT, 8)
+    wrong, right, deeper = named(world, key_at("wxyz", 4), head, tail)
+    world.tell(facts.StatesHandedOff(((head, wrong), (head, right), (tail, deeper))))
+    world.submit()
+    assert stored_blocks(world) == [right, deeper][:host]
+    world.finish()
+    full_up = {StoreOutcome.HOST_FULL: 1} if host == 1 else {}
+    assert world.stores() == {StoreOutcome.STALE: 1, StoreOutcome.STORED: host, **full_up}
+    pool = world.core.state.pool
+    assert [pool.key(slot) for slot in pool._order] == [tail, head][-host:]
+
+
+def test_r3_a_duplicate_of_a_block_without_room_waits_in_its_place() -> None:
+    world = World(device=24, host=0)
+    one, two = world.add("one", TEXT), world.add("two", TEXT)
+    world.admit(one)
+    world.admit(two)
+    for _ in range(3):
+        world.step()
+    for request in (one, two):
+        assert len(world.core.state.requests.live[request.name].waiting) == 3
+    world.ready_up_to(2)
+    world.end(two)
+    world.idle_step()
+    assert stored_blocks(world) == two.tables[0][:2]
+
+
+def test_r3_a_duplicate_whose_request_has_ended_is_stored_when_the_first_fails() -> None:
+    world = World()
+    _, two = side_by_side(world)
+    others = two.tables[0][:3]
+    world.end(two)
+    world.finish(outcome=FAILED)
+    world.idle_step()
+    assert stored_blocks(world) == others
+    assert [record.request for record in world.core.state.requests.live.values()] == ["one"]
+    assert not world.core.state.requests.finishing
+    world.finish()
+    assert world.on_host(TEXT) == "xxx"
+
+
+def test_r3_what_a_request_left_to_be_offered_again_does_not_belong_to_the_next_of_its_name() -> None:
+    world = World(device=12)  # leases for one's three blocks
+    _, two = side_by_side(world)
+    world.end(two)
+    for job in world.open_jobs():
+        world.overdue(job)
+    again = world.add("two", TEXT)
+    world.admit(again)
+    world.step(again)
+    world.step(again)
+    record = world.core.state.requests.live[again.name]
+    assert world.stores() == {StoreOutcome.ABANDONED: 3, StoreOutcome.STALLED: 3}
+    assert list(record.waiting) == [(0, 0), (0, 1), (0, 2)]  # its own, for the copies that still run
+
+
+def test_r15_cached_keys_are_used_head_last_and_a_key_twice_in_one_offer_once() -> None:
+    world = World()
+    keys = [key_at(TEXT, end) for end in (4, 8)]
+    states = tuple(zip(keys, named(world, *keys), strict=True))
+    world.tell(facts.StatesHandedOff(states))
+    world.submit()
+    world.finish()
+    pool = world.core.state.pool
+    (again,) = named(world, keys[0])
+    for duplicate in ((), ((keys[0], again),)):
+        world.tell(facts.StatesHandedOff((*states, *duplicate)))
+        assert [pool.key(slot) for slot in pool._order] == keys[::-1]
+    assert world.stores() == {StoreOutcome.STORED: 2, StoreOutcome.ALREADY_CACHED: 5}
 
 
 # -- R4: ranks --------------------------------------------------------------------------------------------------
@@ -278,7 +358,7 @@ def test_r5_a_request_that_ends_leaves_nothing_waiting_for_room() -> None:
     world = World(device=32)
     for number in range(5):
         world.end(computed(world, f"r{number}", f"{number}bcdefghi" * 4))
-    assert not world.core._stores._for_room
+    assert not world.core._stores.for_room
 
 
 def test_r5_a_leased_block_is_not_handed_out_after_its_request_is_gone() -> None:
@@ -373,9 +453,12 @@ def test_r5_pins_and_leases_of_a_load_are_given_back_exactly_once(
 
 def test_r5_releasing_twice_is_an_error_and_changes_nothing() -> None:
     world = World()
-    (block,) = world.device.hand_out(1)
+    block, other = world.device.hand_out(2)
     leases = Leases(world.device)
     leases.take([block])
+    with pytest.raises(KeyError):
+        leases.release([block, other])
+    assert leases.counts == {block: 1}
     leases.release([block])
     with pytest.raises(KeyError):
         leases.release([block])
@@ -832,3 +915,28 @@ def test_r15_a_tail_that_arrives_after_a_preemption_is_not_used_later_than_its_h
     world.finish()
     assert world.on_host(LONG) == "xxxx"
     assert heads_last(world)
+
+
+def test_r15_a_tail_that_arrives_for_a_new_table_is_not_used_later_than_a_head_of_the_old_one() -> None:
+    world = World(merge_steps=3, step_tokens=4)
+    request = world.add("a", TEXT)
+    world.admit(request)
+    world.step()
+    for _ in range(3):  # one job a block
+        world.step()
+        for _ in range(3):
+            world.idle_step()
+    head, tail, stuck = world.open_jobs()
+    world.finish(head)
+    world.overdue(stuck)  # what the request holds is not kept for it
+    world.preempt(request)
+    world.idle_step()
+    world.device.forget_keys()
+    world.admit(request, accept=0)
+    world.step()
+    world.step()  # the head is computed again, and not offered yet
+    world.finish(tail)
+    world.preempt(request)
+    world.idle_step()
+    pool = world.core.state.pool
+    assert [pool.key(slot) for slot in pool._order] == [key_at(TEXT, 8), key_at(TEXT, 4)]

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from kvoffload.core.machine import JobState, SlotState
 from kvoffload.core.offload_core import OffloadCore
-from kvoffload.core.state import Policy
+from kvoffload.core.state import LoadResults, Policy
 from kvoffload.model import facts
 from kvoffload.model.causes import CopyOutcome, DegradeCause, LoadOutcome, MissCause, StoreOutcome
 from kvoffload.model.engine import EngineShape, Promises
@@ -107,8 +107,8 @@ def left_behind(core: OffloadCore) -> dict[str, object]:
         "loads that others wait for": state.shared.owners,
         "keys watched for eviction": state.evictions.offers,
         "places in tables": state.tables.places,
-        "offers that wait for room": core._stores._for_room,
-        "offers to make again": core._stores._again,
+        "offers that wait for room": core._stores.for_room,
+        "offers to make again": core._stores.again,
         "new tables": core._new,
     }
     return {what: there for what, there in kept.items() if there}
@@ -250,13 +250,14 @@ class World:
         merge_steps: int = 1,
         step_tokens: int = 8,
         promises: Promises | None = None,
+        is_growing: bool = False,
     ) -> None:
         self.groups = groups or (full(),)
         self.ranks = [Rank(rank) for rank in range(ranks)]
         shape = EngineShape(self.groups, ranks, device, step_tokens, promises=promises or Promises())
         self.shape = shape
         self.device = DevicePool(device, ranks)
-        self.core = OffloadCore(shape, Policy(policy, "lru", least, merge_steps), self.device)
+        self.core = self._make_core(Policy(policy, "lru", least, merge_steps))
         self.host: list[dict[SlotId, BlockKey]] = [{} for _ in self.ranks]
         self.rotten: set[tuple[int, SlotId]] = set()  # rank and slot, corrupted behind everybody's back
         self.resets = 0
@@ -271,7 +272,10 @@ class World:
         self.steps = 0
         self.ready = 0
         self.checks_each_fact = True
-        self.ready_up_to(host)
+        self.ready_up_to(host, is_growing=is_growing)
+
+    def _make_core(self, policy: Policy) -> OffloadCore:
+        return OffloadCore(self.shape, policy, self.device)
 
     # -- telling and checking -----------------------------------------------------------------------------------
 
@@ -281,12 +285,11 @@ class World:
         self._settle()
 
     def _settle(self) -> None:
-        self.log += self.core.state.tally.take(sums=True)
+        self.log += self.core.state.tally.take_all()
         results = self.core.take_results()
-        for name in results.loaded:
-            self._load_ended(name, loaded=True)
-        for name in results.failed:
-            self._load_ended(name, loaded=False)
+        live = self.core.state.requests.live
+        assert not [name for name in (*results.loaded, *results.failed) if name in live and live[name].hit]
+        self._loads_ended(results)
         if self.checks_each_fact:
             self.check()
 
@@ -435,10 +438,11 @@ class World:
 
     # -- ranks --------------------------------------------------------------------------------------------------
 
-    def ready_up_to(self, slots: int) -> None:
-        self.ready = slots
+    def ready_up_to(self, slots: int, *, is_growing: bool = False) -> None:
+        """Every rank has so many slots ready, and no more are on their way unless `is_growing`."""
+        self.ready, self.is_growing = slots, is_growing
         for rank in self.ranks:
-            self.tell(facts.TransferReported(TransferReport(rank, (), slots)))
+            self.tell(facts.TransferReported(TransferReport(rank, (), slots, is_growing=is_growing)))
 
     def open_jobs(self, direction: Direction | None = None) -> list[JobId]:
         return [job for job, copy in self.copies.items() if direction in (None, copy.job.direction)]
@@ -456,7 +460,9 @@ class World:
             del self.copies[job]
         self._move_bytes(rank, copy.job, outcome, corrupt)
         part = JobReport(job, copy.job.direction, outcome, 0, 0.0, 0.0, corrupt)
-        self.last_reports[Rank(rank)] = TransferReport(Rank(rank), (part,), self.ready)
+        self.last_reports[Rank(rank)] = TransferReport(
+            Rank(rank), (part,), self.ready, is_growing=self.is_growing
+        )
         self.tell(facts.TransferReported(self.last_reports[Rank(rank)]))
 
     def repeat_report(self, rank: int) -> None:
@@ -646,13 +652,17 @@ class World:
                 device[block] = GARBAGE if is_bad else host[slot]
                 self.device_age[block] = self.host_age[slot]
 
+    def _loads_ended(self, results: LoadResults) -> None:
+        for name in results.loaded:
+            self._load_ended(name, loaded=True)
+        for name in results.failed:
+            self._load_ended(name, loaded=False)
+
     def _load_ended(self, name: str, *, loaded: bool) -> None:
         """The engine hears how a load ended: exactly once a load, also of a request that is gone."""
         request = self.requests[name]
         assert request.state == "loading" or (request.state == "ended" and request.tables), name
         self.results.append((name, loaded))
-        record = self.core.state.requests.live.get(request.name)
-        assert record is None or record.hit is None
         if request.state == "ended":
             del self.requests[name]
             self.device.unhold(request.held())

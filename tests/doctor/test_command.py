@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from kvoffload.checks.check import Answer, Finding, Verdict
 from kvoffload.cli.doctor import adapters
-from kvoffload.cli.doctor.check import Answer, Finding, Verdict
 from kvoffload.cli.doctor.output import as_text, worst
 from kvoffload.cli.main import main
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvoffload.cli.doctor import numa, pools, software
-from kvoffload.cli.doctor.check import Setup, size_text
-from kvoffload.cli.doctor.gpus import Gpu, Gpus, find_gpus
-from kvoffload.cli.doctor.machine import Machine, reader
+from kvoffload.checks import numa, pools, software
+from kvoffload.checks.check import Setup, size_text
+from kvoffload.checks.gpus import Gpu, Gpus, find_gpus
+from kvoffload.checks.machine import Machine, reader
 from kvoffload.model.config import OffloadConfig
 from tests.doctor.trees import GIB, H200, ask, machine, setup
 

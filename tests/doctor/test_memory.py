@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.cli.doctor.check import Check, Setup
-from kvoffload.cli.doctor.machine import Machine, Space
-from kvoffload.cli.doctor.memory import CHECKS, SHARED_MEMORY, needed_bytes
+from kvoffload.checks.check import Check, Setup
+from kvoffload.checks.machine import Machine, Space
+from kvoffload.checks.memory import CHECKS, SHARED_MEMORY, needed_bytes
 from kvoffload.model.config import OffloadConfig
 from kvoffload.testing import FakeDevice
 from kvoffload.transfer.arena import CHUNK_BYTES, Arena

@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kvoffload.cli.doctor.check import Check, Finding, Setup, go, no_go
-from kvoffload.cli.doctor.machine import Machine
-from kvoffload.cli.doctor.startup import examine, examine_rank, warn
+from kvoffload.checks.check import Check, Finding, Setup, go, no_go
+from kvoffload.checks.machine import Machine
+from kvoffload.checks.startup import examine, examine_rank, warn
 from kvoffload.model.config import OffloadConfig
 from kvoffload.testing import FakeDevice
 from kvoffload.testing.logs import capture_logs

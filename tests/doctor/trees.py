@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvoffload.cli.doctor.check import Answer, Check, Setup, run_checks
-from kvoffload.cli.doctor.gpus import Gpu, Gpus
-from kvoffload.cli.doctor.machine import Machine, Space, reader
+from kvoffload.checks.check import Answer, Check, Setup, run_checks
+from kvoffload.checks.gpus import Gpu, Gpus
+from kvoffload.checks.machine import Machine, Space, reader
 from kvoffload.model.config import OffloadConfig
 
 GIB = 2**30

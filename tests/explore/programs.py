@@ -19,6 +19,8 @@ def actions(scene: Scene) -> Iterator[Action]:
     """Yield everything that can happen next."""
     for name in scene.unseen:
         yield ("add", name)
+    if scene.left.get("again"):
+        yield from (("again", name) for name in scene.kind.texts if _is_over(scene, name))
     for name, request in scene.world.requests.items():
         yield from _of_request(scene, name, request)
     running = scene.world.running()
@@ -29,6 +31,10 @@ def actions(scene: Scene) -> Iterator[Action]:
     for trouble in ("reset", "forget", "grow", "degrade"):
         if scene.left.get(trouble):
             yield (trouble,)
+
+
+def _is_over(scene: Scene, name: str) -> bool:
+    return name not in scene.unseen and name not in scene.world.requests
 
 
 def _of_request(scene: Scene, name: str, request: Req) -> Iterator[Action]:
@@ -94,6 +100,14 @@ def _add(scene: Scene, name: str) -> None:
     scene.world.add(name, scene.kind.texts[name])
 
 
+def _again(scene: Scene, name: str) -> None:
+    """A request ended, and the next one has its name."""
+    scene.spend("again")
+    for entry in [entry for entry in scene.stored if entry[0] == name]:
+        del scene.stored[entry]
+    scene.world.add(name, scene.kind.texts[name])
+
+
 def _lookup(scene: Scene, name: str, patience: str) -> None:
     world = scene.world
     request = world.requests[name]
@@ -142,10 +156,6 @@ def _end(scene: Scene, name: str) -> None:
 def _report(scene: Scene, rank: int, job: int, outcome: str) -> None:
     if outcome != "done":
         scene.spend(outcome)
-    copy = scene.world.copies[JobId(job)].job
-    bad = {"done": (), "corrupt": (0,)}.get(outcome, tuple(range(len(copy.slots))))
-    if copy.direction is Direction.CHECK:
-        scene.checked(rank, [slot for place, slot in enumerate(copy.slots) if place not in bad])
     scene.world.report(rank, JobId(job), _OUTCOMES[outcome], (0,) if outcome == "corrupt" else ())
     laws.check_repeated(scene, Rank(rank))
 
@@ -181,6 +191,7 @@ def _degrade(scene: Scene) -> None:
 
 _ACTS: dict[str, Callable[..., None]] = {
     "add": _add,
+    "again": _again,
     "lookup": _lookup,
     "allocate": _allocate,
     "surprise": _surprise,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import marshal
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
@@ -31,8 +30,7 @@ class Scene:
         left: how often each kind of trouble may still happen.
         found: what a request's last lookup answered (device and host tokens), until it is given blocks.
         stored: how often each incarnation of a request had a key stored; R8 allows it once more than once.
-        written_off: slots under a copy that was given up; R16 never has them back.
-        good: slots that ranks found good and that are pinned since, with those ranks.
+        written_off: slots under an abandoned store, which are never handed out again (R16).
     """
 
     kind: SmallWorld
@@ -42,7 +40,6 @@ class Scene:
     found: dict[str, tuple[int, int]] = field(default_factory=dict)
     stored: Counter[tuple[RequestId, int, BlockKey]] = field(default_factory=Counter)
     written_off: set[SlotId] = field(default_factory=set)
-    good: dict[SlotId, set[int]] = field(default_factory=dict)
 
     @classmethod
     def first(cls, kind: SmallWorld) -> Scene:
@@ -55,20 +52,10 @@ class Scene:
     def spend(self, trouble: str) -> None:
         self.left[trouble] -= 1
 
-    def checked(self, rank: int, slots: Iterable[SlotId]) -> None:
-        """A rank read these slots and found them good."""
-        for slot in slots:
-            self.good.setdefault(slot, set()).add(rank)
-
-    @property
-    def good_everywhere(self) -> set[SlotId]:
-        """Slots that every rank found good, pinned since."""
-        return {slot for slot, ranks in self.good.items() if len(ranks) == self.kind.ranks}
-
     def tidy(self) -> None:
         """Drop what no later action can tell, so that states which differ in nothing else are one.
 
-        That is what was said, how many steps there were, the numbers of jobs beyond their order, and bytes that nobody
+        That is past events, how many steps there were, the numbers of jobs beyond their order, and bytes that nobody
         has a right to read.
         """
         world = self.world
@@ -76,8 +63,6 @@ class Scene:
         world.results.clear()
         world.last_reports.clear()
         world.steps = 0
-        pins = world.core.state.pool.pins()
-        self.good = {slot: ranks for slot, ranks in self.good.items() if slot in pins}
         _renumber_jobs(world)
         _forget_bytes(world)
 
@@ -90,17 +75,14 @@ class Scene:
 
 
 def _renumber_jobs(world: World) -> None:
-    state = world.core.state
-    jobs = state.jobs.open.values()
-    numbers = {job.job: JobId(number) for number, job in enumerate(jobs)}
-    if state.jobs._next == len(jobs):
+    jobs = world.core.state.jobs
+    numbers = {job: JobId(number) for number, job in enumerate(jobs.open)}
+    if jobs._next == len(numbers):
         return
-    for job in jobs:
+    for job in jobs.open.values():
         job.job = numbers[job.job]
-    state.jobs._open = {job.job: job for job in jobs}
-    state.jobs._next = len(jobs)
-    for in_flight in (state.in_flight._blocks, state.in_flight._keys):
-        in_flight.update([(each, numbers[job]) for each, job in in_flight.items()])  # type: ignore[misc]
+    jobs.open = {job.job: job for job in jobs.open.values()}
+    jobs._next = len(numbers)
     world.copies = {
         numbers[number]: Copy(replace(copy.job, job=numbers[number]), copy.running)
         for number, copy in world.copies.items()

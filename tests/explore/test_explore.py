@@ -7,16 +7,16 @@ import re
 from collections.abc import Callable
 
 import pytest
-from kvoffload.core.load_desk import LoadDesk
-from kvoffload.core.store_desk import StoreDesk
 
 from kvoffload.core.host_pool import HostPool
 from kvoffload.core.in_flight_stores import InFlightStores
 from kvoffload.core.job import Job
 from kvoffload.core.leases import Leases
+from kvoffload.core.loads import Loads
 from kvoffload.core.pending_hits import PendingHits
 from kvoffload.core.shared_loads import SharedLoads
 from kvoffload.core.stale_blocks import StaleBlocks
+from kvoffload.core.stores import Stores
 from tests.explore.programs import Action, act, actions, replay
 from tests.explore.report import as_test
 from tests.explore.scene import Scene
@@ -52,29 +52,34 @@ BREAKS: dict[str, tuple[str, type, str, object]] = {
         "unpin",
         lambda self, slots: self._pins.clear(),
     ),
-    "R1 a hit is forgotten": ("a load", PendingHits, "take", lambda self, request: None),
+    "R1 a hit is forgotten": ("a load", PendingHits, "take", lambda self, record: None),
     "R3 a block in flight is not known to be": (
         "two requests",
         InFlightStores,
-        "accepted",
+        "started",
         lambda self, job, offers: None,
     ),
-    "R4 one rank's word is enough": ("two ranks", Job, "copies_ended", property(lambda self: True)),
-    "R5 a lease is not given back": ("one request", Leases, "give_back", lambda self, blocks: None),
-    "R7 ids handed out again are not struck": (
+    "R4 one rank's report is enough": (
+        "two ranks",
+        Job,
+        "reported",
+        lambda self, *_: bool(self.waiting) and not self.waiting.clear(),
+    ),
+    "R5 a lease is not released": ("one request", Leases, "release", lambda self, blocks: None),
+    "R7 ids handed out again are not zeroed": (
         "window",
         StaleBlocks,
         "handed_out",
         lambda self, blocks: 0,
     ),
-    "R9 a load that failed is never told of": ("a load", LoadDesk, "_finish", lambda self, *_, **__: None),
-    "R10 what is on its way survives a reset": (
+    "R9 a load is never answered": ("a load", Loads, "_answer", lambda self, *_, **__: None),
+    "R10 a store in flight survives a reset": (
         "one request",
-        StoreDesk,
+        Stores,
         "stop",
         lambda self, outcome, planned: None,
     ),
-    "R14 everyone loads for himself": (
+    "R14 each request loads for itself": (
         "sharing a load",
         SharedLoads,
         "owner",
@@ -101,7 +106,7 @@ def test_a_broken_rule_is_found_with_a_program_that_shows_it(
 
 
 def test_the_program_is_a_shortest_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Leases, "give_back", lambda self, blocks: None)
+    monkeypatch.setattr(Leases, "release", lambda self, blocks: None)
     violation = explore(WORLDS["one request"], states=3_000).violation
     assert violation is not None
     program = violation.program

@@ -21,7 +21,7 @@ class SmallWorld:
         texts: the requests that may come, each once.
         often: how many times each kind of trouble may happen; what is not named never does.
         served: what was computed and stored before, and has left the device since.
-        ranks, device, host, policy, merge_steps, check_first: as in `World`. With "grow", only one slot is ready at first.
+        ranks, device, host, policy, merge_steps: as in `World`. With "grow", only one slot is ready at first.
     """
 
     groups: tuple[GroupSpec, ...] = (full(),)
@@ -33,7 +33,6 @@ class SmallWorld:
     host: int = 2
     policy: str = "eager"
     merge_steps: int = 1
-    check_first: bool = False
 
     def build(self) -> World:
         """Return the world before anything of the exploration has happened."""
@@ -45,7 +44,6 @@ class SmallWorld:
             policy=self.policy,
             merge_steps=self.merge_steps,
             step_tokens=4,
-            check_first=self.check_first,
         )
         for number, text in enumerate(self.served):
             world.serve(f"before {number}", text)
@@ -65,6 +63,7 @@ WORLDS: Mapping[str, SmallWorld] = {
     "two requests": SmallWorld(often={"fail": 1}),
     "churn": SmallWorld(texts={"a": LONG, "b": OTHER}, often={"preempt": 1}, host=1),
     "two ranks": SmallWorld(texts=_ONE, often={"fail": 2, "late": 1, "reset": 1}, ranks=2),
+    "a name used again": SmallWorld(often={"again": 1, "fail": 1, "late": 1, "preempt": 1}, device=8, host=3),
     "window": SmallWorld(
         _WINDOW, {"a": "abcdefghijklmnopq"}, {"preempt": 1, "fail": 1, "reset": 1}, device=4
     ),
@@ -87,25 +86,6 @@ WORLDS: Mapping[str, SmallWorld] = {
     "a window's load": SmallWorld(_WINDOW, served=(LONG,), often={"fail": 1, "preempt": 1}, device=7),
     "full and window": SmallWorld(_BOTH, served=(LONG,), often={"fail": 1, "reset": 1}, device=14, host=4),
     "lazy load": SmallWorld(policy="lazy", served=(LONG,), often={"reset": 1, "corrupt": 1}, device=18),
-    # An engine that cannot recover a load: what a lookup finds is checked before it is promised.
-    "checks": SmallWorld(
-        served=(LONG,),
-        often={"corrupt": 1, "fail": 1, "reset": 1},
-        ranks=2,
-        device=10,
-        host=3,
-        check_first=True,
-    ),
-    "sharing a check": SmallWorld(
-        served=(LONG, OTHER),
-        often={"late": 1, "corrupt": 1, "degrade": 1},
-        device=10,
-        host=4,
-        check_first=True,
-    ),
-    "checks and windows": SmallWorld(
-        _BOTH, served=(LONG,), often={"corrupt": 1, "preempt": 1}, device=14, host=5, check_first=True
-    ),
     # The engine and the operator do what they should not.
     "switched off": SmallWorld(served=(LONG,), often={"degrade": 1, "fail": 1}, ranks=2),
     "surprises": SmallWorld(served=(LONG,), often={"surprise": 1, "preempt": 1, "forget": 1}),

@@ -91,6 +91,8 @@ def test_settings_are_never_altered() -> None:
     ("value", "number"),
     [
         (1, 1),
+        (2.0, 2),
+        (0.5 * (1 << 30), 2**29),  # what vLLM makes of --kv-offloading-size 0.5
         ("1", 1),
         (" 7 b ", 7),
         ("8GiB", 8 * 2**30),
@@ -121,6 +123,11 @@ def test_bytes(value: object, number: int) -> None:
         "1e9",
         "8 GiB please",
         1.5,
+        0.0,
+        -1.0,
+        float("inf"),
+        float("nan"),
+        1e19,
         True,
         None,
         [],
@@ -171,6 +178,7 @@ def test_all_problems_are_told_at_once() -> None:
         ("storepolicy", "store_policy"),
         ("lazy_ofload", "lazy_offload"),
         ("cpu_bytes_to_us", "cpu_bytes_to_use"),
+        ("kv_ofload_backend", "kv_offload_backend"),
         ("transfer_timeout", "transfer_timeout_s"),
     ],
 )
@@ -187,9 +195,11 @@ def test_a_key_like_none_other_is_met_with_all() -> None:
     ("raw", "config"),
     [
         ({"cpu_bytes_to_use": 4096}, OffloadConfig(host_bytes=4096)),
+        ({"cpu_bytes_to_use": 1.5 * (1 << 30)}, OffloadConfig(host_bytes=3 * 2**29)),
         ({"cpu_bytes_to_use_per_rank": "1KiB"}, OffloadConfig(host_bytes_per_rank=1024)),
         ({"lazy_offload": True}, OffloadConfig(store_policy="lazy")),
         ({"lazy_offload": False}, OffloadConfig(store_policy="eager")),
+        ({"kv_offload_backend": "cpu"}, OffloadConfig()),
     ],
 )
 def test_the_replaced_connectors_keys_are_taken(raw: dict, config: OffloadConfig) -> None:
@@ -205,9 +215,42 @@ def test_an_alias_has_values_of_its_own(value: object) -> None:
     assert problems({"lazy_offload": value}) == (f"lazy_offload is {value!r}; it must be true or false",)
 
 
-def test_a_key_and_its_alias_contradict_each_other() -> None:
-    raw = {"host_bytes": 1, "cpu_bytes_to_use": 2}
-    assert problems(raw) == ("cpu_bytes_to_use sets host_bytes, which is set already; give one of the two",)
+@pytest.mark.parametrize("value", ["disk", "CPU", None, ["cpu"]])
+def test_there_is_no_backend_but_host_memory(value: object) -> None:
+    assert problems({"kv_offload_backend": value}) == (
+        f'kv_offload_backend is {value!r}; it must be "cpu", as kvoffload keeps blocks in host memory alone',
+    )
+
+
+@pytest.mark.parametrize("name", ["disk_path", "disk_capacity_bytes", "disk_buffer_slots", "use_page_cache"])
+def test_the_replaced_connectors_disk_is_not_taken_for_a_typing_error(name: str) -> None:
+    assert problems({name: 1}) == (
+        f"{name} belongs to a disk backend, which kvoffload does not have; remove it",
+    )
+
+
+def test_the_replaced_connectors_count_of_blocks_is_met_with_the_key_for_bytes() -> None:
+    (problem,) = problems({"num_cpu_blocks": 1})
+    assert problem == "num_cpu_blocks counts blocks; set host_bytes, which counts bytes, instead"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "key"),
+    [
+        (("host_bytes", 1), ("cpu_bytes_to_use", 2), "host_bytes"),
+        (("host_bytes_per_rank", 1), ("cpu_bytes_to_use_per_rank", 1), "host_bytes_per_rank"),
+        (("store_policy", "lazy"), ("lazy_offload", True), "store_policy"),
+    ],
+)
+def test_two_keys_for_one_setting_are_both_named(one: tuple, other: tuple, key: str) -> None:
+    for first, second in ((one, other), (other, one)):
+        assert problems(dict([first, second])) == (
+            f"{first[0]} and {second[0]} both set {key}; give one of the two",
+        )
+
+
+def test_two_keys_for_one_setting_are_named_also_where_a_value_is_bad() -> None:
+    assert len(problems({"host_bytes": "lots", "cpu_bytes_to_use": 2})) == 2
 
 
 @pytest.mark.parametrize(

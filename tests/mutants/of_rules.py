@@ -4,78 +4,86 @@ from __future__ import annotations
 
 from tests.mutants.mutant import BUS, ENGINE, RUNTIME, TRANSFER, Mutant
 
-_POOL = "kvoffload/core/host_pool.py"
-_LOOKUPS = "kvoffload/core/lookup_desk.py"
-_LOADS = "kvoffload/core/load_desk.py"
-_STORES = "kvoffload/core/store_desk.py"
-_BOOK = "kvoffload/core/offer_book.py"
-_TRANSFERS = "kvoffload/core/transfers.py"
 _CORE = "kvoffload/core/offload_core.py"
-_INTAKE = "kvoffload/core/intake.py"
+_HITS = "kvoffload/core/pending_hits.py"
+_LOADS = "kvoffload/core/loads.py"
+_STORES = "kvoffload/core/stores.py"
+_JOB = "kvoffload/core/job.py"
+_REQUEST = "kvoffload/core/request.py"
+_POOL = "kvoffload/core/host_pool.py"
 _LEASES = "kvoffload/core/leases.py"
 _HOLDS = "kvoffload/core/holds.py"
-_CHECKS = "kvoffload/core/check_desk.py"
+_STALE = "kvoffload/core/stale_blocks.py"
+_WATCH = "kvoffload/core/eviction_watch.py"
 _CAPACITY = "kvoffload/engine/capacity.py"
 _DEADLINES = "kvoffload/runtime/deadlines.py"
 _FLOW = "kvoffload/transfer/flow.py"
 
 MUTANTS: tuple[Mutant, ...] = (
     # Pins.
-    Mutant(1, _LOOKUPS, "pins = state.pool.pin(slots)", "pins = None"),
-    Mutant(1, _LOOKUPS, "self.drop(request, PinDropCause.LOOKED_UP_AGAIN)", "state.hits.take(request)"),
-    Mutant(1, _LOADS, "self._lookups.drop(record.request, PinDropCause.REQUEST_ENDED)"),
+    Mutant(1, _HITS, "state.pool.pin(slots)"),
+    Mutant(1, _HITS, "self.drop(record, PinDropCause.LOOKED_UP_AGAIN)", "record.hit = None"),
+    Mutant(
+        1,
+        _HITS,
+        "hit, record.hit = record.hit, None\n        if hit is None:",
+        "hit = record.hit\n        if hit is None:",
+    ),
+    Mutant(1, _CORE, "self._hits.drop(record, PinDropCause.REQUEST_ENDED)"),
     Mutant(1, _POOL, "self._order.remove(self._not_held(slots))"),
-    Mutant(1, _CHECKS, "job.pins = state.pool.pin(slots)", "job.pins = state.pool.pin(())"),
-    Mutant(1, "kvoffload/core/checked_slots.py", "self._checked.difference_update(gone)"),
+    Mutant(1, _POOL, "pins[slot] = pins.get(slot, 0) + 1", "pins[slot] = 1"),
     # What engines do.
     Mutant(2, _LOADS, "if hit is None or length > hit.tokens:", "if False:"),
-    Mutant(2, _LOADS, "            hit.pins.close()\n            if rest", "            if rest"),
-    Mutant(2, _LOADS, "self._state.results.failed.append(fact.request)"),
-    Mutant(2, _INTAKE, "if confirmed_tokens > record.confirmed_tokens:", "if True:"),
-    Mutant(2, _LOOKUPS, "limit = record.prompt_tokens - 1", "limit = record.prompt_tokens"),
-    Mutant(2, "kvoffload/core/lookup.py", "group.block_tokens if group.reads_ahead else 0", "0"),
+    Mutant(2, _LOADS, "self._state.pool.unpin(hit.slots)\n        if rest", "if rest"),
+    Mutant(2, _LOADS, "self._state.results.failed.append(request)"),
+    Mutant(2, _LOADS, "self._hits.unpin(record, hit)"),
+    Mutant(2, _CORE, "max(confirmed_tokens, record.confirmed_tokens)", "confirmed_tokens"),
+    Mutant(2, _CORE, "if fact.request in live:", "if False:"),
+    Mutant(2, _HITS, "limit = record.prompt_tokens - 1", "limit = record.prompt_tokens"),
+    Mutant(2, "kvoffload/core/match.py", "group.block_tokens if group.reads_ahead else 0", "0"),
     # In-flight stores.
     Mutant(3, _STORES, "if block in state.in_flight.blocks:", "if False:"),
-    Mutant(3, _STORES, "if offer.key in state.in_flight.keys:", "if False:"),
-    Mutant(
-        3,
-        _STORES,
-        "self._book.again(self._state.in_flight.settled(keys))",
-        "self._state.in_flight.settled(keys)",
-    ),
-    Mutant(3, _STORES, "state.in_flight.ended(job.blocks)"),
+    Mutant(3, _STORES, "and offer.block not in read and", "and"),
+    Mutant(3, _STORES, "elif key in in_flight.keys:", "elif False:"),
+    Mutant(3, _STORES, "if offer.key in accepted:", "if False:"),
+    Mutant(3, _STORES, "                in_flight.wait(offer)", "                pass"),
+    Mutant(3, _STORES, "state.in_flight.wait(duplicate)"),
+    Mutant(3, _STORES, "self._again += self._state.in_flight", "self._state.in_flight"),
+    Mutant(3, _STORES, "state.in_flight.copies_ended(job)"),
     # Ranks.
-    Mutant(4, "kvoffload/core/jobs.py", "return not self.waiting", "return True"),
-    Mutant(4, "kvoffload/core/jobs.py", "if rank not in job.waiting:", "if False:"),
     Mutant(
         4,
-        _TRANSFERS,
-        "if outcome is not CopyOutcome.DONE and not job.settled:",
-        "if outcome is not CopyOutcome.DONE and job.copies_ended and not job.settled:",
+        _STORES,
+        "        if job.waiting:\n            return\n        if not job.settled:\n            self._arrived(job)",
+        "        if not job.settled:\n            self._arrived(job)",
     ),
-    Mutant(4, _TRANSFERS, "state.pool.grow(min(state.ready))", "state.pool.grow(max(state.ready))"),
+    Mutant(4, _LOADS, "        if job.waiting:\n            return\n", "\n"),
+    Mutant(4, _JOB, "if rank not in self.waiting:", "if False:"),
+    Mutant(4, _JOB, "self.failed = outcome"),
+    Mutant(
+        4,
+        _STORES,
+        "if outcome is not CopyOutcome.DONE and not job.settled:",
+        "if outcome is not CopyOutcome.DONE and not job.waiting and not job.settled:",
+    ),
+    Mutant(4, _CORE, "state.pool.grow(min(state.ready))", "state.pool.grow(max(state.ready))"),
     Mutant(
         4,
         _STORES,
         "            self._state.pool.doom(slot)\n",
         "            self._state.pool.doom(slot)\n            self._state.pool.drained((slot,))\n",
     ),
-    Mutant(
-        4,
-        _TRANSFERS,
-        "        if not job.copies_ended:\n            return\n        if job.direction is Direction.CHECK:",
-        "        if job.direction is Direction.CHECK:",
-    ),
     # Leases.
     Mutant(5, _LEASES, "self._device.lease(blocks)"),
-    Mutant(5, _LEASES, "self._device.release(blocks)"),
-    Mutant(5, _LEASES, "raise ClosedTwice(self)", "return"),
-    Mutant(5, _LEASES, "self._leases.give_back(self.blocks[::-1])", "self._leases.give_back(self.blocks)"),
+    Mutant(5, _LEASES, "self._device.release(blocks[::-1])"),
+    Mutant(5, _LEASES, "self._device.release(blocks[::-1])", "self._device.release(blocks)"),
+    Mutant(5, _LEASES, "counts[block]  # all of them, before the first changes"),
+    Mutant(5, _LEASES, "counts[block] = count - 1"),
     Mutant(
         5, _STORES, "self._state.shape.lease_limit - self.leased_blocks", "self._state.shape.device_blocks"
     ),
-    Mutant(5, _STORES, "job.lease.close()"),
-    Mutant(5, _LOADS, "        job.lease.close()\n", "\n"),
+    Mutant(5, _STORES, "state.leases.release(job.blocks)"),
+    Mutant(5, _LOADS, "self._state.leases.release(job.blocks)"),
     # One formula.
     Mutant(6, _CAPACITY, "return _blocks(tokens, group) + 1", "return _blocks(tokens, group)", ENGINE),
     Mutant(
@@ -83,24 +91,30 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(6, _CAPACITY, "group.chunk_tokens + self.in_flight_tokens", "group.chunk_tokens", ENGINE),
     # Stale blocks.
-    Mutant(7, "kvoffload/core/stale_blocks.py", "self._tables[request][group][position] = NULL_BLOCK"),
-    Mutant(7, _INTAKE, "self._strike([*fact.handed_out, *grown])", "self._strike(grown)"),
-    Mutant(7, _INTAKE, "self._strike([*fact.handed_out, *grown])", "self._strike(fact.handed_out)"),
-    Mutant(7, _INTAKE, "self._handed_out(self._new_blocks(fact), since_reset=record.stores)"),
-    Mutant(7, _STORES, "if held != offer.key:", "if held is None:"),
+    Mutant(7, _STALE, "record.table[group][position] = NULL_BLOCK"),
+    Mutant(7, _STALE, "self._note(record, group, end)"),
+    Mutant(7, _CORE, "handed_out([*fact.handed_out, *grown])", "handed_out(grown)"),
+    Mutant(7, _CORE, "handed_out([*fact.handed_out, *grown])", "handed_out(fact.handed_out)"),
+    Mutant(7, _CORE, "self._handed_out(self._new_blocks(fact), since_reset=record.stores)"),
+    Mutant(7, _STORES, "holds == offer.key and offer.block", "offer.block"),
+    Mutant(7, _STORES, "if holds != offer.key:", "if holds is None:"),
     Mutant(7, _STORES, "block = state.device.block_of(offer.key) or NULL_BLOCK", "block = NULL_BLOCK"),
     # Evictions.
-    Mutant(8, _BOOK, "if offer.key not in record.restored:", "if True:"),
-    Mutant(8, _BOOK, "self._again += again"),
-    Mutant(8, _STORES, "state.holds.add(record, stored)"),
-    Mutant(8, _LOADS, "self._state.holds.add(record, whole)"),
+    Mutant(8, _WATCH, "if offer.key not in record.stored_again:", "if True:"),
+    Mutant(8, _WATCH, "record.stored_again.add(key)"),
+    Mutant(8, _STORES, "self._again += again"),
+    Mutant(8, _STORES, "state.evictions.add(duplicate)"),
+    Mutant(8, _STORES, "state.evictions.add(offer)"),
+    Mutant(8, _STORES, "self._state.holds.add(record, slots)"),
+    Mutant(8, _LOADS, "self._state.holds.add(record, [slot for", "list([slot for"),
     # Failed loads.
     Mutant(9, _LOADS, "record.load_failed = True"),
-    Mutant(9, _LOOKUPS, "        if not unchecked:\n            return tokens\n", "        return tokens\n"),
-    Mutant(9, _LOOKUPS, "if unchecked and not may_wait:", "if False:"),
-    Mutant(9, _LOADS, "        self._finish(*job.request, loaded=False)\n", "\n"),
-    Mutant(9, _TRANSFERS, "self._loads.doubted(job, part)"),
-    Mutant(9, _LOOKUPS, "return MissCause.LOAD_FAILED if record.load_failed else None", "return None"),
+    Mutant(9, _LOADS, "self._answer(job.loads_for, job.incarnation, loaded=False)"),
+    Mutant(9, _LOADS, "self._distrust(job, part)"),
+    Mutant(9, _LOADS, "if job.failed is None and self._state.degraded", "if self._state.degraded"),
+    Mutant(9, _LOADS, "[job.slots[position] for position in part.corrupt] or job.slots", "job.slots"),
+    Mutant(9, _LOADS, "for position in part.corrupt] or job.slots", "for position in part.corrupt]"),
+    Mutant(9, _HITS, "if record.load_failed:", "if False:"),
     Mutant(
         9,
         "kvoffload/runtime/awaited_loads.py",
@@ -112,21 +126,43 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(10, _CORE, "record.stores = False"),
     Mutant(10, _CORE, "dropped = state.pool.forget_all()", "dropped = {}"),
     Mutant(10, _CORE, "self._stores.stop(StoreOutcome.BEFORE_RESET, planned=StoreOutcome.CANCELLED)"),
-    Mutant(10, _CORE, "self._lookups.reset()"),
-    Mutant(10, _INTAKE, "if not state.generation:", "if True:"),
-    Mutant(10, _INTAKE, "self._separate_new(fact)"),
-    Mutant(10, _STORES, "if state.generation and not self._since_reset(offer, block):", "if False:"),
+    Mutant(10, _CORE, "self._hits.drop(record, PinDropCause.RESET)"),
+    Mutant(10, _CORE, "state.computed_since_reset.clear()"),
+    Mutant(
+        10,
+        _CORE,
+        "            state.evictions.forget(record)\n            state.shared.ended(record)\n",
+        "            state.shared.ended(record)\n",
+    ),
+    Mutant(10, _CORE, "if not state.generation:", "if True:"),
+    Mutant(10, _CORE, "self._separate_grown(fact)"),
+    Mutant(10, _STORES, "if state.generation and not self._is_since_reset(offer, block):", "if False:"),
+    Mutant(10, _STORES, " and not state.generation\n", "\n"),
     # The end.
-    Mutant(11, _INTAKE, "state.restores.forget(record.request)"),
-    Mutant(11, _INTAKE, "state.tables.forget(record.request)"),
-    Mutant(11, "kvoffload/core/requests.py", "self._finishing.discard(record)"),
-    Mutant(11, _CORE, "self._book.settle_unsettled(record, StoreOutcome.REQUEST_GONE)"),
+    Mutant(
+        11,
+        _CORE,
+        "            state.evictions.forget(record)\n        if record.loading:",
+        "            pass\n        if record.loading:",
+    ),
+    Mutant(11, _CORE, "state.tables.forget(record)"),
+    Mutant(11, _CORE, "self._stores.settle_waiting(record, StoreOutcome.REQUEST_GONE)"),
+    Mutant(11, _REQUEST, "self.finishing.discard(record)"),
+    Mutant(11, _STORES, "self._for_room.pop(record, None)"),
     Mutant(11, _HOLDS, "record.held.clear()"),
     # Off for good.
-    Mutant(12, _STORES, "if state.degraded:", "if False:"),
-    Mutant(12, _LOOKUPS, " or (MissCause.DEGRADED if state.degraded else None)", ""),
+    Mutant(12, _STORES, "if self._state.degraded is not None:", "if False:"),
+    Mutant(12, _HITS, "if state.degraded is not None:", "if False:"),
+    Mutant(12, _LOADS, "if job.failed is None and self._state.degraded is None:", "if job.failed is None:"),
     Mutant(12, _CORE, "self._loads.cancel_planned()"),
-    Mutant(12, _CORE, "self._checks.cancel_planned()"),
+    Mutant(12, _CORE, "self._stores.stop(StoreOutcome.DEGRADED, planned=StoreOutcome.DEGRADED)"),
+    Mutant(
+        12,
+        _CORE,
+        "                with suppress(Exception):\n                    self._discard(job)",
+        "                self._discard(job)",
+    ),
+    Mutant(12, _CORE, "if job.state is JobState.PLANNED or not job.waiting:", "if not job.waiting:"),
     Mutant(
         12,
         "kvoffload/bus/bus.py",
@@ -137,46 +173,52 @@ MUTANTS: tuple[Mutant, ...] = (
     # Fences.
     Mutant(13, _FLOW, "job.fence = fence", tests=TRANSFER),
     # Shared loads.
-    Mutant(14, _LOOKUPS, "state.shared.owner(slots) if may_wait else None", "None"),
+    Mutant(14, _HITS, "state.shared.owner(slots) if may_wait else None", "None"),
+    Mutant(14, _HITS, "state.shared.owner(slots) if may_wait else None", "state.shared.owner(slots)"),
+    Mutant(14, _CORE, "can_wait = may_wait and state.shape.promises.can_wait", "can_wait = may_wait"),
     Mutant(
         14,
-        _LOOKUPS,
-        "state.shared.owner(slots) if may_wait else None",
-        "state.shared.owner(slots)",
+        _CORE,
+        "            self.state.shared.ended(record)\n        self._new",
+        "            pass\n        self._new",
     ),
-    Mutant(14, _INTAKE, "            shared.ended(request)\n", "\n"),
-    Mutant(14, _INTAKE, "state.shared.ended(fact.request)"),
-    Mutant(14, _LOADS, "        state.shared.ended(request)\n", "\n"),
-    Mutant(14, "kvoffload/core/shared_loads.py", "owners.remove(request)", "owners.clear()"),
+    Mutant(14, _CORE, "                state.shared.ended(record)\n", "                pass\n"),
+    Mutant(
+        14,
+        _CORE,
+        "        if record.loading:\n            state.shared.ended(record)\n\n",
+        "\n",
+    ),
+    Mutant(14, _LOADS, "        state.shared.ended(record)\n", "\n"),
+    Mutant(14, "kvoffload/core/shared_loads.py", "owners.remove(record)", "owners.clear()"),
     Mutant(14, _DEADLINES, "return since is None or now - since < self._timeout_s", "return True", RUNTIME),
     # The order of eviction.
     Mutant(
         15, _POOL, "pins, deepest_first = self._pins, slots[::-1]", "pins, deepest_first = self._pins, slots"
     ),
+    Mutant(15, _POOL, "reversed(dict.fromkeys(reversed(slots)))", "dict.fromkeys(slots)"),
     Mutant(15, _STORES, "state.pool.fill(job.slots[::-1])", "state.pool.fill(job.slots)"),
-    Mutant(15, _HOLDS, "unhold(reversed(record.held))", "unhold(record.held)"),
+    Mutant(15, _STORES, "for offer in reversed(offers):", "for offer in offers:"),
+    Mutant(15, _STORES, "record.shares |= record.incarnation != incarnation"),
+    Mutant(15, _HOLDS, "self._pool.release(record.held[::-1])", "self._pool.release(record.held)"),
     Mutant(15, _HOLDS, "if record.shares or record.found_tokens:", "if False:"),
     Mutant(15, _HOLDS, "record.shares or record.found_tokens", "record.shares"),
-    Mutant(15, _LOOKUPS, "state.holds.head_was_used(record, hit.device_tokens)"),
-    Mutant(15, _LOADS, "self._state.holds.head_was_used(record, hit.device_tokens)"),
-    Mutant(15, _LOADS, "state.holds.head_was_used(record, fact.device_tokens)"),
+    Mutant(15, _HOLDS, "places.sort(key=_depth)"),
+    Mutant(15, _HITS, "self._state.holds.used(record, hit.device_tokens)"),
+    Mutant(15, _LOADS, "self._state.holds.used(record, record.found_tokens)"),
     Mutant(15, "kvoffload/core/eviction.py", "links = self._after", "links = self._before"),
     # Copies that never end.
-    Mutant(16, _TRANSFERS, "self._state.pool.quarantine(slot)", "self._state.pool.doom(slot)"),
+    Mutant(16, _STORES, "self._state.pool.quarantine(slot)", "self._state.pool.doom(slot)"),
     Mutant(
         16,
         _LOADS,
         "sum(map(self._state.pool.quarantine, job.slots))",
         "sum(map(self._state.pool.doom, job.slots))",
     ),
-    Mutant(
-        16,
-        _CORE,
-        "return bool(\n            state.jobs.pending or",
-        "return bool(\n            state.jobs.open.values() or",
-    ),
+    Mutant(16, _CORE, "bool(state.jobs.pending or results", "bool(state.jobs.open or results"),
+    Mutant(16, _CORE, "record.has_abandoned = True"),
+    Mutant(16, _CORE, "if job is None or job.state is not JobState.SUBMITTED:", "if job is None:"),
     Mutant(16, _DEADLINES, "+ self._timeout_s <= now:", "+ 1e9 <= now:", RUNTIME),
-    Mutant(16, _TRANSFERS, "self._checks.abandoned(job)"),
     Mutant(16, "kvoffload/transfer/lanes.py", "self._written_off.append(batch)", tests=TRANSFER),
     Mutant(16, "kvoffload/transfer/pump.py", "        if left:\n", "        if False:\n", TRANSFER),
 )

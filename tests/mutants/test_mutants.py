@@ -10,7 +10,7 @@ from tests.mutants.hunt import ROOT, killer, snapshot
 from tests.mutants.mutant import Mutant
 from tests.mutants.of_rules import MUTANTS
 
-_STATES = "kvoffload/core/states.py"
+_STATES = "kvoffload/core/machine.py"
 _TESTS = ("tests/core/test_states.py",)
 
 
@@ -45,23 +45,25 @@ def test_a_mutant_that_a_test_notices_is_killed() -> None:
 
 @pytest.mark.slow
 def test_a_mutant_that_cannot_be_imported_is_killed() -> None:
-    assert killer(Mutant(4, _STATES, "class JobState(IntEnum):", "class Job(IntEnum):", _TESTS))
+    assert killer(Mutant(4, _STATES, "class JobState(IntEnum):", "class OfJob(IntEnum):", _TESTS))
 
 
 @pytest.mark.slow
 def test_a_mutant_that_crashes_the_process_is_killed() -> None:
-    crash = "import os; os.abort()\n\ndef next_job_state"
-    assert killer(Mutant(4, _STATES, "def next_job_state", crash, _TESTS))
+    crash = "import os; os.abort()\n\nclass JobState(IntEnum):"
+    assert killer(Mutant(4, _STATES, "class JobState(IntEnum):", crash, _TESTS))
 
 
 @pytest.mark.slow
 def test_a_change_that_changes_nothing_survives() -> None:
-    assert killer(Mutant(4, _STATES, "def next_job_state", "\n\ndef next_job_state", _TESTS)) is None
+    assert (
+        killer(Mutant(4, _STATES, "class JobState(IntEnum):", "\n\nclass JobState(IntEnum):", _TESTS)) is None
+    )
 
 
 @pytest.mark.slow
 def test_a_hunt_breaks_the_sources_as_they_were_when_it_began() -> None:
-    mutant = Mutant(4, _STATES, "def next_job_state", "\n\ndef next_job_state", _TESTS)
+    mutant = Mutant(4, _STATES, "class JobState(IntEnum):", "\n\nclass JobState(IntEnum):", _TESTS)
     with snapshot() as sources:
         before = (sources / _STATES).read_text()
         assert before == (ROOT / _STATES).read_text()

@@ -232,8 +232,8 @@ def test_bad_settings_end_the_start_with_one_error_and_nothing_half_started(
     options: Options, problem: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = set(threading.enumerate())
+    plugin = ReferencePlugin(promises=options.get("promises"))
     with pytest.raises(ConfigError, match=problem):
-        plugin = ReferencePlugin(promises=options.get("promises"))
         Engine(config_of("full", **options), plugin, clock=lambda: 0.0)
     assert_no_threads_but(before)
     gc.collect()  # a task that was left behind would say so here

@@ -12,6 +12,7 @@ from kvoffload.model.config import AUTO, OffloadConfig
 from kvoffload.model.events import NetBenefitTurned
 from kvoffload.model.ids import BlockKey
 from kvoffload.model.transfer import JobReport, TransferPlan
+from kvoffload.telemetry.snapshot import conservation
 from tests.runtime.parts import RELOAD, TIMEOUT_S, Side, loading
 
 if TYPE_CHECKING:
@@ -84,6 +85,29 @@ def test_a_failed_load_cost_its_wait_and_saved_nothing() -> None:
     side.done(plan, CopyOutcome.FAILED)
     assert (saved(side), waited(side)) == (0, 0.25)
     assert value(side.side, "break_even_tokens") == 0
+
+
+def test_a_hit_that_the_engine_declines_is_no_hit_and_saves_nothing() -> None:
+    """Another connector's hit came first: it is the other's, in the hit ratio and in seconds."""
+    side = Side()
+    measure_prefill(side)
+    side.stored()
+    before = side.side.counters.snapshot()
+    request = side.seen("a")
+    assert side.side.lookup(request, 0) == RELOAD
+    side.clock.jump(0.5)
+    side.allocated("a")
+    assert not side.step(("a", RELOAD)).loads
+    gained = side.side.counters.snapshot().minus(before)
+    assert gained.count("kvoffload_lookup_blocks_total", "hit") == 0
+    assert gained.count("kvoffload_lookup_tokens_total", "hit") == 0
+    assert gained.count("kvoffload_miss_blocks_total", "not_accepted") == 1
+    assert (
+        gained.count("kvoffload_miss_blocks_total", "behind_miss") == 3
+    )  # two that were found, and the rest
+    assert gained.total("kvoffload_engine_surprises_total") == 0
+    assert (saved(side), waited(side)) == (0, 0)
+    assert conservation(side.side.counters.snapshot()) == []
 
 
 def test_a_request_that_ends_waits_no_longer() -> None:

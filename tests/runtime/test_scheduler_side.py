@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffload.core.machine import JobState, SlotState
+from kvoffload.core.machine import JobState
 from kvoffload.model import facts
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.engine import Promises
@@ -16,7 +16,7 @@ from kvoffload.model.events import Event
 from kvoffload.model.ids import RequestId
 from kvoffload.model.transfer import Direction
 from kvoffload.runtime.scheduler_side import SchedulerSide
-from kvoffload.telemetry.labels import Hook, JobLabel, SlotLabel
+from kvoffload.telemetry.labels import Hook
 from kvoffload.telemetry.snapshot import conservation
 from tests.runtime.parts import RELOAD, SHAPE, TIMEOUT_S, Pool, Side, loading
 
@@ -97,14 +97,6 @@ def test_the_oldest_pin_is_told_while_there_is_one() -> None:
 # -- gauges -----------------------------------------------------------------------------------------------------
 
 
-def test_labels_name_the_cores_states() -> None:
-    assert {label.name: label.value for label in SlotLabel} == {
-        state.name: state.name.lower() for state in SlotState
-    }
-    holds_memory = {JobState.PLANNED, JobState.SUBMITTED, JobState.ABANDONED}
-    assert {label.name for label in JobLabel} == {state.name for state in holds_memory}
-
-
 def test_gauges_follow_slots_and_jobs() -> None:
     side = Side(slots=7)
     loading(side)
@@ -158,10 +150,9 @@ def test_a_hooks_time_is_that_of_all_its_calls_also_of_one_that_raises(
     monkeypatch.setattr(side.side.core, "lookup", slow)
     assert side.side.lookup(RequestId("a"), 0) == 0
     assert side.side.lookup(RequestId("a"), 0) == 0
-    side.side._times.add(Hook.LOOKUP, 1)
     side.step()
     series = side.side.counters.snapshot().distributions["kvoffload_hook_seconds"]
-    assert series[Hook.LOOKUP.value,].total == 5
+    assert series[Hook.LOOKUP.value,].total == 2
 
 
 # -- events -----------------------------------------------------------------------------------------------------

@@ -27,8 +27,9 @@ from kvoffload.model.ids import JobId, Rank, RequestId
 from kvoffload.model.transfer import Direction
 from kvoffload.telemetry.catalogue import CATALOGUE, Kind, render_markdown
 from kvoffload.telemetry.counters import Counters
-from kvoffload.telemetry.exporter import KVOffloadCollector, MetricsServer, serve
+from kvoffload.telemetry.exporter import KVOffloadCollector
 from kvoffload.telemetry.gauges import GaugeSnapshot
+from kvoffload.telemetry.server import MetricsServer, serve
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -132,11 +133,6 @@ def test_counted_and_asked_numbers_are_served() -> None:
         assert line in page.splitlines()
 
 
-def test_an_engine_label_is_on_every_series() -> None:
-    page = page_of(KVOffloadCollector(Counters(), engine="left"))
-    assert all('engine="left"' in line for line in page.splitlines() if not line.startswith("#"))
-
-
 def test_a_second_collector_in_one_registry_is_refused() -> None:
     registry = registry_of(KVOffloadCollector(Counters()))
     with pytest.raises(ValueError, match="Duplicated"):
@@ -146,13 +142,11 @@ def test_a_second_collector_in_one_registry_is_refused() -> None:
 def test_a_state_that_does_not_add_up_is_told() -> None:
     assert STATE.problems() == []
     assert GaugeSnapshot(capacity_slots=1).problems() == ["slots by state sum to 0, but the capacity is 1"]
-    assert GaugeSnapshot(slots={"odd": 0}).problems() == ["slots in states without a label: odd"]
 
 
 @pytest.mark.tools("promtool")
-@pytest.mark.parametrize("engine", [None, "left"])
-def test_promtool_accepts_the_page(engine: str | None) -> None:
-    page = page_of(KVOffloadCollector(busy_counters(), Source(STATE), engine))
+def test_promtool_accepts_the_page() -> None:
+    page = page_of(KVOffloadCollector(busy_counters(), Source(STATE)))
     check = subprocess.run(
         ["promtool", "check", "metrics"], input=page, capture_output=True, text=True, check=False, timeout=30
     )
@@ -161,7 +155,7 @@ def test_promtool_accepts_the_page(engine: str | None) -> None:
 
 @pytest.fixture
 def server() -> Iterator[MetricsServer]:
-    with serve(KVOffloadCollector(busy_counters()), port=0) as running:
+    with serve(registry_of(KVOffloadCollector(busy_counters())), port=0) as running:
         yield running
 
 

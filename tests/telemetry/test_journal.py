@@ -131,7 +131,7 @@ def test_the_ring_keeps_the_last_messages() -> None:
             ),
             {
                 "event": "TransferReported",
-                "report": {"rank": 0, "jobs": 1, "ready_slots": 5, "store_share": 1.0},
+                "report": {"rank": 0, "jobs": 1, "ready_slots": 5, "store_share": 1.0, "is_growing": False},
             },
         ),
         (JobOverdue(JobId(3)), {"event": "JobOverdue", "job": 3}),
@@ -461,7 +461,7 @@ GOOD = '{"seq":1,"t":0.5,"event":"BlocksOffered","blocks":1}\n'
         ('{"seq":1,"t":0,"event":"BlocksOffered","blocks":true}\n', "blocks is True, not int"),
         (
             '{"seq":1,"t":0,"event":"BlocksEvicted","blocks":1,"cause":"x"}\n',
-            "'x' is not a valid EvictionCause",
+            "cause is 'x', not EvictionCause",
         ),
         ('{"seq":1,"t":0,"event":"HitPinned","slots":3}\n', "missing or unknown"),
         ('{"seq":1,"t":0,"event":"StepScheduled","preempted":null}\n', "preempted of StepScheduled is None"),

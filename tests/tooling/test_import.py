@@ -1,7 +1,10 @@
+import os
 import subprocess
 import sys
 
 import pytest
+
+from tests.tooling.scripts import ROOT
 
 # Makes the named packages look as if they were not installed, then imports.
 WITHOUT = """
@@ -15,6 +18,15 @@ class Blocker:
 sys.meta_path.insert(0, Blocker())
 importlib.import_module({module!r})
 """
+
+
+def run(program: str) -> str:
+    """What a program prints; the tests can be imported in it."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT)])}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return done.stdout
 
 
 def import_without(module: str, *blocked: str) -> str:
@@ -34,6 +46,42 @@ def test_the_package_needs_no_heavy_dependency() -> None:
 def test_the_pure_parts_need_nothing_but_python(module: str) -> None:
     blocked = ("anyio", "numpy", "prometheus_client", "structlog", "torch", "vllm")
     assert import_without(module, *blocked) == ""
+
+
+SERVE = """
+import sys
+from kvoffload.engine import Engine, SamplingParams
+from tests.engine.tiny import tiny_config
+
+engine = Engine(tiny_config(plugin="kvoffload", plugin_config={"host_bytes": "1MiB"}), clock=lambda: 0.0)
+engine.submit(tuple(range(30)), SamplingParams(4))
+while engine.has_work:
+    engine.step()
+engine.close()
+assert "kvoffload.runtime.worker_side" in sys.modules
+print(*[name for name in sys.modules if name.startswith(("kvoffload.bench", "kvoffload.cli"))])
+"""
+
+
+@pytest.mark.slow
+def test_an_engine_imports_nothing_of_the_command_and_of_the_benches() -> None:
+    assert run(SERVE) == "\n"
+
+
+COLLECT = """
+import pytest
+sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "tests/core", "tests/bus", "tests/model"]))
+"""
+
+
+@pytest.mark.slow
+def test_the_tests_of_make_quick_need_no_more_than_it_installs() -> None:
+    blocked = {"numpy", "opentelemetry", "prometheus_client", "structlog", "torch", "vllm", "xxhash"}
+    program = WITHOUT.format(module="kvoffload", blocked=blocked) + COLLECT
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
 
 
 def test_a_scheduler_without_spans_needs_no_opentelemetry() -> None:

@@ -255,11 +255,12 @@ def offloading(
     held: Held | None = None,
     extra: Mapping[str, Any] | None = None,
     two_steps: bool = False,
+    checkpoint: Path | None = None,
     **options: Any,
 ) -> Iterator[Rig]:
     """An engine with the connector; with `held`, its copies and its scheduler's time-outs are the test's.
 
-    With `two_steps`, scheduling is asynchronous.
+    With `two_steps`, scheduling is asynchronous. With `checkpoint`, it runs another model than `kind`.
     """
     options = {
         "num_gpu_blocks_override": DEVICE_BLOCKS[kind],
@@ -274,7 +275,8 @@ def offloading(
         if two_steps:
             for name, value in engines.TWO_STEPS.items():
                 patched.setenv(name, value)
-        with engines.in_process(checkpoints.make(kind, folder / kind), **options) as llm:
+        model = checkpoint or checkpoints.make(kind, folder / kind)
+        with engines.in_process(model, **options) as llm:
             assert not two_steps or llm.llm_engine.vllm_config.max_concurrent_batches == 2
             yield Rig(llm)
     check_threads_gone()

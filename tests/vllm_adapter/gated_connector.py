@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
 from kvoffload.transfer import host_copier
 from kvoffload.transfer.pump import TransferPump
 from kvoffload_vllm import connector
@@ -22,7 +24,7 @@ class KVOffloadConnector(connector.KVOffloadConnector):
 
     def shutdown(self) -> None:
         super().shutdown()
-        if self._worker is not None:
+        if self.role is KVConnectorRole.WORKER:
             knock(CLOSED_EARLY if _running else CLOSED).close()
 
 

@@ -14,18 +14,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.cli.doctor import memory
-from kvoffload.cli.doctor.check import Check, run_checks
+from kvoffload.checks import memory
+from kvoffload.checks.check import Check, run_checks
+from kvoffload.checks.gpus import Gpus
+from kvoffload.checks.machine import Machine
 from kvoffload.cli.doctor.given import settings_of, setup_of
-from kvoffload.cli.doctor.gpus import Gpus
-from kvoffload.cli.doctor.machine import Machine
 from kvoffload.cli.main import main
 from kvoffload.model.config import OffloadConfig
 from kvoffload.testing import FakeDevice
 from kvoffload.testing.logs import capture_logs
 from kvoffload_vllm import doctor
-from kvoffload_vllm.groups import BlockSizes, vllm_groups
-from kvoffload_vllm.support import NEEDED, NEWEST_RUN, VERSIONS, Features
+from kvoffload_vllm.support import NEEDED, NEWEST_RUN, VERSIONS
 from tests.doctor.trees import ask, machine, setup
 from tests.vllm_adapter.stand_ins import cache_config, full, group, vllm_config
 
@@ -198,15 +197,16 @@ def test_vllms_connector_warns_of_failed_loads(
 ) -> None:
     from kvoffload_vllm import assembly
 
-    caches = cache_config(group(full()))
-    groups = vllm_groups(vllm_config(world_size=1), caches, features=Features(), sizes=BlockSizes(16, 16))
-    monkeypatch.setattr(assembly, "_check", lambda *_: (groups, OffloadConfig()))
+    monkeypatch.setattr(assembly, "_check", lambda *_: (None, OffloadConfig(host_bytes=2 * 131072)))
+    monkeypatch.setattr(assembly, "find_failure_policy", lambda _: policy)
     given = vllm_config(world_size=1)
-    given.kv_transfer_config.kv_load_failure_policy = policy
-    given.kv_events_config = None
+    given.parallel_config.rank = 0
+    worker = assembly.make_worker(given, cache_config(group(full())))
     with capture_logs() as lines:
-        assembly.make_scheduler(given, caches).close()
-    assert [line["check"] for line in lines if line["event"] == "doctor_warning"] == told
+        worker.register(FakeDevice(9, [65536, 65536]).layout)
+        worker.close()
+    found = [line["check"] for line in lines if line["event"] == "doctor_warning"]
+    assert [check for check in found if check == "load failures"] == told
 
 
 @pytest.mark.vllm

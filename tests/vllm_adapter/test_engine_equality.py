@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from unittest.mock import patch
 
@@ -134,7 +134,7 @@ def test_resets_at_random_steps(scene: tuple[Rig, dict[str, Told], int]) -> None
     def reset(_: int) -> None:
         if random_.random() < 0.1:
             running = random_.random() < 0.5
-            # With a block under a copy, vLLM's own rule refuses to reset running requests.
+            # With a block under a copy, or two steps in flight, vLLM's own rule refuses to reset running requests.
             with suppress(RuntimeError):
                 rig.scheduler.reset_prefix_cache(reset_running_requests=running, reset_connector=True)
                 done[running] += 1
@@ -142,6 +142,26 @@ def test_resets_at_random_steps(scene: tuple[Rig, dict[str, Told], int]) -> None
     told = rig.run(REQUESTS, reset)
     assert done[False]
     check_same(told, expected)
+    rig.check_clean()
+
+
+def test_a_reset_of_running_requests_with_no_copy_open(scene: tuple[Rig, dict[str, Told], int]) -> None:
+    """With two steps in flight vLLM frees a running request's blocks too late for its own reset, and raises.
+
+    It does so beside any connector that loads, and is README's business; what matters here is that nothing suffers.
+    """
+    rig, expected, _ = scene
+    rig.forget()
+    name = "f0m0"
+    rig.ask(name, REQUESTS[name])
+    rig.until(lambda: name in rig.told and not sum(rig.side.gauges().open_jobs.values()))
+    assert not rig.is_done(name)
+    two_steps = rig.scheduler.defer_block_free
+    with pytest.raises(RuntimeError, match="Failed to reset") if two_steps else nullcontext():
+        assert rig.scheduler.reset_prefix_cache(reset_running_requests=True)
+    rig.finish()
+    check_same({name: rig.told[name]}, expected)
+    assert rig.scheduler.reset_prefix_cache(reset_running_requests=True)
     rig.check_clean()
 
 

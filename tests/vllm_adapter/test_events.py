@@ -2,37 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
 from kvoffload.model.ids import BlockKey
-from kvoffload_vllm.events import BlockNotes, EventMaker, Wire, publishes_events, split_key
+from kvoffload_vllm.events import EventMaker, NoteTaker, Wire, publishes_events, split_key
 from kvoffload_vllm.groups import BlockSizes, VllmGroups, vllm_groups
 from kvoffload_vllm.support import Features
 from kvoffload_vllm.tracked import KeyMaker
 from tests.vllm_adapter.stand_ins import cache_config, full, group, spec, vllm_config, window
 
-WIRE = Wire(lambda **fields: ("stored", fields), lambda **fields: ("removed", fields), bytes.hex)
+Extra = tuple[tuple[Any, ...] | None, int]
 
 
-def groups() -> VllmGroups:
+def extra_keys(request: Any, start: int, end: int, media: int) -> Extra:
+    """As vLLM's: the salt is in the first block, an image where it begins; images are looked at in order."""
+    found = [(name, at - start) for name, at in request.images[media:] if start <= at < end]
+    salt = [request.salt] if request.salt and not start else []
+    return (*found, *salt) or None, media + len(found)
+
+
+WIRE = Wire(
+    lambda **fields: ("stored", fields),
+    lambda **fields: ("removed", fields),
+    bytes.hex,
+    extra_keys,
+    {0: ("full_attention", None), 2: ("sliding_window", 4)},
+)
+
+
+def groups(num_blocks: int = 100) -> VllmGroups:
     """vLLM's groups 0 and 2, with blocks of 4 and 2 tokens; a hash for each 2."""
     left_out = group(spec("CircularBufferSpec", 8, prefix_cacheable=False))
-    config = cache_config(group(full(4)), left_out, group(window(4, 2)))
+    config = cache_config(group(full(4)), left_out, group(window(4, 2)), num_blocks=num_blocks)
     return vllm_groups(vllm_config(), config, features=Features(), sizes=BlockSizes(4, 2))
 
 
 def request(**fields: Any) -> Any:
-    values: dict[str, Any] = {"block_hashes": [bytes([n]) for n in range(4)], "lora_request": None, **fields}
-    return SimpleNamespace(all_token_ids=list(range(100, 109)), **values)
+    values: dict[str, Any] = {
+        "block_hashes": [bytes([n]) for n in range(4)],
+        "all_token_ids": list(range(100, 109)),
+        "lora_request": None,
+        "images": [],
+        "salt": None,
+        **fields,
+    }
+    return SimpleNamespace(**values)
 
 
-def told(of: Any, limit: int = 100) -> tuple[EventMaker, tuple[tuple[BlockKey, ...], ...]]:
+def told(of: Any, computed_tokens: int = 8) -> tuple[EventMaker, tuple[tuple[BlockKey, ...], ...]]:
     known = groups()
-    keys = KeyMaker(known.hash_ratios, known.ids).keys(of.block_hashes, 0)
-    notes = BlockNotes(known, limit)
-    notes.take(of, keys, (0, 0))
-    return EventMaker(known, notes, WIRE), keys
+    notes = NoteTaker(known, WIRE, lambda key: False)
+    notes.take(of, 0, computed_tokens)
+    return EventMaker(known, notes, WIRE), KeyMaker(known.hash_ratios, known.ids).keys(of.block_hashes, 0)
 
 
 def events(maker: EventMaker, *ledger: tuple[BlockKey, bool]) -> list[Any]:
@@ -48,6 +71,39 @@ def test_a_block_that_came_is_told_with_its_tokens_and_parent() -> None:
     assert (second[1]["block_size"], second[1]["group_idx"], second[1]["medium"]) == (4, 0, "CPU")
     assert (third[1]["block_hashes"], third[1]["parent_block_hash"]) == (["03"], "02")
     assert (third[1]["block_size"], third[1]["group_idx"], third[1]["token_ids"]) == (2, 2, [106, 107])
+
+
+def test_parents_are_told_before_their_children() -> None:
+    """Slots are filled deepest first, which is the order in which they become evictable, and jobs one after another."""
+    maker, (large, small) = told(request())
+    order = [small[1], small[0], large[1], small[3], large[0], small[2]]
+    told_of = [
+        (fields["group_idx"], fields["block_hashes"][0])
+        for _, fields in events(maker, *[(k, True) for k in order])
+    ]
+    assert told_of == [(2, "00"), (2, "01"), (0, "01"), (0, "03"), (2, "02"), (2, "03")]
+
+
+def test_a_group_is_told_by_its_kind_and_window() -> None:
+    maker, (large, small) = told(request())
+    kinds = [
+        (fields["kv_cache_spec_kind"], fields["kv_cache_spec_sliding_window"])
+        for _, fields in events(maker, (large[0], True), (small[0], True))
+    ]
+    assert kinds == [("full_attention", None), ("sliding_window", 4)]
+
+
+def test_what_else_a_blocks_hash_covers_is_told() -> None:
+    maker, (large, small) = told(request(salt="s", images=[("cat", 1), ("dog", 7)]))
+    fields = [event for _, event in events(maker, *[(key, True) for key in (*large, *small)])]
+    assert [one["extra_keys"] for one in fields] == [
+        [(("cat", 1), "s")],
+        [(("dog", 3),)],
+        [(("cat", 1), "s")],
+        [None],
+        [None],
+        [(("dog", 1),)],
+    ]
 
 
 def test_the_adapter_of_a_block_is_told() -> None:
@@ -80,12 +136,75 @@ def test_a_block_that_comes_again_is_told_in_full_again() -> None:
     assert fields["token_ids"] == [100, 101, 102, 103]
 
 
-def test_notes_are_bounded_and_a_block_without_one_is_told_by_its_hash() -> None:
-    maker, (large, small) = told(request(), limit=1)
-    assert len(maker._notes) == 1
-    forgotten, noted = events(maker, (large[0], True), (small[3], True))
-    assert (forgotten[1]["block_hashes"], forgotten[1]["token_ids"]) == (["01"], [])
-    assert noted[1]["token_ids"] == [106, 107]
+def test_a_block_without_a_note_is_left_out_and_so_is_its_end() -> None:
+    """With no parent and no tokens it would read as the first block of a prompt."""
+    maker, (large, _) = told(request(), computed_tokens=4)
+    assert events(maker, (large[1], True)) == []
+    assert [fields["block_hashes"] for _, fields in events(maker, (large[0], True))] == [["01"]]
+    ((kind, fields),) = events(maker, (large[0], False), (large[1], False))
+    assert (kind, fields["block_hashes"]) == ("removed", ["01"])
+    assert len(events(maker, (large[1], False))) == 1  # left out once
+
+
+# -- notes ----------------------------------------------------------------------------------------------------------
+
+
+def taker(holds: Callable[[BlockKey], bool], device_blocks: int, *, count: int = 1) -> NoteTaker:
+    """Of `count` groups with blocks of 2 tokens."""
+    config = cache_config(*[group(full(2))] * count, num_blocks=device_blocks + 1)
+    return NoteTaker(
+        vllm_groups(vllm_config(), config, features=Features(), sizes=BlockSizes(2, 2)), WIRE, holds
+    )
+
+
+def prompt(hashes: Iterable[int]) -> Any:
+    block_hashes = [number.to_bytes(2, "big") for number in hashes]
+    return request(block_hashes=block_hashes, all_token_ids=list(range(2 * len(block_hashes))))
+
+
+def key(number: int, group_number: int = 0) -> BlockKey:
+    return BlockKey(number.to_bytes(2, "big") + group_number.to_bytes(4, "big"))
+
+
+def test_only_blocks_that_are_computed_are_noted_each_once() -> None:
+    notes = taker(lambda key: True, 10)
+    assert notes.take(prompt(range(4)), 0, 5) == 2
+    assert len(notes) == 2
+    assert notes.take(prompt(range(4)), 2, 5) == 2
+    assert notes.take(prompt(range(4)), 2, 100) == 4  # more is computed than is hashed yet
+    assert notes.take(prompt(range(4)), 0, 8) == 4
+    assert len(notes) == 4
+
+
+def test_groups_with_blocks_of_one_size_share_notes() -> None:
+    notes = taker(lambda key: True, 10, count=3)
+    notes.take(prompt(range(4)), 0, 8)
+    assert len(notes) == 4
+    assert notes.get(key(1, 0)) is notes.get(key(1, 2)) is not None
+
+
+def test_a_note_is_kept_while_the_device_holds_its_block() -> None:
+    """A lazy store may come long after the block's request has gone."""
+    on_device = {key(number) for number in range(0, 12, 2)}
+    notes = taker(on_device.__contains__, 12)
+    for start in range(0, 1000, 10):
+        notes.take(prompt(range(start, start + 10)), 0, 20)
+        assert len(notes) <= 24
+    assert all(notes.get(key) is not None for key in on_device)
+    on_device.clear()
+    notes.take(prompt(range(2000, 2040)), 0, 80)
+    assert len(notes) == 12
+
+
+def test_a_note_is_kept_while_one_of_its_groups_holds_the_block() -> None:
+    on_device = {key(3, 1)}
+    notes = taker(on_device.__contains__, 4, count=2)
+    notes.take(prompt(range(40)), 0, 80)
+    assert notes.get(key(3, 0)) is not None
+    assert notes.get(key(4, 0)) is None
+
+
+# -- settings and keys ----------------------------------------------------------------------------------------------
 
 
 def test_only_an_engine_that_publishes_events_has_any() -> None:

@@ -9,9 +9,9 @@ import pytest
 
 from kvoffload.model.errors import ConfigError
 from kvoffload.model.groups import AttentionKind
-from kvoffload.model.ids import GroupId
 from kvoffload_vllm.groups import BlockSizes, VllmGroups, vllm_groups
-from kvoffload_vllm.support import Features
+from kvoffload_vllm.support import Features, find_problems
+from kvoffload_vllm.tracked import KeyMaker
 from tests.vllm_adapter.stand_ins import cache_config, full, group, spec, vllm_config, window
 
 NEW = Features()
@@ -85,8 +85,14 @@ def test_layers_of_one_group_must_look_back_equally() -> None:
 def test_a_block_has_the_last_of_its_hashes() -> None:
     groups = translate(group(full(32)), group(window(80, 16)), sizes=BlockSizes(32, 8))
     assert groups.hash_ratios == (4, 2)
-    assert [groups.last_hash(GroupId(0), i) for i in range(3)] == [3, 7, 11]
-    assert groups.last_hash(GroupId(1), 0) == 1
+    keys = KeyMaker(groups.hash_ratios, groups.ids).keys([bytes([n]) for n in range(12)], 0)
+    assert [key[0] for key in keys[0]] == [3, 7, 11]
+    assert [key[0] for key in keys[1]] == [1, 3, 5, 7, 9, 11]
+
+
+def test_groups_in_which_a_part_of_a_block_has_a_hash_are_known() -> None:
+    groups = translate(group(full(32)), group(window(80, 16)), sizes=BlockSizes(32, 16))
+    assert groups.partly_hashed == {0: 32}
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:
@@ -177,6 +183,15 @@ def test_every_problem_is_told_at_once() -> None:
     )
     assert told[3].startswith("KV cache group 0 is of Odd; known are ")
     assert told[4].endswith("use vLLM 0.30 or newer, or a model with one group")
+
+
+@pytest.mark.parametrize(("ranks", "refusals"), [(1, 0), (2, 1)])
+def test_ranks_that_each_have_a_scheduler_are_refused(ranks: int, refusals: int) -> None:
+    config = vllm_config(world_size=ranks)
+    config.parallel_config.distributed_executor_backend = "external_launcher"
+    told = find_problems(config, cache_config(group(full())), NEW)
+    assert len(told) == refusals
+    assert all("is 'external_launcher' with 2 ranks" in one for one in told)
 
 
 def test_one_group_recovers_on_an_older_vllm_too() -> None:

@@ -88,29 +88,66 @@ def test_stats_add_up_as_vllm_adds_them() -> None:
 # -- events ---------------------------------------------------------------------------------------------------------
 
 
+def published(**fields: Any) -> tuple[list[Any], Any]:
+    """What is published of a request's blocks that came, of two groups, and of one that left; with the request."""
+    from vllm import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    from kvoffload_vllm.events import EventMaker, NoteTaker, find_wire
+    from kvoffload_vllm.groups import vllm_groups
+    from kvoffload_vllm.support import Features
+    from kvoffload_vllm.tracked import KeyMaker
+
+    init_none_hash(sha256)
+    config = cache_config(attention(), attention("SlidingWindowSpec", sliding_window=80))
+    groups, wire = vllm_groups(engine(), config, features=Features()), find_wire(config)
+    hasher = get_request_block_hasher(32, sha256)
+    request = Request("a", list(range(70)), SamplingParams(max_tokens=1), None, block_hasher=hasher, **fields)
+    keys = KeyMaker(groups.hash_ratios, groups.ids).keys(request.block_hashes, 0)
+    notes = NoteTaker(groups, wire, lambda key: True)
+    notes.take(request, 0, 70)
+    ledger = [(key, True) for key in (keys[0][1], keys[0][0], keys[1][1])]
+    made = EventMaker(groups, notes, wire).events([*ledger, (BlockKey(b"gone" + bytes(4)), False)])
+    return list(made), request
+
+
 def test_events_are_vllms_own() -> None:
     from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-    from kvoffload_vllm.events import BlockNotes, EventMaker, find_wire
-    from kvoffload_vllm.groups import vllm_groups
-    from kvoffload_vllm.tracked import KeyMaker
-
-    groups = vllm_groups(engine(), cache_config(attention()))
-    request = SimpleNamespace(
-        block_hashes=[b"a" * 32, b"b" * 32], all_token_ids=list(range(70)), lora_request=None
-    )
-    keys = KeyMaker(groups.hash_ratios, groups.ids).keys(request.block_hashes, 0)
-    notes = BlockNotes(groups, 10)
-    notes.take(request, keys, (0,))
-    maker = EventMaker(groups, notes, find_wire())
-    removed, stored = maker.events([(keys[0][1], True), (BlockKey(b"gone" + bytes(4)), False)])
+    told, request = published(cache_salt="s")
+    removed, first, second, windowed = told
     assert isinstance(removed, BlockRemoved)
-    assert isinstance(stored, BlockStored)
-    assert stored.block_hashes == [maybe_convert_block_hash(b"b" * 32)]
-    assert stored.parent_block_hash == maybe_convert_block_hash(b"a" * 32)
-    assert stored.token_ids == list(range(32, 64))
-    assert (stored.block_size, stored.medium, stored.group_idx) == (32, "CPU", 0)
+    assert all(isinstance(one, BlockStored) for one in (first, second, windowed))
+    hashes = list(map(maybe_convert_block_hash, request.block_hashes))
+    assert [one.block_hashes for one in (first, second, windowed)] == [[hashes[0]], [hashes[1]], [hashes[1]]]
+    assert [one.parent_block_hash for one in (first, second, windowed)] == [None, hashes[0], hashes[0]]
+    assert second.token_ids == windowed.token_ids == list(range(32, 64))
+    assert (second.block_size, second.medium) == (32, "CPU")
+    assert [one.group_idx for one in (first, second, windowed)] == [0, 0, 1]
+    assert [one.kv_cache_spec_kind for one in (second, windowed)] == ["full_attention", "sliding_window"]
+    assert [one.kv_cache_spec_sliding_window for one in (second, windowed)] == [None, 80]
+    assert [one.extra_keys for one in (first, second)] == [[("s",)], [None]]
     msgspec = pytest.importorskip("msgspec")
-    batch = msgspec.msgpack.encode(KVEventBatch(ts=0.0, events=[removed, stored]))
-    assert msgspec.msgpack.decode(batch, type=KVEventBatch).events == [removed, stored]
+    batch = msgspec.msgpack.encode(KVEventBatch(ts=0.0, events=told))
+    assert msgspec.msgpack.decode(batch, type=KVEventBatch).events == told
+
+
+def test_events_say_what_vllms_own_say() -> None:
+    """What the block pool tells of the same blocks, but for where they lie."""
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.core.block_pool import BlockPool
+
+    told, request = published(cache_salt="s", lora_request=LoRARequest("poems", 7, "/poems"))
+    pool = BlockPool(4, True, 32, enable_kv_cache_events=True)
+    blocks = pool.get_new_blocks(2)
+    for number in range(2):
+        pool.cache_full_blocks(request, blocks, number, number + 1, 32, 0)
+    theirs = pool.take_events()
+    assert len(theirs) == 2
+    placed = ("medium", "locality", "kv_cache_spec_kind", "kv_cache_spec_sliding_window")
+    for mine, other in zip(told[1:3], theirs, strict=True):
+        differing = {name for name in other.__struct_fields__ if getattr(mine, name) != getattr(other, name)}
+        assert differing <= set(placed), differing

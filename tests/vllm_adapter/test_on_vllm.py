@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +24,20 @@ pytestmark = [
 ]
 
 BLOCKS = 7
+IMPORT = """
+import sys
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.plugins import load_general_plugins
+
+load_general_plugins()
+connector = KVConnectorFactory.get_connector_class_by_name("KVOffloadConnector")
+print(connector.__module__, *[name for name in sys.modules if name.startswith(("kvoffload.bench", "kvoffload.cli"))])
+"""
+
+
+def test_vllm_imports_nothing_of_the_command_and_of_the_benches() -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORT], stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout.splitlines()[-1].split() == ["kvoffload_vllm.connector"]
 
 
 def specs() -> Any:
@@ -258,3 +274,39 @@ def test_keys_are_vllms_own() -> None:
         assert make_block_hash_with_group_id(BlockHash(b"hash"), number) == block_key(
             b"hash", GroupId(number)
         )
+
+
+# -- inside a MultiConnector ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize(("outer", "inner"), [("recompute", "fail"), ("fail", "recompute")])
+def test_the_policy_for_failed_loads_is_the_outermost(
+    depth: int, outer: str, inner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.config import KVTransferConfig, set_current_vllm_config
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    from kvoffload_vllm.failure_policy import find_failure_policy
+
+    policies: list[str] = []
+    monkeypatch.setattr(
+        "kvoffload_vllm.connector.make_worker", lambda given, _: policies.append(find_failure_policy(given))
+    )
+    config: dict[str, Any] = {
+        "kv_connector": "KVOffloadConnector",
+        "kv_connector_module_path": "kvoffload_vllm.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": inner,
+    }
+    for _ in range(depth):
+        extra = {"connectors": [config]}
+        config = {**config, "kv_connector": "MultiConnector", "kv_connector_extra_config": extra}
+        config.pop("kv_connector_module_path", None)
+    given = engine()
+    given.kv_transfer_config = KVTransferConfig(**{**config, "kv_load_failure_policy": outer})
+    given.scheduler_config.disable_hybrid_kv_cache_manager = True
+    with set_current_vllm_config(given):  # as vLLM's worker does
+        KVConnectorFactory.create_connector(given, KVConnectorRole.WORKER, cache_config(attention()))
+    assert policies == [outer]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvoffload_vllm.tracked import Tracked
+from kvoffload_vllm.tracked import KeyMaker, Tracked
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -24,6 +24,29 @@ PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 def test_the_callers_trace_is_found(fields: dict[str, Any], parent: str | None) -> None:
     request: Any = SimpleNamespace(request_id="a", **fields)
     assert Tracked(request).trace_parent == parent
+
+
+@pytest.mark.parametrize(
+    ("hashes", "is_rewritten"),
+    [
+        ([b"a", b"b", b"c"], False),
+        ([b"a", b"b", b"c", b"d"], False),
+        ([b"a", b"b"], True),
+        ([], True),
+        ([b"a", b"b", b"x"], True),
+        ([b"a", b"b", b"x", b"y"], True),
+    ],
+)
+def test_hashes_that_were_rewritten_are_noticed(hashes: list[bytes], is_rewritten: bool) -> None:
+    request: Any = SimpleNamespace(request_id="a", block_hashes=[])
+    tracked, maker = Tracked(request), KeyMaker([1], [0])
+    tracked.new_keys(maker)
+    assert not tracked.is_rewritten
+    request.block_hashes = [b"a", b"b", b"c"]
+    assert not tracked.is_rewritten
+    tracked.new_keys(maker)
+    request.block_hashes = hashes
+    assert tracked.is_rewritten == is_rewritten
 
 
 @pytest.mark.vllm

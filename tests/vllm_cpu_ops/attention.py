@@ -111,11 +111,11 @@ def _weighted(
     """`query` is `[requests, tokens, heads, size]`; so is the result."""
     requests, tokens, heads, size = query.shape
     grouped = query.view(requests, tokens, keys.shape[1], -1, size).permute(0, 2, 3, 1, 4).float()
-    scores = grouped @ keys.float().unsqueeze(2).transpose(-1, -2) * pages.scale
+    scores = grouped @ keys.unsqueeze(2).transpose(-1, -2) * pages.scale
     if pages.softcap > 0:
         scores = pages.softcap * torch.tanh(scores / pages.softcap)
     weights = scores.masked_fill(~seen, NEVER).softmax(dim=-1)
-    result = weights @ values.float().unsqueeze(2)
+    result = weights @ values.unsqueeze(2)
     return result.permute(0, 3, 1, 2, 4).reshape(requests, tokens, heads, size)
 
 
@@ -127,4 +127,4 @@ def _first_block(place: torch.Tensor, pages: Pages) -> torch.Tensor:
 
 
 def _laid_out(blocks: torch.Tensor) -> torch.Tensor:
-    return blocks.transpose(1, 2).flatten(2, 3)
+    return blocks.transpose(1, 2).flatten(2, 3).float()

@@ -10,6 +10,8 @@ from torch.nn import functional
 from vllm_cpu_ops.attention import Pages, attend, store
 from vllm_cpu_ops.slot_mapping import fill_slots
 
+FLOAT8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+
 _library = torch.library.Library("_C", "FRAGMENT")  # The ops live as long as this object.
 
 
@@ -41,9 +43,9 @@ def _reshape_and_cache(
     v_scale: float,
     kv_cache_dtype: str,
 ) -> None:
-    _refuse_quantized(kv_cache_dtype)
     count = slot_mapping.shape[0]
-    store(key[:count], value[:count], key_cache, value_cache, slot_mapping)
+    keys, values = (_typed(cache, kv_cache_dtype) for cache in (key_cache, value_cache))
+    store(key[:count] / k_scale, value[:count] / v_scale, keys, values, slot_mapping)
 
 
 def _attention_with_kv_cache(
@@ -66,20 +68,34 @@ def _attention_with_kv_cache(
     v_scale: float,
     kv_cache_dtype: str,
 ) -> None:
-    _refuse_quantized(kv_cache_dtype)
     if alibi_slopes is not None or s_aux is not None or dynamic_causal is not None:
         raise NotImplementedError("no ALiBi slopes, attention sinks or dynamic causality here")
-    pages = Pages(key_cache, value_cache, scale, sliding_window, softcap, causal)
+    keys, values = (_typed(cache, kv_cache_dtype) for cache in (key_cache, value_cache))
+    pages = Pages(keys, values, scale * k_scale, sliding_window, softcap, causal)
     attend(query, output, query_start_loc, seq_lens, block_table, pages)
+    if v_scale != 1:
+        output.mul_(v_scale)
 
 
-def _refuse_quantized(kv_cache_dtype: str) -> None:
+def _typed(cache: torch.Tensor, kv_cache_dtype: str) -> torch.Tensor:
+    """The cache with the type of what lies in it; vLLM hands 8-bit floats over as bytes."""
+    if kv_cache_dtype in FLOAT8:
+        return cache.view(FLOAT8[kv_cache_dtype])
     if kv_cache_dtype != "auto" and not kv_cache_dtype.startswith(("float", "bfloat")):
         raise NotImplementedError(f"no KV cache of type {kv_cache_dtype} here")
+    return cache
 
 
 def _greedy_argmax(logits: torch.Tensor) -> torch.Tensor:
     return logits.argmax(dim=-1).view(-1)
+
+
+def _fused_gumbel_argmax(logits: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
+    """One token a row, drawn by the softmax of its logits; a seed always draws the same."""
+    noise = torch.empty_like(logits)
+    for row, seed in zip(noise, seeds.tolist(), strict=True):
+        row.exponential_(generator=torch.Generator().manual_seed(seed))
+    return (logits - noise.log()).argmax(dim=-1)
 
 
 def _gated(activation: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., None]:
@@ -120,6 +136,7 @@ OPS: dict[str, Callable[..., object]] = {
     "compute_slot_mapping_kernel_impl(Tensor query_start_loc, Tensor positions, Tensor block_table,"
     " Tensor(a!) slot_mapping, int block_size) -> ()": fill_slots,
     "greedy_argmax(Tensor logits) -> Tensor": _greedy_argmax,
+    "fused_gumbel_argmax(Tensor logits, Tensor seeds) -> Tensor": _fused_gumbel_argmax,
     "silu_and_mul(Tensor(a!) out, Tensor states) -> ()": _gated(functional.silu),
     "gelu_and_mul(Tensor(a!) out, Tensor states) -> ()": _gated(functional.gelu),
     "gelu_tanh_and_mul(Tensor(a!) out, Tensor states) -> ()": _gated(

@@ -56,11 +56,20 @@ def draw_families(seed: int) -> list[Prompt]:
 
 
 def ask(
-    server: engines.Server, prompts: Sequence[Prompt], count: int = 8, *, at_once: int = 4
+    server: engines.Server,
+    prompts: Sequence[Prompt],
+    count: int = 8,
+    *,
+    at_once: int = 4,
+    salted: bool = False,
 ) -> list[Reply]:
-    """Continue prompts, several at once."""
+    """Continue prompts, several at once; each with a salt of its own where they are to find nothing."""
+
+    def one(at: int) -> Reply:
+        return client.stream(server, prompts[at], count, salt=f"of prompt {at}" if salted else None)
+
     with ThreadPoolExecutor(at_once) as pool:
-        return list(pool.map(lambda prompt: client.stream(server, prompt, count), prompts))
+        return list(pool.map(one, range(len(prompts))))
 
 
 def check_same(replies: Sequence[Reply], expected: Sequence[Reply]) -> None:

@@ -51,9 +51,9 @@ def make(kind: Kind, folder: Path, *, seed: int = 0) -> Path:
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     model = _model(kind)
-    _draw(model, seed)
+    draw(model, seed)
     model.save_pretrained(folder)
-    _tokenizer().save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
     done.write_text(recipe)
     return folder
 
@@ -74,7 +74,8 @@ def _model(kind: Kind) -> PreTrainedModel:
     return transformers.Gemma3ForCausalLM(config)
 
 
-def _draw(model: PreTrainedModel, seed: int) -> None:
+def draw(model: PreTrainedModel, seed: int) -> None:
+    """Draws every weight, wide."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -84,15 +85,16 @@ def _draw(model: PreTrainedModel, seed: int) -> None:
                 weight.normal_(0.0, WIDTH, generator=generator)
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast as Fast
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    wrapped = Fast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
+    plain = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    plain.decoder = decoders.ByteLevel()
+    wrapped = Fast(tokenizer_object=plain, eos_token="<end>", pad_token="<end>")
     wrapped.chat_template = CHAT_TEMPLATE
     return wrapped
 

@@ -45,9 +45,15 @@ class Reply:
 
 
 def stream(
-    server: Server, prompt: Sequence[int], count: int, began: Callable[[], object] = lambda: None
+    server: Server,
+    prompt: Sequence[int],
+    count: int,
+    began: Callable[[], object] = lambda: None,
+    salt: str | None = None,
 ) -> Reply:
     """Continue a prompt greedily by `count` tokens, and watch them come; `began` is called at the first.
+
+    With a salt it finds nothing but what was computed with the same one.
 
     Raises:
         OSError: the server is not there, or went before it had said everything.
@@ -56,7 +62,7 @@ def stream(
     logprobs: list[float] = []
     first, usage = 0.0, dict[str, Any]()
     begun = time.perf_counter()
-    for event in _events(server, _body(prompt, count)):
+    for event in _events(server, _body(prompt, count) | ({"cache_salt": salt} if salt else {})):
         for choice in event["choices"]:
             if not tokens:
                 first = time.perf_counter() - begun

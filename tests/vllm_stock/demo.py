@@ -6,7 +6,7 @@ Run by the Python of an environment that has vLLM and kvoffload (`make vllm-demo
 is small and has random weights, so that its answers mean nothing and depend on every block of the KV cache. Where that
 environment's torch has a GPU the server runs there, else on the CPU.
 
-Exit status: 0, 1 where an answer differs or nothing was found on the host, 130 after Ctrl-C.
+Exit status: 0, 1 where an answer differs or nothing was found on the host, 130 after Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations

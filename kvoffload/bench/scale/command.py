@@ -1,7 +1,7 @@
 """`kvoffload bench scale`: the scheduler's side with many requests and slots, without an engine, copies simulated.
 
-Four parts: idle requests, lookups, memory of slots, and growth over a stream of requests. Each is measured on the real
-`SchedulerSide`; only the engine around it and the copies are not there.
+Three parts: idle requests, lookups, and memory of slots. Each is measured on the real `SchedulerSide`; only the engine around it
+and the copies are not there.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from functools import partial
 
 from kvoffload.bench.lines import Line
 from kvoffload.bench.results import add_output_arguments, give_out
-from kvoffload.bench.scale import growth, idle, lookups, memory
+from kvoffload.bench.scale import idle, lookups, memory
 from kvoffload.bench.scale.engineless import BLOCK_KIB, GIB_PER_S, STEP_S
-from kvoffload.cli.exits import CommandError
 from kvoffload.cli.parser import positive
 
 HELP = "the scheduler's side as requests and host slots grow, without an engine"
@@ -30,10 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     several("--blocks", default=[64, 512, 4096], help="lookup: blocks of the prompts")
     parser.add_argument("--samples", type=positive, default=300, help="lookup: of each length")
     several("--slots", default=[100_000, 1_000_000], help="memory: host slots; 10000000 takes 5 GB")
-    parser.add_argument("--requests", type=positive, default=100_000, help="growth: requests in all")
-    parser.add_argument(
-        "--pool", type=positive, default=100_000, help="growth: host slots, full from the start"
-    )
     add_output_arguments(parser)
 
 
@@ -41,15 +36,13 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print, and write what was asked for.
 
     Raises:
-        CommandError: a file cannot be written, the run is too short, or there is not enough memory for so many slots.
+        CommandError: a file cannot be written, or there is not enough memory for so many slots.
     """
-    if "growth" in args.parts and args.requests < growth.LEAST:
-        raise CommandError(f"--requests {args.requests} is too few: at least {growth.LEAST}")
     method = (
         f"Real scheduler side, no engine. Copies are simulated: {BLOCK_KIB} KiB a block at {GIB_PER_S:g} GiB/s each way, a "
         f"step every {1e3 * STEP_S:g} ms; these are assumed, not measured. Times are of the hooks alone, medians [95 % "
         f"interval] of {args.pairs} interleaved pairs (idle) and {args.samples} samples (lookup); garbage collection rests "
-        "meanwhile. Growth: the thread's processor time in hooks. Memory is the resident memory of fresh processes."
+        "meanwhile. Memory is the resident memory of fresh processes."
     )
     return give_out("scale", args, method, _measure(args))
 
@@ -65,5 +58,4 @@ _PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Line]]] = {
     "idle": lambda args: idle.measure(args.tracked, args.pairs),
     "lookup": lambda args: lookups.measure(args.blocks, args.samples),
     "memory": lambda args: memory.measure(args.slots),
-    "growth": lambda args: growth.measure(args.requests, args.pool),
 }

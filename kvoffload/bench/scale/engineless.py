@@ -116,18 +116,9 @@ class Engineless:
     Args:
         slots: of the host, all ready from the start.
         device_blocks: of the device.
-        merge_steps: as an adapter sets it.
-        stopwatch: seconds, for the time in hooks.
     """
 
-    def __init__(
-        self,
-        slots: int,
-        device_blocks: int = 4096,
-        merge_steps: int = 1,
-        stopwatch: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._stopwatch = stopwatch
+    def __init__(self, slots: int, device_blocks: int = 4096) -> None:
         self.now = 100.0
         """Seconds on the engine's clock."""
         self.device = LentBlocks(device_blocks)
@@ -137,13 +128,8 @@ class Engineless:
         self.steps = 0
         full = GroupSpec(_GROUP, AttentionKind.FULL, BLOCK_TOKENS)
         shape = EngineShape((full,), ranks=1, device_blocks=device_blocks, step_tokens=8192)
-        self.side = SchedulerSide(
-            shape,
-            OffloadConfig(),
-            self.device,
-            clocks=Clocks(self._clock, self._clock),
-            merge_steps=merge_steps,
-        )
+        clocks = Clocks(self._clock, self._clock)
+        self.side = SchedulerSide(shape, OffloadConfig(), self.device, clocks=clocks)
         self._timed(self.side.reported, [TransferReport(Rank(0), (), slots)])
 
     # -- hooks, timed -------------------------------------------------------------------------------------------
@@ -226,9 +212,9 @@ class Engineless:
         return self.now
 
     def _timed(self, hook: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
-        begun = self._stopwatch()
+        begun = time.perf_counter()
         answer = hook(*args, **named)
-        self.hook_s += self._stopwatch() - begun
+        self.hook_s += time.perf_counter() - begun
         return answer
 
 

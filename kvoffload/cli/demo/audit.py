@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from kvoffload.telemetry.labels import JobLabel, SlotLabel
 from kvoffload.telemetry.snapshot import conservation
 
 if TYPE_CHECKING:
     from kvoffload.engine import Engine
     from kvoffload.runtime.scheduler_side import SchedulerSide
 
-_AT_REST = {SlotLabel.EMPTY.value, SlotLabel.READY.value, SlotLabel.QUARANTINED.value}
+_AT_REST = {"empty", "ready", "quarantined"}
 
 
 def audit_engine(engine: Engine, name: str) -> list[str]:
@@ -45,5 +44,5 @@ def _problems(offload: SchedulerSide) -> Iterator[str]:
         if slots and name not in _AT_REST:
             yield f"{slots} slots are still {name}"
     for (direction, name), jobs in state.open_jobs.items():
-        if jobs and name != JobLabel.ABANDONED.value:  # written off, and accounted for apart
+        if jobs and name != "abandoned":  # written off, and accounted for apart
             yield f"{jobs} {direction} jobs are still {name}"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import logging
 import os
 
 from kvoffload.cli.demo import options
 from kvoffload.cli.demo.screen import Screen
+from kvoffload.cli.ending import run_async
 from kvoffload.cli.exits import CommandError, Exit
-from kvoffload.cli.report.output import check_writable
+from kvoffload.cli.partial_file import check_writable
 
 HELP = "run the same conversations without and with offloading, and compare them token by token"
 
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     configure(level=logging.WARNING)
     screen = Screen(quiet=asked.as_json)
     try:
-        return asyncio.run(run_demo(asked, screen))
+        return run_async(run_demo(asked, screen))
     except (ConfigError, PluginError, RequestRefused) as error:
         raise CommandError(str(error)) from error
     except EngineError as error:

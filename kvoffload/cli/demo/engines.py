@@ -17,7 +17,7 @@ from kvoffload.runtime.scheduler_side import SchedulerSide
 PLUGIN = "kvoffload"
 _CACHE_SHARE = 4  # what the conversations need is so many times the device's cache, unless they are few
 _LEAST_LENGTH = 4096  # tokens of the longest prompt and its answer
-TINY = ModelConfig(hidden_size=64, heads=4, kv_heads=2, head_dim=16, ffn_size=96)
+_TINY = ModelConfig(hidden_size=64, heads=4, kv_heads=2, head_dim=16, ffn_size=96)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,28 +61,13 @@ async def open_engines(options: DemoOptions) -> AsyncIterator[Engines]:
         KVOffloadError: the plugin refuses its settings.
         EngineError: the engine refuses its settings.
     """
-    async with (
-        offloading_engine(engine_config(options, options.offload)) as (offloaded, offload),
-        _make(engine_config(options), None) as plain,
-    ):
-        yield Engines(plain, offloaded, offload)
-
-
-@asynccontextmanager
-async def offloading_engine(config: EngineConfig) -> AsyncIterator[tuple[Engine, SchedulerSide]]:
-    """Make an engine with the plugin and run it; show the inside of offloading beside it.
-
-    Raises:
-        CommandError: the plugin is another one, or memory for an engine cannot be had.
-        KVOffloadError: the plugin refuses its settings.
-        EngineError: the engine refuses its settings.
-    """
     plugin = load_plugin(PLUGIN)
-    async with _make(config, plugin) as engine:
+    async with _make(engine_config(options, options.offload), plugin) as offloaded:
         offload: SchedulerSide | None = getattr(plugin, "offload", None)
         if offload is None:
             raise CommandError(f"the engine plugin {PLUGIN!r} is not kvoffload's own: it shows no counters")
-        yield engine, offload
+        async with _make(engine_config(options), None) as plain:
+            yield Engines(plain, offloaded, offload)
 
 
 def kv_blocks(options: DemoOptions, config: EngineConfig) -> int:
@@ -115,7 +100,7 @@ def _conversation_blocks(options: DemoOptions, config: EngineConfig) -> int:
 def _model(options: DemoOptions) -> ModelConfig:
     reach = options.reach_tokens
     return replace(
-        TINY if options.model == "tiny" else ModelConfig(),
+        _TINY if options.model == "tiny" else ModelConfig(),
         attention=options.attention,
         window_tokens=reach if options.attention == "sliding_window" else None,
         chunk_tokens=reach if options.attention == "chunked_local" else None,

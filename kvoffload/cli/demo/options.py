@@ -152,7 +152,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     add("--serve-metrics", metavar="[HOST:]PORT", type=parse_address,
         help="serve Prometheus metrics during the run; port 0 takes a free one")  # fmt: skip
     add("--serve-for", metavar="SECONDS", type=seconds, default=0.0,
-        help="keep serving them after the run; Ctrl-C ends it")  # fmt: skip
+        help="keep serving them after the run; Ctrl-C or SIGTERM ends it")  # fmt: skip
 
 
 def _attention(window: int | None, chunk: int | None) -> tuple[Attention, int | None]:

@@ -5,25 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from kvoffload.cli.demo.results import DemoResult, PlayResult, Quantiles
-from kvoffload.cli.demo.table import head
+from kvoffload.cli.demo.results import DemoResult
+from kvoffload.cli.demo.table import NOTE, compared, head
 from kvoffload.cli.report import figures
-from kvoffload.cli.report.figures import Row, Sample, Table
-from kvoffload.cli.report.journal import size_of
-from kvoffload.cli.report.page import Page
+from kvoffload.cli.report.figures import Sample, Table
+from kvoffload.cli.report.page import Page, size_of
 
 if TYPE_CHECKING:
     from kvoffload.cli.demo.play import Play
     from kvoffload.cli.report.account import Account
 
-_COUNTS = {
-    "prompt tokens": "prompt_tokens",
-    "generated tokens": "generated_tokens",
-    "tokens computed": "computed_tokens",
-    "prompt tokens from the device": "device_tokens",
-    "prompt tokens from the host": "host_tokens",
-    "preemptions": "preemptions",
-}
 _TIMES = (
     "Plots over time are of the engine with offloading, from the end of its warm-up on. Rounds are played in turn, first "
     "without and then with it: where nothing is drawn, the other engine works."
@@ -45,11 +36,8 @@ def demo_page(result: DemoResult, without: Play, with_: Play, account: Account) 
             figures.transfers(account),
             figures.misses(account),
         ],
-        table=Table(("", "without", "with"), tuple(_rows(result.without_offloading, result.with_offloading))),
-        notes=[
-            _TIMES,
-            *result.broken_laws,
-        ],
+        table=Table(("", "without", "with"), tuple(compared(result))),
+        notes=[NOTE, _TIMES, *result.broken_laws],
     )
 
 
@@ -79,22 +67,3 @@ def _tiles(result: DemoResult) -> dict[str, str]:
 def _samples(play: Play, *, is_with: bool) -> Iterator[Sample]:
     for turn in play.turns:
         yield Sample(is_with, turn.turn.turn == 0, turn.ttft_s)
-
-
-def _rows(without: PlayResult, with_: PlayResult) -> Iterator[Row]:
-    for label, name in _COUNTS.items():
-        yield label, f"{getattr(without, name):,}", f"{getattr(with_, name):,}"
-    yield (
-        "first turns, time to first token, p50 / p99",
-        _times(without.first_ttft_s),
-        _times(with_.first_ttft_s),
-    )
-    if without.returning_ttft_s and with_.returning_ttft_s:
-        times = _times(without.returning_ttft_s), _times(with_.returning_ttft_s)
-        yield "returning turns, time to first token, p50 / p99", *times
-    yield "tokens per second", f"{without.tokens_per_s:,.0f}", f"{with_.tokens_per_s:,.0f}"
-    yield "seconds", f"{without.elapsed_s:.1f}", f"{with_.elapsed_s:.1f}"
-
-
-def _times(times: Quantiles) -> str:
-    return f"{times.p50 * 1000:,.0f} / {times.p99 * 1000:,.0f} ms"

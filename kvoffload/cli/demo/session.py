@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
+from prometheus_client import CollectorRegistry
+
 from kvoffload.cli.demo.audit import audit_engine, audit_offloading
 from kvoffload.cli.demo.compare import compare
 from kvoffload.cli.demo.conversations import Conversation, make_conversations
 from kvoffload.cli.demo.documents import Text, read_text
 from kvoffload.cli.demo.engines import Engines, kv_blocks, open_engines
-from kvoffload.cli.demo.metrics import MetricsPage
 from kvoffload.cli.demo.options import DemoOptions
 from kvoffload.cli.demo.play import Play, Player, warm_up
 from kvoffload.cli.demo.report import demo_page
@@ -24,9 +24,11 @@ from kvoffload.cli.demo.screen import Screen
 from kvoffload.cli.demo.summary import summarize, summarize_benefit, summarize_offloading
 from kvoffload.cli.demo.table import render
 from kvoffload.cli.exits import Exit
-from kvoffload.cli.report.output import write_page
+from kvoffload.cli.partial_file import written
+from kvoffload.cli.report.account import Recorder
 from kvoffload.cli.report.page import render as render_page
-from kvoffload.cli.report.recorder import Recorder
+from kvoffload.telemetry.exporter import KVOffloadCollector
+from kvoffload.telemetry.server import MetricsServer, serve
 
 if TYPE_CHECKING:
     from kvoffload.engine import Engine
@@ -43,13 +45,13 @@ async def run_demo(options: DemoOptions, screen: Screen) -> int:
         KVOffloadError: something that was asked for cannot be had; nothing has been run.
         EngineError: the same.
     """
-    # To be told to end is to be interrupted: copies on memory of ours are seen to their end.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, signal.raise_signal, signal.SIGINT)
     text = read_text(options.documents, options.conversations * options.message_tokens)
-    with MetricsPage(options.metrics) if options.metrics else nullcontext() as page:
+    registry = CollectorRegistry()
+    # The port is taken first of all, so that a bad one stops the demo at its start.
+    with serve(registry, *options.metrics) if options.metrics else nullcontext() as page:
         async with _engines(options, screen) as engines:
             if page is not None:
-                page.show(engines.offload)
+                registry.register(KVOffloadCollector(engines.offload.counters, engines.offload))
                 screen.say(f"metrics are at {page.url}")
             code = await _demonstrate(options, engines, text, screen)
         if page is not None and options.serve_for_s:
@@ -104,7 +106,8 @@ async def _demonstrate(options: DemoOptions, engines: Engines, text: Text, scree
     )
     screen.result(result.to_json() if options.as_json else render(result))
     if options.report and recorder is not None:
-        write_page(options.report, render_page(demo_page(result, plain, offloaded, recorder.account())))
+        with written(options.report) as file:
+            file.write(render_page(demo_page(result, plain, offloaded, recorder.account())))
         screen.say(f"the plots are in {options.report}")
     if result.passed:
         return Exit.OK
@@ -146,8 +149,8 @@ def _counter(turns: int, screen: Screen, name: str) -> Callable[[], None]:
     return lambda: screen.progress(f"{name}: {next(served)} of {turns} turns")
 
 
-async def _linger(page: MetricsPage, seconds: float, screen: Screen) -> None:
-    screen.say(f"metrics stay at {page.url} for {seconds:g} s; Ctrl-C ends that")
+async def _linger(page: MetricsServer, seconds: float, screen: Screen) -> None:
+    screen.say(f"metrics stay at {page.url} for {seconds:g} s; Ctrl-C or SIGTERM ends that")
     try:
         await asyncio.sleep(seconds)
     except asyncio.CancelledError:

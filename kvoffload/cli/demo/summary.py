@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from kvoffload.cli.demo.conversations import UnlimitedCache
 from kvoffload.cli.demo.play import Play, Turn
 from kvoffload.cli.demo.results import BenefitResult, OffloadResult, PlayResult, Quantiles
+from kvoffload.cli.report.account import by_label
 from kvoffload.model.causes import StoreOutcome
 from kvoffload.model.transfer import Direction, Tier
 
@@ -53,7 +54,7 @@ def quantiles(samples: Sequence[float]) -> Quantiles:
 
 def summarize_offloading(counted: Snapshot, host_slots: int, benefit: BenefitResult) -> OffloadResult:
     """Return what was counted."""
-    outcomes = _by_label(counted, "kvoffload_store_blocks_total")
+    outcomes = by_label(counted, "kvoffload_store_blocks_total")
     stored = outcomes.pop(StoreOutcome.STORED.value, 0)
     return OffloadResult(
         stored_bytes=counted.count("kvoffload_transfer_bytes_total", _HOST, Direction.STORE.value),
@@ -61,9 +62,9 @@ def summarize_offloading(counted: Snapshot, host_slots: int, benefit: BenefitRes
         offered_blocks=counted.total("kvoffload_offered_blocks_total"),
         stored_blocks=stored,
         declined_blocks=outcomes,
-        missed_blocks=_by_label(counted, "kvoffload_miss_blocks_total"),
-        loaded_blocks=_by_label(counted, "kvoffload_load_blocks_total"),
-        evicted_blocks=_by_label(counted, "kvoffload_evicted_blocks_total"),
+        missed_blocks=by_label(counted, "kvoffload_miss_blocks_total"),
+        loaded_blocks=by_label(counted, "kvoffload_load_blocks_total"),
+        evicted_blocks=by_label(counted, "kvoffload_evicted_blocks_total"),
         host_slots=host_slots,
         benefit=benefit,
     )
@@ -95,10 +96,3 @@ def _reuse(turns: Sequence[Turn], block_tokens: int) -> tuple[int, int]:
         # The last token is returned but never computed on.
         cache.add([*turn.prompt, *(token.token_id for token in turn.answer[:-1])])
     return reusable, reused
-
-
-def _by_label(counted: Snapshot, name: str) -> dict[str, int]:
-    """Return the series that are not 0, largest first, by their last label."""
-    series: Mapping[tuple[str, ...], int] = counted.counts.get(name, {})
-    ordered = sorted(series.items(), key=lambda item: -item[1])
-    return {labels[-1]: number for labels, number in ordered if number}

@@ -12,9 +12,13 @@ from kvoffload.cli.demo.results import (
     Quantiles,
     Workload,
 )
+from kvoffload.cli.report.page import size_of
 
 _LABEL, _NUMBER = 50, 18
 _NONE = "-"
+NOTE = (
+    "* whole blocks of the prompt that a cache without limit would hold; one token is always left to compute"
+)
 _RULE = "-" * (_LABEL + 2 * _NUMBER)
 
 Row = tuple[str, str, str]
@@ -22,7 +26,8 @@ Row = tuple[str, str, str]
 
 def render(result: DemoResult) -> str:
     """Return the whole report."""
-    lines = [*head(result.workload), "", *_compared(result), "", *_offloading(result.offloading), ""]
+    rows = [_row("", "without", "with"), _RULE, *(_row(*row) for row in compared(result))]
+    lines = [*head(result.workload), "", *rows, "", *_offloading(result.offloading), ""]
     return "\n".join([*lines, *_verdict(result)])
 
 
@@ -44,21 +49,9 @@ def head(workload: Workload) -> Iterator[str]:
     )
 
 
-def _compared(result: DemoResult) -> Iterator[str]:
+def compared(result: DemoResult) -> Iterator[Row]:
+    """Yield both plays' numbers side by side."""
     plain, offloaded = result.without_offloading, result.with_offloading
-    yield _row("", "without", "with")
-    yield _RULE
-    for label, one, other in _rows(plain, offloaded):
-        yield _row(label, one, other)
-    if result.returning_ttft_ratio is not None:
-        yield _row("  median, times lower", "", f"{result.returning_ttft_ratio:.1f}x")
-    yield _row(
-        "prompt and new tokens per second", f"{plain.tokens_per_s:,.0f}", f"{offloaded.tokens_per_s:,.0f}"
-    )
-    yield _row("seconds", f"{plain.elapsed_s:.1f}", f"{offloaded.elapsed_s:.1f}")
-
-
-def _rows(plain: PlayResult, offloaded: PlayResult) -> Iterator[Row]:
     counts = {
         "prompt tokens": "prompt_tokens",
         "tokens computed": "computed_tokens",
@@ -72,12 +65,17 @@ def _rows(plain: PlayResult, offloaded: PlayResult) -> Iterator[Row]:
     yield _times("first turns", plain.first_ttft_s, offloaded.first_ttft_s)
     if plain.returning_ttft_s and offloaded.returning_ttft_s:
         yield _times("returning turns", plain.returning_ttft_s, offloaded.returning_ttft_s)
+    if result.returning_ttft_ratio is not None:
+        yield "  median, times lower", "", f"{result.returning_ttft_ratio:.1f}x"
+    speed, other = (f"{play.tokens_per_s:,.0f}" for play in (plain, offloaded))
+    yield "prompt and new tokens per second", speed, other
+    yield "seconds", f"{plain.elapsed_s:.1f}", f"{offloaded.elapsed_s:.1f}"
 
 
 def _offloading(result: OffloadResult) -> Iterator[str]:
     yield _row("offloading", "device to host", "host to device")
     yield _RULE
-    yield _row("bytes moved", _bytes(result.stored_bytes), _bytes(result.loaded_bytes))
+    yield _row("bytes moved", size_of(result.stored_bytes), size_of(result.loaded_bytes))
     loaded = result.loaded_blocks.get("loaded", 0)
     yield _row("blocks moved", f"{result.stored_blocks:,}", f"{loaded:,}")
     yield _list("host evictions", result.evicted_blocks, f"of {result.host_slots:,} host blocks")
@@ -101,7 +99,7 @@ def _verdict(result: DemoResult) -> Iterator[str]:
     else:
         yield "audit     no law is broken; every block, pin, lease and copy is accounted for"
     yield ""
-    yield "* whole blocks of the prompt that a cache without limit would hold; one token is always left to compute"
+    yield NOTE
 
 
 def _logprobs(result: DemoResult) -> str:
@@ -141,10 +139,3 @@ def _milliseconds(times: Quantiles) -> str:
 def _share(play: PlayResult) -> str:
     share = play.returning_reused_share
     return _NONE if share is None else f"{share:.1%}"
-
-
-def _bytes(number: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if number >= size:
-            return f"{number / size:,.1f} {unit}"
-    return f"{number} B"

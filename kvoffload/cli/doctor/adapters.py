@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Protocol, cast
 
-from kvoffload.cli.doctor.check import Check, no_go, settled
+from kvoffload.checks.check import Check, no_go, settled
 
 ENTRY_POINT_GROUP = "kvoffload.doctors"
 """Its entry points name modules that are a `Doctor` each."""
@@ -26,7 +26,7 @@ class Doctor(Protocol):
         """Return kvoffload's settings where the engine's own, as given, hold them.
 
         Raises:
-            CommandError: what was given cannot be read.
+            KVOffloadError: what was given cannot be read.
         """
 
     def checks(self, args: argparse.Namespace) -> Sequence[Check]:

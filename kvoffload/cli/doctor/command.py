@@ -43,12 +43,12 @@ def run(args: argparse.Namespace) -> int:
     """Check, print, and return 1 where something is a no-go.
 
     Raises:
-        CommandError: what was given cannot be read.
+        KVOffloadError: what was given cannot be read.
     """
-    from kvoffload.cli.doctor import memory, numa, pools, software
-    from kvoffload.cli.doctor.check import Verdict, run_checks
+    from kvoffload.checks import memory, numa, pools, software
+    from kvoffload.checks.check import Verdict, run_checks
+    from kvoffload.checks.machine import Machine
     from kvoffload.cli.doctor.given import settings_of, setup_of
-    from kvoffload.cli.doctor.machine import Machine
     from kvoffload.cli.doctor.output import as_json, as_text, worst
 
     adapters = find_adapters()

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
+from kvoffload.checks.check import Check, Finding, Setup, go, no_go, settled
+from kvoffload.checks.json_option import read_object
 from kvoffload.cli.doctor.adapters import Doctor
-from kvoffload.cli.doctor.check import Check, Finding, Setup, go, no_go, settled
-from kvoffload.cli.doctor.machine import reader
 from kvoffload.cli.exits import CommandError
 from kvoffload.model.config import OffloadConfig, parse_bytes, parse_config
 from kvoffload.model.errors import ConfigError
@@ -21,35 +18,13 @@ def size(text: str) -> int:
     return parse_bytes(int(text) if text.isdecimal() else text)
 
 
-def read_object(text: str, option: str) -> dict[str, Any]:
-    """Return the JSON object in `text`, or in the file of that name.
-
-    Raises:
-        CommandError: there is none.
-    """
-    source = option
-    if not text.lstrip().startswith("{"):
-        source = f"{option} {text}"
-        read = reader(Path.cwd())(text) if not text.startswith("/") else reader(Path("/"))(text)
-        if read is None:
-            raise CommandError(f"{source} is neither a JSON object nor a file that can be read")
-        text = read
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CommandError(f"{source} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise CommandError(f"{source} holds no JSON object")
-    return found
-
-
 def settings_of(
     given: str | None, doctors: Sequence[Doctor], args: argparse.Namespace
 ) -> Mapping[str, object] | None:
     """Return the settings, None where nothing was given.
 
     Raises:
-        CommandError: they cannot be read, or were given more than once.
+        KVOffloadError: they cannot be read, or were given more than once.
     """
     found: list[Mapping[str, object]] = [read_object(given, "--config")] if given is not None else []
     found += [one for doctor in doctors if (one := doctor.find_settings(args)) is not None]

@@ -6,7 +6,7 @@ import json
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from kvoffload.cli.doctor.check import Answer, Verdict
+from kvoffload.checks.check import Answer, Verdict
 
 _WIDTH = 120
 

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvoffload.bus.bus import Bus
 from kvoffload.model import events
-from kvoffload.model.causes import CopyOutcome, MissCause, StoreOutcome
+from kvoffload.model.causes import CopyOutcome, StoreOutcome
+from kvoffload.model.events import Event
+from kvoffload.model.facts import Fact
 from kvoffload.model.ids import JobId, SlotId
 from kvoffload.model.transfer import Direction
+from kvoffload.telemetry.counters import Counters
 from kvoffload.telemetry.journal import Record
-from kvoffload.telemetry.labels import SlotLabel
 from kvoffload.telemetry.records import Summary
+from kvoffload.telemetry.snapshot import Snapshot
 
-_FILLING, _READY, _PINNED = (one.value for one in (SlotLabel.FILLING, SlotLabel.READY, SlotLabel.PINNED))
+if TYPE_CHECKING:
+    from kvoffload.runtime.scheduler_side import SchedulerSide
+
 _ENDS_FILLING = frozenset(
     (StoreOutcome.STORED, StoreOutcome.FAILED, StoreOutcome.ABANDONED, StoreOutcome.CANCELLED)
 )
@@ -49,7 +55,7 @@ class Occupancy(NamedTuple):
 
 @dataclass(slots=True)
 class Account:
-    """Sums and samples of a journal. Totals are those of the metrics with the same meaning.
+    """Samples of a journal, and what its events add up to as the metrics count them.
 
     Args:
         lines: how many were told.
@@ -58,14 +64,10 @@ class Account:
         begun, ended: times of the first and the last line; of no line, 0.
         events: how often each was told, by name.
         lookups: every settled lookup.
-        misses: blocks that missed, by cause.
-        offered_blocks: to the host.
-        stores: blocks by what became of them.
-        loads: blocks of loads by what became of them.
-        evictions: blocks by cause.
         copies: every copy that was reported.
         occupancy: the host's slots over time.
         capacity: slots of the host, None where nobody told.
+        counted: what the metrics count.
     """
 
     lines: int = 0
@@ -75,14 +77,10 @@ class Account:
     ended: float = 0.0
     events: Counter[str] = field(default_factory=Counter)
     lookups: list[Lookup] = field(default_factory=list)
-    misses: Counter[str] = field(default_factory=Counter)
-    offered_blocks: int = 0
-    stores: Counter[str] = field(default_factory=Counter)
-    loads: Counter[str] = field(default_factory=Counter)
-    evictions: Counter[str] = field(default_factory=Counter)
     copies: list[Copy] = field(default_factory=list)
     occupancy: list[Occupancy] = field(default_factory=list)
     capacity: int | None = None
+    counted: Snapshot = field(default_factory=lambda: Counters().snapshot())
 
     @property
     def seconds(self) -> float:
@@ -99,8 +97,51 @@ def add_up(records: Iterable[Record]) -> Account:
     reader = _Reader()
     for record in records:
         reader.tell(record)
-    reader.sample()
-    return reader.account
+    return reader.end()
+
+
+def by_label(counted: Snapshot, name: str) -> dict[str, int]:
+    """Return a metric's series that are not 0, largest first, by their last label."""
+    series: Mapping[tuple[str, ...], int] = counted.counts.get(name, {})
+    ordered = sorted(series.items(), key=lambda item: -item[1])
+    return {labels[-1]: number for labels, number in ordered if number}
+
+
+class Recorder:
+    """A demo's own journal in memory: complete from now on, and with the host's slots as they were.
+
+    Args:
+        offload: whose.
+        now: the clock that times are told by; seconds.
+    """
+
+    def __init__(self, offload: SchedulerSide, now: Callable[[], float]) -> None:
+        self._offload, self._now = offload, now
+        self._records: list[Record] = []
+        self._occupancy: list[Occupancy] = []
+        self._look()
+        offload.bus.count(Fact, self._keep_fact)
+        offload.bus.count(Event, self._keep)
+
+    def account(self) -> Account:
+        """Add up what was kept."""
+        self._look()
+        account = add_up(self._records)
+        account.occupancy = self._occupancy
+        account.capacity = self._offload.gauges().capacity_slots
+        return account
+
+    def _keep(self, message: Event | Summary) -> None:
+        self._records.append(Record(len(self._records) + 1, self._now(), message))
+
+    def _keep_fact(self, fact: Fact) -> None:
+        self._keep(Summary(type(fact).__name__, {}))
+        self._look()
+
+    def _look(self) -> None:
+        slots = dict(self._offload.gauges().slots)
+        if not self._occupancy or slots != self._occupancy[-1].slots:
+            self._occupancy.append(Occupancy(self._now(), slots))
 
 
 class _Slots:
@@ -112,7 +153,7 @@ class _Slots:
 
     def now(self) -> dict[str, int]:
         pinned = len({slot for slots in self._loads.values() for slot in slots})
-        return {_PINNED: pinned, _READY: max(self._ready - pinned, 0), _FILLING: max(self._filling, 0)}
+        return {"pinned": pinned, "ready": max(self._ready - pinned, 0), "filling": max(self._filling, 0)}
 
     def tell(self, event: object) -> bool:
         """Return whether the event changed anything."""
@@ -139,15 +180,19 @@ class _Reader:
         self._sequence = 0
         self._slots = _Slots()
         self._changed: float | None = None
+        self._bus, self._counters = Bus(), Counters()
+        self._counters.subscribe(self._bus)
         self._on_event: dict[type, Callable[[float, Any], None]] = {
             events.LookupSettled: self._on_lookup,
-            events.BlocksOffered: self._on_offered,
-            events.StoreSettled: self._on_store,
-            events.LoadEnded: self._on_load,
-            events.BlocksEvicted: self._on_evicted,
             events.RankReported: self._on_copy,
             events.CapacityGrown: self._on_capacity,
         }
+
+    def end(self) -> Account:
+        """Return what all lines add up to."""
+        self.sample()
+        self.account.counted = self._counters.snapshot()
+        return self.account
 
     def tell(self, record: Record) -> None:
         account, message = self.account, record.message
@@ -155,6 +200,7 @@ class _Reader:
             self.sample()  # an engine's fact: all events of the one before it are told, in whatever order
         self._count_line(record)
         account.events[message.name if isinstance(message, Summary) else type(message).__name__] += 1
+        self._bus.publish(message)
         if (react := self._on_event.get(type(message))) is not None:
             react(record.time, message)
         if self._slots.tell(message):
@@ -181,24 +227,7 @@ class _Reader:
         self._sequence = record.sequence
 
     def _on_lookup(self, at: float, event: events.LookupSettled) -> None:
-        account = self.account
-        account.lookups.append(Lookup(at, event.device_tokens, event.hit_tokens, event.miss_tokens))
-        if event.miss_blocks and event.cause is not None:
-            account.misses[event.cause.value] += 1
-            if event.miss_blocks > 1:
-                account.misses[MissCause.BEHIND_MISS.value] += event.miss_blocks - 1
-
-    def _on_offered(self, _: float, event: events.BlocksOffered) -> None:
-        self.account.offered_blocks += event.blocks
-
-    def _on_store(self, _: float, event: events.StoreSettled) -> None:
-        self.account.stores[event.outcome.value] += event.blocks
-
-    def _on_load(self, _: float, event: events.LoadEnded) -> None:
-        self.account.loads[event.outcome.value] += event.blocks
-
-    def _on_evicted(self, _: float, event: events.BlocksEvicted) -> None:
-        self.account.evictions[event.cause.value] += event.blocks
+        self.account.lookups.append(Lookup(at, event.device_tokens, event.hit_tokens, event.miss_tokens))
 
     def _on_copy(self, at: float, event: events.RankReported) -> None:
         took = (event.queue_s, event.copy_s) if event.outcome is CopyOutcome.DONE else (0.0, 0.0)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
-from kvoffload.cli.exits import CommandError, Exit
+from kvoffload.cli.journal_lines import Lines, add_journal_argument
+from kvoffload.cli.partial_file import written
 
 HELP = "show a journal as one page with plots, for any browser"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument(
-        "journal", metavar="JOURNAL", type=Path, help="what `journal_path` made an engine write"
-    )
+    add_journal_argument(parser)
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="where to (default JOURNAL.html)")
 
 
@@ -25,18 +23,14 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         KVOffloadError: the journal holds nothing that can be read, or the file cannot be written.
     """
-    from kvoffload.cli.report.journal import account_of, journal_page
-    from kvoffload.cli.report.output import write_page
+    from kvoffload.cli.report.account import add_up
+    from kvoffload.cli.report.journal import journal_page
     from kvoffload.cli.report.page import render
 
-    journal: Path = args.journal
-    output: Path = args.output or Path(f"{journal}.html")
-    if output.exists() and journal.exists() and output.samefile(journal):
-        raise CommandError(f"{output} is the journal itself")
-    account, problem = account_of(journal)
-    write_page(output, render(journal_page(journal.name, account, problem)))
-    print(f"kvoffload: {account.lines} lines of {journal} are in {output}", file=sys.stderr)
-    if problem is None:
-        return Exit.OK
-    print(f"kvoffload: it ends early: {problem}", file=sys.stderr)
-    return Exit.FAILED
+    output, lines = args.output or Path(f"{args.journal}.html"), Lines(args.journal)
+    lines.check_is_other(output)
+    account = add_up(lines)
+    # Counts, sizes and times, of no request by name: for whoever it is shown to.
+    with written(output) as file:
+        file.write(render(journal_page(args.journal.name, account, lines.problem)))
+    return lines.tell(output)

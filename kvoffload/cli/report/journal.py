@@ -2,43 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
-from kvoffload.cli.exits import CommandError
 from kvoffload.cli.report import figures
-from kvoffload.cli.report.account import Account, add_up
-from kvoffload.cli.report.page import Page
+from kvoffload.cli.report.account import Account, by_label
+from kvoffload.cli.report.page import Page, size_of
 from kvoffload.model.transfer import Direction
-from kvoffload.telemetry.journal import JournalError, Record, read_journal
+from kvoffload.telemetry.journal import JournalError
 
 SLOTS_BY_EVENTS = "As events tell it: a slot counts as pinned while a load reads it."
 _UNKNOWN = (
     "A journal does not know: times to first token, what the same run takes without offloading, and whether outputs are "
     "the same. `kvoffload demo --report` measures all three."
 )
-
-
-def account_of(path: Path) -> tuple[Account, JournalError | None]:
-    """Return what a journal adds up to, and what ended it early: a running engine's last line may be cut off.
-
-    Raises:
-        KVOffloadError: it holds nothing that can be read.
-    """
-    problem: list[JournalError] = []
-
-    def lines() -> Iterator[Record]:
-        try:
-            yield from read_journal(path)
-        except JournalError as error:
-            problem.append(error)
-
-    account = add_up(lines())
-    if not account.lines:
-        raise (
-            problem[0] if problem else CommandError(f"{path} is empty: the engine has not told anything yet")
-        )
-    return account, problem[0] if problem else None
 
 
 def journal_page(name: str, account: Account, problem: JournalError | None) -> Page:
@@ -79,20 +53,13 @@ def _head(account: Account) -> str:
 def _tiles(account: Account) -> dict[str, str]:
     found = sum(one.device_tokens + one.host_tokens for one in account.lookups)
     asked = found + sum(one.missed_tokens for one in account.lookups)
+    stored, loaded = (by_label(account.counted, f"kvoffload_{way}_blocks_total") for way in ("store", "load"))
     return {
         "prompt tokens found": f"{found / asked:.1%}" if asked else "-",
         "found on the host": f"{sum(one.host_tokens for one in account.lookups):,}",
-        "blocks stored": f"{account.stores['stored']:,}",
-        "blocks loaded": f"{account.loads['loaded']:,}",
+        "blocks stored": f"{stored.get('stored', 0):,}",
+        "blocks loaded": f"{loaded.get('loaded', 0):,}",
         "bytes stored": size_of(account.copied_bytes(Direction.STORE)),
         "bytes loaded": size_of(account.copied_bytes(Direction.LOAD)),
-        "blocks evicted": f"{account.evictions.total():,}",
+        "blocks evicted": f"{account.counted.total('kvoffload_evicted_blocks_total'):,}",
     }
-
-
-def size_of(number: int) -> str:
-    """Return a number of bytes for people."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if number >= size:
-            return f"{number / size:,.1f} {unit}"
-    return f"{number} B"

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import select
 import shutil
-import signal
 import sys
 import termios
-import threading
 import tty
 from collections.abc import Sequence
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Self
 
 from kvoffload.cli.top.view import Line
@@ -67,8 +65,6 @@ class Terminal:
     def __enter__(self) -> Self:
         self._before = termios.tcgetattr(self._input)
         tty.setcbreak(self._input)  # keys at once, while Ctrl-C still interrupts
-        if threading.current_thread() is threading.main_thread():
-            self._handler = signal.signal(signal.SIGTERM, _exit)
         sys.stdout.write(_ENTER)
         sys.stdout.flush()
         return self
@@ -77,12 +73,5 @@ class Terminal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         termios.tcsetattr(self._input, termios.TCSADRAIN, self._before)
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._handler)
         sys.stdout.write(_LEAVE)
         sys.stdout.flush()
-
-
-def _exit(number: int, frame: FrameType | None) -> None:
-    """So that the terminal is given back also when the process is asked to end."""
-    sys.exit(128 + number)

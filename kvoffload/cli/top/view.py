@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from kvoffload.cli.top.reading import Change
 from kvoffload.cli.top.words import bar, count, duration, per_second, seconds, share, size
+from kvoffload.core.machine import SlotState
 from kvoffload.model.causes import Found
 from kvoffload.model.transfer import Direction, Tier
 from kvoffload.telemetry.break_even import NEVER_TOKENS
 from kvoffload.telemetry.catalogue import BY_NAME
-from kvoffload.telemetry.labels import LookupResult, SlotLabel
+from kvoffload.telemetry.labels import LookupResult, label_of
 
 _HIT, _MISS = (result.value for result in LookupResult)
 _HOST = Tier.HOST.value
@@ -83,11 +84,13 @@ def _break_even(change: Change) -> str:
 def _host(change: Change) -> Iterator[Line]:
     capacity = change.now.total("kvoffload_capacity_slots")
     yield Line(f"host memory, {count(capacity)} blocks", heading=True)
-    for state in SlotLabel:
-        slots = change.now.number("kvoffload_slots", _HOST, state.value)
-        if slots or state in (SlotLabel.READY, SlotLabel.EMPTY):
-            alarm = state is SlotLabel.QUARANTINED
-            yield Line(f"  {state.value:<22}{count(slots):>14}  {bar(slots, capacity, _BAR)}", alarm=alarm)
+    for state in SlotState:
+        slots = change.now.number("kvoffload_slots", _HOST, label_of(state))
+        if slots or state in (SlotState.READY, SlotState.EMPTY):
+            alarm = state is SlotState.QUARANTINED
+            yield Line(
+                f"  {label_of(state):<22}{count(slots):>14}  {bar(slots, capacity, _BAR)}", alarm=alarm
+            )
     name = "kvoffload_evicted_blocks_total"
     evicted = [change.rate(name, *labels) for labels in change.now.numbers.get(name, {})]
     rates = [rate for rate in evicted if rate is not None]

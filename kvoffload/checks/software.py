@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from kvoffload.cli.doctor.check import Check, Finding, Setup, go, no_go, warn
-from kvoffload.cli.doctor.gpus import Gpus
-from kvoffload.cli.doctor.machine import Machine
+from kvoffload.checks.check import Check, Finding, Setup, go, no_go, warn
+from kvoffload.checks.gpus import Gpus
+from kvoffload.checks.machine import Machine
 
 _BATCHED = 12080  # the CUDA whose driver copies many blocks in one call
 _AMD = "/dev/kfd"

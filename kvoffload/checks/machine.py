@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvoffload.cli.doctor.gpus import Gpus, find_gpus
+from kvoffload.checks.gpus import Gpus, find_gpus
 
 if TYPE_CHECKING:
     from kvoffload.transfer.host_memory import ReadText

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvoffload.cli.doctor import memory, numa, pools
-from kvoffload.cli.doctor.check import FAILING, Answer, Check, Setup, run_checks
-from kvoffload.cli.doctor.gpus import Gpus
-from kvoffload.cli.doctor.machine import Machine
+from kvoffload.checks import memory, numa, pools
+from kvoffload.checks.check import FAILING, Answer, Check, Setup, run_checks
+from kvoffload.checks.gpus import Gpus
+from kvoffload.checks.machine import Machine
 from kvoffload.logs import get_logger
 
 if TYPE_CHECKING:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvoffload.cli.doctor.check import Check, Finding, Setup, go, no_go, not_known, size_text, warn
-from kvoffload.cli.doctor.machine import Machine
+from kvoffload.checks.check import Check, Finding, Setup, go, no_go, not_known, size_text, warn
+from kvoffload.checks.machine import Machine
 from kvoffload.transfer.footprint import arena_bytes
 from kvoffload.transfer.host_memory import cgroups, machine_left
 

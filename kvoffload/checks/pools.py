@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvoffload.cli.doctor.check import Check, Finding, Setup, go, no_go, not_known, size_text, warn
-from kvoffload.cli.doctor.machine import Machine
+from kvoffload.checks.check import Check, Finding, Setup, go, no_go, not_known, size_text, warn
+from kvoffload.checks.machine import Machine
 
 SPEEDS = ((2 * 2**20, 0.85), (64 * 2**10, 0.8), (4 * 2**10, 0.5))
 """Host copies of scattered pages against one large memcpy, as measured; ARCHITECTURE.md has the table."""

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvoffload.cli.doctor.machine import Machine
+    from kvoffload.checks.machine import Machine
     from kvoffload.model.config import OffloadConfig
 
 

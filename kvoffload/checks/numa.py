@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvoffload.cli.doctor.check import Check, Finding, Setup, go, not_known, size_text, warn
-from kvoffload.cli.doctor.machine import Machine
-from kvoffload.cli.doctor.memory import needed_bytes
+from kvoffload.checks.check import Check, Finding, Setup, go, not_known, size_text, warn
+from kvoffload.checks.machine import Machine
+from kvoffload.checks.memory import needed_bytes
 
 _NODES = "/sys/devices/system/node"
 _BIND = (

@@ -1,0 +1,46 @@
+"""The adapter's scheduler side on a block pool of vLLM's, without an engine: a test calls the hooks itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tests.vllm_adapter.stand_ins import cache_config, full, group, vllm_config
+
+BLOCKS = 100
+
+
+@contextmanager
+def adapter(
+    block_tokens: int, hash_tokens: int | None = None, *, step_tokens: int = 512, **settings: Any
+) -> Iterator[tuple[Any, Any]]:
+    """One group of full attention; yields the scheduler's side and the pool."""
+    from vllm.v1.core.block_pool import BlockPool
+
+    from kvoffload.model.config import parse_config
+    from kvoffload.runtime.scheduler_side import SchedulerSide
+    from kvoffload_vllm.groups import BlockSizes, vllm_groups
+    from kvoffload_vllm.pool_device import VllmDevice
+    from kvoffload_vllm.scheduler import VllmScheduler
+    from kvoffload_vllm.stats import StatsSender
+    from kvoffload_vllm.support import Features
+    from kvoffload_vllm.tracked import KeyMaker
+
+    sizes = BlockSizes(block_tokens, hash_tokens or block_tokens)
+    groups = vllm_groups(
+        vllm_config(world_size=1, max_num_batched_tokens=step_tokens),
+        cache_config(group(full(block_tokens)), num_blocks=BLOCKS + 1),
+        features=Features(),
+        sizes=sizes,
+    )
+    device = VllmDevice(groups.partly_hashed)
+    side = SchedulerSide(groups.shape, parse_config({"host_bytes": 1 << 20, **settings}), device)
+    keys = KeyMaker(groups.hash_ratios, groups.ids)
+    scheduler = VllmScheduler(side, device, keys, groups.ids, StatsSender(side), lambda: None)
+    pool = BlockPool(BLOCKS + 1, True, sizes.hash_tokens)
+    scheduler.bind(pool)
+    try:
+        yield scheduler, pool
+    finally:
+        scheduler.close()
