@@ -152,9 +152,9 @@ MUTANTS: dict[str, Callable[[], list[Patch]]] = {
 }
 
 SHOWN_BY = {
-    "load_without_pin": 120,
     "torn_copy_counts_as_done": 8,
     "no_lease": 6,
+    "one_rank_is_enough": 8,
     "reset_forgets_nothing": 10,
     "store_of_before_reset_arrives": 28,
     "nothing_is_overdue": 24,

@@ -73,7 +73,7 @@ def test_a_failure_is_printed_with_what_repeats_it(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tests.simulate.__main__.play_all", lambda seeds, processes: map(play, seeds))
-    with mutated("one_rank_is_enough"):
+    with mutated("load_without_pin"):
         assert main(["--seeds", "2", "--journals", str(tmp_path)]) == 1
     printed = capsys.readouterr().out
     assert 'again:   make simulate ARGS="--seed 0"' in printed
