@@ -28,7 +28,7 @@ class Holds:
         self._block_tokens = [group.block_tokens for group in groups]
 
     def add(self, record: RequestRecord, slots: Sequence[SlotId]) -> None:
-        """Hold slots for a request, deeper ones than those before. Does nothing once nobody would release them."""
+        """Hold slots for a request, unless it has ended and no end of a job will release them."""
         state = record.state
         if state < _FINISHING or (state is _FINISHING and not record.has_abandoned):
             self._pool.hold(slots)
@@ -48,6 +48,7 @@ class Holds:
         elif record.held:
             self._pool.release(record.held[::-1])
         record.held.clear()
+        record.held_to = 0
 
     def used(self, record: RequestRecord, tokens: int) -> None:
         """What lies behind these tokens of a request was unpinned: what lies before them is evicted after it."""

@@ -45,7 +45,8 @@ class RequestRecord:
         offered: per group, the first position not offered yet.
         waiting: places offered without an outcome, which may be offered again.
         held: slots that it stored or hit, in the order of use; `Holds` keeps them from eviction.
-        shares: it used blocks that another request stored; they are not in `held`.
+        held_to: the first token of the block that it holds last.
+        shares: `held` is not all that it used, in order: another request stored some of it, or a head came after its tail.
         watched: keys that it offered and the host had, to be offered again if they are evicted.
         stored_again: keys offered again after an eviction, once each.
         jobs: open jobs that copy its blocks.
@@ -70,6 +71,7 @@ class RequestRecord:
     offered: list[int] = field(default_factory=list)
     waiting: dict[Place, None] = field(default_factory=dict)
     held: list[SlotId] = field(default_factory=list)
+    held_to: int = 0
     shares: bool = False
     watched: set[BlockKey] = field(default_factory=set)
     stored_again: set[BlockKey] = field(default_factory=set)

@@ -279,14 +279,19 @@ class Stores:
         state.tally.settled(_STORED, len(job.offers))
 
     def _hold(self, job: Job) -> None:
-        """The requests whose blocks arrived count on them."""
-        stored: dict[tuple[RequestRecord | None, int], list[SlotId]] = {}
+        """The requests whose blocks arrived count on them. Not every block arrives after those before it."""
+        stored: dict[RequestRecord, list[SlotId]] = {}
+        sizes = [group.block_tokens for group in self._state.shape.groups]
         for offer, slot in zip(job.offers, job.slots, strict=True):
-            stored.setdefault((offer.record, offer.incarnation), []).append(slot)
-        for (record, incarnation), slots in stored.items():
-            if record is not None and record in job.concerns:
-                record.shares |= record.incarnation != incarnation
-                self._state.holds.add(record, slots)
+            record, first_token = offer.record, offer.position * sizes[offer.group]
+            if record is None or record not in job.concerns:
+                continue
+            if first_token < record.held_to or offer.incarnation != record.incarnation:
+                record.shares = True
+            record.held_to = first_token
+            stored.setdefault(record, []).append(slot)
+        for record, slots in stored.items():
+            self._state.holds.add(record, slots)
 
     def _failed(self, job: Job, outcome: StoreOutcome) -> None:
         """The blocks will not come: their slots are worthless at once, and the duplicates that waited may try."""

@@ -940,3 +940,55 @@ def test_r15_a_tail_that_arrives_for_a_new_table_is_not_used_later_than_a_head_o
     world.idle_step()
     pool = world.core.state.pool
     assert [pool.key(slot) for slot in pool._order] == [key_at(TEXT, 8), key_at(TEXT, 4)]
+
+
+def test_r15_stores_that_end_in_another_order_leave_the_head_to_be_evicted_last() -> None:
+    world = World()
+    request = computed(world, text=LONG)
+    for job in reversed(world.open_jobs()):
+        world.finish(job)
+    world.end(request)
+    assert world.on_host(LONG) == "xxxx"
+    assert heads_last(world)
+
+
+def test_r15_a_load_beside_a_late_store_of_the_table_before_leaves_the_head_to_be_evicted_last() -> None:
+    world = World(step_tokens=4)
+    request = computed(world, text=LONG)
+    head, *others, last = world.open_jobs()
+    world.finish(head)
+    world.overdue(last)  # what the request holds is released with its table
+    world.preempt(request)
+    world.idle_step()
+    world.device.forget_keys()
+    world.admit(request)
+    world.step()
+    (load,) = world.open_jobs(Direction.LOAD)
+    world.finish(*others)  # held for the new table, before its head is
+    world.finish(load)
+    world.preempt(request)
+    world.idle_step()
+    assert world.on_host(LONG) == "xxx."
+    assert heads_last(world)
+
+
+def test_r15_a_head_that_waited_for_a_slot_is_evicted_after_the_tail_that_did_not() -> None:
+    world = World(host=1, step_tokens=4)
+    computed(world, "holds", "01234")
+    world.finish()
+    request = world.add("a", TEXT)
+    world.admit(request)
+    for _ in range(2):
+        world.step(request)
+    assert world.core.state.requests.live[
+        request.name
+    ].waiting  # its head; the host is full of what `holds` stored
+    world.ready_up_to(2)
+    world.step(request)
+    world.finish()
+    assert world.on_host(TEXT) == ".x."
+    world.ready_up_to(4)
+    world.end(request)
+    world.drain()
+    assert world.on_host(TEXT) == "xxx"
+    assert heads_last(world)
