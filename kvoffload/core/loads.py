@@ -165,6 +165,12 @@ class Loads:
                 self._copies_ended(job)
                 self._state.jobs.cancel(job)
 
+    def fail_open(self) -> None:
+        """Nobody will report how these end: the engine recomputes, and the copies end on leased blocks."""
+        for job in tuple(self._state.jobs.open.values()):
+            if job.loads_for is not None and not job.settled:
+                self._failed(job, LoadOutcome.FAILED)
+
     def _arrived(self, job: Job) -> None:
         """Every rank has copied: the request can run."""
         record, pool = job.loads_for, self._state.pool

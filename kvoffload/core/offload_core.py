@@ -20,7 +20,7 @@ from kvoffload.core.request import RequestRecord
 from kvoffload.core.state import CoreState, LoadResults, Policy
 from kvoffload.core.stores import Stores
 from kvoffload.model import facts
-from kvoffload.model.causes import EvictionCause, PinDropCause, StoreOutcome, SurpriseCause
+from kvoffload.model.causes import DegradeCause, EvictionCause, PinDropCause, StoreOutcome, SurpriseCause
 from kvoffload.model.engine import BlockPool, EngineShape
 from kvoffload.model.events import (
     CapacityGrown,
@@ -351,6 +351,8 @@ class OffloadCore:
         state.degraded = fact.cause
         state.tally.report(OffloadingDegraded(fact.cause, fact.detail))
         self._loads.cancel_planned()
+        if fact.cause is DegradeCause.HANDLER_RAISED:  # the last fact that this gets
+            self._loads.fail_open()
         self._stores.stop(StoreOutcome.DEGRADED, planned=StoreOutcome.DEGRADED)
 
     # -- questions that change nothing ----------------------------------------------------------------------------

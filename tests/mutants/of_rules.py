@@ -16,7 +16,10 @@ _HOLDS = "kvoffload/core/holds.py"
 _STALE = "kvoffload/core/stale_blocks.py"
 _WATCH = "kvoffload/core/eviction_watch.py"
 _CAPACITY = "kvoffload/engine/capacity.py"
-_DEADLINES = "kvoffload/runtime/deadlines.py"
+_COPIES = "kvoffload/runtime/open_copies.py"
+_BROKEN = "kvoffload/runtime/broken_core.py"
+_SIDE = "kvoffload/runtime/scheduler_side.py"
+_STALL = "kvoffload/core/stall.py"
 _FLOW = "kvoffload/transfer/flow.py"
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -48,7 +51,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(3, _STORES, "if offer.key in accepted:", "if False:"),
     Mutant(3, _STORES, "                in_flight.wait(offer)", "                pass"),
     Mutant(3, _STORES, "state.in_flight.wait(duplicate)"),
-    Mutant(3, _STORES, "self._again += self._state.in_flight", "self._state.in_flight"),
+    Mutant(3, _STORES, "self.again += self._state.in_flight", "self._state.in_flight"),
     Mutant(3, _STORES, "state.in_flight.copies_ended(job)"),
     # Ranks.
     Mutant(
@@ -102,7 +105,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # Evictions.
     Mutant(8, _WATCH, "if offer.key not in record.stored_again:", "if True:"),
     Mutant(8, _WATCH, "record.stored_again.add(key)"),
-    Mutant(8, _STORES, "self._again += again"),
+    Mutant(8, _STORES, "self.again += again"),
     Mutant(8, _STORES, "state.evictions.add(duplicate)"),
     Mutant(8, _STORES, "state.evictions.add(offer)"),
     Mutant(8, _STORES, "self._state.holds.add(record, slots)"),
@@ -118,8 +121,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         9,
         "kvoffload/runtime/awaited_loads.py",
-        "return self._since.pop(request, None) is not None",
-        "return True",
+        "        if request not in self._jobs:\n            return\n",
+        "        self._jobs.setdefault(request, None)\n",
         RUNTIME,
     ),
     # Resets.
@@ -134,7 +137,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "            state.evictions.forget(record)\n            state.shared.ended(record)\n",
         "            state.shared.ended(record)\n",
     ),
-    Mutant(10, _CORE, "if not state.generation:", "if True:"),
+    Mutant(10, _CORE, "not self.state.generation or self._is_untainted(fact)", "True"),
     Mutant(10, _CORE, "self._separate_grown(fact)"),
     Mutant(10, _STORES, "if state.generation and not self._is_since_reset(offer, block):", "if False:"),
     Mutant(10, _STORES, " and not state.generation\n", "\n"),
@@ -148,7 +151,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(11, _CORE, "state.tables.forget(record)"),
     Mutant(11, _CORE, "self._stores.settle_waiting(record, StoreOutcome.REQUEST_GONE)"),
     Mutant(11, _REQUEST, "self.finishing.discard(record)"),
-    Mutant(11, _STORES, "self._for_room.pop(record, None)"),
+    Mutant(11, _STORES, "self.for_room.pop(record, None)"),
     Mutant(11, _HOLDS, "record.held.clear()"),
     # Off for good.
     Mutant(12, _STORES, "if self._state.degraded is not None:", "if False:"),
@@ -158,18 +161,18 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(12, _CORE, "self._stores.stop(StoreOutcome.DEGRADED, planned=StoreOutcome.DEGRADED)"),
     Mutant(
         12,
-        _CORE,
-        "                with suppress(Exception):\n                    self._discard(job)",
-        "                self._discard(job)",
-    ),
-    Mutant(12, _CORE, "if job.state is JobState.PLANNED or not job.waiting:", "if not job.waiting:"),
-    Mutant(
-        12,
         "kvoffload/bus/bus.py",
-        "self._counters = [entry for entry in self._counters if entry[1] != counter]",
+        "self._counters = [entry for entry in self._counters if entry[1] != subscriber]",
         tests=BUS,
     ),
-    Mutant(12, "kvoffload/runtime/scheduler_side.py", "self._core_raised(error, name)", tests=RUNTIME),
+    Mutant(12, _BROKEN, "self.raised(error, name)", tests=RUNTIME),
+    Mutant(12, _BROKEN, "self._bus.drop_handlers()", tests=RUNTIME),
+    Mutant(12, _BROKEN, "        self.release_loose()\n", "\n", tests=RUNTIME),
+    Mutant(12, _BROKEN, " - self._copies.blocks()", "", tests=RUNTIME),
+    Mutant(12, _SIDE, "self._awaited.fail_all(answers)", tests=RUNTIME),
+    Mutant(12, _SIDE, "self._broken.release_loose()", tests=RUNTIME),
+    Mutant(12, _CORE, "self._loads.fail_open()", tests=RUNTIME),
+    Mutant(12, _COPIES, "copy.running.discard(report.rank)", "copy.running.clear()", tests=RUNTIME),
     # Fences.
     Mutant(13, _FLOW, "job.fence = fence", tests=TRANSFER),
     # Shared loads.
@@ -191,7 +194,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(14, _LOADS, "        state.shared.ended(record)\n", "\n"),
     Mutant(14, "kvoffload/core/shared_loads.py", "owners.remove(record)", "owners.clear()"),
-    Mutant(14, _DEADLINES, "return since is None or now - since < self._timeout_s", "return True", RUNTIME),
+    Mutant(14, _SIDE, "may_wait=since is None or now - since < self._timeout_s", "may_wait=True", RUNTIME),
     # The order of eviction.
     Mutant(
         15, _POOL, "pins, deepest_first = self._pins, slots[::-1]", "pins, deepest_first = self._pins, slots"
@@ -203,7 +206,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(15, _STORES, "record.held_to or offer.incarnation != record.incarnation:", "record.held_to:"),
     Mutant(15, _HOLDS, "self._pool.release(record.held[::-1])", "self._pool.release(record.held)"),
     Mutant(15, _HOLDS, "if record.shares or record.found_tokens:", "if False:"),
-    Mutant(15, _HOLDS, "record.shares or record.found_tokens", "record.shares"),
+    Mutant(15, _HOLDS, "if record.shares or record.found_tokens:", "if record.shares:"),
     Mutant(15, _HOLDS, "places.sort(key=_depth)"),
     Mutant(15, _HITS, "self._state.holds.used(record, hit.device_tokens)"),
     Mutant(15, _LOADS, "self._state.holds.used(record, record.found_tokens)"),
@@ -219,7 +222,14 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(16, _CORE, "bool(state.jobs.pending or results", "bool(state.jobs.open or results"),
     Mutant(16, _CORE, "record.has_abandoned = True"),
     Mutant(16, _CORE, "if job is None or job.state is not JobState.SUBMITTED:", "if job is None:"),
-    Mutant(16, _DEADLINES, "+ self._timeout_s <= now:", "+ 1e9 <= now:", RUNTIME),
+    Mutant(16, _COPIES, "+ self._timeout_s <= now:", "+ 1e9 <= now:", RUNTIME),
+    Mutant(16, _STALL, "self.blocks > self.limit or ", ""),
+    Mutant(16, _STALL, " or self.jobs_in_a_row > _MOST_IN_A_ROW", ""),
+    Mutant(16, _STALL, "return max(self._limit, self._largest)", "return self._limit"),
+    Mutant(16, _STALL, "        self.jobs_in_a_row = 0\n\n    def has", "\n    def has"),
+    Mutant(16, _STORES, "return 0 if self._state.stall.is_on else ", "return "),
+    Mutant(16, _HITS, "if state.stall.is_on:", "if False:"),
+    Mutant(16, _LOADS, " and not state.stall.is_on", ""),
     Mutant(16, "kvoffload/transfer/lanes.py", "self._written_off.append(batch)", tests=TRANSFER),
     Mutant(16, "kvoffload/transfer/pump.py", "        if left:\n", "        if False:\n", TRANSFER),
 )

@@ -16,7 +16,7 @@ from kvoffload.core.stores import Stores
 from kvoffload.model.causes import CopyOutcome, LoadOutcome, StoreOutcome
 from kvoffload.model.ids import BlockKey, SlotId
 from kvoffload.runtime.awaited_loads import AwaitedLoads, LoadAnswers
-from kvoffload.runtime.deadlines import JobDeadlines
+from kvoffload.runtime.open_copies import OpenCopies
 from kvoffload.transfer.flow import JobFlow
 from kvoffload.transfer.lanes import Lane
 from kvoffload.transfer.ports import TicketState
@@ -77,7 +77,7 @@ def _store_of_before_reset_arrives() -> list[Patch]:
 
 
 def _nothing_is_overdue() -> list[Patch]:
-    return [(JobDeadlines, "overdue", lambda self, now: [])]
+    return [(OpenCopies, "overdue", lambda self, now: [])]
 
 
 def _failed_load_counts_as_loaded() -> list[Patch]:
