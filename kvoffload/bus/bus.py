@@ -67,6 +67,11 @@ class Bus:
         self._handlers.append((cls, handler))
         self._routes.clear()
 
+    def drop_handlers(self) -> None:
+        """Call no state handler any more; counters and feeds stay."""
+        self._handlers.clear()
+        self._routes.clear()
+
     def count(self, cls: type[M], counter: Callable[[M], object]) -> None:
         """Call `counter` with every message of `cls`, after the state handlers; once it raises, never again."""
         self._counters.append((cls, counter))

@@ -186,6 +186,12 @@ class LoadDesk:
         self._ended(job, outcome)
         self._finish(*job.request, loaded=False)
 
+    def fail_open(self) -> None:
+        """Nobody will tell how these end: the engine recomputes, and the copies end on leased blocks."""
+        for job in self._state.jobs.all():
+            if job.direction is Direction.LOAD and not job.settled:
+                self.failed(job, LoadOutcome.FAILED)
+
     def written_off(self, job: Job) -> None:
         """A load that did not end in time: its slots are never handed out again (R16)."""
         self._note(job.slots, MissCause.LOAD_FAILED)

@@ -24,7 +24,7 @@ from kvoffload.core.states import RequestState, SlotState
 from kvoffload.core.store_desk import StoreDesk
 from kvoffload.core.transfers import Transfers
 from kvoffload.model import facts
-from kvoffload.model.causes import EvictionCause, StoreOutcome
+from kvoffload.model.causes import DegradeCause, EvictionCause, StoreOutcome
 from kvoffload.model.engine import Device, EngineShape
 from kvoffload.model.events import Event, OffloadingDegraded, ResetStarted
 from kvoffload.model.ids import BlockKey, RequestId, SlotId
@@ -230,5 +230,7 @@ class OffloadCore:
         self.state.degraded = fact.cause
         self.state.outbox.put(OffloadingDegraded(fact.cause, fact.detail))
         self._loads.cancel_planned()
+        if fact.cause is DegradeCause.HANDLER_RAISED:  # the last fact that this is told
+            self._loads.fail_open()
         self._checks.cancel_planned()
         self._stores.stop(StoreOutcome.DEGRADED, planned=StoreOutcome.DEGRADED)

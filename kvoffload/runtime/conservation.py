@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kvoffload.model.engine import Device
+    from kvoffload.runtime.broken_core import BrokenCore
 
 _SLOTS_AT_REST = 64  # some hundred microseconds in all: the next request may be a moment away
 
@@ -30,20 +31,28 @@ class Conservation:
         device: what the engine lends.
         counters: count the audits.
         tell: takes the fact that a law is broken, which switches offloading off (R12).
+        broken: asks the core, and speaks for one that has raised.
     """
 
     def __init__(
-        self, core: OffloadCore, device: Device, counters: Counters, tell: Callable[[LawBroken], None]
+        self,
+        core: OffloadCore,
+        device: Device,
+        counters: Counters,
+        tell: Callable[[LawBroken], None],
+        broken: BrokenCore,
     ) -> None:
         self._core = core
         self._device = device if isinstance(device, AuditsLeases) else None
         self._counters = counters
         self._tell = tell
+        self._broken = broken
         self._next_slot = 0
 
     def in_full(self) -> list[str]:
         """Return every violated law, at any time between two hooks. Costs time in the size of the pool."""
-        return self._judge([*self._core.audit(), *self._engine_problems()])
+        problems: list[str] = self._broken.ask("audit", self._all_problems, [])
+        return self._judge(problems) if self._broken.error is None else self._broken.problems()
 
     def at_rest(self) -> None:
         """If the last request has ended and no copy is waited for: look at what shows at once, in bounded time."""
@@ -55,6 +64,9 @@ class Conservation:
         if problems:
             self._tell(LawBroken(DegradeCause.LAW_BROKEN, "; ".join(problems)))
         return problems
+
+    def _all_problems(self) -> list[str]:
+        return [*self._core.audit(), *self._engine_problems()]
 
     def _engine_problems(self) -> list[str]:
         return self._device.lease_problems(self._core.state.leases.counts()) if self._device else []

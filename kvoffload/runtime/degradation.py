@@ -1,12 +1,12 @@
-"""What happens when offloading goes off (R12): it is said once, with the journal, and what never drains is given up."""
+"""What happens when offloading goes off (R12): it is said once, with the journal."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from kvoffload.bus.bus import Bus
 from kvoffload.logs import get_logger
+from kvoffload.model.causes import DegradeCause
 from kvoffload.model.errors import KVOffloadError
 from kvoffload.model.events import OffloadingDegraded
 from kvoffload.runtime.portal import Portal
@@ -29,18 +29,13 @@ class Degradation:
     Args:
         journal: what led to it.
         path: the journal's own file, None without one.
-        now: monotonic seconds.
-        patience_s: after so long what has not drained never will.
     """
 
-    def __init__(
-        self, journal: Journal, path: Path | None, now: Callable[[], float], patience_s: float
-    ) -> None:
+    def __init__(self, journal: Journal, path: Path | None) -> None:
         self._journal = journal
         self._ring_path = path.with_name(f"{path.name}.degraded") if path is not None else None
-        self._now = now
-        self._patience_s = patience_s
-        self._since: float | None = None
+        self.cause: DegradeCause | None = None
+        """Why offloading is off, None while it is on."""
         self._portal: Portal | None = None
 
     def subscribe(self, bus: Bus, portal: Portal | None) -> None:
@@ -48,13 +43,8 @@ class Degradation:
         self._portal = portal
         bus.count(OffloadingDegraded, self._degraded)
 
-    @property
-    def is_hopeless(self) -> bool:
-        """Whether offloading has been off for so long that what has not drained never will."""
-        return self._since is not None and self._now() - self._since > self._patience_s
-
     def _degraded(self, event: OffloadingDegraded) -> None:
-        self._since = self._now()
+        self.cause = event.cause
         whole = {"journal_file": str(self._ring_path)} if self._ring_path is not None else {}
         last = self._journal.tail(_TAIL)
         log.error("offloading_off", cause=event.cause.value, detail=event.detail, journal=last, **whole)

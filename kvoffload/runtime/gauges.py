@@ -5,8 +5,9 @@ from __future__ import annotations
 from kvoffload.bus.bus import Bus
 from kvoffload.core.state import CoreState
 from kvoffload.core.states import JobState, SlotState
+from kvoffload.model.causes import DegradeCause
 from kvoffload.model.transfer import Direction
-from kvoffload.runtime.deadlines import JobDeadlines
+from kvoffload.runtime.open_copies import OpenCopies
 from kvoffload.runtime.pin_ages import PinAges
 from kvoffload.runtime.resets import Resets
 from kvoffload.runtime.store_shares import StoreShares
@@ -16,52 +17,44 @@ from kvoffload.telemetry.labels import JobLabel, SlotLabel
 from kvoffload.telemetry.net_benefit import NetBenefit
 from kvoffload.telemetry.step_times import Copies
 
-_STORES = Direction.STORE, JobState.SUBMITTED
-_LOADS = Direction.LOAD, JobState.SUBMITTED
-_OPEN = {
-    JobState.PLANNED: JobLabel.PLANNED,
-    JobState.SUBMITTED: JobLabel.SUBMITTED,
-    JobState.ABANDONED: JobLabel.ABANDONED,
-}
-
 
 def read_gauges(
     state: CoreState,
     bus: Bus,
     pins: PinAges,
-    deadlines: JobDeadlines,
+    copies: OpenCopies,
     resets: Resets,
     shares: StoreShares,
     benefit: NetBenefit,
+    degraded: DegradeCause | None,
 ) -> GaugeSnapshot:
     """Return the state now."""
     slots = {SlotLabel[each.name].value: state.pool.count(each) for each in SlotState}
-    jobs = {
-        (direction.value, label.value): state.jobs.count(direction, each)
-        for direction in Direction
-        for each, label in _OPEN.items()
-    }
+    jobs = {}
+    for direction in Direction:
+        jobs[direction.value, JobLabel.PLANNED.value] = state.jobs.count(direction, JobState.PLANNED)
+        jobs[direction.value, JobLabel.SUBMITTED.value] = copies.count(direction, is_overdue=False)
+        jobs[direction.value, JobLabel.ABANDONED.value] = copies.count(direction, is_overdue=True)
     return GaugeSnapshot(
         slots=slots,
         capacity_slots=sum(slots.values()),
         open_jobs=jobs,
         oldest_pin_s=_unix(pins.oldest),
-        oldest_job_s=_unix(deadlines.oldest),
+        oldest_job_s=_unix(copies.oldest),
         reset_draining_jobs=resets.draining,
         store_share=shares.least,
-        degraded=state.degraded,
+        degraded=degraded,
         dropped={name: feed.dropped for name, feed in bus.statistics().feeds},
         benefit=benefit.series(),
     )
 
 
-def copies_under_way(state: CoreState) -> int:
+def copies_under_way(copies: OpenCopies) -> int:
     """Return which copies a worker may be making, as one of `Copies`. Asked in every step."""
-    jobs = state.jobs
-    if not jobs.pending:
+    if not copies.are_pending:
         return Copies.NONE
-    stores = Copies.STORES if jobs.count(*_STORES) else 0
-    return stores | (Copies.LOADS if jobs.count(*_LOADS) else 0)
+    stores = Copies.STORES if copies.count(Direction.STORE, is_overdue=False) else 0
+    return stores | (Copies.LOADS if copies.count(Direction.LOAD, is_overdue=False) else 0)
 
 
 def _unix(since: Since | None) -> float:

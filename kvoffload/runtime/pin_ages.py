@@ -29,6 +29,11 @@ class PinAges:
         bus.count(HitDropped, self._ends)
         bus.count(LoadEnded, self._ends)
 
+    def forget_all(self) -> None:
+        """Nobody will tell of their ends any more."""
+        self._since.clear()
+        self.oldest = None
+
     def _begins(self, event: HitPinned | LoadScheduled) -> None:
         if event.request not in self._since:
             self._since[event.request] = Since(self._clocks.unix(), self._clocks.monotonic())

@@ -45,6 +45,11 @@ class Resets:
         if not self.draining:
             self._publish(ResetEnded(self._generation, self._given_up))
 
+    def forget_all(self) -> None:
+        """Nobody can tell any more which jobs have ended."""
+        self._left.clear()
+        self.draining = 0
+
     def _started(self, event: ResetStarted) -> None:
         self._generation, self._given_up = event.generation, 0
         self._left = {job.job for job in self._jobs.all() if job.state is not JobState.ABANDONED}

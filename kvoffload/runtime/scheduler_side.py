@@ -6,9 +6,8 @@ published, for counters, the journal and every other observer. Questions (a look
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import TypeVar
 
 from kvoffload.bus.bus import Bus
 from kvoffload.core.state import LoadResults
@@ -21,13 +20,15 @@ from kvoffload.model.errors import EngineContractError
 from kvoffload.model.ids import BlockKey, RequestId
 from kvoffload.model.transfer import NOTHING, TransferPlan, TransferReport
 from kvoffload.runtime.awaited_loads import AwaitedLoads
+from kvoffload.runtime.broken_core import BrokenCore
 from kvoffload.runtime.clocks import Clocks
 from kvoffload.runtime.conservation import Conservation
-from kvoffload.runtime.deadlines import JobDeadlines, Patience
+from kvoffload.runtime.deadlines import Patience
 from kvoffload.runtime.degradation import Degradation
 from kvoffload.runtime.gauges import copies_under_way, read_gauges
 from kvoffload.runtime.hooks import HookTimes
 from kvoffload.runtime.observers import Observers
+from kvoffload.runtime.open_copies import OpenCopies
 from kvoffload.runtime.pin_ages import PinAges
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.recording import make_core, make_journal, policy_of
@@ -39,8 +40,6 @@ from kvoffload.telemetry.first_tokens import FirstTokens, HasToken
 from kvoffload.telemetry.gauges import GaugeSnapshot
 from kvoffload.telemetry.net_benefit import NetBenefit
 from kvoffload.telemetry.spans import make_spans
-
-T = TypeVar("T")
 
 log = get_logger("scheduler")
 
@@ -78,8 +77,7 @@ class SchedulerSide:
                 "the engine must be able to lease device blocks: a copy reads and writes them"
             )
         self._clocks = clocks or Clocks()
-        timeout_s, now = config.transfer_timeout_s, self._clocks.monotonic
-        self.shape = shape
+        timeout_s, now, self.shape = config.transfer_timeout_s, self._clocks.monotonic, shape
         self._spans = make_spans(config, shape, self._clocks.unix)
         self.journal = make_journal(config, self._clocks.unix, self._journal_failed)
         self.core = make_core(shape, policy_of(config, shape, merge_steps), device, self.journal)
@@ -87,21 +85,22 @@ class SchedulerSide:
         self.bus = Bus()
         self.counters = Counters()
         self._hooks = HookTimes(self.counters, self._clocks.precise)
-        self._deadlines = JobDeadlines(self._clocks, timeout_s, self._jobs.get)
+        self._copies = OpenCopies(shape.ranks, self._clocks, timeout_s)
         self._patience = Patience(timeout_s)
-        self._awaited = AwaitedLoads(timeout_s)
-        self._conservation = Conservation(self.core, device, self.counters, self._tell)
-        self._degradation = Degradation(self.journal, config.journal_path, now, timeout_s)
+        self._awaited = AwaitedLoads()
+        self._degradation = Degradation(self.journal, config.journal_path)
         self._pins = PinAges(self._clocks)
         self._resets, self._shares = Resets(self._jobs, self.bus.publish), StoreShares()
-        copying = partial(copies_under_way, self.core.state)
+        self._broken = BrokenCore(self.core, self.bus, self._copies, (self._pins, self._resets))
+        self._conservation = Conservation(self.core, device, self.counters, self._tell, self._broken)
+        copying = partial(copies_under_way, self._copies)
         self.benefit = NetBenefit(shape.alignment, shape.ranks, copying, now)
         self._first_tokens = FirstTokens(now)
         self._chooses_least = config.min_load_tokens == AUTO
         self._wire(portal)
         self._observers = Observers(self.bus, self.journal, self.counters, now, self._spans)
         if portal is not None:
-            self._observers.start(portal, Watchdog(self._pins, self._deadlines, timeout_s, now))
+            self._observers.start(portal, Watchdog(self._pins, self._copies, timeout_s, now))
 
     # -- what the engine tells ----------------------------------------------------------------------------------
 
@@ -121,7 +120,7 @@ class SchedulerSide:
         with self._hooks.allocated:
             self._patience.over(fact.request)
             if fact.external_tokens:
-                self._awaited.began(fact.request, self._clocks.monotonic())
+                self._awaited.began(fact.request)
             self._tell(fact)
 
     def step(self, fact: facts.StepScheduled) -> TransferPlan:
@@ -130,14 +129,16 @@ class SchedulerSide:
             now = self._clocks.monotonic()
             if self._first_tokens.admitted:
                 self._first_tokens.look()
-            if self._deadlines.oldest is not None:
-                for job in self._deadlines.overdue(now):
+            if self._copies.are_pending:
+                for job in self._copies.overdue(now):
                     self._tell(facts.JobOverdue(job))
             if self._resets.draining:
-                self._resets.look()
+                self._broken.ask("step", self._resets.look, None)
             self.bus.publish(fact)
-            plan = self._plan(now) if self._jobs.planned else NOTHING
+            plan = self._broken.ask("plan", self.core.plan, NOTHING) if self._jobs.planned else NOTHING
             self._publish_events()
+            if plan is not NOTHING:
+                plan = self._submitted(plan, now)
         self._hooks.step_ended()
         return plan
 
@@ -151,32 +152,36 @@ class SchedulerSide:
         with self._hooks.ended:
             self._patience.over(fact.request)
             self._tell(fact)
-            self._ask("audit", self._conservation.at_rest, None)
+            self._broken.ask("audit", self._conservation.at_rest, None)
 
     def reported(self, reports: Sequence[TransferReport]) -> LoadResults:
         """Ranks told what ended; return the loads that the engine must hear of."""
         with self._hooks.report:
             for report in reports:
+                self._copies.reported(report)
                 self._tell(facts.TransferReported(report))
             if reports:
-                self._deadlines.forget_ended()
-                self._resets.look()
-                self._ask("audit", self._conservation.at_rest, None)
+                self._broken.ask("report", self._resets.look, None)
+                self._broken.ask("audit", self._conservation.at_rest, None)
+                if self._broken.is_off:
+                    self._broken.give_back()
             return self.take_results()
 
     def take_results(self) -> LoadResults:
         """Return the loads that ended since the last call; some end without a report."""
-        results = self._awaited.heard(self._ask("take_results", self.core.take_results, LoadResults()))
-        if self._awaited and self.core.state.degraded is not None:
-            open_loads = {job.request[0] for job in self._jobs.all() if job.request is not None}
-            results.failed += self._awaited.give_up(open_loads, self._clocks.monotonic())
+        ended = self._broken.ask("take_results", self.core.take_results, LoadResults())
+        results = self._awaited.answered(ended)
+        # A core that found a law broken still answers for what the workers have, but for nothing else.
+        is_last = self._degradation.cause is not None and not self._copies.are_pending
+        if self._awaited and (is_last or self._broken.is_off):
+            results.failed += self._awaited.give_up()
         return results
 
     @property
     def has_results(self) -> bool:
         """Whether `take_results` could have anything to tell."""
-        state = self.core.state
-        return bool(state.results.loaded or state.results.failed) or state.degraded is not None
+        results = self.core.state.results
+        return bool(results.loaded or results.failed) or self._degradation.cause is not None
 
     def rank_lost(self, fact: facts.RankLost) -> None:
         """A rank will not report again."""
@@ -190,7 +195,8 @@ class SchedulerSide:
         """
         with self._hooks.reset:
             self._tell(facts.CacheReset())
-            return self.core.is_drained
+            is_drained = self._broken.ask("reset", lambda: self.core.is_drained, None)
+            return not self._copies.are_pending if is_drained is None else is_drained
 
     # -- what the engine asks -----------------------------------------------------------------------------------
 
@@ -210,27 +216,26 @@ class SchedulerSide:
             now = self._clocks.monotonic()
             may_wait = self._patience.may_wait(request, now)
             least = self.benefit.least_load_tokens() if self._chooses_least else 0
-            answer = _NO_TOKENS
-            try:
-                answer = self.core.lookup(
-                    request,
-                    device_tokens,
-                    may_wait=may_wait,
-                    tokens=tokens,
-                    new_keys=new_keys,
-                    least_tokens=least,
-                )
-            except Exception as error:
-                self._core_raised(error, "lookup")
+            asked = partial(self.core.lookup, may_wait=may_wait, tokens=tokens, new_keys=new_keys)
+            look_up = partial(asked, request, device_tokens, least_tokens=least)
+            answer = self._broken.ask("lookup", look_up, _NO_TOKENS)
             if answer is None:
                 self._patience.waits(request, now)
             self._publish_events()
-            return answer
+            return answer if self._broken.error is None else 0
 
     @property
     def has_work(self) -> bool:
         """Whether the engine must keep stepping for something to end."""
-        return bool(self._awaited) or (self.core.has_work and not self._degradation.is_hopeless)
+        if self._awaited:
+            return True
+        if self._degradation.cause is None:
+            try:
+                return self.core.has_work
+            except Exception as error:
+                self._broken.raised(error, "has_work")
+                self._broken.cut_off()
+        return self._copies.are_pending
 
     # -- what operators ask -------------------------------------------------------------------------------------
 
@@ -244,8 +249,12 @@ class SchedulerSide:
 
     def gauges(self) -> GaugeSnapshot:
         """Return the state now. Reads single numbers only, so any thread may ask."""
-        watchers = self._pins, self._deadlines, self._resets, self._shares, self.benefit
-        return read_gauges(self.core.state, self.bus, *watchers)
+        watchers = self._pins, self._copies, self._resets, self._shares, self.benefit
+        try:
+            return read_gauges(self.core.state, self.bus, *watchers, self._degradation.cause)
+        except Exception as error:
+            self._broken.raised(error, "gauges")  # the engine's thread cuts it off with its next hook
+            return GaugeSnapshot(degraded=DegradeCause.HANDLER_RAISED)
 
     def close(self) -> None:
         """Stop the observers. Open jobs are the workers' to drain."""
@@ -257,7 +266,7 @@ class SchedulerSide:
     def _wire(self, portal: Portal | None) -> None:
         for fact, handler in self.core.handlers():
             self.bus.on(fact, handler)
-        self.bus.on_state_error(lambda error, fact: self._core_raised(error, type(fact).__name__))
+        self.bus.on_state_error(lambda error, fact: self._broken.raised(error, type(fact).__name__))
         for watcher in (self.counters, self._pins, self.benefit, self._resets, self._shares, self.journal):
             watcher.subscribe(self.bus)
         self._first_tokens.subscribe(self.bus)
@@ -267,32 +276,24 @@ class SchedulerSide:
         self.bus.publish(fact)
         self._publish_events()
 
-    def _plan(self, now: float) -> TransferPlan:
-        """Ask for the step's plan and begin its jobs' deadlines."""
-        plan = self._ask("plan", self.core.plan, None)
-        if plan is None:
-            # What the core counts as submitted no worker will ever see: it ends as overdue.
-            self._deadlines.submitted((job.job for job in self._jobs.all()), now)
+    def _submitted(self, plan: TransferPlan, now: float) -> TransferPlan:
+        """Begin the deadlines of a plan's jobs; of a core that raised while it made the plan nothing is submitted."""
+        if self._broken.error is not None:
             return NOTHING
-        self._deadlines.submitted((job.job for job in plan.jobs), now)
+        self._copies.submitted(plan.jobs, now)
         return plan
 
-    def _ask(self, name: str, question: Callable[[], T], otherwise: T) -> T:
-        """Ask the core; should it raise, switch offloading off and go on without it (R12)."""
-        try:
-            return question()
-        except Exception as error:
-            self._core_raised(error, name)
-            return otherwise
-
     def _publish_events(self) -> None:
-        for event in self._take_events():
+        """A hook's last call: tell what the core made of it, and cut the core off if it has raised."""
+        try:
+            events = self._take_events()
+        except Exception as error:
+            events = []
+            self._broken.raised(error, "take_events")
+        for event in events:
             self.bus.publish(event)
-
-    def _core_raised(self, error: Exception, doing: str) -> None:
-        if self.core.state.degraded is None:
-            log.error("core_raised", error=repr(error), doing=doing, exc_info=error)
-            self.bus.publish(facts.LawBroken(DegradeCause.HANDLER_RAISED, repr(error)))
+        if self._broken.is_due:
+            self._broken.cut_off()
 
     def _journal_failed(self, error: Exception) -> None:
         self.counters.journal_failed()

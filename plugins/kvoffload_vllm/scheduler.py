@@ -110,9 +110,6 @@ class VllmScheduler:
         self._hear_results()
         if self._news is not None:
             self._news.note(request)
-        if external_tokens and not self._is_answered(fact.request):
-            # Offloading went off while it took this in, and vLLM waits.
-            self._failed.append(fact.request)
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -129,10 +126,8 @@ class VllmScheduler:
         plan = self.offload.step(fact)
         self._hear_results()
         loading = self._loading(plan) if plan.loads else {}
-        if self._request_of:
-            # A load is planned in the step that made it binding, or (offloading went off meanwhile) never.
-            self._failed += self._request_of.values()
-            self._request_of.clear()
+        # A load is planned in the step that made it binding, or (offloading went off meanwhile) never.
+        self._request_of.clear()
         ended = tuple(self._loaded), tuple(self._failed), tuple(self._given_up)
         for told in (self._loaded, self._failed, self._given_up):
             told.clear()
@@ -259,11 +254,6 @@ class VllmScheduler:
     def _is_workers_own(self, request: RequestId) -> bool:
         """Whether every worker reports, or has reported, the end of this request's load by itself."""
         return self._submitted.pop(request, None) is not None
-
-    def _is_answered(self, request: RequestId) -> bool:
-        """Whether vLLM will hear how this request's load ends."""
-        told = (self._submitted, self._loaded, self._failed, self._request_of.values())
-        return any(request in requests for requests in told)
 
     def _table(self, block_ids: Sequence[Sequence[int]]) -> _Table:
         return tuple([block_ids[group] for group in self._groups])  # type: ignore[misc]  # vLLM's numbers are our ids

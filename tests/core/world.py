@@ -15,7 +15,7 @@ from itertools import islice
 from typing import TypeVar
 
 from kvoffload.core.offload_core import OffloadCore
-from kvoffload.core.state import Policy
+from kvoffload.core.state import LoadResults, Policy
 from kvoffload.core.states import JobState, SlotState
 from kvoffload.model import facts
 from kvoffload.model.causes import CopyOutcome, DegradeCause, LoadOutcome, MissCause, StoreOutcome
@@ -219,7 +219,7 @@ class World:
         shape = EngineShape(self.groups, ranks, device, step_tokens, promises=promises or Promises())
         self.shape = shape
         self.device = DevicePool(device, ranks)
-        self.core = OffloadCore(shape, Policy(policy, "lru", least, merge_steps, check_first), self.device)
+        self.core = self._make_core(Policy(policy, "lru", least, merge_steps, check_first))
         self.host: list[dict[SlotId, BlockKey]] = [{} for _ in self.ranks]
         self.rotten: set[tuple[int, SlotId]] = set()  # rank and slot, corrupted behind everybody's back
         self.resets = 0
@@ -236,6 +236,9 @@ class World:
         self.checks_each_fact = True
         self.ready_up_to(host)
 
+    def _make_core(self, policy: Policy) -> OffloadCore:
+        return OffloadCore(self.shape, policy, self.device)
+
     # -- telling and checking -----------------------------------------------------------------------------------
 
     def tell(self, fact: facts.Fact) -> None:
@@ -248,10 +251,8 @@ class World:
     def _settle(self) -> None:
         self.log += self.core.take_events()
         results = self.core.take_results()
-        for name in results.loaded:
-            self._load_ended(name, loaded=True)
-        for name in results.failed:
-            self._load_ended(name, loaded=False)
+        assert not self.core.state.hits.all().keys() & {*results.loaded, *results.failed}
+        self._loads_ended(results)
         if self.checks_each_fact:
             self.check()
 
@@ -611,12 +612,17 @@ class World:
                 device[block] = GARBAGE if is_bad else host[slot]
                 self.device_age[block] = self.host_age[slot]
 
+    def _loads_ended(self, results: LoadResults) -> None:
+        for name in results.loaded:
+            self._load_ended(name, loaded=True)
+        for name in results.failed:
+            self._load_ended(name, loaded=False)
+
     def _load_ended(self, name: str, *, loaded: bool) -> None:
         """The engine hears how a load ended: exactly once a load, also of a request that is gone."""
         request = self.requests[name]
         assert request.state == "loading" or (request.state == "ended" and request.tables), name
         self.results.append((name, loaded))
-        assert name not in self.core.state.hits.all()
         if request.state == "ended":
             del self.requests[name]
             self.device.unhold(request.held())

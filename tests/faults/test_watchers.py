@@ -198,4 +198,4 @@ def watchdog_of(made: Rig) -> Any:  # noqa: ANN401
     from kvoffload.runtime.watchdog import Watchdog
 
     side = made.offload
-    return Watchdog(side._pins, side._deadlines, TIMEOUT_S, made.clock.monotonic)
+    return Watchdog(side._pins, side._copies, TIMEOUT_S, made.clock.monotonic)

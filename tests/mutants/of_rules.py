@@ -17,6 +17,7 @@ _HOLDS = "kvoffload/core/holds.py"
 _CHECKS = "kvoffload/core/check_desk.py"
 _CAPACITY = "kvoffload/engine/capacity.py"
 _DEADLINES = "kvoffload/runtime/deadlines.py"
+_COPIES = "kvoffload/runtime/open_copies.py"
 _FLOW = "kvoffload/transfer/flow.py"
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -172,7 +173,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "return bool(\n            state.jobs.pending or",
         "return bool(\n            state.jobs.all() or",
     ),
-    Mutant(16, _DEADLINES, "+ self._timeout_s <= now:", "+ 1e9 <= now:", RUNTIME),
+    Mutant(16, _COPIES, "+ self._timeout_s <= now:", "+ 1e9 <= now:", RUNTIME),
     Mutant(16, _TRANSFERS, "self._checks.abandoned(job)"),
     Mutant(16, "kvoffload/transfer/lanes.py", "self._written_off.append(batch)", tests=TRANSFER),
     Mutant(16, "kvoffload/transfer/pump.py", "        if left:\n", "        if False:\n", TRANSFER),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvoffload.model import facts
@@ -57,14 +58,19 @@ class Side:
     """One side, with 50 host slots unless told otherwise. `prefix` names what requests have in common."""
 
     def __init__(
-        self, *, portal: Portal | bool = False, slots: int = 50, config: OffloadConfig | None = None
+        self,
+        *,
+        portal: Portal | bool = False,
+        slots: int = 50,
+        config: OffloadConfig | None = None,
+        ranks: int = 1,
     ) -> None:
         self.clock = FakeClock(100.0)
         self.precise = FakeClock()
         self.pool = Pool()
         self.portal: Any = ManualPortal(self.clock) if portal is True else portal or None
         self.side = SchedulerSide(
-            SHAPE,
+            replace(SHAPE, ranks=ranks),
             config or OffloadConfig(transfer_timeout_s=TIMEOUT_S),
             self.pool,
             portal=self.portal,
@@ -73,7 +79,8 @@ class Side:
         self.steps = 0
         self._blocks = 0
         self._slots = slots
-        self.report()
+        for rank in range(ranks):
+            self.report(rank=rank)
 
     def close(self) -> None:
         self.side.close()
@@ -107,15 +114,17 @@ class Side:
     def ended(self, name: str) -> None:
         self.side.ended(facts.RequestEnded(RequestId(name), 0, ((),), holds_blocks=False))
 
-    def report(self, *jobs: JobReport) -> tuple[list[RequestId], list[RequestId]]:
-        results = self.side.reported([TransferReport(Rank(0), jobs, self._slots)])
+    def report(self, *jobs: JobReport, rank: int = 0) -> tuple[list[RequestId], list[RequestId]]:
+        results = self.side.reported([TransferReport(Rank(rank), jobs, self._slots)])
         return results.loaded, results.failed
 
     def done(
-        self, plan: TransferPlan, outcome: CopyOutcome = CopyOutcome.DONE
+        self, plan: TransferPlan, outcome: CopyOutcome = CopyOutcome.DONE, rank: int = 0
     ) -> tuple[list[RequestId], list[RequestId]]:
         jobs = (*plan.loads, *plan.stores)
-        return self.report(*(JobReport(job.job, job.direction, outcome, 64, 0.0, 0.0) for job in jobs))
+        return self.report(
+            *(JobReport(job.job, job.direction, outcome, 64, 0.0, 0.0) for job in jobs), rank=rank
+        )
 
     def stored(self, prefix: str = "p", blocks: int = 3) -> None:
         """A request came, was computed, stored, and went."""

@@ -61,23 +61,22 @@ def test_a_plan_that_raises_is_empty(
     assert "doing=plan" in caplog.text
 
 
-def test_what_a_broken_plan_had_submitted_ends_as_overdue(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_broken_plan_had_submitted_is_cancelled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The core takes the load as submitted, then raises: no worker will ever report it."""
     side = Side()
     side.stored()
     side.seen("a")
     side.side.lookup(RequestId("a"), 0)
     side.allocated("a", RELOAD)
+    assert side.pool.leased
     monkeypatch.setattr(side.side.core._stores, "submit", boom)
     side.step()
-    assert side.side.take_results() == LoadResults()
-    assert side.side.has_work
+    assert side.side.take_results() == LoadResults(failed=[RequestId("a")])
+    assert not side.side.has_work
+    assert not side.pool.leased
     side.clock.jump(TIMEOUT_S)
     side.step()
-    assert side.side.take_results() == LoadResults(failed=[RequestId("a")])
     assert side.side.take_results() == LoadResults()
-    assert not side.side.has_work
-    assert side.pool.leased  # a copy may run, for all we know
 
 
 def test_a_load_that_the_core_forgot_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,20 +99,59 @@ def test_a_load_is_answered_once_though_the_core_comes_back_to_it(monkeypatch: p
     assert side.done(plan) == ([], [])
 
 
-def test_what_never_drains_is_given_up_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    side = Side()
+def test_blocks_stay_leased_while_a_worker_copies_though_the_core_lost_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The core raises while it takes the first of two reports in; the second is all that is waited for."""
+    side = Side(ranks=2)
     side.seen("a")
     side.allocated("a")
     for position, block in enumerate(side.last_table):
         side.pool.names[block] = f"p{position}".encode()  # type: ignore[assignment]
-    assert side.step(("a", RELOAD)).stores
-    monkeypatch.setattr(side.side.core.state.jobs, "move", boom)
-    side.clock.jump(TIMEOUT_S)
-    side.step()
+    plan = side.step(("a", RELOAD))
+    monkeypatch.setattr(side.side.core.state.jobs, "heard", boom)
+    side.done(plan, rank=0)
+    side.done(plan, rank=0)
     assert side.side.gauges().degraded is DegradeCause.HANDLER_RAISED
+    assert side.side.gauges().open_jobs["store", "submitted"] == 1
     assert side.side.has_work
-    side.clock.jump(TIMEOUT_S + 1)
+    assert side.pool.leased == list(side.last_table)
+    side.done(plan, rank=1)
+    assert not side.pool.leased
     assert not side.side.has_work
+    assert len(side.side.audit()) == 1
+    assert "boom" in side.side.audit()[0]
+
+
+def test_copies_that_hang_are_waited_for_no_longer_than_ever_and_may_end_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    side = Side()
+    plan = loading(side)
+    monkeypatch.setattr(side.side.core.state.jobs, "move", boom)
+    monkeypatch.setattr(side.side.core, "plan", boom)
+    side.clock.jump(TIMEOUT_S)
+    assert side.side.has_work
+    side.step()
+    assert side.side.take_results() == LoadResults(failed=[RequestId("a")])
+    assert not side.side.has_work
+    assert side.pool.leased
+    assert side.side.gauges().open_jobs["load", "abandoned"] == 1
+    assert side.done(plan) == ([], [])
+    assert not side.pool.leased
+
+
+def test_numbers_that_cannot_be_read_do_not_stop_who_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine may ask for them in a step, and another thread at any time: only the next hook may cut the core off."""
+    side = Side()
+    plan = loading(side)
+    monkeypatch.setattr(side.side.core.state.pool, "count", boom)
+    assert side.side.gauges().degraded is DegradeCause.HANDLER_RAISED
+    assert side.pool.leased
+    side.step()
+    assert side.side.take_results() == LoadResults(failed=[RequestId("a")])
+    assert side.done(plan) == ([], [])
+    assert not side.pool.leased
 
 
 def test_an_audit_that_finds_something_switches_offloading_off() -> None:

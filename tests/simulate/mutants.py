@@ -17,7 +17,7 @@ from kvoffload.core.transfers import Transfers
 from kvoffload.model.causes import CopyOutcome, LoadOutcome, StoreOutcome
 from kvoffload.model.ids import BlockKey, SlotId
 from kvoffload.runtime.awaited_loads import AwaitedLoads
-from kvoffload.runtime.deadlines import JobDeadlines
+from kvoffload.runtime.open_copies import OpenCopies
 from kvoffload.transfer.flow import JobFlow
 from kvoffload.transfer.lanes import Lane
 from kvoffload.transfer.ports import TicketState
@@ -71,7 +71,7 @@ def _store_of_before_reset_arrives() -> list[Patch]:
 
 
 def _nothing_is_overdue() -> list[Patch]:
-    return [(JobDeadlines, "overdue", lambda self, now: [])]
+    return [(OpenCopies, "overdue", lambda self, now: [])]
 
 
 def _failed_load_counts_as_loaded() -> list[Patch]:
@@ -119,7 +119,7 @@ def _load_reported_at_once() -> list[Patch]:
 
 
 def _loads_are_not_told() -> list[Patch]:
-    return [(AwaitedLoads, "_is_over", lambda self, request: False)]
+    return [(AwaitedLoads, "_is_awaited", lambda self, request: False)]
 
 
 def _late_rank_is_not_heard() -> list[Patch]:

@@ -1,0 +1,96 @@
+"""The jobs that workers were given and have not reported on every rank (R16).
+
+Kept apart from the core's own records: were these to break, what workers may still touch must be known for certain (R12).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvoffload.model.ids import DeviceBlockId, JobId, Rank
+from kvoffload.model.transfer import Direction, TransferJob, TransferReport
+from kvoffload.runtime.clocks import Clocks
+from kvoffload.runtime.watchdog import Since
+
+
+@dataclass(slots=True)
+class _Copy:
+    job: TransferJob
+    running: set[Rank]
+    is_overdue: bool = False
+
+
+class OpenCopies:
+    """Jobs in the order of their submission, so that only the oldest is ever asked for its age.
+
+    Args:
+        ranks: how many copy each job.
+        clocks: where time comes from.
+        timeout_s: seconds from submission after which a job is overdue.
+    """
+
+    def __init__(self, ranks: int, clocks: Clocks, timeout_s: float) -> None:
+        self._ranks = frozenset(map(Rank, range(ranks)))
+        self._clocks = clocks
+        self._timeout_s = timeout_s
+        self._open: dict[JobId, _Copy] = {}
+        self._due: deque[tuple[Since, JobId]] = deque()
+        self._counts = {(direction, is_overdue): 0 for direction in Direction for is_overdue in (False, True)}
+        self.oldest: Since | None = None
+        """Since when the oldest job is under way, None without one; overdue ones do not count. Written whole, so
+        another thread may read it."""
+
+    @property
+    def are_pending(self) -> bool:
+        """Whether a job may still end in time."""
+        return self.oldest is not None
+
+    def submitted(self, jobs: Iterable[TransferJob], now: float) -> None:
+        """Jobs were handed to the workers."""
+        since = Since(self._clocks.unix(), now)
+        for job in jobs:
+            self._open[job.job] = _Copy(job, set(self._ranks))
+            self._due.append((since, job.job))
+            self._counts[job.direction, False] += 1
+        self._look()
+
+    def reported(self, report: TransferReport) -> None:
+        """A rank's copies have ended. A report that comes twice changes nothing."""
+        for part in report.jobs:
+            copy = self._open.get(part.job)
+            if copy is not None:
+                copy.running.discard(report.rank)
+                if not copy.running:
+                    del self._open[part.job]
+                    self._counts[copy.job.direction, copy.is_overdue] -= 1
+        self._look()
+
+    def overdue(self, now: float) -> list[JobId]:
+        """Hand over the jobs whose time is up, each once."""
+        jobs = []
+        while self._due and self._due[0][0].monotonic + self._timeout_s <= now:
+            job = self._due.popleft()[1]
+            if (copy := self._open.get(job)) is not None:
+                copy.is_overdue = True
+                self._counts[copy.job.direction, False] -= 1
+                self._counts[copy.job.direction, True] += 1
+                jobs.append(job)
+        if jobs:
+            self._look()
+        return jobs
+
+    def blocks(self) -> Counter[DeviceBlockId]:
+        """Return how many open jobs touch each device block."""
+        return Counter(block for copy in self._open.values() for block in copy.job.blocks)
+
+    def count(self, direction: Direction, *, is_overdue: bool) -> int:
+        """Return how many jobs of a direction are under way, or overdue. Callable from any thread."""
+        return self._counts[direction, is_overdue]
+
+    def _look(self) -> None:
+        """Jobs that were submitted before any open one need no deadline any more."""
+        while self._due and self._due[0][1] not in self._open:
+            self._due.popleft()
+        self.oldest = self._due[0][0] if self._due else None
