@@ -14,12 +14,13 @@ COLOURS: dict[str, str] = {
     # why blocks missed
     "never_seen": "#b8b8b8", "behind_miss": "#d6d6d6", "partial_block": "#8c8c8c", "last_token": "#a3a08c",
     "read_ahead": "#75736a", "evicted": ORANGE, "storing": "#7fb3ea", "declined_host_full": "#c4601a",
-    "declined_stale": "#d8b98a", "declined_lease_limit": YELLOW, "declined_other": "#b89b62", "lost": "#e0a0a0",
+    "declined_stale": "#d8b98a", "declined_lease_limit": YELLOW, "declined_other": "#b89b62", "declined_not_ready": "#f0dd9a",
+    "declined_stalled": "#a33b4f", "stalled": "#7d2438", "lost": "#e0a0a0",
     "store_failed": "#b02a2a", "after_reset": "#a06bc9", "load_failed": "#e2685a", "load_declined": "#8a78c9",
     "opted_out": "#c9a0dc", "not_checked": "#f2c0b8", "corrupt": "#8b0000", "degraded": "#4d0f0f",
     # what became of stores and loads
     "stored": BLUE, "loaded": GREEN, "done": GREEN, "already_cached": "#b8c9dd", "in_flight": "#7fb3ea",
-    "stale": "#d8b98a", "not_hashed": "#8c8c8c", "host_full": "#c4601a", "lease_limit": YELLOW,
+    "stale": "#d8b98a", "not_hashed": "#8c8c8c", "host_full": "#c4601a", "not_ready": "#f0dd9a", "lease_limit": YELLOW,
     "request_gone": "#b8b8b8", "before_reset": "#a06bc9", "failed": RED, "abandoned": "#f2a499",
     "cancelled": "#c9a0dc", "offered": "#2f5f9e", "scheduled": "#2e6e2a", "not settled yet": "#7fb3ea",
     "not ended yet": "#8fce7f", "avoidable": ORANGE, "declined": "#b8c9dd", "deferred": "#7fb3ea",
@@ -27,7 +28,7 @@ COLOURS: dict[str, str] = {
     "store": BLUE, "load": GREEN, "store planned": "#c9d9ee", "store submitted": BLUE, "store abandoned": "#b02a2a",
     "load planned": "#cfe6c8", "load submitted": GREEN, "load abandoned": "#e2685a",
     "check": "#2e6e2a", "check planned": "#e3ead8", "check submitted": "#2e6e2a", "check abandoned": "#f2a499",
-    "room for stores": BLUE, "store half": "#7fb3ea", "store 99 in 100": BLUE, "load half": "#8fce7f", "load 99 in 100": GREEN,
+    "room for stores": BLUE, "under copies given up": "#b02a2a", "copies stalled": RED, "store half": "#7fb3ea", "store 99 in 100": BLUE, "load half": "#8fce7f", "load 99 in 100": GREEN,
     # the host's slots
     "empty": "#e4e4e4", "filling": "#7fb3ea", "ready": BLUE, "pinned": GREEN, "draining": "#a06bc9",
     "quarantined": RED, "capacity": "#333333", "space": ORANGE, "reset": "#a06bc9",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dashboards.generate import units
-from dashboards.generate.promql import SERIES, each, one, quantile, rate, series
+from dashboards.generate.promql import SERIES, each, one, quantile, rate, series, total
 from dashboards.generate.words import Board, Kind, Panel, Query, Row
 from kvoffload.telemetry.catalogue import BY_NAME
 
@@ -157,6 +157,23 @@ _LATENCY = Row(
             "any: a device or a driver hangs. In the runbook: KVOffloadJobsAbandoned.",
             units.EVENTS_PER_SECOND,
             (each("kvoffload_abandoned_jobs_total", "direction", SERIES),),
+            width=12,
+        ),
+        Panel(
+            "Device blocks under copies given up",
+            "Blocks that the engine cannot use until copies which were given up have ended after all.",
+            "any: a device or a driver hangs. Over an eighth of the device pool, or after three such jobs in a row, no new "
+            "copy is begun. In the runbook: KVOffloadCopiesStalled.",
+            units.BLOCKS,
+            (one(total(series("kvoffload_abandoned_device_blocks")), "under copies given up", SERIES),),
+            width=12,
+        ),
+        Panel(
+            "Copies stalled",
+            "1 where no new copy is begun, because copies do not end; of the engines chosen the worst.",
+            "1: as on the left. It is 0 again by itself when enough of them have ended after all.",
+            units.COUNT,
+            (one(f"max({series('kvoffload_copies_stalled')})", "copies stalled", SERIES),),
             width=12,
         ),
     ),

@@ -6,8 +6,8 @@ from dashboards.generate import units
 from dashboards.generate.promql import ENGINE, SERIES, ZERO, each, of_engine, one, rate, series, total
 from dashboards.generate.words import Board, Kind, Panel, Query, Row
 
-_AVOIDABLE = "evicted|declined_host_full|declined_lease_limit|lost|store_failed|load_failed|corrupt"
-_DECLINED = "stale|not_hashed|host_full|lease_limit|request_gone|lost|failed|abandoned"
+_AVOIDABLE = "evicted|declined_host_full|declined_lease_limit|declined_stalled|stalled|lost|store_failed|load_failed|corrupt"
+_DECLINED = "stale|not_hashed|host_full|not_ready|lease_limit|stalled|request_gone|lost|failed|abandoned"
 _KV_FETCH = ("waiting_to_start", "in_progress", "completed_waiting")
 _PIN = series("kvoffload_oldest_pin_timestamp_seconds")
 _JOB = series("kvoffload_oldest_job_timestamp_seconds")
@@ -37,7 +37,8 @@ _LOOKUPS = Row(
             "The first missing block of a lookup has the cause; those behind it cannot be used (behind_miss).",
             "evicted, declined_host_full: give more host memory. declined_lease_limit: the device pool is small for so "
             "many copies. lost: the engine dropped blocks before they were stored; try store_policy eager. "
-            "load_declined: hits shorter than min_load_tokens. not_checked: reading host memory takes as long as "
+            "load_declined: hits shorter than min_load_tokens. declined_not_ready: host memory was not pinned yet, as after "
+            "a start. stalled: see the runbook's KVOffloadCopiesStalled. not_checked: reading host memory takes as long as "
             "transfer_timeout_s. never_seen: prompts do not repeat.",
             units.BLOCKS_PER_SECOND,
             (each("kvoffload_miss_blocks_total", "cause"),),
@@ -88,7 +89,8 @@ _OUTCOMES = Row(
         Panel(
             "Stores by outcome",
             "Computed blocks offered to the host; each gets one outcome in the end.",
-            "host_full: every slot is in use by running copies and requests; more memory. stale, lost: the engine reuses "
+            "host_full: every slot is in use by running copies and requests; more memory. not_ready: host memory was still "
+            "being pinned, as after a start. stalled: see the runbook's KVOffloadCopiesStalled. stale, lost: the engine reuses "
             "blocks before they are stored. failed, abandoned: see the runbook's KVOffloadStoresFailing.",
             units.BLOCKS_PER_SECOND,
             (each("kvoffload_store_blocks_total", "outcome"),),

@@ -39,7 +39,19 @@ def audit_at_rest(state: CoreState, book: OfferBook, store_leases: int, slots: I
 
 def _records(state: CoreState) -> Iterator[str]:
     """What requests, jobs and hits hold."""
-    for law in (_pins, _holds, _jobs, _filling, _checks, _leases, _in_flight, _requests, _owners, _drained):
+    for law in (
+        _pins,
+        _holds,
+        _jobs,
+        _filling,
+        _checks,
+        _given_up,
+        _leases,
+        _in_flight,
+        _requests,
+        _owners,
+        _drained,
+    ):
         yield from law(state)
 
 
@@ -151,6 +163,13 @@ def _checks(state: CoreState) -> Iterator[str]:
     kept = {slot for hit in state.hits.all().values() if hit.pins is not None for slot in hit.pins.slots}
     if loose := state.checked.checked() - kept:
         yield f"slots {sorted(loose)} count as checked, and no hit keeps them"
+
+
+def _given_up(state: CoreState) -> Iterator[str]:
+    """Device blocks under copies that were given up are counted, and nothing else."""
+    blocks = sum(len(job.blocks) for job in state.jobs.all() if job.state is JobState.ABANDONED)
+    if blocks != state.stall.blocks:
+        yield f"{blocks} blocks are under copies that were given up, {state.stall.blocks} are counted"
 
 
 def _leases(state: CoreState) -> Iterator[str]:

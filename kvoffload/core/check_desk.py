@@ -10,7 +10,7 @@ from kvoffload.core.state import CoreState
 from kvoffload.core.states import JobEvent
 from kvoffload.model.events import CheckScheduled
 from kvoffload.model.ids import SlotId
-from kvoffload.model.transfer import Direction, TransferJob
+from kvoffload.model.transfer import Direction
 
 
 class CheckDesk:
@@ -34,12 +34,15 @@ class CheckDesk:
         self._planned.append(job)
         state.outbox.put(CheckScheduled(job.job, record.request, len(slots)))
 
-    def submit(self) -> tuple[TransferJob, ...]:
+    @property
+    def planned(self) -> Sequence[Job]:
+        """The step's checks. Reads only."""
+        return self._planned
+
+    def submit(self) -> None:
         """Hand the step's checks over."""
-        if not self._planned:
-            return ()
         planned, self._planned = self._planned, []
-        return self._state.jobs.submit(planned)
+        self._state.jobs.submit(planned)
 
     def cancel_planned(self) -> None:
         """Take back the checks that no worker knows of yet."""

@@ -85,12 +85,10 @@ class Jobs:
         self._counts[direction, job.state] += 1
         return job
 
-    def submit(self, planned: Iterable[Job]) -> tuple[TransferJob, ...]:
-        """Hand jobs over to the workers; return what these need of them. Changes this."""
-        submitted = tuple(planned)
-        for job in submitted:
+    def submit(self, planned: Iterable[Job]) -> None:
+        """Hand jobs over to the workers. Changes this."""
+        for job in planned:
             self.move(job, JobEvent.SUBMIT)
-        return tuple(job.as_transfer() for job in submitted)
 
     def get(self, job: JobId) -> Job | None:
         """Return an open job, None when it has ended (a report heard twice)."""

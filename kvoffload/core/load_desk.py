@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ from kvoffload.model.events import (
 )
 from kvoffload.model.facts import BlocksAllocated
 from kvoffload.model.ids import NULL_BLOCK, DeviceBlockId, RequestId, SlotId
-from kvoffload.model.transfer import Direction, JobReport, TransferJob
+from kvoffload.model.transfer import Direction, JobReport
 
 
 class _Copies(NamedTuple):
@@ -86,7 +87,8 @@ class LoadDesk:
         length = fact.device_tokens + fact.external_tokens
         if hit is None or length > hit.tokens:
             state.outbox.put(EngineSurprised(SurpriseCause.TOKENS_WITHOUT_PIN, record.request))
-        copies = self._copies(record, fact, length) if not state.degraded else None
+        may_load = not (state.degraded or state.stall.is_on)
+        copies = self._copies(record, fact, length) if may_load else None
         pins = state.pool.pin(tuple(copies.slots)) if copies is not None else None
         if hit is not None and hit.pins is not None:
             hit.pins.close()
@@ -144,12 +146,15 @@ class LoadDesk:
 
     # -- endings ------------------------------------------------------------------------------------------------
 
-    def submit(self) -> tuple[TransferJob, ...]:
+    @property
+    def planned(self) -> Sequence[Job]:
+        """The step's loads. Reads only."""
+        return self._planned
+
+    def submit(self) -> None:
         """Hand the step's loads over."""
-        if not self._planned:
-            return ()
         planned, self._planned = self._planned, []
-        return self._state.jobs.submit(planned)
+        self._state.jobs.submit(planned)
 
     def loaded(self, job: Job) -> None:
         """Every rank has copied: the request can run."""

@@ -105,7 +105,7 @@ class LookupDesk:
     def _search(self, record: RequestRecord, device_tokens: int) -> _Answer:
         """Return a lookup's answer, not yet pinned."""
         state = self._state
-        barred = _barred(record) or (MissCause.DEGRADED if state.degraded else None)
+        barred = _barred(record, state)
         if barred is not None:
             return _Answer(device_tokens, (), barred)
         limit = record.prompt_tokens - 1
@@ -129,8 +129,12 @@ class LookupDesk:
         return state.misses.cause(missing)
 
 
-def _barred(record: RequestRecord) -> MissCause | None:
+def _barred(record: RequestRecord, state: CoreState) -> MissCause | None:
     """Return why a request may not use the host at all, None where it may."""
     if not record.reads_cache:
         return MissCause.OPTED_OUT
-    return MissCause.LOAD_FAILED if record.load_failed else None
+    if record.load_failed:
+        return MissCause.LOAD_FAILED
+    if state.degraded:
+        return MissCause.DEGRADED
+    return MissCause.STALLED if state.stall.is_on else None

@@ -20,6 +20,8 @@ _Place = tuple[GroupId, int]
 
 _MISS_CAUSES = {
     StoreOutcome.HOST_FULL: MissCause.DECLINED_HOST_FULL,
+    StoreOutcome.STALLED: MissCause.DECLINED_STALLED,
+    StoreOutcome.NOT_READY: MissCause.DECLINED_NOT_READY,
     StoreOutcome.STALE: MissCause.DECLINED_STALE,
     StoreOutcome.LEASE_LIMIT: MissCause.DECLINED_LEASE_LIMIT,
     StoreOutcome.NOT_HASHED: MissCause.DECLINED_OTHER,
@@ -53,8 +55,10 @@ class OfferBook:
         again, self._again = self._again, []
         return again
 
-    def wait_for_room(self, record: RequestRecord, offer: Offer) -> None:
-        """An offer waits for room under the lease limit, at most until its request's end."""
+    def wait_for_room(self, record: RequestRecord, offer: Offer, cause: MissCause | None = None) -> None:
+        """An offer waits for room, at most until its request's end; until then its key misses for the cause, if any."""
+        if cause is not None:
+            self._state.misses.note((offer.key,), cause)
         place = (offer.group, offer.position)
         record.unsettled.add(place)
         self._deferred.setdefault(record.request, deque()).append(place)

@@ -118,7 +118,13 @@ class OffloadCore:
         """Return what the workers must copy or check, decided since the last call. Changes state: it counts as submitted."""
         if not self.state.jobs.planned:
             return NOTHING
-        return TransferPlan(self._loads.submit(), self._stores.submit(), self._checks.submit())
+        desks = self._loads, self._stores, self._checks
+        loads, stores, checks = [tuple([job.as_transfer() for job in desk.planned]) for desk in desks]
+        plan = TransferPlan(loads, stores, checks)
+        # Only now do jobs count as submitted: what raises above leaves them to be cancelled.
+        for desk in desks:
+            desk.submit()
+        return plan
 
     def take_results(self) -> LoadResults:
         """Return the loads that ended since the last call. Changes state."""

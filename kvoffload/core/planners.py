@@ -177,10 +177,12 @@ class LazyPlanner:
                 offers.append(Offer(key, block))
         fitting, no_slot = offers[:room], offers[room:]
         stored = fitting[: self._desk.room]
-        self._clean = len(blocks) - len(stored) if stored == fitting else 0
+        is_all = stored == fitting and not (no_slot and state.growing)
+        self._clean = len(blocks) - len(stored) if is_all else 0
         self._stored += len(stored)
         self._desk.offer(reversed(stored))  # the device evicts the deepest first; a job has the heads first
-        self._desk.refuse([offer for offer in no_slot if self._is_new_refusal(offer)], StoreOutcome.HOST_FULL)
+        outcome, cause = _NO_SLOT[bool(state.growing)]
+        self._desk.refuse([offer for offer in no_slot if state.misses.cause(offer.key) is not cause], outcome)
 
     def _is_known(self, offer: Offer) -> bool:
         return offer.key in self._state.pool.index or offer.key in self._state.stores.keys
@@ -188,8 +190,12 @@ class LazyPlanner:
     def _is_gone(self, offer: Offer) -> bool:
         return not self._is_known(offer) and self._state.device.key_of(offer.block) != offer.key
 
-    def _is_new_refusal(self, offer: Offer) -> bool:
-        return self._state.misses.cause(offer.key) is not MissCause.DECLINED_HOST_FULL
+
+_NO_SLOT = {
+    False: (StoreOutcome.HOST_FULL, MissCause.DECLINED_HOST_FULL),
+    True: (StoreOutcome.NOT_READY, MissCause.DECLINED_NOT_READY),
+}
+"""By whether the host's memory grows: what becomes of a block without a slot, and what its key misses for from then on."""
 
 
 def make_planner(state: CoreState, desk: StoreDesk) -> StorePlanner:

@@ -18,9 +18,10 @@ from kvoffload.core.requests import Requests
 from kvoffload.core.restores import Restores
 from kvoffload.core.shared_loads import SharedLoads
 from kvoffload.core.stale_blocks import StaleBlocks
+from kvoffload.core.stall import Stall
 from kvoffload.model.causes import DegradeCause
 from kvoffload.model.engine import Device, EngineShape
-from kvoffload.model.ids import DeviceBlockId, RequestId
+from kvoffload.model.ids import DeviceBlockId, Rank, RequestId
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,9 @@ class CoreState:
         self.outbox = Outbox()
         self.results = LoadResults()
         self.ready = [0] * shape.ranks
+        self.stall = Stall(shape.stall_limit)
+        self.growing = set(map(Rank, range(shape.ranks)))
+        """Ranks that are making more host memory ready, as far as they have told."""
         self.generation = 0
         self.computed_since_reset: set[DeviceBlockId] = set()
         self.degraded: DegradeCause | None = None

@@ -14,13 +14,15 @@ from kvoffload.core.states import JobEvent
 from kvoffload.model.causes import MissCause, StoreOutcome
 from kvoffload.model.events import StoreScheduled
 from kvoffload.model.ids import NULL_BLOCK, BlockKey, RequestId, SlotId
-from kvoffload.model.transfer import Direction, TransferJob
+from kvoffload.model.transfer import Direction
 
 
 class Wait(Enum):
     """Why an offer has no outcome yet."""
 
     FOR_ROOM = "for_room"  # under the lease limit; tried again next step
+    FOR_MEMORY = "for_memory"  # the host has no room, and more memory is being made ready
+    FOR_COPIES = "for_copies"  # too many copies did not end, and no new one is begun
     FOR_END = "for_end"  # the host is full of what running requests use; tried again at the request's end
     FOR_TWIN = "for_twin"  # another block with the same key is on its way
     FOR_COPY = "for_copy"  # a copy that was given up still reads the block; tried again at the request's end
@@ -40,7 +42,12 @@ class StoreDesk:
     @property
     def room(self) -> int:
         """Device blocks that stores may lease now."""
-        return self._state.shape.lease_limit - self.leased_blocks
+        return 0 if self._state.stall.is_on else self._state.shape.lease_limit - self.leased_blocks
+
+    @property
+    def _room_for_deferred(self) -> int:
+        """Offers worth deciding on again: with more memory on its way, those that have no slot yet wait on."""
+        return min(self.room, self._state.pool.room) if self._state.growing else self.room
 
     def offer(self, offers: Iterable[Offer], *, last_chance: bool = False) -> None:
         """Take offers in, each for the first time. `last_chance`: their request is ending, so nothing can wait."""
@@ -58,7 +65,7 @@ class StoreDesk:
         if self._book.is_idle:
             return
         self._decide(self._book.take_again(), last_chance=False)
-        self._decide(self._book.take_deferred(self.room), last_chance=False)
+        self._decide(self._book.take_deferred(self._room_for_deferred), last_chance=False)
 
     def refuse(self, offers: Sequence[Offer], outcome: StoreOutcome) -> None:
         """Blocks that were due but cannot be stored: their outcome is known at once."""
@@ -70,13 +77,17 @@ class StoreDesk:
         """A request lost its blocks before these could be stored."""
         self._book.settle_unsettled(record, StoreOutcome.LOST)
 
-    def submit(self) -> tuple[TransferJob, ...]:
+    @property
+    def planned(self) -> Sequence[Job]:
+        """The step's store job, if there is one. Reads only."""
+        return () if self._batch is None else (self._batch,)
+
+    def submit(self) -> None:
         """Hand the step's store job over, if there is one."""
         job, self._batch = self._batch, None
-        if job is None:
-            return ()
-        self._state.outbox.put(StoreScheduled(job.job, len(job.slots), tuple(job.slots)))
-        return self._state.jobs.submit((job,))
+        if job is not None:
+            self._state.outbox.put(StoreScheduled(job.job, len(job.slots), tuple(job.slots)))
+            self._state.jobs.submit((job,))
 
     # -- deciding -----------------------------------------------------------------------------------------------
 
@@ -116,8 +127,10 @@ class StoreDesk:
         if not isinstance(verdict, Offer):
             return verdict
         if host_room < 1:
-            return Wait.FOR_END
-        return verdict if lease_room > 0 else Wait.FOR_ROOM
+            return Wait.FOR_MEMORY if state.growing else Wait.FOR_END
+        if lease_room > 0:
+            return verdict
+        return Wait.FOR_COPIES if state.stall.is_on else Wait.FOR_ROOM
 
     def _by_block(self, offer: Offer) -> Offer | Wait | StoreOutcome:
         """Return the offer on a block that certainly holds its key; or why there is none (R3, R7, R10)."""
@@ -149,8 +162,8 @@ class StoreDesk:
             self._state.stores.wait(offer)
         elif last_chance or (record := self._book.record(offer)) is None:
             self._book.settle(offer.key, _LAST_WORDS[verdict])
-        elif verdict is Wait.FOR_ROOM:
-            self._book.wait_for_room(record, offer)
+        elif verdict in _FOR_ROOM:
+            self._book.wait_for_room(record, offer, _MEANWHILE.get(verdict))
         else:
             self._book.wait_for_end(record, offer, _MEANWHILE[verdict])
 
@@ -234,9 +247,19 @@ class StoreDesk:
 _LAST_WORDS = {
     Wait.FOR_ROOM: StoreOutcome.LEASE_LIMIT,
     Wait.FOR_END: StoreOutcome.HOST_FULL,
+    Wait.FOR_MEMORY: StoreOutcome.NOT_READY,
+    Wait.FOR_COPIES: StoreOutcome.STALLED,
     Wait.FOR_COPY: StoreOutcome.FAILED,
 }
 """The outcome of an offer that could only have waited."""
 
-_MEANWHILE = {Wait.FOR_END: MissCause.DECLINED_HOST_FULL, Wait.FOR_COPY: MissCause.STORE_FAILED}
-"""Why the key of an offer that waits for its request's end misses until then."""
+_FOR_ROOM = (Wait.FOR_ROOM, Wait.FOR_MEMORY, Wait.FOR_COPIES)
+"""What is over for all waiting offers at once, so that they are decided on in order, as many as there is room for."""
+
+_MEANWHILE = {
+    Wait.FOR_MEMORY: MissCause.DECLINED_NOT_READY,
+    Wait.FOR_COPIES: MissCause.DECLINED_STALLED,
+    Wait.FOR_END: MissCause.DECLINED_HOST_FULL,
+    Wait.FOR_COPY: MissCause.STORE_FAILED,
+}
+"""Why the key of a waiting offer misses until then."""

@@ -10,10 +10,17 @@ from kvoffload.core.state import CoreState
 from kvoffload.core.states import JobEvent, JobState
 from kvoffload.core.store_desk import StoreDesk
 from kvoffload.model.causes import CopyOutcome, LoadOutcome, StoreOutcome, SurpriseCause
-from kvoffload.model.events import CapacityGrown, EngineSurprised, JobAbandoned, RankReported
+from kvoffload.model.events import (
+    CapacityGrown,
+    CopiesResumed,
+    CopiesStalled,
+    EngineSurprised,
+    JobAbandoned,
+    RankReported,
+)
 from kvoffload.model.facts import JobOverdue, RankLost, TransferReported
 from kvoffload.model.ids import Rank
-from kvoffload.model.transfer import Direction, JobReport
+from kvoffload.model.transfer import Direction, JobReport, TransferReport
 
 
 class Transfers:
@@ -31,7 +38,7 @@ class Transfers:
     def on_reported(self, fact: TransferReported) -> None:
         """A rank told which of its copies ended, and how many slots it has ready."""
         report = fact.report
-        self._ready(report.rank, report.ready_slots)
+        self._ready(report)
         for part in report.jobs:
             job = self._state.jobs.get(part.job)
             if job is not None and self._state.jobs.heard(job, report.rank, part.outcome, part.corrupt):
@@ -43,6 +50,8 @@ class Transfers:
         if job is None or job.state is not JobState.SUBMITTED:
             return
         self._state.jobs.move(job, JobEvent.ABANDON)
+        self._state.stall.abandoned(job)
+        self._look_at_stall()
         self._state.outbox.put(JobAbandoned(job.job, job.direction, len(job.slots)))
         for record in job.concerns:
             self._state.holds.stuck(record)
@@ -58,19 +67,37 @@ class Transfers:
             else:
                 self._loads.failed(job, LoadOutcome.ABANDONED)
 
+    def _look_at_stall(self) -> None:
+        stall = self._state.stall
+        if stall.has_turned():
+            self._state.outbox.put(
+                CopiesStalled(stall.blocks, stall.limit, stall.jobs_in_a_row)
+                if stall.is_on
+                else CopiesResumed(stall.blocks)
+            )
+
+    def _over(self, job: Job) -> None:
+        """The job's last copy has ended."""
+        was_abandoned = job.state is JobState.ABANDONED
+        self._state.jobs.move(job, JobEvent.FAIL if job.failed else JobEvent.FINISH)
+        self._state.stall.ended(job, was_abandoned=was_abandoned)
+        self._look_at_stall()
+
     def on_rank_lost(self, fact: RankLost) -> None:
         """A rank will never report again: what it had open is overdue now."""
         for job in self._state.jobs.all():
             if fact.rank in job.waiting:
                 self.on_overdue(JobOverdue(job.job))
 
-    def _ready(self, rank: Rank, slots: int) -> None:
-        """Capacity is the minimum of what the ranks have ready."""
-        state = self._state
+    def _ready(self, report: TransferReport) -> None:
+        """Capacity is the minimum of what the ranks have ready, and final when no rank expects more."""
+        state, rank, slots = self._state, report.rank, report.ready_slots
         if not 0 <= rank < len(state.ready):
             state.outbox.put(EngineSurprised(SurpriseCause.UNKNOWN_JOB))
             return
         state.ready[rank] = max(state.ready[rank], slots)
+        if not report.is_growing:
+            state.growing.discard(rank)
         if state.pool.grow(min(state.ready)):
             state.outbox.put(CapacityGrown(state.pool.capacity))
 
@@ -93,7 +120,7 @@ class Transfers:
         if not job.settled:
             self._stores.arrived(job)
         self._stores.copies_ended(job)
-        self._state.jobs.move(job, JobEvent.FAIL if job.failed else JobEvent.FINISH)
+        self._over(job)
 
     def _reading_heard(self, job: Job, part: JobReport) -> None:
         """What one rank finds bad no rank may use. The outcome is known when every rank has ended, or was before (R9)."""
@@ -107,7 +134,7 @@ class Transfers:
             if not job.settled:
                 self._load_ended(job)
             self._loads.copies_ended(job)
-        self._state.jobs.move(job, JobEvent.FAIL if job.failed else JobEvent.FINISH)
+        self._over(job)
 
     def _load_ended(self, job: Job) -> None:
         if job.failed is not None or self._state.degraded is not None:

@@ -18,8 +18,10 @@ class MissCause(Cause):
     EVICTED = "evicted"  # it was on the host and made room for another
     STORING = "storing"  # its store is still open
     DECLINED_HOST_FULL = "declined_host_full"  # offered, but every slot was in use
+    DECLINED_NOT_READY = "declined_not_ready"  # offered before host memory was ready
     DECLINED_STALE = "declined_stale"  # offered after the engine had handed its device block out again
     DECLINED_LEASE_LIMIT = "declined_lease_limit"  # offered while a quarter of the device pool was leased
+    DECLINED_STALLED = "declined_stalled"  # offered while copies did not end
     DECLINED_OTHER = "declined_other"  # offered and declined for another reason
     LOST = "lost"  # the device dropped it before it could be stored
     STORE_FAILED = "store_failed"  # its copy to the host failed
@@ -33,6 +35,7 @@ class MissCause(Cause):
     PARTIAL_BLOCK = "partial_block"  # the tokens behind the last whole block
     BEHIND_MISS = "behind_miss"  # behind the first missing block, so it could not be used
     OPTED_OUT = "opted_out"  # the request asked not to read cached blocks
+    STALLED = "stalled"  # copies did not end, so no load is begun
     DEGRADED = "degraded"  # offloading was switched off by a broken law
 
 
@@ -45,7 +48,9 @@ class StoreOutcome(Cause):
     STALE = "stale"  # the engine handed the device block out again
     NOT_HASHED = "not_hashed"  # the engine does not know the block's hash
     HOST_FULL = "host_full"  # no slot was empty or evictable
+    NOT_READY = "not_ready"  # no slot was empty or evictable, and host memory was still being made ready
     LEASE_LIMIT = "lease_limit"  # a quarter of the device pool was leased already
+    STALLED = "stalled"  # copies did not end, so no store was begun
     REQUEST_GONE = "request_gone"  # the request ended without holding its blocks
     LOST = "lost"  # preempted, or evicted on the device before it could be stored
     BEFORE_RESET = "before_reset"  # computed, wholly or in part, before the last reset

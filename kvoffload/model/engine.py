@@ -76,6 +76,11 @@ class EngineShape:
         return max(self.device_blocks // 4, 1)
 
     @property
+    def stall_limit(self) -> int:
+        """Device blocks that may be under copies that were given up, if these are several: an eighth of the pool."""
+        return self.device_blocks // 8
+
+    @property
     def turnover_blocks(self) -> int:
         """Device blocks that one step hands out to one request at most, and to all of them as a rule."""
         return sum(-(-self.step_tokens // group.block_tokens) + 1 for group in self.groups)

@@ -161,6 +161,28 @@ class JobAbandoned(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class CopiesStalled(Event):
+    """Too many copies were given up: no new one is begun.
+
+    Args:
+        blocks: device blocks under copies that were given up.
+        limit_blocks: how many there may be.
+        jobs_in_a_row: jobs given up since one last ended.
+    """
+
+    blocks: int
+    limit_blocks: int
+    jobs_in_a_row: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopiesResumed(Event):
+    """Copies that were given up have ended after all: new ones are begun again; `blocks` are still under such copies."""
+
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class BlocksEvicted(Event):
     """Blocks left the host."""
 

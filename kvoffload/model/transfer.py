@@ -98,9 +98,11 @@ class TransferReport:
         jobs: the jobs that ended on this rank since its last report.
         ready_slots: host slots that this rank can use by now; never shrinks.
         store_share: bytes of stores that this rank lets be in flight now, over the most it ever does; above 0, at most 1.
+        is_growing: more slots are being made ready.
     """
 
     rank: Rank
     jobs: tuple[JobReport, ...]
     ready_slots: int
     store_share: float = 1.0
+    is_growing: bool = False

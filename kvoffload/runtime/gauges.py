@@ -41,6 +41,8 @@ def read_gauges(
         open_jobs=jobs,
         oldest_pin_s=_unix(pins.oldest),
         oldest_job_s=_unix(copies.oldest),
+        abandoned_blocks=state.stall.blocks,
+        copies_stalled=state.stall.is_on,
         reset_draining_jobs=resets.draining,
         store_share=shares.least,
         degraded=degraded,

@@ -134,6 +134,8 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_oldest_job_timestamp_seconds", "Unix time of the submission of the oldest job that has not ended and was not given up; 0 without one.", Kind.GAUGE, (), "seconds"),
     Metric("kvoffload_store_bound_ratio", "Bytes of stores that may be in flight, over the most that ever may, on the rank that holds back most, as of its last report: stores that meet loads or run slowly halve it, others give it back.", Kind.GAUGE, (), "ratio"),
     Metric("kvoffload_abandoned_jobs_total", "Jobs given up because a copy did not end within transfer_timeout_s.", Kind.COUNTER, (_DIRECTION,), "jobs"),
+    Metric("kvoffload_abandoned_device_blocks", "Device blocks under copies that were given up: the engine cannot use them until these copies have ended after all.", Kind.GAUGE, (), "blocks"),
+    Metric("kvoffload_copies_stalled", "1 while no new copy is begun because copies do not end: over an eighth of the device pool is under copies that were given up (and more than one job), or three jobs in a row were.", Kind.GAUGE, (), "flag"),
     Metric("kvoffload_written_off_blocks_total", "Blocks of abandoned jobs; their host slots are never used again.", Kind.COUNTER, (_DIRECTION,), "blocks"),
     # --- the host's slots ---
     Metric("kvoffload_capacity_slots", "Slots that every rank has ready.", Kind.GAUGE, (_TIER,), "slots"),

@@ -37,6 +37,8 @@ class GaugeSnapshot:
         open_jobs: jobs that have not ended on every rank, by direction and state, as `JobLabel` names it.
         oldest_pin_s: unix time of the oldest pin, 0 without one.
         oldest_job_s: unix time of the submission of the oldest job that was not given up, 0 without one.
+        abandoned_blocks: device blocks under copies that were given up.
+        copies_stalled: no new copy is begun.
         reset_draining_jobs: jobs of before the last reset that have not ended.
         store_share: bytes of stores that the ranks let be in flight, over the most that they ever do; the least of them.
         degraded: why offloading is off, None while it is on.
@@ -49,6 +51,8 @@ class GaugeSnapshot:
     open_jobs: Mapping[tuple[str, str], int] = field(default_factory=dict)
     oldest_pin_s: float = 0.0
     oldest_job_s: float = 0.0
+    abandoned_blocks: int = 0
+    copies_stalled: bool = False
     reset_draining_jobs: int = 0
     store_share: float = 1.0
     degraded: DegradeCause | None = None
@@ -69,6 +73,8 @@ class GaugeSnapshot:
             "kvoffload_oldest_pin_timestamp_seconds": {(): self.oldest_pin_s},
             "kvoffload_oldest_job_timestamp_seconds": {(): self.oldest_job_s},
             "kvoffload_store_bound_ratio": {(): self.store_share},
+            "kvoffload_abandoned_device_blocks": {(): self.abandoned_blocks},
+            "kvoffload_copies_stalled": {(): int(self.copies_stalled)},
             "kvoffload_reset_draining_jobs": {(): self.reset_draining_jobs},
             "kvoffload_degraded": {(self.degraded.value,): 1} if self.degraded else {},
             "kvoffload_bus_dropped_total": dropped,

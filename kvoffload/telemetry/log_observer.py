@@ -10,6 +10,8 @@ from kvoffload.logs import get_logger
 from kvoffload.model.causes import LoadOutcome, StoreOutcome
 from kvoffload.model.events import (
     CapacityGrown,
+    CopiesResumed,
+    CopiesStalled,
     EngineSurprised,
     Event,
     JobAbandoned,
@@ -36,6 +38,8 @@ LOGGED: tuple[type[Event], ...] = (
     StoreSettled,
     EngineSurprised,
     CapacityGrown,
+    CopiesStalled,
+    CopiesResumed,
     ResetStarted,
     ResetEnded,
     NetBenefitTurned,
@@ -110,6 +114,15 @@ class LogObserver:
     @_write.register
     def _(self, event: CapacityGrown) -> None:
         self._log.info("capacity_grown", **_keys(event))
+
+    @_write.register
+    def _(self, event: CopiesStalled) -> None:
+        note = "no new copy is begun until some of those that were given up have ended"
+        self._log.error("copies_stalled", **_keys(event), note=note)
+
+    @_write.register
+    def _(self, event: CopiesResumed) -> None:
+        self._log.info("copies_resumed", **_keys(event))
 
     @_write.register
     def _(self, event: ResetStarted) -> None:

@@ -55,6 +55,11 @@ class Arena:
         self._closed = False
 
     @property
+    def is_growing(self) -> bool:
+        """Whether more slots are on their way. Readable from any thread."""
+        return self._ready_slots < self.slots and self.refusal is None and not self._closed
+
+    @property
     def ready_slots(self) -> int:
         """Slots that can be used by now; never shrinks before `close`. Readable from any thread."""
         return self._ready_slots

@@ -99,6 +99,7 @@ class TransferPump:
         self._is_closing = False
         self._gone: str | None = None  # why the coroutine will start nothing more
         self._told_slots = 0
+        self._told_growing = True
         self._wake_ups = 0
 
     # --- the hook's thread ---
@@ -172,11 +173,13 @@ class TransferPump:
     def take_report(self) -> TransferReport | None:
         """Return what ended since the last call and the slots that are ready, None when there is nothing new."""
         reports = self._flow.ledger.take_reports()
+        # Asked in this order, so that the last slots are there when no more are on their way.
+        is_growing = self._arena.is_growing
         ready_slots = max(self._arena.ready_slots, self._told_slots)
-        if not reports and ready_slots == self._told_slots:
+        if not reports and (ready_slots, is_growing) == (self._told_slots, self._told_growing):
             return None
-        self._told_slots = ready_slots
-        return TransferReport(self._rank, reports, ready_slots, self._flow.store_share)
+        self._told_slots, self._told_growing = ready_slots, is_growing
+        return TransferReport(self._rank, reports, ready_slots, self._flow.store_share, is_growing)
 
     def coroutine_lost(self, reason: str) -> None:
         """Hear that `run` will never run again, because its loop or thread is gone.

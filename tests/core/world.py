@@ -213,6 +213,7 @@ class World:
         step_tokens: int = 8,
         promises: Promises | None = None,
         check_first: bool = False,
+        is_growing: bool = False,
     ) -> None:
         self.groups = groups or (full(),)
         self.ranks = [Rank(rank) for rank in range(ranks)]
@@ -234,7 +235,7 @@ class World:
         self.steps = 0
         self.ready = 0
         self.checks_each_fact = True
-        self.ready_up_to(host)
+        self.ready_up_to(host, is_growing=is_growing)
 
     def _make_core(self, policy: Policy) -> OffloadCore:
         return OffloadCore(self.shape, policy, self.device)
@@ -401,10 +402,11 @@ class World:
 
     # -- ranks --------------------------------------------------------------------------------------------------
 
-    def ready_up_to(self, slots: int) -> None:
-        self.ready = slots
+    def ready_up_to(self, slots: int, *, is_growing: bool = False) -> None:
+        """Every rank has so many slots ready, and no more are on their way unless `is_growing`."""
+        self.ready, self.is_growing = slots, is_growing
         for rank in self.ranks:
-            self.tell(facts.TransferReported(TransferReport(rank, (), slots)))
+            self.tell(facts.TransferReported(TransferReport(rank, (), slots, is_growing=is_growing)))
 
     def open_jobs(self, direction: Direction | None = None) -> list[JobId]:
         return [job for job, copy in self.copies.items() if direction in (None, copy.job.direction)]
@@ -422,7 +424,9 @@ class World:
             del self.copies[job]
         self._move_bytes(rank, copy.job, outcome, corrupt)
         part = JobReport(job, copy.job.direction, outcome, 0, 0.0, 0.0, corrupt)
-        self.last_reports[Rank(rank)] = TransferReport(Rank(rank), (part,), self.ready)
+        self.last_reports[Rank(rank)] = TransferReport(
+            Rank(rank), (part,), self.ready, is_growing=self.is_growing
+        )
         self.tell(facts.TransferReported(self.last_reports[Rank(rank)]))
 
     def repeat_report(self, rank: int) -> None:

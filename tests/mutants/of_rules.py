@@ -17,6 +17,9 @@ _HOLDS = "kvoffload/core/holds.py"
 _CHECKS = "kvoffload/core/check_desk.py"
 _CAPACITY = "kvoffload/engine/capacity.py"
 _DEADLINES = "kvoffload/runtime/deadlines.py"
+_BROKEN = "kvoffload/runtime/broken_core.py"
+_SIDE = "kvoffload/runtime/scheduler_side.py"
+_STALL = "kvoffload/core/stall.py"
 _COPIES = "kvoffload/runtime/open_copies.py"
 _FLOW = "kvoffload/transfer/flow.py"
 
@@ -98,11 +101,11 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(9, _LOOKUPS, "if unchecked and not may_wait:", "if False:"),
     Mutant(9, _LOADS, "        self._finish(*job.request, loaded=False)\n", "\n"),
     Mutant(9, _TRANSFERS, "self._loads.doubted(job, part)"),
-    Mutant(9, _LOOKUPS, "return MissCause.LOAD_FAILED if record.load_failed else None", "return None"),
+    Mutant(9, _LOOKUPS, "if record.load_failed:", "if False:"),
     Mutant(
         9,
         "kvoffload/runtime/awaited_loads.py",
-        "return self._since.pop(request, None) is not None",
+        "return self._requests.pop(request, self) is None",
         "return True",
         RUNTIME,
     ),
@@ -122,7 +125,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(11, _HOLDS, "record.held.clear()"),
     # Off for good.
     Mutant(12, _STORES, "if state.degraded:", "if False:"),
-    Mutant(12, _LOOKUPS, " or (MissCause.DEGRADED if state.degraded else None)", ""),
+    Mutant(12, _LOOKUPS, "    if state.degraded:", "    if False:"),
     Mutant(12, _CORE, "self._loads.cancel_planned()"),
     Mutant(12, _CORE, "self._checks.cancel_planned()"),
     Mutant(
@@ -131,7 +134,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "self._counters = [entry for entry in self._counters if entry[1] != counter]",
         tests=BUS,
     ),
-    Mutant(12, "kvoffload/runtime/scheduler_side.py", "self._core_raised(error, name)", tests=RUNTIME),
+    Mutant(12, _BROKEN, "self.raised(error, name)", tests=RUNTIME),
+    Mutant(12, _BROKEN, "        self._bus.drop_handlers()\n        for", "        for", tests=RUNTIME),
+    Mutant(
+        12,
+        _BROKEN,
+        "            follower.forget_all()\n        self.give_back()",
+        "            follower.forget_all()",
+        tests=RUNTIME,
+    ),
+    Mutant(12, _BROKEN, " - self._copies.blocks()", "", tests=RUNTIME),
+    Mutant(12, _SIDE, "results.failed += self._awaited.give_up()", tests=RUNTIME),
+    Mutant(12, _SIDE, "self._broken.give_back()", tests=RUNTIME),
+    Mutant(12, _CORE, "self._loads.fail_open()", tests=RUNTIME),
+    Mutant(12, _COPIES, "copy.running.discard(report.rank)", "copy.running.clear()", tests=RUNTIME),
     # Fences.
     Mutant(13, _FLOW, "job.fence = fence", tests=TRANSFER),
     # Shared loads.
@@ -175,6 +191,13 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(16, _COPIES, "+ self._timeout_s <= now:", "+ 1e9 <= now:", RUNTIME),
     Mutant(16, _TRANSFERS, "self._checks.abandoned(job)"),
+    Mutant(16, _STALL, "self.blocks > self.limit or ", ""),
+    Mutant(16, _STALL, " or self.jobs_in_a_row > _MOST_IN_A_ROW", ""),
+    Mutant(16, _STALL, "return max(self._limit, self._largest)", "return self._limit"),
+    Mutant(16, _STALL, "            self.jobs_in_a_row = 0\n", "            pass\n"),
+    Mutant(16, _STORES, "return 0 if self._state.stall.is_on else ", "return "),
+    Mutant(16, _LOOKUPS, "return MissCause.STALLED if state.stall.is_on else None", "return None"),
+    Mutant(16, _LOADS, "not (state.degraded or state.stall.is_on)", "not state.degraded"),
     Mutant(16, "kvoffload/transfer/lanes.py", "self._written_off.append(batch)", tests=TRANSFER),
     Mutant(16, "kvoffload/transfer/pump.py", "        if left:\n", "        if False:\n", TRANSFER),
 )

@@ -54,6 +54,7 @@ class Options(TypedDict, total=False):
     plugin: str
     extra: dict[str, object]  # of the plugin's config
     promises: Promises  # of the engine
+    starts_ready: bool  # host memory is, before the first request
 
 
 def config_of(kind: str, **options: Unpack[Options]) -> EngineConfig:
@@ -101,8 +102,9 @@ class Rig:
         )
         self.engine = Engine(config_of(kind, **options), self.plugin, clock=now)
         self.streams: list[tuple[tuple[int, ...], int, TokenStream]] = []
-        self.portal.advance()  # host memory is ready
-        self.engine.step()  # and the plugin knows of it
+        if options.get("starts_ready", True):
+            self.portal.advance()  # host memory is ready
+            self.engine.step()  # and the plugin knows of it
 
     def _make_copier(self, rank: Rank) -> GatedCopier:
         assert rank == len(self.copiers)

@@ -9,6 +9,7 @@ import pytest
 from kvoffload.core.states import SlotState
 from kvoffload.engine import PoolExhausted
 from kvoffload.model.ids import RequestId
+from kvoffload.transfer import arena
 from tests.engine.tiny import taken
 from tests.reference.rig import KINDS, TIMEOUT_S, on_host_only, open_stores, rig, slot_bytes, text
 
@@ -166,3 +167,28 @@ def test_a_request_that_needs_the_blocks_lost_to_such_a_store_is_told_so() -> No
         with pytest.raises(PoolExhausted, match=str(lost)):
             taken(stream)
         made.streams.clear()
+
+
+def test_a_request_that_came_before_host_memory_was_ready_is_stored_when_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first chunk of six slots is ready before the others."""
+    monkeypatch.setattr(arena.Arena.__init__, "__kwdefaults__", {"chunk_bytes": 6 * slot_bytes("full")})
+    with rig(starts_ready=False) as made:
+        stream = made.submit(text(1, 60), 40)
+        for _ in range(8):
+            made.engine.step()
+            made.check()
+        assert made.count("store_blocks", "stored") == made.count("store_blocks", "host_full") == 0
+        ended = made.submit(text(2, 9), 1)
+        while ended.stats.finished_s is None:
+            made.engine.step()
+        assert made.count("store_blocks", "not_ready") == 2
+        made.drain()
+        assert stream.stats.finished_s is not None
+        made.forget_device()
+        made.run(text(1, 60), 4)
+        assert made.count("load_blocks", "loaded") == 14
+        assert made.count("store_blocks", "host_full") == 0
+        assert made.count("store_blocks", "not_ready") == 2
+        made.assert_clean()

@@ -29,7 +29,11 @@ EXAMPLES: tuple[facts.Fact, ...] = (
     facts.RequestEnded(A, 7, (KEYS,), holds_blocks=False),
     facts.TransferReported(
         TransferReport(
-            Rank(1), (JobReport(JobId(2), Direction.LOAD, CopyOutcome.CORRUPT, 0, 0.5, 1, (0, 3)),), 12, 0.5
+            Rank(1),
+            (JobReport(JobId(2), Direction.LOAD, CopyOutcome.CORRUPT, 0, 0.5, 1, (0, 3)),),
+            12,
+            0.5,
+            is_growing=True,
         )
     ),
     facts.JobOverdue(JobId(5)),

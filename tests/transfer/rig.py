@@ -39,16 +39,27 @@ def _job(number: int, direction: Direction, slots: Sequence[int], blocks: Sequen
 class Rig:
     """Eight device blocks of 96 bytes in two regions, sixteen slots in chunks of five, room for four blocks in flight.
 
-    With `verify`, checksums are read when the test says so: `rig.reader.run_next()`.
+    With `verify`, checksums are read when the test says so: `rig.reader.run_next()`. Memory is made by `memory`, at once by
+    default.
     """
 
-    def __init__(self, *, blocks_in_flight: float = 4, slots: int = 16, verify: str = "off") -> None:
+    def __init__(
+        self,
+        *,
+        blocks_in_flight: float = 4,
+        slots: int = 16,
+        verify: str = "off",
+        memory: ManualExecutor | None = None,
+    ) -> None:
         self.device = FakeDevice(8, [64, 32])
         self.clock = FakeClock()
         self.copier = GatedCopier()
         size = self.device.layout.slot_bytes
         self.arena = Arena(
-            self.device.layout, slots, MmapAllocator(ManualExecutor(held=False)), chunk_bytes=5 * size
+            self.device.layout,
+            slots,
+            MmapAllocator(memory or ManualExecutor(held=False)),
+            chunk_bytes=5 * size,
         )
         self.reader = ManualExecutor()
         self.pump = TransferPump(

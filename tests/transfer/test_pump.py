@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 
 import pytest
 
 from kvoffload.model.errors import IllegalTransition
 from kvoffload.model.transfer import Direction
-from kvoffload.testing import settled
+from kvoffload.testing import ManualExecutor, settled
 from tests.transfer.rig import DONE, Rig, load, running, store
 
 pytestmark = pytest.mark.asyncio
@@ -233,10 +234,36 @@ async def test_ready_slots_are_told_as_they_grow() -> None:
     rig = Rig()
     growth = asyncio.create_task(rig.arena.prepare())
     await growth
-    told = [report.ready_slots for report in iter(rig.pump.take_report, None)]
-    assert told == [16]
+    told = [(report.ready_slots, report.is_growing) for report in iter(rig.pump.take_report, None)]
+    assert told == [(16, False)]
     await rig.pump.close()
     assert rig.pump.take_report() is None  # never less, also when the memory is gone
+
+
+async def test_reports_say_whether_more_slots_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that is refused ends growth without a slot more, and that is reported too."""
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    memory = ManualExecutor()
+    rig = Rig(memory=memory)
+    growth = asyncio.create_task(rig.arena.prepare())
+    await settled()
+    assert rig.pump.take_report() is None  # as everybody takes it to be before the first report
+    told = []
+    for chunk in range(2):
+        if chunk:
+            monkeypatch.setattr(mmap, "mmap", refuse)
+        memory.run_next()
+        await settled()
+        report = rig.pump.take_report()
+        assert report is not None
+        told.append((report.ready_slots, report.is_growing))
+    await growth
+    assert told == [(5, True), (5, False)]
+    assert rig.pump.take_report() is None
+    await rig.pump.close()
 
 
 async def test_an_end_that_the_hook_notices_just_after_a_turn_leaves_no_store_behind() -> None:

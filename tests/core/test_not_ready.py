@@ -1,0 +1,112 @@
+"""Before host memory is ready: offers are no refusals, and what running requests hold is offered again."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvoffload.model.causes import MissCause, StoreOutcome
+from kvoffload.model.facts import TransferReported
+from kvoffload.model.transfer import Direction, TransferReport
+from tests.core.world import Req, World, full, window
+
+TEXT = "abcdefghijklm"  # three whole blocks and a token to compute
+
+
+def computed(world: World, name: str, text: str = TEXT) -> Req:
+    request = world.add(name, text)
+    world.admit(request)
+    world.run(request)
+    return request
+
+
+def test_what_a_running_request_computed_before_is_stored_once_memory_is_ready() -> None:
+    world = World(host=0, is_growing=True)
+    computed(world, "runs")
+    assert world.open_jobs() == []
+    assert world.stores() == {}
+    world.ready_up_to(64)
+    world.idle_step()
+    world.finish()
+    assert world.stores() == {StoreOutcome.STORED: 3}
+    assert world.offered() == 3
+    assert world.on_host(TEXT) == "xxx"
+
+
+def test_a_request_that_ends_before_has_an_outcome_of_its_own() -> None:
+    world = World(host=0, is_growing=True)
+    world.end(computed(world, "goes"))
+    assert world.stores() == {StoreOutcome.NOT_READY: 3}
+    world.device.forget_keys()
+    world.admit(world.add("back", TEXT))
+    assert world.miss() is MissCause.DECLINED_NOT_READY
+    assert not world.core.has_work
+
+
+def test_a_preempted_request_has_lost_what_waited() -> None:
+    world = World(host=0, is_growing=True)
+    world.preempt(computed(world, "a"))
+    world.idle_step()
+    world.ready_up_to(64)
+    world.idle_step()
+    assert world.stores() == {StoreOutcome.LOST: 3}
+
+
+def test_as_memory_grows_what_waits_is_stored_bit_by_bit_heads_first() -> None:
+    world = World(full(), window(64, group=1), ranks=2, host=0, is_growing=True)
+    computed(world, "runs")
+    for slots, found in ((2, "x.."), (4, "xx.")):
+        world.ready_up_to(slots, is_growing=True)
+        world.idle_step()
+        world.finish()
+        assert (world.on_host(TEXT), world.on_host(TEXT, group=1)) == (found, found)
+    assert set(world.stores()) == {StoreOutcome.STORED}
+    world.ready_up_to(64)
+    world.idle_step()
+    world.finish()
+    assert world.stores() == {StoreOutcome.STORED: 6}
+
+
+def test_a_host_that_is_as_large_as_it_gets_is_full() -> None:
+    """Also where memory was refused, and there is none at all."""
+    world = World(host=0, is_growing=True)
+    request = computed(world, "runs")
+    world.ready_up_to(0)
+    world.idle_step()
+    world.end(request)
+    world.end(computed(world, "later", "0123456789"))
+    assert world.stores() == {StoreOutcome.HOST_FULL: 5}
+
+
+def test_memory_grows_until_the_last_rank_has_it_ready() -> None:
+    world = World(ranks=2, host=0, is_growing=True)
+    computed(world, "runs")
+    for rank, slots, is_growing, stored in ((0, 9, False, 0), (1, 2, True, 2), (1, 9, False, 3)):
+        world.tell(TransferReported(TransferReport(world.ranks[rank], (), slots, is_growing=is_growing)))
+        world.ready = slots
+        world.idle_step()
+        assert sum(len(world.copies[job].job.slots) for job in world.open_jobs(Direction.STORE)) == stored
+
+
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_lazy_looks_again_once_memory_is_ready(is_ready: bool) -> None:
+    world = World(host=0, device=16, step_tokens=4, policy="lazy", is_growing=True)
+    for number in range(4):
+        world.end(computed(world, f"r{number}", f"{number} is a prompt"))
+    refused = world.stores()[StoreOutcome.NOT_READY]
+    assert set(world.stores()) == {StoreOutcome.NOT_READY}
+    if is_ready:
+        world.ready_up_to(64)
+    for _ in range(3):
+        world.idle_step()
+        world.finish()
+    assert world.stores()[StoreOutcome.NOT_READY] == refused
+    assert (StoreOutcome.STORED in world.stores()) is is_ready
+
+
+def test_a_reset_leaves_nothing_waiting_for_memory() -> None:
+    world = World(host=0, is_growing=True)
+    computed(world, "old")
+    world.reset()
+    world.ready_up_to(64)
+    world.idle_step()
+    assert world.stores() == {StoreOutcome.BEFORE_RESET: 3}

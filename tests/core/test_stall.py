@@ -1,0 +1,166 @@
+"""Copies that never end: what they touch of the device is bounded, because no new ones are begun beyond it (R5, R16)."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvoffload.model.causes import MissCause, StoreOutcome
+from kvoffload.model.engine import Promises
+from kvoffload.model.events import CopiesResumed, CopiesStalled
+from kvoffload.model.ids import JobId
+from kvoffload.model.transfer import Direction
+from tests.core.world import DONE, FAILED, Req, World
+
+BLOCK = 4
+
+
+def stores(world: World, name: str, blocks: int) -> tuple[Req, JobId]:
+    """A request that has computed so many blocks, and their store under way."""
+    before = set(world.open_jobs())
+    request = world.add(name, name * blocks * BLOCK)
+    assert world.admit(request) == 0
+    while request.computed < blocks * BLOCK:
+        world.step(request, tokens=blocks * BLOCK)
+    world.idle_step()
+    world.step(request, tokens=1)
+    (job,) = set(world.open_jobs()) - before
+    return request, job
+
+
+def hangs(world: World, name: str, blocks: int = 1) -> JobId:
+    request, job = stores(world, name, blocks)
+    world.end(request)
+    world.overdue(job)
+    return job
+
+
+def is_stalled(world: World) -> bool:
+    """Whether a block that can be stored waits."""
+    world.idle_step()
+    stalls, resumes = len(world.told(CopiesStalled)), len(world.told(CopiesResumed))
+    assert stalls - resumes in (0, 1)
+    return stalls > resumes
+
+
+def test_three_jobs_in_a_row_stall_copies_and_one_that_ends_late_lets_them_go_on() -> None:
+    world = World(device=400, step_tokens=64)
+    jobs = [hangs(world, name) for name in "ab"]
+    assert not is_stalled(world)
+    jobs.append(hangs(world, "c"))
+    assert world.told(CopiesStalled) == [CopiesStalled(3, 50, 3)]
+    runs = world.add("d", "d" * 9)
+    world.admit(runs)
+    world.run(runs)
+    assert world.submitted() == []
+    world.finish(jobs[1])
+    assert world.told(CopiesResumed) == [CopiesResumed(2)]
+    world.idle_step()
+    world.finish()
+    assert world.stores() == {StoreOutcome.ABANDONED: 3, StoreOutcome.STORED: 2}  # what had waited
+
+
+@pytest.mark.parametrize("outcome", [DONE, FAILED])
+def test_jobs_that_end_between_are_no_row(outcome: object) -> None:
+    world = World(device=400, step_tokens=64)
+    for name in "abcdefgh":
+        hangs(world, name)
+        request, job = stores(world, name.upper(), 1)
+        world.finish(job, outcome=outcome)  # type: ignore[arg-type]
+        world.end(request)
+    assert not is_stalled(world)
+
+
+def test_beyond_an_eighth_of_the_device_no_copy_is_begun_until_enough_have_ended() -> None:
+    world = World(device=64, host=256, step_tokens=64)  # an eighth is 8
+    jobs = []
+    for name in "abcd":
+        assert not is_stalled(world)
+        jobs.append(hangs(world, name, 3))
+        if not is_stalled(world):
+            request, job = stores(world, name.upper(), 1)
+            world.finish(job)
+            world.end(request)
+        if is_stalled(world):
+            break
+    assert len(jobs) == 3
+    assert world.told(CopiesStalled) == [CopiesStalled(9, 8, 1)]
+    world.finish(jobs[0])
+    assert not is_stalled(world)
+    world.finish(*jobs[1:])
+    assert not world.device.leased
+
+
+def test_one_job_alone_stalls_nothing_however_large_it_is() -> None:
+    world = World(device=64, step_tokens=64)
+    hangs(world, "a", 12)
+    assert not is_stalled(world)
+    hangs(world, "b", 1)
+    assert is_stalled(world)
+
+
+def test_while_copies_stall_lookups_and_ending_requests_say_so_and_all_are_served() -> None:
+    world = World(device=64, step_tokens=64)
+    world.serve("first", "abcdefghijklm")
+    world.device.forget_keys()
+    for name in "xyz":
+        hangs(world, name)
+    back = world.add("back", "abcdefghijklm")
+    assert world.admit(back) == 0
+    assert world.miss() is MissCause.STALLED
+    world.run(back)
+    world.end(back)
+    new = world.add("new", "0123456789")
+    world.admit(new)
+    world.run(new)
+    world.end(new)
+    assert world.stores()[StoreOutcome.STALLED] == 2
+    world.device.forget_keys()
+    world.admit(world.add("again", "0123456789"))
+    assert world.miss() is MissCause.STALLED
+    assert not world.core.has_work
+
+
+def test_a_hit_that_was_promised_before_is_not_loaded() -> None:
+    world = World(device=64, step_tokens=64)
+    world.serve("first", "abcdefghijklm")
+    world.device.forget_keys()
+    promised = world.add("promised", "abcdefghijklm")
+    assert world.lookup(promised) == 12
+    for name in "xyz":
+        hangs(world, name)
+    world.allocate(promised, 12)
+    assert world.results == [("promised", False)]
+    assert world.admit(promised) == 0
+    world.run(promised)
+
+
+def test_loads_and_stores_are_one_row_and_checks_are_none() -> None:
+    world = World(device=64, step_tokens=64, promises=Promises(recovers_loads=False), check_first=True)
+    world.serve("first", "abcdefghijklm")
+    world.device.forget_keys()
+    for name in "xy":
+        hangs(world, name)
+    request = world.add("checked", "abcdefghijklm")
+    assert world.lookup(request) is None
+    world.idle_step()
+    (check,) = world.open_jobs(Direction.CHECK)
+    world.overdue(check)
+    assert not is_stalled(world)
+    hangs(world, "z")
+    assert is_stalled(world)
+
+
+def test_a_load_that_hangs_counts() -> None:
+    world = World(device=64, step_tokens=64)
+    world.serve("first", "abcdefghijklm")
+    world.device.forget_keys()
+    hangs(world, "x")
+    request = world.add("loads", "abcdefghijklm")
+    assert world.admit(request) == 12
+    world.idle_step()
+    (job,) = world.open_jobs(Direction.LOAD)
+    world.overdue(job)
+    hangs(world, "y")
+    assert world.told(CopiesStalled) == [CopiesStalled(5, 8, 3)]
+    world.finish(job)
+    assert not is_stalled(world)

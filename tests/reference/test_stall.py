@@ -1,0 +1,58 @@
+"""Copies that never end take a bounded part of the device pool, and the engine goes on with the rest (R5, R16)."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvoffload.engine import TokenStream
+from tests.reference.rig import KINDS, TIMEOUT_S, Rig, rig, text
+
+BLOCKS = 60
+
+
+def served(made: Rig, stream: TokenStream) -> bool:
+    """Step until a request has its answer, with time passing; False if that takes too long."""
+    for _ in range(60):
+        if stream.stats.finished_s is not None:
+            return True
+        made.step(TIMEOUT_S / 10)
+    return False
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_copies_that_all_hang_every_request_is_served_on_most_of_the_pool(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each conversation is asked twice, so that loads would be begun for ever."""
+    caplog.set_level("INFO")
+    with rig(kind, num_blocks=BLOCKS, step_tokens=32) as made:
+        for seed in range(3):
+            made.run(text(seed, 17), 3)
+        made.forget_device()
+        made.hold()
+        lost = []
+        for number in range(24):
+            assert served(made, made.submit(text(number % 6, 17), 3))
+            lost.append(made.offload.gauges().abandoned_blocks)
+        assert lost[12:] == [lost[12]] * 12  # only what was under way when the first copies were given up
+        gauges = made.offload.gauges()
+        assert gauges.copies_stalled
+        assert 0 < gauges.abandoned_blocks == made.engine.statistics().leased_blocks
+        assert gauges.abandoned_blocks <= BLOCKS // 2
+        assert made.count("abandoned_jobs", "store") + made.count("abandoned_jobs", "load") <= 6
+        assert made.count("miss_blocks", "stalled") > 0
+        made.assert_outputs()
+        made.pass_time()
+        assert caplog.text.count("copies_stalled") == 1
+        made.release()
+        made.pass_time(TIMEOUT_S)
+        made.drain()
+        made.step()
+        assert not made.offload.gauges().copies_stalled
+        assert "copies_resumed" in caplog.text
+        loaded = made.count("load_blocks", "loaded")
+        made.run(text(20, 17), 6)
+        made.forget_device()
+        made.run(text(20, 17), 3)
+        assert made.count("load_blocks", "loaded") > loaded
+        made.assert_clean()
