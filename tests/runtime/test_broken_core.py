@@ -9,6 +9,7 @@ from kvoffload.core.states import SlotState
 from kvoffload.model import facts
 from kvoffload.model.causes import DegradeCause
 from kvoffload.model.ids import RequestId
+from kvoffload.telemetry.snapshot import conservation
 from tests.runtime.parts import RELOAD, TIMEOUT_S, Side, loading
 
 
@@ -138,6 +139,23 @@ def test_copies_that_hang_are_waited_for_no_longer_than_ever_and_may_end_late(
     assert side.pool.leased
     assert side.side.gauges().open_jobs["load", "abandoned"] == 1
     assert side.done(plan) == ([], [])
+    assert not side.pool.leased
+
+
+def test_a_core_that_raised_is_told_nothing_more_and_what_was_loading_has_failed() -> None:
+    side = Side()
+    plan = loading(side)
+    told: list[object] = []
+    side.side.bus.on(facts.RequestSeen, told.append)
+    side.side.bus.on(facts.RequestSeen, boom)
+    side.seen("b")
+    side.seen("c")
+    assert len(told) == 1
+    counts = side.side.counters.snapshot()
+    assert counts.count("kvoffload_load_blocks_total", "failed") == 3
+    assert conservation(counts, drained=True) == []
+    assert side.side.lookup(RequestId("c"), 0) == 0
+    assert side.done(plan) == ([], [RequestId("a")])
     assert not side.pool.leased
 
 
