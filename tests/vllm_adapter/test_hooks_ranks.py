@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvoffload.model.causes import CopyOutcome
-from kvoffload.model.ids import DeviceBlockId, JobId, Rank, SlotId
+from kvoffload.model.ids import DeviceBlockId, JobId, Rank, RequestId, SlotId
 from kvoffload.model.transfer import Direction, JobReport, TransferJob, TransferPlan, TransferReport
 from tests.vllm_adapter.engine_rig import MARKS
 
@@ -78,8 +78,15 @@ class Workers:
 
 
 def load() -> dict[str, Any]:
-    job = TransferJob(LOAD, Direction.LOAD, (SlotId(0), SlotId(1)), BLOCKS)
-    return {"plan": TransferPlan(loads=(job,)), "loading": {LOAD: (REQUEST, BLOCKS)}}
+    job = TransferJob(LOAD, Direction.LOAD, (SlotId(0), SlotId(1)), BLOCKS, RequestId(REQUEST))
+    return {"plan": TransferPlan(loads=(job,))}
+
+
+def ended_loads(**ended: Any) -> Any:
+    """Loads that ended otherwise than by the workers' own copies."""
+    from kvoffload_vllm.metadata import EndedLoads
+
+    return EndedLoads(**ended)
 
 
 def ranks_told(output: Any) -> list[int]:
@@ -152,7 +159,7 @@ def test_a_load_given_up_is_told_once_by_each_rank(ended: Sequence[int]) -> None
     for rank in ended:
         workers.copies[rank].end(CopyOutcome.DONE)
     workers.step()
-    end = workers.step(given_up=(LOAD,))
+    end = workers.step(ended=ended_loads(given_up=[LOAD]))
     assert end.finished_recving == {REQUEST}
     assert end.failed_recving == {REQUEST}
     late = [rank for rank in range(2) if rank not in ended]
@@ -165,8 +172,8 @@ def test_a_load_given_up_is_told_once_by_each_rank(ended: Sequence[int]) -> None
 
 def test_a_load_without_a_copy_is_told_by_every_rank() -> None:
     workers = Workers()
-    assert workers.step(loaded=(REQUEST,)).finished_recving == {REQUEST}
-    end = workers.step(failed=(REQUEST,))
+    assert workers.step(ended=ended_loads(loaded=[REQUEST])).finished_recving == {REQUEST}
+    end = workers.step(ended=ended_loads(failed=[REQUEST]))
     assert (end.finished_recving, end.failed_recving) == ({REQUEST}, {REQUEST})
 
 

@@ -108,7 +108,7 @@ def test_r12_the_engine_goes_on_without_it(folder: Path) -> None:
         (first, second) = held.loads
         rig.ask("b", asked["b"])
         with Reports(rig) as reports:
-            with patch.object(rig.side.core.state.leases, "open", side_effect=ZeroDivisionError):
+            with patch.object(rig.side.core.state.leases, "take", side_effect=ZeroDivisionError):
                 rig.step()
             assert rig.side.core.state.degraded is not None
             assert held.loads == [first, second]
