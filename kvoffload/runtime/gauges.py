@@ -16,7 +16,7 @@ from kvoffload.telemetry.gauges import GaugeSnapshot
 from kvoffload.telemetry.labels import label_of
 from kvoffload.telemetry.net_benefit import NetBenefit
 
-_OPEN = (JobState.PLANNED, JobState.SUBMITTED, JobState.ABANDONED)
+_PLANNED, _SUBMITTED, _ABANDONED = map(label_of, (JobState.PLANNED, JobState.SUBMITTED, JobState.ABANDONED))
 
 
 def read_gauges(
@@ -31,11 +31,11 @@ def read_gauges(
 ) -> GaugeSnapshot:
     """Return the state now."""
     slots = {label_of(each): state.pool.count(each) for each in SlotState}
-    jobs = {
-        (direction.value, label_of(each)): state.jobs.count(direction, each)
-        for direction in Direction
-        for each in _OPEN
-    }
+    jobs = {}
+    for way in Direction:
+        jobs[way.value, _PLANNED] = state.jobs.count(way, JobState.PLANNED)
+        jobs[way.value, _SUBMITTED] = copies.count(way, is_overdue=False)
+        jobs[way.value, _ABANDONED] = copies.count(way, is_overdue=True)
     return GaugeSnapshot(
         slots=slots,
         capacity_slots=sum(slots.values()),
