@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvoffload.logs import get_logger
@@ -117,7 +117,8 @@ class Lane:
             if state is not TicketState.PENDING:
                 self._written_off.remove(batch)
                 log.warning(self._events["ended_late"], direction=self._direction.value, jobs=_job_ids(batch))
-                yield _ended(batch, state, now)
+                # Its bytes left the bound when it was written off; where checksums are read, it must not enter it again.
+                yield _ended(replace(batch, size=0), state, now)
 
     def _query(self, batch: Batch) -> TicketState:
         self.queries += 1

@@ -121,6 +121,26 @@ async def test_the_bound_on_stores_counts_those_whose_checksums_are_being_read()
         assert rig.outcomes() == dict.fromkeys(range(8), DONE)
 
 
+async def test_the_bound_on_stores_counts_no_copy_that_ended_after_it_was_written_off() -> None:
+    rig = Rig(blocks_in_flight=4, verify="full")
+    async with running(rig):
+        rig.pump.submit_stores([store(number, [number], [number]) for number in range(4)])
+        with capture_logs():
+            await rig.clock.advance(TIMEOUT_S * 1.1)
+            rig.pump.submit_stores([store(number, [number], [number]) for number in range(4, 8)])
+            await rig.clock.advance(0.05)
+            assert rig.pump.statistics().written_off_batches > 0
+            assert rig.pump.statistics().store_bytes_in_flight == 4 * 96
+            rig.copier.release()
+            await rig.clock.advance(TIMEOUT_S / 2)
+            assert rig.reader.waiting == 4  # of two blocks each
+            assert rig.pump.statistics().store_bytes_in_flight == 4 * 96
+            rig.reader.release()
+            await rig.clock.advance(TIMEOUT_S)
+            assert rig.outcomes() == dict.fromkeys(range(8), DONE)
+        rig.assert_nothing_held()
+
+
 @pytest.mark.parametrize("hand_in", ["store", "load"])
 @pytest.mark.parametrize("fault", ["refuse", "raise"])
 async def test_a_job_whose_checksums_cannot_be_read_fails(hand_in: str, fault: str) -> None:
