@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from kvoffload.runtime.open_copies import OpenCopies
-
 from kvoffload.core.host_pool import HostPool
 from kvoffload.core.job import Job
 from kvoffload.core.loads import Loads
@@ -18,6 +16,7 @@ from kvoffload.core.stores import Stores
 from kvoffload.model.causes import CopyOutcome, LoadOutcome, StoreOutcome
 from kvoffload.model.ids import BlockKey, SlotId
 from kvoffload.runtime.awaited_loads import AwaitedLoads, LoadAnswers
+from kvoffload.runtime.open_copies import OpenCopies
 from kvoffload.transfer.flow import JobFlow
 from kvoffload.transfer.lanes import Lane
 from kvoffload.transfer.ports import TicketState
