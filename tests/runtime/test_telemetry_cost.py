@@ -20,12 +20,10 @@ from kvoffload.bench.lines import line, median_interval
 from kvoffload.bench.no_reuse import Rates, measure
 from kvoffload.engine import Engine, EngineConfig
 from kvoffload.model.config import OffloadConfig
-from kvoffload.runtime import scheduler_side
 from kvoffload.telemetry.counters import Counters
 from kvoffload.telemetry.exporter import KVOffloadCollector
 from kvoffload.telemetry.first_tokens import FirstTokens
 from kvoffload.telemetry.journal import Journal
-from kvoffload.telemetry.labels import Hook
 from kvoffload.telemetry.net_benefit import NetBenefit
 from kvoffload_reference.plugin import ReferencePlugin
 from tests.operations import calls
@@ -33,16 +31,6 @@ from tests.runtime.parts import BLOCK, TIMEOUT_S, Side
 
 BLOCKS = 8
 PAIRS = 40
-
-
-class NoTimes:
-    """Times nothing."""
-
-    def __init__(self, *_: object) -> None:
-        self.spent: dict[Hook, float] = {}
-
-    def step_ended(self) -> None:
-        pass
 
 
 @pytest.fixture
@@ -53,7 +41,7 @@ def silenced() -> Callable[[], pytest.MonkeyPatch]:
         patch = pytest.MonkeyPatch()
         for watcher in (Counters, FirstTokens, Journal, NetBenefit):
             patch.setattr(watcher, "subscribe", lambda *_: None)
-        patch.setattr(scheduler_side, "HookTimes", NoTimes)
+        patch.setattr(Counters, "hooks", lambda *_: None)
         return patch
 
     return silence
