@@ -101,6 +101,11 @@ class Simulation:
         """Whether copies were given up, so that a request may need more than the device has left."""
         return self._abandoned > 0
 
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether the core has raised, so that its own records say nothing any more (R12)."""
+        return self.offload._broken.error is not None
+
     def text(self, base: int) -> Sequence[int]:
         return self._texts[base]
 
@@ -240,15 +245,17 @@ class Simulation:
     # -- what must hold -------------------------------------------------------------------------------------------
 
     def _check(self) -> None:
-        problems = [*self.runner.wrong, *self.engine.audit(), *self.offload.core.audit()]
+        problems = [*self.runner.wrong, *self.engine.audit()]
+        # Of a core that has raised, the first line says so.
+        problems += self.offload.audit()[1:] if self.is_cut_off else self.offload.core.audit()
         if self.steps % 8 == 0:
             problems += self.offload.gauges().problems()
             problems += conservation(self.offload.counters.snapshot())
         if problems:
             raise AssertionError("; ".join(problems))
-        degraded = self.offload.core.state.degraded
-        if degraded is not None and not self.scenario.may_degrade:
-            raise AssertionError(f"offloading is off: {degraded.value}")
+        cause = self.offload._degradation.cause
+        if cause is not None and not self.scenario.may_degrade:
+            raise AssertionError(f"offloading is off: {cause.value}")
         for copier in self.copiers:
             if len(copier.open_tickets) > 1:
                 assert_exclusive(copier.open_tickets)  # type: ignore[arg-type]  # it reads what tickets of both kinds have
@@ -256,9 +263,11 @@ class Simulation:
     def _check_drained(self) -> None:
         """No request is open, and nothing is kept but what copies that were given up may still touch."""
         self._check()
-        core = self.offload.core.state
-        left = [f"request {record.request} is still live" for record in core.requests.live.values()]
-        left += [f"job {job.job} is {job.state.name}" for job in core.jobs.open.values() if not job.settled]
+        core, left = self.offload.core.state, list[str]()
+        if not self.is_cut_off:
+            left += [f"request {request} is still live" for request in core.requests.live]
+            open_jobs = [job for job in core.jobs.open.values() if not job.settled]
+            left += [f"job {job.job} is {job.state.name}" for job in open_jobs]
         numbers = self.engine.statistics()
         if numbers.leased_blocks != len(core.leases.counts):
             left.append(f"{numbers.leased_blocks} blocks are leased, {len(core.leases.counts)} for a reason")
@@ -269,13 +278,15 @@ class Simulation:
         """All is as at the start (R11)."""
         self._check_drained()
         core, numbers, slots = self.offload.core.state, self.engine.statistics(), self.offload.gauges().slots
-        kept = {name: count for name, count in slots.items() if name not in ("empty", "ready", "quarantined")}
-        left = [f"{count} slots are {name}" for name, count in kept.items() if count]
-        left += [f"job {job} is open" for job in core.jobs.open]
-        left += [f"request {record.request} is not gone" for record in core.requests.finishing]
+        left = [f"workers still copy for job {job}" for job in self.offload._copies.open]
         if numbers.free_blocks != self.engine.pool.usable_blocks:
             left.append(f"{numbers.free_blocks} of {self.engine.pool.usable_blocks} device blocks are free")
-        left += conservation(self.offload.counters.snapshot(), drained=True)
+        if not self.is_cut_off:
+            kept = slots.keys() - {"empty", "ready", "quarantined"}
+            left += [f"{slots[name]} slots are {name}" for name in sorted(kept) if slots[name]]
+            left += [f"job {job} is open" for job in core.jobs.open]
+            left += [f"request {record.request} is not gone" for record in core.requests.finishing]
+            left += conservation(self.offload.counters.snapshot(), drained=True)
         if left:
             raise AssertionError("; ".join(left))
 
