@@ -96,6 +96,10 @@ LAWS: dict[str, tuple[Callable[[Broken], object], str]] = {
         "is DONE but in the table of open ones",
     ),
     "a job without copies": (lambda it: it.load.waiting.clear(), "is open although no rank copies"),
+    "counted blocks of copies that were given up": (
+        lambda it: setattr(it.state.stall, "blocks", 5),
+        "0 blocks are under abandoned copies, 5 are counted",
+    ),
     "counted jobs": (
         lambda it: it.state.jobs._counts[Direction.LOAD].__setitem__(JobState.SUBMITTED, 7),
         "1 load jobs are SUBMITTED, another number is counted",

@@ -9,6 +9,7 @@ from kvoffload.model import facts
 from kvoffload.model.causes import DegradeCause
 from kvoffload.model.ids import RequestId
 from kvoffload.runtime.awaited_loads import LoadAnswers
+from kvoffload.telemetry.snapshot import conservation
 from tests.operations import replace_handler
 from tests.runtime.parts import RELOAD, TIMEOUT_S, Side, loading
 
@@ -133,6 +134,27 @@ def test_copies_that_hang_are_waited_for_no_longer_than_ever_and_may_end_late(
     assert not side.side.has_work
     assert side.pool.leased
     assert side.done(plan) == ([], [])
+    assert not side.pool.leased
+
+
+def test_a_core_that_raised_gets_no_fact_any_more_and_what_was_loading_has_failed() -> None:
+    side = Side()
+    plan = loading(side)
+    given: list[object] = []
+
+    def raising(fact: facts.RequestSeen) -> None:
+        given.append(fact)
+        boom()
+
+    replace_handler(side.side.bus, facts.RequestSeen, raising)
+    side.seen("b")
+    side.seen("c")
+    assert len(given) == 1
+    counts = side.side.counters.snapshot()
+    assert counts.count("kvoffload_load_blocks_total", "failed") == 3
+    assert conservation(counts, drained=True) == []
+    assert side.side.lookup(RequestId("c"), 0) == 0
+    assert side.done(plan) == ([], [RequestId("a")])
     assert not side.pool.leased
 
 
