@@ -89,10 +89,10 @@ class SchedulerSide:
         self.counters = Counters()
         self._spent: dict[Hook, float] = {}  # seconds in this step
         self._copies = OpenCopies(shape.ranks, self._clocks, timeout_s)
+        # First answered "not yet", until admitted: a wait that lasts too long ends.
         self._deferred_since: dict[RequestId, float] = {}
-        """First answered "not yet", until admitted; a wait that lasts too long ends."""
+        # Answered "not yet", until answered otherwise: the time that other requests' loads cost.
         self._waiting_since: dict[RequestId, float] = {}
-        """Answered "not yet", until answered otherwise: the time that other requests' loads cost."""
         self._awaited = AwaitedLoads(self._copies.open)
         self._degradation = Degradation(self.journal, config.journal_path)
         self._pins = PinAges(self._clocks)
