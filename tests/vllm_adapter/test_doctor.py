@@ -216,6 +216,7 @@ def test_vllms_worker_warns_at_its_start(monkeypatch: pytest.MonkeyPatch) -> Non
     from kvoffload_vllm import assembly
 
     monkeypatch.setattr(assembly, "_check", lambda *_: (None, OffloadConfig(host_bytes=2 * 131072)))
+    monkeypatch.setattr(assembly, "find_failure_policy", lambda _: "recompute")
     given = vllm_config(world_size=1)
     given.parallel_config.rank = 0
     worker = assembly.make_worker(given, cache_config(group(full())))
