@@ -215,8 +215,11 @@ def _confirmed(state: CoreState, record: RequestRecord) -> list[Offer]:
     assert record.table is not None, record
     for group, blocks, keys in zip(groups, record.table, record.keys, strict=True):
         number, size, first = group.group, group.block_tokens, record.offered[group.group]
-        end = min(record.confirmed_tokens // size, len(blocks), len(keys))
-        if end <= first or group.kind is AttentionKind.RECURRENT:
+        confirmed = record.confirmed_tokens // size
+        if confirmed <= first or group.kind is AttentionKind.RECURRENT:
+            continue
+        end = min(confirmed, len(blocks), len(keys))
+        if end <= first:
             continue
         record.offered[number] = end
         incarnation = record.incarnation

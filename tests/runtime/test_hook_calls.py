@@ -1,0 +1,107 @@
+"""What each hook costs on the engine's critical path, counted in calls, with all that watches it.
+
+The numbers are what the hooks made when they were written down, plus a tenth: time belongs to the benches, but a hook that
+makes more calls than its number is slower on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvoffload.model import facts
+from kvoffload.model.ids import BlockKey, DeviceBlockId, RequestId
+from tests.operations import calls
+from tests.runtime.parts import BLOCK, RELOAD, Side
+
+RUNNING = 16
+
+MOST_CALLS = {
+    "a step in which nothing happens": 31,
+    "a step in which 16 requests get a block each": 191,
+    "a step that offers a block and plans its store": 171,
+    "a request is seen": 32,
+    "a lookup that misses": 28,
+    "a lookup that hits": 119,
+    "an allocation without a load": 44,
+    "an allocation with a load": 183,
+    "a step that plans a load": 68,
+    "a report of a store": 137,
+    "a report of a load": 219,
+    "a request ends": 46,
+}
+
+
+def running(side: Side, count: int) -> list[str]:
+    """Requests that decode, all that they can store being stored."""
+    names = [f"running{number}" for number in range(count)]
+    for name in names:
+        side.seen(name, name, blocks=1)
+        side.side.lookup(RequestId(name), 0)
+        side.allocated(name, blocks=2)
+        side.pool.names[side.last_table[0]] = BlockKey(name.encode())
+    side.done(side.step(*((name, BLOCK) for name in names)))
+    side.step()
+    return names
+
+
+def hooks(side: Side) -> dict[str, Callable[[], object]]:
+    """Everything that an engine does, in an order that can be run."""
+    names = running(side, RUNNING)
+    side.stored("shared")
+    busy = RequestId("busy")
+    side.seen(busy, "busy")
+    side.side.lookup(busy, 0)
+    side.allocated(busy)
+    for position, block in enumerate(side.last_table):
+        side.pool.names[block] = BlockKey(f"busy{position}".encode())
+    side.step()
+    new, back = RequestId("new"), RequestId("back")
+    side.seen(back, "shared")
+    plans: list = []
+
+    def allocation(request: RequestId, external: int, first: int) -> Callable[[], object]:
+        table = tuple(DeviceBlockId(first + position) for position in range(3))
+        return lambda: side.side.allocated(facts.BlocksAllocated(request, (table,), 0, external))
+
+    def step(*confirmed: tuple[str, int], number: int, decode: int = 0) -> Callable[[], object]:
+        progress = tuple(
+            facts.Progress(RequestId(name), tokens, ((DeviceBlockId(200 + place),),), ((),))
+            for place, (name, tokens) in enumerate(confirmed)
+        )
+        fact = facts.StepScheduled(number, progress, decode_tokens=decode)
+        return lambda: plans.append(side.side.step(fact))
+
+    return {
+        "a step in which nothing happens": step(number=100),
+        "a step in which 16 requests get a block each": step(
+            *((name, BLOCK + 1) for name in names), number=101, decode=RUNNING
+        ),
+        "a step that offers a block and plans its store": step((busy, BLOCK), number=102),
+        "a report of a store": lambda: side.done(plans.pop()),
+        "a request is seen": lambda: side.seen(new, "new"),
+        "a lookup that misses": lambda: side.side.lookup(new, 0),
+        "an allocation without a load": allocation(new, 0, 300),
+        "a lookup that hits": lambda: side.side.lookup(back, 0),
+        "an allocation with a load": allocation(back, RELOAD, 310),
+        "a step that plans a load": step(number=103),
+        "a report of a load": lambda: side.done(plans.pop()),
+        "a request ends": lambda: side.ended(new),
+    }
+
+
+def counted() -> dict[str, int]:
+    side = Side()
+    return {what: calls(act) for what, act in hooks(side).items()}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, int]:
+    counted()  # what is made once in a process
+    return counted()
+
+
+@pytest.mark.parametrize("what", MOST_CALLS)
+def test_a_hook_makes_no_more_calls_than_this(what: str, found: dict[str, int]) -> None:
+    assert found[what] <= MOST_CALLS[what], found
