@@ -1,4 +1,4 @@
-"""Every metric, in one table: exporters build from it, the README prints it, checks of dashboards compare with it."""
+"""Every metric, in one table: exporters build from it, dashboards/metrics.md prints it, checks of dashboards compare with it."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ BY_NAME: dict[str, Metric] = {metric.name: metric for metric in CATALOGUE}
 
 
 def render_markdown() -> str:
-    """Return the table for people, as the README shows it."""
+    """Return the table for people, as dashboards/metrics.md shows it."""
     rows = ["| metric | type | unit | labels | meaning |", "|---|---|---|---|---|"]
     rows += [
         f"| `{metric.name}` | {metric.kind.value} | {metric.unit} | {_describe_labels(metric)} | {metric.help} |"

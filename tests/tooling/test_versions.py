@@ -1,4 +1,4 @@
-"""The README's table of vLLM's versions is one that the command that writes it could have written."""
+"""The table of vLLM's versions is one that the command that writes it could have written."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.tooling.scripts import ROOT
 from tests.vllm_versions import matrix
 from tests.vllm_versions.test_small_suite import SCENES
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+README = (ROOT / "plugins" / "kvoffload_vllm" / "README.md").read_text(encoding="utf-8")
 HYBRID = "all these, hybrid model"
 
 

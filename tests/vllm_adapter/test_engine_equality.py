@@ -148,7 +148,7 @@ def test_resets_at_random_steps(scene: tuple[Rig, dict[str, Told], int]) -> None
 def test_a_reset_of_running_requests_with_no_copy_open(scene: tuple[Rig, dict[str, Told], int]) -> None:
     """With two steps in flight vLLM frees a running request's blocks too late for its own reset, and raises.
 
-    It does so beside any connector that loads, and is README's business; what matters here is that nothing suffers.
+    It does so beside any connector that loads, and is described in plugins/kvoffload_vllm/README.md; what matters here is that nothing suffers.
     """
     rig, expected, _ = scene
     rig.forget()

@@ -267,7 +267,7 @@ def test_metrics_and_events_of_vllm(folder: Path) -> None:
             assert any(on_host)
             assert not all(on_host)
 
-        # Where this fails vLLM has lifted its limit, and README need not tell of another way.
+        # Where this fails vLLM has lifted its limit, and plugins/kvoffload_vllm/README.md need not tell of another way.
         names = {one.name for one in rig.llm.get_metrics()}
         assert "vllm:external_prefix_cache_hits" in names
         assert not [name for name in names if "kvoffload" in name]

@@ -1,7 +1,7 @@
-"""Runs the suite beside this file on several versions of vLLM, and writes the README's table of what came of it.
+"""Runs the suite beside this file on several versions of vLLM, and writes the table in plugins/kvoffload_vllm/README.md.
 
 One pytest process a version, with that version's Python files in front of the installed vLLM. Fails where a test fails,
-or, with --check, where the README's table is not what came out.
+or, with --check, where that table is not what came out.
 
     .venv/vllm/bin/python -m tests.vllm_versions.matrix [--check] [--jobs 2] [0.28.0 ...]
 """
@@ -144,19 +144,17 @@ def render(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def filled(readme: str, rows: Sequence[Sequence[str]]) -> str:
-    """Return the README with the table in its place."""
-    text: str = load_script("readme").filled(readme, "versions", render(rows))
+def filled(page: str, rows: Sequence[Sequence[str]]) -> str:
+    """Return the page with the table in its place."""
+    text: str = load_script("readme").filled(page, "versions", render(rows))
     return text
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="run the smaller suite on several versions of vLLM")
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; fail where README's table is stale"
-    )
+    parser.add_argument("--check", action="store_true", help="write nothing; fail where the table is stale")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="versions at a time")
-    parser.add_argument("versions", nargs="*", help="some of the lock's; README is left alone then")
+    parser.add_argument("versions", nargs="*", help="some of the lock's; the table is left alone then")
     asked = parser.parse_args()
     with ThreadPoolExecutor(asked.jobs) as pool:
         ran = list(pool.map(_run_and_tell, asked.versions or versions()))
@@ -177,15 +175,17 @@ def _run_and_tell(version: str) -> Ran:
 
 
 def _settle(rows: Sequence[Sequence[str]], *, check: bool) -> int:
-    """Write the README's table, or say whether it is this one."""
-    readme = ROOT / "README.md"
-    text = readme.read_text(encoding="utf-8")
+    """Write the table, or say whether it is this one."""
+    page = ROOT / "plugins" / "kvoffload_vllm" / "README.md"
+    text = page.read_text(encoding="utf-8")
     wanted = filled(text, rows)
     if check and wanted != text:
-        sys.stdout.write("README's table of versions is not what came out: make vllm-versions\n")
+        sys.stdout.write(
+            "the table of versions in plugins/kvoffload_vllm/README.md is not what came out: make vllm-versions\n"
+        )
         return 1
     if wanted != text:
-        readme.write_text(wanted, encoding="utf-8")
+        page.write_text(wanted, encoding="utf-8")
     return 0
 
 
