@@ -66,10 +66,10 @@ def whole_digests(arena: Arena, hasher: MakeHasher) -> SlotDigests:
     """Return what reads every byte of a slot, in the way that suits the size of the pages."""
     layout = arena.layout
     is_long = layout.slot_bytes > _LONG * len(layout.regions)
-    return LyingDigests(arena, hasher) if is_long else GatheredDigests(arena, hasher)
+    return InPlaceDigests(arena, hasher) if is_long else GatheredDigests(arena, hasher)
 
 
-class LyingDigests:
+class InPlaceDigests:
     """Reads every byte where it lies."""
 
     def __init__(self, arena: Arena, hasher: MakeHasher) -> None:

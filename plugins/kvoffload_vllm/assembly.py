@@ -21,7 +21,7 @@ from kvoffload_vllm.doctor import RECOMPUTE, load_failures
 from kvoffload_vllm.events import find_wire, publishes_events
 from kvoffload_vllm.failure_policy import find_failure_policy
 from kvoffload_vllm.groups import VllmGroups, vllm_groups
-from kvoffload_vllm.host_news import HostNews
+from kvoffload_vllm.host_events import HostEvents
 from kvoffload_vllm.pool_device import VllmDevice
 from kvoffload_vllm.scheduler import VllmScheduler
 from kvoffload_vllm.stats import StatsSender
@@ -49,10 +49,10 @@ def make_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> V
     device, portal = VllmDevice(groups.partly_hashed), Portal("kvoffload")
     offload = SchedulerSide(groups.shape, config, device, portal=portal, merge_steps=_MERGE_STEPS)
     keys = KeyMaker(groups.hash_ratios, groups.ids)
-    news = None
+    host_events = None
     if publishes_events(vllm_config):
-        news = HostNews(groups, offload.core.state.pool.index, find_wire(kv_cache_config), device)
-    return VllmScheduler(offload, device, keys, groups.ids, StatsSender(offload), portal.close, news)
+        host_events = HostEvents(groups, offload.core.state.pool.index, find_wire(kv_cache_config), device)
+    return VllmScheduler(offload, device, keys, groups.ids, StatsSender(offload), portal.close, host_events)
 
 
 def make_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> VllmWorker:

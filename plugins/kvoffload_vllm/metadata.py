@@ -54,7 +54,7 @@ class KVOffloadWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc] 
     """What the workers have to tell after a step.
 
     Args:
-        reports: one a rank that has news.
+        reports: one for each rank that has something to report.
     """
 
     def __init__(self, reports: tuple[TransferReport, ...]) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvoffload.runtime.scheduler_side import SchedulerSide
-    from kvoffload_vllm.host_news import HostNews
+    from kvoffload_vllm.host_events import HostEvents
     from kvoffload_vllm.pool_device import VllmDevice
     from kvoffload_vllm.stats import KVOffloadStats, StatsSender
 
@@ -37,7 +37,7 @@ class VllmScheduler:
         groups: vLLM's numbers of the groups that are offloaded.
         stats: makes of the counters what vLLM carries to its own metrics.
         closed: called when vLLM has stopped, after all else.
-        news: makes vLLM's KV cache events, None where nobody publishes them.
+        host_events: makes vLLM's KV cache events, None where nobody publishes them.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class VllmScheduler:
         groups: tuple[int, ...],
         stats: StatsSender,
         closed: Callable[[], object],
-        news: HostNews | None = None,
+        host_events: HostEvents | None = None,
     ) -> None:
         self.offload = offload
         self._device = device
@@ -56,7 +56,7 @@ class VllmScheduler:
         self._groups = groups
         self._stats = stats
         self._closed = closed
-        self._news = news
+        self._host_events = host_events
         self._least_block = min(group.block_tokens for group in offload.shape.groups)
         self._tracked: dict[str, Tracked] = {}
         self._due = DueSteps()
@@ -131,10 +131,10 @@ class VllmScheduler:
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return what came to the host and what left it."""
-        return self._news.take() if self._news is not None else ()
+        return self._host_events.take() if self._host_events is not None else ()
 
     def take_stats(self) -> KVOffloadStats | None:
-        """Return what the counters gained, None without news. A step that is followed by another may leave it to that."""
+        """Return what the counters gained, None if nothing changed. A step that is followed by another may leave it to that."""
         return self._stats.take(is_last=not (self._tracked or self.has_work))
 
     def close(self) -> None:
@@ -173,28 +173,28 @@ class VllmScheduler:
 
     def _take_notes(self, tracked: Tracked, computed_tokens: int) -> None:
         """Routers that follow our events hear of computed blocks' tokens when these arrive on the host."""
-        if self._news is not None:
-            tracked.noted = self._news.note(tracked.request, tracked.noted, computed_tokens)
+        if self._host_events is not None:
+            tracked.noted = self._host_events.note(tracked.request, tracked.noted, computed_tokens)
 
     def _progress(self, output: SchedulerOutput) -> tuple[facts.Progress, ...]:
         """Only of requests that completed a block, got one, or run for the first time since their allocation."""
-        scheduled, news = output.num_scheduled_tokens, self._news_of(output)
+        scheduled, gained = output.num_scheduled_tokens, self._new_blocks_of(output)
         for tracked in self._due.take():
             request_id = tracked.request.request_id
-            if request_id in news:
+            if request_id in gained:
                 continue
             lacking = tracked.boundary - tracked.confirmed_tokens
             if lacking <= 0 and request_id in scheduled:
-                news[request_id] = ()
+                gained[request_id] = ()
             else:
                 self._due.put(tracked, max(lacking, 1))
         progress: tuple[facts.Progress, ...] = ()
-        if news:
+        if gained:
             known = self._tracked
             progress = tuple(
                 [
                     self._progress_of(known[request], blocks)
-                    for request, blocks in news.items()
+                    for request, blocks in gained.items()
                     if request in known
                 ]
             )
@@ -202,20 +202,20 @@ class VllmScheduler:
             self._look_next_step(request_id for request_id, tokens in scheduled.items() if tokens > 1)
         return progress
 
-    def _news_of(self, output: SchedulerOutput) -> dict[str, _Table]:
+    def _new_blocks_of(self, output: SchedulerOutput) -> dict[str, _Table]:
         """Return the requests of which vLLM itself tells something new, with the blocks that continue their tables."""
         cached = output.scheduled_cached_reqs
         ids, tables = cached.req_ids, cached.new_block_ids
         # Most have no new block, so Python's own loops find those that do.
-        news: dict[str, _Table] = {}
+        gained: dict[str, _Table] = {}
         for request_id, blocks in compress(zip(ids, tables, strict=True), tables):
-            news[request_id] = self._table(blocks)
+            gained[request_id] = self._table(blocks)
         # Of these the whole table is given here, and was told when it was allocated.
         for request_id in cached.resumed_req_ids:
-            news[request_id] = ()
+            gained[request_id] = ()
         for new in output.scheduled_new_reqs:
-            news[new.req_id] = ()
-        return news
+            gained[new.req_id] = ()
+        return gained
 
     def _look_next_step(self, request_ids: Iterable[str]) -> None:
         """These get more than one token in this step, so that no count of steps tells when they complete a block."""

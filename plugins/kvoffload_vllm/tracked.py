@@ -1,4 +1,4 @@
-"""What the core has been told of each of vLLM's requests, so that only news is told. Pure."""
+"""What the core knows of each of vLLM's requests, so that it is given only what is new. Pure."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Tracked:
         last_hash: the last of them. It covers the others, so it tells whether any was rewritten.
         noted: block hashes noted for events, of the table that the request has now.
         found_tokens: what the device held at the last lookup.
-        boundary: confirmed tokens from which on there is news.
+        boundary: confirmed tokens from which on there is something new to report.
         due: the step in which it is looked at again, 0 for none; `DueSteps` writes it.
     """
 

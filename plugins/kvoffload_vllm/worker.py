@@ -109,7 +109,7 @@ class VllmWorker:
         return received
 
     def worker_metadata(self) -> KVOffloadWorkerMetadata | None:
-        """Return what the scheduler's side must hear, None without news."""
+        """Return what this rank reports to the scheduler's side, None if there is nothing."""
         report, self._report = self._report, None
         return KVOffloadWorkerMetadata((report,)) if report is not None else None
 

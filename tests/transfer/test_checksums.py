@@ -20,7 +20,7 @@ from kvoffload.transfer.host_memory import MmapAllocator
 from kvoffload.transfer.ports import TicketState
 from kvoffload.transfer.slot_digests import (
     GatheredDigests,
-    LyingDigests,
+    InPlaceDigests,
     SampledDigests,
     SlotDigests,
     whole_digests,
@@ -28,7 +28,7 @@ from kvoffload.transfer.slot_digests import (
 
 SLOTS = 7
 PAGES = [[64, 32], [1], [100, 5000, 100], [4096, 4096], [9000], [70_000, 70_001]]
-WAYS = [LyingDigests, GatheredDigests, SampledDigests]
+WAYS = [InPlaceDigests, GatheredDigests, SampledDigests]
 
 
 def arena_of(pages: list[int], slots: int = SLOTS) -> Arena:
@@ -71,7 +71,7 @@ def test_equal_bytes_have_equal_digests_in_whatever_company(way: type[SlotDigest
 
 
 @pytest.mark.parametrize("pages", PAGES, ids=str)
-@pytest.mark.parametrize("way", [LyingDigests, GatheredDigests])
+@pytest.mark.parametrize("way", [InPlaceDigests, GatheredDigests])
 def test_a_whole_digest_notices_any_bit_and_only_its_own_slots(
     way: type[SlotDigests], pages: list[int]
 ) -> None:
@@ -91,13 +91,13 @@ def test_a_whole_digest_notices_any_bit_and_only_its_own_slots(
 
 def test_both_ways_to_read_a_whole_slot_agree() -> None:
     arena = arena_of([100, 70_000])
-    assert of(LyingDigests(arena, xxh3_64), *range(SLOTS)) == of(
+    assert of(InPlaceDigests(arena, xxh3_64), *range(SLOTS)) == of(
         GatheredDigests(arena, xxh3_64), *range(SLOTS)
     )
 
 
 def test_long_pages_are_read_where_they_lie() -> None:
-    assert isinstance(whole_digests(arena_of([70_000]), xxh3_64), LyingDigests)
+    assert isinstance(whole_digests(arena_of([70_000]), xxh3_64), InPlaceDigests)
     assert isinstance(whole_digests(arena_of([64, 70_000]), xxh3_64), GatheredDigests)
 
 
@@ -113,7 +113,7 @@ def test_more_slots_than_are_gathered_at_once() -> None:
     """Over a mebibyte of pages, and over four thousand lines."""
     arena = arena_of([2**16, 2**16], slots=20)
     every = np.arange(20)
-    assert of(GatheredDigests(arena, xxh3_64), *every) == of(LyingDigests(arena, xxh3_64), *every)
+    assert of(GatheredDigests(arena, xxh3_64), *every) == of(InPlaceDigests(arena, xxh3_64), *every)
     lines = arena_of([64] * 40, slots=150)
     sampled = SampledDigests(lines, xxh3_64)
     assert of(sampled, *range(150)) == [of(sampled, slot)[0] for slot in range(150)]

@@ -1,4 +1,4 @@
-"""What vLLM publishes of the host: joins what the core tells of keys with what was noted of their blocks."""
+"""The KV cache events that vLLM publishes of the host: keys that came and went, with what was noted of their blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
 
 
-class HostNews:
+class HostEvents:
     """Which blocks came to the host and which left it, as vLLM's events.
 
     Args:
@@ -32,7 +32,7 @@ class HostNews:
 
         self._notes = NoteTaker(groups, wire, is_on_device)
         self._maker = EventMaker(groups, self._notes, wire)
-        self._news = index.watch()
+        self._changes = index.watch()
 
     def note(self, request: RequestLike, first: int, computed_tokens: int) -> int:
         """Note a request's computed blocks but for those of its first hashes; return how many hashes are noted now."""
@@ -40,8 +40,8 @@ class HostNews:
 
     def take(self) -> Iterable[KVCacheEvent]:
         """Return what happened since the last call."""
-        if not self._news:
+        if not self._changes:
             return ()
-        events = list(self._maker.events(self._news))
-        self._news.clear()
+        events = list(self._maker.events(self._changes))
+        self._changes.clear()
         return events
