@@ -246,6 +246,9 @@ class Held:
         return [one for one in self.copier.open_tickets if one.direction.value == "store"]
 
 
+Hands = tuple[Rig, Held]
+
+
 @contextmanager
 def offloading(
     kind: checkpoints.Kind,

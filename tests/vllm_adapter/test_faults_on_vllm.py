@@ -20,12 +20,11 @@ import pytest
 
 from kvoffload.core.machine import SlotState
 from kvoffload.testing.logs import capture_logs
-from tests.vllm_adapter.engine_rig import MARKS, Asked, Held, Rig, Told, check_same, offloading, same
+from tests.vllm_adapter.engine_rig import MARKS, Asked, Hands, Held, Rig, Told, check_same, offloading, same
 from tests.vllm_stock import engines
 
 pytestmark = MARKS
 
-Hands = tuple[Rig, Held]
 TIMEOUT_S = 30
 
 
@@ -41,16 +40,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hands]:
     folder = tmp_path_factory.getbasetemp() / "checkpoints"
     with offloading("qwen3", folder, held=held, extra=journal) as rig:
         yield rig, held
-
-
-@pytest.fixture
-def hands(engine: Hands) -> Iterator[Hands]:
-    rig, held = engine
-    rig.told.clear()
-    rig.forget()
-    yield rig, held
-    held.copier.release()
-    rig.check_clean()
 
 
 def truth(rig: Rig, one: Asked, salt: str = "truth") -> Told:

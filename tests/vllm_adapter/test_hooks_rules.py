@@ -15,6 +15,7 @@ from tests.vllm_adapter.engine_rig import (
     MARKS,
     SLOT_BYTES,
     Asked,
+    Hands,
     Held,
     Reports,
     Rig,
@@ -26,8 +27,6 @@ from tests.vllm_adapter.engine_rig import (
 from tests.vllm_stock import checkpoints, engines
 
 pytestmark = MARKS
-
-Hands = tuple[Rig, Held]
 
 
 def prompt(seed: int, length: int = 264) -> tuple[int, ...]:
@@ -47,17 +46,6 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.getbasetemp() / "checkpoints"
     with offloading(request.param, folder, held=held, max_num_seqs=64) as rig:
         yield rig, held
-
-
-@pytest.fixture
-def hands(engine: Hands) -> Iterator[Hands]:
-    """The engine, empty and with nothing held, before and after."""
-    rig, held = engine
-    rig.told.clear()
-    rig.forget()
-    yield rig, held
-    held.copier.release()
-    rig.check_clean()
 
 
 def start_loading(hands: Hands, name: str, asked: Asked) -> Any:

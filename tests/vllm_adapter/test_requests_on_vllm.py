@@ -16,6 +16,7 @@ from kvoffload.core.machine import SlotState
 from tests.vllm_adapter.engine_rig import (
     MARKS,
     Asked,
+    Hands,
     Held,
     Reports,
     Rig,
@@ -53,7 +54,6 @@ class Said(NamedTuple):
 
 
 Answers = list[list[Said]]  # of each request its samples or beams
-Hands = tuple[Rig, Held]
 
 
 def prompt(seed: int) -> list[int]:
@@ -196,16 +196,6 @@ def engine(folder: Path, expected: dict[str, Answers]) -> Iterator[Hands]:
         "qwen3", folder, held=held, two_steps=True, kv_transfer_config=DEFAULT_POLICY, **OPTIONS
     ) as rig:
         yield rig, held
-
-
-@pytest.fixture
-def hands(engine: Hands) -> Iterator[Hands]:
-    rig, held = engine
-    rig.told.clear()
-    rig.forget()
-    yield rig, held
-    held.copier.release()
-    rig.check_clean()
 
 
 def agree(given: Answers, expected: Answers) -> bool:
