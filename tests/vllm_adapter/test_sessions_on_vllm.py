@@ -96,7 +96,7 @@ def run(scheduler: Any, request: Any, table: Sequence[int], *, until: int) -> No
 
 
 def known_keys(scheduler: Any) -> list[bytes]:
-    record = scheduler.offload.core.state.requests.live(RequestId("s"))
+    record = scheduler.offload.core.state.requests.live.get(RequestId("s"))
     return [key[:-4] for key in record.keys[0]]
 
 
@@ -132,7 +132,7 @@ def test_a_session_that_ends_with_rewritten_hashes_tells_none_of_them() -> None:
         scheduler.new_request(request)
         scheduler.lookup(request, 0)
         run(scheduler, request, [1, 2, 3, 4], until=100)
-        record = scheduler.offload.core.state.requests.live(RequestId("s"))
+        record = scheduler.offload.core.state.requests.live.get(RequestId("s"))
         before = list(record.keys[0])
         request.num_computed_tokens = 40
         go_on(request, tokens(2, 200))
