@@ -27,7 +27,7 @@ COLOURS: dict[str, str] = {
     # ways and jobs
     "store": BLUE, "load": GREEN, "store planned": "#c9d9ee", "store submitted": BLUE, "store abandoned": "#b02a2a",
     "load planned": "#cfe6c8", "load submitted": GREEN, "load abandoned": "#e2685a",
-    "room for stores": BLUE, "under copies given up": "#b02a2a", "copies stalled": RED, "store half": "#7fb3ea", "store 99 in 100": BLUE,
+    "room for stores": BLUE, "under abandoned copies": "#b02a2a", "copies stalled": RED, "store half": "#7fb3ea", "store 99 in 100": BLUE,
     "load half": "#8fce7f", "load 99 in 100": GREEN,
     # the host's slots
     "empty": "#e4e4e4", "filling": "#7fb3ea", "ready": BLUE, "pinned": GREEN, "draining": "#a06bc9",

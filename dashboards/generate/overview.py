@@ -234,7 +234,7 @@ _HEALTH = Row(
         ),
         Panel(
             "Blocks that failed",
-            "Blocks whose copy failed, was found corrupt, or was given up. Requests recompute them; none gets wrong KV.",
+            "Blocks whose copy failed, was found corrupt, or was abandoned. Requests recompute them; none gets wrong KV.",
             "a steady rate points to the device, its link, or host memory: see `Copies by outcome` in *Transfers* and "
             "the runbook's KVOffloadLoadsFailing and KVOffloadCorruptBlocks.",
             units.BLOCKS_PER_SECOND,

@@ -133,7 +133,7 @@ _LATENCY = Row(
         Panel(
             "Open jobs",
             "Jobs that have not ended on every rank, by state.",
-            "submitted that only grows: copies do not end. abandoned: they were given up and their memory is lost; see "
+            "submitted that only grows: copies do not end. abandoned: they were abandoned and their memory is lost; see "
             "the runbook's KVOffloadJobsAbandoned.",
             units.JOBS,
             (_open_jobs(),),
@@ -152,7 +152,7 @@ _LATENCY = Row(
             maximum=1.0,
         ),
         Panel(
-            "Jobs given up",
+            "Jobs abandoned",
             "Jobs with a copy that did not end within transfer_timeout_s. Requests recompute; the memory is written off.",
             "any: a device or a driver hangs. In the runbook: KVOffloadJobsAbandoned.",
             units.EVENTS_PER_SECOND,
@@ -160,12 +160,12 @@ _LATENCY = Row(
             width=12,
         ),
         Panel(
-            "Device blocks under copies given up",
-            "Blocks that the engine cannot use until copies which were given up have ended after all.",
+            "Device blocks under abandoned copies",
+            "Blocks that the engine cannot use until copies which were abandoned have ended after all.",
             "any: a device or a driver hangs. Over an eighth of the device pool, or after three such jobs in a row, no new "
             "copy is begun. In the runbook: KVOffloadCopiesStalled.",
             units.BLOCKS,
-            (one(total(series("kvoffload_abandoned_device_blocks")), "under copies given up", SERIES),),
+            (one(total(series("kvoffload_abandoned_device_blocks")), "under abandoned copies", SERIES),),
             width=12,
         ),
         Panel(

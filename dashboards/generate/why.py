@@ -196,7 +196,7 @@ _HOST = Row(
         ),
         Panel(
             "Age of the oldest copy",
-            "How long the longest-running job of copies has been under way; 0 without one. Those that were given up do not "
+            "How long the longest-running job of copies has been under way; 0 without one. Those that were abandoned do not "
             "count.",
             "over transfer_timeout_s: the engine does not step, or its thread hangs. In the runbook: KVOffloadJobStuck.",
             units.SECONDS,
@@ -246,7 +246,7 @@ _HOST = Row(
         ),
         Panel(
             "Blocks written off",
-            "Blocks of jobs that were given up because a copy did not end in time. Their slots are lost until a restart.",
+            "Blocks of jobs that were abandoned because a copy did not end in time. Their slots are lost until a restart.",
             "any: a device or a driver hangs. In the runbook: KVOffloadJobsAbandoned.",
             units.BLOCKS_PER_SECOND,
             (each("kvoffload_written_off_blocks_total", "direction", SERIES),),

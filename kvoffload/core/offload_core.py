@@ -365,11 +365,6 @@ class OffloadCore:
         return bool(state.jobs.pending or results.loaded or results.failed or self._stores.again)
 
     @property
-    def is_drained(self) -> bool:
-        """Whether no copy is under way that was not abandoned; what a reset left behind is gone then."""
-        return not self.state.jobs.pending
-
-    @property
     def is_at_rest(self) -> bool:
         """Whether no request is known, and no copy that anyone waits for."""
         return not (self.state.jobs.pending or self.state.requests.live)

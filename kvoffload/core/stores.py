@@ -30,9 +30,7 @@ class Wait(Enum):
     """Why an offer has no outcome yet."""
 
     FOR_ROOM = "for_room"  # under the lease limit; tried again next step
-    FOR_MEMORY = (
-        "for_memory"  # the host has no room, and more memory is being made ready; tried again next step
-    )
+    FOR_MEMORY = "for_memory"  # the host has no room yet, but more memory is coming; tried again next step
     FOR_COPIES = "for_copies"  # too many copies did not end, and no new one starts; tried again next step
     FOR_END = "for_end"  # the host is full of what running requests use; tried again at the request's end
     FOR_COPY = "for_copy"  # an abandoned copy still reads the block; tried again at the request's end

@@ -75,7 +75,7 @@ class EngineShape:
 
     @property
     def stall_limit(self) -> int:
-        """Device blocks that may be under copies that were given up, if these are several: an eighth of the pool."""
+        """Device blocks that may be under copies that were abandoned, if these are several: an eighth of the pool."""
         return self.device_blocks // 8
 
     @property

@@ -152,12 +152,12 @@ class JobAbandoned(Event):
 
 @dataclass(frozen=True, slots=True)
 class CopiesStalled(Event):
-    """Too many copies were given up: no new one is begun.
+    """Too many copies were abandoned: no new one is begun.
 
     Args:
-        blocks: device blocks under copies that were given up.
+        blocks: device blocks under copies that were abandoned.
         limit_blocks: how many there may be.
-        jobs_in_a_row: jobs given up since one last ended.
+        jobs_in_a_row: jobs abandoned since one last ended.
     """
 
     blocks: int
@@ -167,7 +167,7 @@ class CopiesStalled(Event):
 
 @dataclass(frozen=True, slots=True)
 class CopiesResumed(Event):
-    """Copies that were given up have ended after all: new ones are begun again; `blocks` are still under such copies."""
+    """Copies that were abandoned have ended after all: new ones are begun again; `blocks` are still under such copies."""
 
     blocks: int
 
@@ -202,7 +202,7 @@ class ResetStarted(Event):
         generation: how many resets there have been.
         dropped_blocks: blocks that were found until now.
         draining_blocks: slots still under a running copy.
-        open_jobs: jobs that still run and were not given up; the call that reset answered false if there are any.
+        open_jobs: jobs that still run and were not abandoned; the call that reset answered false if there are any.
     """
 
     generation: int
@@ -213,7 +213,7 @@ class ResetStarted(Event):
 
 @dataclass(frozen=True, slots=True)
 class ResetEnded(Event):
-    """The last job that was under way at a reset has ended, or was given up; one event for resets that follow closely.
+    """The last job that was under way at a reset has ended, or was abandoned; one event for resets that follow closely.
 
     Args:
         generation: of the last reset.

@@ -69,7 +69,3 @@ class GroupSpec:
         if self.kind is AttentionKind.SLIDING_WINDOW:
             return max(length - reach + 1, 0)
         return length - length % reach
-
-    def needed_blocks(self, length: int) -> range:
-        """Return the positions of the blocks that must be present to go on computing at token `length`."""
-        return range(self.first_needed_token(length) // self.block_tokens, length // self.block_tokens)

@@ -43,11 +43,6 @@ class OpenCopies:
         """Since when the oldest job is under way, None without one; overdue ones do not count. Written whole, so
         another thread may read it."""
 
-    @property
-    def are_pending(self) -> bool:
-        """Whether a job may still end in time."""
-        return self.oldest is not None
-
     def submitted(self, jobs: Iterable[TransferJob], now: float) -> None:
         """Jobs were handed to the workers."""
         since = Since(self._clocks.unix(), now)

@@ -33,7 +33,7 @@ class Resets:
         bus.count(ResetStarted, self._started)
 
     def look(self) -> None:
-        """Jobs may have ended. Those that were given up are nothing that anyone waits for."""
+        """Jobs may have ended. Those that were abandoned are nothing that anyone waits for."""
         if not self.draining:
             return
         for number in tuple(self._left):

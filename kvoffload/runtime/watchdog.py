@@ -39,7 +39,7 @@ class Watched(Protocol):
 class Watchdog:
     """Looks at the oldest of each now and then, on the observers' loop: an engine's thread that hangs cannot.
 
-    A submitted copy is given up in the first step after `timeout_s`; a pin may have waited so long for another request's
+    A submitted copy is abandoned in the first step after `timeout_s`; a pin may have waited so long for another request's
     load, and then so long for its own. Half of `timeout_s` more is for a slow step.
 
     Args:

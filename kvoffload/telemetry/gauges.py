@@ -36,8 +36,8 @@ class GaugeSnapshot:
         capacity_slots: slots that every rank has ready.
         open_jobs: jobs that have not ended on every rank, by direction and state, as labels name both.
         oldest_pin_s: unix time of the oldest pin, 0 without one.
-        oldest_job_s: unix time of the submission of the oldest job that was not given up, 0 without one.
-        abandoned_blocks: device blocks under copies that were given up.
+        oldest_job_s: unix time of the submission of the oldest job that was not abandoned, 0 without one.
+        abandoned_blocks: device blocks under copies that were abandoned.
         copies_stalled: no new copy is begun.
         reset_draining_jobs: jobs of before the last reset that have not ended.
         store_share: bytes of stores that the ranks let be in flight, over the most that they ever do; the least of them.

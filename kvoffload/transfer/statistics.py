@@ -21,7 +21,7 @@ class TransferStatistics:
         open_jobs: jobs that have not ended.
         queued_stores: stores of which a part has not been started.
         pending_batches: batches that have not ended, those written off apart.
-        written_off_batches: batches that were given up and have not ended.
+        written_off_batches: batches that were abandoned and have not ended.
         store_bytes_in_flight: bytes of the pending store batches.
         store_bytes_bound: the bound on them now.
     """

@@ -109,13 +109,6 @@ def vllm_groups(
     return VllmGroups(shape, ids, tuple(spec.block_tokens // sizes.hash_tokens for spec in specs), sizes)
 
 
-def vllm_shape(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, features: Features | None = None
-) -> EngineShape:
-    """Return the engine's shape alone; see `vllm_groups`."""
-    return vllm_groups(vllm_config, kv_cache_config, features=features).shape
-
-
 def find_block_sizes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> BlockSizes:
     """Return what vLLM itself makes of the configuration."""
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes

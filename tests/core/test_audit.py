@@ -96,7 +96,7 @@ LAWS: dict[str, tuple[Callable[[Broken], object], str]] = {
         "is DONE but in the table of open ones",
     ),
     "a job without copies": (lambda it: it.load.waiting.clear(), "is open although no rank copies"),
-    "counted blocks of copies that were given up": (
+    "counted blocks of copies that were abandoned": (
         lambda it: setattr(it.state.stall, "blocks", 5),
         "0 blocks are under abandoned copies, 5 are counted",
     ),

@@ -86,7 +86,7 @@ CHANGES: dict[str, Callable[[World], object]] = {
     "one rank's report": lambda world: world.report(0, 0),  # type: ignore[arg-type]
     "another rank's report": lambda world: world.report(1, 0),  # type: ignore[arg-type]
     "a failed copy": lambda world: world.report(0, 0, FAILED),  # type: ignore[arg-type]
-    "a copy given up": lambda world: world.overdue(0),  # type: ignore[arg-type]
+    "a copy abandoned": lambda world: world.overdue(0),  # type: ignore[arg-type]
     "a reset": lambda world: world.reset(),
     "a broken law": lambda world: world.degrade(),
     "more slots": lambda world: world.ready_up_to(99),

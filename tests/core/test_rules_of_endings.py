@@ -70,7 +70,7 @@ def test_r10_a_reset_with_lookups_stores_and_loads_open() -> None:
     world.reset()
     assert world.told(ResetStarted)[-1] == ResetStarted(1, 3, 5, 2)
     assert not world.core.state.pool.index
-    assert not world.core.is_drained
+    assert world.core.state.jobs.pending
     assert all(world.device.leased[block] for block in busy)  # the copies still run
     assert world.count(SlotState.DRAINING) == 5
     world.finish()
@@ -84,7 +84,7 @@ def test_r10_a_reset_with_lookups_stores_and_loads_open() -> None:
     world.end(asks)
     world.drain()
     assert not world.core.state.pool.index
-    assert world.core.is_drained
+    assert not world.core.state.jobs.pending
 
 
 def test_r10_a_job_that_no_worker_knows_of_is_taken_back() -> None:
@@ -410,7 +410,7 @@ def test_r16_a_store_that_never_ends_is_written_off() -> None:
     assert world.count(SlotState.QUARANTINED) == 3
     world.end(request)
     assert not world.core.has_work
-    assert world.core.is_drained
+    assert not world.core.state.jobs.pending
     assert all(world.device.leased[block] for block in blocks)
     assert world.core.state.jobs.count(Direction.STORE, JobState.ABANDONED) == 2
 

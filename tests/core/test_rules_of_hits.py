@@ -516,7 +516,7 @@ def test_r14_fifty_requests_with_one_prefix_load_it_once() -> None:
     assert len(world.told(LoadScheduled)) == 1
 
 
-@pytest.mark.parametrize("how", ["fails", "ends", "given up", "reset"])
+@pytest.mark.parametrize("how", ["fails", "ends", "abandoned", "reset"])
 def test_r14_who_waits_goes_on_when_the_owner_does_not(how: str) -> None:
     world = cached()
     owner = loading(world)
@@ -525,7 +525,7 @@ def test_r14_who_waits_goes_on_when_the_owner_does_not(how: str) -> None:
     (job,) = world.open_jobs(Direction.LOAD)
     if how == "fails":
         world.finish(outcome=FAILED)
-    elif how == "given up":
+    elif how == "abandoned":
         world.overdue(job)
     elif how == "reset":
         world.reset()

@@ -110,7 +110,7 @@ def test_r3_what_waits_for_a_copy_at_its_end_has_failed() -> None:
     assert world.stores() == {StoreOutcome.FAILED: 6}
 
 
-@pytest.mark.parametrize("how", ["fails", "is given up"])
+@pytest.mark.parametrize("how", ["fails", "is abandoned"])
 def test_r3_another_block_with_the_hash_is_offered_again_when_the_first_does_not_arrive(how: str) -> None:
     world = World()
     one, two = side_by_side(world)
@@ -389,7 +389,7 @@ def test_r5_a_filling_slot_is_not_evicted() -> None:
 
 
 @pytest.mark.parametrize("outcome", [DONE, FAILED])
-@pytest.mark.parametrize("leaves", ["ended", "preempted", "given up", "reset"])
+@pytest.mark.parametrize("leaves", ["ended", "preempted", "abandoned", "reset"])
 @pytest.mark.parametrize("stage", ["planned", "submitted", "one rank"])
 def test_r5_leases_of_a_store_are_given_back_exactly_once(stage: str, leaves: str, outcome: object) -> None:
     world = World(ranks=2)
@@ -421,7 +421,7 @@ def test_r5_leases_of_a_store_are_given_back_exactly_once(stage: str, leaves: st
 
 
 @pytest.mark.parametrize("outcome", [DONE, FAILED])
-@pytest.mark.parametrize("leaves", ["ended", "given up", "reset"])
+@pytest.mark.parametrize("leaves", ["ended", "abandoned", "reset"])
 @pytest.mark.parametrize("stage", ["planned", "submitted", "one rank"])
 def test_r5_pins_and_leases_of_a_load_are_given_back_exactly_once(
     stage: str, leaves: str, outcome: object

@@ -114,6 +114,11 @@ def left_behind(core: OffloadCore) -> dict[str, object]:
     return {what: there for what, there in kept.items() if there}
 
 
+def needed_blocks(group: GroupSpec, length: int) -> range:
+    """Return the positions of the blocks that must be present to go on computing at token `length`."""
+    return range(group.first_needed_token(length) // group.block_tokens, length // group.block_tokens)
+
+
 class DevicePool:
     """Device blocks: who holds and who leases them, what the engine's index says of them, and their bytes."""
 
@@ -472,7 +477,7 @@ class World:
         assert (self.core.fingerprint(), len(self.log)) == before
 
     def finish(self, *jobs: JobId, outcome: CopyOutcome = DONE) -> None:
-        """End jobs on every rank; by default all that are open and not given up."""
+        """End jobs on every rank; by default all that are open and not abandoned."""
         for job in jobs or self.submitted():
             for rank in sorted(self.copies[job].running):
                 self.report(rank, job, outcome)
@@ -501,7 +506,7 @@ class World:
         self.tell(facts.LawBroken(DegradeCause.LAW_BROKEN, "a test"))
 
     def drain(self) -> None:
-        """Empty steps until nothing is pending; what was given up stays so."""
+        """Empty steps until nothing is pending; what was abandoned stays so."""
         for _ in range(100):
             if not self.core.has_work:
                 return
@@ -552,7 +557,7 @@ class World:
             if all(
                 key_at(request.text, (position + 1) * group.block_tokens, group.group) in self.device.index
                 for group in self.groups
-                for position in group.needed_blocks(length)
+                for position in needed_blocks(group, length)
             ):
                 return length
         return 0
@@ -676,7 +681,7 @@ class World:
 
     def _check_loaded(self, request: Req) -> None:
         for group, table in zip(self.groups, request.tables, strict=True):
-            for position in group.needed_blocks(request.computed):
+            for position in needed_blocks(group, request.computed):
                 want = key_at(request.text, (position + 1) * group.block_tokens, group.group)
                 for held in self.device.bytes:
                     assert held[table[position]] == want, (

@@ -185,7 +185,7 @@ def check_end(scene: Scene) -> None:
         if request.state != "ended":
             world.end(request)
     world.drain()
-    assert core.is_drained
+    assert not core.state.jobs.pending
     world.finish(*world.copies)  # also abandoned ones
     assert not world.requests, f"R9: the load of {list(world.requests)} was never answered"
     assert not world.device.held, f"R5: blocks {dict(world.device.held)} are held"

@@ -135,7 +135,7 @@ def test_an_end_that_comes_after_its_job_was_given_up(
 
 
 def never_ending(made: Rig, direction: str) -> GatedTicket:
-    """A copy that was given up, with all else drained."""
+    """A copy that was abandoned, with all else drained."""
     if direction == "load":
         on_host_only(made, text(1, 30))
     made.hold()

@@ -49,7 +49,7 @@ def run(engine: Engine, prompt: tuple[int, ...], tokens: int = 3) -> int:
 def test_an_observer_that_blocks_the_loop_holds_up_stores_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It shares its thread with the transfer coroutine. Loads are the engine's own; stores are given up in time."""
+    """It shares its thread with the transfer coroutine. Loads are the engine's own; stores are abandoned in time."""
     gate = ThreadGate()
 
     async def block(self: LogObserver, event: object) -> None:
@@ -75,7 +75,7 @@ def test_an_observer_that_blocks_the_loop_holds_up_stores_and_nothing_else(
     for number in range(5):
         run(engine, text(10 + number, 60))
     assert engine.has_work  # stores wait
-    for _ in range(20):  # what was given up is tried once more, and given up again
+    for _ in range(20):  # what was abandoned is tried once more, and abandoned again
         clock.jump(TIMEOUT_S / 4)
         engine.step()
     assert not engine.has_work

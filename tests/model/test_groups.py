@@ -13,6 +13,7 @@ from kvoffload.model.errors import ConfigError, EngineContractError
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import GroupId, block_key
 from kvoffload.model.transfer import Direction, TransferJob, TransferPlan
+from tests.core.world import needed_blocks
 
 FULL, WINDOW = AttentionKind.FULL, AttentionKind.SLIDING_WINDOW
 CHUNKED, RECURRENT = AttentionKind.CHUNKED_LOCAL, AttentionKind.RECURRENT
@@ -42,7 +43,7 @@ def test_needed_blocks(kind: AttentionKind, reach: int, size: int, length: int) 
     assert group.first_needed_token(length) == (read[0] if read else length)
     whole = length // size * size
     assert (
-        list(group.needed_blocks(length)) == sorted({token // size for token in read if token < whole})
+        list(needed_blocks(group, length)) == sorted({token // size for token in read if token < whole})
         or not read
     )
 

@@ -122,7 +122,7 @@ class Program(RuleBasedStateMachine):
 
     @rule(part=st.sampled_from([0.4, 1.1]))
     def time_passes(self, part: float) -> None:
-        """What is open for longer than the time-out is given up, whether or not it ends later."""
+        """What is open for longer than the time-out is abandoned, whether or not it ends later."""
         if part > 1:
             self.stranded += self.running()
         self.rig.pass_time(part * TIMEOUT_S)
@@ -131,7 +131,7 @@ class Program(RuleBasedStateMachine):
 
     @property
     def has_lost_blocks(self) -> bool:
-        """Whether copies were given up, so that a request may need more than the device has left."""
+        """Whether copies were abandoned, so that a request may need more than the device has left."""
         given_up = (self.rig.count(name, "abandoned") for name in ("store_blocks", "load_blocks"))
         return any(given_up)
 
@@ -187,7 +187,7 @@ class Program(RuleBasedStateMachine):
         assert slots["empty"] + slots["ready"] + quarantined == sum(slots.values())
 
     def hear_late_ends(self) -> None:
-        """Copies that were given up are asked seldom."""
+        """Copies that were abandoned are asked seldom."""
         for _ in range(3):
             self.rig.step(TIMEOUT_S / 4)
 

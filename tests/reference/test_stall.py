@@ -34,7 +34,7 @@ def test_with_copies_that_all_hang_every_request_is_served_on_most_of_the_pool(
         for number in range(24):
             assert served(made, made.submit(text(number % 6, 17), 3))
             lost.append(made.offload.gauges().abandoned_blocks)
-        assert lost[12:] == [lost[12]] * 12  # only what was under way when the first copies were given up
+        assert lost[12:] == [lost[12]] * 12  # only what was under way when the first copies were abandoned
         gauges = made.offload.gauges()
         assert gauges.copies_stalled
         assert 0 < gauges.abandoned_blocks == made.engine.statistics().leased_blocks

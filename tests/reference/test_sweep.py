@@ -17,7 +17,7 @@ ENGINES: dict[str, tuple[str, Options]] = {
     "window, two ranks": ("sliding_window", {"num_blocks": 120, "step_tokens": 16, "ranks": 2}),
 }
 
-LATE_S = 2.0  # what was given up is looked at less often
+LATE_S = 2.0  # what was abandoned is looked at less often
 
 
 @pytest.fixture(autouse=True)

@@ -101,7 +101,7 @@ class SideWorld(World):
                 self.report(rank, job)
 
     def hang(self) -> None:
-        """What is being copied does not end, and is given up."""
+        """What is being copied does not end, and is abandoned."""
         self.hung.update(self.copies)
         self.clock.jump(TIMEOUT_S)
 
@@ -136,7 +136,7 @@ class SideWorld(World):
     # -- what must hold when all has ended ----------------------------------------------------------------------
 
     def problems_at_end(self) -> list[str]:
-        """End all copies, also those that were given up; return what is left that must not be, the audit aside."""
+        """End all copies, also those that were abandoned; return what is left that must not be, the audit aside."""
         self.drain()
         self.end_copies(list(self.copies))
         self.drain()

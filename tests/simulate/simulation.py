@@ -98,7 +98,7 @@ class Simulation:
 
     @property
     def has_lost_blocks(self) -> bool:
-        """Whether copies were given up, so that a request may need more than the device has left."""
+        """Whether copies were abandoned, so that a request may need more than the device has left."""
         return self._abandoned > 0
 
     @property
@@ -261,7 +261,7 @@ class Simulation:
                 assert_exclusive(copier.open_tickets)  # type: ignore[arg-type]  # it reads what tickets of both kinds have
 
     def _check_drained(self) -> None:
-        """No request is open, and nothing is kept but what copies that were given up may still touch."""
+        """No request is open, and nothing is kept but what copies that were abandoned may still touch."""
         self._check()
         core, left = self.offload.core.state, list[str]()
         if not self.is_cut_off:

@@ -48,7 +48,7 @@ class Conversation:
                     world.engine.pool.reset_prefix_cache()
 
     def _patience(self, draws: random.Random) -> float | int | None:
-        """Seconds, or a number of tokens, after which the turn is given up; None to wait for its end."""
+        """Seconds, or a number of tokens, after which the turn is abandoned; None to wait for its end."""
         if draws.random() >= self._world.scenario.abort:
             return None
         return draws.randint(0, 3) if draws.random() < 0.5 else draws.uniform(0, 0.05)
@@ -79,7 +79,7 @@ async def read(stream: TokenStream, patience: float | int | None, found: list[in
 async def turn(
     world: Simulation, prompt: list[int], new_tokens: int, patience: float | int | None = None
 ) -> None:
-    """One request: its tokens are right, and none is missing unless it was given up."""
+    """One request: its tokens are right, and none is missing unless it was abandoned."""
     await world.is_open.wait()
     should = world.expected(prompt, new_tokens)
     stream = world.engine.submit(prompt, SamplingParams(new_tokens))

@@ -81,7 +81,7 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
         gpu.copy(Direction.LOAD, *pairs(9))
     gpu.copier.kernel_below = limits
     yield gpu
-    assert gpu.copier.kernel_below is limits  # the kernel was not given up
+    assert gpu.copier.kernel_below is limits  # the kernel was not abandoned
     gpu.close()
 
 

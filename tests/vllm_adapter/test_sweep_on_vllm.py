@@ -79,7 +79,7 @@ def renew(rig: Rig) -> Held:
 
 
 def live(rig: Rig, held: Held) -> None:
-    """Requests that are stored, loaded, shared, aborted while they load, and a copy that is given up."""
+    """Requests that are stored, loaded, shared, aborted while they load, and a copy that is abandoned."""
     rig.ask("first", ASKED["first"])
     steps(rig, 12)
     rig.scheduler.reset_prefix_cache()

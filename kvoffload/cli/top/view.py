@@ -159,7 +159,7 @@ def _health(change: Change, unix_now: float) -> Iterator[Line]:
 
 def _troubles(change: Change) -> Iterator[Line]:
     names = {
-        "kvoffload_abandoned_jobs_total": "jobs given up",
+        "kvoffload_abandoned_jobs_total": "jobs abandoned",
         "kvoffload_engine_surprises_total": "surprises by the engine",
         "kvoffload_bus_removed_total": "observers removed",
         "kvoffload_bus_dropped_total": "events dropped",
