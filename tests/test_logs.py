@@ -14,19 +14,19 @@ from kvoffload.bus.bus import Bus
 from kvoffload.logs import configure, get_logger
 from kvoffload.model.causes import (
     LoadOutcome,
+    RejectionCause,
     StoreOutcome,
-    SurpriseCause,
 )
 from kvoffload.model.events import (
     BlocksOffered,
     CapacityGrown,
-    EngineSurprised,
     Event,
+    FactRejected,
     JobAbandoned,
     LoadEnded,
     ResetEnded,
     ResetStarted,
-    StoreSettled,
+    StoreEnded,
 )
 from kvoffload.model.ids import JobId, RequestId
 from kvoffload.model.transfer import Direction
@@ -52,7 +52,7 @@ def untouched_logging() -> Iterator[None]:
     root.handlers[:], root.level, root.propagate = before
 
 
-def told(
+def reported(
     caplog: pytest.LogCaptureFixture, *published: Event, observer: LogObserver | None = None
 ) -> list[str]:
     async def tell() -> None:
@@ -78,38 +78,38 @@ def told(
             LoadEnded(JOB, A, 2, LoadOutcome.CORRUPT),
             "WARNING load_failed job=1 request=a blocks=2 outcome=corrupt",
         ),
-        (StoreSettled(StoreOutcome.FAILED, 2), "WARNING store_failed outcome=failed blocks=2"),
+        (StoreEnded(StoreOutcome.FAILED, 2), "WARNING store_failed outcome=failed blocks=2"),
         (CapacityGrown(5), "INFO capacity_grown slots=5"),
         (
             ResetStarted(1, 2, 3, 4),
             "INFO reset_started generation=1 dropped_blocks=2 draining_blocks=3 open_jobs=4",
         ),
-        (ResetEnded(1, 2), "INFO reset_ended generation=1 given_up_jobs=2"),
+        (ResetEnded(1, 2), "INFO reset_ended generation=1 abandoned_jobs=2"),
         (
-            EngineSurprised(SurpriseCause.UNKNOWN_JOB, A),
-            "WARNING engine_surprised cause=unknown_job request=a note='further ones are only counted'",
+            FactRejected(RejectionCause.UNKNOWN_JOB, A),
+            "WARNING fact_rejected cause=unknown_job request=a note='further ones are only counted'",
         ),
     ],
 )
 def test_rare_events_are_told_at_their_level(
     caplog: pytest.LogCaptureFixture, event: Event, line: str
 ) -> None:
-    assert told(caplog, event) == [line]
+    assert reported(caplog, event) == [line]
 
 
 def test_what_happens_in_every_step_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
     every_step = [
         BlocksOffered(1),
         LoadEnded(JOB, A, 2, LoadOutcome.LOADED),
-        StoreSettled(StoreOutcome.STORED, 2),
+        StoreEnded(StoreOutcome.STORED, 2),
     ]
-    assert told(caplog, *every_step) == []
+    assert reported(caplog, *every_step) == []
 
 
 def test_what_deserves_no_line_wakes_nobody() -> None:
     bus = Bus()
     feed = LogObserver(Hand()).subscribe(bus)
-    bus.publish(StoreSettled(StoreOutcome.STORED, 2))
+    bus.publish(StoreEnded(StoreOutcome.STORED, 2))
     bus.publish(LoadEnded(JOB, A, 2, LoadOutcome.LOADED))
     assert feed.statistics().published == 0
     bus.publish(LoadEnded(JOB, A, 2, LoadOutcome.FAILED))
@@ -119,11 +119,11 @@ def test_what_deserves_no_line_wakes_nobody() -> None:
 
 
 def test_a_surprise_is_told_once_a_cause(caplog: pytest.LogCaptureFixture) -> None:
-    lines = told(
+    lines = reported(
         caplog,
-        EngineSurprised(SurpriseCause.UNKNOWN_JOB),
-        EngineSurprised(SurpriseCause.UNKNOWN_JOB, A),
-        EngineSurprised(SurpriseCause.UNKNOWN_REQUEST),
+        FactRejected(RejectionCause.UNKNOWN_JOB),
+        FactRejected(RejectionCause.UNKNOWN_JOB, A),
+        FactRejected(RejectionCause.UNKNOWN_REQUEST),
     )
     assert [line.split()[2] for line in lines] == ["cause=unknown_job", "cause=unknown_request"]
 
@@ -132,15 +132,15 @@ def test_repeated_failures_are_told_seldom_with_their_number(caplog: pytest.LogC
     clock = Hand()
     observer = LogObserver(clock)
     failed = LoadEnded(JOB, A, 2, LoadOutcome.FAILED)
-    assert len(told(caplog, failed, failed, failed, observer=observer)) == 1
-    assert len(told(caplog, LoadEnded(JOB, A, 2, LoadOutcome.CORRUPT), observer=observer)) == 1
+    assert len(reported(caplog, failed, failed, failed, observer=observer)) == 1
+    assert len(reported(caplog, LoadEnded(JOB, A, 2, LoadOutcome.CORRUPT), observer=observer)) == 1
     clock.now = 9.9
-    assert told(caplog, failed, observer=observer) == []
+    assert reported(caplog, failed, observer=observer) == []
     clock.now = 10.0
-    (line,) = told(caplog, failed, observer=observer)
+    (line,) = reported(caplog, failed, observer=observer)
     assert line.endswith("held_back=3")
     clock.now = 20.0
-    (line,) = told(caplog, failed, observer=observer)
+    (line,) = reported(caplog, failed, observer=observer)
     assert "held_back" not in line
 
 

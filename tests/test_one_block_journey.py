@@ -21,7 +21,7 @@ from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import DeviceBlockId, GroupId, Rank, RequestId, SlotId, block_key
 from kvoffload.model.transfer import TransferPlan
 from kvoffload.runtime.scheduler_side import SchedulerSide
-from kvoffload.testing import FakeClock, FakeDevice, GatedCopier, ManualExecutor, settled
+from kvoffload.testing import FakeClock, FakeDevice, GatedCopier, ManualExecutor, wait_all_blocked
 from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.host_memory import MmapAllocator
 from kvoffload.transfer.pump import TransferPump
@@ -74,7 +74,7 @@ async def story() -> AsyncIterator[Story]:
     story = Story()
     coroutine = asyncio.create_task(story.pump.run())
     memory = asyncio.create_task(story.arena.prepare())
-    await settled()
+    await wait_all_blocked()
     story.executor.run_next()
     await memory
     story.hear()  # the rank has two slots ready: capacity is 2 from now on
@@ -111,7 +111,7 @@ async def test_one_block_goes_to_the_host_and_comes_back(story: Story) -> None:
     assert not pool.is_free(block)  # the request is gone; the lease keeps the block
 
     # 4. The transfer coroutine starts the copy. It ends; the rank reports; the block can hit, the lease goes back.
-    await settled()
+    await wait_all_blocked()
     story.copier.tickets[0].finish()
     story.hear()
     assert story.slot() is SlotState.READY

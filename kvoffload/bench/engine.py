@@ -88,7 +88,7 @@ async def _returning(options: DemoOptions) -> list[Line]:
 
     text = random.Random(options.seed).randbytes(options.conversations * options.message_tokens)
     make = partial(
-        Player, conversations=make_conversations(text, options), options=options, told=lambda: None
+        Player, conversations=make_conversations(text, options), options=options, on_turn=lambda: None
     )
     async with open_engines(options) as engines:
         both = (engines.plain, engines.offloaded)

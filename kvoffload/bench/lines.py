@@ -106,15 +106,15 @@ def markdown(results: Sequence[Mapping[str, Any]]) -> str:
     """Return a table for each machine, of results as they are kept; what offloading costs comes first."""
     parts = []
     by_machine: dict[str, list[Mapping[str, Any]]] = {}
-    for told in sorted(results, key=lambda told: _ORDER.index(told["bench"])):
-        by_machine.setdefault(_machine(told["machine"]), []).append(told)
+    for result in sorted(results, key=lambda result: _ORDER.index(result["bench"])):
+        by_machine.setdefault(_machine(result["machine"]), []).append(result)
     for about, benches in by_machine.items():
-        dates = " and ".join(sorted({told["date"] for told in benches}))
+        dates = " and ".join(sorted({result["date"] for result in benches}))
         parts += [f"{about}, {dates}:", "", "| bench | what | found | target | |", "|---|---|---|---|---|"]
-        for told in benches:
-            for one in (Line(**plain) for plain in told["lines"]):
+        for result in benches:
+            for one in (Line(**plain) for plain in result["lines"]):
                 verdict = "**missed**" if one.is_met is False else one.verdict
-                parts.append(f"| `{told['bench']}` | {one.what} | {one.found} | {one.target} | {verdict} |")
+                parts.append(f"| `{result['bench']}` | {one.what} | {one.found} | {one.target} | {verdict} |")
         parts.append("")
     return "\n".join(parts)
 

@@ -45,11 +45,11 @@ def give_out(
     """
     about = machine(*packages)
     lines = list(measuring)
-    told = {"machine": about, "method": method, "lines": [one.to_plain() for one in lines]}
+    result = {"machine": about, "method": method, "lines": [one.to_plain() for one in lines]}
     if args.save is not None:
-        print(f"written: {save(name, told, args.save)}", file=sys.stderr)
+        print(f"written: {save(name, result, args.save)}", file=sys.stderr)
     if args.json:
-        print(json.dumps(told, indent=1))
+        print(json.dumps(result, indent=1))
     else:
         about_text = ", ".join(f"{key} {value}" for key, value in about.items())
         print("\n".join([about_text, method, "", *table(lines)]))
@@ -77,20 +77,22 @@ def machine(*packages: str) -> dict[str, object]:
     }
 
 
-def save(name: str, told: Mapping[str, object], folder: Path) -> Path:
+def save(name: str, result: Mapping[str, object], folder: Path) -> Path:
     """Write what a bench tells into `folder`/NAME-MACHINE.json, in place of what was there; return the path.
 
     Args:
         name: the bench's.
-        told: JSON-like values; its "machine" names the file.
+        result: JSON-like values; its "machine" names the file.
         folder: is made where it is missing.
 
     Raises:
         CommandError: it cannot be written, or is over 30 kB: a bench keeps sums, not samples.
     """
-    about = told["machine"]
+    about = result["machine"]
     assert isinstance(about, Mapping)
-    text = json.dumps({"bench": name, "date": datetime.now(UTC).date().isoformat(), **told}, indent=1) + "\n"
+    text = (
+        json.dumps({"bench": name, "date": datetime.now(UTC).date().isoformat(), **result}, indent=1) + "\n"
+    )
     if len(text) > MOST_BYTES:
         raise CommandError(f"the results of {name} take {len(text)} bytes, over {MOST_BYTES}")
     target = folder / f"{name}-{slug(about)}.json"

@@ -106,7 +106,7 @@ def not_known(text: str, remedy: str = "") -> Finding:
     return Finding(Verdict.UNKNOWN, f"not known here: {text}", remedy)
 
 
-def settled(name: str, finding: Finding) -> Check:
+def concluded(name: str, finding: Finding) -> Check:
     """Return a check whose finding is known already."""
 
     def find(_setup: Setup, _machine: Machine) -> Finding:

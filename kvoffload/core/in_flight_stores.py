@@ -34,7 +34,7 @@ class InFlightStores:
         """Another block with the same key is being stored: this offer is settled by how that ends."""
         self.duplicates.setdefault(duplicate.key, []).append(duplicate)
 
-    def settled(self, job: Job) -> list[Offer]:
+    def end(self, job: Job) -> list[Offer]:
         """The job's outcome is known: forget its keys and return the duplicates that waited for them."""
         waited: list[Offer] = []
         keys, duplicates = self.keys, self.duplicates

@@ -24,9 +24,9 @@ from kvoffload.model.causes import (
     LoadOutcome,
     MissCause,
     PinDropCause,
-    SurpriseCause,
+    RejectionCause,
 )
-from kvoffload.model.events import EngineSurprised, HitDropped, LoadEnded, LoadScheduled
+from kvoffload.model.events import FactRejected, HitDropped, LoadEnded, LoadScheduled
 from kvoffload.model.facts import BlocksAllocated
 from kvoffload.model.ids import NULL_BLOCK, DeviceBlockId, RequestId, SlotId
 from kvoffload.model.transfer import Direction, JobReport
@@ -59,7 +59,7 @@ class Loads:
     def refuse(self, request: RequestId, external_tokens: int) -> None:
         """No lookup answered with these tokens, but the engine waits for them: they will not come."""
         if external_tokens:
-            self._surprised(SurpriseCause.TOKENS_WITHOUT_PIN, request)
+            self._reject(RejectionCause.TOKENS_WITHOUT_PIN, request)
             self._state.results.failed.append(request)
 
     def _decline(self, record: RequestRecord, hit: PendingHit) -> None:
@@ -72,7 +72,7 @@ class Loads:
         state = self._state
         length = fact.device_tokens + fact.external_tokens
         if hit is None or length > hit.tokens:
-            self._surprised(SurpriseCause.TOKENS_WITHOUT_PIN, record.request)
+            self._reject(RejectionCause.TOKENS_WITHOUT_PIN, record.request)
         may_load = state.degraded is None and not state.stall.is_on
         copies = self._copies(record, fact, length) if may_load else None
         slots, blocks = copies or ([], [])
@@ -242,5 +242,5 @@ class Loads:
         state.tables.forget(record)
         state.shared.ended(record)
 
-    def _surprised(self, cause: SurpriseCause, request: RequestId) -> None:
-        self._state.tally.report(EngineSurprised(cause, request))
+    def _reject(self, cause: RejectionCause, request: RequestId) -> None:
+        self._state.tally.report(FactRejected(cause, request))

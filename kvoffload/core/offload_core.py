@@ -20,14 +20,14 @@ from kvoffload.core.request import RequestRecord
 from kvoffload.core.state import CoreState, LoadResults, Policy
 from kvoffload.core.stores import Stores
 from kvoffload.model import facts
-from kvoffload.model.causes import DegradeCause, EvictionCause, PinDropCause, StoreOutcome, SurpriseCause
+from kvoffload.model.causes import DegradeCause, EvictionCause, PinDropCause, RejectionCause, StoreOutcome
 from kvoffload.model.engine import BlockPool, EngineShape
 from kvoffload.model.events import (
     CapacityGrown,
     CopiesResumed,
     CopiesStalled,
-    EngineSurprised,
     Event,
+    FactRejected,
     JobAbandoned,
     OffloadingDegraded,
     RankReported,
@@ -62,7 +62,7 @@ class OffloadCore:
         """The engine took a request in. If its name is in use, the live request stays."""
         live = self.state.requests.live
         if fact.request in live:
-            self._surprised(SurpriseCause.UNKNOWN_REQUEST, fact.request)
+            self._reject(RejectionCause.UNKNOWN_REQUEST, fact.request)
             return
         keys = tuple([list(each) for each in fact.keys])
         live[fact.request] = RequestRecord(fact.request, fact.prompt_tokens, keys, fact.reads_cache)
@@ -98,7 +98,7 @@ class OffloadCore:
         if record is not None and new_keys:
             record.extend_keys(new_keys)
         if record is None or record.state is not _SEEN:
-            self._surprised(SurpriseCause.UNKNOWN_REQUEST, request)
+            self._reject(RejectionCause.UNKNOWN_REQUEST, request)
             return 0
         if tokens > record.prompt_tokens:
             record.prompt_tokens = tokens
@@ -111,7 +111,7 @@ class OffloadCore:
         """A request got a block table. Blocks behind the device's own hit were handed out for it."""
         record = self.state.requests.live.get(fact.request)
         if record is None:
-            self._surprised(SurpriseCause.UNKNOWN_REQUEST, fact.request)
+            self._reject(RejectionCause.UNKNOWN_REQUEST, fact.request)
             self._handed_out(self._new_blocks(fact), since_reset=False)
             self._loads.refuse(fact.request, fact.external_tokens)
             return
@@ -139,7 +139,7 @@ class OffloadCore:
         state = self.state
         record = state.requests.live.get(fact.request)
         if record is None:
-            self._surprised(SurpriseCause.UNKNOWN_REQUEST, fact.request)
+            self._reject(RejectionCause.UNKNOWN_REQUEST, fact.request)
             return
         if record.state is _RUNNING:
             self._offer_last(record, fact)
@@ -230,7 +230,7 @@ class OffloadCore:
         for request, confirmed_tokens, new_blocks, new_keys in fact.progress:
             record = state.requests.live.get(request)
             if record is None or record.state is not _RUNNING:
-                self._surprised(SurpriseCause.UNKNOWN_REQUEST, request)
+                self._reject(RejectionCause.UNKNOWN_REQUEST, request)
                 continue
             if record.loading:
                 state.shared.ended(record)
@@ -312,7 +312,7 @@ class OffloadCore:
         """Capacity is the minimum of what the ranks have ready, and final when no rank expects more."""
         state, rank = self.state, report.rank
         if not 0 <= rank < len(state.ready):
-            state.tally.report(EngineSurprised(SurpriseCause.UNKNOWN_JOB))
+            state.tally.report(FactRejected(RejectionCause.UNKNOWN_JOB))
             return
         if not report.is_growing:
             state.growing.discard(rank)
@@ -343,7 +343,7 @@ class OffloadCore:
         draining = state.pool.count(SlotState.DRAINING)
         state.tally.report(ResetStarted(state.generation, len(dropped), draining, state.jobs.pending))
 
-    def law_broken(self, fact: facts.LawBroken) -> None:
+    def law_broken(self, fact: facts.InvariantBroken) -> None:
         """Switch off for good: nothing new starts, what is under way drains, and the engine goes on (R12)."""
         state = self.state
         if state.degraded is not None:
@@ -423,5 +423,5 @@ class OffloadCore:
             for block in table[: fact.device_tokens // group.block_tokens]
         )
 
-    def _surprised(self, cause: SurpriseCause, request: RequestId) -> None:
-        self.state.tally.report(EngineSurprised(cause, request))
+    def _reject(self, cause: RejectionCause, request: RequestId) -> None:
+        self.state.tally.report(FactRejected(cause, request))

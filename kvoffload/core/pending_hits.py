@@ -12,7 +12,7 @@ from kvoffload.core.match import longest_match
 from kvoffload.core.request import PendingHit, RequestRecord
 from kvoffload.core.state import CoreState
 from kvoffload.model.causes import MissCause, PinDropCause
-from kvoffload.model.events import HitDropped, HitPinned, LookupDeferred, LookupSettled
+from kvoffload.model.events import HitDropped, HitPinned, LookupAnswered, LookupDeferred
 from kvoffload.model.ids import BlockKey
 
 _SEEN = RequestState.SEEN
@@ -63,7 +63,7 @@ class PendingHits:
         found = -(-(tokens - device_tokens) // alignment)
         missed = -(-(end - tokens) // alignment)
         self._state.tally.report(
-            LookupSettled(
+            LookupAnswered(
                 record.request,
                 device_tokens,
                 found,

@@ -271,10 +271,10 @@ class Stores:
         self._hold(job)
         state.pool.fill(job.slots[::-1])
         state.misses.arrived([offer.key for offer in job.offers])
-        for duplicate in state.in_flight.settled(job):
-            state.tally.settled(StoreOutcome.IN_FLIGHT)
+        for duplicate in state.in_flight.end(job):
+            state.tally.count_stores(StoreOutcome.IN_FLIGHT)
             state.evictions.add(duplicate)
-        state.tally.settled(_STORED, len(job.offers))
+        state.tally.count_stores(_STORED, len(job.offers))
 
     def _hold(self, job: Job) -> None:
         """The requests whose blocks arrived count on them. Not every block arrives after those before it."""
@@ -298,7 +298,7 @@ class Stores:
             self._state.pool.doom(slot)
         for offer in job.offers:
             self._settle(offer.key, outcome)
-        self.again += self._state.in_flight.settled(job)
+        self.again += self._state.in_flight.end(job)
 
     def _copies_ended(self, job: Job) -> None:
         """No rank touches the job's memory any more: release it."""
@@ -316,7 +316,7 @@ class Stores:
 
     def _settle(self, key: BlockKey, outcome: StoreOutcome) -> None:
         """An offer has its outcome."""
-        self._state.tally.settled(outcome)
+        self._state.tally.count_stores(outcome)
         cause = _MISS_CAUSES.get(outcome)
         if cause is not None and key not in self._state.pool.index:
             self._state.misses.note((key,), cause)
@@ -328,7 +328,7 @@ class Stores:
         (R15), so they are used together, when the request releases what it holds.
         """
         state = self._state
-        state.tally.settled(_ALREADY_CACHED, len(offers))
+        state.tally.count_stores(_ALREADY_CACHED, len(offers))
         ownerless: list[SlotId] = []
         for offer in reversed(offers):  # used together: the head is evicted last
             if owner(offer) is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sized
 
 from kvoffload.model.causes import EvictionCause, StoreOutcome
-from kvoffload.model.events import BlocksEvicted, BlocksOffered, BlocksZeroed, Event, StoreSettled
+from kvoffload.model.events import BlocksEvicted, BlocksOffered, BlocksZeroed, Event, StoreEnded
 
 
 class Tally:
@@ -37,7 +37,7 @@ class Tally:
         self.open_offers += blocks
         self.has_events = True
 
-    def settled(self, outcome: StoreOutcome, blocks: int = 1) -> None:
+    def count_stores(self, outcome: StoreOutcome, blocks: int = 1) -> None:
         """Offers got their final outcome."""
         self._settled[outcome] = self._settled.get(outcome, 0) + blocks
         self.open_offers -= blocks
@@ -73,7 +73,7 @@ class Tally:
         if self._offered:
             events.append(BlocksOffered(self._offered))
         if self._settled:
-            events += [StoreSettled(outcome, blocks) for outcome, blocks in self._settled.items() if blocks]
+            events += [StoreEnded(outcome, blocks) for outcome, blocks in self._settled.items() if blocks]
             self._settled = {}
         self._offered = self._zeroed = 0
         self.has_events = False

@@ -7,13 +7,13 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple, Self
 
+from kvoffload.engine.admission import Admission
 from kvoffload.engine.audit import audit
 from kvoffload.engine.block_pool import BlockPool
 from kvoffload.engine.capacity import Capacity, pool_size
 from kvoffload.engine.config import EngineConfig, SamplingParams
 from kvoffload.engine.errors import EngineStopped, PoolExhausted, RequestRefused
 from kvoffload.engine.groups import make_groups
-from kvoffload.engine.intake import Intake
 from kvoffload.engine.plugin import EngineFacts, EnginePlugin, GroupFacts, load_plugin
 from kvoffload.engine.plugin_host import PluginHost
 from kvoffload.engine.request import Request, RequestState
@@ -73,7 +73,7 @@ class Engine:
         self._capacity = Capacity(groups, config.step_tokens, config.max_model_len)
         self.pool = BlockPool(pool_size(config, self._capacity))
         self.runner = make_runner(config, groups, self.pool.num_blocks)
-        self._intake = Intake(config, self._capacity, self.pool.usable_blocks)
+        self._admission = Admission(config, self._capacity, self.pool.usable_blocks)
         self.facts = _facts(config, self._capacity, self.runner, self.pool)
         if plugin is None and config.plugin is not None:
             plugin = load_plugin(config.plugin)
@@ -117,7 +117,7 @@ class Engine:
         if request_id in self._open or request_id in self._scheduler.loading:
             raise RequestRefused(f"a request with the id {request_id!r} is open")
         params = params or SamplingParams()
-        request = self._intake.make_request(
+        request = self._admission.make_request(
             request_id, prompt, params, cache_salt, self._clock(), trace_parent
         )
         stream = TokenStream(request_id, request.stats, self.abort)

@@ -105,7 +105,7 @@ class PinDropCause(Cause):
     RESET = "reset"
 
 
-class SurpriseCause(Cause):
+class RejectionCause(Cause):
     """What an engine did that the contract does not foresee. Counted always, logged once, survived."""
 
     TOKENS_WITHOUT_PIN = "tokens_without_pin"

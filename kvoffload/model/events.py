@@ -15,8 +15,8 @@ from kvoffload.model.causes import (
     LoadOutcome,
     MissCause,
     PinDropCause,
+    RejectionCause,
     StoreOutcome,
-    SurpriseCause,
 )
 from kvoffload.model.ids import JobId, Rank, RequestId, SlotId
 from kvoffload.model.transfer import Direction
@@ -55,7 +55,7 @@ class LookupDeferred(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class LookupSettled(Event):
+class LookupAnswered(Event):
     """A request was admitted; its last lookup counts.
 
     Args:
@@ -121,7 +121,7 @@ class StoreScheduled(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class StoreSettled(Event):
+class StoreEnded(Event):
     """Offers got their final outcome."""
 
     outcome: StoreOutcome
@@ -217,18 +217,18 @@ class ResetEnded(Event):
 
     Args:
         generation: of the last reset.
-        given_up_jobs: those whose copies did not end in time; their memory stays written off.
+        abandoned_jobs: those whose copies did not end in time; their memory stays written off.
     """
 
     generation: int
-    given_up_jobs: int
+    abandoned_jobs: int
 
 
 @dataclass(frozen=True, slots=True)
-class EngineSurprised(Event):
+class FactRejected(Event):
     """The engine did what the contract does not foresee; survived."""
 
-    cause: SurpriseCause
+    cause: RejectionCause
     request: RequestId | None = None
 
 

@@ -135,7 +135,7 @@ class CacheReset(Fact):
 
 
 @dataclass(frozen=True, slots=True)
-class LawBroken(Fact):
+class InvariantBroken(Fact):
     """A conservation law of ours does not hold, or a state handler raised."""
 
     cause: DegradeCause

@@ -17,13 +17,13 @@ class LoadAnswers:
     Args:
         loaded, failed: their requests.
         without_copy: those among them whose load no worker was given, so that no worker reports it.
-        given_up: jobs that answered loads leave behind with workers that still copy.
+        abandoned: jobs that answered loads leave behind with workers that still copy.
     """
 
     loaded: list[RequestId] = field(default_factory=list)
     failed: list[RequestId] = field(default_factory=list)
     without_copy: list[RequestId] = field(default_factory=list)
-    given_up: list[JobId] = field(default_factory=list)
+    abandoned: list[JobId] = field(default_factory=list)
 
 
 class AwaitedLoads:
@@ -72,4 +72,4 @@ class AwaitedLoads:
         if job is None:
             answers.without_copy.append(request)
         elif job in self._open_jobs:
-            answers.given_up.append(job)
+            answers.abandoned.append(job)

@@ -15,7 +15,7 @@ from kvoffload.core.offload_core import OffloadCore
 from kvoffload.logs import get_logger
 from kvoffload.model.causes import DegradeCause
 from kvoffload.model.events import Event, OffloadingDegraded
-from kvoffload.model.facts import LawBroken
+from kvoffload.model.facts import InvariantBroken
 from kvoffload.runtime.degradation import Degradation
 from kvoffload.runtime.open_copies import OpenCopies
 
@@ -102,7 +102,7 @@ class BrokenCore:
     def _cut_off(self) -> None:
         """Let the core settle what it still can, then give it nothing more, and release what nobody copies."""
         cause, detail = DegradeCause.HANDLER_RAISED, self.error or ""
-        self._bus.publish(LawBroken(cause, detail))
+        self._bus.publish(InvariantBroken(cause, detail))
         self._bus.drop_handlers()
         for event in self._left_events():
             self._bus.publish(event)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kvoffload.core.offload_core import OffloadCore
 from kvoffload.model.causes import DegradeCause
 from kvoffload.model.engine import AuditsLeases
-from kvoffload.model.facts import LawBroken
+from kvoffload.model.facts import InvariantBroken
 from kvoffload.model.ids import SlotId
 from kvoffload.telemetry.counters import Counters
 
@@ -39,7 +39,7 @@ class Conservation:
         core: OffloadCore,
         device: BlockPool,
         counters: Counters,
-        tell: Callable[[LawBroken], None],
+        tell: Callable[[InvariantBroken], None],
         broken: BrokenCore,
     ) -> None:
         self._core = core
@@ -62,7 +62,7 @@ class Conservation:
     def _judge(self, problems: list[str]) -> list[str]:
         self._counters.audited()
         if problems:
-            self._tell(LawBroken(DegradeCause.LAW_BROKEN, "; ".join(problems)))
+            self._tell(InvariantBroken(DegradeCause.LAW_BROKEN, "; ".join(problems)))
         return problems
 
     def _all_problems(self) -> list[str]:

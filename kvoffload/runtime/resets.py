@@ -24,7 +24,7 @@ class Resets:
         self._publish = publish
         self._generation = 0
         self._left: set[JobId] = set()
-        self._given_up = 0
+        self._abandoned = 0
         self.draining = 0
         """How many of them have not ended. Written whole, so another thread may read it."""
 
@@ -40,10 +40,10 @@ class Resets:
             job = self._jobs.open.get(number)
             if job is None or job.state is JobState.ABANDONED:
                 self._left.discard(number)
-                self._given_up += job is not None
+                self._abandoned += job is not None
         self.draining = len(self._left)
         if not self.draining:
-            self._publish(ResetEnded(self._generation, self._given_up))
+            self._publish(ResetEnded(self._generation, self._abandoned))
 
     def forget_all(self) -> None:
         """Nobody can tell any more which jobs have ended."""
@@ -51,7 +51,7 @@ class Resets:
         self.draining = 0
 
     def _started(self, event: ResetStarted) -> None:
-        self._generation, self._given_up = event.generation, 0
+        self._generation, self._abandoned = event.generation, 0
         self._left = {job.job for job in self._jobs.open.values() if job.state is not JobState.ABANDONED}
         self.draining = len(self._left)
         if not self.draining:

@@ -119,7 +119,7 @@ class SchedulerSide:
         bus.handle(facts.TransferReported, core.transfer_reported)
         bus.handle(facts.JobOverdue, core.job_overdue)
         bus.handle(facts.CacheReset, core.cache_reset)
-        bus.handle(facts.LawBroken, core.law_broken)
+        bus.handle(facts.InvariantBroken, core.law_broken)
         bus.on_state_error(self._broken.handler_raised)
 
     def _subscribe(self, portal: Portal | None) -> None:

@@ -17,9 +17,9 @@ class StoreShares:
 
     def subscribe(self, bus: Bus) -> None:
         """Follow reports from now on."""
-        bus.count(TransferReported, self._told)
+        bus.count(TransferReported, self._reported)
 
-    def _told(self, fact: TransferReported) -> None:
+    def _reported(self, fact: TransferReported) -> None:
         report = fact.report
         if self._shares.get(report.rank) != report.store_share:
             self._shares[report.rank] = report.store_share

@@ -25,7 +25,7 @@ class BreakEven:
     def __init__(self) -> None:
         self._fixed_s: deque[float] = deque(maxlen=_LOADS)
         self._copy_s = self._copied_tokens = 0.0
-        self._told_s = -math.inf
+        self._set_at_s = -math.inf
         self.tokens = 0
         """0 while unknown, at most `NEVER_TOKENS`. Written whole."""
 
@@ -38,10 +38,10 @@ class BreakEven:
             waited_s: from when it became binding until the engine was told.
             copy_s: in which a rank copied.
         """
-        if now - self._told_s > _STALE_S:
+        if now - self._set_at_s > _STALE_S:
             self._fixed_s.clear()
             self._copy_s = self._copied_tokens = 0.0
-        self._told_s = now
+        self._set_at_s = now
         self._copy_s += copy_s - self._copy_s * _COPY_WEIGHT
         self._copied_tokens += tokens - self._copied_tokens * _COPY_WEIGHT
         self._fixed_s.append(max(waited_s - copy_s, 0.0))
@@ -61,4 +61,4 @@ class BreakEven:
         What was measured more than a minute ago says nothing: else a bad minute, after which nothing is loaded any
         more, would never be corrected.
         """
-        return self.tokens if now - self._told_s <= _STALE_S else 0
+        return self.tokens if now - self._set_at_s <= _STALE_S else 0

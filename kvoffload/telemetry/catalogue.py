@@ -15,8 +15,8 @@ from kvoffload.model.causes import (
     LoadOutcome,
     MissCause,
     PinDropCause,
+    RejectionCause,
     StoreOutcome,
-    SurpriseCause,
 )
 from kvoffload.model.transfer import Direction, Tier
 from kvoffload.telemetry.labels import Hook, LoadWait, LookupResult, Subscriber, label_of
@@ -156,7 +156,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_stale_blocks_zeroed_total", "Positions struck from requests' records because the engine handed their blocks out again.", Kind.COUNTER, (), "blocks"),
     Metric("kvoffload_resets_total", "Resets after which nothing computed before is found again.", Kind.COUNTER, (), "resets"),
     Metric("kvoffload_reset_draining_jobs", "Jobs that were under way at the last reset and have not ended or been abandoned; what they bring is found by nobody.", Kind.GAUGE, (), "jobs"),
-    Metric("kvoffload_engine_surprises_total", "Things an engine did that its contract does not foresee; each was survived.", Kind.COUNTER, (Label("cause", SurpriseCause),), "surprises"),
+    Metric("kvoffload_engine_surprises_total", "Things an engine did that its contract does not foresee; each was survived.", Kind.COUNTER, (Label("cause", RejectionCause),), "surprises"),
     Metric("kvoffload_audits_total", "Audits of the conservation laws: whenever the last request has ended and no copy is waited for, and on demand.", Kind.COUNTER, (), "audits"),
     Metric("kvoffload_degraded", "1 while offloading is switched off for good by this cause.", Kind.GAUGE, (Label("cause", DegradeCause),), "flag"),
     Metric("kvoffload_hook_seconds", "Time that the engine spent inside one of offloading's hooks.", Kind.HISTOGRAM, (Label("hook", Hook),), "seconds", _HOOK_BUCKETS),

@@ -60,7 +60,7 @@ class Changes:
         self._now = now
         self._due_s = now()
         self._changes = -1
-        self._told: Series = {}
+        self._sent: Series = {}
         source.counters.keep_samples()
 
     def take(self) -> Change | None:
@@ -74,31 +74,31 @@ class Changes:
         self._changes, self._due_s = counters.changes, now + _PATIENCE_S
         asked = self._source.gauges().numbers()
         kept = {name: asked.pop(name) for name in ASKED_COUNTERS}
-        counts = self._take_news({**counters.counts, **kept})
-        change = Change(counts, self._take_news(asked), counters.take_samples())
+        counts = self._take_changed({**counters.counts, **kept})
+        change = Change(counts, self._take_changed(asked), counters.take_samples())
         return None if change.is_empty else change
 
-    def _take_news(self, numbers: Mapping[str, Mapping[Labels, float]]) -> Series:
-        news = {}
+    def _take_changed(self, numbers: Mapping[str, Mapping[Labels, float]]) -> Series:
+        changed = {}
         for name, series in numbers.items():
-            told = self._told.get(name)
-            if series == told:
+            sent = self._sent.get(name)
+            if series == sent:
                 continue
-            news[name] = _differences(name, series, told)
-            self._told[name] = dict(series)
-        return {name: series for name, series in news.items() if series}
+            changed[name] = _differences(name, series, sent)
+            self._sent[name] = dict(series)
+        return {name: series for name, series in changed.items() if series}
 
 
 def _differences(
-    name: str, series: Mapping[Labels, float], told: Mapping[Labels, float] | None
+    name: str, series: Mapping[Labels, float], sent: Mapping[Labels, float] | None
 ) -> dict[Labels, float]:
     """Return what was added to a counter, or what a gauge has become; at first, all of a gauge."""
-    before = told or {}
+    before = sent or {}
     if BY_NAME[name].kind is Kind.COUNTER:
         return {
             labels: now - before.get(labels, 0)
             for labels, now in series.items()
             if now != before.get(labels, 0)
         }
-    known = {**dict.fromkeys(BY_NAME[name].series if told is None else before, 0.0), **series}
-    return {labels: now for labels, now in known.items() if told is None or now != before.get(labels, 0)}
+    known = {**dict.fromkeys(BY_NAME[name].series if sent is None else before, 0.0), **series}
+    return {labels: now for labels, now in known.items() if sent is None or now != before.get(labels, 0)}

@@ -172,20 +172,20 @@ class Counters:
 
     def _by_event(self) -> dict[type[events.Event], Callable[[Any], None]]:
         return {
-            events.LookupSettled: self._whole(self._count_lookup),
+            events.LookupAnswered: self._whole(self._count_lookup),
             events.RankReported: self._whole(self._count_copy),
             events.JobAbandoned: self._whole(self._count_abandoned),
             events.FirstTokenReached: self._whole(self._count_first_token),
             events.LookupDeferred: self._adder("kvoffload_lookups_deferred_total"),
             events.HitDropped: self._adder("kvoffload_pin_dropped_blocks_total", "blocks", "cause"),
             events.BlocksOffered: self._adder("kvoffload_offered_blocks_total", "blocks"),
-            events.StoreSettled: self._adder("kvoffload_store_blocks_total", "blocks", "outcome"),
+            events.StoreEnded: self._adder("kvoffload_store_blocks_total", "blocks", "outcome"),
             events.LoadScheduled: self._adder("kvoffload_load_scheduled_blocks_total", "blocks"),
             events.LoadEnded: self._adder("kvoffload_load_blocks_total", "blocks", "outcome"),
             events.BlocksEvicted: self._adder("kvoffload_evicted_blocks_total", "blocks", "cause"),
             events.BlocksZeroed: self._adder("kvoffload_stale_blocks_zeroed_total", "blocks"),
             events.ResetStarted: self._adder("kvoffload_resets_total"),
-            events.EngineSurprised: self._adder("kvoffload_engine_surprises_total", None, "cause"),
+            events.FactRejected: self._adder("kvoffload_engine_surprises_total", None, "cause"),
         }
 
     def _adder(
@@ -211,7 +211,7 @@ class Counters:
 
         return add
 
-    def _count_lookup(self, event: events.LookupSettled) -> None:
+    def _count_lookup(self, event: events.LookupAnswered) -> None:
         self._lookup_blocks[_HIT] += event.hit_blocks
         self._lookup_blocks[_MISS] += event.miss_blocks
         self._lookup_tokens[_HIT] += event.hit_tokens

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from kvoffload.bus.bus import Bus
 from kvoffload.model import facts
 from kvoffload.model.causes import Found
-from kvoffload.model.events import FirstTokenReached, LookupSettled
+from kvoffload.model.events import FirstTokenReached, LookupAnswered
 from kvoffload.model.ids import RequestId
 
 HasToken = Callable[[], bool]
@@ -35,7 +35,7 @@ class FirstTokens:
     def subscribe(self, bus: Bus) -> None:
         """Hear of admissions and ends from now on, and tell of first tokens."""
         self._publish = bus.publish
-        bus.count(LookupSettled, self._settled)
+        bus.count(LookupAnswered, self._settled)
         bus.count(facts.RequestEnded, self._ended)
 
     def seen(self, request: RequestId, has_token: HasToken) -> None:
@@ -47,7 +47,7 @@ class FirstTokens:
         for request in [request for request in self.admitted if self._waiting[request][1]()]:
             self._arrived(request)
 
-    def _settled(self, event: LookupSettled) -> None:
+    def _settled(self, event: LookupAnswered) -> None:
         if event.request in self._waiting:
             found = Found.DEVICE if event.device_tokens else Found.NOTHING
             self.admitted[event.request] = Found.HOST if event.hit_tokens else found

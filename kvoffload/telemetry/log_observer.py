@@ -12,14 +12,14 @@ from kvoffload.model.events import (
     CapacityGrown,
     CopiesResumed,
     CopiesStalled,
-    EngineSurprised,
     Event,
+    FactRejected,
     JobAbandoned,
     LoadEnded,
     NetBenefitTurned,
     ResetEnded,
     ResetStarted,
-    StoreSettled,
+    StoreEnded,
 )
 from kvoffload.telemetry.records import to_plain
 from kvoffload.telemetry.throttle import AtMostEvery
@@ -39,8 +39,8 @@ _NOTES: Mapping[type[Event], dict[str, object]] = {
 LOGGED: Mapping[type[Event], tuple[str, str]] = {
     JobAbandoned: ("error", "job_abandoned"),
     LoadEnded: ("warning", "load_failed"),
-    StoreSettled: ("warning", "store_failed"),
-    EngineSurprised: ("warning", "engine_surprised"),
+    StoreEnded: ("warning", "store_failed"),
+    FactRejected: ("warning", "fact_rejected"),
     CapacityGrown: ("info", "capacity_grown"),
     CopiesStalled: ("error", "copies_stalled"),
     CopiesResumed: ("info", "copies_resumed"),
@@ -55,7 +55,7 @@ _FAILURES = frozenset([LoadOutcome.FAILED, LoadOutcome.CORRUPT, StoreOutcome.FAI
 
 def deserves_line(event: Event) -> bool:
     """Return whether anybody would want to read of this event. Costs little: it is asked inline."""
-    if isinstance(event, LoadEnded | StoreSettled):
+    if isinstance(event, LoadEnded | StoreEnded):
         return event.outcome in _FAILURES
     return type(event) in LOGGED
 
@@ -94,12 +94,12 @@ class LogObserver:
         if not deserves_line(event):
             return
         (level, name), keys = LOGGED[type(event)], _keys(event) | _NOTES.get(type(event), {})
-        if isinstance(event, LoadEnded | StoreSettled):
+        if isinstance(event, LoadEnded | StoreEnded):
             held_back = self._warnings.due((name, event.outcome))
             if held_back is None:
                 return
             keys |= {"held_back": held_back} if held_back else {}
-        elif isinstance(event, EngineSurprised):
+        elif isinstance(event, FactRejected):
             if self._surprises.due(event.cause) is None:
                 return
             keys["note"] = "further ones are only counted"

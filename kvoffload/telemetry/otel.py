@@ -183,14 +183,14 @@ def make_provider(about: Mapping[str, str | int], ended: Ended) -> TracerProvide
         ended: gets its spans.
     """
     named = Resource.create()
-    told: dict[str, str | int] = {
+    described: dict[str, str | int] = {
         "service.instance.id": str(uuid.uuid4()),
         "process.pid": os.getpid(),
         **about,
     }
     if "OTEL_SERVICE_NAME" not in os.environ and "service.name" not in _asked_for():
-        told["service.name"] = _SCOPE
-    resource = named.merge(Resource(told))
+        described["service.name"] = _SCOPE
+    resource = named.merge(Resource(described))
     provider = TracerProvider(resource=resource, shutdown_on_exit=False, id_generator=OwnIds())
     provider.add_span_processor(ended)
     return provider

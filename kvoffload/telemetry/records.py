@@ -57,12 +57,15 @@ def from_plain(name: str, values: Mapping[str, object]) -> Event | Summary:
     Raises:
         ValueError: the fields do not fit the event.
     """
+    name = _RENAMED_EVENTS.get(name, name)
     cls = _EVENTS.get(name)
     if cls is None or _is_gone(name, values):
         _check_summary(name, values)
         return Summary(name, dict(values))
     if name in _GONE_FIELDS:
         values = _without_gone(name, values)
+    renamed = _RENAMED_FIELDS.get(name, {})
+    values = {renamed.get(field, field): value for field, value in values.items()}
     decoders = _decoders(cls)
     if wrong := decoders.keys() ^ values.keys():
         raise ValueError(f"{name} has missing or unknown fields: {', '.join(sorted(wrong))}")
@@ -250,13 +253,20 @@ def scrub(text: str) -> str:
     return _BYTES_LITERAL.sub("b'...'", text)[:_TEXT_CHARACTERS]
 
 
-# What journals of earlier versions hold that these classes have no place for.
+# Journals of earlier versions use these names.
+_RENAMED_EVENTS = {
+    "EngineSurprised": "FactRejected",
+    "LookupSettled": "LookupAnswered",
+    "StoreSettled": "StoreEnded",
+}
+_RENAMED_FIELDS = {"ResetEnded": {"given_up_jobs": "abandoned_jobs"}}
+# Journals of earlier versions hold these; no class has a place for them.
 _GONE_EVENTS = {
     "RankReported": ("direction", "check"),
     "JobAbandoned": ("direction", "check"),
     "HitDropped": ("cause", "preempted"),
 }
-_GONE_FIELDS = {"StoreSettled": ("job", None), "LookupSettled": ("cause", "not_checked")}
+_GONE_FIELDS = {"StoreEnded": ("job", None), "LookupAnswered": ("cause", "not_checked")}
 _FORMS: dict[type, _Form] = {}
 _EVENTS: dict[str, type[Event]] = {
     name: cls

@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 NAME = "spans"
 _BATCH = 512
-_TOLD: tuple[type, ...] = (
+_SPANNED: tuple[type, ...] = (
     facts.BlocksAllocated,
     facts.RequestEnded,
     events.HitPinned,
     events.HitDropped,
     events.LookupDeferred,
-    events.LookupSettled,
+    events.LookupAnswered,
     events.FirstTokenReached,
     events.StoreScheduled,
     events.LoadScheduled,
@@ -47,12 +47,12 @@ _TOLD: tuple[type, ...] = (
     events.BlocksEvicted,
     events.JobAbandoned,
     events.ResetStarted,
-    events.EngineSurprised,
+    events.FactRejected,
     events.OffloadingDegraded,
 )
 
 
-class Told(NamedTuple):
+class Entry(NamedTuple):
     """One message on its way; `trace_parent` is the engine's, of a request that was just seen."""
 
     sequence: int
@@ -82,12 +82,12 @@ class SpanObserver:
         """Of the request whose `RequestSeen` is published next; set on the engine's thread."""
         self._exporter = exporter
         self._now = now
-        self._told = 0
+        self._offered = 0
         self._ended = otel.Ended()
         self._provider = otel.make_provider(about, self._ended)
         self._canvas = otel.make_canvas(self._provider)
         self._timeline = Timeline(self._canvas, Rows())
-        self._feed: Feed[Told] | None = None
+        self._feed: Feed[Entry] | None = None
         self._on_failure: Callable[[], object] | None = None
 
     def subscribe(self, bus: Bus, on_failure: Callable[[], object], capacity: int = 8192) -> None:
@@ -100,7 +100,7 @@ class SpanObserver:
         """
         self._on_failure = on_failure
         self._feed = bus.observe(NAME, (), capacity)
-        for cls in _TOLD:
+        for cls in _SPANNED:
             bus.count(cls, self._pick)
         bus.count(facts.RequestSeen, self._seen)
         bus.count(facts.StepScheduled, self._step)
@@ -115,8 +115,8 @@ class SpanObserver:
         assert self._feed is not None, "subscribe() comes first"
         loop = asyncio.get_running_loop()
         try:
-            async for told in self._feed:
-                batch = [told, *take_waiting(self._feed, _BATCH - 1)]
+            async for entry in self._feed:
+                batch = [entry, *take_waiting(self._feed, _BATCH - 1)]
                 await loop.run_in_executor(executor, self._draw, batch)
             await loop.run_in_executor(executor, self._close)
         except Exception as exc:
@@ -141,20 +141,20 @@ class SpanObserver:
 
     def _offer(self, message: object, trace_parent: str | None) -> None:
         assert self._feed is not None
-        self._told += 1
-        self._feed.offer(Told(self._told, self._now(), compact(message), trace_parent))
+        self._offered += 1
+        self._feed.offer(Entry(self._offered, self._now(), compact(message), trace_parent))
 
     # -- on the executor's ------------------------------------------------------------------------------------------
 
-    def _draw(self, batch: Iterable[Told]) -> None:
-        for told in batch:
-            if told.sequence > self._timeline.sequence + 1:
+    def _draw(self, batch: Iterable[Entry]) -> None:
+        for entry in batch:
+            if entry.sequence > self._timeline.sequence + 1:
                 _take_all(self._timeline.close())
                 self._timeline = Timeline(self._canvas, Rows())
-            self._canvas.trace_parent = told.trace_parent
-            message = told.message.summary() if isinstance(told.message, Kept) else told.message
+            self._canvas.trace_parent = entry.trace_parent
+            message = entry.message.summary() if isinstance(entry.message, Kept) else entry.message
             assert isinstance(message, events.Event) or not isinstance(message, facts.Fact), message
-            _take_all(self._timeline.tell(Record(told.sequence, told.time, message)))  # type: ignore[arg-type]
+            _take_all(self._timeline.tell(Record(entry.sequence, entry.time, message)))  # type: ignore[arg-type]
         self._send()
 
     def _close(self) -> None:

@@ -35,7 +35,7 @@ _NOTED: dict[type[events.Event], Track] = {
     events.CapacityGrown: HOST,
     events.ResetStarted: HOST,
     events.JobAbandoned: HOST,
-    events.EngineSurprised: NOTES,
+    events.FactRejected: NOTES,
     events.OffloadingDegraded: NOTES,
 }
 

@@ -48,7 +48,7 @@ class RequestRows:
             events.HitPinned: self._on_instant,
             events.HitDropped: self._on_instant,
             events.LookupDeferred: self._on_instant,
-            events.LookupSettled: self._on_settled,
+            events.LookupAnswered: self._on_settled,
             events.LoadEnded: self._on_load_ended,
             events.FirstTokenReached: self._on_first_token,
         }
@@ -92,7 +92,7 @@ class RequestRows:
         """Of an answer of one token it may be told after the request's end."""
         return self._on_instant(at, event) if event.request in self._live else iter(())
 
-    def _on_settled(self, at: float, event: events.LookupSettled) -> Drawn:
+    def _on_settled(self, at: float, event: events.LookupAnswered) -> Drawn:
         request = self._find(event.request, at)
         if request.waits_since is not None:
             # Telling of the allocation comes first; spans of one row must not overlap.

@@ -7,7 +7,7 @@ gate = Gate()                              await gate.arrive(), gate.open()
 device = FakeDevice(8, pages=[64, 32])     device.layout, device.read(3)
 """
 
-from kvoffload.testing.clock import FakeClock, settled
+from kvoffload.testing.clock import FakeClock, wait_all_blocked
 from kvoffload.testing.copier import GatedCopier, GatedTicket
 from kvoffload.testing.device import FakeDevice
 from kvoffload.testing.gates import Gate, ManualExecutor, ThreadGate
@@ -22,5 +22,5 @@ __all__ = [
     "ManualExecutor",
     "ThreadGate",
     "capture_logs",
-    "settled",
+    "wait_all_blocked",
 ]

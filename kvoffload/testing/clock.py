@@ -38,11 +38,11 @@ class FakeClock:
     async def advance(self, seconds: float) -> None:
         """Let `seconds` pass, waking sleepers at their times and letting every task run until it waits again."""
         end = self._now + seconds
-        await settled()
+        await wait_all_blocked()
         while self._sleepers and self._sleepers[0][0] <= end:
             self._now = max(self._now, self._sleepers[0][0])
             self._wake_due()
-            await settled()
+            await wait_all_blocked()
         self._now = end
 
     def jump(self, seconds: float) -> None:
@@ -56,7 +56,7 @@ class FakeClock:
                 future.set_result(None)
 
 
-async def settled() -> None:
+async def wait_all_blocked() -> None:
     """Return once every other task of the loop waits for something."""
     for _ in range(_YIELDS):
         await asyncio.sleep(0)

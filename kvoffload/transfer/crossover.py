@@ -147,9 +147,9 @@ class _Trial(Generic[StreamT, EventT]):
         return self.driver.seconds_between(start, end)
 
     def _wait(self, end: EventT) -> None:
-        give_up_at = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + _PATIENCE_S
         while not self.driver.has_passed(end):
-            if time.monotonic() > give_up_at:
+            if time.monotonic() > deadline:
                 raise CopyError("a copy of scratch memory does not end")
             self.rest()
 

@@ -181,10 +181,10 @@ def pci_address(device: str) -> str | None:
 
 def _comes_to_rest(stream: torch.cuda.Stream) -> bool:
     """Wait for the stream; False where it does not end soon. An error of the device is no rest either."""
-    give_up_at = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + _PATIENCE_S
     with contextlib.suppress(Exception):
         while not stream.query():
-            if time.monotonic() > give_up_at:
+            if time.monotonic() > deadline:
                 return False
             time.sleep(1e-3)
         return True

@@ -47,7 +47,7 @@ class PreferredNode:
         self._node = node
         self._syscall = syscall or _find_syscall()
         self._number = _MBIND.get(platform.machine())
-        self._has_told = False
+        self._has_warned = False
 
     def claim(self, address: int, size: int) -> None:
         """Ask for the pages of a mapping that nobody has touched. Says in the log what came of the first; never raises."""
@@ -55,8 +55,8 @@ class PreferredNode:
             problem = self._prefer(address, size)
         except Exception as error:  # where memory lies is not worth the memory
             problem = repr(error)
-        if not self._has_told:
-            self._has_told = True
+        if not self._has_warned:
+            self._has_warned = True
             log.info("host_memory_node", node=self._node, is_preferred=problem is None, reason=problem)
 
     def _prefer(self, address: int, size: int) -> str | None:

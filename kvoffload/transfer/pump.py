@@ -98,8 +98,8 @@ class TransferPump:
         self._was_started = False
         self._is_closing = False
         self._gone: str | None = None  # why the coroutine will start nothing more
-        self._told_slots = 0
-        self._told_growing = True
+        self._reported_slots = 0
+        self._reported_growing = True
         self._wake_ups = 0
 
     # --- the hook's thread ---
@@ -160,10 +160,10 @@ class TransferPump:
         reports = self._flow.ledger.take_reports()
         # Asked in this order, so that the last slots are there when no more are on their way.
         is_growing = self._arena.is_growing
-        ready_slots = max(self._arena.ready_slots, self._told_slots)
-        if not reports and (ready_slots, is_growing) == (self._told_slots, self._told_growing):
+        ready_slots = max(self._arena.ready_slots, self._reported_slots)
+        if not reports and (ready_slots, is_growing) == (self._reported_slots, self._reported_growing):
             return None
-        self._told_slots, self._told_growing = ready_slots, is_growing
+        self._reported_slots, self._reported_growing = ready_slots, is_growing
         return TransferReport(self._rank, reports, ready_slots, self._flow.store_share, is_growing)
 
     def coroutine_lost(self, reason: str) -> None:

@@ -17,7 +17,7 @@ from kvoffload_reference.translate import blocks, keys
 
 
 @dataclass(slots=True)
-class _Told:
+class _Sent:
     """What the core has been told of a request: only what is new is told again."""
 
     view: RequestView
@@ -42,35 +42,35 @@ class ReferenceScheduler:
         self._offload = offload
         self._device = device
         self._closed = closed
-        self._told: dict[str, _Told] = {}
+        self._sent: dict[str, _Sent] = {}
 
     def bind(self, pool: BlockPool) -> None:
         self._device.bind(pool)
 
     def request_added(self, request: RequestView) -> None:
         known = tuple(keys(request.keys(group.group)) for group in self._shape.groups)
-        self._told[request.request_id] = _Told(request, [len(each) for each in known])
+        self._sent[request.request_id] = _Sent(request, [len(each) for each in known])
         fact = facts.RequestSeen(RequestId(request.request_id), request.num_tokens, known)
-        told = self._told[request.request_id]
-        self._offload.seen(fact, told.has_token, request.trace_parent)
+        sent = self._sent[request.request_id]
+        self._offload.seen(fact, sent.has_token, request.trace_parent)
 
     def lookup(self, request: RequestView, device_tokens: int) -> int | None:
-        new_keys = self._new_keys(self._told[request.request_id])
+        new_keys = self._new_keys(self._sent[request.request_id])
         name = RequestId(request.request_id)
         return self._offload.lookup(name, device_tokens, request.num_tokens, new_keys)
 
     def allocated(
         self, request: RequestView, tables: BlockTables, device_tokens: int, external_tokens: int
     ) -> None:
-        told = self._told[request.request_id]
-        told.blocks, told.runs = (), False
+        sent = self._sent[request.request_id]
+        sent.blocks, sent.runs = (), False
         tables_of = tuple(map(blocks, tables))
         self._offload.allocated(
             facts.BlocksAllocated(RequestId(request.request_id), tables_of, device_tokens, external_tokens)
         )
 
     def plan(self, step: StepFacts) -> object:
-        progress = tuple(self._news(step))
+        progress = tuple(self._progress(step))
         preempted = tuple(map(RequestId, step.preempted))
         total = sum(each.tokens for each in step.progress)
         decode = sum(each.tokens == 1 for each in step.progress)
@@ -81,10 +81,10 @@ class ReferenceScheduler:
         )
 
     def request_ended(self, request: RequestView, aborted: bool) -> None:
-        told = self._told.pop(request.request_id)
+        sent = self._sent.pop(request.request_id)
         confirmed = request.confirmed_tokens
         self._offload.ended(
-            facts.RequestEnded(RequestId(request.request_id), confirmed, self._new_keys(told), confirmed > 0)
+            facts.RequestEnded(RequestId(request.request_id), confirmed, self._new_keys(sent), confirmed > 0)
         )
 
     def update(self, outputs: Sequence[object]) -> LoadResults:
@@ -108,27 +108,27 @@ class ReferenceScheduler:
     def _shape(self) -> EngineShape:
         return self._offload.shape
 
-    def _news(self, step: StepFacts) -> Iterator[facts.Progress]:
+    def _progress(self, step: StepFacts) -> Iterator[facts.Progress]:
         """Only of requests that gained a block, confirmed one, or run for the first time since their allocation."""
         for progress in step.progress:
-            told = self._told[progress.request_id]
+            sent = self._sent[progress.request_id]
             confirmed = tuple(progress.confirmed_tokens // group.block_tokens for group in self._shape.groups)
-            if told.runs and confirmed == told.blocks and not any(progress.new_blocks):
+            if sent.runs and confirmed == sent.blocks and not any(progress.new_blocks):
                 continue
-            told.runs, told.blocks = True, confirmed
+            sent.runs, sent.blocks = True, confirmed
             yield facts.Progress(
                 RequestId(progress.request_id),
                 progress.confirmed_tokens,
                 _appended(progress),
-                self._new_keys(told),
+                self._new_keys(sent),
             )
 
-    def _new_keys(self, told: _Told) -> tuple[tuple[BlockKey, ...], ...]:
+    def _new_keys(self, sent: _Sent) -> tuple[tuple[BlockKey, ...], ...]:
         new = []
         for group in self._shape.groups:
-            known = told.view.keys(group.group)
-            new.append(keys(known[told.keys[group.group] :]))
-            told.keys[group.group] = len(known)
+            known = sent.view.keys(group.group)
+            new.append(keys(known[sent.keys[group.group] :]))
+            sent.keys[group.group] = len(known)
         return tuple(new)
 
 

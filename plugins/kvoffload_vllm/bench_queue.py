@@ -134,5 +134,5 @@ def _all_ended(plan: Any) -> Any:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
     from vllm.v1.outputs import KVConnectorOutput
 
-    told = OffloadingWorkerMetadata(completed_jobs=dict.fromkeys(plan.store_jobs, 1))
-    return KVConnectorOutput(kv_connector_worker_meta=told)
+    metadata = OffloadingWorkerMetadata(completed_jobs=dict.fromkeys(plan.store_jobs, 1))
+    return KVConnectorOutput(kv_connector_worker_meta=metadata)

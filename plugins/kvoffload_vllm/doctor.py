@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvoffload.checks.check import Check, Finding, Setup, go, no_go, not_known, settled, warn
+from kvoffload.checks.check import Check, Finding, Setup, concluded, go, no_go, not_known, warn
 from kvoffload.checks.json_option import read_object
 from kvoffload.checks.machine import Machine
 from kvoffload.checks.software import entry_point_problem, version_numbers
@@ -58,9 +58,9 @@ def checks(args: argparse.Namespace) -> Sequence[Check]:
     return (
         Check("vllm version", _version),
         Check("vllm plugin", _registration),
-        settled("vllm connector", _transfer(transfer)),
+        concluded("vllm connector", _transfer(transfer)),
         load_failures(None if transfer is None else transfer.get("kv_load_failure_policy") or "fail"),
-        settled("prefix caching", _prefix_caching(args.enable_prefix_caching)),
+        concluded("prefix caching", _prefix_caching(args.enable_prefix_caching)),
     )
 
 

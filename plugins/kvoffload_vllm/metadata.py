@@ -17,24 +17,24 @@ class EndedLoads:
 
     Args:
         loaded, failed: requests whose load no worker was given; each worker reports them once.
-        given_up: jobs of loads that failed while workers still copy them; a worker where one still runs reports its
+        abandoned: jobs of loads that failed while workers still copy them; a worker where one still runs reports its
             request as failed.
     """
 
     loaded: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
-    given_up: list[JobId] = field(default_factory=list)
+    abandoned: list[JobId] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
-        return not (self.loaded or self.failed or self.given_up)
+        return not (self.loaded or self.failed or self.abandoned)
 
     def add(self, answers: LoadAnswers) -> None:
         """Add what the workers do not report by themselves."""
         if answers.without_copy:
             self.loaded += [request for request in answers.without_copy if request in answers.loaded]
             self.failed += [request for request in answers.without_copy if request in answers.failed]
-        self.given_up += answers.given_up
+        self.abandoned += answers.abandoned
 
 
 @dataclass(slots=True)

@@ -81,8 +81,8 @@ class Tracked:
     @property
     def is_rewritten(self) -> bool:
         """Whether hashes told are no longer the request's: a session's next input replaces tokens not yet computed."""
-        hashes, told = self.request.block_hashes, self.hashes
-        return told > 0 and (len(hashes) < told or hashes[told - 1] != self.last_hash)
+        hashes, sent = self.request.block_hashes, self.hashes
+        return sent > 0 and (len(hashes) < sent or hashes[sent - 1] != self.last_hash)
 
     def has_token(self) -> bool:
         """Return whether its first token is there."""

@@ -74,7 +74,7 @@ class VllmWorker:
             assert load.request is not None, load
             self._loading[load.job] = (load.request, load.blocks)
         ended = metadata.ended
-        for job in ended.given_up:
+        for job in ended.abandoned:
             # Where it has ended it was reported already; where it runs on, its blocks stay leased.
             if job in self._loading:
                 self._ended(job, failed=True)

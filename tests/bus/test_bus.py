@@ -91,15 +91,15 @@ def test_what_a_handler_left_follows_its_fact_in_one_batch() -> None:
 
 
 def test_a_subscription_holds_for_classes_seen_before_it() -> None:
-    bus, heard = Bus(), list[object]()
+    bus, received = Bus(), list[object]()
     bus.publish(Base(1))
-    bus.handle(Base, heard.append)
+    bus.handle(Base, received.append)
     bus.publish(Base(2))
-    bus.count(Base, heard.append)
+    bus.count(Base, received.append)
     bus.publish(Base(3))
     bus.observe("watcher", [Base], 1)
     bus.publish(Base(4))
-    assert heard == [Base(2), Base(3), Base(3), Base(4), Base(4)]
+    assert received == [Base(2), Base(3), Base(3), Base(4), Base(4)]
     assert bus.statistics().feeds[0][1].waiting == 1
 
 
@@ -126,13 +126,13 @@ def test_all_subscribers_see_all_messages_in_the_same_order(children: list[list[
 
 
 def test_a_raising_state_handler_is_reported_and_stays() -> None:
-    bus, heard, errors = Bus(), list[object](), list[tuple[str, object]]()
+    bus, received, errors = Bus(), list[object](), list[tuple[str, object]]()
     bus.on_state_error(lambda error, message: errors.append((str(error), message)))
     bus.handle(Base, _raise)
-    bus.count(Base, heard.append)
+    bus.count(Base, received.append)
     bus.publish(Base(1))
     bus.publish(Base(2))
-    assert heard == [Base(1), Base(2)]
+    assert received == [Base(1), Base(2)]
     assert errors == [("handler of 1", Base(1)), ("handler of 2", Base(2))]
     assert bus.statistics().state_errors == 2
 
@@ -147,41 +147,41 @@ def test_what_a_state_error_leads_to_follows_in_the_same_batch() -> None:
 
 
 def test_without_a_callback_a_state_error_reaches_the_publisher() -> None:
-    bus, heard = Bus(), list[object]()
+    bus, received = Bus(), list[object]()
     bus.handle(Base, _raise)
-    bus.count(Other, heard.append)
+    bus.count(Other, received.append)
     with pytest.raises(RuntimeError, match="handler of 1"):
         bus.publish(Base(1))
     bus.publish(Other(2))
-    assert heard == [Other(2)]
+    assert received == [Other(2)]
 
 
 def test_a_raising_callback_goes_no_further_than_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    bus, heard = Bus(), list[object]()
+    bus, received = Bus(), list[object]()
     bus.on_state_error(lambda _error, _message: _raise(Base()))
     bus.handle(Base, _raise)
-    bus.count(Base, heard.append)
+    bus.count(Base, received.append)
     with caplog.at_level(logging.ERROR):
         bus.publish(Base(1))
-    assert heard == [Base(1)]
+    assert received == [Base(1)]
     assert [record.getMessage() for record in caplog.records] == ["callback_failed"]
 
 
 @pytest.mark.parametrize("kind", ["count", "record"])
 @pytest.mark.parametrize("is_reported", [True, False])
 def test_a_raising_subscriber_is_removed_and_the_others_still_run(kind: str, is_reported: bool) -> None:
-    bus, heard, removed = Bus(), list[object](), list[tuple[str, str]]()
+    bus, received, removed = Bus(), list[object](), list[tuple[str, str]]()
     if is_reported:
         bus.on_removed(lambda name, error: removed.append((name, str(error))))
     if kind == "count":
         bus.count(Base, _raise)
     else:
         bus.record(_raise_of_batch)
-    bus.count(Base, heard.append)
+    bus.count(Base, received.append)
     bus.publish(Base(1))
     bus.publish(Base(2))
     name = "_raise" if kind == "count" else "_raise_of_batch"
-    assert heard == [Base(1), Base(2)]
+    assert received == [Base(1), Base(2)]
     assert removed == ([(name, "handler of 1")] if is_reported else [])
     assert bus.statistics().removed_counters == (name,)
 

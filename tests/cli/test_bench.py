@@ -33,9 +33,9 @@ def test_a_benchs_options_are_its_own(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit) as ended:
         main(["bench", "hooks", "--runing", "3"])
     assert ended.value.code == 2
-    told = capsys.readouterr().err
-    assert "did you mean --running?" in told
-    assert "kvoffload bench hooks --help" in told
+    reported = capsys.readouterr().err
+    assert "did you mean --running?" in reported
+    assert "kvoffload bench hooks --help" in reported
 
 
 def test_one_that_cannot_be_imported_harms_no_other_command(

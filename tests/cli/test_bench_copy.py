@@ -43,16 +43,16 @@ def flip(address: int) -> None:
 @pytest.mark.slow
 def test_the_table_has_each_page_way_and_number_of_threads(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--page-kib", "4", "64", "--repeats", "6"]) == Exit.OK
-    told = capsys.readouterr().out.splitlines()
-    assert "there is no GPU here" in told[1] or "cuda" in told[0]
-    found = [line for line in told if "scattered pages of" in line and "over one large copy" in line]
+    reported = capsys.readouterr().out.splitlines()
+    assert "there is no GPU here" in reported[1] or "cuda" in reported[0]
+    found = [line for line in reported if "scattered pages of" in line and "over one large copy" in line]
     cases = [("store", "1 thread"), ("load", "1 thread"), ("load", "2 threads")]
     assert [line.partition(", over")[0] for line in found] == [
         f"{way} of scattered pages of {page} KiB, {threads}" for page in (4, 64) for way, threads in cases
     ]
     assert all("[" in line for line in found)
-    assert any("while" in line for line in told)
-    assert "adjacent blocks" in told[-1]
+    assert any("while" in line for line in reported)
+    assert "adjacent blocks" in reported[-1]
 
 
 @pytest.mark.slow
@@ -61,12 +61,12 @@ def test_json_and_the_saved_file_hold_the_same_lines(
 ) -> None:
     options = ["--page-kib", "16", "--repeats", "2", "--threads", "1", "--json"]
     assert main([*SMALL, *options, "--save", str(tmp_path / "results")]) == Exit.OK
-    told = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    assert len(told["lines"]) == 8
-    assert all(line["median"] > 0 for line in told["lines"])
-    assert {line["low"] for line in told["lines"]} == {None}  # two pairs have no interval
+    reported = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert len(reported["lines"]) == 8
+    assert all(line["median"] > 0 for line in reported["lines"])
+    assert {line["low"] for line in reported["lines"]} == {None}  # two pairs have no interval
     (saved,) = (tmp_path / "results").iterdir()
-    assert json.loads(saved.read_text())["lines"] == told["lines"]
+    assert json.loads(saved.read_text())["lines"] == reported["lines"]
 
 
 @pytest.mark.parametrize("way", list(Direction))

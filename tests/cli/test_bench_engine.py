@@ -21,8 +21,8 @@ def test_every_part_is_measured_told_and_saved(
 ) -> None:
     monkeypatch.setattr(engine_steps, "STEPS", 5)
     assert main([*SMALL, "--conversations", "2", "--json", "--save", str(tmp_path)]) == Exit.OK
-    told = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    found = {line["what"]: line for line in told["lines"]}
+    reported = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    found = {line["what"]: line for line in reported["lines"]}
     for what in (
         "never repeat",
         "nothing pending",
@@ -33,7 +33,7 @@ def test_every_part_is_measured_told_and_saved(
         assert any(what in name for name in found), what
     assert all(line["median"] > 0 for name, line in found.items() if "wake-ups" not in name)
     (saved,) = tmp_path.iterdir()
-    assert json.loads(saved.read_text())["lines"] == told["lines"]
+    assert json.loads(saved.read_text())["lines"] == reported["lines"]
 
 
 @pytest.mark.slow

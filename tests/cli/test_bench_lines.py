@@ -46,13 +46,13 @@ def test_the_table_of_a_terminal() -> None:
 
 
 def test_the_page_has_a_table_a_machine_and_what_offloading_costs_first() -> None:
-    def told(bench: str, cpu: str, found: Line) -> dict[str, Any]:
+    def reported(bench: str, cpu: str, found: Line) -> dict[str, Any]:
         about = {"cpu": cpu, "cores": 2, "memory_gib": 1, "python": "3", "kvoffload": "0"}
         return {"bench": bench, "date": "2026-01-01", "machine": about, "lines": [found.to_plain()]}
 
     one, other = line("a cost", [0.9], at_least=1), line("a copy", [1.0], at_least=1)
     page = markdown(
-        [told("copy", "x", other), told("engine", "x", one), told("copy", "y", other)]
+        [reported("copy", "x", other), reported("engine", "x", one), reported("copy", "y", other)]
     ).splitlines()
     assert [row for row in page if row.startswith(("| `", "x", "y"))] == [
         "x, 2 cores, 1 GiB, Python 3, kvoffload 0, 2026-01-01:",

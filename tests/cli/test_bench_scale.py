@@ -22,8 +22,8 @@ SCALE = ["bench", "scale", *_SMALL.split()]
 def test_all_that_was_asked_for_is_in_what_it_saves(tmp_path: Path) -> None:
     assert main([*SCALE, "--json", "--save", str(tmp_path / "new")]) == 0
     (saved,) = (tmp_path / "new").iterdir()
-    told = json.loads(saved.read_text())
-    what = [line["what"] for line in told["lines"]]
+    reported = json.loads(saved.read_text())
+    what = [line["what"] for line in reported["lines"]]
     for wanted in (
         *(
             f"hooks per step with {count} requests that do nothing: nothing happens, over 10"
@@ -33,18 +33,18 @@ def test_all_that_was_asked_for_is_in_what_it_saves(tmp_path: Path) -> None:
         *(f"a slot's memory, full, {slots} slots" for slots in (64, 128)),
     ):
         assert any(wanted in line for line in what), wanted
-    assert all(line["median"] > 0 for line in told["lines"])
-    assert told["bench"] == "scale"
-    assert {"cpu", "cores", "memory_gib", "load", "python", "kvoffload"} <= told["machine"].keys()
-    assert "20 GiB/s" in told["method"]
+    assert all(line["median"] > 0 for line in reported["lines"])
+    assert reported["bench"] == "scale"
+    assert {"cpu", "cores", "memory_gib", "load", "python", "kvoffload"} <= reported["machine"].keys()
+    assert "20 GiB/s" in reported["method"]
 
 
 @pytest.mark.slow
 def test_the_table_shows_each_part_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SCALE, "--parts", "lookup"]) == 0
-    told = capsys.readouterr().out
-    assert "the whole lookup" in told
-    assert "a slot's memory" not in told
+    reported = capsys.readouterr().out
+    assert "the whole lookup" in reported
+    assert "a slot's memory" not in reported
 
 
 @pytest.mark.parametrize("options", ["--parts everything", "--slots 0", "--pairs none"])
@@ -99,8 +99,8 @@ def test_results_are_kept_by_bench_and_machine(tmp_path: Path) -> None:
     about = {"cpu": "Some(R) Processor @ 2.50GHz", "cores": 2}
     path = results.save("one", {"machine": about, "found": 1}, tmp_path / "new")
     assert path.name == "one-some-2-50ghz-2-cores.json"
-    told = json.loads(path.read_text())
-    assert (told["bench"], told["machine"], told["found"]) == ("one", about, 1)
+    reported = json.loads(path.read_text())
+    assert (reported["bench"], reported["machine"], reported["found"]) == ("one", about, 1)
     assert results.save("one", {"machine": about, "found": 2}, path.parent) == path
     assert json.loads(path.read_text())["found"] == 2
     assert results.slug({"gpu": "Maker X100", "cpu": "any"}) == "maker-x100"

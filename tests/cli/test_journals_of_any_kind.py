@@ -42,7 +42,7 @@ anything = (
     | st.text(max_size=3)
     | st.lists(st.integers(), max_size=2)
 )
-told = st.fixed_dictionaries({"event": st.sampled_from(FACTS)}).flatmap(
+reported = st.fixed_dictionaries({"event": st.sampled_from(FACTS)}).flatmap(
     lambda one: st.dictionaries(st.sampled_from(FIELDS + ODD), anything, max_size=6).map(
         lambda more: {**more, **one}
     )
@@ -72,7 +72,7 @@ def test_property_events_in_any_order_at_any_time(stream: list[tuple[Event, floa
 
 
 @pytest.mark.slow
-@given(stream=st.lists(st.tuples(told, times), min_size=1, max_size=8))
+@given(stream=st.lists(st.tuples(reported, times), min_size=1, max_size=8))
 def test_property_facts_with_anything_in_them(stream: list[tuple[dict[str, Any], float]]) -> None:
     lines = [{"seq": 1, "t": time, **fact} for fact, time in stream]
     for command in READERS:
@@ -94,7 +94,13 @@ def test_a_journal_from_when_blocks_were_checked_before_a_hit_is_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = {"event": "RankReported", "job": 1, "rank": 0, "copied_bytes": 0, "queue_s": 0.0, "copy_s": 0.1}
-    missed = {"event": "LookupSettled", "request": "a", "device_tokens": 0, "hit_blocks": 1, "miss_blocks": 2}
+    missed = {
+        "event": "LookupAnswered",
+        "request": "a",
+        "device_tokens": 0,
+        "hit_blocks": 1,
+        "miss_blocks": 2,
+    }
     lines: list[dict[str, object]] = [
         {"event": "CheckScheduled", "job": 1, "request": "a", "blocks": 2},
         {**report, "direction": "check", "outcome": "corrupt"},
@@ -102,7 +108,7 @@ def test_a_journal_from_when_blocks_were_checked_before_a_hit_is_read(
         {**missed, "hit_tokens": 4, "miss_tokens": 8, "cause": "not_checked"},
         {"event": "HitDropped", "request": "a", "blocks": 1, "cause": "preempted"},
         {"event": "StoreScheduled", "job": 3, "blocks": 2, "slots": [0, 1]},
-        {"event": "StoreSettled", "outcome": "stored", "blocks": 2, "job": 3},
+        {"event": "StoreEnded", "outcome": "stored", "blocks": 2, "job": 3},
         {"event": "RankLost", "rank": 0},
     ]
     path, page = tmp_path / "journal", tmp_path / "page"

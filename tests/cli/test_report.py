@@ -90,22 +90,22 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[str,
 
 @pytest.mark.slow
 def test_the_demos_page_has_the_demos_numbers(run: tuple[Path, Path, dict[str, Any]]) -> None:
-    page, _, told = run
+    page, _, reported = run
     reading = Reading(page.read_text())
-    offloading = told["offloading"]
+    offloading = reported["offloading"]
     missed = {cause.replace("_", " "): blocks for cause, blocks in offloading["missed_blocks"].items()}
     assert {row[0]: int(row[1].replace(",", "")) for row in reading.tables["misses"][1:]} == missed
     assert reading.number("transfers", "loads", 2) == offloading["loaded_bytes"] > 0
     assert reading.number("transfers", "stores", 2) == offloading["stored_bytes"] > 0
     for tier in ("device", "host"):
-        tokens = told["with_offloading"][f"{tier}_tokens"]
+        tokens = reported["with_offloading"][f"{tier}_tokens"]
         assert reading.number("hits", tier, 1) == tokens
         assert reading.number("section", f"prompt tokens reused from the {tier}", 2) == tokens
-    assert reading.number("hits", "all prompts", 1) == told["with_offloading"]["prompt_tokens"]
-    turns = told["workload"]["conversations"] * (told["workload"]["turns"] - 1)
+    assert reading.number("hits", "all prompts", 1) == reported["with_offloading"]["prompt_tokens"]
+    turns = reported["workload"]["conversations"] * (reported["workload"]["turns"] - 1)
     for how in ("with", "without"):
         (row,) = [r for r in reading.tables["first-tokens"] if r[0] == f"returning turns, {how}"]
-        median = 1000 * told[f"{how}_offloading"]["returning_ttft_s"]["p50"]
+        median = 1000 * reported[f"{how}_offloading"]["returning_ttft_s"]["p50"]
         assert row[1:3] == [str(turns), f"{median:,.1f}"]
     assert offloading["evicted_blocks"]
 
@@ -123,7 +123,7 @@ def test_a_journals_page_has_the_journals_numbers(
         copied = [x for x in lines if x["event"] == "RankReported" and x["direction"] == way.value]
         assert reading.number("transfers", f"{way.value}s", 1) == len(copied) > 0
         assert reading.number("transfers", f"{way.value}s", 2) == sum(x["copied_bytes"] for x in copied)
-    lookups = [x for x in lines if x["event"] == "LookupSettled"]
+    lookups = [x for x in lines if x["event"] == "LookupAnswered"]
     assert reading.number("hits", "host", 1) == sum(x["hit_tokens"] for x in lookups) > 0
     assert account.counted.total("kvoffload_miss_blocks_total") == sum(x["miss_blocks"] for x in lookups)
     assert account.lines == len(lines)

@@ -155,7 +155,7 @@ def test_a_shorter_answer_is_a_mismatch() -> None:
 
 def test_the_table_shows_what_matters() -> None:
     text = render(result())
-    for told in (
+    for reported in (
         "1 conversations of 2 turns, sliding window attention of 4 tokens",
         "text: README.md, 12 bytes of Python's library",
         "3.0 times as many",
@@ -170,7 +170,7 @@ def test_the_table_shows_what_matters() -> None:
         "9.5 saved, 1.2 waited for loads, 0.2 lost to copies: net 8.0",
         "no law is broken",
     ):
-        assert told in text
+        assert reported in text
     assert all(len(line) < 120 for line in text.splitlines())
 
 

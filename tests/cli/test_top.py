@@ -56,9 +56,9 @@ class Engine:
 
     def work(self, requests: int = 1) -> None:
         for _ in range(requests):
-            self._bus.publish(events.LookupSettled(A, 0, 3, 2, 48, 32, MissCause.EVICTED))
+            self._bus.publish(events.LookupAnswered(A, 0, 3, 2, 48, 32, MissCause.EVICTED))
             self._bus.publish(events.BlocksOffered(2))
-            self._bus.publish(events.StoreSettled(StoreOutcome.STORED, 2))
+            self._bus.publish(events.StoreEnded(StoreOutcome.STORED, 2))
             self._bus.publish(events.LoadScheduled(JobId(1), A, 3, 48))
             self._bus.publish(events.LoadEnded(JobId(1), A, 3, LoadOutcome.LOADED))
             done = CopyOutcome.DONE

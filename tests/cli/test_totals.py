@@ -33,16 +33,16 @@ pytestmark = pytest.mark.slow
 
 TURNS = 4 * 7
 
-UNTOLD = {"kvoffload_audits_total"}
+UNREPORTED = {"kvoffload_audits_total"}
 """Counters of what the scheduler side does for itself, which no event tells and no journal holds."""
 
-Told = tuple[list[Record], dict[str, dict[tuple[str, ...], float]], dict[str, Any]]
+Reported = tuple[list[Record], dict[str, dict[tuple[str, ...], float]], dict[str, Any]]
 
 
 @pytest.fixture
-def told(
+def reported(
     small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Told:
+) -> Reported:
     """The journal, the metrics at the end, and the table's numbers of one demo that evicts."""
     pages: list[bytes] = []
     audit = session._audit
@@ -72,8 +72,8 @@ def parsed(page: str) -> dict[str, dict[tuple[str, ...], float]]:
     return series
 
 
-def test_the_journal_and_the_metrics_page_agree(told: Told) -> None:
-    records, page, _ = told
+def test_the_journal_and_the_metrics_page_agree(reported: Reported) -> None:
+    records, page, _ = reported
     assert [record.sequence for record in records] == list(range(1, len(records) + 1))  # nothing was dropped
     bus, counters = Bus(), Counters()
     counters.subscribe(bus)
@@ -82,7 +82,7 @@ def test_the_journal_and_the_metrics_page_agree(told: Told) -> None:
     counted = counters.snapshot()
     assert counted.count("kvoffload_lookup_blocks_total", "hit") > 0
     for metric in CATALOGUE:
-        if metric.kind is Kind.COUNTER and metric.name not in ASKED_COUNTERS | UNTOLD:
+        if metric.kind is Kind.COUNTER and metric.name not in ASKED_COUNTERS | UNREPORTED:
             assert counted.counts[metric.name] == page[metric.name], metric.name
         if metric.kind is Kind.HISTOGRAM and metric.name != "kvoffload_hook_seconds":
             for labels, series in counted.distributions[metric.name].items():
@@ -90,11 +90,11 @@ def test_the_journal_and_the_metrics_page_agree(told: Told) -> None:
                 assert series.total == page[f"{metric.name}_sum"][labels], metric.name
 
 
-def test_the_journal_and_the_table_agree(told: Told) -> None:
+def test_the_journal_and_the_table_agree(reported: Reported) -> None:
     """Added up from the events by hand, without the counters."""
-    records, _, table = told
+    records, _, table = reported
     played = after_warming_up(records)
-    stored = by(played, events.StoreSettled, "outcome")
+    stored = by(played, events.StoreEnded, "outcome")
     assert table["stored_blocks"] == stored.pop("stored") > 0
     assert table["declined_blocks"] == stored
     assert table["offered_blocks"] == by(played, events.BlocksOffered).total()
@@ -104,7 +104,7 @@ def test_the_journal_and_the_table_agree(told: Told) -> None:
         copies = [one for one in of(played, events.RankReported) if one.direction is direction]
         assert table[name] == sum(one.copied_bytes for one in copies) > 0
     missed: Counter[str] = Counter()
-    for one in of(played, events.LookupSettled):
+    for one in of(played, events.LookupAnswered):
         if one.cause is not None:
             missed[one.cause.value] += 1
             missed["behind_miss"] += one.miss_blocks - 1
@@ -121,12 +121,12 @@ def after_warming_up(records: Sequence[Record]) -> list[events.Event]:
     return [record.message for record in records[seen[-TURNS] :] if isinstance(record.message, events.Event)]
 
 
-def of(told: Iterable[events.Event], cls: type[Any]) -> list[Any]:
-    return [one for one in told if isinstance(one, cls)]
+def of(reported: Iterable[events.Event], cls: type[Any]) -> list[Any]:
+    return [one for one in reported if isinstance(one, cls)]
 
 
-def by(told: Iterable[events.Event], cls: type[Any], label: str | None = None) -> Counter[str]:
+def by(reported: Iterable[events.Event], cls: type[Any], label: str | None = None) -> Counter[str]:
     blocks: Counter[str] = Counter()
-    for one in of(told, cls):
+    for one in of(reported, cls):
         blocks[getattr(one, label).value if label else ""] += one.blocks
     return blocks

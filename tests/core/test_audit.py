@@ -201,12 +201,12 @@ def test_sums_wait_while_jobs_are_planned() -> None:
 
 @pytest.mark.parametrize("law", LAWS)
 def test_a_broken_law_is_told(law: str) -> None:
-    breaks, told = LAWS[law]
+    breaks, reported = LAWS[law]
     world = scene()
     breaks(Broken(world))
     problems = world.core.audit()
     assert problems
-    assert any(re.search(told, problem) for problem in problems), problems
+    assert any(re.search(reported, problem) for problem in problems), problems
 
 
 def test_after_all_has_drained_there_are_laws_of_their_own() -> None:
@@ -304,13 +304,13 @@ def drained() -> World:
 
 @pytest.mark.parametrize("law", AT_REST)
 def test_what_is_left_over_is_told_at_rest(law: str) -> None:
-    breaks, told = AT_REST[law]
+    breaks, reported = AT_REST[law]
     world = drained()
     slots = [SlotId(slot) for slot in range(world.core.state.pool.capacity)]
     assert world.core.audit_at_rest(slots) == []
     breaks(world.core.state)
     problems = world.core.audit_at_rest(slots)
-    assert any(re.search(told, problem) for problem in problems), problems
+    assert any(re.search(reported, problem) for problem in problems), problems
 
 
 def test_at_rest_only_the_given_slots_are_looked_at() -> None:

@@ -56,19 +56,19 @@ def play(world: World) -> list[object]:
 @pytest.mark.parametrize("policy", ["eager", "lazy"])
 def test_a_copy_is_equal_and_behaves_the_same(policy: str) -> None:
     world = busy(policy)
-    twin = copy.deepcopy(world)
-    assert twin.core.fingerprint() == world.core.fingerprint()
-    assert hash(twin.core.fingerprint()) == hash(world.core.fingerprint())
-    assert play(twin) == play(world)
+    duplicate = copy.deepcopy(world)
+    assert duplicate.core.fingerprint() == world.core.fingerprint()
+    assert hash(duplicate.core.fingerprint()) == hash(world.core.fingerprint())
+    assert play(duplicate) == play(world)
 
 
 def test_what_happens_to_a_copy_does_not_happen_to_the_original() -> None:
     world = busy()
     before = world.core.fingerprint()
-    twin = copy.deepcopy(world)
-    play(twin)
+    duplicate = copy.deepcopy(world)
+    play(duplicate)
     assert world.core.fingerprint() == before
-    assert twin.core.fingerprint() != before
+    assert duplicate.core.fingerprint() != before
     world.check()
 
 

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvoffload.bus.bus import Bus
 from kvoffload.core.machine import SlotState
 from kvoffload.model.causes import CopyOutcome, StoreOutcome
-from kvoffload.model.events import LoadEnded, LoadScheduled, LookupSettled
+from kvoffload.model.events import LoadEnded, LoadScheduled, LookupAnswered
 from kvoffload.model.groups import GroupSpec
 from kvoffload.model.ids import BlockKey, JobId, SlotId
 from kvoffload.model.transfer import Direction, TransferPlan
@@ -213,7 +213,7 @@ class Everything(RuleBasedStateMachine):
         stored = world.stores().get(StoreOutcome.STORED, 0)
         assert stored - world.evicted() == len(world.core.state.pool.index)
         assert world.offered() - sum(world.stores().values()) == world.core.state.tally.open_offers >= 0
-        for event in world.told(LookupSettled)[-3:]:
+        for event in world.reported(LookupAnswered)[-3:]:
             assert (event.miss_blocks > 0) == (event.cause is not None)
 
     def teardown(self) -> None:
@@ -231,9 +231,9 @@ class Everything(RuleBasedStateMachine):
         assert world.device.held.total() == world.device.leased.total() == 0
         assert not world.requests
         assert world.offered() == sum(world.stores().values())
-        assert sum(each.blocks for each in world.told(LoadScheduled)) == sum(world.loads().values())
-        assert {each.job for each in world.told(LoadScheduled)} == {
-            each.job for each in world.told(LoadEnded)
+        assert sum(each.blocks for each in world.reported(LoadScheduled)) == sum(world.loads().values())
+        assert {each.job for each in world.reported(LoadScheduled)} == {
+            each.job for each in world.reported(LoadEnded)
         }
         pool = state.pool
         counts = [pool.count(each) for each in (SlotState.EMPTY, SlotState.READY, SlotState.QUARANTINED)]
@@ -250,7 +250,7 @@ class Everything(RuleBasedStateMachine):
         assert bus.statistics().removed_counters == ()
         counted = counters.snapshot()
         assert conservation(counted, drained=True) == []
-        settled = self.world.told(LookupSettled)
+        settled = self.world.reported(LookupAnswered)
         looked_up = sum(each.hit_blocks + each.miss_blocks for each in settled)
         assert counted.total("kvoffload_lookup_blocks_total") == looked_up
 

@@ -86,14 +86,14 @@ def test_a_copy_stands_alone(count: int, copied: object) -> None:
     index = index_of(keys)
     index.watch()
     index.remove(keys[:1])
-    twin: KeyIndex = copied(index)  # type: ignore[operator]
-    assert sizes(twin) == sizes(index)
-    assert fingerprint(twin) == fingerprint(index)
-    twin.add([(keys[0], SlotId(7))])
-    assert twin._changes == [(keys[0], False), (keys[0], True)]
+    duplicate: KeyIndex = copied(index)  # type: ignore[operator]
+    assert sizes(duplicate) == sizes(index)
+    assert fingerprint(duplicate) == fingerprint(index)
+    duplicate.add([(keys[0], SlotId(7))])
+    assert duplicate._changes == [(keys[0], False), (keys[0], True)]
     assert index._changes == [(keys[0], False)]
     assert keys[0] not in index
-    assert fingerprint(twin) != fingerprint(index)
+    assert fingerprint(duplicate) != fingerprint(index)
 
 
 def test_what_was_in_many_dicts_is_taken_at_once() -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvoffload.model import facts
+from kvoffload.model.causes import RejectionCause
 from kvoffload.model.causes import StoreOutcome as Outcome
-from kvoffload.model.causes import SurpriseCause
-from kvoffload.model.events import EngineSurprised
+from kvoffload.model.events import FactRejected
 from kvoffload.model.transfer import TransferJob
 from tests.core.world import Req, World
 
@@ -75,4 +75,4 @@ def test_progress_of_a_request_without_a_table_is_a_surprise_and_no_more() -> No
     world = World(merge_steps=100)
     request = world.add("a", "abcde")
     world.tell(facts.StepScheduled(0, (facts.Progress(request.name, 4),)))
-    assert [event.cause for event in world.told(EngineSurprised)] == [SurpriseCause.UNKNOWN_REQUEST]
+    assert [event.cause for event in world.reported(FactRejected)] == [RejectionCause.UNKNOWN_REQUEST]

@@ -12,12 +12,12 @@ from kvoffload.model.causes import (
     EvictionCause,
     LoadOutcome,
     MissCause,
+    RejectionCause,
     StoreOutcome,
-    SurpriseCause,
 )
 from kvoffload.model.events import (
     BlocksEvicted,
-    EngineSurprised,
+    FactRejected,
     JobAbandoned,
     OffloadingDegraded,
     ResetStarted,
@@ -45,7 +45,7 @@ def test_r10_nothing_that_was_on_the_host_is_found() -> None:
     world.serve("first", TEXT)
     world.reset()
     assert world.on_host(TEXT) == "..."
-    assert world.told(ResetStarted) == [ResetStarted(1, 3, 0, 0)]
+    assert world.reported(ResetStarted) == [ResetStarted(1, 3, 0, 0)]
     world.device.forget_keys()
     assert world.admit(world.add("a", TEXT)) == 0
     assert world.miss() is MissCause.AFTER_RESET
@@ -68,7 +68,7 @@ def test_r10_a_reset_with_lookups_stores_and_loads_open() -> None:
     world.report(0, world.open_jobs(Direction.STORE)[0])
     busy = [block for job in world.copies.values() for block in job.job.blocks]
     world.reset()
-    assert world.told(ResetStarted)[-1] == ResetStarted(1, 3, 5, 2)
+    assert world.reported(ResetStarted)[-1] == ResetStarted(1, 3, 5, 2)
     assert not world.core.state.pool.index
     assert world.core.state.jobs.pending
     assert all(world.device.leased[block] for block in busy)  # the copies still run
@@ -221,7 +221,7 @@ def test_r10_what_was_dropped_and_stored_again_can_be_found() -> None:
     assert world.admit(world.add("a", TEXT)) == 12
     world.reset()
     world.reset()
-    assert world.told(ResetStarted)[-1].generation == 3
+    assert world.reported(ResetStarted)[-1].generation == 3
 
 
 def test_r10_what_was_watched_before_a_reset_is_not_offered_again_after_it() -> None:
@@ -331,7 +331,7 @@ def test_r12_nothing_new_starts_and_what_runs_drains() -> None:
     pinned = world.add("pinned", TEXT)
     assert world.lookup(pinned, may_wait=False) == 12
     world.degrade()
-    assert world.told(OffloadingDegraded) == [OffloadingDegraded(DegradeCause.LAW_BROKEN, "a test")]
+    assert world.reported(OffloadingDegraded) == [OffloadingDegraded(DegradeCause.LAW_BROKEN, "a test")]
     world.allocate(pinned, 12)
     assert world.results == [("pinned", False)]
     world.run(stores)
@@ -372,7 +372,7 @@ def test_r12_it_is_said_once() -> None:
     world = World()
     world.degrade()
     world.degrade()
-    assert len(world.told(OffloadingDegraded)) == 1
+    assert len(world.reported(OffloadingDegraded)) == 1
 
 
 def world_with_a_load() -> tuple[World, TransferJob]:
@@ -405,7 +405,7 @@ def test_r16_a_store_that_never_ends_is_written_off() -> None:
     for job in jobs:
         world.overdue(job)
         world.overdue(job)  # once is enough
-    assert [event.blocks for event in world.told(JobAbandoned)] == [2, 1]
+    assert [event.blocks for event in world.reported(JobAbandoned)] == [2, 1]
     assert world.stores() == {StoreOutcome.ABANDONED: 3}
     assert world.count(SlotState.QUARANTINED) == 3
     world.end(request)
@@ -444,7 +444,7 @@ def test_r16_a_load_that_never_ends_is_written_off() -> None:
     assert world.results == [("a", False)]
     assert world.loads() == {LoadOutcome.ABANDONED: 3}
     assert world.count(SlotState.QUARANTINED) == 3
-    assert world.told(BlocksEvicted)[-1] == BlocksEvicted(3, EvictionCause.ABANDONED)
+    assert world.reported(BlocksEvicted)[-1] == BlocksEvicted(3, EvictionCause.ABANDONED)
     assert not world.core.has_work
     world.end(request)
     world.finish(job)
@@ -499,4 +499,4 @@ def test_r16_a_job_that_has_ended_or_was_not_submitted_is_not_given_up() -> None
     for job in (0, 1, 2, 99):
         world.overdue(job)  # type: ignore[arg-type]
     assert world.core.fingerprint() == before
-    assert SurpriseCause.UNKNOWN_JOB not in [event.cause for event in world.told(EngineSurprised)]
+    assert RejectionCause.UNKNOWN_JOB not in [event.cause for event in world.reported(FactRejected)]

@@ -6,9 +6,9 @@ import pytest
 
 from kvoffload.core.machine import RequestState, SlotState
 from kvoffload.model import facts
-from kvoffload.model.causes import LoadOutcome, MissCause, PinDropCause, SurpriseCause
+from kvoffload.model.causes import LoadOutcome, MissCause, PinDropCause, RejectionCause
 from kvoffload.model.engine import Promises
-from kvoffload.model.events import EngineSurprised, HitDropped, LoadScheduled, LookupDeferred, LookupSettled
+from kvoffload.model.events import FactRejected, HitDropped, LoadScheduled, LookupAnswered, LookupDeferred
 from kvoffload.model.ids import DeviceBlockId, Rank, RequestId
 from kvoffload.model.transfer import Direction, TransferReport
 from tests.core.world import CORRUPT, DONE, FAILED, Req, World, full, handle, key_at, window
@@ -24,12 +24,12 @@ def cached(text: str = TEXT, **options: object) -> World:
     return world
 
 
-def surprises(world: World) -> list[SurpriseCause]:
-    return [event.cause for event in world.told(EngineSurprised)]
+def surprises(world: World) -> list[RejectionCause]:
+    return [event.cause for event in world.reported(FactRejected)]
 
 
 def drops(world: World) -> list[tuple[PinDropCause, int]]:
-    return [(event.cause, event.blocks) for event in world.told(HitDropped)]
+    return [(event.cause, event.blocks) for event in world.reported(HitDropped)]
 
 
 # -- R1: pinned from the lookup on ------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ def test_r1_a_reset_drops_the_pins_and_the_allocation_survives_it() -> None:
     assert drops(world) == [(PinDropCause.RESET, 3)]
     assert world.count(SlotState.EMPTY) == world.ready
     world.allocate(late, 12)  # the engine still goes by the answer from before
-    assert surprises(world) == [SurpriseCause.TOKENS_WITHOUT_PIN]
+    assert surprises(world) == [RejectionCause.TOKENS_WITHOUT_PIN]
     assert world.results == [("late", False)]
 
 
@@ -117,7 +117,7 @@ def test_r2_tokens_without_a_pin_are_counted_and_survived() -> None:
     world = World()
     request = world.add("a", TEXT)
     world.allocate(request, 8)
-    assert surprises(world) == [SurpriseCause.TOKENS_WITHOUT_PIN]
+    assert surprises(world) == [RejectionCause.TOKENS_WITHOUT_PIN]
     assert world.results == [("a", False)]
     assert world.admit(request) == 0
     world.run(request)
@@ -128,7 +128,7 @@ def test_r2_more_tokens_than_were_found_fail_the_load() -> None:
     request = world.add("a", TEXT)
     assert world.lookup(request) == 8
     world.allocate(request, 12)
-    assert surprises(world) == [SurpriseCause.TOKENS_WITHOUT_PIN]
+    assert surprises(world) == [RejectionCause.TOKENS_WITHOUT_PIN]
     assert drops(world) == [(PinDropCause.NOT_ACCEPTED, 2)]
     assert world.results == [("a", False)]
 
@@ -137,7 +137,7 @@ def test_r2_more_tokens_than_were_found_are_loaded_where_the_host_has_them_by_no
     world = cached()
     request = world.add("a", TEXT)
     world.allocate(request, 12)  # it never asked
-    assert surprises(world) == [SurpriseCause.TOKENS_WITHOUT_PIN]
+    assert surprises(world) == [RejectionCause.TOKENS_WITHOUT_PIN]
     world.step()
     world.finish()
     assert world.results == [("a", True)]
@@ -149,7 +149,7 @@ def test_r2_a_hit_that_the_engine_declines_is_a_miss_and_no_surprise() -> None:
     request = world.add("a", TEXT)
     assert world.lookup(request) == 12
     world.allocate(request, 0)
-    assert world.told(LookupSettled)[-1] == LookupSettled(
+    assert world.reported(LookupAnswered)[-1] == LookupAnswered(
         request.name, 0, 0, 4, 0, 13, MissCause.NOT_ACCEPTED
     )
     assert surprises(world) == []
@@ -169,7 +169,9 @@ def test_r2_fewer_tokens_accepted_than_found() -> None:
     world = cached()
     request = world.add("a", TEXT)
     assert world.admit(request, accept=4) == 12
-    assert world.told(LookupSettled)[-1] == LookupSettled(request.name, 0, 1, 3, 4, 9, MissCause.NOT_ACCEPTED)
+    assert world.reported(LookupAnswered)[-1] == LookupAnswered(
+        request.name, 0, 1, 3, 4, 9, MissCause.NOT_ACCEPTED
+    )
     assert drops(world) == [(PinDropCause.NOT_ACCEPTED, 2)]
     assert world.count(SlotState.PINNED) == 1
     world.step()
@@ -241,7 +243,7 @@ def test_r2_a_draft_that_reads_ahead_costs_the_last_matched_block() -> None:
 def test_r2_news_of_an_unknown_request_is_survived(fact: facts.Fact) -> None:
     world = World()
     world.tell(fact)
-    assert surprises(world) == [SurpriseCause.UNKNOWN_REQUEST]
+    assert surprises(world) == [RejectionCause.UNKNOWN_REQUEST]
 
 
 def test_r2_a_lookup_for_an_unknown_request_finds_nothing() -> None:
@@ -260,7 +262,7 @@ def test_r2_a_request_that_is_seen_twice_stays_what_it_is() -> None:
     request = world.add("a", TEXT)
     world.admit(request)
     world.tell(facts.RequestSeen(request.name, 1, ((),)))
-    assert surprises(world) == [SurpriseCause.UNKNOWN_REQUEST]
+    assert surprises(world) == [RejectionCause.UNKNOWN_REQUEST]
     world.run(request)
 
 
@@ -307,7 +309,7 @@ def test_r2_a_report_of_an_unknown_rank_or_job_is_survived() -> None:
     before = world.core.fingerprint()
     report = TransferReport(Rank(7), (), 1_000)
     world.tell(facts.TransferReported(report))
-    assert surprises(world) == [SurpriseCause.UNKNOWN_JOB]
+    assert surprises(world) == [RejectionCause.UNKNOWN_JOB]
     assert world.core.fingerprint() == before
 
 
@@ -320,8 +322,8 @@ def test_lookups_are_counted_once_an_admission_with_the_last_answer() -> None:
     for _ in range(3):
         world.lookup(request)
     world.allocate(request, 12)
-    assert world.told(LookupSettled)[1:] == [
-        LookupSettled(request.name, 0, 3, 2, 12, 5, MissCause.NEVER_SEEN),
+    assert world.reported(LookupAnswered)[1:] == [
+        LookupAnswered(request.name, 0, 3, 2, 12, 5, MissCause.NEVER_SEEN),
     ]
 
 
@@ -503,7 +505,7 @@ def test_r14_fifty_requests_with_one_prefix_load_it_once() -> None:
     answers = [world.admit(request) for request in crowd]
     assert answers == [12, *[None] * 49]
     assert sum(world.core.state.pool.pins().values()) == 3  # those who wait pin nothing
-    assert len(world.told(LookupDeferred)) == 49
+    assert len(world.reported(LookupDeferred)) == 49
     world.step()
     assert [world.admit(request) for request in crowd[1:]] == [None] * 49  # still loading
     world.finish()
@@ -513,7 +515,7 @@ def test_r14_fifty_requests_with_one_prefix_load_it_once() -> None:
     world.step()
     assert [world.admit(request) for request in crowd[1:]] == [0] * 49
     assert all(request.brought == (12, 0) for request in crowd[1:])
-    assert len(world.told(LoadScheduled)) == 1
+    assert len(world.reported(LoadScheduled)) == 1
 
 
 @pytest.mark.parametrize("how", ["fails", "ends", "abandoned", "reset"])
@@ -608,7 +610,7 @@ def test_r14_a_first_owner_stays_the_owner() -> None:
     world.end(second)
     waits = world.add("c", TEXT)
     assert world.admit(waits) is None
-    assert world.told(LookupDeferred)[-1].owner == first.name
+    assert world.reported(LookupDeferred)[-1].owner == first.name
 
 
 def test_r14_one_that_would_not_wait_is_waited_for_when_the_first_owner_is_gone() -> None:
@@ -620,7 +622,7 @@ def test_r14_one_that_would_not_wait_is_waited_for_when_the_first_owner_is_gone(
     waits = world.add("c", TEXT)
     world.end(first)
     assert world.admit(waits) is None
-    assert world.told(LookupDeferred)[-1].owner == second.name
+    assert world.reported(LookupDeferred)[-1].owner == second.name
     world.end(second)
     assert world.admit(waits) == 12
 
@@ -663,7 +665,7 @@ def test_a_prompt_that_the_device_holds_whole_misses_nothing() -> None:
     request = world.add("a", TEXT[:12])
     assert world.core.lookup(request.name, 12, may_wait=True) == 0
     world.tell(facts.BlocksAllocated(request.name, (tuple(world.device.hand_out(3)),), 12, 0))
-    assert world.told(LookupSettled)[-1] == LookupSettled(request.name, 12, 0, 0, 0, 0, None)
+    assert world.reported(LookupAnswered)[-1] == LookupAnswered(request.name, 12, 0, 0, 0, 0, None)
 
 
 @pytest.mark.parametrize("state", ["waiting", "loading"])

@@ -515,8 +515,8 @@ def test_r7_a_window_block_is_struck_in_the_step_that_hands_it_out_though_its_re
     world.admit(busy)
     while not reused(world, sleeps):
         world.step(busy, tokens=4)
-        assert world.told(BlocksZeroed) or world.steps < 20
-    assert sum(event.blocks for event in world.told(BlocksZeroed)) == len(reused(world, sleeps))
+        assert world.reported(BlocksZeroed) or world.steps < 20
+    assert sum(event.blocks for event in world.reported(BlocksZeroed)) == len(reused(world, sleeps))
     for position in reused(world, sleeps):
         assert sleeps.tables[0][position] == NULL_BLOCK
 

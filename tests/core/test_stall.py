@@ -36,7 +36,7 @@ def hangs(world: World, name: str, blocks: int = 1) -> JobId:
 def is_stalled(world: World) -> bool:
     """Whether a block that can be stored waits."""
     world.idle_step()
-    stalls, resumes = len(world.told(CopiesStalled)), len(world.told(CopiesResumed))
+    stalls, resumes = len(world.reported(CopiesStalled)), len(world.reported(CopiesResumed))
     assert stalls - resumes in (0, 1)
     return stalls > resumes
 
@@ -46,13 +46,13 @@ def test_three_jobs_in_a_row_stall_copies_and_one_that_ends_late_lets_them_go_on
     jobs = [hangs(world, name) for name in "ab"]
     assert not is_stalled(world)
     jobs.append(hangs(world, "c"))
-    assert world.told(CopiesStalled) == [CopiesStalled(3, 50, 3)]
+    assert world.reported(CopiesStalled) == [CopiesStalled(3, 50, 3)]
     runs = world.add("d", "d" * 9)
     world.admit(runs)
     world.run(runs)
     assert world.submitted() == []
     world.finish(jobs[1])
-    assert world.told(CopiesResumed) == [CopiesResumed(2)]
+    assert world.reported(CopiesResumed) == [CopiesResumed(2)]
     world.idle_step()
     world.finish()
     assert world.stores() == {StoreOutcome.ABANDONED: 3, StoreOutcome.STORED: 2}  # what had waited
@@ -82,7 +82,7 @@ def test_beyond_an_eighth_of_the_device_no_copy_is_begun_until_enough_have_ended
         if is_stalled(world):
             break
     assert len(jobs) == 3
-    assert world.told(CopiesStalled) == [CopiesStalled(9, 8, 1)]
+    assert world.reported(CopiesStalled) == [CopiesStalled(9, 8, 1)]
     world.finish(jobs[0])
     assert not is_stalled(world)
     world.finish(*jobs[1:])
@@ -144,6 +144,6 @@ def test_a_load_that_hangs_counts() -> None:
     (job,) = world.open_jobs(Direction.LOAD)
     world.overdue(job)
     hangs(world, "y")
-    assert world.told(CopiesStalled) == [CopiesStalled(5, 8, 3)]
+    assert world.reported(CopiesStalled) == [CopiesStalled(5, 8, 3)]
     world.finish(job)
     assert not is_stalled(world)

@@ -25,8 +25,8 @@ from kvoffload.model.events import (
     BlocksOffered,
     Event,
     LoadEnded,
-    LookupSettled,
-    StoreSettled,
+    LookupAnswered,
+    StoreEnded,
 )
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import (
@@ -87,7 +87,7 @@ def handle(core: OffloadCore, fact: facts.Fact) -> None:
         facts.TransferReported: core.transfer_reported,
         facts.JobOverdue: core.job_overdue,
         facts.CacheReset: core.cache_reset,
-        facts.LawBroken: core.law_broken,
+        facts.InvariantBroken: core.law_broken,
     }
     handlers[type(fact)](fact)
 
@@ -225,7 +225,7 @@ class Req:
     state: str = "waiting"  # waiting, loading, running, ended
     tables: list[list[DeviceBlockId]] = field(default_factory=list)
     computed: int = 0
-    told_keys: list[int] = field(default_factory=list)
+    reported_keys: list[int] = field(default_factory=list)
     brought: tuple[int, int] = (0, 0)  # device and host tokens of its last admission
 
     def held(self) -> list[DeviceBlockId]:
@@ -316,7 +316,7 @@ class World:
         request = Req(RequestId(name), text)
         self.requests[name] = request
         keys = tuple(tuple(keys_of(text, group)) for group in self.groups)
-        request.told_keys = [len(each) for each in keys]
+        request.reported_keys = [len(each) for each in keys]
         self.tell(facts.RequestSeen(request.name, len(text), keys, reads_cache))
         return request
 
@@ -503,7 +503,7 @@ class World:
         self.tell(facts.CacheReset())
 
     def degrade(self) -> None:
-        self.tell(facts.LawBroken(DegradeCause.LAW_BROKEN, "a test"))
+        self.tell(facts.InvariantBroken(DegradeCause.LAW_BROKEN, "a test"))
 
     def drain(self) -> None:
         """Empty steps until nothing is pending; what was abandoned stays so."""
@@ -516,31 +516,31 @@ class World:
 
     # -- what the core said -------------------------------------------------------------------------------------
 
-    def told(self, kind: type[E]) -> list[E]:
+    def reported(self, kind: type[E]) -> list[E]:
         return [event for event in self.log if isinstance(event, kind)]
 
     def stores(self) -> dict[StoreOutcome, int]:
         """Offers by outcome, so far."""
         counts: Counter[StoreOutcome] = Counter()
-        for event in self.told(StoreSettled):
+        for event in self.reported(StoreEnded):
             counts[event.outcome] += event.blocks
         return dict(counts)
 
     def loads(self) -> dict[LoadOutcome, int]:
         counts: Counter[LoadOutcome] = Counter()
-        for event in self.told(LoadEnded):
+        for event in self.reported(LoadEnded):
             counts[event.outcome] += event.blocks
         return dict(counts)
 
     def miss(self) -> MissCause | None:
         """Why the last admission's lookup found no more."""
-        return self.told(LookupSettled)[-1].cause
+        return self.reported(LookupAnswered)[-1].cause
 
     def offered(self) -> int:
-        return sum(event.blocks for event in self.told(BlocksOffered))
+        return sum(event.blocks for event in self.reported(BlocksOffered))
 
     def evicted(self) -> int:
-        return sum(event.blocks for event in self.told(BlocksEvicted))
+        return sum(event.blocks for event in self.reported(BlocksEvicted))
 
     def on_host(self, text: str, group: int = 0) -> str:
         """Which blocks of a text can hit: one character a block, x or a dot."""
@@ -638,8 +638,10 @@ class World:
 
     def _new_keys(self, request: Req) -> tuple[tuple[BlockKey, ...], ...]:
         known = [keys_of(request.text, group) for group in self.groups]
-        new = tuple(tuple(keys[told:]) for keys, told in zip(known, request.told_keys, strict=True))
-        request.told_keys = [len(keys) for keys in known]
+        new = tuple(
+            tuple(keys[reported:]) for keys, reported in zip(known, request.reported_keys, strict=True)
+        )
+        request.reported_keys = [len(keys) for keys in known]
         return new
 
     def _move_bytes(

@@ -24,11 +24,11 @@ VERDICTS = {"go", "warning", "no-go", "not known"}
 def doctor(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str, Any]]:
     """Return exit code and findings by check."""
     code = main(["doctor", "--json", *argv])
-    told = json.loads(capsys.readouterr().out)
-    assert all(set(one) == {"check", "verdict", "finding", "remedy"} for one in told["findings"])
-    by_check = {one.pop("check"): one for one in told["findings"]}
+    reported = json.loads(capsys.readouterr().out)
+    assert all(set(one) == {"check", "verdict", "finding", "remedy"} for one in reported["findings"])
+    by_check = {one.pop("check"): one for one in reported["findings"]}
     assert {one["verdict"] for one in by_check.values()} <= VERDICTS
-    return code, {"": told["verdict"], **by_check}
+    return code, {"": reported["verdict"], **by_check}
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -146,8 +146,8 @@ def test_other_commands_do_not_pay_for_it() -> None:
         "import sys; from kvoffload.cli.main import _parsers; _parsers(); "
         "print(sorted({'numpy', 'torch', 'vllm', 'structlog'} & set(sys.modules)))"
     )
-    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert told.stdout.strip() == "[]"
+    reported = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert reported.stdout.strip() == "[]"
 
 
 def test_what_is_not_known_stops_nobody() -> None:
@@ -169,11 +169,11 @@ def test_in_a_process_of_its_own_with_little_locked_memory() -> None:
     def lower() -> None:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
 
-    told = in_process("--json", "--config", '{"host_bytes": "1MiB"}', before=lower)
-    (locked,) = [one for one in json.loads(told.stdout)["findings"] if one["check"] == "locked memory"]
+    reported = in_process("--json", "--config", '{"host_bytes": "1MiB"}', before=lower)
+    (locked,) = [one for one in json.loads(reported.stdout)["findings"] if one["check"] == "locked memory"]
     # Without a GPU nothing is pinned; with one the limit is told.
     assert "nothing is pinned" in locked["finding"] or "at most 64.0 KiB" in locked["finding"]
-    assert (told.returncode, told.stderr) == (0, "")
+    assert (reported.returncode, reported.stderr) == (0, "")
 
 
 @pytest.mark.slow
@@ -182,7 +182,7 @@ def test_in_a_process_of_its_own_without_heavy_imports() -> None:
         "import sys; from kvoffload.cli.main import main; code = main(['doctor', '--config', '{\"no\": 1}']); "
         "print(code, sorted({'torch', 'vllm', 'prometheus_client'} & set(sys.modules)))"
     )
-    told = subprocess.run(
+    reported = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=30
     )
-    assert told.stdout.splitlines()[-1] == "1 []"
+    assert reported.stdout.splitlines()[-1] == "1 []"

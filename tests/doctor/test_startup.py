@@ -94,6 +94,6 @@ def test_it_reads_a_few_small_files_and_never_twice_as_many() -> None:
 def test_the_reference_plugin_warns_and_starts() -> None:
     with capture_logs() as lines, rig("full", ranks=2, host_blocks=5, num_blocks=9) as made:
         assert made.run((1, 2, 3), 2)
-    told = [line for line in lines if line["event"] == "doctor_warning"]
-    (pool,) = [line for line in told if line["check"] == "host pool"]
+    reported = [line for line in lines if line["event"] == "doctor_warning"]
+    (pool,) = [line for line in reported if line["check"] == "host pool"]
     assert "5 blocks on the host, 8 on the device" in pool["finding"]

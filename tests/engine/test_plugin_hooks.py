@@ -83,9 +83,9 @@ def test_new_blocks_are_told_once_each_and_confirmed_tokens_lag_a_step() -> None
     run(engine, tokens(20), 6)
     facts = [step.progress[0] for step in plugin.scheduler.steps if step.progress]
     assert [progress.confirmed_tokens for progress in facts] == [0, 16, 20, 21, 22, 23, 24]
-    told = [[position for position, _ in group] for progress in facts for group in progress.new_blocks]
+    reported = [[position for position, _ in group] for progress in facts for group in progress.new_blocks]
     # The first chunk's blocks were named by `allocated`; then one for tokens 16 to 19, one for 20, one for 24.
-    assert told == [[], [4], [5], [], [], [], [6]]
+    assert reported == [[], [4], [5], [], [], [], [6]]
 
 
 def test_leased_blocks_are_not_handed_out_and_admission_waits_for_them() -> None:

@@ -128,12 +128,12 @@ def _ends_differently(program: list[Action]) -> None:
 def test_a_pickled_scene_goes_on_like_the_first() -> None:
     scene = Scene.first(WORLDS["sharing a load"])
     for _ in range(12):
-        twin: Scene = pickle.loads(pickle.dumps(scene))
-        assert twin.digest() == scene.digest()
+        duplicate: Scene = pickle.loads(pickle.dumps(scene))
+        assert duplicate.digest() == scene.digest()
         choices = list(actions(scene))
-        assert list(actions(twin)) == choices
+        assert list(actions(duplicate)) == choices
         act(scene, choices[-1])
-        act(twin, choices[-1])
+        act(duplicate, choices[-1])
 
 
 def test_the_order_of_what_does_not_matter_does_not_show() -> None:

@@ -7,8 +7,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from kvoffload.engine import Engine, SamplingParams
-from kvoffload.model.causes import SurpriseCause
-from kvoffload.model.events import EngineSurprised
+from kvoffload.model.causes import RejectionCause
+from kvoffload.model.events import FactRejected
 from kvoffload.runtime.clocks import Clocks
 from kvoffload.runtime.portal import Portal
 from kvoffload.telemetry.journal import read_journal
@@ -53,7 +53,7 @@ def test_an_observer_that_blocks_the_loop_holds_up_stores_and_nothing_else(
     gate = ThreadGate()
 
     async def block(self: LogObserver, event: object) -> None:
-        if isinstance(event, EngineSurprised):
+        if isinstance(event, FactRejected):
             gate.arrive()
 
     monkeypatch.setattr(LogObserver, "__call__", block)
@@ -68,7 +68,7 @@ def test_an_observer_that_blocks_the_loop_holds_up_stores_and_nothing_else(
     while engine.has_work:
         engine.step()
     assert engine.pool.reset_prefix_cache()
-    plugin.offload.bus.publish(EngineSurprised(SurpriseCause.UNKNOWN_JOB))
+    plugin.offload.bus.publish(FactRejected(RejectionCause.UNKNOWN_JOB))
     gate.wait_for_arrivals(1)
 
     assert run(engine, text(1, 30)) > 0  # loads come

@@ -183,7 +183,7 @@ class Rig:
         """The device's own prefix cache forgets, as if other prompts had evicted all of it."""
         assert self.engine.pool.reset_prefix_cache()
 
-    def leased_from_nobody(self) -> int:
+    def leased_without_owner(self) -> int:
         """Leased blocks that no request holds: those that an allocation could miss."""
         pool = self.engine.pool
         return sum(leased > 0 and not held for leased, held in zip(pool._leased, pool._held, strict=True))

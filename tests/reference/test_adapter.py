@@ -15,7 +15,7 @@ from kvoffload_reference.pool_device import PoolDevice
 from tests.reference.rig import KINDS, Rig, rig, text
 
 
-def heard(made: Rig, *classes: type[facts.Fact]) -> list[Any]:
+def received(made: Rig, *classes: type[facts.Fact]) -> list[Any]:
     """Facts of these classes from now on."""
     found: list[Any] = []
     for cls in classes:
@@ -51,18 +51,21 @@ def test_blocks_that_were_leased_are_evicted_from_the_prefixs_tail() -> None:
 
 def test_every_key_and_block_is_told_once_and_only_when_there_is_news() -> None:
     with rig() as made:
-        told = heard(made, facts.RequestSeen, facts.StepScheduled, facts.RequestEnded)
+        reported = received(made, facts.RequestSeen, facts.StepScheduled, facts.RequestEnded)
         stream = made.engine.submit(text(1, 10), SamplingParams(12))
         request = made.engine._open[stream.request_id][0]
         made.drain()
-        seen = next(fact for fact in told if isinstance(fact, facts.RequestSeen))
-        news = [
-            progress for fact in told if isinstance(fact, facts.StepScheduled) for progress in fact.progress
+        seen = next(fact for fact in reported if isinstance(fact, facts.RequestSeen))
+        changes = [
+            progress
+            for fact in reported
+            if isinstance(fact, facts.StepScheduled)
+            for progress in fact.progress
         ]
-        end = next(fact for fact in told if isinstance(fact, facts.RequestEnded))
-        keys = [*seen.keys[0], *(key for each in news for key in each.new_keys[0]), *end.new_keys[0]]
+        end = next(fact for fact in reported if isinstance(fact, facts.RequestEnded))
+        keys = [*seen.keys[0], *(key for each in changes for key in each.new_keys[0]), *end.new_keys[0]]
         assert keys == list(request.keys(0))
-        assert len(news) <= 2 + 2 * (len(keys) - len(seen.keys[0]) + 1)  # of 12 steps with a new token
+        assert len(changes) <= 2 + 2 * (len(keys) - len(seen.keys[0]) + 1)  # of 12 steps with a new token
         assert (end.confirmed_tokens, end.holds_blocks) == (21, True)
 
 
@@ -88,7 +91,7 @@ def test_how_a_request_ends_is_told_as_it_is(state: str) -> None:
         made.run(text(1, 25), 6)
         made.forget_device()
         made.hold()
-        told = heard(made, facts.RequestEnded)
+        reported = received(made, facts.RequestEnded)
         if state == "waiting":
             made.engine.submit(text(5, 5))
             made.step()
@@ -98,7 +101,7 @@ def test_how_a_request_ends_is_told_as_it_is(state: str) -> None:
         if state == "preempted":
             assert made.engine.preempt(stream.request_id)
         made.engine.abort(stream.request_id)
-        [end] = told
+        [end] = reported
         assert end.holds_blocks == (state == "running")
         assert (end.confirmed_tokens > 0) == (state == "running")
         made.check()

@@ -98,8 +98,8 @@ def test_the_engine_goes_on_when_the_core_raises(
         assert not made.engine.has_work
         assert made.offload.core.state.degraded is DegradeCause.HANDLER_RAISED
         assert made.engine.audit() == []
-        told = [record.getMessage().split()[0] for record in caplog.records]
-        assert told.count("core_raised") == told.count("offloading_off") == 1
+        reported = [record.getMessage().split()[0] for record in caplog.records]
+        assert reported.count("core_raised") == reported.count("offloading_off") == 1
         made.run_plain(text(5, 12))
 
 
@@ -171,10 +171,10 @@ def test_an_observer_that_never_returns_loses_events_and_holds_nobody_up(
 
 
 def test_a_counter_that_raises_is_removed_and_counted(caplog: pytest.LogCaptureFixture) -> None:
-    from kvoffload.model.events import StoreSettled
+    from kvoffload.model.events import StoreEnded
 
     with rig() as made:
-        made.offload.bus.count(StoreSettled, boom)
+        made.offload.bus.count(StoreEnded, boom)
         made.run(text(1, 25))
         assert made.count("bus_removed", "other") == 1
         assert "observer_removed" in caplog.text

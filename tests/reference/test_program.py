@@ -132,8 +132,8 @@ class Program(RuleBasedStateMachine):
     @property
     def has_lost_blocks(self) -> bool:
         """Whether copies were abandoned, so that a request may need more than the device has left."""
-        given_up = (self.rig.count(name, "abandoned") for name in ("store_blocks", "load_blocks"))
-        return any(given_up)
+        abandoned = (self.rig.count(name, "abandoned") for name in ("store_blocks", "load_blocks"))
+        return any(abandoned)
 
     def running(self) -> list[GatedTicket]:
         return [t for copier in self.rig.copiers for t in copier.open_tickets if t not in self.stranded]

@@ -130,7 +130,7 @@ def test_the_longest_request_passes_through_the_least_pool(kind: str, policy: st
             made.hold()
             for _ in range(30):
                 made.step()
-                assert made.leased_from_nobody() <= limit
+                assert made.leased_without_owner() <= limit
             made.release()
             made.drain()
             assert stream.stats.finished_s is not None

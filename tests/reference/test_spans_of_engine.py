@@ -27,12 +27,12 @@ def test_a_callers_trace_goes_on_through_lookup_and_load(monkeypatch: pytest.Mon
     )
     rig.drain()
     rig.engine.close()
-    told = [one for one in exporter.get_finished_spans() if one.context and one.context.trace_id == TRACE]
-    names = sorted(one.name.removeprefix("kvoffload.") for one in told)
+    reported = [one for one in exporter.get_finished_spans() if one.context and one.context.trace_id == TRACE]
+    names = sorted(one.name.removeprefix("kvoffload.") for one in reported)
     assert names == ["copy", "load", "load_wait", "lookup", "queued", "request", "run"]
-    (root,) = [one for one in told if one.name == "kvoffload.request"]
+    (root,) = [one for one in reported if one.name == "kvoffload.request"]
     assert root.parent is not None
     assert root.parent.span_id == PARENT
     assert (root.attributes or {})["kvoffload.request"] == "traced"
-    numbers = [dict(one.attributes or {}) for one in told if one.name == "kvoffload.lookup"]
+    numbers = [dict(one.attributes or {}) for one in reported if one.name == "kvoffload.lookup"]
     assert [one["kvoffload.result"] for one in numbers] == ["hit"]

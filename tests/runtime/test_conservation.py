@@ -149,7 +149,7 @@ def test_the_ring_is_saved_beside_the_journal_for_its_owner(
     assert line["journal_file"] == str(saved)
     assert stat.S_IMODE(saved.stat().st_mode) == 0o600
     names = [getattr(record.message, "name", type(record.message).__name__) for record in read_journal(saved)]
-    assert {"StoreScheduled", "LawBroken"} <= set(names)
+    assert {"StoreScheduled", "InvariantBroken"} <= set(names)
     assert len(names) > 5
     side.close()
 
@@ -188,7 +188,7 @@ def test_without_a_path_the_log_has_the_last_lines_and_no_file_is_made(
     monkeypatch.chdir(tmp_path)
     broken(Side())
     (line,) = logged(caplog, "offloading_off")
-    assert "LawBroken" in str(line["journal"])
+    assert "InvariantBroken" in str(line["journal"])
     assert "journal_file" not in line
     assert not list(tmp_path.iterdir())
 
@@ -262,19 +262,19 @@ def test_the_watchdog_looks_while_the_engines_thread_hangs(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No hook is called any more; the side's own watchdog, on the portal's thread, sees pin and job grow old."""
-    told = threading.Event()
+    reported = threading.Event()
     said = caplog.handler.emit
 
     def emit(record: logging.LogRecord) -> None:
         said(record)
         if len(logged(caplog, "held_too_long")) == 2:
-            told.set()
+            reported.set()
 
     monkeypatch.setattr(caplog.handler, "emit", emit)
     side = Side(portal=Portal("test"), config=OffloadConfig(transfer_timeout_s=0.05))
     loading(side)
     side.clock.jump(1.0)
-    assert told.wait(30)
+    assert reported.wait(30)
     assert {line["what"] for line in logged(caplog, "held_too_long")} == {"pin", "job"}
     side.close()
     assert side.side._observers._watching is not None

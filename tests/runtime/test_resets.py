@@ -11,7 +11,7 @@ from kvoffload.model.ids import RequestId
 from tests.runtime.parts import RELOAD, TIMEOUT_S, Side, loading
 
 
-def heard(side: Side) -> list[Event]:
+def received(side: Side) -> list[Event]:
     found: list[Event] = []
     for cls in (ResetStarted, ResetEnded):
         side.side.bus.count(cls, found.append)
@@ -25,22 +25,22 @@ def draining(side: Side) -> int:
 def test_a_reset_of_nothing_ends_at_once() -> None:
     side = Side()
     side.stored()
-    told = heard(side)
+    reported = received(side)
     assert side.side.reset() is True
-    assert told == [ResetStarted(1, 3, 0, 0), ResetEnded(1, 0)]
+    assert reported == [ResetStarted(1, 3, 0, 0), ResetEnded(1, 0)]
     assert draining(side) == 0
 
 
 def test_a_reset_ends_when_the_last_copy_has() -> None:
     side = Side()
-    told = heard(side)
+    reported = received(side)
     load = loading(side)
     assert side.side.reset() is False
-    assert told == [ResetStarted(1, 3, 3, 1)]
+    assert reported == [ResetStarted(1, 3, 3, 1)]
     assert draining(side) == 1
     assert side.side.reset() is False
     side.done(load)
-    assert told[1:] == [ResetStarted(2, 0, 3, 1), ResetEnded(2, 0)]
+    assert reported[1:] == [ResetStarted(2, 0, 3, 1), ResetEnded(2, 0)]
     assert draining(side) == 0
     assert side.side.reset() is True
 
@@ -49,24 +49,24 @@ def test_copies_of_after_a_reset_are_not_waited_for() -> None:
     side = Side()
     load = loading(side)
     side.side.reset()
-    told = heard(side)
+    reported = received(side)
     side.seen("b", prefix="q")
     side.allocated("b")
     side.pool.names.update((block, f"q{place}".encode()) for place, block in enumerate(side.last_table))  # type: ignore[misc]
     assert side.step(("b", RELOAD)).stores
     side.done(load)
-    assert told == [ResetEnded(1, 0)]
+    assert reported == [ResetEnded(1, 0)]
     assert draining(side) == 0
 
 
 def test_a_copy_that_is_given_up_is_not_waited_for() -> None:
     side = Side()
     loading(side)
-    told = heard(side)
+    reported = received(side)
     assert side.side.reset() is False
     side.clock.jump(TIMEOUT_S)
     side.step()
-    assert told[-1] == ResetEnded(1, 1)
+    assert reported[-1] == ResetEnded(1, 1)
     assert draining(side) == 0
     assert side.side.reset() is True  # its memory is written off; nobody gets it
 
@@ -75,7 +75,7 @@ def test_a_copy_that_is_given_up_is_not_waited_for() -> None:
 def test_answer_metric_and_log_agree_at_any_time(seed: int) -> None:
     choose = random.Random(seed)
     side = Side(slots=20)
-    told = heard(side)
+    reported = received(side)
     plans, open_requests = [], list[str]()
     for number in range(120):
         name = f"r{number}"
@@ -96,9 +96,9 @@ def test_answer_metric_and_log_agree_at_any_time(seed: int) -> None:
             side.clock.jump(TIMEOUT_S / 2)
         if choose.random() < 0.3:
             answer = side.side.reset()
-            started = [event for event in told if isinstance(event, ResetStarted)][-1]
+            started = [event for event in reported if isinstance(event, ResetStarted)][-1]
             assert answer is (started.open_jobs == 0) is (draining(side) == 0)
-            assert isinstance(told[-1], ResetEnded) is answer
+            assert isinstance(reported[-1], ResetEnded) is answer
             assert not side.side.core.state.pool.index
-    assert any(isinstance(event, ResetStarted) and event.open_jobs for event in told)
-    assert any(isinstance(event, ResetEnded) for event in told)
+    assert any(isinstance(event, ResetStarted) and event.open_jobs for event in reported)
+    assert any(isinstance(event, ResetEnded) for event in reported)

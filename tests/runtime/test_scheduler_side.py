@@ -160,17 +160,17 @@ def test_a_hooks_time_is_that_of_all_its_calls_also_of_one_that_raises(
 
 def test_events_follow_their_fact_in_order() -> None:
     side = Side()
-    heard: list[str] = []
-    side.side.bus.count(facts.Fact, lambda fact: heard.append(type(fact).__name__))
-    side.side.bus.count(Event, lambda event: heard.append(type(event).__name__))
+    received: list[str] = []
+    side.side.bus.count(facts.Fact, lambda fact: received.append(type(fact).__name__))
+    side.side.bus.count(Event, lambda event: received.append(type(event).__name__))
     side.done(loading(side))
     side.ended("a")
-    assert heard == [
+    assert received == [
         *("RequestSeen", "BlocksAllocated"),
         *("StepScheduled", "StoreScheduled", "BlocksOffered"),
-        *("TransferReported", "RankReported", "StoreSettled"),
+        *("TransferReported", "RankReported", "StoreEnded"),
         *("RequestEnded", "StepScheduled"),
-        *("RequestSeen", "HitPinned", "BlocksAllocated", "LookupSettled", "LoadScheduled", "StepScheduled"),
+        *("RequestSeen", "HitPinned", "BlocksAllocated", "LookupAnswered", "LoadScheduled", "StepScheduled"),
         *("TransferReported", "RankReported", "LoadEnded", "RequestEnded"),
     ]
     assert conservation(side.side.counters.snapshot(), drained=True) == []

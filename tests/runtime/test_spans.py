@@ -145,24 +145,26 @@ def test_a_request_with_a_load_is_told_from_its_lookup_to_its_end(traced: Traced
     side.clock.jump(1)
     side.ended("a")
     found = finished(traced)
-    told = of_request(found, "a")
-    assert set(told) == {"request", "lookup", "load_wait", "run", "load"}
-    assert {name: times(span) for name, span in told.items()} == {
+    reported = of_request(found, "a")
+    assert set(reported) == {"request", "lookup", "load_wait", "run", "load"}
+    assert {name: times(span) for name, span in reported.items()} == {
         "request": (0, 6),
         "lookup": (0, 2),
         "load_wait": (2, 5),
         "load": (2, 5),
         "run": (2, 6),
     }
-    lookup = attributes(told["lookup"])
+    lookup = attributes(reported["lookup"])
     assert (lookup["kvoffload.result"], lookup["kvoffload.hit_tokens"]) == ("hit", RELOAD)
-    assert attributes(told["load_wait"])["kvoffload.outcome"] == "loaded"
-    inside = children(found, told["load"])
+    assert attributes(reported["load_wait"])["kvoffload.outcome"] == "loaded"
+    inside = children(found, reported["load"])
     assert {name: times(span) for name, span in inside.items()} == {
         "kvoffload.queued": (2, 2.5),
         "kvoffload.copy": (2.5, 3.5),
     }
-    assert [(event.name, event.timestamp) for event in told["request"].events] == [("HitPinned", int(101e9))]
+    assert [(event.name, event.timestamp) for event in reported["request"].events] == [
+        ("HitPinned", int(101e9))
+    ]
     assert all(span.status.status_code is StatusCode.UNSET for span in found)
 
 
@@ -174,10 +176,10 @@ def test_the_engines_trace_goes_on(traced: Traced) -> None:
     for name in ("a", "b"):
         side.ended(name)
     found = finished(traced)
-    told = of_request(found, "a")
-    assert told["request"].parent is not None
-    assert told["request"].parent.span_id == PARENT
-    assert {span.context.trace_id for span in told.values() if span.context} == {TRACE}
+    reported = of_request(found, "a")
+    assert reported["request"].parent is not None
+    assert reported["request"].parent.span_id == PARENT
+    assert {span.context.trace_id for span in reported.values() if span.context} == {TRACE}
     for alone in ("first-p", "b"):
         assert of_request(found, alone)["request"].parent is None
     traces = [of_request(found, name)["request"].context for name in ("a", "b", "first-p")]
@@ -232,10 +234,10 @@ def test_a_failed_load_is_an_error(traced: Traced) -> None:
     side, _ = traced
     report(side, loading(side), CopyOutcome.FAILED)
     side.ended("a")
-    told = of_request(finished(traced), "a")
+    reported = of_request(finished(traced), "a")
     for name in ("load", "load_wait"):
-        assert told[name].status.status_code is StatusCode.ERROR
-        assert told[name].status.description == "failed"
+        assert reported[name].status.status_code is StatusCode.ERROR
+        assert reported[name].status.description == "failed"
 
 
 def test_an_aborted_request_ends_its_wait_and_its_copy_is_still_its_child(traced: Traced) -> None:
@@ -245,10 +247,10 @@ def test_an_aborted_request_ends_its_wait_and_its_copy_is_still_its_child(traced
     side.ended("a")
     side.clock.jump(1)
     report(side, plan)
-    told = of_request(finished(traced), "a")
-    assert times(told["request"]) == times(told["load_wait"]) == (0, 1)
-    assert attributes(told["load_wait"])["kvoffload.outcome"] == "ended"
-    assert times(told["load"]) == (0, 2)
+    reported = of_request(finished(traced), "a")
+    assert times(reported["request"]) == times(reported["load_wait"]) == (0, 1)
+    assert attributes(reported["load_wait"])["kvoffload.outcome"] == "ended"
+    assert times(reported["load"]) == (0, 2)
 
 
 def test_a_preempted_request_has_one_lookup_an_admission(traced: Traced) -> None:
@@ -284,9 +286,9 @@ def test_a_reset_is_a_span_without_length(traced: Traced) -> None:
 def test_what_is_open_at_the_end_is_sent_as_unfinished(traced: Traced) -> None:
     side, exporter = traced
     seen(side, "a")
-    told = of_request(finished((side, exporter)), "a")
-    assert attributes(told["request"])["kvoffload.end"] == "unfinished"
-    assert set(told) == {"request", "lookup"}
+    reported = of_request(finished((side, exporter)), "a")
+    assert attributes(reported["request"])["kvoffload.end"] == "unfinished"
+    assert set(reported) == {"request", "lookup"}
 
 
 def test_no_key_is_in_any_span(traced: Traced) -> None:
@@ -402,18 +404,18 @@ class Raising(InMemorySpanExporter):
 def work(side: Side) -> list[object]:
     """What an engine hears over some requests."""
     side.stored()
-    heard: list[object] = []
+    received: list[object] = []
     for number in range(20):
         name = f"r{number}"
         side.seen(name, prefix=f"{number % 4}-")
-        heard.append(side.side.lookup(RequestId(name), 0))
+        received.append(side.side.lookup(RequestId(name), 0))
         side.allocated(name)
         plan = side.step((name, 3 * BLOCK))
-        heard += [plan, side.done(plan)]
+        received += [plan, side.done(plan)]
         side.ended(name)
         if side.portal is not None:
             advance(side)
-    return heard
+    return received
 
 
 def test_batches_that_are_not_taken_are_counted_and_said_once(

@@ -13,7 +13,7 @@ from tests.runtime.parts import Side
 
 
 @pytest.mark.parametrize(
-    ("told", "least"),
+    ("reports", "least"),
     [
         ([], 1.0),
         ([(0, 0.5)], 0.5),
@@ -22,10 +22,10 @@ from tests.runtime.parts import Side
         ([(0, 0.5), (1, 0.25), (1, 0.25), (0, 1.0)], 0.25),
     ],
 )
-def test_it_is_the_least_of_what_ranks_last_told(told: list[tuple[int, float]], least: float) -> None:
+def test_it_is_the_least_of_what_ranks_last_told(reports: list[tuple[int, float]], least: float) -> None:
     bus, shares = Bus(), StoreShares()
     shares.subscribe(bus)
-    for rank, share in told:
+    for rank, share in reports:
         bus.publish(TransferReported(TransferReport(Rank(rank), (), 8, share)))
     assert shares.least == least
 

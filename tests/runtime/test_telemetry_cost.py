@@ -84,17 +84,17 @@ def test_time_in_the_hooks(
     patch = silenced()
     bare = Side(slots=400)
     patch.undo()
-    told = Side(slots=400)
+    reported = Side(slots=400)
     assert not bare.side.journal.tail(1)
-    assert told.side.journal.tail(1)
+    assert reported.side.journal.tail(1)
     ratios = []
     gc.collect()
     gc.disable()
     try:
         for pair in range(PAIRS + 1):
-            order = (bare, told) if pair % 2 else (told, bare)
+            order = (bare, reported) if pair % 2 else (reported, bare)
             took = {side: seconds(side, work, 30 * pair, 30) for side in order}
-            ratios.append(took[told] / took[bare])
+            ratios.append(took[reported] / took[bare])
     finally:
         gc.enable()
     low, high = median_interval(ratios[1:])
@@ -115,8 +115,8 @@ async def throughput(silenced: Callable[[], pytest.MonkeyPatch]) -> list[Rates]:
     patch = silenced()
     bare = Engine(config, ReferencePlugin())
     patch.undo()
-    async with bare, Engine(config, ReferencePlugin()) as told:
-        return await measure(bare, told, pairs=20, prompt_tokens=256, answer_tokens=32)
+    async with bare, Engine(config, ReferencePlugin()) as reported:
+        return await measure(bare, reported, pairs=20, prompt_tokens=256, answer_tokens=32)
 
 
 # -- who watches --------------------------------------------------------------------------------------------------------

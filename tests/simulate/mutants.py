@@ -124,11 +124,11 @@ def _load_reported_at_once() -> list[Patch]:
     return [(JobFlow, "reap", reap)]
 
 
-def _loads_are_not_told() -> list[Patch]:
+def _loads_are_not_reported() -> list[Patch]:
     return [(AwaitedLoads, "answer", lambda self, results: LoadAnswers())]
 
 
-def _late_rank_is_not_heard() -> list[Patch]:
+def _late_rank_is_ignored() -> list[Patch]:
     real = Job.reported
 
     def reported(self: Job, rank: Any, outcome: CopyOutcome, corrupt: Any) -> bool:  # noqa: ANN401

@@ -89,13 +89,13 @@ def test_the_order_of_what_is_ready_is_drawn_and_the_same_for_a_seed() -> None:
 
 
 def test_a_cancelled_timer_does_not_hold_time_up() -> None:
-    async def give_up() -> None:
+    async def deadline() -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(1.0):
                 await asyncio.sleep(100.0)
 
     with a_loop() as loop:
-        loop.run_until_complete(give_up())
+        loop.run_until_complete(deadline())
         assert loop.time() == 1.0
 
 

@@ -67,20 +67,22 @@ def _process(name: str, python: str, minutes: float) -> int:
     return subprocess.run(command, check=False).returncode
 
 
-def _reference(seconds: float, apart_s: float, told: Callable[[str], object]) -> tuple[list[Reading], str]:
+def _reference(
+    seconds: float, apart_s: float, reported: Callable[[str], object]
+) -> tuple[list[Reading], str]:
     import torch
 
     from tests.soak.on_reference import soak
 
     torch.set_num_threads(1)
-    return soak(seconds, apart_s, told)
+    return soak(seconds, apart_s, reported)
 
 
-def _vllm(seconds: float, apart_s: float, told: Callable[[str], object]) -> tuple[list[Reading], str]:
+def _vllm(seconds: float, apart_s: float, reported: Callable[[str], object]) -> tuple[list[Reading], str]:
     from tests.soak.on_vllm import soak
 
     with tempfile.TemporaryDirectory() as folder:
-        return soak(seconds, apart_s, Path(folder), told)
+        return soak(seconds, apart_s, Path(folder), reported)
 
 
 def _progress(text: str) -> None:

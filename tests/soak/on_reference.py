@@ -163,7 +163,7 @@ class Soak:
             self.resets += 1
 
 
-def soak(seconds: float, apart_s: float, told: Callable[[str], object]) -> tuple[list[Reading], str]:
+def soak(seconds: float, apart_s: float, reported: Callable[[str], object]) -> tuple[list[Reading], str]:
     """Soak for so many virtual seconds; return a reading every `apart_s`, and what went on, in words."""
     made = SoakRig(KIND, num_blocks=90, host_blocks=150, max_requests=8)
     made.offload.core.state.misses = MissMemory(_MISSES)
@@ -173,7 +173,7 @@ def soak(seconds: float, apart_s: float, told: Callable[[str], object]) -> tuple
             traffic.pass_time(made.clock.monotonic() + apart_s)
             made.check()
             readings.append(read(made.offload.gauges()))
-            told(f"{made.clock.monotonic() / 60:.0f} virtual minutes, {traffic.answers} answers")
+            reported(f"{made.clock.monotonic() / 60:.0f} virtual minutes, {traffic.answers} answers")
         made.assert_clean()
         counts = made.counts()
         words = (

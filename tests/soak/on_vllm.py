@@ -40,8 +40,8 @@ class Talk:
 
     def serve(self, seconds: float) -> None:
         """Serve for so long, and on until nothing goes on."""
-        give_up = time.monotonic() + seconds
-        while time.monotonic() < give_up:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
             self._round()
             if self._choose.random() < 0.1:
                 self.resets += bool(self._made.scheduler.reset_prefix_cache(reset_connector=True))
@@ -66,14 +66,14 @@ class Talk:
             self.aborts += 1
         self._made.finish()
         for number, name in names.items():
-            told = self._made.told.pop(name, None)
-            if told is not None and told.finished:
-                self._histories[number] += told.tokens
+            reported = self._made.reported.pop(name, None)
+            if reported is not None and reported.finished:
+                self._histories[number] += reported.tokens
                 self.answers += 1
 
 
 def soak(
-    seconds: float, apart_s: float, folder: Path, told: Callable[[str], object]
+    seconds: float, apart_s: float, folder: Path, reported: Callable[[str], object]
 ) -> tuple[list[Reading], str]:
     """Soak for so many real seconds; return a reading every `apart_s`, and what went on, in words."""
     choose, readings = random.Random(1), list[Reading]()
@@ -88,7 +88,7 @@ def soak(
                 talk.serve(apart_s)
                 assert made.side.audit() == []
                 readings.append(read(made.side.gauges()))
-                told(f"{(time.monotonic() - begun) / 60:.1f} minutes, {talk.answers} answers")
+                reported(f"{(time.monotonic() - begun) / 60:.1f} minutes, {talk.answers} answers")
             made.check_clean()
             counts = made.counts
             words = (

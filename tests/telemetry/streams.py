@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 
 from kvoffload.model import events
 from kvoffload.model.causes import MissCause
-from kvoffload.model.events import Event, LookupSettled
+from kvoffload.model.events import Event, LookupAnswered
 
 _CLASSES = [
     cls
     for cls in vars(events).values()
-    if isinstance(cls, type) and issubclass(cls, Event) and cls not in (Event, LookupSettled)
+    if isinstance(cls, type) and issubclass(cls, Event) and cls not in (Event, LookupAnswered)
 ]
 _FIELD_TYPES = {
     int: st.integers(0, 2**40),
@@ -21,12 +21,12 @@ _FIELD_TYPES = {
 
 
 @st.composite
-def lookups(draw: st.DrawFn) -> LookupSettled:
+def lookups(draw: st.DrawFn) -> LookupAnswered:
     """A lookup names a cause exactly when something missed."""
     missed = draw(st.integers(0, 50))
     cause = draw(st.sampled_from(MissCause)) if missed else None
     number = st.integers(0, 1000)
-    return LookupSettled(
+    return LookupAnswered(
         request=draw(st.sampled_from(["a", "b"])),  # type: ignore[arg-type]
         device_tokens=draw(number),
         hit_blocks=draw(number),

@@ -105,13 +105,13 @@ def test_gauges_are_told_when_they_change_also_back_to_nothing() -> None:
 
 def test_what_feeds_dropped_is_a_counter() -> None:
     engine = Engine()
-    told = []
+    reported = []
     for dropped in (5, 7):
         engine.state = GaugeSnapshot(dropped={"journal": dropped})
         change = engine.step(BlocksOffered(1))
         assert change is not None
-        told.append(change.counts["kvoffload_bus_dropped_total"])
-    assert told == [{("journal",): 5}, {("journal",): 2}]
+        reported.append(change.counts["kvoffload_bus_dropped_total"])
+    assert reported == [{("journal",): 5}, {("journal",): 2}]
 
 
 def test_an_observer_that_was_removed_is_news_by_itself() -> None:

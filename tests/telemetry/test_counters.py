@@ -15,24 +15,24 @@ from kvoffload.model.causes import (
     LoadOutcome,
     MissCause,
     PinDropCause,
+    RejectionCause,
     StoreOutcome,
-    SurpriseCause,
 )
 from kvoffload.model.events import (
     BlocksEvicted,
     BlocksOffered,
     BlocksZeroed,
-    EngineSurprised,
     Event,
+    FactRejected,
     HitDropped,
     JobAbandoned,
     LoadEnded,
     LoadScheduled,
+    LookupAnswered,
     LookupDeferred,
-    LookupSettled,
     RankReported,
     ResetStarted,
-    StoreSettled,
+    StoreEnded,
 )
 from kvoffload.model.ids import JobId, Rank, RequestId
 from kvoffload.model.transfer import Direction
@@ -57,7 +57,7 @@ def count(*published: Event) -> Snapshot:
 
 
 def test_the_first_missing_position_has_the_cause_and_the_rest_are_behind_it() -> None:
-    change = count(LookupSettled(A, 0, 3, 4, 48, 60, MissCause.EVICTED))
+    change = count(LookupAnswered(A, 0, 3, 4, 48, 60, MissCause.EVICTED))
     assert change.counts == {
         "kvoffload_lookup_blocks_total": {("hit",): 3, ("miss",): 4},
         "kvoffload_lookup_tokens_total": {("hit",): 48, ("miss",): 60},
@@ -66,7 +66,7 @@ def test_the_first_missing_position_has_the_cause_and_the_rest_are_behind_it() -
 
 
 def test_a_full_hit_has_no_cause() -> None:
-    change = count(LookupSettled(A, 0, 3, 0, 48, 0, None))
+    change = count(LookupAnswered(A, 0, 3, 0, 48, 0, None))
     assert "kvoffload_miss_blocks_total" not in change.counts
 
 
@@ -76,14 +76,14 @@ def test_a_full_hit_has_no_cause() -> None:
         (LookupDeferred(A, A), "kvoffload_lookups_deferred_total", (), 1),
         (HitDropped(A, 5, PinDropCause.RESET), "kvoffload_pin_dropped_blocks_total", ("reset",), 5),
         (BlocksOffered(5), "kvoffload_offered_blocks_total", (), 5),
-        (StoreSettled(StoreOutcome.STALE, 5), "kvoffload_store_blocks_total", ("stale",), 5),
+        (StoreEnded(StoreOutcome.STALE, 5), "kvoffload_store_blocks_total", ("stale",), 5),
         (LoadScheduled(JOB, A, 5, 80), "kvoffload_load_scheduled_blocks_total", (), 5),
         (LoadEnded(JOB, A, 5, LoadOutcome.CORRUPT), "kvoffload_load_blocks_total", ("corrupt",), 5),
         (BlocksEvicted(5, EvictionCause.SPACE), "kvoffload_evicted_blocks_total", ("host", "space"), 5),
         (BlocksZeroed(5), "kvoffload_stale_blocks_zeroed_total", (), 5),
         (ResetStarted(1, 2, 3, 4), "kvoffload_resets_total", (), 1),
         (
-            EngineSurprised(SurpriseCause.UNKNOWN_JOB),
+            FactRejected(RejectionCause.UNKNOWN_JOB),
             "kvoffload_engine_surprises_total",
             ("unknown_job",),
             1,
@@ -208,7 +208,7 @@ def test_a_counter_that_raised_leaves_the_edition_even() -> None:
 
 @given(st.lists(any_event(), max_size=30))
 def test_property_miss_causes_sum_to_the_missed_blocks(stream: list[Event]) -> None:
-    offered = sum(event.blocks for event in stream if isinstance(event, StoreSettled))
+    offered = sum(event.blocks for event in stream if isinstance(event, StoreEnded))
     scheduled = sum(event.blocks for event in stream if isinstance(event, LoadEnded))
     stream = [event for event in stream if not isinstance(event, BlocksOffered | LoadScheduled)]
     snapshot = count(BlocksOffered(offered), LoadScheduled(JOB, A, scheduled, 0), *stream)
@@ -218,16 +218,16 @@ def test_property_miss_causes_sum_to_the_missed_blocks(stream: list[Event]) -> N
 @pytest.mark.parametrize(
     ("events", "drained", "problem"),
     [
-        ([LookupSettled(A, 0, 0, 2, 0, 32, None)], False, "2 blocks missed, but the causes sum to 0"),
-        ([StoreSettled(StoreOutcome.STORED, 1)], False, "kvoffload_offered_blocks_total is 0"),
+        ([LookupAnswered(A, 0, 0, 2, 0, 32, None)], False, "2 blocks missed, but the causes sum to 0"),
+        ([StoreEnded(StoreOutcome.STORED, 1)], False, "kvoffload_offered_blocks_total is 0"),
         ([BlocksOffered(1)], True, "kvoffload_offered_blocks_total is 1"),
         ([LoadScheduled(JOB, A, 1, 16)], True, "kvoffload_load_scheduled_blocks_total is 1"),
         ([BlocksZeroed(-1)], False, "counters never shrink"),
     ],
 )
 def test_broken_laws_are_told(events: list[Event], drained: bool, problem: str) -> None:
-    (told,) = conservation(count(*events), drained=drained)
-    assert problem in told
+    (reported,) = conservation(count(*events), drained=drained)
+    assert problem in reported
 
 
 def test_open_offers_and_loads_break_no_law() -> None:

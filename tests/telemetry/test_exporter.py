@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 from kvoffload.bus.bus import Bus
 from kvoffload.model.causes import CopyOutcome, DegradeCause, MissCause
 from kvoffload.model.errors import ConfigError
-from kvoffload.model.events import LookupSettled, RankReported
+from kvoffload.model.events import LookupAnswered, RankReported
 from kvoffload.model.ids import JobId, Rank, RequestId
 from kvoffload.model.transfer import Direction
 from kvoffload.telemetry.catalogue import CATALOGUE, Kind, render_markdown
@@ -288,7 +288,7 @@ def test_an_address_that_cannot_be_used_is_one_clear_error(server: MetricsServer
 def busy_counters() -> Counters:
     bus, counters = Bus(), Counters()
     counters.subscribe(bus)
-    bus.publish(LookupSettled(RequestId("a"), 0, 3, 2, 48, 32, MissCause.EVICTED))
+    bus.publish(LookupAnswered(RequestId("a"), 0, 3, 2, 48, 32, MissCause.EVICTED))
     bus.publish(RankReported(JobId(1), Rank(0), Direction.LOAD, CopyOutcome.DONE, 4096, 0.0001, 0.002))
     return counters
 

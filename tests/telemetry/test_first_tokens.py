@@ -6,7 +6,7 @@ import pytest
 
 from kvoffload.bus.bus import Bus
 from kvoffload.model import facts
-from kvoffload.model.events import LookupSettled
+from kvoffload.model.events import LookupAnswered
 from kvoffload.model.ids import RequestId
 from kvoffload.telemetry.counters import Counters
 from kvoffload.telemetry.first_tokens import FirstTokens
@@ -36,7 +36,7 @@ class Engine:
         self.first_tokens.seen(request, has_token)
 
     def admitted(self, device: int = 0, host: int = 0, request: RequestId = A) -> None:
-        self._bus.publish(LookupSettled(request, device, host // 16, 0, host, 0, None))
+        self._bus.publish(LookupAnswered(request, device, host // 16, 0, host, 0, None))
 
     def step(self, seconds: float = 1.0) -> None:
         self.clock.jump(seconds)

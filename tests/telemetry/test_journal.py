@@ -18,15 +18,17 @@ from hypothesis import strategies as st
 
 from kvoffload.bus.bus import Bus
 from kvoffload.model import events, facts
-from kvoffload.model.causes import CopyOutcome, DegradeCause, MissCause, StoreOutcome
+from kvoffload.model.causes import CopyOutcome, DegradeCause, MissCause, RejectionCause, StoreOutcome
 from kvoffload.model.errors import ConfigError
 from kvoffload.model.events import (
     BlocksOffered,
     Event,
-    LookupSettled,
+    FactRejected,
+    LookupAnswered,
     OffloadingDegraded,
     RankReported,
-    StoreSettled,
+    ResetEnded,
+    StoreEnded,
 )
 from kvoffload.model.facts import (
     BlocksAllocated,
@@ -136,8 +138,8 @@ def test_the_ring_keeps_the_last_messages() -> None:
         ),
         (JobOverdue(JobId(3)), {"event": "JobOverdue", "job": 3}),
         (
-            StoreSettled(StoreOutcome.STORED, 2),
-            {"event": "StoreSettled", "outcome": "stored", "blocks": 2},
+            StoreEnded(StoreOutcome.STORED, 2),
+            {"event": "StoreEnded", "outcome": "stored", "blocks": 2},
         ),
     ],
 )
@@ -236,18 +238,42 @@ def test_facts_come_back_as_summaries(tmp_path: Path) -> None:
     ("line", "message"),
     [
         (
-            {"event": "StoreSettled", "outcome": "stored", "blocks": 2, "job": 7},
-            StoreSettled(StoreOutcome.STORED, 2),
+            {"event": "StoreEnded", "outcome": "stored", "blocks": 2, "job": 7},
+            StoreEnded(StoreOutcome.STORED, 2),
         ),
         (
-            {**to_plain(LookupSettled(A, 0, 1, 2, 16, 32, MissCause.LOST)), "cause": "not_checked"},
-            LookupSettled(A, 0, 1, 2, 16, 32, None),
+            {**to_plain(LookupAnswered(A, 0, 1, 2, 16, 32, MissCause.LOST)), "cause": "not_checked"},
+            LookupAnswered(A, 0, 1, 2, 16, 32, None),
         ),
     ],
 )
 def test_what_later_versions_left_out_of_an_event_is_skipped(
     tmp_path: Path, line: dict[str, object], message: Event
 ) -> None:
+    path = tmp_path / "journal"
+    path.write_text(json.dumps({"seq": 1, "t": 0.5, **line}) + "\n")
+    assert list(read_journal(path)) == [Record(1, 0.5, message)]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            {"event": "EngineSurprised", "cause": "unknown_job", "request": None},
+            FactRejected(RejectionCause.UNKNOWN_JOB),
+        ),
+        (
+            {**to_plain(LookupAnswered(A, 0, 1, 2, 16, 32, None)), "event": "LookupSettled"},
+            LookupAnswered(A, 0, 1, 2, 16, 32, None),
+        ),
+        (
+            {"event": "StoreSettled", "outcome": "stored", "blocks": 2, "job": 7},
+            StoreEnded(StoreOutcome.STORED, 2),
+        ),
+        ({"event": "ResetEnded", "generation": 1, "given_up_jobs": 2}, ResetEnded(1, 2)),
+    ],
+)
+def test_names_of_earlier_versions_are_read(tmp_path: Path, line: dict[str, object], message: Event) -> None:
     path = tmp_path / "journal"
     path.write_text(json.dumps({"seq": 1, "t": 0.5, **line}) + "\n")
     assert list(read_journal(path)) == [Record(1, 0.5, message)]
@@ -385,13 +411,13 @@ async def test_without_a_file_there_is_nothing_to_run() -> None:
     assert len(journal.tail(10)) == 1
 
 
-@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("reported", [True, False])
 def test_a_full_disk_ends_the_file_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reported: bool
 ) -> None:
     path, failures = tmp_path / "journal", list[Exception]()
     bus = Bus()
-    journal = Journal(Ticks(), path=path, on_failure=failures.append if told else None)
+    journal = Journal(Ticks(), path=path, on_failure=failures.append if reported else None)
     journal.subscribe(bus)
     real_write, room = os.write, [20]
 
@@ -407,7 +433,7 @@ def test_a_full_disk_ends_the_file_and_nothing_else(
     anyio.run(journal.run)
     monkeypatch.undo()
     bus.publish(BlocksOffered(2))
-    assert len(failures) == told
+    assert len(failures) == reported
     assert len(journal.tail(10)) == 2
     assert bus.statistics().removed_counters == ()
     assert path.read_text() == '{"seq":1,"t":0.5,"eve'[:20]

@@ -37,8 +37,8 @@ def ended(request: RequestId) -> Summary:
     return Summary("RequestEnded", {"request": request})
 
 
-def settled(request: RequestId, hit_tokens: int = 0) -> events.LookupSettled:
-    return events.LookupSettled(request, 0, hit_tokens // 16, 0, hit_tokens, 0, None)
+def settled(request: RequestId, hit_tokens: int = 0) -> events.LookupAnswered:
+    return events.LookupAnswered(request, 0, hit_tokens // 16, 0, hit_tokens, 0, None)
 
 
 def reported(

@@ -17,7 +17,7 @@ from kvoffload.testing import (
     GatedTicket,
     ManualExecutor,
     ThreadGate,
-    settled,
+    wait_all_blocked,
 )
 from kvoffload.transfer.ports import TicketState
 from kvoffload.transfer.runs import CopyRuns
@@ -45,9 +45,9 @@ async def test_sleepers_wake_in_order_of_time_and_see_their_own_time() -> None:
 async def test_a_cancelled_sleeper_is_not_woken() -> None:
     clock = FakeClock()
     task = asyncio.create_task(clock.sleep(1.0))
-    await settled()
+    await wait_all_blocked()
     task.cancel()
-    await settled()
+    await wait_all_blocked()
     assert clock.sleepers == 0
     await clock.advance(2.0)
     assert task.cancelled()
@@ -58,9 +58,9 @@ async def test_a_sleep_of_nothing_takes_no_time_and_a_jump_wakes_nobody() -> Non
     clock = FakeClock()
     await clock.sleep(0)
     task = asyncio.create_task(clock.sleep(1.0))
-    await settled()
+    await wait_all_blocked()
     clock.jump(5.0)
-    await settled()
+    await wait_all_blocked()
     assert not task.done()
     await clock.advance(0.0)
     assert (task.done(), clock.monotonic()) == (True, 5.0)
@@ -70,14 +70,14 @@ async def test_a_sleep_of_nothing_takes_no_time_and_a_jump_wakes_nobody() -> Non
 async def test_a_gate_counts_and_holds() -> None:
     gate = Gate()
     tasks = [asyncio.create_task(gate.arrive()) for _ in range(2)]
-    await settled()
+    await wait_all_blocked()
     assert gate.arrivals == 2
     assert not any(task.done() for task in tasks)
     gate.open()
     await asyncio.gather(*tasks)
     gate.shut()
     late = asyncio.create_task(gate.arrive())
-    await settled()
+    await wait_all_blocked()
     assert not late.done()
     gate.open()
     await late

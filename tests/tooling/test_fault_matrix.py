@@ -35,12 +35,12 @@ def test_a_row_is_whole_and_its_tests_exist(row: list[str]) -> None:
 
 
 def test_every_fault_that_is_promised_has_a_row() -> None:
-    told = " ".join(row[0] for row in ROWS).lower()
+    reported = " ".join(row[0] for row in ROWS).lower()
     for word in (
         *("refused at start", "raises", "hangs", "after all", "one rank", "corrupt", "never reads", "blocks"),
         *("thread dies", "disk", "sigterm", "sigkill", "fork", "imports", "monotonic clock", "wall clock"),
     ):
-        assert word in told, word
+        assert word in reported, word
 
 
 def test_every_test_of_a_fault_is_in_the_table() -> None:

@@ -38,12 +38,12 @@ def test_it_has_the_scenes_of_the_suite_and_the_versions_of_the_lock() -> None:
 
 def test_it_has_what_is_promised() -> None:
     for version, *cells in rows()[2:]:
-        told = dict(zip(matrix.COLUMNS, cells, strict=True))
-        hybrid, more = told.pop(HYBRID), told.pop("layouts, metrics, events")
+        reported = dict(zip(matrix.COLUMNS, cells, strict=True))
+        hybrid, more = reported.pop(HYBRID), reported.pop("layouts, metrics, events")
         if version in matrix.TOO_OLD:
-            assert {hybrid, *told.values()} == {matrix.REFUSED}
+            assert {hybrid, *reported.values()} == {matrix.REFUSED}
             continue
-        assert {more, *told.values()} == {"passed"}
+        assert {more, *reported.values()} == {"passed"}
         assert hybrid == (matrix.REFUSED if version == "0.28.0" else "passed")
 
 
@@ -62,6 +62,6 @@ def test_a_scene_has_passed_when_its_control_has_too(scene: str, control: str, c
     results = matrix.read_results(
         junit(**{"test_scene[qwen3-reloaded]": scene, "test_control[qwen3-reloaded]": control})
     )
-    told = dict(zip(matrix.COLUMNS, matrix.Ran("9", True, results, "").cells()[1:], strict=True))
-    assert told.pop("reload") == cell
-    assert set(told.values()) == {"not run"}
+    reported = dict(zip(matrix.COLUMNS, matrix.Ran("9", True, results, "").cells()[1:], strict=True))
+    assert reported.pop("reload") == cell
+    assert set(reported.values()) == {"not run"}

@@ -10,7 +10,7 @@ from typing import Any
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.ids import DeviceBlockId, JobId, Rank, SlotId
 from kvoffload.model.transfer import Direction, JobReport, TransferJob
-from kvoffload.testing import FakeClock, FakeDevice, GatedCopier, ManualExecutor, settled
+from kvoffload.testing import FakeClock, FakeDevice, GatedCopier, ManualExecutor, wait_all_blocked
 from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.factory import make_checksums
 from kvoffload.transfer.host_memory import MmapAllocator
@@ -96,7 +96,7 @@ async def running(rig: Rig) -> AsyncIterator[asyncio.Task[Any]]:
     """Run the pump's coroutine; at the end release what is open and stop it."""
     await rig.arena.prepare()
     task = asyncio.create_task(rig.pump.run())
-    await settled()
+    await wait_all_blocked()
     try:
         yield task
     finally:

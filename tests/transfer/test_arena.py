@@ -8,7 +8,7 @@ import mmap
 import pytest
 
 from kvoffload.model.errors import HostMemoryError
-from kvoffload.testing import FakeDevice, ManualExecutor, settled
+from kvoffload.testing import FakeDevice, ManualExecutor, wait_all_blocked
 from kvoffload.testing.logs import capture_logs
 from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.host_memory import MmapAllocator
@@ -42,9 +42,9 @@ async def test_ready_slots_grow_with_each_chunk() -> None:
     growth = [arena.ready_slots]
     task = asyncio.create_task(arena.prepare())
     for _ in range(3):
-        await settled()
+        await wait_all_blocked()
         executor.run_next()
-        await settled()
+        await wait_all_blocked()
         growth.append(arena.ready_slots)
     await task
     assert growth == [0, 3, 6, 8]
@@ -59,9 +59,9 @@ async def test_what_was_ready_stays_where_it_is() -> None:
     executor = ManualExecutor()
     arena = Arena(LAYOUT, 6, MmapAllocator(executor), chunk_bytes=CHUNK)
     task = asyncio.create_task(arena.prepare())
-    await settled()
+    await wait_all_blocked()
     executor.run_next()
-    await settled()
+    await wait_all_blocked()
     arena.page(2, 1)[:4] = b"kept"
     executor.run_next()
     await task
@@ -109,7 +109,7 @@ async def test_cancelling_while_a_chunk_is_made_loses_nothing() -> None:
     executor, pin = ManualExecutor(), CountingPin()
     arena = Arena(LAYOUT, 8, MmapAllocator(executor, pin), chunk_bytes=CHUNK)
     task = asyncio.create_task(arena.prepare())
-    await settled()
+    await wait_all_blocked()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     executor.run_all()
@@ -120,7 +120,7 @@ async def test_closing_while_a_chunk_is_made() -> None:
     executor, pin = ManualExecutor(), CountingPin()
     arena = Arena(LAYOUT, 8, MmapAllocator(executor, pin), chunk_bytes=CHUNK)
     task = asyncio.create_task(arena.prepare())
-    await settled()
+    await wait_all_blocked()
     arena.close()
     executor.run_all()
     await task

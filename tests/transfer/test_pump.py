@@ -9,7 +9,7 @@ import pytest
 
 from kvoffload.model.errors import IllegalTransition
 from kvoffload.model.transfer import Direction
-from kvoffload.testing import ManualExecutor, settled
+from kvoffload.testing import ManualExecutor, wait_all_blocked
 from tests.transfer.rig import DONE, Rig, load, running, store
 
 pytestmark = pytest.mark.asyncio
@@ -20,7 +20,7 @@ async def test_a_stored_block_comes_back_by_a_load() -> None:
     async with running(rig):
         original = rig.device.read(3)
         rig.pump.submit_stores([store(1, [6], [3])])
-        await settled()
+        await wait_all_blocked()
         rig.copier.tickets[0].finish()
         assert rig.outcomes() == {1: DONE}
         assert rig.slot(6) == original
@@ -58,7 +58,7 @@ async def test_loads_go_ahead_of_stores_that_wait() -> None:
     rig = Rig()
     async with running(rig):
         rig.pump.submit_stores([store(1, range(8), range(8))])
-        await settled()
+        await wait_all_blocked()
         rig.pump.submit_loads([load(2, [9], [7])])
         assert [ticket.direction.value for ticket in rig.copier.tickets] == ["store", "store", "load"]
         assert rig.pump.statistics().store_bytes_in_flight == 4 * 96
@@ -70,7 +70,7 @@ async def test_stores_in_flight_stay_under_their_bound_and_a_long_job_is_cut() -
     rig = Rig(blocks_in_flight=4)
     async with running(rig):
         rig.pump.submit_stores([store(1, range(5), range(5)), store(2, [10, 11], [5, 6])])
-        await settled()
+        await wait_all_blocked()
         assert [ticket.runs.total_bytes for ticket in rig.copier.tickets] == [192, 192]
         rig.copier.tickets[0].finish()
         await rig.clock.advance(0.1)
@@ -89,7 +89,7 @@ async def test_a_bound_below_two_blocks_lets_one_through_at_a_time(bound: float)
     rig = Rig(blocks_in_flight=bound)
     async with running(rig):
         rig.pump.submit_stores([store(1, [0, 1], [0, 1])])
-        await settled()
+        await wait_all_blocked()
         assert [ticket.runs.total_bytes for ticket in rig.copier.tickets] == [96]
         rig.copier.release()
         await rig.clock.advance(0.1)
@@ -139,7 +139,7 @@ async def test_the_hook_notices_ends_while_the_coroutine_sleeps() -> None:
     rig = Rig()
     async with running(rig):
         rig.pump.submit_stores([store(1, [1], [1])])
-        await settled()
+        await wait_all_blocked()
         turns = rig.pump.statistics().wake_ups
         rig.copier.tickets[0].finish()
         assert rig.outcomes() == {1: DONE}
@@ -217,7 +217,7 @@ async def test_no_jobs_at_all() -> None:
         turns = rig.pump.statistics().wake_ups
         rig.pump.submit_loads([])
         rig.pump.submit_stores([])
-        await settled()
+        await wait_all_blocked()
         assert rig.pump.statistics().wake_ups == turns
         assert rig.copier.fences == 0
 
@@ -234,8 +234,8 @@ async def test_ready_slots_are_told_as_they_grow() -> None:
     rig = Rig()
     growth = asyncio.create_task(rig.arena.prepare())
     await growth
-    told = [(report.ready_slots, report.is_growing) for report in iter(rig.pump.take_report, None)]
-    assert told == [(16, False)]
+    reported = [(report.ready_slots, report.is_growing) for report in iter(rig.pump.take_report, None)]
+    assert reported == [(16, False)]
     await rig.pump.close()
     assert rig.pump.take_report() is None  # never less, also when the memory is gone
 
@@ -249,19 +249,19 @@ async def test_reports_say_whether_more_slots_are_on_their_way(monkeypatch: pyte
     memory = ManualExecutor()
     rig = Rig(memory=memory)
     growth = asyncio.create_task(rig.arena.prepare())
-    await settled()
+    await wait_all_blocked()
     assert rig.pump.take_report() is None  # as everybody takes it to be before the first report
-    told = []
+    reported = []
     for chunk in range(2):
         if chunk:
             monkeypatch.setattr(mmap, "mmap", refuse)
         memory.run_next()
-        await settled()
+        await wait_all_blocked()
         report = rig.pump.take_report()
         assert report is not None
-        told.append((report.ready_slots, report.is_growing))
+        reported.append((report.ready_slots, report.is_growing))
     await growth
-    assert told == [(5, True), (5, False)]
+    assert reported == [(5, True), (5, False)]
     assert rig.pump.take_report() is None
     await rig.pump.close()
 

@@ -7,7 +7,7 @@ import asyncio
 import anyio
 import pytest
 
-from kvoffload.testing import settled
+from kvoffload.testing import wait_all_blocked
 from kvoffload.testing.logs import capture_logs
 from tests.transfer.rig import DONE, FAILED, TIMEOUT_S, Rig, load, running, store
 
@@ -29,7 +29,7 @@ async def test_cancelled_with_copies_pending_it_waits_for_them() -> None:
     async with running(rig) as task:
         rig.pump.submit_stores([store(1, range(8), range(8)), store(2, [9], [1])])
         rig.pump.submit_loads([load(3, [10], [2])])
-        await settled()
+        await wait_all_blocked()
         with capture_logs():
             task.cancel()
             await rig.clock.advance(1.0)
@@ -48,7 +48,7 @@ async def test_cancelled_again_and_again_it_stays(cancels: int) -> None:
     rig = Rig()
     async with running(rig) as task:
         rig.pump.submit_loads([load(1, [1], [1])])
-        await settled()
+        await wait_all_blocked()
         for _ in range(cancels):
             task.cancel()
             await rig.clock.advance(0.01)
@@ -71,7 +71,7 @@ async def test_cancelled_by_a_scope_that_cancels_at_every_await_it_does_not_spin
 
     async with anyio.create_task_group() as group:
         group.start_soon(rig.pump.run)
-        await settled()
+        await wait_all_blocked()
         group.cancel_scope.cancel()
         ticker = asyncio.create_task(pass_time())  # not in the group: the clock must go on
     await ticker
@@ -110,7 +110,7 @@ async def test_close_keeps_memory_that_a_copy_may_still_touch_and_says_so() -> N
     rig = Rig()
     async with running(rig):
         rig.pump.submit_stores([store(1, [1], [1])])
-        await settled()
+        await wait_all_blocked()
         closing = asyncio.create_task(rig.pump.close())
         with capture_logs() as logs:
             await rig.clock.advance(TIMEOUT_S + 1)
@@ -136,7 +136,7 @@ async def test_drain_tells_what_it_leaves_behind_and_passes_its_cancellation_on(
     async with running(rig):
         rig.pump.submit_loads([load(1, [1], [1])])
         draining = asyncio.create_task(rig.pump.drain())
-        await settled()
+        await wait_all_blocked()
         draining.cancel()
         with capture_logs():
             await rig.clock.advance(TIMEOUT_S + 1)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from kvoffload.model.causes import CopyOutcome
-from kvoffload.testing import settled
+from kvoffload.testing import wait_all_blocked
 from kvoffload.testing.logs import capture_logs
 from tests.transfer.rig import CORRUPT, DONE, FAILED, TIMEOUT_S, Rig, load, running, store
 
@@ -214,7 +214,7 @@ async def test_memory_is_kept_while_a_reading_may_touch_it() -> None:
         rig.pump.submit_loads([load(2, [1], [5])])
         closing = asyncio.create_task(rig.pump.close())
         with capture_logs() as logs:
-            await settled()
+            await wait_all_blocked()
             assert not closing.done()
             await rig.clock.advance(2 * TIMEOUT_S)
         assert closing.done()

@@ -9,7 +9,7 @@ import pytest
 
 from kvoffload.model.errors import CopyError
 from kvoffload.model.transfer import TransferJob
-from kvoffload.testing import settled
+from kvoffload.testing import wait_all_blocked
 from kvoffload.testing.logs import capture_logs
 from tests.transfer.rig import DONE, FAILED, TIMEOUT_S, Rig, load, running, store
 
@@ -71,7 +71,7 @@ async def test_a_job_that_cannot_be_fails_alone(slots: list[int], blocks: list[i
         with capture_logs() as logs:
             rig.pump.submit_loads([load(1, slots, blocks), load(2, [1], [1])])
             rig.pump.submit_stores([store(3, slots, blocks), store(4, [2], [2])])
-            await settled()
+            await wait_all_blocked()
         assert rig.outcomes() == {1: FAILED, 2: DONE, 3: FAILED, 4: DONE}
         assert [reason in entry["reason"] for entry in logs] == [True, True]
         rig.assert_nothing_held()
@@ -98,7 +98,7 @@ async def test_when_one_part_of_a_store_fails_the_rest_is_not_started() -> None:
     rig = Rig()
     async with running(rig):
         rig.pump.submit_stores([store(1, range(8), range(8)), store(2, [9], [1])])
-        await settled()
+        await wait_all_blocked()
         first, second = rig.copier.tickets
         with capture_logs():
             first.fail()
@@ -117,7 +117,7 @@ async def test_when_a_later_part_cannot_be_submitted_the_job_waits_for_the_earli
     rig = Rig()
     async with running(rig):
         rig.pump.submit_stores([store(1, range(5), range(5))])
-        await settled()
+        await wait_all_blocked()
         rig.copier.refuse_submit(CopyError("no stream"))
         rig.copier.tickets[0].finish()
         with capture_logs():
@@ -133,7 +133,7 @@ async def test_a_copy_that_never_ends_is_written_off_and_blocks_nothing() -> Non
     async with running(rig):
         rig.pump.submit_stores([store(1, [1], [1]), store(2, [2], [2])])
         rig.pump.submit_loads([load(3, [3], [3])])
-        await settled()
+        await wait_all_blocked()
         assert len(rig.copier.tickets) == 2  # the second store has no room
         with capture_logs() as logs:
             await rig.clock.advance(TIMEOUT_S + 1)
@@ -169,7 +169,7 @@ async def test_when_the_coroutine_dies_the_hook_does_its_work() -> None:
     rig = Rig(blocks_in_flight=1)
     async with running(rig) as task:
         rig.pump.submit_stores([store(1, [1], [1]), store(2, [2], [2])])
-        await settled()
+        await wait_all_blocked()
         rig.clock.sleep = None  # type: ignore[assignment,method-assign]  # the next call of it raises
         with capture_logs() as logs:
             rig.copier.tickets[0].copy_seconds = 0.0

@@ -16,7 +16,7 @@ from kvoffload.model.errors import CopyError
 from kvoffload.model.ids import Rank
 from kvoffload.model.transfer import Direction, TransferJob
 from kvoffload.runtime.portal import Portal
-from kvoffload.testing import FakeDevice, GatedTicket, settled
+from kvoffload.testing import FakeDevice, GatedTicket, wait_all_blocked
 from kvoffload.testing.logs import capture_logs
 from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.clock import SystemClock
@@ -69,7 +69,7 @@ class Life:
             await rig.clock.advance(argument)
         else:
             self.read(move, number)
-        await settled()
+        await wait_all_blocked()
         self.look()
 
     def hand_in(self, move: str, count: int) -> None:
@@ -149,7 +149,7 @@ def test_property_a_cancelled_pump_reports_every_job_once(
                 await life.play(move, argument)
             for _ in range(cancels):
                 task.cancel()
-                await settled()
+                await wait_all_blocked()
             task.cancel()
             life.rig.copier.release()
             life.rig.reader.release()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvoffload.model.transfer import Direction
-from kvoffload.testing import GatedCopier, settled
+from kvoffload.testing import GatedCopier, wait_all_blocked
 from kvoffload.transfer.lanes import Batch
 from kvoffload.transfer.runs import CopyRuns
 from kvoffload.transfer.store_bound import StoreBound
@@ -99,7 +99,7 @@ async def test_stores_that_met_a_load_hold_back_until_it_is_over() -> None:
         assert in_flight().store_bytes_bound == 8 * 96
         rig.pump.submit_loads([load(0, [0], [0])])
         rig.pump.submit_stores([store(1, range(1, 161), [block % 8 for block in range(160)])])
-        await settled()
+        await wait_all_blocked()
         assert in_flight().store_bytes_in_flight == 8 * 96
         first = rig.copier.tickets[0]
         seen = []
@@ -128,7 +128,7 @@ async def test_a_failed_batch_says_nothing_of_the_way() -> None:
     async with running(rig):
         rig.pump.submit_loads([load(0, [0], [0])])
         rig.pump.submit_stores([store(1, [1], [1])])
-        await settled()
+        await wait_all_blocked()
         rig.copier.tickets[1].fail()
         await rig.clock.advance(0.01)
         assert rig.pump.statistics().store_bytes_bound == 8 * 96
@@ -141,7 +141,7 @@ async def test_a_report_tells_how_far_stores_are_held_back() -> None:
     async with running(rig):
         rig.pump.submit_loads([load(0, [0], [0])])
         rig.pump.submit_stores([store(1, [1], [1])])
-        await settled()
+        await wait_all_blocked()
         rig.copier.tickets[1].finish()
         await rig.clock.advance(0.01)
         report = rig.pump.take_report()

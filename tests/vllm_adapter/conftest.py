@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def hands(engine: Hands) -> Iterator[Hands]:
     """The module's `engine`, empty and with nothing held, before and after."""
     rig, held = engine
-    rig.told.clear()
+    rig.reported.clear()
     rig.forget()
     yield rig, held
     held.copier.release()

@@ -33,7 +33,7 @@ class HeldCopy:
     process: int
     _connection: socket.socket
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Let it go on."""
         self._connection.sendall(GO_ON)
 
@@ -71,7 +71,7 @@ class CopyGate:
         """Keep no copy from now on, and let those go that nobody has taken."""
         self._is_open = True
         while not self._held.empty():
-            self._held.get().let_go()
+            self._held.get().release()
 
     def forget(self) -> None:
         """Forget who closed what."""
@@ -98,6 +98,6 @@ class CopyGate:
                 continue
             held = HeldCopy(process, connection)
             if self._is_open:
-                held.let_go()
+                held.release()
             else:
                 self._held.put(held)

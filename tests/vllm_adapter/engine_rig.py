@@ -43,7 +43,7 @@ class Asked:
 
 
 @dataclass
-class Told:
+class Reported:
     """What came back."""
 
     tokens: tuple[int, ...]
@@ -68,7 +68,7 @@ class Rig:
     """An engine in this process, step by step. Requests are asked by name."""
 
     llm: Any
-    told: dict[str, Told] = field(default_factory=dict)
+    reported: dict[str, Reported] = field(default_factory=dict)
 
     # -- the parts ----------------------------------------------------------------------------------------------
 
@@ -135,31 +135,33 @@ class Rig:
         return found
 
     def is_done(self, name: str) -> bool:
-        return name in self.told and self.told[name].finished
+        return name in self.reported and self.reported[name].finished
 
     def step(self) -> None:
         for output in self.llm.llm_engine.step():
-            self.told[output.request_id] = _told(output)
+            self.reported[output.request_id] = _reported(output)
 
     def until(self, condition: Callable[[], object]) -> None:
         """Step on until something holds."""
-        give_up = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + _PATIENCE_S
         while not condition():
-            assert time.monotonic() < give_up, "it does not come about"
+            assert time.monotonic() < deadline, "it does not come about"
             self.step()
 
-    def run(self, asked: Mapping[str, Asked], then: Callable[[int], None] | None = None) -> dict[str, Told]:
+    def run(
+        self, asked: Mapping[str, Asked], then: Callable[[int], None] | None = None
+    ) -> dict[str, Reported]:
         """Ask all at once and step until all is done; `then` is called before each step with its number."""
         for name, one in asked.items():
             self.ask(name, one)
         self.finish(then)
-        return {name: self.told[name] for name in asked if name in self.told}
+        return {name: self.reported[name] for name in asked if name in self.reported}
 
     def finish(self, then: Callable[[int], None] | None = None) -> None:
         """Step until the engine has nothing left to do, copies included."""
-        give_up, number = time.monotonic() + _PATIENCE_S, 0
+        deadline, number = time.monotonic() + _PATIENCE_S, 0
         while self.scheduler.has_requests():
-            assert time.monotonic() < give_up, f"the engine still has {list(self.scheduler.requests)}"
+            assert time.monotonic() < deadline, f"the engine still has {list(self.scheduler.requests)}"
             if then is not None:
                 then(number)
             self.step()
@@ -309,19 +311,19 @@ def corrupt_host(rig: Rig, position: int = 0) -> None:
         page[:] = bytes([0x40, 0x41, 0x42, 0x3F]) * (len(page) // 4)
 
 
-def same(told: Told, expected: Told) -> bool:
+def same(reported: Reported, expected: Reported) -> bool:
     """Whether two runs of a request agree: tokens exactly, log-probabilities closely."""
     close = partial(pytest.approx, abs=1e-3)
     return (
-        told.tokens == expected.tokens
-        and told.logprobs == close(expected.logprobs)
-        and (not told.prompt_logprobs or told.prompt_logprobs == close(expected.prompt_logprobs))
+        reported.tokens == expected.tokens
+        and reported.logprobs == close(expected.logprobs)
+        and (not reported.prompt_logprobs or reported.prompt_logprobs == close(expected.prompt_logprobs))
     )
 
 
-def check_same(told: Mapping[str, Told], expected: Mapping[str, Told]) -> None:
-    different = [name for name, one in told.items() if not same(one, expected[name])]
-    assert not different, {name: (told[name], expected[name]) for name in different}
+def check_same(reported: Mapping[str, Reported], expected: Mapping[str, Reported]) -> None:
+    different = [name for name, one in reported.items() if not same(one, expected[name])]
+    assert not different, {name: (reported[name], expected[name]) for name in different}
 
 
 def _ours(connector: Any) -> Any:
@@ -331,11 +333,11 @@ def _ours(connector: Any) -> Any:
     raise AssertionError(connector)
 
 
-def _told(output: Any) -> Told:
+def _reported(output: Any) -> Reported:
     best = output.outputs[0]
     chosen = [place[token].logprob for token, place in zip(best.token_ids, best.logprobs, strict=True)]
     asked = zip(output.prompt_token_ids[1:], (output.prompt_logprobs or [])[1:], strict=False)
     prompt = [place[token].logprob for token, place in asked]
-    return Told(
+    return Reported(
         tuple(best.token_ids), tuple(chosen), tuple(prompt), output.num_cached_tokens or 0, output.finished
     )

@@ -17,7 +17,7 @@ from tests.vllm_stock import engines
 
 
 def main(checkpoint: Path, folder: Path) -> None:
-    told = "it started"
+    reported = "it started"
     try:
         with engines.in_process(
             checkpoint,
@@ -27,8 +27,8 @@ def main(checkpoint: Path, folder: Path) -> None:
         ):
             pass
     except ConfigError as error:
-        told = str(error)
-    (folder / os.environ["RANK"]).write_text(told)
+        reported = str(error)
+    (folder / os.environ["RANK"]).write_text(reported)
 
 
 if __name__ == "__main__":

@@ -67,12 +67,12 @@ class Front:
         asked: Any = {"prompt_token_ids": prompt}
         if salt is not None:
             asked["cache_salt"] = salt
-        told = [one async for one in self._engine.generate(asked, wanted, str(next(self._asked)))]
-        answer = told[-1].outputs[0]
+        reported = [one async for one in self._engine.generate(asked, wanted, str(next(self._asked)))]
+        answer = reported[-1].outputs[0]
         return {
             "tokens": list(answer.token_ids),
             "reason": answer.finish_reason,
-            "cached": told[-1].num_cached_tokens,
+            "cached": reported[-1].num_cached_tokens,
         }
 
     async def forget(self) -> dict[str, Any]:

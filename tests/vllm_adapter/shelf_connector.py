@@ -22,7 +22,7 @@ class Plan(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not installed 
 
 class Shelf(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # the same
     content: ClassVar[dict[bytes, list[bytes]]] = {}
-    told: ClassVar[list[tuple[int, int]]] = []  # blocks and tokens of each allocation
+    reported: ClassVar[list[tuple[int, int]]] = []  # blocks and tokens of each allocation
     loaded: ClassVar[int] = 0
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -41,7 +41,7 @@ class Shelf(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # the same
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         (ids,) = blocks.get_block_ids()
-        self.told.append((len(ids), num_external_tokens))
+        self.reported.append((len(ids), num_external_tokens))
         for place in range(self._first, self._first + num_external_tokens // engines.BLOCK):
             self._plan.append((request.block_hashes[place], ids[place]))
 

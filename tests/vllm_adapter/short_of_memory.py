@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 from kvoffload.core.machine import SlotState
 from kvoffload.transfer.arena import CHUNK_BYTES, Arena
-from tests.vllm_adapter.engine_rig import SLOT_BYTES, Asked, Rig, Told, offloading
+from tests.vllm_adapter.engine_rig import SLOT_BYTES, Asked, Reported, Rig, offloading
 
 PIECES = 4  # that are asked for
 PIECE_SLOTS = CHUNK_BYTES // SLOT_BYTES
@@ -85,16 +85,16 @@ def serve(rig: Rig) -> dict[str, Any]:
 
 
 def main(folder: Path) -> None:
-    told = []
+    reported = []
     for granted in GRANTED:
         with limited(granted), offloading("qwen3", folder, PIECES * PIECE_SLOTS) as rig:
             rig.until(partial(is_refused, rig))
-            told.append(serve(rig))
-    (folder / "told.json").write_text(json.dumps(told))
+            reported.append(serve(rig))
+    (folder / "told.json").write_text(json.dumps(reported))
 
 
-def _plain(told: dict[str, Told]) -> list[dict[str, Any]]:
-    return [dataclasses.asdict(one) for one in told.values()]
+def _plain(reported: dict[str, Reported]) -> list[dict[str, Any]]:
+    return [dataclasses.asdict(one) for one in reported.values()]
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ def test_both_connectors_are_measured_and_told(
     options = ["--waiting", "20", "--pairs", "1", "--json", "--save", str(tmp_path)]
     assert main(["bench", "queue", *options]) == 0
     out = "\n" + capsys.readouterr().out  # vLLM prints before
-    told = json.loads(out[out.rindex("\n{\n") :], parse_constant=pytest.fail)
-    assert ["OffloadingConnector" in line["what"] for line in told["lines"]] == [False, False, True, True]
-    assert all("20 requests that wait" in line["what"] and line["median"] > 0 for line in told["lines"])
+    reported = json.loads(out[out.rindex("\n{\n") :], parse_constant=pytest.fail)
+    assert ["OffloadingConnector" in line["what"] for line in reported["lines"]] == [False, False, True, True]
+    assert all("20 requests that wait" in line["what"] and line["median"] > 0 for line in reported["lines"])
     (saved,) = tmp_path.iterdir()
     assert "vllm" in json.loads(saved.read_text())["machine"]

@@ -24,10 +24,10 @@ def test_every_engine_is_measured_and_told(
     options = ["--pairs", "1", "--conversations", "6", "--json", "--save", str(tmp_path)]
     assert main(["bench", "serve", "--peer", "tests.vllm_stock.peer", *options]) == 0
     out = "\n" + capsys.readouterr().out  # vLLM prints before
-    told = json.loads(out[out.rindex("\n{\n") :], parse_constant=pytest.fail)
-    found = [line["what"] for line in told["lines"]]
+    reported = json.loads(out[out.rindex("\n{\n") :], parse_constant=pytest.fail)
+    found = [line["what"] for line in reported["lines"]]
     assert len(found) == 7
     assert sum("vLLM's own connector" in what for what in found) == 3
-    assert all(line["median"] > 0 for line in told["lines"])
+    assert all(line["median"] > 0 for line in reported["lines"])
     (saved,) = tmp_path.iterdir()
     assert "vllm" in json.loads(saved.read_text())["machine"]

@@ -70,9 +70,9 @@ class Life:
         assert {self.processes[one.process] for one in held} == {"VLLM::Worker_TP0", "VLLM::Worker_TP1"}
         return held
 
-    def let_go(self, *held: HeldCopy) -> None:
+    def release(self, *held: HeldCopy) -> None:
         for one in held:
-            one.let_go()
+            one.release()
         assert all(one.came_to_its_end() for one in held)
 
     def check_closing(self, *held: HeldCopy) -> None:
@@ -129,7 +129,7 @@ def test_an_engine_told_to_end_sees_its_copies_to_their_end(life: Life) -> None:
     os.kill(life.engine, signal.SIGTERM)
     (answer,) = life.front.hear()["answers"]
     assert (answer["reason"], answer["tokens"]) == ("abort", [])
-    life.let_go(*held)
+    life.release(*held)
     life.check_closed(*held)
     life.check_over()
 
@@ -138,7 +138,7 @@ def test_workers_whose_engine_was_killed_see_their_copies_to_their_end(life: Lif
     held = life.start_loads()
     os.kill(life.engine, signal.SIGKILL)
     life.check_closing(*held)
-    life.let_go(*held)
+    life.release(*held)
     life.check_closed(*held)
     assert life.front.hear()["answers"] == [DEAD]
     assert "engine core exited unexpectedly" in life.front.log.read_text()
@@ -150,7 +150,7 @@ def test_a_killed_worker_takes_its_engine_along(life: Life) -> None:
     os.kill(killed.process, signal.SIGKILL)
     assert not killed.came_to_its_end()
     life.check_closing(other)
-    life.let_go(other)
+    life.release(other)
     life.check_closed(other)
     assert life.front.hear()["answers"] == [DEAD]
     assert re.search(r"Worker proc \S+ died unexpectedly \(exit code: -9\)", life.front.log.read_text())
@@ -158,13 +158,13 @@ def test_a_killed_worker_takes_its_engine_along(life: Life) -> None:
 
 
 def test_a_worker_told_to_end_sees_its_copies_to_their_end(life: Life) -> None:
-    told, other = life.start_loads()
-    os.kill(told.process, signal.SIGTERM)
-    life.check_closing(told)
-    life.let_go(told)
-    life.check_closed(told)
+    reported, other = life.start_loads()
+    os.kill(reported.process, signal.SIGTERM)
+    life.check_closing(reported)
+    life.release(reported)
+    life.check_closed(reported)
     life.check_closing(other)  # its engine has noticed
-    life.let_go(other)
+    life.release(other)
     life.check_closed(other)
     assert life.front.hear()["answers"] == [DEAD]
     life.check_over()

@@ -136,9 +136,9 @@ SOURCE = "\n".join(f"    def {name}(self): ..." for name in NEEDED)
 )
 def test_version(tmp_path: Path, version: str | None, source: str | None, verdict: str, text: str) -> None:
     where = machine(tmp_path, version={"vllm": version}.get, source=lambda package, path: source)
-    told = ask(Check("version", VERSION), setup(), where)
-    assert told[0] == verdict
-    assert text in told[1]
+    reported = ask(Check("version", VERSION), setup(), where)
+    assert reported[0] == verdict
+    assert text in reported[1]
 
 
 def test_the_newest_version_is_one_that_the_words_name() -> None:
@@ -170,9 +170,9 @@ def test_registration(
     tmp_path: Path, points: dict[str, str], environ: dict[str, str], verdict: str, text: str
 ) -> None:
     where = machine(tmp_path, entry_points={"vllm.general_plugins": points}.__getitem__, environ=environ)
-    told = ask(Check("plugin", PLUGIN), setup(), where)
-    assert told[0] == verdict
-    assert text in told[1]
+    reported = ask(Check("plugin", PLUGIN), setup(), where)
+    assert reported[0] == verdict
+    assert text in reported[1]
 
 
 @pytest.mark.vllm
@@ -181,19 +181,19 @@ def test_in_vllms_own_environment() -> None:
     assert importlib.util.find_spec("vllm") is not None
     argv = ["--json", "--kv-transfer-config", json.dumps(GOOD), "--enable-prefix-caching"]
     command = [sys.executable, "-m", "kvoffload.cli", "doctor", *argv]
-    told = subprocess.run(command, capture_output=True, text=True, check=False, timeout=50)
-    checks = {one["check"]: one for one in json.loads(told.stdout)["findings"]}
+    reported = subprocess.run(command, capture_output=True, text=True, check=False, timeout=50)
+    checks = {one["check"]: one for one in json.loads(reported.stdout)["findings"]}
     for name in ("vllm version", "vllm plugin", "vllm connector", "load failures", "prefix caching"):
         assert checks[name]["verdict"] == "go", checks[name]
-    assert told.returncode == 0
+    assert reported.returncode == 0
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("policy", "told"), [("fail", ["load failures"]), ("recompute", [])])
+@pytest.mark.parametrize(("policy", "reported"), [("fail", ["load failures"]), ("recompute", [])])
 def test_vllms_connector_warns_of_failed_loads(
-    policy: str, told: list[str], monkeypatch: pytest.MonkeyPatch
+    policy: str, reported: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kvoffload_vllm import assembly
 
@@ -206,7 +206,7 @@ def test_vllms_connector_warns_of_failed_loads(
         worker.register(FakeDevice(9, [65536, 65536]).layout)
         worker.close()
     found = [line["check"] for line in lines if line["event"] == "doctor_warning"]
-    assert [check for check in found if check == "load failures"] == told
+    assert [check for check in found if check == "load failures"] == reported
 
 
 @pytest.mark.vllm
@@ -223,6 +223,6 @@ def test_vllms_worker_warns_at_its_start(monkeypatch: pytest.MonkeyPatch) -> Non
     with capture_logs() as lines:
         worker.register(FakeDevice(9, [65536, 65536]).layout)
         worker.close()
-    told = [line for line in lines if line["event"] == "doctor_warning"]
-    (pool,) = [line for line in told if line["check"] == "host pool"]
+    reported = [line for line in lines if line["event"] == "doctor_warning"]
+    (pool,) = [line for line in reported if line["check"] == "host pool"]
     assert "blocks on the host, 8 on the device" in pool["finding"]

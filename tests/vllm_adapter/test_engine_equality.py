@@ -13,8 +13,8 @@ import pytest
 from tests.vllm_adapter.engine_rig import (
     MARKS,
     Asked,
+    Reported,
     Rig,
-    Told,
     check_same,
     corrupt_host,
     offloading,
@@ -65,9 +65,9 @@ SCORED = {
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> dict[str, dict[str, Told]]:
+def expected(folder: Path) -> dict[str, dict[str, Reported]]:
     """By kind and name, what a run without a connector says."""
-    answers: dict[str, dict[str, Told]] = {}
+    answers: dict[str, dict[str, Reported]] = {}
     for kind in checkpoints.KINDS:
         with plain(kind, folder, num_gpu_blocks_override=512) as rig:
             answers[kind] = {**rig.run(REQUESTS), **rig.run(SCORED)}
@@ -76,14 +76,14 @@ def expected(folder: Path) -> dict[str, dict[str, Told]]:
 
 @pytest.fixture(scope="module", params=SCENES, ids=lambda scene: "-".join(map(str, scene)))
 def scene(
-    request: pytest.FixtureRequest, folder: Path, expected: dict[str, dict[str, Told]]
-) -> Iterator[tuple[Rig, dict[str, Told], int]]:
+    request: pytest.FixtureRequest, folder: Path, expected: dict[str, dict[str, Reported]]
+) -> Iterator[tuple[Rig, dict[str, Reported], int]]:
     kind, policy, host, two_steps = request.param
     with offloading(kind, folder, host, extra={"store_policy": policy}, two_steps=two_steps) as rig:
         yield rig, expected[kind], host
 
 
-def test_many_at_once(scene: tuple[Rig, dict[str, Told], int]) -> None:
+def test_many_at_once(scene: tuple[Rig, dict[str, Reported], int]) -> None:
     """More than the device can hold: chunked prefill, preemption, and both caches in use."""
     rig, expected, host = scene
     rig.forget()
@@ -91,9 +91,9 @@ def test_many_at_once(scene: tuple[Rig, dict[str, Told], int]) -> None:
     preempt = rig.scheduler._preempt_request
     with patch.object(rig.scheduler, "_preempt_request", side_effect=preempt) as preempted:
         for _ in range(2):
-            told = rig.run(REQUESTS)
-            assert len(told) == len(REQUESTS) > 40
-            check_same(told, expected)
+            reported = rig.run(REQUESTS)
+            assert len(reported) == len(REQUESTS) > 40
+            check_same(reported, expected)
     assert preempted.call_count > 0
     gained = rig.counts.minus(before)
     if host > 100:
@@ -101,32 +101,32 @@ def test_many_at_once(scene: tuple[Rig, dict[str, Told], int]) -> None:
     rig.check_clean()
 
 
-def test_aborts_at_random_steps(scene: tuple[Rig, dict[str, Told], int]) -> None:
+def test_aborts_at_random_steps(scene: tuple[Rig, dict[str, Reported], int]) -> None:
     rig, expected, _ = scene
     random_ = random.Random(2)
-    rig.told.clear()
+    rig.reported.clear()
     names = list(REQUESTS)
     aborted: set[str] = set()
 
     def abort(_: int) -> None:
         if random_.random() < 0.3:
             name = random_.choice(names)
-            if not (name in rig.told and rig.told[name].finished):
+            if not (name in rig.reported and rig.reported[name].finished):
                 aborted.add(name)
                 rig.abort(name)
 
     rig.run(REQUESTS, abort)
-    kept = {name: rig.told[name] for name in names if name not in aborted}
+    kept = {name: rig.reported[name] for name in names if name not in aborted}
     assert aborted
     assert all(one.finished for one in kept.values())
     check_same(kept, expected)
-    for name in aborted & rig.told.keys():
-        told = rig.told[name].tokens
-        assert told == expected[name].tokens[: len(told)]
+    for name in aborted & rig.reported.keys():
+        reported = rig.reported[name].tokens
+        assert reported == expected[name].tokens[: len(reported)]
     rig.check_clean()
 
 
-def test_resets_at_random_steps(scene: tuple[Rig, dict[str, Told], int]) -> None:
+def test_resets_at_random_steps(scene: tuple[Rig, dict[str, Reported], int]) -> None:
     rig, expected, _ = scene
     random_ = random.Random(3)
     done = {True: 0, False: 0}
@@ -139,13 +139,13 @@ def test_resets_at_random_steps(scene: tuple[Rig, dict[str, Told], int]) -> None
                 rig.scheduler.reset_prefix_cache(reset_running_requests=running, reset_connector=True)
                 done[running] += 1
 
-    told = rig.run(REQUESTS, reset)
+    reported = rig.run(REQUESTS, reset)
     assert done[False]
-    check_same(told, expected)
+    check_same(reported, expected)
     rig.check_clean()
 
 
-def test_a_reset_of_running_requests_with_no_copy_open(scene: tuple[Rig, dict[str, Told], int]) -> None:
+def test_a_reset_of_running_requests_with_no_copy_open(scene: tuple[Rig, dict[str, Reported], int]) -> None:
     """With two steps in flight vLLM frees a running request's blocks too late for its own reset, and raises.
 
     It does so beside any connector that loads, as plugins/kvoffload_vllm/README.md says; what matters here is that nothing
@@ -156,41 +156,41 @@ def test_a_reset_of_running_requests_with_no_copy_open(scene: tuple[Rig, dict[st
     short = Asked(REQUESTS["f0m0"].prompt[:3])
     expected = rig.run({"undisturbed": short})["undisturbed"]
     rig.ask("short", short)
-    rig.until(lambda: "short" in rig.told)
+    rig.until(lambda: "short" in rig.reported)
     assert not rig.is_done("short")
     assert not any(rig.side.gauges().open_jobs.values())
     two_steps = rig.scheduler.defer_block_free
     with pytest.raises(RuntimeError, match="Failed to reset") if two_steps else nullcontext():
         assert rig.scheduler.reset_prefix_cache(reset_running_requests=True)
     rig.finish()
-    check_same({"short": rig.told["short"]}, {"short": expected})
+    check_same({"short": rig.reported["short"]}, {"short": expected})
     assert rig.scheduler.reset_prefix_cache(reset_running_requests=True)
     rig.check_clean()
 
 
-def test_prompt_logprobs(scene: tuple[Rig, dict[str, Told], int]) -> None:
+def test_prompt_logprobs(scene: tuple[Rig, dict[str, Reported], int]) -> None:
     """Such a request reads no cache; what it computes is stored as any other's."""
     rig, expected, _ = scene
     mixed = {**SCORED, **dict(list(REQUESTS.items())[:10])}
-    told = rig.run(mixed)
-    check_same(told, expected)
-    assert all(len(told[name].prompt_logprobs) == len(one.prompt) - 1 for name, one in SCORED.items())
-    assert all(told[name].cached == 0 for name in SCORED)
+    reported = rig.run(mixed)
+    check_same(reported, expected)
+    assert all(len(reported[name].prompt_logprobs) == len(one.prompt) - 1 for name, one in SCORED.items())
+    assert all(reported[name].cached == 0 for name in SCORED)
     rig.check_clean()
 
 
-def test_salts_keep_apart(scene: tuple[Rig, dict[str, Told], int]) -> None:
+def test_salts_keep_apart(scene: tuple[Rig, dict[str, Reported], int]) -> None:
     rig, expected, host = scene
     rig.forget()
     one = {name: REQUESTS[name] for name in list(REQUESTS)[:3]}
 
-    def salted(salt: str) -> dict[str, Told]:
+    def salted(salt: str) -> dict[str, Reported]:
         assert rig.scheduler.reset_prefix_cache()
         before = rig.counts
-        told = rig.run({name: Asked(asked.prompt, asked.count, salt) for name, asked in one.items()})
-        check_same(told, expected)
+        reported = rig.run({name: Asked(asked.prompt, asked.count, salt) for name, asked in one.items()})
+        check_same(reported, expected)
         hits.append(rig.counts.minus(before).count("kvoffload_lookup_tokens_total", "hit"))
-        return told
+        return reported
 
     hits: list[int] = []
     for salt in ("a", "b", "a"):
@@ -202,7 +202,7 @@ def test_salts_keep_apart(scene: tuple[Rig, dict[str, Told], int]) -> None:
     rig.check_clean()
 
 
-def test_one_corrupted_block_is_noticed(scene: tuple[Rig, dict[str, Told], int]) -> None:
+def test_one_corrupted_block_is_noticed(scene: tuple[Rig, dict[str, Reported], int]) -> None:
     """The control: the comparisons above would have seen a wrong block."""
     rig, expected, host = scene
     if host < 100 or _is_lazy(rig):
@@ -210,16 +210,16 @@ def test_one_corrupted_block_is_noticed(scene: tuple[Rig, dict[str, Told], int])
     rig.forget()
     name = "f0m0"
     rig.put_on_host_only(REQUESTS[name].prompt)
-    told = rig.run({name: REQUESTS[name]})[name]
-    assert told.cached > 0
-    assert same(told, expected[name])
+    reported = rig.run({name: REQUESTS[name]})[name]
+    assert reported.cached > 0
+    assert same(reported, expected[name])
     corrupt_host(rig, 1)
     with pytest.raises(AssertionError):
         rig.check_bytes()
     assert rig.scheduler.reset_prefix_cache()
-    told = rig.run({name: REQUESTS[name]})[name]
-    assert told.cached > 0
-    assert not same(told, expected[name])
+    reported = rig.run({name: REQUESTS[name]})[name]
+    assert reported.cached > 0
+    assert not same(reported, expected[name])
     rig.forget()
 
 

@@ -51,7 +51,7 @@ def request(**fields: Any) -> Any:
     return SimpleNamespace(**values)
 
 
-def told(of: Any, computed_tokens: int = 8) -> tuple[EventMaker, tuple[tuple[BlockKey, ...], ...]]:
+def reported(of: Any, computed_tokens: int = 8) -> tuple[EventMaker, tuple[tuple[BlockKey, ...], ...]]:
     known = groups()
     notes = NoteTaker(known, WIRE, lambda key: False)
     notes.take(of, 0, computed_tokens)
@@ -63,7 +63,7 @@ def events(maker: EventMaker, *ledger: tuple[BlockKey, bool]) -> list[Any]:
 
 
 def test_a_block_that_came_is_told_with_its_tokens_and_parent() -> None:
-    maker, (large, small) = told(request())
+    maker, (large, small) = reported(request())
     first, second, third = events(maker, (large[0], True), (large[1], True), (small[3], True))
     assert first[1]["token_ids"] == [100, 101, 102, 103]
     assert (first[1]["block_hashes"], first[1]["parent_block_hash"]) == (["01"], None)
@@ -75,17 +75,17 @@ def test_a_block_that_came_is_told_with_its_tokens_and_parent() -> None:
 
 def test_parents_are_told_before_their_children() -> None:
     """Slots are filled deepest first, which is the order in which they become evictable, and jobs one after another."""
-    maker, (large, small) = told(request())
+    maker, (large, small) = reported(request())
     order = [small[1], small[0], large[1], small[3], large[0], small[2]]
-    told_of = [
+    reported_of = [
         (fields["group_idx"], fields["block_hashes"][0])
         for _, fields in events(maker, *[(k, True) for k in order])
     ]
-    assert told_of == [(2, "00"), (2, "01"), (0, "01"), (0, "03"), (2, "02"), (2, "03")]
+    assert reported_of == [(2, "00"), (2, "01"), (0, "01"), (0, "03"), (2, "02"), (2, "03")]
 
 
 def test_a_group_is_told_by_its_kind_and_window() -> None:
-    maker, (large, small) = told(request())
+    maker, (large, small) = reported(request())
     kinds = [
         (fields["kv_cache_spec_kind"], fields["kv_cache_spec_sliding_window"])
         for _, fields in events(maker, (large[0], True), (small[0], True))
@@ -94,7 +94,7 @@ def test_a_group_is_told_by_its_kind_and_window() -> None:
 
 
 def test_what_else_a_blocks_hash_covers_is_told() -> None:
-    maker, (large, small) = told(request(salt="s", images=[("cat", 1), ("dog", 7)]))
+    maker, (large, small) = reported(request(salt="s", images=[("cat", 1), ("dog", 7)]))
     fields = [event for _, event in events(maker, *[(key, True) for key in (*large, *small)])]
     assert [one["extra_keys"] for one in fields] == [
         [(("cat", 1), "s")],
@@ -107,13 +107,13 @@ def test_what_else_a_blocks_hash_covers_is_told() -> None:
 
 
 def test_the_adapter_of_a_block_is_told() -> None:
-    maker, (large, _) = told(request(lora_request=SimpleNamespace(adapter_id=7, name="poems")))
+    maker, (large, _) = reported(request(lora_request=SimpleNamespace(adapter_id=7, name="poems")))
     ((_, fields),) = events(maker, (large[0], True))
     assert (fields["lora_id"], fields["lora_name"]) == (7, "poems")
 
 
 def test_blocks_that_left_are_told_by_group() -> None:
-    maker, (large, small) = told(request())
+    maker, (large, small) = reported(request())
     one, other = events(maker, (large[0], False), (small[0], False), (large[1], False))
     assert one == (
         "removed",
@@ -123,14 +123,14 @@ def test_blocks_that_left_are_told_by_group() -> None:
 
 
 def test_of_a_block_that_came_and_left_the_last_holds() -> None:
-    maker, (large, _) = told(request())
+    maker, (large, _) = reported(request())
     key = large[0]
     assert [kind for kind, _ in events(maker, (key, True), (key, False))] == ["removed"]
     assert [kind for kind, _ in events(maker, (key, False), (key, True))] == ["stored"]
 
 
 def test_a_block_that_comes_again_is_told_in_full_again() -> None:
-    maker, (large, _) = told(request())
+    maker, (large, _) = reported(request())
     for came in (True, False, True):
         ((_, fields),) = events(maker, (large[0], came))
     assert fields["token_ids"] == [100, 101, 102, 103]
@@ -138,7 +138,7 @@ def test_a_block_that_comes_again_is_told_in_full_again() -> None:
 
 def test_a_block_without_a_note_is_left_out_and_so_is_its_end() -> None:
     """With no parent and no tokens it would read as the first block of a prompt."""
-    maker, (large, _) = told(request(), computed_tokens=4)
+    maker, (large, _) = reported(request(), computed_tokens=4)
     assert events(maker, (large[1], True)) == []
     assert [fields["block_hashes"] for _, fields in events(maker, (large[0], True))] == [["01"]]
     ((kind, fields),) = events(maker, (large[0], False), (large[1], False))
@@ -215,5 +215,5 @@ def test_only_an_engine_that_publishes_events_has_any() -> None:
 
 
 def test_a_key_is_a_hash_and_vllms_number_of_the_group() -> None:
-    _, (_, small) = told(request())
+    _, (_, small) = reported(request())
     assert split_key(small[2]) == (b"\x02", 2)

@@ -33,6 +33,6 @@ def test_each_rank_refuses_with_one_error(tmp_path: Path, tmp_path_factory: pyte
     )
     assert done.returncode == 0, done.stdout[-8000:]
     for rank in ("0", "1"):
-        told = (tmp_path / rank).read_text()
-        assert "distributed_executor_backend is 'external_launcher' with 2 ranks" in told
-        assert "start with mp or ray" in told
+        reported = (tmp_path / rank).read_text()
+        assert "distributed_executor_backend is 'external_launcher' with 2 ranks" in reported
+        assert "start with mp or ray" in reported

@@ -131,7 +131,7 @@ class Alien:
     def __init__(self, name: str, documentation: str, labelnames: list[str], **options: Any) -> None:
         self.name, self.labelnames, self.options = name, labelnames, options
         self.values: tuple[object, ...] = ()
-        self.told: list[float] = []
+        self.reported: list[float] = []
 
     def labels(self, *values: object) -> Alien:
         assert len(values) == len(self.labelnames)
@@ -142,17 +142,17 @@ class Alien:
 
 class AlienCounter(Alien):
     def inc(self, value: float) -> None:
-        self.told.append(value)
+        self.reported.append(value)
 
 
 class AlienGauge(Alien):
     def set(self, value: float) -> None:
-        self.told.append(value)
+        self.reported.append(value)
 
 
 class AlienHistogram(Alien):
     def observe(self, value: float) -> None:
-        self.told.append(value)
+        self.reported.append(value)
 
 
 def test_any_classes_will_do_as_often_as_wanted() -> None:
@@ -161,7 +161,7 @@ def test_any_classes_will_do_as_often_as_wanted() -> None:
         made = Families(aliens, LABELS, {0: ["m", 0]})
     made.observe({"samples": {"kvoffload_hook_seconds": {"step": [0.1, 0.2]}}}, 0)
     child = made._children[0, "kvoffload_hook_seconds", ("step",)]
-    assert child.told == [0.1, 0.2]
+    assert child.reported == [0.1, 0.2]
     assert child.values == ("m", 0, "step")
     assert child.options == {"buckets": list(BY_NAME["kvoffload_hook_seconds"].buckets)}
     gauge = made._children[0, "kvoffload_capacity_slots", ("host",)]

@@ -20,7 +20,17 @@ import pytest
 
 from kvoffload.core.machine import SlotState
 from kvoffload.testing.logs import capture_logs
-from tests.vllm_adapter.engine_rig import MARKS, Asked, Hands, Held, Rig, Told, check_same, offloading, same
+from tests.vllm_adapter.engine_rig import (
+    MARKS,
+    Asked,
+    Hands,
+    Held,
+    Reported,
+    Rig,
+    check_same,
+    offloading,
+    same,
+)
 from tests.vllm_stock import engines
 
 pytestmark = MARKS
@@ -42,7 +52,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hands]:
         yield rig, held
 
 
-def truth(rig: Rig, one: Asked, salt: str = "truth") -> Told:
+def truth(rig: Rig, one: Asked, salt: str = "truth") -> Reported:
     """What a request says that finds nothing."""
     return rig.run({"truth": Asked(one.prompt, one.count, salt=salt)})["truth"]
 
@@ -71,7 +81,7 @@ def test_an_error_that_comes_after_its_load_was_given_up(hands: Hands) -> None:
     rig.run({"b": Asked(prompt(2), 3)})
     assert engines.held_blocks(rig.llm) == 0
     assert rig.slots(SlotState.QUARANTINED) == quarantined > 0
-    assert same(rig.told["a"], expected)
+    assert same(rig.reported["a"], expected)
 
 
 def test_a_clock_that_jumps_ahead(hands: Hands) -> None:
@@ -85,7 +95,7 @@ def test_a_clock_that_jumps_ahead(hands: Hands) -> None:
     held.copier._held = False
     held.clock.jump(1e7)
     rig.until(lambda: all(map(rig.is_done, asked)))
-    check_same({name: rig.told[name] for name in asked}, expected)
+    check_same({name: rig.reported[name] for name in asked}, expected)
     held.copier.release()
     rig.finish()
     assert engines.held_blocks(rig.llm) == 0
@@ -153,7 +163,7 @@ def test_after_a_reset_new_weights_are_served_from(hands: Hands, in_flight: str)
 
 
 def test_a_counter_that_raises_is_removed_and_the_engine_goes_on(hands: Hands) -> None:
-    from kvoffload.model.events import StoreSettled
+    from kvoffload.model.events import StoreEnded
 
     rig, _ = hands
     asked = Asked(prompt(40), 6)
@@ -162,12 +172,12 @@ def test_a_counter_that_raises_is_removed_and_the_engine_goes_on(hands: Hands) -
     def boom(event: object) -> None:
         raise ValueError("no disk")
 
-    rig.side.bus.count(StoreSettled, boom)
+    rig.side.bus.count(StoreEnded, boom)
     before = rig.counts
     rig.put_on_host_only(asked.prompt)
     assert same(rig.run({"a": asked})["a"], expected)
     assert rig.counts.minus(before).total("kvoffload_bus_removed_total") == 1
-    assert rig.told["a"].cached > 0
+    assert rig.reported["a"].cached > 0
 
 
 def test_a_full_disk_ends_the_journals_file_and_nothing_else(hands: Hands) -> None:
@@ -183,14 +193,14 @@ def test_a_full_disk_ends_the_journals_file_and_nothing_else(hands: Hands) -> No
     before = rig.counts
     with capture_logs() as logs:
         rig.put_on_host_only(asked.prompt)
-        told = rig.run({"a": asked})["a"]
+        reported = rig.run({"a": asked})["a"]
         while not any(line["event"] == "journal_stopped" for line in logs):
             assert same(truth(rig, asked, salt=str(len(logs))), expected)
     (line,) = (line for line in logs if line["event"] == "journal_stopped")
     assert line["log_level"] == "error"
     assert os.strerror(errno.ENOSPC) in line["error"]
-    assert same(told, expected)
-    assert told.cached > 0
+    assert same(reported, expected)
+    assert reported.cached > 0
     assert rig.counts.minus(before).total("kvoffload_journal_write_errors_total") == 1
     kept = journal._file.path.read_text().splitlines()
     assert kept
@@ -226,8 +236,8 @@ def test_loaded_again_imported_twice_and_forked_amid_a_load(
     assert portal.spawn(answer).result(30) == os.getpid()
     held.copier.release()
     rig.until(partial(rig.is_done, "a"))
-    assert same(rig.told["a"], expected)
-    assert rig.told["a"].cached > 0
+    assert same(rig.reported["a"], expected)
+    assert rig.reported["a"].cached > 0
 
 
 def test_last_of_all_the_workers_loop_dies(hands: Hands) -> None:
@@ -241,10 +251,10 @@ def test_last_of_all_the_workers_loop_dies(hands: Hands) -> None:
     loop.call_soon_threadsafe(loop.stop)
     thread.join(30)
     before = rig.counts
-    told = rig.run({"a": asked, "b": other})
-    assert same(told["a"], expected)
-    assert same(told["b"], right)
-    assert told["a"].cached > 0
+    reported = rig.run({"a": asked, "b": other})
+    assert same(reported["a"], expected)
+    assert same(reported["b"], right)
+    assert reported["a"].cached > 0
     gained = rig.counts.minus(before)
     assert gained.count("kvoffload_load_blocks_total", "loaded") > 0
     assert gained.count("kvoffload_store_blocks_total", "failed") > 0

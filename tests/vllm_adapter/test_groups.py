@@ -166,7 +166,7 @@ def test_states_that_are_handed_off() -> None:
 
 
 def test_every_problem_is_told_at_once() -> None:
-    told = problems(
+    reported = problems(
         group(spec("Odd")),
         group(full()),
         features=Features(tells_failed_loads=False),
@@ -174,24 +174,24 @@ def test_every_problem_is_told_at_once() -> None:
         enable_prefix_caching=False,
         decode_context_parallel_size=2,
     )
-    assert told == (
+    assert reported == (
         "kv_role is 'kv_producer'; it must be 'kv_both', because blocks are both stored and loaded",
         "prefix caching is off, and blocks are found by their prefix; start with --enable-prefix-caching",
         "decode_context_parallel_size is 2; it must be 1, tensor and pipeline parallelism may be any",
-        told[3],
-        told[4],
+        reported[3],
+        reported[4],
     )
-    assert told[3].startswith("KV cache group 0 is of Odd; known are ")
-    assert told[4].endswith("use vLLM 0.30 or newer, or a model with one group")
+    assert reported[3].startswith("KV cache group 0 is of Odd; known are ")
+    assert reported[4].endswith("use vLLM 0.30 or newer, or a model with one group")
 
 
 @pytest.mark.parametrize(("ranks", "refusals"), [(1, 0), (2, 1)])
 def test_ranks_that_each_have_a_scheduler_are_refused(ranks: int, refusals: int) -> None:
     config = vllm_config(world_size=ranks)
     config.parallel_config.distributed_executor_backend = "external_launcher"
-    told = find_problems(config, cache_config(group(full())), NEW)
-    assert len(told) == refusals
-    assert all("is 'external_launcher' with 2 ranks" in one for one in told)
+    reported = find_problems(config, cache_config(group(full())), NEW)
+    assert len(reported) == refusals
+    assert all("is 'external_launcher' with 2 ranks" in one for one in reported)
 
 
 def test_one_group_recovers_on_an_older_vllm_too() -> None:

@@ -55,7 +55,7 @@ class Workers:
         self._workers = [VllmWorker(one, lambda: None, lambda _: ()) for one in self.copies]  # type: ignore[arg-type]
         self._join = KVOutputAggregator(expected_finished_count=2)
 
-    def step(self, **told: Any) -> Any:
+    def step(self, **reported: Any) -> Any:
         """What the scheduler hears after a step in which the workers were told this."""
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
@@ -63,7 +63,7 @@ class Workers:
 
         outputs = []
         for worker in self._workers:
-            worker.bind(KVOffloadMetadata(**told))
+            worker.bind(KVOffloadMetadata(**reported))
             worker.start_loads()
             worker.start_stores()
             received = worker.take_received()
@@ -89,7 +89,7 @@ def ended_loads(**ended: Any) -> Any:
     return EndedLoads(**ended)
 
 
-def ranks_told(output: Any) -> list[int]:
+def ranks_reported(output: Any) -> list[int]:
     meta = output.kv_connector_worker_meta
     return [report.rank for report in meta.reports] if meta is not None else []
 
@@ -106,21 +106,21 @@ def test_a_request_goes_on_when_the_last_rank_has_ended(
     halfway = workers.step()
     assert halfway.finished_recving is None
     assert not halfway.failed_recving
-    assert ranks_told(halfway) == [first], "the core hears of each rank at once"
+    assert ranks_reported(halfway) == [first], "the core hears of each rank at once"
     workers.copies[last].end(outcomes[last])
     end = workers.step()
     assert end.finished_recving == {REQUEST}
     assert bool(end.failed_recving) == (tuple(outcomes) != (CopyOutcome.DONE, CopyOutcome.DONE))
-    assert ranks_told(end) == [last]
+    assert ranks_reported(end) == [last]
     after = workers.step()
     assert after.finished_recving is None
-    assert ranks_told(after) == []
+    assert ranks_reported(after) == []
 
 
 def test_a_report_that_was_not_fetched_grows_and_tells_what_is_true_now() -> None:
     from kvoffload_vllm.worker import VllmWorker
 
-    told = [
+    reported = [
         TransferReport(
             Rank(0), (JobReport(JobId(1), Direction.STORE, CopyOutcome.DONE, 0, 0.0, 0.0),), 4, 0.5
         ),
@@ -129,7 +129,7 @@ def test_a_report_that_was_not_fetched_grows_and_tells_what_is_true_now() -> Non
         ),
     ]
     copies = Copies(0)
-    copies.take_report = lambda: told.pop(0) if told else None  # type: ignore[method-assign]
+    copies.take_report = lambda: reported.pop(0) if reported else None  # type: ignore[method-assign]
     worker = VllmWorker(copies, lambda: None, lambda _: ())  # type: ignore[arg-type]
     for _ in range(3):
         worker.take_received()
@@ -148,7 +148,7 @@ def test_ranks_that_end_in_one_step_are_both_heard() -> None:
         one.end(CopyOutcome.DONE)
     end = workers.step()
     assert end.finished_recving == {REQUEST}
-    assert ranks_told(end) == [0, 1]
+    assert ranks_reported(end) == [0, 1]
 
 
 @pytest.mark.parametrize("ended", [(), (0,), (1,)])
@@ -159,7 +159,7 @@ def test_a_load_given_up_is_told_once_by_each_rank(ended: Sequence[int]) -> None
     for rank in ended:
         workers.copies[rank].end(CopyOutcome.DONE)
     workers.step()
-    end = workers.step(ended=ended_loads(given_up=[LOAD]))
+    end = workers.step(ended=ended_loads(abandoned=[LOAD]))
     assert end.finished_recving == {REQUEST}
     assert end.failed_recving == {REQUEST}
     late = [rank for rank in range(2) if rank not in ended]
@@ -167,7 +167,7 @@ def test_a_load_given_up_is_told_once_by_each_rank(ended: Sequence[int]) -> None
         workers.copies[rank].end(CopyOutcome.DONE)
     after = workers.step()
     assert after.finished_recving is None
-    assert ranks_told(after) == late, "the core gives the memory back when it hears of the end"
+    assert ranks_reported(after) == late, "the core gives the memory back when it hears of the end"
 
 
 def test_a_load_without_a_copy_is_told_by_every_rank() -> None:

@@ -17,9 +17,9 @@ from tests.vllm_adapter.engine_rig import (
     Asked,
     Hands,
     Held,
+    Reported,
     Reports,
     Rig,
-    Told,
     check_same,
     offloading,
     same,
@@ -34,7 +34,7 @@ def prompt(seed: int, length: int = 264) -> tuple[int, ...]:
     return tuple(random_.randrange(256) for _ in range(length))
 
 
-def truth(rig: Rig, one: Asked) -> Told:
+def truth(rig: Rig, one: Asked) -> Reported:
     """What a request says that reads no cache, and whose blocks nobody else finds."""
     asked = Asked(one.prompt, one.count, salt="truth", prompt_logprobs=True)
     return rig.run({"truth": asked})["truth"]
@@ -72,7 +72,7 @@ def test_r9_a_failed_load_is_recomputed(hands: Hands) -> None:
         load.tear()
         held.copier.release()
         rig.finish()
-    assert same(rig.told["a"], expected)
+    assert same(rig.reported["a"], expected)
     assert (reports.received, reports.failed) == (["a"], ["a"])
     gained = rig.counts.minus(before)
     assert gained.count("kvoffload_load_blocks_total", "failed") > 0
@@ -94,7 +94,7 @@ def test_r9_whoever_waited_for_a_failed_load_goes_on(hands: Hands) -> None:
     load.fail()
     held.copier.release()
     rig.finish()
-    check_same({name: rig.told[name] for name in asked}, expected)
+    check_same({name: rig.reported[name] for name in asked}, expected)
 
 
 def test_r9_a_load_that_takes_too_long_is_recomputed_elsewhere(hands: Hands) -> None:
@@ -107,7 +107,7 @@ def test_r9_a_load_that_takes_too_long_is_recomputed_elsewhere(hands: Hands) -> 
     held.clock.jump(31)
     with Reports(rig) as reports:
         rig.until(partial(rig.is_done, "a"))
-    assert same(rig.told["a"], expected)
+    assert same(rig.reported["a"], expected)
     assert (reports.received, reports.failed) == (["a"], ["a"])
     assert load.is_open
     rig.finish()  # what never ends is not waited for
@@ -204,15 +204,15 @@ def test_r2_fewer_tokens_accepted(hands: Hands) -> None:
     rig.put_on_host_only(asked.prompt)
     before = rig.counts
     with answer(rig, lambda tokens: tokens and tokens - 64):
-        told = rig.run({"a": asked})["a"]
-    assert same(told, expected)
+        reported = rig.run({"a": asked})["a"]
+    assert same(reported, expected)
     gained = rig.counts.minus(before)
     assert gained.count("kvoffload_pin_dropped_blocks_total", "not_accepted") > 0
     if len(rig.side.shape.groups) == 1:
-        assert told.cached == 256 - 64
+        assert reported.cached == 256 - 64
         assert gained.count("kvoffload_load_blocks_total", "loaded") == 6
     else:  # an earlier end needs other window blocks, which vLLM had not kept
-        assert told.cached == 0
+        assert reported.cached == 0
         assert gained.count("kvoffload_engine_surprises_total", "tokens_without_pin") == 0
 
 
@@ -284,9 +284,9 @@ def test_r4_a_failed_store_cannot_hit(hands: Hands) -> None:
     held.copier.release()
     assert rig.slots(SlotState.READY) == 0
     assert rig.scheduler.reset_prefix_cache()
-    told = rig.run({"b": asked})["b"]
-    assert told.cached == 0
-    assert same(told, expected)
+    reported = rig.run({"b": asked})["b"]
+    assert reported.cached == 0
+    assert same(reported, expected)
 
 
 def test_r5_no_block_under_a_copy_is_handed_out(hands: Hands) -> None:
@@ -304,7 +304,7 @@ def test_r5_no_block_under_a_copy_is_handed_out(hands: Hands) -> None:
     assert engines.held_blocks(rig.llm) == leased
     held.copier.release()
     rig.finish()
-    check_same({name: rig.told[name] for name in asked}, expected)
+    check_same({name: rig.reported[name] for name in asked}, expected)
 
 
 def test_r7_window_blocks_are_handed_out_again(hands: Hands) -> None:
@@ -369,7 +369,7 @@ def test_r10_a_reset_under_a_load(hands: Hands) -> None:
     load.finish()
     held.copier.release()
     rig.finish()
-    assert same(rig.told["a"], expected)
+    assert same(rig.reported["a"], expected)
     assert rig.scheduler.reset_prefix_cache()
     assert rig.run({"b": asked})["b"].cached == 0
 
@@ -381,12 +381,12 @@ def test_r10_a_reset_of_running_requests(hands: Hands) -> None:
     rig.put_on_host_only(asked["a"].prompt)
     for name, one in asked.items():
         rig.ask(name, one)
-    rig.until(lambda: all(name in rig.told and len(rig.told[name].tokens) > 4 for name in asked))
+    rig.until(lambda: all(name in rig.reported and len(rig.reported[name].tokens) > 4 for name in asked))
     rig.until(lambda: not rig.side.core.state.leases.counts)
     before = rig.counts
     assert rig.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
     rig.finish()
-    check_same({name: rig.told[name] for name in asked}, expected)
+    check_same({name: rig.reported[name] for name in asked}, expected)
     assert rig.counts.minus(before).count("kvoffload_lookup_tokens_total", "hit") == 0
 
 
@@ -420,8 +420,8 @@ def test_r14_many_requests_with_one_prefix_load_it_once(hands: Hands) -> None:
     gained = rig.counts.minus(before)
     assert gained.count("kvoffload_transfer_bytes_total", "host", "load") <= 1.1 * once
     assert gained.total("kvoffload_lookups_deferred_total") > 0
-    assert sum(rig.told[name].cached >= 256 for name in asked) == 50
-    check_same({name: rig.told[name] for name in expected}, expected)
+    assert sum(rig.reported[name].cached >= 256 for name in asked) == 50
+    check_same({name: rig.reported[name] for name in expected}, expected)
 
 
 # -- the order of hooks -------------------------------------------------------------------------------------------------
@@ -504,8 +504,8 @@ def test_deferred_finalisation(hands: Hands) -> None:
         check_same(rig.run(asked), expected)
         assert rig.scheduler.reset_prefix_cache()
         before = rig.counts
-        told = rig.run(asked)
-    check_same(told, expected)
+        reported = rig.run(asked)
+    check_same(reported, expected)
     assert rig.counts.minus(before).count("kvoffload_load_blocks_total", "loaded") > 0
 
 
@@ -516,7 +516,7 @@ def test_a_request_that_reads_no_cache(hands: Hands) -> None:
     before = rig.counts
     rig.ask("a", asked, skip_reading_prefix_cache=True)
     rig.finish()
-    assert rig.told["a"].cached == 0
+    assert rig.reported["a"].cached == 0
     gained = rig.counts.minus(before)
     assert gained.total("kvoffload_load_scheduled_blocks_total") == 0
     assert gained.count("kvoffload_miss_blocks_total", "opted_out") == 1

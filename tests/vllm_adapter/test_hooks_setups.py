@@ -19,9 +19,9 @@ from tests.vllm_adapter.engine_rig import (
     SLOT_BYTES,
     Asked,
     Held,
+    Reported,
     Reports,
     Rig,
-    Told,
     check_same,
     check_threads_gone,
     offloading,
@@ -43,12 +43,12 @@ def prompt(seed: int, length: int = 264) -> tuple[int, ...]:
     return tuple(random_.randrange(256) for _ in range(length))
 
 
-def truth(rig: Rig, asked: Mapping[str, Asked]) -> dict[str, Told]:
+def truth(rig: Rig, asked: Mapping[str, Asked]) -> dict[str, Reported]:
     """What requests say that read no cache, and whose blocks nobody else finds."""
     alone = {name: Asked(one.prompt, one.count, "truth", prompt_logprobs=True) for name, one in asked.items()}
-    told = rig.run(alone)
-    rig.told.clear()
-    return told
+    reported = rig.run(alone)
+    rig.reported.clear()
+    return reported
 
 
 # -- pools that are too small -------------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ def test_r1_the_host_turns_over_between_lookup_and_allocation(folder: Path) -> N
         assert gained.count("kvoffload_store_blocks_total", "host_full") > 0
         assert rig.slots(SlotState.PINNED) == 8
         rig.finish()
-        check_same({name: rig.told[name] for name in asked}, expected)
+        check_same({name: rig.reported[name] for name in asked}, expected)
         gained = rig.counts.minus(before)
         assert gained.count("kvoffload_load_blocks_total", "loaded") == 8
         assert gained.total("kvoffload_engine_surprises_total") == 0
@@ -119,8 +119,8 @@ def test_r12_the_engine_goes_on_without_it(folder: Path) -> None:
             held.copier.release()
             rig.finish()
         assert sorted(reports.received) == sorted(reports.failed) == ["a", "b", "c"]
-        check_same({name: rig.told[name] for name in asked}, expected)
-        assert rig.told["d"].cached == 0
+        check_same({name: rig.reported[name] for name in asked}, expected)
+        assert rig.reported["d"].cached == 0
         assert not rig.scheduler.connector.has_pending_push_work()
         assert engines.held_blocks(rig.llm) == 0
         assert not rig.scheduler.requests
@@ -152,7 +152,7 @@ def test_beside_another_connector(order: Sequence[str], folder: Path) -> None:
     from tests.vllm_adapter.shelf_connector import Shelf as shelf
 
     shelf.content.clear()
-    shelf.told.clear()
+    shelf.reported.clear()
     shelf.loaded = 0
     parts = {"Shelf": {"kv_connector": "Shelf", "kv_role": "kv_both"}, "ours": transfer_config(256)}
     both = {
@@ -182,11 +182,11 @@ def test_beside_another_connector(order: Sequence[str], folder: Path) -> None:
         shelf.content.clear()
         assert rig.scheduler.reset_prefix_cache()
         before = rig.counts
-        told = rig.run({"a": asked["a"]})
-        check_same(told, expected)
-        assert told["a"].cached == 256
+        reported = rig.run({"a": asked["a"]})
+        check_same(reported, expected)
+        assert reported["a"].cached == 256
         assert rig.counts.minus(before).count("kvoffload_load_blocks_total", "loaded") == 8
-        assert shelf.told[-1][1] == 0
+        assert shelf.reported[-1][1] == 0
 
         # Both have it: the first one loads.
         fill_shelf(rig, shelf, asked["a"])
@@ -257,7 +257,7 @@ def test_metrics_and_events_of_vllm(folder: Path) -> None:
             held.loads[0].fail()
             held.copier.release()
             rig.finish()
-            assert same(rig.told["f"], expected)
+            assert same(rig.reported["f"], expected)
 
             published.clear()
             rig.run({f"r{number}": Asked(prompt(10 + number), 2) for number in range(4)})

@@ -15,7 +15,7 @@ from tests.vllm_adapter.engine_rig import (
     MARKS,
     SLOT_BYTES,
     Asked,
-    Told,
+    Reported,
     check_same,
     corrupt_host,
     offloading,
@@ -46,29 +46,29 @@ def test_8_bit_caches(folder: Path) -> None:
     # vLLM's CPU platform takes fp8 caches; their kernels are replaced by torch's own conversions.
     with offloading("qwen3", folder, kv_cache_dtype="fp8") as rig:
 
-        def one_by_one(**fields: Any) -> dict[str, Told]:
+        def one_by_one(**fields: Any) -> dict[str, Reported]:
             """Alone, so that all runs round alike: what rounds the other way moves a log-probability by 0.001."""
-            told: dict[str, Told] = {}
+            reported: dict[str, Reported] = {}
             for name, one in asked.items():
-                told |= rig.run({name: Asked(one.prompt, one.count, **fields)})
-            return told
+                reported |= rig.run({name: Asked(one.prompt, one.count, **fields)})
+            return reported
 
         expected = one_by_one(prompt_logprobs=True)
         rig.forget()
         assert rig.pump._arena.layout.slot_bytes == SLOT_BYTES // 4
         check_same(one_by_one(), expected)
         assert rig.scheduler.reset_prefix_cache()
-        told = one_by_one()
-        check_same(told, expected)
-        assert [one.cached for one in told.values()] == [BLOCKS * 32] * len(asked)
+        reported = one_by_one()
+        check_same(reported, expected)
+        assert [one.cached for one in reported.values()] == [BLOCKS * 32] * len(asked)
         assert rig.counts.count("kvoffload_load_blocks_total", "loaded") == BLOCKS * len(asked)
         rig.check_clean()
 
         for position in range(rig.slots(SlotState.READY)):
             corrupt_host(rig, position)
         assert rig.scheduler.reset_prefix_cache()
-        told = one_by_one()
-        assert not any(same(told[name], expected[name]) for name in asked)
+        reported = one_by_one()
+        assert not any(same(reported[name], expected[name]) for name in asked)
         rig.forget()
 
 
@@ -101,9 +101,9 @@ def test_beside_vllms_example_connector(order: Sequence[str], folder: Path, tmp_
         def ours_loaded() -> int:
             assert rig.scheduler.reset_prefix_cache()
             before = rig.counts
-            told = rig.run(asked)
-            check_same(told, expected)
-            assert [one.cached for one in told.values()] == [BLOCKS * 32] * len(asked)
+            reported = rig.run(asked)
+            check_same(reported, expected)
+            assert [one.cached for one in reported.values()] == [BLOCKS * 32] * len(asked)
             return rig.counts.minus(before).count("kvoffload_load_blocks_total", "loaded")
 
         check_same(rig.run(asked), expected)

@@ -30,7 +30,7 @@ def reload(rig: Rig, requests: dict[str, Asked], times: int) -> None:
     for _ in range(times):
         for name, one in requests.items():
             rig.run({name: one})
-            rig.told.clear()
+            rig.reported.clear()
             assert rig.scheduler.reset_prefix_cache()  # the device's alone
 
 

@@ -53,8 +53,8 @@ def test_stats_reach_a_front_ends_metrics() -> None:
     assert not stats.is_empty()
     assert bool(stats)  # vLLM's aggregation takes `stats or None`
     assert sender.take() is None
-    told = getattr(stats, "to_dict", lambda: stats.data)()
-    arrived = KVOffloadStats(data=through_the_wire(told))
+    reported = getattr(stats, "to_dict", lambda: stats.data)()
+    arrived = KVOffloadStats(data=through_the_wire(reported))
     assert arrived.data == stats.data
 
     for _ in range(2):
@@ -117,8 +117,8 @@ def test_events_are_vllms_own() -> None:
     from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-    told, request = published(cache_salt="s")
-    removed, first, second, windowed = told
+    reported, request = published(cache_salt="s")
+    removed, first, second, windowed = reported
     assert isinstance(removed, BlockRemoved)
     assert all(isinstance(one, BlockStored) for one in (first, second, windowed))
     hashes = list(map(maybe_convert_block_hash, request.block_hashes))
@@ -131,8 +131,8 @@ def test_events_are_vllms_own() -> None:
     assert [one.kv_cache_spec_sliding_window for one in (second, windowed)] == [None, 80]
     assert [one.extra_keys for one in (first, second)] == [[("s",)], [None]]
     msgspec = pytest.importorskip("msgspec")
-    batch = msgspec.msgpack.encode(KVEventBatch(ts=0.0, events=told))
-    assert msgspec.msgpack.decode(batch, type=KVEventBatch).events == told
+    batch = msgspec.msgpack.encode(KVEventBatch(ts=0.0, events=reported))
+    assert msgspec.msgpack.decode(batch, type=KVEventBatch).events == reported
 
 
 def test_events_say_what_vllms_own_say() -> None:
@@ -140,7 +140,7 @@ def test_events_say_what_vllms_own_say() -> None:
     from vllm.lora.request import LoRARequest
     from vllm.v1.core.block_pool import BlockPool
 
-    told, request = published(cache_salt="s", lora_request=LoRARequest("poems", 7, "/poems"))
+    reported, request = published(cache_salt="s", lora_request=LoRARequest("poems", 7, "/poems"))
     pool = BlockPool(4, True, 32, enable_kv_cache_events=True)
     blocks = pool.get_new_blocks(2)
     for number in range(2):
@@ -148,6 +148,6 @@ def test_events_say_what_vllms_own_say() -> None:
     theirs = pool.take_events()
     assert len(theirs) == 2
     placed = ("medium", "locality", "kv_cache_spec_kind", "kv_cache_spec_sliding_window")
-    for mine, other in zip(told[1:3], theirs, strict=True):
+    for mine, other in zip(reported[1:3], theirs, strict=True):
         differing = {name for name in other.__struct_fields__ if getattr(mine, name) != getattr(other, name)}
         assert differing <= set(placed), differing

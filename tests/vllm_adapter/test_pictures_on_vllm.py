@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvoffload.core.machine import SlotState
-from tests.vllm_adapter.engine_rig import MARKS, Rig, Told, check_same, corrupt_host, offloading, same
+from tests.vllm_adapter.engine_rig import MARKS, Reported, Rig, check_same, corrupt_host, offloading, same
 from tests.vllm_stock import picture_model
 
 pytestmark = MARKS
@@ -26,7 +26,7 @@ def picture(seed: int) -> Any:
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (edge, edge, 3), dtype=np.uint8))
 
 
-def ask(rig: Rig, *pictures: int, reads: bool = True) -> dict[str, Told]:
+def ask(rig: Rig, *pictures: int, reads: bool = True) -> dict[str, Reported]:
     """Ask the same of each picture, all at once."""
     from vllm import SamplingParams
 
@@ -38,12 +38,12 @@ def ask(rig: Rig, *pictures: int, reads: bool = True) -> dict[str, Told]:
         logprobs=0,
         prompt_logprobs=None if reads else 0,  # such a request reads no cache
     )
-    rig.told.clear()
+    rig.reported.clear()
     for seed in pictures:
         prompt = {"prompt_token_ids": TEXT, "multi_modal_data": {"image": picture(seed)}}
         rig.llm.llm_engine.add_request(f"{seed}", prompt, params)
     rig.finish()
-    return dict(rig.told)
+    return dict(rig.reported)
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +69,9 @@ def test_answers_are_those_of_an_uncached_run(rig: Rig) -> None:
     check_same(ask(rig, *pictures), expected)
     assert rig.scheduler.reset_prefix_cache()
     before = rig.counts
-    told = ask(rig, *pictures)
-    check_same(told, expected)
-    assert [one.cached for one in told.values()] == [CACHED] * 5
+    reported = ask(rig, *pictures)
+    check_same(reported, expected)
+    assert [one.cached for one in reported.values()] == [CACHED] * 5
     assert rig.counts.minus(before).count("kvoffload_load_blocks_total", "loaded") >= 5 * CACHED // 32
     rig.check_clean()
 
@@ -79,8 +79,8 @@ def test_answers_are_those_of_an_uncached_run(rig: Rig) -> None:
     for position in range(rig.slots(SlotState.READY)):
         corrupt_host(rig, position)
     assert rig.scheduler.reset_prefix_cache()
-    told = ask(rig, *pictures)
-    assert not any(same(told[name], expected[name]) for name in "01234")
+    reported = ask(rig, *pictures)
+    assert not any(same(reported[name], expected[name]) for name in "01234")
     rig.forget()
 
 

@@ -41,15 +41,15 @@ def test_an_engine_runs_with_what_host_memory_it_gets(
 ) -> None:
     """None at all, or one piece of four."""
     log, engines = ended
-    told = engines[GRANTED.index(granted)]
-    assert told["capacity"] == told["gauge"] == granted * PIECE_SLOTS
+    reported = engines[GRANTED.index(granted)]
+    assert reported["capacity"] == reported["gauge"] == granted * PIECE_SLOTS
     for run in ("first", "again"):
-        assert [one["tokens"] for one in told[run]] == [one["tokens"] for one in told["truth"]]
-    from_host = [one["cached"] for one in told["again"]]
+        assert [one["tokens"] for one in reported[run]] == [one["tokens"] for one in reported["truth"]]
+    from_host = [one["cached"] for one in reported["again"]]
     assert all(from_host) if granted else not any(from_host)
-    assert (told["loaded"] > 0) is (granted > 0)
-    assert (told["host_full"] > 0) is (granted == 0)
-    assert told["degraded"] is None
+    assert (reported["loaded"] > 0) is (granted > 0)
+    assert (reported["host_full"] > 0) is (granted == 0)
+    assert reported["degraded"] is None
     (line,) = (
         line
         for line in log.splitlines()

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 
 from kvoffload.model.ids import RequestId
-from tests.vllm_adapter.engine_rig import MARKS, Asked, Rig, Told, offloading, same
+from tests.vllm_adapter.engine_rig import MARKS, Asked, Reported, Rig, offloading, same
 from tests.vllm_adapter.scheduler_rig import adapter
 
 pytestmark = MARKS
@@ -152,16 +152,16 @@ ANSWERS = (
 )  # the first part ends with a token that completes a block; vLLM drops it, and the block's hash
 
 
-def talk(rig: Rig, name: str) -> tuple[list[int], list[Told]]:
+def talk(rig: Rig, name: str) -> tuple[list[int], list[Reported]]:
     """Give a session its parts, each when it waits for one; return what it holds at its end, and what it answered."""
     from vllm.v1.request import RequestStatus
 
-    answers: list[Told] = []
+    answers: list[Reported] = []
     held: list[int] = []
     for number, (length, count) in enumerate(zip(PARTS, ANSWERS, strict=True)):
         say(rig, name, tokens(10 + number, length), count)
         rig.until(lambda: rig.scheduler.requests[name].status is RequestStatus.WAITING_FOR_STREAMING_REQ)
-        answers.append(rig.told[name])
+        answers.append(rig.reported[name])
         held = list(rig.scheduler.requests[name].all_token_ids)
     say(rig, name, [0], 1, is_last=True)
     rig.finish()

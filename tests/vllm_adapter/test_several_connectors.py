@@ -17,8 +17,8 @@ from kvoffload.testing.logs import capture_logs
 from tests.vllm_adapter.engine_rig import (
     MARKS,
     Asked,
+    Reported,
     Rig,
-    Told,
     check_same,
     offloading,
     plain,
@@ -55,7 +55,7 @@ class Both:
     """
 
     rig: Rig
-    expected: Mapping[str, Told]
+    expected: Mapping[str, Reported]
     is_ours_first: bool
     shelf: Path
     outer: dict[str, Any]
@@ -83,7 +83,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> Mapping[str, Told]:
+def expected(folder: Path) -> Mapping[str, Reported]:
     with plain("qwen3", folder, enable_prefix_caching=False) as rig:
         return rig.run(ASKED)
 
@@ -92,7 +92,7 @@ def expected(folder: Path) -> Mapping[str, Told]:
 def both(
     request: pytest.FixtureRequest,
     folder: Path,
-    expected: Mapping[str, Told],
+    expected: Mapping[str, Reported],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Both]:
     shelf = tmp_path_factory.mktemp("shelf")
@@ -134,7 +134,7 @@ def test_both_store_and_the_first_one_loads(both: Both) -> None:
     assert gained.count("kvoffload_miss_blocks_total", "not_accepted") == declined
     assert gained.count("kvoffload_pin_dropped_blocks_total", "not_accepted") == FOUND - ours
     assert gained.total("kvoffload_engine_surprises_total") == 0
-    assert all(told.cached == BLOCKS * 32 for told in both.rig.told.values())
+    assert all(reported.cached == BLOCKS * 32 for reported in both.rig.reported.values())
 
 
 def test_what_only_ours_has_is_ours(both: Both) -> None:
@@ -155,7 +155,7 @@ def test_what_the_other_has_loaded_is_stored_by_ours(both: Both) -> None:
     gained = both.run()
     assert gained.count("kvoffload_lookup_blocks_total", "hit") == 0
     assert gained.total("kvoffload_engine_surprises_total") == 0
-    assert all(told.cached == BLOCKS * 32 for told in both.rig.told.values())
+    assert all(reported.cached == BLOCKS * 32 for reported in both.rig.reported.values())
     assert both.rig.slots(SlotState.READY) >= FOUND
     both.empty_shelf()
     assert both.run().count("kvoffload_load_blocks_total", "loaded") == FOUND

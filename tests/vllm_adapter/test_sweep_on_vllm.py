@@ -17,7 +17,7 @@ from kvoffload.runtime.clocks import Clocks
 from kvoffload.runtime.scheduler_side import SchedulerSide
 from kvoffload.runtime.worker_side import WorkerSide
 from tests.sweep import Place, chosen, places, raising
-from tests.vllm_adapter.engine_rig import MARKS, Asked, Held, Reports, Rig, Told, offloading, same
+from tests.vllm_adapter.engine_rig import MARKS, Asked, Held, Reported, Reports, Rig, offloading, same
 from tests.vllm_stock import engines
 
 pytestmark = MARKS
@@ -50,7 +50,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 
 
 @pytest.fixture(scope="module")
-def expected(rig: Rig) -> dict[str, Told]:
+def expected(rig: Rig) -> dict[str, Reported]:
     """What each request says that finds nothing."""
     salted = {name: Asked(one.prompt, one.count, salt=name) for name, one in ASKED.items()}
     return rig.run(salted)
@@ -74,7 +74,7 @@ def renew(rig: Rig) -> Held:
     worker._worker.register(layout)
     scheduler.bind_gpu_block_pool(rig.scheduler.kv_cache_manager.block_pool)
     worker._worker._offload._tasks[0].result(TIMEOUT_S)  # host memory is ready
-    rig.told.clear()
+    rig.reported.clear()
     return held
 
 
@@ -102,7 +102,7 @@ def steps(rig: Rig, count: int) -> None:
         rig.step()
 
 
-def trial(rig: Rig, expected: dict[str, Told], place: Place | None) -> list[str]:
+def trial(rig: Rig, expected: dict[str, Reported], place: Place | None) -> list[str]:
     """Return what is wrong after the core raised there; without a place, what is wrong anyway."""
     held = renew(rig)
     with Reports(rig) as reports:
@@ -111,7 +111,11 @@ def trial(rig: Rig, expected: dict[str, Told], place: Place | None) -> list[str]
         for _ in range(STEPS):
             if rig.scheduler.has_requests():
                 rig.step()
-    problems = [f"{name} says {told}" for name, told in rig.told.items() if not right(told, expected[name])]
+    problems = [
+        f"{name} says {reported}"
+        for name, reported in rig.reported.items()
+        if not right(reported, expected[name])
+    ]
     problems += [
         f"{name} was answered twice" for name, count in Counter(reports.received).items() if count > 1
     ]
@@ -139,19 +143,23 @@ def said(rig: Rig, place: Place | None) -> list[str]:
     return [] if is_said else [f"degraded is {degraded}, the audit says {audit}"]
 
 
-def right(told: Told, expected: Told) -> bool:
+def right(reported: Reported, expected: Reported) -> bool:
     """Whether a request got its answer, or the first part of it."""
-    return same(told, expected) if told.finished else told.tokens == expected.tokens[: len(told.tokens)]
+    return (
+        same(reported, expected)
+        if reported.finished
+        else reported.tokens == expected.tokens[: len(reported.tokens)]
+    )
 
 
-def test_the_life_is_one_without_a_fault(rig: Rig, expected: dict[str, Told]) -> None:
+def test_the_life_is_one_without_a_fault(rig: Rig, expected: dict[str, Reported]) -> None:
     assert trial(rig, expected, None) == []
     assert rig.counts.count("kvoffload_load_blocks_total", "loaded") > 0
-    assert all(told.finished for name, told in rig.told.items() if name != "leaves")
+    assert all(reported.finished for name, reported in rig.reported.items() if name != "leaves")
 
 
 def test_r12_wherever_the_core_raises_vllm_lives_and_gets_every_block_back(
-    rig: Rig, expected: dict[str, Told]
+    rig: Rig, expected: dict[str, Reported]
 ) -> None:
     held = renew(rig)
     found = places(lambda: live(rig, held))

@@ -10,7 +10,7 @@ import pytest
 
 from kvoffload.core.machine import SlotState
 from kvoffload.model.ids import SlotId
-from tests.vllm_adapter.engine_rig import MARKS, Asked, Reports, Rig, Told, offloading, same
+from tests.vllm_adapter.engine_rig import MARKS, Asked, Reported, Reports, Rig, offloading, same
 from tests.vllm_stock import checkpoints
 
 pytestmark = MARKS
@@ -29,7 +29,7 @@ def engine(request: pytest.FixtureRequest, folder: Path) -> Iterator[Rig]:
 
 @pytest.fixture
 def rig(engine: Rig) -> Iterator[Rig]:
-    engine.told.clear()
+    engine.reported.clear()
     engine.forget()
     yield engine
     engine.check_clean()
@@ -40,7 +40,7 @@ def prompt(seed: int, length: int = 264) -> tuple[int, ...]:
     return tuple(random_.randrange(256) for _ in range(length))
 
 
-def truth(rig: Rig, one: Asked) -> Told:
+def truth(rig: Rig, one: Asked) -> Reported:
     """What a request says that reads no cache, and whose blocks nobody else finds."""
     return rig.run({"truth": Asked(one.prompt, one.count, salt="truth", prompt_logprobs=True)})["truth"]
 
@@ -59,10 +59,10 @@ def test_what_has_not_rotted_is_loaded(rig: Rig) -> None:
     expected = truth(rig, asked)
     rig.put_on_host_only(asked.prompt)
     before = rig.counts
-    told = rig.run({"a": asked})["a"]
+    reported = rig.run({"a": asked})["a"]
     gained = rig.counts.minus(before)
-    assert same(told, expected)
-    assert told.cached > 0
+    assert same(reported, expected)
+    assert reported.cached > 0
     assert gained.count("kvoffload_load_blocks_total", "loaded") > 0
     assert gained.count("kvoffload_load_blocks_total", "corrupt") == 0
 
@@ -76,10 +76,10 @@ def test_a_flipped_bit_is_found_counted_and_computed_again(rig: Rig) -> None:
     for slot in ready_slots(rig):
         flip(rig, slot)
     with Reports(rig) as reports:
-        told = rig.run({"a": asked})["a"]
+        reported = rig.run({"a": asked})["a"]
     gained = rig.counts.minus(before)
     corrupt = gained.count("kvoffload_load_blocks_total", "corrupt")
-    assert same(told, expected)
+    assert same(reported, expected)
     assert (reports.received, reports.failed) == (["a"], ["a"])
     assert gained.count("kvoffload_load_blocks_total", "loaded") == 0
     assert rig.slots(SlotState.QUARANTINED) - lost == corrupt > 0

@@ -79,9 +79,9 @@ def check_same(replies: Sequence[Reply], expected: Sequence[Reply]) -> None:
 
 
 def until(condition: Callable[[], bool], seconds: float = _PATIENCE_S) -> None:
-    give_up = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < give_up, "it does not come about"
+        assert time.monotonic() < deadline, "it does not come about"
         time.sleep(0.01)
 
 

@@ -180,13 +180,13 @@ def test_told_to_end_amid_transfers_it_ends_in_order(server: Server) -> None:
 
 
 def test_a_killed_worker_takes_only_its_server_along(checkpoint: Path, tmp_path: Path) -> None:
-    with engines.serving(checkpoint, tmp_path / "log", kv_transfer_config=connector(), **OPTIONS) as doomed:
-        shared = shared_memory(doomed)
-        (worker,) = (process for process, name in processes(doomed).items() if "Worker_TP1" in name)
-        with burst(doomed) as replies:
+    with engines.serving(checkpoint, tmp_path / "log", kv_transfer_config=connector(), **OPTIONS) as killed:
+        shared = shared_memory(killed)
+        (worker,) = (process for process, name in processes(killed).items() if "Worker_TP1" in name)
+        with burst(killed) as replies:
             os.kill(worker, signal.SIGKILL)
-            doomed.process.wait(180)
+            killed.process.wait(180)
         # It was in the middle of them.
         assert any(isinstance(reply.exception(), OSError) for reply in replies)
-        check_nothing_is_left(doomed, shared)
-        check_log(doomed)
+        check_nothing_is_left(killed, shared)
+        check_log(killed)

@@ -88,9 +88,9 @@ class Metrics:
             for sample in family.samples:
                 labels = {name: value for name, value in sample.labels.items() if name not in _THEIRS}
                 key = sample.name, tuple(labels.values())
-                told = ",".join(f'{name}="{value}"' for name, value in labels.items())
+                reported = ",".join(f'{name}="{value}"' for name, value in labels.items())
                 self.series[key] = self.series.get(key, 0.0) + sample.value
-                self.written[key] = f"{sample.name}{{{told}}}" if told else sample.name
+                self.written[key] = f"{sample.name}{{{reported}}}" if reported else sample.name
 
     def __call__(self, name: str, *labels: str) -> int:
         """The sum over the series of a name that have these label values."""

@@ -124,11 +124,11 @@ def _take_turns(
 
 def settled(server: engines.Server) -> client.Metrics:
     """The metrics once no copy is open; at the latest after a while."""
-    give_up = time.monotonic() + SETTLE_S
+    deadline = time.monotonic() + SETTLE_S
     while True:
         seen = client.scrape(server)
         offered, outcomes = (seen(f"kvoffload_{name}_blocks_total") for name in ("offered", "store"))
-        if (offered == outcomes and not seen("kvoffload_open_jobs")) or time.monotonic() > give_up:
+        if (offered == outcomes and not seen("kvoffload_open_jobs")) or time.monotonic() > deadline:
             return seen
         time.sleep(0.1)
 

@@ -163,8 +163,8 @@ class Server:
 
     def wait_until_ready(self, seconds: float) -> None:
         """Returns when the server answers; raises, with the end of its log, where it does not."""
-        give_up = time.monotonic() + seconds
-        while time.monotonic() < give_up and self.process.poll() is None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and self.process.poll() is None:
             try:
                 self.get("/health")
             except (urllib.error.URLError, ConnectionError):

@@ -27,19 +27,19 @@ def play(metrics: Metrics, second: Reply = REPLY) -> Play:
 def test_the_same_answers_pass() -> None:
     without, with_it = play(NOTHING), play(FOUND)
     assert demo_report.holds(without, with_it)
-    told = demo_report.render("demo", 64, without, with_it)
-    assert "all 4 tokens of 2 turns agree" in told
-    assert "hits      1 of 3 block positions" in told
-    assert 'kvoffload_lookup_blocks_total{result="hit"} 1' in told
+    reported = demo_report.render("demo", 64, without, with_it)
+    assert "all 4 tokens of 2 turns agree" in reported
+    assert "hits      1 of 3 block positions" in reported
+    assert 'kvoffload_lookup_blocks_total{result="hit"} 1' in reported
 
 
 @pytest.mark.parametrize("change", [{"tokens": (1, 3)}, {"logprobs": (-0.5, -1.6)}])
 def test_another_answer_fails_and_is_named(change: dict[str, tuple[float, ...]]) -> None:
     without, with_it = play(NOTHING), play(FOUND, dataclasses.replace(REPLY, **change))  # type: ignore[arg-type]
     assert not demo_report.holds(without, with_it)
-    told = demo_report.render("demo", 64, without, with_it)
-    assert "DIFFER in 1 of 2 turns" in told
-    assert "conversation 0, turn 1" in told
+    reported = demo_report.render("demo", 64, without, with_it)
+    assert "DIFFER in 1 of 2 turns" in reported
+    assert "conversation 0, turn 1" in reported
 
 
 def test_without_a_hit_it_fails() -> None:

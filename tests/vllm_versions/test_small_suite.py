@@ -19,7 +19,17 @@ import pytest
 from kvoffload.model.transfer import Direction
 from kvoffload.testing import GatedCopier
 from kvoffload.testing.copier import GatedTicket
-from tests.vllm_adapter.engine_rig import MARKS, Asked, Held, Rig, Told, check_same, offloading, plain, same
+from tests.vllm_adapter.engine_rig import (
+    MARKS,
+    Asked,
+    Held,
+    Reported,
+    Rig,
+    check_same,
+    offloading,
+    plain,
+    same,
+)
 from tests.vllm_stock import checkpoints
 from tests.vllm_versions.test_refusals import is_refused
 
@@ -82,27 +92,27 @@ def _requests() -> dict[str, Asked]:
 REQUESTS = _requests()
 
 
-def reloaded(stage: Stage) -> dict[str, Told]:
+def reloaded(stage: Stage) -> dict[str, Reported]:
     stage.put_on_host()
     return stage.rig.run(REQUESTS)
 
 
-def preempted(stage: Stage) -> dict[str, Told]:
+def preempted(stage: Stage) -> dict[str, Reported]:
     """The device holds few of these at once, so vLLM takes blocks back from running requests."""
     stage.put_on_host()
     scheduler = stage.rig.scheduler
     with patch.object(scheduler, "_preempt_request", side_effect=scheduler._preempt_request) as taken_back:
-        told = stage.rig.run(REQUESTS)
+        reported = stage.rig.run(REQUESTS)
     assert taken_back.call_count > 0
-    return told
+    return reported
 
 
-def aborted(stage: Stage) -> dict[str, Told]:
+def aborted(stage: Stage) -> dict[str, Reported]:
     """Some end while their loads are under way, some while they run."""
     stage.put_on_host()
     for name, asked in REQUESTS.items():
         stage.rig.ask(name, asked)
-    stage.rig.told.clear()
+    stage.rig.reported.clear()
     stage.rig.step()
     stage.rig.abort("r1", "r4")
     for _ in range(4):
@@ -110,10 +120,10 @@ def aborted(stage: Stage) -> dict[str, Told]:
     stage.rig.abort("r2", "r7")
     stage.rig.finish()
     gone = {"r1", "r2", "r4", "r7"}
-    return {name: told for name, told in stage.rig.told.items() if name not in gone}
+    return {name: reported for name, reported in stage.rig.reported.items() if name not in gone}
 
 
-def reset(stage: Stage) -> dict[str, Told]:
+def reset(stage: Stage) -> dict[str, Reported]:
     """Nothing of before is found; what is computed afterwards is."""
     stage.put_on_host()
     assert stage.rig.connector.reset_cache()
@@ -126,16 +136,16 @@ def reset(stage: Stage) -> dict[str, Told]:
     return stage.rig.run(REQUESTS)
 
 
-def failed(stage: Stage) -> dict[str, Told]:
+def failed(stage: Stage) -> dict[str, Reported]:
     """Every load fails, and is computed again."""
     stage.put_on_host()
     stage.copier.fails = True
-    told = stage.rig.run(REQUESTS)
+    reported = stage.rig.run(REQUESTS)
     stage.copier.fails = False
-    return told
+    return reported
 
 
-SCENES: tuple[Callable[[Stage], dict[str, Told]], ...] = (reloaded, preempted, aborted, reset, failed)
+SCENES: tuple[Callable[[Stage], dict[str, Reported]], ...] = (reloaded, preempted, aborted, reset, failed)
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +154,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=checkpoints.KINDS)
-def stage(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple[Stage, Mapping[str, Told]]]:
+def stage(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple[Stage, Mapping[str, Reported]]]:
     kind = request.param
     if is_refused(kind):
         pytest.skip("refused at start")  # as tested beside this file
@@ -161,12 +171,14 @@ def stage(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple[Stage,
 
 
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
-def test_scene(stage: tuple[Stage, Mapping[str, Told]], scene: Callable[[Stage], dict[str, Told]]) -> None:
+def test_scene(
+    stage: tuple[Stage, Mapping[str, Reported]], scene: Callable[[Stage], dict[str, Reported]]
+) -> None:
     on, expected = stage
     on.copier.lies = False
     before = on.rig.counts
-    told = scene(on)
-    check_same(told, expected)
+    reported = scene(on)
+    check_same(reported, expected)
     gained = on.rig.counts.minus(before)
     outcome = "failed" if scene is failed else "loaded"
     assert gained.count("kvoffload_load_blocks_total", outcome) > 0
@@ -174,12 +186,14 @@ def test_scene(stage: tuple[Stage, Mapping[str, Told]], scene: Callable[[Stage],
 
 
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
-def test_control(stage: tuple[Stage, Mapping[str, Told]], scene: Callable[[Stage], dict[str, Told]]) -> None:
+def test_control(
+    stage: tuple[Stage, Mapping[str, Reported]], scene: Callable[[Stage], dict[str, Reported]]
+) -> None:
     """Loads bring wrong bytes and say that all is well: some answer must change."""
     on, expected = stage
     on.copier.lies = True
-    told = scene(on)
-    assert not all(same(one, expected[name]) for name, one in told.items())
+    reported = scene(on)
+    assert not all(same(one, expected[name]) for name, one in reported.items())
     on.copier.lies = False
     on.rig.finish()
     on.rig.forget()  # the device's copies are wrong too

@@ -38,7 +38,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class LentBlocks:
+class CountedBlocks:
     """Device blocks by number, handed out in the order in which they were given back."""
 
     def __init__(self, blocks: int) -> None:
@@ -121,7 +121,7 @@ class Engineless:
     def __init__(self, slots: int, device_blocks: int = 4096) -> None:
         self.now = 100.0
         """Seconds on the engine's clock."""
-        self.device = LentBlocks(device_blocks)
+        self.device = CountedBlocks(device_blocks)
         self.copies = SimulatedCopies(slots)
         self.hook_s = 0.0
         """Seconds spent in hooks so far."""

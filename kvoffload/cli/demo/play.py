@@ -67,7 +67,7 @@ class Player:
         engine: Engine,
         conversations: Sequence[Conversation],
         options: DemoOptions,
-        told: Callable[[], object],
+        on_turn: Callable[[], object],
         script: Answers | None = None,
     ) -> None:
         self.answers: dict[TurnId, tuple[int, ...]] = {}
@@ -76,7 +76,7 @@ class Player:
         self._conversations = conversations
         self._params = SamplingParams(options.answer_tokens)
         self._concurrency = options.concurrency
-        self._told = told
+        self._on_turn = on_turn
         self._script = self.answers if script is None else script
         self._turns: dict[TurnId, Turn] = {}
         self._elapsed_s = 0.0
@@ -104,7 +104,7 @@ class Player:
         for turn in turns:
             self._turns[turn] = served = await self._take(turn)
             self.answers[turn] = tuple(token.token_id for token in served.answer)
-            self._told()
+            self._on_turn()
 
     async def _take(self, turn: TurnId) -> Turn:
         said = [self._script[TurnId(turn.conversation, before)] for before in range(turn.turn)]

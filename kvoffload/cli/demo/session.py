@@ -123,10 +123,10 @@ async def _warm_up(options: DemoOptions, engines: Engines) -> None:
     """
     await warm_up(engines.plain, options.first_tokens, options.seed)
     clock = asyncio.get_running_loop().time
-    give_up = clock() + _PATIENCE_S
+    deadline = clock() + _PATIENCE_S
     while True:
         await warm_up(engines.offloaded, options.first_tokens, options.seed)
-        if engines.offload.gauges().capacity_slots or clock() >= give_up:
+        if engines.offload.gauges().capacity_slots or clock() >= deadline:
             return
 
 
@@ -136,8 +136,8 @@ async def _play(
     """Play without and with offloading, round by round: what else the machine does meets both alike."""
     make = partial(Player, conversations=conversations, options=options)
     counter = partial(_counter, options.conversations * options.turns, screen)
-    plain = make(engines.plain, told=counter("without offloading"))
-    offloaded = make(engines.offloaded, told=counter("with offloading"), script=plain.answers)
+    plain = make(engines.plain, on_turn=counter("without offloading"))
+    offloaded = make(engines.offloaded, on_turn=counter("with offloading"), script=plain.answers)
     for number in range(options.turns):
         await plain.play_round(number)
         await offloaded.play_round(number)

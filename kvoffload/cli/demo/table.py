@@ -110,10 +110,10 @@ def _logprobs(result: DemoResult) -> str:
     )
 
 
-def _benefit(told: BenefitResult) -> str:
+def _benefit(shown: BenefitResult) -> str:
     parts = (
-        f"{told.saved_s:.1f} saved, {told.waited_s:.1f} waited for loads, "
-        f"{told.interference_s:.1f} lost to copies: net {told.net_s:.1f}"
+        f"{shown.saved_s:.1f} saved, {shown.waited_s:.1f} waited for loads, "
+        f"{shown.interference_s:.1f} lost to copies: net {shown.net_s:.1f}"
     )
     return f"{'seconds, as it estimates':<{_LABEL - 12}}{parts}"
 
@@ -123,8 +123,8 @@ def _row(label: str, one: str, other: str) -> str:
 
 
 def _list(label: str, numbers: Mapping[str, int], total: str = "") -> str:
-    told = ", ".join(f"{name.replace('_', ' ')} {number:,}" for name, number in numbers.items()) or "none"
-    return f"{label:<{_LABEL - 12}}{told}{f' ({total})' if total else ''}"
+    shown = ", ".join(f"{name.replace('_', ' ')} {number:,}" for name, number in numbers.items()) or "none"
+    return f"{label:<{_LABEL - 12}}{shown}{f' ({total})' if total else ''}"
 
 
 def _times(label: str, one: Quantiles, other: Quantiles) -> Row:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Protocol, cast
 
-from kvoffload.checks.check import Check, no_go, settled
+from kvoffload.checks.check import Check, concluded, no_go
 
 ENTRY_POINT_GROUP = "kvoffload.doctors"
 """Its entry points name modules that are a `Doctor` each."""
@@ -51,7 +51,7 @@ class Adapters:
             finding = no_go(
                 f"the checks of the adapter {name!r} cannot be imported: {reason}", "install kvoffload anew"
             )
-            yield settled(name, finding)
+            yield concluded(name, finding)
 
 
 def find_adapters() -> Adapters:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 
-from kvoffload.checks.check import Check, Finding, Setup, go, no_go, settled
+from kvoffload.checks.check import Check, Finding, Setup, concluded, go, no_go
 from kvoffload.checks.json_option import read_object
 from kvoffload.cli.doctor.adapters import Doctor
 from kvoffload.cli.exits import CommandError
@@ -50,7 +50,7 @@ def setup_of(raw: Mapping[str, object] | None, args: argparse.Namespace) -> tupl
         page_bytes=(page,) * (block // page if block else 1) if page else (),
         block_bytes=block,
     )
-    return setup, settled("settings", finding)
+    return setup, concluded("settings", finding)
 
 
 def _parse(raw: Mapping[str, object] | None) -> tuple[OffloadConfig | None, Finding]:

@@ -160,7 +160,7 @@ class _Slots:
         match event:
             case events.StoreScheduled():
                 self._filling += event.blocks
-            case events.StoreSettled(outcome=outcome) if outcome in _ENDS_FILLING:
+            case events.StoreEnded(outcome=outcome) if outcome in _ENDS_FILLING:
                 self._filling -= event.blocks
                 self._ready += event.blocks if outcome is StoreOutcome.STORED else 0
             case events.LoadScheduled():
@@ -183,7 +183,7 @@ class _Reader:
         self._bus, self._counters = Bus(), Counters()
         self._counters.subscribe(self._bus)
         self._on_event: dict[type, Callable[[float, Any], None]] = {
-            events.LookupSettled: self._on_lookup,
+            events.LookupAnswered: self._on_lookup,
             events.RankReported: self._on_copy,
             events.CapacityGrown: self._on_capacity,
         }
@@ -226,7 +226,7 @@ class _Reader:
         account.ended = max(account.ended, record.time)
         self._sequence = record.sequence
 
-    def _on_lookup(self, at: float, event: events.LookupSettled) -> None:
+    def _on_lookup(self, at: float, event: events.LookupAnswered) -> None:
         self.account.lookups.append(Lookup(at, event.device_tokens, event.hit_tokens, event.miss_tokens))
 
     def _on_copy(self, at: float, event: events.RankReported) -> None:

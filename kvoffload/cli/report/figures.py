@@ -192,13 +192,13 @@ def transfers(account: Account) -> Figure:
         size, longest = f"{account.copied_bytes(way):,}", max(times, default=0.0)
         middle = statistics.median(times or [0.0])
         rows.append((f"{way.value}s", f"{len(times):,}", size, f"{middle:,.2f}", f"{longest:,.2f}"))
-    told = " and ".join(f"{row[2]} bytes in {row[1]} {row[0]}" for row in rows)
+    sizes = " and ".join(f"{row[2]} bytes in {row[1]} {row[0]}" for row in rows)
     return _over_time(
         account,
         "transfers",
         "Transfers",
         "Loads go from the host to the device, stores from the device to the host.",
-        f"Copied were {told}.",
+        f"Copied were {sizes}.",
         columns,
         {"load": "loads", "store": "stores"},
         Table(("way", "copies", "bytes", "median, ms", "longest, ms"), tuple(rows)),

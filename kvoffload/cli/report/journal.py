@@ -43,10 +43,10 @@ def journal_page(name: str, account: Account, problem: JournalError | None) -> P
 
 
 def _head(account: Account) -> str:
-    told = account.events
+    counts = account.events
     return (
-        f"{account.lines:,} lines over {account.seconds:,.1f} s, {told['StepScheduled']:,} steps, "
-        f"{told['RequestSeen']:,} requests"
+        f"{account.lines:,} lines over {account.seconds:,.1f} s, {counts['StepScheduled']:,} steps, "
+        f"{counts['RequestSeen']:,} requests"
     )
 
 

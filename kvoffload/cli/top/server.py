@@ -91,11 +91,11 @@ class Scraper:
         told: called on the scraping thread after each.
     """
 
-    def __init__(self, url: str, interval_s: float, told: Callable[[], object]) -> None:
+    def __init__(self, url: str, interval_s: float, on_start: Callable[[], object]) -> None:
         self.state = State()
         self._url = url
         self._interval_s = interval_s
-        self._told = told
+        self._on_start = on_start
         self._stop = threading.Event()
         threading.Thread(target=self._run, name="kvoffload-top", daemon=True).start()
 
@@ -106,5 +106,5 @@ class Scraper:
     def _run(self) -> None:
         while not self._stop.is_set():
             self.state = self.state.after(scrape(self._url, max(self._interval_s, 2.0)))
-            self._told()
+            self._on_start()
             self._stop.wait(self._interval_s)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvoffload.engine.config import EngineConfig, SamplingParams
 
 
-class Intake:
+class Admission:
     """Checks prompts against the model's length, its vocabulary and the pool, and makes requests of them."""
 
     def __init__(self, config: EngineConfig, capacity: Capacity, usable_blocks: int) -> None:
