@@ -1,1 +1,1 @@
-"""The words: ids, groups, causes, facts, events, settings and errors. Imports nothing above it, and no library."""
+"""The vocabulary: ids, groups, causes, facts, events, settings and errors. Imports no library and no other layer."""

@@ -1,4 +1,4 @@
-"""Why things ended as they did: every label of every metric comes from here."""
+"""Outcomes and causes: the values of every metric's labels."""
 
 from __future__ import annotations
 
@@ -6,54 +6,54 @@ from enum import Enum
 
 
 class Cause(Enum):
-    """Base of all: a member's hash is its identity's. `Enum`'s own is a call of Python, and members are keys of dicts."""
+    """Base of all causes. Members are dict keys on hot paths, so they hash by identity: `Enum.__hash__` is a Python call."""
 
     __hash__ = object.__hash__
 
 
 class MissCause(Cause):
-    """Why a looked-up block did not hit. Exactly one a block; they sum to the missed blocks."""
+    """Why a block of a lookup missed. Each missed block has exactly one cause."""
 
-    NEVER_SEEN = "never_seen"  # no block with this key was ever offered, or so long ago that it is forgotten
-    EVICTED = "evicted"  # it was on the host and made room for another
+    NEVER_SEEN = "never_seen"  # no block with this key was offered, or it was too long ago to be remembered
+    EVICTED = "evicted"  # it was on the host and was evicted for space
     STORING = "storing"  # its store is still open
     DECLINED_HOST_FULL = "declined_host_full"  # offered, but every slot was in use
     DECLINED_NOT_READY = "declined_not_ready"  # offered before host memory was ready
-    DECLINED_STALE = "declined_stale"  # offered after the engine had handed its device block out again
+    DECLINED_STALE = "declined_stale"  # offered after the engine had reused its device block
     DECLINED_LEASE_LIMIT = "declined_lease_limit"  # offered while a quarter of the device pool was leased
-    DECLINED_STALLED = "declined_stalled"  # offered while copies did not end
+    DECLINED_STALLED = "declined_stalled"  # offered while copies were stalled
     DECLINED_OTHER = "declined_other"  # offered and declined for another reason
-    LOST = "lost"  # the device dropped it before it could be stored
+    LOST = "lost"  # the device evicted it before it was stored
     STORE_FAILED = "store_failed"  # its copy to the host failed
-    AFTER_RESET = "after_reset"  # it was on the host until the last reset
+    AFTER_RESET = "after_reset"  # a reset removed it from the host
     LOAD_FAILED = "load_failed"  # a load of this request failed, or the last load of this block did
     CORRUPT = "corrupt"  # its checksum did not match when it was last checked
     LOAD_DECLINED = "load_declined"  # the hit was shorter than min_load_tokens
-    NOT_ACCEPTED = "not_accepted"  # it was found, and the engine took less than it was promised
+    NOT_ACCEPTED = "not_accepted"  # it was found, and the engine accepted a shorter hit
     LAST_TOKEN = "last_token"  # one token of a prompt must always be computed
     READ_AHEAD = "read_ahead"  # a speculative draft reads ahead of the last matched block
     PARTIAL_BLOCK = "partial_block"  # the tokens behind the last whole block
-    BEHIND_MISS = "behind_miss"  # behind the first missing block, so it could not be used
+    BEHIND_MISS = "behind_miss"  # it follows a missing block, so it cannot be used
     OPTED_OUT = "opted_out"  # the request asked not to read cached blocks
-    STALLED = "stalled"  # copies did not end, so no load is begun
-    DEGRADED = "degraded"  # offloading was switched off by a broken law
+    STALLED = "stalled"  # copies were stalled, so no load was started
+    DEGRADED = "degraded"  # offloading is off because an invariant was broken
 
 
 class StoreOutcome(Cause):
-    """What became of a computed block that was offered to the host. Exactly one an offer."""
+    """What happened to a computed block offered to the host. Each offer has exactly one outcome."""
 
     STORED = "stored"
     ALREADY_CACHED = "already_cached"  # the host has this key
     IN_FLIGHT = "in_flight"  # another device block with this key was being stored, and arrived
-    STALE = "stale"  # the engine handed the device block out again
+    STALE = "stale"  # the engine had reused the device block
     NOT_HASHED = "not_hashed"  # the engine does not know the block's hash
     HOST_FULL = "host_full"  # no slot was empty or evictable
-    NOT_READY = "not_ready"  # no slot was empty or evictable, and host memory was still being made ready
+    NOT_READY = "not_ready"  # no slot was empty or evictable, and host memory was not ready yet
     LEASE_LIMIT = "lease_limit"  # a quarter of the device pool was leased already
-    STALLED = "stalled"  # copies did not end, so no store was begun
-    REQUEST_GONE = "request_gone"  # the request ended without holding its blocks
+    STALLED = "stalled"  # copies were stalled, so no store was started
+    REQUEST_GONE = "request_gone"  # the request ended after it had lost its blocks
     LOST = "lost"  # preempted, or evicted on the device before it could be stored
-    BEFORE_RESET = "before_reset"  # computed, wholly or in part, before the last reset
+    BEFORE_RESET = "before_reset"  # computed at least in part before the last reset
     FAILED = "failed"  # a rank's copy failed
     ABANDONED = "abandoned"  # a rank's copy did not end in time
     CANCELLED = "cancelled"  # a reset came before the copy was submitted
@@ -71,7 +71,7 @@ class LoadOutcome(Cause):
 
 
 class CopyOutcome(Cause):
-    """What one rank says of its part of a job."""
+    """How a rank's part of a job ended."""
 
     DONE = "done"
     FAILED = "failed"
@@ -89,15 +89,15 @@ class EvictionCause(Cause):
 
 
 class Found(Cause):
-    """What a request's last lookup before its first token found of its prompt."""
+    """What the last lookup before a request's first token found."""
 
-    HOST = "host"  # whatever the device had too
+    HOST = "host"  # alone or in addition to what the device held
     DEVICE = "device"
     NOTHING = "nothing"
 
 
 class PinDropCause(Cause):
-    """Why pinned blocks were let go without a load."""
+    """Why pinned blocks were released without a load."""
 
     LOOKED_UP_AGAIN = "looked_up_again"
     NOT_ACCEPTED = "not_accepted"
@@ -106,7 +106,7 @@ class PinDropCause(Cause):
 
 
 class RejectionCause(Cause):
-    """What an engine did that the contract does not foresee. Counted always, logged once, survived."""
+    """Why an engine's report was ignored. Every one is counted; the first of each cause is logged."""
 
     TOKENS_WITHOUT_PIN = "tokens_without_pin"
     UNKNOWN_REQUEST = "unknown_request"

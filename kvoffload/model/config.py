@@ -1,4 +1,4 @@
-"""Settings that operators type, checked all at once before anything starts."""
+"""The settings, all checked before anything starts."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _LONGEST_TIMEOUT_S = 10**9  # thirty years; the standard library waits no longer
 _LONGEST_SHOWN = 200  # characters of a bad value
 
 AUTO: Final = "auto"
-"""`min_load_tokens`: as many as were measured to be worth a load."""
+"""`min_load_tokens`: use the measured break-even length."""
 
 ALIASES = {
     "cpu_bytes_to_use": "host_bytes",
     "cpu_bytes_to_use_per_rank": "host_bytes_per_rank",
     "lazy_offload": "store_policy",
 }
-"""Keys of vLLM's own connector, and the key here that each sets."""
+"""Keys of vLLM's own connector, with the key that each one sets here."""
 
 _BACKEND = "kv_offload_backend"
 _NO_DISK = "belongs to a disk backend, which kvoffload does not have; remove it"
@@ -40,7 +40,7 @@ _NOT_HERE = {
     "use_page_cache": _NO_DISK,
     "num_cpu_blocks": "counts blocks; set host_bytes, which counts bytes, instead",
 }
-"""The other keys of vLLM's own connector."""
+"""Keys of vLLM's own connector that are refused, with the reason."""
 
 _REMOVED = {
     "journal_for": "journal_for was removed with `kvoffload replay-journal`; leave it out: journal_path alone writes "
@@ -50,17 +50,17 @@ _REMOVED = {
 
 @dataclass(frozen=True, slots=True)
 class OffloadConfig:
-    """What an operator may set.
+    """The settings of one engine.
 
     Args:
         host_bytes: host memory of one engine, all its ranks together.
-        host_bytes_per_rank: host memory of each rank; wins over `host_bytes` where given.
+        host_bytes_per_rank: host memory of each rank; overrides `host_bytes`.
         store_policy: "eager" stores what is computed, "lazy" what the device is about to evict.
         eviction_policy: which block leaves the host first.
-        min_load_tokens: shorter hits are recomputed instead; None for one block, "auto" for what was measured to pay.
-        verify: what of a block is checksummed when it arrives on the host, and compared before a load is trusted:
-            nothing ("off"), a part ("sample") or all of it ("full"). Needs an engine that recomputes failed loads.
-        transfer_timeout_s: seconds from submission after which a copy counts as never ending.
+        min_load_tokens: shorter hits are recomputed; None means one block, "auto" the measured break-even length.
+        verify: how much of a block is checksummed when it is stored and compared when it is loaded: nothing ("off"), a
+            part ("sample") or all of it ("full"). Needs an engine that recomputes failed loads.
+        transfer_timeout_s: seconds after submission at which a copy is abandoned.
         journal_path: file for the events, None for a ring in memory.
         otlp_endpoint: URL of a collector that gets OpenTelemetry spans, None for none.
     """
@@ -81,12 +81,12 @@ class OffloadConfig:
 
 
 def parse_bytes(value: object) -> int:
-    """Return a number of bytes from a whole number or a text such as "8GiB".
+    """Parse a number of bytes: a whole number or a text such as "8GiB".
 
-    A whole number may be a float: vLLM multiplies the float that follows `--kv-offloading-size` to `cpu_bytes_to_use`.
+    A float with a whole value is allowed: vLLM derives `cpu_bytes_to_use` from the float of `--kv-offloading-size`.
 
     Raises:
-        ValueError: it is neither, or not positive.
+        ValueError: the value is neither, or not positive.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         number = value
@@ -105,10 +105,10 @@ def parse_bytes(value: object) -> int:
 
 
 def parse_config(raw: Mapping[str, object]) -> OffloadConfig:
-    """Return the settings in `raw`, defaults where it is silent.
+    """Return the settings in `raw`; missing keys have their defaults.
 
     Raises:
-        ConfigError: with every unknown key and bad value, the nearest valid key and what is allowed.
+        ConfigError: lists every unknown key with the nearest valid one, and every bad value with what is allowed.
     """
     if not isinstance(raw, Mapping):
         raise ConfigError([f"settings are {_shown(raw)}; they must be keys with values"])
@@ -135,12 +135,12 @@ def parse_config(raw: Mapping[str, object]) -> OffloadConfig:
 
 
 def check_promises(config: OffloadConfig, promises: Promises) -> None:
-    """Refuse settings that an engine with these promises cannot keep.
+    """Check that an engine with these promises supports the settings.
 
-    Checksums are compared when a load has arrived, so what they find must be recomputed by the engine.
+    Checksums are compared after a load, so the engine must be able to recompute a corrupt block.
 
     Raises:
-        ConfigError: there are such settings.
+        ConfigError: a setting is not supported.
     """
     if config.verify != "off" and not promises.recovers_loads:
         problem = (
@@ -152,7 +152,7 @@ def check_promises(config: OffloadConfig, promises: Promises) -> None:
 
 
 def _shown(value: object) -> str:
-    """Return a value as it is named in an error: of a bounded length, whatever was typed."""
+    """Return a value as shown in an error, at most `_LONGEST_SHOWN` characters long."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # more digits than Python writes, or nested deeper than it reads
@@ -234,4 +234,4 @@ _PARSERS_OF_VLLM: dict[str, tuple[str, Callable[[object], object]]] = {
     "lazy_offload": ("true or false", _lazy),
     _BACKEND: ('"cpu", as kvoffload keeps blocks in host memory alone', _cpu),
 }
-"""Of the keys of vLLM's own connector those with values of their own."""
+"""Keys of vLLM's own connector whose values differ from those of the key they set here."""

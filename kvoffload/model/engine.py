@@ -1,4 +1,4 @@
-"""What an engine is, as far as the decisions care: its shape, and what it promises."""
+"""What the core knows of an engine: its shape and its promises."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Promises:
 
     Args:
         can_wait: a lookup may answer "not yet".
-        recovers_loads: the engine recomputes what a failed load should have brought.
+        recovers_loads: the engine recomputes the tokens of a failed load.
         hands_off_states: recurrent states are offered block by block.
     """
 
@@ -48,9 +48,9 @@ class EngineShape:
     match_tokens: int = 0
     promises: Promises = field(default_factory=Promises)
     alignment: int = field(init=False, repr=False, compare=False)
-    """Tokens that a hit's length is a multiple of. Worked out once, as the next: every lookup asks."""
+    """A hit's length is a multiple of this many tokens. Computed once, because every lookup reads it."""
     is_one_full_group: bool = field(init=False, repr=False, compare=False)
-    """Whether any block of the one group, of full attention, can end a hit: what most models have."""
+    """Whether there is one group of full attention in which any block can end a hit, as in most models."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -75,43 +75,43 @@ class EngineShape:
 
     @property
     def stall_limit(self) -> int:
-        """Device blocks that may be under copies that were abandoned, if these are several: an eighth of the pool."""
+        """Device blocks that several abandoned copies may hold together: an eighth of the pool."""
         return self.device_blocks // 8
 
     @property
     def turnover_blocks(self) -> int:
-        """Device blocks that one step hands out to one request at most, and to all of them as a rule."""
+        """The most device blocks that one step allocates to one request, and usually to all requests together."""
         return sum(-(-self.step_tokens // group.block_tokens) + 1 for group in self.groups)
 
 
 @runtime_checkable
 class AuditsLeases(Protocol):
-    """What a device may do beyond lending, where the engine's reference counts can be read."""
+    """An optional ability of a block pool: compare leases with the engine's reference counts."""
 
     def lease_problems(self, leases: Mapping[DeviceBlockId, int]) -> list[str]:
-        """Return where the engine's own counts contradict ours: each block, and how often it is leased. Reads only."""
+        """Return one line for each block whose engine count contradicts `leases` (leases by block). Reads only."""
 
 
 class BlockPool(Protocol):
     """The engine's pool of device blocks. Every call is answered at once and never blocks."""
 
     def lease(self, blocks: Sequence[DeviceBlockId]) -> None:
-        """Keep these blocks from being handed out again. Changes the engine's reference counts."""
+        """Keep these blocks from being reused. Changes the engine's reference counts."""
 
     def release(self, blocks: Sequence[DeviceBlockId]) -> None:
-        """Give leased blocks back, those first that may be handed out again first. Changes reference counts."""
+        """Return leased blocks, in the order in which they may be reused. Changes reference counts."""
 
     def next_evictable(self, count: int) -> Iterable[DeviceBlockId]:
-        """Return up to `count` blocks, the next one to be handed out first. Reads only."""
+        """Return up to `count` free blocks in the order in which they will be reused. Reads only."""
 
     def free_blocks(self) -> int:
-        """Return how many blocks could be handed out now. Reads only."""
+        """Return the number of free blocks. Reads only."""
 
     def keys_of(self, blocks: Sequence[DeviceBlockId]) -> Sequence[BlockKey | None]:
-        """Return the key of what each block holds, None where the engine does not know it. Reads only."""
+        """Return the key of each block's contents, None where the engine does not know it. Reads only."""
 
     def block_of(self, key: BlockKey) -> DeviceBlockId | None:
-        """Return a block that the device's own index holds for the key, None without one. Reads only."""
+        """Return the block in the device's own index for this key, or None. Reads only."""
 
 
 def _is_one_full_group(groups: Sequence[GroupSpec], alignment: int) -> bool:

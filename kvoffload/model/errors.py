@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 
 class KVOffloadError(Exception):
-    """Base of everything that this package raises on purpose."""
+    """Base of all errors that this package raises."""
 
 
 class ConfigError(KVOffloadError):
     """Raised when settings cannot be used; the operator must change them.
 
     Args:
-        problems: one sentence for each problem, all of them at once.
+        problems: one sentence a problem; all problems are reported at once.
     """
 
     def __init__(self, problems: Sequence[str]) -> None:
@@ -22,16 +22,16 @@ class ConfigError(KVOffloadError):
 
 
 class EngineContractError(KVOffloadError):
-    """Raised when an engine lends or promises less than offloading needs; the adapter's author must act."""
+    """Raised when an engine provides less than offloading needs; the adapter's author must act."""
 
 
 class IllegalTransition(KVOffloadError):
-    """Raised when a state machine is asked for a step that its table does not hold; it is our own bug.
+    """Raised when a state machine gets an event that its table does not list for its state: a bug in this package.
 
     Args:
-        machine: which machine.
-        state: the state it was in, and still is.
-        event: what was asked of it.
+        machine: the machine's name.
+        state: its state, which has not changed.
+        event: the event.
     """
 
     def __init__(self, machine: str, state: object, event: object) -> None:
@@ -39,8 +39,8 @@ class IllegalTransition(KVOffloadError):
 
 
 class HostMemoryError(KVOffloadError):
-    """Raised when host memory cannot be had; the operator must lower `host_bytes` or free memory."""
+    """Raised when host memory cannot be allocated; the operator must lower `host_bytes` or free memory."""
 
 
 class CopyError(KVOffloadError):
-    """Raised when a copier cannot do a copy; the job fails and the engine recomputes."""
+    """Raised when a copy fails; the job fails and the engine recomputes."""

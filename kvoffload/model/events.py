@@ -1,6 +1,6 @@
-"""Events: what the core decided or learnt, in the past tense, one per job, request or step and never one per block.
+"""Events: what the core decided or learnt, in the past tense; one per job, request or step, never one per block.
 
-Ids, counts and enums only: no token, no prompt text, no key. A slot's id says where bytes lay, not what they were. Counters, the journal and every observer read these.
+They hold ids, counts and enums: no token, no prompt text, no key. Counters, the journal and every observer read them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class HitPinned(Event):
 
 @dataclass(frozen=True, slots=True)
 class HitDropped(Event):
-    """Pinned blocks were let go without a load."""
+    """Pinned blocks were released without a load."""
 
     request: RequestId
     blocks: int
@@ -56,12 +56,12 @@ class LookupDeferred(Event):
 
 @dataclass(frozen=True, slots=True)
 class LookupAnswered(Event):
-    """A request was admitted; its last lookup counts.
+    """A request was admitted; only its last lookup is counted.
 
     Args:
-        request: which.
+        request: the request that was admitted.
         device_tokens: tokens that the device held already; their blocks are not counted.
-        hit_blocks: block positions found on the host, as far as the engine accepted them.
+        hit_blocks: block positions found on the host and accepted by the engine.
         miss_blocks: the other block positions; the first has `cause`, those behind it `behind_miss`.
         hit_tokens: tokens in the hit positions.
         miss_tokens: tokens in the missed positions.
@@ -81,7 +81,7 @@ class LookupAnswered(Event):
 class LoadScheduled(Event):
     """A load became binding; its slots are pinned and its device blocks leased until every rank has ended it.
 
-    `slots` are those it reads: what the last store into each of them brought.
+    The job reads `slots`.
     """
 
     job: JobId
@@ -93,9 +93,9 @@ class LoadScheduled(Event):
 
 @dataclass(frozen=True, slots=True)
 class LoadEnded(Event):
-    """The engine can go on: the load arrived, or must be recomputed.
+    """A load has ended: the request continues with its blocks, or recomputes them.
 
-    `blocks` counts those with `outcome`; of a corrupt load, the others are told in a second event as failed.
+    `blocks` counts those with `outcome`. The intact blocks of a corrupt load follow in a second event, as failed.
     """
 
     job: JobId
@@ -113,7 +113,7 @@ class BlocksOffered(Event):
 
 @dataclass(frozen=True, slots=True)
 class StoreScheduled(Event):
-    """Blocks were given slots, leased, and put into a job."""
+    """Blocks were leased, assigned slots and put into a job."""
 
     job: JobId
     blocks: int
@@ -143,7 +143,7 @@ class RankReported(Event):
 
 @dataclass(frozen=True, slots=True)
 class JobAbandoned(Event):
-    """A copy did not end in time; its slots and device blocks are written off until it does, the slots for good."""
+    """A copy did not end in time. Its device blocks stay leased until it ends; its slots are written off for good."""
 
     job: JobId
     direction: Direction
@@ -152,12 +152,12 @@ class JobAbandoned(Event):
 
 @dataclass(frozen=True, slots=True)
 class CopiesStalled(Event):
-    """Too many copies were abandoned: no new one is begun.
+    """Too many copies were abandoned: no new copy starts.
 
     Args:
-        blocks: device blocks under copies that were abandoned.
-        limit_blocks: how many there may be.
-        jobs_in_a_row: jobs abandoned since one last ended.
+        blocks: device blocks under abandoned copies.
+        limit_blocks: the most allowed.
+        jobs_in_a_row: jobs abandoned since a job last ended.
     """
 
     blocks: int
@@ -167,7 +167,7 @@ class CopiesStalled(Event):
 
 @dataclass(frozen=True, slots=True)
 class CopiesResumed(Event):
-    """Copies that were abandoned have ended after all: new ones are begun again; `blocks` are still under such copies."""
+    """Abandoned copies have ended, so new copies start again; `blocks` are still under abandoned copies."""
 
     blocks: int
 
@@ -182,7 +182,7 @@ class BlocksEvicted(Event):
 
 @dataclass(frozen=True, slots=True)
 class BlocksZeroed(Event):
-    """Positions were struck from requests' records because the engine handed their blocks out again."""
+    """Positions were cleared in requests' records because the engine reused their blocks."""
 
     blocks: int
 
@@ -199,10 +199,10 @@ class ResetStarted(Event):
     """Nothing computed so far can be found any more.
 
     Args:
-        generation: how many resets there have been.
-        dropped_blocks: blocks that were found until now.
+        generation: number of resets so far.
+        dropped_blocks: blocks removed from the index.
         draining_blocks: slots still under a running copy.
-        open_jobs: jobs that still run and were not abandoned; the call that reset answered false if there are any.
+        open_jobs: jobs that still run and were not abandoned; if there are any, the reset call returned False.
     """
 
     generation: int
@@ -213,11 +213,11 @@ class ResetStarted(Event):
 
 @dataclass(frozen=True, slots=True)
 class ResetEnded(Event):
-    """The last job that was under way at a reset has ended, or was abandoned; one event for resets that follow closely.
+    """The last job that ran at a reset has ended or was abandoned. Resets in quick succession share one event.
 
     Args:
-        generation: of the last reset.
-        abandoned_jobs: those whose copies did not end in time; their memory stays written off.
+        generation: that of the last reset.
+        abandoned_jobs: jobs whose copies did not end in time; their memory stays written off.
     """
 
     generation: int
@@ -226,7 +226,7 @@ class ResetEnded(Event):
 
 @dataclass(frozen=True, slots=True)
 class FactRejected(Event):
-    """The engine did what the contract does not foresee; survived."""
+    """The engine reported something its contract does not allow; the report was ignored."""
 
     cause: RejectionCause
     request: RequestId | None = None
@@ -234,7 +234,7 @@ class FactRejected(Event):
 
 @dataclass(frozen=True, slots=True)
 class OffloadingDegraded(Event):
-    """Offloading is off for good; open jobs drain and the engine goes on without it."""
+    """Offloading is off for good. Open jobs drain; the engine continues without it."""
 
     cause: DegradeCause
     detail: str
@@ -242,12 +242,12 @@ class OffloadingDegraded(Event):
 
 @dataclass(frozen=True, slots=True)
 class FirstTokenReached(Event):
-    """A request's first token is there, as far as the engine's next step shows.
+    """A request's first token was computed, seen at the engine's next step.
 
     Args:
-        request: which.
-        found: by its last lookup.
-        seconds: since the engine told of it.
+        request: the request.
+        found: what its last lookup found.
+        seconds: time since the engine reported the request.
     """
 
     request: RequestId
@@ -257,12 +257,12 @@ class FirstTokenReached(Event):
 
 @dataclass(frozen=True, slots=True)
 class NetBenefitTurned(Event):
-    """The sign of what offloading brings has turned.
+    """The net benefit of offloading changed its sign.
 
     Args:
-        is_negative: it costs more seconds than it saves from now on.
-        net_s: seconds saved less seconds lost in the period that showed it.
-        period_s: how long that was.
+        is_negative: offloading now costs more seconds than it saves.
+        net_s: seconds saved minus seconds lost in the period.
+        period_s: the period's length.
     """
 
     is_negative: bool

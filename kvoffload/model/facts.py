@@ -1,4 +1,4 @@
-"""Facts: what an engine tells, in the past tense. The handlers that own state react to them in a fixed order."""
+"""Facts: what an engine reports, in the past tense. Each fact class has one handler in the core."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class RequestSeen(Fact):
-    """The engine took a request in.
+    """The engine received a request.
 
     Args:
-        request: its name.
+        request: its id.
         prompt_tokens: tokens that must be computed or found before the first new one.
         keys: per group, the keys of the whole blocks known so far.
         reads_cache: False when the request asked not to read cached blocks.
@@ -37,10 +37,10 @@ class BlocksAllocated(Fact):
     """The engine gave a request a new block table; the matching lookup is consumed.
 
     Args:
-        request: whose.
+        request: the request.
         tables: per group, the block of each position, the null block where the engine holds none.
-        device_tokens: tokens that the device's own prefix cache brings; the blocks behind them are newly handed out.
-        external_tokens: tokens beyond those that the engine now expects from the host; 0 is common.
+        device_tokens: tokens found in the device's own prefix cache; the blocks after them are new.
+        external_tokens: further tokens that the engine now expects from the host; often 0.
     """
 
     request: RequestId
@@ -50,13 +50,13 @@ class BlocksAllocated(Fact):
 
 
 class Progress(NamedTuple):
-    """What one request has gained since it was last told of. Requests that gained nothing are left out.
+    """What one request gained since its last report. Requests that gained nothing are left out.
 
     Args:
-        request: whose.
+        request: the request.
         confirmed_tokens: tokens computed for certain, from the start of the prompt.
-        new_blocks: per group, the blocks newly handed out, which continue its table.
-        new_keys: per group, keys of whole blocks not told before.
+        new_blocks: per group, the new blocks at the end of its table.
+        new_keys: per group, keys of whole blocks not reported before.
     """
 
     request: RequestId
@@ -67,15 +67,15 @@ class Progress(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepScheduled(Fact):
-    """The engine scheduled a step; told exactly once a step, also for an empty one.
+    """The engine scheduled a step. Reported exactly once a step, empty steps included.
 
     Args:
         step: its number.
         progress: requests that gained something, and those that run for the first time since their allocation.
-        preempted: requests whose blocks were taken back since the last step.
-        handed_out: blocks newly handed out that no table names, such as copy-on-write targets.
+        preempted: requests that lost their blocks since the last step.
+        handed_out: new blocks that are in no table, such as copy-on-write targets.
         prefill_tokens: tokens that the step computes for requests that compute several in it.
-        decode_tokens: tokens that it computes for the others, one each.
+        decode_tokens: tokens computed for the others, one each.
     """
 
     step: int
@@ -87,26 +87,26 @@ class StepScheduled(Fact):
 
     @property
     def is_idle(self) -> bool:
-        """Whether the step tells nothing new."""
+        """Whether the step reports nothing new."""
         return not (self.progress or self.preempted or self.handed_out)
 
 
 @dataclass(frozen=True, slots=True)
 class StatesHandedOff(Fact):
-    """The engine holds these recurrent states still until they are stored (`Promises.hands_off_states`)."""
+    """The engine keeps these recurrent states unchanged until they are stored (`Promises.hands_off_states`)."""
 
     states: tuple[tuple[BlockKey, DeviceBlockId], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RequestEnded(Fact):
-    """A request finished or was aborted; told exactly once, before its blocks are freed.
+    """A request finished or was aborted. Reported exactly once, before its blocks are freed.
 
     Args:
-        request: which.
+        request: the request.
         confirmed_tokens: tokens computed for certain.
-        new_keys: per group, keys of whole blocks not told before.
-        holds_blocks: False where the engine took its blocks back already (a preempted request that is aborted).
+        new_keys: per group, keys of whole blocks not reported before.
+        holds_blocks: False if the engine has already freed its blocks (a preempted request that is aborted).
     """
 
     request: RequestId
@@ -117,7 +117,7 @@ class RequestEnded(Fact):
 
 @dataclass(frozen=True, slots=True)
 class TransferReported(Fact):
-    """A rank told how its copies ended."""
+    """A rank reported how its copies ended."""
 
     report: TransferReport
 
@@ -131,12 +131,12 @@ class JobOverdue(Fact):
 
 @dataclass(frozen=True, slots=True)
 class CacheReset(Fact):
-    """The operator asked that nothing computed so far be found again."""
+    """The operator asked to invalidate everything computed so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class InvariantBroken(Fact):
-    """A conservation law of ours does not hold, or a state handler raised."""
+    """A conservation law does not hold, or a state handler raised."""
 
     cause: DegradeCause
     detail: str

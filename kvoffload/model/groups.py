@@ -23,11 +23,11 @@ class GroupSpec:
     """One group.
 
     Args:
-        group: its number, which is also its place in every per-group tuple.
+        group: its number, which is also its index in every per-group tuple.
         kind: its attention kind.
         block_tokens: tokens in one of its blocks.
         reach_tokens: the window or the chunk in tokens (the token itself counted), None for full and recurrent.
-        reads_ahead: a speculative draft reads ahead in it, so its last matched block cannot be used.
+        reads_ahead: a speculative draft model reads one block ahead, so the last matched block cannot be used.
     """
 
     group: GroupId
@@ -52,7 +52,7 @@ class GroupSpec:
 
     @property
     def recycles_blocks(self) -> bool:
-        """Whether the engine takes blocks of this group back while the request runs."""
+        """Whether the engine frees blocks of this group while the request runs."""
         return self.kind is not AttentionKind.FULL
 
     def first_needed_token(self, length: int) -> int:

@@ -1,4 +1,4 @@
-"""Identifiers: never a bare int or bytes across a boundary."""
+"""Identifiers. No bare int or bytes crosses a boundary."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ The hash covers the parent block, LoRA, multimodal input and cache salt, so two 
 """
 
 NULL_BLOCK = DeviceBlockId(0)
-"""Stands in a block table where the engine holds nothing, or where a record was zeroed."""
+"""Marks a position of a block table without a block: freed by the engine, or cleared in the record."""
 
 
 def block_key(block_hash: bytes, group: GroupId) -> BlockKey:

@@ -1,4 +1,4 @@
-"""What crosses from the scheduler's process to a worker's and back: small, picklable, and nothing else does."""
+"""The messages between the scheduler's process and the workers: small and picklable."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Direction(Enum):
 
 
 class Tier(Enum):
-    """Where an endpoint of a job lies. Metrics label it."""
+    """Where one end of a job's copies lies; a label of the metrics."""
 
     DEVICE = "device"
     HOST = "host"
@@ -27,7 +27,7 @@ class Tier(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TransferJob:
-    """One job: block `blocks[i]` and slot `slots[i]` hold the same bytes once every rank has ended it well.
+    """One job: block `blocks[i]` and slot `slots[i]` hold the same bytes once every rank has copied its part.
 
     Every rank copies its own shard of every block. `slots` and `blocks` have the same length, at least 1.
     """
@@ -37,12 +37,12 @@ class TransferJob:
     slots: tuple[SlotId, ...]
     blocks: tuple[DeviceBlockId, ...]
     request: RequestId | None = None
-    """Of a load: the request that waits for it."""
+    """The request that waits for a load; None for a store."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """What the workers must copy, decided in one step. Loads are submitted before stores."""
+    """The copies decided in one step. Workers submit loads before stores."""
 
     loads: tuple[TransferJob, ...] = ()
     stores: tuple[TransferJob, ...] = ()
@@ -57,7 +57,7 @@ class TransferPlan:
 
 
 NOTHING = TransferPlan()
-"""What most steps have."""
+"""The plan of most steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +65,13 @@ class JobReport:
     """How one rank's part of one job ended.
 
     Args:
-        job: which job.
+        job: the job.
         direction: its direction.
-        outcome: how it ended. After it is sent, this rank touches neither the slots nor the blocks of the job.
+        outcome: how it ended. Once it is sent, this rank no longer touches the job's slots and blocks.
         copied_bytes: bytes copied by this rank (0 if it failed).
-        queue_s: seconds from submission to the report in which nothing was copied: the noticing of the end is among them,
-            and the reading of checksums.
-        copy_s: seconds in which it was copied.
+        queue_s: seconds between submission and report in which nothing was copied, including the detection of the end
+            and the checksums.
+        copy_s: seconds spent copying.
         corrupt: positions in the job whose bytes were found corrupt (empty otherwise).
     """
 
@@ -86,14 +86,14 @@ class JobReport:
 
 @dataclass(frozen=True, slots=True)
 class TransferReport:
-    """What one rank has to tell after a step. Hearing one twice changes nothing.
+    """What one rank reports after a step. A duplicate report changes nothing.
 
     Args:
-        rank: who tells.
+        rank: the reporting rank.
         jobs: the jobs that ended on this rank since its last report.
-        ready_slots: host slots that this rank can use by now; never shrinks.
-        store_share: bytes of stores that this rank lets be in flight now, over the most it ever does; above 0, at most 1.
-        is_growing: more slots are being made ready.
+        ready_slots: host slots that this rank has ready; never decreases.
+        store_share: the rank's current limit on bytes of stores in flight, as a share of its highest limit; in (0, 1].
+        is_growing: the rank is still preparing slots.
     """
 
     rank: Rank

@@ -62,7 +62,9 @@ def test_the_journals_file_is_complete_and_closed_at_the_end(tmp_path: Path) -> 
         side.close()
     assert side.side.gauges().dropped == {"journal": 0, "log": 0}
     sequences = [record.sequence for record in read_journal(path)]
-    second = sequences.index(1, 1)  # how many messages a process publishes depends on how fast memory becomes ready
+    second = sequences.index(
+        1, 1
+    )  # how many messages a process publishes depends on how fast memory becomes ready
     assert sequences == [*range(1, second + 1), *range(1, len(sequences) - second + 1)]
     assert path.stat().st_mode & 0o077 == 0
 
