@@ -1,7 +1,7 @@
 """`kvoffload bench copy`: copies of scattered blocks through the real copier, against one large copy of the same bytes.
 
 Each repeat copies other blocks of a pool four times as large, scattered on both sides, and beside it as many bytes in one
-piece, in turns: what else the machine does meets both alike. On a CPU the one piece is a `memmove` for each thread that
+piece, in turns: other load on the machine affects both. On a CPU the one piece is a `memmove` for each thread that
 the copier uses; on CUDA it is one pinned copy each way. Merging and submitting count as copying. Every path is checked on
 random bytes, each byte of both sides, before it is timed.
 """

@@ -2,7 +2,7 @@
 
 * Prompts that never repeat, with over without (`no_reuse.py`): what it costs where it cannot help.
 * Steps bound by Python, with the rank's threads idle or copying (`engine_steps.py`).
-* Time to first token of turns that come back to a conversation whose KV the device has had to give up: the working set is
+* Time to first token of returning turns of conversations whose KV the device has evicted: the working set is
   four times the device's cache. Both engines play every round, one after the other, with the same prompts.
 """
 

@@ -1,7 +1,7 @@
 """What offloading costs where it cannot help: throughput on prompts that never repeat, with over without.
 
 Both engines serve the same prompts, one right after the other, and which one goes first alternates: what else the
-machine does in these seconds meets both alike. An engine's time ends when it has nothing left to do, open copies included.
+machine does in these seconds affects both. An engine's time ends when it has nothing left to do, open copies included.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ async def measure(
     answer_tokens: int = 16,
     prompts: int = 2,
 ) -> list[Rates]:
-    """Measure both engines, which run and are otherwise alike, on so many prompts at once."""
+    """Measure both engines, which differ in offloading only, with this many prompts at once."""
     draw = random.Random(0)
     found = []
     for number in range(pairs + 1):

@@ -78,7 +78,7 @@ def machine(*packages: str) -> dict[str, object]:
 
 
 def save(name: str, result: Mapping[str, object], folder: Path) -> Path:
-    """Write what a bench tells into `folder`/NAME-MACHINE.json, in place of what was there; return the path.
+    """Write a bench's result into `folder`/NAME-MACHINE.json, in place of what was there; return the path.
 
     Args:
         name: the bench's.

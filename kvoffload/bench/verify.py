@@ -1,7 +1,7 @@
 """`kvoffload bench verify`: what checksums add to copies between two pieces of host memory, for each setting of `verify`.
 
 Every repeat copies the same blocks of memory to slots and back, once with each setting, in an order that changes from
-repeat to repeat, so that what else the machine does meets all alike. Copies and checksums run one after the other on one
+repeat to repeat, so that other load on the machine affects all of them. Copies and checksums run one after the other on one
 thread, and each repeat chooses other blocks of more memory than a cache holds. A setting's time is compared with that of
 "off" in the same repeat.
 """

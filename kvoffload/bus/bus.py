@@ -1,8 +1,8 @@
 """The bus: each message reaches its state handler, then inline subscribers, then feeds.
 
-A hook dispatches one fact. Its class has exactly one state handler, which reacts inline; the events that the handler left
-follow the fact in the same batch, and so does whatever a subscriber publishes meanwhile. Every subscriber sees every message
-in that order, and no handler or subscriber runs inside another. When the batch is over, recorders get it whole.
+A hook dispatches one fact. The fact's class has exactly one state handler, which runs inline. The handler's events follow
+the fact in the same batch, then whatever subscribers publish. Every subscriber sees the messages in that order, and no
+handler or subscriber runs inside another. When the batch is over, recorders get it whole.
 
 One thread dispatches and subscribes: the engine's. Feeds carry messages to others.
 """
@@ -33,7 +33,7 @@ class BusStatistics(NamedTuple):
 
 
 class EventSource(Protocol):
-    """Where state handlers leave events."""
+    """A source of the events that state handlers cause."""
 
     @property
     def has_events(self) -> bool:
@@ -44,7 +44,7 @@ class EventSource(Protocol):
 
 
 class _Route(NamedTuple):
-    """Everybody who gets the messages of one class."""
+    """The handlers, subscribers and feeds of one message class."""
 
     handler: Handler | None
     counters: tuple[Handler, ...]
@@ -85,7 +85,7 @@ class Bus:
         self._routes.clear()
 
     def drop_handlers(self) -> None:
-        """Call no state handler any more, nor take events from their source; subscribers stay."""
+        """Remove all state handlers and the source of their events; subscribers stay."""
         self._handlers.clear()
         self._routes.clear()
 
@@ -121,20 +121,20 @@ class Bus:
         self._removed = callback
 
     def afterwards(self, callback: Callable[[], object]) -> None:
-        """Call `callback` once, when the batch that is being dispatched has reached everybody; without one, at once."""
+        """Call `callback` once, after the current batch was delivered, or at once if there is none."""
         self._after.append(callback)
         if self._batch is None:
             self._run_after()
 
     def publish(self, message: object) -> None:
-        """Dispatch a message; from inside a subscriber, after all that is being dispatched. Never waits."""
+        """Dispatch a message, after the current batch if a subscriber publishes it. Never waits."""
         if self._batch is not None:
             self._batch.append(message)
         else:
             self.dispatch([message])
 
     def dispatch(self, batch: list[object]) -> None:
-        """Dispatch messages and what follows from them, in this order. Not from inside a subscriber."""
+        """Dispatch messages and the events they cause, in this order. Must not be called by a subscriber."""
         self._batch = batch
         routes = self._routes
         try:
@@ -163,7 +163,7 @@ class Bus:
         )
 
     def close(self) -> None:
-        """Close every feed: their observers take what waits and end."""
+        """Close every feed; observers read what is queued, then end."""
         for feed in self._feeds.values():
             feed.close()
 
@@ -214,6 +214,6 @@ class Bus:
                 self._forget(feed)
 
     def _forget(self, feed: Feed[Any]) -> None:
-        """Stop offering to a feed that nobody reads; its numbers stay in the statistics."""
+        """Remove a feed that is no longer read; its numbers stay in the statistics."""
         self._observers = [entry for entry in self._observers if entry[1] is not feed]
         self._routes.clear()

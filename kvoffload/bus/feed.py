@@ -1,4 +1,4 @@
-"""A bounded feed: from the engine's thread to an observer's event loop, without ever holding the engine up.
+"""A bounded feed: from the engine's thread to an observer's event loop, without ever blocking the engine.
 
 Two threads share a feed, without a lock. The producer appends and wakes the consumer only if it sleeps; the consumer
 announces that it is about to sleep, *then* looks once more. Whatever the order in which the two run, either the
@@ -9,9 +9,9 @@ once for nothing.
     append the event             announce sleep
     asleep? -> wake              anything waiting? -> do not sleep
 
-While the consumer is awake an event costs the producer one append, however fast events come; with nothing to tell,
+While the consumer is awake an event costs the producer one append, however fast events come. Without events
 neither thread runs. Each number is written by one thread only: `published`, `overflowed` and `wakeups` by the
-producer, `delivered` and `left` by whoever consumes.
+producer, `delivered` and `left` by the consumer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class FeedStatistics(NamedTuple):
 
 
 class Feed(Generic[T]):
-    """Events from one producer's thread to one consumer's task. One that finds it full is dropped and counted.
+    """Events from one producer's thread to one consumer's task. When it is full, new events are dropped and counted.
 
     Args:
         name: of the observer, for statistics.
@@ -64,7 +64,7 @@ class Feed(Generic[T]):
         return f"<Feed {self.name} [{state}, {len(self._waiting)} of {self.capacity} waiting]>"
 
     def offer(self, event: T) -> bool:
-        """Hand an event over without waiting; return False when nobody wants any more."""
+        """Add an event without waiting; return False if the feed is closed."""
         if self._closed:
             return False
         self._published += 1
@@ -135,12 +135,12 @@ class Feed(Generic[T]):
             self._asleep = False
 
     def _wake(self) -> None:
-        # First, so that the events that follow find the consumer awake. A consumer that fell asleep in between is
-        # rung for nothing and looks again.
+        # First, so that later events find the consumer awake. A consumer that fell asleep in between is
+        # woken once for nothing.
         self._asleep = False
         self._wakeups += 1
         assert self._loop is not None, "asleep without a loop"
         try:
             self._loop.call_soon_threadsafe(self._bell.set)
-        except RuntimeError:  # the loop is closed: nobody will read here again
+        except RuntimeError:  # the loop is closed: the feed has no reader any more
             self.abandon()

@@ -1,4 +1,4 @@
-"""Calls that must not fail: what a callback raises is logged and goes no further."""
+"""Calls that must not fail: a callback's exception is logged and not raised."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _log = logging.getLogger(__name__)
 
 
 def call_guarded(callback: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
-    """Call `callback`; an exception of its own is logged, so that telling of one failure cannot cause the next."""
+    """Call `callback` and log any exception, so that reporting one failure cannot cause another."""
     try:
         callback(*args, **kwargs)
     except Exception:

@@ -1,4 +1,4 @@
-"""Running asynchronous observers. They share one loop; what one of them awaits holds up nobody but itself."""
+"""Asynchronous observers. They share one loop; an observer that waits delays only itself."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ async def run_observer(
 ) -> None:
     """Hand every event of `feed` to `observer` until the feed is closed and empty.
 
-    An observer that raises is removed: its feed takes no more, what waits there is counted as dropped, and
-    `on_removed` is told its name and what it raised. While it awaits something, events queue up in its feed and
-    then are dropped there.
+    An observer that raises is removed: its feed closes, queued events count as dropped, and `on_removed` gets its
+    name and the exception. While it waits, events queue up in its feed; once the feed is full they are dropped.
     """
     try:
         try:
             async for event in feed:
                 await observer(event)
         finally:
-            feed.abandon()  # also when cancelled: nobody will read on
+            feed.abandon()  # also when cancelled: the feed has no reader any more
     except Exception as exc:
         call_guarded(on_removed, feed.name, exc)

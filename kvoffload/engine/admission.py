@@ -1,4 +1,4 @@
-"""What a request must be to be accepted; whatever is wrong with it is said at once."""
+"""Which requests are accepted; a request that cannot be served is refused at once."""
 
 from __future__ import annotations
 

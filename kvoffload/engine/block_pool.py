@@ -1,8 +1,8 @@
 """The one pool of device blocks that all groups share, and its index of what the blocks hold.
 
-A block is free when nobody refers to it. A free block keeps its contents, and its key in the index, until it is
-handed out again: that is the prefix cache. References are of two kinds that the pool keeps apart, so that an
-audit can tell who forgot one:
+A block is free when it has no references. A free block keeps its contents, and its key in the index, until it is
+reused: that is the prefix cache. The pool counts two kinds of references separately, so that an audit can say
+which kind leaked:
 
     held by requests       allocate, hold -> release
     leased to a plugin     touch          -> free
@@ -39,7 +39,7 @@ class BlockPool:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that nobody refers to."""
+        """The number of blocks without references."""
         return len(self._free)
 
     @property
@@ -52,13 +52,13 @@ class BlockPool:
         return {block: count for block, count in enumerate(self._leased) if count}
 
     def is_free(self, block: int) -> bool:
-        """Whether nobody refers to the block."""
+        """Whether the block has no references."""
         return block in self._free
 
     # --- for the engine ---------------------------------------------------------------------------------------
 
     def allocate(self, count: int) -> list[int]:
-        """Hand out `count` blocks, which lose their keys; all or nothing.
+        """Allocate `count` blocks, which lose their keys; all or nothing.
 
         Raises:
             ValueError: fewer than `count` blocks are free.
@@ -80,7 +80,7 @@ class BlockPool:
         self._unrefer(self._held, list(blocks))
 
     def index(self, block: int, key: bytes) -> None:
-        """From now on `block` can be found by `key`. Its contents must have been computed for certain."""
+        """Make `block` findable by `key`. Its contents must be confirmed."""
         self._drop_key(block)
         self._keys[block] = key
         self._index.setdefault(key, {})[block] = None
@@ -88,7 +88,7 @@ class BlockPool:
     # --- for plugins ------------------------------------------------------------------------------------------
 
     def touch(self, blocks: Iterable[int]) -> None:
-        """Lease blocks: they are not handed out to anyone until `free`. Leasing twice takes two frees.
+        """Lease blocks: they are not reused until `free`. A block leased twice must be freed twice.
 
         Raises:
             ValueError: the null block or an unknown id is among them; then nothing is leased.
@@ -96,7 +96,7 @@ class BlockPool:
         self._refer(self._leased, list(blocks))
 
     def free(self, blocks: Iterable[int]) -> None:
-        """Give leases back; blocks that nobody else refers to become free, to be evicted in the order given.
+        """End leases; blocks without further references become free, to be evicted in the order given.
 
         Raises:
             ValueError: more leases would be given back than were taken; then none is given back.
@@ -113,7 +113,7 @@ class BlockPool:
         return next(iter(blocks)) if blocks else None
 
     def next_evictable(self, count: int) -> list[int]:
-        """Up to `count` free blocks in the order in which they will be handed out, those without a key included."""
+        """Up to `count` free blocks in the order in which they will be reused, those without a key included."""
         return list(islice(self._free, count))
 
     # --- for both ---------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ class BlockPool:
 
     def _make_free(self, block: int) -> None:
         self._free[block] = None
-        if block not in self._keys:  # nothing in it can be found again: hand it out before any that can
+        if block not in self._keys:  # it holds nothing findable: reuse it before any block that does
             self._free.move_to_end(block, last=False)
 
     def _check_ids(self, blocks: list[int]) -> None:

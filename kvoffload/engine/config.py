@@ -101,7 +101,7 @@ class EngineConfig:
         if self.ranks > self.model.layers_per_group:
             yield (
                 f"ranks must be at most {self.model.layers_per_group}, the layers in each group, not {self.ranks}: "
-                f"every rank needs a layer of its own"
+                f"every rank needs at least one layer"
             )
         if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
             yield f'device must be "cpu", "cuda" or "cuda:N", not {self.device!r}'

@@ -38,7 +38,7 @@ class EngineStatistics(NamedTuple):
     waiting: int  #: requests without blocks
     loading: int  #: requests whose blocks a plugin fills
     running: int  #: requests that compute
-    free_blocks: int  #: blocks that nobody refers to
+    free_blocks: int  #: blocks without references
     leased_blocks: int  #: blocks that the plugin refers to
 
 

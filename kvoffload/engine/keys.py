@@ -30,7 +30,7 @@ class KeyChain:
         return self._keys[group]
 
     def _append(self, block: Sequence[int]) -> None:
-        # Eight bytes a token: the widest an array takes, so no vocabulary can make two blocks look alike.
+        # Eight bytes a token: the widest an array takes, so two different blocks never have the same bytes.
         self._last_hash = sha256(self._last_hash + array("q", block).tobytes()).digest()
         for group, keys in enumerate(self._keys):
             keys.append(self._last_hash + group.to_bytes(4, "big"))

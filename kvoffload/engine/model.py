@@ -34,7 +34,7 @@ class Layer(NamedTuple):
 
 
 class Transformer:
-    """The model without its KV cache: whoever calls it brings the attention.
+    """The model without its KV cache: the caller provides the attention.
 
     The same code so serves the paged engine and a dense reference.
     """

@@ -186,7 +186,7 @@ class WorkerPlugin(Protocol):
         """Called in each step after the forward pass was launched."""
 
     def take_output(self) -> object:
-        """What this rank has to tell its scheduler side. Called once per step, after `start_stores`."""
+        """This rank's report to its scheduler side. Called once per step, after `start_stores`."""
 
     def shutdown(self) -> None:
         """Called once, after the last step and before the scheduler side's `shutdown`."""

@@ -113,7 +113,7 @@ class Request:
         self.chain.extend(self.tokens)
 
     def forget_blocks(self) -> None:
-        """Start again with empty tables; whoever calls has released the blocks."""
+        """Start again with empty tables; the caller has released the blocks."""
         self.tables = [[] for _ in range(self.groups)]
         self.recycled_blocks = [0] * self.groups
         self.confirmed_tokens = self.indexed_blocks = self.held_blocks = 0

@@ -6,8 +6,8 @@
 
 Why no mix of requests can deadlock. `running` is in order of admission. When a running request gets no blocks, the
 latest one is preempted until it does; only if it is itself the latest does it wait, holding what it has. So the
-oldest gets every block that is not in the hands of a load or a plugin, and what it needs at most fits in the pool, or
-it had been refused. Loads end (the plugin's promise), and a loaded request is a running one, the latest, that can be
+oldest request gets every block that no load or plugin holds, and its largest need fits in the pool, or the request
+would have been refused. Loads end (the plugin's promise), and a loaded request is a running one, the latest, that can be
 preempted. Nothing is admitted in a step in which a running request lacked blocks, and an admission leaves the oldest
 the blocks that it can still come to need.
 """
@@ -118,7 +118,7 @@ class Scheduler:
         self._starved = False
         chunks = self._continue_running(self._capacity.in_flight_tokens)
         budget = self._capacity.in_flight_tokens - sum(chunk.end - chunk.start for chunk in chunks)
-        # Who was just preempted must not be allocated blocks before a plan has told that he lost his old ones.
+        # A request that was just preempted gets no blocks before a plan has reported the loss of its old ones.
         if not self._starved and not self._preempted:
             chunks += self._admit_waiting(budget)
         facts = StepFacts(self._step, tuple(map(_progress, chunks)), tuple(self._preempted))

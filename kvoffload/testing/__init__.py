@@ -1,4 +1,4 @@
-"""Fakes for whoever tests with kvoffload: time, copies and threads that obey the test.
+"""Fakes for tests with kvoffload: time, copies and threads under the test's control.
 
 clock = FakeClock()                        await clock.advance(0.01)
 copier = GatedCopier()                     copier.tickets[0].finish()   .fail()   .tear()   .corrupt()

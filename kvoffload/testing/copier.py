@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class GatedTicket:
     """One batch that waits for the test.
 
-    A ticket that is never told anything never ends.
+    A ticket that the test never ends stays open.
 
     Args:
         direction: of the batch.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class FakeDevice:
-    """Blocks of bytes laid out as an engine would, each region in an array of its own.
+    """Blocks of bytes laid out as an engine would, each region in a separate array.
 
     Args:
         blocks: how many.

@@ -1,4 +1,4 @@
-"""Points at which a test holds others, instead of sleeping and hoping."""
+"""Points at which a test holds coroutines and threads, in place of sleeps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PATIENCE_S = 30.0  # a test that waits longer has failed
 
 
 class Gate:
-    """Holds coroutines until it is opened, and counts who came."""
+    """Holds coroutines until it is opened, and counts arrivals."""
 
     def __init__(self) -> None:
         self.arrivals = 0
@@ -37,7 +37,7 @@ class Gate:
 
 
 class ThreadGate:
-    """Holds threads until it is opened, and counts who came."""
+    """Holds threads until it is opened, and counts arrivals."""
 
     def __init__(self) -> None:
         self._arrivals = 0
@@ -52,7 +52,7 @@ class ThreadGate:
         """Be counted, and wait until the gate is open.
 
         Raises:
-            TimeoutError: nobody opens it.
+            TimeoutError: it was not opened in time.
         """
         with self._changed:
             self._arrivals += 1
@@ -109,7 +109,7 @@ class ManualExecutor(Executor):
                 if self._errors:
                     raise self._errors.popleft()
                 future.set_result(fn(*args, **kwargs))
-            except Exception as error:  # it belongs to whoever asked
+            except Exception as error:  # it belongs to the caller
                 future.set_exception(error)
 
         self._work.append(work)

@@ -1,4 +1,4 @@
-"""The doctor's checks of the reference engine: it finds its plugin, and nothing else can go wrong before its start."""
+"""The doctor's check of the reference engine: that it finds its plugin."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _GROUP, _NAME, _VALUE = "kvoffload.engine_plugins", "kvoffload", "kvoffload_refe
 
 
 def add_arguments(group: argparse._ArgumentGroup) -> None:
-    """It has none: the demo's own options say all there is to say."""
+    """Add nothing: the demo's own options are enough."""
 
 
 def find_settings(args: argparse.Namespace) -> Mapping[str, object] | None:

@@ -33,11 +33,11 @@ class ReferencePlugin:
     """Offloading for one reference engine; all its ranks live in the engine's process and share a portal.
 
     Args:
-        portal: its threads; by default one of its own, which ends with the engine.
+        portal: its threads; by default a new portal, which ends with the engine.
         clocks: the scheduler's side's times.
         clock: the transfer coroutines' time.
         make_copier: makes each rank's copier; by default the one for the engine's device.
-        promises: what offloading may count on; by default all that the engine does.
+        promises: the engine's promises; by default all that it keeps.
     """
 
     name = "kvoffload"

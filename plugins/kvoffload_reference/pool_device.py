@@ -1,4 +1,4 @@
-"""What the reference engine lends, through its block pool."""
+"""The reference engine's block pool as the core's device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvoffload.model.ids import BlockKey, DeviceBlockId
 
 
 class PoolDevice:
-    """Leases are references of ours on the engine's blocks."""
+    """Leases are the plugin's references on the engine's blocks."""
 
     def __init__(self) -> None:
         self._pool: BlockPool | None = None
@@ -39,7 +39,7 @@ class PoolDevice:
         return DeviceBlockId(block) if block is not None else None
 
     def lease_problems(self, leases: Mapping[DeviceBlockId, int]) -> list[str]:
-        """The engine counts leases apart, so that they can be compared one by one."""
+        """The engine counts leases separately, so they can be compared one by one."""
         counted = self._pool.leases() if self._pool is not None else {}
         return [
             f"block {block} is leased {leases.get(DeviceBlockId(block), 0)} times, the engine counts {counted.get(block, 0)}"

@@ -1,4 +1,4 @@
-"""The scheduler's side: the engine's hooks as facts, and the core's answers as the engine wants them."""
+"""The scheduler's side: translates the engine's hooks into facts, and the core's answers for the engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvoffload_reference.translate import blocks, keys
 
 @dataclass(slots=True)
 class _Sent:
-    """What the core has been told of a request: only what is new is told again."""
+    """What was already reported of a request; later facts report only what is new."""
 
     view: RequestView
     keys: list[int]  # per group, how many
@@ -34,7 +34,7 @@ class ReferenceScheduler:
 
     Args:
         offload: the runtime's scheduler side.
-        device: what the engine lends; bound when the engine has a pool.
+        device: the engine's block pool; bound once the engine has made it.
         closed: called when the engine has stopped, after all else.
     """
 

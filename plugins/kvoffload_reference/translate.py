@@ -1,4 +1,4 @@
-"""The reference engine's words in the project's. Pure."""
+"""Translates the reference engine's types into the core's. Pure."""
 
 from __future__ import annotations
 

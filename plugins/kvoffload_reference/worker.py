@@ -22,7 +22,7 @@ class ReferenceWorker:
 
     Args:
         offload: the runtime's worker side.
-        examine: what the doctor finds wrong, before any host memory is taken.
+        examine: the doctor's checks, run before any host memory is allocated.
     """
 
     def __init__(self, offload: WorkerSide, examine: Callable[[DeviceLayout], Sequence[Answer]]) -> None:

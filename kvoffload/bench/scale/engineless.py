@@ -111,7 +111,7 @@ class SimulatedCopies:
 
 
 class Engineless:
-    """One scheduler's side, told by hand as an adapter tells it.
+    """One scheduler's side, driven directly in the way an adapter drives it.
 
     Args:
         slots: of the host, all ready from the start.
@@ -204,7 +204,7 @@ class Engineless:
         return longest
 
     def put(self, keys: Sequence[BlockKey]) -> None:
-        """Put blocks on the host, past the hooks, which would take a hundred times as long to be told of each."""
+        """Put blocks on the host without the hooks, which would take a hundred times as long."""
         pool = self.side.core.state.pool
         pool.fill(pool.reserve(keys)[0])
 

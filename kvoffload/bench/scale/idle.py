@@ -56,7 +56,7 @@ Work = Callable[[Engineless, int, Sequence[Sequence[BlockKey]]], None]
 
 
 def _nothing(rig: Engineless, window: int, prompts: Sequence[Sequence[BlockKey]]) -> None:
-    """Steps in which nobody completes a block: most of them."""
+    """Steps in which no request completes a block: most of them."""
     for _ in range(_STEPS):
         rig.step(decode_tokens=FEW)
 

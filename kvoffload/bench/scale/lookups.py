@@ -1,7 +1,7 @@
 """What a lookup takes, against a bare loop of dict lookups over the same keys.
 
 Each sample is a new request with keys of its own, all on the host; the bare loop, the search alone and the whole hook
-take turns on them. The hook pins what it found and tells its counters and journal; the loop does nothing with what it
+take turns on them. The hook pins what it found and updates counters and journal; the loop does nothing with what it
 finds. A miss is a lookup whose first key is not there.
 """
 

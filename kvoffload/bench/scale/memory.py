@@ -1,8 +1,8 @@
-"""Python memory of host slots, and the start-up time of many: each number of slots in a process of its own.
+"""Python memory of host slots, and the start-up time of many: each number of slots in a separate process.
 
 What is compared is the process's resident memory, before the side is made and when its slots are full, and again after
 every block has been replaced twice: dicts that lose and gain keys need more room than those that only gain, and copy
-themselves now and then. A block's key counts as the host's own, since once the request has ended nobody else has it.
+themselves now and then. A block's key counts as the host's own, since nothing else refers to it once the request has ended.
 """
 
 from __future__ import annotations
