@@ -79,7 +79,7 @@ class _Names:
     def of(self, code: CodeType) -> str | None:
         if code not in self._known:
             is_one = code.co_filename.startswith(_CORE) and not code.co_name.startswith("<")
-            # A generator is also entered to be closed, where nobody could hear of a fault.
+            # A generator is also entered to be closed, where a fault could not be reported.
             is_one &= not code.co_flags & CO_GENERATOR
             self._known[code] = f"{Path(code.co_filename).stem}.{code.co_qualname}" if is_one else None
         return self._known[code]

@@ -36,7 +36,7 @@ A, JOB = RequestId("a"), JobId(1)
 
 
 class Hand:
-    """A clock that goes when told."""
+    """A clock that the test advances."""
 
     now = 0.0
 

@@ -89,7 +89,7 @@ async def story() -> AsyncIterator[Story]:
 async def test_one_block_goes_to_the_host_and_comes_back(story: Story) -> None:
     scheduler, pool = story.scheduler, story.pool
 
-    # 1. A request comes. Nobody has seen its first block: the lookup finds nothing, and says why.
+    # 1. A request comes. Its first block was never seen: the lookup finds nothing, and says why.
     scheduler.seen(RequestSeen(FIRST, prompt_tokens=20, keys=((KEY,),)))
     assert scheduler.lookup(FIRST, 0) == 0
 

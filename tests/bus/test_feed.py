@@ -113,7 +113,7 @@ async def test_cancelling_a_sleeping_consumer_leaves_the_feed_usable() -> None:
         await wait_all_tasks_blocked()
         group.cancel_scope.cancel()
     feed.offer(1)
-    assert feed.statistics().wakeups == 0  # nobody sleeps there any more
+    assert feed.statistics().wakeups == 0  # no consumer sleeps there any more
     assert await anext(feed) == 1
 
 

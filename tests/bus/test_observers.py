@@ -51,7 +51,7 @@ async def test_an_observer_that_raises_is_removed_and_its_neighbour_goes_on() ->
         await wait_all_tasks_blocked()
         bus.publish(3)
         bus.close()
-    assert removed == [("bad", "at 1", 1)]  # the second event was waiting, and nobody will see it
+    assert removed == [("bad", "at 1", 1)]  # the second event was queued and is dropped
     assert seen == [1, 2, 3]
     assert bad.statistics()[:4] == (2, 1, 1, 0)
 

@@ -22,7 +22,7 @@ def test_reuse_time_and_equality_with_the_defaults() -> None:
 def test_offloading_costs_nothing_where_nothing_repeats() -> None:
     found = _run("bench", "engine", "--pairs", "20", "--repeats", "1", "--conversations", "1")["lines"][0]
     assert "never repeat" in found["what"]
-    # It fails only if the whole interval is too slow, so that noise alone fails nobody.
+    # It fails only if the whole interval is too slow, so that noise alone is not a failure.
     assert found["high"] >= 0.98, found
 
 

@@ -1,4 +1,4 @@
-"""One demo told three ways: its journal, its metrics page and its table agree to the last block."""
+"""A demo's journal, metrics page and table agree to the last block."""
 
 from __future__ import annotations
 

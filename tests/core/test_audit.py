@@ -126,7 +126,10 @@ LAWS: dict[str, tuple[Callable[[Broken], object], str]] = {
         lambda it: it.state.in_flight.wait(Offer(BlockKey(b"x"), DeviceBlockId(1))),
         "an offer waits for a key that is not in flight",
     ),
-    "a job of nobody": (lambda it: it.store.concerns.clear(), "request stores counts 1 jobs, 0 are open"),
+    "a job without a request": (
+        lambda it: it.store.concerns.clear(),
+        "request stores counts 1 jobs, 0 are open",
+    ),
     "a table lost": (
         lambda it: it.state.tables.forget(it.runs),
         "request stores is RUNNING and has no table",
@@ -260,16 +263,16 @@ def test_a_large_memory_of_misses_is_bounded_in_parts() -> None:
 # -- at rest ------------------------------------------------------------------------------------------------------
 
 AT_REST: dict[str, tuple[Callable[[CoreState], object], str]] = {
-    "a slot that nobody counts": (
+    "a slot in no count": (
         lambda it: it.pool._counts.__setitem__(SlotState.EMPTY, 1),
         "slots by state sum to",
     ),
-    "a pin that nobody owns": (lambda it: it.pool.pin((SlotId(0),)), "slot 0 has 1 pins, 0 are owned"),
-    "a slot that fills for nobody": (
+    "a pin without an owner": (lambda it: it.pool.pin((SlotId(0),)), "slot 0 has 1 pins, 0 are owned"),
+    "a filling slot without a job": (
         lambda it: it.pool.reserve([BlockKey(b"x")]),
         "1 slots are FILLING after all has drained",
     ),
-    "a lease of nobody": (
+    "a lease without a job": (
         lambda it: it.leases.take([DeviceBlockId(1)]),
         "1 leases and 0 records after all has drained",
     ),
@@ -321,7 +324,7 @@ def test_at_rest_only_the_given_slots_are_looked_at() -> None:
 
 
 def test_a_copy_that_was_given_up_is_rest_and_its_request_may_keep_slots() -> None:
-    """Nobody waits for it. What its request holds may be neither evicted nor missed."""
+    """No request waits for it. What its request holds may be neither evicted nor missed."""
     world = World()
     first = world.add("first", TEXT)
     world.admit(first)

@@ -16,7 +16,7 @@ SLOTS = st.lists(st.integers(0, 40).map(SlotId), unique=True, max_size=8)
 
 @given(st.lists(SLOTS))
 def test_it_is_the_order_of_the_last_uses(batches: list[list[SlotId]]) -> None:
-    """Whoever is in it leaves; whoever is not comes in: against the plain model."""
+    """Members leave and others join, compared with a plain model."""
     order, model = LruOrder(), OrderedDict[SlotId, None]()
     order.grow(20)
     for number, batch in enumerate(batches):

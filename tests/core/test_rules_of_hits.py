@@ -457,7 +457,7 @@ def test_r9_a_request_that_ends_takes_back_its_own_load_and_no_other() -> None:
 
 @pytest.mark.parametrize("order", [(CORRUPT, FAILED), (FAILED, CORRUPT)])
 def test_r9_a_rank_that_fails_dooms_all_also_where_another_names_a_corrupt_block(order: tuple) -> None:
-    # Only the first rank's word was heard: after a corrupt block, a failed copy left the other slots in the index.
+    # Only the first rank's report counted: after a corrupt block, a failed copy left the other slots in the index.
     world = cached(ranks=2)
     loading(world)
     (job,) = world.open_jobs(Direction.LOAD)
@@ -492,7 +492,7 @@ def test_r9_a_load_that_is_given_up_keeps_its_blocks_from_reuse() -> None:
     for number in range(4):
         world.serve(f"r{number}", str(number) * 30)  # wants every block there is
     assert all(world.device.leased[block] == 1 for block in blocks)
-    world.finish(job)  # late, and into blocks that nobody else has
+    world.finish(job)  # late, and into blocks that no other request has
     assert not any(world.device.leased[block] for block in blocks)
 
 
@@ -559,7 +559,7 @@ def test_r14_once_the_owner_runs_nobody_waits_for_it() -> None:
 
 
 def test_r14_an_owner_that_was_given_blocks_anew_keeps_nobody_waiting() -> None:
-    # Preempted and given blocks again within a step, without a lookup: what it had loaded is in nobody's hands.
+    # Preempted and given blocks again within a step, without a lookup: its loaded blocks have no owner.
     world = cached()
     owner = loading(world)
     world.finish()

@@ -242,7 +242,7 @@ class Copy:
 
 
 class World:
-    """The engine, its ranks, and the core that is told of what they do."""
+    """The engine, its ranks, and the core that receives their facts."""
 
     def __init__(
         self,

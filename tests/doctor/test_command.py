@@ -171,7 +171,7 @@ def test_in_a_process_of_its_own_with_little_locked_memory() -> None:
 
     reported = in_process("--json", "--config", '{"host_bytes": "1MiB"}', before=lower)
     (locked,) = [one for one in json.loads(reported.stdout)["findings"] if one["check"] == "locked memory"]
-    # Without a GPU nothing is pinned; with one the limit is told.
+    # Without a GPU nothing is pinned; with one the limit is reported.
     assert "nothing is pinned" in locked["finding"] or "at most 64.0 KiB" in locked["finding"]
     assert (reported.returncode, reported.stderr) == (0, "")
 

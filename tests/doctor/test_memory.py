@@ -54,7 +54,7 @@ def test_what_is_expected_is_what_the_arena_takes(pages: list[int], share: int) 
     [
         (setup(10), 10),
         (setup(10, ranks=2), 10),
-        (setup(11, ranks=2), 10),  # the odd byte is nobody's
+        (setup(11, ranks=2), 10),  # the odd byte is not used
         (setup(10 * 4096, ranks=2, block_bytes=4096), 10 * 4096),
         # Regions rounded, each rank.
         (

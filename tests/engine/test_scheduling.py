@@ -1,4 +1,4 @@
-"""Who computes, who waits, who loses his blocks; and that nobody waits for ever."""
+"""Which requests compute, wait and lose their blocks; and that none waits for ever."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def _check_blocks_in_flight(scene: Scene) -> None:
 
 
 def _check_tables(scene: Scene) -> None:
-    """R7: what the core believes a running request's blocks to hold is what they hold, or nobody has them."""
+    """R7: a running request's blocks hold what the core believes, or no request has them."""
     world = scene.world
     for request in world.running():
         record = world.core.state.requests.live.get(request.name)

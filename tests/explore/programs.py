@@ -128,7 +128,7 @@ def _allocate(scene: Scene, name: str, how_much: str) -> None:
 
 
 def _surprise(scene: Scene, name: str) -> None:
-    """The engine brings tokens that nobody promised, or none where it looked up nothing (R2)."""
+    """The engine expects tokens that were not promised, or none after no lookup (R2)."""
     scene.spend("surprise")
     scene.found.pop(name, None)
     request = scene.world.requests[name]

@@ -1,4 +1,4 @@
-"""Host memory that is refused, and copies that end badly, late or never: what nobody may notice in the tokens."""
+"""Host memory that is refused, and copies that fail, end late or never: tokens stay the same."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_an_end_that_comes_after_its_job_was_given_up(
             made.step(TIMEOUT_S / 4)
         assert made.engine.statistics().leased_blocks == 0
         assert made.offload.gauges().slots["quarantined"] == lost
-        # Told once, as abandoned.
+        # Reported once, as abandoned.
         assert made.counts().counts[f"kvoffload_{direction}_blocks_total"] == outcomes
         made.run(text(1, 30), 3)
         made.assert_clean()

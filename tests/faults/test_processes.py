@@ -1,4 +1,4 @@
-"""Whole processes: told to end or killed with copies running, forked, and put together in an odd order."""
+"""Whole processes: stopped or killed with copies running, forked, and assembled in an unusual order."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Demo:
         return sum(float(line.split()[-1]) for line in lines if line.startswith("kvoffload_open_jobs{"))
 
     def check_nothing_is_left(self) -> None:
-        """No process, no shared memory, no port; and the journal can be read, and written by whoever comes next."""
+        """No process, no shared memory, no port; and the journal can be read, and written by the next process."""
         JournalFile(self.journal).close()
         assert "StoreScheduled" in self.journal.read_text()
         assert not [process for process in Path("/proc").glob("[0-9]*") if self._is_member(process)]

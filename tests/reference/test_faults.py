@@ -188,7 +188,7 @@ def test_a_counter_that_raises_is_removed_and_counted(caplog: pytest.LogCaptureF
 def test_the_engine_goes_on_when_the_portals_thread_is_gone(
     kind: str,
 ) -> None:
-    """Loads are started by the engine's own thread and still come; stores fail, and nobody waits for them."""
+    """The engine's own thread starts loads, which still arrive; stores fail, and no request waits for them."""
     with rig(kind) as made:
         made.run(text(1, 25), 6)
         made.forget_device()
@@ -242,7 +242,7 @@ def test_bad_settings_end_the_start_with_one_error_and_nothing_half_started(
 
 def assert_no_threads_but(before: set[threading.Thread]) -> None:
     for thread in set(threading.enumerate()) - before:
-        thread.join(PATIENCE_S)  # it was told to end, and does so in its own time
+        thread.join(PATIENCE_S)  # it was asked to end, and takes its time
         assert not thread.is_alive(), thread
 
 

@@ -209,7 +209,7 @@ def test_the_engine_closes_while_a_load_is_being_checked() -> None:
     made.submit(PROMPT, 3)
     made.step()
     arena = made.workers[0].pump._arena
-    made.close()  # it waits for the time-out, and leaves the memory to whoever may still read it
+    made.close()  # it waits for the time-out, and leaves the memory to copies that may still read it
     assert arena.ready_slots > 0
 
 

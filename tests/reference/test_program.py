@@ -87,7 +87,7 @@ class Program(RuleBasedStateMachine):
 
     @rule()
     def device_forgets(self) -> None:
-        self.rig.engine.pool.reset_prefix_cache()  # if nobody uses it
+        self.rig.engine.pool.reset_prefix_cache()  # if no request uses it
 
     @rule(count=st.integers(1, 6))
     def steps(self, count: int) -> None:
@@ -174,7 +174,7 @@ class Program(RuleBasedStateMachine):
         assert bool(self.stranded) >= bool(lost)
         self.rig.assert_clean(lost_blocks=len(lost))
         for ticket in self.stranded:
-            ticket.finish()  # copies that nobody waits for any more write where nobody reads
+            ticket.finish()  # abandoned copies write where no request reads
         self.stranded.clear()
         self.hear_late_ends()
         for base in range(BASES):

@@ -217,7 +217,7 @@ def test_a_load_that_never_ends_is_recomputed_and_its_memory_is_written_off(kind
         for n in range(12):  # overwrite whatever can be had, on both sides
             made.run(text(50 + n, 60), 2)
         made.assert_clean(lost_blocks=lost)
-        stuck.finish()  # it still writes where it was told to
+        stuck.finish()  # it still writes to its target
         for _ in range(3):
             made.step(TIMEOUT_S / 4)
         for n in range(12):

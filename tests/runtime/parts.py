@@ -1,4 +1,4 @@
-"""A scheduler side with everything around it faked: told by hand, as an adapter would tell it."""
+"""A scheduler side with everything around it faked, driven directly as an adapter would drive it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Pool:
 
 
 class Side:
-    """One side, with 50 host slots unless told otherwise. `prefix` names what requests have in common."""
+    """One side, with 50 host slots by default. `prefix` names what requests have in common."""
 
     def __init__(
         self,

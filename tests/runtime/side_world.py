@@ -1,4 +1,4 @@
-"""The small engine of the core's tests on a real scheduler's side: told, asked and timed as an adapter would do it."""
+"""The small engine of the core's tests on a real scheduler's side, driven and timed as an adapter would do it."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def test_a_question_that_raises_is_answered_with_nothing(
     monkeypatch.setattr(side.side.core, question, boom)
     assert side.side.lookup(RequestId("a"), 0) in (0, RELOAD)
     assert side.step().is_empty
-    assert side.side.take_answers() == LoadAnswers()  # nobody waits for b
+    assert side.side.take_answers() == LoadAnswers()  # no request waits for b
     assert side.side.gauges().degraded is DegradeCause.HANDLER_RAISED
     assert f"doing={question}" in caplog.text
 

@@ -1,4 +1,4 @@
-"""The laws are checked whenever nothing goes on and for whoever asks; the oldest pin and job are told and watched."""
+"""The laws are checked at rest and on request; the oldest pin and job are reported and watched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scheduler's side, told by hand: deadlines, patience, pins' ages, gauges, hook times, start and end."""
+"""The scheduler's side, driven directly: deadlines, patience, pins' ages, gauges, hook times, start and end."""
 
 from __future__ import annotations
 

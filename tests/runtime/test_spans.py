@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of an engine: what is told, whose children, from when to when, and what a bad collector costs."""
+"""OpenTelemetry spans of an engine: contents, parents, times, and what a bad collector costs."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def children(found: Sequence[ReadableSpan], parent: ReadableSpan) -> dict[str, R
     }
 
 
-# -- what is told -------------------------------------------------------------------------------------------------------
+# -- contents -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_request_with_a_load_is_told_from_its_lookup_to_its_end(traced: Traced) -> None:

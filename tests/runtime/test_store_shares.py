@@ -1,4 +1,4 @@
-"""How far stores are held back, as an operator sees it: by the rank that holds back most, as it last told."""
+"""How far stores are held back, as an operator sees it: by the last report of the rank that holds back most."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What counting, recording and estimating cost the engine, and that nobody who watches can raise it.
+"""What counting, recording and estimating cost the engine, and that no observer can raise it.
 
 Measured against the same side without any of it: pairs in turns, judged by the median of their ratios. A gate fails only
 if the whole interval lies beyond it.
@@ -62,7 +62,7 @@ def serve(side: Side, number: int) -> None:
 
 
 def decode(side: Side, number: int) -> None:
-    """A step in which nobody completes a block: most of them."""
+    """A step in which no request completes a block: most of them."""
     side.step(decode=20)
 
 

@@ -150,7 +150,7 @@ def test_a_portal_whose_thread_is_gone_is_noticed(made: Side) -> None:
     made.side.start_loads(made.plan(Direction.LOAD))
     made.side.start_stores(made.plan(Direction.STORE, slot=1))
     made.portal.is_dead = True
-    assert made.outcomes() == {2: CopyOutcome.FAILED}  # it had not been started, and nobody will
+    assert made.outcomes() == {2: CopyOutcome.FAILED}  # it had not been started and will not be
     made.copier.release()
     assert made.outcomes() == {1: CopyOutcome.DONE}  # it had, and is still noticed
     made.portal.is_dead = False

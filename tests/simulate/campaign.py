@@ -35,7 +35,7 @@ class Result:
     Args:
         seed: which.
         problem: what went wrong, None for nothing.
-        trace: where, for whoever looks for the reason.
+        trace: where it failed.
         numbers: what happened in it, by name.
     """
 
@@ -77,7 +77,7 @@ def keep_journal(seed: int, folder: Path) -> tuple[Path, Result]:
 
 def _start() -> None:
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends it
 
 
 def _numbers(world: Simulation) -> Counter[str]:

@@ -1,4 +1,4 @@
-"""Whoever runs a tiny model here does so on one thread."""
+"""Tests here run tiny models on one thread."""
 
 from tests.one_thread import one_thread
 

@@ -69,7 +69,7 @@ class SimLoop(asyncio.BaseEventLoop):
             raise Stuck(f"not over after {_LONGEST_S} s of its time")
 
     def _write_to_self(self) -> None:
-        """Nobody sleeps in a system call that he would have to be woken from."""
+        """No thread sleeps in a system call from which it would have to be woken."""
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         """Cancelled timers leave the heap when their time comes."""
@@ -118,7 +118,7 @@ class SimPortal(Portal):
         return _Spawned(self.loop, self.loop.create_task(async_fn(*args, **kwargs)))
 
     def close(self, timeout: float = 10.0) -> bool:
-        """Cancel what is left and let it end. The loop stays: whoever made it closes it."""
+        """Cancel what is left and let it end. The loop stays open: its creator closes it."""
         tasks = asyncio.all_tasks(self.loop)
         for task in sorted(tasks, key=lambda task: task.get_name()):
             task.cancel()

@@ -36,7 +36,7 @@ class Scenario:
         conversations: how many there are, all in all.
         bases: texts that their prompts begin with.
         abort, cold: probability of a turn that is abandoned, and of one that comes late.
-        forgets: probability that the device's own prefix cache is gone when a turn comes late, if nobody uses it.
+        forgets: probability that the device's own prefix cache is gone when a turn comes late, if no request uses it.
         acts: what the operator does, in order, from `OPERATOR`.
         step_s: how long a step computes, at most.
         switch: probability that another thread runs where it can.

@@ -162,7 +162,7 @@ class Simulation:
         self._check_nothing_left()
 
     async def _settle(self) -> None:
-        """Everything ends but what hangs, which is then let go; late ends are heard."""
+        """Everything ends but what hangs, which is then released; late ends are reported."""
         await self.until(lambda: not self.engine.has_work)
         self._check_drained()
         for copier in self.copiers:
@@ -174,7 +174,7 @@ class Simulation:
         self._check_nothing_left()
 
     async def until(self, is_so: Callable[[], bool]) -> None:
-        """Look now and then, as nobody tells."""
+        """Poll, as there is no notification."""
         while not is_so():  # noqa: ASYNC110
             await asyncio.sleep(self.scenario.timeout_s / 10)
 

@@ -1,4 +1,4 @@
-"""Time that jumps, an order that is drawn, and waits that nobody can end."""
+"""Time that jumps, a random order, and waits that cannot end."""
 
 from __future__ import annotations
 

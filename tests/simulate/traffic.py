@@ -58,7 +58,7 @@ async def read(stream: TokenStream, patience: float | int | None, found: list[in
     """Read tokens into `found`, until the end or the end of patience.
 
     Raises:
-        EngineError: what the engine told instead of more tokens.
+        EngineError: the engine reported it in place of more tokens.
     """
     if isinstance(patience, float):
         try:
@@ -112,7 +112,7 @@ class Operator:
         self._world.engine.reset_prefix_cache()
 
     async def _device_forgets(self) -> None:
-        self._world.engine.pool.reset_prefix_cache()  # if nobody uses it
+        self._world.engine.pool.reset_prefix_cache()  # if no request uses it
 
     async def _preempt(self) -> None:
         running = [request.request_id for request in self._world.engine._scheduler.running]
@@ -120,7 +120,7 @@ class Operator:
             self._world.engine.preempt(self._draws.choice(running))
 
     async def _new_weights(self) -> None:
-        """Once nobody computes: one reset, whatever is in flight; when the device has let go of all, other weights."""
+        """Once no request computes: one reset, whatever is in flight; when the device has released all, other weights."""
         world = self._world
         world.is_open.clear()
         await world.until(lambda: not world.engine._scheduler.has_requests)
@@ -133,12 +133,12 @@ class Operator:
         world.is_open.set()
 
     async def _rank_dies(self) -> None:
-        """A rank copies nothing any more, and nobody says so."""
+        """A rank copies nothing any more, without an error."""
         rank = self._draws.randrange(self._world.engine.config.ranks)
         self._world.copiers[rank].is_dead = True
 
     async def _corrupt(self) -> None:
-        """A byte of a host slot that nobody copies changes by itself, on one rank."""
+        """A byte of a host slot without a running copy changes by itself, on one rank."""
         world, pool = self._world, self._world.offload.core.state.pool
         slots = [slot for slot in map(SlotId, range(pool.capacity)) if pool.state(slot) is SlotState.READY]
         if slots:

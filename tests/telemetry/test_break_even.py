@@ -1,4 +1,4 @@
-"""From which length on a load pays, and that nobody holds on to what was true long ago."""
+"""From which length on a load pays, and that old measurements expire."""
 
 from __future__ import annotations
 

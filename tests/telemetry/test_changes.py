@@ -1,4 +1,4 @@
-"""What is told of step by step adds up to what was counted, and steps without news tell nothing."""
+"""Changes sent step by step add up to the counts; steps without changes send nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times to first token, by what was found: each request once, and nobody looked at who cannot have one."""
+"""Times to first token, by what was found: each request once, and requests that cannot have one are not watched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The journal keeps what happened, writes no content, and its disk is nobody's problem but its own."""
+"""The journal keeps what happened, writes no content, and its disk delays nothing else."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_every_fault_that_is_promised_has_a_row() -> None:
 def test_every_test_of_a_fault_is_in_the_table() -> None:
     named = set(re.findall(r"::(\w+)`", PAGE))
     for file in sorted((ROOT / "tests" / "faults").glob("test_*.py")):
-        if file.name == "test_resets.py":  # a subject of its own, told of below the table
+        if file.name == "test_resets.py":  # described below the table
             continue
         tests = {name for name in names_in(str(file.relative_to(ROOT))) if name.startswith("test_")}
         assert tests <= named, file.name

@@ -131,7 +131,7 @@ class Needed:
 
 
 class Batch:
-    """A copier that was told where the engine wins, and 40 copies of 64 bytes beside 2 of 4 KiB."""
+    """A copier that knows where the copy engine wins, and 40 copies of 64 bytes beside 2 of 4 KiB."""
 
     def __init__(self, below: int = KIB) -> None:
         self.cuda = FakeCuda()

@@ -223,7 +223,7 @@ async def test_memory_is_kept_while_a_reading_may_touch_it() -> None:
 
 
 async def test_loads_are_checked_when_the_coroutine_is_gone() -> None:
-    """Nobody but the hook looks then."""
+    """Only the hook looks then."""
     rig = Rig(verify="full")
     await rig.arena.prepare()
     rig.copier.release()

@@ -44,7 +44,7 @@ class HeldCopy:
 
 
 class CopyGate:
-    """Every copy of the engines' processes asks here before it begins; whoever closes a connector tells it here."""
+    """Every copy of the engines' processes asks here before it begins; closing a connector is reported here."""
 
     def __init__(self, path: Path) -> None:
         self._listener = socket.socket(socket.AF_UNIX)
@@ -68,7 +68,7 @@ class CopyGate:
         return self._closings.get(timeout=_PATIENCE_S)
 
     def open(self) -> None:
-        """Keep no copy from now on, and let those go that nobody has taken."""
+        """Keep no copy from now on, and release those that were not taken."""
         self._is_open = True
         while not self._held.empty():
             self._held.get().release()

@@ -20,7 +20,7 @@ from typing import Any
 from tests.vllm_adapter.engine_rig import DEVICE_BLOCKS, transfer_config
 from tests.vllm_stock import engines
 
-_LONG_S = 300  # Nobody gives a copy up that a test holds.
+_LONG_S = 300  # A copy that a test holds is not abandoned.
 
 
 class Front:

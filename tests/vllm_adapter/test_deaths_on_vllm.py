@@ -28,7 +28,7 @@ pytestmark = MARKS
 PROMPTS = draw(1, 3, 200)
 FOUND = 192  # tokens of each, all of its whole blocks
 RANKS = 2
-VLLMS_OWN = re.compile(r"[0-9a-f-]{36}")  # sockets that vLLM leaves, whoever ends it
+VLLMS_OWN = re.compile(r"[0-9a-f-]{36}")  # sockets that vLLM leaves, however it ends
 DEAD = {"error": "EngineDeadError"}
 
 
@@ -76,7 +76,7 @@ class Life:
         assert all(one.came_to_its_end() for one in held)
 
     def check_closing(self, *held: HeldCopy) -> None:
-        """These workers are told to end, and wait for their copies."""
+        """These workers are asked to end, and wait for their copies."""
         assert {self.gate.next_closing() for _ in held} == {(CLOSING, one.process) for one in held}
 
     def check_closed(self, *held: HeldCopy) -> None:
@@ -88,7 +88,7 @@ class Life:
         assert set(seen.values()) == {CLOSED}
 
     def check_over(self) -> None:
-        """Of the engine nothing is left but vLLM's own; requests are told so; and a new one serves as the old one did."""
+        """Only vLLM's own files of the engine are left; requests get an error; a new engine serves as the old one did."""
         until(lambda: set(processes(self.front)) == {self.front.process.pid}, 60)
         assert not [path for path in self.shared if path.exists()]
         sockets = {one.name for one in self.folder.iterdir() if one.is_socket()}
@@ -96,7 +96,7 @@ class Life:
         assert self._ask() == [DEAD] * len(PROMPTS)
         self.front.do("stop")
         check_log(self.front)
-        JournalFile(self.folder / "journal").close()  # nobody holds it
+        JournalFile(self.folder / "journal").close()  # no process holds it
         self.gate.open()
         self.begin()
 
@@ -124,7 +124,7 @@ def life(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Life]:
 
 
 def test_an_engine_told_to_end_sees_its_copies_to_their_end(life: Life) -> None:
-    """vLLM gives the requests up at once, as it was told no `--shutdown-timeout`; their blocks wait for the copies."""
+    """vLLM aborts the requests at once without `--shutdown-timeout`; their blocks wait for the copies."""
     held = life.start_loads()
     os.kill(life.engine, signal.SIGTERM)
     (answer,) = life.front.hear()["answers"]

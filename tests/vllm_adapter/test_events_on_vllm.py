@@ -69,7 +69,7 @@ def stored_on_host(batch: Any) -> list[Any]:
 
 
 def test_a_router_keeps_what_it_is_told(folder: Path) -> None:
-    """Eager, with a host that holds all: no block is told before its parent, and each says whose it is."""
+    """Eager, with a host that holds all: no block is announced before its parent, and each names its group."""
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
     with publishing("gemma3", folder, 512) as (rig, batches):

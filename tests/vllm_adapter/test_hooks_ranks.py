@@ -56,7 +56,7 @@ class Workers:
         self._join = KVOutputAggregator(expected_finished_count=2)
 
     def step(self, **reported: Any) -> Any:
-        """What the scheduler hears after a step in which the workers were told this."""
+        """What the scheduler receives after a step in which the workers got this."""
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
         from kvoffload_vllm.metadata import KVOffloadMetadata
@@ -153,7 +153,7 @@ def test_ranks_that_end_in_one_step_are_both_heard() -> None:
 
 @pytest.mark.parametrize("ended", [(), (0,), (1,)])
 def test_a_load_given_up_is_told_once_by_each_rank(ended: Sequence[int]) -> None:
-    """Where it has ended it was told already; where it ends later, nobody is told again."""
+    """A rank where it has ended has reported it; a later end is not reported again."""
     workers = Workers()
     workers.step(**load())
     for rank in ended:

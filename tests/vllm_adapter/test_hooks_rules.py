@@ -1,4 +1,4 @@
-"""The rules, one scenario each, on a real engine with both roles in this process and copies that end when told to."""
+"""The rules, one scenario each, on a real engine with both roles in this process and copies that the test ends."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def prompt(seed: int, length: int = 264) -> tuple[int, ...]:
 
 
 def truth(rig: Rig, one: Asked) -> Reported:
-    """What a request says that reads no cache, and whose blocks nobody else finds."""
+    """A request that reads no cache, and whose blocks no other request finds."""
     asked = Asked(one.prompt, one.count, salt="truth", prompt_logprobs=True)
     return rig.run({"truth": asked})["truth"]
 
@@ -117,7 +117,7 @@ def test_r9_a_load_that_takes_too_long_is_recomputed_elsewhere(hands: Hands) -> 
 
     other = Asked(prompt(4, 200), 6)
     right = truth(rig, other)
-    load.finish()  # over blocks that nobody was given
+    load.finish()  # over blocks that were not allocated
     assert same(rig.run({"b": other})["b"], right)
     assert engines.held_blocks(rig.llm) == 0
     assert reports.received == ["a"]

@@ -44,7 +44,7 @@ def prompt(seed: int, length: int = 264) -> tuple[int, ...]:
 
 
 def truth(rig: Rig, asked: Mapping[str, Asked]) -> dict[str, Reported]:
-    """What requests say that read no cache, and whose blocks nobody else finds."""
+    """Requests that read no cache, and whose blocks no other request finds."""
     alone = {name: Asked(one.prompt, one.count, "truth", prompt_logprobs=True) for name, one in asked.items()}
     reported = rig.run(alone)
     rig.reported.clear()
@@ -113,7 +113,7 @@ def test_r12_the_engine_goes_on_without_it(folder: Path) -> None:
             assert rig.side.core.state.degraded is not None
             assert held.loads == [first, second]
             rig.until(lambda: len(reports.failed) == 3)
-            first.finish()  # too late to be trusted, and over blocks that nobody was given
+            first.finish()  # too late to be trusted, and over blocks that were not allocated
             second.tear()
             rig.ask("d", asked["d"])
             held.copier.release()

@@ -41,7 +41,7 @@ def prompt(seed: int, length: int = 264) -> tuple[int, ...]:
 
 
 def truth(rig: Rig, one: Asked) -> Reported:
-    """What a request says that reads no cache, and whose blocks nobody else finds."""
+    """A request that reads no cache, and whose blocks no other request finds."""
     return rig.run({"truth": Asked(one.prompt, one.count, salt="truth", prompt_logprobs=True)})["truth"]
 
 

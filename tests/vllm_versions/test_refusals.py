@@ -28,7 +28,7 @@ def is_too_old() -> bool:
 
 
 def recovers_several_groups() -> bool:
-    """Whether this version can be told of a failed load of a hybrid model."""
+    """Whether this version accepts a failed load of a hybrid model."""
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
     return hasattr(base, "KVConnectorTransferResults")
