@@ -1,23 +1,31 @@
 """Checks of the page kernel, for a process in which Triton is there: `python -m tests.transfer.page_kernel_checks interpret`.
 
-`interpret` runs the kernel on host memory by Triton's interpreter, `compile` compiles it for a device that need not be there.
+`interpret` runs the kernel on host memory by Triton's interpreter, `compile` compiles it for devices that need not be there.
 """
 
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import torch
+import triton  # type: ignore[import-not-found]
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
+from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found]
+from triton.compiler import ASTSource, CompiledKernel, compile  # type: ignore[import-not-found]
 
 from kvoffload.transfer import page_kernel
 from kvoffload.transfer.runs import CopyRuns
 
 PLACE = 5 * 1024  # bytes between the beginnings of two runs: more than any of them
 DIRTY = 0xA5
+ARCHITECTURES = (75, 80, 86, 89, 90, 100, 103, 120)
+"""Compute capabilities, times ten, from Turing to Blackwell."""
 
 SIZES = st.one_of(
     st.integers(1, 40), st.integers(1, PLACE - 64), st.sampled_from([16, 512, 1024, 4096, 4096 + 16, 4111])
@@ -46,26 +54,66 @@ def copies_every_byte_and_no_other(runs: list[tuple[int, int, int]], order: obje
     assert np.array_equal(target, wanted)
 
 
-def words_are_16_bytes_and_what_is_not_aligned_goes_byte_by_byte() -> None:
-    """An access of 16 bytes to any other address is a fault of the device, and ends the engine."""
-    from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found]
-    from triton.compiler import ASTSource, compile  # type: ignore[import-not-found]
+def compiles_for(architecture: int) -> None:
+    """Accesses are of 16 bytes or of one, nothing is spilled to memory, and what may be unaligned is guarded.
 
-    kernel = page_kernel._copy_runs
-    signature = {"descriptors": "*i64", "runs": "i32", "words": "constexpr"}
-    constants = {"words": page_kernel._WORDS}
-    source = ASTSource(kernel, signature, constexprs=constants, attrs={(0,): [["tt.divisibility", 16]]})
-    made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": page_kernel._WARPS})
+    An access of 16 bytes to any other address is a fault of the device, and ends the engine.
+    """
+    made = compiled(architecture)
     found = re.findall(r"(@%p\d+ )?(ld|st)\.global\.(\S+)", made.asm["ptx"])
     assert {(way, width) for guard, way, width in found if guard} == {
         (way, width) for way in ("ld", "st") for width in ("v2.b64", "b8")
     }
     assert {(way, width) for guard, way, width in found if not guard} == {("ld", "b64")}  # the descriptors
-    assert made.asm["cubin"]
+    assert accesses(made) == {
+        *(f"{way}.E.{width}" for way in ("LDG", "STG") for width in ("128", "U8")),
+        "LDG.E.64",
+    }
+    assert spilled_bytes(made) == 0
+
+
+def spills_are_noticed() -> None:
+    """With too few registers the same kernel spills, and the check above sees it in the same place."""
+    starved = compiled(90, maxnreg=24)
+    assert spilled_bytes(starved) > 0
+    assert {"LDL", "STL"} <= {access.partition(".")[0] for access in accesses(starved)}
+
+
+def compiled(architecture: int, **options: int) -> CompiledKernel:
+    """Compile the kernel as its launch does, for a device that need not be there."""
+    signature = {"descriptors": "*i64", "runs": "i32", "words": "constexpr"}
+    constants = {"words": page_kernel._WORDS}
+    aligned = {(0,): [["tt.divisibility", 16]]}
+    source = ASTSource(page_kernel._copy_runs, signature, constexprs=constants, attrs=aligned)
+    target = GPUTarget("cuda", architecture, 32)
+    return compile(source, target=target, options={"num_warps": page_kernel._WARPS, **options})
+
+
+def accesses(made: CompiledKernel) -> set[str]:
+    """Return the kinds of memory access in the device's own instructions, descriptors and spills included."""
+    found = re.findall(r"\b((?:LD|ST)[GL]?\.[\w.]+|(?:LD|ST)L)\b", _inspected("nvdisasm", "-c", made))
+    return {access.removesuffix(".SYS") for access in found}
+
+
+def spilled_bytes(made: CompiledKernel) -> int:
+    """Return a thread's bytes of stack and local memory, by the object's own account."""
+    used = dict(re.findall(r"\b(STACK|LOCAL):(\d+)", _inspected("cuobjdump", "-res-usage", made)))
+    return int(used["STACK"]) + int(used["LOCAL"])
+
+
+def _inspected(program: str, option: str, made: CompiledKernel) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as object_file:
+        object_file.write(made.asm["cubin"])
+        object_file.flush()
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / program
+        command = [tool, option, object_file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "interpret":
         copies_every_byte_and_no_other()
     else:
-        words_are_16_bytes_and_what_is_not_aligned_goes_byte_by_byte()
+        for number in ARCHITECTURES:
+            compiles_for(number)
+        spills_are_noticed()

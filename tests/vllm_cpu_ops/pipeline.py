@@ -1,0 +1,28 @@
+"""Pipeline parallelism on a CPU without a warm-up.
+
+A stage behind the first copies what it receives into a buffer that vLLM makes in its warm-up. The CPU worker leaves the
+warm-up out where graphs are off and the cache's size is given, so the V1 runner fails at the first step.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+
+def make_buffers() -> None:
+    """Makes every V1 runner allocate that buffer when it is first needed."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    gather = GPUModelRunner.sync_and_gather_intermediate_tensors
+
+    def gather_into_buffer(self: GPUModelRunner, *arguments: Any, **named: Any) -> Any:
+        if self.intermediate_tensors is None:
+            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
+                batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+            )
+        return gather(self, *arguments, **named)
+
+    GPUModelRunner.sync_and_gather_intermediate_tensors = gather_into_buffer
