@@ -52,8 +52,9 @@ def _copies(setup: Setup, _: Machine) -> Finding:
     text = f"pages of {size_text(page)}: scattered blocks are copied at {reach} one large copy's speed (measured on a host)"
     if page >= _GOOD_PAGE:
         return go(text)
+    larger = "larger blocks (the engine's block size)"
     return warn(
-        text, "larger blocks (the engine's block size), or a layout that keeps a block's layers together"
+        text, larger if len(pages) == 1 else f"{larger}, or layout 'blocks', where a block is one piece"
     )
 
 

@@ -14,6 +14,7 @@ from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.clock import SystemClock
 from kvoffload.transfer.factory import make_allocator, make_checksums, make_copier
 from kvoffload.transfer.host_memory import slots_for
+from kvoffload.transfer.layout import check_pieces
 from kvoffload.transfer.pump import TransferPump
 
 if TYPE_CHECKING:
@@ -60,8 +61,10 @@ class WorkerSide:
         """Take the rank's KV memory; host memory is made ready in the background. Return the slots there will be.
 
         Raises:
-            ConfigError: `host_bytes` is below one block or above what the machine has left.
+            ConfigError: `host_bytes` is below one block or above what the machine has left, or the engine does not keep
+                each block in one piece although `layout` asks for it.
         """
+        check_pieces(self._config.layout, layout)
         slots = slots_for(self._config.bytes_per_rank(self._ranks), layout)
         arena = Arena(layout, slots, make_allocator(layout, executor=self._portal.executor))
         copier = self._copier or make_copier(layout, executor=self._portal.executor, clock=self._clock)

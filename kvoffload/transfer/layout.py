@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvoffload.model.errors import EngineContractError
+from kvoffload.model.errors import ConfigError, EngineContractError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -93,6 +93,25 @@ class DeviceLayout:
     def device(self) -> str:
         """The device's name, such as "cpu" or "cuda:0"."""
         return self.regions[0].device
+
+
+def check_pieces(wanted: str, layout: DeviceLayout) -> None:
+    """Refuse a layout that is not the one the operator set.
+
+    Args:
+        wanted: the setting `layout`.
+        layout: what the engine allocated.
+
+    Raises:
+        ConfigError: each block was to be in one piece, and is not.
+    """
+    pieces = len(layout.regions)
+    if wanted == "blocks" and pieces > 1:
+        problem = (
+            f"layout is 'blocks', but the engine keeps a block of its KV cache in {pieces} pieces; set layout to 'engine', "
+            "or choose an attention backend, and a version of the engine, that can keep all layers of a block together"
+        )
+        raise ConfigError([problem])
 
 
 def layout_of(tensors: Sequence[torch.Tensor]) -> DeviceLayout:

@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvoffload_vllm.assembly import make_scheduler, make_worker
-from kvoffload_vllm.layout import layout_of_caches
+from kvoffload_vllm.layout import layout_of_caches, preferred_layout
 from kvoffload_vllm.metadata import KVOffloadMetadata
 
 if TYPE_CHECKING:
@@ -180,6 +180,10 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         return self._scheduler.take_stats() if self._role is KVConnectorRole.SCHEDULER else None
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        return preferred_layout(vllm_config)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:

@@ -16,6 +16,7 @@ named by its address, and counts once.
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -25,9 +26,24 @@ from kvoffload.transfer.layout import DeviceLayout, DeviceRegion
 
 if TYPE_CHECKING:
     import torch
+    from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
 
     Caches = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
+
+
+BLOCKS_OUTERMOST = "BLHNC"
+"""vLLM's name for the layout in which all layers, heads and tokens of a block lie together."""
+
+
+def preferred_layout(vllm_config: VllmConfig) -> str | None:
+    """Return the layout that the settings ask vLLM for, None for vLLM's choice. The worker checks which one it got.
+
+    Called before any setting was checked, so it looks at this one alone.
+    """
+    settings = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
+    offers_layouts = importlib.util.find_spec("vllm.v1.kv_cache_layout") is not None  # since 0.29
+    return BLOCKS_OUTERMOST if offers_layouts and settings.get("layout") == "blocks" else None
 
 
 def layout_of_caches(caches: Caches, kv_cache_config: KVCacheConfig) -> DeviceLayout:

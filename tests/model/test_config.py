@@ -27,6 +27,7 @@ KEYS = [
     "min_load_tokens",
     "verify",
     "transfer_timeout_s",
+    "layout",
     "journal_path",
     "otlp_endpoint",
 ]
@@ -55,6 +56,7 @@ def test_everything_can_be_set() -> None:
         "min_load_tokens": 0,
         "verify": "off",
         "transfer_timeout_s": 5,
+        "layout": "blocks",
         "journal_path": "/tmp/journal",
         "otlp_endpoint": "http://localhost:4318/v1/traces",
     }
@@ -62,7 +64,7 @@ def test_everything_can_be_set() -> None:
     config = parse_config(raw)
     endpoint = "http://localhost:4318/v1/traces"
     assert config == OffloadConfig(
-        2 * 2**30, 4096, "lazy", "lru", 0, "off", 5.0, Path("/tmp/journal"), endpoint
+        2 * 2**30, 4096, "lazy", "lru", 0, "off", 5.0, "blocks", Path("/tmp/journal"), endpoint
     )
 
 
@@ -149,6 +151,7 @@ BAD: dict[str, list[object]] = {
     "min_load_tokens": [-1, 1.0, "16", True, None],
     "verify": ["on", True, None],
     "transfer_timeout_s": [0, -1, float("nan"), float("inf"), "30", True, None],
+    "layout": ["BLHNC", "block", None],
     "journal_path": ["", "a\0b", 3, None, b"x"],
 }
 

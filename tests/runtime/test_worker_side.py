@@ -68,6 +68,17 @@ def test_memory_is_made_ready_in_the_background_and_reported(made: Side) -> None
     assert made.side.take_report() is None
 
 
+def test_a_block_in_several_pieces_is_refused_where_one_was_asked_for(made: Side) -> None:
+    config = OffloadConfig(host_bytes=2**20, layout="blocks")
+    side = WorkerSide(Rank(0), 1, config, made.portal, clock=made.clock, copier=made.copier)
+    with pytest.raises(
+        ConfigError, match="layout is 'blocks', but the engine keeps a block .* in 2 pieces; set layout"
+    ):
+        side.register(made.device.layout)
+    assert side.register(FakeDevice(8, pages=[64]).layout) > 0
+    side.close()
+
+
 def test_a_plan_is_copied_there_and_back(made: Side) -> None:
     made.registered()
     before = made.device.read(1)

@@ -17,9 +17,11 @@ def register() -> None:
 
     if not current_platform.is_cpu():
         return
-    from vllm_cpu_ops import ops, overlap, pipeline, slot_mapping
+    from vllm_cpu_ops import interpreter, layouts, ops, overlap, pipeline, slot_mapping
 
     ops.define_missing()
     slot_mapping.replace_kernel()
     overlap.follow_the_switch()
+    layouts.follow_the_switch()
     pipeline.make_buffers()
+    interpreter.match_the_compiler()

@@ -1,0 +1,33 @@
+"""A KV cache with its blocks outermost on a CPU, where the environment asks for it.
+
+vLLM's CPU attention reads one layout only. The one that is lent here reads its caches by their strides, so an engine can
+be run in the other, as it can on a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+SWITCH = "VLLM_CPU_OPS_BLOCK_LAYOUTS"  # "1": offered too; looked at whenever an engine is configured.
+
+
+def follow_the_switch() -> None:
+    """Makes the CPU's attention backend offer the layout for as long as the switch is set."""
+    try:
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+    except ImportError:  # before 0.29
+        return
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    stock = CPUAttentionBackend.supported_kv_cache_layouts.__func__
+
+    def supported(cls: type[CPUAttentionBackend]) -> tuple[KVCacheLayout, ...]:
+        lent = (KVCacheLayout.BLHNC,) if os.environ.get(SWITCH) == "1" else ()
+        return (*stock(cls), *lent)
+
+    CPUAttentionBackend.supported_kv_cache_layouts = classmethod(supported)
