@@ -24,7 +24,7 @@ class Tally:
         self.open_offers = 0
         """Offers without an outcome."""
         self.has_events = False
-        """Whether there is anything to take, now or after the step's plan."""
+        """Whether `take` has any to return now."""
 
     def report(self, event: Event) -> None:
         """Add an event about a request or a job."""
@@ -56,11 +56,12 @@ class Tally:
             self.has_events = True
 
     def take(self) -> list[Event]:
-        """Return the events since the last call, and forget them."""
-        if self._planned:
-            events, self._events = self._events, []
-            return events
-        return self.take_all()
+        """Return the events since the last call, and forget them; sums wait while jobs are planned."""
+        if not self._planned:
+            return self.take_all()
+        events, self._events = self._events, []
+        self.has_events = False
+        return events
 
     def take_all(self) -> list[Event]:
         """Return the events, sums too, and forget them."""
