@@ -35,8 +35,9 @@ class BusStatistics(NamedTuple):
 class EventSource(Protocol):
     """A source of the events that state handlers cause."""
 
-    has_events: bool
-    """Whether `take` has any to return now."""
+    @property
+    def has_events(self) -> bool:
+        """Whether `take` has any to return now."""
 
     def take(self) -> Sequence[object]:
         """Return the events, in order, and forget them."""
@@ -197,7 +198,7 @@ class Bus:
 
     def _resolve(self, cls: type) -> tuple[Handler, ...]:
         handler = [self._handlers[cls]] if cls in self._handlers else []
-        subscribers = (*self._counters, *self._offers)
+        subscribers: list[tuple[type | tuple[type, ...], Handler]] = [*self._counters, *self._offers]
         return (*handler, *[each for wanted, each in subscribers if issubclass(cls, wanted)])
 
     def _remove(self, subscriber: Handler, exc: Exception) -> None:

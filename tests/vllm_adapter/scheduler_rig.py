@@ -42,7 +42,9 @@ def adapter(
         sizes=sizes,
     )
     device = VllmDevice(groups.partly_hashed)
-    side = SchedulerSide(groups.shape, parse_config({"host_bytes": 1 << 20, **settings}), device, merge_steps=merge_steps)
+    side = SchedulerSide(
+        groups.shape, parse_config({"host_bytes": 1 << 20, **settings}), device, merge_steps=merge_steps
+    )
     keys = KeyMaker(groups.hash_ratios, groups.ids)
     scheduler = VllmScheduler(side, device, keys, groups.ids, StatsSender(side, now), lambda: None)
     pool = BlockPool(BLOCKS + 1, True, sizes.hash_tokens)

@@ -145,8 +145,9 @@ def _output(request: Any, tokens: int, *, is_new: bool) -> Any:
 
 @pytest.fixture(scope="module")
 def found() -> Iterator[dict[str, float]]:
-    from kvoffload_vllm.connector import KVOffloadConnector
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    from kvoffload_vllm.connector import KVOffloadConnector
 
     with adapter(BLOCK, now=lambda: 0.0, merge_steps=16) as (scheduler, pool):
         connector = KVOffloadConnector.__new__(KVOffloadConnector)
@@ -168,7 +169,11 @@ def found() -> Iterator[dict[str, float]]:
         assert counters.count("kvoffload_load_blocks_total", "loaded") == LIVES * WHOLE
         for life in (fresh, back):
             for hook, names in life.calls.by_hook.items():
-                print(hook, names.total() / LIVES, {name: round(n / LIVES, 2) for name, n in names.most_common()})
+                print(  # noqa: T201
+                    hook,
+                    names.total() / LIVES,
+                    {name: round(n / LIVES, 2) for name, n in names.most_common()},
+                )
         yield {
             "a fresh request's life": fresh.calls.total() / LIVES,
             "a returning request's life": back.calls.total() / LIVES,
