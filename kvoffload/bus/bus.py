@@ -147,7 +147,7 @@ class Bus:
         else:
             self.dispatch([message])
 
-    def dispatch(self, batch: list[object]) -> None:
+    def dispatch(self, batch: list[Any]) -> None:
         """Dispatch messages and the events they cause, in this order. Must not be called by a subscriber."""
         self._batch, routes = batch, self._routes
         try:

@@ -55,17 +55,12 @@ class Tally:
             self._zeroed += blocks
             self.has_events = True
 
-    def take(self) -> list[Event]:
-        """Return the events since the last call, and forget them; sums wait while jobs are planned."""
-        if not self._planned:
-            return self.take_all()
+    def take(self, *, everything: bool = False) -> list[Event]:
+        """Return the events since the last call, and forget them; sums wait while jobs are planned, but for `everything`."""
         events, self._events = self._events, []
         self.has_events = False
-        return events
-
-    def take_all(self) -> list[Event]:
-        """Return the events, sums too, and forget them."""
-        events, self._events = self._events, []
+        if self._planned and not everything:
+            return events
         if self._zeroed:
             events.append(BlocksZeroed(self._zeroed))
         if self._evicted:
@@ -77,5 +72,4 @@ class Tally:
             events += [StoreEnded(outcome, blocks) for outcome, blocks in self._settled.items() if blocks]
             self._settled = {}
         self._offered = self._zeroed = 0
-        self.has_events = False
         return events
