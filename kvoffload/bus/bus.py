@@ -37,18 +37,31 @@ class EventSource(Protocol):
 
     @property
     def has_events(self) -> bool:
-        """Whether `take` may return any."""
+        """Whether `take` has any to return now."""
 
     def take(self) -> Sequence[object]:
         """Return the events, in order, and forget them."""
 
 
-class _Route(NamedTuple):
-    """The handlers, subscribers and feeds of one message class."""
+class _NoEvents:
+    """The source of a bus whose handlers leave no events."""
 
-    handler: Handler | None
-    counters: tuple[Handler, ...]
-    feeds: tuple[Feed[Any], ...]
+    has_events = False
+
+    def take(self) -> Sequence[object]:
+        return ()
+
+
+class _Routes(dict[type, tuple[Handler, ...]]):
+    """Per message class, its handler, subscribers and feeds, in that order; computed for the first message of a class."""
+
+    def __init__(self, resolve: Callable[[type], tuple[Handler, ...]]) -> None:
+        super().__init__()
+        self._resolve = resolve
+
+    def __missing__(self, cls: type) -> tuple[Handler, ...]:
+        route = self[cls] = self._resolve(cls)
+        return route
 
 
 class Bus:
@@ -59,13 +72,13 @@ class Bus:
     """
 
     def __init__(self, source: EventSource | None = None) -> None:
-        self._source = source
+        self._source: EventSource = source or _NoEvents()
         self._handlers: dict[type, Handler] = {}
         self._counters: list[tuple[type, Handler]] = []
         self._recorders: tuple[Recorder, ...] = ()
-        self._observers: list[tuple[tuple[type, ...], Feed[Any]]] = []
+        self._offers: list[tuple[tuple[type, ...], Handler]] = []
         self._feeds: dict[str, Feed[Any]] = {}
-        self._routes: dict[type, _Route] = {}  # derived from the above, forgotten when it changes
+        self._routes = _Routes(self._resolve)  # derived from the above, forgotten when it changes
         self._batch: list[object] | None = None
         self._after: list[Callable[[], object]] = []
         self._state_error: StateErrorCallback | None = None
@@ -87,6 +100,7 @@ class Bus:
     def drop_handlers(self) -> None:
         """Remove all state handlers and the source of their events; subscribers stay."""
         self._handlers.clear()
+        self._source = _NoEvents()
         self._routes.clear()
 
     def count(self, cls: type[M], counter: Callable[[M], object]) -> None:
@@ -108,7 +122,7 @@ class Bus:
             raise ValueError(f"feed {name!r} exists already")
         feed: Feed[M] = Feed(name, capacity)
         self._feeds[name] = feed
-        self._observers.append((tuple(classes), feed))
+        self._offers.append((tuple(classes), feed.offer))
         self._routes.clear()
         return feed
 
@@ -133,26 +147,28 @@ class Bus:
         else:
             self.dispatch([message])
 
-    def dispatch(self, batch: list[object]) -> None:
+    def dispatch(self, batch: list[Any]) -> None:
         """Dispatch messages and the events they cause, in this order. Must not be called by a subscriber."""
-        self._batch = batch
-        routes = self._routes
+        self._batch, routes = batch, self._routes
         try:
             for message in batch:  # which grows
-                handler, counters, feeds = routes.get(type(message)) or self._resolve(type(message))
-                if handler is not None:
-                    self._react(handler, message, batch)
-                for counter in counters:
+                for react in routes[type(message)]:
                     try:
-                        counter(message)
+                        react(message)
+                        if self._source.has_events:
+                            batch += self._source.take()
                     except Exception as exc:
-                        self._remove(counter, exc)
-                if feeds:
-                    self._offer(feeds, message)
+                        self._raised(react, message, exc)
         finally:
             self._batch = None
             self._published += len(batch)
-        self._finish(batch)
+        for recorder in self._recorders:
+            try:
+                recorder(batch)
+            except Exception as exc:
+                self._remove(recorder, exc)
+        if self._after:
+            self._run_after()
 
     def statistics(self) -> BusStatistics:
         return BusStatistics(
@@ -167,37 +183,23 @@ class Bus:
         for feed in self._feeds.values():
             feed.close()
 
-    def _react(self, handler: Handler, message: object, batch: list[object]) -> None:
-        try:
-            handler(message)
-            source = self._source
-            if source is not None and source.has_events:
-                batch += source.take()
-        except Exception as exc:
-            self._state_errors += 1
-            if self._state_error is None:
-                raise
-            call_guarded(self._state_error, exc, message)
-
-    def _finish(self, batch: list[object]) -> None:
-        for recorder in self._recorders:
-            try:
-                recorder(batch)
-            except Exception as exc:
-                self._remove(recorder, exc)
-        self._run_after()
+    def _raised(self, react: Handler, message: object, exc: Exception) -> None:
+        if react is not self._handlers.get(type(message)):
+            self._remove(react, exc)
+            return
+        self._state_errors += 1
+        if self._state_error is None:
+            raise exc
+        call_guarded(self._state_error, exc, message)
 
     def _run_after(self) -> None:
         while self._after:
             call_guarded(self._after.pop(0))
 
-    def _resolve(self, cls: type) -> _Route:
-        route = self._routes[cls] = _Route(
-            handler=self._handlers.get(cls),
-            counters=tuple(counter for wanted, counter in self._counters if issubclass(cls, wanted)),
-            feeds=tuple(feed for wanted, feed in self._observers if issubclass(cls, wanted)),
-        )
-        return route
+    def _resolve(self, cls: type) -> tuple[Handler, ...]:
+        handler = [self._handlers[cls]] if cls in self._handlers else []
+        subscribers: list[tuple[type | tuple[type, ...], Handler]] = [*self._counters, *self._offers]
+        return (*handler, *[each for wanted, each in subscribers if issubclass(cls, wanted)])
 
     def _remove(self, subscriber: Handler, exc: Exception) -> None:
         name = getattr(subscriber, "__qualname__", type(subscriber).__qualname__)
@@ -207,13 +209,3 @@ class Bus:
         self._routes.clear()
         if self._removed is not None:
             call_guarded(self._removed, name, exc)
-
-    def _offer(self, feeds: Sequence[Feed[Any]], message: object) -> None:
-        for feed in feeds:
-            if not feed.offer(message):
-                self._forget(feed)
-
-    def _forget(self, feed: Feed[Any]) -> None:
-        """Remove a feed that is no longer read; its numbers stay in the statistics."""
-        self._observers = [entry for entry in self._observers if entry[1] is not feed]
-        self._routes.clear()

@@ -26,7 +26,6 @@ from kvoffload.model.events import (
     CapacityGrown,
     CopiesResumed,
     CopiesStalled,
-    Event,
     FactRejected,
     JobAbandoned,
     OffloadingDegraded,
@@ -303,10 +302,6 @@ class OffloadCore:
         """Return the loads that ended since the last call, and forget them."""
         results, self.state.results = self.state.results, LoadResults()
         return results
-
-    def take_events(self) -> list[Event]:
-        """Return what happened since the last call, in order, and forget it."""
-        return self.state.tally.take()
 
     def _ready(self, report: TransferReport) -> None:
         """Capacity is the minimum of what the ranks have ready, and final when no rank expects more."""

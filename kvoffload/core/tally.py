@@ -24,7 +24,7 @@ class Tally:
         self.open_offers = 0
         """Offers without an outcome."""
         self.has_events = False
-        """Whether there is anything to take, now or after the step's plan."""
+        """Whether `take` has any to return now."""
 
     def report(self, event: Event) -> None:
         """Add an event about a request or a job."""
@@ -55,16 +55,12 @@ class Tally:
             self._zeroed += blocks
             self.has_events = True
 
-    def take(self) -> list[Event]:
-        """Return the events since the last call, and forget them."""
-        if self._planned:
-            events, self._events = self._events, []
-            return events
-        return self.take_all()
-
-    def take_all(self) -> list[Event]:
-        """Return the events, sums too, and forget them."""
+    def take(self, *, everything: bool = False) -> list[Event]:
+        """Return the events since the last call, and forget them; sums wait while jobs are planned, but for `everything`."""
         events, self._events = self._events, []
+        self.has_events = False
+        if self._planned and not everything:
+            return events
         if self._zeroed:
             events.append(BlocksZeroed(self._zeroed))
         if self._evicted:
@@ -76,5 +72,4 @@ class Tally:
             events += [StoreEnded(outcome, blocks) for outcome, blocks in self._settled.items() if blocks]
             self._settled = {}
         self._offered = self._zeroed = 0
-        self.has_events = False
         return events

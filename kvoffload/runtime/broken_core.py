@@ -114,7 +114,7 @@ class BrokenCore:
         self.release_loose()
 
     def _left_events(self) -> list[Event]:
-        return _try(self._core.state.tally.take_all) or []
+        return _try(lambda: self._core.state.tally.take(everything=True)) or []
 
 
 def _try(act: Callable[[], T]) -> T | None:

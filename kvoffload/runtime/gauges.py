@@ -10,7 +10,6 @@ from kvoffload.model.transfer import Direction
 from kvoffload.runtime.open_copies import OpenCopies
 from kvoffload.runtime.pin_ages import PinAges
 from kvoffload.runtime.resets import Resets
-from kvoffload.runtime.store_shares import StoreShares
 from kvoffload.runtime.watchdog import Since
 from kvoffload.telemetry.gauges import GaugeSnapshot
 from kvoffload.telemetry.labels import label_of
@@ -25,8 +24,8 @@ def read_gauges(
     pins: PinAges,
     copies: OpenCopies,
     resets: Resets,
-    shares: StoreShares,
     benefit: NetBenefit,
+    store_share: float,
     degraded: DegradeCause | None,
 ) -> GaugeSnapshot:
     """Return the state now."""
@@ -45,7 +44,7 @@ def read_gauges(
         abandoned_blocks=state.stall.blocks,
         copies_stalled=state.stall.is_on,
         reset_draining_jobs=resets.draining,
-        store_share=shares.least,
+        store_share=store_share,
         degraded=degraded,
         dropped={name: feed.dropped for name, feed in bus.statistics().feeds},
         benefit=benefit.series(),

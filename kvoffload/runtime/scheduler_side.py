@@ -7,7 +7,7 @@ are calls on the core.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 from kvoffload.bus.bus import Bus
@@ -18,8 +18,7 @@ from kvoffload.model import facts
 from kvoffload.model.causes import DegradeCause
 from kvoffload.model.config import AUTO, OffloadConfig, check_promises
 from kvoffload.model.engine import BlockPool, EngineShape
-from kvoffload.model.events import Event
-from kvoffload.model.ids import BlockKey, RequestId
+from kvoffload.model.ids import BlockKey, Rank, RequestId
 from kvoffload.model.transfer import NOTHING, TransferPlan, TransferReport
 from kvoffload.runtime.awaited_loads import AwaitedLoads, LoadAnswers
 from kvoffload.runtime.broken_core import BrokenCore
@@ -32,7 +31,6 @@ from kvoffload.runtime.open_copies import OpenCopies
 from kvoffload.runtime.pin_ages import PinAges
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.resets import Resets
-from kvoffload.runtime.store_shares import StoreShares
 from kvoffload.runtime.watchdog import Watchdog
 from kvoffload.telemetry.counters import Counters
 from kvoffload.telemetry.first_tokens import FirstTokens, HasToken
@@ -79,26 +77,27 @@ class SchedulerSide:
     ) -> None:
         self._clocks = clocks or Clocks()
         now, self._precise = self._clocks.monotonic, self._clocks.precise
-        self._timeout_s = timeout_s = config.transfer_timeout_s
-        self.shape = shape
+        self.shape, self._timeout_s = shape, config.transfer_timeout_s
         self._spans = make_spans(config, shape, self._clocks.unix)
         self.core = OffloadCore(shape, _policy(config, shape, merge_steps), device)
-        self._tally, self._jobs = self.core.state.tally, self.core.state.jobs
+        state = self.core.state
+        self._tally, self._jobs, self._live = state.tally, state.jobs, state.requests.live
         self.journal = Journal(self._clocks.unix, path=config.journal_path, on_failure=self._journal_failed)
         self.bus = Bus(self._tally)
         self.counters = Counters()
         self._spent: dict[Hook, float] = {}  # seconds in this step
-        self._copies = OpenCopies(shape.ranks, self._clocks, timeout_s)
+        self._copies = OpenCopies(shape.ranks, self._clocks, self._timeout_s)
         # First answered "not yet", until admitted: a wait that lasts too long ends.
         self._deferred_since: dict[RequestId, float] = {}
         # Answered "not yet", until answered otherwise: the time that other requests' loads cost.
         self._waiting_since: dict[RequestId, float] = {}
         self._awaited = AwaitedLoads(self._copies.open)
         self._degradation = Degradation(self.journal, config.journal_path)
-        self._pins = PinAges(self._clocks)
-        self._resets, self._shares = Resets(self._jobs, self.bus.publish), StoreShares()
+        self._pins, self._resets = PinAges(self._clocks), Resets(self._jobs, self.bus.publish)
+        self._store_shares = dict.fromkeys(map(Rank, range(shape.ranks)), 1.0)  # as each rank last reported
         followers = self._pins, self._resets
         self._broken = BrokenCore(self.core, self.bus, self._copies, self._degradation, followers)
+        self._ask = self._broken.ask
         self._conservation = Conservation(self.core, device, self.counters, self.bus.publish, self._broken)
         self.benefit = NetBenefit(shape.alignment, shape.ranks, self._copies, now)
         self._first_tokens = FirstTokens(now)
@@ -107,7 +106,7 @@ class SchedulerSide:
         self._subscribe(portal)
         self._observers = Observers(self.bus, self.journal, self.counters, now, self._spans)
         if portal is not None:
-            self._observers.start(portal, Watchdog(self._pins, self._copies, timeout_s, now))
+            self._observers.start(portal, Watchdog(self._pins, self._copies, self._timeout_s, now))
 
     def _handle_facts(self) -> None:
         bus, core = self.bus, self.core
@@ -123,7 +122,7 @@ class SchedulerSide:
         bus.on_state_error(self._broken.handler_raised)
 
     def _subscribe(self, portal: Portal | None) -> None:
-        for watcher in (self.counters, self._pins, self.benefit, self._resets, self._shares, self.journal):
+        for watcher in (self.counters, self._pins, self.benefit, self._resets, self.journal):
             watcher.subscribe(self.bus)
         self._first_tokens.subscribe(self.bus)
         self._degradation.subscribe(self.bus, portal)
@@ -205,9 +204,10 @@ class SchedulerSide:
             self._deferred_since.pop(fact.request, None)
             self._stop_waiting(fact.request)
         self.bus.dispatch([fact])
-        if not self.core.state.requests.live:
+        if not self._live:
             self.benefit.idle()
-            self._audit_at_rest()
+            if not self._jobs.pending:
+                self._ask("audit", self._conservation.at_rest, None)
         spent = self._spent
         spent[_ENDED] = spent.get(_ENDED, 0.0) + self._precise() - began
 
@@ -241,9 +241,14 @@ class SchedulerSide:
 
     def _plan(self) -> TransferPlan:
         """Return the step's plan, and note its jobs as being with the workers."""
-        plan = self._ask("plan", self.core.plan, NOTHING)
-        self._awaited.submitted(plan.loads)
-        self._copies.submitted(plan.jobs, self._clocks.monotonic())
+        try:
+            plan = self.core.plan()
+        except Exception as error:
+            self._broken.raised(error, "plan")
+            return NOTHING
+        if plan.loads:
+            self._awaited.submitted(plan.loads)
+        self._copies.submitted((*plan.loads, *plan.stores), self._clocks.monotonic())
         self._dispatch_events()
         return plan
 
@@ -253,15 +258,19 @@ class SchedulerSide:
         """Ranks reported what ended; return the loads that the engine must learn of."""
         began = self._precise()
         for report in reports:
-            self._copies.reported(report)
+            if report.jobs:
+                self._copies.reported(report)
+            if report.rank in self._store_shares:
+                self._store_shares[report.rank] = report.store_share
             self.bus.dispatch([facts.TransferReported(report)])
         if reports:
             if self._broken.is_off:
                 self._broken.release_loose()
             if self._resets.draining:
                 self._ask("report", self._resets.look, None)
-            self._audit_at_rest()
-        answers = self.take_answers()
+            if not (self._jobs.pending or self._live):
+                self._ask("audit", self._conservation.at_rest, None)
+        answers = self.take_answers() if self.has_answers else LoadAnswers()
         spent = self._spent
         spent[_REPORT] = spent.get(_REPORT, 0.0) + self._precise() - began
         return answers
@@ -277,7 +286,7 @@ class SchedulerSide:
     def has_answers(self) -> bool:
         """Whether `take_answers` could return anything."""
         results = self.core.state.results
-        return bool(results.loaded or results.failed or self._degradation.cause is not None)
+        return bool(results.loaded or results.failed or self._degradation.cause)
 
     @property
     def has_work(self) -> bool:
@@ -311,9 +320,10 @@ class SchedulerSide:
 
     def gauges(self) -> GaugeSnapshot:
         """Return the state now. Reads single numbers only, so any thread may ask."""
-        watchers = self._pins, self._copies, self._resets, self._shares, self.benefit
+        watchers = self._pins, self._copies, self._resets, self.benefit
+        share = min(self._store_shares.values())
         try:
-            return read_gauges(self.core.state, self.bus, *watchers, self._degradation.cause)
+            return read_gauges(self.core.state, self.bus, *watchers, share, self._degradation.cause)
         except Exception as error:
             self._broken.due = error, "gauges"
             return GaugeSnapshot(degraded=DegradeCause.HANDLER_RAISED)
@@ -333,17 +343,13 @@ class SchedulerSide:
 
     def _dispatch_events(self) -> None:
         """Dispatch what a question on the core left to report."""
-        nothing: list[Event] = []
-        if events := self._ask("take_events", self.core.take_events, nothing):
-            self.bus.dispatch([*events])
-
-    def _audit_at_rest(self) -> None:
-        if not (self._jobs.pending or self.core.state.requests.live):
-            self._ask("audit", self._conservation.at_rest, None)
-
-    def _ask(self, name: str, question: Callable[[], T], otherwise: T) -> T:
-        """Ask the core; should it raise, it is cut off, and the engine goes on without it (R12)."""
-        return self._broken.ask(name, question, otherwise)
+        try:
+            events = self._tally.take()
+        except Exception as error:
+            self._broken.raised(error, "take_events")
+            return
+        if events:
+            self.bus.dispatch(events)
 
     def _journal_failed(self, error: Exception) -> None:
         self.counters.journal_failed()

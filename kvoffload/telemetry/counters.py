@@ -10,11 +10,12 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 from kvoffload.bus.bus import Bus
 from kvoffload.model import events
-from kvoffload.model.causes import Cause, CopyOutcome, MissCause
+from kvoffload.model.causes import Cause, CopyOutcome, Found, MissCause
 from kvoffload.model.transfer import Direction, Tier
 from kvoffload.telemetry.catalogue import BY_NAME, CATALOGUE, Kind, Metric
 from kvoffload.telemetry.gauges import ASKED_COUNTERS
@@ -29,9 +30,15 @@ _HIT = (LookupResult.HIT.value,)
 _MISS = (LookupResult.MISS.value,)
 _BEHIND = (MissCause.BEHIND_MISS.value,)
 
+# An enum's `value` is a call of Python.
+_MISS_CAUSES = {cause: (cause.value,) for cause in MissCause}
+_FOUND = {found: (found.value,) for found in Found}
 _COPIES = {direction: (_HOST, direction.value) for direction in Direction}
-
-E = TypeVar("E", bound=events.Event)
+_ENDS = {
+    (direction, outcome): (*series, outcome.value)
+    for direction, series in _COPIES.items()
+    for outcome in CopyOutcome
+}
 
 
 class Histogram:
@@ -78,8 +85,9 @@ class Counters:
     def subscribe(self, bus: Bus) -> None:
         """Count from now on."""
         for cls, count in self._by_event().items():
-            count.__qualname__ = "counters"
-            bus.count(cls, count)
+            named: Any = partial(count)  # a bound method takes no name
+            named.__qualname__ = "counters"
+            bus.count(cls, named)
 
     def hook(self, name: str, seconds: float) -> None:
         """Add one sample of a hook's time; a name that `Hook` does not hold counts as "other"."""
@@ -159,23 +167,12 @@ class Counters:
         }
         return Snapshot(counts, distributions)
 
-    def _whole(self, count: Callable[[E], None]) -> Callable[[E], None]:
-        def count_whole(event: E) -> None:
-            self.changes += 1
-            self._edition += 1
-            try:
-                count(event)
-            finally:
-                self._edition += 1
-
-        return count_whole
-
     def _by_event(self) -> dict[type[events.Event], Callable[[Any], None]]:
         return {
-            events.LookupAnswered: self._whole(self._count_lookup),
-            events.RankReported: self._whole(self._count_copy),
-            events.JobAbandoned: self._whole(self._count_abandoned),
-            events.FirstTokenReached: self._whole(self._count_first_token),
+            events.LookupAnswered: self._count_lookup,
+            events.RankReported: self._count_copy,
+            events.JobAbandoned: self._count_abandoned,
+            events.FirstTokenReached: self._count_first_token,
             events.LookupDeferred: self._adder("kvoffload_lookups_deferred_total"),
             events.HitDropped: self._adder("kvoffload_pin_dropped_blocks_total", "blocks", "cause"),
             events.BlocksOffered: self._adder("kvoffload_offered_blocks_total", "blocks"),
@@ -211,30 +208,52 @@ class Counters:
 
         return add
 
+    # An edition that stayed odd would make every scrape wait, so each of these ends its own, whatever it raises.
+
     def _count_lookup(self, event: events.LookupAnswered) -> None:
-        self._lookup_blocks[_HIT] += event.hit_blocks
-        self._lookup_blocks[_MISS] += event.miss_blocks
-        self._lookup_tokens[_HIT] += event.hit_tokens
-        self._lookup_tokens[_MISS] += event.miss_tokens
-        if event.miss_blocks and event.cause is not None:
-            self._misses[(event.cause.value,)] += 1
-            self._misses[_BEHIND] += event.miss_blocks - 1
+        self.changes += 1
+        self._edition += 1
+        try:
+            self._lookup_blocks[_HIT] += event.hit_blocks
+            self._lookup_blocks[_MISS] += event.miss_blocks
+            self._lookup_tokens[_HIT] += event.hit_tokens
+            self._lookup_tokens[_MISS] += event.miss_tokens
+            if event.miss_blocks and event.cause is not None:
+                self._misses[_MISS_CAUSES[event.cause]] += 1
+                self._misses[_BEHIND] += event.miss_blocks - 1
+        finally:
+            self._edition += 1
 
     def _count_copy(self, event: events.RankReported) -> None:
-        series = _COPIES[event.direction]
-        self._counts["kvoffload_transfers_total"][(*series, event.outcome.value)] += 1
-        self._counts["kvoffload_transfer_bytes_total"][series] += event.copied_bytes
-        if event.outcome is CopyOutcome.DONE:  # a failed copy's time says nothing about the link
-            self._histograms["kvoffload_transfer_seconds"][series].observe(event.copy_s)
-            self._histograms["kvoffload_transfer_queue_seconds"][series].observe(event.queue_s)
+        series, histograms = _COPIES[event.direction], self._histograms
+        self.changes += 1
+        self._edition += 1
+        try:
+            self._counts["kvoffload_transfers_total"][_ENDS[event.direction, event.outcome]] += 1
+            self._counts["kvoffload_transfer_bytes_total"][series] += event.copied_bytes
+            if event.outcome is CopyOutcome.DONE:  # a failed copy's time says nothing about the link
+                histograms["kvoffload_transfer_seconds"][series].observe(event.copy_s)
+                histograms["kvoffload_transfer_queue_seconds"][series].observe(event.queue_s)
+        finally:
+            self._edition += 1
 
     def _count_first_token(self, event: events.FirstTokenReached) -> None:
-        self._histograms["kvoffload_first_token_seconds"][(event.found.value,)].observe(event.seconds)
+        self.changes += 1
+        self._edition += 1
+        try:
+            self._histograms["kvoffload_first_token_seconds"][_FOUND[event.found]].observe(event.seconds)
+        finally:
+            self._edition += 1
 
     def _count_abandoned(self, event: events.JobAbandoned) -> None:
         series = (event.direction.value,)
-        self._counts["kvoffload_abandoned_jobs_total"][series] += 1
-        self._counts["kvoffload_written_off_blocks_total"][series] += event.blocks
+        self.changes += 1
+        self._edition += 1
+        try:
+            self._counts["kvoffload_abandoned_jobs_total"][series] += 1
+            self._counts["kvoffload_written_off_blocks_total"][series] += event.blocks
+        finally:
+            self._edition += 1
 
 
 def _is_counted(metric: Metric) -> bool:

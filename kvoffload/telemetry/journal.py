@@ -156,6 +156,7 @@ class Journal:
     def _shorten(self) -> None:
         """Move what was recorded on to the ring, without what may not be held for long."""
         ring, feed, ends_idle = self._ring, self._feed, self._ends_idle
+        kept = iter(compact([message for _, _, batch in self._young for message in batch]))
         for sequence, time, batch in self._young:
             for message in batch:
                 sequence += 1
@@ -165,7 +166,7 @@ class Journal:
                 if is_idle and ends_idle:
                     ring.pop()
                 ends_idle = is_idle
-                entry = _entry((sequence, time, message if is_idle else compact(message)))
+                entry = _entry((sequence, time, next(kept)))
                 ring.append(entry)
                 if feed is not None:
                     feed.offer(entry)

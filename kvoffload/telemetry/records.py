@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache, partial
@@ -35,11 +35,23 @@ class Summary:
     fields: Mapping[str, object]
 
 
-def compact(message: object) -> object:
-    """Return what may be held for long: the message itself if it is small and holds no content, else a `Kept`."""
-    cls = type(message)
-    form = _FORMS.get(cls) or _form(cls)
-    return form.shorten(message) if form.is_bulky else message
+def compact(messages: Iterable[object]) -> list[object]:
+    """Return what may be held for long: each message as it is if it holds no content, else as `Kept`.
+
+    Inline, for every fact: names are put to its values, and what is small is written, only when somebody reads them.
+    """
+    kept: list[object] = []
+    for message in messages:
+        form = _FORMS.get(type(message)) or _form(type(message))
+        if form.bulky:
+            values: list[Any] = list(form.values(message))
+            for place, write in form.bulky:
+                value = values[place]
+                values[place] = list(map(len, value)) if write is _lengths else write(value)
+            kept.append(_kept((form, values)))
+        else:
+            kept.append(message)
+    return kept
 
 
 def to_plain(message: object) -> dict[str, object]:
@@ -95,36 +107,37 @@ class _Form:
     def __init__(self, cls: type) -> None:
         hints = typing.get_type_hints(cls)
         self.name = cls.__name__
-        writers = {field.name: _writer(hints[field.name]) for field in fields(cls)}
-        self.is_bulky = any(bulky for _, bulky in writers.values())
-        self.names = tuple(writers)
+        self.names = tuple(field.name for field in fields(cls))
         # Of a single name it returns no tuple.
-        self._values = (
-            attrgetter(*writers) if len(writers) > 1 else lambda message: _all_of(message, self.names)
+        self.values: Callable[[object], Iterable[object]] = (
+            attrgetter(*self.names) if len(self.names) > 1 else lambda message: _all_of(message, self.names)
         )
-        writes = enumerate(write for write, _ in writers.values())
-        self._written = tuple((place, write) for place, write in writes if write is not _as_it_is)
+        writers = [(place, *_writer(hints[name])) for place, name in enumerate(self.names)]
+        self.bulky = tuple((place, write) for place, write, is_bulky in writers if is_bulky)
+        self._small = tuple((place, write) for place, write, is_bulky in writers if not is_bulky)
 
-    def shorten(self, message: object) -> Kept:
-        """Inline, for every fact; names are put to its values only when somebody reads them."""
-        values = list(self._values(message))
-        for place, write in self._written:
+    def summary(self, values: list[object]) -> Summary:
+        """Return values with their names; what is bulky was written before."""
+        for place, write in self._small:
             values[place] = write(values[place])
-        return _kept((self, values))
+        return Summary(self.name, dict(zip(self.names, values, strict=True)))
 
     def summarise(self, message: object) -> Summary:
-        return self.shorten(message).summary()
+        values = list(self.values(message))
+        for place, write in self.bulky:
+            values[place] = write(values[place])
+        return self.summary(values)
 
 
 class Kept(NamedTuple):
-    """A message's fields as they are written, in their order."""
+    """A message's fields in their order, those that are bulky as they are written."""
 
     form: _Form
     values: list[object]
 
     def summary(self) -> Summary:
-        """Return them with their names."""
-        return Summary(self.form.name, dict(zip(self.form.names, self.values, strict=True)))
+        """Return them with their names, as they are written."""
+        return self.form.summary(self.values.copy())
 
 
 _kept: Callable[[tuple[_Form, list[object]]], Kept] = partial(tuple.__new__, Kept)
@@ -156,7 +169,7 @@ def _writer(hint: object) -> tuple[Convert, bool]:
     if typing.get_origin(plain) is tuple:
         return _tuple_writer(typing.get_args(plain)[0])
     if is_dataclass(plain):
-        return lambda value: dict(_form(type(value)).summarise(value).fields), True
+        return lambda value: dict(_form(type(value)).summarise(value).fields), False
     if hint is str:  # an id is a type of its own, so this is free text
         return scrub, False
     if isinstance(plain, type) and issubclass(plain, Enum):
@@ -170,8 +183,12 @@ def _tuple_writer(item: object) -> tuple[Convert, bool]:
     if item is SlotId:
         return list, False
     if typing.get_origin(item) is tuple:
-        return lambda groups: list(map(len, groups)), True
+        return _lengths, True
     return (list if plain_type(item) is str else len), True
+
+
+def _lengths(groups: Iterable[Sized]) -> list[int]:
+    return list(map(len, groups))
 
 
 def _decoders(cls: type) -> dict[str, Convert]:

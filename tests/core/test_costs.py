@@ -47,7 +47,7 @@ def scenes(world: World, busy: Req) -> dict[str, Callable[[], object]]:
         handle(core, fact)
         core.plan()
         core.take_results()
-        core.take_events()
+        core.state.tally.take()
 
     new = Req(RequestId("new"), "brand new text")
     table = tuple(tuple(world.device.hand_out(2)) for _ in world.groups)

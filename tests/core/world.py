@@ -290,7 +290,7 @@ class World:
         self._settle()
 
     def _settle(self) -> None:
-        self.log += self.core.state.tally.take_all()
+        self.log += self.core.state.tally.take(everything=True)
         results = self.core.take_results()
         live = self.core.state.requests.live
         assert not [name for name in (*results.loaded, *results.failed) if name in live and live[name].hit]

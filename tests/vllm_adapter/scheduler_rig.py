@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,9 +14,15 @@ BLOCKS = 100
 
 @contextmanager
 def adapter(
-    block_tokens: int, hash_tokens: int | None = None, *, step_tokens: int = 512, **settings: Any
+    block_tokens: int,
+    hash_tokens: int | None = None,
+    *,
+    step_tokens: int = 512,
+    merge_steps: int = 1,
+    now: Callable[[], float] = time.monotonic,
+    **settings: Any,
 ) -> Iterator[tuple[Any, Any]]:
-    """One group of full attention; yields the scheduler's side and the pool."""
+    """One group of full attention; yields the scheduler's side and the pool. `now` spaces messages to vLLM's metrics."""
     from vllm.v1.core.block_pool import BlockPool
 
     from kvoffload.model.config import parse_config
@@ -35,9 +42,11 @@ def adapter(
         sizes=sizes,
     )
     device = VllmDevice(groups.partly_hashed)
-    side = SchedulerSide(groups.shape, parse_config({"host_bytes": 1 << 20, **settings}), device)
+    side = SchedulerSide(
+        groups.shape, parse_config({"host_bytes": 1 << 20, **settings}), device, merge_steps=merge_steps
+    )
     keys = KeyMaker(groups.hash_ratios, groups.ids)
-    scheduler = VllmScheduler(side, device, keys, groups.ids, StatsSender(side), lambda: None)
+    scheduler = VllmScheduler(side, device, keys, groups.ids, StatsSender(side, now), lambda: None)
     pool = BlockPool(BLOCKS + 1, True, sizes.hash_tokens)
     scheduler.bind(pool)
     try:
