@@ -17,7 +17,7 @@ from kvoffload.logs import get_logger
 from kvoffload.model import facts
 from kvoffload.model.causes import DegradeCause
 from kvoffload.model.config import AUTO, OffloadConfig, check_promises
-from kvoffload.model.engine import BlockPool, EngineShape
+from kvoffload.model.engine import BlockPool, EngineIdentity, EngineShape
 from kvoffload.model.events import Event
 from kvoffload.model.ids import BlockKey, RequestId
 from kvoffload.model.transfer import NOTHING, TransferPlan, TransferReport
@@ -27,6 +27,7 @@ from kvoffload.runtime.clocks import Clocks
 from kvoffload.runtime.conservation import Conservation
 from kvoffload.runtime.degradation import Degradation
 from kvoffload.runtime.gauges import read_gauges
+from kvoffload.runtime.host_memory import HostMemory
 from kvoffload.runtime.observers import Observers
 from kvoffload.runtime.open_copies import OpenCopies
 from kvoffload.runtime.pin_ages import PinAges
@@ -40,6 +41,7 @@ from kvoffload.telemetry.gauges import GaugeSnapshot
 from kvoffload.telemetry.journal import Journal
 from kvoffload.telemetry.labels import Hook
 from kvoffload.telemetry.net_benefit import NetBenefit
+from kvoffload.telemetry.provenance import describe_run, info_labels
 from kvoffload.telemetry.spans import make_spans
 
 T = TypeVar("T")
@@ -61,6 +63,7 @@ class SchedulerSide:
         portal: the thread for observers; None runs without any (the journal's ring and the counters are inline).
         clocks: where time comes from.
         merge_steps: steps over which a decoding batch's stores may be collected into one job, at least 1.
+        identity: of the engine; journals and metrics carry it.
 
     Raises:
         ConfigError: the engine promises too little for the settings, the journal's file cannot be written, or what spans
@@ -76,7 +79,9 @@ class SchedulerSide:
         portal: Portal | None = None,
         clocks: Clocks | None = None,
         merge_steps: int = 1,
+        identity: EngineIdentity | None = None,
     ) -> None:
+        identity = identity or EngineIdentity()
         self._clocks = clocks or Clocks()
         now, self._precise = self._clocks.monotonic, self._clocks.precise
         self._timeout_s = timeout_s = config.transfer_timeout_s
@@ -84,6 +89,8 @@ class SchedulerSide:
         self._spans = make_spans(config, shape, self._clocks.unix)
         self.core = OffloadCore(shape, _policy(config, shape, merge_steps), device)
         self._tally, self._jobs = self.core.state.tally, self.core.state.jobs
+        self.provenance = describe_run(identity, shape, config, self._clocks.unix())
+        self._info = info_labels(identity, config)
         self.journal = Journal(self._clocks.unix, path=config.journal_path, on_failure=self._journal_failed)
         self.bus = Bus(self._tally)
         self.counters = Counters()
@@ -97,6 +104,7 @@ class SchedulerSide:
         self._degradation = Degradation(self.journal, config.journal_path)
         self._pins = PinAges(self._clocks)
         self._resets, self._shares = Resets(self._jobs, self.bus.publish), StoreShares()
+        self._memory = HostMemory()
         followers = self._pins, self._resets
         self._broken = BrokenCore(self.core, self.bus, self._copies, self._degradation, followers)
         self._conservation = Conservation(self.core, device, self.counters, self.bus.publish, self._broken)
@@ -123,7 +131,8 @@ class SchedulerSide:
         bus.on_state_error(self._broken.handler_raised)
 
     def _subscribe(self, portal: Portal | None) -> None:
-        for watcher in (self.counters, self._pins, self.benefit, self._resets, self._shares, self.journal):
+        watchers = self._pins, self.benefit, self._resets, self._shares, self._memory
+        for watcher in (self.counters, *watchers, self.journal):
             watcher.subscribe(self.bus)
         self._first_tokens.subscribe(self.bus)
         self._degradation.subscribe(self.bus, portal)
@@ -311,9 +320,9 @@ class SchedulerSide:
 
     def gauges(self) -> GaugeSnapshot:
         """Return the state now. Reads single numbers only, so any thread may ask."""
-        watchers = self._pins, self._copies, self._resets, self._shares, self.benefit
+        watchers = self._pins, self._copies, self._resets, self._shares, self.benefit, self._memory
         try:
-            return read_gauges(self.core.state, self.bus, *watchers, self._degradation.cause)
+            return read_gauges(self.core.state, self.bus, *watchers, self._degradation.cause, self._info)
         except Exception as error:
             self._broken.due = error, "gauges"
             return GaugeSnapshot(degraded=DegradeCause.HANDLER_RAISED)

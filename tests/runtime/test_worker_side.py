@@ -58,14 +58,19 @@ def made() -> Iterator[Side]:
     side.portal.close()
 
 
-def test_memory_is_made_ready_in_the_background_and_reported(made: Side) -> None:
+def test_memory_is_made_ready_in_the_background_and_reported(
+    made: Side, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     made.side.register(made.device.layout)
     assert made.side.take_report() is None
     made.portal.advance()
     report = made.side.take_report()
     assert report is not None
     assert (report.rank, report.jobs, report.ready_slots) == (1, (), 10)
+    assert (report.slot_bytes, report.wanted_slots) == (SLOT_BYTES, 10)
     assert made.side.take_report() is None
+    assert "host_memory_ready rank=1 gib=0.0 blocks=10 seconds=0.0" in caplog.text
 
 
 def test_a_plan_is_copied_there_and_back(made: Side) -> None:
