@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import yaml
 
@@ -52,7 +53,8 @@ class Alert:
     def to_rule(self) -> dict[str, object]:
         """Return it as Prometheus' file of rules holds it."""
         filters = "&".join(
-            f"{{{{ with $labels.{name} }}}}var-{name}={{{{ urlquery . }}}}{{{{ end }}}}" for name in _VARIABLES
+            f"{{{{ with $labels.{name} }}}}var-{name}={{{{ urlquery . }}}}{{{{ end }}}}"
+            for name in _VARIABLES
         )
         annotations = {
             "summary": self.summary,
@@ -359,9 +361,9 @@ ALERTS = (
 def render_rules() -> str:
     """Return Prometheus' file of alerting rules."""
     groups = [{"name": "kvoffload_alerts", "rules": [alert.to_rule() for alert in ALERTS]}]
-    return _HEAD + yaml.dump(
-        {"groups": groups}, Dumper=_Dumper, sort_keys=False, width=118, allow_unicode=True
-    )
+    dumper = type("Dumper", (yaml.SafeDumper,), {})
+    yaml.add_representer(str, _represent, Dumper=dumper)
+    return f"{_HEAD}{yaml.dump({'groups': groups}, Dumper=dumper, sort_keys=False, width=118, allow_unicode=True)}"
 
 
 def render_runbook() -> str:
@@ -379,12 +381,6 @@ def _sections() -> Iterator[str]:
         yield f"## {alert.full_name}\n\n*{alert.severity}*: {alert.summary}.\n\n{alert.runbook}\n"
 
 
-class _Dumper(yaml.SafeDumper):
-    """Writes expressions of several lines as they are."""
-
-
-def _represent(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+def _represent(dumper: Any, text: str) -> object:  # noqa: ANN401  # the library has no types
+    """Write expressions of several lines as they are."""
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
-
-
-_Dumper.add_representer(str, _represent)

@@ -8,12 +8,15 @@ from pathlib import Path
 
 from dashboards.generate.alerts import render_rules, render_runbook
 from dashboards.generate.boards import BOARDS
-from dashboards.generate.grafana import render
+from dashboards.generate.grafana import places, render
 
 FOLDER = Path(__file__).resolve().parent.parent
 
 FILES: dict[Path, Callable[[], str]] = {
-    **{FOLDER / "grafana" / "dashboards" / f"{board.name}.json": partial(render, board) for board in BOARDS},
+    **{
+        FOLDER / "grafana" / "dashboards" / f"{board.name}.json": partial(render, board, places(BOARDS))
+        for board in BOARDS
+    },
     FOLDER / "rules" / "alerts.yml": render_rules,
     FOLDER / "RUNBOOK.md": render_runbook,
 }

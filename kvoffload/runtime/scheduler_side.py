@@ -47,6 +47,7 @@ from kvoffload.telemetry.spans import make_spans
 T = TypeVar("T")
 
 log = get_logger("scheduler")
+_UNKNOWN = EngineIdentity()
 
 # CPython 3.11 takes ten times as long to reach an enum's member through its class.
 _SEEN, _LOOKUP, _ALLOCATED = Hook.SEEN, Hook.LOOKUP, Hook.ALLOCATED
@@ -79,9 +80,8 @@ class SchedulerSide:
         portal: Portal | None = None,
         clocks: Clocks | None = None,
         merge_steps: int = 1,
-        identity: EngineIdentity | None = None,
+        identity: EngineIdentity = _UNKNOWN,
     ) -> None:
-        identity = identity or EngineIdentity()
         self._clocks = clocks or Clocks()
         now, self._precise = self._clocks.monotonic, self._clocks.precise
         self._timeout_s = timeout_s = config.transfer_timeout_s
@@ -92,8 +92,7 @@ class SchedulerSide:
         self.provenance = describe_run(identity, shape, config, self._clocks.unix())
         self._info = info_labels(identity, config)
         self.journal = Journal(self._clocks.unix, path=config.journal_path, on_failure=self._journal_failed)
-        self.bus = Bus(self._tally)
-        self.counters = Counters()
+        self.bus, self.counters = Bus(self._tally), Counters()
         self._spent: dict[Hook, float] = {}  # seconds in this step
         self._copies = OpenCopies(shape.ranks, self._clocks, timeout_s)
         # First answered "not yet", until admitted: a wait that lasts too long ends.
@@ -103,10 +102,11 @@ class SchedulerSide:
         self._awaited = AwaitedLoads(self._copies.open)
         self._degradation = Degradation(self.journal, config.journal_path)
         self._pins = PinAges(self._clocks)
-        self._resets, self._shares = Resets(self._jobs, self.bus.publish), StoreShares()
-        self._memory = HostMemory()
-        followers = self._pins, self._resets
-        self._broken = BrokenCore(self.core, self.bus, self._copies, self._degradation, followers)
+        self._resets = Resets(self._jobs, self.bus.publish)
+        self._shares, self._memory = StoreShares(), HostMemory()
+        self._broken = BrokenCore(
+            self.core, self.bus, self._copies, self._degradation, (self._pins, self._resets)
+        )
         self._conservation = Conservation(self.core, device, self.counters, self.bus.publish, self._broken)
         self.benefit = NetBenefit(shape.alignment, shape.ranks, self._copies, now)
         self._first_tokens = FirstTokens(now)

@@ -19,7 +19,7 @@ from kvoffload.model.causes import (
     StoreOutcome,
 )
 from kvoffload.model.transfer import Direction, Tier
-from kvoffload.telemetry.labels import HostBytes, Hook, LoadWait, LookupResult, Subscriber, label_of
+from kvoffload.telemetry.labels import Hook, HostBytes, LoadWait, LookupResult, Subscriber, label_of
 
 
 class Kind(Enum):

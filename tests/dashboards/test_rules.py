@@ -117,4 +117,3 @@ def test_an_alert_links_to_the_runbook_and_to_the_engines_dashboard(tmp_path: Pa
 
 def test_an_alerts_dashboard_exists() -> None:
     assert {alert.board for alert in ALERTS} <= {board.name for board in BOARDS}
-
