@@ -19,7 +19,6 @@ from kvoffload.model.causes import (
 )
 from kvoffload.model.events import (
     BlocksOffered,
-    CapacityGrown,
     Event,
     FactRejected,
     JobAbandoned,
@@ -79,7 +78,6 @@ def reported(
             "WARNING load_failed job=1 request=a blocks=2 outcome=corrupt",
         ),
         (StoreEnded(StoreOutcome.FAILED, 2), "WARNING store_failed outcome=failed blocks=2"),
-        (CapacityGrown(5), "INFO capacity_grown slots=5"),
         (
             ResetStarted(1, 2, 3, 4),
             "INFO reset_started generation=1 dropped_blocks=2 draining_blocks=3 open_jobs=4",
@@ -113,7 +111,7 @@ def test_what_deserves_no_line_wakes_nobody() -> None:
     bus.publish(LoadEnded(JOB, A, 2, LoadOutcome.LOADED))
     assert feed.statistics().published == 0
     bus.publish(LoadEnded(JOB, A, 2, LoadOutcome.FAILED))
-    bus.publish(CapacityGrown(5))
+    bus.publish(ResetEnded(1, 2))
     assert feed.statistics().published == 2
     assert bus.statistics().feeds[0][0] == "log"
 

@@ -1,7 +1,7 @@
-"""One colour a thing, on every dashboard.
+"""The colour of every name; the same on all dashboards.
 
-Greens: it was found, it arrived. Blues: it was kept. Greys: nothing to worry about. Yellows and oranges: there was not
-enough room. Reds: something failed. Purples: somebody asked for it.
+Green: found or loaded. Blue: stored. Grey: harmless. Yellow and orange: not enough room. Red: failed. Purple: asked for by an
+operator or a request.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ GREEN, RED, ORANGE, YELLOW, BLUE, GREY = "#5aa64b", "#d44a3a", "#e8862e", "#e5c3
 
 COLOURS: dict[str, str] = {
     # lookups, and where tokens came from
-    "hit": GREEN, "miss": GREY, "host": GREEN, "device": BLUE, "nothing": GREY, "host, as the engine counts": "#8fce7f",
+    "hit": GREEN, "miss": GREY, "host": GREEN, "device": BLUE, "nothing": GREY, "host, as vLLM counts": "#8fce7f",
     # why blocks missed
     "never_seen": "#b8b8b8", "behind_miss": "#d6d6d6", "partial_block": "#8c8c8c", "last_token": "#a3a08c",
     "read_ahead": "#75736a", "evicted": ORANGE, "storing": "#7fb3ea", "declined_host_full": "#c4601a",
@@ -18,20 +18,22 @@ COLOURS: dict[str, str] = {
     "declined_stalled": "#a33b4f", "stalled": "#7d2438", "lost": "#e0a0a0",
     "store_failed": "#b02a2a", "after_reset": "#a06bc9", "load_failed": "#e2685a", "load_declined": "#8a78c9",
     "opted_out": "#c9a0dc", "corrupt": "#8b0000", "degraded": "#4d0f0f",
-    # what became of stores and loads
+    # outcomes of stores and loads
     "stored": BLUE, "loaded": GREEN, "done": GREEN, "already_cached": "#b8c9dd", "in_flight": "#7fb3ea",
     "stale": "#d8b98a", "not_hashed": "#8c8c8c", "host_full": "#c4601a", "not_ready": "#f0dd9a", "lease_limit": YELLOW,
     "request_gone": "#b8b8b8", "before_reset": "#a06bc9", "failed": RED, "abandoned": "#f2a499",
-    "cancelled": "#c9a0dc", "offered": "#2f5f9e", "scheduled": "#2e6e2a", "not settled yet": "#7fb3ea",
-    "not ended yet": "#8fce7f", "avoidable": ORANGE, "declined": "#b8c9dd", "deferred": "#7fb3ea",
-    # ways and jobs
+    "cancelled": "#c9a0dc", "offered": "#2f5f9e", "scheduled": "#2e6e2a", "open offers": "#7fb3ea",
+    "open loads": "#8fce7f", "avoidable": ORANGE, "declined": "#b8c9dd", "deferred": "#7fb3ea",
+    # directions and jobs
     "store": BLUE, "load": GREEN, "store planned": "#c9d9ee", "store submitted": BLUE, "store abandoned": "#b02a2a",
     "load planned": "#cfe6c8", "load submitted": GREEN, "load abandoned": "#e2685a",
-    "room for stores": BLUE, "under abandoned copies": "#b02a2a", "copies stalled": RED, "store half": "#7fb3ea", "store 99 in 100": BLUE,
-    "load half": "#8fce7f", "load 99 in 100": GREEN,
+    "room for stores": BLUE, "under abandoned copies": "#b02a2a", "copies stalled": RED,
+    "store p50": "#7fb3ea", "store p99": BLUE, "load p50": "#8fce7f", "load p99": GREEN,
     # the host's slots
     "empty": "#e4e4e4", "filling": "#7fb3ea", "ready": BLUE, "pinned": GREEN, "draining": "#a06bc9",
     "quarantined": RED, "capacity": "#333333", "space": ORANGE, "reset": "#a06bc9",
+    # bytes of host memory
+    "wanted": "#b8b8b8", "reserved": BLUE, "used": GREEN,
     # why pins were dropped
     "looked_up_again": GREY, "not_accepted": "#6b8e9e", "request_ended": "#b8b8b8",
     # seconds saved and lost
@@ -40,14 +42,15 @@ COLOURS: dict[str, str] = {
     "tokens_without_pin": RED, "unknown_request": YELLOW, "unknown_job": "#a06bc9",
     "handler_raised": RED, "law_broken": "#8b0000", "transfer_dead": ORANGE, "resets": "#a06bc9",
     "loads failed": RED, "stores failed": "#b02a2a", "alerts": RED, "oldest pin": GREEN, "oldest job": BLUE, "audits": GREEN, "stale positions": "#d8b98a",
-    "slots that are nowhere": RED, "misses without a cause": "#8b0000", "journal write errors": RED, "spans not sent": ORANGE,
+    "slots without a state": RED, "misses without a cause": "#8b0000", "journal write errors": RED, "spans not sent": ORANGE,
     # hooks, in the order of a step
     "seen": "#c9d9ee", "lookup": GREEN, "allocated": "#9fd08f", "step": BLUE, "offer": "#7fb3ea", "ended": GREY,
     "report": YELLOW, "start_loads": "#2e6e2a", "start_stores": "#2f5f9e", "take_reports": "#b89b62",
     "other": "#8c8c8c", "hooks": BLUE,
     # observers
     "log": BLUE, "journal": GREEN, "timeline": YELLOW, "spans": ORANGE, "advisor": "#a06bc9", "counters": RED,
-    # what the engine itself says
-    "vLLM: half": "#7fb3ea", "vLLM: 99 in 100": "#2f5f9e", "preemptions": ORANGE, "device blocks in use": BLUE,
+    # vLLM's own numbers
+    "first token p50": "#7fb3ea", "first token p99": "#2f5f9e", "end to end p50": "#8fce7f", "end to end p99": "#2e6e2a",
+    "running": GREEN, "waiting": YELLOW, "prompt": "#7fb3ea", "generated": GREEN, "preemptions": ORANGE, "device blocks in use": BLUE,
     "waiting_to_start": GREY, "in_progress": "#7fb3ea", "completed_waiting": YELLOW,
 }  # fmt: skip

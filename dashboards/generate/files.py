@@ -1,4 +1,4 @@
-"""Which files are generated, and from what."""
+"""The generated files, and what makes each."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from dashboards.generate.alerts import render_rules, render_runbook
 from dashboards.generate.boards import BOARDS
-from dashboards.generate.grafana import render
-from dashboards.generate.runbook import render_runbook
+from dashboards.generate.grafana import places, render
 
 FOLDER = Path(__file__).resolve().parent.parent
-RULES = FOLDER / "rules" / "alerts.yml"
 
 FILES: dict[Path, Callable[[], str]] = {
-    **{FOLDER / "grafana" / "dashboards" / f"{board.name}.json": partial(render, board) for board in BOARDS},
-    FOLDER / "RUNBOOK.md": partial(render_runbook, RULES),
+    **{
+        FOLDER / "grafana" / "dashboards" / f"{board.name}.json": partial(render, board, places(BOARDS))
+        for board in BOARDS
+    },
+    FOLDER / "rules" / "alerts.yml": render_rules,
+    FOLDER / "RUNBOOK.md": render_runbook,
 }

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from grafana_foundation_sdk.builders import common as common_builders
 from grafana_foundation_sdk.builders import dashboard as build
-from grafana_foundation_sdk.builders import heatmap, prometheus, stat, timeseries
+from grafana_foundation_sdk.builders import heatmap, prometheus, stat, table, timeseries
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import common
 from grafana_foundation_sdk.models import dashboard as model
@@ -15,32 +16,57 @@ from grafana_foundation_sdk.models.heatmap import HeatmapColorMode
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
 from dashboards.generate.colours import COLOURS
-from dashboards.generate.promql import series
+from dashboards.generate.promql import VARIABLES, series
 from dashboards.generate.words import Board, Kind, Panel, Query
 
 TAG = "kvoffload"
 _SOURCE = common.DataSourceRef(type_val="prometheus", uid="${datasource}")
-_HEIGHTS = {Kind.NUMBER: 4, Kind.HEATMAP: 9}
+_HEIGHTS = {Kind.NUMBER: 4, Kind.TABLE: 8, Kind.HEATMAP: 9}
 _HEIGHT = 8
 _COLUMNS = 24
 _INTERVAL_ONLY = ("auto", "auto_min", "auto_count")  # the builder writes them for every kind of variable
 
-PanelBuilder = stat.Panel | timeseries.Panel | heatmap.Panel
+_ALL_VARIABLES = "&".join(("${__url_time_range}", "${__all_variables}"))
+
+PanelBuilder = stat.Panel | timeseries.Panel | heatmap.Panel | table.Panel
+Places = Mapping[str, str]
+"""The URL of each panel, by its title."""
 
 
-def render(board: Board) -> str:
-    """Return a board's JSON, as a file of Grafana holds it."""
-    built = _dashboard(board).build()
+def places(boards: Iterable[Board]) -> Places:
+    """Return where each panel is, for links to it."""
+    return {
+        panel.title: f"/d/{TAG}-{board.name}?viewPanel=panel-{number}&{_ALL_VARIABLES}"
+        for board in boards
+        for number, panel in _numbered(board)
+    }
+
+
+def render(board: Board, links: Places) -> str:
+    """Return a board's JSON, as a file of Grafana holds it; a panel links to those that its text names."""
+    built = _dashboard(board, links).build()
     plain = json.loads(json.dumps(built, cls=JSONEncoder))
     for number, panel in enumerate(plain["panels"], start=1):
         panel["id"] = number
+        if panel["type"] == "table":
+            panel["options"].pop("footer")  # written by the builder; newer Grafanas do not have it
     for variable in plain["templating"]["list"]:
         for name in _INTERVAL_ONLY:
             variable.pop(name, None)
     return json.dumps(plain, indent=2, sort_keys=True) + "\n"
 
 
-def _dashboard(board: Board) -> build.Dashboard:
+def _numbered(board: Board) -> Iterator[tuple[int, Panel]]:
+    """Panels with their ids, which number rows and panels together."""
+    number = 0
+    for row in board.rows:
+        number += 1
+        for panel in row.panels:
+            number += 1
+            yield number, panel
+
+
+def _dashboard(board: Board, links: Places) -> build.Dashboard:
     made = (
         build.Dashboard(board.title)
         .uid(f"{TAG}-{board.name}")
@@ -51,16 +77,17 @@ def _dashboard(board: Board) -> build.Dashboard:
         .timezone("browser")
         .tooltip(model.DashboardCursorSync.CROSSHAIR)
         .with_variable(build.DatasourceVariable("datasource").label("data source").type("prometheus"))
-        .with_variable(_instances())
         .link(_link())
         .annotation(_resets())
     )
-    for element in _placed(board):
+    for name, label in VARIABLES.items():
+        made = made.with_variable(_variable(name, label))
+    for element in _placed(board, links):
         made = made.with_row(element) if isinstance(element, build.Row) else made.with_panel(element)
     return made
 
 
-def _placed(board: Board) -> Iterator[build.Row | PanelBuilder]:
+def _placed(board: Board, links: Places) -> Iterator[build.Row | PanelBuilder]:
     """Rows and panels with their places: panels from left to right, a new line where 24 columns are full."""
     y = 0
     for row in board.rows:
@@ -70,16 +97,17 @@ def _placed(board: Board) -> Iterator[build.Row | PanelBuilder]:
             if x + panel.width > _COLUMNS:
                 x, y = 0, y + height
             height = _HEIGHTS.get(panel.kind, _HEIGHT)
-            yield _panel(panel).grid_pos(model.GridPos(x=x, y=y, w=panel.width, h=height))
+            yield _panel(panel, links).grid_pos(model.GridPos(x=x, y=y, w=panel.width, h=height))
             x += panel.width
         y += height
 
 
-def _panel(panel: Panel) -> PanelBuilder:
+def _panel(panel: Panel, links: Places) -> PanelBuilder:
     made = _MAKERS[panel.kind](panel)
     made = made.title(panel.title).description(panel.description).datasource(_SOURCE).unit(panel.unit)
+    made = made.links([_panel_link(title, links[title]) for title in _named(panel) if title in links])
     for number, query in enumerate(panel.queries):
-        made = made.with_target(_target(panel, query, chr(ord("A") + number)))
+        made = made.with_target(_target(panel, query, _ref(number)))
     if panel.maximum is not None:
         made = made.max(panel.maximum)
     return made if panel.kind is Kind.HEATMAP else made.min(0)
@@ -91,22 +119,91 @@ def _target(panel: Panel, query: Query, ref: str) -> prometheus.Dataquery:
     )
     if panel.kind is Kind.HEATMAP:
         return target.range().format(PromQueryFormat.HEATMAP)
-    return target.instant() if panel.kind is Kind.NUMBER else target.range()
+    if panel.kind is Kind.TABLE:
+        return target.instant().format(PromQueryFormat.TABLE)
+    return target.instant() if panel.is_instant else target.range()
+
+
+def _named(panel: Panel) -> list[str]:
+    """Titles that a panel's text names, each once."""
+    return list(dict.fromkeys(title for title in re.findall("`([^`]+)`", panel.description)))
+
+
+def _ref(number: int) -> str:
+    return chr(ord("A") + number)
 
 
 def _number(panel: Panel) -> stat.Panel:
     last = common_builders.ReduceDataOptions().calcs(["lastNotNull"]).values(False)
     made = stat.Panel().reduce_options(last).graph_mode(common.BigValueGraphMode.NONE)
     if panel.texts:
-        results = {number: model.ValueMappingResult(text=text) for number, text in panel.texts.items()}
-        made = made.mappings([model.ValueMap(options=results)])
+        made = made.mappings([_mapping(panel.texts)])
     name = next((name for query in panel.queries for name in query.names), None)
     limits = panel.limits or ((0.0, COLOURS[name] if name else COLOURS["other"]),)
-    steps = [
+    return made.thresholds(build.ThresholdsConfig().mode(model.ThresholdsMode.ABSOLUTE).steps(_steps(limits)))
+
+
+def _steps(limits: Iterable[tuple[float, str]]) -> list[model.Threshold]:
+    return [
         model.Threshold(value=value if place else None, color=colour)
         for place, (value, colour) in enumerate(limits)
     ]
-    return made.thresholds(build.ThresholdsConfig().mode(model.ThresholdsMode.ABSOLUTE).steps(steps))
+
+
+def _mapping(texts: Mapping[str, str]) -> model.ValueMap:
+    return model.ValueMap(
+        options={number: model.ValueMappingResult(text=text) for number, text in texts.items()}
+    )
+
+
+def _table(panel: Panel) -> table.Panel:
+    """A row an engine: answers with equal labels are joined, and labels without a heading are hidden."""
+    several = len(panel.queries) > 1
+    headings = {
+        f"Value #{_ref(number)}" if several else "Value": query.legend
+        for number, query in enumerate(panel.queries)
+    }
+    order = {name: place for place, name in enumerate((*panel.labels, *headings))}
+    made = (
+        table.Panel()
+        .cell_options(common.TableAutoCellOptions())
+        .filterable(True)
+        .with_transformation(model.DataTransformerConfig(id_val="merge", options={}))
+        .with_transformation(
+            model.DataTransformerConfig(
+                id_val="organize",
+                options={
+                    "excludeByName": {"Time": True, "__name__": True, "job": True},
+                    "indexByName": order,
+                    "renameByName": {**panel.labels, **headings},
+                },
+            )
+        )
+    )
+    for query in panel.queries:
+        made = made.override_by_name(query.legend, _column(query))
+    return made
+
+
+def _column(query: Query) -> list[model.DynamicConfigValue]:
+    properties = [model.DynamicConfigValue(id_val="unit", value=query.unit)] if query.unit else []
+    if query.texts:
+        options = {number: {"text": text} for number, text in query.texts.items()}
+        properties.append(
+            model.DynamicConfigValue(id_val="mappings", value=[{"type": "value", "options": options}])
+        )
+    if query.limits:
+        steps = [
+            {"value": value if place else None, "color": colour}
+            for place, (value, colour) in enumerate(query.limits)
+        ]
+        properties.append(
+            model.DynamicConfigValue(id_val="thresholds", value={"mode": "absolute", "steps": steps})
+        )
+        properties.append(
+            model.DynamicConfigValue(id_val="custom.cellOptions", value={"type": "color-background"})
+        )
+    return properties
 
 
 def _lines(panel: Panel) -> timeseries.Panel:
@@ -161,19 +258,23 @@ _MAKERS: dict[Kind, Callable[[Panel], PanelBuilder]] = {
     Kind.LINES: _lines,
     Kind.STACK: _lines,
     Kind.NUMBER: _number,
+    Kind.TABLE: _table,
     Kind.HEATMAP: _heatmap,
 }
 
 
-def _instances() -> build.QueryVariable:
+def _variable(name: str, label: str) -> build.QueryVariable:
+    """A filter; it offers the values that the chosen ones before it leave."""
+    before = list(VARIABLES.items())[: list(VARIABLES).index(name)]
+    chosen = ", ".join(f'{one}=~"${other}"' for other, one in before)
     query: dict[str, object] = {
-        "query": "label_values(kvoffload_capacity_slots, instance)",
-        "refId": "instance",
+        "query": f"label_values(kvoffload_capacity_slots{{{chosen}}}, {label})",
+        "refId": name,
         "qryType": 1,
     }
     return (
-        build.QueryVariable("instance")
-        .label("instance")
+        build.QueryVariable(name)
+        .label(name)
         .datasource(_SOURCE)
         .query(query)
         .refresh(model.VariableRefresh.ON_TIME_RANGE_CHANGED)
@@ -183,6 +284,10 @@ def _instances() -> build.QueryVariable:
         .all_value(".*")
         .current(model.VariableOption(text=["All"], value=["$__all"], selected=True))
     )
+
+
+def _panel_link(title: str, url: str) -> build.DashboardLink:
+    return build.DashboardLink(title).type(model.DashboardLinkType.LINK).url(url)
 
 
 def _link() -> build.DashboardLink:

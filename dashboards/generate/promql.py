@@ -1,4 +1,4 @@
-"""Queries over the catalogue's metrics. A name or a label that the catalogue does not have fails here, at once."""
+"""Queries over the catalogue's metrics. A name or label that the catalogue lacks raises an error here."""
 
 from __future__ import annotations
 
@@ -8,29 +8,44 @@ from kvoffload.telemetry.catalogue import BY_NAME, Metric
 ACTIVITY, SERIES, ZERO, ENGINE = Expect.ACTIVITY, Expect.SERIES, Expect.ZERO, Expect.ENGINE
 VLLM_SERIES = frozenset(
     (
+        "vllm:e2e_request_latency_seconds_bucket",
         "vllm:external_prefix_cache_hits_total",
         "vllm:external_prefix_cache_queries_total",
+        "vllm:generation_tokens_total",
         "vllm:kv_cache_usage_perc",
         "vllm:num_preemptions_total",
         "vllm:num_requests_kv_fetch_by_stage",
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
         "vllm:prefix_cache_hits_total",
         "vllm:prefix_cache_queries_total",
+        "vllm:prompt_tokens_total",
         "vllm:time_to_first_token_seconds_bucket",
     )
 )
 """The engine's own series that panels join; nothing else outside the catalogue is on a panel."""
 
-_INSTANCE = 'instance=~"$instance"'
+VARIABLES = {
+    "namespace": "namespace",
+    "pod": "pod",
+    "instance": "instance",
+    "model": "model_name",
+    "engine": "engine",
+}
+"""The dashboards' variables, and the label that each filters by. A label that a server lacks filters nothing."""
+ENGINE_LABELS = ", ".join(VARIABLES.values())
+"""What tells engines apart."""
+_CHOSEN = ", ".join(f'{label}=~"${name}"' for name, label in VARIABLES.items())
 
 
 def series(name: str, suffix: str = "", **labels: str) -> str:
-    """Select a metric of the chosen instances; a label's value may be a regular expression."""
+    """Select a metric of the chosen engines; a label's value may be a regular expression."""
     metric = _metric(name)
     for label, values in labels.items():
         known = next(one.values for one in metric.labels if one.name == label)
         if unknown := set(values.split("|")) - set(known):
             raise ValueError(f"{name} has no {label} {', '.join(sorted(unknown))}")
-    chosen = [_INSTANCE, *(f'{label}{_operator(value)}"{value}"' for label, value in labels.items())]
+    chosen = [_CHOSEN, *(f'{label}{_operator(value)}"{value}"' for label, value in labels.items())]
     return f"{name}{suffix}{{{', '.join(chosen)}}}"
 
 
@@ -38,7 +53,12 @@ def of_engine(name: str) -> str:
     """Select one of the engine's own metrics."""
     if name not in VLLM_SERIES:
         raise ValueError(f"{name} is not among the engine's metrics that are used")
-    return f"{name}{{{_INSTANCE}}}"
+    return f"{name}{{{_CHOSEN}}}"
+
+
+def alerts() -> str:
+    """Count the alerts that fire for the chosen engines."""
+    return f'count(ALERTS{{{_CHOSEN}, alertname=~"KVOffload.*", alertstate="firing"}}) or vector(0)'
 
 
 def total(selected: str) -> str:
@@ -51,9 +71,9 @@ def rate(selected: str, by: str = "") -> str:
     return f"sum{_grouped(by)} (rate({selected}[$__rate_interval]))"
 
 
-def growth(selected: str) -> str:
+def growth(selected: str, by: str = "") -> str:
     """What was added in the dashboard's time range."""
-    return f"sum(increase({selected}[$__range]))"
+    return f"sum{_grouped(by)} (increase({selected}[$__range]))"
 
 
 def share(part: str, *parts: str) -> str:
@@ -65,8 +85,12 @@ def share(part: str, *parts: str) -> str:
 def quantile(at: float, name: str, by: str = "", **labels: str) -> str:
     """A quantile of a histogram."""
     _metric(name)
-    buckets = rate(series(name, "_bucket", **labels), f"le, {by}" if by else "le")
-    return f"histogram_quantile({at}, {buckets})"
+    return quantile_of(at, series(name, "_bucket", **labels), by)
+
+
+def quantile_of(at: float, buckets: str, by: str = "") -> str:
+    """A quantile of selected buckets."""
+    return f"histogram_quantile({at}, {rate(buckets, f'le, {by}' if by else 'le')})"
 
 
 def each(name: str, label: str, expects: Expect = ACTIVITY, **labels: str) -> Query:

@@ -1,4 +1,4 @@
-"""Transfers: copies, their queues, and what offloading costs the engine."""
+"""Transfers: copies, their queues, and the cost to the engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _quantiles(name: str) -> tuple[Query, ...]:
     return tuple(
         one(quantile(at, name, direction=direction), f"{direction} {words}")
         for direction in ("store", "load")
-        for at, words in ((0.5, "half"), (0.99, "99 in 100"))
+        for at, words in ((0.5, "p50"), (0.99, "p99"))
     )
 
 
@@ -47,25 +47,24 @@ _BYTES = Row(
     "Bytes",
     (
         Panel(
-            "Bytes copied by way",
+            "Bytes copied by direction",
             "All ranks together: store is device to host, load is host to device.",
-            "loads follow hits; stores follow computed blocks. Stores that stop under load: see `Open jobs`.",
+            "loads follow hits, stores follow computed blocks. Stores that stop under load: see `Open jobs`.",
             units.BYTES_PER_SECOND,
             (each("kvoffload_transfer_bytes_total", "direction"),),
         ),
         Panel(
             "Speed while copying",
-            "Bytes per second of copying, which is the link's speed as one rank sees it.",
-            "far under the link's rate: blocks are small, copies share the link, or host memory is on another node "
-            "(NUMA). `kvoffload doctor` measures the link alone.",
+            "Bytes per second of copy time: the link's speed as one rank sees it.",
+            "far below the link's rate: blocks are small, copies share the link, or host memory is on another NUMA node. "
+            "`kvoffload bench copy` measures the link on an idle machine.",
             units.BYTES_PER_SECOND,
             (_while_copying("store"), _while_copying("load")),
         ),
         Panel(
             "Copies by outcome",
-            "Ranks' parts of jobs that ended.",
-            "failed: the device or the link, see the log. corrupt: host memory was changed; see the runbook's "
-            "KVOffloadCorruptBlocks.",
+            "Copies of single ranks, by how they ended.",
+            "failed: the device or the link, see the log. corrupt: host memory changed; KVOffloadCorruptBlocks in the runbook.",
             units.COPIES_PER_SECOND,
             (_copies(),),
             Kind.STACK,
@@ -79,8 +78,8 @@ _LATENCY = Row(
         Panel(
             "Loads: time of a copy",
             "From a copy's start to its end, per rank and job. A request waits for it.",
-            "a second band far above the first: copies share the link with stores, or wait for the device. Compare "
-            "with the time that computing the same tokens takes, and raise min_load_tokens if loading is slower.",
+            "a second band far above the first: loads share the link with stores, or wait for the device. Compare with the "
+            "time that computing the same tokens takes (`Break-even length`), and raise min_load_tokens if loading is slower.",
             units.SECONDS,
             (_buckets(_COPY, "load"),),
             Kind.HEATMAP,
@@ -88,8 +87,9 @@ _LATENCY = Row(
         ),
         Panel(
             "Stores: time of a copy",
-            "From a copy's start to its end, per rank and job. Nobody waits for it.",
-            "growing: the link is shared or host memory is slow. It matters once stores are declined with lease_limit.",
+            "From a copy's start to its end, per rank and job. No request waits for it.",
+            "it grows: the link is shared or host memory is slow. It matters once stores are declined with lease_limit, see "
+            "`Stores by outcome`.",
             units.SECONDS,
             (_buckets(_COPY, "store"),),
             Kind.HEATMAP,
@@ -98,7 +98,7 @@ _LATENCY = Row(
         Panel(
             "Loads: time in the queue",
             "From submission to the copy's start.",
-            "more than the copies take: loads wait for the device or for each other. In the runbook: "
+            "longer than the copies: loads wait for the device or for each other. In the runbook: "
             "KVOffloadLoadsQueue.",
             units.SECONDS,
             (_buckets(_QUEUE, "load"),),
@@ -108,7 +108,7 @@ _LATENCY = Row(
         Panel(
             "Stores: time in the queue",
             "From submission to the copy's start: stores wait for the forward pass that writes their blocks.",
-            "much more than a step takes: the copying task gets no time, or copies pile up; see `Open jobs`.",
+            "much longer than a step: the transfer coroutine gets no processor time, or copies pile up; see `Open jobs`.",
             units.SECONDS,
             (_buckets(_QUEUE, "store"),),
             Kind.HEATMAP,
@@ -116,16 +116,16 @@ _LATENCY = Row(
         ),
         Panel(
             "Time of a copy",
-            "Half of the copies, and 99 in 100, took at most this long. Read off buckets, so it is coarse.",
-            "see the heatmaps above for the shape behind these numbers.",
+            "Percentiles of the time of a copy. They come from buckets, so they are coarse.",
+            "the heatmaps above, `Loads: time of a copy` and `Stores: time of a copy`, show the distribution.",
             units.SECONDS,
             _quantiles(_COPY),
             width=8,
         ),
         Panel(
             "Time in the queue",
-            "Half of the jobs, and 99 in 100, waited at most this long.",
-            "see the heatmaps above for the shape behind these numbers.",
+            "Percentiles of the time before a copy starts. They come from buckets, so they are coarse.",
+            "the heatmaps above, `Loads: time in the queue` and `Stores: time in the queue`, show the distribution.",
             units.SECONDS,
             _quantiles(_QUEUE),
             width=8,
@@ -133,8 +133,8 @@ _LATENCY = Row(
         Panel(
             "Open jobs",
             "Jobs that have not ended on every rank, by state.",
-            "submitted that only grows: copies do not end. abandoned: they were abandoned and their memory is lost; see "
-            "the runbook's KVOffloadJobsAbandoned.",
+            "submitted only grows: copies do not end. abandoned: copies did not end in time and their memory is lost; "
+            "KVOffloadJobsAbandoned in the runbook.",
             units.JOBS,
             (_open_jobs(),),
             Kind.STACK,
@@ -142,10 +142,10 @@ _LATENCY = Row(
         ),
         Panel(
             "Room for stores",
-            "Bytes of stores that may be in flight, over the most that ever may; of the ranks the least. It moves as stores end, "
-            "and stays where it was while there are none.",
-            "low while stores run and loads do not: someone else uses the link. Low under loads is as it should be; "
-            "stores declined with lease_limit are the price.",
+            "The current limit on store bytes in flight as a share of its maximum, on the slowest rank. It is halved when stores "
+            "are slow or run beside loads, then recovers; it does not change while no store ends.",
+            "low while no loads run: something else uses the link. Low beside loads is intended; stores declined with "
+            "lease_limit are the price.",
             units.SHARE,
             (one(f"min({series('kvoffload_store_bound_ratio')})", "room for stores"),),
             width=12,
@@ -154,24 +154,24 @@ _LATENCY = Row(
         Panel(
             "Jobs abandoned",
             "Jobs with a copy that did not end within transfer_timeout_s. Requests recompute; the memory is written off.",
-            "any: a device or a driver hangs. In the runbook: KVOffloadJobsAbandoned.",
+            "any: the device or its driver hangs. In the runbook: KVOffloadJobsAbandoned.",
             units.EVENTS_PER_SECOND,
             (each("kvoffload_abandoned_jobs_total", "direction", SERIES),),
             width=12,
         ),
         Panel(
             "Device blocks under abandoned copies",
-            "Blocks that the engine cannot use until copies which were abandoned have ended after all.",
-            "any: a device or a driver hangs. Over an eighth of the device pool, or after three such jobs in a row, no new "
-            "copy is begun. In the runbook: KVOffloadCopiesStalled.",
+            "Blocks that the engine cannot use until abandoned copies end.",
+            "any: the device or its driver hangs. Over an eighth of the device pool, or after three such jobs in a row, no new "
+            "copy starts. In the runbook: KVOffloadCopiesStalled.",
             units.BLOCKS,
             (one(total(series("kvoffload_abandoned_device_blocks")), "under abandoned copies", SERIES),),
             width=12,
         ),
         Panel(
             "Copies stalled",
-            "1 where no new copy is begun, because copies do not end; of the engines chosen the worst.",
-            "1: as on the left. It is 0 again by itself when enough of them have ended after all.",
+            "1 while any of the chosen engines starts no new copy, because copies do not end.",
+            "1: see `Device blocks under abandoned copies`. It returns to 0 by itself when enough of the copies have ended.",
             units.COUNT,
             (one(f"max({series('kvoffload_copies_stalled')})", "copies stalled", SERIES),),
             width=12,
@@ -180,12 +180,12 @@ _LATENCY = Row(
 )
 
 _COST = Row(
-    "What it costs the engine, and who watches",
+    "Cost to the engine, and observers",
     (
         Panel(
             "Hooks by kind",
             "Seconds per second that the engine's thread spent in each hook.",
-            "the highest one says where to look: lookup and allocated grow with prompts, step with blocks per step, "
+            "the largest says where to look: lookup and allocated grow with prompts, step with blocks per step, "
             "start_loads with blocks per load. In the runbook: KVOffloadHooksSlow.",
             units.SHARE,
             (
@@ -199,9 +199,9 @@ _COST = Row(
             width=12,
         ),
         Panel(
-            "Slowest hooks",
-            "99 in 100 steps spent at most this long in the hook.",
-            "over a millisecond at small load: the machine's cores are taken, often by the engine's own processes.",
+            "Hooks, p99",
+            "The 99th percentile of the time that a step spends in each hook.",
+            "over a millisecond at low load: other processes use the cores, often the engine's own.",
             units.SECONDS,
             (
                 Query(
@@ -214,24 +214,26 @@ _COST = Row(
         ),
         Panel(
             "Events dropped",
-            "Events that an observer did not get, because its feed was full. Counters never drop.",
-            "what that observer tells has holes: the journal of a busy engine needs a faster disk.",
+            "Events that an observer missed, because its feed was full. Counters never miss any.",
+            "that observer's output is not complete: the journal of a busy engine needs a faster disk.",
             units.EVENTS_PER_SECOND,
             (each("kvoffload_bus_dropped_total", "subscriber", SERIES),),
             Kind.STACK,
         ),
         Panel(
             "Observers removed",
-            "Observers and counters that raised and were taken off the bus.",
-            "any is a bug: the log has the traceback. If it is counters, metrics stand still from then on.",
+            "Observers and counters that raised an exception and were removed.",
+            "any is a bug: the log has the traceback. If it is counters, metrics no longer change.",
             units.EVENTS_PER_SECOND,
             (each("kvoffload_bus_removed_total", "subscriber", SERIES),),
             Kind.STACK,
         ),
         Panel(
             "Journal and spans not written",
-            "The journal's first write error ends its file; the ring in memory goes on. Spans that the collector did not take are lost, later ones are sent.",
-            "for the journal, free space on the disk of journal_path and restart the engine; for spans, see whether the collector at otlp_endpoint answers.",
+            "The journal's first write error ends its file; the journal in memory goes on. Spans that the collector did not take "
+            "are lost, later ones are sent.",
+            "for the journal, free space on the disk of journal_path and restart the engine; for spans, check that the collector "
+            "at otlp_endpoint answers.",
             units.EVENTS_PER_SECOND,
             (
                 one(rate(series("kvoffload_journal_write_errors_total")), "journal write errors", SERIES),
@@ -244,6 +246,6 @@ _COST = Row(
 TRANSFERS = Board(
     "transfers",
     "kvoffload: Transfers",
-    "How fast are copies, what waits for what, and what does it cost the engine?",
+    "How fast are copies, what do they wait for, and what do they cost the engine?",
     (_BYTES, _LATENCY, _COST),
 )

@@ -1,11 +1,13 @@
-"""Why: why lookups missed, why blocks were not stored, and what became of the host's memory."""
+"""Why: why lookups missed, why blocks were not stored, and how host memory is used."""
 
 from __future__ import annotations
 
 from dashboards.generate import units
 from dashboards.generate.promql import ENGINE, SERIES, ZERO, each, of_engine, one, rate, series, total
 from dashboards.generate.words import Board, Kind, Panel, Query, Row
+from kvoffload.model.causes import MissCause
 
+_CAUSES = "|".join(cause.value for cause in MissCause if cause is not MissCause.BEHIND_MISS)
 _AVOIDABLE = "evicted|declined_host_full|declined_lease_limit|declined_stalled|stalled|lost|store_failed|load_failed|corrupt"
 _DECLINED = "stale|not_hashed|host_full|not_ready|lease_limit|stalled|request_gone|lost|failed|abandoned"
 _KV_FETCH = ("waiting_to_start", "in_progress", "completed_waiting")
@@ -22,34 +24,50 @@ def _missing(whole: str, parts: str) -> str:
 
 
 _LOOKUPS = Row(
-    "Lookups: why blocks missed",
+    "Lookups: why they missed",
     (
         Panel(
             "Blocks looked up",
             "Block positions beyond the device's own hit, once per admission.",
-            "see the next panel for the misses; none at all means no traffic, or that the device holds everything.",
+            "`Lookups that missed, by cause` shows why blocks missed. No blocks at all: no traffic, or the device holds "
+            "everything.",
             units.BLOCKS_PER_SECOND,
             (each("kvoffload_lookup_blocks_total", "result"),),
             Kind.STACK,
         ),
         Panel(
-            "Misses by cause",
-            "The first missing block of a lookup has the cause; those behind it cannot be used (behind_miss).",
-            "evicted, declined_host_full: give more host memory. declined_lease_limit: the device pool is small for so "
-            "many copies. lost: the engine dropped blocks before they were stored; try store_policy eager. "
-            "load_declined: hits shorter than min_load_tokens. not_accepted: the engine took less than was found, as "
-            "where another connector's hit comes first. declined_not_ready: host memory was not pinned yet, as after a "
-            "start. stalled: see the runbook's KVOffloadCopiesStalled. never_seen: prompts do not repeat.",
-            units.BLOCKS_PER_SECOND,
-            (each("kvoffload_miss_blocks_total", "cause"),),
+            "Lookups that missed, by cause",
+            "Lookups per second that ended before the prompt's end, by what was wrong with the first missing block. The blocks "
+            "behind it cannot be used either; `Blocks behind a miss` counts them.",
+            "evicted, declined_host_full: give more host memory. declined_not_ready: host memory was not pinned yet, as after "
+            "a start. declined_lease_limit: the device pool is small for so many copies. lost: the engine reused blocks before "
+            "they were stored; try store_policy eager. load_declined: hits shorter than min_load_tokens. not_accepted: the "
+            "engine took less than was found, as where another connector's hit comes first. stalled: KVOffloadCopiesStalled in "
+            "the runbook. never_seen: prompts do not repeat.",
+            units.LOOKUPS_PER_SECOND,
+            (
+                Query(
+                    rate(series("kvoffload_miss_blocks_total", cause=_CAUSES), "cause"),
+                    "{{cause}}",
+                    tuple(_CAUSES.split("|")),
+                ),
+            ),
             Kind.STACK,
             width=16,
         ),
         Panel(
-            "Lookups spoiled by avoidable causes",
-            "Of all blocks looked up, the share whose miss more memory or fewer failures would have avoided. Those "
-            "behind them are not counted, so it is a lower bound.",
-            "over a few per cent, the largest cause in `Misses by cause` says what to change.",
+            "Blocks behind a miss",
+            "Blocks behind the first missing one of a lookup. They miss because of it, whatever the host holds.",
+            "nothing to do here: `Lookups that missed, by cause` shows what ended the lookups.",
+            units.BLOCKS_PER_SECOND,
+            (one(rate(series("kvoffload_miss_blocks_total", cause="behind_miss")), "behind_miss"),),
+            width=6,
+        ),
+        Panel(
+            "Blocks that missed for avoidable causes",
+            "Of all blocks looked up, the share whose miss more memory or fewer failures would have avoided. Blocks behind "
+            "them are not counted, so it is a lower bound.",
+            "over a few per cent: change what the largest cause in `Lookups that missed, by cause` asks for.",
             units.SHARE,
             (
                 one(
@@ -61,36 +79,39 @@ _LOOKUPS = Row(
                     SERIES,
                 ),
             ),
+            width=6,
             maximum=1,
         ),
         Panel(
-            "Lookups told to wait",
-            "Lookups answered with 'not yet', because another request was loading the same prefix, which is loaded once.",
-            "many for long: loads are slow, see `Loads: time of a copy` in *Transfers*.",
+            "Deferred lookups",
+            "Lookups answered with 'not yet', because another request was loading the same prefix.",
+            "many for long: loads are slow, see `Loads: time of a copy`.",
             units.EVENTS_PER_SECOND,
             (one(rate(series("kvoffload_lookups_deferred_total")), "deferred", SERIES),),
+            width=6,
         ),
         Panel(
             "Pins dropped",
-            "Blocks that a lookup found and pinned, and that were let go without a load.",
-            "looked_up_again is harmless: requests wait in the queue. not_accepted: the engine takes fewer tokens than "
-            "it is offered, as it does where another connector's hit comes first.",
+            "Blocks that a lookup pinned and that were released without a load.",
+            "looked_up_again is harmless: requests wait in the queue. not_accepted: the engine takes fewer tokens than it is "
+            "offered, as it does where another connector's hit comes first.",
             units.BLOCKS_PER_SECOND,
             (each("kvoffload_pin_dropped_blocks_total", "cause", SERIES),),
             Kind.STACK,
+            width=6,
         ),
     ),
 )
 
 _OUTCOMES = Row(
-    "Stores and loads: what became of them",
+    "Stores and loads: their outcomes",
     (
         Panel(
             "Stores by outcome",
             "Computed blocks offered to the host; each gets one outcome in the end.",
-            "host_full: every slot is in use by running copies and requests; more memory. not_ready: host memory was still "
-            "being pinned, as after a start. stalled: see the runbook's KVOffloadCopiesStalled. stale, lost: the engine reuses "
-            "blocks before they are stored. failed, abandoned: see the runbook's KVOffloadStoresFailing.",
+            "not_ready: host memory was still being pinned, as after a start; see `Host memory`. host_full: running copies and "
+            "requests use every slot; give more memory. stalled: KVOffloadCopiesStalled in the runbook. stale, lost: the engine "
+            "reuses blocks before they are stored. failed, abandoned: KVOffloadStoresFailing in the runbook.",
             units.BLOCKS_PER_SECOND,
             (each("kvoffload_store_blocks_total", "outcome"),),
             Kind.STACK,
@@ -98,18 +119,17 @@ _OUTCOMES = Row(
         ),
         Panel(
             "Loads by outcome",
-            "Blocks whose load was binding. A load that did not arrive is recomputed.",
-            "anything but loaded: see the runbook's KVOffloadLoadsFailing; corrupt has a paragraph of its own.",
+            "Scheduled loads by how they ended. A load that does not arrive is recomputed.",
+            "anything but loaded: KVOffloadLoadsFailing in the runbook; for corrupt, KVOffloadCorruptBlocks.",
             units.BLOCKS_PER_SECOND,
             (each("kvoffload_load_blocks_total", "outcome"),),
             Kind.STACK,
             width=12,
         ),
         Panel(
-            "Blocks offered, and scheduled to load",
-            "What goes into the two panels above.",
-            "offers without stores: see the outcomes. Loads scheduled without any that end: copies hang, see `Open "
-            "jobs` in *Transfers*.",
+            "Blocks offered and scheduled",
+            "Blocks offered to the host, and blocks scheduled to load.",
+            "offers without stores: see `Stores by outcome`. Scheduled loads that do not end: copies hang, see `Open jobs`.",
             units.BLOCKS_PER_SECOND,
             (
                 one(rate(series("kvoffload_offered_blocks_total")), "offered"),
@@ -119,7 +139,7 @@ _OUTCOMES = Row(
         Panel(
             "Offers declined",
             "Of the offered blocks, the share that was not stored although the host lacked it.",
-            "over a few per cent, the largest outcome in `Stores by outcome` says why. Each is a miss of tomorrow.",
+            "over a few per cent: the largest outcome in `Stores by outcome` says why. Each declined block can be a miss later.",
             units.SHARE,
             (
                 one(
@@ -136,22 +156,21 @@ _OUTCOMES = Row(
         Panel(
             "Blocks without an outcome yet",
             "Offers and loads that are still open: they wait, or are being copied.",
-            "back at 0 whenever the engine is idle. If not, copies hang (see `Open jobs` in *Transfers*) or the books are "
-            "wrong (report it).",
+            "not 0 on an idle engine: copies hang (see `Open jobs`) or the counters are wrong (report it).",
             units.BLOCKS,
             (
                 one(
                     _missing(
                         series("kvoffload_offered_blocks_total"), series("kvoffload_store_blocks_total")
                     ),
-                    "not settled yet",
+                    "open offers",
                     SERIES,
                 ),
                 one(
                     _missing(
                         series("kvoffload_load_scheduled_blocks_total"), series("kvoffload_load_blocks_total")
                     ),
-                    "not ended yet",
+                    "open loads",
                     SERIES,
                 ),
             ),
@@ -160,12 +179,13 @@ _OUTCOMES = Row(
 )
 
 _HOST = Row(
-    "The host's memory",
+    "Host memory",
     (
         Panel(
             "Slots by state, and the capacity",
-            "Every slot is in one state; together they are the capacity, which grows while the ranks pin memory.",
-            "pinned or filling close to the capacity: new blocks are declined; more memory. draining for long: old copies "
+            "Every slot is in one state; together they are the capacity, which grows while the ranks pin memory. `Host "
+            "memory` shows bytes.",
+            "pinned or filling close to the capacity: new blocks are declined; give more memory. draining for long: old copies "
             "do not end. quarantined: memory lost until a restart.",
             units.BLOCKS,
             (
@@ -178,8 +198,8 @@ _HOST = Row(
         Panel(
             "Evictions by cause",
             "Blocks that left the host. space is normal once it is full.",
-            "space with evicted among the misses' causes: the memory is too small for the prompts that come back. "
-            "corrupt, load_failed, abandoned: see the runbook's KVOffloadLoadsFailing.",
+            "space, with evicted among the causes of misses: the memory is too small for the prompts that repeat. corrupt, "
+            "load_failed, abandoned: KVOffloadLoadsFailing in the runbook.",
             units.BLOCKS_PER_SECOND,
             (each("kvoffload_evicted_blocks_total", "cause"),),
             Kind.STACK,
@@ -187,41 +207,37 @@ _HOST = Row(
         ),
         Panel(
             "Age of the oldest pin",
-            "How long the longest-held hit has kept its slots from eviction; 0 without one.",
-            "minutes: a request waits in the engine's queue, or an engine forgot to tell its end. In the runbook: "
+            "How long the oldest hit has kept its slots from eviction; 0 without one.",
+            "minutes: a request waits in the engine's queue, or the engine did not report its end. In the runbook: "
             "KVOffloadPinHeldLong.",
             units.SECONDS,
             (one(f"max((time() - {_PIN}) * ({_PIN} > bool 0))", "oldest pin", SERIES),),
-            width=8,
         ),
         Panel(
             "Age of the oldest copy",
-            "How long the longest-running job of copies has been under way; 0 without one. Those that were abandoned do not "
-            "count.",
+            "How long the oldest copy job has been running; 0 without one. Abandoned jobs do not count.",
             "over transfer_timeout_s: the engine does not step, or its thread hangs. In the runbook: KVOffloadJobStuck.",
             units.SECONDS,
             (one(f"max((time() - {_JOB}) * ({_JOB} > bool 0))", "oldest job", SERIES),),
-            width=8,
         ),
         Panel(
-            "Stale positions struck",
-            "Positions struck from requests' records because the engine had handed their blocks out again: normal with "
-            "sliding windows.",
-            "nothing to do; a jump after an upgrade of the engine, together with stale stores, is worth a report.",
+            "Stale positions removed",
+            "Positions removed from requests' records because the engine had handed their blocks out again: normal with sliding "
+            "windows.",
+            "nothing to do; if it jumps after an upgrade of the engine, together with stale stores, report it.",
             units.BLOCKS_PER_SECOND,
             (one(rate(series("kvoffload_stale_blocks_zeroed_total")), "stale positions", SERIES),),
-            width=8,
         ),
         Panel(
-            "Accounts that must be 0",
-            "Slots that are in no state, and misses that have no cause.",
-            "anything but 0 for longer than a scrape is a bug of ours: report it with the journal. In the runbook: "
+            "Sums that must be 0",
+            "Slots without a state, and misses without a cause.",
+            "not 0 for longer than a scrape: a bug in kvoffload, report it with the journal. In the runbook: "
             "KVOffloadAccountsWrong.",
             units.BLOCKS,
             (
                 one(
                     _missing(series("kvoffload_capacity_slots"), series("kvoffload_slots")),
-                    "slots that are nowhere",
+                    "slots without a state",
                     ZERO,
                 ),
                 one(
@@ -233,50 +249,40 @@ _HOST = Row(
                     ZERO,
                 ),
             ),
-            width=8,
         ),
         Panel(
             "Audits",
-            "How often the books were compared: whenever nothing goes on, and when somebody asked.",
-            "none for long on a busy engine is normal, since it is never at rest. What an audit finds switches offloading "
-            "off: see the runbook's KVOffloadDegraded.",
+            "How often the conservation laws were checked: whenever the engine is idle, and on request.",
+            "none for long on a busy engine is normal. An audit that finds an error switches offloading off: "
+            "KVOffloadDegraded in the runbook.",
             units.EVENTS_PER_SECOND,
             (one(rate(series("kvoffload_audits_total")), "audits", SERIES),),
-            width=8,
         ),
         Panel(
             "Blocks written off",
             "Blocks of jobs that were abandoned because a copy did not end in time. Their slots are lost until a restart.",
-            "any: a device or a driver hangs. In the runbook: KVOffloadJobsAbandoned.",
+            "any: the device or its driver hangs. In the runbook: KVOffloadJobsAbandoned.",
             units.BLOCKS_PER_SECOND,
             (each("kvoffload_written_off_blocks_total", "direction", SERIES),),
-            width=8,
         ),
     ),
 )
 
 _ENGINE = Row(
-    "What vLLM says",
+    "vLLM's own numbers",
     (
         Panel(
-            "Device blocks in use",
-            "The share of vLLM's own KV cache that running requests hold.",
-            "close to 1, requests are preempted and blocks are lost before they can be stored.",
-            units.SHARE,
-            (one(f"max({of_engine('vllm:kv_cache_usage_perc')})", "device blocks in use", ENGINE),),
-            maximum=1,
-        ),
-        Panel(
             "Preemptions",
-            "Requests whose blocks vLLM took back. With offloading, most of them come back from the host.",
-            "many: fewer requests at a time, or a larger device cache.",
+            "Requests whose blocks vLLM took back. With offloading, most of these blocks are loaded again.",
+            "many: admit fewer requests at a time, or give a larger device cache.",
             units.EVENTS_PER_SECOND,
             (one(rate(of_engine("vllm:num_preemptions_total")), "preemptions", ENGINE),),
+            width=12,
         ),
         Panel(
             "Requests that wait for loads",
-            "By how far the load has come.",
-            "waiting_to_start: no device blocks free. in_progress for long: see `Loads: time of a copy` in *Transfers*. "
+            "By the stage of their load.",
+            "waiting_to_start: no device blocks are free. in_progress for long: see `Loads: time of a copy`. "
             "completed_waiting: the scheduler is busy.",
             units.REQUESTS,
             (
@@ -288,6 +294,7 @@ _ENGINE = Row(
                 ),
             ),
             Kind.STACK,
+            width=12,
         ),
     ),
 )
@@ -295,6 +302,6 @@ _ENGINE = Row(
 WHY = Board(
     "why",
     "kvoffload: Why",
-    "Why did lookups miss, why were blocks not stored, and what became of the host's memory?",
+    "Why did lookups miss, why were blocks not stored, and how is host memory used?",
     (_LOOKUPS, _OUTCOMES, _HOST, _ENGINE),
 )

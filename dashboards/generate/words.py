@@ -1,4 +1,4 @@
-"""What a dashboard is made of, before anything of Grafana's."""
+"""The parts of a dashboard, without anything of Grafana's."""
 
 from __future__ import annotations
 
@@ -25,12 +25,18 @@ class Query:
         legend: of each of its series; `{{label}}` stands for a label's value.
         names: every name that the legend can become, where they are known; each has its colour.
         expects: what it must give.
+        unit: of a table's column; by default the panel's.
+        limits: of a table's column, as a panel's.
+        texts: of a table's column, as a panel's.
     """
 
     expr: str
     legend: str
     names: tuple[str, ...] = ()
     expects: Expect = Expect.ACTIVITY
+    unit: str = ""
+    limits: tuple[tuple[float, str], ...] = ()
+    texts: Mapping[str, str] = field(default_factory=dict)
 
 
 class Kind(Enum):
@@ -39,6 +45,7 @@ class Kind(Enum):
     LINES = auto()
     STACK = auto()
     NUMBER = auto()  # over the whole time range
+    TABLE = auto()  # a row an engine, a column a query; over the whole time range
     HEATMAP = auto()
 
 
@@ -57,6 +64,7 @@ class Panel:
         maximum: of the axis, where it has a natural one.
         limits: colours from a value upwards; the first one's value does not count.
         texts: words in place of numbers.
+        labels: of a table, the labels that are its first columns, and their headings.
     """
 
     title: str
@@ -69,6 +77,12 @@ class Panel:
     maximum: float | None = None
     limits: tuple[tuple[float, str], ...] = ()
     texts: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_instant(self) -> bool:
+        """Whether its queries are evaluated once, at the end of the time range."""
+        return self.kind in (Kind.NUMBER, Kind.TABLE)
 
     @property
     def description(self) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from dashboards.generate.boards import BOARDS
-from dashboards.generate.words import Expect, Kind, Panel, Query
+from dashboards.generate.words import Expect, Panel, Query
 from dashboards.observe.prometheus import SCRAPE_S, ObserveError, Prometheus, Series
 from dashboards.observe.substitute import substitute
 
@@ -96,10 +96,7 @@ def _check(
     start, end, has_vllm = period
     expr = substitute(query.expr, _RATE, f"{max(int(end - start), 1)}s")
     try:
-        if panel.kind is Kind.NUMBER:
-            found = prometheus.query(expr)
-        else:
-            found = prometheus.query_range(expr, start, end)
+        found = prometheus.query(expr) if panel.is_instant else prometheus.query_range(expr, start, end)
     except ObserveError as error:
         return Finding(where, expr, 0, False, str(error))
     is_active = _is_active(found)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dashboards.generate.promql import VARIABLES
 
-def substitute(expr: str, rate_interval: str, time_range: str, instance: str = ".*") -> str:
+
+def substitute(expr: str, rate_interval: str, time_range: str) -> str:
     """Return PromQL without Grafana's variables.
 
     Raises:
         ValueError: there is a variable that nothing fills in.
     """
-    values = {"$__rate_interval": rate_interval, "$__range": time_range, "$instance": instance}
+    values = {"$__rate_interval": rate_interval, "$__range": time_range}
+    values |= {f'"${name}"': '".*"' for name in VARIABLES}
     for name, value in values.items():
         expr = expr.replace(name, value)
     if "$" in expr:

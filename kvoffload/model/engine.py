@@ -28,6 +28,23 @@ class Promises:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineIdentity:
+    """Which engine this is, for people; nothing depends on it.
+
+    Args:
+        name: of the engine.
+        version: of the engine.
+        model: as the engine was given it.
+        index: of this engine among those of one data-parallel server.
+    """
+
+    name: str = "unknown"
+    version: str = "unknown"
+    model: str = "unknown"
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineShape:
     """The engine's fixed facts.
 

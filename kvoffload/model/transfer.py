@@ -94,6 +94,8 @@ class TransferReport:
         ready_slots: host slots that this rank has ready; never decreases.
         store_share: the rank's current limit on bytes of stores in flight, as a share of its highest limit; in (0, 1].
         is_growing: the rank is still preparing slots.
+        slot_bytes: bytes of one host slot on this rank.
+        wanted_slots: host slots that this rank will have once all are ready.
     """
 
     rank: Rank
@@ -101,3 +103,5 @@ class TransferReport:
     ready_slots: int
     store_share: float = 1.0
     is_growing: bool = False
+    slot_bytes: int = 0
+    wanted_slots: int = 0

@@ -7,14 +7,17 @@ from kvoffload.core.machine import JobState, SlotState
 from kvoffload.core.state import CoreState
 from kvoffload.model.causes import DegradeCause
 from kvoffload.model.transfer import Direction
+from kvoffload.runtime.host_memory import HostMemory
 from kvoffload.runtime.open_copies import OpenCopies
 from kvoffload.runtime.pin_ages import PinAges
 from kvoffload.runtime.resets import Resets
 from kvoffload.runtime.watchdog import Since
 from kvoffload.telemetry.gauges import GaugeSnapshot
-from kvoffload.telemetry.labels import label_of
+from kvoffload.telemetry.labels import HostBytes, label_of
 from kvoffload.telemetry.net_benefit import NetBenefit
+from kvoffload.telemetry.snapshot import Labels
 
+_EMPTY = label_of(SlotState.EMPTY)
 _PLANNED, _SUBMITTED, _ABANDONED = map(label_of, (JobState.PLANNED, JobState.SUBMITTED, JobState.ABANDONED))
 
 
@@ -26,10 +29,13 @@ def read_gauges(
     resets: Resets,
     benefit: NetBenefit,
     store_share: float,
+    memory: HostMemory,
     degraded: DegradeCause | None,
+    info: Labels,
 ) -> GaugeSnapshot:
     """Return the state now."""
     slots = {label_of(each): state.pool.count(each) for each in SlotState}
+    in_use = sum(slots.values()) - slots[_EMPTY]
     jobs = {}
     for way in Direction:
         jobs[way.value, _PLANNED] = state.jobs.count(way, JobState.PLANNED)
@@ -48,6 +54,12 @@ def read_gauges(
         degraded=degraded,
         dropped={name: feed.dropped for name, feed in bus.statistics().feeds},
         benefit=benefit.series(),
+        host_bytes={
+            HostBytes.WANTED: memory.wanted_bytes,
+            HostBytes.RESERVED: memory.reserved_bytes,
+            HostBytes.USED: in_use * memory.block_bytes,
+        },
+        info=info,
     )
 
 

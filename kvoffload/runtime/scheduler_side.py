@@ -17,7 +17,7 @@ from kvoffload.logs import get_logger
 from kvoffload.model import facts
 from kvoffload.model.causes import DegradeCause
 from kvoffload.model.config import AUTO, OffloadConfig, check_promises
-from kvoffload.model.engine import BlockPool, EngineShape
+from kvoffload.model.engine import BlockPool, EngineIdentity, EngineShape
 from kvoffload.model.ids import BlockKey, Rank, RequestId
 from kvoffload.model.transfer import NOTHING, TransferPlan, TransferReport
 from kvoffload.runtime.awaited_loads import AwaitedLoads, LoadAnswers
@@ -26,6 +26,7 @@ from kvoffload.runtime.clocks import Clocks
 from kvoffload.runtime.conservation import Conservation
 from kvoffload.runtime.degradation import Degradation
 from kvoffload.runtime.gauges import read_gauges
+from kvoffload.runtime.host_memory import HostMemory
 from kvoffload.runtime.observers import Observers
 from kvoffload.runtime.open_copies import OpenCopies
 from kvoffload.runtime.pin_ages import PinAges
@@ -38,11 +39,13 @@ from kvoffload.telemetry.gauges import GaugeSnapshot
 from kvoffload.telemetry.journal import Journal
 from kvoffload.telemetry.labels import Hook
 from kvoffload.telemetry.net_benefit import NetBenefit
+from kvoffload.telemetry.provenance import describe_run, info_labels
 from kvoffload.telemetry.spans import make_spans
 
 T = TypeVar("T")
 
 log = get_logger("scheduler")
+_UNKNOWN = EngineIdentity()
 
 # CPython 3.11 takes ten times as long to reach an enum's member through its class.
 _SEEN, _LOOKUP, _ALLOCATED = Hook.SEEN, Hook.LOOKUP, Hook.ALLOCATED
@@ -59,6 +62,7 @@ class SchedulerSide:
         portal: the thread for observers; None runs without any (the journal's ring and the counters are inline).
         clocks: where time comes from.
         merge_steps: steps over which a decoding batch's stores may be collected into one job, at least 1.
+        identity: of the engine; journals and metrics carry it.
 
     Raises:
         ConfigError: the engine promises too little for the settings, the journal's file cannot be written, or what spans
@@ -74,6 +78,7 @@ class SchedulerSide:
         portal: Portal | None = None,
         clocks: Clocks | None = None,
         merge_steps: int = 1,
+        identity: EngineIdentity = _UNKNOWN,
     ) -> None:
         self._clocks = clocks or Clocks()
         now, self._precise = self._clocks.monotonic, self._clocks.precise
@@ -82,9 +87,12 @@ class SchedulerSide:
         self.core = OffloadCore(shape, _policy(config, shape, merge_steps), device)
         state = self.core.state
         self._tally, self._jobs, self._live = state.tally, state.jobs, state.requests.live
+        self.provenance, self._info = (
+            describe_run(identity, shape, config, self._clocks.unix()),
+            info_labels(identity, config),
+        )
         self.journal = Journal(self._clocks.unix, path=config.journal_path, on_failure=self._journal_failed)
-        self.bus = Bus(self._tally)
-        self.counters = Counters()
+        self.bus, self.counters = Bus(self._tally), Counters()
         self._spent: dict[Hook, float] = {}  # seconds in this step
         self._copies = OpenCopies(shape.ranks, self._clocks, self._timeout_s)
         # First answered "not yet", until admitted: a wait that lasts too long ends.
@@ -95,7 +103,7 @@ class SchedulerSide:
         self._degradation = Degradation(self.journal, config.journal_path)
         self._pins, self._resets = PinAges(self._clocks), Resets(self._jobs, self.bus.publish)
         self._store_shares = dict.fromkeys(map(Rank, range(shape.ranks)), 1.0)  # as each rank last reported
-        followers = self._pins, self._resets
+        self._memory, followers = HostMemory(), (self._pins, self._resets)
         self._broken = BrokenCore(self.core, self.bus, self._copies, self._degradation, followers)
         self._ask = self._broken.ask
         self._conservation = Conservation(self.core, device, self.counters, self.bus.publish, self._broken)
@@ -122,7 +130,7 @@ class SchedulerSide:
         bus.on_state_error(self._broken.handler_raised)
 
     def _subscribe(self, portal: Portal | None) -> None:
-        for watcher in (self.counters, self._pins, self.benefit, self._resets, self.journal):
+        for watcher in (self.counters, self._pins, self.benefit, self._resets, self._memory, self.journal):
             watcher.subscribe(self.bus)
         self._first_tokens.subscribe(self.bus)
         self._degradation.subscribe(self.bus, portal)
@@ -323,7 +331,9 @@ class SchedulerSide:
         watchers = self._pins, self._copies, self._resets, self.benefit
         share = min(self._store_shares.values())
         try:
-            return read_gauges(self.core.state, self.bus, *watchers, share, self._degradation.cause)
+            return read_gauges(
+                self.core.state, self.bus, *watchers, share, self._memory, self._degradation.cause, self._info
+            )
         except Exception as error:
             self._broken.due = error, "gauges"
             return GaugeSnapshot(degraded=DegradeCause.HANDLER_RAISED)

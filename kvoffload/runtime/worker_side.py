@@ -78,7 +78,7 @@ class WorkerSide:
             checksums=make_checksums(self._config.verify, arena, executor=self._portal.executor),
         )
         self._pump = pump
-        self._tasks = [self._portal.spawn(arena.prepare), self._portal.spawn(pump.run)]
+        self._tasks = [self._portal.spawn(self._prepare, arena), self._portal.spawn(pump.run)]
         self._tasks[1].add_done_callback(lambda _: self._coroutine_ended(pump))
         log.info(
             "worker_registered",
@@ -122,6 +122,19 @@ class WorkerSide:
             log.error("worker_not_closed", rank=self._rank, error=repr(error), exc_info=error)
         if portal is not self._portal:
             portal.close()
+
+    async def _prepare(self, arena: Arena) -> None:
+        """Make host memory ready, and log one line when all of it is; the arena logs a refusal."""
+        began = self._clock.monotonic()
+        await arena.prepare()
+        if arena.refusal is None:
+            log.info(
+                "host_memory_ready",
+                rank=self._rank,
+                gib=round(arena.ready_slots * arena.layout.slot_bytes / 2**30, 3),
+                blocks=arena.ready_slots,
+                seconds=round(self._clock.monotonic() - began, 3),
+            )
 
     def _coroutine_ended(self, pump: TransferPump) -> None:
         """Unless this side is closing, nobody asked the coroutine to end."""

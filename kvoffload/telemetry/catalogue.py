@@ -19,7 +19,7 @@ from kvoffload.model.causes import (
     StoreOutcome,
 )
 from kvoffload.model.transfer import Direction, Tier
-from kvoffload.telemetry.labels import Hook, LoadWait, LookupResult, Subscriber, label_of
+from kvoffload.telemetry.labels import Hook, HostBytes, LoadWait, LookupResult, Subscriber, label_of
 
 
 class Kind(Enum):
@@ -36,18 +36,18 @@ class Label:
 
     Args:
         name: as queries write it.
-        enum: holds every value that the label can take.
+        enum: holds every value that the label can take; None where values are fixed only once an engine runs.
         served: the values served from the start; by default all.
     """
 
     name: str
-    enum: type[Enum]
+    enum: type[Enum] | None = None
     served: tuple[Enum, ...] = ()
 
     @property
     def values(self) -> tuple[str, ...]:
         """The values that are served."""
-        return tuple(map(label_of, self.served or self.enum))
+        return tuple(map(label_of, self.served or self.enum or ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,10 @@ class Metric:
 
     @property
     def series(self) -> tuple[tuple[str, ...], ...]:
-        """Every combination of label values. All are served from the start, so that a rate never begins too late."""
+        """Every combination of label values. All are served from the start, so that a rate never begins too late.
+
+        None of a metric with a label without an enum: its one series is served once an engine runs.
+        """
         return tuple(itertools.product(*(label.values for label in self.labels)))
 
 
@@ -87,6 +90,21 @@ _DIRECTION = Label("direction", Direction)
 _OPEN_JOB = Label("state", JobState, served=(JobState.PLANNED, JobState.SUBMITTED, JobState.ABANDONED))
 _RESULT = Label("result", LookupResult)
 _SUBSCRIBER = Label("subscriber", Subscriber)
+# In the order of `provenance.info_labels`. "engine" is a label of vLLM's.
+_INFO = tuple(
+    map(
+        Label,
+        (
+            "version",
+            "engine_name",
+            "engine_version",
+            "store_policy",
+            "eviction_policy",
+            "verify",
+            "min_load_tokens",
+        ),
+    )
+)
 
 # Copies: from one small block over a fast link to a whole prompt at the default timeout of 30 s.
 _COPY_BUCKETS = (
@@ -142,6 +160,7 @@ CATALOGUE: tuple[Metric, ...] = (
     # --- the host's slots ---
     Metric("kvoffload_capacity_slots", "Slots that every rank has ready.", Kind.GAUGE, (_TIER,), "slots"),
     Metric("kvoffload_slots", "Slots by state; they sum to the capacity.", Kind.GAUGE, (_TIER, Label("state", SlotState)), "slots"),
+    Metric("kvoffload_host_bytes", "Bytes of host memory, all ranks together: what there will be, what is reserved (pinned) by now, and what of it is in use.", Kind.GAUGE, (Label("state", HostBytes),), "bytes"),
     Metric("kvoffload_evicted_blocks_total", "Blocks that left the tier.", Kind.COUNTER, (_TIER, Label("cause", EvictionCause)), "blocks"),
     Metric("kvoffload_oldest_pin_timestamp_seconds", "Unix time of the oldest pin that is still held; 0 without one.", Kind.GAUGE, (), "seconds"),
     # --- is it worth it ---
@@ -153,6 +172,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_break_even_tokens", "Length of a hit from which on loading it takes less time than computing it; 0 until both were measured, 1000000 where no length does.", Kind.GAUGE, (), "tokens"),
     Metric("kvoffload_net_benefit_negative", "1 from a minute in which waiting and interference cost over 1 % more than was saved, until one in which it was worth it.", Kind.GAUGE, (), "flag"),
     # --- health ---
+    Metric("kvoffload_info", "1; its labels are the versions and settings of the engine.", Kind.GAUGE, _INFO, "flag"),
     Metric("kvoffload_stale_blocks_zeroed_total", "Positions struck from requests' records because the engine handed their blocks out again.", Kind.COUNTER, (), "blocks"),
     Metric("kvoffload_resets_total", "Resets after which nothing computed before is found again.", Kind.COUNTER, (), "resets"),
     Metric("kvoffload_reset_draining_jobs", "Jobs that were under way at the last reset and have not ended or been abandoned; what they bring is found by nobody.", Kind.GAUGE, (), "jobs"),

@@ -64,7 +64,7 @@ def _fill(
             family.add_metric(labels, _cumulate(metric.buckets, series), series.total)
         return
     numbers = asked[metric.name] if metric.name in asked else counted.counts[metric.name]
-    for labels in metric.series:
+    for labels in metric.series or numbers:
         family.add_metric(labels, numbers.get(labels, 0))
 
 

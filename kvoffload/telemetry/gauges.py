@@ -8,7 +8,7 @@ from typing import Protocol
 
 from kvoffload.model.causes import DegradeCause
 from kvoffload.model.transfer import Tier
-from kvoffload.telemetry.labels import subscriber_label
+from kvoffload.telemetry.labels import HostBytes, subscriber_label
 from kvoffload.telemetry.snapshot import Labels
 
 BENEFIT = (
@@ -44,6 +44,8 @@ class GaugeSnapshot:
         degraded: why offloading is off, None while it is on.
         dropped: events dropped so far, by the name of the feed.
         benefit: the series of `NetBenefit`.
+        host_bytes: bytes of host memory.
+        info: the label values of `kvoffload_info`, None where nothing is known.
     """
 
     slots: Mapping[str, int] = field(default_factory=dict)
@@ -58,6 +60,8 @@ class GaugeSnapshot:
     degraded: DegradeCause | None = None
     dropped: Mapping[str, int] = field(default_factory=dict)
     benefit: Mapping[str, Mapping[Labels, float]] = field(default_factory=dict)
+    host_bytes: Mapping[HostBytes, int] = field(default_factory=dict)
+    info: Labels | None = None
 
     def numbers(self) -> dict[str, dict[Labels, float]]:
         """Return the series of every metric that is asked for and not counted, by name; one that is missing is 0."""
@@ -68,6 +72,8 @@ class GaugeSnapshot:
             dropped[labels] = dropped.get(labels, 0) + events
         return {
             "kvoffload_slots": {(host, name): slots for name, slots in self.slots.items()},
+            "kvoffload_host_bytes": {(part.value,): size for part, size in self.host_bytes.items()},
+            "kvoffload_info": {self.info: 1} if self.info is not None else {},
             "kvoffload_capacity_slots": {(host,): self.capacity_slots},
             "kvoffload_open_jobs": {(way, name): jobs for (way, name), jobs in self.open_jobs.items()},
             "kvoffload_oldest_pin_timestamp_seconds": {(): self.oldest_pin_s},

@@ -12,6 +12,14 @@ class LookupResult(Enum):
     MISS = "miss"
 
 
+class HostBytes(Enum):
+    """What bytes of host memory are."""
+
+    WANTED = "wanted"  # what there will be once all of it is ready
+    RESERVED = "reserved"  # ready: pinned, and taken from the machine
+    USED = "used"  # the part of it that holds blocks or is being filled
+
+
 class LoadWait(Enum):
     """What a request waited for before it could compute."""
 

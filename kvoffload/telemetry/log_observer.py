@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from kvoffload.logs import get_logger
 from kvoffload.model.causes import LoadOutcome, StoreOutcome
 from kvoffload.model.events import (
-    CapacityGrown,
     CopiesResumed,
     CopiesStalled,
     Event,
@@ -41,7 +40,6 @@ LOGGED: Mapping[type[Event], tuple[str, str]] = {
     LoadEnded: ("warning", "load_failed"),
     StoreEnded: ("warning", "store_failed"),
     FactRejected: ("warning", "fact_rejected"),
-    CapacityGrown: ("info", "capacity_grown"),
     CopiesStalled: ("error", "copies_stalled"),
     CopiesResumed: ("info", "copies_resumed"),
     ResetStarted: ("info", "reset_started"),

@@ -164,7 +164,15 @@ class TransferPump:
         if not reports and (ready_slots, is_growing) == (self._reported_slots, self._reported_growing):
             return None
         self._reported_slots, self._reported_growing = ready_slots, is_growing
-        return TransferReport(self._rank, reports, ready_slots, self._flow.store_share, is_growing)
+        return TransferReport(
+            self._rank,
+            reports,
+            ready_slots,
+            self._flow.store_share,
+            is_growing,
+            self._arena.layout.slot_bytes,
+            self._arena.slots,
+        )
 
     def coroutine_lost(self, reason: str) -> None:
         """Hear that `run` will never run again, because its loop or thread is gone.

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import kvoffload
 from kvoffload.checks import memory, numa, pools
 from kvoffload.checks.startup import examine_rank
 from kvoffload.engine.plugin import EngineFacts, SchedulerPlugin, WorkerPlugin
 from kvoffload.model.config import OffloadConfig, parse_config
-from kvoffload.model.engine import Promises
+from kvoffload.model.engine import EngineIdentity, Promises
 from kvoffload.model.ids import Rank
 from kvoffload.runtime.clocks import Clocks
 from kvoffload.runtime.portal import Portal
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 _START_CHECKS = (*memory.CHECKS, *numa.CHECKS, pools.HOST_POOL)
 """Its models are small on purpose, and so are their pages: of copy speed nothing is said."""
+
+_IDENTITY = EngineIdentity("reference", kvoffload.__version__, "random weights")
 
 
 class ReferencePlugin:
@@ -69,7 +72,9 @@ class ReferencePlugin:
         self._config = parse_config(engine.plugin_config)
         device = PoolDevice()
         shape = shape_of(engine, self._promises)
-        self.offload = SchedulerSide(shape, self._config, device, portal=self._portal, clocks=self._clocks)
+        self.offload = SchedulerSide(
+            shape, self._config, device, portal=self._portal, clocks=self._clocks, identity=_IDENTITY
+        )
         return ReferenceScheduler(self.offload, device, self._portal.close)
 
     def worker_side(self, engine: EngineFacts, rank: int) -> WorkerPlugin:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from kvoffload.checks.check import Setup
 from kvoffload.checks.startup import examine, examine_rank
 from kvoffload.logs import ROOT
 from kvoffload.model.config import OffloadConfig, check_promises, parse_config
+from kvoffload.model.engine import EngineIdentity
 from kvoffload.model.errors import ConfigError
 from kvoffload.model.ids import Rank
 from kvoffload.runtime.portal import Portal
@@ -47,7 +49,10 @@ def make_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> V
     join_logging()
     groups, config = _check(vllm_config, kv_cache_config)
     device, portal = VllmDevice(groups.partly_hashed), Portal("kvoffload")
-    offload = SchedulerSide(groups.shape, config, device, portal=portal, merge_steps=_MERGE_STEPS)
+    identity = _identity(vllm_config)
+    offload = SchedulerSide(
+        groups.shape, config, device, portal=portal, merge_steps=_MERGE_STEPS, identity=identity
+    )
     keys = KeyMaker(groups.hash_ratios, groups.ids)
     host_events = None
     if publishes_events(vllm_config):
@@ -86,6 +91,11 @@ def join_logging() -> None:
         ours.addHandler(handler)
     ours.setLevel(theirs.getEffectiveLevel())
     ours.propagate = False
+
+
+def _identity(vllm_config: VllmConfig) -> EngineIdentity:
+    index = vllm_config.parallel_config.data_parallel_index
+    return EngineIdentity("vllm", version("vllm"), str(vllm_config.model_config.model), index)
 
 
 def _check(

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import jsonschema
+import promql_parser
 import pytest
 
 from dashboards.generate.files import FOLDER
-from dashboards.generate.promql import VLLM_SERIES
+from dashboards.generate.promql import ENGINE_LABELS, VARIABLES, VLLM_SERIES
+from dashboards.observe.substitute import substitute
 from tests.dashboards.queries import metrics_in
 
 FILES = sorted((FOLDER / "grafana" / "dashboards").glob("*.json"))
@@ -72,22 +75,25 @@ def test_a_misspelt_field_or_value_is_found(board: dict[str, Any]) -> None:
 
 def test_it_names_no_data_source_and_no_engine(board: dict[str, Any]) -> None:
     variables = {variable["name"]: variable for variable in board["templating"]["list"]}
-    assert list(variables) == ["datasource", "instance"]
+    assert list(variables) == ["datasource", "namespace", "pod", "instance", "model", "engine"]
     assert variables["datasource"]["type"] == "datasource"
-    assert variables["instance"]["datasource"] == SOURCE
+    for name, variable in variables.items():
+        if name != "datasource":
+            assert variable["datasource"] == SOURCE
+            assert variable["allValue"] == ".*"  # also matches series without the label
     for panel in panels_of(board):
         assert panel["datasource"] == SOURCE
         assert all(target["datasource"] == SOURCE for target in panel["targets"])
 
 
-def test_every_query_can_be_read_and_asks_the_chosen_instances(board: dict[str, Any]) -> None:
+def test_every_query_can_be_read_and_asks_the_chosen_engines(board: dict[str, Any]) -> None:
     for panel in panels_of(board):
         assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"])
         for target in panel["targets"]:
             selected = metrics_in(target["expr"])
             assert all(name.startswith("kvoffload_") or name in VLLM_SERIES | {"ALERTS"} for name in selected)
-            if selected != {"ALERTS"}:
-                assert target["expr"].count('instance=~"$instance"') >= len(selected)
+            for name, label in VARIABLES.items():
+                assert target["expr"].count(f'{label}=~"${name}"') >= len(selected)
 
 
 def test_panels_have_ids_of_their_own_and_do_not_overlap(board: dict[str, Any]) -> None:
@@ -112,3 +118,33 @@ def test_boards_can_be_told_apart_and_link_to_each_other() -> None:
     boards = [json.loads(path.read_text()) for path in FILES]
     assert len({board["uid"] for board in boards}) == len({board["title"] for board in boards}) == 3
     assert all(board["links"][0]["tags"] == board["tags"] == ["kvoffload"] for board in boards)
+
+
+def test_a_panel_links_to_those_that_its_text_names() -> None:
+    boards = {board["uid"]: board for board in (json.loads(path.read_text()) for path in FILES)}
+    links = 0
+    for board in boards.values():
+        for panel in panels_of(board):
+            named = {title for title in re.findall("`([^`]+)`", panel["description"]) if title[0].isupper()}
+            assert {link["title"] for link in panel.get("links", [])} == named
+            for link in panel.get("links", []):
+                uid, number = re.match(r"/d/([\w-]+)\?viewPanel=panel-(\d+)&", link["url"]).groups()  # type: ignore[union-attr]
+                (target,) = [one for one in panels_of(boards[uid]) if one["id"] == int(number)]
+                assert target["title"] == link["title"]
+                links += 1
+    assert links > 30
+
+
+def test_the_first_panel_is_a_table_with_a_row_an_engine() -> None:
+    (overview,) = [json.loads(path.read_text()) for path in FILES if path.stem == "overview"]
+    first = panels_of(overview)[0]
+    assert (first["type"], first["title"]) == ("table", "Engines")
+    columns = ENGINE_LABELS.split(", ")
+    for target in first["targets"]:
+        assert (target["format"], target["instant"]) == ("table", True)
+        parsed = promql_parser.parse(substitute(target["expr"], "10s", "1h"))
+        by = set(re.findall(r"by \(([^)]*)\)", parsed.prettify()))
+        assert all(set(columns) <= set(one.split(", ")) for one in by), target["expr"]
+    organised = first["transformations"][1]["options"]
+    order = organised["indexByName"]
+    assert sorted(columns, key=order.__getitem__) == sorted(order, key=order.__getitem__)[: len(columns)]

@@ -64,7 +64,7 @@ def test_a_sound_demo_alarms_nobody(observed: Observed) -> None:
 def test_every_metric_of_the_catalogue_is_there_with_all_its_series(observed: Observed) -> None:
     for metric in CATALOGUE:
         name = f"{metric.name}_count" if metric.kind is Kind.HISTOGRAM else metric.name
-        assert len(observed.prometheus.query(name)) == len(metric.series), name
+        assert len(observed.prometheus.query(name)) == max(len(metric.series), 1), name
 
 
 def test_prometheus_saw_what_the_demo_tells(observed: Observed) -> None:

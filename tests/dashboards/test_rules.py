@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from dashboards.generate.alerts import ALERTS
+from dashboards.generate.boards import BOARDS
 from dashboards.generate.files import FOLDER
+from kvoffload.telemetry.catalogue import CATALOGUE
 from tests.dashboards.queries import metrics_in, rule_expressions
 
 RULES = FOLDER / "rules"
 SEVERITIES = {"critical", "warning", "info"}
+ANNOTATIONS = {"summary", "description", "runbook", "runbook_url", "dashboard_url"}
 
 
 def rules(name: str) -> list[dict[str, Any]]:
@@ -51,7 +58,7 @@ def test_every_recorded_number_is_tested() -> None:
 def test_every_alert_says_how_bad_it_is_and_what_to_do() -> None:
     for rule in rules("alerts"):
         assert rule["labels"]["severity"] in SEVERITIES, rule["alert"]
-        assert set(rule["annotations"]) == {"summary", "description", "runbook"}, rule["alert"]
+        assert set(rule["annotations"]) == ANNOTATIONS, rule["alert"]
         assert "$labels.instance" in rule["annotations"]["description"], rule["alert"]
         assert len(rule["annotations"]["runbook"].split()) >= 30, rule["alert"]
 
@@ -70,7 +77,43 @@ def test_no_rule_speaks_of_a_job_or_an_instance_by_name() -> None:
         assert 'instance="' not in expr
 
 
-def test_alerts_say_which_instance() -> None:
-    """Whatever they compute keeps the instance, or the annotation could not name it."""
-    for rule in rules("alerts"):
-        assert "instance" in rule["expr"], rule["alert"]
+def test_every_rule_keeps_the_labels_of_its_engine() -> None:
+    """An aggregation may only take away a label of the metric's own: alerts are routed by namespace, pod and cluster."""
+    own = {label.name for metric in CATALOGUE for label in metric.labels}
+    for expr in rule_expressions():
+        assert not re.search(r"\bby\b|\bon\b|\bignoring\b", expr), expr
+        for removed in re.findall(r"without \(([^)]*)\)", expr):
+            assert set(removed.split(", ")) <= own, expr
+
+
+@pytest.mark.slow
+@pytest.mark.tools("promtool")
+def test_an_alert_links_to_the_runbook_and_to_the_engines_dashboard(tmp_path: Path) -> None:
+    series = 'kvoffload_degraded{namespace="blue", pod="llm-0", instance="10.0.0.1:8000", engine="3", cause="law_broken"}'
+    (degraded,) = [alert for alert in ALERTS if alert.full_name == "KVOffloadDegraded"]
+    labels = {"namespace": "blue", "pod": "llm-0", "instance": "10.0.0.1:8000", "engine": "3"}
+    annotations = {
+        "summary": degraded.summary,
+        "description": "llm-0, engine 3: offloading switched itself off (law_broken); the engine recomputes every prompt.",
+        "runbook": degraded.runbook,
+        "runbook_url": "https://wiki/runbook.md#kvoffloaddegraded",
+        "dashboard_url": "http://127.0.0.1:3000/d/kvoffload-overview?var-namespace=blue&var-pod=llm-0"
+        "&var-instance=10.0.0.1%3A8000&var-engine=3",
+    }
+    expected = {
+        "exp_labels": {**labels, "cause": "law_broken", "severity": "critical"},
+        "exp_annotations": annotations,
+    }
+    test = {
+        "interval": "1m",
+        "external_labels": {"kvoffload_runbook_url": "https://wiki/runbook.md"},
+        "input_series": [{"series": series, "values": "1x5"}],
+        "alert_rule_test": [{"eval_time": "3m", "alertname": degraded.full_name, "exp_alerts": [expected]}],
+    }
+    file = tmp_path / "test.yml"
+    file.write_text(json.dumps({"rule_files": [str(RULES / "alerts.yml")], "tests": [test]}))
+    assert "SUCCESS" in promtool("test", "rules", str(file))
+
+
+def test_an_alerts_dashboard_exists() -> None:
+    assert {alert.board for alert in ALERTS} <= {board.name for board in BOARDS}

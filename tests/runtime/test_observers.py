@@ -20,7 +20,6 @@ def test_the_log_observer_writes_what_deserves_a_line(caplog: pytest.LogCaptureF
     side = Side(portal=True, slots=9)
     side.side.reset()
     side.close()
-    assert "capacity_grown slots=9" in caplog.text
     assert "reset_started generation=1" in caplog.text
 
 

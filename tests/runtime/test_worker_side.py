@@ -58,21 +58,26 @@ def made() -> Iterator[Side]:
     side.portal.close()
 
 
-def test_memory_is_made_ready_in_the_background_and_reported(made: Side) -> None:
+def test_memory_is_made_ready_in_the_background_and_reported(
+    made: Side, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     made.side.register(made.device.layout)
     assert made.side.take_report() is None
     made.portal.advance()
     report = made.side.take_report()
     assert report is not None
     assert (report.rank, report.jobs, report.ready_slots) == (1, (), 10)
+    assert (report.slot_bytes, report.wanted_slots) == (SLOT_BYTES, 10)
     assert made.side.take_report() is None
+    assert "host_memory_ready rank=1 gib=0.0 blocks=10 seconds=0.0" in caplog.text
 
 
 def test_a_block_in_several_pieces_is_refused_where_one_was_asked_for(made: Side) -> None:
     config = OffloadConfig(host_bytes=2**20, layout="blocks")
     side = WorkerSide(Rank(0), 1, config, made.portal, clock=made.clock, copier=made.copier)
     with pytest.raises(
-        ConfigError, match="layout is 'blocks', but the engine keeps a block .* in 2 pieces; set layout"
+        ConfigError, match=r"layout is 'blocks', but the engine keeps a block .* in 2 pieces; set layout"
     ):
         side.register(made.device.layout)
     assert side.register(FakeDevice(8, pages=[64]).layout) > 0

@@ -133,7 +133,15 @@ def test_the_ring_keeps_the_last_messages() -> None:
             ),
             {
                 "event": "TransferReported",
-                "report": {"rank": 0, "jobs": 1, "ready_slots": 5, "store_share": 1.0, "is_growing": False},
+                "report": {
+                    "rank": 0,
+                    "jobs": 1,
+                    "ready_slots": 5,
+                    "store_share": 1.0,
+                    "is_growing": False,
+                    "slot_bytes": 0,
+                    "wanted_slots": 0,
+                },
             },
         ),
         (JobOverdue(JobId(3)), {"event": "JobOverdue", "job": 3}),

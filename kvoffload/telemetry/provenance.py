@@ -1,0 +1,104 @@
+"""Where numbers come from: version, engine, model, settings, sizes, machine and hour.
+
+Journals, traces, reports, JSON output and bench results begin with it, so that a file that was mailed still says what ran.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from contextlib import suppress
+from dataclasses import fields
+from datetime import UTC, datetime
+from pathlib import Path
+from urllib.parse import urlsplit, urlunsplit
+
+import kvoffload
+from kvoffload.model.config import OffloadConfig
+from kvoffload.model.engine import EngineIdentity, EngineShape
+from kvoffload.telemetry.snapshot import Labels
+
+Provenance = dict[str, object]
+"""Values that JSON knows, by name."""
+
+
+def describe_run(
+    identity: EngineIdentity, shape: EngineShape, config: OffloadConfig, unix_s: float
+) -> Provenance:
+    """Return the provenance of one engine's life."""
+    return {
+        **describe_process(unix_s),
+        "engine": {
+            "name": identity.name,
+            "version": identity.version,
+            "index": identity.index,
+            "model": identity.model,
+        },
+        "settings": describe_settings(config),
+        "ranks": shape.ranks,
+        "device_blocks": shape.device_blocks,
+        "groups": [f"{group.kind.value}, {group.block_tokens} tokens a block" for group in shape.groups],
+    }
+
+
+def describe_process(unix_s: float) -> Provenance:
+    """Return what is known without an engine: kvoffload's version, the hour and the machine."""
+    return {
+        "kvoffload": kvoffload.__version__,
+        "began": datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="seconds"),
+        "host": platform.node(),
+        "pid": os.getpid(),
+        **describe_machine(),
+    }
+
+
+def describe_machine() -> Provenance:
+    """Return the processor, the memory and Python's version."""
+    return {
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "python": platform.python_version(),
+    }
+
+
+def describe_settings(config: OffloadConfig) -> Provenance:
+    """Return every setting. A URL loses what may be secret: user, password and query."""
+    settings: Provenance = {}
+    for field in fields(config):
+        value = getattr(config, field.name)
+        settings[field.name] = str(value) if isinstance(value, Path) else value
+    if config.otlp_endpoint is not None:
+        settings["otlp_endpoint"] = _without_secrets(config.otlp_endpoint)
+    return settings
+
+
+def info_labels(identity: EngineIdentity, config: OffloadConfig) -> Labels:
+    """Return the label values of `kvoffload_info`, in the catalogue's order."""
+    least = "one block" if config.min_load_tokens is None else str(config.min_load_tokens)
+    values = kvoffload.__version__, identity.name, identity.version
+    return (*values, config.store_policy, config.eviction_policy, config.verify, least)
+
+
+def as_line(provenance: Provenance) -> str:
+    """Return the most important of it, for people: what ran, where and when."""
+    engine = provenance.get("engine")
+    named = []
+    if isinstance(engine, dict):
+        named = [f"{engine.get('name')} {engine.get('version')}", f"model {engine.get('model')}"]
+    where = f"{provenance.get('host')} ({provenance.get('cpu')}, {provenance.get('cores')} cores)"
+    parts = [f"kvoffload {provenance.get('kvoffload')}", *named, where, f"began {provenance.get('began')}"]
+    return "; ".join(parts)
+
+
+def _cpu_name() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _without_secrets(url: str) -> str:
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query=""))
