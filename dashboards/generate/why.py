@@ -39,7 +39,8 @@ _LOOKUPS = Row(
             "many copies. lost: the engine dropped blocks before they were stored; try store_policy eager. "
             "load_declined: hits shorter than min_load_tokens. not_accepted: the engine took less than was found, as "
             "where another connector's hit comes first. declined_not_ready: host memory was not pinned yet, as after a "
-            "start. stalled: see the runbook's KVOffloadCopiesStalled. never_seen: prompts do not repeat.",
+            "start. stalled: see the runbook's KVOffloadCopiesStalled. never_seen: prompts do not repeat. "
+            "no_state: see the row on recurrent states.",
             units.BLOCKS_PER_SECOND,
             (each("kvoffload_miss_blocks_total", "cause"),),
             Kind.STACK,
@@ -155,6 +156,38 @@ _OUTCOMES = Row(
                     SERIES,
                 ),
             ),
+        ),
+    ),
+)
+
+_STATES = Row(
+    "Recurrent states: models with Mamba, gated delta net or short convolution layers",
+    (
+        Panel(
+            "States stored and loaded",
+            "Blocks of recurrent states among those stored and loaded. A hit needs one at its end, of each such group.",
+            "loads without states are not possible. No states stored while blocks are: no hit ever will be found; see "
+            "`Stores by outcome`.",
+            units.BLOCKS_PER_SECOND,
+            (
+                one(rate(series("kvoffload_state_blocks_total", direction="store")), "states stored", SERIES),
+                one(rate(series("kvoffload_state_blocks_total", direction="load")), "states loaded", SERIES),
+            ),
+            width=12,
+        ),
+        Panel(
+            "Junctions",
+            "Shared prefixes that were there but for a state at their end. The engine is asked for it, and the next request "
+            "finds it.",
+            "asked for and not made: requests end or are preempted before they get there. Many for long, with no_state in "
+            "`Misses by cause`: prompts share beginnings that differ in length; in long conversations, "
+            "--prefix-cache-retention-interval keeps more states.",
+            units.EVENTS_PER_SECOND,
+            (
+                one(rate(series("kvoffload_junctions_asked_total")), "junctions asked for", SERIES),
+                one(rate(series("kvoffload_junctions_made_total")), "junctions made", SERIES),
+            ),
+            width=12,
         ),
     ),
 )
@@ -296,5 +329,5 @@ WHY = Board(
     "why",
     "kvoffload: Why",
     "Why did lookups miss, why were blocks not stored, and what became of the host's memory?",
-    (_LOOKUPS, _OUTCOMES, _HOST, _ENGINE),
+    (_LOOKUPS, _OUTCOMES, _STATES, _HOST, _ENGINE),
 )

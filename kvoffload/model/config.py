@@ -61,6 +61,7 @@ class OffloadConfig:
         verify: how much of a block is checksummed when it is stored and compared when it is loaded: nothing ("off"), a
             part ("sample") or all of it ("full"). Needs an engine that recomputes failed loads.
         transfer_timeout_s: seconds after submission at which a copy is abandoned.
+        prefix_junctions: where only a recurrent state is missing for a longer hit, ask the engine to keep that state.
         journal_path: file for the events, None for a ring in memory.
         otlp_endpoint: URL of a collector that gets OpenTelemetry spans, None for none.
     """
@@ -72,6 +73,7 @@ class OffloadConfig:
     min_load_tokens: int | Literal["auto"] | None = None
     verify: str = "off"
     transfer_timeout_s: float = 30.0
+    prefix_junctions: bool = True
     journal_path: Path | None = None
     otlp_endpoint: str | None = None
 
@@ -171,10 +173,14 @@ def _unknown(name: str) -> str:
     return f"unknown key {_shown(name)}{hint}"
 
 
-def _lazy(value: object) -> str:
+def _bool(value: object) -> bool:
     if not isinstance(value, bool):
         raise ValueError
-    return "lazy" if value else "eager"
+    return value
+
+
+def _lazy(value: object) -> str:
+    return "lazy" if _bool(value) else "eager"
 
 
 def _cpu(value: object) -> object:
@@ -227,6 +233,7 @@ _PARSERS: dict[str, tuple[str, Callable[[object], object]]] = {
     "min_load_tokens": (f'a number of tokens, 0 or more, or "{AUTO}"', _tokens),
     "verify": _one_of("off", "sample", "full"),
     "transfer_timeout_s": ("a positive number of seconds", _seconds),
+    "prefix_junctions": ("true or false", _bool),
     "journal_path": ("a file's path", _path),
     "otlp_endpoint": ('a URL such as "http://localhost:4318/v1/traces"', _url),
 }

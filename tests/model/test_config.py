@@ -27,6 +27,7 @@ KEYS = [
     "min_load_tokens",
     "verify",
     "transfer_timeout_s",
+    "prefix_junctions",
     "journal_path",
     "otlp_endpoint",
 ]
@@ -55,6 +56,7 @@ def test_everything_can_be_set() -> None:
         "min_load_tokens": 0,
         "verify": "off",
         "transfer_timeout_s": 5,
+        "prefix_junctions": False,
         "journal_path": "/tmp/journal",
         "otlp_endpoint": "http://localhost:4318/v1/traces",
     }
@@ -62,7 +64,7 @@ def test_everything_can_be_set() -> None:
     config = parse_config(raw)
     endpoint = "http://localhost:4318/v1/traces"
     assert config == OffloadConfig(
-        2 * 2**30, 4096, "lazy", "lru", 0, "off", 5.0, Path("/tmp/journal"), endpoint
+        2 * 2**30, 4096, "lazy", "lru", 0, "off", 5.0, False, Path("/tmp/journal"), endpoint
     )
 
 

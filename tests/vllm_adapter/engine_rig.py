@@ -28,7 +28,13 @@ from tests.vllm_stock import checkpoints, engines
 MARKS = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
 SLOT_BYTES = 32768  # of a block of either checkpoint
-DEVICE_BLOCKS = {"qwen3": 40, "gemma3": 72}  # too few for what is asked at once, enough for any one request
+DEVICE_BLOCKS = {  # too few for what is asked at once, enough for any one request
+    "qwen3": 40,
+    "gemma3": 72,
+    "lfm2": 90,
+    "granite4": 60,
+    "qwen3_next": 60,
+}
 _PATIENCE_S = 60.0
 
 
