@@ -12,7 +12,7 @@ COLOURS: dict[str, str] = {
     # lookups, and where tokens came from
     "hit": GREEN, "miss": GREY, "host": GREEN, "device": BLUE, "nothing": GREY, "host, as vLLM counts": "#8fce7f",
     # why blocks missed
-    "never_seen": "#b8b8b8", "behind_miss": "#d6d6d6", "partial_block": "#8c8c8c", "last_token": "#a3a08c",
+    "never_seen": "#b8b8b8", "no_state": "#c4a24a", "behind_miss": "#d6d6d6", "partial_block": "#8c8c8c", "last_token": "#a3a08c",
     "read_ahead": "#75736a", "evicted": ORANGE, "storing": "#7fb3ea", "declined_host_full": "#c4601a",
     "declined_stale": "#d8b98a", "declined_lease_limit": YELLOW, "declined_other": "#b89b62", "declined_not_ready": "#f0dd9a",
     "declined_stalled": "#a33b4f", "stalled": "#7d2438", "lost": "#e0a0a0",
@@ -23,7 +23,8 @@ COLOURS: dict[str, str] = {
     "stale": "#d8b98a", "not_hashed": "#8c8c8c", "host_full": "#c4601a", "not_ready": "#f0dd9a", "lease_limit": YELLOW,
     "request_gone": "#b8b8b8", "before_reset": "#a06bc9", "failed": RED, "abandoned": "#f2a499",
     "cancelled": "#c9a0dc", "offered": "#2f5f9e", "scheduled": "#2e6e2a", "open offers": "#7fb3ea",
-    "open loads": "#8fce7f", "avoidable": ORANGE, "declined": "#b8c9dd", "deferred": "#7fb3ea",
+    "open loads": "#8fce7f", "states stored": "#2f5f9e", "states loaded": "#2e6e2a",
+    "junctions asked for": YELLOW, "junctions made": "#9fd08f", "avoidable": ORANGE, "declined": "#b8c9dd", "deferred": "#7fb3ea",
     # directions and jobs
     "store": BLUE, "load": GREEN, "store planned": "#c9d9ee", "store submitted": BLUE, "store abandoned": "#b02a2a",
     "load planned": "#cfe6c8", "load submitted": GREEN, "load abandoned": "#e2685a",
@@ -44,7 +45,7 @@ COLOURS: dict[str, str] = {
     "loads failed": RED, "stores failed": "#b02a2a", "alerts": RED, "oldest pin": GREEN, "oldest job": BLUE, "audits": GREEN, "stale positions": "#d8b98a",
     "slots without a state": RED, "misses without a cause": "#8b0000", "journal write errors": RED, "spans not sent": ORANGE,
     # hooks, in the order of a step
-    "seen": "#c9d9ee", "lookup": GREEN, "allocated": "#9fd08f", "step": BLUE, "offer": "#7fb3ea", "ended": GREY,
+    "seen": "#c9d9ee", "lookup": GREEN, "allocated": "#9fd08f", "step": BLUE, "ended": GREY,
     "report": YELLOW, "start_loads": "#2e6e2a", "start_stores": "#2f5f9e", "take_reports": "#b89b62",
     "other": "#8c8c8c", "hooks": BLUE,
     # observers

@@ -43,7 +43,7 @@ _LOOKUPS = Row(
             "a start. declined_lease_limit: the device pool is small for so many copies. lost: the engine reused blocks before "
             "they were stored; try store_policy eager. load_declined: hits shorter than min_load_tokens. not_accepted: the "
             "engine took less than was found, as where another connector's hit comes first. stalled: KVOffloadCopiesStalled in "
-            "the runbook. never_seen: prompts do not repeat.",
+            "the runbook. no_state: see the row on recurrent states. never_seen: prompts do not repeat.",
             units.LOOKUPS_PER_SECOND,
             (
                 Query(
@@ -178,6 +178,38 @@ _OUTCOMES = Row(
     ),
 )
 
+_STATES = Row(
+    "Recurrent states: models with Mamba, gated delta net or short convolution layers",
+    (
+        Panel(
+            "States stored and loaded",
+            "Blocks of recurrent states among those stored and loaded. A hit needs one at its end, of each such group.",
+            "loads without states are not possible. No states stored while blocks are: no hit ever will be found; see "
+            "`Stores by outcome`.",
+            units.BLOCKS_PER_SECOND,
+            (
+                one(rate(series("kvoffload_state_blocks_total", direction="store")), "states stored", SERIES),
+                one(rate(series("kvoffload_state_blocks_total", direction="load")), "states loaded", SERIES),
+            ),
+            width=12,
+        ),
+        Panel(
+            "Junctions",
+            "Shared prefixes that were there but for a state at their end. The engine is asked for it, and the next request "
+            "finds it.",
+            "asked for and not made: requests end or are preempted before they get there. Many for long, with no_state in "
+            "`Misses by cause`: prompts share beginnings that differ in length; in long conversations, "
+            "--prefix-cache-retention-interval keeps more states.",
+            units.EVENTS_PER_SECOND,
+            (
+                one(rate(series("kvoffload_junctions_asked_total")), "junctions asked for", SERIES),
+                one(rate(series("kvoffload_junctions_made_total")), "junctions made", SERIES),
+            ),
+            width=12,
+        ),
+    ),
+)
+
 _HOST = Row(
     "Host memory",
     (
@@ -303,5 +335,5 @@ WHY = Board(
     "why",
     "kvoffload: Why",
     "Why did lookups miss, why were blocks not stored, and how is host memory used?",
-    (_LOOKUPS, _OUTCOMES, _HOST, _ENGINE),
+    (_LOOKUPS, _OUTCOMES, _STATES, _HOST, _ENGINE),
 )

@@ -26,7 +26,7 @@ from kvoffload.model.causes import (
     PinDropCause,
     RejectionCause,
 )
-from kvoffload.model.events import FactRejected, HitDropped, LoadEnded, LoadScheduled
+from kvoffload.model.events import FactRejected, HitDropped, LoadEnded, LoadScheduled, StatesCopied
 from kvoffload.model.facts import BlocksAllocated
 from kvoffload.model.ids import NULL_BLOCK, DeviceBlockId, RequestId, SlotId
 from kvoffload.model.transfer import Direction, JobReport
@@ -173,8 +173,10 @@ class Loads:
 
     def _arrived(self, job: Job) -> None:
         """Every rank has copied: the request can run."""
-        record, pool = job.loads_for, self._state.pool
+        record, pool, shape = job.loads_for, self._state.pool, self._state.shape
         assert record is not None, job
+        if states := shape.count_states(map(pool.key, job.slots)):
+            self._state.tally.report(StatesCopied(Direction.LOAD, states))
         if record.incarnation == job.incarnation and record.is_live:
             state = SlotState.PINNED
             self._state.holds.add(record, [slot for slot in job.slots if pool.state(slot) == state])

@@ -32,6 +32,10 @@ class Match(NamedTuple):
     tokens: int  # the length up to which the device and the host together hold the prompt
     slots: tuple[SlotId, ...]  # the slots of the blocks that must be loaded, heads first
     missing: BlockKey | None  # the first missing key, or None if the limit ended the match
+    lacks_state: bool = False  # whether the missing key is a recurrent state's
+    full_tokens: int = (
+        0  # where there are recurrent groups: the length that the others of full attention allow
+    )
 
 
 def longest_match(
@@ -40,6 +44,7 @@ def longest_match(
     index: KeyIndex,
     start: int,
     limit: int,
+    device_tokens: int = 0,
 ) -> Match:
     """Return the longest usable prefix of more than `start` and at most `limit` tokens. Reads only.
 
@@ -49,14 +54,20 @@ def longest_match(
         index: the slots that can hit.
         start: tokens that the device holds.
         limit: the longest length of use.
+        device_tokens: tokens whose blocks of full attention the device holds; more than `start` where it lacks a state.
     """
     if shape.is_one_full_group:
         return _match_in_one_full_group(shape.alignment, keys[0], index, start, limit)
     search = _Search(shape, keys, index, start)
     length, blocker = search.descend(search.aligned(limit))
-    if length <= start:
-        return Match(start, (), blocker)
-    return Match(length, search.slots_for(length), blocker)
+    full_tokens = 0
+    if shape.state_key_ends:
+        full_tokens = search.full_length
+        if device_tokens > full_tokens:
+            behind = _Search(shape, keys, index, device_tokens)
+            full_tokens = behind.descend_full(behind.aligned(limit))[0]
+    slots = search.slots_for(length) if length > start else ()
+    return Match(length, slots, blocker, search.lacks_state, full_tokens)
 
 
 def _match_in_one_full_group(
@@ -88,13 +99,15 @@ class _Search:
         self._parts = index.parts
         self._start = start
         self._found: tuple[dict[int, SlotId], ...] = tuple({} for _ in shape.groups)
+        self.full_length = start
+        """The length that the groups of full attention allow."""
+        self.lacks_state = False
+        """Whether a recurrent group stopped the next longer length."""
 
     def descend(self, length: int) -> tuple[int, BlockKey | None]:
         """Return the longest usable length up to `length`, and the key that stopped the next longer one."""
-        blocker: BlockKey | None = None
-        for group in self._groups:
-            if group.kind is AttentionKind.FULL and (cut := self._extend(group, length)) < length:
-                length, blocker = cut, self._key(group, cut)
+        length, blocker = self.descend_full(length)
+        self.full_length = length
         moved = True
         while moved and length > self._start:
             moved = False
@@ -104,9 +117,18 @@ class _Search:
                     and (hole := self._last_hole(group, length)) is not None
                 ):
                     blocker = self._key(group, hole * group.block_tokens)
+                    self.lacks_state = group.kind is AttentionKind.RECURRENT
                     length = self.aligned(hole * group.block_tokens - self._behind(group))
                     moved = True
         return max(length, self._start), blocker
+
+    def descend_full(self, length: int) -> tuple[int, BlockKey | None]:
+        """Return the longest length up to `length` that groups of full attention allow, and the key that stopped it."""
+        blocker: BlockKey | None = None
+        for group in self._groups:
+            if group.kind is AttentionKind.FULL and (cut := self._extend(group, length)) < length:
+                length, blocker = cut, self._key(group, cut)
+        return length, blocker
 
     def slots_for(self, length: int) -> tuple[SlotId, ...]:
         """Return the slots to load for a usable length, heads first."""

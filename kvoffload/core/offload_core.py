@@ -28,6 +28,7 @@ from kvoffload.model.events import (
     CopiesStalled,
     FactRejected,
     JobAbandoned,
+    JunctionMade,
     OffloadingDegraded,
     RankReported,
     ResetStarted,
@@ -72,6 +73,7 @@ class OffloadCore:
         device_tokens: int,
         *,
         may_wait: bool,
+        full_tokens: int = 0,
         tokens: int = 0,
         new_keys: Sequence[Sequence[BlockKey]] = (),
         least_tokens: int = 0,
@@ -85,6 +87,7 @@ class OffloadCore:
             request: whose prefix.
             device_tokens: tokens that the device holds.
             may_wait: "not yet" is an answer.
+            full_tokens: tokens whose blocks of full attention the device holds, where that is more.
             tokens: what a preempted request must hold before its next new token: its prompt and what it generated.
             new_keys: per group, keys of whole blocks not given before.
             least_tokens: shorter hits are declined, where this is above the policy's number; a request's first lookup
@@ -104,7 +107,7 @@ class OffloadCore:
         if not record.least_tokens:
             record.least_tokens = max(least_tokens, state.policy.min_load_tokens)
         can_wait = may_wait and state.shape.promises.can_wait
-        return self._hits.lookup(record, device_tokens, may_wait=can_wait)
+        return self._hits.lookup(record, device_tokens, full_tokens, may_wait=can_wait)
 
     def blocks_allocated(self, fact: facts.BlocksAllocated) -> None:
         """A request got a block table. Blocks behind the device's own hit were handed out for it."""
@@ -194,13 +197,11 @@ class OffloadCore:
         self._new.clear()
         advanced = self._advance(fact) if fact.progress or fact.handed_out else []
         if state.degraded is None:
-            if self._stores.again or self._stores.for_room:
+            if fact.states:
+                self._offer_states(fact.states)
+            if self._stores.again or self._stores.for_room or self._stores.states_for_room:
                 self._stores.next_step()
             self._planner.step(fact, advanced)
-
-    def states_handed_off(self, fact: facts.StatesHandedOff) -> None:
-        """The engine offers recurrent states, which it holds until they are stored."""
-        self._stores.offer([Offer(key, block) for key, block in fact.states], last_chance=True)
 
     def plan(self) -> TransferPlan:
         """Return what the workers must copy, decided since the last call; it counts as submitted."""
@@ -240,6 +241,27 @@ class OffloadCore:
             record.confirmed_tokens = max(confirmed_tokens, record.confirmed_tokens)
             advanced.append(record)
         return advanced
+
+    def _offer_states(self, states: Iterable[facts.StateHandedOff]) -> None:
+        """Offer recurrent states. Their tables are known by now, and of whom the ids were that the step handed out.
+
+        They come before all other offers: without its state a prefix is of no use.
+        """
+        offers: list[Offer] = []
+        for request, group, position, key, block in states:
+            record = self.state.requests.live.get(request)
+            if record is None or record.state is not _RUNNING:
+                self._stores.refuse([Offer(key, block)], StoreOutcome.REQUEST_GONE)
+                continue
+            if record.keys[group][position : position + 1] != [key]:
+                self._stores.refuse([Offer(key, block)], StoreOutcome.STALE)
+                continue
+            self.state.tables.put(record, group, position, block)
+            offers.append(Offer(key, block, record, record.incarnation, group, position))
+            if (position + 1) * self.state.shape.groups[group].block_tokens == record.junction:
+                self.state.tally.report(JunctionMade(request, record.junction))
+                record.junction = 0
+        self._planner.states(offers)
 
     # -- reports ------------------------------------------------------------------------------------------------
 

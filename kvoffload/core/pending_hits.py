@@ -3,6 +3,10 @@
 A lookup goes through `PendingHits.lookup`, which searches (`match.longest_match`), pins what it found and keeps the
 answer in the request's record. The matching allocation takes the answer (`take`); a repeated lookup, the request's end or
 a reset drops it (`drop`).
+
+Engines keep few recurrent states, and a hit needs one at its end. Where everything else of a longer prefix is there, the
+lookup leaves a *junction* in the record: if the engine hands off its state after these tokens, the next request with that
+prefix finds it.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from kvoffload.core.match import longest_match
 from kvoffload.core.request import PendingHit, RequestRecord
 from kvoffload.core.state import CoreState
 from kvoffload.model.causes import MissCause, PinDropCause
-from kvoffload.model.events import HitDropped, HitPinned, LookupAnswered, LookupDeferred
+from kvoffload.model.events import HitDropped, HitPinned, JunctionAsked, LookupAnswered, LookupDeferred
 from kvoffload.model.ids import BlockKey
 
 _SEEN = RequestState.SEEN
@@ -24,13 +28,16 @@ class PendingHits:
     def __init__(self, state: CoreState) -> None:
         self._state = state
 
-    def lookup(self, record: RequestRecord, device_tokens: int, *, may_wait: bool) -> int | None:
+    def lookup(
+        self, record: RequestRecord, device_tokens: int, full_tokens: int = 0, *, may_wait: bool
+    ) -> int | None:
         """Return the tokens that the host adds to the device's, pinned until consumed; None for "not yet".
 
         A request may look up any number of times: each lookup drops what the last one had pinned.
         """
         state = self._state
-        hit = self._search(record, device_tokens)
+        record.junction = 0
+        hit = self._search(record, device_tokens, full_tokens)
         if record.hit is not None:
             self.drop(record, PinDropCause.LOOKED_UP_AGAIN)
         slots = hit.slots
@@ -54,6 +61,8 @@ class PendingHits:
         hit, record.hit = record.hit, None
         if hit is None:
             return None
+        if record.junction:
+            self._state.tally.report(JunctionAsked(record.request, record.junction))
         device_tokens, reached, _, cause = hit
         alignment = self._state.shape.alignment
         end = max(record.prompt_tokens, reached)
@@ -87,7 +96,7 @@ class PendingHits:
         self._state.pool.unpin(hit.slots)
         self._state.holds.used(record, hit.device_tokens)
 
-    def _search(self, record: RequestRecord, device_tokens: int) -> PendingHit:
+    def _search(self, record: RequestRecord, device_tokens: int, full_tokens: int) -> PendingHit:
         """Return a lookup's answer, not yet pinned."""
         state = self._state
         if not record.reads_cache:
@@ -99,12 +108,17 @@ class PendingHits:
         if state.stall.is_on:
             return PendingHit(device_tokens, device_tokens, (), MissCause.STALLED)
         limit = record.prompt_tokens - 1
-        tokens, slots, missing = longest_match(
-            state.shape, record.keys, state.pool.index, device_tokens, limit
+        tokens, slots, missing, lacks_state, full_tokens = longest_match(
+            state.shape, record.keys, state.pool.index, device_tokens, limit, full_tokens
         )
+        if full_tokens > tokens and state.policy.prefix_junctions:
+            record.junction = full_tokens
         if 0 < tokens - device_tokens < record.least_tokens:
             return PendingHit(device_tokens, device_tokens, (), MissCause.LOAD_DECLINED)
-        return PendingHit(device_tokens, tokens, slots, self._cause(record, tokens, missing))
+        cause = self._cause(record, tokens, missing)
+        if lacks_state and cause is MissCause.NEVER_SEEN:
+            cause = MissCause.NO_STATE
+        return PendingHit(device_tokens, tokens, slots, cause)
 
     def _cause(self, record: RequestRecord, tokens: int, missing: BlockKey | None) -> MissCause | None:
         """Return why the block position behind a match missed, None where no position is left."""

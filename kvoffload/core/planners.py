@@ -2,12 +2,12 @@
 
 `eager` offers a block as soon as it is confirmed. `lazy` offers only what the device is about to evict; because the engine
 hands freed blocks out again before anyone is asked, lazy also looks at a request's blocks when it ends. A planner is a
-class with the five methods of `StorePlanner` and a branch in `make_planner`.
+class with the six methods of `StorePlanner` and a branch in `make_planner`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -39,6 +39,9 @@ class StorePlanner(Protocol):
     def step(self, fact: StepScheduled, advanced: Sequence[RequestRecord]) -> None:
         """A step was scheduled in which these running requests gained something: offer what is due."""
 
+    def states(self, offers: Sequence[Offer]) -> None:
+        """The step completes these recurrent states; the engine may soon release their blocks."""
+
     def ending(self, record: RequestRecord) -> None:
         """A running request is about to release its blocks: offer what is due, for the last time."""
 
@@ -60,7 +63,9 @@ class EagerPlanner:
         self._due: dict[RequestRecord, None] = {}
         self._waited = 0
         self._scarce = 2 * state.shape.turnover_blocks
-        self._tokens = state.shape.groups[0].block_tokens
+        # A recurrent group says nothing of what is due: its states are offered when they come.
+        attention = [group for group in state.shape.groups if group.kind is not AttentionKind.RECURRENT]
+        self._paced_by = (attention or state.shape.groups)[0]
 
     def allocated(self, record: RequestRecord) -> None:
         self._due[record] = None
@@ -85,6 +90,9 @@ class EagerPlanner:
         if offers:
             self._stores.offer(offers)
 
+    def states(self, offers: Sequence[Offer]) -> None:
+        self._stores.offer(offers)
+
     def ending(self, record: RequestRecord) -> None:
         self._due.pop(record, None)
         if record.waiting:
@@ -102,8 +110,8 @@ class EagerPlanner:
         """Whether what is due must not wait: there is much of it, or it may soon be gone."""
         if self._state.device.free_blocks() < self._scarce:
             return True
-        size = self._tokens
-        several = [each for each in advanced if each.confirmed_tokens // size > each.offered[0] + 1]
+        size, group = self._paced_by.block_tokens, self._paced_by.group
+        several = [each for each in advanced if each.confirmed_tokens // size > each.offered[group] + 1]
         return bool(several)
 
 
@@ -126,11 +134,13 @@ class LazyPlanner:
         self._state = state
         self._stores = stores
         self._enough = 2 * state.shape.turnover_blocks
+        recurrent = [group for group in state.shape.groups if group.kind is AttentionKind.RECURRENT]
+        self._for_states = 2 * len(recurrent)  # which a table does not show: one to go on in and one to keep
         self._clean = 0
         self._stored = 0  # since blocks were last handed out
 
     def allocated(self, record: RequestRecord) -> None:
-        self._handed_out(sum(map(len, record.table or ())))
+        self._handed_out(sum(map(len, record.table or ())) + self._for_states)
 
     def loaded(self, record: RequestRecord) -> None:
         """Its blocks were handed out when they were allocated."""
@@ -142,17 +152,19 @@ class LazyPlanner:
         if self._clean < self._enough and not is_host_turned_over:
             self._look_ahead()
 
+    def states(self, offers: Sequence[Offer]) -> None:
+        """Their blocks join the free queue, where the next looks find them."""
+
     def ending(self, record: RequestRecord) -> None:
         """Its blocks join the end of the free queue. What one or two steps may evict from there is stored now."""
         reach = self._enough - self._state.device.free_blocks()
         if reach > 0:
             # The engine frees the deepest first, so those are the next to go.
-            offers = [offer for offer in _confirmed(self._state, record) if not self._is_known(offer.key)]
-            self._stores.offer(offers[-reach:], last_chance=True)
+            self._stores.offer(self._unknown(record)[-reach:], last_chance=True)
 
     def preempted(self, record: RequestRecord) -> None:
         """Its blocks may have been handed out already; those are lost, and counted."""
-        offers = [offer for offer in _confirmed(self._state, record) if not self._is_known(offer.key)]
+        offers = self._unknown(record)
         held = self._state.device.keys_of([offer.block for offer in offers])
         lost = [offer for offer, holds in zip(offers, held, strict=True) if holds != offer.key]
         self._stores.refuse(lost, StoreOutcome.LOST)
@@ -185,8 +197,13 @@ class LazyPlanner:
             [offer for offer in no_slot if state.misses.cause(offer.key) is not cause], outcome
         )
 
-    def _is_known(self, key: BlockKey) -> bool:
-        return key in self._state.pool.index or key in self._state.in_flight.keys
+    def _unknown(self, record: RequestRecord) -> list[Offer]:
+        """Return offers of a request's blocks that the host does not have, heads first."""
+        index, in_flight = self._state.pool.index, self._state.in_flight.keys
+        offers = [*_confirmed(self._state, record), *_handed_off(self._state, record)]
+        if self._for_states:
+            _sort_by_depth(offers, self._state)
+        return [offer for offer in offers if offer.key not in index and offer.key not in in_flight]
 
 
 _NO_SLOT = {
@@ -231,6 +248,21 @@ def _confirmed(state: CoreState, record: RequestRecord) -> list[Offer]:
             if position >= loaded or (position < found and blocks[position] != NULL_BLOCK)
         ]
     if len(groups) > 1:
-        sizes = [group.block_tokens for group in groups]
-        offers.sort(key=lambda offer: offer.position * sizes[offer.group])
+        _sort_by_depth(offers, state)
     return offers
+
+
+def _handed_off(state: CoreState, record: RequestRecord) -> Iterator[Offer]:
+    """Yield offers of the states that the engine handed off, as far as their blocks were not handed out since."""
+    assert record.table is not None, record
+    for group in state.shape.groups:
+        if group.kind is AttentionKind.RECURRENT:
+            number, keys = group.group, record.keys[group.group]
+            for position, block in enumerate(record.table[number]):
+                if block != NULL_BLOCK:
+                    yield Offer(keys[position], block, record, record.incarnation, number, position)
+
+
+def _sort_by_depth(offers: list[Offer], state: CoreState) -> None:
+    sizes = [group.block_tokens for group in state.shape.groups]
+    offers.sort(key=lambda offer: offer.position * sizes[offer.group])

@@ -4,6 +4,9 @@ In a window group the engine takes a block back when the window has moved on, an
 names the block would store another request's KV under this request's key. So every block of such a group has an entry in
 a reverse index, and ids that are handed out are zeroed in every table that names them. That costs the number of those
 ids, not the number of all requests times all blocks.
+
+Recurrent groups keep one or two blocks a request, and some engines move these within the table in place. So a table has
+only the states that were handed off, at their positions.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvoffload.core.request import RequestRecord
-from kvoffload.model.groups import GroupSpec
+from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import NULL_BLOCK, DeviceBlockId
 
 Place = tuple[RequestRecord, int, int]
@@ -23,6 +26,9 @@ class StaleBlocks:
 
     def __init__(self, groups: Sequence[GroupSpec]) -> None:
         self._recycling = tuple(number for number, group in enumerate(groups) if group.recycles_blocks)
+        self._recurrent = {
+            number for number, group in enumerate(groups) if group.kind is AttentionKind.RECURRENT
+        }
         self.places: dict[DeviceBlockId, set[Place]] = {}
         """Per block of a group that recycles blocks: where tables name it."""
 
@@ -40,7 +46,7 @@ class StaleBlocks:
         """The engine gave a request a new table, which replaces any other. Call `handed_out` first."""
         if record.table is not None:
             self.forget(record)
-        record.table = list(map(list, tables))
+        record.table = [[] if group in self._recurrent else list(row) for group, row in enumerate(tables)]
         for group in self._recycling:
             self._note(record, group, 0)
 
@@ -49,24 +55,29 @@ class StaleBlocks:
         table = record.table
         assert table is not None, record
         ends = [len(table[group]) for group in self._recycling]
-        for blocks, more in zip(table, new_blocks, strict=True):
-            blocks += more
+        for group, (blocks, more) in enumerate(zip(table, new_blocks, strict=True)):
+            if group not in self._recurrent:
+                blocks += more
         for group, end in zip(self._recycling, ends, strict=True):
             self._note(record, group, end)
+
+    def put(self, record: RequestRecord, group: int, position: int, block: DeviceBlockId) -> None:
+        """The engine handed off a state that lies in this block. Call `handed_out` first."""
+        assert record.table is not None, record
+        row = record.table[group]
+        row += [NULL_BLOCK] * (position + 1 - len(row))
+        self._drop((record, group, position), row[position])
+        row[position] = block
+        self.places.setdefault(block, set()).add((record, group, position))
 
     def forget(self, record: RequestRecord) -> None:
         """The engine took a request's table back."""
         table, record.table = record.table, None
         if table is None:
             return
-        places = self.places
         for group in self._recycling:
             for position, block in enumerate(table[group]):
-                if block != NULL_BLOCK:
-                    named = places[block]
-                    named.discard((record, group, position))
-                    if not named:
-                        del places[block]
+                self._drop((record, group, position), block)
 
     def problems(self, records: Iterable[RequestRecord]) -> list[str]:
         """Return where the reverse index and the tables disagree. Reads only."""
@@ -83,6 +94,14 @@ class StaleBlocks:
             f"block {block} at {record.request}, group {group}, position {position}: index and table disagree"
             for block, (record, group, position) in expected ^ found
         ]
+
+    def _drop(self, place: Place, block: DeviceBlockId) -> None:
+        if block == NULL_BLOCK:
+            return
+        named = self.places[block]
+        named.discard(place)
+        if not named:
+            del self.places[block]
 
     def _note(self, record: RequestRecord, group: int, first: int) -> None:
         assert record.table is not None, record

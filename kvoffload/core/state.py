@@ -30,6 +30,7 @@ class Policy:
         store_policy: "eager" or "lazy".
         eviction_policy: a name in `EVICTION_POLICIES`.
         min_load_tokens: shorter hits are recomputed instead.
+        prefix_junctions: ask for the recurrent states for want of which prefixes were not found.
         merge_steps: the few blocks that a decoding batch completes may wait for those of so many steps in all.
     """
 
@@ -37,6 +38,7 @@ class Policy:
     eviction_policy: str = "lru"
     min_load_tokens: int = 0
     merge_steps: int = 1
+    prefix_junctions: bool = True
 
 
 @dataclass(slots=True)

@@ -19,7 +19,8 @@ from kvoffload.core.job import Job, Offer, owner
 from kvoffload.core.request import Place, RequestRecord
 from kvoffload.core.state import CoreState
 from kvoffload.model.causes import CopyOutcome, EvictionCause, MissCause, StoreOutcome
-from kvoffload.model.events import StoreScheduled
+from kvoffload.model.events import StatesCopied, StoreScheduled
+from kvoffload.model.groups import AttentionKind
 from kvoffload.model.ids import NULL_BLOCK, BlockKey, DeviceBlockId, GroupId, SlotId
 from kvoffload.model.transfer import Direction
 
@@ -44,6 +45,8 @@ class Stores:
         self._batch: Job | None = None
         self.for_room: dict[RequestRecord, deque[Place]] = {}
         """Per request, the places whose offers wait for room."""
+        self.states_for_room: dict[RequestRecord, deque[Place]] = {}
+        """Of these the recurrent states, which get room first: without its state a prefix is of no use."""
         self.again: list[Offer] = []
         """Offers to decide on again in the next step."""
         self.leased_blocks = 0
@@ -73,7 +76,7 @@ class Stores:
         if self.again:
             again, self.again = self.again, []
             self._decide(again, last_chance=False)
-        if self.for_room:
+        if self.for_room or self.states_for_room:
             # While host memory grows, offers that have no slot yet wait on.
             room = min(self.room, self._state.pool.room) if self._state.growing else self.room
             self._decide(self._take_for_room(room), last_chance=False)
@@ -201,7 +204,9 @@ class Stores:
         place = (offer.group, offer.position)
         record.waiting[place] = None
         if verdict in _FOR_ROOM:
-            self.for_room.setdefault(record, deque()).append(place)
+            kind = self._state.shape.groups[offer.group].kind
+            queue = self.states_for_room if kind is AttentionKind.RECURRENT else self.for_room
+            queue.setdefault(record, deque()).append(place)
         if verdict in _MEANWHILE:
             self._state.misses.note((offer.key,), _MEANWHILE[verdict])
 
@@ -275,6 +280,8 @@ class Stores:
             state.tally.count_stores(StoreOutcome.IN_FLIGHT)
             state.evictions.add(duplicate)
         state.tally.count_stores(_STORED, len(job.offers))
+        if states := state.shape.count_states(offer.key for offer in job.offers):
+            state.tally.report(StatesCopied(Direction.STORE, states))
 
     def _hold(self, job: Job) -> None:
         """The requests whose blocks arrived count on them. Not every block arrives after those before it."""
@@ -350,21 +357,23 @@ class Stores:
     # -- waiting ------------------------------------------------------------------------------------------------
 
     def _take_for_room(self, room: int) -> list[Offer]:
-        """Take up to `room` offers that waited for room, as their tables have them now."""
+        """Take up to `room` offers that waited for room, states first, as their tables have them now."""
         taken: list[Offer] = []
-        while self.for_room and len(taken) < room:
-            record, places = next(iter(self.for_room.items()))
-            while places and len(taken) < room:
-                place = places.popleft()
-                del record.waiting[place]
-                taken.append(self._offer_of(record, *place))
-            if not places:
-                del self.for_room[record]
+        for queue in (self.states_for_room, self.for_room):
+            while queue and len(taken) < room:
+                record, places = next(iter(queue.items()))
+                while places and len(taken) < room:
+                    place = places.popleft()
+                    del record.waiting[place]
+                    taken.append(self._offer_of(record, *place))
+                if not places:
+                    del queue[record]
         return taken
 
     def _stop_waiting(self, record: RequestRecord) -> None:
         record.waiting.clear()
         self.for_room.pop(record, None)
+        self.states_for_room.pop(record, None)
 
     @staticmethod
     def _offer_of(record: RequestRecord, group: GroupId, position: int) -> Offer:
@@ -386,7 +395,7 @@ class Stores:
         """Return where what waits for room and what waits at all disagree. Reads only."""
         return [
             f"{record.request} waits for room at {place} but has its outcome"
-            for record, places in self.for_room.items()
+            for record, places in (*self.for_room.items(), *self.states_for_room.items())
             for place in places
             if place not in record.waiting
         ]

@@ -62,6 +62,7 @@ class OffloadConfig:
             part ("sample") or all of it ("full"). Needs an engine that recomputes failed loads.
         transfer_timeout_s: seconds after submission at which a copy is abandoned.
         layout: of the engine's KV cache on the device: the engine's own ("engine"), or each block in one piece ("blocks").
+        prefix_junctions: where only a recurrent state is missing for a longer hit, ask the engine to keep that state.
         journal_path: file for the events, None for a ring in memory.
         otlp_endpoint: URL of a collector that gets OpenTelemetry spans, None for none.
     """
@@ -74,6 +75,7 @@ class OffloadConfig:
     verify: str = "off"
     transfer_timeout_s: float = 30.0
     layout: str = "engine"
+    prefix_junctions: bool = True
     journal_path: Path | None = None
     otlp_endpoint: str | None = None
 
@@ -173,10 +175,14 @@ def _unknown(name: str) -> str:
     return f"unknown key {_shown(name)}{hint}"
 
 
-def _lazy(value: object) -> str:
+def _bool(value: object) -> bool:
     if not isinstance(value, bool):
         raise ValueError
-    return "lazy" if value else "eager"
+    return value
+
+
+def _lazy(value: object) -> str:
+    return "lazy" if _bool(value) else "eager"
 
 
 def _cpu(value: object) -> object:
@@ -230,6 +236,7 @@ _PARSERS: dict[str, tuple[str, Callable[[object], object]]] = {
     "verify": _one_of("off", "sample", "full"),
     "transfer_timeout_s": ("a positive number of seconds", _seconds),
     "layout": _one_of("engine", "blocks"),
+    "prefix_junctions": ("true or false", _bool),
     "journal_path": ("a file's path", _path),
     "otlp_endpoint": ('a URL such as "http://localhost:4318/v1/traces"', _url),
 }

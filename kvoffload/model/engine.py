@@ -19,7 +19,7 @@ class Promises:
     Args:
         can_wait: a lookup may answer "not yet".
         recovers_loads: the engine recomputes the tokens of a failed load.
-        hands_off_states: recurrent states are offered block by block.
+        hands_off_states: each step reports the recurrent states that it completes.
     """
 
     can_wait: bool = True
@@ -68,6 +68,8 @@ class EngineShape:
     """A hit's length is a multiple of this many tokens. Computed once, because every lookup reads it."""
     is_one_full_group: bool = field(init=False, repr=False, compare=False)
     """Whether there is one group of full attention in which any block can end a hit, as in most models."""
+    state_key_ends: frozenset[bytes] = field(init=False, repr=False, compare=False)
+    """The last bytes of the keys of recurrent states; empty where the engine has none."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -84,6 +86,8 @@ class EngineShape:
         alignment = self.match_tokens or math.lcm(*(group.block_tokens for group in self.groups))
         object.__setattr__(self, "alignment", alignment)
         object.__setattr__(self, "is_one_full_group", _is_one_full_group(self.groups, alignment))
+        recurrent = [group for group in self.groups if group.kind is AttentionKind.RECURRENT]
+        object.__setattr__(self, "state_key_ends", frozenset(group.key_end for group in recurrent))
 
     @property
     def lease_limit(self) -> int:
@@ -98,7 +102,17 @@ class EngineShape:
     @property
     def turnover_blocks(self) -> int:
         """The most device blocks that one step allocates to one request, and usually to all requests together."""
-        return sum(-(-self.step_tokens // group.block_tokens) + 1 for group in self.groups)
+        return sum(self._turnover_of(group) for group in self.groups)
+
+    def _turnover_of(self, group: GroupSpec) -> int:
+        blocks = -(-self.step_tokens // group.block_tokens) + 1
+        # However many blocks a recurrent group's tokens fill, a step takes one to go on in and one to keep.
+        return min(blocks, 2) if group.kind is AttentionKind.RECURRENT else blocks
+
+    def count_states(self, keys: Iterable[BlockKey | None]) -> int:
+        """Return how many of these keys are recurrent states'."""
+        ends = self.state_key_ends
+        return sum([key is not None and key[-4:] in ends for key in keys]) if ends else 0
 
 
 @runtime_checkable

@@ -78,6 +78,30 @@ class LookupAnswered(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class JunctionAsked(Event):
+    """A request was admitted whose prefix lacks a recurrent state alone: the engine is asked for the one after `tokens`."""
+
+    request: RequestId
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class JunctionMade(Event):
+    """The engine handed off the recurrent state that it was asked for."""
+
+    request: RequestId
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StatesCopied(Event):
+    """A job ended well; so many of its blocks are recurrent states."""
+
+    direction: Direction
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class LoadScheduled(Event):
     """A load became binding; its slots are pinned and its device blocks leased until every rank has ended it.
 

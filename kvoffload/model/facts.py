@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvoffload.model.causes import DegradeCause
-from kvoffload.model.ids import BlockKey, DeviceBlockId, JobId, RequestId
+from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, JobId, RequestId
 from kvoffload.model.transfer import TransferReport
 
 
@@ -65,6 +65,24 @@ class Progress(NamedTuple):
     new_keys: tuple[tuple[BlockKey, ...], ...] = ()
 
 
+class StateHandedOff(NamedTuple):
+    """A recurrent state that the step's forward pass completes, and that no later one rewrites.
+
+    Args:
+        request: whose.
+        group: its group.
+        position: of the block in which the state lies; the state covers all tokens up to the block's end.
+        key: the block's.
+        block: where it lies on the device.
+    """
+
+    request: RequestId
+    group: GroupId
+    position: int
+    key: BlockKey
+    block: DeviceBlockId
+
+
 @dataclass(frozen=True, slots=True)
 class StepScheduled(Fact):
     """The engine scheduled a step. Reported exactly once a step, empty steps included.
@@ -76,6 +94,8 @@ class StepScheduled(Fact):
         handed_out: new blocks that are in no table, such as copy-on-write targets.
         prefill_tokens: tokens that the step computes for requests that compute several in it.
         decode_tokens: tokens computed for the others, one each.
+        states: recurrent states that the step completes, each reported once (`Promises.hands_off_states`). `progress` has
+            the new keys of their requests.
     """
 
     step: int
@@ -84,18 +104,12 @@ class StepScheduled(Fact):
     handed_out: tuple[DeviceBlockId, ...] = ()
     prefill_tokens: int = 0
     decode_tokens: int = 0
+    states: tuple[StateHandedOff, ...] = ()
 
     @property
     def is_idle(self) -> bool:
         """Whether the step reports nothing new."""
-        return not (self.progress or self.preempted or self.handed_out)
-
-
-@dataclass(frozen=True, slots=True)
-class StatesHandedOff(Fact):
-    """The engine keeps these recurrent states unchanged until they are stored (`Promises.hands_off_states`)."""
-
-    states: tuple[tuple[BlockKey, DeviceBlockId], ...]
+        return not (self.progress or self.preempted or self.handed_out or self.states)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ class GroupSpec:
         block_tokens: tokens in one of its blocks.
         reach_tokens: the window or the chunk in tokens (the token itself counted), None for full and recurrent.
         reads_ahead: a speculative draft model reads one block ahead, so the last matched block cannot be used.
+        key_number: the number at the end of its keys, if it is not `group`.
     """
 
     group: GroupId
@@ -35,6 +36,7 @@ class GroupSpec:
     block_tokens: int
     reach_tokens: int | None = None
     reads_ahead: bool = False
+    key_number: int | None = None
 
     def __post_init__(self) -> None:
         problems = []
@@ -49,6 +51,11 @@ class GroupSpec:
             )
         if problems:
             raise ConfigError([f"group {self.group}: {problem}" for problem in problems])
+
+    @property
+    def key_end(self) -> bytes:
+        """The bytes with which its keys end."""
+        return (self.group if self.key_number is None else self.key_number).to_bytes(4, "big")
 
     @property
     def recycles_blocks(self) -> bool:

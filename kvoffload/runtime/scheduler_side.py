@@ -49,7 +49,7 @@ _UNKNOWN = EngineIdentity()
 
 # CPython 3.11 takes ten times as long to reach an enum's member through its class.
 _SEEN, _LOOKUP, _ALLOCATED = Hook.SEEN, Hook.LOOKUP, Hook.ALLOCATED
-_STEP, _OFFER, _ENDED, _REPORT, _RESET = Hook.STEP, Hook.OFFER, Hook.ENDED, Hook.REPORT, Hook.RESET
+_STEP, _ENDED, _REPORT, _RESET = Hook.STEP, Hook.ENDED, Hook.REPORT, Hook.RESET
 
 
 class SchedulerSide:
@@ -121,7 +121,6 @@ class SchedulerSide:
         bus.handle(facts.RequestSeen, core.request_seen)
         bus.handle(facts.BlocksAllocated, core.blocks_allocated)
         bus.handle(facts.StepScheduled, core.step_scheduled)
-        bus.handle(facts.StatesHandedOff, core.states_handed_off)
         bus.handle(facts.RequestEnded, core.request_ended)
         bus.handle(facts.TransferReported, core.transfer_reported)
         bus.handle(facts.JobOverdue, core.job_overdue)
@@ -156,6 +155,7 @@ class SchedulerSide:
         device_tokens: int,
         tokens: int = 0,
         new_keys: Sequence[Sequence[BlockKey]] = (),
+        full_tokens: int = 0,
     ) -> int | None:
         """Return the tokens that the host adds to `device_tokens`, or None for "not yet". Any number of times.
 
@@ -164,6 +164,7 @@ class SchedulerSide:
             device_tokens: tokens that the device holds.
             tokens: what the request must hold before its next new token, where that is more than its prompt.
             new_keys: per group, keys of its whole blocks that were not given before.
+            full_tokens: tokens whose blocks of full attention the device holds, where it lacks a recurrent state.
         """
         began = self._precise()
         now = self._clocks.monotonic()
@@ -176,6 +177,7 @@ class SchedulerSide:
                     request,
                     device_tokens,
                     may_wait=since is None or now - since < self._timeout_s,
+                    full_tokens=full_tokens,
                     tokens=tokens,
                     new_keys=new_keys,
                     least_tokens=least,
@@ -192,6 +194,11 @@ class SchedulerSide:
         spent = self._spent
         spent[_LOOKUP] = spent.get(_LOOKUP, 0.0) + self._precise() - began
         return answer
+
+    def junction(self, request: RequestId) -> int:
+        """Return the tokens after which a looked-up request should hand its recurrent states off; 0 for nowhere."""
+        record = self.core.state.requests.live.get(request) if self._broken.error is None else None
+        return 0 if record is None else record.junction
 
     def allocated(self, fact: facts.BlocksAllocated) -> None:
         """The engine gave a request a block table."""
@@ -240,12 +247,6 @@ class SchedulerSide:
         self.counters.hooks(spent)
         spent.clear()
         return plan
-
-    def states_handed_off(self, fact: facts.StatesHandedOff) -> None:
-        """The engine offers recurrent states."""
-        began = self._precise()
-        self.bus.dispatch([fact])
-        self._spent[_OFFER] = self._spent.get(_OFFER, 0.0) + self._precise() - began
 
     def _plan(self) -> TransferPlan:
         """Return the step's plan, and note its jobs as being with the workers."""
@@ -374,4 +375,4 @@ def _policy(config: OffloadConfig, shape: EngineShape, merge_steps: int) -> Poli
     """
     check_promises(config, shape.promises)
     least = config.min_load_tokens if isinstance(config.min_load_tokens, int) else shape.alignment
-    return Policy(config.store_policy, config.eviction_policy, least, merge_steps)
+    return Policy(config.store_policy, config.eviction_policy, least, merge_steps, config.prefix_junctions)

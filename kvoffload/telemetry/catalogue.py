@@ -145,6 +145,10 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_store_blocks_total", "Offered blocks by final outcome.", Kind.COUNTER, (Label("outcome", StoreOutcome),), "blocks"),
     Metric("kvoffload_load_scheduled_blocks_total", "Blocks whose load became binding; each gets one load outcome in the end.", Kind.COUNTER, (), "blocks"),
     Metric("kvoffload_load_blocks_total", "Loaded blocks by final outcome.", Kind.COUNTER, (Label("outcome", LoadOutcome),), "blocks"),
+    # --- recurrent states, of models that have them ---
+    Metric("kvoffload_state_blocks_total", "Blocks of recurrent states among those stored and loaded.", Kind.COUNTER, (_DIRECTION,), "blocks"),
+    Metric("kvoffload_junctions_asked_total", "Requests admitted whose prefix was on device and host but for a recurrent state at its end, which the engine was asked to keep.", Kind.COUNTER, (), "junctions"),
+    Metric("kvoffload_junctions_made_total", "Of the groups' recurrent states that were asked for, those that the engine kept and offered, one a request.", Kind.COUNTER, (), "junctions"),
     # --- copies, per rank ---
     Metric("kvoffload_transfers_total", "Ranks' parts of jobs that ended.", Kind.COUNTER, (_TIER, _DIRECTION, Label("outcome", CopyOutcome)), "copies"),
     Metric("kvoffload_transfer_bytes_total", "Bytes copied between device and tier, all ranks together.", Kind.COUNTER, (_TIER, _DIRECTION), "bytes"),

@@ -34,7 +34,6 @@ class Hook(StrEnum):
     LOOKUP = "lookup"
     ALLOCATED = "allocated"
     STEP = "step"
-    OFFER = "offer"
     ENDED = "ended"
     REPORT = "report"
     RESET = "reset"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvoffload.model.engine import EngineShape, Promises
 from kvoffload.model.errors import ConfigError
-from kvoffload.model.groups import GroupSpec
+from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import GroupId
 from kvoffload_vllm.support import (
     Features,
@@ -94,7 +94,8 @@ def vllm_groups(
     ids = tuple(number for number, group in enumerate(groups) if is_needed_for_hits(group))
     ahead = _read_ahead(vllm_config, groups)
     specs = tuple(
-        _translate_group(GroupId(place), groups[number], number in ahead) for place, number in enumerate(ids)
+        _translate_group(GroupId(place), number, groups[number], number in ahead)
+        for place, number in enumerate(ids)
     )
     sizes = sizes or find_block_sizes(vllm_config, kv_cache_config)
     _check_sizes(specs, sizes)
@@ -116,15 +117,17 @@ def find_block_sizes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
     return BlockSizes(*resolve_kv_cache_block_sizes(kv_cache_config, vllm_config))
 
 
-def _translate_group(place: GroupId, group: KVCacheGroupSpec, reads_ahead: bool) -> GroupSpec:
+def _translate_group(place: GroupId, number: int, group: KVCacheGroupSpec, reads_ahead: bool) -> GroupSpec:
     spec = layer_specs(group.kv_cache_spec)[0]  # they agree in all that is read here
-    return GroupSpec(place, kind_of(spec), spec.block_size, reach_of(spec), reads_ahead)
+    key_number = None if number == place else number
+    return GroupSpec(place, kind_of(spec), spec.block_size, reach_of(spec), reads_ahead, key_number)
 
 
 def _read_ahead(vllm_config: VllmConfig, groups: Sequence[KVCacheGroupSpec]) -> frozenset[int]:
     """Return the groups whose last matched block vLLM drops for a draft that reads ahead.
 
     Where it drops blocks and has marked no group, all count as marked; and groups with equal specs are matched together.
+    Recurrent groups never: a state lies at the end of the hit, and vLLM makes it a block earlier for a draft.
     """
     marked = [group for group in groups if getattr(group, "is_eagle_group", False)]
     if not marked and _drops_for_draft(vllm_config):
@@ -133,6 +136,7 @@ def _read_ahead(vllm_config: VllmConfig, groups: Sequence[KVCacheGroupSpec]) -> 
         number
         for number, group in enumerate(groups)
         if any(group.kv_cache_spec == other.kv_cache_spec for other in marked)
+        and kind_of(layer_specs(group.kv_cache_spec)[0]) is not AttentionKind.RECURRENT
     )
 
 

@@ -7,6 +7,7 @@ from itertools import compress
 from typing import TYPE_CHECKING
 
 from kvoffload.model import facts
+from kvoffload.model.groups import AttentionKind
 from kvoffload.model.ids import DeviceBlockId, RequestId
 from kvoffload_vllm.metadata import EndedLoads, KVOffloadMetadata, KVOffloadWorkerMetadata
 from kvoffload_vllm.tracked import DueSteps, KeyMaker, Tracked
@@ -57,7 +58,14 @@ class VllmScheduler:
         self._stats = stats
         self._closed = closed
         self._host_events = host_events
-        self._least_block = min(group.block_tokens for group in offload.shape.groups)
+        shape = offload.shape
+        self._least_block = min(group.block_tokens for group in shape.groups)
+        self._state_tokens = {
+            number: (group.group, group.block_tokens)
+            for number, group in zip(groups, shape.groups, strict=True)
+            if group.kind is AttentionKind.RECURRENT
+        }
+        """By vLLM's number of a recurrent group: our number, and the tokens of a block."""
         self._tracked: dict[str, Tracked] = {}
         self._due = DueSteps()
         self._ended_loads = EndedLoads()
@@ -84,7 +92,15 @@ class VllmScheduler:
         tracked = self._follow(request)
         tracked.found_tokens = device_tokens
         name, new_keys = RequestId(request.request_id), tracked.new_keys(self._keys)
-        return self.offload.lookup(name, device_tokens, request.num_tokens, new_keys)
+        if not self._state_tokens:
+            return self.offload.lookup(name, device_tokens, request.num_tokens, new_keys)
+        # vLLM ends a chunk there, and keeps the state: it is where the device has the prefix, but no state of it. It is
+        # set anew before each lookup, and read after it.
+        kept = getattr(request, "shared_prefix_boundary", None)
+        found = self.offload.lookup(name, device_tokens, request.num_tokens, new_keys, kept or 0)
+        if kept is not None and found is not None:
+            request.shared_prefix_boundary = max(kept, self.offload.junction(name))
+        return found
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         """The engine gave a request blocks: for the first time, or again after a load, for the rest of its prompt."""
@@ -109,7 +125,9 @@ class VllmScheduler:
                 self._due.drop(tracked)
         copies = getattr(output, "kv_cache_block_copies", None)  # older versions have no such copies
         copied = tuple(DeviceBlockId(copy.dst_block_id) for copy in copies) if copies else ()
-        fact = facts.StepScheduled(self._step, self._progress(output), preempted, copied, *_tokens(output))
+        states = self._states(output) if self._state_tokens else ()
+        progress = self._progress(output, states)
+        fact = facts.StepScheduled(self._step, progress, preempted, copied, *_tokens(output), states)
         self._step += 1
         plan = self.offload.step(fact)
         if self.offload.has_answers:
@@ -176,9 +194,28 @@ class VllmScheduler:
         if self._host_events is not None:
             tracked.noted = self._host_events.note(tracked.request, tracked.noted, computed_tokens)
 
-    def _progress(self, output: SchedulerOutput) -> tuple[facts.Progress, ...]:
-        """Only of requests that completed a block, got one, or run for the first time since their allocation."""
+    def _states(self, output: SchedulerOutput) -> tuple[facts.StateHandedOff, ...]:
+        """Return the recurrent states that the step completes. Those within a block are left out: no lookup asks for them."""
+        offered = getattr(output, "kv_connector_block_state", None)
+        if offered is None:
+            return ()
+        states: list[facts.StateHandedOff] = []
+        for request, ends in offered.boundary_state_offloads.items():
+            for number, block, tokens in ends:
+                group, size = self._state_tokens.get(number, (None, 1))
+                key = self._device.keys_of((block,))[0]
+                if group is not None and key is not None and tokens % size == 0:
+                    place = RequestId(request), group, tokens // size - 1
+                    states.append(facts.StateHandedOff(*place, key, DeviceBlockId(block)))
+        return tuple(states)
+
+    def _progress(
+        self, output: SchedulerOutput, states: Sequence[facts.StateHandedOff]
+    ) -> tuple[facts.Progress, ...]:
+        """Only of requests that completed a block or a state, got a block, or run for the first time since their allocation."""
         scheduled, gained = output.num_scheduled_tokens, self._new_blocks_of(output)
+        for state in states:
+            gained.setdefault(state.request, ())
         for tracked in self._due.take():
             request_id = tracked.request.request_id
             if request_id in gained:

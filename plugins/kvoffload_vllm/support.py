@@ -53,7 +53,7 @@ class Features:
 
     Args:
         tells_failed_loads: a failed load can be told by request, so that models with several groups recover from it.
-        hands_off_states: the caller offers recurrent states at the boundaries that this vLLM hands off.
+        hands_off_states: a step names the recurrent states that it completes, block by block.
         lacks: names that a connector needs and this vLLM does not have.
     """
 
@@ -62,12 +62,14 @@ class Features:
     lacks: tuple[str, ...] = ()
 
 
-def find_features(*, hands_off_states: bool = False) -> Features:
+def find_features() -> Features:
     """Return what the installed vLLM offers."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.v1.core.sched import output
 
     lacks = tuple(name for name in NEEDED if not hasattr(KVConnectorBase_V1, name))
-    return Features(hasattr(KVConnectorBase_V1, "get_transfer_results"), hands_off_states, lacks)
+    reports_failed_loads = hasattr(KVConnectorBase_V1, "get_transfer_results")
+    return Features(reports_failed_loads, hasattr(output, "KVConnectorBlockState"), lacks)
 
 
 def layer_specs(spec: KVCacheSpec) -> tuple[KVCacheSpec, ...]:
@@ -153,8 +155,8 @@ def _check_states(number: int, specs: Sequence[KVCacheSpec], features: Features)
     """A recurrent state is whole only at the boundaries where vLLM hands it off."""
     if not features.hands_off_states:
         yield (
-            f"KV cache group {number} holds recurrent (Mamba) states, which are not handed off here; "
-            "use a model with attention only"
+            f"KV cache group {number} holds recurrent (Mamba) states, which this vLLM does not hand to connectors; "
+            "use vLLM 0.30 or newer, or a model with attention only"
         )
         return
     modes = sorted({spec.mamba_cache_mode for spec in specs} - {"align"})

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload.core.key_index import KeyIndex
-from kvoffload.core.match import _Search, longest_match
+from kvoffload.core.match import Match, _Search, longest_match
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import BlockKey, GroupId, SlotId, block_key
@@ -113,7 +113,7 @@ def test_one_full_group_has_a_search_of_its_own(search: Search) -> None:
     general = _Search(shape, keys, index, start)
     length, missing = general.descend(general.aligned(limit))
     slots = general.slots_for(length) if length > start else ()
-    assert match == (length, slots, missing)
+    assert match == Match(length, slots, missing)
 
 
 @given(searches())
@@ -179,5 +179,5 @@ def test_a_group_is_not_asked_about_a_length_that_another_has_made_useless() -> 
     shape = EngineShape((window(5), window(5, group=1, reads_ahead=True)), 1, 8, 8)
     keys = [[block_key(b"%d" % at, GroupId(group)) for at in range(3)] for group in range(2)]
     index, part = recording({})
-    assert longest_match(shape, keys, index, 4, 8) == (4, (), keys[0][1])
+    assert longest_match(shape, keys, index, 4, 8) == Match(4, (), keys[0][1])
     assert part.asked == [keys[0][1]]

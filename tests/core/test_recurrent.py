@@ -1,47 +1,57 @@
-"""Recurrent groups: their states are stored when the engine hands them over, and a hit ends where there is one."""
+"""Recurrent groups: their states are stored when a step completes them, and a hit ends where there is one."""
 
 from __future__ import annotations
 
+import pytest
+
+from kvoffload.core.planners import LazyPlanner
 from kvoffload.model import facts
-from kvoffload.model.causes import StoreOutcome
-from kvoffload.model.engine import Promises
-from tests.core.world import Req, World, full, key_at, recurrent
+from kvoffload.model.causes import MissCause, StoreOutcome
+from kvoffload.model.engine import EngineShape, Promises
+from kvoffload.model.events import JunctionAsked, JunctionMade
+from kvoffload.model.ids import GroupId, RequestId
+from tests.core.world import FAILED, Req, World, full, key_at, keys_of, recurrent, window
 
 TEXT = "abcdefghijklm"
+PROMISES = Promises(hands_off_states=True)
 
 
-def hand_over(world: World, request: Req, *ends: int) -> None:
-    """The engine holds the states after these tokens until they are stored."""
-    states = tuple((key_at(TEXT, end, 1), request.tables[1][end // 4 - 1]) for end in ends)
-    world.tell(facts.StatesHandedOff(states))
+def make(**chosen: bool | int | str) -> World:
+    """Group 0 is recurrent, as in most hybrids."""
+    return World(recurrent(), full(group=1), promises=PROMISES, **chosen)  # type: ignore[arg-type]  # each by its name
 
 
-def world_with_states(*ends: int) -> World:
-    world = World(full(), recurrent(group=1), promises=Promises(hands_off_states=True))
+def compute(world: World, request: Req, until: int) -> None:
+    """Compute a block a step."""
+    while request.computed < until:
+        world.step(request, tokens=4)
+
+
+def with_states(*ends: int, **chosen: bool | int | str) -> World:
+    """The host has all blocks of the text, and the states after these tokens; the device has forgotten everything."""
+    world = make(**chosen)
+    world.states_end = ends
     request = world.add("first", TEXT)
     world.admit(request)
-    while request.computed < len(TEXT):
-        at = request.computed + 4
-        world.step(tokens=4)
-        if at in ends:
-            hand_over(world, request, at)
-    world.step(tokens=1)
+    compute(world, request, len(TEXT))
+    world.step(request, tokens=1)
     world.drain()
     world.end(request)
+    world.drain()
     world.device.forget_keys()
     return world
 
 
 def test_nothing_of_a_recurrent_group_is_offered_by_itself() -> None:
-    world = world_with_states()
-    assert world.on_host(TEXT) == "xxx"
-    assert world.on_host(TEXT, group=1) == "..."
+    world = with_states()
+    assert world.on_host(TEXT) == "..."
+    assert world.on_host(TEXT, group=1) == "xxx"
     assert world.admit(world.add("a", TEXT)) == 0
 
 
 def test_a_hit_ends_at_the_last_state() -> None:
-    world = world_with_states(4, 8)
-    assert world.on_host(TEXT, group=1) == "xx."
+    world = with_states(4, 8)
+    assert world.on_host(TEXT) == "xx."
     request = world.add("a", TEXT)
     assert world.admit(request) == 8
     world.step()
@@ -50,26 +60,276 @@ def test_a_hit_ends_at_the_last_state() -> None:
     assert world.results == [("a", True)]
 
 
-def test_a_state_that_cannot_be_stored_now_is_declined_for_good() -> None:
-    world = World(full(), recurrent(group=1), host=0)
+def test_r10_a_state_is_offered_after_what_the_step_hands_out_is_known() -> None:
+    """Its block is handed out in the step that completes it: only then it counts as computed since the reset."""
+    world = make()
+    world.reset()
     request = world.add("a", TEXT)
     world.admit(request)
-    world.step(tokens=4)
-    hand_over(world, request, 4)
-    assert world.stores() == {StoreOutcome.HOST_FULL: 1}
-    assert not world.core.has_work
+    world.step(request, tokens=4)
+    world.finish()
+    assert world.on_host(TEXT) == "x.."
 
 
-def test_a_state_that_the_host_has_already_counts_as_used() -> None:
-    world = World(full(), recurrent(group=1), host=8, promises=Promises(hands_off_states=True))
+def test_a_state_is_in_the_plan_of_the_step_that_completes_it() -> None:
+    world = make()
     request = world.add("a", TEXT)
     world.admit(request)
-    for end in (4, 8):
-        world.step(tokens=4)
-        hand_over(world, request, end)
-        world.drain()
-    hand_over(world, request, 4)
-    assert world.stores()[StoreOutcome.ALREADY_CACHED] == 1
-    order = [world.core.state.pool.key(slot) for slot in world.core.state.pool._order]
-    states = [key_at(TEXT, 4, 1), key_at(TEXT, 8, 1)]
-    assert [key for key in order if key in states] == states[::-1]
+    plan = world.step(request, tokens=4)
+    assert [job.blocks for job in plan.stores] == [(request.tables[0][0],)]
+
+
+def test_a_state_waits_for_host_memory() -> None:
+    world = make(host=0, is_growing=True)
+    request = world.add("a", TEXT)
+    world.admit(request)
+    compute(world, request, 12)
+    assert not world.stores()
+    world.ready_up_to(4)
+    world.idle_step()
+    world.finish()
+    assert world.on_host(TEXT) == "xxx"
+    assert world.on_host(TEXT, group=1) == "x.."
+
+
+def test_r5_a_state_that_waited_for_leases_comes_before_blocks_that_waited_longer() -> None:
+    world = make(device=16)  # leases for four blocks
+    one, two = world.add("one", "nopqrstuvwxyzabcdefg"), world.add("two", TEXT)
+    world.states_end = ()
+    for request in (one, two):
+        world.admit(request)
+    compute(world, one, 20)
+    world.states_end = (12,)
+    compute(world, two, 12)
+    assert [len(places) for places in world.core._stores.for_room.values()] == [2]
+    assert [len(places) for places in world.core._stores.states_for_room.values()] == [1]
+    world.finish(world.submitted()[0])
+    plan = world.idle_step()
+    assert [job.blocks for job in plan.stores] == [(two.tables[0][2],)]
+
+
+def test_r8_a_state_is_held_while_its_request_runs() -> None:
+    world = make(host=2)
+    world.states_end = (4,)
+    request = world.add("a", TEXT)
+    world.admit(request)
+    compute(world, request, 8)
+    world.finish()
+    world.states_end = ()
+    other = world.add("other", "nopqrstuvwxyz")
+    world.admit(other)
+    compute(world, other, 12)
+    world.finish()
+    assert world.on_host(TEXT) == "x.."
+    assert world.on_host(TEXT, group=1) == "x.."
+
+
+def test_r7_a_state_whose_block_was_handed_out_while_it_waited_is_not_stored() -> None:
+    world = make(host=0, is_growing=True)
+    world.states_end = (4,)
+    request = world.add("a", TEXT)
+    world.admit(request)
+    compute(world, request, 12)
+    (block,) = [block for block, key in world.device.keys.items() if key == key_at(TEXT, 4)]
+    world.device.forget_keys()
+    while block in world.device.free:
+        world.tell(facts.StepScheduled(world.steps, handed_out=tuple(world.device.hand_out(1))))
+    world.ready_up_to(8)
+    world.idle_step()
+    world.finish()
+    assert world.on_host(TEXT) == "..."
+    assert world.stores()[StoreOutcome.STALE] == 1
+
+
+def test_a_waiting_state_of_a_preempted_request_is_lost() -> None:
+    world = make(host=0, is_growing=True)
+    request = world.add("a", TEXT)
+    world.admit(request)
+    world.step(request, tokens=4)
+    world.preempt(request)
+    world.idle_step()
+    assert world.stores() == {StoreOutcome.LOST: 1}
+    world.ready_up_to(4)
+    world.idle_step()
+    assert world.on_host(TEXT) == "..."
+
+
+@pytest.mark.parametrize(
+    ("key", "outcome"), [("abcd", StoreOutcome.REQUEST_GONE), ("wxyz", StoreOutcome.STALE)]
+)
+def test_a_state_that_fits_no_running_request_is_not_stored(key: str, outcome: StoreOutcome) -> None:
+    world = make()
+    request = world.add("a", TEXT)
+    world.admit(request)
+    compute(world, request, 4)
+    block = request.tables[0][0]
+    name = RequestId("nobody") if outcome is StoreOutcome.REQUEST_GONE else request.name
+    state = facts.StateHandedOff(name, GroupId(0), 0, key_at(key, 4), block)
+    world.tell(facts.StepScheduled(9, states=(state,)))
+    assert world.stores()[outcome] == 1
+
+
+def test_a_state_that_is_handed_off_again_in_another_block_has_one_place() -> None:
+    """The engine hands a loaded state off too, when the load has ended."""
+    world = with_states(4, 8)
+    request = world.add("a", TEXT)
+    world.admit(request)
+    world.step()
+    world.finish()
+    world.step(request, tokens=4)
+    for block in world.device.hand_out(2):
+        world.device.name(block, key_at(TEXT, 12))
+        state = facts.StateHandedOff(request.name, GroupId(0), 2, key_at(TEXT, 12), block)
+        world.tell(facts.StepScheduled(9, states=(state,)))  # the world audits the index
+
+
+def test_states_of_all_lengths_are_evicted_with_their_blocks() -> None:
+    """Nothing that a head needs is evicted before what only the tail needs (R15)."""
+    world = with_states(4, 8, 12)
+    pool = world.core.state.pool
+    order = [pool.key(slot) for slot in pool._order]
+    depth = {key: place for group in world.groups for place, key in enumerate(keys_of(TEXT, group))}
+    assert [depth[key] for key in order if key is not None] == [2, 2, 1, 1, 0, 0]
+
+
+# -- merging, looking ahead ---------------------------------------------------------------------------------------
+
+
+def test_blocks_of_a_decoding_batch_are_merged_where_group_0_is_recurrent() -> None:
+    world = make(merge_steps=4)
+    world.states_end = ()
+    request = world.add("a", TEXT)
+    world.admit(request)
+    plans = [world.step(request, tokens=2) for _ in range(4)]
+    assert [len(plan.stores) for plan in plans] == [0, 0, 0, 1]
+
+
+def test_a_recurrent_group_is_no_reason_against_lazy() -> None:
+    """A step takes a block or two of it, however many its tokens fill."""
+    groups = recurrent(), recurrent(group=1), full(group=2)
+    shape = EngineShape(groups, 1, 64, step_tokens=16, promises=PROMISES)
+    assert shape.turnover_blocks == 2 + 2 + 5
+    world = World(*groups, device=64, step_tokens=16, policy="lazy", promises=PROMISES)
+    assert isinstance(world.core._planner, LazyPlanner)
+
+
+def test_lazy_stores_states_that_the_device_evicts_next() -> None:
+    world = make(policy="lazy", device=40)
+    request = world.add("a", TEXT)
+    world.admit(request)
+    compute(world, request, 12)
+    assert not world.stores()
+    world.end(request)
+    world.drain()
+    for number in range(6):
+        world.serve(f"other {number}", f"{number}bcdefghijkl")
+    assert world.on_host(TEXT)[-1] == "x"
+    world.device.forget_keys()
+    assert world.admit(world.add("again", TEXT)) == 12
+
+
+def test_lazy_stores_the_states_of_an_ending_request_where_little_is_free() -> None:
+    world = make(policy="lazy", device=40)
+    request = world.add("a", TEXT)
+    world.admit(request)
+    compute(world, request, 12)
+    world.device.hold(list(world.device.free)[:-1])
+    world.end(request)
+    world.submit()
+    world.finish()
+    assert world.on_host(TEXT) == "xxx"
+
+
+# -- junctions ----------------------------------------------------------------------------------------------------
+
+SHARED = "abcdefghnopqr"
+"""Shares two blocks with the text."""
+
+
+def junction(world: World, name: str) -> int:
+    return world.core.state.requests.live[RequestId(name)].junction
+
+
+def test_where_only_a_state_is_missing_the_engine_is_asked_for_it_and_the_next_request_finds_it() -> None:
+    world = with_states(12)
+    world.states_end = (8,)
+    for name, found in (("second", 0), ("third", 8)):
+        request = world.add(name, SHARED)
+        assert world.lookup(request) == found
+        assert junction(world, name) == (0 if found else 8)
+        world.allocate(request, found)
+        if found:
+            assert world.miss() is MissCause.NEVER_SEEN
+            break
+        assert world.miss() is MissCause.NO_STATE
+        assert world.reported(JunctionAsked) == [JunctionAsked(request.name, 8)]
+        compute(world, request, 8)
+        assert world.reported(JunctionMade) == [JunctionMade(request.name, 8)]
+        world.finish()
+        world.end(request)
+        world.device.forget_keys()
+
+
+def test_no_junction_is_asked_for_where_they_are_off() -> None:
+    world = with_states(12, junctions=False)
+    request = world.add("second", SHARED)
+    assert world.admit(request) == 0
+    assert world.miss() is MissCause.NO_STATE
+    assert not world.reported(JunctionAsked)
+
+
+def test_no_junction_is_asked_for_within_what_is_found() -> None:
+    world = with_states(4, 8, 12)
+    request = world.add("second", SHARED)
+    assert world.admit(request) == 8
+    assert not world.reported(JunctionAsked)
+    assert not junction(world, "second")
+
+
+def test_a_junction_lies_where_device_and_host_together_end() -> None:
+    """The device has the first block of full attention without a state, the host only the second."""
+    world = with_states(12)
+    pool = world.core.state.pool
+    pool.quarantine(pool.index[key_at(TEXT, 4, 1)])
+    world.add("second", SHARED)
+    for full_tokens, wanted in ((0, 0), (4, 8)):
+        found = world.core.lookup(RequestId("second"), 0, may_wait=True, full_tokens=full_tokens)
+        assert found == 0
+        assert junction(world, "second") == wanted
+
+
+def test_a_state_that_left_the_host_is_not_called_never_kept() -> None:
+    world = with_states(4)
+    pool = world.core.state.pool
+    world.reset()
+    assert not pool.index
+    world.admit(world.add("a", TEXT))
+    assert world.miss() is MissCause.AFTER_RESET
+
+
+def test_a_missing_block_of_a_window_is_no_missing_state() -> None:
+    world = World(full(), window(5, group=1))
+    world.serve("first", TEXT)
+    world.device.forget_keys()
+    pool = world.core.state.pool
+    for end in (8, 12):
+        pool.doom(pool.index[key_at(TEXT, end, 1)])
+    request = world.add("a", TEXT)
+    world.admit(request)
+    assert world.miss() is not MissCause.NO_STATE
+    assert not world.reported(JunctionAsked)
+
+
+def test_a_failed_store_of_a_state_costs_its_prefix_only() -> None:
+    world = make()
+    request = world.add("a", TEXT)
+    world.admit(request)
+    world.step(request, tokens=4)
+    world.finish(outcome=FAILED)
+    compute(world, request, 12)
+    world.drain()
+    world.end(request)
+    world.drain()
+    world.device.forget_keys()
+    assert world.on_host(TEXT) == ".xx"
+    assert world.admit(world.add("b", TEXT)) == 12

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvoffload.core.job import Offer
 from kvoffload.core.leases import Leases
 from kvoffload.core.machine import SlotState
 from kvoffload.model import facts
@@ -38,6 +39,12 @@ def side_by_side(world: World) -> tuple[Req, Req]:
 
 def stored_blocks(world: World) -> list[DeviceBlockId]:
     return [block for job in world.open_jobs(Direction.STORE) for block in world.copies[job].job.blocks]
+
+
+def offer(world: World, *blocks: tuple[BlockKey, DeviceBlockId]) -> None:
+    """Offer blocks that belong to no request, as lazy does."""
+    world.core._stores.offer([Offer(key, block) for key, block in blocks], last_chance=True)
+    world._settle()
 
 
 def named(world: World, *keys: BlockKey) -> list[DeviceBlockId]:
@@ -156,7 +163,7 @@ def test_r3_one_key_twice_in_one_offer() -> None:
     world = World()
     key = key_at("abcd", 4)
     one, two = named(world, key, key)
-    world.tell(facts.StatesHandedOff(((key, one), (key, two))))
+    offer(world, (key, one), (key, two))
     world.submit()
     world.finish()
     assert world.stores() == {StoreOutcome.STORED: 1, StoreOutcome.IN_FLIGHT: 1}
@@ -167,7 +174,7 @@ def test_r3_a_duplicate_of_a_block_that_is_declined_is_stored_in_its_place(host:
     world = World(host=host)
     head, tail = key_at(TEXT, 4), key_at(TEXT, 8)
     wrong, right, deeper = named(world, key_at("wxyz", 4), head, tail)
-    world.tell(facts.StatesHandedOff(((head, wrong), (head, right), (tail, deeper))))
+    offer(world, (head, wrong), (head, right), (tail, deeper))
     world.submit()
     assert stored_blocks(world) == [right, deeper][:host]
     world.finish()
@@ -225,13 +232,13 @@ def test_r15_cached_keys_are_used_head_last_and_a_key_twice_in_one_offer_once() 
     world = World()
     keys = [key_at(TEXT, end) for end in (4, 8)]
     states = tuple(zip(keys, named(world, *keys), strict=True))
-    world.tell(facts.StatesHandedOff(states))
+    offer(world, *states)
     world.submit()
     world.finish()
     pool = world.core.state.pool
     (again,) = named(world, keys[0])
     for duplicate in ((), ((keys[0], again),)):
-        world.tell(facts.StatesHandedOff((*states, *duplicate)))
+        offer(world, *states, *duplicate)
         assert [pool.key(slot) for slot in pool._order] == keys[::-1]
     assert world.stores() == {StoreOutcome.STORED: 2, StoreOutcome.ALREADY_CACHED: 5}
 

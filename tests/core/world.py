@@ -9,7 +9,7 @@ then. After every fact the core's audit and the world's own laws are checked.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeVar
@@ -82,7 +82,6 @@ def handle(core: OffloadCore, fact: facts.Fact) -> None:
         facts.RequestSeen: core.request_seen,
         facts.BlocksAllocated: core.blocks_allocated,
         facts.StepScheduled: core.step_scheduled,
-        facts.StatesHandedOff: core.states_handed_off,
         facts.RequestEnded: core.request_ended,
         facts.TransferReported: core.transfer_reported,
         facts.JobOverdue: core.job_overdue,
@@ -256,13 +255,14 @@ class World:
         step_tokens: int = 8,
         promises: Promises | None = None,
         is_growing: bool = False,
+        junctions: bool = True,
     ) -> None:
         self.groups = groups or (full(),)
         self.ranks = [Rank(rank) for rank in range(ranks)]
         shape = EngineShape(self.groups, ranks, device, step_tokens, promises=promises or Promises())
         self.shape = shape
         self.device = DevicePool(device, ranks)
-        self.core = self._make_core(Policy(policy, "lru", least, merge_steps))
+        self.core = self._make_core(Policy(policy, "lru", least, merge_steps, junctions))
         self.host: list[dict[SlotId, BlockKey]] = [{} for _ in self.ranks]
         self.rotten: set[tuple[int, SlotId]] = set()  # rank and slot, corrupted behind everybody's back
         self.resets = 0
@@ -275,6 +275,8 @@ class World:
         self.results: list[tuple[str, bool]] = []
         self.preempted: list[RequestId] = []
         self.steps = 0
+        self.states_end: Collection[int] | None = None
+        """The tokens after which a recurrent state is kept and handed off; None for every end of a block."""
         self.ready = 0
         self.checks_each_fact = True
         self.ready_up_to(host, is_growing=is_growing)
@@ -396,17 +398,18 @@ class World:
         return tuple(each for each in self.requests.values() if each.state == "running")
 
     def _step(self, running: Sequence[Req], tokens: int) -> TransferPlan:
-        progress, chunks = [], []
+        progress, chunks, states = [], [], list[facts.StateHandedOff]()
         for request in running:
             end = min(len(request.text), request.computed + tokens)
             new_blocks = self._grow(request, end)
             if new_blocks is not None:
                 chunks.append((request, end))
+                states += self._states(request, end)
                 progress.append(
                     facts.Progress(request.name, request.computed, new_blocks, self._new_keys(request))
                 )
         preempted, self.preempted = tuple(self.preempted), []
-        self.tell(facts.StepScheduled(self.steps, tuple(progress), preempted))
+        self.tell(facts.StepScheduled(self.steps, tuple(progress), preempted, states=tuple(states)))
         self.steps += 1
         plan = self.submit()
         for request, end in chunks:
@@ -570,6 +573,8 @@ class World:
         size = group.block_tokens
         first = group.first_needed_token(seen) // size
         table: list[DeviceBlockId | None] = []
+        if group.kind is AttentionKind.RECURRENT:
+            end = seen  # the block to go on in is handed out with the step
         for position in range(-(-end // size)):
             if position < first:
                 table.append(NULL_BLOCK)
@@ -589,6 +594,7 @@ class World:
             self.device.unhold([table[place] for place in reversed(gone)])
             for place in gone:
                 table[place] = NULL_BLOCK
+        self._skip_to_end(request, end)
         missing = [
             max(-(-end // group.block_tokens) - len(table), 0)
             for group, table in zip(self.groups, request.tables, strict=True)
@@ -599,6 +605,24 @@ class World:
         for table, blocks in zip(request.tables, new, strict=True):
             table += blocks
         return tuple(map(tuple, new))
+
+    def _skip_to_end(self, request: Req, end: int) -> None:
+        """Of a recurrent group only the block in which a chunk ends is needed."""
+        for group, table in zip(self.groups, request.tables, strict=True):
+            if group.kind is AttentionKind.RECURRENT:
+                table += [NULL_BLOCK] * ((end - 1) // group.block_tokens - len(table))
+
+    def _states(self, request: Req, end: int) -> Iterator[facts.StateHandedOff]:
+        """The states that a chunk's forward pass will have written: they have their keys before it."""
+        for group, table in zip(self.groups, request.tables, strict=True):
+            at = end // group.block_tokens - 1
+            is_kept = self.states_end is None or end in self.states_end
+            if group.kind is not AttentionKind.RECURRENT or end % group.block_tokens or not is_kept:
+                continue
+            key = key_at(request.text, end, group.group)
+            if table[at] not in self.device.keys:
+                self.device.name(table[at], key)
+            yield facts.StateHandedOff(request.name, group.group, at, key, table[at])
 
     def _compute(self, request: Req, end: int) -> None:
         """The forward pass: reads what the tokens look back at, which must be right, and writes [computed, end)."""
@@ -615,7 +639,8 @@ class World:
                     )
         for group, table in zip(self.groups, request.tables, strict=True):
             size = group.block_tokens
-            for position in range(start // size, -(-end // size)):
+            first = (end - 1) // size if group.kind is AttentionKind.RECURRENT else start // size
+            for position in range(first, -(-end // size)):
                 has_older = position * size < start
                 self.device_age[table[position]] = (
                     min(age, self.device_age[table[position]]) if has_older else age
@@ -623,12 +648,15 @@ class World:
                 for held in self.device.bytes:
                     held[table[position]] = key_at(text, min((position + 1) * size, end), group.group)
         request.computed = end
-        self._name_blocks(request)
+        self._name_blocks(request, states=False)
         if end == len(text):
             request.text += "."  # a new token
 
-    def _name_blocks(self, request: Req) -> None:
+    def _name_blocks(self, request: Req, *, states: bool) -> None:
+        """Name what was computed or loaded; states that were computed have names if they are kept."""
         for group, table in zip(self.groups, request.tables, strict=True):
+            if group.kind is AttentionKind.RECURRENT and not states:
+                continue
             for position in range(request.computed // group.block_tokens):
                 if table[position] != NULL_BLOCK and table[position] not in self.device.keys:
                     self.device.name(
@@ -676,7 +704,7 @@ class World:
         elif loaded:
             request.state, request.computed = "running", sum(request.brought)
             self._check_loaded(request)
-            self._name_blocks(request)
+            self._name_blocks(request, states=True)
         else:
             self.device.unhold(request.held())
             request.tables, request.state, request.computed = [], "waiting", 0

@@ -28,6 +28,7 @@ KEYS = [
     "verify",
     "transfer_timeout_s",
     "layout",
+    "prefix_junctions",
     "journal_path",
     "otlp_endpoint",
 ]
@@ -57,6 +58,7 @@ def test_everything_can_be_set() -> None:
         "verify": "off",
         "transfer_timeout_s": 5,
         "layout": "blocks",
+        "prefix_junctions": False,
         "journal_path": "/tmp/journal",
         "otlp_endpoint": "http://localhost:4318/v1/traces",
     }
@@ -64,7 +66,7 @@ def test_everything_can_be_set() -> None:
     config = parse_config(raw)
     endpoint = "http://localhost:4318/v1/traces"
     assert config == OffloadConfig(
-        2 * 2**30, 4096, "lazy", "lru", 0, "off", 5.0, "blocks", Path("/tmp/journal"), endpoint
+        2 * 2**30, 4096, "lazy", "lru", 0, "off", 5.0, "blocks", False, Path("/tmp/journal"), endpoint
     )
 
 

@@ -115,6 +115,7 @@ def test_the_ring_keeps_the_last_messages() -> None:
                 "handed_out": 1,
                 "prefill_tokens": 0,
                 "decode_tokens": 0,
+                "states": 0,
             },
         ),
         (

@@ -34,7 +34,13 @@ MARKS = [
 ]
 
 SLOT_BYTES = 32768  # of a block of either checkpoint
-DEVICE_BLOCKS = {"qwen3": 40, "gemma3": 72}  # too few for what is asked at once, enough for any one request
+DEVICE_BLOCKS = {  # too few for what is asked at once, enough for any one request
+    "qwen3": 40,
+    "gemma3": 72,
+    "lfm2": 90,
+    "granite4": 60,
+    "qwen3_next": 60,
+}
 _PATIENCE_S = 60.0 * _SLOWER
 
 

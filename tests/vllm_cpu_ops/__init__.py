@@ -10,6 +10,8 @@ from __future__ import annotations
 
 __all__ = ["register"]
 
+HYBRID_MODELS = ("GraniteMoeHybridForCausalLM", "Qwen3NextForCausalLM")
+
 
 def register() -> None:
     """Defines the missing ops in this process. Called by vLLM, once."""
@@ -20,8 +22,17 @@ def register() -> None:
     from vllm_cpu_ops import interpreter, layouts, ops, overlap, pipeline, slot_mapping
 
     ops.define_missing()
+    _replace_hybrid_models()
     slot_mapping.replace_kernel()
     overlap.follow_the_switch()
     layouts.follow_the_switch()
     pipeline.make_buffers()
     interpreter.match_the_compiler()
+
+
+def _replace_hybrid_models() -> None:
+    from vllm.model_executor.models.registry import ModelRegistry, _LazyRegisteredModel
+
+    for name in HYBRID_MODELS:
+        if name in ModelRegistry.models:
+            ModelRegistry.models[name] = _LazyRegisteredModel("vllm_cpu_ops.hybrid_models", name)

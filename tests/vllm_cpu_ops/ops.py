@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
+from vllm_cpu_ops import recurrent
 from vllm_cpu_ops.attention import Pages, attend, store
 from vllm_cpu_ops.slot_mapping import fill_slots
 
@@ -17,7 +18,7 @@ _library = torch.library.Library("_C", "FRAGMENT")  # The ops live as long as th
 
 def define_missing() -> None:
     """Defines every op of the table that this process does not have yet."""
-    for schema, body in OPS.items():
+    for schema, body in {**OPS, **recurrent.OPS}.items():
         name = schema.partition("(")[0]
         if not hasattr(torch.ops._C, name):
             _library.define(schema)

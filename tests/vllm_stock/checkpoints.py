@@ -1,4 +1,4 @@
-"""Small checkpoints with random weights, the same bytes on every machine: one full attention, one sliding window.
+"""Small checkpoints with random weights, the same bytes on every machine: full attention, sliding window, recurrent.
 
 The weights are drawn wide, so that every token's choice hangs on the whole context: a block of wrong KV changes the
 tokens. The tokenizer is one token per byte, so that a server can take text too.
@@ -13,11 +13,15 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from tests.vllm_stock import hybrids
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-Kind = Literal["qwen3", "gemma3"]
+Kind = Literal["qwen3", "gemma3", "lfm2", "granite4", "qwen3_next"]
 KINDS: tuple[Kind, ...] = ("qwen3", "gemma3")
+RECURRENT: tuple[Kind, ...] = ("lfm2", "granite4", "qwen3_next")
+"""Hybrids with recurrent layers, for which tests have files of their own."""
 
 VOCABULARY = 320  # 256 bytes, the end of a text, and some that stand for nothing
 END = 256
@@ -53,6 +57,7 @@ def make(kind: Kind, folder: Path, *, seed: int = 0) -> Path:
     model = _model(kind)
     draw(model, seed)
     model.save_pretrained(folder)
+    hybrids.complete_config(folder)
     tokenizer().save_pretrained(folder)
     done.write_text(recipe)
     return folder
@@ -61,6 +66,9 @@ def make(kind: Kind, folder: Path, *, seed: int = 0) -> Path:
 def _model(kind: Kind) -> PreTrainedModel:
     import transformers
 
+    if kind in RECURRENT:
+        build = {"lfm2": hybrids.lfm2, "granite4": hybrids.granite4, "qwen3_next": hybrids.qwen3_next}
+        return build[kind](SHAPE)
     if kind == "qwen3":
         return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(num_hidden_layers=2, **SHAPE))
     layers = ["sliding_attention", "sliding_attention", "full_attention"] * 2
@@ -101,7 +109,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="make a small checkpoint with random weights")
-    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("kind", choices=KINDS + RECURRENT)
     parser.add_argument("folder", type=Path)
     chosen = parser.parse_args()
     make(chosen.kind, chosen.folder)
