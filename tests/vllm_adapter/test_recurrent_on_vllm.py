@@ -107,7 +107,7 @@ def test_without_junctions_a_shared_prefix_is_never_found(on: Stage) -> None:
 def test_a_junction_costs_one_chunk_once(on: Stage) -> None:
     if "prefix_cache_retention_interval" in SETTINGS[on.kind][1]:
         pytest.skip("it keeps a state at every end of a block")
-    costs: dict[bool, int] = {}
+    costs: dict[bool, list[int]] = {}
     for are_on in (False, True):
         on.rig.forget()
         with junctions(on, are_on=are_on):
