@@ -198,7 +198,7 @@ _STATES = Row(
             "Shared prefixes that were there but for a state at their end. The engine is asked for it, and the next request "
             "finds it.",
             "asked for and not made: requests end or are preempted before they get there. Many for long, with no_state in "
-            "`Misses by cause`: prompts share beginnings that differ in length; in long conversations, "
+            "`Lookups that missed, by cause`: prompts share beginnings that differ in length; in long conversations, "
             "--prefix-cache-retention-interval keeps more states.",
             units.EVENTS_PER_SECOND,
             (
