@@ -72,7 +72,7 @@ def test_a_block_in_several_pieces_is_refused_where_one_was_asked_for(made: Side
     config = OffloadConfig(host_bytes=2**20, layout="blocks")
     side = WorkerSide(Rank(0), 1, config, made.portal, clock=made.clock, copier=made.copier)
     with pytest.raises(
-        ConfigError, match="layout is 'blocks', but the engine keeps a block .* in 2 pieces; set layout"
+        ConfigError, match=r"layout is 'blocks', but the engine keeps a block .* in 2 pieces; set layout"
     ):
         side.register(made.device.layout)
     assert side.register(FakeDevice(8, pages=[64]).layout) > 0

@@ -106,7 +106,7 @@ def _inspected(program: str, option: str, made: CompiledKernel) -> str:
         object_file.write(made.asm["cubin"])
         object_file.flush()
         tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / program
-        command = [tool, option, object_file.name]
+        command = [str(tool), option, object_file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 

@@ -11,7 +11,7 @@ def match_the_compiler() -> None:
     """Drops checks that a compiled kernel lacks, and takes masks that it takes. Nothing where Triton does not interpret."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         return
-    from triton.runtime.interpreter import InterpreterBuilder, interpreter_builder
+    from triton.runtime.interpreter import InterpreterBuilder, interpreter_builder  # type: ignore[import-not-found]
 
     # Compiled, integer overflow is checked in debug mode only; interpreted, that is 40 % of an engine's step.
     options = dataclasses.replace(interpreter_builder.options, sanitize_overflow=False)
