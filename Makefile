@@ -53,7 +53,7 @@ test-vllm: $(VENV)/wheel/ready vllm-env  ## the tests on stock vLLMs alone, agai
 	@$(if $(ARGS),,$(MAKE) --no-print-directory vllm-versions VERSIONS_ARGS=--check)
 	HYPOTHESIS_PROFILE=ci $(AGAINST_WHEEL) $(VLLM) -m pytest -m vllm $(or $(ARGS),$(filter-out tests/vllm_versions,$(wildcard tests/vllm_*)))
 
-vllm-versions: $(VENV)/wheel/ready  ## the smaller suite on several versions of vLLM; writes the table in plugins/kvoffload_vllm/README.md
+vllm-versions: $(VENV)/wheel/ready kernel-env  ## the smaller suite on several versions of vLLM and both its runners; writes the table in plugins/kvoffload_vllm/README.md
 	@$(PYTHON) tests/vllm_stock/install.py --versions all $(VLLM_ENV_ARGS)
 	HYPOTHESIS_PROFILE=ci $(AGAINST_WHEEL) $(VLLM) -m tests.vllm_versions.matrix $(VERSIONS_ARGS)
 

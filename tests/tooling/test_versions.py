@@ -19,6 +19,11 @@ def rows() -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
 
 
+def test_rows_that_were_not_run_stay() -> None:
+    assert matrix.written_rows(README) == {row[0]: row for row in rows()[2:]}
+    assert matrix.Setup("0.32.0", "V2").label in matrix.written_rows(README)
+
+
 def junit(**results: str) -> str:
     """What pytest writes of a suite, by test: nothing for passed."""
     cases = (
@@ -32,19 +37,21 @@ def test_it_has_the_scenes_of_the_suite_and_the_versions_of_the_lock() -> None:
     title, _, *body = rows()
     assert title == ["vLLM", *matrix.COLUMNS]
     assert set(matrix.SCENES.values()) == {scene.__name__ for scene in SCENES}
-    assert [row[0] for row in body] == matrix.versions(), "the table of versions is stale: make vllm-versions"
+    assert [row[0] for row in body] == [setup.label for setup in matrix.setups()], (
+        "the table of versions is stale: make vllm-versions"
+    )
     assert matrix.filled(README, body) == README, "the table was edited by hand: make vllm-versions"
 
 
 def test_it_has_what_is_promised() -> None:
-    for version, *cells in rows()[2:]:
+    for label, *cells in rows()[2:]:
         reported = dict(zip(matrix.COLUMNS, cells, strict=True))
         hybrid, more = reported.pop(HYBRID), reported.pop("layouts, metrics, events")
-        if version in matrix.TOO_OLD:
+        if label in matrix.TOO_OLD:
             assert {hybrid, *reported.values()} == {matrix.REFUSED}
             continue
         assert {more, *reported.values()} == {"passed"}
-        assert hybrid == (matrix.REFUSED if version == "0.28.0" else "passed")
+        assert hybrid == (matrix.REFUSED if label == "0.28.0" else "passed")
 
 
 @pytest.mark.parametrize(
@@ -62,6 +69,8 @@ def test_a_scene_has_passed_when_its_control_has_too(scene: str, control: str, c
     results = matrix.read_results(
         junit(**{"test_scene[qwen3-reloaded]": scene, "test_control[qwen3-reloaded]": control})
     )
-    reported = dict(zip(matrix.COLUMNS, matrix.Ran("9", True, results, "").cells()[1:], strict=True))
+    reported = dict(
+        zip(matrix.COLUMNS, matrix.Ran(matrix.Setup("9"), True, results, "").cells()[1:], strict=True)
+    )
     assert reported.pop("reload") == cell
     assert set(reported.values()) == {"not run"}

@@ -480,6 +480,7 @@ def test_r13_loads_and_stores_start_on_the_hooks_thread_behind_the_forward_pass(
     assert held.copier.fences - fences == story.count("queue_stores") + story.count("start_loads")
 
 
+@pytest.mark.skipif(engines.IS_V2_RUNNER, reason="the order of the V1 runner's hooks")
 def test_deferred_finalisation(hands: Hands) -> None:
     """With a draft model, vLLM asks for results before it lets stores start, and clears the step's plan after."""
     rig, _ = hands

@@ -60,14 +60,7 @@ TWO_WORKERS: Mapping[
     "tensor_parallel_size": 2,
     "environment": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
 }
-V2_RUNNER: Mapping[
-    str, str
-] = {  # Environment for vLLM's second model runner, in which Triton's interpreter runs its kernels.
-    "VLLM_USE_V2_MODEL_RUNNER": "1",
-    "TRITON_INTERPRET": "1",
-    "CUDA_VISIBLE_DEVICES": "",  # vLLM wants either a driver for Triton or the word that there is no device.
-}
-IS_V2_RUNNER = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
+IS_V2_RUNNER = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"  # as tests/vllm_versions/matrix.py sets it
 # Environment for a KV cache that may have its blocks outermost.
 BLOCK_LAYOUTS: Mapping[str, str] = {"VLLM_CPU_OPS_BLOCK_LAYOUTS": "1"}
 # Environment for asynchronous scheduling.

@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LOCK = ROOT / ".ci" / "vllm.lock"
 ENVIRONMENT = ROOT / ".venv" / "vllm"
 OVERLAYS = ROOT / ".venv" / "vllm-overlays"
+TRITON = ROOT / ".venv" / "triton"
 PYTHON = ENVIRONMENT / "bin" / "python"
 OURS = (ROOT / "tests" / "vllm_cpu_ops", ROOT)
 

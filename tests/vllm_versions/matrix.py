@@ -1,9 +1,10 @@
 """Runs the suite beside this file on several versions of vLLM, and writes the table in plugins/kvoffload_vllm/README.md.
 
-One pytest process a version, with that version's Python files in front of the installed vLLM. Fails where a test fails,
-or, with --check, where that table is not what came out.
+One pytest process for each version and model runner, with that version's Python files in front of the installed vLLM.
+Fails if a test fails. With --check it writes nothing, fails if the table is out of date, and runs only a part of the suite
+with runner V2, whose kernels are interpreted. A choice of versions or of a runner updates those rows alone.
 
-    .venv/vllm/bin/python -m tests.vllm_versions.matrix [--check] [--jobs 2] [0.28.0 ...]
+    .venv/vllm/bin/python -m tests.vllm_versions.matrix [--check] [--jobs 2] [--runner V2] [0.28.0 ...]
 """
 
 from __future__ import annotations
@@ -30,7 +31,18 @@ MORE = (
     "tests/vllm_adapter/test_layout_on_engine.py",
     "tests/vllm_adapter/test_news_on_vllm.py",
 )
-"""What else is run where the connector starts: that memory, keys, metrics and events are translated rightly."""
+"""Also run where the connector starts: memory, keys, metrics and events are translated correctly."""
+
+WITH_V2 = ("0.30.0", "0.32.0", "0.33.0")
+"""Also run with model runner V2, which vLLM chooses wherever it finds Triton; these run the adapter's whole suite."""
+
+V2_RUNNER = {
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
+    "TRITON_INTERPRET": "1",
+    "CUDA_VISIBLE_DEVICES": "",  # vLLM accepts Triton without a driver only if no device is visible
+}
+PART_OF_V2 = ("0.32.0", "runner or (reloaded or preempted) and qwen3 or reloaded and gemma3")
+"""What --check runs with it: a version, and pytest's expression for tests of the suite."""
 
 TOO_OLD = ("0.27.1",)
 """Run to see that the connector refuses to start, and says with what it works."""
@@ -57,24 +69,54 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
-    """What came of the tests on one version.
+class Setup:
+    """One row of the table.
 
     Args:
         version: of vLLM.
-        passed: whether no test failed, and one ran.
-        results: by test, "passed", "failed", or the reason for which it was skipped.
-        output: what pytest printed.
+        runner: vLLM's model runner, "V1" or "V2".
     """
 
     version: str
+    runner: str = "V1"
+
+    @property
+    def label(self) -> str:
+        return self.version if self.runner == "V1" else f"{self.version}, runner {self.runner}"
+
+    @property
+    def tests(self) -> tuple[str, ...]:
+        if self.runner == "V2":
+            return (SUITE, "tests/vllm_adapter")
+        return (SUITE,) if self.version in TOO_OLD else (SUITE, *MORE)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        overlay = None if self.version == installed() else str(install.OVERLAYS / self.version)
+        triton, settings = (str(install.TRITON), V2_RUNNER) if self.runner == "V2" else (None, {})
+        path = os.pathsep.join(filter(None, [overlay, os.environ.get("PYTHONPATH"), triton]))
+        return {**os.environ, **settings, "PYTHONPATH": path, "KVOFFLOAD_VLLM": self.version}
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """The results of one setup.
+
+    Args:
+        setup: which.
+        passed: whether no test failed, and at least one ran.
+        results: by test, "passed", "failed", or the reason why it was skipped.
+        output: what pytest printed.
+    """
+
+    setup: Setup
     passed: bool
     results: Mapping[str, str]
     output: str
 
     def cells(self) -> list[str]:
-        """Return the version's row of the table."""
-        return [self.version, *(self._cell(patterns) for patterns in COLUMNS.values())]
+        """Return the setup's row of the table."""
+        return [self.setup.label, *(self._cell(patterns) for patterns in COLUMNS.values())]
 
     def _cell(self, patterns: Sequence[str]) -> str:
         said = {self._said(pattern) for pattern in patterns}
@@ -83,7 +125,7 @@ class Ran:
         return "failed" if "failed" in said else "not run"
 
     def _said(self, pattern: str) -> str:
-        """What is true of a pattern's tests. Of several, some skip what this version does not have."""
+        """Return what holds for a pattern's tests. Of several, some skip what this version does not have."""
         met = {result for test, result in self.results.items() if re.fullmatch(pattern, test)}
         if "failed" in met or met == {REFUSED}:
             return "failed" if "failed" in met else REFUSED
@@ -91,37 +133,38 @@ class Ran:
 
 
 def versions() -> list[str]:
-    """The versions that the lock names."""
+    """Return the versions that the lock names."""
     return sorted([installed(), *install.overlay_versions()], key=lambda one: [*map(int, one.split("."))])
 
 
+def setups() -> list[Setup]:
+    """Return all rows of the table."""
+    return [*map(Setup, versions()), *(Setup(version, "V2") for version in WITH_V2)]
+
+
 def installed() -> str:
-    """The version that is installed whole, and that all other tests run on."""
+    """Return the version that is installed whole, which all other tests run on."""
     (found,) = (pin.removeprefix("vllm==") for pin in install.pins() if pin.startswith("vllm=="))
     return found
 
 
-def run(version: str) -> Ran:
-    """Run the suite on one version."""
-    overlay = [] if version == installed() else [str(install.OVERLAYS / version)]
-    path = os.pathsep.join(filter(None, [*overlay, os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "KVOFFLOAD_VLLM": version}
+def run(setup: Setup, tests: Sequence[str]) -> Ran:
+    """Run these tests, given as to pytest."""
     with tempfile.TemporaryDirectory(prefix="kvoffload-versions-") as scratch:
         result = Path(scratch) / "results.xml"
-        tests = [SUITE, *(() if version in TOO_OLD else MORE)]
         options = ["-m", "vllm", "-q", f"--junit-xml={result}", f"--basetemp={scratch}/tests"]
         options += ["-o", "junit_family=xunit1", "-p", "no:cacheprovider"]
         done = subprocess.run(
             [sys.executable, "-m", "pytest", *options, *tests],
             cwd=ROOT,
-            env=environment,
+            env=setup.environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             check=False,
         )
         results = read_results(result.read_text()) if result.exists() else {}
-    return Ran(version, done.returncode == 0, results, done.stdout)
+    return Ran(setup, done.returncode == 0, results, done.stdout)
 
 
 def read_results(junit: str) -> dict[str, str]:
@@ -150,43 +193,66 @@ def filled(page: str, rows: Sequence[Sequence[str]]) -> str:
     return text
 
 
+def written_rows(page: str) -> dict[str, list[str]]:
+    """Return the rows that the page has, by label."""
+    (table,) = re.findall(r"<!-- versions -->\n(.*?)<!-- /versions -->", page, flags=re.DOTALL)
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    return {row[0]: row for row in rows[2:]}
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description="run the smaller suite on several versions of vLLM")
-    parser.add_argument("--check", action="store_true", help="write nothing; fail where the table is stale")
-    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="versions at a time")
-    parser.add_argument("versions", nargs="*", help="some of the lock's; the table is left alone then")
-    asked = parser.parse_args()
+    asked = _arguments()
+    chosen = [
+        setup
+        for setup in setups()
+        if (not asked.versions or setup.version in asked.versions) and asked.runner in (None, setup.runner)
+    ]
+    whole = [setup for setup in chosen if not (asked.check and setup.runner == "V2")]
+    work = [(setup, setup.tests) for setup in whole]
+    if len(whole) < len(chosen):
+        version, tests = PART_OF_V2
+        work.append((Setup(version, "V2"), (SUITE, "-k", tests)))
     with ThreadPoolExecutor(asked.jobs) as pool:
-        ran = list(pool.map(_run_and_tell, asked.versions or versions()))
-    rows = [one.cells() for one in ran]
+        ran = list(pool.map(_run_and_report, *zip(*work, strict=True)))
+    rows = [one.cells() for one in ran[: len(whole)]]
     sys.stdout.write(f"\n{render(rows)}\n")
-    if not all(one.passed for one in ran):
-        return 1
-    return 0 if asked.versions else _settle(rows, check=asked.check)
+    return 0 if all(one.passed for one in ran) and _settle(rows, check=asked.check) else 1
 
 
-def _run_and_tell(version: str) -> Ran:
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="run the smaller suite on several versions of vLLM")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; fail if the table is out of date"
+    )
+    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="setups at a time")
+    parser.add_argument("--runner", choices=("V1", "V2"), help="vLLM's model runner; by default both")
+    parser.add_argument("versions", nargs="*", help="by default all that the lock names")
+    return parser.parse_args()
+
+
+def _run_and_report(setup: Setup, tests: Sequence[str]) -> Ran:
     began = time.monotonic()
-    ran = run(version)
+    ran = run(setup, tests)
     words = ran.output if not ran.passed else (ran.output.splitlines() or [""])[-1]
-    sys.stdout.write(f"vLLM {version}: {words} ({time.monotonic() - began:.0f} s in all)\n")
+    sys.stdout.write(f"vLLM {setup.label}: {words} ({time.monotonic() - began:.0f} s in all)\n")
     sys.stdout.flush()
     return ran
 
 
-def _settle(rows: Sequence[Sequence[str]], *, check: bool) -> int:
-    """Write the table, or say whether it is this one."""
+def _settle(rows: Sequence[list[str]], *, check: bool) -> bool:
+    """Write these rows into the table, or return whether it has them."""
     page = ROOT / "plugins" / "kvoffload_vllm" / "README.md"
     text = page.read_text(encoding="utf-8")
-    wanted = filled(text, rows)
+    known = {**written_rows(text), **{row[0]: row for row in rows}}
+    wanted = filled(text, [known[setup.label] for setup in setups() if setup.label in known])
     if check and wanted != text:
         sys.stdout.write(
-            "the table of versions in plugins/kvoffload_vllm/README.md is not what came out: make vllm-versions\n"
+            "the table of versions in plugins/kvoffload_vllm/README.md is out of date: make vllm-versions\n"
         )
-        return 1
+        return False
     if wanted != text:
         page.write_text(wanted, encoding="utf-8")
-    return 0
+    return True
 
 
 if __name__ == "__main__":

@@ -90,6 +90,7 @@ def _requests() -> dict[str, Asked]:
 
 
 REQUESTS = _requests()
+DEVICE = {"num_gpu_blocks_override": 512, "max_model_len": 384}  # where all requests fit at once
 
 
 def reloaded(stage: Stage) -> dict[str, Reported]:
@@ -158,7 +159,7 @@ def stage(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple[Stage,
     kind = request.param
     if is_refused(kind):
         pytest.skip("refused at start")  # as tested beside this file
-    with plain(kind, folder, num_gpu_blocks_override=512, max_model_len=384) as rig:
+    with plain(kind, folder, **DEVICE) as rig:
         expected = rig.run(REQUESTS)
     held = Held(copier=Steered())
     device: dict[str, Any] = {
