@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import io
+import json
+import math
 import os
 import pty
+import re
 import select
 import signal
 import struct
@@ -17,24 +21,39 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
+from rich.console import Console, RenderableType
 
 from kvoffload.bus.bus import Bus
 from kvoffload.cli.exits import CommandError, Exit
 from kvoffload.cli.main import main
-from kvoffload.cli.top.page import page
-from kvoffload.cli.top.reading import Change, PageError, Reading, has_restarted, parse_page
+from kvoffload.cli.top.reading import Change, History, PageError, Reading, has_restarted, parse_page
+from kvoffload.cli.top.screen import Scrolled
 from kvoffload.cli.top.server import State, page_url, scrape
-from kvoffload.cli.top.view import show
-from kvoffload.cli.top.words import bar, count, duration, per_second, seconds, share, size
+from kvoffload.cli.top.view import details, engines_of, show
+from kvoffload.cli.top.words import (
+    bar,
+    count,
+    duration,
+    per_second,
+    printable,
+    seconds,
+    share,
+    size,
+    sparkline,
+)
 from kvoffload.model import events
 from kvoffload.model.causes import CopyOutcome, DegradeCause, Found, LoadOutcome, MissCause, StoreOutcome
 from kvoffload.model.ids import JobId, Rank, RequestId
 from kvoffload.model.transfer import Direction
+from kvoffload.telemetry.catalogue import BY_NAME
 from kvoffload.telemetry.counters import Counters
 from kvoffload.telemetry.exporter import KVOffloadCollector
 from kvoffload.telemetry.gauges import GaugeSnapshot
+from kvoffload.telemetry.labels import HostBytes
 from kvoffload.telemetry.server import MetricsServer, serve
 from kvoffload.telemetry.snapshot import Labels
 
@@ -71,7 +90,7 @@ class Engine:
         self._bus.publish(events.FirstTokenReached(A, found, seconds_))
 
     def reading(self, at: float) -> Reading:
-        return parse_page(generate_latest(self.collector).decode(), at)
+        return parse_page(generate_latest(self.collector).decode(), at)[""]
 
     def serve(self, port: int = 0) -> MetricsServer:
         registry = CollectorRegistry()
@@ -86,8 +105,40 @@ def engine() -> Engine:
     return engine
 
 
-def texts(change: Change, unix_now: float = 0.0) -> list[str]:
-    return [" ".join(line.text.split()) for line in show(change, unix_now)]
+def texts(*readings: Reading, unix_now: float = 0.0, width: int = 100) -> list[str]:
+    """The page of one engine, line by line, with single spaces."""
+    (engine,) = engines_of([state_of(*readings)], unix_now)
+    return plain(details(engine, width), width)
+
+
+def state_of(*readings: Reading) -> State:
+    state = State("http://h:1/metrics")
+    for reading in readings:
+        state = state.after({"": reading})
+    return state
+
+
+def plain(page: RenderableType, width: int = 100) -> list[str]:
+    return [" ".join(line.split()) for line in drawn(page, width).splitlines()]
+
+
+def drawn(page: RenderableType, width: int) -> str:
+    console = Console(width=width, file=io.StringIO(), highlight=False)
+    console.print(page)
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return text
+
+
+def alarms(*readings: Reading, unix_now: float = 0.0) -> list[str]:
+    """Lines that are drawn as alarms."""
+    (engine,) = engines_of([state_of(*readings)], unix_now)
+    console = Console(
+        width=100, file=io.StringIO(), force_terminal=True, color_system="standard", highlight=False
+    )
+    console.print(details(engine, 100))
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    lines = [line for line in text.splitlines() if "\x1b[1;31m" in line]
+    return [" ".join(re.sub("\x1b\\[[0-9;]*m", "", line).split()) for line in lines]
 
 
 # -- numbers --------------------------------------------------------------------------------------------------------
@@ -102,57 +153,74 @@ def test_a_page_is_read_as_it_was_counted(engine: Engine) -> None:
     assert reading.total("kvoffload_store_blocks_total") == 2
 
 
-def test_engines_of_one_server_are_added_up_whatever_other_labels_there_are() -> None:
+def test_engines_of_one_server_are_read_apart_whatever_other_labels_there_are() -> None:
     text = (
         '# TYPE kvoffload_resets_total counter\nkvoffload_resets_total{model_name="m",engine="0"} 1\n'
         'kvoffload_resets_total{model_name="m",engine="1"} 2\n'
+        'kvoffload_resets_total{model_name="n",engine="1"} 4\n'
         '# TYPE kvoffload_degraded gauge\nkvoffload_degraded{engine="0",cause="law_broken"} 1\n'
-        'kvoffload_degraded{engine="1",cause="law_broken"} 1\n'
-        "# TYPE kvoffload_oldest_pin_timestamp_seconds gauge\n"
-        'kvoffload_oldest_pin_timestamp_seconds{engine="0"} 0\nkvoffload_oldest_pin_timestamp_seconds{engine="1"} 7\n'
-        'kvoffload_oldest_pin_timestamp_seconds{engine="2"} 5\n'
-        "# TYPE kvoffload_of_tomorrow gauge\nkvoffload_of_tomorrow 1\n# TYPE other gauge\nother 1\n"
+        '# TYPE kvoffload_of_tomorrow gauge\nkvoffload_of_tomorrow{engine="1"} 1\n# TYPE other gauge\nother 1\n'
     )
-    reading = parse_page(text, 0.0)
-    assert reading.number("kvoffload_resets_total") == 3
-    assert reading.number("kvoffload_degraded", "law_broken") == 1
-    assert reading.number("kvoffload_oldest_pin_timestamp_seconds") == 5
-    assert "kvoffload_of_tomorrow" not in reading.numbers
+    engines = parse_page(text, 0.0)
+    assert engines.keys() == {"0", "1"}
+    assert engines["0"].number("kvoffload_resets_total") == 1
+    assert engines["1"].number("kvoffload_resets_total") == 6
+    assert engines["0"].number("kvoffload_degraded", "law_broken") == 1
+    assert "kvoffload_of_tomorrow" not in engines["1"].numbers
 
 
 @pytest.mark.parametrize("text", ["", "# TYPE other gauge\nother 1\n"])
-def test_a_page_without_us_is_said_to_be_one(text: str) -> None:
+def test_a_page_without_kvoffload_is_refused(text: str) -> None:
     with pytest.raises(PageError, match="switched on"):
         parse_page(text, 0.0)
 
 
-def test_a_page_that_is_none_is_said_to_be_none() -> None:
-    with pytest.raises(PageError, match="no page of metrics"):
+def test_a_page_of_something_else_is_refused() -> None:
+    with pytest.raises(PageError, match="not a page of metrics"):
         parse_page("<html>hello</html>\n", 0.0)
 
 
-def test_rates_and_means_are_of_the_time_between_two_readings(engine: Engine) -> None:
+def test_rates_are_of_the_time_between_two_readings(engine: Engine) -> None:
     before = engine.reading(10.0)
     engine.work(4)
     change = Change(engine.reading(12.0), before)
     assert change.rate("kvoffload_lookup_tokens_total", "hit") == pytest.approx(96)
-    assert change.mean("kvoffload_transfer_seconds", "host", "load") == pytest.approx(0.004)
-    assert change.mean("kvoffload_transfer_seconds", "host", "store") is None
+    assert change.quantile(0.5, "kvoffload_transfer_seconds", "host", "store") is None
     assert Change(before).rate("kvoffload_lookup_tokens_total", "hit") is None
+
+
+@given(st.lists(st.floats(0.001, 200), min_size=1, max_size=50), st.sampled_from([0.5, 0.9, 0.99]))
+def test_property_a_quantile_lies_in_the_bucket_of_the_right_sample(samples: list[float], at: float) -> None:
+    engine = Engine()
+    before = engine.reading(0.0)
+    for sample in samples:
+        engine.first_token(Found.HOST, sample)
+    found = Change(engine.reading(1.0), before).quantile(at, "kvoffload_first_token_seconds", "host")
+    exact = sorted(samples)[math.ceil(at * len(samples)) - 1]
+    bounds = (0.0, *BY_NAME["kvoffload_first_token_seconds"].buckets, math.inf)
+    upper = next(bound for bound in bounds if exact <= bound)
+    lower = bounds[bounds.index(upper) - 1]
+    assert found is not None
+    assert lower <= found <= upper
 
 
 def test_a_restart_is_seen_and_nothing_becomes_negative(engine: Engine) -> None:
     engine.work(3)
-    state = State().after(engine.reading(1.0)).after(engine.reading(2.0))
+    state = state_of(engine.reading(1.0), engine.reading(2.0))
     fresh = Engine()
     fresh.work()
-    assert state.change is not None
-    assert has_restarted(fresh.reading(3.0), state.change.now)
-    state = state.after(fresh.reading(3.0))
-    assert state.restarts == 1
-    assert state.change is not None
-    assert state.change.before is None
-    assert "restarted 1 times" in page("url", state, 2.0, 0.0)[1].text
+    assert has_restarted(fresh.reading(3.0), state.engines[""].now)
+    history = state.after({"": fresh.reading(3.0)}).engines[""]
+    assert (history.restarts, len(history.readings)) == (1, 1)
+    assert any("restarted 1 times" in line for line in texts(engine.reading(1.0), fresh.reading(3.0)))
+
+
+def test_history_is_bounded(engine: Engine) -> None:
+    history = History((engine.reading(0.0),))
+    for second in range(1, 200):
+        history = history.after(Reading(float(second), history.now.numbers))
+    assert len(history.readings) == 61
+    assert history.window.seconds == 60
 
 
 # -- what is shown --------------------------------------------------------------------------------------------------
@@ -161,17 +229,32 @@ def test_a_restart_is_seen_and_nothing_becomes_negative(engine: Engine) -> None:
 def test_it_shows_what_the_overview_shows(engine: Engine) -> None:
     before = engine.reading(0.0)
     engine.work(2)
-    shown = texts(Change(engine.reading(2.0), before))
+    shown = texts(before, engine.reading(2.0))
     assert "offloading is on" in shown
-    assert "found on the host 144 48.0" in shown
+    assert "found on the host 144 48.0 █" in shown
     assert "hit ratio 60.0 % 60.0 %" in shown
-    assert "evicted 3 1.0" in shown  # the cause
-    assert "behind_miss 3 1.0" in shown
+    assert "lookups that missed, by cause 3 per second" in shown
+    assert "evicted 3 1.0" in shown
+    assert "blocks behind those 3 1.0" in shown
+    assert not any(line.startswith("behind_miss") for line in shown)
     assert "stored 6 2.0" in shown
     assert "loaded 9 3.0" in shown
-    assert "load 12.0 KiB 4.0 KiB 4.0 ms 2.0 ms 2" in shown
-    assert "ready 6 ##################............" in shown
+    assert "load 12.0 KiB 4.0 KiB 3.8 ms 5.0 ms 2.5 ms 2" in shown
+    assert "ready 6 ██████████████░░░░░░░░░░" in shown
     assert any("0.5 % of the engine's time" in line for line in shown)
+
+
+def test_host_memory_is_shown_in_bytes_and_while_it_is_pinned(engine: Engine) -> None:
+    engine.state = replace(
+        engine.state,
+        host_bytes={HostBytes.WANTED: 8 << 30, HostBytes.RESERVED: 2 << 30, HostBytes.USED: 1 << 30},
+        info=("0.1.0", "vllm", "0.33", "lazy", "lru", "off", "auto"),
+    )
+    shown = texts(engine.reading(0.0))
+    assert "host memory 2.0 GiB 10 blocks" in shown
+    assert "25 % of 8.0 GiB pinned" in shown
+    assert "used 1.0 GiB ████████████░░░░░░░░░░░░" in shown
+    assert "h:1 kvoffload 0.1.0, vllm 0.33, lazy" in shown
 
 
 def benefit(
@@ -189,9 +272,9 @@ def benefit(
 def test_it_shows_whether_it_is_worth_it(engine: Engine) -> None:
     engine.state = replace(engine.state, benefit=benefit(10.0, 1.5))
     before = engine.reading(0.0)
-    assert "net 7.50 -" in texts(Change(before))
+    assert "net 7.50 -" in texts(before)
     engine.state = replace(engine.state, benefit=benefit(14.0, 2.5, break_even=96))
-    shown = texts(Change(engine.reading(2.0), before))
+    shown = texts(before, engine.reading(2.0))
     assert "net benefit, in seconds since start per second" in shown
     assert "prefilling saved 14.00 2.00" in shown
     assert "waited for loads 3.00 0.50" in shown
@@ -202,32 +285,21 @@ def test_it_shows_whether_it_is_worth_it(engine: Engine) -> None:
 
 def test_a_net_loss_is_an_alarm(engine: Engine) -> None:
     engine.state = replace(engine.state, benefit=benefit(1.0, 9.0, negative=True, break_even=1_000_000))
-    lines = show(Change(engine.reading(0.0)), 0.0)
-    assert [" ".join(line.text.split()) for line in lines if line.alarm] == ["net -9.00 -"]
-    assert any("no hit pays" in line.text for line in lines)
+    assert alarms(engine.reading(0.0)) == ["net -9.00 -"]
+    assert "no hit pays" in texts(engine.reading(0.0))
     engine.state = replace(engine.state, benefit=benefit(1.0, 9.0))
-    shown = show(Change(engine.reading(0.0)), 0.0)
-    assert not [line for line in shown if line.alarm]
-    assert any("break-even not measured yet" in line.text for line in shown)
+    assert alarms(engine.reading(0.0)) == []
+    assert "break-even not measured yet" in texts(engine.reading(0.0))
 
 
-def test_it_shows_the_times_to_first_token_by_what_was_found(engine: Engine) -> None:
-    engine.first_token(Found.HOST, 0.2)
-    before = engine.reading(0.0)
-    for seconds_ in (0.3, 0.5):
+def test_it_shows_percentiles_of_the_time_to_first_token_by_what_was_found(engine: Engine) -> None:
+    for seconds_ in (0.3, 0.4, 0.5, 9.0):
         engine.first_token(Found.HOST, seconds_)
-    engine.first_token(Found.NOTHING, 1.5)
-    line = "first token, mean by what was found: host {}, device -, nothing {}"
-    assert line.format("200.0 ms", "-") in texts(Change(before))
-    assert line.format("400.0 ms", "1.5 s") in texts(Change(engine.reading(1.0), before))
-
-
-def test_engines_that_lose_or_never_pay_are_not_averaged_away() -> None:
-    name = "kvoffload_break_even_tokens"
-    text = f"# TYPE {name} gauge\n" + "".join(
-        f'{name}{{engine="{number}"}} {tokens}\n' for number, tokens in enumerate((64, 80))
-    )
-    assert parse_page(text, 0.0).number(name) == 80
+    shown = texts(engine.reading(0.0))
+    assert "first token, by what was found p50 p99" in shown
+    (host,) = [line for line in shown if re.match(r"host \d", line)]
+    assert host == "host 416.7 ms 9.9 s"
+    assert "device - -" in shown
 
 
 def test_what_is_wrong_is_an_alarm(engine: Engine) -> None:
@@ -238,88 +310,148 @@ def test_what_is_wrong_is_an_alarm(engine: Engine) -> None:
         oldest_pin_s=100.0,
         dropped={"log": 5},
     )
-    alarms = [line.text.strip() for line in show(Change(engine.reading(0.0)), 160.0) if line.alarm]
-    assert alarms[0] == "offloading is OFF: law_broken"
-    assert "5 events dropped" in alarms
-    assert any(text.startswith("quarantined") for text in alarms)
-    assert any("oldest pin 60.0 s" in text for text in texts(Change(engine.reading(0.0)), 160.0))
+    found = alarms(engine.reading(0.0), unix_now=160.0)
+    assert found[0] == "offloading is OFF: law_broken"
+    assert "5 events dropped" in found
+    assert any(text.startswith("quarantined") for text in found)
+    assert any("oldest pin 60.0 s" in text for text in texts(engine.reading(0.0), unix_now=160.0))
 
 
 def test_the_rest_of_a_long_list_is_one_line() -> None:
     misses: dict[Labels, float] = {}
-    for number, cause in enumerate(MissCause):
+    causes = [cause for cause in MissCause if cause is not MissCause.BEHIND_MISS]
+    for number, cause in enumerate(causes):
         misses[cause.value,] = 100.0 - number
-    shown = texts(Change(Reading(0.0, {"kvoffload_miss_blocks_total": misses})))
+    shown = texts(Reading(0.0, {"kvoffload_miss_blocks_total": misses}))
     (rest,) = [line for line in shown if line.startswith("others")]
-    assert int(rest.split()[1].replace(",", "")) == sum(100 - n for n in range(8, len(MissCause)))
+    assert int(rest.split()[1].replace(",", "")) == sum(100 - n for n in range(8, len(causes)))
+
+
+def test_several_servers_have_a_row_each_and_one_is_shown_in_full(engine: Engine) -> None:
+    sick = Engine()
+    sick.state = replace(sick.state, degraded=DegradeCause.TRANSFER_DEAD)
+    states = [
+        State("http://a:1/metrics").after({"0": engine.reading(0.0), "1": sick.reading(0.0)}),
+        State("http://b:2/metrics").after("not reachable: refused"),
+    ]
+    engines = engines_of(states, 0.0)
+    shown = plain(show(states, engines, 1, 120), 120)
+    assert shown[0] == "http://b:2/metrics: not reachable: refused; trying again"
+    assert any(line.startswith("engine 0, a:1 on ") for line in shown)
+    assert any(line.startswith("> engine 1, a:1 OFF ") for line in shown)
+    assert "offloading is OFF: transfer_dead" in shown
+
+
+@pytest.mark.parametrize("width", [30, 60, 80, 100, 200])
+def test_no_line_is_wider_than_the_terminal(engine: Engine, width: int) -> None:
+    states = [State("http://a:1/metrics").after({"0": engine.reading(0.0), "1": engine.reading(0.0)})]
+    text = drawn(show(states, engines_of(states, 0.0), 0, width), width)
+    assert all(len(line) <= width for line in text.splitlines())
+    assert "offloading is on" in text
+
+
+def test_wide_terminals_have_two_columns(engine: Engine) -> None:
+    def lines(width: int) -> int:
+        return len(texts(engine.reading(0.0), width=width))
+
+    assert lines(150) < 0.7 * lines(100)
+
+
+@pytest.mark.parametrize(("offset", "first", "last"), [(0, "0", "7"), (5, "5", "12"), (99, "22", "29")])
+def test_a_page_that_is_too_long_is_scrolled(offset: int, first: str, last: str) -> None:
+    console = Console(width=40, height=10, file=io.StringIO())
+    page = Scrolled("head", lambda _: "\n".join(map(str, range(30))), offset, "q quit")
+    lines = [
+        "".join(segment.text for segment in line).rstrip()
+        for line in console.render_lines(page, console.options.update(height=10))
+    ]
+    below = 29 - int(last)
+    assert lines[0] == "head"
+    assert (lines[1], lines[8]) == (first, last)
+    assert lines[9] == (f"{below} more lines below; q quit" if below else "q quit")
+    assert page.offset == int(first)
 
 
 def test_numbers_as_people_read_them() -> None:
     assert (count(1234567.0), count(None)) == ("1,234,567", "-")
-    assert (per_second(0.0), per_second(3.14159), per_second(12345.6), per_second(None)) == (
-        "0",
-        "3.1",
-        "12,346",
-        "-",
-    )
-    assert (share(1, 3), share(0, 0)) == ("33.3 %", "-")
-    assert (seconds(0.125), seconds(-3.0), seconds(12345.6), seconds(None)) == (
-        "0.12",
-        "-3.00",
-        "12,346",
-        "-",
-    )
+    rates = per_second(0.0), per_second(3.14159), per_second(12345.6), per_second(None)
+    assert rates == ("0", "3.1", "12,346", "-")
+    assert (share(1 / 3), share(None)) == ("33.3 %", "-")
+    sums = seconds(0.125), seconds(-3.0), seconds(12345.6), seconds(None)
+    assert sums == ("0.12", "-3.00", "12,346", "-")
     assert (size(0), size(1536), size(3 * 2**40), size(None)) == ("0 B", "1.5 KiB", "3.0 TiB", "-")
-    assert (duration(2e-6), duration(0.25), duration(90), duration(7200), duration(None)) == (
-        *("2.0 us", "250.0 ms", "90.0 s", "120 min", "-"),
-    )
-    assert (bar(1, 2, 4), bar(0, 0, 2), bar(9, 3, 2)) == ("##..", "..", "##")
+    times = duration(2e-6), duration(0.25), duration(90), duration(7200), duration(None)
+    assert times == ("2.0 us", "250.0 ms", "90.0 s", "120 min", "-")
+    assert (bar(1, 2, 4), bar(0, 0, 2), bar(9, 3, 2)) == ("██░░", "░░", "██")
+    assert sparkline([0, 1, None, 4, 8], 5) == "▁▂ ▅█"
+    assert sparkline([1, 2, 3], 2) == "▆█"
+    assert sparkline([0.5], 3, top=1.0) == "  ▅"
+    assert (sparkline([], 2), sparkline([0.0, 0.0], 2)) == ("  ", "▁▁")
+    assert printable("a\x1b[2Jb") == "a?[2Jb"
 
 
 def test_old_numbers_stay_while_there_is_no_answer(engine: Engine) -> None:
-    state = State().after("not reachable: refused")
-    assert [line.text for line in page("u", state, 1.0, 0.0)][2] == "not reachable: refused; trying again"
-    state = State().after(engine.reading(0.0)).after("not reachable: refused")
-    lines = page("u", state, 1.0, 0.0)
-    assert lines[2].text.endswith("these numbers are old")
-    assert any("found on the host" in line.text for line in lines)
-    assert page("u", State(), 1.0, 0.0)[-1].text == "waiting for the first answer"
+    silent = State("u").after("not reachable: refused")
+    assert plain(show([silent], [], 0, 100)) == ["u: not reachable: refused; trying again"]
+    state = state_of(engine.reading(0.0)).after("not reachable: refused")
+    lines = plain(show([state], engines_of([state], 0.0), 0, 100))
+    assert lines[0].endswith("its numbers are old")
+    assert any(line.startswith("found on the host") for line in lines)
+    assert plain(show([State("u")], [], 0, 100)) == ["waiting for the first answer"]
 
 
 # -- where it looks -------------------------------------------------------------------------------------------------
 
 
-def test_an_address_is_enough() -> None:
+def test_an_address_or_a_port_is_enough() -> None:
     assert page_url("127.0.0.1:9464") == "http://127.0.0.1:9464/metrics"
+    assert page_url("9777") == "http://127.0.0.1:9777/metrics"
     assert page_url("http://[::1]:1/") == "http://[::1]:1/metrics"
     assert page_url("https://h/own/path?x=1") == "https://h/own/path?x=1"
 
 
-@pytest.mark.parametrize("text", ["ftp://h/metrics", "http://", "h:99999999", "file:///etc/passwd"])
-def test_what_is_no_address_is_refused(text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["ftp://h/metrics", "http://", "h:99999999", "99999999", "file:///etc/passwd"]
+)
+def test_what_is_not_an_address_is_refused(text: str) -> None:
     with pytest.raises(CommandError, match="not the URL"):
         page_url(text)
 
 
-def test_servers_that_have_nothing_for_us_are_told_apart(engine: Engine) -> None:
+def test_a_server_that_is_gone_is_reported(engine: Engine) -> None:
     with engine.serve() as server:
-        assert (
-            scrape(server.url.replace("/metrics", "/elsewhere"), 5.0)
-            == "it answers 404 only /metrics is served here"
-        )
         port = server.port
     assert str(scrape(f"http://127.0.0.1:{port}/metrics", 5.0)).startswith("not reachable: ")
 
 
-def test_once_prints_the_numbers_and_ends(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_once_prints_the_numbers_and_exits(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
     with engine.serve() as server:
         assert main(["top", server.url, "--once"]) == Exit.OK
         out = capsys.readouterr().out
-        assert out.startswith(f"{server.url}\n")
+        assert out.startswith(f"127.0.0.1:{server.port}")
         assert "\x1b" not in out
         assert "found on the host" in out
-    assert main(["top", server.url, "--once"]) == Exit.FAILED
-    assert "not reachable" in capsys.readouterr().err
+        assert main(["top", server.url, "127.0.0.1:1", "--once"]) == Exit.FAILED
+        captured = capsys.readouterr()
+        assert "found on the host" in captured.out
+        assert "127.0.0.1:1/metrics: not reachable" in captured.err
+
+
+def test_the_numbers_as_json(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    engine.first_token(Found.HOST, 0.2)
+    with engine.serve() as server:
+        assert main(["top", str(server.port), "--once", "--json"]) == Exit.OK
+        result = json.loads(capsys.readouterr().out)
+        url = server.url
+    assert (result["schema"], result["kind"]) == (1, "top")
+    assert result["seen_from"]["kvoffload"]
+    ((server_,),) = [result["servers"]]
+    assert (server_["url"], server_["problem"]) == (url, None)
+    (seen,) = server_["engines"]
+    assert seen["found_tokens"] == {"total": 48.0, "per_s": None}
+    assert seen["slots"]["ready"] == 6
+    assert seen["missed_lookups"]["evicted"]["total"] == 1
+    assert 0.1 < seen["first_token"]["host"]["p99_s"] <= 0.25
 
 
 # -- on a terminal --------------------------------------------------------------------------------------------------
@@ -386,7 +518,7 @@ def test_it_lives_through_the_servers_restart_and_q_ends_it(engine: Engine) -> N
     with on_terminal(server.url) as terminal:
         terminal.read_until("found on the host")
         server.close()
-        terminal.read_until("these numbers are old")
+        terminal.read_until("its numbers are old")
         fresh = Engine()
         fresh.work()
         with fresh.serve(server.port):
@@ -394,7 +526,7 @@ def test_it_lives_through_the_servers_restart_and_q_ends_it(engine: Engine) -> N
             os.write(terminal.master, b"q")
             assert terminal.end() == Exit.OK
         assert terminal.is_as_before()
-        assert terminal.seen.endswith("\x1b[?25h\x1b[?1049l")
+        assert {"\x1b[?1049l", "\x1b[?25h"} <= set(re.findall(r"\x1b\[\?\d+[hl]", terminal.seen[-40:]))
 
 
 @pytest.mark.slow
@@ -409,7 +541,7 @@ def test_the_terminal_is_given_back_however_it_ends(engine: Engine, how: str) ->
             terminal.process.send_signal(signal.SIGTERM)
             assert terminal.end() == Exit.TERMINATED
         assert terminal.is_as_before()
-        assert terminal.seen.endswith("\x1b[?25h\x1b[?1049l")
+        assert {"\x1b[?1049l", "\x1b[?25h"} <= set(re.findall(r"\x1b\[\?\d+[hl]", terminal.seen[-40:]))
         assert "Traceback" not in terminal.seen
 
 

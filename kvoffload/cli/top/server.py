@@ -1,4 +1,4 @@
-"""Scrapes a server again and again, on a thread of its own, so that keys are heard while an answer takes long."""
+"""Scrapes a server again and again, on a thread of its own, so that keys work while an answer takes long."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from kvoffload.cli.exits import CommandError
-from kvoffload.cli.top.reading import Change, PageError, Reading, has_restarted, parse_page
+from kvoffload.cli.top.reading import History, PageError, Reading, parse_page
 
 _PATH = "/metrics"
 _LARGEST_PAGE = 64 << 20
 _ACCEPT = "text/plain; version=0.0.4"
+
+Answer = dict[str, Reading] | str
+"""Readings by engine, or the problem in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,31 +27,34 @@ class State:
     """What is known of a server.
 
     Args:
-        change: the last two readings; None before the first.
-        problem: why there is no newer one; empty while all is well.
-        restarts: how often the server was seen to have begun anew.
+        url: of its page.
+        engines: by the engine's name, which is empty where the server does not name it.
+        problem: why the last scrape failed; empty if it did not.
     """
 
-    change: Change | None = None
+    url: str
+    engines: Mapping[str, History] = field(default_factory=dict)
     problem: str = ""
-    restarts: int = 0
 
-    def after(self, result: Reading | str) -> State:
-        """Return the state after one more scrape, or after what went wrong with it."""
-        if isinstance(result, str):
-            return State(self.change, result, self.restarts)
-        before = self.change.now if self.change is not None else None
-        if before is not None and has_restarted(result, before):
-            return State(Change(result), "", self.restarts + 1)
-        return State(Change(result, before), "", self.restarts)
+    def after(self, answer: Answer) -> State:
+        """Return the state after one more scrape. After a failure, the last numbers stay."""
+        if isinstance(answer, str):
+            return State(self.url, self.engines, answer)
+        engines = {
+            name: self.engines[name].after(reading) if name in self.engines else History((reading,))
+            for name, reading in answer.items()
+        }
+        return State(self.url, engines)
 
 
 def page_url(text: str) -> str:
-    """Return the URL of a page of metrics from what somebody typed: a URL, or HOST:PORT.
+    """Return the URL of a page of metrics from a URL, HOST:PORT, or a PORT of this machine.
 
     Raises:
-        CommandError: it is neither.
+        CommandError: it is none of them.
     """
+    if text.isascii() and text.isdigit():
+        text = f"127.0.0.1:{text}"
     url = text if "://" in text else f"http://{text}"
     try:
         parts = urllib.parse.urlsplit(url)
@@ -57,13 +63,13 @@ def page_url(text: str) -> str:
         is_good = False
     if not is_good:
         raise CommandError(
-            f"{text!r} is not the URL of a page of metrics, such as http://127.0.0.1:9464/metrics"
+            f"{text!r} is not the URL of a page of metrics, such as http://127.0.0.1:9464/metrics, nor HOST:PORT or PORT"
         )
     return urllib.parse.urlunsplit(parts._replace(path=_PATH)) if parts.path in ("", "/") else url
 
 
-def scrape(url: str, timeout_s: float) -> Reading | str:
-    """Return one reading, or what went wrong, in words."""
+def scrape(url: str, timeout_s: float) -> Answer:
+    """Return the readings, or the problem in words."""
     request = urllib.request.Request(url, headers={"Accept": _ACCEPT})
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
@@ -75,10 +81,7 @@ def scrape(url: str, timeout_s: float) -> Reading | str:
         return f"not reachable: {getattr(error.reason, 'strerror', None) or error.reason}"
     except PageError as error:
         return str(error)
-    except (
-        OSError,
-        http.client.HTTPException,
-    ) as error:  # the server died in the middle of its answer, or hangs
+    except (OSError, http.client.HTTPException) as error:  # it died during its answer, or hangs
         return f"not reachable: {getattr(error, 'strerror', None) or str(error) or type(error).__name__}"
 
 
@@ -87,24 +90,23 @@ class Scraper:
 
     Args:
         url: of the page.
-        interval_s: from one scrape's end to the next one's begin.
-        told: called on the scraping thread after each.
+        interval_s: from the end of one scrape to the start of the next.
+        on_answer: called on the scraping thread after each scrape.
     """
 
-    def __init__(self, url: str, interval_s: float, on_start: Callable[[], object]) -> None:
-        self.state = State()
-        self._url = url
+    def __init__(self, url: str, interval_s: float, on_answer: Callable[[], object]) -> None:
+        self.state = State(url)
         self._interval_s = interval_s
-        self._on_start = on_start
+        self._on_answer = on_answer
         self._stop = threading.Event()
         threading.Thread(target=self._run, name="kvoffload-top", daemon=True).start()
 
     def close(self) -> None:
-        """Scrape no more. An answer that is still awaited keeps nobody."""
+        """Stop scraping. A pending answer is not waited for."""
         self._stop.set()
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            self.state = self.state.after(scrape(self._url, max(self._interval_s, 2.0)))
-            self._on_start()
+            self.state = self.state.after(scrape(self.state.url, max(self._interval_s, 2.0)))
+            self._on_answer()
             self._stop.wait(self._interval_s)

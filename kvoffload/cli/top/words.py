@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 _UNKNOWN = "-"
+_LEVELS = "▁▂▃▄▅▆▇█"
 
 
 def count(number: float | None) -> str:
@@ -24,9 +27,9 @@ def seconds(number: float | None) -> str:
     return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.2f}"
 
 
-def share(part: float, whole: float) -> str:
+def share(ratio: float | None) -> str:
     """A part of a whole."""
-    return f"{100 * part / whole:.1f} %" if whole > 0 else _UNKNOWN
+    return _UNKNOWN if ratio is None else f"{100 * ratio:.1f} %"
 
 
 def size(number: float | None) -> str:
@@ -53,4 +56,20 @@ def duration(seconds: float | None) -> str:
 def bar(part: float, whole: float, width: int) -> str:
     """A bar that is full at the whole."""
     cells = round(width * min(part / whole, 1)) if whole > 0 else 0
-    return "#" * cells + "." * (width - cells)
+    return "█" * cells + "░" * (width - cells)
+
+
+def sparkline(numbers: Sequence[float | None], width: int, top: float | None = None) -> str:
+    """The last `width` numbers as a line of bars, from 0 to `top` or the largest; a gap where one is not known."""
+    shown = numbers[-width:]
+    most = top or max((number for number in shown if number is not None), default=0.0)
+    bars = (
+        " " if number is None else _LEVELS[min(int(number / most * 8), 7)] if most > 0 else _LEVELS[0]
+        for number in shown
+    )
+    return "".join(bars).rjust(width)
+
+
+def printable(text: str) -> str:
+    """Text without control characters: what a server says may be anything."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)

@@ -1,0 +1,208 @@
+"""One engine's numbers as `top` shows them: the same on a terminal, in a pipe and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvoffload.cli.top.reading import Change, History
+from kvoffload.core.machine import SlotState
+from kvoffload.model.causes import Found, MissCause
+from kvoffload.model.transfer import Direction, Tier
+from kvoffload.telemetry.catalogue import BY_NAME
+from kvoffload.telemetry.labels import HostBytes, LookupResult, label_of
+
+_HIT, _MISS = (result.value for result in LookupResult)
+_HOST = Tier.HOST.value
+_TOKENS = "kvoffload_lookup_tokens_total"
+_LOSSES = ("kvoffload_load_wait_seconds_total", "kvoffload_interference_seconds_total")
+_SAVED = "kvoffload_prefill_seconds_saved_total"
+_TROUBLES = {
+    "kvoffload_abandoned_jobs_total": "jobs abandoned",
+    "kvoffload_engine_surprises_total": "contract violations by the engine",
+    "kvoffload_bus_removed_total": "observers removed",
+    "kvoffload_bus_dropped_total": "events dropped",
+    "kvoffload_journal_write_errors_total": "write errors of the journal",
+    "kvoffload_span_export_errors_total": "batches of spans not sent",
+}
+
+Number = float | None
+"""None: not known, as a rate is after one reading."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """A counter: its sum since the engine's start, and its growth per second over the window."""
+
+    total: float
+    per_s: Number
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """Seconds, of the samples in the window; of all samples where there is only one reading."""
+
+    p50_s: Number
+    p99_s: Number
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Copies in one direction."""
+
+    bytes: Flow
+    copy: Percentiles
+    queue: Percentiles
+    open_jobs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """One engine.
+
+    Args:
+        engine: its name; empty where the server does not name it.
+        window_s: seconds that rates and percentiles cover; 0 after one reading.
+        restarts: how often it began anew while it was watched.
+        info: versions and settings.
+        off_because: causes for which offloading is off.
+        found_tokens, missed_tokens: prompt tokens looked up on the host.
+        hit_ratio, hit_ratio_lately: since the start, and over the window.
+        saved_s, waited_s, interference_s, net_s: seconds.
+        net_is_negative: as the engine's own estimate says.
+        break_even_tokens: 0 while not measured.
+        first_token: by what was found.
+        host_bytes: wanted, reserved and used.
+        slots: by state.
+        capacity_slots: of all ranks.
+        evicted_blocks: by any cause.
+        copies: by direction.
+        missed_lookups: lookups that missed, by cause.
+        behind_miss_blocks: blocks behind a first missing one.
+        stores, loads: blocks by outcome.
+        hooks_share: of the engine's time.
+        oldest_pin_s: its age; None without one.
+        resets: since the start.
+        troubles: what went wrong, by its name.
+    """
+
+    engine: str
+    window_s: float
+    restarts: int
+    info: Mapping[str, str]
+    off_because: tuple[str, ...]
+    found_tokens: Flow
+    missed_tokens: Flow
+    hit_ratio: Number
+    hit_ratio_lately: Number
+    saved_s: Flow
+    waited_s: Flow
+    interference_s: Flow
+    net_s: Flow
+    net_is_negative: bool
+    break_even_tokens: int
+    first_token: Mapping[str, Percentiles]
+    host_bytes: Mapping[str, float]
+    slots: Mapping[str, float]
+    capacity_slots: float
+    evicted_blocks: Flow
+    copies: Mapping[str, Copies]
+    missed_lookups: Mapping[str, Flow]
+    behind_miss_blocks: Flow
+    stores: Mapping[str, Flow]
+    loads: Mapping[str, Flow]
+    hooks_share: Number
+    oldest_pin_s: Number
+    resets: float
+    troubles: Mapping[str, float]
+
+
+def summarize(engine: str, history: History, unix_now: float) -> Summary:
+    """Return an engine's numbers."""
+    now, window = history.now, history.window
+    hits, misses = window.added(_TOKENS, _HIT), window.added(_TOKENS, _MISS)
+    all_hits, all_misses = now.number(_TOKENS, _HIT), now.number(_TOKENS, _MISS)
+    saved, waited, interference = (_total(window, name) for name in (_SAVED, *_LOSSES))
+    causes = _by_label(window, "kvoffload_miss_blocks_total")
+    pinned = now.number("kvoffload_oldest_pin_timestamp_seconds")
+    return Summary(
+        engine=engine,
+        window_s=window.seconds,
+        restarts=history.restarts,
+        info=_info(window),
+        off_because=tuple(
+            labels[0] for labels, flag in now.numbers.get("kvoffload_degraded", {}).items() if flag
+        ),
+        found_tokens=_flow(window, _TOKENS, _HIT),
+        missed_tokens=_flow(window, _TOKENS, _MISS),
+        hit_ratio=_ratio(all_hits, all_hits + all_misses),
+        hit_ratio_lately=_ratio(hits, hits + misses) if window.before is not None else None,
+        saved_s=saved,
+        waited_s=waited,
+        interference_s=interference,
+        net_s=_less(saved, waited, interference),
+        net_is_negative=bool(now.total("kvoffload_net_benefit_negative")),
+        break_even_tokens=int(now.total("kvoffload_break_even_tokens")),
+        first_token={
+            found.value: _percentiles(window, "kvoffload_first_token_seconds", found.value) for found in Found
+        },
+        host_bytes={part.value: now.number("kvoffload_host_bytes", part.value) for part in HostBytes},
+        slots={label_of(state): now.number("kvoffload_slots", _HOST, label_of(state)) for state in SlotState},
+        capacity_slots=now.total("kvoffload_capacity_slots"),
+        evicted_blocks=_total(window, "kvoffload_evicted_blocks_total"),
+        copies={way.value: _copies(window, way.value) for way in Direction},
+        missed_lookups={name: flow for name, flow in causes.items() if name != MissCause.BEHIND_MISS.value},
+        behind_miss_blocks=_flow(window, "kvoffload_miss_blocks_total", MissCause.BEHIND_MISS.value),
+        stores=_by_label(window, "kvoffload_store_blocks_total"),
+        loads=_by_label(window, "kvoffload_load_blocks_total"),
+        hooks_share=window.total_rate("kvoffload_hook_seconds_sum"),
+        oldest_pin_s=max(unix_now - pinned, 0.0) if pinned else None,
+        resets=now.total("kvoffload_resets_total"),
+        troubles={words: number for name, words in _TROUBLES.items() if (number := now.total(name))},
+    )
+
+
+def _flow(window: Change, name: str, *labels: str) -> Flow:
+    return Flow(window.now.number(name, *labels), window.rate(name, *labels))
+
+
+def _total(window: Change, name: str) -> Flow:
+    return Flow(window.now.total(name), window.total_rate(name))
+
+
+def _less(one: Flow, *others: Flow) -> Flow:
+    rate = one.per_s
+    for other in others:
+        rate = rate - other.per_s if rate is not None and other.per_s is not None else None
+    return Flow(one.total - sum(other.total for other in others), rate)
+
+
+def _by_label(window: Change, name: str) -> dict[str, Flow]:
+    """Return the series that are not 0, largest first."""
+    series = window.now.numbers.get(name, {})
+    ordered = sorted(series, key=lambda labels: -series[labels])
+    return {labels[0]: _flow(window, name, *labels) for labels in ordered if series[labels]}
+
+
+def _copies(window: Change, way: str) -> Copies:
+    jobs = window.now.numbers.get("kvoffload_open_jobs", {})
+    return Copies(
+        _flow(window, "kvoffload_transfer_bytes_total", _HOST, way),
+        _percentiles(window, "kvoffload_transfer_seconds", _HOST, way),
+        _percentiles(window, "kvoffload_transfer_queue_seconds", _HOST, way),
+        int(sum(number for labels, number in jobs.items() if labels[0] == way)),
+    )
+
+
+def _percentiles(window: Change, name: str, *labels: str) -> Percentiles:
+    return Percentiles(window.quantile(0.5, name, *labels), window.quantile(0.99, name, *labels))
+
+
+def _info(window: Change) -> dict[str, str]:
+    for labels in window.now.numbers.get("kvoffload_info", {}):
+        return dict(zip(BY_NAME["kvoffload_info"].label_names, labels, strict=True))
+    return {}
+
+
+def _ratio(part: float, whole: float) -> Number:
+    return part / whole if whole > 0 else None
