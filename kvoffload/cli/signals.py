@@ -6,7 +6,8 @@ What the first signal does depends on what the command is doing:
     running an event loop            the main task is cancelled, and can drain what it submitted
     anything else                    an exception is raised: KeyboardInterrupt for SIGINT, SystemExit for the others
 
-The second signal always exits at once. A signal that was ignored when the command started stays ignored: `nohup` and
+A second Ctrl-C exits at once: whoever sends it does not want to wait. Other signals after the first are ignored, because
+they would cut short what the first began. A signal that was ignored when the command started stays ignored: `nohup` and
 background jobs of scripts rely on that.
 """
 
@@ -129,6 +130,8 @@ def run_async(coroutine: Coroutine[object, object, T]) -> T:
 
 
 def _on_signal(number: int, _frame: FrameType | None) -> None:
+    if _now.received and number != signal.SIGINT:
+        return
     if _now.received or (_now.cancel is None and _now.exits_at_once):
         _exit(number)
     _now.received = number
