@@ -17,9 +17,9 @@ from functools import partial
 from kvoffload.bench.lines import Line, line, ratios
 from kvoffload.bench.results import add_output_arguments, give_out
 from kvoffload.cli.demo.options import DemoOptions
-from kvoffload.cli.ending import run_async
 from kvoffload.cli.exits import CommandError
 from kvoffload.cli.parser import positive
+from kvoffload.cli.signals import run_async
 
 HELP = "throughput, step time and time to first token of the reference engine, with offloading and without"
 

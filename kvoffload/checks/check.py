@@ -1,4 +1,4 @@
-"""The words of the doctor: what is known of a setup, a check, and what it finds."""
+"""The types of the doctor: what is known of a setup, a check, and its finding."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 class Verdict(StrEnum):
-    """What a check comes to."""
+    """The result of a check, the best first."""
 
     GO = "go"
-    WARNING = "warning"  # it starts, and something about it costs more or gives less than it could
-    NO_GO = "no-go"  # it does not start, fails requests, or is of no use
-    UNKNOWN = "not known"  # from here
+    UNKNOWN = "not known"  # it cannot be found out here
+    WARNING = "warning"  # the engine starts, but something costs more or gains less than it could
+    NO_GO = "no-go"  # the engine does not start, or fails requests, or offloading is of no use
 
 
 FAILING = frozenset([Verdict.WARNING, Verdict.NO_GO])
@@ -26,7 +26,7 @@ FAILING = frozenset([Verdict.WARNING, Verdict.NO_GO])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What is known of the engine that is to be started; None and empty for what is not.
+    """What is known of the engine before its start; None or empty where nothing is.
 
     Args:
         config: the operator's settings; None where they cannot be used.
@@ -46,13 +46,30 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes of an engine, as far as they are known before its start.
+
+    Args:
+        ranks: workers of the engine on this machine.
+        block_bytes: one rank's bytes of one block.
+        page_bytes: one rank's bytes of one block, in each tensor of the KV cache.
+        device_blocks: blocks of the device's KV cache.
+    """
+
+    ranks: int | None = None
+    block_bytes: int | None = None
+    page_bytes: tuple[int, ...] = ()
+    device_blocks: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Finding:
     """What one check found.
 
     Args:
-        verdict: what it comes to.
-        text: why, in a sentence.
-        remedy: what to do about it; empty where nothing is to be done.
+        verdict: the result.
+        text: the reason, in a sentence.
+        remedy: what to do about it; empty if nothing.
     """
 
     verdict: Verdict
@@ -65,8 +82,8 @@ class Check:
     """One question.
 
     Args:
-        name: what it is about; stable, as scripts and logs name it.
-        find: answers it; may raise, which is a finding of its own.
+        name: what it is about. Scripts and logs use it, so it does not change.
+        find: answers it; an exception becomes a warning.
     """
 
     name: str
@@ -82,32 +99,32 @@ class Answer:
 
 
 def run_checks(checks: Iterable[Check], setup: Setup, machine: Machine) -> list[Answer]:
-    """Answer all of them. One that raises has found nothing out, and says so; the others go on."""
+    """Answer all of them, also after one that raises."""
     return [Answer(check.name, _find(check, setup, machine)) for check in checks]
 
 
 def go(text: str) -> Finding:
-    """Return that all is well."""
+    """Return a finding without a problem."""
     return Finding(Verdict.GO, text)
 
 
 def warn(text: str, remedy: str) -> Finding:
-    """Return that it starts, but."""
+    """Return a finding of a problem that does not stop the engine."""
     return Finding(Verdict.WARNING, text, remedy)
 
 
 def no_go(text: str, remedy: str) -> Finding:
-    """Return that it must not be started so."""
+    """Return a finding of a problem that must be solved before the start."""
     return Finding(Verdict.NO_GO, text, remedy)
 
 
 def not_known(text: str, remedy: str = "") -> Finding:
-    """Return that it cannot be known from here, and how it could."""
-    return Finding(Verdict.UNKNOWN, f"not known here: {text}", remedy)
+    """Return what cannot be found out here, and how it could be."""
+    return Finding(Verdict.UNKNOWN, text, remedy)
 
 
 def concluded(name: str, finding: Finding) -> Check:
-    """Return a check whose finding is known already."""
+    """Return a check with this finding."""
 
     def find(_setup: Setup, _machine: Machine) -> Finding:
         return finding
@@ -116,7 +133,7 @@ def concluded(name: str, finding: Finding) -> Check:
 
 
 def size_text(count: int) -> str:
-    """Return a number of bytes for people."""
+    """Return a number of bytes with a unit."""
     for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:
             return f"{count / size:,.1f} {unit}"
@@ -126,5 +143,5 @@ def size_text(count: int) -> str:
 def _find(check: Check, setup: Setup, machine: Machine) -> Finding:
     try:
         return check.find(setup, machine)
-    except Exception as error:  # a check that fails says nothing about the machine, and must stop nobody
+    except Exception as error:  # it says nothing about the machine, and must not stop an engine
         return warn(f"the check itself failed: {error!r}", "report it; the others are not affected")

@@ -1,13 +1,17 @@
-"""An option whose value is a JSON object, or names a file that holds one."""
+"""Options that hold settings: a JSON object, a file with one, or KEY=VALUE."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from kvoffload.checks.machine import reader
 from kvoffload.model.errors import ConfigError
+
+_PAIR = re.compile(r"(\w*)=(.*)", re.DOTALL)
 
 
 def read_object(text: str, option: str) -> dict[str, Any]:
@@ -28,5 +32,36 @@ def read_object(text: str, option: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ConfigError([f"{source} is not JSON: {error}"]) from error
     if not isinstance(found, dict):
-        raise ConfigError([f"{source} holds no JSON object"])
+        raise ConfigError([f"{source} does not hold a JSON object"])
     return found
+
+
+def read_settings(texts: Iterable[str], option: str) -> dict[str, Any]:
+    """Return the settings of an option that may be repeated, each time with an object, a file or KEY=VALUE.
+
+    Raises:
+        ConfigError: one cannot be read, or a key is set twice.
+    """
+    settings: dict[str, Any] = {}
+    for text in texts:
+        pair = _PAIR.fullmatch(text)
+        found = read_object(text, option) if pair is None else {_key(pair, option): _value(pair[2])}
+        if twice := settings.keys() & found.keys():
+            raise ConfigError([f"{', '.join(sorted(twice))} is set twice in {option}"])
+        settings |= found
+    return settings
+
+
+def _key(pair: re.Match[str], option: str) -> str:
+    if not pair[1]:
+        raise ConfigError([f"{option} takes KEY=VALUE or a JSON object, not {pair[0]!r}"])
+    return pair[1]
+
+
+def _value(text: str) -> object:
+    """Return a number, true or false as JSON writes them; otherwise the text itself."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return value if isinstance(value, int | float) else text

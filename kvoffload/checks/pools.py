@@ -1,4 +1,4 @@
-"""What the sizes of pools and pages mean for the use of it all."""
+"""What the sizes of host memory and pages mean for the use of offloading."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _host_pool(setup: Setup, _: Machine) -> Finding:
     if slots is None:
         return not_known(
             "how many blocks the host will hold",
-            "give --block-bytes and --ranks; the engine says both at start",
+            "give --model, or --block-bytes and --ranks, which the engine reports at its start",
         )
     if slots == 0:
         return no_go(
@@ -26,14 +26,14 @@ def _host_pool(setup: Setup, _: Machine) -> Finding:
     if setup.device_blocks is None:
         return not_known(
             f"whether the host's {slots:,} blocks are more than the device's",
-            "give --device-blocks; the engine says it at start",
+            "give --device-memory, or --device-blocks, which the engine reports at its start",
         )
     ratio = f"{slots:,} blocks on the host, {setup.device_blocks:,} on the device"
     if slots <= setup.device_blocks and not _is_lazy(setup):
         return warn(
-            f"{ratio}: the host holds what the device holds too, so it adds next to nothing",
+            f"{ratio}: the host holds little that the device does not hold too",
             f"raise host_bytes to several times {_device_size(setup)}, or set store_policy to lazy, which stores only "
-            "what the device forgets",
+            "what the device evicts",
         )
     return go(f"{ratio}, {slots / setup.device_blocks:.1f} times as many")
 
@@ -42,10 +42,10 @@ def _copies(setup: Setup, _: Machine) -> Finding:
     pages = setup.page_bytes
     if not pages:
         return not_known(
-            "how large one block is in each of the engine's tensors, on which the speed of copies depends",
-            "give --page-bytes; the engine says it at start",
+            "the bytes of one block in one layer, on which the speed of copies depends",
+            "give --model, or --page-bytes, which the engine reports at its start",
         )
-    # A block's copies are as many as its pages, so what most pages are is what counts, not what most bytes are.
+    # A block needs one copy per page, so the size of most pages counts, not of most bytes.
     page = sorted(pages)[len(pages) // 2]
     share = next((share for size, share in SPEEDS if page >= size), None)
     reach = f"about {share} of" if share is not None else "less than 0.5 of"

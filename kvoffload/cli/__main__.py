@@ -1,7 +1,7 @@
-"""`python -m kvoffload.cli`: the command where its script is not on the path."""
+"""`python -m kvoffload.cli`: as `python -m kvoffload`."""
 
 import sys
 
-from kvoffload.cli.main import main
+from kvoffload.cli.main import script
 
-sys.exit(main())
+sys.exit(script())

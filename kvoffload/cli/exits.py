@@ -1,21 +1,48 @@
-"""How the command ends: its exit codes, and the error whose message is for whoever typed it."""
+"""How a command ends: its exit codes, its last line, and the errors whose message is all that is printed."""
 
 from __future__ import annotations
 
+import sys
+from contextlib import suppress
 from enum import IntEnum
 
 from kvoffload.model.errors import KVOffloadError
 
 
 class Exit(IntEnum):
-    """What a shell sees."""
+    """Exit codes. The last three are what shells report of a process that the signal ended."""
 
     OK = 0
-    FAILED = 1  # it ran, and what it found is wrong
+    FAILED = 1  # the command ran, and found or did something wrong
     USAGE = 2  # it cannot run as asked
-    INTERRUPTED = 130  # as shells write a process that Ctrl-C ended
-    TERMINATED = 143  # as shells write a process that SIGTERM ended
+    OUTPUT = 74  # output cannot be written; sysexits.h calls it EX_IOERR
+    HUNG_UP = 129  # SIGHUP: the terminal was closed
+    INTERRUPTED = 130  # SIGINT: Ctrl-C
+    TERMINATED = 143  # SIGTERM
 
 
 class CommandError(KVOffloadError):
-    """Raised when a command cannot do what was asked; whoever typed it must change something."""
+    """Raised when a command cannot do what was asked. The message is in the words of the command line."""
+
+
+class OutputError(CommandError):
+    """Raised when a file cannot be written; what it held before is still there.
+
+    Args:
+        target: its name.
+        error: the reason.
+    """
+
+    def __init__(self, target: object, error: OSError) -> None:
+        super().__init__(f"{target} cannot be written: {error.strerror or error}")
+
+
+def say(text: str) -> None:
+    """Print a line that is not a result, with the command's name before it."""
+    print_error(f"kvoffload: {text}")
+
+
+def print_error(text: str, end: str = "\n") -> None:
+    """Print to standard error. Where that cannot be written, the text is lost and the command goes on."""
+    with suppress(OSError, ValueError):
+        print(text, end=end, file=sys.stderr, flush=True)

@@ -1,22 +1,28 @@
-"""`kvoffload`: finds the subcommand, runs it, and turns what it raises into one line and an exit code."""
+"""`kvoffload`: finds the subcommand, runs it, and turns what it raises into one line and an exit code.
+
+Signals are handled from the first line of `script` and `main` on, so this module imports next to nothing before that.
+"""
 
 from __future__ import annotations
 
-import argparse
+import errno
 import os
 import sys
-from collections.abc import Sequence
-from importlib import import_module
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol
 
-import kvoffload
-from kvoffload.cli.ending import sigterm_exits
-from kvoffload.cli.exits import Exit
-from kvoffload.cli.parser import Parser, parse
-from kvoffload.model.errors import KVOffloadError
+from kvoffload.cli import signals
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+    from typing import TextIO
+
+    from kvoffload.cli.parser import Parser
 
 COMMANDS = {
     "bench": "kvoffload.cli.bench",
+    "completion": "kvoffload.cli.completion",
+    "dashboards": "kvoffload.cli.dashboards",
     "demo": "kvoffload.cli.demo.command",
     "doctor": "kvoffload.cli.doctor.command",
     "report": "kvoffload.cli.report.command",
@@ -25,10 +31,12 @@ COMMANDS = {
 }
 """Subcommands and the module of each, which is a `Command`. Importing one must be cheap."""
 
-EXIT_CODES = (
-    f"Exit codes: {Exit.OK:d} well; {Exit.FAILED:d} it ran, and something it found or did is wrong; {Exit.USAGE:d} it cannot run "
-    f"as asked; {Exit.INTERRUPTED:d} ended by Ctrl-C; {Exit.TERMINATED:d} ended by SIGTERM. The last two end it in order."
-)
+ENTRY_POINT_GROUP = "kvoffload.commands"
+"""Subcommands of adapters, by name; each names a module that is a `Command`."""
+
+
+_WRITE_ERRORS = {errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EPIPE}
+"""Errors of writing, as far as they come without a file's name: those of standard output."""
 
 
 class Command(Protocol):
@@ -37,7 +45,7 @@ class Command(Protocol):
     HELP: str
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Say which options there are."""
+        """Add the command's options to the parser."""
 
     def run(self, args: argparse.Namespace) -> int:
         """Do it and return the exit code.
@@ -47,38 +55,127 @@ class Command(Protocol):
         """
 
 
+def script() -> int:
+    """Run as a process: signals stay handled until it has ended."""
+    signals.handle()
+    return _run(None)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` and return the exit code; wrong usage and SIGTERM exit."""
-    parser, commands = _parsers()
-    args = parse(parser, commands, argv)
+    """Run the command line `argv` and return the exit code; wrong usage and SIGTERM raise SystemExit."""
+    with signals.handled():
+        return _run(argv)
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    """Run, and report a standard output that cannot be written once, whenever that shows."""
+    from kvoffload.cli.exits import Exit, say
+
+    if sys.stdout is None or sys.stderr is None:  # Python's value for a closed descriptor
+        _open_closed_streams()
+    failed: OSError | None = None
+    ended: SystemExit | None = None
     try:
-        with sigterm_exits():
-            code = _load(args.command).run(args)
-        sys.stdout.flush()
+        code = _command(argv)
+    except SystemExit as end:
+        code, ended = end.code if isinstance(end.code, int) else Exit.OK, end
+    except OSError as error:
+        if error.filename is not None or error.errno not in _WRITE_ERRORS:
+            raise  # from a file that a command should have reported itself
+        code, failed = Exit.OUTPUT, error
+    failed = _finish_output() or failed
+    if failed is None or code not in (
+        Exit.OK,
+        Exit.FAILED,
+        Exit.OUTPUT,
+    ):  # what ended it otherwise comes first
+        if ended is not None:
+            raise ended
         return code
+    if not isinstance(failed, BrokenPipeError):  # a reader that has seen enough is not worth a line
+        say(f"error: standard output cannot be written: {failed.strerror or failed}")
+    return Exit.OUTPUT
+
+
+def _command(argv: Sequence[str] | None) -> int:
+    from kvoffload.cli.exits import Exit, OutputError, say
+    from kvoffload.cli.parser import parse
+    from kvoffload.model.errors import KVOffloadError
+
+    parser, commands = parsers()
+    args = parse(parser, commands, argv)
+    if args.command is None:
+        parser.print_help()
+        return Exit.USAGE
+    try:
+        with signals.raising():
+            return load(args.command).run(args)
+    except OutputError as error:
+        say(f"error: {error}")
+        return Exit.OUTPUT
     except KVOffloadError as error:
-        print(f"kvoffload: error: {error}", file=sys.stderr)
+        say(f"error: {error}")
         return Exit.USAGE
     except KeyboardInterrupt:
-        print("kvoffload: interrupted", file=sys.stderr)
+        say("interrupted")
         return Exit.INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read the output has left; the interpreter's own flush at exit must not complain about it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return Exit.FAILED
 
 
-def _parsers() -> tuple[Parser, dict[str, Parser]]:
-    parser = Parser(prog="kvoffload", description="KV-cache offloading for LLM engines.", epilog=EXIT_CODES)
+def parsers() -> tuple[Parser, dict[str, Parser]]:
+    """Return the command's parser, and those of its subcommands by name."""
+    import kvoffload
+    from kvoffload.cli.exits import Exit
+    from kvoffload.cli.parser import Parser
+
+    codes = (
+        f"Exit codes: {Exit.OK:d} success; {Exit.FAILED:d} it ran, and found or did something wrong; {Exit.USAGE:d} it "
+        f"cannot run as asked; {Exit.OUTPUT:d} output cannot be written; {Exit.HUNG_UP:d} ended by SIGHUP; "
+        f"{Exit.INTERRUPTED:d} by Ctrl-C; {Exit.TERMINATED:d} by SIGTERM."
+    )
+    parser = Parser(prog="kvoffload", description="KV-cache offloading for LLM engines.", epilog=codes)
     parser.add_argument("--version", action="version", version=f"kvoffload {kvoffload.__version__}")
-    subparsers = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
+    subparsers = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
     commands = {}
-    for name in COMMANDS:
-        command = _load(name)
+    for name in sorted([*COMMANDS, *_found()]):
+        command = load(name)
         commands[name] = subparsers.add_parser(name, help=command.HELP, description=command.HELP)
         command.add_arguments(commands[name])
     return parser, commands
 
 
-def _load(name: str) -> Command:
-    return cast("Command", import_module(COMMANDS[name]))
+def load(name: str) -> Command:
+    """Import the module of a subcommand."""
+    from importlib import import_module
+    from typing import cast
+
+    return cast("Command", import_module(COMMANDS.get(name) or _found()[name]))
+
+
+def _found() -> dict[str, str]:
+    from importlib.metadata import entry_points
+
+    return {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
+
+
+def _finish_output() -> OSError | None:
+    """Write what is buffered. What cannot be written is dropped, or the interpreter would try again when it ends."""
+    failed = _drop_unwritten(sys.stdout)
+    _drop_unwritten(sys.stderr)
+    return failed
+
+
+def _drop_unwritten(stream: TextIO) -> OSError | None:
+    try:
+        stream.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return error
+    return None
+
+
+def _open_closed_streams() -> None:
+    """Give closed standard streams a descriptor that refuses or discards, so that no file takes their number."""
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")  # writing fails: Bad file descriptor
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # for the rest of the process

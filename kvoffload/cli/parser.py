@@ -1,24 +1,61 @@
-"""Arguments: errors in one line, no guessing at abbreviations, and the nearest option to a mistyped one."""
+"""Arguments: errors in one line, no abbreviations, the nearest name to a mistyped one, and defaults in the help."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import sys
 from collections.abc import Iterable, Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from kvoffload.cli.exits import Exit
+from kvoffload.cli.exits import Exit, print_error
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
+
+_SIMILAR = 0.7  # of difflib: a slip of the finger; with less it suggests options of another meaning
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Leaves room for long names, and names the defaults that tell the reader something."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28)
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if isinstance(action.default, bool | list) or action.default in (None, argparse.SUPPRESS):
+            return action.help
+        return super()._get_help_string(action)
 
 
 class Parser(argparse.ArgumentParser):
     """A parser for the command or one of its subcommands."""
 
     def __init__(self, *args: object, **settings: object) -> None:
-        super().__init__(*args, **{"allow_abbrev": False, **settings})  # type: ignore[arg-type]  # handed through
+        ours = {"allow_abbrev": False, "formatter_class": HelpFormatter, **settings}
+        super().__init__(*args, **ours)  # type: ignore[arg-type]  # handed through
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong and where help is, in one line, and exit."""
+        """Print what is wrong and where the help is, in one line, and exit."""
         self.exit(Exit.USAGE, f"kvoffload: error: {message} (see {self.prog} --help)\n")
+
+    def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
+        """Let errors of standard output through, which argparse ignores where output is not buffered."""
+        if file is sys.stderr:
+            print_error(message, end="")
+        elif file is not None:
+            file.write(message)
+
+    def _check_value(self, action: argparse.Action, value: object) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        known = [str(choice) for choice in action.choices]
+        near = _nearest(str(value), known)
+        kind = "command" if isinstance(action, argparse._SubParsersAction) else "value"
+        hint = f"did you mean {near}?" if near else f"choose from {', '.join(known)}"
+        raise argparse.ArgumentError(
+            None if kind == "command" else action, f"unknown {kind} {value!r}; {hint}"
+        )
 
 
 def parse(parser: Parser, commands: dict[str, Parser], argv: Sequence[str] | None) -> argparse.Namespace:
@@ -31,7 +68,7 @@ def parse(parser: Parser, commands: dict[str, Parser], argv: Sequence[str] | Non
 
 
 def positive(text: str) -> int:
-    """A number of at least 1, for `type=`."""
+    """Return a number of at least 1, for `type=`."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not at least 1")
@@ -39,7 +76,7 @@ def positive(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """A number of seconds, 0 or more, for `type=`."""
+    """Return a number of seconds, 0 or more, for `type=`."""
     number = float(text)
     if not 0 <= number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
@@ -59,5 +96,9 @@ def _describe(argument: str, known: Iterable[str]) -> str:
     name = argument.partition("=")[0]
     if not name.startswith("-"):
         return f"unexpected argument {argument!r}"
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"unknown option {name}" + (f"; did you mean {near[0]}?" if near else "")
+    near = _nearest(name, known)
+    return f"unknown option {name}" + (f"; did you mean {near}?" if near else "")
+
+
+def _nearest(name: str, known: Iterable[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=_SIMILAR)), None)

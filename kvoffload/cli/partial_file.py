@@ -1,66 +1,78 @@
-"""Files that appear under their name only when they are complete. Until then they have one that nobody can foresee."""
+"""Output files that appear under their name only when they are complete; "-" is standard output."""
 
 from __future__ import annotations
 
 import os
 import stat
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
-from kvoffload.cli.exits import CommandError
+from kvoffload.cli import signals
+from kvoffload.cli.exits import OutputError
+
+STDOUT = Path("-")
 
 
 @contextmanager
 def written(target: Path, *, is_private: bool = False) -> Iterator[TextIO]:
-    """Open a file that takes the place of `target` when all is written. A link there is replaced, not followed.
+    """Open a file that replaces `target` once all is written. A link there is replaced, not followed.
 
     Args:
-        target: its name.
-        is_private: it is its owner's alone; otherwise it has the usual permissions.
+        target: its name; "-" for standard output.
+        is_private: only the owner can read it; otherwise it has the usual permissions.
 
     Raises:
-        CommandError: it cannot be written; what was there is still there.
+        OutputError: it cannot be written.
     """
-    partial: Path | None = None
+    if target == STDOUT:
+        yield sys.stdout
+        return
+    unfinished: Path | None = None
     try:
-        descriptor, partial = _open(target)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        descriptor, unfinished = _open(target)
+        with (
+            signals.undone_on_exit(partial(_remove, unfinished)),
+            os.fdopen(descriptor, "w", encoding="utf-8") as file,
+        ):
             yield file
         if not is_private:
             mask = os.umask(0)
             os.umask(mask)
-            partial.chmod(0o666 & ~mask)
-        os.replace(partial, target)
+            unfinished.chmod(0o666 & ~mask)
+        os.replace(unfinished, target)
     except OSError as error:
-        raise _refusal(target, error) from error
+        raise OutputError(target, error) from error
     finally:
-        if partial is not None:
-            with suppress(OSError):
-                partial.unlink()
+        if unfinished is not None:
+            _remove(unfinished)
 
 
 def check_writable(target: Path) -> None:
     """Find out whether `written` would succeed, before anything that takes long; leaves nothing behind.
 
     Raises:
-        CommandError: it would not.
+        OutputError: it would not.
     """
+    if target == STDOUT:
+        return
     try:
-        descriptor, partial = _open(target)
+        descriptor, unfinished = _open(target)
         os.close(descriptor)
-        partial.unlink()
+        unfinished.unlink()
     except OSError as error:
-        raise _refusal(target, error) from error
+        raise OutputError(target, error) from error
 
 
 def _open(target: Path) -> tuple[int, Path]:
-    """Return a new file beside `target`, its owner's alone, as a descriptor and a path.
+    """Return a new file beside `target`, readable by its owner only, as a descriptor and a path.
 
     Raises:
-        OSError: there can be none, or `target` is something that must not be replaced by a file, such as /dev/null.
+        OSError: it cannot be made, or `target` is something that a file must not replace, such as /dev/null.
     """
     with suppress(FileNotFoundError):
         if not stat.S_ISREG(target.lstat().st_mode) and not target.is_file():
@@ -69,5 +81,6 @@ def _open(target: Path) -> tuple[int, Path]:
     return descriptor, Path(name)
 
 
-def _refusal(target: Path, error: OSError) -> CommandError:
-    return CommandError(f"{target} cannot be written: {error.strerror or error}")
+def _remove(path: Path) -> None:
+    with suppress(OSError):
+        path.unlink()

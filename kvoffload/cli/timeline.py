@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 
+from kvoffload.cli import signals
 from kvoffload.cli.journal_lines import Lines, add_journal_argument
-from kvoffload.cli.partial_file import written
+from kvoffload.cli.partial_file import STDOUT, written
 
 HELP = "write a journal as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing"
-_STDOUT = "-"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-o",
         "--output",
         metavar="FILE",
-        help='where to (default JOURNAL.trace.json; "-" for standard output)',
+        type=Path,
+        help='where to; "-" for standard output (default: JOURNAL.trace.json)',
     )
 
 
@@ -32,16 +31,15 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         KVOffloadError: the journal holds nothing that can be read, or the file cannot be written.
     """
-    from kvoffload.telemetry.timeline import draw
-    from kvoffload.telemetry.trace import render
+    with signals.importing():
+        from kvoffload.telemetry.timeline import draw
+        from kvoffload.telemetry.trace import render
 
-    output, lines = args.output or f"{args.journal}.trace.json", Lines(args.journal)
-    is_file = output != _STDOUT
-    if is_file:
-        lines.check_is_other(Path(output))
+    output, lines = args.output or Path(f"{args.journal}.trace.json"), Lines(args.journal)
+    lines.check_is_other(output)
     records = iter(lines)
     first = next(records)  # before there is a file
-    # Its owner's alone, as the journal is.
-    with written(Path(output), is_private=True) if is_file else nullcontext(sys.stdout) as file:
+    # Private, as the journal is.
+    with written(output, is_private=True) as file:
         file.writelines(render(draw(chain([first], records))))
-    return lines.tell(output if is_file else "standard output")
+    return lines.tell("standard output" if output == STDOUT else output)

@@ -1,4 +1,4 @@
-"""The doctor's check of the reference engine: that it finds its plugin."""
+"""The doctor's check of the reference engine: it finds its plugin."""
 
 from __future__ import annotations
 
@@ -15,16 +15,21 @@ _GROUP, _NAME, _VALUE = "kvoffload.engine_plugins", "kvoffload", "kvoffload_refe
 
 
 def add_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add nothing: the demo's own options are enough."""
+    """Add nothing: the demo has the options."""
 
 
 def find_settings(args: argparse.Namespace) -> Mapping[str, object] | None:
-    """Its settings are `--config` itself."""
+    """Return None: its settings are `--config`."""
+    return None
+
+
+def find_sizes(args: argparse.Namespace) -> None:
+    """Return None: the demo chooses its sizes."""
     return None
 
 
 def checks(args: argparse.Namespace) -> Sequence[Check]:
-    """Return the one check there is."""
+    """Return the one check."""
     return (Check("reference plugin", _registration),)
 
 

@@ -31,6 +31,7 @@ from kvoffload_vllm.bench_engines import (
 )
 
 HELP = "time in the scheduler's hooks per step on a stock vLLM, beside vLLM's own connector"
+NEEDS = "vllm"
 
 MODELS = {"qwen3": "full attention", "gemma3": "hybrid windows"}
 PHASES = {

@@ -32,6 +32,7 @@ from kvoffload_vllm.bench_engines import (
 )
 
 HELP = "time in the scheduler's hooks per step while many requests wait, beside vLLM's OffloadingConnector"
+NEEDS = "vllm"
 
 RUNNING = 16
 FEW = 10

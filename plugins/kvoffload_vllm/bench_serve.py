@@ -32,6 +32,7 @@ from kvoffload_vllm.bench_engines import (
 )
 
 HELP = "throughput and time to first token of a stock vLLM with offloading, beside vLLM's own connector"
+NEEDS = "vllm"
 
 PLAIN = "plain"
 AT_ONCE = 2

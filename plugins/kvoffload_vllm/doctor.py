@@ -1,16 +1,30 @@
-"""The doctor's checks of a vLLM that is to be started. Imports nothing of vLLM: that alone would take seconds."""
+"""The doctor's checks before a vLLM starts. It does not import vLLM, which takes seconds."""
 
 from __future__ import annotations
 
 import argparse
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from kvoffload.checks.check import Check, Finding, Setup, concluded, go, no_go, not_known, warn
+from kvoffload.checks.check import (
+    Check,
+    Finding,
+    Setup,
+    Sizes,
+    concluded,
+    go,
+    no_go,
+    not_known,
+    size_text,
+    warn,
+)
 from kvoffload.checks.json_option import read_object
 from kvoffload.checks.machine import Machine
 from kvoffload.checks.software import entry_point_problem, version_numbers
+from kvoffload.model.config import parse_bytes
+from kvoffload_vllm.model_sizes import CACHE_DTYPES, DTYPES, Estimate, Options, estimate
 from kvoffload_vllm.register import NAME
 from kvoffload_vllm.support import NEEDED, NEWEST_RUN, VERSIONS
 
@@ -26,15 +40,48 @@ _RECOMPUTE = f'"kv_load_failure_policy":"{RECOMPUTE}"'
 
 
 def add_arguments(group: argparse._ArgumentGroup) -> None:
-    """Take what vLLM will be given, by vLLM's own names."""
-    group.add_argument(
-        _OPTION, metavar="JSON", help="as vLLM will get it: a JSON object, or a file that holds one"
-    )
-    group.add_argument(
+    """Add options of vLLM, by vLLM's own names."""
+    add = group.add_argument
+    add(_OPTION, metavar="JSON", help="as vLLM will get it: a JSON object, or a file that holds one")
+    add(
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
         help="as vLLM will get it; without it vLLM decides by the model",
     )
+    add(
+        "--model",
+        metavar="DIR",
+        type=Path,
+        help="the model's folder, whose config.json gives the sizes of blocks",
+    )
+    default = Options()
+    add("--tensor-parallel-size", "-tp", metavar="N", type=_positive, default=default.tensor_parallel_size,
+        help="ranks that share the model")  # fmt: skip
+    add(
+        "--block-size", metavar="TOKENS", type=_positive, default=default.block_size, help="tokens of a block"
+    )
+    add(
+        "--kv-cache-dtype",
+        choices=CACHE_DTYPES,
+        metavar="DTYPE",
+        default=default.kv_cache_dtype,
+        help=f"dtype of the KV cache: {', '.join(CACHE_DTYPES)}",
+    )
+    add(
+        "--dtype",
+        choices=DTYPES,
+        metavar="DTYPE",
+        default=default.dtype,
+        help=f"dtype of the model: {', '.join(DTYPES)}",
+    )
+    add(
+        "--device-memory",
+        metavar="BYTES",
+        type=_size,
+        help="memory of one GPU, to estimate the device's blocks",
+    )
+    add("--gpu-memory-utilization", metavar="SHARE", type=_share, default=0.92, help="vLLM's share of it")
+    add("--max-model-len", metavar="TOKENS", type=_positive, help="the longest request")
 
 
 def find_settings(args: argparse.Namespace) -> Mapping[str, object] | None:
@@ -50,6 +97,23 @@ def find_settings(args: argparse.Namespace) -> Mapping[str, object] | None:
     return settings if isinstance(settings, dict) else {"kv_connector_extra_config": settings}
 
 
+def find_sizes(args: argparse.Namespace) -> Sizes | None:
+    """Return the sizes of the model's blocks, and the estimate of their number; None without a model.
+
+    Raises:
+        ConfigError: the model's configuration cannot be read, or its sizes do not follow from it.
+    """
+    if args.model is None:
+        return None
+    found = _estimate(args)
+    return Sizes(
+        ranks=args.tensor_parallel_size,
+        block_bytes=found.kv.block_bytes,
+        page_bytes=(found.kv.page_bytes,) * found.kv.pages,
+        device_blocks=found.blocks,
+    )
+
+
 def checks(args: argparse.Namespace) -> Sequence[Check]:
     """Return the checks, of what was given too."""
     transfer = None
@@ -61,6 +125,7 @@ def checks(args: argparse.Namespace) -> Sequence[Check]:
         concluded("vllm connector", _transfer(transfer)),
         load_failures(None if transfer is None else transfer.get("kv_load_failure_policy") or "fail"),
         concluded("prefix caching", _prefix_caching(args.enable_prefix_caching)),
+        Check("model sizes", lambda setup, _: _model_sizes(args, setup)),
     )
 
 
@@ -126,9 +191,8 @@ def _transfer(transfer: dict[str, Any] | None) -> Finding:
         )
     role = ours.get("kv_role")
     if role != "kv_both":
-        return no_go(
-            f"kv_role is {str(role)[:40]!r}: the connector refuses to start", 'set "kv_role":"kv_both"'
-        )
+        given = "is not given" if role is None else f"is {str(role)[:40]!r}"
+        return no_go(f"kv_role {given}: the connector refuses to start", 'set "kv_role":"kv_both"')
     return go(f"vLLM will use {NAME}")
 
 
@@ -157,3 +221,49 @@ def _prefix_caching(given: bool | None) -> Finding:
         "prefix caching is off, and blocks are found by their prefix: the connector refuses to start",
         "start vLLM with --enable-prefix-caching",
     )
+
+
+def _model_sizes(args: argparse.Namespace, setup: Setup) -> Finding:
+    if args.model is None:
+        return not_known(
+            "the sizes of the model's blocks", "give --model, and vLLM's options that change them"
+        )
+    found = _estimate(args)
+    kv = found.kv
+    text = (
+        f"pages of {size_text(kv.page_bytes)} ({kv.about}), {kv.pages} of them in a block: {size_text(kv.block_bytes)} a block "
+        f"and rank"
+    )
+    if found.blocks is None:
+        return go(f"{text}; with --device-memory, the device's blocks can be estimated")
+    text += f"; device: {found.about}: at most {found.blocks:,} blocks"
+    needed = kv.full_groups * -(-args.max_model_len // kv.block_tokens) if args.max_model_len else 0
+    if found.blocks < max(needed, 1):
+        return no_go(
+            f"{text}; one request of {args.max_model_len or 1:,} tokens needs {needed:,}",
+            "more memory, more ranks, a smaller --max-model-len or a smaller --kv-cache-dtype",
+        )
+    if args.max_model_len:
+        text += f"; one request of {args.max_model_len:,} tokens needs {needed:,} of them"
+    return go(text)
+
+
+def _estimate(args: argparse.Namespace) -> Estimate:
+    options = Options(args.tensor_parallel_size, args.block_size, args.kv_cache_dtype, args.dtype)
+    return estimate(args.model, options, args.device_memory, args.gpu_memory_utilization)
+
+
+def _positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
+    return number
+
+
+def _size(text: str) -> int:
+    return parse_bytes(int(text) if text.isdecimal() else text)
+
+
+def _share(text: str) -> float:
+    if not 0 < (number := float(text)) <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 1")
+    return number

@@ -94,7 +94,9 @@ def test_a_host_that_is_not_ours(small: list[str], capsys: pytest.CaptureFixture
 def test_a_device_cache_too_small_for_one_request(
     small: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "the pool has 5" in refusal(capsys, [*small, "--device-blocks", "5"])
+    said = refusal(capsys, [*small, "--device-blocks", "5"])
+    assert "--device-blocks 5 is too small" in said
+    assert "num_blocks" not in said
 
 
 @pytest.mark.slow

@@ -15,7 +15,11 @@ def test_the_benches_of_the_adapters_are_offered(capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit) as ended:
         main(["bench", "--help"])
     assert ended.value.code == 0
-    assert "hooks" in capsys.readouterr().out
+    assert "--help lists" not in capsys.readouterr().out
+    assert main(["bench"]) == 0
+    listed = capsys.readouterr().out
+    assert "  hooks " in listed
+    assert "needs vllm" in listed or importlib.util.find_spec("vllm") is not None
 
 
 def test_an_unknown_bench_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import kvoffload
 from kvoffload.cli import main as command
 from kvoffload.cli.exits import CommandError, Exit
 from kvoffload.cli.main import main
+from tests.tooling.scripts import ROOT
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -46,11 +48,14 @@ def test_help_names_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     assert {int(word) for word in codes.split() if word.isdigit()} == set(Exit)
 
 
+def test_the_documents_name_every_exit_code() -> None:
+    table = (ROOT / "kvoffload/OPERATING.md").read_text(encoding="utf-8").split("## Exit codes")[1]
+    assert {int(code) for code in re.findall(r"^\| (\d+) \|", table, flags=re.MULTILINE)} == set(Exit)
+
+
 @pytest.mark.slow
 def test_asking_for_the_version_does_not_load_an_engine() -> None:
-    script = (
-        "import sys; from kvoffload.cli.main import _parsers; _parsers(); sys.exit('torch' in sys.modules)"
-    )
+    script = "import sys; from kvoffload.cli.main import parsers; parsers(); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
@@ -65,12 +70,31 @@ def test_it_runs_as_a_process_of_its_own() -> None:
     )
 
 
-def test_no_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "COMMAND" in error_of(capsys)
+def test_no_command_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == Exit.USAGE
+    assert "Exit codes:" in capsys.readouterr().out
 
 
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "'dmeo'" in error_of(capsys, "dmeo")
+    assert "unknown command 'dmeo'; did you mean demo?" in error_of(capsys, "dmeo")
+    assert "choose from bench, " in error_of(capsys, "frobnicate")
+
+
+def test_no_option_is_suggested_for_one_that_is_nothing_like_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "did you mean" not in error_of(capsys, "demo", "--frobnicate")
+
+
+@pytest.mark.parametrize("name", command.COMMANDS)
+def test_help_fits_80_columns_and_names_defaults(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    if name == "demo":
+        assert "(default: 10)" in " ".join(out.split())
 
 
 def test_unknown_option(capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,7 +166,8 @@ sys.exit(main.main())
 """
 ARGUMENTS = {
     "bench": "verify",
-    "replay-journal": "journal",
+    "completion": "bash",
+    "dashboards": "export",
     "report": "journal",
     "timeline": "journal",
     "top": "url",
@@ -154,6 +179,7 @@ ARGUMENTS = {
 def test_sigterm_ends_every_command_in_order_though_sigint_is_ignored(name: str) -> None:
     argv = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", sys.executable, "-c", BLOCKED, name]
     argv += [ARGUMENTS[name]] if name in ARGUMENTS else []
+    argv += ["directory"] if name == "dashboards" else []
     pipe = subprocess.PIPE
     process = subprocess.Popen(argv, text=True, stdout=pipe, stderr=pipe)
     assert process.stdout is not None
@@ -166,7 +192,9 @@ def test_sigterm_ends_every_command_in_order_though_sigint_is_ignored(name: str)
     assert process.returncode == Exit.TERMINATED
 
 
-def test_a_reader_that_has_left_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_has_left_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     read, write = os.pipe()
     os.close(read)
     stdout = os.fdopen(write, "w")
@@ -176,8 +204,7 @@ def test_a_reader_that_has_left_is_no_traceback(monkeypatch: pytest.MonkeyPatch)
         stdout.write("x" * 100_000)
         return 0
 
-    monkeypatch.setattr(
-        "kvoffload.cli.main._load", lambda _: SimpleNamespace(run=run, HELP="", add_arguments=id)
-    )
-    assert main(["demo"]) == Exit.FAILED
+    monkeypatch.setattr(command, "load", lambda _: SimpleNamespace(run=run, HELP="", add_arguments=id))
+    assert main(["demo"]) == Exit.OUTPUT
+    assert capsys.readouterr().err == ""
     stdout.close()

@@ -9,7 +9,7 @@ import pytest
 
 from kvoffload.cli.demo.address import Address, parse_address
 from kvoffload.cli.demo.options import DemoOptions, add_arguments, demo_options
-from kvoffload.cli.exits import CommandError
+from kvoffload.model.errors import KVOffloadError
 
 
 def options(line: str = "") -> DemoOptions:
@@ -63,6 +63,10 @@ def test_settings_of_kvoffload_keep_their_names() -> None:
     }
 
 
+def test_settings_may_be_one_json_object() -> None:
+    assert options('--config {"host_bytes":5,"verify":"off"}').offload == {"host_bytes": 5, "verify": "off"}
+
+
 @pytest.mark.parametrize("pair", ["host_bytes=5", "cpu_bytes_to_use=5", "host_bytes_per_rank=5"])
 def test_any_size_replaces_the_default(pair: str) -> None:
     key = pair.partition("=")[0]
@@ -80,14 +84,15 @@ def test_values(text: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--config novalue", "KEY=VALUE, not 'novalue'"),
-        ("--config =3", "KEY=VALUE, not '=3'"),
-        ("--host-bytes 1 --config host_bytes=2", "host_bytes is set twice"),
+        ("--config novalue", "neither a JSON object nor a file"),
+        ("--config =3", "KEY=VALUE or a JSON object, not '=3'"),
+        ("--host-bytes 1 --config host_bytes=2", "host_bytes is set twice: by --host-bytes and by --config"),
+        ("--config verify=off --config verify=full", "verify is set twice in --config"),
         ("--serve-for 3", "--serve-for needs --serve-metrics"),
     ],
 )
 def test_what_does_not_go_together(line: str, message: str) -> None:
-    with pytest.raises(CommandError, match=message):
+    with pytest.raises(KVOffloadError, match=message):
         options(line)
 
 

@@ -218,7 +218,7 @@ def test_a_file_that_cannot_be_written_is_said(
     text = '{"seq":1,"t":1.0,"event":"BlocksOffered","blocks":3}\n'
     journal.write_text(text)
     (tmp_path / "folder").mkdir()
-    assert main(["report", str(journal), "-o", str(tmp_path / where)]) == Exit.USAGE
+    assert main(["report", str(journal), "-o", str(tmp_path / where)]) == Exit.OUTPUT
     assert where in capsys.readouterr().err
     assert journal.read_text() == text
     assert {path.name for path in tmp_path.iterdir()} == {"journal.jsonl", "folder"}
@@ -228,6 +228,6 @@ def test_a_demo_whose_page_cannot_be_written_does_not_begin(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(asyncio, "run", lambda _: pytest.fail("it began"))
-    assert main(["demo", "--report", str(tmp_path / "missing" / "page.html")]) == Exit.USAGE
+    assert main(["demo", "--report", str(tmp_path / "missing" / "page.html")]) == Exit.OUTPUT
     assert "cannot be written" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

@@ -47,5 +47,5 @@ def test_no_terminal_shows_no_progress(capsys: pytest.CaptureFixture[str]) -> No
     screen = Screen()
     screen.progress("one")
     screen.say("two")
-    screen.tell("  three")
+    screen.detail("  three")
     assert capsys.readouterr() == ("", "kvoffload: two\n  three\n")

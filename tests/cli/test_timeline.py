@@ -151,7 +151,9 @@ def test_a_place_that_cannot_be_written_is_wrong_usage(
 ) -> None:
     line = '{"seq":1,"t":1.0,"event":"BlocksOffered","blocks":1}\n'
     (tmp_path / "journal").write_text(line)
-    assert main(["timeline", str(tmp_path / "journal"), "-o", str(tmp_path / "none" / "trace")]) == Exit.USAGE
+    assert (
+        main(["timeline", str(tmp_path / "journal"), "-o", str(tmp_path / "none" / "trace")]) == Exit.OUTPUT
+    )
     assert "cannot be written" in capsys.readouterr().err
 
 

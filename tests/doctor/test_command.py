@@ -41,27 +41,50 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 def test_every_check_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     _, found = doctor(capsys, "--config", '{"host_bytes": "1MiB"}')
     machine = {"machine memory", "cgroup memory", "locked memory", "swap", "shared memory", "memory nodes"}
-    vllm = {"vllm version", "vllm plugin", "vllm connector", "load failures", "prefix caching"}
-    others = {"settings", "python", "packages", "gpu", "host pool", "copy speed", "reference plugin"}
+    vllm = {"vllm version", "vllm plugin", "vllm connector", "load failures", "prefix caching", "model sizes"}
+    others = {
+        "settings",
+        "journal",
+        "span collector",
+        "python",
+        "packages",
+        "gpu",
+        "host pool",
+        "copy speed",
+        "reference plugin",
+    }
     assert set(found) == {"", *machine, *vllm, *others}
     assert found["reference plugin"]["verdict"] == "go"
     assert found["vllm plugin"]["verdict"] == "go"
     for name in ("vllm connector", "load failures", "prefix caching", "host pool", "copy speed"):
         assert found[name]["verdict"] == "not known"
-        assert found[name]["finding"].startswith("not known here: ")
 
 
 def test_lines_for_people_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--config", '{"host_bytse": 1, "verify": "no"}']
     code, found = doctor(capsys, *argv)
-    assert main(["doctor", *argv]) == code == 1
+    assert main(["doctor", "--verbose", *argv]) == code == 1
     said = capsys.readouterr().out
     flat = " ".join(said.split())
     for name, one in found.items():
         if name:
-            assert f"{one['verdict']} {name} {one['finding']}" in flat or "available" in one["finding"]
-    assert said.splitlines()[-1].startswith("no-go: ")
-    assert max(map(len, said.splitlines())) <= 120
+            assert f"{one['verdict']} {name}: {one['finding']}" in flat or "available" in one["finding"]
+    assert said.startswith("no-go: ")
+    assert max(map(len, said.splitlines())) <= 80
+
+
+def test_problems_come_first_and_what_passed_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--config", "host_bytse=1"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].startswith("no-go     settings: unknown key 'host_bytse'; did you mean host_bytes?")
+    assert not any(line.startswith("go ") for line in lines)
+    assert lines[-1].endswith(" checks passed (--verbose lists them)")
+
+
+def test_strict_wants_everything_known(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--config", "host_bytes=1MiB"]) == 0
+    assert capsys.readouterr().out.startswith("not known: ")
+    assert main(["doctor", "--strict", "--config", "host_bytes=1MiB"]) == 1
 
 
 def test_bad_settings_are_told_all_at_once_and_nothing_is_guessed_from_them(
@@ -143,20 +166,21 @@ def test_an_adapter_that_cannot_be_imported_is_a_no_go_and_harms_no_other_comman
 @pytest.mark.slow
 def test_other_commands_do_not_pay_for_it() -> None:
     program = (
-        "import sys; from kvoffload.cli.main import _parsers; _parsers(); "
+        "import sys; from kvoffload.cli.main import parsers; parsers(); "
         "print(sorted({'numpy', 'torch', 'vllm', 'structlog'} & set(sys.modules)))"
     )
     reported = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert reported.stdout.strip() == "[]"
 
 
-def test_what_is_not_known_stops_nobody() -> None:
+def test_the_verdict_is_the_worst_of_all() -> None:
     def answers(*verdicts: Verdict) -> list[Answer]:
         return [Answer("one", Finding(verdict, "text")) for verdict in verdicts]
 
-    assert worst(answers(Verdict.GO, Verdict.UNKNOWN)) is Verdict.GO
+    assert worst(answers(Verdict.GO, Verdict.UNKNOWN)) is Verdict.UNKNOWN
+    assert worst(answers(Verdict.WARNING, Verdict.UNKNOWN)) is Verdict.WARNING
     assert worst(answers(Verdict.NO_GO, Verdict.WARNING, Verdict.GO)) is Verdict.NO_GO
-    assert as_text(answers(Verdict.WARNING, Verdict.GO)).splitlines()[-1] == "warning: 1 go, 1 warning"
+    assert as_text(answers(Verdict.WARNING, Verdict.GO)).splitlines()[0] == "warning: 1 warning, 1 go"
 
 
 def in_process(*argv: str, before: Callable[[], object] | None = None) -> subprocess.CompletedProcess[str]:

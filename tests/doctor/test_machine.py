@@ -209,7 +209,7 @@ def test_host_pool(tmp_path: Path, known: Setup, verdict: str, text: str) -> Non
 @pytest.mark.parametrize(
     ("pages", "verdict", "text"),
     [
-        ((), "not known", "how large one block is"),
+        ((), "not known", "the bytes of one block in one layer"),
         ((2048 * KIB,), "go", "about 0.85 of"),
         ((64 * KIB,) * 8, "go", "pages of 64.0 KiB: scattered blocks are copied at about 0.8 of"),
         ((64 * KIB - 1,), "warning", "about 0.5 of"),

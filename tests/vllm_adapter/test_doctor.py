@@ -62,7 +62,7 @@ def test_a_good_configuration(capsys: pytest.CaptureFixture[str], tmp_path: Path
             "whose load fails; with verify 'full' the connector refuses to start",
         ),
         ({"kv_role": "kv_producer"}, "vllm connector", "kv_role is 'kv_producer'"),
-        ({"kv_role": None}, "vllm connector", "kv_role is 'None'"),
+        ({"kv_role": None}, "vllm connector", "kv_role is not given"),
         ({"kv_connector": "Another"}, "vllm connector", "kv_connector is 'Another'"),
         ({"kv_connector_extra_config": {"lazy": 1}}, "settings", "unknown key 'lazy'"),
         ({"kv_connector_extra_config": [1]}, "settings", "kv_connector_extra_config"),
@@ -91,9 +91,9 @@ def test_property_any_configuration_gets_its_findings(changes: dict[str, Any], i
     transfer = {**GOOD, **changes} if is_ours else changes
     args = argparse.Namespace(
         kv_transfer_config=json.dumps(transfer), enable_prefix_caching=None,
-        page_bytes=None, block_bytes=None, ranks=1, device_blocks=None,
+        page_bytes=None, block_bytes=None, ranks=1, device_blocks=None, model=None,
     )  # fmt: skip
-    known, settings = setup_of(settings_of(None, [doctor], args), args)
+    known, settings = setup_of(settings_of([], [doctor], args), [doctor], args)
     for answer in run_checks([settings, *doctor.checks(args), *memory.CHECKS], known, NOWHERE):
         assert "the check itself failed" not in answer.finding.text
 

@@ -143,7 +143,7 @@ def run(asked: argparse.Namespace, screen: Screen) -> int:
         finally:
             if asked.show_log:
                 for log in sorted(scene.logs.glob("*.log")):
-                    screen.tell(log.read_text())
+                    screen.detail(log.read_text())
     device = "GPU" if torch.cuda.is_available() else "CPU"
     head = f"{asked.conversations} conversations of {asked.turns} turns, {asked.model}, {device}"
     screen.result(demo_report.render(head, DEVICE_BLOCKS[asked.model], without, with_it))

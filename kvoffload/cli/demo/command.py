@@ -1,4 +1,4 @@
-"""`kvoffload demo`: what the command line needs of it. Imports nothing heavy before it runs."""
+"""`kvoffload demo`: its options, and its start. Imports nothing heavy before it runs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import argparse
 import logging
 import os
 
+from kvoffload.cli import signals
 from kvoffload.cli.demo import options
 from kvoffload.cli.demo.screen import Screen
-from kvoffload.cli.ending import run_async
 from kvoffload.cli.exits import CommandError, Exit
 from kvoffload.cli.partial_file import check_writable
 
@@ -21,22 +21,24 @@ def run(args: argparse.Namespace) -> int:
     """Run the demo.
 
     Raises:
-        KVOffloadError: it cannot be run as asked.
+        KVOffloadError: it cannot run as asked.
     """
     asked = options.demo_options(args)
     if asked.report is not None:
         check_writable(asked.report)  # now, not after minutes
-    # Read when torch is loaded. Threads that spin while they wait for each other take the cores from everything else on
-    # the machine, and from themselves: on two busy cores the demo takes several times as long.
+    screen = Screen(quiet=asked.as_json)
+    screen.progress("importing torch")
+    # torch reads this when it is loaded. Threads that spin while they wait for each other take the cores from everything
+    # else: on two busy cores the demo takes several times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from kvoffload.cli.demo.session import run_demo  # brings torch
-    from kvoffload.engine import ConfigError, EngineError, PluginError, RequestRefused
-    from kvoffload.logs import configure
+    with signals.importing():
+        from kvoffload.cli.demo.session import run_demo
+        from kvoffload.engine import ConfigError, EngineError, PluginError, RequestRefused
+        from kvoffload.logs import configure
 
     configure(level=logging.WARNING)
-    screen = Screen(quiet=asked.as_json)
     try:
-        return run_async(run_demo(asked, screen))
+        return signals.run_async(run_demo(asked, screen))
     except (ConfigError, PluginError, RequestRefused) as error:
         raise CommandError(str(error)) from error
     except EngineError as error:

@@ -1,14 +1,14 @@
-"""What the demo can be asked for."""
+"""The demo's options."""
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
+from kvoffload.checks.json_option import read_settings
 from kvoffload.cli.demo.address import Address, parse_address
 from kvoffload.cli.exits import CommandError
 from kvoffload.cli.parser import positive, seconds
@@ -120,13 +120,13 @@ def _add_conversations(group: argparse._ArgumentGroup) -> None:
     }
     for name, text in numbers.items():
         value = getattr(default, name.replace("-", "_"))
-        add(f"--{name}", metavar="N", type=positive, default=value, help=f"{text} (default {value})")
+        add(f"--{name}", metavar="N", type=positive, default=value, help=text)
     add("--seed", metavar="N", type=int, default=0, help="of the model's weights and of who gets which text")
 
 
 def _add_engine(group: argparse._ArgumentGroup) -> None:
     add, default = group.add_argument, DemoOptions()
-    add("--device", default=default.device, help='"cpu" (default), "cuda" or "cuda:N"')
+    add("--device", default=default.device, help='"cpu", "cuda" or "cuda:N"')
     add("--model", choices=("small", "tiny"), default=default.model, help="tiny: for a quick look")
     local = group.add_mutually_exclusive_group()
     for name, what in (("window", "sliding windows"), ("chunk", "local chunks")):
@@ -139,16 +139,21 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
 
 def _add_offloading(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--host-bytes", metavar="BYTES", help=f'host memory for offloading (default "{_HOST_BYTES}")')
-    add("--store-policy", choices=("eager", "lazy"), help="what is stored when (default eager)")
+    add("--host-bytes", metavar="BYTES", help=f"host memory for offloading (default: {_HOST_BYTES})")
+    add("--store-policy", choices=("eager", "lazy"), help="what is stored when (default: eager)")
     add("--config", metavar="KEY=VALUE", action="append", default=[],
-        help="any other setting of kvoffload; may be repeated")  # fmt: skip
+        help="any other setting of kvoffload, or a JSON object of them; may be repeated")  # fmt: skip
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--json", action="store_true", help="print one JSON object instead of the table")
-    add("--report", metavar="FILE.html", type=Path, help="also write one page with plots, for any browser")
+    add(
+        "--report",
+        metavar="FILE.html",
+        type=Path,
+        help='also write one page with plots, for any browser; "-" prints it instead of the table',
+    )
     add("--serve-metrics", metavar="[HOST:]PORT", type=parse_address,
         help="serve Prometheus metrics during the run; port 0 takes a free one")  # fmt: skip
     add("--serve-for", metavar="SECONDS", type=seconds, default=0.0,
@@ -162,25 +167,13 @@ def _attention(window: int | None, chunk: int | None) -> tuple[Attention, int | 
 
 
 def _offload_settings(
-    host_bytes: str | None, store_policy: str | None, pairs: Sequence[str]
+    host_bytes: str | None, store_policy: str | None, given: Sequence[str]
 ) -> dict[str, object]:
-    settings: dict[str, object] = {"host_bytes": host_bytes, "store_policy": store_policy}
-    settings = {key: value for key, value in settings.items() if value is not None}
-    for pair in pairs:
-        key, equals, text = pair.partition("=")
-        if not (key and equals):
-            raise CommandError(f"--config takes KEY=VALUE, not {pair!r}")
-        if key in settings:
-            raise CommandError(f"{key} is set twice")
-        settings[key] = _value(text)
+    typed = {"host_bytes": host_bytes, "store_policy": store_policy}
+    settings = {key: value for key, value in typed.items() if value is not None}
+    others = read_settings(given, "--config")
+    for key in settings.keys() & others.keys():
+        raise CommandError(f"{key} is set twice: by --{key.replace('_', '-')} and by --config")
     sizes = {"host_bytes", "host_bytes_per_rank", "cpu_bytes_to_use", "cpu_bytes_to_use_per_rank"}
-    return settings if sizes & settings.keys() else {"host_bytes": _HOST_BYTES, **settings}
-
-
-def _value(text: str) -> object:
-    """A number, true or false as JSON writes them; otherwise the text itself."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return text
-    return value if isinstance(value, int | float) else text
+    default = {} if sizes & (settings.keys() | others.keys()) else {"host_bytes": _HOST_BYTES}
+    return {**default, **settings, **others}

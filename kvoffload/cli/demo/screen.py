@@ -1,8 +1,10 @@
-"""What goes where: results to standard output; everything else to standard error, progress only if that is a terminal."""
+"""Output of the demo: results to standard output, the rest to standard error, progress only if that is a terminal."""
 
 from __future__ import annotations
 
 import sys
+
+from kvoffload.cli.exits import print_error, say
 
 _CLEAR_LINE = "\r\x1b[K"
 
@@ -16,22 +18,23 @@ class Screen:
 
     def __init__(self, *, quiet: bool = False) -> None:
         self._shows_progress = sys.stderr.isatty() and not quiet
-        self._is_dirty = False
+        self._has_progress = False
 
     def progress(self, text: str) -> None:
-        """Show what is going on, in place of what was shown before."""
+        """Show what is going on, in place of the last progress."""
         if self._shows_progress:
-            print(f"{_CLEAR_LINE}{text}", end="", file=sys.stderr, flush=True)
-            self._is_dirty = True
+            print_error(f"{_CLEAR_LINE}{text}", end="")
+            self._has_progress = True
 
     def say(self, text: str) -> None:
-        """Tell something that is no result."""
-        self.tell(f"kvoffload: {text}")
-
-    def tell(self, text: str) -> None:
-        """The same as it stands, for what belongs to the line before."""
+        """Print a line that is not a result."""
         self._clear()
-        print(text, file=sys.stderr, flush=True)
+        say(text)
+
+    def detail(self, text: str) -> None:
+        """Print a line that belongs to the one before."""
+        self._clear()
+        print_error(text)
 
     def result(self, text: str) -> None:
         """Print a result."""
@@ -39,6 +42,6 @@ class Screen:
         print(text, flush=True)
 
     def _clear(self) -> None:
-        if self._is_dirty:
-            print(_CLEAR_LINE, end="", file=sys.stderr, flush=True)
-            self._is_dirty = False
+        if self._has_progress:
+            print_error(_CLEAR_LINE, end="")
+            self._has_progress = False

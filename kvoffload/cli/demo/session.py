@@ -1,4 +1,4 @@
-"""One demo from its options to its exit code."""
+"""One demo, from its options to its exit code."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from kvoffload.cli.demo.results import DemoResult, PlayResult, Workload
 from kvoffload.cli.demo.screen import Screen
 from kvoffload.cli.demo.summary import summarize, summarize_benefit, summarize_offloading
 from kvoffload.cli.demo.table import render
-from kvoffload.cli.exits import Exit
-from kvoffload.cli.partial_file import written
+from kvoffload.cli.exits import Exit, OutputError
+from kvoffload.cli.partial_file import STDOUT, written
 from kvoffload.cli.report.account import Recorder
 from kvoffload.cli.report.page import render as render_page
 from kvoffload.telemetry.exporter import KVOffloadCollector
@@ -42,12 +42,12 @@ async def run_demo(options: DemoOptions, screen: Screen) -> int:
     """Run the demo and return its exit code.
 
     Raises:
-        KVOffloadError: something that was asked for cannot be had; nothing has been run.
-        EngineError: the same.
+        KVOffloadError: something in the options is not possible; nothing has been run.
+        EngineError: as above, or the engine stopped.
     """
     text = read_text(options.documents, options.conversations * options.message_tokens)
     registry = CollectorRegistry()
-    # The port is taken first of all, so that a bad one stops the demo at its start.
+    # The port is opened first, so that a bad one stops the demo at its start.
     with serve(registry, *options.metrics) if options.metrics else nullcontext() as page:
         async with _engines(options, screen) as engines:
             if page is not None:
@@ -61,7 +61,7 @@ async def run_demo(options: DemoOptions, screen: Screen) -> int:
 
 @asynccontextmanager
 async def _engines(options: DemoOptions, screen: Screen) -> AsyncIterator[Engines]:
-    """Both engines; whoever is interrupted hears what became of what was submitted."""
+    """Open both engines. After a signal, report what became of the copies that were submitted."""
     running: Engines | None = None
     try:
         async with open_engines(options) as running:
@@ -70,8 +70,8 @@ async def _engines(options: DemoOptions, screen: Screen) -> AsyncIterator[Engine
             except asyncio.CancelledError:
                 screen.say("interrupted: open requests are ended, and what was submitted is drained")
                 raise
-            except BrokenPipeError:
-                raise  # whoever read the output has left; nothing is wrong here
+            except (OSError, OutputError):
+                raise  # output that cannot be written says nothing about offloading
             except Exception:
                 _show_journal(running.offload, screen)
                 raise
@@ -104,11 +104,13 @@ async def _demonstrate(options: DemoOptions, engines: Engines, text: Text, scree
         agreement=compare(plain, offloaded),
         broken_laws=tuple(_audit(engines)),
     )
-    screen.result(result.to_json() if options.as_json else render(result))
+    if options.report != STDOUT:
+        screen.result(result.to_json() if options.as_json else render(result))
     if options.report and recorder is not None:
         with written(options.report) as file:
             file.write(render_page(demo_page(result, plain, offloaded, recorder.account())))
-        screen.say(f"the plots are in {options.report}")
+        if options.report != STDOUT:
+            screen.say(f"the plots are in {options.report}")
     if result.passed:
         return Exit.OK
     screen.say("FAILED: outputs differ" if not result.agreement.holds else "FAILED: laws are broken")
@@ -199,4 +201,4 @@ def _drained(engines: Engines) -> str:
 def _show_journal(offload: SchedulerSide, screen: Screen) -> None:
     screen.say("the last of the journal:")
     for line in offload.journal.tail(_TAIL):
-        screen.tell(f"  {line}")
+        screen.detail(f"  {line}")

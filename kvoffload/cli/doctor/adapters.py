@@ -1,4 +1,4 @@
-"""What an engine's adapter adds to the doctor. Found by entry point, as only adapters may name an engine."""
+"""The checks of the engines' adapters, found by entry point, because only adapters may name an engine."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Protocol, cast
 
-from kvoffload.checks.check import Check, concluded, no_go
+from kvoffload.checks.check import Check, Sizes, concluded, no_go
 
 ENTRY_POINT_GROUP = "kvoffload.doctors"
 """Its entry points name modules that are a `Doctor` each."""
 
 
 class Doctor(Protocol):
-    """What an adapter's module holds. Importing it must be cheap: it is, whenever the command runs."""
+    """What an adapter's module holds. Importing it must be cheap: every command does."""
 
     HELP: str
 
     def add_arguments(self, group: argparse._ArgumentGroup) -> None:
-        """Say which options it has."""
+        """Add the adapter's options to the parser."""
 
     def find_settings(self, args: argparse.Namespace) -> Mapping[str, object] | None:
         """Return kvoffload's settings where the engine's own, as given, hold them.
@@ -29,8 +29,15 @@ class Doctor(Protocol):
             KVOffloadError: what was given cannot be read.
         """
 
+    def find_sizes(self, args: argparse.Namespace) -> Sizes | None:
+        """Return the sizes that follow from what was given, None if none do.
+
+        Raises:
+            KVOffloadError: what was given cannot be read.
+        """
+
     def checks(self, args: argparse.Namespace) -> Sequence[Check]:
-        """Return its checks."""
+        """Return the adapter's checks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +53,16 @@ class Adapters:
     lost: Mapping[str, str]
 
     def lost_checks(self) -> Iterator[Check]:
-        """Return a check that fails for each that cannot be imported."""
+        """Yield a failing check for each adapter that cannot be imported."""
         for name, reason in self.lost.items():
             finding = no_go(
-                f"the checks of the adapter {name!r} cannot be imported: {reason}", "install kvoffload anew"
+                f"the checks of the adapter {name!r} cannot be imported: {reason}", "install kvoffload again"
             )
             yield concluded(name, finding)
 
 
 def find_adapters() -> Adapters:
-    """Import what this environment has. One that cannot be imported harms no other, and no other command."""
+    """Import the adapters of this environment. One that cannot be imported does not affect the others."""
     doctors: dict[str, Doctor] = {}
     lost: dict[str, str] = {}
     for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda one: one.name):

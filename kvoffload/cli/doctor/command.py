@@ -1,9 +1,10 @@
-"""`kvoffload doctor`: is this machine, with these settings, ready for an engine? Starts nothing and changes nothing."""
+"""`kvoffload doctor`: is this machine, with these settings, ready for an engine? It starts and changes nothing."""
 
 from __future__ import annotations
 
 import argparse
 
+from kvoffload.cli import signals
 from kvoffload.cli.doctor.adapters import find_adapters
 from kvoffload.cli.exits import Exit
 from kvoffload.cli.parser import positive
@@ -16,10 +17,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from kvoffload.cli.doctor.given import size
 
     add = parser.add_argument
-    add("--config", metavar="JSON", help="kvoffload's settings: a JSON object, or a file that holds one")
-    add("--json", action="store_true", help="print one object instead of lines")
+    add(
+        "--config",
+        metavar="JSON",
+        action="append",
+        default=[],
+        help="kvoffload's settings: a JSON object, a file that holds one, or KEY=VALUE; may be repeated",
+    )
+    add("--json", action="store_true", help="print one JSON object")
+    add("--strict", action="store_true", help="exit with 1 also if something is not known")
+    add("--verbose", action="store_true", help="also list the checks that passed")
     sizes = parser.add_argument_group(
-        "sizes", "what the engine says at its start; what is not given is not known"
+        "sizes", "as the engine reports them at its start; they come before those of --model"
     )
     sizes.add_argument("--ranks", metavar="N", type=positive, help="workers of the engine on this machine")
     sizes.add_argument("--device-blocks", metavar="N", type=positive, help="blocks of the device's KV cache")
@@ -27,33 +36,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--block-bytes",
         metavar="BYTES",
         type=size,
-        help="one rank's bytes of one block, of all layers together",
+        help="one rank's bytes of one block, in all layers together",
     )
     sizes.add_argument(
-        "--page-bytes",
-        metavar="BYTES",
-        type=size,
-        help="its bytes in one tensor of the KV cache, of one layer say",
+        "--page-bytes", metavar="BYTES", type=size, help="one rank's bytes of one block, in one layer"
     )
     for doctor in find_adapters().doctors.values():
         doctor.add_arguments(parser.add_argument_group(doctor.HELP))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check, print, and return 1 where something is a no-go.
+    """Check, print, and return 1 if something is a no-go.
 
     Raises:
         KVOffloadError: what was given cannot be read.
     """
-    from kvoffload.checks import memory, numa, pools, software
-    from kvoffload.checks.check import Verdict, run_checks
-    from kvoffload.checks.machine import Machine
-    from kvoffload.cli.doctor.given import settings_of, setup_of
-    from kvoffload.cli.doctor.output import as_json, as_text, worst
+    with signals.importing():
+        from kvoffload.checks import memory, numa, outputs, pools, software
+        from kvoffload.checks.check import Verdict, run_checks
+        from kvoffload.checks.machine import Machine
+        from kvoffload.cli.doctor.given import settings_of, setup_of
+        from kvoffload.cli.doctor.output import as_json, as_text
 
-    adapters = find_adapters()
+        adapters = find_adapters()
     doctors = list(adapters.doctors.values())
-    setup, settings = setup_of(settings_of(args.config, doctors, args), args)
+    setup, settings = setup_of(settings_of(args.config, doctors, args), doctors, args)
     checks = [
         settings,
         *memory.CHECKS,
@@ -61,9 +68,11 @@ def run(args: argparse.Namespace) -> int:
         *numa.CHECKS,
         *software.CHECKS,
         *pools.CHECKS,
+        *outputs.CHECKS,
         *(check for doctor in doctors for check in doctor.checks(args)),
         *adapters.lost_checks(),
     ]
     answers = run_checks(checks, setup, Machine())
-    print(as_json(answers) if args.json else as_text(answers))
-    return Exit.FAILED if worst(answers) is Verdict.NO_GO else Exit.OK
+    print(as_json(answers) if args.json else as_text(answers, verbose=args.verbose))
+    failing = {Verdict.NO_GO, Verdict.UNKNOWN} if args.strict else {Verdict.NO_GO}
+    return Exit.FAILED if failing & {answer.finding.verdict for answer in answers} else Exit.OK

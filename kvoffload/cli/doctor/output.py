@@ -1,4 +1,4 @@
-"""What was found, for people and for scripts."""
+"""The doctor's findings as text and as JSON."""
 
 from __future__ import annotations
 
@@ -8,22 +8,37 @@ from collections.abc import Iterator, Sequence
 
 from kvoffload.checks.check import Answer, Verdict
 
-_WIDTH = 120
+_WIDTH = 80
 
 
 def worst(answers: Sequence[Answer]) -> Verdict:
-    """Return what all of it comes to. What is not known stops nobody."""
-    found = {answer.finding.verdict for answer in answers}
-    return next((one for one in (Verdict.NO_GO, Verdict.WARNING) if one in found), Verdict.GO)
+    """Return the verdict on all of it."""
+    order = list(Verdict)
+    return max((answer.finding.verdict for answer in answers), key=order.index, default=Verdict.GO)
 
 
-def as_text(answers: Sequence[Answer]) -> str:
-    """Return one paragraph a check, and what it comes to in the last line."""
-    return "\n".join([*_lines(answers), "", f"{worst(answers)}: {_counted(answers)}"])
+def as_text(answers: Sequence[Answer], *, verbose: bool = False) -> str:
+    """Return the verdict in one line, then a paragraph per problem, the worst first.
+
+    Args:
+        answers: of all checks.
+        verbose: also a paragraph per check that passed.
+    """
+    order = list(Verdict)
+    shown = sorted(answers, key=lambda answer: -order.index(answer.finding.verdict))
+    passed = [answer for answer in shown if answer.finding.verdict is Verdict.GO]
+    if not verbose:
+        shown = shown[: len(shown) - len(passed)]
+    lines = [f"{worst(answers)}: {_counted(answers)}"]
+    if shown:
+        lines += ["", *_lines(shown)]
+    if passed and not verbose:
+        lines += ["", f"{len(passed)} checks passed (--verbose lists them)"]
+    return "\n".join(lines)
 
 
 def as_json(answers: Sequence[Answer]) -> str:
-    """Return one object."""
+    """Return one JSON object."""
     findings = [
         {
             "check": answer.check,
@@ -37,13 +52,11 @@ def as_json(answers: Sequence[Answer]) -> str:
 
 
 def _lines(answers: Sequence[Answer]) -> Iterator[str]:
-    names = max(len(answer.check) for answer in answers)
-    verdicts = max(map(len, Verdict))
-    indent = " " * (verdicts + names + 4)
+    width = max(map(len, Verdict))
+    indent = " " * (width + 1)
     for answer in answers:
         finding = answer.finding
-        head = f"{finding.verdict:<{verdicts}}  {answer.check:<{names}}  "
-        yield _wrapped(head, finding.text, indent)
+        yield _wrapped(f"{finding.verdict:<{width}} ", f"{answer.check}: {finding.text}", indent)
         if finding.remedy:
             yield _wrapped(indent, f"remedy: {finding.remedy}", indent)
 
@@ -61,4 +74,4 @@ def _wrapped(head: str, text: str, indent: str) -> str:
 
 def _counted(answers: Sequence[Answer]) -> str:
     found = [answer.finding.verdict for answer in answers]
-    return ", ".join(f"{found.count(one)} {one}" for one in Verdict if one in found)
+    return ", ".join(f"{found.count(one)} {one}" for one in reversed(Verdict) if one in found)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from kvoffload.cli import signals
 from kvoffload.cli.journal_lines import Lines, add_journal_argument
-from kvoffload.cli.partial_file import written
+from kvoffload.cli.partial_file import STDOUT, written
 
 HELP = "show a journal as one page with plots, for any browser"
 
@@ -14,7 +15,13 @@ HELP = "show a journal as one page with plots, for any browser"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     add_journal_argument(parser)
-    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="where to (default JOURNAL.html)")
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        type=Path,
+        help='where to; "-" for standard output (default: JOURNAL.html)',
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -23,9 +30,10 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         KVOffloadError: the journal holds nothing that can be read, or the file cannot be written.
     """
-    from kvoffload.cli.report.account import add_up
-    from kvoffload.cli.report.journal import journal_page
-    from kvoffload.cli.report.page import render
+    with signals.importing():
+        from kvoffload.cli.report.account import add_up
+        from kvoffload.cli.report.journal import journal_page
+        from kvoffload.cli.report.page import render
 
     output, lines = args.output or Path(f"{args.journal}.html"), Lines(args.journal)
     lines.check_is_other(output)
@@ -33,4 +41,4 @@ def run(args: argparse.Namespace) -> int:
     # Counts, sizes and times, of no request by name: for whoever it is shown to.
     with written(output) as file:
         file.write(render(journal_page(args.journal.name, account, lines.problem)))
-    return lines.tell(output)
+    return lines.tell("standard output" if output == STDOUT else output)

@@ -1,0 +1,7 @@
+"""`python -m kvoffload`: the command where its script is not on the path."""
+
+import sys
+
+from kvoffload.cli.main import script
+
+sys.exit(script())

@@ -1,0 +1,30 @@
+"""`kvoffload completion SHELL`: the script that completes commands and options in a shell."""
+
+from __future__ import annotations
+
+import argparse
+
+from kvoffload.cli.exits import CommandError, Exit
+
+HELP = "print a completion script for bash, zsh or tcsh"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("shell", choices=["bash", "zsh", "tcsh"], help="which shell")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the script.
+
+    Raises:
+        CommandError: the package that writes it is not installed.
+    """
+    from kvoffload.cli.main import parsers
+
+    try:
+        import shtab
+    except ModuleNotFoundError as error:
+        raise CommandError("shtab is not installed: pip install 'kvoffload[completion]'") from error
+    print(shtab.complete(parsers()[0], shell=args.shell))
+    return Exit.OK

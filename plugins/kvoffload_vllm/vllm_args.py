@@ -1,0 +1,95 @@
+"""`kvoffload vllm-args`: prints the arguments that make a stock vLLM use kvoffload, so that no key of them is forgotten."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from collections.abc import Mapping
+
+from kvoffload.checks.json_option import read_settings
+from kvoffload.model.config import parse_config
+from kvoffload_vllm.doctor import RECOMPUTE
+from kvoffload_vllm.register import NAME
+
+HELP = "print the arguments with which vLLM uses kvoffload"
+
+_FORMS = ("flag", "dotted", "yaml", "python")
+_KEY = "kv_connector_extra_config"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("--host-bytes", metavar="BYTES", default="8GiB", help="host memory of one engine")
+    parser.add_argument(
+        "--config",
+        metavar="JSON|KEY=VALUE",
+        action="append",
+        default=[],
+        help="any other settings: a JSON object, a file that holds one, or one setting; may be repeated",
+    )
+    parser.add_argument(
+        "--form",
+        choices=_FORMS,
+        default="flag",
+        help="flag: one --kv-transfer-config with JSON; dotted: an option per key; yaml: lines for the file of vLLM's "
+        "--config; python: an argument of LLM()",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print them.
+
+    Raises:
+        ConfigError: the settings cannot be used.
+    """
+    settings = {"host_bytes": args.host_bytes, **read_settings(args.config, "--config")}
+    parse_config(settings)
+    print(_PRINTERS[args.form](transfer_config(settings)))
+    return 0
+
+
+def transfer_config(settings: Mapping[str, object]) -> dict[str, object]:
+    """Return vLLM's `kv_transfer_config` for these settings of kvoffload."""
+    return {
+        "kv_connector": NAME,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": RECOMPUTE,
+        _KEY: dict(settings),
+    }
+
+
+def _flag(config: Mapping[str, object]) -> str:
+    return f"--kv-transfer-config {shlex.quote(json.dumps(config, separators=(',', ':')))}"
+
+
+def _dotted(config: Mapping[str, object]) -> str:
+    pairs = {name: value for name, value in config.items() if name != _KEY}
+    extra = config[_KEY]
+    assert isinstance(extra, dict)
+    pairs |= {f"{_KEY}.{name}": value for name, value in extra.items()}
+    return " ".join(
+        f"--kv-transfer-config.{name} {shlex.quote(_word(value))}" for name, value in pairs.items()
+    )
+
+
+def _word(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _yaml(config: Mapping[str, object]) -> str:
+    lines = ["kv-transfer-config:"]
+    for name, value in config.items():
+        if isinstance(value, dict):
+            lines += [f"  {name}:", *(f"    {key}: {json.dumps(one)}" for key, one in value.items())]
+        else:
+            lines.append(f"  {name}: {json.dumps(value)}")  # JSON is YAML
+    return "\n".join(lines)
+
+
+def _python(config: Mapping[str, object]) -> str:
+    arguments = ", ".join(f"{name}={value!r}" for name, value in config.items())
+    return f"kv_transfer_config=KVTransferConfig({arguments})"
+
+
+_PRINTERS = {"flag": _flag, "dotted": _dotted, "yaml": _yaml, "python": _python}

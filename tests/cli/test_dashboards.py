@@ -1,0 +1,70 @@
+"""`kvoffload dashboards export`: every file, and the Kubernetes objects hold what the files hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+
+from kvoffload.cli.exits import Exit
+from kvoffload.cli.main import main
+from tests.tooling.scripts import ROOT
+
+if TYPE_CHECKING:
+    import pytest
+
+SOURCE = ROOT / "dashboards"
+BOARDS = sorted((SOURCE / "grafana" / "dashboards").glob("*.json"))
+RULES = ("recording", "alerts")
+
+
+def export(folder: Path, capsys: pytest.CaptureFixture[str]) -> set[str]:
+    assert main(["dashboards", "export", str(folder)]) == Exit.OK
+    printed = set(capsys.readouterr().out.split())
+    found = {str(path) for path in folder.rglob("*") if path.is_file()}
+    assert printed == found
+    return {str(Path(name).relative_to(folder)) for name in found}
+
+
+def test_the_files_are_those_of_the_repository(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = export(tmp_path / "new" / "folder", capsys)
+    assert names == {
+        "RUNBOOK.md",
+        *(f"grafana/{board.name}" for board in BOARDS),
+        *(f"prometheus/{name}.yml" for name in RULES),
+        *(f"kubernetes/{name}.prometheusrule.yaml" for name in RULES),
+        "kubernetes/dashboards.configmap.yaml",
+    }
+    folder = tmp_path / "new" / "folder"
+    assert (folder / "RUNBOOK.md").read_text() == (SOURCE / "RUNBOOK.md").read_text()
+    for board in BOARDS:
+        assert json.loads((folder / "grafana" / board.name).read_text()) == json.loads(board.read_text())
+
+
+def test_the_kubernetes_objects_hold_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    export(tmp_path, capsys)
+    folder = tmp_path / "kubernetes"
+    for name in RULES:
+        rule = yaml.safe_load((folder / f"{name}.prometheusrule.yaml").read_text())
+        assert (rule["kind"], rule["apiVersion"]) == ("PrometheusRule", "monitoring.coreos.com/v1")
+        assert rule["spec"] == yaml.safe_load((SOURCE / "rules" / f"{name}.yml").read_text())
+    boards = yaml.safe_load((folder / "dashboards.configmap.yaml").read_text())
+    assert (boards["kind"], boards["apiVersion"]) == ("ConfigMap", "v1")
+    assert boards["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert {name: json.loads(text) for name, text in boards["data"].items()} == {
+        board.name: json.loads(board.read_text()) for board in BOARDS
+    }
+    assert sum(map(len, boards["data"].values())) < 2**20  # the API server refuses larger ones
+
+
+def test_again_into_the_same_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert export(tmp_path, capsys) == export(tmp_path, capsys)
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert main(["dashboards", "export", str(tmp_path / "file" / "folder")]) == Exit.OUTPUT
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)

@@ -1,0 +1,262 @@
+"""Commands that are ended at random moments, and what must hold whenever that is.
+
+A command runs in a process of its own. From the moment its signals are handled, which is the first line of `script`, a
+random time passes; then it is ended in one of six ways. Whatever the moment: no traceback, a documented exit code, and
+a file under its final name is complete.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import random
+import re
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import termios
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from kvoffload.cli.exits import Exit
+
+WAYS = ("ctrl-c", "ctrl-c twice", "sigterm", "closed output", "full disk", "closed terminal")
+AT_ONCE = 2
+_LONGEST_S = 60.0
+_SMALL = "demo --model tiny --conversations 2 --turns 2 --first-tokens 200 --turn-tokens 30 --answer-tokens 4"
+
+# Reports on a pipe when signals are handled.
+_PROGRAM = """
+import os, sys
+from kvoffload.cli import main, signals
+
+def handle(ready=int(sys.argv.pop(1)), handle=signals.handle):
+    replaced = handle()
+    os.write(ready, b"x")
+    os.close(ready)
+    return replaced
+
+signals.handle = handle
+sys.exit(main.script())
+"""
+_UGLY = re.compile(
+    r"Traceback|Exception ignored|never retrieved|never awaited|was destroyed|Fatal Python error"
+)
+_SIGNALS = {"ctrl-c": signal.SIGINT, "ctrl-c twice": signal.SIGINT, "sigterm": signal.SIGTERM}
+_ENDS: dict[str, set[int]] = {
+    "ctrl-c": {Exit.INTERRUPTED},
+    "ctrl-c twice": {Exit.INTERRUPTED},
+    "sigterm": {Exit.TERMINATED},
+    "closed output": {Exit.OUTPUT},
+    "full disk": {Exit.OUTPUT},
+    "closed terminal": {Exit.HUNG_UP, Exit.OUTPUT},
+}
+
+
+def _is_page(path: Path) -> bool:
+    return path.read_text(encoding="utf-8").rstrip().endswith("</html>")
+
+
+def _is_json(path: Path) -> bool:
+    json.loads(path.read_text(encoding="utf-8"))
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command line, with {folder} for a new folder and {journal} for a journal.
+
+    Args:
+        line: the arguments.
+        outputs: files of the folder that it writes, and whether one is complete.
+    """
+
+    line: str
+    outputs: dict[str, Callable[[Path], bool]] = field(default_factory=dict)
+
+
+COMMANDS = {
+    "demo": Command(f"{_SMALL} --report {{folder}}/page.html", {"page.html": _is_page}),
+    "demo-json": Command(f"{_SMALL} --json"),
+    "report": Command("report {journal} -o {folder}/page.html", {"page.html": _is_page}),
+    "timeline": Command("timeline {journal} -o {folder}/trace.json", {"trace.json": _is_json}),
+    "timeline-stdout": Command("timeline {journal} -o -"),
+    "doctor": Command("doctor --verbose"),
+    "dashboards": Command("dashboards export {folder}/new"),
+    "completion": Command("completion bash"),
+    "vllm-args": Command("vllm-args --host-bytes 1GiB"),
+    "bench": Command("bench"),
+    "help": Command("--help"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """One kill: the command's name, the way, and the share of the command's usual time that passes before it."""
+
+    command: str
+    way: str
+    share: float
+    pause_s: float
+    disk_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.command} by {self.way} at {self.share:.3f} of its time"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a process ended."""
+
+    code: int
+    errors: str
+    seconds: float
+    was_running: bool
+
+
+def draw(seed: int, count: int, names: list[str] | None = None) -> list[Kill]:
+    """Return random kills, spread evenly over the commands."""
+    chance = random.Random(seed)
+    names = names or list(COMMANDS)
+    return [
+        Kill(
+            names[number % len(names)],
+            chance.choice(WAYS),
+            chance.random(),
+            chance.uniform(0, 0.05),
+            chance.choice([0, 100, 2000, 20000]),
+        )
+        for number in range(count)
+    ]
+
+
+class Killer:
+    """Runs commands and kills them.
+
+    Args:
+        folder: for what they write.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.hits = 0
+        """Kills whose process was still running."""
+        self._folder = folder
+        self._journal = folder / "journal"
+        made = self._run(f"{_SMALL} --config journal_path={self._journal}", folder, None)
+        assert made.code == Exit.OK, made
+        self._usual_s = {name: self._undisturbed(name) for name in COMMANDS}
+
+    def problems(self, kills: list[Kill]) -> Iterator[str]:
+        """Kill, several at a time, and yield what is wrong."""
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            for kill, found in zip(kills, pool.map(self._problems_of, kills), strict=True):
+                yield from (f"{kill}: {problem}" for problem in found)
+
+    def _undisturbed(self, name: str) -> float:
+        with tempfile.TemporaryDirectory(dir=self._folder) as folder:
+            done = self._run(COMMANDS[name].line, Path(folder), None)
+            assert done.code in (Exit.OK, Exit.USAGE), (name, done)
+            assert all(whole(Path(folder) / file) for file, whole in COMMANDS[name].outputs.items()), name
+            return done.seconds
+
+    def _problems_of(self, kill: Kill) -> list[str]:
+        with tempfile.TemporaryDirectory(dir=self._folder) as folder:
+            ended = self._run(COMMANDS[kill.command].line, Path(folder), kill)
+            problems = [f"it printed {found[0]!r}: {ended.errors}" for found in _UGLY.finditer(ended.errors)]
+            if ended.code not in {Exit.OK, *_ENDS[kill.way]}:
+                problems.append(f"exit code {ended.code}: {ended.errors}")
+            self.hits += ended.was_running
+            return problems + list(self._half_written(kill.command, Path(folder)))
+
+    def _half_written(self, name: str, folder: Path) -> Iterator[str]:
+        for file, whole in COMMANDS[name].outputs.items():
+            path = folder / file
+            try:
+                if path.exists() and not whole(path):
+                    yield f"{file} is half written"
+            except ValueError as error:
+                yield f"{file} is half written: {error}"
+        for path in (folder / "new").rglob("*"):
+            if (
+                path.is_file()
+                and not path.name.endswith(".partial")
+                and not path.read_bytes().endswith((b"\n", b"}"))
+            ):
+                yield f"{path.name} is half written"
+
+    def _run(self, line: str, folder: Path, kill: Kill | None) -> Outcome:
+        argv = line.format(folder=folder, journal=self._journal).split()
+        way = kill.way if kill is not None else ""
+        ready, is_ready = os.pipe()
+        with _standard_output(way, folder) as (reader, output):
+            process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, str(is_ready), *argv],
+                stdin=output if way == "closed terminal" else subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.PIPE,
+                pass_fds=[is_ready],
+                start_new_session=True,
+                preexec_fn=partial(_prepare, kill),
+            )
+            try:
+                os.close(is_ready)
+                os.close(output)
+                os.read(ready, 1)
+                begun = time.monotonic()
+                was_running = kill is None or self._end(process, reader, kill)
+                text = process.communicate(timeout=_LONGEST_S)[1]
+            finally:
+                process.kill()
+                os.close(ready)
+        code = process.returncode
+        seconds = time.monotonic() - begun
+        return Outcome(128 - code if code < 0 else code, text.decode(errors="replace"), seconds, was_running)
+
+    def _end(self, process: subprocess.Popen[bytes], reader: int, kill: Kill) -> bool:
+        """Wait, end the process, and return whether it was still running."""
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(kill.share * self._usual_s[kill.command])
+        was_running = process.poll() is None
+        if kill.way in ("closed output", "closed terminal"):
+            os.close(reader)
+        elif kill.way in _SIGNALS:
+            process.send_signal(_SIGNALS[kill.way])
+        if kill.way == "ctrl-c twice":
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(kill.pause_s)
+            process.send_signal(signal.SIGINT)
+        return was_running
+
+
+@contextmanager
+def _standard_output(way: str, folder: Path) -> Iterator[tuple[int, int]]:
+    """Yield what reads the output, if it is read at all, and the output itself. The caller closes the output."""
+    if way == "closed output":
+        reader, output = os.pipe()
+    elif way == "closed terminal":
+        reader, output = pty.openpty()
+    else:
+        name = Path("/dev/full") if way == "full disk" else folder / "stdout"
+        reader, output = -1, os.open(name, os.O_WRONLY | os.O_CREAT, 0o600)
+    try:
+        yield reader, output
+    finally:
+        with suppress(OSError):  # closing it was the way to end the process
+            os.close(reader)
+
+
+def _prepare(kill: Kill | None) -> None:
+    """In the new process: its terminal, and how much it can write."""
+    if kill is not None and kill.way == "closed terminal":
+        fcntl.ioctl(1, termios.TIOCSCTTY, 0)
+    if kill is not None and kill.way == "full disk":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (kill.disk_bytes, kill.disk_bytes))

@@ -1,0 +1,208 @@
+"""Sizes of KV blocks from a model's configuration: the arithmetic, what is refused, and the numbers of a stock vLLM."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvoffload.cli.main import main
+from kvoffload.model.errors import ConfigError
+from kvoffload_vllm.model_sizes import Options, estimate, kv_sizes
+
+QWEN3_8B: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "num_hidden_layers": 36,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "use_sliding_window": False,
+    "sliding_window": None,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 512,
+}
+LLAMA_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "torch_dtype": "float16",
+    "vocab_size": 512,
+}
+GEMMA3_27B: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 62,
+    "hidden_size": 5376,
+    "intermediate_size": 21504,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 16,
+    "head_dim": 128,
+    "query_pre_attn_scalar": 168,
+    "max_position_embeddings": 131072,
+    "sliding_window": 1024,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 512,
+}
+# Silent about heads, head dimension and the pattern of windows: those of the model class hold.
+GEMMA3_SILENT: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 34,
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "sliding_window": 1024,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 512,
+}
+DEEPSEEK_V2_LITE: dict[str, Any] = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "num_hidden_layers": 27,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 512,
+}
+MODELS = {
+    "qwen3": QWEN3_8B,
+    "llama": LLAMA_8B,
+    "gemma3": GEMMA3_27B,
+    "gemma3-silent": GEMMA3_SILENT,
+    "deepseek": DEEPSEEK_V2_LITE,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "page", "pages"),
+    [
+        (QWEN3_8B, Options(), 2 * 16 * 8 * 128 * 2, 36),
+        (QWEN3_8B, Options(tensor_parallel_size=2, block_size=32), 2 * 32 * 4 * 128 * 2, 36),
+        (QWEN3_8B, Options(tensor_parallel_size=16), 2 * 16 * 1 * 128 * 2, 36),
+        (QWEN3_8B, Options(kv_cache_dtype="fp8"), 2 * 16 * 8 * 128, 36),
+        (LLAMA_8B, Options(dtype="float32"), 2 * 16 * 8 * 128 * 4, 32),
+        (GEMMA3_27B, Options(), 2 * 16 * 16 * 128 * 2, 10),
+        (DEEPSEEK_V2_LITE, Options(tensor_parallel_size=8), 16 * 576 * 2, 27),
+        ({**QWEN3_8B, "torch_dtype": "float32"}, Options(), 2 * 16 * 8 * 128 * 2, 36),
+        ({"text_config": QWEN3_8B, "dtype": "bfloat16"}, Options(), 2 * 16 * 8 * 128 * 2, 36),
+    ],
+)
+def test_the_arithmetic(config: dict[str, Any], options: Options, page: int, pages: int) -> None:
+    found = kv_sizes(config, options)
+    assert (found.page_bytes, found.pages, found.block_bytes) == (page, pages, page * pages)
+
+
+@pytest.mark.parametrize(("full", "sliding", "pages"), [(12, 13, 13), (10, 52, 10), (10, 15, 10), (1, 5, 1)])
+def test_layers_of_two_kinds_share_blocks_as_vllm_groups_them(full: int, sliding: int, pages: int) -> None:
+    kinds = ["full_attention"] * full + ["sliding_attention"] * sliding
+    config = {**QWEN3_8B, "num_hidden_layers": full + sliding, "layer_types": kinds, "sliding_window": 128}
+    assert kv_sizes(config, Options()).pages == pages
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_hidden_layers": None}, "does not give num_hidden_layers"),
+        ({"layer_types": ["linear_attention"] * 36}, "layers of linear_attention"),
+        ({"index_topk": 2048}, "sparse attention"),
+        ({"num_kv_shared_layers": 10}, "layers that share KV"),
+        ({"num_key_value_heads": [8, 4]}, "different numbers of KV heads"),
+        ({"torch_dtype": "float8_e4m3fn"}, "the dtype float8_e4m3fn"),
+        ({"quantization_config": {"kv_cache_scheme": {"num_bits": 8}}}, "give --kv-cache-dtype"),
+    ],
+)
+def test_what_does_not_follow_from_the_configuration_is_refused(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        kv_sizes({**QWEN3_8B, **change}, Options())
+
+
+def save(folder: Path, config: dict[str, Any], weights: int = 0) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    if weights:
+        with (folder / "model.safetensors").open("wb") as file:
+            file.truncate(weights)
+    return folder
+
+
+def test_the_estimate_of_the_devices_blocks(tmp_path: Path) -> None:
+    folder = save(tmp_path, QWEN3_8B, 16 * 2**30)
+    block = 36 * 2 * 16 * 4 * 128 * 2
+    found = estimate(folder, Options(tensor_parallel_size=2), 80 * 2**30, 0.9)
+    assert found.blocks == (72 * 2**30 - 8 * 2**30) // block
+    index = {"metadata": {"total_size": 32 * 2**30}, "weight_map": {}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    found = estimate(folder, Options(tensor_parallel_size=2), 80 * 2**30, 0.9)
+    assert found.blocks == (72 * 2**30 - 16 * 2**30) // block
+    assert estimate(folder, Options(), None, 0.9).blocks is None
+    halved = save(tmp_path, {**QWEN3_8B, "torch_dtype": "float32"})
+    assert estimate(halved, Options(), 80 * 2**30, 0.9).blocks == (72 * 2**30 - 16 * 2**30) // (2 * block)
+
+
+def test_the_doctor_uses_the_models_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["doctor", "--json", "--model", str(save(tmp_path, QWEN3_8B, 2**30)), "--device-memory", "4GiB"]
+    code = main([*argv, "--max-model-len", "1000000"])
+    found = {one["check"]: one for one in json.loads(capsys.readouterr().out)["findings"]}
+    assert code == 1
+    assert "one request of 1,000,000 tokens needs 62,500" in found["model sizes"]["finding"]
+    assert "3,640 blocks on the host, 1,219 on the device" in found["host pool"]["finding"]
+    assert "pages of 64.0 KiB" in found["copy speed"]["finding"]
+
+
+def test_a_folder_without_a_configuration_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--model", str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("model", MODELS)
+def test_the_sizes_are_those_of_a_stock_vllm(model: str, cache_dtype: str, tmp_path: Path) -> None:
+    """vLLM makes the layers without their weights, and says what its own pages and blocks are."""
+    from tests.vllm_adapter.stock_sizes import stock_sizes
+
+    tokens = 16 if model == "deepseek" else 32  # what vLLM's backends for a CPU take
+    found = kv_sizes(MODELS[model], Options(block_size=tokens, kv_cache_dtype=cache_dtype))
+    stock = stock_sizes(save(tmp_path, MODELS[model]), tokens, cache_dtype)
+    assert (found.page_bytes, found.block_bytes) == stock
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model", MODELS)
+def test_ranks_share_heads_as_those_of_a_stock_vllm(model: str, tmp_path: Path) -> None:
+    from tests.vllm_adapter.stock_sizes import stock_kv_heads
+
+    folder = save(tmp_path, MODELS[model])
+    whole = kv_sizes(MODELS[model], Options()).page_bytes
+    for ranks in (1, 2, 8, 32):
+        share = kv_sizes(MODELS[model], Options(tensor_parallel_size=ranks)).page_bytes
+        assert share * stock_kv_heads(folder, 1) == whole * stock_kv_heads(folder, ranks)
