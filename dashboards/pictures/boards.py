@@ -23,7 +23,14 @@ _PAGE = '<!doctype html><meta charset="utf-8"><link rel="stylesheet" href="board
 _ORIGIN = "http://pictures.invalid/"
 _ICONS = Path("node_modules") / "@grafana" / "ui" / "dist" / "public"
 _BUNDLE = [
-    *("node_modules/.bin/esbuild", "board.jsx", "--bundle", "--minify", "--outfile=board.js", "--jsx=automatic"),
+    *(
+        "node_modules/.bin/esbuild",
+        "board.jsx",
+        "--bundle",
+        "--minify",
+        "--outfile=board.js",
+        "--jsx=automatic",
+    ),
     *("--define:process.env.NODE_ENV='production'", "--log-level=error"),
     *("--loader:.ttf=empty", "--loader:.woff=dataurl", "--loader:.woff2=dataurl"),
 ]
@@ -71,15 +78,25 @@ def _answer(prometheus: Prometheus, target: dict[str, Any], start: float, end: f
 
 
 def _build() -> None:
-    """Install the locked packages and bundle the page, in a folder that git ignores."""
+    """Install the locked packages, once for each lock, and bundle the page, in a folder that git ignores."""
     if shutil.which("npm") is None:
         raise ObserveError("there is no program `npm`: install Node.js 20 or newer")
+    installed = _BUILD / "node_modules" / "installed.json"
+    lock = (_SOURCES / "package-lock.json").read_bytes()
     shutil.copytree(_SOURCES, _BUILD, dirs_exist_ok=True)
-    for command in (["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund"], _BUNDLE):
-        done = subprocess.run(command, cwd=_BUILD, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-        if done.returncode:
-            raise ObserveError(f"{command[0]} failed:\n{done.stderr[-2000:]}")
+    if not installed.exists() or installed.read_bytes() != lock:
+        _run(["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund"])
+        installed.write_bytes(lock)
+    _run(_BUNDLE)
     (_BUILD / "board.html").write_text(_PAGE, encoding="utf-8")
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(
+        command, cwd=_BUILD, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise ObserveError(f"{command[0]} failed:\n{done.stderr[-2000:]}")
 
 
 def _take(captured: dict[str, Any], folder: Path, browser: str) -> Path:

@@ -59,5 +59,5 @@ def _parse(raw: Mapping[str, object] | None) -> tuple[OffloadConfig | None, Find
     try:
         config = parse_config(raw)
     except ConfigError as error:
-        return None, no_go(str(error), "change what is named; kvoffload/OPERATING.md lists the settings")
+        return None, no_go(str(error), "change what is named; docs/configure.md lists the settings")
     return config, go(f"{len(raw)} {'is' if len(raw) == 1 else 'are'} given, all of them good")
