@@ -20,7 +20,7 @@ WHEEL := $(CURDIR)/$(VENV)/wheel
 AGAINST_WHEEL := KVOFFLOAD_WHEEL=$(WHEEL) PYTHONPATH=$(WHEEL) PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE=1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo quick test test-fast test-vllm check lint types imports size format tools vllm-versions bench-hooks bench-queue bench-serve docs lock dashboards screenshot observe simulate soak deep explore mutants coverage wheel vllm-env vllm-demo kernel-env clean
+.PHONY: help venv demo quick test test-fast test-vllm check lint types imports size format tools vllm-versions bench-hooks bench-queue bench-serve docs lock dashboards site grafana screenshot observe simulate soak deep explore mutants coverage wheel vllm-env vllm-demo kernel-env clean
 .DELETE_ON_ERROR:
 
 help:  ## print the targets
@@ -101,8 +101,17 @@ lock: venv  ## write .ci/requirements.lock anew from pyproject.toml
 dashboards: venv  ## write the dashboards and the runbook anew from what generates them
 	@$(BIN)/python -m dashboards.generate
 
-screenshot: venv  ## take the README's picture of the demo's report anew, in a real browser
-	@$(BIN)/python -m dashboards.pictures
+site: venv  ## build the documentation into .venv/site; a link that leads nowhere is an error
+	$(BIN)/python -m sphinx -W --keep-going -q -b html -c docs . $(VENV)/site
+	@echo "$(VENV)/site/index.html"
+
+grafana: venv  ## Prometheus and Grafana in containers, a demo for them to watch, and the address
+	docker compose -f dashboards/compose.yml up --detach --wait
+	@echo "Open http://127.0.0.1:3000; Ctrl-C ends the demo. \`docker compose -f dashboards/compose.yml down\` ends the rest."
+	$(BIN)/kvoffload demo --serve-metrics 9464 --serve-for 3600 $(ARGS)
+
+screenshot: venv  ## take the pictures of dashboards and report anew, in a real browser (ARGS="boards" or "report")
+	@$(BIN)/python -m dashboards.pictures $(ARGS)
 
 observe: venv  ## a demo under a real Prometheus: every query of every panel and rule (ARGS="HOST:PORT" adds engines)
 	@$(BIN)/python -m dashboards.observe $(ARGS)

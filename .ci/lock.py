@@ -1,6 +1,6 @@
 """Writes requirements.lock: every package that development needs, with the one version that it uses.
 
-The input is pyproject.toml: what the package needs, what building it needs, and the group "dev". pip resolves them in a
+The input is pyproject.toml: what the package needs, what building it needs, and the groups "dev" and "docs". pip resolves them in a
 dry run, so nothing is installed. The lock's first lines carry a digest of the input; by it `--check` knows a stale
 lock without asking an index. Local versions ("+cpu") are left out: which build of torch is right depends on the machine.
 """
@@ -24,7 +24,7 @@ def requirements(pyproject: dict[str, Any]) -> list[str]:
     groups = (
         pyproject["build-system"]["requires"],
         pyproject["project"]["dependencies"],
-        pyproject["dependency-groups"]["dev"],
+        *pyproject["dependency-groups"].values(),
     )
     return sorted({line for group in groups for line in group})
 

@@ -55,7 +55,7 @@ class Prometheus:
         Raises:
             ObserveError: it is an error.
         """
-        result = self._get("query", query=expr)["result"]
+        result = self.get("query", query=expr)["result"]
         if result and not isinstance(result[0], dict):  # a scalar
             return [Series({}, (float(result[1]),))]
         return [Series(one["metric"], (float(one["value"][1]),)) for one in result]
@@ -66,19 +66,24 @@ class Prometheus:
         Raises:
             ObserveError: it is an error.
         """
-        result = self._get("query_range", query=expr, start=start, end=end, step=SCRAPE_S)["result"]
+        result = self.get("query_range", query=expr, start=start, end=end, step=SCRAPE_S)["result"]
         return [Series(one["metric"], tuple(float(value) for _, value in one["values"])) for one in result]
 
     def targets(self) -> list[dict[str, Any]]:
         """Return who is scraped, and how that goes."""
-        targets: list[dict[str, Any]] = self._get("targets")["activeTargets"]
+        targets: list[dict[str, Any]] = self.get("targets")["activeTargets"]
         return targets
 
     def rules(self) -> list[dict[str, Any]]:
         """Return every rule with its health."""
-        return [rule for group in self._get("rules")["groups"] for rule in group["rules"]]
+        return [rule for group in self.get("rules")["groups"] for rule in group["rules"]]
 
-    def _get(self, path: str, **parameters: object) -> Any:  # noqa: ANN401  # as the API answers
+    def get(self, path: str, **parameters: object) -> Any:  # noqa: ANN401  # as the API answers
+        """Return the data of an answer of the HTTP API.
+
+        Raises:
+            ObserveError: it is an error.
+        """
         url = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         try:
             with urllib.request.urlopen(url, timeout=30) as answer:

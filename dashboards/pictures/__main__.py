@@ -1,22 +1,35 @@
-"""`make screenshot`: a demo of less than a minute with `--report`, and the top of its page as a browser shows it."""
+"""`make screenshot`: pictures of the three dashboards and of a demo's report, each of a real run, as a browser shows them."""
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-TARGET = Path(__file__).with_name("report.png")
+from dashboards.observe.prometheus import ObserveError
+from dashboards.pictures.boards import take_boards
+
+FOLDER = Path(__file__).parent
 BROWSER = "chromium-headless-shell"
 # Less than the default, so that it takes a minute; the host has a little more room than the conversations need.
 DEMO = "demo --conversations 8 --turns 4 --first-tokens 768 --host-bytes 64MiB"
 WIDTH, HEIGHT, SCALE = 1100, 1285, 0.85  # the README is about that wide
 
 
-def take(page: Path, target: Path, browser: str) -> None:
-    """Write what a browser shows of the page at first sight."""
+def take_report(target: Path, browser: str) -> Path:
+    """Run a demo with `--report` and write the top of its page, as a browser shows it."""
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder) / "report.html"
+        command = [sys.executable, "-m", "kvoffload.cli", *DEMO.split(), "--report", str(page)]
+        subprocess.run(command, check=True)
+        _take(page, target, browser)
+    return target
+
+
+def _take(page: Path, target: Path, browser: str) -> None:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -32,17 +45,25 @@ def take(page: Path, target: Path, browser: str) -> None:
 
 
 def main() -> int:
-    """Make the picture anew."""
+    """Take every picture anew, or those of the dashboards or of the report alone."""
+    parser = argparse.ArgumentParser(description="take the pictures of dashboards and report anew")
+    parser.add_argument("which", nargs="?", choices=("boards", "report"), help="take these alone")
+    which = parser.parse_args().which
     browser = shutil.which(BROWSER)
     if browser is None:
         print(f"needs {BROWSER}: `make tools` installs it", file=sys.stderr)
         return 2
-    with tempfile.TemporaryDirectory() as folder:
-        page = Path(folder) / "report.html"
-        command = [sys.executable, "-m", "kvoffload.cli", *DEMO.split(), "--report", str(page)]
-        subprocess.run(command, check=True)
-        take(page, TARGET, browser)
-    print(f"{TARGET.name}: {TARGET.stat().st_size:,} bytes", file=sys.stderr)
+    taken: list[Path] = []
+    try:
+        if which != "report":
+            taken += take_boards(FOLDER, browser)
+    except ObserveError as error:
+        print(f"pictures: {error}", file=sys.stderr)
+        return 2
+    if which != "boards":
+        taken.append(take_report(FOLDER / "report.png", browser))
+    for path in taken:
+        print(f"{path.name}: {path.stat().st_size:,} bytes", file=sys.stderr)
     return 0
 
 

@@ -49,7 +49,7 @@ def test_help_names_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_documents_name_every_exit_code() -> None:
-    table = (ROOT / "kvoffload/OPERATING.md").read_text(encoding="utf-8").split("## Exit codes")[1]
+    table = (ROOT / "docs/commands.md").read_text(encoding="utf-8").split("## Exit codes")[1]
     assert {int(code) for code in re.findall(r"^\| (\d+) \|", table, flags=re.MULTILINE)} == set(Exit)
 
 

@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+import pytest
+
+from tests.tooling.pages import PAGES
+from tests.tooling.scripts import ROOT
 
 
 def test_the_tables_are_those_of_the_catalogue_and_of_the_benches_results() -> None:
@@ -18,13 +21,13 @@ def test_the_tables_are_those_of_the_catalogue_and_of_the_benches_results() -> N
 def test_every_setting_is_documented() -> None:
     from kvoffload.model.config import ALIASES, OffloadConfig
 
-    text = (ROOT / "kvoffload/OPERATING.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/configure.md").read_text(encoding="utf-8")
     missing = [name for name in (*OffloadConfig.__slots__, *ALIASES) if f"`{name}`" not in text]
     assert not missing
 
 
-def test_every_make_target_that_the_readme_names_exists() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_make_target_that_a_page_names_exists(page: Path) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for target in re.findall(r"`make ([a-z-]+)", text):
+    for target in re.findall(r"(?:`|^)make ([a-z-]+)", page.read_text(encoding="utf-8"), flags=re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target

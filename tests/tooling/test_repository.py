@@ -6,8 +6,9 @@ import pytest
 from tests.tooling.scripts import ROOT
 
 TOP_LEVEL = {
-    *("kvoffload", "plugins", "tests", "dashboards", ".ci"),
-    *("pyproject.toml", "Makefile", "README.md", "LICENSE", "CHANGELOG.md", ".gitignore"),
+    *("kvoffload", "plugins", "tests", "dashboards", "docs", ".ci"),
+    *("pyproject.toml", "Makefile", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"),
+    ".gitignore",
 }
 
 

@@ -63,5 +63,5 @@ def _parse(raw: Mapping[str, object] | None) -> tuple[OffloadConfig | None, Find
     try:
         config = parse_config(raw)
     except ConfigError as error:
-        return None, no_go(str(error), "change what is named; OPERATING.md lists the settings")
+        return None, no_go(str(error), "change what is named; docs/configure.md lists the settings")
     return config, go(", ".join(f"{name} {value}" for name, value in raw.items()))

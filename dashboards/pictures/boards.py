@@ -1,0 +1,130 @@
+"""Pictures of the dashboards: Grafana's published components draw what a real Prometheus answered."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from dashboards.generate.files import FOLDER
+from dashboards.observe.checks import wait_for_scrapes
+from dashboards.observe.demo import run_demo
+from dashboards.observe.prometheus import SCRAPE_S, ObserveError, Prometheus, run_prometheus
+from dashboards.observe.substitute import substitute
+
+BOARDS = FOLDER / "grafana" / "dashboards"
+_SOURCES = Path(__file__).with_name("grafana")
+_BUILD = FOLDER.parent / ".venv" / "pictures"
+_RATE = f"{5 * SCRAPE_S}s"
+_PAGE = '<!doctype html><meta charset="utf-8"><link rel="stylesheet" href="board.css"><div id="root"></div>'
+_ORIGIN = "http://pictures.invalid/"
+_ICONS = Path("node_modules") / "@grafana" / "ui" / "dist" / "public"
+_BUNDLE = [
+    *(
+        "node_modules/.bin/esbuild",
+        "board.jsx",
+        "--bundle",
+        "--minify",
+        "--outfile=board.js",
+        "--jsx=automatic",
+    ),
+    *("--define:process.env.NODE_ENV='production'", "--log-level=error"),
+    *("--loader:.ttf=empty", "--loader:.woff=dataurl", "--loader:.woff2=dataurl"),
+]
+
+
+def take_boards(folder: Path, browser: str) -> list[Path]:
+    """Run a demo under Prometheus and write a picture of every dashboard into `folder`.
+
+    Raises:
+        ObserveError: a program is missing or fails, or a page reports an error.
+    """
+    _build()
+    with run_demo() as demo, run_prometheus([demo.address]) as prometheus:
+        start = time.time()
+        demo.result()
+        wait_for_scrapes(prometheus, [demo.address])
+        boards = capture(prometheus, start, time.time())
+    return [_take(board, folder, browser) for board in boards]
+
+
+def capture(prometheus: Prometheus, start: float, end: float) -> list[dict[str, Any]]:
+    """Return each dashboard's JSON, with what Prometheus answers under every target's `answer`.
+
+    Raises:
+        ObserveError: Prometheus refuses a query.
+    """
+    boards = []
+    for path in sorted(BOARDS.glob("*.json")):
+        board: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        for panel in board["panels"]:
+            for target in panel.get("targets", []):
+                target["answer"] = _answer(prometheus, target, start, end)
+        boards.append({"name": path.stem, "from": start, "to": end, "board": board})
+    return boards
+
+
+def _answer(prometheus: Prometheus, target: dict[str, Any], start: float, end: float) -> list[Any]:
+    expr = substitute(target["expr"], _RATE, f"{max(int(end - start), 1)}s")
+    if target.get("instant"):
+        found = prometheus.get("query", query=expr, time=end)
+    else:
+        found = prometheus.get("query_range", query=expr, start=start, end=end, step=SCRAPE_S)
+    series: list[Any] = found["result"]
+    return series
+
+
+def _build() -> None:
+    """Install the locked packages, once for each lock, and bundle the page, in a folder that git ignores."""
+    if shutil.which("npm") is None:
+        raise ObserveError("there is no program `npm`: install Node.js 20 or newer")
+    installed = _BUILD / "node_modules" / "installed.json"
+    lock = (_SOURCES / "package-lock.json").read_bytes()
+    shutil.copytree(_SOURCES, _BUILD, dirs_exist_ok=True)
+    if not installed.exists() or installed.read_bytes() != lock:
+        _run(["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund"])
+        installed.write_bytes(lock)
+    _run(_BUNDLE)
+    (_BUILD / "board.html").write_text(_PAGE, encoding="utf-8")
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(
+        command, cwd=_BUILD, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise ObserveError(f"{command[0]} failed:\n{done.stderr[-2000:]}")
+
+
+def _take(captured: dict[str, Any], folder: Path, browser: str) -> Path:
+    from playwright.sync_api import Route, sync_playwright
+
+    def serve(route: Route) -> None:
+        """Answer from the build folder: components ask for icons by a server's paths, so a `file:` page will not do."""
+        path = route.request.url.removeprefix(_ORIGIN)
+        file = _BUILD / (_ICONS / path.removeprefix("public/build/") if "public/build/" in path else path)
+        if file.is_file():
+            route.fulfill(path=file)
+        else:
+            route.fulfill(status=404)
+
+    target = folder / f"{captured['name']}.png"
+    problems: list[str] = []
+    with sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
+        page = running.new_page(viewport={"width": 1540, "height": 900}, color_scheme="dark")
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.route(f"{_ORIGIN}**", serve)
+        page.goto(f"{_ORIGIN}board.html")
+        page.evaluate("captured => { window.captured = captured; }", captured)
+        page.add_script_tag(path=_BUILD / "board.js")
+        page.wait_for_load_state("networkidle")
+        page.evaluate("() => document.fonts.ready")
+        page.locator("#board").screenshot(path=target)
+        running.close()
+    if problems:
+        raise ObserveError(f"{captured['name']}: {problems[0]}")
+    return target

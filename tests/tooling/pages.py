@@ -1,0 +1,47 @@
+"""The documents that the site shows, and the commands in them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.tooling.scripts import ROOT
+
+PAGES = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("dashboards/*.md"),
+        *ROOT.glob("kvoffload/**/*.md"),
+        *ROOT.glob("plugins/**/*.md"),
+    ]
+)
+
+_BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_NEEDS = re.compile(r"# needs (.*)\n")
+_FOREVER = "# runs until Ctrl-C\n"
+
+
+@dataclass(frozen=True)
+class Block:
+    """Commands of a page, as written.
+
+    Args:
+        text: the lines, to be given to a shell.
+        needs: what they need that a test has not; empty where they run here.
+        is_endless: they run until they are interrupted.
+    """
+
+    text: str
+    needs: str
+    is_endless: bool
+
+
+def blocks(page: Path) -> list[Block]:
+    """Return the page's fenced blocks of shell commands, in order."""
+    found = []
+    for text in _BLOCK.findall(page.read_text(encoding="utf-8")):
+        needs = _NEEDS.match(text)
+        found.append(Block(text, needs[1] if needs else "", text.startswith(_FOREVER)))
+    return found

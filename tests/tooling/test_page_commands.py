@@ -1,0 +1,106 @@
+"""Every command in the documents' fenced blocks runs as written, or its first line says what it needs."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.tooling.pages import PAGES, blocks
+from tests.tooling.scripts import ROOT
+
+NEEDS = {"a GPU", "a cluster", "a package index", "Docker", "vLLM"}
+RUN = [page for page in PAGES if any(not one.needs for one in blocks(page))]
+
+
+def environment() -> dict[str, str]:
+    """This interpreter's commands first; no settings of vLLM's or of a terminal's."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return {**os.environ, "PATH": path, "COLUMNS": "100"}
+
+
+def shell(text: str) -> list[str]:
+    return ["bash", "-euo", "pipefail", "-c", text]
+
+
+@contextmanager
+def serving(text: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Start a block that runs until Ctrl-C and wait until it serves; end it as its reader would.
+
+    `exec` makes the command the shell's process, so that it gets the signal.
+    """
+    command = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
+    process = subprocess.Popen(
+        shell(f"exec {command}"),
+        cwd=folder,
+        env=environment(),
+        text=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stderr is not None
+    try:
+        said = []
+        for line in process.stderr:
+            said.append(line)
+            if "metrics stay at" in line:
+                break
+        else:
+            pytest.fail(f"it ended: {''.join(said)}")
+        yield process
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("page", RUN, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_commands_of_a_page_run_in_order(page: Path, tmp_path: Path) -> None:
+    """In one folder, as somebody who follows the page would; what runs until Ctrl-C runs beside the next block."""
+    here = [one for one in blocks(page) if not one.needs]
+    while here:
+        one = here.pop(0)
+        if one.is_endless:
+            with serving(one.text, tmp_path) as process:
+                run(here.pop(0).text, tmp_path)
+            assert process.returncode in (0, 130)
+        else:
+            run(one.text, tmp_path)
+
+
+def run(text: str, folder: Path) -> None:
+    done = subprocess.run(
+        shell(text), cwd=folder, env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{text}\n{done.stdout[-1000:]}\n{done.stderr[-2000:]}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_block_needs_has_a_known_name(page: Path) -> None:
+    assert {one.needs for one in blocks(page)} - {""} <= NEEDS
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.parent == ROOT / "docs"], ids=lambda page: page.stem
+)
+def test_a_page_hides_no_command_from_this_test(page: Path) -> None:
+    """Indented code and other fences would not be run."""
+    text = re.sub(r"^```bash\n.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    assert (
+        re.findall(
+            r"^(?: {4}|\$ )(?:kvoffload|pip|make|docker|kubectl|helm|vllm) .*", text, flags=re.MULTILINE
+        )
+        == []
+    )
+
+
+def test_there_are_commands_to_run() -> None:
+    assert {"install.md", "check.md", "watch.md"} <= {page.name for page in RUN}
