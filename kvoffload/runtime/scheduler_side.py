@@ -79,13 +79,13 @@ class SchedulerSide:
         now, self._precise = self._clocks.monotonic, self._clocks.precise
         self.shape, self._timeout_s = shape, config.transfer_timeout_s
         self._spans = make_spans(config, shape, self._clocks.unix)
+        self.sends_spans = self._spans is not None
         self.core = OffloadCore(shape, _policy(config, shape, merge_steps), device)
         state = self.core.state
         self._tally, self._jobs, self._live = state.tally, state.jobs, state.requests.live
         self.journal = Journal(self._clocks.unix, path=config.journal_path, on_failure=self._journal_failed)
         self.bus = Bus(self._tally)
-        self.counters = Counters()
-        self._spent: dict[Hook, float] = {}  # seconds in this step
+        self.counters, self._spent = Counters(), dict[Hook, float]()  # seconds in this step
         self._copies = OpenCopies(shape.ranks, self._clocks, self._timeout_s)
         # First answered "not yet", until admitted: a wait that lasts too long ends.
         self._deferred_since: dict[RequestId, float] = {}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import compress
 from typing import TYPE_CHECKING
 
 from kvoffload.model import facts
-from kvoffload.model.ids import DeviceBlockId, RequestId
-from kvoffload_vllm.metadata import EndedLoads, KVOffloadMetadata, KVOffloadWorkerMetadata
+from kvoffload.model.ids import BlockKey, DeviceBlockId, RequestId
+from kvoffload.model.transfer import NOTHING
+from kvoffload_vllm.metadata import NO_PLAN, NONE_ENDED, KVOffloadMetadata, KVOffloadWorkerMetadata
 from kvoffload_vllm.tracked import DueSteps, KeyMaker, Tracked
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class VllmScheduler:
         self._least_block = min(group.block_tokens for group in offload.shape.groups)
         self._tracked: dict[str, Tracked] = {}
         self._due = DueSteps()
-        self._ended_loads = EndedLoads()
+        self._ended_loads = NONE_ENDED
         self._step = 0
 
     # -- before a step ------------------------------------------------------------------------------------------
@@ -76,28 +77,35 @@ class VllmScheduler:
         reads = not request.skip_reading_prefix_cache
         known = tracked.new_keys(self._keys)
         fact = facts.RequestSeen(RequestId(request.request_id), request.num_tokens, known, reads)
-        self.offload.seen(fact, tracked.has_token, tracked.trace_parent)
+        self.offload.seen(fact, tracked.has_token, tracked.trace_parent if self.offload.sends_spans else None)
         return tracked
 
     def lookup(self, request: Request, device_tokens: int) -> int | None:
         """Return the tokens that the host adds, None for "ask again"."""
-        tracked = self._follow(request)
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or tracked.is_rewritten:
+            tracked = self._start_anew(request, tracked)
         tracked.found_tokens = device_tokens
-        name, new_keys = RequestId(request.request_id), tracked.new_keys(self._keys)
+        name = RequestId(request.request_id)
+        new_keys = tracked.new_keys(self._keys) if tracked.hashes != len(request.block_hashes) else ()
         return self.offload.lookup(name, device_tokens, request.num_tokens, new_keys)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         """The engine gave a request blocks: for the first time, or again after a load, for the rest of its prompt."""
-        tracked = self._follow(request)
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or tracked.is_rewritten:
+            tracked = self._start_anew(request, tracked)
         tracked.boundary = tracked.noted = 0
-        self._due.drop(tracked)  # it is told of when it runs
+        if tracked.due:
+            self._due.drop(tracked)  # its first step reports it
         # Behind these, the table's blocks were handed out for this allocation.
         known = max(tracked.found_tokens, request.num_computed_tokens)
-        table = self._table(blocks.get_block_ids())
+        block_ids = blocks.get_block_ids()
+        table = tuple([block_ids[group] for group in self._groups])
         fact = facts.BlocksAllocated(RequestId(request.request_id), table, known, external_tokens)
         self.offload.allocated(fact)
-        if self.offload.has_answers:
-            self._ended_loads.add(self.offload.take_answers())
+        if external_tokens and self.offload.has_answers:
+            self._ended_loads = self._ended_loads.and_also(self.offload.take_answers())
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -113,15 +121,17 @@ class VllmScheduler:
         self._step += 1
         plan = self.offload.step(fact)
         if self.offload.has_answers:
-            self._ended_loads.add(self.offload.take_answers())
-        ended, self._ended_loads = self._ended_loads, EndedLoads()
+            self._ended_loads = self._ended_loads.and_also(self.offload.take_answers())
+        ended, self._ended_loads = self._ended_loads, NONE_ENDED
+        if plan is NOTHING and ended is NONE_ENDED:
+            return NO_PLAN
         return KVOffloadMetadata(plan, ended)
 
     def update(self, output: KVConnectorOutput) -> None:
         """The workers reported what ended."""
         reported = output.kv_connector_worker_meta
         if isinstance(reported, KVOffloadWorkerMetadata):
-            self._ended_loads.add(self.offload.reported(reported.reports))
+            self._ended_loads = self._ended_loads.and_also(self.offload.reported(reported.reports))
 
     def ended(self, request: Request, block_ids: tuple[list[int], ...]) -> None:
         """A request finished or was aborted; its blocks are about to be freed."""
@@ -145,36 +155,34 @@ class VllmScheduler:
     @property
     def has_work(self) -> bool:
         """Whether vLLM must keep stepping for something to end."""
-        return self.offload.has_work or not self._ended_loads.is_empty
+        return self._ended_loads is not NONE_ENDED or self.offload.has_work
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _follow(self, request: Request) -> Tracked:
-        """Return what is known of a request. One whose hashes were rewritten is a new one to the core."""
-        tracked = self._tracked.get(request.request_id)
-        if tracked is not None and tracked.is_rewritten:
+    def _start_anew(self, request: Request, tracked: Tracked | None) -> Tracked:
+        """Report a request as a new one: vLLM did not, or has rewritten its hashes since."""
+        if tracked is not None:
             self._end(tracked, holds_blocks=request.num_computed_tokens > 0)
-            tracked = None
-        return tracked or self.new_request(request)
+        return self.new_request(request)
 
     def _end(self, tracked: Tracked, *, holds_blocks: bool) -> None:
         """The core is to forget a request. What is not sure to be its own any more is not stored from it."""
-        request = tracked.request
+        request, confirmed = tracked.request, 0
+        new_keys: tuple[tuple[BlockKey, ...], ...] = ()
         del self._tracked[request.request_id]
-        self._due.drop(tracked)
-        fact = facts.RequestEnded(RequestId(request.request_id), holds_blocks=holds_blocks)
+        if tracked.due:
+            self._due.drop(tracked)
         if not tracked.is_rewritten:
-            confirmed = min(tracked.confirmed_tokens, request.num_tokens)
-            self._take_notes(tracked, confirmed)
-            fact = facts.RequestEnded(fact.request, confirmed, tracked.new_keys(self._keys), holds_blocks)
-        self.offload.ended(fact)
+            confirmed = min(request.num_computed_tokens - request.num_output_placeholders, request.num_tokens)
+            if self._host_events is not None:
+                self._host_events.note(request, tracked.noted, confirmed)
+            if tracked.hashes != len(request.block_hashes):
+                new_keys = tracked.new_keys(self._keys)
+        self.offload.ended(
+            facts.RequestEnded(RequestId(request.request_id), confirmed, new_keys, holds_blocks)
+        )
         if self.offload.has_answers:
-            self._ended_loads.add(self.offload.take_answers())
-
-    def _take_notes(self, tracked: Tracked, computed_tokens: int) -> None:
-        """Routers that follow our events hear of computed blocks' tokens when these arrive on the host."""
-        if self._host_events is not None:
-            tracked.noted = self._host_events.note(tracked.request, tracked.noted, computed_tokens)
+            self._ended_loads = self._ended_loads.and_also(self.offload.take_answers())
 
     def _progress(self, output: SchedulerOutput) -> tuple[facts.Progress, ...]:
         """Only of requests that completed a block, got one, or run for the first time since their allocation."""
@@ -199,7 +207,10 @@ class VllmScheduler:
                 ]
             )
         if output.total_num_scheduled_tokens > len(scheduled):
-            self._look_next_step(request_id for request_id, tokens in scheduled.items() if tokens > 1)
+            # These get more than one token, so that no count of steps tells when they complete a block.
+            for request_id in [request for request, tokens in scheduled.items() if tokens > 1]:
+                if (due := self._tracked.get(request_id)) is not None:
+                    self._due.put(due, 1)
         return progress
 
     def _new_blocks_of(self, output: SchedulerOutput) -> dict[str, _Table]:
@@ -209,7 +220,7 @@ class VllmScheduler:
         # Most have no new block, so Python's own loops find those that do.
         gained: dict[str, _Table] = {}
         for request_id, blocks in compress(zip(ids, tables, strict=True), tables):
-            gained[request_id] = self._table(blocks)
+            gained[request_id] = tuple([blocks[group] for group in self._groups])
         # Of these the whole table is given here, and was told when it was allocated.
         for request_id in cached.resumed_req_ids:
             gained[request_id] = ()
@@ -217,22 +228,16 @@ class VllmScheduler:
             gained[new.req_id] = ()
         return gained
 
-    def _look_next_step(self, request_ids: Iterable[str]) -> None:
-        """These get more than one token in this step, so that no count of steps tells when they complete a block."""
-        for request_id in request_ids:
-            if (tracked := self._tracked.get(request_id)) is not None:
-                self._due.put(tracked, 1)
-
     def _progress_of(self, tracked: Tracked, new_blocks: _Table) -> facts.Progress:
-        confirmed = tracked.confirmed_tokens
-        tracked.boundary = confirmed - confirmed % self._least_block + self._least_block
-        self._due.put(tracked, tracked.boundary - confirmed)
-        self._take_notes(tracked, confirmed)
-        request = RequestId(tracked.request.request_id)
-        return facts.Progress(request, confirmed, new_blocks, tracked.new_keys(self._keys))
-
-    def _table(self, block_ids: Sequence[Sequence[int]]) -> _Table:
-        return tuple([block_ids[group] for group in self._groups])  # type: ignore[misc]  # vLLM's numbers are our ids
+        request = tracked.request
+        confirmed = request.num_computed_tokens - request.num_output_placeholders
+        lacking = self._least_block - confirmed % self._least_block
+        tracked.boundary = confirmed + lacking
+        self._due.put(tracked, lacking)
+        if self._host_events is not None:
+            tracked.noted = self._host_events.note(request, tracked.noted, confirmed)
+        new_keys = tracked.new_keys(self._keys) if tracked.hashes != len(request.block_hashes) else ()
+        return facts.Progress(RequestId(request.request_id), confirmed, new_blocks, new_keys)
 
 
 def _tokens(output: SchedulerOutput) -> tuple[int, int]:
