@@ -179,7 +179,7 @@ class SchedulerSide:
             self._waiting_since.setdefault(request, now)
         elif self._waiting_since:
             self._stop_waiting(request)
-        if self._tally.has_events:
+        if self._tally.events or self._tally.has_sums:
             self._dispatch_events()
         spent = self._spent
         spent[_LOOKUP] = spent.get(_LOOKUP, 0.0) + self._precise() - began
