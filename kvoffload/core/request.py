@@ -107,7 +107,7 @@ class Requests:
         Raises:
             IllegalTransition: its state does not take it; nothing has changed.
         """
-        record.state = REQUEST.next(record.state, event)
+        record.state = REQUEST.steps[event][record.state]
         if event is _END:
             del self.live[record.request]
             self.finishing.add(record)
@@ -121,7 +121,7 @@ class Requests:
             self._drained(record)
 
     def _drained(self, record: RequestRecord) -> None:
-        record.state = REQUEST.next(record.state, _LAST_JOB)
+        record.state = REQUEST.steps[_LAST_JOB][record.state]
         self.finishing.discard(record)
 
 

@@ -218,14 +218,15 @@ class SchedulerSide:
         began = self._precise()
         if self._broken.due is not None:
             self._broken.raised(*self._broken.due)
-        if self._first_tokens.admitted:
-            self._first_tokens.look()
         if self._copies.oldest is not None:
             for job in self._copies.overdue(self._clocks.monotonic()):
                 self.bus.dispatch([facts.JobOverdue(job)])
         if self._resets.draining:
             self._ask("step", self._resets.look, None)
-        self.bus.dispatch([fact])
+        batch: list[object] = [fact]
+        if self._first_tokens.admitted:
+            batch[:0] = self._first_tokens.look()
+        self.bus.dispatch(batch)
         plan = self._plan() if self._jobs.planned and self._broken.error is None else NOTHING
         spent = self._spent
         spent[_STEP] = spent.get(_STEP, 0.0) + self._precise() - began

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import compress
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,6 @@ from kvoffload_vllm.metadata import NO_PLAN, NONE_ENDED, KVOffloadMetadata, KVOf
 from kvoffload_vllm.tracked import DueSteps, KeyMaker, Tracked
 
 if TYPE_CHECKING:
-    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -57,7 +56,7 @@ class VllmScheduler:
         self._groups = groups
         self._stats = stats
         self._closed = closed
-        self._host_events = host_events
+        self.host_events = host_events
         self._least_block = min(group.block_tokens for group in offload.shape.groups)
         self._tracked: dict[str, Tracked] = {}
         self._due = DueSteps()
@@ -131,7 +130,9 @@ class VllmScheduler:
         """The workers reported what ended."""
         reported = output.kv_connector_worker_meta
         if isinstance(reported, KVOffloadWorkerMetadata):
-            self._ended_loads = self._ended_loads.and_also(self.offload.reported(reported.reports))
+            answers = self.offload.reported(reported.reports)
+            if answers.without_copy or answers.abandoned:
+                self._ended_loads = self._ended_loads.and_also(answers)
 
     def ended(self, request: Request, block_ids: tuple[list[int], ...]) -> None:
         """A request finished or was aborted; its blocks are about to be freed."""
@@ -139,13 +140,11 @@ class VllmScheduler:
         if tracked is not None:
             self._end(tracked, holds_blocks=any(block_ids))
 
-    def take_events(self) -> Iterable[KVCacheEvent]:
-        """Return what came to the host and what left it."""
-        return self._host_events.take() if self._host_events is not None else ()
-
     def take_stats(self) -> KVOffloadStats | None:
         """Return what the counters gained, None if nothing changed. A step that is followed by another may leave it to that."""
-        return self._stats.take(is_last=not (self._tracked or self.has_work))
+        if self._stats.now() < self._stats.next_s and (self._tracked or self.has_work):
+            return None
+        return self._stats.take()
 
     def close(self) -> None:
         """The engine stops."""
@@ -174,8 +173,8 @@ class VllmScheduler:
             self._due.drop(tracked)
         if not tracked.is_rewritten:
             confirmed = min(request.num_computed_tokens - request.num_output_placeholders, request.num_tokens)
-            if self._host_events is not None:
-                self._host_events.note(request, tracked.noted, confirmed)
+            if self.host_events is not None:
+                self.host_events.note(request, tracked.noted, confirmed)
             if tracked.hashes != len(request.block_hashes):
                 new_keys = tracked.new_keys(self._keys)
         self.offload.ended(
@@ -234,8 +233,8 @@ class VllmScheduler:
         lacking = self._least_block - confirmed % self._least_block
         tracked.boundary = confirmed + lacking
         self._due.put(tracked, lacking)
-        if self._host_events is not None:
-            tracked.noted = self._host_events.note(request, tracked.noted, confirmed)
+        if self.host_events is not None:
+            tracked.noted = self.host_events.note(request, tracked.noted, confirmed)
         new_keys = tracked.new_keys(self._keys) if tracked.hashes != len(request.block_hashes) else ()
         return facts.Progress(RequestId(request.request_id), confirmed, new_blocks, new_keys)
 
