@@ -116,7 +116,13 @@ class VllmScheduler:
                 self._due.drop(tracked)
         copies = getattr(output, "kv_cache_block_copies", None)  # older versions have no such copies
         copied = tuple(DeviceBlockId(copy.dst_block_id) for copy in copies) if copies else ()
-        fact = facts.StepScheduled(self._step, self._progress(output), preempted, copied, *_tokens(output))
+        scheduled, total = output.num_scheduled_tokens, output.total_num_scheduled_tokens
+        decoding = len(scheduled)
+        if total > decoding:
+            decoding = list(scheduled.values()).count(1)  # a draft's tokens count as prefilled
+        fact = facts.StepScheduled(
+            self._step, self._progress(output), preempted, copied, total - decoding, decoding
+        )
         self._step += 1
         plan = self.offload.step(fact)
         if self.offload.has_answers:
@@ -187,10 +193,11 @@ class VllmScheduler:
         """Only of requests that completed a block, got one, or run for the first time since their allocation."""
         scheduled, gained = output.num_scheduled_tokens, self._new_blocks_of(output)
         for tracked in self._due.take():
-            request_id = tracked.request.request_id
+            request = tracked.request
+            request_id = request.request_id
             if request_id in gained:
                 continue
-            lacking = tracked.boundary - tracked.confirmed_tokens
+            lacking = tracked.boundary - request.num_computed_tokens + request.num_output_placeholders
             if lacking <= 0 and request_id in scheduled:
                 gained[request_id] = ()
             else:
@@ -200,15 +207,15 @@ class VllmScheduler:
             known = self._tracked
             progress = tuple(
                 [
-                    self._progress_of(known[request], blocks)
-                    for request, blocks in gained.items()
-                    if request in known
+                    self._progress_of(known[name], blocks, scheduled.get(name, 1))
+                    for name, blocks in gained.items()
+                    if name in known
                 ]
             )
         if output.total_num_scheduled_tokens > len(scheduled):
             # These get more than one token, so that no count of steps tells when they complete a block.
-            for request_id in [request for request, tokens in scheduled.items() if tokens > 1]:
-                if (due := self._tracked.get(request_id)) is not None:
+            for request_id in [name for name, tokens in scheduled.items() if tokens > 1]:
+                if request_id not in gained and (due := self._tracked.get(request_id)) is not None:
                     self._due.put(due, 1)
         return progress
 
@@ -227,22 +234,13 @@ class VllmScheduler:
             gained[new.req_id] = ()
         return gained
 
-    def _progress_of(self, tracked: Tracked, new_blocks: _Table) -> facts.Progress:
+    def _progress_of(self, tracked: Tracked, new_blocks: _Table, tokens: int) -> facts.Progress:
         request = tracked.request
         confirmed = request.num_computed_tokens - request.num_output_placeholders
         lacking = self._least_block - confirmed % self._least_block
         tracked.boundary = confirmed + lacking
-        self._due.put(tracked, lacking)
+        self._due.put(tracked, lacking if tokens <= 1 else 1)
         if self.host_events is not None:
             tracked.noted = self.host_events.note(request, tracked.noted, confirmed)
         new_keys = tracked.new_keys(self._keys) if tracked.hashes != len(request.block_hashes) else ()
         return facts.Progress(RequestId(request.request_id), confirmed, new_blocks, new_keys)
-
-
-def _tokens(output: SchedulerOutput) -> tuple[int, int]:
-    """Return how many tokens the step prefills, and how many it decodes. A draft's tokens count as prefilled."""
-    scheduled, total = output.num_scheduled_tokens, output.total_num_scheduled_tokens
-    decoding = len(scheduled)
-    if total > decoding:
-        decoding = list(scheduled.values()).count(1)
-    return total - decoding, decoding

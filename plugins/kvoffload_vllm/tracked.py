@@ -68,11 +68,6 @@ class Tracked:
     due: int = 0
 
     @property
-    def confirmed_tokens(self) -> int:
-        """Tokens computed for certain: in flight ones that may be rejected are not."""
-        return self.request.num_computed_tokens - self.request.num_output_placeholders
-
-    @property
     def trace_parent(self) -> str | None:
         """The caller's W3C `traceparent`; vLLM passes it on where it traces itself (`--otlp-traces-endpoint`)."""
         headers = getattr(self.request, "trace_headers", None)
