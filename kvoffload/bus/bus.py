@@ -36,8 +36,12 @@ class EventSource(Protocol):
     """A source of the events that state handlers cause."""
 
     @property
-    def has_events(self) -> bool:
-        """Whether `take` has any to return now."""
+    def events(self) -> Sequence[object]:
+        """Some of those that `take` would return now."""
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether it would return others."""
 
     def take(self) -> Sequence[object]:
         """Return the events, in order, and forget them."""
@@ -46,7 +50,8 @@ class EventSource(Protocol):
 class _NoEvents:
     """The source of a bus whose handlers leave no events."""
 
-    has_events = False
+    events = ()
+    has_sums = False
 
     def take(self) -> Sequence[object]:
         return ()
@@ -149,14 +154,14 @@ class Bus:
 
     def dispatch(self, batch: list[Any]) -> None:
         """Dispatch messages and the events they cause, in this order. Must not be called by a subscriber."""
-        self._batch, routes = batch, self._routes
+        self._batch, routes, source = batch, self._routes, self._source
         try:
             for message in batch:  # which grows
                 for react in routes[type(message)]:
                     try:
                         react(message)
-                        if self._source.has_events:
-                            batch += self._source.take()
+                        if source.events or source.has_sums:
+                            batch += source.take()
                     except Exception as exc:
                         self._raised(react, message, exc)
         finally:

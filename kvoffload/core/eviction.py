@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from kvoffload.model.ids import SlotId
@@ -24,7 +24,11 @@ class EvictionPolicy(Protocol):
     def remove(self, slots: Iterable[SlotId]) -> None:
         """Let slots go: they are in use, evicted or written off."""
 
-    def __len__(self) -> int: ...
+    def take(self, count: int) -> Sequence[SlotId]:
+        """Remove and return so many slots, all there are at most, the next victim first."""
+
+    count: int
+    """How many slots there are."""
 
     def __iter__(self) -> Iterator[SlotId]:
         """Go through the slots, the next victim first. Reads only."""
@@ -38,12 +42,12 @@ class LruOrder:
     to 160 bytes, and now and then copies itself inside a hook.
     """
 
-    __slots__ = ("_after", "_before", "_count")
+    __slots__ = ("_after", "_before", "count")
 
     def __init__(self) -> None:
         self._after: list[int] = [-1]
         self._before: list[int] = [-1]
-        self._count = 0
+        self.count = 0
 
     def grow(self, capacity: int) -> None:
         for links in (self._after, self._before):
@@ -59,7 +63,7 @@ class LruOrder:
             count += 1
         after[last] = -1
         before[-1] = last
-        self._count += count
+        self.count += count
 
     def remove(self, slots: Iterable[SlotId]) -> None:
         after, before = self._after, self._before
@@ -72,15 +76,24 @@ class LruOrder:
             before[following] = preceding
             after[slot] = _ABSENT
             count += 1
-        self._count -= count
+        self.count -= count
 
-    def __len__(self) -> int:
-        return self._count
+    def take(self, count: int) -> Sequence[SlotId]:
+        after, taken = self._after, list[SlotId]()
+        slot = after[-1]
+        for _ in range(min(count, self.count)):
+            taken.append(SlotId(slot))
+            following, after[slot] = after[slot], _ABSENT
+            slot = following
+        after[-1] = slot
+        self._before[slot] = -1
+        self.count -= len(taken)
+        return taken
 
     def __iter__(self) -> Iterator[SlotId]:
         links = self._after
         slot = links[-1]
-        for _ in range(self._count):  # not until the ring's end: an audit must end also on a broken one
+        for _ in range(self.count):  # not until the ring's end: an audit must end also on a broken one
             yield SlotId(slot)
             slot = links[slot]
 

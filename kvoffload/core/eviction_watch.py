@@ -32,8 +32,6 @@ class EvictionWatch:
     def evicted(self, keys: Iterable[BlockKey]) -> list[Offer]:
         """These keys left the host: return the offers to make again."""
         again: list[Offer] = []
-        if not self.offers:
-            return again
         for key in keys:
             for record, offer in self.offers.pop(key, {}).items():
                 record.watched.discard(key)

@@ -13,7 +13,7 @@ from itertools import islice
 
 from kvoffload.core.host_pool import HostPool
 from kvoffload.core.machine import RequestState
-from kvoffload.core.request import RequestRecord, has_table
+from kvoffload.core.request import RequestRecord
 from kvoffload.model.groups import GroupSpec
 from kvoffload.model.ids import BlockKey, SlotId
 
@@ -36,8 +36,8 @@ class Holds:
 
     def release_if_over(self, record: RequestRecord) -> None:
         """Release a request's slots if it has no block table, or has ended, and no store of its is under way."""
-        is_waiting = record.jobs and not record.has_abandoned
-        if (record.held or record.shares or record.found_tokens) and not (is_waiting or has_table(record)):
+        is_waiting = record.table is not None or (record.jobs and not record.has_abandoned)
+        if (record.held or record.shares or record.found_tokens) and not is_waiting:
             self.release(record)
 
     def release(self, record: RequestRecord) -> None:

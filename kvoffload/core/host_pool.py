@@ -7,8 +7,6 @@ keep it out of the eviction order (a running request stored or hit it, so that a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
-from typing import cast
 
 from kvoffload.core.eviction import EvictionPolicy
 from kvoffload.core.key_index import KeyIndex
@@ -19,7 +17,7 @@ from kvoffload.model.ids import BlockKey, SlotId
 _CAN_HIT = (SlotState.READY, SlotState.PINNED)
 # CPython 3.11 compares plain integers ten times as fast as members of an enum.
 _READY, _PINNED = map(int, _CAN_HIT)
-_DRAINING = int(SlotState.DRAINING)
+_EMPTY, _DRAINING = int(SlotState.EMPTY), int(SlotState.DRAINING)
 _ONLY_PINNED = bytes((_PINNED,))
 
 
@@ -47,7 +45,7 @@ class HostPool:
     @property
     def room(self) -> int:
         """Slots that `reserve` could give now."""
-        return self._counts[SlotState.EMPTY] + len(self._order)
+        return self._counts[_EMPTY] + self._order.count
 
     def count(self, state: SlotState) -> int:
         """Return how many slots are in a state."""
@@ -78,7 +76,7 @@ class HostPool:
         ready = {slot for slot, state in enumerate(self._states) if state == SlotState.READY}
         empty = [slot for slot, state in enumerate(self._states) if state == SlotState.EMPTY]
         problems = []
-        if ready - self._holds.keys() != set(self._order) or len(self._order) != len(set(self._order)):
+        if ready - self._holds.keys() != set(self._order) or self._order.count != len(set(self._order)):
             problems.append("the eviction order is not the ready slots that nobody holds")
         if sorted([*self._freed, *range(self._fresh, len(self._states))]) != empty:
             problems.append("the free slots are not the empty ones")
@@ -95,7 +93,7 @@ class HostPool:
         self._counts[SlotState.EMPTY] += more
         return more
 
-    def reserve(self, keys: Sequence[BlockKey]) -> tuple[tuple[SlotId, ...], tuple[BlockKey, ...]]:
+    def reserve(self, keys: Sequence[BlockKey]) -> tuple[list[SlotId], Sequence[BlockKey]]:
         """Give each key a slot to be filled, evicting where none is empty; all or nothing.
 
         Returns:
@@ -104,12 +102,16 @@ class HostPool:
         Raises:
             ValueError: more keys than `room`; nothing has changed.
         """
-        if len(keys) > self.room:
+        missing = len(keys) - self._counts[_EMPTY]
+        if missing > self._order.count:
             raise ValueError(f"{len(keys)} slots asked for, {self.room} to be had")
         # Nothing below can fail.
-        missing = len(keys) - self._counts[SlotState.EMPTY]
-        evicted = self._evict(tuple(islice(self._order, max(missing, 0))))
-        slots = self._take_empty(len(keys))
+        evicted = self._evict(missing) if missing > 0 else ()
+        # Freed slots first, so that the arena's far end is touched last.
+        slots = sorted([self._freed.pop() for _ in range(min(len(keys), len(self._freed)))])
+        fresh = self._fresh
+        self._fresh += len(keys) - len(slots)
+        slots += map(SlotId, range(fresh, self._fresh))
         self._move_all(slots, SlotEvent.RESERVE)
         for slot, key in zip(slots, keys, strict=True):
             self._keys[slot] = key
@@ -290,9 +292,10 @@ class HostPool:
         holds = self._holds
         return slots if holds.keys().isdisjoint(slots) else [slot for slot in slots if slot not in holds]
 
-    def _evict(self, slots: Sequence[SlotId]) -> tuple[BlockKey, ...]:
-        evicted = tuple([key for slot in slots if (key := self._keys[slot]) is not None])
-        self._order.remove(slots)
+    def _evict(self, count: int) -> Sequence[BlockKey]:
+        """Empty the slots that are evicted next; return their keys."""
+        slots = self._order.take(count)
+        evicted = [key for slot in slots if (key := self._keys[slot]) is not None]
         self._move_all(slots, SlotEvent.EVICT)
         self.index.remove(evicted)
         self._empty(slots)
@@ -310,10 +313,3 @@ class HostPool:
         for slot in slots:
             keys[slot] = None
             freed.append(slot)
-
-    def _take_empty(self, count: int) -> tuple[SlotId, ...]:
-        """Freed slots first, so that the arena's far end is touched last."""
-        reused = [self._freed.pop() for _ in range(min(count, len(self._freed)))]
-        first = self._fresh
-        self._fresh += count - len(reused)
-        return cast("tuple[SlotId, ...]", (*sorted(reused), *range(first, self._fresh)))

@@ -16,6 +16,7 @@ from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, JobId, Rank, S
 from kvoffload.model.transfer import Direction, TransferJob, TransferPlan
 
 _PLANNED, _SUBMITTED, _ABANDONED = JobState.PLANNED, JobState.SUBMITTED, JobState.ABANDONED
+_SUBMIT = JobEvent.SUBMIT
 _DONE = CopyOutcome.DONE
 
 
@@ -125,7 +126,7 @@ class Jobs:
             part = TransferJob(job.job, job.direction, tuple(job.slots), tuple(job.blocks), request)
             (stores if record is None else loads).append(part)
         plan = TransferPlan(tuple(loads), tuple(stores))
-        moved = JOB.next(_PLANNED, JobEvent.SUBMIT)
+        moved = JOB.steps[_SUBMIT][_PLANNED]
         for job in self.planned:
             counts = self._counts[job.direction]
             counts[_PLANNED] -= 1
@@ -154,7 +155,7 @@ class Jobs:
         del self.open[job.job]
 
     def _move(self, job: Job, event: JobEvent) -> None:
-        after, counts = JOB.next(job.state, event), self._counts[job.direction]
+        after, counts = JOB.steps[event][job.state], self._counts[job.direction]
         counts[job.state] -= 1
         job.state = after
         if after is _SUBMITTED or after is _ABANDONED:

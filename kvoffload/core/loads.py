@@ -65,7 +65,7 @@ class Loads:
     def _decline(self, record: RequestRecord, hit: PendingHit) -> None:
         """The engine takes nothing from the host, as its contract allows (R2)."""
         self._hits.unpin(record, hit)
-        self._state.tally.report(HitDropped(record.request, len(hit.slots), PinDropCause.NOT_ACCEPTED))
+        self._state.tally.events.append(HitDropped(record.request, len(hit.slots), PinDropCause.NOT_ACCEPTED))
 
     def _load(self, record: RequestRecord, fact: BlocksAllocated, hit: PendingHit | None) -> None:
         """Plan the load of what the engine accepted. Tokens that the host does not have fail at once."""
@@ -93,7 +93,7 @@ class Loads:
         self._state.pool.unpin(hit.slots)
         if rest := len(set(hit.slots).difference(loading)):
             self._state.holds.used(record, record.found_tokens)
-            self._state.tally.report(HitDropped(record.request, rest, PinDropCause.NOT_ACCEPTED))
+            self._state.tally.events.append(HitDropped(record.request, rest, PinDropCause.NOT_ACCEPTED))
 
     def _plan(
         self, record: RequestRecord, slots: list[SlotId], blocks: list[DeviceBlockId], tokens: int
@@ -106,7 +106,7 @@ class Loads:
         job.concerns[record] = None
         record.jobs += 1
         state.shared.started(record, slots)
-        state.tally.report(LoadScheduled(job.job, record.request, len(slots), tokens, tuple(slots)))
+        state.tally.events.append(LoadScheduled(job.job, record.request, len(slots), tokens, tuple(slots)))
 
     def _copies(self, record: RequestRecord, fact: BlocksAllocated, length: int) -> _Copies | None:
         """Return what must be copied to go on at `length`, heads first; None where the host lacks some of it.
@@ -176,7 +176,7 @@ class Loads:
         record, pool, shape = job.loads_for, self._state.pool, self._state.shape
         assert record is not None, job
         if states := shape.count_states(map(pool.key, job.slots)):
-            self._state.tally.report(StatesCopied(Direction.LOAD, states))
+            self._state.tally.events.append(StatesCopied(Direction.LOAD, states))
         if record.incarnation == job.incarnation and record.is_live:
             state = SlotState.PINNED
             self._state.holds.add(record, [slot for slot in job.slots if pool.state(slot) == state])
@@ -222,13 +222,13 @@ class Loads:
     def _settle(self, job: Job, outcome: LoadOutcome) -> None:
         assert job.loads_for is not None, job
         job.settled = True
-        report, request = self._state.tally.report, job.loads_for.request
+        events, request = self._state.tally.events, job.loads_for.request
         corrupt = len(job.corrupt) if outcome is LoadOutcome.CORRUPT else 0
         if corrupt:
-            report(LoadEnded(job.job, request, corrupt, outcome))
+            events.append(LoadEnded(job.job, request, corrupt, outcome))
             outcome = LoadOutcome.FAILED
         if len(job.slots) > corrupt:
-            report(LoadEnded(job.job, request, len(job.slots) - corrupt, outcome))
+            events.append(LoadEnded(job.job, request, len(job.slots) - corrupt, outcome))
 
     def _answer(self, record: RequestRecord, incarnation: int, *, loaded: bool) -> None:
         """Answer the engine, exactly once a load, and move the request on if it still waits for this load."""
@@ -245,4 +245,4 @@ class Loads:
         state.shared.ended(record)
 
     def _reject(self, cause: RejectionCause, request: RequestId) -> None:
-        self._state.tally.report(FactRejected(cause, request))
+        self._state.tally.events.append(FactRejected(cause, request))

@@ -18,7 +18,7 @@ E = TypeVar("E", bound=IntEnum)
 
 
 class Machine(Generic[S, E]):
-    """One table, in the encoding that the product runs on: `steps[event][state]` is the next state, None where illegal.
+    """One table, in the encoding that the product runs on: `steps[event][state]` is the next state, or raises.
 
     Args:
         name: of the machine, for errors.
@@ -30,7 +30,7 @@ class Machine(Generic[S, E]):
         self.name = name
         self.states, self.events = states, events
         self.table = table
-        self.steps = tuple(tuple(table.get((state, event)) for state in states) for event in events)
+        self.steps = tuple(_Steps(self, event) for event in events)
         self.only = {event: (bytes((before,)), int(after)) for (before, event), after in table.items()}
         """Per event that one state alone allows, that state as one byte and the next state: for moves of many."""
 
@@ -40,10 +40,18 @@ class Machine(Generic[S, E]):
         Raises:
             IllegalTransition: the table has no such step.
         """
-        after = self.steps[event][state]
-        if after is None:
-            raise IllegalTransition(self.name, self.states(state), event)
-        return after
+        return self.steps[event][state]
+
+
+class _Steps(dict[int, S]):
+    """Of one event: the next state by state. Where a call counts, it is read without one."""
+
+    def __init__(self, machine: Machine[S, E], event: E) -> None:
+        super().__init__({before: after for (before, on), after in machine.table.items() if on is event})
+        self._machine, self._event = machine, event
+
+    def __missing__(self, state: int) -> S:
+        raise IllegalTransition(self._machine.name, self._machine.states(state), self._event)
 
 
 class SlotState(IntEnum):

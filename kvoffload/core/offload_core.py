@@ -259,7 +259,7 @@ class OffloadCore:
             self.state.tables.put(record, group, position, block)
             offers.append(Offer(key, block, record, record.incarnation, group, position))
             if (position + 1) * self.state.shape.groups[group].block_tokens == record.junction:
-                self.state.tally.report(JunctionMade(request, record.junction))
+                self.state.tally.events.append(JunctionMade(request, record.junction))
                 record.junction = 0
         self._planner.states(offers)
 
@@ -273,7 +273,7 @@ class OffloadCore:
             job = state.jobs.open.get(part.job)
             if job is None or not job.reported(report.rank, part.outcome, part.corrupt):
                 continue
-            state.tally.report(
+            state.tally.events.append(
                 RankReported(
                     job.job,
                     report.rank,
@@ -284,7 +284,7 @@ class OffloadCore:
                     part.copy_s,
                 )
             )
-            if not job.waiting:
+            if not job.waiting and (state.stall.blocks or state.stall.jobs_in_a_row):
                 state.stall.ended(job)
                 self._look_at_stall()
             if job.loads_for is None:
@@ -302,7 +302,7 @@ class OffloadCore:
         state.jobs.abandon(job)
         state.stall.abandoned(job)
         self._look_at_stall()
-        state.tally.report(JobAbandoned(job.job, job.direction, len(job.slots)))
+        state.tally.events.append(JobAbandoned(job.job, job.direction, len(job.slots)))
         for record in job.concerns:
             record.has_abandoned = True
             state.holds.release_if_over(record)
@@ -316,9 +316,9 @@ class OffloadCore:
         if not stall.has_turned():
             return
         if stall.is_on:
-            self.state.tally.report(CopiesStalled(stall.blocks, stall.limit, stall.jobs_in_a_row))
+            self.state.tally.events.append(CopiesStalled(stall.blocks, stall.limit, stall.jobs_in_a_row))
         else:
-            self.state.tally.report(CopiesResumed(stall.blocks))
+            self.state.tally.events.append(CopiesResumed(stall.blocks))
 
     def take_results(self) -> LoadResults:
         """Return the loads that ended since the last call, and forget them."""
@@ -329,14 +329,14 @@ class OffloadCore:
         """Capacity is the minimum of what the ranks have ready, and final when no rank expects more."""
         state, rank = self.state, report.rank
         if not 0 <= rank < len(state.ready):
-            state.tally.report(FactRejected(RejectionCause.UNKNOWN_JOB))
+            state.tally.events.append(FactRejected(RejectionCause.UNKNOWN_JOB))
             return
         if not report.is_growing:
             state.growing.discard(rank)
         if report.ready_slots > state.ready[rank]:
             state.ready[rank] = report.ready_slots
             if state.pool.grow(min(state.ready)):
-                state.tally.report(CapacityGrown(state.pool.capacity))
+                state.tally.events.append(CapacityGrown(state.pool.capacity))
 
     # -- resets, and the end of offloading ------------------------------------------------------------------------
 
@@ -358,7 +358,7 @@ class OffloadCore:
         self._stores.stop(StoreOutcome.BEFORE_RESET, planned=StoreOutcome.CANCELLED)
         state.tally.evicted(EvictionCause.RESET, len(dropped))
         draining = state.pool.count(SlotState.DRAINING)
-        state.tally.report(ResetStarted(state.generation, len(dropped), draining, state.jobs.pending))
+        state.tally.events.append(ResetStarted(state.generation, len(dropped), draining, state.jobs.pending))
 
     def law_broken(self, fact: facts.InvariantBroken) -> None:
         """Switch off for good: nothing new starts, what is under way drains, and the engine goes on (R12)."""
@@ -366,7 +366,7 @@ class OffloadCore:
         if state.degraded is not None:
             return
         state.degraded = fact.cause
-        state.tally.report(OffloadingDegraded(fact.cause, fact.detail))
+        state.tally.events.append(OffloadingDegraded(fact.cause, fact.detail))
         self._loads.cancel_planned()
         if fact.cause is DegradeCause.HANDLER_RAISED:  # the last fact that this gets
             self._loads.fail_open()
@@ -441,4 +441,4 @@ class OffloadCore:
         )
 
     def _reject(self, cause: RejectionCause, request: RequestId) -> None:
-        self.state.tally.report(FactRejected(cause, request))
+        self.state.tally.events.append(FactRejected(cause, request))

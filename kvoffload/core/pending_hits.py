@@ -42,13 +42,13 @@ class PendingHits:
             self.drop(record, PinDropCause.LOOKED_UP_AGAIN)
         slots = hit.slots
         if slots:
-            owner = state.shared.owner(slots) if may_wait else None
+            owner = state.shared.owner(slots) if may_wait and state.shared.owners else None
             if owner is not None:
-                state.tally.report(LookupDeferred(record.request, owner))
+                state.tally.events.append(LookupDeferred(record.request, owner))
                 return None
             state.pool.pin(slots)
             event = HitPinned(record.request, len(slots), device_tokens, hit.tokens - device_tokens)
-            state.tally.report(event)
+            state.tally.events.append(event)
         record.hit = hit
         return hit.tokens - device_tokens
 
@@ -62,7 +62,7 @@ class PendingHits:
         if hit is None:
             return None
         if record.junction:
-            self._state.tally.report(JunctionAsked(record.request, record.junction))
+            self._state.tally.events.append(JunctionAsked(record.request, record.junction))
         device_tokens, reached, _, cause = hit
         alignment = self._state.shape.alignment
         end = max(record.prompt_tokens, reached)
@@ -71,7 +71,7 @@ class PendingHits:
             cause = MissCause.NOT_ACCEPTED
         found = -(-(tokens - device_tokens) // alignment)
         missed = -(-(end - tokens) // alignment)
-        self._state.tally.report(
+        self._state.tally.events.append(
             LookupAnswered(
                 record.request,
                 device_tokens,
@@ -89,7 +89,7 @@ class PendingHits:
         hit, record.hit = record.hit, None
         if hit is not None and hit.slots:
             self.unpin(record, hit)
-            self._state.tally.report(HitDropped(record.request, len(hit.slots), cause))
+            self._state.tally.events.append(HitDropped(record.request, len(hit.slots), cause))
 
     def unpin(self, record: RequestRecord, hit: PendingHit) -> None:
         """Unpin what a hit found and nobody will load: what the device holds of the prefix is evicted after it (R15)."""

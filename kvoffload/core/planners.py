@@ -79,8 +79,12 @@ class EagerPlanner:
         if not self._due:
             return
         self._waited += 1
-        if self._waited < self._state.policy.merge_steps and not self._is_pressing(advanced):
-            return
+        if self._waited < self._state.policy.merge_steps:
+            # What is due must not wait where there is much of it, or where it may soon be gone.
+            size, group = self._paced_by.block_tokens, self._paced_by.group
+            several = [each for each in advanced if each.confirmed_tokens // size > each.offered[group] + 1]
+            if not several and self._state.device.free_blocks() >= self._scarce:
+                return
         self._waited = 0
         due, self._due = self._due, {}
         offers: list[Offer] = []
@@ -105,14 +109,6 @@ class EagerPlanner:
         index = self._state.pool.index
         lost = [offer for offer in _confirmed(self._state, record) if offer.key not in index]
         self._stores.refuse(lost, StoreOutcome.LOST)
-
-    def _is_pressing(self, advanced: Sequence[RequestRecord]) -> bool:
-        """Whether what is due must not wait: there is much of it, or it may soon be gone."""
-        if self._state.device.free_blocks() < self._scarce:
-            return True
-        size, group = self._paced_by.block_tokens, self._paced_by.group
-        several = [each for each in advanced if each.confirmed_tokens // size > each.offered[group] + 1]
-        return bool(several)
 
 
 class LazyPlanner:

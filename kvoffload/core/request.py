@@ -110,22 +110,22 @@ class Requests:
         Raises:
             IllegalTransition: its state does not take it; nothing has changed.
         """
-        record.state = REQUEST.next(record.state, event)
+        record.state = REQUEST.steps[event][record.state]
         if event is _END:
             del self.live[record.request]
             self.finishing.add(record)
-            self._forget_if_drained(record)
+            if not record.jobs:
+                self._drained(record)
 
     def job_ended(self, record: RequestRecord) -> None:
         """Note that the last copy of a job on this request's blocks has ended."""
         record.jobs -= 1
-        if record.state is _FINISHING:
-            self._forget_if_drained(record)
+        if record.state is _FINISHING and not record.jobs:
+            self._drained(record)
 
-    def _forget_if_drained(self, record: RequestRecord) -> None:
-        if not record.jobs:
-            record.state = REQUEST.next(record.state, _LAST_JOB)
-            self.finishing.discard(record)
+    def _drained(self, record: RequestRecord) -> None:
+        record.state = REQUEST.steps[_LAST_JOB][record.state]
+        self.finishing.discard(record)
 
 
 def has_table(record: RequestRecord) -> bool:

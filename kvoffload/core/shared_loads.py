@@ -30,8 +30,6 @@ class SharedLoads:
 
         It is never the request that asks: an owner has a block table, and only requests without one look up.
         """
-        if not self.owners:
-            return None
         owners = self.owners.get
         return next((found[0].request for slot in slots if (found := owners(slot))), None)
 

@@ -12,10 +12,11 @@ Every offer gets exactly one outcome; until then it is in `RequestRecord.waiting
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import Enum
 
 from kvoffload.core.job import Job, Offer, owner
+from kvoffload.core.machine import RequestState
 from kvoffload.core.request import Place, RequestRecord
 from kvoffload.core.state import CoreState
 from kvoffload.model.causes import CopyOutcome, EvictionCause, MissCause, StoreOutcome
@@ -25,6 +26,7 @@ from kvoffload.model.ids import NULL_BLOCK, BlockKey, DeviceBlockId, GroupId, Sl
 from kvoffload.model.transfer import Direction
 
 _STORED, _ALREADY_CACHED = StoreOutcome.STORED, StoreOutcome.ALREADY_CACHED
+_FINISHING = RequestState.FINISHING
 
 
 class Wait(Enum):
@@ -42,6 +44,7 @@ class Stores:
 
     def __init__(self, state: CoreState) -> None:
         self._state = state
+        self._lease_limit = state.shape.lease_limit
         self._batch: Job | None = None
         self.for_room: dict[RequestRecord, deque[Place]] = {}
         """Per request, the places whose offers wait for room."""
@@ -57,7 +60,7 @@ class Stores:
     @property
     def room(self) -> int:
         """Device blocks that stores may lease now."""
-        return 0 if self._state.stall.is_on else self._state.shape.lease_limit - self.leased_blocks
+        return 0 if self._state.stall.is_on else self._lease_limit - self.leased_blocks
 
     def offer(self, offers: Sequence[Offer], *, last_chance: bool = False) -> None:
         """Take offers, each for the first time. `last_chance`: their request is ending, so nothing can wait."""
@@ -102,7 +105,7 @@ class Stores:
         if job is not None:
             event = StoreScheduled(job.job, len(job.slots), tuple(job.slots))
             self._batch = None
-            self._state.tally.report(event)
+            self._state.tally.events.append(event)
 
     # -- deciding -----------------------------------------------------------------------------------------------
 
@@ -112,14 +115,6 @@ class Stores:
             for offer in offers:
                 self._settle(offer.key, StoreOutcome.DEGRADED)
             return
-        fresh, cached = self._sort(offers)
-        if cached:
-            self._already_cached(cached)
-        if fresh:
-            self._admit(fresh, last_chance=last_chance)
-
-    def _sort(self, offers: Iterable[Offer]) -> tuple[list[Offer], list[Offer]]:
-        """Return the offers of new keys and of keys that the host has; those of keys that are being stored wait."""
         parts, in_flight = self._state.pool.index.parts, self._state.in_flight
         fresh: list[Offer] = []
         cached: list[Offer] = []
@@ -131,7 +126,10 @@ class Stores:
                 in_flight.wait(offer)
             else:
                 fresh.append(offer)
-        return fresh, cached
+        if cached:
+            self._already_cached(cached)
+        if fresh:
+            self._admit(fresh, last_chance=last_chance)
 
     def _admit(self, offers: Sequence[Offer], *, last_chance: bool) -> None:
         """Accept the offers whose device block holds its key, as far as there is room; of one key the first of them.
@@ -144,7 +142,6 @@ class Stores:
         duplicates: list[Offer] = []
         read, host_room, lease_room = state.in_flight.blocks, state.pool.room, self.room
         room = min(host_room, lease_room)
-        without_room = self._without_room(host_room <= lease_room)
         held = state.device.keys_of([offer.block for offer in offers])
         for offer, holds in zip(offers, held, strict=True):
             if offer.key in accepted:
@@ -158,7 +155,7 @@ class Stores:
             elif len(accepted) < room:
                 accepted[offer.key] = verdict
             else:
-                self._decline(offer, without_room, last_chance=last_chance)
+                self._decline(offer, self._without_room(host_room <= lease_room), last_chance=last_chance)
         if accepted:
             self._accept(list(accepted.values()))
         for duplicate in duplicates:
@@ -229,7 +226,7 @@ class Stores:
         for record, incarnation in dict.fromkeys([(offer.record, offer.incarnation) for offer in offers]):
             if record is None or record in job.concerns:
                 continue
-            if record.incarnation == incarnation and record.is_live:
+            if record.incarnation == incarnation and record.state < _FINISHING:
                 job.concerns[record] = None
                 record.jobs += 1
 
@@ -243,6 +240,8 @@ class Stores:
             return
         if not job.settled:
             self._arrived(job)
+        else:
+            self._state.pool.drained(job.slots)
         self._copies_ended(job)
         self._state.jobs.close(job)
 
@@ -261,6 +260,7 @@ class Stores:
             if job.loads_for is None and not job.settled:
                 self._failed(job, planned if job is batch else outcome)
         if batch is not None:
+            state.pool.drained(batch.slots)
             self._copies_ended(batch)
             state.jobs.cancel(batch)
         for record in tuple(state.requests.live.values()):
@@ -281,7 +281,7 @@ class Stores:
             state.evictions.add(duplicate)
         state.tally.count_stores(_STORED, len(job.offers))
         if states := state.shape.count_states(offer.key for offer in job.offers):
-            state.tally.report(StatesCopied(Direction.STORE, states))
+            state.tally.events.append(StatesCopied(Direction.STORE, states))
 
     def _hold(self, job: Job) -> None:
         """The requests whose blocks arrived count on them. Not every block arrives after those before it."""
@@ -310,7 +310,6 @@ class Stores:
     def _copies_ended(self, job: Job) -> None:
         """No rank touches the job's memory any more: release it."""
         state = self._state
-        state.pool.drained(job.slots)
         state.in_flight.copies_ended(job)
         self.leased_blocks -= len(job.blocks)
         state.leases.release(job.blocks)
@@ -350,7 +349,7 @@ class Stores:
         state = self._state
         state.misses.note(keys, MissCause.EVICTED)
         state.tally.evicted(EvictionCause.SPACE, len(keys))
-        if again := state.evictions.evicted(keys):
+        if state.evictions.offers and (again := state.evictions.evicted(keys)):
             state.tally.offered(len(again))
             self.again += again
 

@@ -17,48 +17,44 @@ class Tally:
 
     def __init__(self, planned: Sized) -> None:
         self._planned = planned
-        self._events: list[Event] = []
+        self.events: list[Event] = []
+        """About requests and jobs; who has one to report appends it."""
         self._settled: dict[StoreOutcome, int] = {}
         self._evicted: dict[EvictionCause, int] = {}
         self._offered = self._zeroed = 0
         self.open_offers = 0
         """Offers without an outcome."""
-        self.has_events = False
-        """Whether `take` has any to return now."""
-
-    def report(self, event: Event) -> None:
-        """Add an event about a request or a job."""
-        self._events.append(event)
-        self.has_events = True
+        self.has_sums = False
+        """Whether `take` has sums to return now."""
 
     def offered(self, blocks: int) -> None:
         """Blocks were offered to the host."""
         self._offered += blocks
         self.open_offers += blocks
-        self.has_events = True
+        self.has_sums = True
 
     def count_stores(self, outcome: StoreOutcome, blocks: int = 1) -> None:
         """Offers got their final outcome."""
         self._settled[outcome] = self._settled.get(outcome, 0) + blocks
         self.open_offers -= blocks
-        self.has_events = True
+        self.has_sums = True
 
     def evicted(self, cause: EvictionCause, blocks: int) -> None:
         """Blocks left the host."""
         if blocks:
             self._evicted[cause] = self._evicted.get(cause, 0) + blocks
-            self.has_events = True
+            self.has_sums = True
 
     def zeroed(self, blocks: int) -> None:
         """Positions were zeroed in requests' block tables."""
         if blocks:
             self._zeroed += blocks
-            self.has_events = True
+            self.has_sums = True
 
     def take(self, *, everything: bool = False) -> list[Event]:
         """Return the events since the last call, and forget them; sums wait while jobs are planned, but for `everything`."""
-        events, self._events = self._events, []
-        self.has_events = False
+        events, self.events = self.events, []
+        self.has_sums = False
         if self._planned and not everything:
             return events
         if self._zeroed:

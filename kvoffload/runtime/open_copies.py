@@ -50,7 +50,8 @@ class OpenCopies:
             self.open[job.job] = _Copy(job, set(self._ranks))
             self._due.append((since, job.job))
             self._counts[job.direction, False] += 1
-        self._look()
+        if self.oldest is None:
+            self.oldest = since
 
     def reported(self, report: TransferReport) -> None:
         """A rank's copies have ended. A report that comes twice changes nothing."""

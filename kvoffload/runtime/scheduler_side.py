@@ -84,6 +84,7 @@ class SchedulerSide:
         now, self._precise = self._clocks.monotonic, self._clocks.precise
         self.shape, self._timeout_s = shape, config.transfer_timeout_s
         self._spans = make_spans(config, shape, self._clocks.unix)
+        self.sends_spans = self._spans is not None
         self.core = OffloadCore(shape, _policy(config, shape, merge_steps), device)
         state = self.core.state
         self._tally, self._jobs, self._live = state.tally, state.jobs, state.requests.live
@@ -103,13 +104,14 @@ class SchedulerSide:
         self._degradation = Degradation(self.journal, config.journal_path)
         self._pins, self._resets = PinAges(self._clocks), Resets(self._jobs, self.bus.publish)
         self._store_shares = dict.fromkeys(map(Rank, range(shape.ranks)), 1.0)  # as each rank last reported
-        self._memory, followers = HostMemory(), (self._pins, self._resets)
-        self._broken = BrokenCore(self.core, self.bus, self._copies, self._degradation, followers)
+        self._memory = HostMemory()
+        self._broken = BrokenCore(
+            self.core, self.bus, self._copies, self._degradation, (self._pins, self._resets)
+        )
         self._ask = self._broken.ask
         self._conservation = Conservation(self.core, device, self.counters, self.bus.publish, self._broken)
         self.benefit = NetBenefit(shape.alignment, shape.ranks, self._copies, now)
-        self._first_tokens = FirstTokens(now)
-        self._chooses_least = config.min_load_tokens == AUTO
+        self._first_tokens, self._chooses_least = FirstTokens(now), config.min_load_tokens == AUTO
         self._handle_facts()
         self._subscribe(portal)
         self._observers = Observers(self.bus, self.journal, self.counters, now, self._spans)
@@ -189,7 +191,7 @@ class SchedulerSide:
             self._waiting_since.setdefault(request, now)
         elif self._waiting_since:
             self._stop_waiting(request)
-        if self._tally.has_events:
+        if self._tally.events or self._tally.has_sums:
             self._dispatch_events()
         spent = self._spent
         spent[_LOOKUP] = spent.get(_LOOKUP, 0.0) + self._precise() - began
@@ -233,14 +235,15 @@ class SchedulerSide:
         began = self._precise()
         if self._broken.due is not None:
             self._broken.raised(*self._broken.due)
-        if self._first_tokens.admitted:
-            self._first_tokens.look()
         if self._copies.oldest is not None:
             for job in self._copies.overdue(self._clocks.monotonic()):
                 self.bus.dispatch([facts.JobOverdue(job)])
         if self._resets.draining:
             self._ask("step", self._resets.look, None)
-        self.bus.dispatch([fact])
+        batch: list[object] = [fact]
+        if self._first_tokens.admitted:
+            batch[:0] = self._first_tokens.look()
+        self.bus.dispatch(batch)
         plan = self._plan() if self._jobs.planned and self._broken.error is None else NOTHING
         spent = self._spent
         spent[_STEP] = spent.get(_STEP, 0.0) + self._precise() - began

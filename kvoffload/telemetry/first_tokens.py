@@ -42,10 +42,9 @@ class FirstTokens:
         """A request begins to wait; `has_token` says whether its first token is there, at any time until it has ended."""
         self._waiting[request] = (self._now(), has_token)
 
-    def look(self) -> None:
-        """A step is scheduled: tell of those whose first token is there."""
-        for request in [request for request in self.admitted if self._waiting[request][1]()]:
-            self._arrived(request)
+    def look(self) -> list[FirstTokenReached]:
+        """A step is scheduled: return whose first token is there."""
+        return [self._arrived(request) for request in tuple(self.admitted) if self._waiting[request][1]()]
 
     def _settled(self, event: LookupAnswered) -> None:
         if event.request in self._waiting:
@@ -55,10 +54,10 @@ class FirstTokens:
     def _ended(self, fact: facts.RequestEnded) -> None:
         request = fact.request
         if request in self.admitted and self._waiting[request][1]():
-            self._arrived(request)
+            self._publish(self._arrived(request))
         elif self._waiting.pop(request, None) is not None:
             self.admitted.pop(request, None)
 
-    def _arrived(self, request: RequestId) -> None:
+    def _arrived(self, request: RequestId) -> FirstTokenReached:
         waited_s = self._now() - self._waiting.pop(request)[0]
-        self._publish(FirstTokenReached(request, self.admitted.pop(request), waited_s))
+        return FirstTokenReached(request, self.admitted.pop(request), waited_s)

@@ -35,7 +35,7 @@ class StepTimes:
 
     def usual_s(self, tokens: int) -> float:
         """Return what a step takes that decodes so many tokens and no copy disturbs; 0 while unknown."""
-        return self._quiet_s[_size(tokens)]
+        return self._quiet_s[min(max(tokens, 1).bit_length(), _SIZES - 1)]
 
     def slowdown(self, copies: int) -> float:
         """Return by which share copies of this kind lengthen a step; 0 while unknown, and never below."""
@@ -59,7 +59,3 @@ class StepTimes:
         else:
             within = min(max(seconds, usual / _OUTLIER), usual * _OUTLIER)
             self._quiet_s[size] = usual + (within - usual) * _QUIET_WEIGHT
-
-
-def _size(tokens: int) -> int:
-    return min(max(tokens, 1).bit_length(), _SIZES - 1)

@@ -167,7 +167,8 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._scheduler.has_work
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        return self._scheduler.take_events()
+        events = self._scheduler.host_events
+        return events.take() if events is not None else ()
 
     def reset_cache(self) -> bool | None:
         return self._scheduler.offload.reset()

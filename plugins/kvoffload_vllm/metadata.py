@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvoffload.model.ids import JobId
-from kvoffload.model.transfer import TransferPlan, TransferReport
+from kvoffload.model.transfer import NOTHING, TransferPlan, TransferReport
 from kvoffload.runtime.awaited_loads import LoadAnswers
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class EndedLoads:
     """Loads that ended otherwise than by the workers' own copies. vLLM learns how a load ended from workers alone.
 
@@ -21,20 +21,28 @@ class EndedLoads:
             request as failed.
     """
 
-    loaded: list[str] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
-    abandoned: list[JobId] = field(default_factory=list)
+    loaded: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()
+    abandoned: tuple[JobId, ...] = ()
 
     @property
     def is_empty(self) -> bool:
         return not (self.loaded or self.failed or self.abandoned)
 
-    def add(self, answers: LoadAnswers) -> None:
-        """Add what the workers do not report by themselves."""
-        if answers.without_copy:
-            self.loaded += [request for request in answers.without_copy if request in answers.loaded]
-            self.failed += [request for request in answers.without_copy if request in answers.failed]
-        self.abandoned += answers.abandoned
+    def and_also(self, answers: LoadAnswers) -> EndedLoads:
+        """Return these and what else the workers do not report by themselves."""
+        if not (answers.without_copy or answers.abandoned):
+            return self
+        alone = answers.without_copy
+        return EndedLoads(
+            (*self.loaded, *[request for request in alone if request in answers.loaded]),
+            (*self.failed, *[request for request in alone if request in answers.failed]),
+            (*self.abandoned, *answers.abandoned),
+        )
+
+
+NONE_ENDED = EndedLoads()
+"""What most steps have."""
 
 
 @dataclass(slots=True)
@@ -46,8 +54,12 @@ class KVOffloadMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is n
         ended: loads that the workers must report although they did not copy them to the end.
     """
 
-    plan: TransferPlan = field(default_factory=TransferPlan)
-    ended: EndedLoads = field(default_factory=EndedLoads)
+    plan: TransferPlan = NOTHING
+    ended: EndedLoads = NONE_ENDED
+
+
+NO_PLAN = KVOffloadMetadata()
+"""Of the steps in which nothing is copied."""
 
 
 class KVOffloadWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM is not installed where types are checked

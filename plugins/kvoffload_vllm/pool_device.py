@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 _GROUP_BYTES = 4  # vLLM's keys end in the group's number, as ours do
+_UNBOUND = "vLLM binds its pool before it schedules"
 
 
 class VllmDevice:
@@ -31,29 +32,32 @@ class VllmDevice:
         self._pool = pool
 
     def lease(self, blocks: Sequence[DeviceBlockId]) -> None:
-        known = self._bound.blocks
-        self._bound.touch([known[block] for block in blocks])
+        pool = self._pool
+        assert pool is not None, _UNBOUND
+        pool.touch([pool.blocks[block] for block in blocks])
 
     def release(self, blocks: Sequence[DeviceBlockId]) -> None:
-        known = self._bound.blocks
-        self._bound.free_blocks([known[block] for block in blocks])
+        pool = self._pool
+        assert pool is not None, _UNBOUND
+        pool.free_blocks([pool.blocks[block] for block in blocks])
 
     def next_evictable(self, count: int) -> Iterable[DeviceBlockId]:
         return islice(self._free(), count)
 
     def free_blocks(self) -> int:
-        assert self._pool is not None
+        assert self._pool is not None, _UNBOUND
         return self._pool.get_num_free_blocks()  # type: ignore[no-any-return]  # vLLM is not installed where types are checked
 
     def keys_of(self, blocks: Sequence[DeviceBlockId]) -> list[BlockKey | None]:
-        assert self._pool is not None
+        assert self._pool is not None, _UNBOUND
         known = self._pool.blocks
         if not self._partly_hashed:
             return [known[block].block_hash for block in blocks]  # its keys are ours
         return [self._whole_key(known[block]) for block in blocks]
 
     def block_of(self, key: BlockKey) -> DeviceBlockId | None:
-        found = self._bound.get_cached_block(key[:-_GROUP_BYTES], [_group_of(key)])
+        assert self._pool is not None, _UNBOUND
+        found = self._pool.get_cached_block(key[:-_GROUP_BYTES], [_group_of(key)])
         return DeviceBlockId(found[0].block_id) if found else None
 
     def lease_problems(self, leases: Mapping[DeviceBlockId, int]) -> list[str]:
@@ -76,13 +80,9 @@ class VllmDevice:
         return key
 
     def _free(self) -> Iterator[DeviceBlockId]:
-        for block in self._bound.free_block_queue.iter_blocks_after(None):
+        assert self._pool is not None, _UNBOUND
+        for block in self._pool.free_block_queue.iter_blocks_after(None):
             yield DeviceBlockId(block.block_id)
-
-    @property
-    def _bound(self) -> BlockPool:
-        assert self._pool is not None, "vLLM binds its pool before it schedules"
-        return self._pool
 
 
 def _group_of(key: BlockKey) -> int:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress
 from typing import TYPE_CHECKING
 
 from kvoffload.model import facts
 from kvoffload.model.groups import AttentionKind
-from kvoffload.model.ids import DeviceBlockId, RequestId
-from kvoffload_vllm.metadata import EndedLoads, KVOffloadMetadata, KVOffloadWorkerMetadata
+from kvoffload.model.ids import BlockKey, DeviceBlockId, RequestId
+from kvoffload.model.transfer import NOTHING
+from kvoffload_vllm.metadata import NO_PLAN, NONE_ENDED, KVOffloadMetadata, KVOffloadWorkerMetadata
 from kvoffload_vllm.tracked import DueSteps, KeyMaker, Tracked
 
 if TYPE_CHECKING:
-    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -57,7 +57,7 @@ class VllmScheduler:
         self._groups = groups
         self._stats = stats
         self._closed = closed
-        self._host_events = host_events
+        self.host_events = host_events
         shape = offload.shape
         self._least_block = min(group.block_tokens for group in shape.groups)
         self._state_tokens = {
@@ -68,7 +68,7 @@ class VllmScheduler:
         """By vLLM's number of a recurrent group: our number, and the tokens of a block."""
         self._tracked: dict[str, Tracked] = {}
         self._due = DueSteps()
-        self._ended_loads = EndedLoads()
+        self._ended_loads = NONE_ENDED
         self._step = 0
 
     # -- before a step ------------------------------------------------------------------------------------------
@@ -84,14 +84,17 @@ class VllmScheduler:
         reads = not request.skip_reading_prefix_cache
         known = tracked.new_keys(self._keys)
         fact = facts.RequestSeen(RequestId(request.request_id), request.num_tokens, known, reads)
-        self.offload.seen(fact, tracked.has_token, tracked.trace_parent)
+        self.offload.seen(fact, tracked.has_token, tracked.trace_parent if self.offload.sends_spans else None)
         return tracked
 
     def lookup(self, request: Request, device_tokens: int) -> int | None:
         """Return the tokens that the host adds, None for "ask again"."""
-        tracked = self._follow(request)
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or tracked.is_rewritten:
+            tracked = self._start_anew(request, tracked)
         tracked.found_tokens = device_tokens
-        name, new_keys = RequestId(request.request_id), tracked.new_keys(self._keys)
+        name = RequestId(request.request_id)
+        new_keys = tracked.new_keys(self._keys) if tracked.hashes != len(request.block_hashes) else ()
         if not self._state_tokens:
             return self.offload.lookup(name, device_tokens, request.num_tokens, new_keys)
         # vLLM ends a chunk there, and keeps the state: it is where the device has the prefix, but no state of it. It is
@@ -104,16 +107,20 @@ class VllmScheduler:
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         """The engine gave a request blocks: for the first time, or again after a load, for the rest of its prompt."""
-        tracked = self._follow(request)
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or tracked.is_rewritten:
+            tracked = self._start_anew(request, tracked)
         tracked.boundary = tracked.noted = 0
-        self._due.drop(tracked)  # it is told of when it runs
+        if tracked.due:
+            self._due.drop(tracked)  # its first step reports it
         # Behind these, the table's blocks were handed out for this allocation.
         known = max(tracked.found_tokens, request.num_computed_tokens)
-        table = self._table(blocks.get_block_ids())
+        block_ids = blocks.get_block_ids()
+        table = tuple([block_ids[group] for group in self._groups])
         fact = facts.BlocksAllocated(RequestId(request.request_id), table, known, external_tokens)
         self.offload.allocated(fact)
-        if self.offload.has_answers:
-            self._ended_loads.add(self.offload.take_answers())
+        if external_tokens and self.offload.has_answers:
+            self._ended_loads = self._ended_loads.and_also(self.offload.take_answers())
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -126,20 +133,30 @@ class VllmScheduler:
         copies = getattr(output, "kv_cache_block_copies", None)  # older versions have no such copies
         copied = tuple(DeviceBlockId(copy.dst_block_id) for copy in copies) if copies else ()
         states = self._states(output) if self._state_tokens else ()
+        scheduled, total = output.num_scheduled_tokens, output.total_num_scheduled_tokens
+        decoding = len(scheduled)
+        if total > decoding:
+            decoding = list(scheduled.values()).count(1)  # a draft's tokens count as prefilled
         progress = self._progress(output, states)
-        fact = facts.StepScheduled(self._step, progress, preempted, copied, *_tokens(output), states)
+        fact = facts.StepScheduled(
+            self._step, progress, preempted, copied, total - decoding, decoding, states
+        )
         self._step += 1
         plan = self.offload.step(fact)
         if self.offload.has_answers:
-            self._ended_loads.add(self.offload.take_answers())
-        ended, self._ended_loads = self._ended_loads, EndedLoads()
+            self._ended_loads = self._ended_loads.and_also(self.offload.take_answers())
+        ended, self._ended_loads = self._ended_loads, NONE_ENDED
+        if plan is NOTHING and ended is NONE_ENDED:
+            return NO_PLAN
         return KVOffloadMetadata(plan, ended)
 
     def update(self, output: KVConnectorOutput) -> None:
         """The workers reported what ended."""
         reported = output.kv_connector_worker_meta
         if isinstance(reported, KVOffloadWorkerMetadata):
-            self._ended_loads.add(self.offload.reported(reported.reports))
+            answers = self.offload.reported(reported.reports)
+            if answers.without_copy or answers.abandoned:
+                self._ended_loads = self._ended_loads.and_also(answers)
 
     def ended(self, request: Request, block_ids: tuple[list[int], ...]) -> None:
         """A request finished or was aborted; its blocks are about to be freed."""
@@ -147,13 +164,11 @@ class VllmScheduler:
         if tracked is not None:
             self._end(tracked, holds_blocks=any(block_ids))
 
-    def take_events(self) -> Iterable[KVCacheEvent]:
-        """Return what came to the host and what left it."""
-        return self._host_events.take() if self._host_events is not None else ()
-
     def take_stats(self) -> KVOffloadStats | None:
         """Return what the counters gained, None if nothing changed. A step that is followed by another may leave it to that."""
-        return self._stats.take(is_last=not (self._tracked or self.has_work))
+        if self._stats.now() < self._stats.next_s and (self._tracked or self.has_work):
+            return None
+        return self._stats.take()
 
     def close(self) -> None:
         """The engine stops."""
@@ -163,36 +178,34 @@ class VllmScheduler:
     @property
     def has_work(self) -> bool:
         """Whether vLLM must keep stepping for something to end."""
-        return self.offload.has_work or not self._ended_loads.is_empty
+        return self._ended_loads is not NONE_ENDED or self.offload.has_work
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _follow(self, request: Request) -> Tracked:
-        """Return what is known of a request. One whose hashes were rewritten is a new one to the core."""
-        tracked = self._tracked.get(request.request_id)
-        if tracked is not None and tracked.is_rewritten:
+    def _start_anew(self, request: Request, tracked: Tracked | None) -> Tracked:
+        """Report a request as a new one: vLLM did not, or has rewritten its hashes since."""
+        if tracked is not None:
             self._end(tracked, holds_blocks=request.num_computed_tokens > 0)
-            tracked = None
-        return tracked or self.new_request(request)
+        return self.new_request(request)
 
     def _end(self, tracked: Tracked, *, holds_blocks: bool) -> None:
         """The core is to forget a request. What is not sure to be its own any more is not stored from it."""
-        request = tracked.request
+        request, confirmed = tracked.request, 0
+        new_keys: tuple[tuple[BlockKey, ...], ...] = ()
         del self._tracked[request.request_id]
-        self._due.drop(tracked)
-        fact = facts.RequestEnded(RequestId(request.request_id), holds_blocks=holds_blocks)
+        if tracked.due:
+            self._due.drop(tracked)
         if not tracked.is_rewritten:
-            confirmed = min(tracked.confirmed_tokens, request.num_tokens)
-            self._take_notes(tracked, confirmed)
-            fact = facts.RequestEnded(fact.request, confirmed, tracked.new_keys(self._keys), holds_blocks)
-        self.offload.ended(fact)
+            confirmed = min(request.num_computed_tokens - request.num_output_placeholders, request.num_tokens)
+            if self.host_events is not None:
+                self.host_events.note(request, tracked.noted, confirmed)
+            if tracked.hashes != len(request.block_hashes):
+                new_keys = tracked.new_keys(self._keys)
+        self.offload.ended(
+            facts.RequestEnded(RequestId(request.request_id), confirmed, new_keys, holds_blocks)
+        )
         if self.offload.has_answers:
-            self._ended_loads.add(self.offload.take_answers())
-
-    def _take_notes(self, tracked: Tracked, computed_tokens: int) -> None:
-        """Routers that follow our events hear of computed blocks' tokens when these arrive on the host."""
-        if self._host_events is not None:
-            tracked.noted = self._host_events.note(tracked.request, tracked.noted, computed_tokens)
+            self._ended_loads = self._ended_loads.and_also(self.offload.take_answers())
 
     def _states(self, output: SchedulerOutput) -> tuple[facts.StateHandedOff, ...]:
         """Return the recurrent states that the step completes. Those within a block are left out: no lookup asks for them."""
@@ -213,14 +226,13 @@ class VllmScheduler:
         self, output: SchedulerOutput, states: Sequence[facts.StateHandedOff]
     ) -> tuple[facts.Progress, ...]:
         """Only of requests that completed a block or a state, got a block, or run for the first time since their allocation."""
-        scheduled, gained = output.num_scheduled_tokens, self._new_blocks_of(output)
-        for state in states:
-            gained.setdefault(state.request, ())
+        scheduled, gained = output.num_scheduled_tokens, self._new_blocks_of(output, states)
         for tracked in self._due.take():
-            request_id = tracked.request.request_id
+            request = tracked.request
+            request_id = request.request_id
             if request_id in gained:
                 continue
-            lacking = tracked.boundary - tracked.confirmed_tokens
+            lacking = tracked.boundary - request.num_computed_tokens + request.num_output_placeholders
             if lacking <= 0 and request_id in scheduled:
                 gained[request_id] = ()
             else:
@@ -230,23 +242,28 @@ class VllmScheduler:
             known = self._tracked
             progress = tuple(
                 [
-                    self._progress_of(known[request], blocks)
-                    for request, blocks in gained.items()
-                    if request in known
+                    self._progress_of(known[name], blocks, scheduled.get(name, 1))
+                    for name, blocks in gained.items()
+                    if name in known
                 ]
             )
         if output.total_num_scheduled_tokens > len(scheduled):
-            self._look_next_step(request_id for request_id, tokens in scheduled.items() if tokens > 1)
+            # These get more than one token, so that no count of steps tells when they complete a block.
+            for request_id in [name for name, tokens in scheduled.items() if tokens > 1]:
+                if request_id not in gained and (due := self._tracked.get(request_id)) is not None:
+                    self._due.put(due, 1)
         return progress
 
-    def _new_blocks_of(self, output: SchedulerOutput) -> dict[str, _Table]:
-        """Return the requests of which vLLM itself tells something new, with the blocks that continue their tables."""
+    def _new_blocks_of(
+        self, output: SchedulerOutput, states: Sequence[facts.StateHandedOff]
+    ) -> dict[str, _Table]:
+        """Return the requests for which vLLM itself reports something new, with the blocks that continue their tables."""
         cached = output.scheduled_cached_reqs
         ids, tables = cached.req_ids, cached.new_block_ids
         # Most have no new block, so Python's own loops find those that do.
-        gained: dict[str, _Table] = {}
+        gained: dict[str, _Table] = dict.fromkeys([state.request for state in states], ())
         for request_id, blocks in compress(zip(ids, tables, strict=True), tables):
-            gained[request_id] = self._table(blocks)
+            gained[request_id] = tuple([blocks[group] for group in self._groups])
         # Of these the whole table is given here, and was told when it was allocated.
         for request_id in cached.resumed_req_ids:
             gained[request_id] = ()
@@ -254,28 +271,13 @@ class VllmScheduler:
             gained[new.req_id] = ()
         return gained
 
-    def _look_next_step(self, request_ids: Iterable[str]) -> None:
-        """These get more than one token in this step, so that no count of steps tells when they complete a block."""
-        for request_id in request_ids:
-            if (tracked := self._tracked.get(request_id)) is not None:
-                self._due.put(tracked, 1)
-
-    def _progress_of(self, tracked: Tracked, new_blocks: _Table) -> facts.Progress:
-        confirmed = tracked.confirmed_tokens
-        tracked.boundary = confirmed - confirmed % self._least_block + self._least_block
-        self._due.put(tracked, tracked.boundary - confirmed)
-        self._take_notes(tracked, confirmed)
-        request = RequestId(tracked.request.request_id)
-        return facts.Progress(request, confirmed, new_blocks, tracked.new_keys(self._keys))
-
-    def _table(self, block_ids: Sequence[Sequence[int]]) -> _Table:
-        return tuple([block_ids[group] for group in self._groups])  # type: ignore[misc]  # vLLM's numbers are our ids
-
-
-def _tokens(output: SchedulerOutput) -> tuple[int, int]:
-    """Return how many tokens the step prefills, and how many it decodes. A draft's tokens count as prefilled."""
-    scheduled, total = output.num_scheduled_tokens, output.total_num_scheduled_tokens
-    decoding = len(scheduled)
-    if total > decoding:
-        decoding = list(scheduled.values()).count(1)
-    return total - decoding, decoding
+    def _progress_of(self, tracked: Tracked, new_blocks: _Table, tokens: int) -> facts.Progress:
+        request = tracked.request
+        confirmed = request.num_computed_tokens - request.num_output_placeholders
+        lacking = self._least_block - confirmed % self._least_block
+        tracked.boundary = confirmed + lacking
+        self._due.put(tracked, lacking if tokens <= 1 else 1)
+        if self.host_events is not None:
+            tracked.noted = self.host_events.note(request, tracked.noted, confirmed)
+        new_keys = tracked.new_keys(self._keys) if tracked.hashes != len(request.block_hashes) else ()
+        return facts.Progress(RequestId(request.request_id), confirmed, new_blocks, new_keys)

@@ -49,17 +49,12 @@ class StatsSender:
 
     def __init__(self, offload: Counted, now: Callable[[], float] = time.monotonic) -> None:
         self._changes = Changes(offload, now)
-        self._now = now
-        self._next_s = float("-inf")
+        self.now = now
+        self.next_s = float("-inf")
+        """When the next message is due, as long as there is a next step that can send it."""
 
-    def take(self, *, is_last: bool = True) -> KVOffloadStats | None:
-        """Return what has changed since the last message, None where nothing has or the next step can tell it.
-
-        `is_last`: there may be no next step for long, so that what has changed is told now. On the engine's thread.
-        """
-        now = self._now()
-        if not is_last and now < self._next_s:
-            return None
-        self._next_s = now + _APART_S
+    def take(self) -> KVOffloadStats | None:
+        """Return what has changed since the last message, None where nothing has. On the engine's thread."""
+        self.next_s = self.now() + _APART_S
         change = self._changes.take()
         return KVOffloadStats(payload.to_payload(change)) if change is not None else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from kvoffload.model.ids import BlockKey
 
@@ -38,11 +38,11 @@ class KeyMaker:
 
     def keys(self, hashes: Sequence[bytes], first: int) -> tuple[tuple[BlockKey, ...], ...]:
         """Return, per group, the keys that the hashes from number `first` on complete."""
-        keys = []
-        for ratio, suffix in self._groups:
-            ends = hashes[(first // ratio + 1) * ratio - 1 :: ratio]
-            keys.append(tuple([end + suffix for end in ends]))
-        return cast("tuple[tuple[BlockKey, ...], ...]", tuple(keys))  # one call, and not one a key
+        keys = [
+            tuple([end + suffix for end in hashes[(first // ratio + 1) * ratio - 1 :: ratio]])
+            for ratio, suffix in self._groups
+        ]
+        return tuple(keys)  # type: ignore[arg-type]  # a `BlockKey` of its own would be a call a key
 
 
 @dataclass(slots=True)
@@ -66,11 +66,6 @@ class Tracked:
     found_tokens: int = 0
     boundary: int = 0
     due: int = 0
-
-    @property
-    def confirmed_tokens(self) -> int:
-        """Tokens computed for certain: in flight ones that may be rejected are not."""
-        return self.request.num_computed_tokens - self.request.num_output_placeholders
 
     @property
     def trace_parent(self) -> str | None:

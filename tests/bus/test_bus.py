@@ -68,9 +68,7 @@ class Left:
     def __init__(self) -> None:
         self.events: list[object] = []
 
-    @property
-    def has_events(self) -> bool:
-        return bool(self.events)
+    has_sums = False
 
     def take(self) -> list[object]:
         events, self.events = self.events, []

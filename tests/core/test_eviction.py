@@ -31,7 +31,13 @@ def test_it_is_the_order_of_the_last_uses(batches: list[list[SlotId]]) -> None:
             del model[slot]
         model.update(dict.fromkeys(outside))
         assert list(order) == list(model)
-        assert len(order) == len(model)
+        assert order.count == len(model)
+    taken = order.take(len(model) // 2)
+    assert [*taken, *order] == list(model)
+    assert order.count == len(list(order))
+    order.add(taken)
+    assert [*order.take(99)] == [*list(model)[len(taken) :], *taken]
+    assert order.count == 0
 
 
 def test_what_is_not_in_it_cannot_be_taken_out() -> None:

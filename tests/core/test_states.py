@@ -235,7 +235,7 @@ def test_slots_that_were_freed_are_taken_before_fresh_ones_and_in_order() -> Non
     for slot in slots:
         pool.doom(slot)
         pool.drained((slot,))
-    assert pool.reserve(keys)[0] == (0, 1, 2, 3, 4, 5)
+    assert pool.reserve(keys)[0] == [0, 1, 2, 3, 4, 5]
 
 
 def jobs_with(state: JobState) -> tuple[Jobs, Job]:

@@ -82,9 +82,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(5, _LEASES, "self._device.release(blocks[::-1])", "self._device.release(blocks)"),
     Mutant(5, _LEASES, "counts[block]  # all of them, before the first changes"),
     Mutant(5, _LEASES, "counts[block] = count - 1"),
-    Mutant(
-        5, _STORES, "self._state.shape.lease_limit - self.leased_blocks", "self._state.shape.device_blocks"
-    ),
+    Mutant(5, _STORES, "self._lease_limit - self.leased_blocks", "self._state.shape.device_blocks"),
     Mutant(5, _STORES, "state.leases.release(job.blocks)"),
     Mutant(5, _LOADS, "self._state.leases.release(job.blocks)"),
     # One formula.
@@ -176,8 +174,8 @@ MUTANTS: tuple[Mutant, ...] = (
     # Fences.
     Mutant(13, _FLOW, "job.fence = fence", tests=TRANSFER),
     # Shared loads.
-    Mutant(14, _HITS, "state.shared.owner(slots) if may_wait else None", "None"),
-    Mutant(14, _HITS, "state.shared.owner(slots) if may_wait else None", "state.shared.owner(slots)"),
+    Mutant(14, _HITS, "state.shared.owner(slots) if may_wait and state.shared.owners else None", "None"),
+    Mutant(14, _HITS, "if may_wait and state.shared.owners else None", "if state.shared.owners else None"),
     Mutant(14, _CORE, "can_wait = may_wait and state.shape.promises.can_wait", "can_wait = may_wait"),
     Mutant(
         14,

@@ -40,7 +40,7 @@ class Engine:
 
     def step(self, seconds: float = 1.0) -> None:
         self.clock.jump(seconds)
-        self.first_tokens.look()
+        self._bus.dispatch([*self.first_tokens.look()])
 
     def ended(self, request: RequestId = A) -> None:
         self._bus.publish(facts.RequestEnded(request))

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from tests.tooling.scripts import ROOT
 from tests.vllm_adapter.engine_rig import MARKS
 from tests.vllm_stock import checkpoints, engines
-from tests.vllm_versions.matrix import ROOT, V2_RUNNER
+from tests.vllm_versions.matrix import V2_RUNNER
 from tests.vllm_versions.plain_tokens import plain_tokens
 
 pytestmark = [
