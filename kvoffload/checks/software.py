@@ -10,7 +10,6 @@ from kvoffload.checks.machine import Machine
 
 _BATCHED = 12080  # the CUDA whose driver copies many blocks in one call
 _AMD = "/dev/kfd"
-_BINDINGS = "cuda-bindings"
 
 
 def version_numbers(text: str) -> tuple[int, ...]:
@@ -71,11 +70,9 @@ def _nvidia(gpus: Gpus, machine: Machine) -> Finding:
     text = f"{counted}; driver {gpus.driver}, for CUDA {newest}"
     if (chosen := machine.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         text += f"; CUDA_VISIBLE_DEVICES={chosen} is not applied here"
-    slower = "every block will be copied by a call of its own"
     if gpus.cuda < _BATCHED:
+        slower = "every block will be copied by a call of its own"
         return warn(f"{text}: {slower}", "a driver for CUDA 12.8 or newer")
-    if machine.version(_BINDINGS) is None:
-        return warn(f"{text}; {_BINDINGS} is not installed: {slower}", 'pip install "kvoffload[cuda]"')
     return go(text)
 
 

@@ -63,6 +63,7 @@ class OffloadConfig:
         transfer_timeout_s: seconds after submission at which a copy is abandoned.
         layout: of the engine's KV cache on the device: the engine's own ("engine"), or each block in one piece ("blocks").
         prefix_junctions: where only a recurrent state is missing for a longer hit, ask the engine to keep that state.
+        batch_copies: on CUDA, enqueue copies in batches where the driver can ("auto") or one by one ("off").
         journal_path: file for the events, None for a ring in memory.
         otlp_endpoint: URL of a collector that gets OpenTelemetry spans, None for none.
     """
@@ -76,6 +77,7 @@ class OffloadConfig:
     transfer_timeout_s: float = 30.0
     layout: str = "engine"
     prefix_junctions: bool = True
+    batch_copies: str = "auto"
     journal_path: Path | None = None
     otlp_endpoint: str | None = None
 
@@ -237,6 +239,7 @@ _PARSERS: dict[str, tuple[str, Callable[[object], object]]] = {
     "transfer_timeout_s": ("a positive number of seconds", _seconds),
     "layout": _one_of("engine", "blocks"),
     "prefix_junctions": ("true or false", _bool),
+    "batch_copies": _one_of("auto", "off"),
     "journal_path": ("a file's path", _path),
     "otlp_endpoint": ('a URL such as "http://localhost:4318/v1/traces"', _url),
 }

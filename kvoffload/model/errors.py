@@ -42,5 +42,13 @@ class HostMemoryError(KVOffloadError):
     """Raised when host memory cannot be allocated; the operator must lower `host_bytes` or free memory."""
 
 
+class HostMemoryBusy(HostMemoryError):
+    """Raised when host memory cannot be allocated or pinned now; trying again later may succeed."""
+
+
 class CopyError(KVOffloadError):
     """Raised when a copy fails; the job fails and the engine recomputes."""
+
+
+class DeviceLost(CopyError):
+    """Raised when the device executes nothing more for this process, so no copy is in flight."""

@@ -96,6 +96,7 @@ class TransferReport:
         is_growing: the rank is still preparing slots.
         slot_bytes: bytes of one host slot on this rank.
         wanted_slots: host slots that this rank will have once all are ready.
+        lost: why the rank's device executes nothing more for this process, None while it works.
     """
 
     rank: Rank
@@ -105,3 +106,4 @@ class TransferReport:
     is_growing: bool = False
     slot_bytes: int = 0
     wanted_slots: int = 0
+    lost: str | None = None

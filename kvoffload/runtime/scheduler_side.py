@@ -275,6 +275,8 @@ class SchedulerSide:
             if report.rank in self._store_shares:
                 self._store_shares[report.rank] = report.store_share
             self.bus.dispatch([facts.TransferReported(report)])
+            if report.lost is not None:
+                self.bus.dispatch([facts.InvariantBroken(DegradeCause.TRANSFER_DEAD, report.lost)])
         if reports:
             if self._broken.is_off:
                 self._broken.release_loose()

@@ -19,12 +19,13 @@ from kvoffload.transfer.pump import TransferPump
 
 if TYPE_CHECKING:
     from kvoffload.transfer.layout import DeviceLayout
-    from kvoffload.transfer.ports import Clock, Copier
+    from kvoffload.transfer.ports import Clock, Copier, Fence
 
 log = get_logger("worker")
 
 _STORE_BYTES_IN_FLIGHT = 64 * 2**20  # a few milliseconds of copying: what a load may find before it
 _DRAIN_S = 5.0  # beyond the transfer time-out
+_PINNING_S = 10.0  # of an engine's start
 
 
 class WorkerSide:
@@ -56,9 +57,14 @@ class WorkerSide:
         self._copier = copier
         self._pump: TransferPump | None = None
         self._tasks: list[Future[None]] = []
+        self._unprepared: tuple[Arena, float] | None = None  # waits for the first step, since when
+        self._load_fence: Fence = None
 
     def register(self, layout: DeviceLayout) -> int:
         """Take the rank's KV memory; host memory is made ready in the background. Return the slots there will be.
+
+        Pinned memory is made ready here for some seconds. The engine then captures graphs, which pinning on any thread may
+        spoil, so the rest follows from the first step on.
 
         Raises:
             ConfigError: `host_bytes` is below one block or above what the machine has left, or the engine does not keep
@@ -66,8 +72,11 @@ class WorkerSide:
         """
         check_pieces(self._config.layout, layout)
         slots = slots_for(self._config.bytes_per_rank(self._ranks), layout)
-        arena = Arena(layout, slots, make_allocator(layout, executor=self._portal.executor))
-        copier = self._copier or make_copier(layout, executor=self._portal.executor, clock=self._clock)
+        executor = self._portal.executor
+        arena = Arena(layout, slots, make_allocator(layout, executor=executor), clock=self._clock)
+        copier = self._copier or make_copier(
+            layout, executor=executor, clock=self._clock, batch_copies=self._config.batch_copies
+        )
         pump = TransferPump(
             self._rank,
             arena,
@@ -78,8 +87,15 @@ class WorkerSide:
             checksums=make_checksums(self._config.verify, arena, executor=self._portal.executor),
         )
         self._pump = pump
-        self._tasks = [self._portal.spawn(self._prepare, arena), self._portal.spawn(pump.run)]
-        self._tasks[1].add_done_callback(lambda _: self._coroutine_ended(pump))
+        began = self._clock.monotonic()
+        if layout.is_cuda:
+            self._portal.spawn(arena.prepare_for, _PINNING_S).result()
+            self._unprepared = arena, began
+        else:
+            self._tasks.append(self._portal.spawn(self._prepare, arena, began))
+        running = self._portal.spawn(pump.run)
+        running.add_done_callback(lambda _: self._coroutine_ended(pump))
+        self._tasks.append(running)
         log.info(
             "worker_registered",
             rank=self._rank,
@@ -89,10 +105,21 @@ class WorkerSide:
         )
         return slots
 
+    def begin_step(self, plan: TransferPlan) -> None:
+        """Note that a step begins: what the calling thread has put on the device so far is what its loads wait for (R13).
+
+        The step's own forward pass does not touch their blocks, so an engine may launch it before `start_loads`.
+        """
+        unprepared, self._unprepared = self._unprepared, None
+        if unprepared is not None:
+            self._tasks.append(self._portal.spawn(self._prepare, *unprepared))
+        self._load_fence = self._live_pump.fence() if plan.loads else None
+
     def start_loads(self, plan: TransferPlan) -> None:
-        """Submit the plan's loads, behind what the calling thread has put on the device so far (R13)."""
+        """Submit the plan's loads, behind what the device had to do when the step began."""
         if plan.loads:
-            self._live_pump.submit_loads(plan.loads)
+            fence, self._load_fence = self._load_fence, None
+            self._live_pump.submit_loads(plan.loads, fence)
 
     def start_stores(self, plan: TransferPlan) -> None:
         """Queue the plan's stores, behind what the calling thread has put on the device so far (R13)."""
@@ -123,10 +150,9 @@ class WorkerSide:
         if portal is not self._portal:
             portal.close()
 
-    async def _prepare(self, arena: Arena) -> None:
+    async def _prepare(self, arena: Arena, began: float) -> None:
         """Make host memory ready, and log one line when all of it is; the arena logs a refusal."""
-        began = self._clock.monotonic()
-        await arena.prepare()
+        await arena.prepare(with_pauses=arena.layout.is_cuda)
         if arena.refusal is None:
             log.info(
                 "host_memory_ready",

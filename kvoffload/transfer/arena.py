@@ -14,7 +14,8 @@ import ctypes
 from typing import TYPE_CHECKING
 
 from kvoffload.logs import get_logger
-from kvoffload.model.errors import HostMemoryError
+from kvoffload.model.errors import HostMemoryBusy, HostMemoryError
+from kvoffload.transfer.clock import SystemClock
 from kvoffload.transfer.runs import Geometry, geometry_of
 
 if TYPE_CHECKING:
@@ -22,10 +23,14 @@ if TYPE_CHECKING:
 
     from kvoffload.transfer.host_memory import HostAllocator, HostChunk
     from kvoffload.transfer.layout import DeviceLayout
+    from kvoffload.transfer.ports import Clock
 
 _LINE = 64
-CHUNK_BYTES = 256 * 2**20
-"""About 25 ms of pinning: short beside a step, long beside a call."""
+CHUNK_BYTES = 64 * 2**20
+"""About 6 ms of pinning, in which the driver may let nothing else in: short beside a step, long beside a call."""
+
+_RETRY_S = 1.0  # after memory that was busy; doubles
+_LONGEST_RETRY_S = 30.0
 
 log = get_logger("transfer")
 
@@ -38,16 +43,24 @@ class Arena:
         slots: how many slots there are to be; 0 is legal.
         allocator: where memory comes from.
         chunk_bytes: about how much is made ready at a time, at least one slot.
+        clock: time, for pauses.
     """
 
     def __init__(
-        self, layout: DeviceLayout, slots: int, allocator: HostAllocator, *, chunk_bytes: int = CHUNK_BYTES
+        self,
+        layout: DeviceLayout,
+        slots: int,
+        allocator: HostAllocator,
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
+        clock: Clock | None = None,
     ) -> None:
         self.layout = layout
         self.slots = slots
         self.refusal: str | None = None
         """Why growth stopped early; None while it did not."""
         self._allocator = allocator
+        self._clock = clock or SystemClock()
         self._chunk_slots = max(1, chunk_bytes // layout.slot_bytes)
         self._chunks: list[HostChunk] = []
         self._geometry = geometry_of(layout, self._chunk_slots)
@@ -69,25 +82,38 @@ class Arena:
         """Addresses of all ready slots; a new object each time the arena has grown."""
         return self._geometry
 
-    async def prepare(self) -> None:
-        """Make all slots ready, chunk by chunk; run it once, in the background.
+    async def prepare_for(self, seconds: float) -> None:
+        """Make slots ready, and begin no chunk after `seconds`; memory that is busy is left to `prepare`."""
+        deadline = self._clock.monotonic() + seconds
+        while self.is_growing and self._clock.monotonic() < deadline:
+            try:
+                await self._grow()
+            except HostMemoryBusy:
+                return
+
+    async def prepare(self, *, with_pauses: bool = False) -> None:
+        """Make all slots ready, chunk by chunk, in the background. Memory that is busy is asked for again later.
 
         A refused chunk ends growth: what is ready stays, `refusal` holds the reason, and the log has it.
+
+        Args:
+            with_pauses: after each chunk, rest for as long as it took: pinning keeps others out of the device's driver.
         """
-        while not self._closed and self._ready_slots < self.slots:
-            count = min(self._chunk_slots, self.slots - self._ready_slots)
+        retry_s = _RETRY_S
+        while self.is_growing:
+            begun = self._clock.monotonic()
             try:
-                chunk = await self._allocator.allocate(region_offsets(_page_bytes(self.layout), count)[-1])
-            except HostMemoryError as error:
-                self.refusal = str(error)
-                log.warning(
-                    "host_memory_refused",
-                    ready_slots=self._ready_slots,
-                    wanted_slots=self.slots,
-                    reason=self.refusal,
+                await self._grow()
+            except HostMemoryBusy as error:
+                log.info(
+                    "host_memory_busy", ready_slots=self._ready_slots, reason=str(error), retry_s=retry_s
                 )
-                return
-            self._add(chunk, count)
+                await self._clock.sleep(retry_s)
+                retry_s = min(2 * retry_s, _LONGEST_RETRY_S)
+                continue
+            retry_s = _RETRY_S
+            if with_pauses:
+                await self._clock.sleep(self._clock.monotonic() - begun)
 
     def page(self, slot: int, region: int) -> memoryview:
         """Return the bytes of one slot in one region, for checksums and tests; writable, valid until `close`."""
@@ -105,6 +131,28 @@ class Arena:
         self._geometry = geometry_of(self.layout, self._chunk_slots)
         while self._chunks:
             self._chunks.pop().release()
+
+    async def _grow(self) -> None:
+        """Make one more chunk ready.
+
+        Raises:
+            HostMemoryBusy: not now.
+        """
+        count = min(self._chunk_slots, self.slots - self._ready_slots)
+        try:
+            chunk = await self._allocator.allocate(region_offsets(_page_bytes(self.layout), count)[-1])
+        except HostMemoryBusy:
+            raise
+        except HostMemoryError as error:
+            self.refusal = str(error)
+            log.warning(
+                "host_memory_refused",
+                ready_slots=self._ready_slots,
+                wanted_slots=self.slots,
+                reason=self.refusal,
+            )
+            return
+        self._add(chunk, count)
 
     def _add(self, chunk: HostChunk, count: int) -> None:
         if self._closed:  # while the chunk was made

@@ -1,8 +1,14 @@
 """Which copies go through a kernel instead of the copy engine: those shorter than where the engine begins to win.
 
-Where that is differs from device to device and from one direction to the other, so it is measured, once in a process: after
-start, on a thread of its own, on a few megabytes of scratch memory, while everything goes through the copy engine. If the
-kernel cannot be had, moves a wrong byte, or does not win, nothing changes.
+Where that is differs from device to device and from one direction to the other, so it is measured: when the copier is made,
+before the engine warms up, on a few megabytes of scratch memory, for some seconds at most. Ranks that start together measure
+together. If the kernel cannot be had, moves a wrong byte, or does not win, everything goes through the copy engine.
+
+What is timed is the device alone, by its own events. Large copies that lie before the first event keep it busy until the
+timed copies have been enqueued, so no pause of the enqueuing thread shows in their time.
+
+    large copies ── [start] ── timed copies ── [end]
+    enqueue  ──────────────────────────────▶│ from here on the device needs nothing more
 
     piece      2 KiB    4 KiB   ...   32 KiB   64 KiB         the first size at which the engine is as fast ends the search:
     faster     kernel   kernel        kernel   engine         here pieces below 64 KiB go through the kernel
@@ -10,10 +16,10 @@ kernel cannot be had, moves a wrong byte, or does not win, nothing changes.
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
-from threading import Lock
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
@@ -22,7 +28,6 @@ from kvoffload.logs import get_logger
 from kvoffload.model.errors import CopyError
 from kvoffload.model.transfer import Direction
 from kvoffload.transfer.runs import CopyRuns
-from kvoffload.transfer.short_copies import ENGINE_ONLY
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,34 +46,29 @@ SCRATCH_BYTES = 8 * 2**20
 _PIECES: tuple[int, ...] = tuple(2**power for power in range(11, 19))  # 2 KiB to 256 KiB
 _REPEATS = 5
 _WINS = 0.95  # of the engine's time: what is less is noise
-_PATIENCE_S = 10.0
-
-_known: dict[str, Limits] = {}
-_learning = Lock()
+_PATIENCE_S = 10.0  # with one copy
+_LONGEST_S = 5.0  # of measuring, compilation apart
+_MARGIN = 1.5  # of the time that enqueuing took before, for the copies that cover it
+_MOST_COVERS = 64
 
 
 def learn(copier: CudaCopier[StreamT, EventT], device: str) -> None:
-    """Measure the device, unless this process has, and let the copier use what was found. Never raises.
+    """Measure the device, and let the copier use what was found. Never raises.
 
     Args:
-        copier: whose driver measures; it may be at work.
+        copier: whose driver measures.
         device: its name.
     """
-    with _learning:
-        if device not in _known:
-            _known[device] = _measured(copier.driver, device)
-    copier.kernel_below = _known[device]
-
-
-def _measured(driver: CudaDriver[StreamT, EventT], device: str) -> Limits:
-    begun = time.perf_counter()
+    begun, driver = time.perf_counter(), copier.driver
     try:
         stream = driver.stream(urgent=False)
+        driver.prepare_kernel(stream)
         with driver.scratch(SCRATCH_BYTES, stream) as scratch:
             limits = measure(driver, stream, scratch)
+        copier.use_kernel(limits)
     except Exception as error:  # no triton, no memory, no mapping: the engine copies everything
         log.info("page_kernel_unavailable", device=device, reason=repr(error))
-        return ENGINE_ONLY
+        return
     log.info(
         "copy_crossover_measured",
         device=device,
@@ -76,7 +76,6 @@ def _measured(driver: CudaDriver[StreamT, EventT], device: str) -> Limits:
         store_below_bytes=limits[Direction.STORE],
         seconds=round(time.perf_counter() - begun, 3),
     )
-    return limits
 
 
 def measure(
@@ -99,15 +98,21 @@ def measure(
     """
     trial = _Trial(driver, stream, scratch, rest)
     trial.check()
+    trial.begin()
     return {direction: trial.limit(direction) for direction in Direction}
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Trial(Generic[StreamT, EventT]):
     driver: CudaDriver[StreamT, EventT]
     stream: StreamT
     scratch: Scratch
     rest: Callable[[], None]
+    deadline: float = math.inf
+    cover_s: float = math.inf  # that one covering copy takes
+    enqueue_s: dict[bool, float] = field(
+        default_factory=lambda: {True: 0.0, False: 0.0}
+    )  # before, by kernel or not
 
     def check(self) -> None:
         """Have the kernel carry random bytes to the device and back, elsewhere."""
@@ -119,6 +124,11 @@ class _Trial(Generic[StreamT, EventT]):
             self.seconds(direction, self._runs(direction, _PIECES[0], host), by_kernel=True)
         if not np.array_equal(there, back):
             raise CopyError("the page kernel has moved wrong bytes")
+
+    def begin(self) -> None:
+        """Time one covering copy, and start the clock."""
+        self.deadline = time.monotonic() + _LONGEST_S
+        self.cover_s = self.seconds(Direction.LOAD, self._cover(), by_kernel=False)
 
     def limit(self, direction: Direction) -> int:
         for number, piece in enumerate(_PIECES):
@@ -134,7 +144,18 @@ class _Trial(Generic[StreamT, EventT]):
         return 2 * _PIECES[-1]
 
     def seconds(self, direction: Direction, runs: CopyRuns, *, by_kernel: bool) -> float:
+        """Return the device's seconds for a batch.
+
+        Raises:
+            CopyError: it does not end, or measuring has taken too long.
+        """
+        if time.monotonic() > self.deadline:
+            raise CopyError("measuring takes too long on this machine")
         start, end = self.driver.event(timed=True), self.driver.event(timed=True)
+        covers = min(math.ceil(_MARGIN * self.enqueue_s[by_kernel] / self.cover_s), _MOST_COVERS)
+        for _ in range(covers):
+            self.driver.copy(Direction.LOAD, self._cover(), self.stream)
+        begun = time.perf_counter()
         self.driver.record(start, self.stream)
         kept: object = None
         if by_kernel:
@@ -142,9 +163,15 @@ class _Trial(Generic[StreamT, EventT]):
         else:
             self.driver.copy(direction, runs, self.stream)
         self.driver.record(end, self.stream)
+        self.enqueue_s[by_kernel] = time.perf_counter() - begun
         self._wait(end)
         del kept  # not sooner
         return self.driver.seconds_between(start, end)
+
+    def _cover(self) -> CopyRuns:
+        """Return one copy of half of the host's scratch memory to the device; its bytes do not matter."""
+        numbers = (self.scratch.host.ctypes.data, self.scratch.device, len(self.scratch.host) // 2)
+        return CopyRuns(*(np.array([number], np.int64) for number in numbers))
 
     def _wait(self, end: EventT) -> None:
         deadline = time.monotonic() + _PATIENCE_S

@@ -2,24 +2,26 @@
 
     hook's thread   ── kernels ──●── kernels ──▶        the engine's current stream; ● is the fence
                                  │ wait
-    loads           ─────────────┴─[start]─ copies ─[end]─▶      highest priority: a request waits for them
-    stores          ───────────────[start]─ copies ─[end]─▶      lowest priority: nobody waits, and decoding goes first
+    loads           ─────────────┴─[start]─ copies ─[end]─▶      the device's highest priority: a request waits for them
+    stores          ───────────────[start]─ copies ─[end]─▶      its lowest: no request waits for a store
 
 The fence is an event recorded by the hook's own thread on whatever stream is current there, and the only place that asks
 which one that is. A store must read after the forward pass has written, a load must write after earlier kernels have
 read or zeroed: both wait for it. A host slot needs no fence: it is loaded only after its store was seen to end.
 
 The start event lies behind the waits, so what the two events measure is copying alone. Nothing here waits for the device.
+Both events exist before anything is enqueued. Where the end event cannot be recorded behind copies, the batch stays
+pending, and recording is tried again each time that it is asked.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from kvoffload.logs import get_logger
+from kvoffload.model.errors import DeviceLost
 from kvoffload.model.transfer import Direction
 from kvoffload.transfer.ports import TicketState
 from kvoffload.transfer.short_copies import ENGINE_ONLY, split
@@ -39,6 +41,8 @@ StreamT = TypeVar("StreamT")
 EventT = TypeVar("EventT")
 
 log = get_logger("transfer")
+
+_EVENTS_AHEAD = 64
 
 
 class Scratch(Protocol):
@@ -63,7 +67,7 @@ class CudaDriver(Protocol[StreamT, EventT]):
         ...
 
     def event(self, *, timed: bool) -> EventT:
-        """Return a new event."""
+        """Return an event that nobody else has a reference to."""
         ...
 
     def record_current(self, event: EventT) -> None:
@@ -82,7 +86,8 @@ class CudaDriver(Protocol[StreamT, EventT]):
         """Whether all work before `event` is done.
 
         Raises:
-            Exception: the device is in error; it runs nothing more of this process.
+            DeviceLost: it runs nothing more of this process.
+            Exception: the question was refused, which says nothing about the work.
         """
         ...
 
@@ -98,11 +103,20 @@ class CudaDriver(Protocol[StreamT, EventT]):
         """
         ...
 
-    def copy_by_kernel(self, runs: CopyRuns, stream: StreamT) -> object:
-        """Enqueue all copies on `stream` as one kernel; return what must live until it has run.
+    def prepare_kernel(self, stream: StreamT) -> None:
+        """Take what `copy_by_kernel` needs on `stream`.
 
         Raises:
-            Exception: there is no such kernel here, or it cannot be launched.
+            Exception: there is no such kernel here.
+        """
+        ...
+
+    def copy_by_kernel(self, runs: CopyRuns, stream: StreamT) -> object:
+        """Enqueue all copies on `stream` as one kernel, prepared for it; return what must live until it has run.
+
+        Raises:
+            BufferError: too many are under way; nothing was enqueued.
+            Exception: it cannot be launched.
         """
         ...
 
@@ -112,6 +126,10 @@ class CudaDriver(Protocol[StreamT, EventT]):
         Raises:
             Exception: they cannot be had, or a kernel cannot reach the host's.
         """
+        ...
+
+    def close(self) -> None:
+        """Release streams and events. Never waits for work."""
         ...
 
 
@@ -129,25 +147,66 @@ class _Enqueued:
 
 
 class CudaTicket(Generic[StreamT, EventT]):
-    """One batch on a stream."""
+    """One batch on a stream, between two events.
+
+    Args:
+        driver: whose.
+        stream: which.
+        start: recorded before the copies.
+        end: to be recorded behind them.
+        enqueued: what became of the copies.
+    """
 
     def __init__(
-        self, copier: CudaCopier[StreamT, EventT], start: EventT, end: EventT, enqueued: _Enqueued
+        self,
+        driver: CudaDriver[StreamT, EventT],
+        stream: StreamT,
+        start: EventT,
+        end: EventT,
+        enqueued: _Enqueued,
     ) -> None:
-        self._copier = copier
-        self._events = (start, end)
+        self._driver = driver
+        self._stream = stream
+        self._events: tuple[EventT, EventT] | None = (start, end)
         self._enqueued = enqueued
+        self._has_end = False
+        self._is_refused = False
         self._seconds: float | None = None
 
     def query(self) -> TicketState:
-        """Return where the batch stands; its events go back to the pool when it has ended."""
-        if not self._copier.driver.has_passed(self._events[1]):
+        """Return where the batch stands. A question that the driver refuses is asked again later.
+
+        Raises:
+            DeviceLost: the device runs nothing more.
+        """
+        assert self._events is not None, "an ended batch is not asked again"
+        try:
+            if not self._has_end:
+                self.end()
+            if not self._driver.has_passed(self._events[1]):
+                return TicketState.PENDING
+        except DeviceLost:
+            raise
+        except Exception as error:
+            if not self._is_refused:  # once a batch
+                log.warning("copy_query_refused", reason=repr(error))
+            self._is_refused = True
             return TicketState.PENDING
         with contextlib.suppress(Exception):  # the bytes have arrived: a duration is not worth the job
-            self._seconds = self._copier.driver.seconds_between(*self._events)
-        self._copier.recycle(self._events)
+            self._seconds = self._driver.seconds_between(*self._events)
+        self._events = None
         self._enqueued.needed = None
         return TicketState.DONE if self._enqueued.is_whole else TicketState.FAILED
+
+    def end(self) -> None:
+        """Record the end event.
+
+        Raises:
+            Exception: it was not; the batch stays pending.
+        """
+        assert self._events is not None
+        self._driver.record(self._events[1], self._stream)
+        self._has_end = True
 
     @property
     def copy_seconds(self) -> float | None:
@@ -172,10 +231,21 @@ class CudaCopier(Generic[StreamT, EventT]):
             Direction.LOAD: driver.stream(urgent=True),
             Direction.STORE: driver.stream(urgent=False),
         }
-        self._pool: deque[tuple[EventT, EventT]] = deque()
+        # Made here and kept by the driver, so that none is made while copies are being enqueued.
+        _ = [driver.event(timed=timed) for timed in (True, False) for _ in range(_EVENTS_AHEAD)]
+
+    def use_kernel(self, below: Limits) -> None:
+        """Give copies of fewer bytes than `below` to the kernel.
+
+        Raises:
+            Exception: it cannot be prepared.
+        """
+        for direction, limit in below.items():
+            if limit:
+                self.driver.prepare_kernel(self._streams[direction])
+        self.kernel_below = below
 
     def fence(self) -> Fence:
-        # Not pooled: several batches may wait for it, and the last of them to be submitted is not known here.
         event = self.driver.event(timed=False)
         self.driver.record_current(event)
         return event
@@ -186,24 +256,21 @@ class CudaCopier(Generic[StreamT, EventT]):
         """Enqueue a batch behind `fences`.
 
         Raises:
-            Exception: CUDA refused before anything was enqueued, or is in error for good.
+            Exception: CUDA refused before any copy was enqueued.
         """
         stream = self._streams[direction]
-        start, end = self._take_events()
+        start, end = self.driver.event(timed=True), self.driver.event(timed=True)
         for fence in fences:
             self.driver.wait(stream, fence)  # type: ignore[arg-type]  # opaque to others; made by `fence`
         self.driver.record(start, stream)
-        enqueued = self._copy(direction, runs, stream)
-        self.driver.record(end, stream)
-        return CudaTicket(self, start, end, enqueued)
-
-    def recycle(self, events: tuple[EventT, EventT]) -> None:
-        """Take back the events of an ended batch."""
-        self._pool.append(events)
+        ticket = CudaTicket(self.driver, stream, start, end, self._copy(direction, runs, stream))
+        with contextlib.suppress(Exception):  # the ticket tries again when it is asked
+            ticket.end()
+        return ticket
 
     def close(self) -> None:
-        """Drop the events. The streams go with the copier; what still runs on them ends by itself."""
-        self._pool.clear()
+        """Release streams and events. What still runs on the streams ends by itself."""
+        self.driver.close()
 
     def _copy(self, direction: Direction, runs: CopyRuns, stream: StreamT) -> _Enqueued:
         """Enqueue the copies. Where the driver refuses, some of them may run."""
@@ -229,16 +296,10 @@ class CudaCopier(Generic[StreamT, EventT]):
             return runs
         try:
             enqueued.needed = self.driver.copy_by_kernel(short, stream)
-        except (
-            Exception
-        ) as error:  # if it runs after all, the same bytes are written twice, one after the other
+        except BufferError:  # too many are under way; the copy engine serves as well
+            return runs
+        except Exception as error:  # should it run after all, the same bytes are written twice
             self.kernel_below = ENGINE_ONLY
             log.warning("page_kernel_off", direction=direction.value, reason=repr(error))
             return runs
         return rest
-
-    def _take_events(self) -> tuple[EventT, EventT]:
-        try:
-            return self._pool.popleft()
-        except IndexError:
-            return self.driver.event(timed=True), self.driver.event(timed=True)

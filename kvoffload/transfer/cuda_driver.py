@@ -1,55 +1,60 @@
-"""CUDA as the copier sees it: streams and events through torch, copies through the driver's own library.
+"""One CUDA device as the copier sees it, through NVIDIA's driver library alone.
 
-Import this module only where a CUDA device is in use.
+torch is asked for one number, the handle of the engine's current stream. Everything else is our own: streams, because
+torch's come from a pool of 32 that others use too and know one priority only; events, because torch makes them at their first
+record, when copies may be under way; registration, because the runtime leaves a refusal for the next check of torch to find.
 
-Copies take addresses, not tensors, and must cost the engine's thread little. NVIDIA's Python bindings want every address
-wrapped in an object of its own (0.3 us each were measured, twice a copy, more than the driver itself takes), so the
-bindings only look the entry point up, at a fixed version of its interface, and it is then called with numpy's arrays.
-Without the bindings, or with a driver older than 12.8, every copy is a call of its own.
+Every thread that calls has the device's context made current first, and every thread but the engine's is put into the
+relaxed capture mode: while any thread captures a graph, a call that is unsafe during captures would fail, and spoil the
+graph, if its thread were not relaxed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 import threading
 import time
+from collections import deque
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from kvoffload.logs import get_logger
-from kvoffload.model.errors import CopyError, EngineContractError, HostMemoryError
+from kvoffload.model.errors import DeviceLost, EngineContractError, HostMemoryBusy, HostMemoryError
 from kvoffload.model.transfer import Direction
-from kvoffload.transfer.cuda_scratch import lend_scratch
+from kvoffload.transfer.cuda_library import NOT_READY, RELAXED, CudaError, cuda_library
+from kvoffload.transfer.ports import HELD_COPIES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kvoffload.transfer.cuda_copier import Scratch
-    from kvoffload.transfer.runs import CopyRuns
+    from numpy.typing import NDArray
 
-    Enqueue: TypeAlias = Callable[[Direction, CopyRuns, int], None]
+    from kvoffload.transfer.page_kernel import PageKernel
+    from kvoffload.transfer.runs import CopyRuns
 
 log = get_logger("transfer")
 
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
+_NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
+_CAPABILITY_MAJOR = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
+_BLACKWELL = 10  # batches with many copies were reported to crash or hang there
+_SLICE = 2048  # copies in one call: 51,828 in one were reported to crash a driver
 _PATIENCE_S = 10.0  # with copies of a few megabytes
-_BATCH_VERSION = 12080  # the interface of CUDA 12.8; asking for it by number gives it on newer drivers, too
+
+_kept: list[object] = []  # scratch memory that a copy which did not end may still touch
 
 
-class _MemLocation(ctypes.Structure):
-    _fields_ = (("type", ctypes.c_uint), ("id", ctypes.c_int))
-
-
-class _MemcpyAttributes(ctypes.Structure):
+class _Attributes(ctypes.Structure):
     """How a batch reads its sources. Location hints stay empty: they concern managed memory only."""
 
     _fields_ = (
         ("source_access_order", ctypes.c_uint),
-        ("source_hint", _MemLocation),
-        ("target_hint", _MemLocation),
+        ("hints", ctypes.c_uint * 4),
         ("flags", ctypes.c_uint),
     )
 
@@ -60,194 +65,313 @@ _IN_STREAM_ORDER, _ANY_TIME = 1, 3
 _ACCESS_ORDER = {Direction.STORE: _IN_STREAM_ORDER, Direction.LOAD: _ANY_TIME}
 
 
-class TorchCudaDriver:
-    """One CUDA device, whose context the constructing thread must have in use.
+class Event:
+    """A CUDA event, which goes back to its pool with the last reference to it.
+
+    CUDA allows that also while a stream waits for it: a wait concerns the record that came before it.
+    """
+
+    __slots__ = ("_pool", "handle")
+
+    def __init__(self, handle: int, pool: deque[int]) -> None:
+        self.handle = handle
+        self._pool = pool
+
+    def __del__(self) -> None:
+        self._pool.append(self.handle)
+
+
+@dataclass(frozen=True, slots=True)
+class CudaScratch:
+    """Addresses of what is lent; `cuda_copier.Scratch` says what they mean."""
+
+    device: int
+    host: NDArray[np.uint8]
+
+
+class _Threads(threading.local):
+    """What each calling thread has: a place for the library to answer into, and its capture mode relaxed."""
+
+    def __init__(self, relax: Callable[[], int], engine_thread: int) -> None:
+        self.current = ctypes.c_void_p()
+        if threading.get_ident() != engine_thread:
+            relax()
+
+
+class NvidiaDriver:
+    """One CUDA device. Made on the engine's thread.
 
     Args:
         device: torch's name of it, such as "cuda:0".
-        batched: False makes every copy a call of its own, for comparison.
+        current_stream: returns the handle of the calling thread's current stream on the device.
+        batch_copies: whether to use the driver's batched copy: "auto" where it is known to work, "on" wherever there is one
+            (for measurements), "off" never.
 
     Raises:
         EngineContractError: NVIDIA's driver library is not there (other vendors' devices are not supported yet).
     """
 
-    def __init__(self, device: str, *, batched: bool = True) -> None:
-        self._device = torch.device(device)
+    def __init__(
+        self, device: str, current_stream: Callable[[], int] = lambda: 0, *, batch_copies: str = "auto"
+    ) -> None:
         try:
-            self._library = ctypes.CDLL("libcuda.so.1")
+            self.library = library = cuda_library()
         except OSError as error:
             raise EngineContractError(f"no NVIDIA driver library for {device}: {error}") from error
-        torch.cuda.init()
-        with torch.cuda.device(self._device):
-            torch.cuda.current_stream().query()  # creates the context where nothing has so far
-            self._context = self._current_context()
-        self._bound = threading.local()
-        call = _batch_call() if batched else None
-        self.is_batched = call is not None
-        self._enqueue: Enqueue = _batched(call) if call is not None else _one_by_one(self._library)
+        self._current_stream = current_stream
+        number, context = ctypes.c_int(), ctypes.c_void_p()
+        library.cuDeviceGet(ctypes.byref(number), int(device.partition(":")[2] or 0))
+        library.cuDevicePrimaryCtxRetain(ctypes.byref(context), number)
+        self._device, self._context = number, context.value
+        self._threads = _Threads(lambda: self._exchange_capture_mode(RELAXED), threading.get_ident())
+        self._enter()
+        self._spare: dict[bool, deque[int]] = {timed: deque() for timed in (True, False)}
+        self._streams: list[int] = []
+        self._kernels: dict[int, PageKernel] = {}
+        self._batch = library.batch_copy() if self._wants_batches(batch_copies) else None
+        self._attributes = {way: _Attributes(order) for way, order in _ACCESS_ORDER.items()}
 
-    def stream(self, *, urgent: bool) -> torch.cuda.Stream:
-        # To torch, 0 is the lowest priority and negative numbers are higher.
-        return torch.cuda.Stream(self._device, priority=-1 if urgent else 0)
+    @property
+    def is_batched(self) -> bool:
+        """Whether copies go to the driver in batches."""
+        return self._batch is not None
 
-    def event(self, *, timed: bool) -> torch.cuda.Event:
-        return torch.cuda.Event(enable_timing=timed)
+    @property
+    def pci_address(self) -> str:
+        """Where the device sits, as in "0000:3b:00.0"."""
+        text = ctypes.create_string_buffer(32)
+        self.library.cuDeviceGetPCIBusId(text, len(text), self._device)
+        return text.value.decode()
 
-    def record_current(self, event: torch.cuda.Event) -> None:
-        event.record(torch.cuda.current_stream(self._device))
+    def stream(self, *, urgent: bool) -> int:
+        self._enter()
+        lowest, highest, made = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
+        self.library.cuCtxGetStreamPriorityRange(ctypes.byref(lowest), ctypes.byref(highest))
+        priority = highest.value if urgent else lowest.value
+        self.library.cuStreamCreateWithPriority(ctypes.byref(made), _NON_BLOCKING, priority)
+        assert made.value is not None
+        self._streams.append(made.value)
+        return made.value
 
-    def record(self, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
-        event.record(stream)
+    def event(self, *, timed: bool) -> Event:
+        try:
+            return Event(self._spare[timed].popleft(), self._spare[timed])
+        except IndexError:
+            self._enter()
+            return self._new_event(timed=timed)
 
-    def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
-        stream.wait_event(event)
+    def record_current(self, event: Event) -> None:
+        self.record(event, self._current_stream())
 
-    def has_passed(self, event: torch.cuda.Event) -> bool:
-        return bool(event.query())
+    def record(self, event: Event, stream: int) -> None:
+        self._enter()
+        self.library.cuEventRecord(event.handle, stream)
 
-    def seconds_between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        return float(start.elapsed_time(end)) / 1000  # torch counts milliseconds
+    def wait(self, stream: int, event: Event) -> None:
+        self._enter()
+        self.library.cuStreamWaitEvent(stream, event.handle, 0)
 
-    def copy(self, direction: Direction, runs: CopyRuns, stream: torch.cuda.Stream) -> None:
-        self._bind_thread()
-        self._enqueue(direction, runs, stream.cuda_stream)
+    def has_passed(self, event: Event) -> bool:
+        self._enter()
+        code = self.library.query_event(event.handle)
+        if code not in (0, NOT_READY):
+            raise self.library.error("cuEventQuery", code)
+        return code == 0
 
-    def copy_by_kernel(self, runs: CopyRuns, stream: torch.cuda.Stream) -> object:
-        from kvoffload.transfer import page_kernel  # only where it is used: triton need not be installed
+    def seconds_between(self, start: Event, end: Event) -> float:
+        self._enter()
+        milliseconds = ctypes.c_float()
+        self.library.cuEventElapsedTime(ctypes.byref(milliseconds), start.handle, end.handle)
+        return milliseconds.value / 1000
 
-        return page_kernel.enqueue(runs, stream)
-
-    @contextmanager
-    def scratch(self, size: int, stream: torch.cuda.Stream) -> Iterator[Scratch]:
-        self._bind_thread()
-        pin = CudaPin(str(self._device))
-        with lend_scratch(
-            self._library, pin, size, stream.cuda_stream, lambda: _comes_to_rest(stream)
-        ) as lent:
-            yield lent
-
-    def _current_context(self) -> int:
-        context = ctypes.c_void_p()
-        _check(self._library.cuCtxGetCurrent(ctypes.byref(context)), "cuCtxGetCurrent")
-        if not context.value:
-            raise EngineContractError(f"{self._device} has no CUDA context on the calling thread")
-        return context.value
-
-    def _bind_thread(self) -> None:
-        """Give the calling thread the device's context: the driver's own calls need one, and a new thread has none."""
-        if not hasattr(self._bound, "context"):
-            _check(self._library.cuCtxSetCurrent(ctypes.c_void_p(self._context)), "cuCtxSetCurrent")
-            self._bound.context = self._context
-
-
-class CudaPin:
-    """Registers host memory with one device's context, as it lies: no rounding, no second copy.
-
-    Args:
-        device: torch's name of it, such as "cuda:0".
-    """
-
-    def __init__(self, device: str) -> None:
-        self._device = torch.device(device)
-
-    def register(self, address: int, size: int) -> None:
-        # A new thread's current device is 0: without the switch it would make a context there.
-        with torch.cuda.device(self._device):
-            code = int(torch.cuda.cudart().cudaHostRegister(address, size, 0))
-        if code != 0:
-            raise HostMemoryError(
-                f"the CUDA driver refused to pin {size} bytes of host memory (error {code})"
-            )
-
-    def unregister(self, address: int) -> None:
-        with torch.cuda.device(self._device):
-            code = int(torch.cuda.cudart().cudaHostUnregister(address))
-        if code != 0:
-            log.error("host_memory_not_unpinned", error=code)
-
-
-def pci_address(device: str) -> str | None:
-    """Return where a device sits, as in "0000:3b:00.0"; None where the driver does not say."""
-    text = ctypes.create_string_buffer(32)
-    number = ctypes.c_int()
-    with contextlib.suppress(OSError, AttributeError):
-        library = ctypes.CDLL("libcuda.so.1")
-        torch.cuda.init()
-        index = torch.device(device).index or 0
-        if library.cuDeviceGet(ctypes.byref(number), ctypes.c_int(index)) == 0:
-            library.cuDeviceGetPCIBusId(text, ctypes.c_int(len(text)), number)
-    return text.value.decode() or None
-
-
-def _comes_to_rest(stream: torch.cuda.Stream) -> bool:
-    """Wait for the stream; False where it does not end soon. An error of the device is no rest either."""
-    deadline = time.monotonic() + _PATIENCE_S
-    with contextlib.suppress(Exception):
-        while not stream.query():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(1e-3)
-        return True
-    return False
-
-
-def _batch_call() -> Callable[..., int] | None:
-    """Return the driver's batched copy, None where it cannot be had."""
-    try:
-        from cuda.bindings import driver
-
-        error, *rest = driver.cuGetProcAddress(b"cuMemcpyBatchAsync", _BATCH_VERSION, 0)
-    except Exception as reason:  # not installed, or it does not find the library that is already loaded
-        log.info("batched_copies_unavailable", reason=repr(reason))
-        return None
-    address = int(rest[0]) if int(error) == 0 and rest and rest[0] else 0
-    if not address:
-        log.info("batched_copies_unavailable", reason=f"the driver is older than CUDA 12.8 ({error})")
-        return None
-    pointer, size = ctypes.c_void_p, ctypes.c_size_t
-    prototype = ctypes.CFUNCTYPE(
-        ctypes.c_uint, pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer
-    )
-    return prototype(address)
-
-
-def _batched(call: Callable[..., int]) -> Enqueue:
-    attributes = {direction: _MemcpyAttributes(order) for direction, order in _ACCESS_ORDER.items()}
-
-    def enqueue(direction: Direction, runs: CopyRuns, stream: int) -> None:
-        target, source, size = (np.ascontiguousarray(part) for part in (runs.target, runs.source, runs.size))
-        first = ctypes.c_size_t(0)  # the one set of attributes holds from copy 0 on
-        failed = ctypes.c_size_t(0)
-        code = call(
-            target.ctypes.data,
-            source.ctypes.data,
-            size.ctypes.data,
-            len(size),
-            ctypes.addressof(attributes[direction]),
-            ctypes.addressof(first),
-            1,
-            ctypes.addressof(failed),
-            stream,
-        )
-        _check(code, f"cuMemcpyBatchAsync, copy {failed.value} of {len(size)}")
-
-    return enqueue
-
-
-def _one_by_one(library: ctypes.CDLL) -> Enqueue:
-    call = library.cuMemcpyAsync
-    call.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
-    call.restype = ctypes.c_uint
-
-    def enqueue(direction: Direction, runs: CopyRuns, stream: int) -> None:
+    def copy(self, direction: Direction, runs: CopyRuns, stream: int) -> None:
+        self._enter()
+        if self._batch is not None:
+            self._copy_in_batches(self._batch, direction, runs, stream)
+            return
+        copy = self.library.cuMemcpyAsync
         for target, source, size in zip(
             runs.target.tolist(), runs.source.tolist(), runs.size.tolist(), strict=True
         ):
-            _check(call(target, source, size, stream), "cuMemcpyAsync")
+            copy(target, source, size, stream)
 
-    return enqueue
+    def prepare_kernel(self, stream: int) -> None:
+        from kvoffload.transfer.page_kernel import PageKernel  # triton need not be installed
+
+        self._enter()
+        self._kernels[stream] = PageKernel(self, stream)
+
+    def copy_by_kernel(self, runs: CopyRuns, stream: int) -> object:
+        self._enter()
+        return self._kernels[stream].enqueue(runs)
+
+    @contextmanager
+    def scratch(self, size: int, stream: int) -> Iterator[CudaScratch]:
+        """Lend memory of the driver's own pool: torch's would keep it, and may lend what another stream still uses."""
+        with self.relaxed():
+            host = self.pinned(2 * size)
+            try:
+                device = self.allocate(size, stream)
+                try:
+                    yield CudaScratch(device, host)
+                finally:
+                    if not self._comes_to_rest(stream):
+                        _kept.append(host)
+                    self.library.cuMemFreeAsync(device, stream)  # behind all that uses it
+            finally:
+                if not any(kept is host for kept in _kept):
+                    self.library.cuMemHostUnregister(host.ctypes.data)
+
+    @contextmanager
+    def relaxed(self) -> Iterator[None]:
+        """Keep what the engine's thread does from spoiling a graph that another thread captures meanwhile."""
+        self._enter()
+        before = self._exchange_capture_mode(RELAXED)
+        try:
+            yield
+        finally:
+            self._exchange_capture_mode(before)
+
+    def pinned(self, size: int) -> NDArray[np.uint8]:
+        """Return zeroed host memory that is registered, and that a kernel reaches by the host's own addresses.
+
+        Raises:
+            HostMemoryError: this device sees host memory elsewhere.
+            CudaError: the driver refuses.
+        """
+        memory = np.frombuffer(mmap.mmap(-1, size), np.uint8)
+        self.register(memory.ctypes.data, size)
+        seen = ctypes.c_uint64()
+        self.library.cuMemHostGetDevicePointer_v2(ctypes.byref(seen), memory.ctypes.data, 0)
+        if seen.value != memory.ctypes.data:
+            self.library.cuMemHostUnregister(memory.ctypes.data)
+            raise HostMemoryError("a kernel cannot use the host's addresses on this device")
+        return memory
+
+    def allocate(self, size: int, stream: int) -> int:
+        """Return the address of device memory for work of `stream`."""
+        self._enter()
+        address = ctypes.c_uint64()
+        self.library.cuMemAllocAsync(ctypes.byref(address), size, stream)
+        return address.value
+
+    def register(self, address: int, size: int) -> None:
+        """Pin host memory, as it lies: no rounding, no second copy.
+
+        Raises:
+            CudaError: the driver refuses.
+        """
+        self._enter()
+        self.library.cuMemHostRegister_v2(address, size, 0)
+
+    def unregister(self, address: int) -> None:
+        self._enter()
+        self.library.cuMemHostUnregister(address)
+
+    def close(self) -> None:
+        """Destroy streams and events; what still runs on a stream ends by itself. The engine keeps the context."""
+        with contextlib.suppress(CudaError, DeviceLost):
+            self._enter()
+            while self._streams:
+                self.library.cuStreamDestroy_v2(self._streams.pop())
+            for pool in self._spare.values():
+                while pool:
+                    self.library.cuEventDestroy_v2(pool.popleft())
+
+    def _copy_in_batches(
+        self,
+        calls: tuple[Callable[..., int], Callable[..., int]],
+        direction: Direction,
+        runs: CopyRuns,
+        stream: int,
+    ) -> None:
+        """Enqueue slices. A short batch keeps the interpreter's lock, so that no wait for it lies between the events."""
+        held, released = calls
+        target, source, size = (np.ascontiguousarray(part) for part in (runs.target, runs.source, runs.size))
+        first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
+        attributes = ctypes.addressof(self._attributes[direction])
+        call = held if len(size) <= HELD_COPIES else released
+        for start in range(0, len(size), _SLICE):
+            count, at = min(_SLICE, len(size) - start), 8 * start
+            addresses = (part.ctypes.data + at for part in (target, source, size))
+            # One set of attributes, which holds from copy 0 on.
+            code = call(
+                *addresses,
+                count,
+                attributes,
+                ctypes.addressof(first),
+                1,
+                ctypes.addressof(failed),
+                stream,
+            )
+            if code != 0:
+                which = (
+                    f"copy {start + failed.value} of {len(size)}" if failed.value < count else "all copies"
+                )
+                raise self.library.error(f"cuMemcpyBatchAsync, {which}", code)
+
+    def _wants_batches(self, batch_copies: str) -> bool:
+        if batch_copies != "auto":
+            return batch_copies == "on"
+        major = ctypes.c_int()
+        self.library.cuDeviceGetAttribute(ctypes.byref(major), _CAPABILITY_MAJOR, self._device)
+        return major.value < _BLACKWELL
+
+    def _new_event(self, *, timed: bool) -> Event:
+        made = ctypes.c_void_p()
+        self.library.cuEventCreate(ctypes.byref(made), 0 if timed else _NO_TIMING)
+        assert made.value is not None
+        return Event(made.value, self._spare[timed])
+
+    def _enter(self) -> None:
+        """Make the device's context current; the library's functions need one, and a new thread has none."""
+        current = self._threads.current
+        self.library.cuCtxGetCurrent(ctypes.byref(current))
+        if current.value != self._context:
+            self.library.cuCtxSetCurrent(self._context)
+
+    def _exchange_capture_mode(self, mode: int) -> int:
+        place = ctypes.c_int(mode)
+        self.library.cuThreadExchangeStreamCaptureMode(ctypes.byref(place))
+        return place.value
+
+    def _comes_to_rest(self, stream: int) -> bool:
+        """Wait for the stream; False where it does not end soon. An error of the device is no rest either."""
+        deadline = time.monotonic() + _PATIENCE_S
+        with contextlib.suppress(CudaError, DeviceLost):
+            end = self.event(timed=False)
+            self.record(end, stream)
+            while not self.has_passed(end):
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(1e-4)
+            return True
+        return False
 
 
-def _check(code: int, what: str) -> None:
-    if code != 0:
-        raise CopyError(f"the CUDA driver answered {what} with error {code}")
+class CudaPin:
+    """Registers the arena's memory with one device.
+
+    Args:
+        driver: the device's.
+    """
+
+    def __init__(self, driver: NvidiaDriver) -> None:
+        self._driver = driver
+
+    def register(self, address: int, size: int) -> None:
+        try:
+            self._driver.register(address, size)
+        except (CudaError, DeviceLost) as error:
+            message = f"{size} bytes of host memory are not pinned: {error}"
+            if isinstance(error, CudaError) and error.can_pass:
+                raise HostMemoryBusy(message) from error
+            raise HostMemoryError(message) from error
+
+    def unregister(self, address: int) -> bool:
+        try:
+            self._driver.unregister(address)
+        except (CudaError, DeviceLost) as error:
+            log.error("host_memory_not_unpinned", error=str(error))
+            return False
+        return True

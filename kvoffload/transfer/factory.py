@@ -9,6 +9,7 @@ from kvoffload.transfer.host_memory import MmapAllocator, read_file
 from kvoffload.transfer.numa import PreferredNode, node_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from concurrent.futures import Executor
 
     from kvoffload.transfer.arena import Arena
@@ -18,13 +19,19 @@ if TYPE_CHECKING:
     from kvoffload.transfer.ports import Clock, Copier
 
 
-def make_copier(layout: DeviceLayout, *, executor: Executor, clock: Clock) -> Copier:
+def make_copier(
+    layout: DeviceLayout, *, executor: Executor, clock: Clock, batch_copies: str = "auto"
+) -> Copier:
     """Return the copier for the layout's device. Called on the engine's thread, with the device in use.
+
+    On CUDA it is measured here which copies a kernel does: later the engine warms up, captures graphs and serves, and
+    both would disturb each other.
 
     Args:
         layout: what will be copied.
-        executor: its threads do the copies where the device is the CPU; on CUDA they find out which copies a kernel does.
+        executor: its threads do the copies where the device is the CPU.
         clock: time.
+        batch_copies: the setting.
 
     Raises:
         EngineContractError: there is no copier for this kind of device.
@@ -33,11 +40,11 @@ def make_copier(layout: DeviceLayout, *, executor: Executor, clock: Clock) -> Co
     if kind == "cuda":
         from kvoffload.transfer.crossover import learn
         from kvoffload.transfer.cuda_copier import CudaCopier
-        from kvoffload.transfer.cuda_driver import TorchCudaDriver
+        from kvoffload.transfer.cuda_driver import NvidiaDriver
 
-        copier = CudaCopier(TorchCudaDriver(layout.device))
-        # Until it is done, everything goes through the copy engine.
-        executor.submit(learn, copier, layout.device)
+        driver = NvidiaDriver(layout.device, current_stream(layout.device), batch_copies=batch_copies)
+        copier = CudaCopier(driver)
+        learn(copier, layout.device)
         return copier
     from kvoffload.transfer.host_copier import HostCopier
 
@@ -55,20 +62,29 @@ def make_allocator(layout: DeviceLayout, *, executor: Executor) -> HostAllocator
         EngineContractError: there is no copier for this kind of device.
     """
     if _kind(layout) == "cuda":
-        from kvoffload.transfer.cuda_driver import CudaPin, pci_address
+        from kvoffload.transfer.cuda_driver import CudaPin, NvidiaDriver
 
-        return MmapAllocator(executor, CudaPin(layout.device), node_for(pci_address(layout.device)))
+        driver = NvidiaDriver(layout.device)
+        return MmapAllocator(executor, CudaPin(driver), node_for(driver.pci_address))
     return MmapAllocator(executor)
 
 
-def node_for(pci_address: str | None, read: ReadText = read_file) -> PreferredNode | None:
+def current_stream(device: str) -> Callable[[], int]:
+    """Return what asks torch for the handle of the calling thread's current stream on a device."""
+    import torch
+
+    place = torch.device(device)
+    return lambda: int(torch.cuda.current_stream(place).cuda_stream)
+
+
+def node_for(pci_address: str, read: ReadText = read_file) -> PreferredNode | None:
     """Return the NUMA node of a device, None where it is not known.
 
     Args:
-        pci_address: of the device, None where that is not known either.
+        pci_address: of the device.
         read: reads the kernel's files.
     """
-    node = None if pci_address is None else node_of(pci_address, read)
+    node = node_of(pci_address, read)
     return None if node is None else PreferredNode(node)
 
 

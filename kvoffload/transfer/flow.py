@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvoffload.logs import get_logger
+from kvoffload.model.errors import DeviceLost
 from kvoffload.model.transfer import Direction
 from kvoffload.transfer.checksums import ChecksumTicket
 from kvoffload.transfer.jobs import JobLedger, Part
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from kvoffload.transfer.checksums import Checksums
     from kvoffload.transfer.jobs import OpenJob
     from kvoffload.transfer.lanes import EndedBatch
-    from kvoffload.transfer.ports import Clock, Copier
+    from kvoffload.transfer.ports import Clock, Copier, Fence
     from kvoffload.transfer.runs import CopyRuns, Numbers
 
 log = get_logger("transfer")
@@ -68,6 +69,7 @@ class JobFlow:
         self._clock = clock
         self._timeout_s = timeout_s
         self._late_look_at = 0.0
+        self._lost: str | None = None
         self._bound = StoreBound(store_bytes_in_flight, arena.layout.slot_bytes)
         self._queue = StoreQueue(self._bound, arena.layout.slot_bytes)
         self._loads = Lane(Direction.LOAD, timeout_s)
@@ -102,16 +104,26 @@ class JobFlow:
             copies + sum(lane.written_off for lane in self._readings.values()) if self._readings else copies
         )
 
-    def accept(self, jobs: Sequence[TransferJob]) -> list[OpenJob]:
+    @property
+    def lost(self) -> str | None:
+        """Why the device runs nothing more of this process, None while it does."""
+        return self._lost or next((lane.lost for lane in self._copies if lane.lost), None)
+
+    def accept(self, jobs: Sequence[TransferJob], fence: Fence = None) -> list[OpenJob]:
         """Take jobs in and record what their copies wait for; return those that may be started.
+
+        Args:
+            jobs: all of one direction.
+            fence: what they wait for, if that was recorded before.
 
         Raises:
             IllegalTransition: a job was taken in before; nothing changed.
         """
         accepted = self.ledger.accept(jobs, self._clock.monotonic())
         try:
-            fence = self._copier.fence()
+            fence = fence or self._copier.fence()
         except Exception as error:  # the caller is the engine: it must not stumble over a copier
+            self._note_lost(error)
             self.fail(accepted, f"no fence: {error!r}")
             return []
         for job in accepted:
@@ -211,11 +223,16 @@ class JobFlow:
             fences = {id(part.job.fence): part.job.fence for part in parts}
             ticket = self._copier.submit(direction, runs, tuple(fences.values()))
         except Exception as error:  # nothing was started, so the jobs can end
+            self._note_lost(error)
             self.fail([part.job for part in parts], f"not submitted: {error!r}")
             return
         for part in parts:
             part.job.open_parts += 1
         lane.add(Batch(ticket, direction, tuple(parts), runs.total_bytes, len(runs), now))
+
+    def _note_lost(self, error: Exception) -> None:
+        if isinstance(error, DeviceLost):
+            self._lost = str(error)
 
     def _merged(self, direction: Direction, parts: Sequence[Part]) -> CopyRuns:
         blocks = [part.job.blocks[part.start : part.end] for part in parts if part.job.blocks is not None]

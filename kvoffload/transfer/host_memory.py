@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import mmap
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Protocol
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 ReadText = Callable[[str], str | None]
 """Returns a file's text, None where it cannot be read."""
 
+_KEPT: list[object] = []  # memory that a device may still reach
 _NO_LIMIT = 2**60  # version 1 writes no limit as a number that no machine has
 
 
@@ -48,6 +50,7 @@ class HostAllocator(Protocol):
         """Return `size` bytes, every page of them present (and pinned, where the device wants that).
 
         Raises:
+            HostMemoryBusy: they cannot be had now.
             HostMemoryError: they cannot be had.
         """
         ...
@@ -60,17 +63,21 @@ class Pin(Protocol):
         """Pin the memory.
 
         Raises:
-            HostMemoryError: the device's driver refuses.
+            HostMemoryBusy: the device's driver refuses for now.
+            HostMemoryError: it refuses.
         """
         ...
 
-    def unregister(self, address: int) -> None:
-        """Undo `register`."""
+    def unregister(self, address: int) -> bool:
+        """Undo `register`; False where the driver refuses, so that the device may still reach the memory."""
         ...
 
 
 class MmapAllocator:
     """Anonymous memory, touched and pinned on `executor`'s threads so that no loop waits for the kernel.
+
+    Pinned memory is released there too, chunk by chunk: an engine that ends waits a few seconds for its workers, and what is
+    pinned by then goes with the process. A forked child does not get the memory, and core dumps leave it out.
 
     Args:
         executor: its threads do the work.
@@ -97,14 +104,13 @@ class MmapAllocator:
             memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError, OverflowError) as error:
             raise HostMemoryError(f"the system refused {size} bytes of host memory: {error}") from error
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            _advise_huge(memory)
+        _advise(memory)
         # The array keeps the mapping from being closed under a copy; emptying the list lets go of it.
         hold: list[ctypes.Array[ctypes.c_char]] = [(ctypes.c_char * size).from_buffer(memory)]
         address = ctypes.addressof(hold[0])
-        if self._node is not None:
-            self._node.claim(address, size)  # before it is touched: a page stays where it was first
-        ctypes.memset(address, 0, size)  # touches every page, outside the interpreter's lock
+        # Touches every page, outside the interpreter's lock. A page stays on the node where it was first touched.
+        with nullcontext() if self._node is None else self._node.claim(address, size):
+            ctypes.memset(address, 0, size)
         if self._pin is not None:
             try:
                 self._pin.register(address, size)
@@ -115,10 +121,21 @@ class MmapAllocator:
         return HostChunk(address, size, lambda: self._release(address, hold, memory))
 
     def _release(self, address: int, hold: list[ctypes.Array[ctypes.c_char]], memory: mmap.mmap) -> None:
-        if self._pin is not None:
-            self._pin.unregister(address)
-        hold.clear()
-        memory.close()
+        if self._pin is None:
+            _unmap(hold, memory)
+            return
+        try:
+            self._executor.submit(self._unpin, self._pin, address, hold, memory)
+        except RuntimeError:  # the executor was shut down
+            self._unpin(self._pin, address, hold, memory)
+
+    def _unpin(
+        self, pin: Pin, address: int, hold: list[ctypes.Array[ctypes.c_char]], memory: mmap.mmap
+    ) -> None:
+        if pin.unregister(address):
+            _unmap(hold, memory)
+        else:  # the device may write here: the addresses must not become someone else's
+            _KEPT.append((hold, memory))
 
 
 def slots_for(bytes_per_rank: int, layout: DeviceLayout, *, read: ReadText | None = None) -> int:
@@ -218,10 +235,20 @@ def _file_cache(stat: str | None) -> int:
     return _number(fields.get("total_inactive_file", fields.get("inactive_file"))) or 0
 
 
-def _advise_huge(memory: mmap.mmap) -> None:
-    """Ask for huge pages: fewer address translations for scattered copies. A kernel without them serves as well."""
-    with contextlib.suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+def _advise(memory: mmap.mmap) -> None:
+    """Ask for huge pages, and keep the memory out of forks and core dumps.
+
+    Huge pages need fewer address translations for scattered copies. Pinned pages would be copied at each fork. A kernel that
+    refuses serves as well.
+    """
+    for name in ("MADV_HUGEPAGE", "MADV_DONTFORK", "MADV_DONTDUMP"):
+        with contextlib.suppress(OSError, AttributeError):
+            memory.madvise(getattr(mmap, name))
+
+
+def _unmap(hold: list[ctypes.Array[ctypes.c_char]], memory: mmap.mmap) -> None:
+    hold.clear()
+    memory.close()
 
 
 def read_file(path: str) -> str | None:

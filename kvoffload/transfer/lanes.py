@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvoffload.logs import get_logger
+from kvoffload.model.errors import DeviceLost
 from kvoffload.transfer.ports import TicketState
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class Lane:
         batches: batches added so far.
         copies: contiguous copies in them.
         queries: questions put to tickets.
+        lost: why the device runs nothing more of this process, None while it does.
     """
 
     def __init__(self, direction: Direction, timeout_s: float, work: str = "copy") -> None:
@@ -75,6 +77,7 @@ class Lane:
         self.batches = 0
         self.copies = 0
         self.queries = 0
+        self.lost: str | None = None
 
     def __len__(self) -> int:
         """Pending batches; those that were written off are not among them."""
@@ -125,6 +128,8 @@ class Lane:
         try:
             state = batch.ticket.query()
         except Exception as error:  # whatever a copier raises, the job must end
+            if isinstance(error, DeviceLost):
+                self.lost = str(error)
             self._say_failed(batch, repr(error))
             return TicketState.FAILED
         if state is TicketState.FAILED:

@@ -90,6 +90,11 @@ class DeviceLayout:
         return self.regions[0].blocks
 
     @property
+    def is_cuda(self) -> bool:
+        """Whether the tensors lie on a CUDA device, which wants host memory pinned."""
+        return self.device.partition(":")[0] == "cuda"
+
+    @property
     def device(self) -> str:
         """The device's name, such as "cpu" or "cuda:0"."""
         return self.regions[0].device

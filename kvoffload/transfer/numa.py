@@ -1,7 +1,8 @@
 """Host memory on the GPU's own NUMA node: what lies on another one comes over a second, slower bus.
 
-It is a wish (`MPOL_PREFERRED`): where the node is full the kernel takes another, and where it may not be asked, as in some
-containers, memory comes as it would have come.
+It is a preference (`MPOL_PREFERRED`): where the node is full the kernel takes another. Where the kernel refuses to be asked,
+as under the default profile of Docker, the touching thread runs on the node's processors meanwhile: a page lies where the
+thread that first touches it runs. Where that is refused too, memory lies where it would have lain.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from kvoffload.logs import get_logger
 
@@ -41,23 +44,51 @@ class PreferredNode:
     Args:
         node: its number.
         syscall: of the C library; None says that there is none.
+        read: reads the kernel's files.
     """
 
-    def __init__(self, node: int, syscall: Syscall | None = None) -> None:
+    def __init__(
+        self, node: int, syscall: Syscall | None = None, read: ReadText = lambda path: Path(path).read_text()
+    ) -> None:
         self._node = node
+        self._read = read
         self._syscall = syscall or _find_syscall()
         self._number = _MBIND.get(platform.machine())
         self._has_warned = False
 
-    def claim(self, address: int, size: int) -> None:
-        """Ask for the pages of a mapping that nobody has touched. Says in the log what came of the first; never raises."""
+    @contextmanager
+    def claim(self, address: int, size: int) -> Iterator[None]:
+        """Ask for the pages of a mapping that the caller touches inside. Logs what came of the first; raises nothing."""
         try:
             problem = self._prefer(address, size)
         except Exception as error:  # where memory lies is not worth the memory
             problem = repr(error)
+        before = self._move_here() if problem is not None else None
         if not self._has_warned:
             self._has_warned = True
-            log.info("host_memory_node", node=self._node, is_preferred=problem is None, reason=problem)
+            log.info(
+                "host_memory_node",
+                node=self._node,
+                is_preferred=problem is None,
+                touched_there=before is not None,
+                reason=problem,
+            )
+        try:
+            yield
+        finally:
+            if before is not None:
+                with suppress(OSError):
+                    os.sched_setaffinity(0, before)
+
+    def _move_here(self) -> set[int] | None:
+        """Let the calling thread run on the node's processors only; return where it ran before, None if refused."""
+        try:
+            text = self._read(f"/sys/devices/system/node/node{self._node}/cpulist") or ""
+            before = os.sched_getaffinity(0)
+            os.sched_setaffinity(0, before & _processors(text))
+        except (OSError, ValueError, AttributeError):  # also where none of them may be used
+            return None
+        return before
 
     def _prefer(self, address: int, size: int) -> str | None:
         """Return why the kernel refuses, None where it does not."""
@@ -68,6 +99,15 @@ class PreferredNode:
         words = (ctypes.c_long(self._number), ctypes.c_void_p(address), ctypes.c_ulong(size))
         code = self._syscall(*words, ctypes.c_int(_PREFERRED), mask, ctypes.c_ulong(_NODES), ctypes.c_uint(0))
         return os.strerror(ctypes.get_errno()) if code != 0 else None
+
+
+def _processors(text: str) -> set[int]:
+    """Return what a list such as "0-3,8" names."""
+    found: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return found
 
 
 def _find_syscall() -> Syscall | None:

@@ -12,19 +12,23 @@ Import this module only where triton is installed.
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 import triton  # type: ignore[import-not-found]  # it comes with an engine
 import triton.language as tl  # type: ignore[import-not-found]
 
 if TYPE_CHECKING:
+    from kvoffload.transfer.cuda_driver import NvidiaDriver
     from kvoffload.transfer.runs import CopyRuns, Numbers
 
 _PROGRAMS = 32  # 128 KiB under way: about twice what a bus of 50 GB/s and 1.2 us holds
 _WORDS = 512  # of eight bytes, that a program has under way
 _WARPS = 4
+_RUNS = 8192  # that one launch copies
+_BUFFERS = 8  # launches under way on one stream
+_ROW_BYTES = 24
 
 
 # `runs` is not specialized: another variant would be compiled in the middle of a step.
@@ -49,22 +53,75 @@ def _copy_runs(descriptors: tl.tensor, runs: tl.tensor, words: tl.constexpr) -> 
             tl.store(byte_target + at, tl.load(byte_source + at, at < size), at < size)
 
 
-def describe(runs: CopyRuns) -> Numbers:
-    """Return what the kernel reads: [3, runs], addresses to write to, addresses to read from, bytes."""
-    return np.stack((runs.target, runs.source, runs.size))
+class PageKernel:
+    """The kernel on one stream. All memory is taken here, and the kernel is compiled and loaded here; `enqueue` does neither.
+
+    Descriptors go through pinned buffers, one a launch until its batch has ended, into one piece of device memory: within a
+    stream the next copy into it waits for the kernel before.
+
+    Args:
+        driver: the device's, in use by the calling thread.
+        stream: handle of the stream.
+
+    Raises:
+        Exception: the kernel does not compile or load, or memory cannot be had.
+    """
+
+    def __init__(self, driver: NvidiaDriver, stream: int) -> None:
+        self._driver = driver
+        self._stream = stream
+        with driver.relaxed():
+            self._target = Int64Pointer(driver.allocate(_RUNS * _ROW_BYTES, stream))
+            kernel = _copy_runs.warmup(self._target, _RUNS, words=_WORDS, num_warps=_WARPS, grid=(1,))
+            self._launchers = [kernel[(programs, 1, 1)] for programs in range(1, _PROGRAMS + 1)]
+            memory = driver.pinned(_BUFFERS * _RUNS * _ROW_BYTES).view(np.int64)
+        self._free: deque[Numbers] = deque(memory.reshape(_BUFFERS, 3 * _RUNS))
+
+    def enqueue(self, runs: CopyRuns) -> object:
+        """Start copies; return what has to live until they have ended.
+
+        Raises:
+            BufferError: too many launches are under way; nothing was started.
+        """
+        needed = [_Buffer(self._free) for _ in range(0, len(runs), _RUNS)]
+        copy = self._driver.library.cuMemcpyAsync
+        for number, buffer in enumerate(needed):
+            part = slice(number * _RUNS, (number + 1) * _RUNS)
+            count = len(runs.size[part])
+            rows = buffer.rows[: 3 * count].reshape(3, count)
+            rows[0], rows[1], rows[2] = runs.target[part], runs.source[part], runs.size[part]
+            copy(self._target.address, buffer.rows.ctypes.data, rows.nbytes, self._stream)
+            launch = self._launchers[min(_PROGRAMS, count) - 1]
+            launch(self._target, count, _WORDS, stream=self._stream)
+        return needed
 
 
-def launch(descriptors: torch.Tensor) -> None:
-    """Start the kernel on the current stream; `descriptors` as `describe` makes them, where the kernel can read them."""
-    runs = descriptors.shape[1]
-    if runs:
-        _copy_runs[(min(_PROGRAMS, runs),)](descriptors, runs, words=_WORDS, num_warps=_WARPS)
+class _Buffer:
+    """A pinned buffer, which goes back with the last reference to it.
+
+    Raises:
+        BufferError: none is free.
+    """
+
+    def __init__(self, free: deque[Numbers]) -> None:
+        try:
+            self.rows = free.popleft()
+        except IndexError:
+            raise BufferError("every buffer for descriptors is in use") from None
+        self._free = free
+
+    def __del__(self) -> None:
+        if hasattr(self, "rows"):
+            self._free.append(self.rows)
 
 
-def enqueue(runs: CopyRuns, stream: torch.cuda.Stream) -> object:
-    """Start copies on `stream`; return what has to live until they have ended."""
-    staged = torch.from_numpy(describe(runs)).pin_memory()  # torch keeps such memory for the next time
-    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
-        descriptors = staged.to(stream.device, non_blocking=True)
-        launch(descriptors)
-    return staged, descriptors
+class Int64Pointer:
+    """What Triton takes for a tensor."""
+
+    dtype = tl.int64
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+    def data_ptr(self) -> int:
+        return self.address

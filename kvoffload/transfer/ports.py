@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from kvoffload.model.transfer import Direction
     from kvoffload.transfer.runs import CopyRuns
 
+HELD_COPIES = 256
+"""Copies up to which a copier enqueues a batch without releasing the interpreter's lock in between."""
+
 Fence: TypeAlias = object
 """What a copier recorded on the hook's own thread and what a copy waits for; opaque to everyone else."""
 
@@ -41,7 +44,8 @@ class Ticket(Protocol):
     def query(self) -> TicketState:
         """Return where the batch stands, without blocking. Not called again once it has ended.
 
-        A ticket that raises here is taken as failed, so a copier may raise only where nothing runs any more.
+        A ticket that raises here is taken as failed, so a copier may raise only where nothing runs any more: `DeviceLost`
+        where that holds for all of its batches.
         """
         ...
 

@@ -5,7 +5,7 @@ The transfer coroutine, on a thread of its own, starts stores and notices ends. 
 itself, at once: a request waits for them. Stores wait in a queue for the coroutine, because nobody waits for them and
 cutting them up takes time.
 
-    hook's thread     submit_loads ─ fence, one batch ──────────▶ load lane  ─┐
+    hook's thread     fence ─ submit_loads ─ one batch ─────────▶ load lane  ─┐
                       submit_stores ─ fence ─▶ store queue                    ├─ reap ─▶ ledger ─▶ take_report
     coroutine         store queue ─ within the byte budget ─────▶ store lane ─┘
 
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from kvoffload.model.transfer import TransferJob
     from kvoffload.transfer.arena import Arena
     from kvoffload.transfer.checksums import Checksums
-    from kvoffload.transfer.ports import Clock, Copier
+    from kvoffload.transfer.ports import Clock, Copier, Fence
     from kvoffload.transfer.statistics import TransferStatistics
 
 log = get_logger("transfer")
@@ -98,16 +98,27 @@ class TransferPump:
         self._was_started = False
         self._is_closing = False
         self._gone: str | None = None  # why the coroutine will start nothing more
-        self._reported_slots = 0
-        self._reported_growing = True
+        self._reported: tuple[int, bool, str | None] = (0, True, None)
         self._wake_ups = 0
 
     # --- the hook's thread ---
 
-    def submit_loads(self, jobs: Sequence[TransferJob]) -> None:
+    def fence(self) -> Fence:
+        """Return what stands for all that the calling thread has enqueued on the device so far, None if it cannot be had."""
+        try:
+            return self._copier.fence()
+        except Exception as error:  # a later fence serves as well
+            log.warning("fence_refused", rank=self._rank, reason=repr(error))
+            return None
+
+    def submit_loads(self, jobs: Sequence[TransferJob], fence: Fence = None) -> None:
         """Start loads, all in one batch, behind what the calling thread has enqueued on the device so far.
 
         A job that cannot be started is reported as failed.
+
+        Args:
+            jobs: the loads.
+            fence: taken before by the same thread; the loads then wait only for what was enqueued before it.
 
         Raises:
             IllegalTransition: a job was handed in before; nothing changed.
@@ -115,7 +126,7 @@ class TransferPump:
         if not jobs:
             return
         with self._admission:
-            accepted = self._flow.accept(jobs)
+            accepted = self._flow.accept(jobs, fence)
             if self._is_closing:
                 self._flow.fail(accepted, _CLOSING)
                 return
@@ -160,10 +171,11 @@ class TransferPump:
         reports = self._flow.ledger.take_reports()
         # Asked in this order, so that the last slots are there when no more are on their way.
         is_growing = self._arena.is_growing
-        ready_slots = max(self._arena.ready_slots, self._reported_slots)
-        if not reports and (ready_slots, is_growing) == (self._reported_slots, self._reported_growing):
+        ready_slots = max(self._arena.ready_slots, self._reported[0])
+        state = ready_slots, is_growing, self._flow.lost
+        if not reports and state == self._reported:
             return None
-        self._reported_slots, self._reported_growing = ready_slots, is_growing
+        self._reported = state
         return TransferReport(
             self._rank,
             reports,
@@ -172,6 +184,7 @@ class TransferPump:
             is_growing,
             self._arena.layout.slot_bytes,
             self._arena.slots,
+            self._flow.lost,
         )
 
     def coroutine_lost(self, reason: str) -> None:

@@ -20,12 +20,15 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING
 
+from kvoffload.transfer.ports import HELD_COPIES
+
 if TYPE_CHECKING:
     from kvoffload.transfer.lanes import Batch
 
 _FLOOR = 8  # parts of the ceiling: a batch or two, or the coroutine's own pace would starve the stores
 _STEP = 8  # parts of the ceiling that an undisturbed batch gives back
 _SLOW = 2.0  # times the best: what a copy takes by itself varies by less
+_LOCK_S = 0.01  # what waits for the interpreter's lock may add to the time of a batch that is enqueued in several calls
 _FORGET = 0.98  # of the best speed, with each batch: a faster moment is no measure for good
 
 
@@ -74,4 +77,4 @@ class StoreBound:
         speed = batch.size / copy_s
         best = max(speed, _FORGET * self._best.get(kind, 0.0))
         self._best[kind] = best
-        return speed * _SLOW < best
+        return speed * _SLOW < best and (batch.copies <= HELD_COPIES or copy_s - batch.size / best > _LOCK_S)

@@ -36,6 +36,7 @@ class ReferenceWorker:
         warn(answers)
 
     def start_loads(self, plan: object) -> None:
+        self.offload.begin_step(_plan(plan))
         self.offload.start_loads(_plan(plan))
 
     def start_stores(self, plan: object) -> None:

@@ -67,9 +67,13 @@ class VllmWorker:
     # -- a step -------------------------------------------------------------------------------------------------
 
     def bind(self, metadata: KVOffloadMetadata) -> None:
-        """Take the step's plan. Loads that ended without a copy are reported here, as vLLM hears of loads only here."""
+        """Take the step's plan. Loads that ended without a copy are reported here, as vLLM learns of loads only here.
+
+        Both of vLLM's model runners bind after they have zeroed and copied blocks for the step, and before its forward pass.
+        """
         self._metadata = metadata
         self._stores_started = False
+        self._offload.begin_step(metadata.plan)
         for load in metadata.plan.loads:
             assert load.request is not None, load
             self._loading[load.job] = (load.request, load.blocks)
@@ -82,7 +86,7 @@ class VllmWorker:
         self._received.failed.update(ended.failed)
 
     def start_loads(self) -> None:
-        """Submit the step's loads, behind what this thread has put on the device so far."""
+        """Submit the step's loads, behind what this thread had put on the device when the step was bound."""
         if self._metadata is not None:
             self._offload.start_loads(self._metadata.plan)
 

@@ -39,7 +39,7 @@ def machine(root: Path, files: Mapping[str, str | None] | None = None, **given: 
         "exists": lambda path: (root / path.lstrip("/")).exists(),
         "space": lambda path: Space(GIB, GIB),
         "gpus": Gpus,
-        "requirements": lambda: ("torch>=2.5", 'cuda-bindings>=12.9; extra == "cuda"'),
+        "requirements": lambda: ("torch>=2.5", 'opentelemetry-api>=1.27; extra == "otel"'),
         "version": {"kvoffload": "0.1.0", "torch": "2.13.0+cpu"}.get,
         "entry_points": lambda group: {},
         "source": lambda package, path: None,

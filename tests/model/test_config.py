@@ -29,6 +29,7 @@ KEYS = [
     "transfer_timeout_s",
     "layout",
     "prefix_junctions",
+    "batch_copies",
     "journal_path",
     "otlp_endpoint",
 ]
@@ -59,6 +60,7 @@ def test_everything_can_be_set() -> None:
         "transfer_timeout_s": 5,
         "layout": "blocks",
         "prefix_junctions": False,
+        "batch_copies": "off",
         "journal_path": "/tmp/journal",
         "otlp_endpoint": "http://localhost:4318/v1/traces",
     }
@@ -66,7 +68,7 @@ def test_everything_can_be_set() -> None:
     config = parse_config(raw)
     endpoint = "http://localhost:4318/v1/traces"
     assert config == OffloadConfig(
-        2 * 2**30, 4096, "lazy", "lru", 0, "off", 5.0, "blocks", False, Path("/tmp/journal"), endpoint
+        2 * 2**30, 4096, "lazy", "lru", 0, "off", 5.0, "blocks", False, "off", Path("/tmp/journal"), endpoint
     )
 
 
@@ -154,6 +156,7 @@ BAD: dict[str, list[object]] = {
     "verify": ["on", True, None],
     "transfer_timeout_s": [0, -1, float("nan"), float("inf"), "30", True, None],
     "layout": ["BLHNC", "block", None],
+    "batch_copies": ["on", True, None],
     "journal_path": ["", "a\0b", 3, None, b"x"],
 }
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvoffload.model.errors import CopyError
+from kvoffload.model.errors import CopyError, DeviceLost
 from kvoffload.model.transfer import Direction
 from kvoffload.transfer.host_copier import copy_by_memmove
 from kvoffload.transfer.runs import CopyRuns
@@ -50,6 +50,7 @@ class FakeCuda:
         self.lent = 0
         self.seconds: Callable[[str, CopyRuns], float] = lambda kind, runs: 1.0
         self.device_error = False
+        self.is_closed = False
 
     def stream(self, *, urgent: bool) -> Stream:
         self.streams.append(Stream(urgent))
@@ -72,7 +73,7 @@ class FakeCuda:
 
     def has_passed(self, event: Event) -> bool:
         if self.device_error:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            raise DeviceLost("CUDA error: an illegal memory access was encountered")
         return event.passed_at is not None
 
     def seconds_between(self, start: Event, end: Event) -> float:
@@ -89,6 +90,10 @@ class FakeCuda:
             raise CopyError("refused")
         stream.operations.append(("copy", runs))
 
+    def prepare_kernel(self, stream: Stream) -> None:
+        if self.kernel_error is not None:
+            raise self.kernel_error
+
     def copy_by_kernel(self, runs: CopyRuns, stream: Stream) -> object:
         if self.kernel_error is not None:
             raise self.kernel_error
@@ -102,6 +107,9 @@ class FakeCuda:
         self.lent += 1
         yield FakeScratch(device.ctypes.data, np.zeros(2 * size, np.uint8))
         self.lent -= 1
+
+    def close(self) -> None:
+        self.is_closed = True
 
     def run(self, stream: Stream, operations: int = 1000) -> None:
         while stream.operations and operations > 0:

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import faulthandler
 import mmap
+import os
+import re
+import resource
+import sys
+from pathlib import Path
 
 import pytest
 
-from kvoffload.model.errors import HostMemoryError
-from kvoffload.testing import FakeDevice, ManualExecutor, wait_all_blocked
+from kvoffload.model.errors import HostMemoryBusy, HostMemoryError
+from kvoffload.runtime import worker_side
+from kvoffload.testing import FakeClock, FakeDevice, ManualExecutor, wait_all_blocked
 from kvoffload.testing.logs import capture_logs
 from kvoffload.transfer.arena import Arena
-from kvoffload.transfer.host_memory import MmapAllocator
+from kvoffload.transfer.host_memory import HostChunk, MmapAllocator
 
 LAYOUT = FakeDevice(4, [4096, 1024]).layout
 CHUNK = 3 * LAYOUT.slot_bytes
+_NO_RESERVE = 0x4000  # Linux: no memory is set aside for the mapping
 
 pytestmark = pytest.mark.asyncio
 
@@ -32,8 +41,9 @@ class CountingPin:
         self._left -= 1
         self.pinned[address] = size
 
-    def unregister(self, address: int) -> None:
+    def unregister(self, address: int) -> bool:
         del self.pinned[address]
+        return True
 
 
 async def test_ready_slots_grow_with_each_chunk() -> None:
@@ -52,6 +62,7 @@ async def test_ready_slots_grow_with_each_chunk() -> None:
     assert sum(pin.pinned.values()) < 8 * LAYOUT.slot_bytes + 3 * 2 * 64  # no rounding to a power of two
     arena.close()
     arena.close()
+    executor.release()  # memory is released on its threads
     assert pin.pinned == {}
 
 
@@ -122,6 +133,149 @@ async def test_closing_while_a_chunk_is_made() -> None:
     task = asyncio.create_task(arena.prepare())
     await wait_all_blocked()
     arena.close()
-    executor.run_all()
+    executor.release()
     await task
     assert (arena.ready_slots, pin.pinned) == (0, {})
+
+
+class ChargingPin(CountingPin):
+    """Takes seconds on a fake clock for each byte, and is busy as often as the test says."""
+
+    def __init__(self, clock: FakeClock, bytes_per_second: float = CHUNK, busy: int = 0) -> None:
+        super().__init__(limit=10**6)
+        self._clock, self._speed, self.busy = clock, bytes_per_second, busy
+
+    def register(self, address: int, size: int) -> None:
+        if self.busy:
+            self.busy -= 1
+            raise HostMemoryBusy("a graph is being captured")
+        self._clock.jump(size / self._speed)
+        super().register(address, size)
+
+
+async def test_a_bounded_part_is_made_at_the_start_and_the_rest_with_pauses() -> None:
+    clock = FakeClock()
+    pin = ChargingPin(clock)
+    arena = Arena(LAYOUT, 18, MmapAllocator(ManualExecutor(held=False), pin), chunk_bytes=CHUNK, clock=clock)
+    await arena.prepare_for(2.5)
+    assert arena.ready_slots == 9
+    assert clock.monotonic() == pytest.approx(3.0, rel=0.1)
+    assert arena.is_growing
+    task = asyncio.create_task(arena.prepare(with_pauses=True))
+    grown = []
+    for _ in range(3):
+        await wait_all_blocked()
+        grown.append(arena.ready_slots)
+        await clock.advance(0.9)  # the last piece took a second: no other comes so soon
+        grown.append(arena.ready_slots)
+        await clock.advance(0.7)
+    await clock.advance(2)
+    await task
+    assert grown == [12, 12, 15, 15, 18, 18]
+    arena.close()
+
+
+async def test_memory_that_is_busy_is_left_by_the_start_and_asked_for_again_later() -> None:
+    clock = FakeClock()
+    pin = ChargingPin(clock, busy=3)
+    arena = Arena(LAYOUT, 6, MmapAllocator(ManualExecutor(held=False), pin), chunk_bytes=CHUNK, clock=clock)
+    with capture_logs() as logs:
+        await arena.prepare_for(10)
+        assert (arena.ready_slots, arena.is_growing, pin.busy) == (0, True, 2)
+        task = asyncio.create_task(arena.prepare())
+        await clock.advance(0.5)
+        assert arena.ready_slots == 0
+        await clock.advance(5)
+        await task
+    assert (arena.ready_slots, arena.refusal) == (6, None)
+    assert [(entry["event"], entry["retry_s"]) for entry in logs] == [
+        ("host_memory_busy", 1.0),
+        ("host_memory_busy", 2.0),
+    ]
+    arena.close()
+
+
+class TouchlessAllocator:
+    """Maps memory and never touches it; pinning is charged at 10 GB/s."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        self._pin = ChargingPin(clock, 10e9)
+
+    async def allocate(self, size: int) -> HostChunk:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+        hold = [(ctypes.c_char * size).from_buffer(memory)]
+        address = ctypes.addressof(hold[0])
+        self._pin.register(address, size)
+        return HostChunk(address, size, hold.clear)  # the mapping goes with the last reference
+
+
+async def test_half_a_tebibyte_holds_the_start_up_for_seconds_and_no_step_waits_for_the_rest() -> None:
+    layout = FakeDevice(4, [1 << 20, 1 << 20]).layout
+    clock = FakeClock()
+    arena = Arena(layout, (512 << 30) // layout.slot_bytes, TouchlessAllocator(clock), clock=clock)
+    await arena.prepare_for(worker_side._PINNING_S)
+    assert 1 < clock.monotonic() <= 30
+    at_start = arena.ready_slots
+    assert 0 < at_start < arena.slots
+    task = asyncio.create_task(arena.prepare(with_pauses=True))
+    await asyncio.sleep(0)
+    steps = 0
+    while not task.done():  # between two pieces the loop is free
+        steps += 1
+        await asyncio.sleep(0)
+        clock.jump(0.01)
+        clock._wake_due()
+    assert arena.ready_slots == arena.slots
+    assert steps > 1000
+    arena.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel's own files")
+async def test_memory_stays_out_of_forked_children_and_core_dumps() -> None:
+    arena = Arena(LAYOUT, 3, MmapAllocator(ManualExecutor(held=False)))
+    await arena.prepare()
+    address = int(arena.geometry.host_base[0, 0])
+    maps = await asyncio.to_thread(Path("/proc/self/smaps").read_text)
+    flags = re.search(rf"^{address:x}-.*?^VmFlags:(.*?)$", maps, re.M | re.S)
+    assert flags is not None
+    assert set(flags[1].split()) >= {"dc", "dd"}  # do not copy at a fork, do not dump
+    child = os.fork()
+    if child == 0:
+        faulthandler.disable()
+        os._exit(ctypes.c_ubyte.from_address(address).value)  # reading it ends the child by a signal
+    _, status = await asyncio.to_thread(os.waitpid, child, 0)
+    assert os.WIFSIGNALED(status)
+    arena.close()
+
+
+async def test_two_gibibytes_are_locked_and_given_back() -> None:
+    """As pinning does it: every page present, none of them movable to swap. Bounded by what the system lets lock."""
+    library = ctypes.CDLL(None, use_errno=True)
+    executor = ManualExecutor(held=False)
+
+    class Locked(CountingPin):
+        def register(self, address: int, size: int) -> None:
+            if library.mlock(ctypes.c_void_p(address), ctypes.c_size_t(size)) != 0:
+                raise HostMemoryError(os.strerror(ctypes.get_errno()))
+            super().register(address, size)
+
+        def unregister(self, address: int) -> bool:
+            library.munlock(ctypes.c_void_p(address), ctypes.c_size_t(self.pinned[address]))
+            return super().unregister(address)
+
+    size = min(2 << 30, _lockable() * 3 // 4)
+    layout = FakeDevice(4, [4096]).layout
+    pin = Locked()
+    arena = Arena(layout, size // 4096, MmapAllocator(executor, pin))
+    await arena.prepare_for(3600)
+    assert (arena.ready_slots, arena.refusal) == (size // 4096, None)
+    assert sum(pin.pinned.values()) >= size - 4096
+    arena.close()
+    assert pin.pinned == {}
+
+
+def _lockable() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    status = Path("/proc/self/status").read_text()
+    capable = int(re.search(r"^CapEff:\s*(\w+)", status, re.M)[1], 16) >> 14 & 1  # type: ignore[index]  # CAP_IPC_LOCK
+    return 4 << 30 if capable or soft == resource.RLIM_INFINITY else soft

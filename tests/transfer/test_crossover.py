@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -50,12 +49,6 @@ class Device(FakeCuda):
         return max(float(runs.total_bytes), float(len(runs) * self.wins_from[self.direction])) * 0.99
 
 
-@pytest.fixture(autouse=True)
-def _forgetful() -> Iterator[None]:
-    yield
-    crossover._known.clear()
-
-
 def learned(device: Device) -> CudaCopier[Stream, object]:
     copier: CudaCopier[Stream, object] = CudaCopier(device)  # type: ignore[arg-type]
     learn(copier, "cuda:0")
@@ -79,13 +72,6 @@ def test_the_first_size_at_which_the_engine_is_as_fast_ends_the_search() -> None
 def test_an_engine_that_always_wins_gets_everything_and_one_that_never_does_gets_long_copies_only() -> None:
     copier = learned(Device(load_wins_from=0, store_wins_from=2**30))
     assert copier.kernel_below == {Direction.LOAD: 0, Direction.STORE: 512 * KIB}
-
-
-def test_it_is_measured_once_in_a_process() -> None:
-    first = learned(Device(load_wins_from=16 * KIB, store_wins_from=8 * KIB))
-    other = Device(load_wins_from=0, store_wins_from=0)
-    assert learned(other).kernel_below == first.kernel_below
-    assert other.events == 0
 
 
 def fails_to_import(device: Device) -> None:

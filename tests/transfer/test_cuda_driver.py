@@ -1,131 +1,366 @@
-"""What the driver's library is handed, checked by a stand-in that reads it with C's eyes; no device needed."""
+"""The driver that ships, on the emulated libcuda: what it asks for, in which order, and what it makes of refusals."""
 
 from __future__ import annotations
 
 import ctypes
+import subprocess
 import sys
-import types
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 import pytest
 
-from kvoffload.model.errors import CopyError
+from kvoffload.model.errors import CopyError, DeviceLost, HostMemoryBusy, HostMemoryError
 from kvoffload.model.transfer import Direction
+from kvoffload.testing import ManualExecutor
 from kvoffload.testing.logs import capture_logs
-from kvoffload.transfer import cuda_driver
+from kvoffload.transfer import host_memory
+from kvoffload.transfer.cuda_copier import CudaCopier
+from kvoffload.transfer.cuda_driver import CudaPin, NvidiaDriver
+from kvoffload.transfer.cuda_library import CudaError
+from kvoffload.transfer.host_memory import MmapAllocator
+from kvoffload.transfer.ports import HELD_COPIES, TicketState
 from kvoffload.transfer.runs import CopyRuns
+from tests.cuda_emulator import Emulator, Engine
 
-PIECES = 5
-
-
-class BatchedLibrary:
-    """Reads the arguments of cuMemcpyBatchAsync as CUDA 12.8 declares them, and copies."""
-
-    def __init__(self, code: int = 0) -> None:
-        self.code = code
-        self.orders: list[int] = []
-        self.streams: list[int] = []
-        pointer, size = ctypes.c_void_p, ctypes.c_size_t
-        types_ = (pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer)
-        self.callback = ctypes.CFUNCTYPE(ctypes.c_uint, *types_)(self.copy)
-
-    def copy(self, *args: int) -> int:
-        targets, sources, sizes, count, attributes, indices, attribute_count, failed, stream = args
-        words = ctypes.c_uint64 * count
-        if self.code:
-            ctypes.c_size_t.from_address(failed).value = 3
-            return self.code
-        for target, source, size in zip(
-            words.from_address(targets), words.from_address(sources), words.from_address(sizes), strict=True
-        ):
-            ctypes.memmove(target, source, size)
-        assert (attribute_count, ctypes.c_size_t.from_address(indices).value) == (1, 0)
-        # order, then type and id of two hints, then flags: six numbers of four bytes
-        numbers = list((ctypes.c_uint32 * 6).from_address(attributes))
-        assert numbers[1:] == [0] * 5
-        self.orders.append(numbers[0])
-        self.streams.append(stream)
-        return 0
+T = TypeVar("T")
+PIECE = 64
 
 
-def scattered() -> tuple[CopyRuns, np.ndarray, np.ndarray]:
-    source = np.random.default_rng(0).integers(0, 256, (PIECES, 64), np.uint8)
-    target = np.zeros_like(source)
-    rows = np.arange(PIECES, dtype=np.int64) * 64
-    runs = CopyRuns(source.ctypes.data + rows, target.ctypes.data + rows[::-1], np.full(PIECES, 64, np.int64))
-    return runs, source, target
+class Bench:
+    """One device, `pieces` pieces of pinned host memory, and as many of the device's."""
+
+    def __init__(
+        self, emulator: Emulator, pieces: int = 5, device: int = 0, batch_copies: str = "auto"
+    ) -> None:
+        self.emulator = emulator
+        self.engine = Engine(emulator, device, blocks=max(pieces, 1), pages=(PIECE,))
+        self.driver = NvidiaDriver(f"cuda:{device}", lambda: self.engine.stream, batch_copies=batch_copies)
+        self.host = self.driver.pinned(max(pieces, 64) * PIECE)
+        self.host[:] = np.random.default_rng(0).integers(0, 256, len(self.host), np.uint8)
+        rows = np.arange(pieces, dtype=np.int64) * PIECE
+        on_device = self.engine.layout.regions[0].address + rows
+        self.load = CopyRuns(self.host.ctypes.data + rows, on_device, np.full(pieces, PIECE, np.int64))
+        self.store = CopyRuns(on_device, self.host.ctypes.data + rows, self.load.size)
+
+    def device_bytes(self) -> np.ndarray:
+        found = np.zeros(len(self.load) * PIECE, np.uint8)
+        address = self.engine.layout.regions[0].address
+        assert self.emulator.lib.emu_peek(address, found.ctypes.data, len(found))
+        return found
+
+    def has_arrived(self) -> bool:
+        return np.array_equal(self.device_bytes(), self.host[: len(self.load) * PIECE])
 
 
-def test_the_attributes_have_the_size_that_the_driver_expects() -> None:
-    assert ctypes.sizeof(cuda_driver._MemcpyAttributes) == 24
+def elsewhere(act: Callable[[], T]) -> T:
+    """Run on a thread that is new to the driver."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(act).result()
 
 
-def test_a_batch_is_one_call_with_stores_in_stream_order() -> None:
-    library = BatchedLibrary()
-    enqueue = cuda_driver._batched(library.callback)
-    for direction in (Direction.STORE, Direction.LOAD):
-        runs, source, target = scattered()
-        enqueue(direction, runs, 0x1234)
-        assert (target == source[::-1]).all()
-    assert library.orders == [1, 3]
-    assert library.streams == [0x1234, 0x1234]
-
-
-def test_a_refused_batch_names_the_copy() -> None:
-    enqueue = cuda_driver._batched(BatchedLibrary(code=1).callback)
-    with pytest.raises(CopyError, match="cuMemcpyBatchAsync, copy 3 of 5 with error 1"):
-        enqueue(Direction.LOAD, scattered()[0], 0)
-
-
-@pytest.mark.parametrize("code", [0, 700])
-def test_one_call_for_each_copy_where_batches_cannot_be_had(code: int) -> None:
-    types_ = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
-
-    def copy(target: int, source: int, size: int, stream: int | None) -> int:
-        ctypes.memmove(target, source, size)
-        return code
-
-    library = types.SimpleNamespace(cuMemcpyAsync=ctypes.CFUNCTYPE(ctypes.c_uint, *types_)(copy))
-    enqueue = cuda_driver._one_by_one(library)  # type: ignore[arg-type]
-    runs, source, target = scattered()
-    if code:
-        with pytest.raises(CopyError, match="error 700"):
-            enqueue(Direction.STORE, runs, 1)
-    else:
-        enqueue(Direction.STORE, runs, 1)
-        assert (target == source[::-1]).all()
+def test_without_the_library_the_start_says_so() -> None:
+    code = (
+        "import ctypes\n"
+        "def no(*a, **k): raise OSError('libcuda.so.1: cannot open shared object file')\n"
+        "ctypes.PyDLL = no\n"
+        "from kvoffload.transfer.cuda_driver import NvidiaDriver\n"
+        "NvidiaDriver('cuda:0')"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert "EngineContractError: no NVIDIA driver library for cuda:0: libcuda.so.1" in ended.stderr
 
 
 @pytest.mark.parametrize(
-    ("answer", "found"),
+    ("version", "architecture", "setting", "batches"),
     [
-        ((0, 4096, 0), True),  # error, address, status
-        ((0, 4096), True),
-        ((0, 0, 1), False),  # unknown to this driver
-        ((1,), False),  # the version asked for is newer than the driver
+        (12040, 90, "auto", False),  # the driver has none
+        (12040, 90, "on", False),
+        (12080, 90, "auto", True),
+        (13000, 90, "auto", True),  # asked for by number, the older form comes
+        (13000, 90, "off", False),
+        (13000, 100, "auto", False),  # large batches were reported to crash there
+        (13000, 120, "auto", False),
+        (13000, 120, "on", True),
     ],
 )
-def test_the_entry_point_is_asked_for_by_version(
-    monkeypatch: pytest.MonkeyPatch, answer: tuple[int, ...], found: bool
+def test_batches_are_used_where_they_work(
+    emulator: Emulator, version: int, architecture: int, setting: str, batches: bool
 ) -> None:
-    asked: list[tuple[object, ...]] = []
+    emulator.reset(stepped=True, version=version)
+    emulator.set_architecture(architecture)
+    bench = Bench(emulator, batch_copies=setting)
+    stream = bench.driver.stream(urgent=True)
+    bench.driver.copy(Direction.LOAD, bench.load, stream)
+    assert emulator.calls("cuMemcpyBatchAsync") == batches
+    assert emulator.calls("cuMemcpyAsync") == (0 if batches else len(bench.load))
+    emulator.step()
+    assert bench.has_arrived()
 
-    def look_up(*args: object) -> tuple[int, ...]:
-        asked.append(args)
-        return answer
 
-    bindings = types.ModuleType("cuda.bindings")
-    bindings.driver = types.SimpleNamespace(cuGetProcAddress=look_up)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "cuda", types.ModuleType("cuda"))
-    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+@pytest.mark.parametrize(("pieces", "calls"), [(2048, 1), (2049, 2), (10_000, 5)])
+def test_a_batch_goes_in_slices(emulator: Emulator, pieces: int, calls: int) -> None:
+    """Tens of thousands of copies in one call were reported to crash drivers."""
+    bench = Bench(emulator, pieces)
+    bench.driver.copy(Direction.LOAD, bench.load, bench.driver.stream(urgent=True))
+    assert emulator.calls("cuMemcpyBatchAsync") == calls
+    emulator.step()
+    assert bench.has_arrived()
+
+
+def test_a_short_batch_is_enqueued_without_letting_another_thread_in(emulator: Emulator) -> None:
+    """A thread that releases the interpreter's lock between the events measures its wait for it as copying."""
+    bench = Bench(emulator, HELD_COPIES)
+    copier = CudaCopier(bench.driver)
+    before = emulator.calls("cuEventRecord"), emulator.calls("cuEventRecord", with_lock=True)
+    copier.submit(Direction.LOAD, bench.load, ())
+    assert emulator.calls("cuMemcpyBatchAsync", with_lock=True) == emulator.calls("cuMemcpyBatchAsync") == 1
+    after = emulator.calls("cuEventRecord"), emulator.calls("cuEventRecord", with_lock=True)
+    assert [one - other for one, other in zip(after, before, strict=True)] == [2, 2]
+
+
+def test_a_long_batch_lets_the_engine_go_on(emulator: Emulator) -> None:
+    bench = Bench(emulator, HELD_COPIES + 1)
+    bench.driver.copy(Direction.LOAD, bench.load, bench.driver.stream(urgent=True))
+    assert emulator.calls("cuMemcpyBatchAsync") == 1
+    assert emulator.calls("cuMemcpyBatchAsync", with_lock=True) == 0
+
+
+def test_a_refused_batch_names_the_copy_and_fails_when_what_was_taken_has_ended(emulator: Emulator) -> None:
+    bench = Bench(emulator)
+    copier = CudaCopier(bench.driver)
+    emulator.limit_batches(3)
     with capture_logs() as logs:
-        assert (cuda_driver._batch_call() is not None) is found
-    assert asked == [(b"cuMemcpyBatchAsync", 12080, 0)]
-    assert [entry["event"] for entry in logs] == ([] if found else ["batched_copies_unavailable"])
+        ticket = copier.submit(Direction.LOAD, bench.load, ())
+    assert "copy 3 of 5 with CUDA_ERROR_OUT_OF_MEMORY (2)" in logs[0]["reason"]
+    assert ticket.query() is TicketState.PENDING
+    emulator.step()
+    assert ticket.query() is TicketState.FAILED
 
 
-def test_without_the_bindings_there_are_no_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+def test_memory_that_is_not_pinned_is_refused_not_copied(emulator: Emulator) -> None:
+    bench = Bench(emulator)
+    pageable = np.zeros(PIECE * 5, np.uint8)
+    runs = CopyRuns(pageable.ctypes.data + np.arange(5) * PIECE, bench.load.target, bench.load.size)
+    with pytest.raises(CopyError, match="copy 0 of 5 with CUDA_ERROR_INVALID_VALUE"):
+        bench.driver.copy(Direction.LOAD, runs, bench.driver.stream(urgent=True))
+
+
+def test_streams_are_our_own_with_the_priorities_that_the_device_has(emulator: Emulator) -> None:
+    bench = Bench(emulator)
+    copier = CudaCopier(bench.driver)
+    priorities = {}
+    for direction, stream in copier._streams.items():
+        found = ctypes.c_int()
+        emulator.lib.cuStreamGetPriority(ctypes.c_void_p(stream), ctypes.byref(found))
+        priorities[direction] = found.value
+    assert priorities == {Direction.LOAD: -5, Direction.STORE: 0}
+    assert bench.engine.stream not in copier._streams.values()
+
+
+def test_no_event_is_made_while_batches_are_submitted(emulator: Emulator) -> None:
+    bench = Bench(emulator)
+    copier = CudaCopier(bench.driver)
+    made = emulator.calls("cuEventCreate")
+    for _ in range(200):
+        ticket = copier.submit(Direction.LOAD, bench.load, (copier.fence(),))
+        emulator.step()
+        assert ticket.query() is TicketState.DONE
+    assert emulator.calls("cuEventCreate") == made
+
+
+def test_events_are_not_used_again_before_their_batch_has_ended(emulator: Emulator) -> None:
+    bench = Bench(emulator)
+    copier = CudaCopier(bench.driver)
+    tickets = [copier.submit(Direction.LOAD, bench.load, (copier.fence(),)) for _ in range(200)]
+    assert {ticket.query() for ticket in tickets} == {TicketState.PENDING}
+    emulator.step()
+    assert {ticket.query() for ticket in tickets} == {TicketState.DONE}
+
+
+def test_copies_behind_which_no_end_could_be_recorded_stay_pending_until_one_can(emulator: Emulator) -> None:
+    bench = Bench(emulator)
+    copier = CudaCopier(bench.driver)
+    emulator.fail(
+        "cuEventRecord", 400, after=1, times=2
+    )  # the start event is recorded, the end is not, twice
+    ticket = copier.submit(Direction.LOAD, bench.load, ())
     with capture_logs() as logs:
-        assert cuda_driver._batch_call() is None
-    assert [entry["event"] for entry in logs] == ["batched_copies_unavailable"]
+        assert ticket.query() is TicketState.PENDING
+    assert [entry["event"] for entry in logs] == ["copy_query_refused"]
+    assert ticket.query() is TicketState.PENDING
+    emulator.step()
+    assert ticket.query() is TicketState.DONE
+
+
+@pytest.mark.parametrize("code", [900, 400, 2])
+def test_a_refused_question_says_nothing_about_the_copies(emulator: Emulator, code: int) -> None:
+    bench = Bench(emulator)
+    ticket = CudaCopier(bench.driver).submit(Direction.LOAD, bench.load, ())
+    emulator.fail("cuEventQuery", code, times=3)
+    with capture_logs() as logs:
+        assert [ticket.query() for _ in range(3)] == [TicketState.PENDING] * 3
+    assert len(logs) == 1
+    emulator.step()
+    assert ticket.query() is TicketState.DONE
+
+
+@pytest.mark.parametrize("code", [700, 719, 999])
+def test_a_lost_device_ends_every_batch(emulator: Emulator, code: int) -> None:
+    bench = Bench(emulator)
+    copier = CudaCopier(bench.driver)
+    ticket = copier.submit(Direction.LOAD, bench.load, ())
+    emulator.lose(0, code)
+    with pytest.raises(DeviceLost, match=rf"\({code}\)"):
+        ticket.query()
+    with pytest.raises(DeviceLost):
+        copier.submit(Direction.LOAD, bench.load, ())
+    copier.close()  # raises nothing
+
+
+def test_a_question_during_a_capture_neither_fails_nor_spoils_it(emulator: Emulator) -> None:
+    bench = Bench(emulator)
+    copier = CudaCopier(bench.driver)
+    ticket = copier.submit(Direction.LOAD, bench.load, ())
+    bench.engine.capture()
+    assert elsewhere(ticket.query) is TicketState.PENDING
+    emulator.step()
+    assert elsewhere(ticket.query) is TicketState.DONE
+    assert bench.engine.end_capture() == 0
+
+
+def test_the_engines_thread_keeps_its_capture_mode(emulator: Emulator) -> None:
+    bench = Bench(emulator)
+    with bench.driver.scratch(4096, bench.driver.stream(urgent=False)):
+        assert emulator.lib.emu_capture_mode() == 2
+        emulator.step()
+    assert emulator.lib.emu_capture_mode() == 0
+
+    def of_another() -> int:
+        bench.driver.record(bench.driver.event(timed=False), bench.engine.stream)
+        return int(emulator.lib.emu_capture_mode())
+
+    assert elsewhere(of_another) == 2
+
+
+CALLS: dict[str, Callable[[Bench], object]] = {
+    "has_passed": lambda bench: bench.driver.has_passed(bench.driver.event(timed=True)),
+    "event": lambda bench: bench.driver.event(timed=True),
+    "record": lambda bench: bench.driver.record(bench.driver.event(timed=True), bench.engine.stream),
+    "record_current": lambda bench: bench.driver.record_current(bench.driver.event(timed=True)),
+    "wait": lambda bench: bench.driver.wait(bench.engine.stream, bench.driver.event(timed=True)),
+    "stream": lambda bench: bench.driver.stream(urgent=True),
+    "copy": lambda bench: bench.driver.copy(Direction.LOAD, bench.load, bench.engine.stream),
+    "register": lambda bench: bench.driver.pinned(4096),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_the_first_call_of_a_thread_uses_the_right_device_and_makes_no_context_on_another(
+    emulator: Emulator, call: str
+) -> None:
+    bench = Bench(emulator, device=1)
+    assert emulator.contexts == 0b10
+
+    def first() -> int:
+        assert emulator.lib.emu_current() == -1
+        CALLS[call](bench)
+        return int(emulator.lib.emu_current())
+
+    assert elsewhere(first) == 1
+    assert emulator.contexts == 0b10
+
+
+def test_two_devices_take_turns_on_one_thread(emulator: Emulator) -> None:
+    benches = [Bench(emulator, device=device) for device in (0, 1)]
+    copiers = [CudaCopier(bench.driver) for bench in benches]
+    for _ in range(3):
+        tickets = [
+            copier.submit(Direction.LOAD, bench.load, (copier.fence(),))
+            for bench, copier in zip(benches, copiers, strict=True)
+        ]
+        emulator.step()
+        assert [ticket.query() for ticket in tickets] == [TicketState.DONE] * 2
+    assert all(bench.has_arrived() for bench in benches)
+
+
+def test_errors_have_the_drivers_names(emulator: Emulator) -> None:
+    bench = Bench(emulator)
+    emulator.fail("cuMemHostRegister_v2", 712)
+    with pytest.raises(
+        CudaError, match=r"cuMemHostRegister_v2 with CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED \(712\)"
+    ):
+        bench.driver.pinned(4096)
+    emulator.fail("cuMemHostRegister_v2", 12345)
+    with pytest.raises(CudaError, match=r"an unknown error \(12345\)"):
+        bench.driver.pinned(4096)
+
+
+def test_scratch_memory_is_returned_whatever_happens(emulator: Emulator) -> None:
+    bench = Bench(emulator)
+    stream, before = bench.driver.stream(urgent=False), emulator.registrations
+    emulator.shift_host_addresses(4096)
+    with (
+        pytest.raises(HostMemoryError, match="cannot use the host's addresses"),
+        bench.driver.scratch(4096, stream),
+    ):
+        pass
+    emulator.shift_host_addresses(0)
+    emulator.fail("cuMemAllocAsync", 2)
+    with pytest.raises(CudaError, match="cuMemAllocAsync"), bench.driver.scratch(4096, stream):
+        pass
+    assert emulator.registrations == before
+
+
+def test_pinning_that_meets_a_capture_is_busy_and_other_refusals_are_final(emulator: Emulator) -> None:
+    pin, memory = CudaPin(Bench(emulator).driver), np.zeros(4096, np.uint8)
+    emulator.fail("cuMemHostRegister_v2", 900)
+    with pytest.raises(
+        HostMemoryBusy, match=r"4096 bytes of host memory are not pinned: .*CAPTURE_UNSUPPORTED"
+    ):
+        pin.register(memory.ctypes.data, 4096)
+    emulator.fail("cuMemHostRegister_v2", 2)
+    with pytest.raises(HostMemoryError) as caught:
+        pin.register(memory.ctypes.data, 4096)
+    assert not isinstance(caught.value, HostMemoryBusy)
+
+
+def test_memory_that_the_driver_does_not_release_stays_mapped(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device may still write there, so the addresses must not become someone else's."""
+    kept: list[object] = []
+    monkeypatch.setattr(host_memory, "_KEPT", kept)
+    allocator = MmapAllocator(ManualExecutor(held=False), CudaPin(Bench(emulator).driver))
+    chunk = allocator._allocate(1 << 20)
+    emulator.fail("cuMemHostUnregister", 2)
+    with capture_logs() as logs:
+        chunk.release()
+    assert [entry["event"] for entry in logs] == ["host_memory_not_unpinned"]
+    assert kept
+    ctypes.memset(chunk.address, 1, 16)
+
+
+def test_pinned_memory_is_released_on_the_executors_threads(emulator: Emulator) -> None:
+    """An engine that ends does not wait for thousands of calls into the driver."""
+    executor = ManualExecutor(held=False)
+    allocator = MmapAllocator(executor, CudaPin(Bench(emulator).driver))
+    chunk = allocator._allocate(1 << 20)
+    before = emulator.calls("cuMemHostUnregister")
+    executor.hold()
+    chunk.release()
+    assert emulator.calls("cuMemHostUnregister") == before
+    executor.release()
+    assert emulator.calls("cuMemHostUnregister") == before + 1
+
+
+def test_closing_destroys_streams_and_events(emulator: Emulator) -> None:
+    bench = Bench(emulator)
+    copier = CudaCopier(bench.driver)
+    copier.submit(Direction.LOAD, bench.load, (copier.fence(),))
+    copier.close()
+    assert emulator.calls("cuStreamDestroy_v2") == 2
+    emulator.step()
+    assert bench.has_arrived()  # what was on a stream runs to its end

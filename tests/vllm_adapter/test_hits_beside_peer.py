@@ -25,6 +25,7 @@ from unittest.mock import patch
 import pytest
 
 from kvoffload.model.transfer import TransferJob
+from kvoffload.transfer.ports import Fence
 from kvoffload.transfer.pump import TransferPump
 from tests.vllm_adapter.engine_rig import DEVICE_BLOCKS, MARKS, SLOT_BYTES, Held, offloading
 from tests.vllm_stock import checkpoints, engines
@@ -106,9 +107,9 @@ class OneThread(TransferPump):
         super().submit_stores(jobs)
         self._turn()
 
-    def submit_loads(self, jobs: Sequence[TransferJob]) -> None:
+    def submit_loads(self, jobs: Sequence[TransferJob], fence: Fence = None) -> None:
         self._wakeup.set = lambda: None  # type: ignore[method-assign]
-        super().submit_loads(jobs)
+        super().submit_loads(jobs, fence)
 
 
 @contextmanager

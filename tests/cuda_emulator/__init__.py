@@ -1,0 +1,231 @@
+"""The emulated driver (`emulator.c`) as Python sees it. `build` compiles it, `Emulator` loads it as `libcuda.so.1`.
+
+emulator = Emulator(build(folder))
+emulator.reset(stepped=True, seed=1)       every test begins with a driver that knows nothing
+engine = Engine(0)                         an engine's stream, and memory on device 0
+engine.write(block, seed), engine.read(block, seed)
+emulator.step(10)                          stepped: ten operations of streams drawn by the seed
+emulator.races, emulator.wrong, emulator.report
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from functools import cache
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("emulator.c")
+RELAXED, CAPTURE_GLOBAL = 2, 0
+_INTERFACE: dict[str, tuple[object, tuple[object, ...]]] = {
+    "emu_reset": (None, (ctypes.c_int, ctypes.c_uint64, ctypes.c_uint, ctypes.c_int)),
+    "emu_step": (ctypes.c_int, (ctypes.c_int,)),
+    "emu_kernel": (
+        ctypes.c_int,
+        (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_int, ctypes.c_double),
+    ),
+    "emu_host_access": (None, (ctypes.c_uint64, ctypes.c_size_t, ctypes.c_int)),
+    "emu_peek": (ctypes.c_int, (ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t)),
+    "emu_adopt": (None, (ctypes.c_uint64, ctypes.c_size_t)),
+    "emu_fail": (None, (ctypes.c_char_p, ctypes.c_int, ctypes.c_int, ctypes.c_int)),
+    "emu_break": (None, (ctypes.c_int, ctypes.c_int)),
+    "emu_calls": (ctypes.c_long, (ctypes.c_char_p, ctypes.c_int)),
+    "emu_count": (ctypes.c_uint64, (ctypes.c_int,)),
+    "emu_report": (ctypes.c_char_p, ()),
+    "emu_set": (None, (ctypes.c_int, ctypes.c_int)),
+    "emu_time": (ctypes.c_double, (ctypes.c_double,)),
+    "cuMemAlloc_v2": (ctypes.c_int, (ctypes.c_void_p, ctypes.c_size_t)),
+    "cuCtxSetCurrent": (ctypes.c_int, (ctypes.c_void_p,)),
+    "cuStreamBeginCapture_v2": (ctypes.c_int, (ctypes.c_void_p, ctypes.c_int)),
+    "cuStreamEndCapture": (ctypes.c_int, (ctypes.c_void_p, ctypes.c_void_p)),
+    "cuStreamSynchronize": (ctypes.c_int, (ctypes.c_void_p,)),
+    "cuStreamCreateWithPriority": (ctypes.c_int, (ctypes.c_void_p, ctypes.c_uint, ctypes.c_int)),
+    "cuMemHostRegister_v2": (ctypes.c_int, (ctypes.c_uint64, ctypes.c_size_t, ctypes.c_uint)),
+    "cuMemHostUnregister": (ctypes.c_int, (ctypes.c_uint64,)),
+    "cuMemcpyAsync": (ctypes.c_int, (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)),
+}
+
+
+def build(folder: Path) -> Path:
+    """Compile the emulator; without gcc this fails.
+
+    Raises:
+        subprocess.CalledProcessError: it does not compile; its output says why.
+    """
+    library = folder / "libcuda.so.1"
+    flags = ["-shared", "-fPIC", "-O2", "-Wall", "-Werror", "-pthread", "-Wl,-soname,libcuda.so.1"]
+    subprocess.run(["gcc", *flags, "-o", str(library), str(SOURCE)], check=True)
+    return library
+
+
+@cache
+def load(library: Path) -> ctypes.CDLL:
+    """Load it; from then on whoever asks this process for `libcuda.so.1` gets it."""
+    loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    for name, (result, arguments) in _INTERFACE.items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
+    return loaded
+
+
+class Emulator:
+    """The driver and its devices.
+
+    Args:
+        library: as `build` returned it.
+    """
+
+    def __init__(self, library: Path) -> None:
+        self.lib = load(library)
+
+    def reset(
+        self, *, stepped: bool = False, seed: int = 1, delay_us: int = 200, version: int = 13000
+    ) -> None:
+        """Forget everything. Streams run by themselves, with delays up to `delay_us`, unless they are `stepped`."""
+        self.lib.emu_reset(stepped, seed, delay_us, version)
+
+    def step(self, operations: int = 1_000_000) -> int:
+        """Run up to so many operations; return how many could run."""
+        return int(self.lib.emu_step(operations))
+
+    @property
+    def races(self) -> int:
+        return int(self.lib.emu_count(0))
+
+    @property
+    def wrong(self) -> int:
+        """Reads of the engine's kernels that found other bytes than they should."""
+        return int(self.lib.emu_count(1))
+
+    @property
+    def faults(self) -> int:
+        """Accesses to memory that is neither the device's nor registered."""
+        return int(self.lib.emu_count(2))
+
+    @property
+    def executed(self) -> int:
+        return int(self.lib.emu_count(3))
+
+    @property
+    def report(self) -> str:
+        """Both accesses of each race, and what else went wrong."""
+        return str(self.lib.emu_report().decode())
+
+    def calls(self, name: str, *, with_lock: bool = False) -> int:
+        """Return how often a function was called, or how often with the interpreter's lock held."""
+        return int(self.lib.emu_calls(name.encode(), with_lock))
+
+    def fail(self, name: str, code: int, *, after: int = 0, times: int = 1) -> None:
+        """Have calls of a function fail."""
+        self.lib.emu_fail(name.encode(), code, after, times)
+
+    def lose(self, device: int, code: int = 700) -> None:
+        """Put a device in an error that stays."""
+        self.lib.emu_break(device, code)
+
+    def limit_batches(self, copies: int) -> None:
+        """Refuse the batch's copies from this one on; -1 refuses none."""
+        self.lib.emu_set(0, copies)
+
+    def shift_host_addresses(self, by: int) -> None:
+        self.lib.emu_set(1, by)
+
+    def accept_pageable(self) -> None:
+        self.lib.emu_set(2, 1)
+
+    def set_architecture(self, number: int) -> None:
+        self.lib.emu_set(3, number)
+
+    def host_access(self, address: int, size: int, *, writes: bool) -> None:
+        """Say that the host reads or writes memory, for the detection of races."""
+        self.lib.emu_host_access(address, size, writes)
+
+    def adopt(self, address: int, size: int) -> None:
+        """Count host memory as the device's."""
+        self.lib.emu_adopt(address, size)
+
+    def advance(self, seconds: float = 0.0) -> float:
+        """Let time pass on the host; return what it is."""
+        return float(self.lib.emu_time(seconds))
+
+    @property
+    def registrations(self) -> int:
+        return int(self.lib.emu_registered())
+
+    @property
+    def contexts(self) -> int:
+        """A bit for each device that has a context."""
+        return int(self.lib.emu_contexts())
+
+
+class Engine:
+    """What an engine has on one device: a stream, and KV memory whose blocks its kernels write and read.
+
+    Args:
+        emulator: the driver.
+        device: which.
+        blocks: how many.
+        pages: bytes of a block in each region.
+    """
+
+    def __init__(
+        self, emulator: Emulator, device: int = 0, blocks: int = 64, pages: tuple[int, ...] = (4096, 1024)
+    ) -> None:
+        from kvoffload.transfer.cuda_library import cuda_library
+        from kvoffload.transfer.layout import DeviceLayout, DeviceRegion
+
+        self._lib = emulator.lib
+        self.device = device
+        cuda_library().cuInit(0)
+        context = ctypes.c_void_p()
+        cuda_library().cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+        self._context = context.value
+        self.enter()
+        stream, address = ctypes.c_void_p(), ctypes.c_uint64()
+        self._check(self._lib.cuStreamCreateWithPriority(ctypes.byref(stream), 1, 0))
+        self.stream = stream.value or 0
+        self.pages = pages
+        regions = []
+        for page in pages:
+            self._check(self._lib.cuMemAlloc_v2(ctypes.byref(address), blocks * page))
+            regions.append(DeviceRegion(address.value, page, page, blocks, f"cuda:{device}"))
+        self.layout = DeviceLayout.of(regions)
+
+    def enter(self) -> None:
+        """Make the device the calling thread's, as `torch.cuda.set_device` does."""
+        self._check(self._lib.cuCtxSetCurrent(self._context))
+
+    def write(self, block: int, seed: int, cost_s: float = 1e-5) -> None:
+        """Launch a kernel that fills a block."""
+        self._launch(block, seed, True, cost_s)
+
+    def read(self, block: int, seed: int, cost_s: float = 1e-5) -> None:
+        """Launch a kernel that reads a block and counts it as wrong unless it holds what `write` makes of the seed."""
+        self._launch(block, seed, False, cost_s)
+
+    def capture(self) -> None:
+        """Begin to capture a graph, as torch does: no thread may make an unsafe call."""
+        self.enter()
+        self._check(self._lib.cuStreamBeginCapture_v2(self.stream, CAPTURE_GLOBAL))
+
+    def end_capture(self) -> int:
+        """End it; return the driver's code."""
+        graph = ctypes.c_void_p()
+        return int(self._lib.cuStreamEndCapture(self.stream, ctypes.byref(graph)))
+
+    def synchronize(self) -> None:
+        self.enter()
+        self._check(self._lib.cuStreamSynchronize(self.stream))
+
+    def _launch(self, block: int, seed: int, writes: bool, cost_s: float) -> None:
+        for number, region in enumerate(self.layout.regions):
+            address = region.address + block * region.block_stride
+            self._check(
+                self._lib.emu_kernel(
+                    self.stream, address, region.page_bytes, seed * 16 + number, writes, cost_s
+                )
+            )
+
+    @staticmethod
+    def _check(code: int) -> None:
+        assert code == 0, code

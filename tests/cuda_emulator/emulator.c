@@ -1,0 +1,784 @@
+/* An NVIDIA driver library without a device: what kvoffload and Triton call of libcuda, and a few functions for tests.
+
+Streams are queues. Either a thread runs each of them, with random delays, or nothing runs until a test says `emu_step`,
+and a seeded generator then draws which stream goes on. Device memory is mapped without access where the caller sees it,
+and a second time where only this file does, so the host cannot read it by mistake.
+
+Races are found by vector clocks and therefore do not depend on the delays. There is one clock for the host and one for
+each stream. An operation knows the host's clock of when it was enqueued; an event carries its stream's clock; a query
+that finds the event passed joins it into the host's. Two accesses that overlap, one of them a write, are a race unless
+the later one's clock includes the earlier one. Reads that the driver may do at any time (order ANY) have the clock of
+their submission alone.
+
+Time is modelled, not measured: an operation ends at max(end of the one before it, what it waits for, its submission) plus
+its cost, so streams overlap and every run of a seed gives the same times. */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+#define AGENTS 32 /* the host is agent 0, streams are 1 to 31 */
+#define DEVICES 2
+#define TABLE 65536
+
+enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, INVALID_DEVICE = 101, INVALID_CONTEXT = 201,
+       INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600, ILLEGAL_ADDRESS = 700, ALREADY_REGISTERED = 712,
+       NOT_REGISTERED = 713, LAUNCH_FAILED = 719, CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901 };
+enum { GLOBAL, THREAD_LOCAL, RELAXED };
+enum { COPY, RECORD, WAIT, WRITE, READ, RUNS, RELEASE };
+enum { IN_ORDER = 1, DURING_CALL = 2, ANY = 3 };
+
+typedef int Result;
+typedef uint64_t Address;
+typedef struct { uint32_t t[AGENTS]; } Clock;
+typedef struct { int done, references; Clock clock; double at; } Recorded;
+typedef struct Event { int device, timed; Recorded *last; struct Event *next; } Event;
+typedef struct Op {
+    int kind, order;
+    Address target, source;
+    size_t size;
+    uint64_t seed, number;
+    double cost, submitted_at;
+    Recorded *recorded;
+    Clock host;
+    struct Op *next;
+} Op;
+typedef struct Stream {
+    int alive, agent, device, priority, capturing, capture_mode, invalid, ending;
+    pthread_t capture_thread, thread;
+    Op *first, *last;
+    Clock clock;
+    double time;
+} Stream;
+typedef struct { Address low, high; char *shadow; int device, adopted; } Allocation;
+typedef struct { Address low, high; } Range;
+typedef struct { Address low, high; int agent, write; uint32_t epoch; uint64_t number; int kind; } Access;
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
+static Stream streams[AGENTS];
+static Clock host;
+static Allocation *allocations;
+static Range *registered;
+static Access *accesses;
+static int allocation_count, registered_count, access_count, access_capacity, prune_at = 1024;
+static int initialized, version = 13000, stepped, pageable_is_fine, retained[DEVICES], broken[DEVICES], shifted, arch = 90;
+static int batch_limit = -1;
+static unsigned most_delay_us;
+static uint64_t drawn = 1, operations, races, wrong, faults, executed;
+static double host_time;
+static char report[1 << 16];
+static size_t report_length;
+static __thread int current = -1, capture_mode = GLOBAL;
+static struct { const char *name; long count, with_gil; int code, skip, times; } calls[128];
+static int (*gil_check)(void);
+
+static uint64_t draw(void) { drawn ^= drawn << 13; drawn ^= drawn >> 7; drawn ^= drawn << 17; return drawn; }
+static void join(Clock *into, const Clock *from) {
+    for (int i = 0; i < AGENTS; i++) if (from->t[i] > into->t[i]) into->t[i] = from->t[i];
+}
+static void say(const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    if (report_length + 512 < sizeof report) report_length += vsnprintf(report + report_length, 512, format, arguments);
+    va_end(arguments);
+}
+
+/* --- accesses ---------------------------------------------------------------------------------------------------- */
+
+static const char *kinds[] = {"copy", "record", "wait", "kernel's write", "kernel's read", "page kernel", "free", "host"};
+static const char *who(int agent, char *text) {
+    if (agent) sprintf(text, "stream %d (device %d, priority %d)", agent, streams[agent].device, streams[agent].priority);
+    else strcpy(text, "host");
+    return text;
+}
+static void prune(void) {
+    Clock floor = host;
+    for (int s = 1; s < AGENTS; s++)
+        for (Op *op = streams[s].first; op; op = op->next)
+            for (int i = 0; i < AGENTS; i++) if (op->host.t[i] < floor.t[i]) floor.t[i] = op->host.t[i];
+    int kept = 0;
+    for (int i = 0; i < access_count; i++)
+        if (accesses[i].epoch > floor.t[accesses[i].agent]) accesses[kept++] = accesses[i];
+    access_count = kept;
+    prune_at = 2 * kept > 1024 ? 2 * kept : 1024;
+}
+static void touch(Address low, size_t size, int write, int agent, uint32_t epoch, const Clock *sees, uint64_t number, int kind) {
+    Address high = low + size;
+    for (int i = 0; i < access_count; i++) {
+        Access *other = &accesses[i];
+        if (other->low >= high || low >= other->high || !(write || other->write)) continue;
+        if (sees->t[other->agent] >= other->epoch) continue;
+        char first[80], second[80];
+        if (races++ < 20)
+            say("race: %s of operation %llu on %s, %s [%llx, %llx) | %s of operation %llu on %s, %s [%llx, %llx)\n",
+                kinds[other->kind], (unsigned long long)other->number, who(other->agent, first), other->write ? "writes" : "reads",
+                (unsigned long long)other->low, (unsigned long long)other->high, kinds[kind], (unsigned long long)number,
+                who(agent, second), write ? "writes" : "reads", (unsigned long long)low, (unsigned long long)high);
+    }
+    if (access_count >= prune_at) prune();
+    if (access_count == access_capacity) {
+        access_capacity = access_capacity ? 2 * access_capacity : 4096;
+        accesses = realloc(accesses, access_capacity * sizeof *accesses);
+    }
+    accesses[access_count++] = (Access){low, high, agent, write, epoch, number, kind};
+}
+static void host_touch(Address low, size_t size, int write, int kind) {
+    host.t[0]++;
+    touch(low, size, write, 0, host.t[0], &host, ++operations, kind);
+}
+static Allocation *allocation_of(Address address, size_t size) {
+    for (int i = allocation_count - 1; i >= 0; i--)
+        if (allocations[i].low <= address && address < allocations[i].high)
+            return address + size <= allocations[i].high ? &allocations[i] : NULL;
+    return NULL;
+}
+/* 1: inside one registration; 0: outside of all; -1: partly in one, or in more than one. */
+static int registration(Address low, size_t size) {
+    for (int i = 0; i < registered_count; i++) {
+        if (low + size <= registered[i].low || registered[i].high <= low) continue;
+        return registered[i].low <= low && low + size <= registered[i].high ? 1 : -1;
+    }
+    return 0;
+}
+static char *reach(Address address, size_t size) {
+    Allocation *found = allocation_of(address, size);
+    if (found) return found->shadow + (address - found->low);
+    return registration(address, size) == 1 || pageable_is_fine ? (char *)address : NULL;
+}
+static int is_usable(Address address, size_t size) { return reach(address, size) != NULL; }
+
+/* --- what a stream runs ------------------------------------------------------------------------------------------ */
+
+static uint64_t pattern(uint64_t seed, uint64_t place) {
+    uint64_t value = (seed + 1) * 0x9E3779B97F4A7C15ull + place * 0xC2B2AE3D27D4EB4Full;
+    return value ^ value >> 29;
+}
+static void fill(char *at, size_t size, uint64_t seed) {
+    for (size_t i = 0; i < size; i += 8) {
+        uint64_t value = pattern(seed, i / 8);
+        memcpy(at + i, &value, size - i < 8 ? size - i : 8);
+    }
+}
+static int is_filled(const char *at, size_t size, uint64_t seed) {
+    for (size_t i = 0; i < size; i += 8) {
+        uint64_t value = pattern(seed, i / 8);
+        if (memcmp(at + i, &value, size - i < 8 ? size - i : 8)) return 0;
+    }
+    return 1;
+}
+static void fault(Stream *stream, Op *op, int code) {
+    faults++;
+    broken[stream->device] = code;
+    say("fault: %s of operation %llu reaches [%llx, %llx) or [%llx, %llx), which is neither device nor registered memory\n",
+        kinds[op->kind], (unsigned long long)op->number, (unsigned long long)op->source,
+        (unsigned long long)(op->source + op->size), (unsigned long long)op->target, (unsigned long long)(op->target + op->size));
+}
+static void move(Stream *stream, Op *op, Address target, Address source, size_t size) {
+    char *to = reach(target, size), *from = reach(source, size);
+    if (!to || !from) { fault(stream, op, ILLEGAL_ADDRESS); return; }
+    uint32_t epoch = stream->clock.t[stream->agent];
+    touch(source, size, 0, stream->agent, epoch, op->order == ANY ? &op->host : &stream->clock, op->number, op->kind);
+    touch(target, size, 1, stream->agent, epoch, &stream->clock, op->number, op->kind);
+    memmove(to, from, size);
+}
+static void unrefer(Recorded *recorded) { if (recorded && !--recorded->references) free(recorded); }
+static int is_blocked(Stream *stream) {
+    Op *op = stream->first;
+    return !op || broken[stream->device] || (op->kind == WAIT && !op->recorded->done);
+}
+static void run_first(Stream *stream) {
+    Op *op = stream->first;
+    double begin = stream->time > op->submitted_at ? stream->time : op->submitted_at;
+    join(&stream->clock, &op->host);
+    stream->clock.t[stream->agent]++;
+    if (op->kind == WAIT) {
+        join(&stream->clock, &op->recorded->clock);
+        if (op->recorded->at > begin) begin = op->recorded->at;
+    }
+    stream->time = begin + op->cost;
+    uint32_t epoch = stream->clock.t[stream->agent];
+    char *at;
+    switch (op->kind) {
+    case COPY: move(stream, op, op->target, op->source, op->size); break;
+    case RECORD:
+        op->recorded->clock = stream->clock;
+        op->recorded->at = stream->time;
+        op->recorded->done = 1;
+        break;
+    case WRITE: case READ:
+        if (!(at = reach(op->target, op->size))) { fault(stream, op, ILLEGAL_ADDRESS); break; }
+        touch(op->target, op->size, op->kind == WRITE, stream->agent, epoch, &stream->clock, op->number, op->kind);
+        if (op->kind == WRITE) fill(at, op->size, op->seed);
+        else if (!is_filled(at, op->size, op->seed) && wrong++ < 10)
+            say("wrong bytes: operation %llu reads [%llx, %llx) and does not find pattern %llu\n", (unsigned long long)op->number,
+                (unsigned long long)op->target, (unsigned long long)(op->target + op->size), (unsigned long long)op->seed);
+        break;
+    case RUNS: {
+        int64_t *rows = (int64_t *)reach(op->source, 24 * op->size);
+        if (!rows) { fault(stream, op, ILLEGAL_ADDRESS); break; }
+        touch(op->source, 24 * op->size, 0, stream->agent, epoch, &stream->clock, op->number, op->kind);
+        for (size_t i = 0; i < op->size && !broken[stream->device]; i++)
+            move(stream, op, rows[i], rows[op->size + i], rows[2 * op->size + i]);
+        break;
+    }
+    case RELEASE:
+        touch(op->target, op->size, 1, stream->agent, epoch, &stream->clock, op->number, op->kind);
+        break;
+    }
+    executed++;
+    stream->first = op->next;
+    if (!stream->first) stream->last = NULL;
+    if (!stream->first && stream->ending && stepped) stream->alive = 0;
+    unrefer(op->recorded);
+    free(op);
+    pthread_cond_broadcast(&changed);
+}
+static void *serve(void *argument) {
+    Stream *stream = argument;
+    unsigned own = 88172645u + 977u * (unsigned)stream->agent + (unsigned)drawn;
+    pthread_mutex_lock(&lock);
+    while (!(stream->ending && (!stream->first || broken[stream->device]))) {
+        if (is_blocked(stream)) {
+            pthread_cond_wait(&changed, &lock);
+            continue;
+        }
+        run_first(stream);
+        own = own * 1664525u + 1013904223u;
+        if (most_delay_us && own >> 29 == 0) {
+            pthread_mutex_unlock(&lock);
+            usleep(own % most_delay_us);
+            pthread_mutex_lock(&lock);
+        }
+    }
+    stream->alive = 0;
+    pthread_cond_broadcast(&changed);
+    pthread_mutex_unlock(&lock);
+    return NULL;
+}
+static int step(void) {
+    int ready[AGENTS], count = 0;
+    for (int s = 1; s < AGENTS; s++) if (streams[s].alive && !is_blocked(&streams[s])) ready[count++] = s;
+    if (!count) return 0;
+    run_first(&streams[ready[draw() % count]]);
+    return 1;
+}
+static Op *enqueue(Stream *stream, int kind, double cost) {
+    Op *op = calloc(1, sizeof *op);
+    op->kind = kind;
+    op->order = IN_ORDER;
+    op->cost = cost;
+    op->number = ++operations;
+    op->submitted_at = host_time;
+    host.t[0]++;
+    op->host = host;
+    if (stream->last) stream->last->next = op; else stream->first = op;
+    stream->last = op;
+    return op;
+}
+
+/* --- entering a call --------------------------------------------------------------------------------------------- */
+
+static int entry(const char *name) {
+    int i = 0;
+    while (i < 127 && calls[i].name && strcmp(calls[i].name, name)) i++;
+    if (!calls[i].name) calls[i].name = strdup(name);
+    return i;
+}
+static Result begin(const char *name, int needs_context) {
+    int i = entry(name), code = 0;
+    if (!gil_check) gil_check = (int (*)(void))dlsym(RTLD_DEFAULT, "PyGILState_Check");
+    calls[i].count++;
+    if (gil_check && gil_check()) calls[i].with_gil++;
+    if (calls[i].times && calls[i].skip-- <= 0) { calls[i].times--; code = calls[i].code; calls[i].skip = 0; }
+    if (!initialized) return NOT_INITIALIZED;
+    if (needs_context && (current < 0 || !retained[current])) return INVALID_CONTEXT;
+    if (needs_context && broken[current]) return broken[current];
+    return code;
+}
+#define BEGIN(name, needs_context) \
+    pthread_mutex_lock(&lock); \
+    Result code = begin(name, needs_context); \
+    if (code) goto end
+#define END \
+    end: \
+    pthread_cond_broadcast(&changed); \
+    pthread_mutex_unlock(&lock); \
+    return code
+#define FAIL(value) do { code = (value); goto end; } while (0)
+/* A call that CUDA forbids while graphs are captured: it fails and spoils the capture, unless its thread is relaxed. */
+#define UNSAFE if ((code = unsafe())) goto end
+static Result unsafe(void) {
+    Result code = OK;
+    for (int s = 1; s < AGENTS; s++) {
+        Stream *stream = &streams[s];
+        if (!stream->alive || !stream->capturing || capture_mode == RELAXED) continue;
+        if (stream->capture_mode == RELAXED) continue;
+        if (stream->capture_mode == THREAD_LOCAL && !pthread_equal(stream->capture_thread, pthread_self())) continue;
+        stream->invalid = 1;
+        code = CAPTURE_UNSUPPORTED;
+    }
+    return code;
+}
+static Stream *stream_of(void *handle) {
+    Stream *stream = handle;
+    return stream >= streams + 1 && stream < streams + AGENTS && stream->alive ? stream : NULL;
+}
+
+/* --- devices and contexts ---------------------------------------------------------------------------------------- */
+
+Result cuInit(unsigned flags) { initialized = 1; return OK; }
+Result cuDriverGetVersion(int *found) { *found = version; return OK; }
+Result cuDeviceGetCount(int *count) { *count = DEVICES; return OK; }
+Result cuDeviceGet(int *device, int number) {
+    if (!initialized) return NOT_INITIALIZED;
+    if (number < 0 || number >= DEVICES) return INVALID_DEVICE;
+    *device = number;
+    return OK;
+}
+Result cuDeviceGetPCIBusId(char *text, int size, int device) { snprintf(text, size, "0000:%02X:00.0", 0x3b + device); return OK; }
+Result cuDeviceGetName(char *text, int size, int device) { snprintf(text, size, "emulated device %d", device); return OK; }
+Result cuDeviceTotalMem_v2(size_t *size, int device) { *size = 8ull << 30; return OK; }
+Result cuDeviceGetAttribute(int *value, int attribute, int device) {
+    switch (attribute) {
+    case 10: *value = 32; break;                 /* warp size */
+    case 75: *value = arch / 10; break;          /* compute capability */
+    case 76: *value = arch % 10; break;
+    case 8: case 81: case 97: *value = 232448; break; /* shared memory */
+    default: *value = 1024;
+    }
+    return OK;
+}
+Result cuDevicePrimaryCtxRetain(void **context, int device) {
+    BEGIN("cuDevicePrimaryCtxRetain", 0);
+    if (device < 0 || device >= DEVICES) FAIL(INVALID_DEVICE);
+    retained[device]++;
+    *context = (void *)(uintptr_t)(0x1000 + device);
+    END;
+}
+Result cuDevicePrimaryCtxRelease_v2(int device) {
+    BEGIN("cuDevicePrimaryCtxRelease_v2", 0);
+    if (retained[device]) retained[device]--;
+    END;
+}
+Result cuCtxGetCurrent(void **context) {
+    BEGIN("cuCtxGetCurrent", 0);
+    *context = current < 0 ? NULL : (void *)(uintptr_t)(0x1000 + current);
+    END;
+}
+Result cuCtxSetCurrent(void *context) {
+    BEGIN("cuCtxSetCurrent", 0);
+    current = context ? (int)((uintptr_t)context - 0x1000) : -1;
+    END;
+}
+Result cuCtxGetDevice(int *device) { BEGIN("cuCtxGetDevice", 1); *device = current; END; }
+Result cuCtxGetLimit(size_t *value, int limit) { *value = 0; return OK; }
+Result cuCtxSetLimit(int limit, size_t value) { return OK; }
+Result cuCtxGetStreamPriorityRange(int *least, int *greatest) {
+    BEGIN("cuCtxGetStreamPriorityRange", 1);
+    *least = 0;
+    *greatest = -5;
+    END;
+}
+Result cuThreadExchangeStreamCaptureMode(int *mode) {
+    int before = capture_mode;
+    capture_mode = *mode;
+    *mode = before;
+    return OK;
+}
+static const struct { int code; const char *name; } names[] = {
+    {1, "CUDA_ERROR_INVALID_VALUE"}, {2, "CUDA_ERROR_OUT_OF_MEMORY"}, {3, "CUDA_ERROR_NOT_INITIALIZED"},
+    {101, "CUDA_ERROR_INVALID_DEVICE"}, {201, "CUDA_ERROR_INVALID_CONTEXT"}, {400, "CUDA_ERROR_INVALID_HANDLE"},
+    {600, "CUDA_ERROR_NOT_READY"}, {700, "CUDA_ERROR_ILLEGAL_ADDRESS"}, {712, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"},
+    {713, "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED"}, {719, "CUDA_ERROR_LAUNCH_FAILED"},
+    {900, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"}, {901, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"}};
+Result cuGetErrorName(int code, const char **name) {
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        if (names[i].code == code) { *name = names[i].name; return OK; }
+    *name = NULL;
+    return INVALID_VALUE;
+}
+Result cuGetErrorString(int code, const char **text) { return cuGetErrorName(code, text); }
+
+/* --- streams and events ------------------------------------------------------------------------------------------ */
+
+Result cuStreamCreateWithPriority(void **made, unsigned flags, int priority) {
+    BEGIN("cuStreamCreateWithPriority", 1);
+    for (int s = 1; s < AGENTS; s++) {
+        Stream *stream = &streams[s];
+        if (stream->alive) continue;
+        Clock clock = stream->clock;
+        memset(stream, 0, sizeof *stream);
+        *stream = (Stream){.alive = 1, .agent = s, .device = current, .priority = priority, .clock = clock};
+        if (!stepped) { pthread_create(&stream->thread, NULL, serve, stream); pthread_detach(stream->thread); }
+        *made = stream;
+        goto end;
+    }
+    code = OUT_OF_MEMORY;
+    END;
+}
+Result cuStreamDestroy_v2(void *handle) {
+    BEGIN("cuStreamDestroy_v2", 1);
+    Stream *stream = stream_of(handle);
+    if (!stream) FAIL(INVALID_HANDLE);
+    stream->ending = 1;
+    if (stepped && !stream->first) stream->alive = 0;
+    END;
+}
+Result cuStreamGetPriority(void *handle, int *priority) { *priority = ((Stream *)handle)->priority; return OK; }
+Result cuStreamQuery(void *handle) {
+    BEGIN("cuStreamQuery", 1);
+    UNSAFE;
+    Stream *stream = stream_of(handle);
+    if (!stream) FAIL(INVALID_HANDLE);
+    if (stream->first) FAIL(NOT_READY);
+    join(&host, &stream->clock);
+    END;
+}
+Result cuStreamSynchronize(void *handle) {
+    BEGIN("cuStreamSynchronize", 1);
+    UNSAFE;
+    Stream *stream = stream_of(handle);
+    if (!stream) FAIL(INVALID_HANDLE);
+    while (stream->first && !broken[stream->device])
+        if (stepped) { if (!step()) FAIL(LAUNCH_FAILED); } else pthread_cond_wait(&changed, &lock);
+    code = broken[stream->device];
+    join(&host, &stream->clock);
+    if (stream->time > host_time) host_time = stream->time;
+    END;
+}
+Result cuStreamIsCapturing(void *handle, int *status) {
+    Stream *stream = stream_of(handle);
+    *status = stream && stream->capturing;
+    return OK;
+}
+Result cuStreamBeginCapture_v2(void *handle, int mode) {
+    BEGIN("cuStreamBeginCapture_v2", 1);
+    Stream *stream = stream_of(handle);
+    stream->capturing = 1;
+    stream->invalid = 0;
+    stream->capture_mode = mode;
+    stream->capture_thread = pthread_self();
+    END;
+}
+Result cuStreamEndCapture(void *handle, void **graph) {
+    BEGIN("cuStreamEndCapture", 1);
+    Stream *stream = stream_of(handle);
+    stream->capturing = 0;
+    *graph = stream->invalid ? NULL : stream;
+    if (stream->invalid) FAIL(CAPTURE_INVALIDATED);
+    END;
+}
+Result cuEventCreate(void **made, unsigned flags) {
+    BEGIN("cuEventCreate", 1);
+    Event *event = calloc(1, sizeof *event);
+    event->device = current;
+    event->timed = !(flags & 2);
+    *made = event;
+    END;
+}
+Result cuEventDestroy_v2(void *handle) {
+    BEGIN("cuEventDestroy_v2", 0);
+    unrefer(((Event *)handle)->last);
+    free(handle);
+    END;
+}
+Result cuEventRecord(void *handle, void *on) {
+    BEGIN("cuEventRecord", 1);
+    Event *event = handle;
+    Stream *stream = stream_of(on);
+    if (!stream || event->device != stream->device) FAIL(INVALID_HANDLE);
+    if (stream->capturing) goto end;
+    unrefer(event->last);
+    event->last = calloc(1, sizeof *event->last);
+    event->last->references = 2;
+    enqueue(stream, RECORD, 0)->recorded = event->last;
+    END;
+}
+Result cuStreamWaitEvent(void *on, void *handle, unsigned flags) {
+    BEGIN("cuStreamWaitEvent", 1);
+    Event *event = handle;
+    Stream *stream = stream_of(on);
+    if (!stream) FAIL(INVALID_HANDLE);
+    if (!event->last) goto end;
+    event->last->references++;
+    enqueue(stream, WAIT, 0)->recorded = event->last;
+    END;
+}
+Result cuEventQuery(void *handle) {
+    BEGIN("cuEventQuery", 1);
+    UNSAFE;
+    Event *event = handle;
+    if (!event->last) goto end;
+    if (!event->last->done) FAIL(NOT_READY);
+    join(&host, &event->last->clock);
+    if (event->last->at > host_time) host_time = event->last->at;
+    END;
+}
+Result cuEventSynchronize(void *handle) {
+    BEGIN("cuEventSynchronize", 1);
+    UNSAFE;
+    Event *event = handle;
+    while (event->last && !event->last->done && !broken[event->device])
+        if (stepped) { if (!step()) FAIL(LAUNCH_FAILED); } else pthread_cond_wait(&changed, &lock);
+    code = broken[event->device];
+    if (event->last) join(&host, &event->last->clock);
+    END;
+}
+Result cuEventElapsedTime(float *milliseconds, void *start, void *end_event) {
+    BEGIN("cuEventElapsedTime", 1);
+    Event *first = start, *second = end_event;
+    if (!first->timed || !second->timed || !first->last || !second->last) FAIL(INVALID_HANDLE);
+    if (!first->last->done || !second->last->done) FAIL(NOT_READY);
+    *milliseconds = (float)((second->last->at - first->last->at) * 1e3);
+    END;
+}
+
+/* --- memory ------------------------------------------------------------------------------------------------------ */
+
+static void keep(Address low, size_t size, char *shadow, int adopted) {
+    allocations[allocation_count++] = (Allocation){low, low + size, shadow, current, adopted};
+}
+static Result allocate(Address *address, size_t size) {
+    size_t whole = (size + 4095) / 4096 * 4096;
+    int file = memfd_create("device", 0);
+    if (file < 0 || ftruncate(file, whole)) return OUT_OF_MEMORY;
+    void *seen = mmap(NULL, whole, PROT_NONE, MAP_SHARED, file, 0);
+    void *shadow = mmap(NULL, whole, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    close(file);
+    if (seen == MAP_FAILED || shadow == MAP_FAILED) return OUT_OF_MEMORY;
+    keep((Address)seen, size, shadow, 0);
+    *address = (Address)seen;
+    return OK;
+}
+static Result release(Address address, Stream *stream) {
+    for (int i = 0; i < allocation_count; i++) {
+        if (allocations[i].low != address) continue;
+        size_t size = allocations[i].high - address;
+        if (stream) { Op *op = enqueue(stream, RELEASE, 0); op->target = address; op->size = size; return OK; }
+        host_touch(address, size, 1, RELEASE);
+        allocations[i] = allocations[--allocation_count]; /* the pages stay mapped: no address is used twice */
+        return OK;
+    }
+    return INVALID_VALUE;
+}
+Result cuMemAlloc_v2(Address *address, size_t size) { BEGIN("cuMemAlloc_v2", 1); UNSAFE; code = allocate(address, size); END; }
+Result cuMemAllocAsync(Address *address, size_t size, void *on) {
+    BEGIN("cuMemAllocAsync", 1);
+    if (!stream_of(on)) FAIL(INVALID_HANDLE);
+    code = allocate(address, size);
+    END;
+}
+Result cuMemFree_v2(Address address) { BEGIN("cuMemFree_v2", 1); UNSAFE; code = release(address, NULL); END; }
+Result cuMemFreeAsync(Address address, void *on) {
+    BEGIN("cuMemFreeAsync", 1);
+    if (!stream_of(on)) FAIL(INVALID_HANDLE);
+    code = release(address, stream_of(on));
+    END;
+}
+Result cuMemHostRegister_v2(void *start, size_t size, unsigned flags) {
+    BEGIN("cuMemHostRegister_v2", 1);
+    UNSAFE;
+    if (registration((Address)start, size)) FAIL(ALREADY_REGISTERED);
+    if (registered_count == TABLE) FAIL(OUT_OF_MEMORY);
+    registered[registered_count++] = (Range){(Address)start, (Address)start + size};
+    END;
+}
+Result cuMemHostUnregister(void *start) {
+    BEGIN("cuMemHostUnregister", 1);
+    UNSAFE;
+    for (int i = 0; i < registered_count; i++) {
+        if (registered[i].low != (Address)start) continue;
+        host_touch((Address)start, registered[i].high - registered[i].low, 1, 7);
+        registered[i] = registered[--registered_count];
+        goto end;
+    }
+    code = NOT_REGISTERED;
+    END;
+}
+Result cuMemHostGetDevicePointer_v2(Address *address, void *start, unsigned flags) {
+    BEGIN("cuMemHostGetDevicePointer_v2", 1);
+    if (registration((Address)start, 1) != 1) FAIL(INVALID_VALUE);
+    *address = (Address)start + shifted;
+    END;
+}
+static Result copy(Stream *stream, Address target, Address source, size_t size, int order, double cost) {
+    if (!stream || !is_usable(target, size) || !is_usable(source, size)) return INVALID_VALUE;
+    if (stream->capturing) return OK;
+    Op *op = enqueue(stream, COPY, cost + size / 50e9);
+    op->target = target;
+    op->source = source;
+    op->size = size;
+    op->order = order;
+    return OK;
+}
+Result cuMemcpyAsync(Address target, Address source, size_t size, void *on) {
+    BEGIN("cuMemcpyAsync", 1);
+    code = copy(stream_of(on), target, source, size, IN_ORDER, 3e-6);
+    END;
+}
+typedef struct { unsigned order, hints[4], flags; } Attributes;
+static Result batch_copy(Address *targets, Address *sources, size_t *sizes, size_t count, Attributes *attributes,
+                         size_t *indices, size_t attribute_count, size_t *failed, void *on) {
+    BEGIN("cuMemcpyBatchAsync", 1);
+    *failed = SIZE_MAX;
+    Stream *stream = stream_of(on);
+    if (!stream || !count || attribute_count != 1 || indices[0]) FAIL(INVALID_VALUE);
+    for (int i = 0; i < 4; i++) if (attributes->hints[i]) FAIL(INVALID_VALUE);
+    if (attributes->order < IN_ORDER || attributes->order > ANY) FAIL(INVALID_VALUE);
+    for (size_t i = 0; i < count; i++) {
+        code = batch_limit >= 0 && (int)i >= batch_limit ? OUT_OF_MEMORY
+             : copy(stream, targets[i], sources[i], sizes[i], attributes->order, 1e-6);
+        if (code) { *failed = i; goto end; }
+    }
+    END;
+}
+Result cuGetProcAddress_v2(const char *name, void **found, int wanted, uint64_t flags, int *status) {
+    int unwanted;
+    if (!status) status = &unwanted;
+    *found = NULL;
+    *status = 1; /* not known */
+    if (wanted > version) { *status = 2; return INVALID_VALUE; }
+    if (!strcmp(name, "cuMemcpyBatchAsync")) {
+        if (version < 12080) return NOT_FOUND;
+        if (wanted >= 12080 && wanted < 13000) *found = (void *)batch_copy; /* 13.0 has a form with 8 arguments, too */
+    } else {
+        char second[128];
+        snprintf(second, sizeof second, "%s_v2", name);
+        if (!(*found = dlsym(RTLD_DEFAULT, name))) *found = dlsym(RTLD_DEFAULT, second);
+    }
+    *status = *found ? 0 : 1;
+    return *found ? OK : NOT_FOUND;
+}
+Result cuPointerGetAttribute(void *data, int attribute, Address address) { *(Address *)data = address; return OK; }
+Result cuPointerGetAttributes(unsigned count, int *which, void **data, Address address) {
+    for (unsigned i = 0; i < count; i++) if (which[i] == 3) *(Address *)data[i] = address;
+    return OK;
+}
+
+/* --- kernels ----------------------------------------------------------------------------------------------------- */
+
+Result cuModuleLoadData(void **module, const void *image) { BEGIN("cuModuleLoadData", 1); UNSAFE; *module = (void *)0x77; END; }
+Result cuModuleUnload(void *module) { return OK; }
+Result cuModuleGetFunction(void **function, void *module, const char *name) {
+    *function = strdup(name);
+    return OK;
+}
+Result cuFuncGetAttribute(int *value, int attribute, void *function) { *value = attribute == 0 ? 1024 : 0; return OK; }
+Result cuFuncSetAttribute(void *function, int attribute, int value) { return OK; }
+Result cuFuncSetCacheConfig(void *function, int config) { return OK; }
+typedef struct { unsigned grid[3], block[3], shared; void *stream; } LaunchConfig;
+static Result launch(Stream *stream, const char *name, void **parameters) {
+    if (!stream) return INVALID_HANDLE;
+    if (strcmp(name, "_copy_runs")) return NOT_FOUND;
+    Op *op = enqueue(stream, RUNS, 5e-6);
+    op->source = *(Address *)parameters[0];
+    op->size = *(int32_t *)parameters[1];
+    return OK;
+}
+Result cuLaunchKernelEx(const LaunchConfig *config, void *function, void **parameters, void **extra) {
+    BEGIN("cuLaunchKernelEx", 1);
+    code = launch(stream_of(config->stream), function, parameters);
+    END;
+}
+
+/* --- for tests --------------------------------------------------------------------------------------------------- */
+
+void emu_reset(int is_stepped, uint64_t seed, unsigned delay_us, int driver_version) {
+    pthread_mutex_lock(&lock);
+    for (int i = 0; i < DEVICES; i++) retained[i] = broken[i] = 0;
+    for (int s = 1; s < AGENTS; s++) { /* what is still queued is forgotten: the memory behind it may be gone */
+        Op *op = streams[s].first;
+        while (op) { Op *next = op->next; unrefer(op->recorded); free(op); op = next; }
+        streams[s].first = streams[s].last = NULL;
+        streams[s].ending = 1;
+    }
+    pthread_cond_broadcast(&changed);
+    for (int s = 1; s < AGENTS; s++) {
+        if (stepped) streams[s].alive = 0;
+        while (streams[s].alive) { pthread_cond_wait(&changed, &lock); }
+        memset(&streams[s], 0, sizeof streams[s]);
+    }
+    if (!allocations) allocations = calloc(TABLE, sizeof *allocations), registered = calloc(TABLE, sizeof *registered);
+    allocation_count = registered_count = access_count = 0;
+    memset(&host, 0, sizeof host);
+    for (int i = 0; i < 128; i++) calls[i].count = calls[i].with_gil = calls[i].times = calls[i].skip = 0;
+    stepped = is_stepped, drawn = seed * 2654435761u + 88172645463325252ull, most_delay_us = delay_us, version = driver_version;
+    races = wrong = faults = operations = executed = report_length = 0;
+    report[0] = 0, host_time = 0, batch_limit = -1, shifted = pageable_is_fine = 0, arch = 90;
+    pthread_mutex_unlock(&lock);
+}
+int emu_step(int count) {
+    pthread_mutex_lock(&lock);
+    int done = 0;
+    while (done < count && step()) done++;
+    pthread_mutex_unlock(&lock);
+    return done;
+}
+/* A kernel of the engine's: writes a pattern, or reads and compares. */
+int emu_kernel(void *on, Address address, size_t size, uint64_t seed, int writes, double cost) {
+    pthread_mutex_lock(&lock);
+    Stream *stream = stream_of(on);
+    if (stream && !stream->capturing) {
+        Op *op = enqueue(stream, writes ? WRITE : READ, cost);
+        op->target = address, op->size = size, op->seed = seed;
+    }
+    pthread_cond_broadcast(&changed);
+    pthread_mutex_unlock(&lock);
+    return stream ? OK : INVALID_HANDLE;
+}
+void emu_host_access(Address address, size_t size, int writes) {
+    pthread_mutex_lock(&lock);
+    host_touch(address, size, writes, 7);
+    pthread_mutex_unlock(&lock);
+}
+/* Looks at device memory past all rules, for a test that has waited; a copy of nothing where there is none. */
+int emu_peek(Address address, void *into, size_t size) {
+    pthread_mutex_lock(&lock);
+    Allocation *found = allocation_of(address, size);
+    if (found) memcpy(into, found->shadow + (address - found->low), size);
+    pthread_mutex_unlock(&lock);
+    return found != NULL;
+}
+void emu_adopt(Address address, size_t size) {
+    pthread_mutex_lock(&lock);
+    if (!allocation_of(address, size)) keep(address, size, (char *)address, 1);
+    pthread_mutex_unlock(&lock);
+}
+void emu_fail(const char *name, int code, int skip, int times) {
+    pthread_mutex_lock(&lock);
+    int i = entry(name);
+    calls[i].code = code, calls[i].skip = skip, calls[i].times = times;
+    pthread_mutex_unlock(&lock);
+}
+void emu_break(int device, int code) {
+    pthread_mutex_lock(&lock);
+    broken[device] = code;
+    pthread_cond_broadcast(&changed);
+    pthread_mutex_unlock(&lock);
+}
+long emu_calls(const char *name, int with_gil) {
+    pthread_mutex_lock(&lock);
+    int i = entry(name);
+    long found = with_gil ? calls[i].with_gil : calls[i].count;
+    pthread_mutex_unlock(&lock);
+    return found;
+}
+int emu_contexts(void) { int mask = 0; for (int i = 0; i < DEVICES; i++) mask |= (retained[i] > 0) << i; return mask; }
+int emu_current(void) { return current; }
+int emu_capture_mode(void) { return capture_mode; }
+int emu_registered(void) { return registered_count; }
+uint64_t emu_count(int which) { uint64_t all[] = {races, wrong, faults, executed}; return all[which]; }
+const char *emu_report(void) { return report; }
+void emu_set(int what, int value) {
+    int *settings[] = {&batch_limit, &shifted, &pageable_is_fine, &arch};
+    *settings[what] = value;
+}
+double emu_time(double forward) { host_time += forward; return host_time; }

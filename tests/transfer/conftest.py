@@ -1,0 +1,24 @@
+"""The emulated CUDA driver for the tests of this folder: built once, and without gcc they fail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cuda_emulator import Emulator, build
+
+
+@pytest.fixture(scope="session")
+def cuda_library_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("cuda"))
+
+
+@pytest.fixture
+def emulator(cuda_library_path: Path) -> Iterator[Emulator]:
+    """Two devices whose streams run when the test says so."""
+    emulator = Emulator(cuda_library_path)
+    emulator.reset(stepped=True)
+    yield emulator
+    emulator.reset(stepped=True)  # no thread of it runs on
