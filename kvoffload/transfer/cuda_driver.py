@@ -46,7 +46,7 @@ _BLACKWELL = 10  # batches with many copies were reported to crash or hang there
 _SLICE = 2048  # copies in one call: 51,828 in one were reported to crash a driver
 _PATIENCE_S = 10.0  # with copies of a few megabytes
 
-_kept: list[object] = []  # scratch memory that a copy which did not end may still touch
+_pinned: dict[int, NDArray[np.uint8]] = {}  # by address; what a device may touch must stay mapped
 
 
 class _Attributes(ctypes.Structure):
@@ -199,7 +199,8 @@ class NvidiaDriver:
         from kvoffload.transfer.page_kernel import PageKernel  # triton need not be installed
 
         self._enter()
-        self._kernels[stream] = PageKernel(self, stream)
+        if stream not in self._kernels:
+            self._kernels[stream] = PageKernel(self, stream)
 
     def copy_by_kernel(self, runs: CopyRuns, stream: int) -> object:
         self._enter()
@@ -208,6 +209,7 @@ class NvidiaDriver:
     @contextmanager
     def scratch(self, size: int, stream: int) -> Iterator[CudaScratch]:
         """Lend memory of the driver's own pool: torch's would keep it, and may lend what another stream still uses."""
+        is_idle = True
         with self.relaxed():
             host = self.pinned(2 * size)
             try:
@@ -215,12 +217,11 @@ class NvidiaDriver:
                 try:
                     yield CudaScratch(device, host)
                 finally:
-                    if not self._comes_to_rest(stream):
-                        _kept.append(host)
+                    is_idle = self._comes_to_rest(stream)
                     self.library.cuMemFreeAsync(device, stream)  # behind all that uses it
             finally:
-                if not any(kept is host for kept in _kept):
-                    self.library.cuMemHostUnregister(host.ctypes.data)
+                if is_idle:
+                    self._unpin(host)
 
     @contextmanager
     def relaxed(self) -> Iterator[None]:
@@ -235,16 +236,19 @@ class NvidiaDriver:
     def pinned(self, size: int) -> NDArray[np.uint8]:
         """Return zeroed host memory that is registered, and that a kernel reaches by the host's own addresses.
 
+        It stays for the life of the process: batches that were abandoned may still use it.
+
         Raises:
             HostMemoryError: this device sees host memory elsewhere.
             CudaError: the driver refuses.
         """
         memory = np.frombuffer(mmap.mmap(-1, size), np.uint8)
         self.register(memory.ctypes.data, size)
+        _pinned[memory.ctypes.data] = memory
         seen = ctypes.c_uint64()
         self.library.cuMemHostGetDevicePointer_v2(ctypes.byref(seen), memory.ctypes.data, 0)
         if seen.value != memory.ctypes.data:
-            self.library.cuMemHostUnregister(memory.ctypes.data)
+            self._unpin(memory)
             raise HostMemoryError("a kernel cannot use the host's addresses on this device")
         return memory
 
@@ -277,6 +281,10 @@ class NvidiaDriver:
             for pool in self._spare.values():
                 while pool:
                     self.library.cuEventDestroy_v2(pool.popleft())
+
+    def _unpin(self, memory: NDArray[np.uint8]) -> None:
+        self.unregister(memory.ctypes.data)
+        del _pinned[memory.ctypes.data]
 
     def _copy_in_batches(
         self,

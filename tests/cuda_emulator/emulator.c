@@ -707,7 +707,7 @@ void emu_reset(int is_stepped, uint64_t seed, unsigned delay_us, int driver_vers
         memset(&streams[s], 0, sizeof streams[s]);
     }
     if (!allocations) allocations = calloc(TABLE, sizeof *allocations), registered = calloc(TABLE, sizeof *registered);
-    allocation_count = registered_count = access_count = 0;
+    allocation_count = registered_count = access_count = 0; /* as if the process had begun anew */
     memset(&host, 0, sizeof host);
     for (int i = 0; i < 128; i++) calls[i].count = calls[i].with_gil = calls[i].times = calls[i].skip = 0;
     stepped = is_stepped, drawn = seed * 2654435761u + 88172645463325252ull, most_delay_us = delay_us, version = driver_version;

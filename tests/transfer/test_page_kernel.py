@@ -1,4 +1,4 @@
-"""The page kernel in Triton's own interpreter, and as compiled; each in a process of its own, as Triton decides at import."""
+"""The page kernel in Triton's interpreter, as compiled, and on the emulated driver; each in a process of its own."""
 
 from __future__ import annotations
 
@@ -26,6 +26,26 @@ def test_the_kernel(what: str, interpreted: str, tmp_path: Path) -> None:
     settings = {"PYTHONPATH": path, "TRITON_INTERPRET": interpreted, "TRITON_CACHE_DIR": str(tmp_path)}
     ended = subprocess.run(
         [sys.executable, "-m", "tests.transfer.page_kernel_checks", what],
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
+
+
+@pytest.mark.slow
+def test_the_kernel_through_tritons_compiler_and_launcher(cuda_library_path: Path, tmp_path: Path) -> None:
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT), str(BESIDE)]))
+    settings = {
+        "PYTHONPATH": path,
+        "LD_LIBRARY_PATH": str(cuda_library_path.parent),
+        "TRITON_LIBCUDA_PATH": str(cuda_library_path.parent),
+        "TRITON_CACHE_DIR": str(tmp_path),
+    }
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.transfer.page_kernel_on_emulator", str(cuda_library_path)],
         env={**os.environ, **settings},
         capture_output=True,
         text=True,

@@ -1,0 +1,185 @@
+"""An engine at work on an emulated device, with the worker's side that ships beside it.
+
+Its kernels write and read blocks; a step is enqueued before the one before it has ended, in the order of vLLM's model runners:
+zeroing of blocks, `begin_step`, the forward pass, loads, stores. It keeps to what the scheduler's side guarantees: a block or
+slot under an open job is not used, a block is read once its load was reported. Everything else is the worker's side's to
+keep, and shows as a race or as wrong bytes.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from kvoffload.model.causes import CopyOutcome
+from kvoffload.model.config import OffloadConfig
+from kvoffload.model.ids import DeviceBlockId, JobId, Rank, SlotId
+from kvoffload.model.transfer import Direction, TransferJob, TransferPlan
+from kvoffload.runtime.worker_side import WorkerSide
+from kvoffload.testing import FakeClock
+from kvoffload.transfer import factory
+from tests.cuda_emulator import Emulator, Engine
+from tests.runtime.manual_portal import ManualPortal
+
+BLOCKS, SLOTS = 48, 64
+ZERO = 0
+TIMEOUT_S = 1e6
+
+
+@dataclass
+class Life:
+    """One rank. `step` enqueues a step; `settle` waits for all jobs.
+
+    Args:
+        emulator: the driver.
+        patch: replaces what asks torch for the current stream.
+        seed: of all choices.
+        device: which.
+        is_stepped: whether the emulator's streams run here, between two steps.
+        timeout_s: of copies.
+    """
+
+    emulator: Emulator
+    patch: pytest.MonkeyPatch
+    seed: int
+    device: int = 0
+    is_stepped: bool = True
+    timeout_s: float = TIMEOUT_S
+    outcomes: list[tuple[int, CopyOutcome]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.draws = random.Random(self.seed)
+        self.engine = Engine(self.emulator, self.device, BLOCKS)
+        self.clock = FakeClock()
+        self.portal = ManualPortal(self.clock)
+        self.patch.setattr(factory, "current_stream", lambda device: lambda: self.engine.stream)
+        config = OffloadConfig(
+            host_bytes=SLOTS * self.engine.layout.slot_bytes, transfer_timeout_s=self.timeout_s
+        )
+        self.side = WorkerSide(Rank(0), 1, config, self.portal, clock=self.clock)
+        assert self.side.register(self.engine.layout) == SLOTS
+        self.contents: dict[int, int] = {}  # what a block that nobody copies into holds, by its number
+        self.stored: dict[int, int] = {}  # what a slot holds whose store was reported
+        self.open: dict[int, tuple[TransferJob, tuple[int, ...]]] = {}
+        self.jobs = 0
+        self._seeds = 0
+
+    # -- a step -------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Enqueue a step, let the streams go on as far as it is drawn, and take the reports."""
+        self.engine.enter()
+        loads = [job for _ in range(self.draws.randint(0, 2)) if (job := self._load()) is not None]
+        fresh = self._some(self._free_blocks(), self.draws.randint(1, 6))
+        for block in fresh:
+            self._seeds += 1
+            self.contents[block] = self._seeds
+        stores = [job for _ in range(self.draws.randint(0, 2)) if (job := self._store()) is not None]
+        plan = TransferPlan(tuple(loads), tuple(stores))
+        for block in (int(block) for job in loads for block in job.blocks):
+            self.engine.write(block, ZERO)
+        self.side.begin_step(plan)
+        for block in fresh:
+            self.engine.write(block, self.contents[block])
+        for block in self._some([*self.contents], 4):
+            self.engine.read(block, self.contents[block])
+        self.side.start_loads(plan)
+        self.side.start_stores(plan)
+        if self.is_stepped:
+            self.emulator.step(self.draws.randint(0, 80))
+        if self.draws.random() < 0.5:
+            self.portal.advance()
+        self.take()
+        for block in self._some([block for block in self.contents if block not in self._under_copy()], 4):
+            del self.contents[block]  # the engine frees it, and a later step writes it
+
+    def take(self) -> None:
+        """Take reports, as the scheduler's side would."""
+        report = self.side.take_report()
+        for part in report.jobs if report is not None else ():
+            job, seeds = self.open.pop(part.job)
+            self.outcomes.append((part.job, part.outcome))
+            if part.outcome is not CopyOutcome.DONE:
+                continue
+            if job.direction is Direction.STORE:
+                self.stored.update(zip(map(int, job.slots), seeds, strict=True))
+            else:
+                self.contents.update(zip(map(int, job.blocks), seeds, strict=True))
+
+    def settle(self) -> None:
+        """Let everything end, and read every block."""
+        while self.open:
+            self.emulator.step()
+            self.portal.advance()
+            self.take()
+        self.engine.enter()
+        for block, seed in self.contents.items():
+            self.engine.read(block, seed)
+        self.engine.synchronize()
+
+    def close(self) -> None:
+        self.side.close()
+        self.portal.close()
+
+    @property
+    def failed(self) -> list[int]:
+        return [job for job, outcome in self.outcomes if outcome is not CopyOutcome.DONE]
+
+    @property
+    def problems(self) -> str:
+        """What went wrong: races and wrong bytes with what the emulator says of them, and jobs that failed."""
+        emulator = self.emulator
+        if not (emulator.races or emulator.wrong or emulator.faults or self.failed):
+            return ""
+        return f"{emulator.races} races, {emulator.wrong} wrong, failed {self.failed[:5]}\n{emulator.report}"
+
+    # -- choices ------------------------------------------------------------------------------------------------
+
+    def _under_copy(self) -> set[int]:
+        return {int(block) for job, _ in self.open.values() for block in job.blocks}
+
+    def _free_blocks(self) -> list[int]:
+        busy = self._under_copy() | self.contents.keys()
+        return [block for block in range(BLOCKS) if block not in busy]
+
+    def _some(self, among: list[int], most: int) -> list[int]:
+        return self.draws.sample(among, min(len(among), most))
+
+    def _load(self) -> TransferJob | None:
+        busy = {
+            int(slot)
+            for job, _ in self.open.values()
+            if job.direction is Direction.STORE
+            for slot in job.slots
+        }
+        slots = self._some([slot for slot in self.stored if slot not in busy], self.draws.randint(1, 4))
+        blocks = self._some(self._free_blocks(), len(slots))
+        slots = slots[: len(blocks)]
+        return self._job(Direction.LOAD, slots, blocks, [self.stored[slot] for slot in slots])
+
+    def _store(self) -> TransferJob | None:
+        leased = self._under_copy()
+        blocks = self._some(
+            [block for block in self.contents if block not in leased], self.draws.randint(1, 4)
+        )
+        busy = {int(slot) for job, _ in self.open.values() for slot in job.slots}
+        slots = self._some([slot for slot in range(SLOTS) if slot not in busy], len(blocks))
+        for slot in slots:
+            self.stored.pop(slot, None)
+        return self._job(
+            Direction.STORE, slots, blocks[: len(slots)], [self.contents[block] for block in blocks]
+        )
+
+    def _job(
+        self, way: Direction, slots: list[int], blocks: list[int], seeds: list[int]
+    ) -> TransferJob | None:
+        if not slots or not blocks:
+            return None
+        self.jobs += 1
+        job = TransferJob(
+            JobId(self.jobs), way, tuple(map(SlotId, slots)), tuple(map(DeviceBlockId, blocks))
+        )
+        self.open[self.jobs] = (job, tuple(seeds[: len(slots)]))
+        return job

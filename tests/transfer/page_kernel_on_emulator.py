@@ -1,0 +1,81 @@
+"""The page kernel through Triton's compiler and launcher on the emulated driver: `python -m ... LIBRARY`.
+
+In a process of its own, without torch: with it Triton asks torch for devices, and torch for CPUs has none.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import sys
+from pathlib import Path
+
+
+class _NoTorch(importlib.abc.MetaPathFinder):
+    def find_spec(self, name: str, path: object, target: object = None) -> None:
+        if name == "torch":
+            raise ImportError(name)
+
+
+sys.meta_path.insert(0, _NoTorch())
+
+import numpy as np  # noqa: E402
+
+from kvoffload.model.transfer import Direction  # noqa: E402
+from kvoffload.transfer import crossover  # noqa: E402
+from kvoffload.transfer.crossover import learn  # noqa: E402
+from kvoffload.transfer.cuda_copier import CudaCopier  # noqa: E402
+from kvoffload.transfer.cuda_driver import NvidiaDriver  # noqa: E402
+from kvoffload.transfer.ports import Ticket, TicketState  # noqa: E402
+from kvoffload.transfer.runs import CopyRuns  # noqa: E402
+from tests.cuda_emulator import Emulator, Engine  # noqa: E402
+
+PIECES, PIECE = 64, 4096
+SUBMISSIONS = 40
+ALLOCATIONS = ("cuMemAllocAsync", "cuMemAlloc_v2", "cuMemHostRegister_v2", "cuEventCreate", "cuModuleLoadData")
+
+
+def main(library: Path) -> None:
+    emulator = Emulator(library)
+    emulator.reset(delay_us=10)
+    engine = Engine(emulator, device=1, blocks=PIECES, pages=(PIECE,))
+    driver = NvidiaDriver("cuda:1", lambda: engine.stream)
+    copier = CudaCopier(driver)
+    crossover.SCRATCH_BYTES, crossover._REPEATS, crossover._LONGEST_S = 2**18, 1, 600.0
+    learn(copier, "cuda:1")  # carries random bytes there and back, or does not come to limits
+    assert set(copier.kernel_below.values()) != {0}, copier.kernel_below
+    launches = emulator.calls("cuLaunchKernelEx")
+    assert launches
+
+    copier.use_kernel(dict.fromkeys(Direction, 2 * PIECE))
+    host = driver.pinned(2 * PIECES * PIECE)
+    there, back = host[: PIECES * PIECE], host[PIECES * PIECE :]
+    there[:] = np.random.default_rng(0).integers(0, 256, len(there), np.uint8)
+    places = np.arange(PIECES, dtype=np.int64) * PIECE
+    on_device = engine.layout.regions[0].address + np.random.default_rng(1).permutation(places)
+    size = np.full(PIECES, PIECE, np.int64)
+    before = [emulator.calls(name) for name in ALLOCATIONS]
+    for _ in range(SUBMISSIONS):
+        end(
+            copier.submit(
+                Direction.LOAD, CopyRuns(there.ctypes.data + places, on_device, size), (copier.fence(),)
+            )
+        )
+        end(
+            copier.submit(
+                Direction.STORE, CopyRuns(on_device, back.ctypes.data + places, size), (copier.fence(),)
+            )
+        )
+    assert np.array_equal(there, back)
+    assert emulator.calls("cuLaunchKernelEx") == launches + 2 * SUBMISSIONS
+    assert [emulator.calls(name) for name in ALLOCATIONS] == before, "a batch has allocated"
+    assert (emulator.races, emulator.faults) == (0, 0), emulator.report
+
+
+def end(ticket: Ticket) -> None:
+    while (state := ticket.query()) is TicketState.PENDING:
+        pass
+    assert state is TicketState.DONE
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,345 @@
+"""The worker's side beside an engine on emulated devices: no race and no wrong byte, and what is broken shows."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+from kvoffload.model.causes import CopyOutcome
+from kvoffload.model.errors import HostMemoryBusy
+from kvoffload.model.transfer import Direction, TransferPlan
+from kvoffload.runtime import worker_side
+from kvoffload.runtime.worker_side import WorkerSide
+from kvoffload.transfer import cuda_driver
+from kvoffload.transfer.cuda_copier import CudaCopier, CudaTicket
+from kvoffload.transfer.cuda_driver import CudaPin, NvidiaDriver
+from kvoffload.transfer.pump import TransferPump
+from tests.cuda_emulator import Emulator
+from tests.cuda_emulator.life import SLOTS, Life
+
+pytestmark = pytest.mark.timeout(300)
+
+JOBS, SEEDS = 10_000, (1, 2, 3, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_race_and_no_wrong_byte_on_two_devices_whose_streams_run_by_themselves(
+    cuda_library_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    emulator = Emulator(cuda_library_path)
+    emulator.reset(seed=seed)
+    lives = [Life(emulator, monkeypatch, seed, device, is_stepped=False) for device in (0, 1)]
+    while sum(life.jobs for life in lives) < JOBS / len(SEEDS):
+        for life in lives:
+            life.step()
+    for life in lives:
+        life.settle()
+    for life in lives:
+        assert not life.problems, life.problems
+        assert len(life.outcomes) == life.jobs
+        life.close()
+    assert (emulator.races, emulator.registrations) == (0, 0)
+    emulator.reset(stepped=True)
+
+
+def play(emulator: Emulator, patch: pytest.MonkeyPatch, seed: int, steps: int = 60) -> str:
+    """Play two devices in turns, in an order of operations drawn by the seed; return what went wrong."""
+    emulator.reset(stepped=True, seed=seed)
+    lives = [Life(emulator, patch, seed, device) for device in (0, 1)]
+    for _ in range(steps):
+        for life in lives:
+            life.step()
+    for life in lives:
+        life.settle()
+    found = "".join(life.problems for life in lives)
+    for life in lives:
+        life.close()
+    return found or emulator.report
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_r13_r5_r9_steps_that_overlap_meet_no_copy(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    assert play(emulator, monkeypatch, seed) == ""
+
+
+def test_a_seed_repeats(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+    for _ in range(2):
+        assert play(emulator, monkeypatch, 7) == ""
+        counts.append((emulator.executed, emulator.advance()))
+    assert counts[0] == counts[1]
+
+
+# -- mutants ----------------------------------------------------------------------------------------------------------
+
+
+def no_fence(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(NvidiaDriver, "wait", lambda *_: None)
+
+
+def loads_wait_for_nothing(patch: pytest.MonkeyPatch) -> None:
+    real = CudaCopier.submit
+
+    def submit(self: CudaCopier[Any, Any], way: Direction, runs: Any, fences: Sequence[object]) -> Any:  # noqa: ANN401
+        return real(self, way, runs, () if way is Direction.LOAD else fences)
+
+    patch.setattr(CudaCopier, "submit", submit)
+
+
+def stores_wait_for_what_came_before_the_forward_pass(patch: pytest.MonkeyPatch) -> None:
+    fence, begin = CudaCopier.fence, WorkerSide.begin_step
+    early: dict[object, object] = {}
+
+    def begin_step(self: WorkerSide, plan: TransferPlan) -> None:
+        copier = self.pump._copier
+        early.pop(copier, None)
+        early[copier] = fence(copier)  # type: ignore[arg-type]
+        begin(self, plan)
+
+    patch.setattr(WorkerSide, "begin_step", begin_step)
+    patch.setattr(CudaCopier, "fence", lambda self: early[self])
+
+
+def stores_are_read_at_any_time(patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(cuda_driver._ACCESS_ORDER, Direction.STORE, cuda_driver._ANY_TIME)
+
+
+def no_end_event(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(CudaTicket, "end", lambda self: setattr(self, "_has_end", True))
+
+
+def no_context_is_bound(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(NvidiaDriver, "_enter", lambda self: None)
+
+
+MUTANTS: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (
+    no_fence,
+    loads_wait_for_nothing,
+    stores_wait_for_what_came_before_the_forward_pass,
+    stores_are_read_at_any_time,
+    no_end_event,
+)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_mutant_is_reported_as_a_race_with_both_accesses(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch, mutant: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    mutant(monkeypatch)
+    found = play(emulator, monkeypatch, 1, steps=30)
+    assert emulator.races
+    line = next(line for line in found.splitlines() if line.startswith("race: "))
+    first, second = line.split(" | ")
+    assert "copy of operation" in line
+    assert ("writes [" in first) or ("writes [" in second)
+
+
+@pytest.mark.parametrize("binds", [True, False])
+def test_the_coroutines_thread_has_the_devices_context_or_fails(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch, binds: bool
+) -> None:
+    if not binds:
+        no_context_is_bound(monkeypatch)
+    life = Life(emulator, monkeypatch, 1, device=1)
+    with ThreadPoolExecutor(1) as coroutine:
+        monkeypatch.setattr(life.portal, "advance", _on(coroutine, life.portal.advance))
+        for _ in range(10):
+            life.step()
+        life.settle()
+    assert emulator.contexts == 0b10
+    assert bool(life.failed) is not binds
+    monkeypatch.undo()
+    life.close()
+
+
+def _on(pool: ThreadPoolExecutor, act: Callable[..., None]) -> Callable[..., None]:
+    return lambda *words: pool.submit(act, *words).result()
+
+
+def test_memory_that_is_unregistered_under_a_copy_is_reported(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = Life(emulator, monkeypatch, 1)
+
+    async def no_drain(self: TransferPump) -> int:
+        return 0
+
+    while not any(job.direction is Direction.STORE for job, _ in life.open.values()):
+        life.step()
+    life.portal.advance()  # the coroutine has submitted it
+    life.portal.advance()
+    monkeypatch.setattr(TransferPump, "drain", no_drain)
+    life.close()
+    emulator.step()
+    assert emulator.races or emulator.faults
+    assert "copy" in emulator.report
+
+
+# -- rules ------------------------------------------------------------------------------------------------------------
+
+
+def test_r4_r5_r9_jobs_that_the_driver_refused_in_part_end_when_their_copies_have(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks and slots of failed jobs are used again at once; what had been enqueued must not run under them."""
+    life = Life(emulator, monkeypatch, 3)
+    for number in range(80):
+        emulator.limit_batches(1 if number % 3 == 0 else -1)
+        life.step()
+    emulator.limit_batches(-1)
+    life.settle()
+    assert life.failed
+    assert (emulator.races, emulator.wrong) == (0, 0), emulator.report
+    life.close()
+
+
+def test_r16_memory_of_a_copy_that_does_not_end_stays_registered(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = Life(emulator, monkeypatch, 4, timeout_s=1.0)
+    while not life.open:
+        life.step()
+        life.portal.advance()
+    for _ in range(4):
+        life.portal.advance(1.0)  # the streams stand still
+        life.take()
+    pump = life.side.pump
+    assert pump.statistics().written_off_batches
+    life.close()
+    assert emulator.registrations
+    emulator.step()  # they go on after all
+    assert (emulator.races, emulator.faults) == (0, 0), emulator.report
+
+
+def test_closing_waits_for_copies_that_run(cuda_library_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulator = Emulator(cuda_library_path)
+    emulator.reset(delay_us=3000)
+    life = Life(emulator, monkeypatch, 5, is_stepped=False)
+    for _ in range(20):
+        life.step()
+    life.close()
+    assert (emulator.races, emulator.faults, emulator.registrations) == (0, 0, 0), emulator.report
+    emulator.reset(stepped=True)
+
+
+def test_a_lost_device_is_reported_once_and_every_job_ends(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = Life(emulator, monkeypatch, 6)
+    while not life.open:
+        life.step()
+    emulator.lose(0)
+    life.portal.advance()
+    report = life.side.take_report()
+    assert report is not None
+    assert report.lost is not None
+    assert "CUDA_ERROR_ILLEGAL_ADDRESS (700)" in report.lost
+    assert {job.outcome for job in report.jobs} == {CopyOutcome.FAILED}
+    assert not life.side.pump.statistics().open_jobs
+    assert life.side.take_report() is None
+    life.close()
+
+
+# -- a start in vLLM's order --------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_registered_between_registration_and_the_first_step(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM captures graphs there; pinning on any thread may then spoil them."""
+    monkeypatch.setattr(worker_side, "_PINNING_S", 0.0)  # all of it is left for later
+    life = Life(emulator, monkeypatch, 1)
+    before = emulator.registrations
+    life.engine.capture()
+    life.portal.advance(5)
+    assert emulator.registrations == before
+    assert life.engine.end_capture() == 0
+    report = life.side.take_report()
+    assert report is None  # no slot, and more to come: as at the beginning
+    life.side.begin_step(TransferPlan())
+    life.portal.advance(5)
+    report = life.side.take_report()
+    assert report is not None
+    assert (report.ready_slots, report.is_growing) == (SLOTS, False)
+    life.close()
+
+
+def test_memory_is_pinned_at_the_start_as_far_as_time_allows(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = Life(emulator, monkeypatch, 1)
+    report = life.side.take_report()
+    assert report is not None
+    assert report.ready_slots == SLOTS
+    life.close()
+
+
+@pytest.mark.parametrize("is_relaxed", [True, False])
+def test_pinning_during_a_capture_harms_nothing_where_its_thread_is_relaxed(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch, is_relaxed: bool
+) -> None:
+    life = Life(emulator, monkeypatch, 1)
+    if not is_relaxed:
+        monkeypatch.setattr(NvidiaDriver, "_exchange_capture_mode", lambda self, mode: mode)
+    pin = CudaPin(NvidiaDriver("cuda:0"))
+    memory = bytearray(4096)
+    address = ctypes.addressof((ctypes.c_char * 4096).from_buffer(memory))
+    life.engine.capture()
+    with ThreadPoolExecutor(1) as other:
+        pinned = other.submit(pin.register, address, 4096)
+        if is_relaxed:
+            pinned.result()
+            assert life.engine.end_capture() == 0
+        else:
+            with pytest.raises(HostMemoryBusy, match="CAPTURE_UNSUPPORTED"):
+                pinned.result()
+            assert life.engine.end_capture() == 901
+    life.close()
+
+
+def wait_of_loads(emulator: Emulator, patch: pytest.MonkeyPatch, *, takes_fence: bool) -> float:
+    """Return the median seconds from a step's beginning to its load's end, beside forward passes of 10 ms."""
+    emulator.reset(stepped=True)
+    life = Life(emulator, patch, 1)
+    life.contents[0] = 5
+    life.engine.write(0, 5)
+    store = life._store()
+    assert store is not None
+    life.side.start_stores(TransferPlan(stores=(store,)))
+    life.settle()
+    waits = []
+    for _ in range(20):
+        begun = emulator.advance()
+        load = life._load()
+        assert load is not None
+        plan = TransferPlan(loads=(load,))
+        if takes_fence:
+            life.side.begin_step(plan)
+        for _ in range(10):
+            life.engine.write(40, 1, cost_s=5e-4)
+        life.side.start_loads(plan)
+        while life.open:
+            emulator.step(1)
+            life.take()
+        waits.append(emulator.advance() - begun)
+        life.engine.synchronize()
+        life.contents = {0: 5}
+    assert emulator.races == 0, emulator.report
+    life.close()
+    return median(waits)
+
+
+def test_a_load_does_not_wait_for_the_forward_pass_of_its_step(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    early, late = (wait_of_loads(emulator, monkeypatch, takes_fence=early) for early in (True, False))
+    assert early <= 0.5 * late
