@@ -103,7 +103,6 @@ class Rig:
             chunk_bytes=max(CHUNK_BYTES, POOL * self.size),  # all in one, so that a large copy fits
         )
         asyncio.run(self.arena.prepare())
-        self.executor.wait()  # until it is known which copies a kernel does
         bases = [int(base) for base in self.arena.geometry.host_base[0]]
         self._regions = [_bytes_at(base, self.blocks * page) for base in bases]
         self._host = _bytes_at(bases[0], self.blocks * self.layout.slot_bytes)
@@ -137,7 +136,7 @@ class Rig:
         """Make all copies go one way."""
         self._limits = {"": self._chosen, "engine": ENGINE_ONLY, "kernel": _ALL}[path]
         if isinstance(self.copier, CudaCopier):
-            self.copier.kernel_below = self._limits
+            self.copier.use_kernel(self._limits)
 
     @property
     def _limits_now(self) -> Limits:

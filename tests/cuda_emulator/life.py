@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-
-import pytest
+from typing import TYPE_CHECKING
 
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.config import OffloadConfig
@@ -22,6 +21,9 @@ from kvoffload.testing import FakeClock
 from kvoffload.transfer import factory
 from tests.cuda_emulator import Emulator, Engine
 from tests.runtime.manual_portal import ManualPortal
+
+if TYPE_CHECKING:
+    import pytest
 
 BLOCKS, SLOTS = 48, 64
 ZERO = 0
@@ -178,8 +180,6 @@ class Life:
         if not slots or not blocks:
             return None
         self.jobs += 1
-        job = TransferJob(
-            JobId(self.jobs), way, tuple(map(SlotId, slots)), tuple(map(DeviceBlockId, blocks))
-        )
+        job = TransferJob(JobId(self.jobs), way, tuple(map(SlotId, slots)), tuple(map(DeviceBlockId, blocks)))
         self.open[self.jobs] = (job, tuple(seeds[: len(slots)]))
         return job

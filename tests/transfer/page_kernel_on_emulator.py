@@ -31,7 +31,13 @@ from tests.cuda_emulator import Emulator, Engine  # noqa: E402
 
 PIECES, PIECE = 64, 4096
 SUBMISSIONS = 40
-ALLOCATIONS = ("cuMemAllocAsync", "cuMemAlloc_v2", "cuMemHostRegister_v2", "cuEventCreate", "cuModuleLoadData")
+ALLOCATIONS = (
+    "cuMemAllocAsync",
+    "cuMemAlloc_v2",
+    "cuMemHostRegister_v2",
+    "cuEventCreate",
+    "cuModuleLoadData",
+)
 
 
 def main(library: Path) -> None:

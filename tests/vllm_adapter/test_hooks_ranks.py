@@ -33,7 +33,7 @@ class Copies:
     def start_loads(self, plan: TransferPlan) -> None:
         pass
 
-    start_stores = start_loads
+    begin_step = start_stores = start_loads
 
     def take_report(self) -> TransferReport | None:
         ended, self._ended = tuple(self._ended), []
