@@ -47,12 +47,18 @@ class Simulation:
         scenario: what to play.
         keep: takes every line of a journal in which nothing is missing.
         folder: for the journal's file, where the scenario has one.
+        copier: what copies on each rank.
     """
 
     def __init__(
-        self, scenario: Scenario, keep: Callable[[str], object] | None = None, folder: Path | None = None
+        self,
+        scenario: Scenario,
+        keep: Callable[[str], object] | None = None,
+        folder: Path | None = None,
+        copier: type[ChaosCopier] = ChaosCopier,
     ) -> None:
         self.scenario = scenario
+        self._copier = copier
         draws = scenario.draws
         self.loop = SimLoop(draws("order") if scenario.is_shuffled else None)
         self._time = draws("time")
@@ -228,7 +234,7 @@ class Simulation:
     def _make_copier(self, rank: Rank) -> ChaosCopier:
         assert rank == len(self.copiers)
         draws, odds = self.scenario.draws(f"copier {rank}"), self.scenario.odds[rank]
-        self.copiers.append(ChaosCopier(self.loop, draws, odds, self._switch))
+        self.copiers.append(self._copier(self.loop, draws, odds, self._switch))
         return self.copiers[-1]
 
     def _observe(self, name: str) -> None:
@@ -305,12 +311,13 @@ class Simulation:
         self.loop.close()
 
 
-def simulate(seed: int, journal: Path | None = None) -> Simulation:
+def simulate(seed: int, journal: Path | None = None, copier: type[ChaosCopier] = ChaosCopier) -> Simulation:
     """Play one seed; return it for its numbers.
 
     Args:
         seed: which.
         journal: file for a journal in which nothing is missing; it changes nothing in what happens.
+        copier: what copies on each rank.
 
     Raises:
         Exception: what went wrong.
@@ -324,7 +331,7 @@ def simulate(seed: int, journal: Path | None = None) -> Simulation:
         if journal is not None:
             file = stack.enter_context(journal.open("w", encoding="utf-8"))
             keep = partial(print, file=file)
-        simulation = Simulation(scenario, keep, folder)
+        simulation = Simulation(scenario, keep, folder, copier)
         simulation.run()
     return simulation
 

@@ -1,0 +1,48 @@
+"""Whole lives of the reference engine with the copier that ships on the emulated driver."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+
+import pytest
+
+from kvoffload.transfer.cuda_copier import CudaTicket
+from tests.cuda_emulator import Emulator, build
+from tests.simulate.campaign import play
+from tests.simulate.emulated import simulate_on
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+SEEDS = 200
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+    return Emulator(build(tmp_path_factory.mktemp("cuda")))
+
+
+def test_the_first_seeds_end_well(emulator: Emulator) -> None:
+    total = Counter[str]()
+    for seed in range(SEEDS):
+        result = play(seed, partial(simulate_on, emulator))
+        assert result.problem is None, f"seed {seed}\n{result.trace}\n{emulator.report}"
+        total += result.numbers
+    assert min(total.values()) > SEEDS
+    assert emulator.calls("cuMemcpyBatchAsync") > 0
+
+
+def test_a_seed_repeats(emulator: Emulator) -> None:
+    found = []
+    for _ in range(2):
+        result = play(9, partial(simulate_on, emulator))
+        found.append((result, emulator.executed))
+    assert found[0] == found[1]
+    assert found[0][1] > 0
+
+
+def test_batches_without_an_end_event_show_in_one_of_the_first_seeds(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CudaTicket, "end", lambda self: setattr(self, "_has_end", True))
+    assert any(play(seed, partial(simulate_on, emulator)).problem for seed in range(40))
