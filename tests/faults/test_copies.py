@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvoffload.model.causes import DegradeCause
+from kvoffload.model.errors import DeviceLost
 from kvoffload.testing import GatedTicket
 from kvoffload.transfer import arena
 from tests.reference.rig import (
@@ -57,6 +58,27 @@ def test_an_engine_runs_with_what_host_memory_it_gets(
         assert f"ready_slots={6 * granted}" in caplog.text
         made.assert_outputs()
         made.assert_clean()
+
+
+# -- a device that is lost --------------------------------------------------------------------------------------------
+
+
+def test_a_lost_device_switches_offloading_off_and_the_engine_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with rig() as made:
+        made.hold()
+        made.run_requests(text(1, 20))
+        for ticket in made.copiers[0].open_tickets:
+            ticket.query_error = DeviceLost("CUDA_ERROR_ILLEGAL_ADDRESS (700)")
+        made.step()
+        made.step()
+        assert made.offload.gauges().degraded is DegradeCause.TRANSFER_DEAD
+        assert made.engine.pool.leased_blocks == 0
+        made.run(text(2, 20))
+        made.assert_outputs()
+    assert "offloading_off cause=transfer_dead" in caplog.text
+    assert "CUDA_ERROR_ILLEGAL_ADDRESS (700)" in caplog.text
 
 
 # -- one rank of two ------------------------------------------------------------------------------------------------------
