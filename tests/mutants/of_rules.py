@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants.mutant import BUS, ENGINE, RUNTIME, TRANSFER, Mutant
+from tests.mutants.mutant import BUS, CUDA, ENGINE, RUNTIME, TRANSFER, Mutant
 
 _CORE = "kvoffload/core/offload_core.py"
 _HITS = "kvoffload/core/pending_hits.py"
@@ -21,6 +21,8 @@ _BROKEN = "kvoffload/runtime/broken_core.py"
 _SIDE = "kvoffload/runtime/scheduler_side.py"
 _STALL = "kvoffload/core/stall.py"
 _FLOW = "kvoffload/transfer/flow.py"
+_CUDA_COPIER = "kvoffload/transfer/cuda_copier.py"
+_CUDA_DRIVER = "kvoffload/transfer/cuda_driver.py"
 
 MUTANTS: tuple[Mutant, ...] = (
     # Pins.
@@ -173,6 +175,17 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(12, _COPIES, "copy.running.discard(report.rank)", "copy.running.clear()", tests=RUNTIME),
     # Fences.
     Mutant(13, _FLOW, "job.fence = fence", tests=TRANSFER),
+    Mutant(13, _CUDA_COPIER, "self.driver.wait(stream, fence)", tests=CUDA),
+    Mutant(13, _CUDA_DRIVER, "{way: _Attributes(order)", "{way: _Attributes(_ANY_TIME)", CUDA),
+    Mutant(13, _CUDA_COPIER, "        self._driver.record(self._events[1], self._stream)\n", "", CUDA),
+    Mutant(13, _CUDA_DRIVER, "self.library.cuCtxSetCurrent(self._context)", "pass", CUDA),
+    Mutant(
+        13,
+        "kvoffload/runtime/worker_side.py",
+        "self._load_fence = self._live_pump.fence() if plan.loads else None",
+        "self._load_fence = None",
+        CUDA,
+    ),
     # Shared loads.
     Mutant(14, _HITS, "state.shared.owner(slots) if may_wait and state.shared.owners else None", "None"),
     Mutant(14, _HITS, "if may_wait and state.shared.owners else None", "if state.shared.owners else None"),
@@ -229,5 +242,12 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(16, _HITS, "if state.stall.is_on:", "if False:"),
     Mutant(16, _LOADS, " and not state.stall.is_on", ""),
     Mutant(16, "kvoffload/transfer/lanes.py", "self._written_off.append(batch)", tests=TRANSFER),
+    Mutant(
+        16,
+        _CUDA_COPIER,
+        "except DeviceLost:\n            raise\n        except Exception",
+        "except ZeroDivisionError",
+        CUDA,
+    ),
     Mutant(16, "kvoffload/transfer/pump.py", "        if left:\n", "        if False:\n", TRANSFER),
 )

@@ -438,11 +438,12 @@ HOOKS = (
 )
 
 
-def listen_to_hooks(rig: Rig, calls: list[str]) -> Any:
-    """Note the worker's hooks and what they submit, in order."""
+def listen_to_hooks(rig: Rig, calls: list[str], *more: tuple[object, str]) -> Any:
+    """Note the worker's hooks, what they submit, and calls of `more`, in order."""
     worker, flow = rig.worker_connector, rig.pump._flow
     patches = []
-    for owner, name in [*((worker, name) for name in HOOKS), (flow, "queue_stores"), (flow, "start_loads")]:
+    submitted = ((flow, "queue_stores"), (flow, "start_loads"))
+    for owner, name in [*((worker, name) for name in HOOKS), *submitted, *more]:
         original = getattr(owner, name)
 
         def noting(*args: Any, _name: str = name, _original: Any = original, **fields: Any) -> Any:
@@ -459,7 +460,7 @@ def test_r13_loads_and_stores_start_on_the_hooks_thread_behind_the_forward_pass(
     asked = Asked(prompt(80), 40)
     rig.put_on_host_only(asked.prompt)
     calls: list[str] = []
-    patches = listen_to_hooks(rig, calls)
+    patches = listen_to_hooks(rig, calls, (held.copier, "fence"))
     for one in patches:
         one.start()
     fences, tickets = held.copier.fences, len(held.copier.tickets)
@@ -469,8 +470,8 @@ def test_r13_loads_and_stores_start_on_the_hooks_thread_behind_the_forward_pass(
         for one in patches:
             one.stop()
     story = " ".join(calls)
-    assert "start_load_kv start_loads wait_for_save" in story
-    assert "wait_for_save queue_stores" in story
+    assert "bind_connector_metadata fence start_load_kv start_loads wait_for_save" in story
+    assert "wait_for_save fence queue_stores" in story
     assert story.count("start_loads") == 1
     steps = story.split("handle_preemptions ")[1:]
     assert all(step.split()[0] == "bind_connector_metadata" for step in steps)
