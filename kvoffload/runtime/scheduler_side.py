@@ -270,13 +270,7 @@ class SchedulerSide:
         """Ranks reported what ended; return the loads that the engine must learn of."""
         began = self._precise()
         for report in reports:
-            if report.jobs:
-                self._copies.reported(report)
-            if report.rank in self._store_shares:
-                self._store_shares[report.rank] = report.store_share
-            self.bus.dispatch([facts.TransferReported(report)])
-            if report.lost is not None:
-                self.bus.dispatch([facts.InvariantBroken(DegradeCause.TRANSFER_DEAD, report.lost)])
+            self._rank_reported(report)
         if reports:
             if self._broken.is_off:
                 self._broken.release_loose()
@@ -288,6 +282,15 @@ class SchedulerSide:
         spent = self._spent
         spent[_REPORT] = spent.get(_REPORT, 0.0) + self._precise() - began
         return answers
+
+    def _rank_reported(self, report: TransferReport) -> None:
+        if report.jobs:
+            self._copies.reported(report)
+        if report.rank in self._store_shares:
+            self._store_shares[report.rank] = report.store_share
+        self.bus.dispatch([facts.TransferReported(report)])
+        if report.lost is not None:
+            self.bus.dispatch([facts.InvariantBroken(DegradeCause.TRANSFER_DEAD, report.lost)])
 
     def take_answers(self) -> LoadAnswers:
         """Return the loads that ended since the last call; some end without a report."""
