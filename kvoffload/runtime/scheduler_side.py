@@ -144,7 +144,7 @@ class SchedulerSide:
         """The engine took a request in; `has_token` says whether its first token is there, `trace_parent` is W3C's."""
         began = self._precise()
         if has_token is not None:
-            self._first_tokens.seen(fact.request, has_token)
+            self._first_tokens.waiting[fact.request] = self._clocks.monotonic(), has_token
         if self._spans is not None:
             self._spans.trace_parent = trace_parent
         self.bus.dispatch([fact])
