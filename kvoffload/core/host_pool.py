@@ -298,12 +298,12 @@ class HostPool:
         return slots if holds.keys().isdisjoint(slots) else [slot for slot in slots if slot not in holds]
 
     def _evict(self, count: int) -> Sequence[BlockKey]:
-        """Empty the slots that are evicted next; return their keys."""
+        """Free the slots that are evicted next, for `reserve`; return their keys."""
         slots = self._order.take(count)
         evicted = [key for slot in slots if (key := self._keys[slot]) is not None]
         self._move_all(slots, SlotEvent.EVICT)
         self.index.remove(evicted)
-        self._empty(slots)
+        self._freed += slots  # their keys are about to be replaced
         return evicted
 
     def _forget_key(self, slot: SlotId) -> bool:
