@@ -63,6 +63,11 @@ class HostPool:
         """Return the key under which a slot can hit, None for one that cannot."""
         return self._keys[slot] if self._states[slot] in _CAN_HIT else None
 
+    def pinned(self, slots: Iterable[SlotId]) -> list[SlotId]:
+        """Return those of the slots that are pinned and can hit."""
+        states = self._states
+        return [slot for slot in slots if states[slot] == _PINNED]
+
     def pins(self) -> Mapping[SlotId, int]:
         """Return how often each slot is pinned."""
         return self._pins
@@ -150,7 +155,7 @@ class HostPool:
         free = self._last_pinned(slots)
         if bytes(map(self._states.__getitem__, free)).translate(None, _ONLY_PINNED):
             self.drained(free)
-            free = [slot for slot in free if self._states[slot] == _PINNED]
+            free = self.pinned(free)
         self._move_all(free, SlotEvent.UNPIN)
         self._order.add(self._not_held(free))
 
@@ -293,12 +298,12 @@ class HostPool:
         return slots if holds.keys().isdisjoint(slots) else [slot for slot in slots if slot not in holds]
 
     def _evict(self, count: int) -> Sequence[BlockKey]:
-        """Empty the slots that are evicted next; return their keys."""
+        """Free the slots that are evicted next, for `reserve`; return their keys."""
         slots = self._order.take(count)
         evicted = [key for slot in slots if (key := self._keys[slot]) is not None]
         self._move_all(slots, SlotEvent.EVICT)
         self.index.remove(evicted)
-        self._empty(slots)
+        self._freed += slots  # their keys are about to be replaced
         return evicted
 
     def _forget_key(self, slot: SlotId) -> bool:

@@ -16,7 +16,7 @@ from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, JobId, Rank, S
 from kvoffload.model.transfer import Direction, TransferJob, TransferPlan
 
 _PLANNED, _SUBMITTED, _ABANDONED = JobState.PLANNED, JobState.SUBMITTED, JobState.ABANDONED
-_SUBMIT = JobEvent.SUBMIT
+_SUBMIT, _FINISH, _FAIL = JobEvent.SUBMIT, JobEvent.FINISH, JobEvent.FAIL
 _DONE = CopyOutcome.DONE
 
 
@@ -150,7 +150,8 @@ class Jobs:
     def close(self, job: Job) -> None:
         """Every rank has ended: the job is done or failed, and leaves the table."""
         was = job.state
-        self._move(job, JobEvent.FAIL if job.failed else JobEvent.FINISH)
+        job.state = JOB.steps[_FAIL if job.failed else _FINISH][was]
+        self._counts[job.direction][was] -= 1
         self.pending -= was is _SUBMITTED
         del self.open[job.job]
 
@@ -158,5 +159,5 @@ class Jobs:
         after, counts = JOB.steps[event][job.state], self._counts[job.direction]
         counts[job.state] -= 1
         job.state = after
-        if after is _SUBMITTED or after is _ABANDONED:
+        if after is _ABANDONED:
             counts[after] += 1

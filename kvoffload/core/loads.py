@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from operator import itemgetter
 
 from kvoffload.core.job import Job
-from kvoffload.core.machine import RequestEvent, RequestState, SlotState
+from kvoffload.core.machine import RequestEvent, RequestState
 from kvoffload.core.pending_hits import PendingHits
 from kvoffload.core.request import PendingHit, RequestRecord
 from kvoffload.core.state import CoreState
@@ -178,8 +178,7 @@ class Loads:
         if states := shape.count_states(map(pool.key, job.slots)):
             self._state.tally.events.append(StatesCopied(Direction.LOAD, states))
         if record.incarnation == job.incarnation and record.is_live:
-            state = SlotState.PINNED
-            self._state.holds.add(record, [slot for slot in job.slots if pool.state(slot) == state])
+            self._state.holds.add(record, pool.pinned(job.slots))
         pool.unpin(job.slots)
         self._settle(job, LoadOutcome.LOADED)
         self._answer(record, job.incarnation, loaded=True)

@@ -268,7 +268,8 @@ class OffloadCore:
     def transfer_reported(self, fact: facts.TransferReported) -> None:
         """A rank reported which of its copies ended, and how many slots it has ready. A duplicate changes nothing."""
         state, report = self.state, fact.report
-        self._ready(report)
+        if state.growing or state.ready.get(report.rank) != report.ready_slots:
+            self._ready(report)
         for part in report.jobs:
             job = state.jobs.open.get(part.job)
             if job is None or not job.reported(report.rank, part.outcome, part.corrupt):
@@ -328,14 +329,14 @@ class OffloadCore:
     def _ready(self, report: TransferReport) -> None:
         """Capacity is the minimum of what the ranks have ready, and final when no rank expects more."""
         state, rank = self.state, report.rank
-        if not 0 <= rank < len(state.ready):
+        if rank not in state.ready:
             state.tally.events.append(FactRejected(RejectionCause.UNKNOWN_JOB))
             return
         if not report.is_growing:
             state.growing.discard(rank)
         if report.ready_slots > state.ready[rank]:
             state.ready[rank] = report.ready_slots
-            if state.pool.grow(min(state.ready)):
+            if state.pool.grow(min(state.ready.values())):
                 state.tally.events.append(CapacityGrown(state.pool.capacity))
 
     # -- resets, and the end of offloading ------------------------------------------------------------------------

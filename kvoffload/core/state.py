@@ -75,9 +75,9 @@ class CoreState:
         self.tally = Tally(self.jobs.planned)
         self.results = LoadResults()
         self.stall = Stall(shape.stall_limit)
-        self.ready = [0] * shape.ranks
+        self.ready = dict.fromkeys(map(Rank, range(shape.ranks)), 0)
         """Per rank, the host slots that it has ready."""
-        self.growing = set(map(Rank, range(shape.ranks)))
+        self.growing = set(self.ready)
         """Ranks that are still making host memory ready, as far as they have reported."""
         self.generation = 0
         """How many resets there have been."""

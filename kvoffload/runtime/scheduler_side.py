@@ -18,6 +18,7 @@ from kvoffload.model import facts
 from kvoffload.model.causes import DegradeCause
 from kvoffload.model.config import AUTO, OffloadConfig, check_promises
 from kvoffload.model.engine import BlockPool, EngineIdentity, EngineShape
+from kvoffload.model.events import Event
 from kvoffload.model.ids import BlockKey, Rank, RequestId
 from kvoffload.model.transfer import NOTHING, TransferPlan, TransferReport
 from kvoffload.runtime.awaited_loads import AwaitedLoads, LoadAnswers
@@ -144,7 +145,7 @@ class SchedulerSide:
         """The engine took a request in; `has_token` says whether its first token is there, `trace_parent` is W3C's."""
         began = self._precise()
         if has_token is not None:
-            self._first_tokens.seen(fact.request, has_token)
+            self._first_tokens.waiting[fact.request] = self._clocks.monotonic(), has_token
         if self._spans is not None:
             self._spans.trace_parent = trace_parent
         self.bus.dispatch([fact])
@@ -173,6 +174,7 @@ class SchedulerSide:
         since = self._deferred_since.get(request)
         least = self.benefit.least_load_tokens() if self._chooses_least else 0
         answer: int | None = 0
+        events: list[Event] = []
         if self._broken.error is None:
             try:
                 answer = self.core.lookup(
@@ -184,6 +186,8 @@ class SchedulerSide:
                     new_keys=new_keys,
                     least_tokens=least,
                 )
+                if self._tally.events or self._tally.has_sums:
+                    events = self._tally.take()
             except Exception as error:
                 self._broken.raised(error, "lookup")
         if answer is None:
@@ -191,8 +195,8 @@ class SchedulerSide:
             self._waiting_since.setdefault(request, now)
         elif self._waiting_since:
             self._stop_waiting(request)
-        if self._tally.events or self._tally.has_sums:
-            self._dispatch_events()
+        if events:
+            self.bus.dispatch(events)
         spent = self._spent
         spent[_LOOKUP] = spent.get(_LOOKUP, 0.0) + self._precise() - began
         return answer
@@ -261,7 +265,12 @@ class SchedulerSide:
         if plan.loads:
             self._awaited.submitted(plan.loads)
         self._copies.submitted((*plan.loads, *plan.stores), self._clocks.monotonic())
-        self._dispatch_events()
+        try:
+            events = self._tally.take()
+        except Exception as error:
+            self._broken.raised(error, "take_events")
+        else:
+            self.bus.dispatch(events)
         return plan
 
     # -- reports ------------------------------------------------------------------------------------------------
@@ -359,16 +368,6 @@ class SchedulerSide:
         since = self._waiting_since.pop(request, None)
         if since is not None:
             self.benefit.waited_for_others(self._clocks.monotonic() - since)
-
-    def _dispatch_events(self) -> None:
-        """Dispatch what a question on the core left to report."""
-        try:
-            events = self._tally.take()
-        except Exception as error:
-            self._broken.raised(error, "take_events")
-            return
-        if events:
-            self.bus.dispatch(events)
 
     def _journal_failed(self, error: Exception) -> None:
         self.counters.journal_failed()

@@ -28,7 +28,8 @@ class FirstTokens:
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._publish: Callable[[FirstTokenReached], None] = lambda event: None
-        self._waiting: dict[RequestId, tuple[float, HasToken]] = {}  # since when
+        self.waiting: dict[RequestId, tuple[float, HasToken]] = {}
+        """Requests without a token: since when, and what says whether the first is there, until the request has ended."""
         self.admitted: dict[RequestId, Found] = {}
         """Requests that compute or load and have no token yet, and what their last lookup found."""
 
@@ -38,26 +39,22 @@ class FirstTokens:
         bus.count(LookupAnswered, self._settled)
         bus.count(facts.RequestEnded, self._ended)
 
-    def seen(self, request: RequestId, has_token: HasToken) -> None:
-        """A request begins to wait; `has_token` says whether its first token is there, at any time until it has ended."""
-        self._waiting[request] = (self._now(), has_token)
-
     def look(self) -> list[FirstTokenReached]:
         """A step is scheduled: return whose first token is there."""
-        return [self._arrived(request) for request in tuple(self.admitted) if self._waiting[request][1]()]
+        return [self._arrived(request) for request in tuple(self.admitted) if self.waiting[request][1]()]
 
     def _settled(self, event: LookupAnswered) -> None:
-        if event.request in self._waiting:
+        if event.request in self.waiting:
             found = Found.DEVICE if event.device_tokens else Found.NOTHING
             self.admitted[event.request] = Found.HOST if event.hit_tokens else found
 
     def _ended(self, fact: facts.RequestEnded) -> None:
         request = fact.request
-        if request in self.admitted and self._waiting[request][1]():
+        if request in self.admitted and self.waiting[request][1]():
             self._publish(self._arrived(request))
-        elif self._waiting.pop(request, None) is not None:
+        elif self.waiting.pop(request, None) is not None:
             self.admitted.pop(request, None)
 
     def _arrived(self, request: RequestId) -> FirstTokenReached:
-        waited_s = self._now() - self._waiting.pop(request)[0]
+        waited_s = self._now() - self.waiting.pop(request)[0]
         return FirstTokenReached(request, self.admitted.pop(request), waited_s)

@@ -128,7 +128,7 @@ class NetBenefit:
         copies = self._copying() if self._open.oldest is not None else 0
         # Inline, as every step comes by here: a step that only decodes as the one before did costs two calls.
         is_calm = decode > 0 and not prefill
-        if self._ran:
+        if self._is_steady or (self._ran and self._copies):
             self._stepped(now)
         if prefill or self._rate.is_timing:
             usual_s = self._times.usual_s(decode) if prefill or decode else 0.0

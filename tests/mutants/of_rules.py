@@ -71,7 +71,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "if outcome is not CopyOutcome.DONE and not job.settled:",
         "if outcome is not CopyOutcome.DONE and not job.waiting and not job.settled:",
     ),
-    Mutant(4, _CORE, "state.pool.grow(min(state.ready))", "state.pool.grow(max(state.ready))"),
+    Mutant(4, _CORE, "grow(min(state.ready.values()))", "grow(max(state.ready.values()))"),
     Mutant(
         4,
         _STORES,
@@ -109,7 +109,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(8, _STORES, "state.evictions.add(duplicate)"),
     Mutant(8, _STORES, "state.evictions.add(offer)"),
     Mutant(8, _STORES, "self._state.holds.add(record, slots)"),
-    Mutant(8, _LOADS, "self._state.holds.add(record, [slot for", "list([slot for"),
+    Mutant(8, _LOADS, "self._state.holds.add(record, pool.pinned(job.slots))", "pool.pinned(job.slots)"),
     # Failed loads.
     Mutant(9, _LOADS, "record.load_failed = True"),
     Mutant(9, _LOADS, "self._answer(job.loads_for, job.incarnation, loaded=False)"),

@@ -33,7 +33,7 @@ class Engine:
             self.asked += 1
             return request in self.tokens
 
-        self.first_tokens.seen(request, has_token)
+        self.first_tokens.waiting[request] = self.clock.monotonic(), has_token
 
     def admitted(self, device: int = 0, host: int = 0, request: RequestId = A) -> None:
         self._bus.publish(LookupAnswered(request, device, host // 16, 0, host, 0, None))
@@ -105,7 +105,7 @@ def test_one_that_ends_without_a_token_is_forgotten(engine: Engine) -> None:
     engine.step()
     assert engine.times() == {}
     assert not engine.first_tokens.admitted
-    assert not engine.first_tokens._waiting
+    assert not engine.first_tokens.waiting
 
 
 def test_the_last_lookup_before_the_token_counts_and_none_behind_it(engine: Engine) -> None:
