@@ -49,4 +49,6 @@ html_show_copyright = False
 html_copy_source = False
 html_show_sourcelink = False
 templates_path = ["templates"]
+html_static_path = ["static"]
+html_css_files = ["wide.css"]
 html_additional_pages = {"index": "to_first_page.html"}

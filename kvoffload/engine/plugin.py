@@ -1,6 +1,6 @@
 """The hooks through which a plugin enters the engine.
 
-One step, in order:
+One step, in order::
 
     schedule        lookup / allocated for the requests that are admitted
     plan            exactly once, also when the step has no work

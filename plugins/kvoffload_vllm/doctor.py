@@ -224,6 +224,8 @@ def _prefix_caching(given: bool | None) -> Finding:
 
 
 def _model_sizes(args: argparse.Namespace, setup: Setup) -> Finding:
+    if args.model is None and setup.block_bytes and setup.page_bytes and setup.device_blocks:
+        return go("the sizes are given as the engine reports them")
     if args.model is None:
         return not_known(
             "the sizes of the model's blocks", "give --model, and vLLM's options that change them"

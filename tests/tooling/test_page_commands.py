@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -74,6 +75,20 @@ def test_the_commands_of_a_page_run_in_order(page: Path, tmp_path: Path) -> None
             assert process.returncode in (0, 130)
         else:
             run(one.text, tmp_path)
+
+
+@pytest.mark.slow
+def test_the_example_of_a_plugin_runs(tmp_path: Path) -> None:
+    (program,) = re.findall(
+        r"^```python\n(.*?)^```$", (ROOT / "docs/plugins.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    first, *_, tokens = done.stdout.splitlines()
+    assert first == "0 [('one', 21)]"
+    assert len(json.loads(tokens)) == 3
 
 
 def run(text: str, folder: Path) -> None:

@@ -1,0 +1,36 @@
+"""What draws the dashboards' pictures knows every kind of panel, and is the Grafana that the containers run."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import yaml
+
+from dashboards.generate.files import FOLDER
+
+SOURCES = FOLDER / "pictures" / "grafana"
+
+
+def test_every_kind_of_panel_can_be_drawn() -> None:
+    (known,) = re.findall(
+        r"^const KINDS = {(.*)};$", (SOURCES / "board.jsx").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    boards = sorted((FOLDER / "grafana" / "dashboards").glob("*.json"))
+    panels = [panel for path in boards for panel in json.loads(path.read_text())["panels"]]
+    assert {panel["type"] for panel in panels} - {"row"} <= set(re.findall(r"(\w+):", known))
+    assert all((FOLDER / "pictures" / f"{path.stem}.png").exists() for path in boards)
+
+
+def test_the_components_are_of_the_containers_grafana() -> None:
+    packages = json.loads((SOURCES / "package.json").read_text())["dependencies"]
+    locked = json.loads((SOURCES / "package-lock.json").read_text())["packages"]
+    image = yaml.safe_load((FOLDER / "compose.yml").read_text())["services"]["grafana"]["image"]
+    minor = image.rpartition(":")[2].rpartition(".")[0]
+    for name, version in packages.items():
+        assert locked[f"node_modules/{name}"]["version"] == version
+    assert {packages[name].rpartition(".")[0] for name in ("@grafana/ui", "@grafana/data")} == {minor}
+
+
+def test_the_lock_names_no_registry() -> None:
+    assert "://" not in re.sub(r'"url": "[^"]*"', "", (SOURCES / "package-lock.json").read_text())
