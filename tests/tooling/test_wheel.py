@@ -42,7 +42,9 @@ def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
 def test_the_wheel_brings_what_the_dashboards_command_writes(wheel: Path) -> None:
     folder = wheel / "kvoffload" / "dashboards"
     found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    boards = {str(path.relative_to(ROOT / "dashboards")) for path in ROOT.glob("dashboards/grafana/dashboards/*")}
+    boards = {
+        str(path.relative_to(ROOT / "dashboards")) for path in ROOT.glob("dashboards/grafana/dashboards/*")
+    }
     assert found == {"RUNBOOK.md", "rules/alerts.yml", "rules/recording.yml", *boards}
 
 

@@ -73,14 +73,11 @@ def test_a_stock_vllm_reads_every_form_alike(
     if form == "python":
         found = eval(said.removeprefix("kv_transfer_config="), {"KVTransferConfig": KVTransferConfig})
     else:
+        argv = shlex.split(said)
         if form == "yaml":
             (tmp_path / "vllm.yaml").write_text(said)
-            argv = ["serve", "--config", str(tmp_path / "vllm.yaml")]
-        else:
-            argv = shlex.split(said)
+            argv = ["--config", str(tmp_path / "vllm.yaml")]
         parser: Any = EngineArgs.add_cli_args(FlexibleArgumentParser())
-        if form == "yaml":
-            argv = parser._pull_args_from_config(argv)[1:]
         found = parser.parse_args(argv).kv_transfer_config
         found = KVTransferConfig(**found) if isinstance(found, dict) else found
     wanted = {**WANTED, "kv_connector_extra_config": {"host_bytes": "64GiB", "min_load_tokens": 64}}
