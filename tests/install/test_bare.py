@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -11,16 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.tooling.pages import blocks
 from tests.tooling.scripts import ROOT
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```bash\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
-NEEDS = "# needs "
+BLOCKS = [block.text for block in blocks(ROOT / "README.md") if not block.needs]
 CHECKOUT = ("kvoffload", "plugins", "dashboards", "pyproject.toml", "README.md", "LICENSE")
 
 
 def test_there_is_something_to_run() -> None:
-    here = "".join(block for block in BLOCKS if not block.startswith(NEEDS))
+    here = "".join(BLOCKS)
     for command in (
         "pip install ./dist/",
         "kvoffload demo",
@@ -41,8 +39,7 @@ def test_the_commands_of_the_readme_run_as_written(tmp_path: Path) -> None:
         copy(source, folder / name)
     subprocess.run([sys.executable, "-m", "venv", bare], check=True)
     for block in BLOCKS:
-        if not block.startswith(NEEDS):
-            run(block, folder, bare)
+        run(block, folder, bare)
     assert list((folder / "kvoffload-dashboards").rglob("*.prometheusrule.yaml"))
     # From the checkout itself: the same version, in place of the wheel.
     run(
