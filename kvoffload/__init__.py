@@ -4,9 +4,19 @@ Where to start: `kvoffload.model` has the words, `kvoffload.core` the decisions,
 picture, and `tests/test_one_block_journey.py` follows one block through it.
 """
 
-from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
 
-try:
-    __version__ = version("kvoffload")
-except PackageNotFoundError:  # a source tree that was never installed
-    __version__ = "0"
+if TYPE_CHECKING:
+    __version__: str
+
+
+def __getattr__(name: str) -> str:
+    """Look the version up when it is asked for: reading metadata takes longer than all else here."""
+    if name != "__version__":
+        raise AttributeError(name)
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("kvoffload")
+    except PackageNotFoundError:  # a source tree that was never installed
+        return "0"

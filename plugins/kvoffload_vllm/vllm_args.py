@@ -88,8 +88,15 @@ def _yaml(config: Mapping[str, object]) -> str:
 
 
 def _python(config: Mapping[str, object]) -> str:
-    arguments = ", ".join(f"{name}={value!r}" for name, value in config.items())
-    return f"kv_transfer_config=KVTransferConfig({arguments})"
+    arguments = "".join(f"    {name}={_literal(value)},\n" for name, value in config.items())
+    return f"kv_transfer_config=KVTransferConfig(\n{arguments})"
+
+
+def _literal(value: object) -> str:
+    """Return a value as formatters of Python write it."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)}: {_literal(one)}" for key, one in value.items()) + "}"
+    return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
 _PRINTERS = {"flag": _flag, "dotted": _dotted, "yaml": _yaml, "python": _python}

@@ -39,6 +39,15 @@ def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
     assert [name for name in PACKAGES if not (wheel / name / "py.typed").exists()] == []
 
 
+def test_the_wheel_brings_what_the_dashboards_command_writes(wheel: Path) -> None:
+    folder = wheel / "kvoffload" / "dashboards"
+    found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    boards = {
+        str(path.relative_to(ROOT / "dashboards")) for path in ROOT.glob("dashboards/grafana/dashboards/*")
+    }
+    assert found == {"RUNBOOK.md", "rules/alerts.yml", "rules/recording.yml", *boards}
+
+
 def test_the_wheel_brings_its_packages_and_its_metadata_alone(
     metadata: importlib.metadata.Distribution,
 ) -> None:

@@ -21,7 +21,7 @@ def stock_sizes(folder: Path, block_size: int, cache_dtype: str) -> tuple[int, i
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+    from vllm.v1.core.kv_cache_utils import _get_kv_cache_bytes_per_block, get_kv_cache_groups
 
     arguments = EngineArgs(
         model=str(folder),
@@ -46,9 +46,10 @@ def stock_sizes(folder: Path, block_size: int, cache_dtype: str) -> tuple[int, i
             }
         finally:
             cleanup_dist_env_and_memory()
+    config.cache_config.kv_cache_layout = "LBNHC"  # an engine asks its workers for it
     groups = get_kv_cache_groups(config, specs)
     (page,) = {spec.page_size_bytes for spec in specs.values()}
-    return page, max(len(group.layer_names) for group in groups) * page
+    return page, _get_kv_cache_bytes_per_block(groups, config.cache_config.get_resolved_kv_cache_layout())
 
 
 def stock_kv_heads(folder: Path, ranks: int) -> int:

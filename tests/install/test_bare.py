@@ -1,0 +1,68 @@
+"""README's commands, as written, in an environment that has nothing but Python and pip."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tooling.pages import blocks
+from tests.tooling.scripts import ROOT
+
+BLOCKS = [block.text for block in blocks(ROOT / "README.md") if not block.needs]
+CHECKOUT = ("kvoffload", "plugins", "dashboards", "pyproject.toml", "README.md", "LICENSE")
+
+
+def test_there_is_something_to_run() -> None:
+    here = "".join(BLOCKS)
+    for command in (
+        "pip install ./dist/",
+        "kvoffload demo",
+        "kvoffload doctor",
+        "kvoffload dashboards export",
+    ):
+        assert command in here
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_commands_of_the_readme_run_as_written(tmp_path: Path) -> None:
+    folder, bare = tmp_path / "checkout", tmp_path / "bare"
+    folder.mkdir()
+    for name in CHECKOUT:
+        source = ROOT / name
+        copy = shutil.copytree if source.is_dir() else shutil.copy
+        copy(source, folder / name)
+    subprocess.run([sys.executable, "-m", "venv", bare], check=True)
+    for block in BLOCKS:
+        run(block, folder, bare)
+    assert list((folder / "kvoffload-dashboards").rglob("*.prometheusrule.yaml"))
+    # From the checkout itself: the same version, in place of the wheel.
+    run(
+        "pip install --quiet --force-reinstall --no-deps .\nkvoffload --version\npython -m kvoffload --version",
+        folder,
+        bare,
+    )
+
+
+def run(block: str, folder: Path, bare: Path) -> None:
+    """Run a block in a shell in which only the bare environment was activated."""
+    # The versions are the lock's, and so is the build of torch: an index may offer a larger one first.
+    ours = {
+        "PATH": f"{bare / 'bin'}:/usr/bin:/bin",
+        "PIP_CONSTRAINT": str(ROOT / ".ci" / "requirements.lock"),
+    }
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", block],
+        cwd=folder,
+        env={**kept, **ours},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{block}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
