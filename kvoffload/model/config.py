@@ -64,6 +64,7 @@ class OffloadConfig:
         layout: of the engine's KV cache on the device: the engine's own ("engine"), or each block in one piece ("blocks").
         prefix_junctions: where only a recurrent state is missing for a longer hit, ask the engine to keep that state.
         journal_path: file for the events, None for a ring in memory.
+        journal_max_bytes: of that file and the one that was rotated away before it.
         otlp_endpoint: URL of a collector that gets OpenTelemetry spans, None for none.
     """
 
@@ -77,6 +78,7 @@ class OffloadConfig:
     layout: str = "engine"
     prefix_junctions: bool = True
     journal_path: Path | None = None
+    journal_max_bytes: int = 2**30
     otlp_endpoint: str | None = None
 
     def bytes_per_rank(self, ranks: int) -> int:
@@ -238,6 +240,7 @@ _PARSERS: dict[str, tuple[str, Callable[[object], object]]] = {
     "layout": _one_of("engine", "blocks"),
     "prefix_junctions": ("true or false", _bool),
     "journal_path": ("a file's path", _path),
+    "journal_max_bytes": (_BYTES, parse_bytes),
     "otlp_endpoint": ('a URL such as "http://localhost:4318/v1/traces"', _url),
 }
 _PARSERS_OF_VLLM: dict[str, tuple[str, Callable[[object], object]]] = {

@@ -30,6 +30,7 @@ KEYS = [
     "layout",
     "prefix_junctions",
     "journal_path",
+    "journal_max_bytes",
     "otlp_endpoint",
 ]
 
@@ -60,13 +61,14 @@ def test_everything_can_be_set() -> None:
         "layout": "blocks",
         "prefix_junctions": False,
         "journal_path": "/tmp/journal",
+        "journal_max_bytes": "64MiB",
         "otlp_endpoint": "http://localhost:4318/v1/traces",
     }
     assert list(raw) == KEYS
     config = parse_config(raw)
     endpoint = "http://localhost:4318/v1/traces"
     assert config == OffloadConfig(
-        2 * 2**30, 4096, "lazy", "lru", 0, "off", 5.0, "blocks", False, Path("/tmp/journal"), endpoint
+        2 * 2**30, 4096, "lazy", "lru", 0, "off", 5.0, "blocks", False, Path("/tmp/journal"), 64 * 2**20, endpoint
     )
 
 
@@ -155,6 +157,7 @@ BAD: dict[str, list[object]] = {
     "transfer_timeout_s": [0, -1, float("nan"), float("inf"), "30", True, None],
     "layout": ["BLHNC", "block", None],
     "journal_path": ["", "a\0b", 3, None, b"x"],
+    "journal_max_bytes": [0, "much", None],
 }
 
 
