@@ -68,7 +68,18 @@ def test_everything_can_be_set() -> None:
     config = parse_config(raw)
     endpoint = "http://localhost:4318/v1/traces"
     assert config == OffloadConfig(
-        2 * 2**30, 4096, "lazy", "lru", 0, "off", 5.0, "blocks", False, Path("/tmp/journal"), 64 * 2**20, endpoint
+        2 * 2**30,
+        4096,
+        "lazy",
+        "lru",
+        0,
+        "off",
+        5.0,
+        "blocks",
+        False,
+        Path("/tmp/journal"),
+        64 * 2**20,
+        endpoint,
     )
 
 
