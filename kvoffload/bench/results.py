@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -17,6 +16,7 @@ from pathlib import Path
 from kvoffload.bench.lines import Line, table
 from kvoffload.cli.exits import CommandError, Exit
 from kvoffload.cli.partial_file import written
+from kvoffload.telemetry.provenance import describe_machine
 
 MOST_BYTES = 30_000
 _NOT_IN_NAMES = re.compile("[^a-z0-9]+")
@@ -44,8 +44,15 @@ def give_out(
         CommandError: it cannot be measured, or a file cannot be written.
     """
     about = machine(*packages)
+    began = datetime.now(UTC).isoformat(timespec="seconds")
     lines = list(measuring)
-    result = {"machine": about, "method": method, "lines": [one.to_plain() for one in lines]}
+    result = {
+        "began": began,
+        "options": _options(args),
+        "machine": about,
+        "method": method,
+        "lines": [one.to_plain() for one in lines],
+    }
     if args.save is not None:
         print(f"written: {save(name, result, args.save)}", file=sys.stderr)
     if args.json:
@@ -54,6 +61,16 @@ def give_out(
         about_text = ", ".join(f"{key} {value}" for key, value in about.items())
         print("\n".join([about_text, method, "", *table(lines)]))
     return Exit.OK
+
+
+def _options(args: argparse.Namespace) -> dict[str, object]:
+    """Return the bench's options. A path would say more of the machine than of the numbers."""
+    hidden = ("command", "json", "save")
+    return {
+        name: value
+        for name, value in vars(args).items()
+        if name not in hidden and isinstance(value, str | int | float | list | tuple | None)
+    }
 
 
 def machine(*packages: str) -> dict[str, object]:
@@ -66,15 +83,7 @@ def machine(*packages: str) -> dict[str, object]:
     for name in ("kvoffload", "torch", *packages):
         with suppress(PackageNotFoundError):
             found[name] = version(name)
-    return {
-        "cpu": _cpu_name(),
-        "cores": os.cpu_count(),
-        "memory_gib": round(_memory_bytes() / 2**30, 1),
-        **_gpu(),
-        "load": round(os.getloadavg()[0], 2),
-        "python": platform.python_version(),
-        **found,
-    }
+    return {**describe_machine(), **_gpu(), "load": round(os.getloadavg()[0], 2), **found}
 
 
 def save(name: str, result: Mapping[str, object], folder: Path) -> Path:
@@ -110,18 +119,6 @@ def slug(about: Mapping[str, object]) -> str:
     named = about.get("gpu") or f"{about.get('cpu', 'unknown')} {about.get('cores', '')} cores"
     plain = re.sub(r"\((r|tm)\)|processor|cpu|@", " ", str(named).lower())
     return _NOT_IN_NAMES.sub("-", plain).strip("-")
-
-
-def _cpu_name() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _gpu() -> dict[str, object]:

@@ -7,7 +7,7 @@ from itertools import chain
 from pathlib import Path
 
 from kvoffload.cli import signals
-from kvoffload.cli.journal_lines import Lines, add_journal_argument
+from kvoffload.cli.journal_lines import Lines, add_journal_argument, part_of
 from kvoffload.cli.partial_file import STDOUT, written
 
 HELP = "write a journal as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing"
@@ -35,11 +35,11 @@ def run(args: argparse.Namespace) -> int:
         from kvoffload.telemetry.timeline import draw
         from kvoffload.telemetry.trace import render
 
-    output, lines = args.output or Path(f"{args.journal}.trace.json"), Lines(args.journal)
+    output, lines = args.output or Path(f"{args.journal}.trace.json"), Lines(args.journal, part_of(args))
     lines.check_is_other(output)
     records = iter(lines)
     first = next(records)  # before there is a file
     # Private, as the journal is.
     with written(output, is_private=True) as file:
-        file.writelines(render(draw(chain([first], records))))
-    return lines.tell("standard output" if output == STDOUT else output)
+        file.writelines(render(draw(chain([first], records)), lambda: lines.provenance))
+    return lines.report("standard output" if output == STDOUT else output)

@@ -65,6 +65,7 @@ class OffloadConfig:
         prefix_junctions: where only a recurrent state is missing for a longer hit, ask the engine to keep that state.
         batch_copies: on CUDA, enqueue copies in batches where the driver can ("auto") or one by one ("off").
         journal_path: file for the events, None for a ring in memory.
+        journal_max_bytes: of that file and the one that was rotated away before it.
         otlp_endpoint: URL of a collector that gets OpenTelemetry spans, None for none.
     """
 
@@ -79,6 +80,7 @@ class OffloadConfig:
     prefix_junctions: bool = True
     batch_copies: str = "auto"
     journal_path: Path | None = None
+    journal_max_bytes: int = 2**30
     otlp_endpoint: str | None = None
 
     def bytes_per_rank(self, ranks: int) -> int:
@@ -241,6 +243,7 @@ _PARSERS: dict[str, tuple[str, Callable[[object], object]]] = {
     "prefix_junctions": ("true or false", _bool),
     "batch_copies": _one_of("auto", "off"),
     "journal_path": ("a file's path", _path),
+    "journal_max_bytes": (_BYTES, parse_bytes),
     "otlp_endpoint": ('a URL such as "http://localhost:4318/v1/traces"', _url),
 }
 _PARSERS_OF_VLLM: dict[str, tuple[str, Callable[[object], object]]] = {

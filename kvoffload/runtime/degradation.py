@@ -70,7 +70,8 @@ class Degradation:
         try:
             file = JournalFile(path)
             try:
-                file.append("".join(f"{line}\n" for line in self._journal.tail(_RING)))
+                head = self._journal.head(0)
+                file.append("".join(f"{line}\n" for line in self._journal.tail(_RING)), head)
             finally:
                 file.close()
         except (KVOffloadError, OSError) as error:

@@ -93,7 +93,13 @@ class SchedulerSide:
             describe_run(identity, shape, config, self._clocks.unix()),
             info_labels(identity, config),
         )
-        self.journal = Journal(self._clocks.unix, path=config.journal_path, on_failure=self._journal_failed)
+        self.journal = Journal(
+            self._clocks.unix,
+            path=config.journal_path,
+            max_bytes=config.journal_max_bytes,
+            provenance=self.provenance,
+            on_failure=self._journal_failed,
+        )
         self.bus, self.counters = Bus(self._tally), Counters()
         self._spent: dict[Hook, float] = {}  # seconds in this step
         self._copies = OpenCopies(shape.ranks, self._clocks, self._timeout_s)

@@ -1,17 +1,16 @@
-"""The journal: the last messages in memory for error reports, all of them in a file on request.
+"""The journal: the last messages in memory for error reports, and all of them in a file on request.
 
-Recording is one append a batch, inline, so that sequence numbers have no holes. Every 64 messages move on to a ring in a shorter
-form, and a message turns into text only when somebody reads it. The file is written behind a feed by a task of the observers'
-loop, in a worker thread, so neither the engine nor another observer waits for a disk. Where the feed was full, sequence
-numbers in the file jump.
+Recording is one append per batch, inline, so that sequence numbers have no gaps. Every 64 messages move to a ring in a shorter
+form; they become text only when read. A task of the observers' loop writes the file in a worker thread, behind a feed, so
+that neither the engine nor another observer waits for a disk. If the feed is full, lines are dropped and the file's sequence
+numbers have a gap. Each file begins with the provenance.
 """
 
 from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -22,16 +21,13 @@ import anyio.to_thread
 from kvoffload.bus.bus import Bus
 from kvoffload.bus.feed import Feed
 from kvoffload.bus.guard import call_guarded
-from kvoffload.model.errors import KVOffloadError
-from kvoffload.model.events import Event
 from kvoffload.model.facts import StepScheduled
 from kvoffload.telemetry.journal_file import JournalFile
-from kvoffload.telemetry.records import Summary, compact, from_plain, to_plain
+from kvoffload.telemetry.journal_reader import BEGUN
+from kvoffload.telemetry.records import compact, to_plain
 
 _BATCH = 1024  # entries written in one go
 _AT_A_TIME = 64  # messages that are shortened; one by one, each would find the processor's caches cold
-_LONGEST_LINE = 1 << 24  # characters; a line of all slots of a large host has some hundred thousand
-_END_OF_TIME = 1e11  # seconds: the year 5138
 
 M = TypeVar("M")
 
@@ -53,29 +49,6 @@ _Batch = tuple[int, float, list[object]]
 _entry: Callable[[tuple[int, float, object]], Entry] = partial(tuple.__new__, Entry)
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """One line of a journal's file.
-
-    Args:
-        sequence: its number; a gap means that lines were dropped.
-        time: when, by the clock of whoever wrote it.
-        message: events as they were, facts as summaries.
-    """
-
-    sequence: int
-    time: float
-    message: Event | Summary
-
-
-class JournalError(KVOffloadError):
-    """Raised when a journal's file cannot be read; whoever chose the file must act."""
-
-    def __init__(self, path: Path, line: int, problem: str) -> None:
-        self.path, self.line, self.problem = path, line, problem
-        super().__init__(f"{path}, line {line}: {problem}")
-
-
 class Journal:
     """What happened last.
 
@@ -83,7 +56,9 @@ class Journal:
         now: the clock whose time every line carries.
         ring_size: messages kept in memory.
         path: file to append to, None for none.
-        on_failure: told once if the file can no longer be written.
+        max_bytes: of the file and the one that was rotated away before it; None for no bound.
+        provenance: what each file begins with; nothing where it is empty.
+        on_failure: called once if the file can no longer be written.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -95,6 +70,8 @@ class Journal:
         *,
         ring_size: int = 1024,
         path: Path | None = None,
+        max_bytes: int | None = None,
+        provenance: Mapping[str, object] | None = None,
         on_failure: FailureCallback | None = None,
     ) -> None:
         self._now = now
@@ -105,7 +82,8 @@ class Journal:
         self._at_a_time = 1 if path is not None else _AT_A_TIME
         self._recorded = 0
         self._ends_idle = False
-        self._file = JournalFile(path) if path is not None else None
+        self._file = JournalFile(path, max_bytes) if path is not None else None
+        self._provenance = provenance
         self._feed: Feed[Entry] | None = None
         self._on_failure = on_failure
 
@@ -174,9 +152,16 @@ class Journal:
         self._young.clear()
         self._young_messages = 0
 
-    @staticmethod
-    def _write(file: JournalFile, batch: list[Entry]) -> None:
-        file.append("".join(f"{line_of(entry)}\n" for entry in batch))
+    def head(self, sequence: int) -> str:
+        """Return the first line of a file whose lines go on behind this one; empty without provenance."""
+        if not self._provenance:
+            return ""
+        line = {"seq": sequence, "t": self._now(), "event": BEGUN, **self._provenance}
+        return f"{json.dumps(line, separators=(',', ':'))}\n"
+
+    def _write(self, file: JournalFile, batch: list[Entry]) -> None:
+        head = self.head(batch[0].sequence - 1)
+        file.append("".join(f"{line_of(entry)}\n" for entry in batch), head)
 
 
 def _is_idle_step(message: object) -> bool:
@@ -187,31 +172,6 @@ def _is_idle_step(message: object) -> bool:
     return type(message) is StepScheduled and not (
         message.progress or message.preempted or message.handed_out
     )
-
-
-def read_journal(path: Path) -> Iterator[Record]:
-    """Yield what a journal's file holds.
-
-    Raises:
-        JournalError: the file cannot be opened (line 0), or a line is not what a journal writes.
-    """
-    try:
-        file = path.open(encoding="utf-8")
-    except OSError as exc:
-        raise JournalError(path, 0, exc.strerror or str(exc)) from exc
-    with file:
-        number = 0
-        while True:
-            number += 1
-            try:
-                line = file.readline(_LONGEST_LINE)
-                record = _parse(line) if line else None
-            except (ValueError, TypeError, OverflowError, RecursionError, OSError) as exc:
-                # What stands there may be anything: nested without end, of the wrong type, too large for a number.
-                raise JournalError(path, number, str(exc)) from exc
-            if record is None:
-                return
-            yield record
 
 
 def take_waiting(feed: Feed[M], most: int) -> Iterator[M]:
@@ -227,29 +187,3 @@ def line_of(entry: Entry) -> str:
     """Return an entry as text, without a line's end."""
     line = {"seq": entry.sequence, "t": entry.time, **to_plain(entry.message)}
     return json.dumps(line, separators=(",", ":"))
-
-
-def _parse(line: str) -> Record:
-    if not line.endswith("\n"):
-        long = len(line) >= _LONGEST_LINE
-        raise ValueError(
-            "the line is longer than any"
-            if long
-            else "the line is cut off: whoever wrote it stopped in the middle"
-        )
-    try:
-        values = json.loads(line, parse_constant=_no_number)
-    except ValueError as exc:
-        raise ValueError(f"not JSON: {exc}") from exc
-    if not isinstance(values, dict):
-        raise ValueError("not a JSON object")
-    sequence, time, name = values.pop("seq", None), values.pop("t", None), values.pop("event", None)
-    if type(sequence) is not int or type(time) not in (int, float) or type(name) is not str:
-        raise ValueError('"seq", "t" or "event" is missing or of the wrong type')
-    if not abs(time) < _END_OF_TIME:
-        raise ValueError('"t" is no time')
-    return Record(sequence, float(time), from_plain(name, values))
-
-
-def _no_number(text: str) -> float:
-    raise ValueError(f"{text} is no number")

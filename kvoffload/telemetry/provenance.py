@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields
 from datetime import UTC, datetime
@@ -80,7 +81,7 @@ def info_labels(identity: EngineIdentity, config: OffloadConfig) -> Labels:
     return (*values, config.store_policy, config.eviction_policy, config.verify, least)
 
 
-def as_line(provenance: Provenance) -> str:
+def as_line(provenance: Mapping[str, object]) -> str:
     """Return the most important of it, for people: what ran, where and when."""
     engine = provenance.get("engine")
     named = []

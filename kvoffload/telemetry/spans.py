@@ -22,7 +22,8 @@ from kvoffload.model import events, facts
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.errors import ConfigError
-from kvoffload.telemetry.journal import Record, take_waiting
+from kvoffload.telemetry.journal import take_waiting
+from kvoffload.telemetry.journal_reader import Record
 from kvoffload.telemetry.records import Kept, compact
 from kvoffload.telemetry.timeline import Timeline
 from kvoffload.telemetry.trace import Rows, TraceEvent

@@ -15,7 +15,7 @@ from kvoffload.model import events
 from kvoffload.model.facts import StepScheduled
 from kvoffload.model.ids import JobId, RequestId
 from kvoffload.model.transfer import Direction
-from kvoffload.telemetry.journal import Record
+from kvoffload.telemetry.journal_reader import Record
 from kvoffload.telemetry.records import Summary
 from kvoffload.telemetry.timeline_flows import Place, SlotHistory
 from kvoffload.telemetry.timeline_requests import RequestRows, args_of

@@ -1,12 +1,12 @@
-"""The trace-event format, as far as the timeline needs it: Perfetto and chrome://tracing open it.
+"""The part of the trace-event format that the timeline needs. Perfetto and chrome://tracing open it.
 
-Times come in seconds and are written in microseconds since the trace's beginning, as the format wants them.
+Times come in seconds; the format has microseconds since the trace's beginning.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ TraceEvent = dict[str, Any]
 
 
 class What(StrEnum):
-    """What a span is about."""
+    """The kinds of spans."""
 
     STEP = "step"
     LOOKUP = "lookup"
@@ -29,7 +29,7 @@ class What(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """One line of the picture; lines with one `group` stand together, in the order of `order` and `row`."""
+    """One line of the picture. Lines of one `group` stand together, in the order of `order` and `row`."""
 
     group: str
     order: int
@@ -38,20 +38,20 @@ class Track:
 
     @property
     def name(self) -> str:
-        """What stands beside the line."""
+        """The label beside the line."""
         return self.lane if not self.row else f"{self.lane} {self.row + 1}"
 
 
 class Rows:
-    """Spreads what overlaps in one lane over rows, because spans of one line may only nest."""
+    """Spreads overlapping spans of one lane over rows, because spans of one line may only nest."""
 
     def __init__(self) -> None:
         self._ends: dict[tuple[str, str], list[float]] = {}
 
     def place(self, group: str, lane: str, start: float, end: float) -> int:
-        """Return the first row of the lane that is free from `start` on, and take it until `end`.
+        """Return the first row of the lane that is free from `start` on, and reserve it until `end`.
 
-        Ask in the order of the ends.
+        Call it in the order of the ends.
         """
         ends = self._ends.setdefault((group, lane), [])
         for row, taken_until in enumerate(ends):
@@ -63,9 +63,9 @@ class Rows:
 
 
 class Canvas(Protocol):
-    """What a timeline is drawn on: the events of a trace file, or spans that are sent elsewhere.
+    """What a timeline is drawn on: a trace file, or spans that are sent to a collector.
 
-    Each call may yield events; whoever draws must take them all.
+    Each call may yield events; the caller must consume them all.
     """
 
     def begin(self, track: Track, request: str, at: float) -> None:
@@ -75,22 +75,22 @@ class Canvas(Protocol):
         """The request of this line has ended."""
 
     def scheduled(self, job: int) -> None:
-        """A store was scheduled: evictions that are told of next made room for it."""
+        """A store was scheduled; the evictions that follow made room for it."""
 
     def span(
         self, track: Track, what: What, title: str, start: float, end: float, /, **args: object
     ) -> Iterator[TraceEvent]:
-        """Something that took from `start` to `end`. A span inside it follows it on the same line."""
+        """Draw a span. A span inside it follows it on the same line."""
 
     def instant(self, track: Track, name: str, at: float, /, **args: object) -> Iterator[TraceEvent]:
-        """Something that took no time."""
+        """Draw something that took no time."""
 
     def flow(self, name: str, *places: tuple[Track, float]) -> Iterator[TraceEvent]:
-        """An arrow from the span at the first place to the span at the second; both lines have been used."""
+        """Draw an arrow from the span at the first place to the span at the second. Both lines must have been used."""
 
 
 class Trace:
-    """Makes events of one trace; a `Canvas`.
+    """The events of one trace; a `Canvas`.
 
     Args:
         origin: the time, in seconds, that is 0 in the trace.
@@ -103,29 +103,29 @@ class Trace:
         self._flows = 0
 
     def begin(self, track: Track, request: str, at: float) -> None:
-        """Nothing is drawn: a row of requests shows what they did."""
+        """Draw nothing: a row of requests shows what they did."""
 
     def end(self, track: Track, at: float, how: str) -> None:
-        """Nothing is drawn."""
+        """Draw nothing."""
 
     def scheduled(self, job: int) -> None:
-        """Nothing is drawn: what was noted has a line of its own."""
+        """Draw nothing: notes have a line of their own."""
 
     def span(
         self, track: Track, what: What, title: str, start: float, end: float, /, **args: object
     ) -> Iterator[TraceEvent]:
-        """Something that took from `start` to `end`."""
+        """Draw a span."""
         yield from self._names(track)
         event = self._event(track, "X", title, start, args)
         yield {**event, "dur": max(self._microseconds(end) - event["ts"], 0)}
 
     def instant(self, track: Track, name: str, at: float, /, **args: object) -> Iterator[TraceEvent]:
-        """Something that took no time."""
+        """Draw something that took no time."""
         yield from self._names(track)
         yield {**self._event(track, "i", name, at, args), "s": "t"}
 
     def flow(self, name: str, *places: tuple[Track, float]) -> Iterator[TraceEvent]:
-        """An arrow from the span at the first place to the span at the second; both lines have been used."""
+        """Draw an arrow from the span at the first place to the span at the second. Both lines must have been used."""
         self._flows += 1
         for phase, (track, at) in zip("sf", places, strict=True):
             yield {**self._event(track, phase, name, at, {}), "id": self._flows, "bp": "e"}
@@ -142,7 +142,7 @@ class Trace:
         }
 
     def _names(self, track: Track) -> Iterator[TraceEvent]:
-        """What tells the viewer of a line, the first time that it is used."""
+        """Yield what names a line to the viewer, at its first use."""
         if track in self._tracks:
             return
         if track.group not in self._groups:
@@ -158,14 +158,21 @@ class Trace:
         return round((at - self._origin) * 1e6, 3)
 
 
-def render(events: Iterable[TraceEvent]) -> Iterator[str]:
-    """Yield the text of a trace file, bit by bit: journals may be large."""
+def render(
+    events: Iterable[TraceEvent], provenance: Callable[[], Mapping[str, object]] = dict
+) -> Iterator[str]:
+    """Yield the text of a trace file, bit by bit: journals may be large.
+
+    Args:
+        events: of the trace.
+        provenance: asked at the end; viewers show it as the trace's metadata.
+    """
     yield '{"displayTimeUnit":"ms","traceEvents":['
     separator = "\n"
     for event in events:
         yield separator + json.dumps(event, separators=(",", ":"))
         separator = ",\n"
-    yield "\n]}\n"
+    yield f'\n],"otherData":{json.dumps(provenance(), separators=(",", ":"))}}}\n'
 
 
 def _metadata(what: str, process: int, thread: int, **args: object) -> TraceEvent:

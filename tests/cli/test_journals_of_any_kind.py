@@ -20,7 +20,7 @@ from kvoffload.cli.main import COMMANDS, main
 from kvoffload.cli.report.account import add_up, by_label
 from kvoffload.model import facts
 from kvoffload.model.errors import KVOffloadError
-from kvoffload.telemetry.journal import read_journal
+from kvoffload.telemetry.journal_reader import read_journal
 from kvoffload.telemetry.records import to_plain
 from tests.telemetry.streams import any_event
 
@@ -55,7 +55,10 @@ def run(command: str, lines: list[dict[str, Any]]) -> int:
         path = Path(folder, "journal")
         path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
         output = Path(folder, "out")
-        args = argparse.Namespace(journal=path, output=output if command == "report" else str(output))
+        chosen = {"since": None, "until": None, "last": None, "request": None}
+        args = argparse.Namespace(
+            journal=path, output=output if command == "report" else str(output), **chosen
+        )
         try:
             # What `main` calls, without parsing arguments for each.
             return int(import_module(COMMANDS[command]).run(args))

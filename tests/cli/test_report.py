@@ -7,6 +7,8 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
+from html import escape
 from html.parser import HTMLParser
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +19,16 @@ from kvoffload.cli.exits import Exit
 from kvoffload.cli.journal_lines import Lines
 from kvoffload.cli.main import main
 from kvoffload.cli.report.account import Account, add_up
-from kvoffload.cli.report.figures import COLOURS, Bars, Figure, Table
+from kvoffload.cli.report.figures import COLOURS, Bars, Figure, Table, Tick
 from kvoffload.cli.report.page import Page, render
 from kvoffload.core.machine import SlotState
 from kvoffload.model.transfer import Direction
+from kvoffload.telemetry.journal_reader import BEGUN
 from kvoffload.telemetry.labels import label_of
 
 if TYPE_CHECKING:
     from pathlib import Path
+from statistics import median
 
 # Long enough that the host has memory before it is over, on a busy machine too; the host evicts.
 _TIGHT = (
@@ -94,6 +98,8 @@ def test_the_demos_page_has_the_demos_numbers(run: tuple[Path, Path, dict[str, A
     reading = Reading(page.read_text())
     offloading = reported["offloading"]
     missed = {cause.replace("_", " "): blocks for cause, blocks in offloading["missed_blocks"].items()}
+    behind = missed.pop("behind miss")
+    assert f"{behind:,} more blocks lay behind" in page.read_text()
     assert {row[0]: int(row[1].replace(",", "")) for row in reading.tables["misses"][1:]} == missed
     assert reading.number("transfers", "loads", 2) == offloading["loaded_bytes"] > 0
     assert reading.number("transfers", "stores", 2) == offloading["stored_bytes"] > 0
@@ -126,8 +132,28 @@ def test_a_journals_page_has_the_journals_numbers(
     lookups = [x for x in lines if x["event"] == "LookupAnswered"]
     assert reading.number("hits", "host", 1) == sum(x["hit_tokens"] for x in lookups) > 0
     assert account.counted.total("kvoffload_miss_blocks_total") == sum(x["miss_blocks"] for x in lookups)
-    assert account.lines == len(lines)
-    assert "A journal does not know: times to first token" in target.read_text()
+    (begun,) = [x for x in lines if x["event"] == BEGUN]
+    assert account.lines == len(lines) - 1
+    text = target.read_text()
+    for part in (
+        begun["kvoffload"],
+        begun["began"],
+        begun["host"],
+        begun["cpu"],
+        "host_bytes_per_rank",
+        "random weights",
+    ):
+        assert escape(str(part)) in text, part
+    first = [x for x in lines if x["event"] == "FirstTokenReached"]
+    for found, label in (("host", "on the host"), ("nothing", "nothing")):
+        times = sorted(x["seconds"] for x in first if x["found"] == found)
+        (row,) = [row for row in reading.tables["first-tokens"] if row[0] == label]
+        assert row[1:3] == [f"{len(times):,}", f"{1000 * median(times):,.1f}"]
+    outcomes = Counter[str]()
+    for x in lines:
+        if x["event"] == "StoreEnded":
+            outcomes[x["outcome"].replace("_", " ")] += x["blocks"]
+    assert {row[0]: int(row[1].replace(",", "")) for row in reading.tables["stores"][1:]} == +outcomes
     stored = account.counted.count("kvoffload_store_blocks_total", "stored")
     evicted = account.counted.total("kvoffload_evicted_blocks_total")
     assert account.occupancy[-1].slots == {"pinned": 0, "ready": stored - evicted, "filling": 0}
@@ -150,7 +176,9 @@ def test_a_page_needs_nothing_but_itself(run: tuple[Path, Path, dict[str, Any]],
 
 def test_what_is_written_is_text_and_never_markup() -> None:
     evil = "<script>alert(1)</script>\"'&"
-    figure = Figure("x", evil, evil, evil, "<path/>", Table((evil,), ((evil,),)), evil, (), (evil,), {})
+    figure = Figure(
+        "x", evil, evil, evil, "<path/>", Table((evil,), ((evil,),)), evil, (), (Tick(0.5, evil),), {}
+    )
     bars = Bars("y", evil, evil, {evil: 3}, evil)
     page = render(
         Page(evil, evil, False, [evil], {evil: evil}, [figure, bars], Table((evil,), ((evil,),)), [evil])

@@ -20,7 +20,7 @@ from kvoffload.telemetry.catalogue import BY_NAME, CATALOGUE, Kind
 from kvoffload.telemetry.counters import Counters
 from kvoffload.telemetry.exporter import KVOffloadCollector
 from kvoffload.telemetry.gauges import ASKED_COUNTERS
-from kvoffload.telemetry.journal import Record, read_journal
+from kvoffload.telemetry.journal_reader import Record, read_journal
 from kvoffload.telemetry.records import Summary
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from kvoffload.model.causes import RejectionCause
 from kvoffload.model.events import FactRejected
 from kvoffload.runtime.clocks import Clocks
 from kvoffload.runtime.portal import Portal
-from kvoffload.telemetry.journal import read_journal
 from kvoffload.telemetry.journal_file import JournalFile
+from kvoffload.telemetry.journal_reader import read_journal
 from kvoffload.telemetry.log_observer import LogObserver
 from kvoffload.testing import FakeClock, ThreadGate
 from kvoffload_reference.plugin import ReferencePlugin

@@ -31,6 +31,7 @@ KEYS = [
     "prefix_junctions",
     "batch_copies",
     "journal_path",
+    "journal_max_bytes",
     "otlp_endpoint",
 ]
 
@@ -62,13 +63,26 @@ def test_everything_can_be_set() -> None:
         "prefix_junctions": False,
         "batch_copies": "off",
         "journal_path": "/tmp/journal",
+        "journal_max_bytes": "64MiB",
         "otlp_endpoint": "http://localhost:4318/v1/traces",
     }
     assert list(raw) == KEYS
     config = parse_config(raw)
     endpoint = "http://localhost:4318/v1/traces"
     assert config == OffloadConfig(
-        2 * 2**30, 4096, "lazy", "lru", 0, "off", 5.0, "blocks", False, "off", Path("/tmp/journal"), endpoint
+        2 * 2**30,
+        4096,
+        "lazy",
+        "lru",
+        0,
+        "off",
+        5.0,
+        "blocks",
+        False,
+        "off",
+        Path("/tmp/journal"),
+        64 * 2**20,
+        endpoint,
     )
 
 
@@ -158,6 +172,7 @@ BAD: dict[str, list[object]] = {
     "layout": ["BLHNC", "block", None],
     "batch_copies": ["on", True, None],
     "journal_path": ["", "a\0b", 3, None, b"x"],
+    "journal_max_bytes": [0, "much", None],
 }
 
 

@@ -263,7 +263,7 @@ def test_a_second_rank_that_cannot_start_stops_the_first() -> None:
 
 
 def test_a_journal_is_written_and_let_go(tmp_path: Path) -> None:
-    from kvoffload.telemetry.journal import read_journal
+    from kvoffload.telemetry.journal_reader import read_journal
 
     path = tmp_path / "journal"
     for _ in range(2):  # the second engine could not claim a file that the first still holds

@@ -17,8 +17,8 @@ from kvoffload.model.ids import BlockKey, DeviceBlockId, SlotId
 from kvoffload.runtime import conservation
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.watchdog import Since, Watchdog
-from kvoffload.telemetry.journal import read_journal
 from kvoffload.telemetry.journal_file import JournalFile
+from kvoffload.telemetry.journal_reader import read_journal
 from kvoffload.testing import FakeClock
 from tests.runtime.parts import RELOAD, TIMEOUT_S, Pool, Side, loading
 
@@ -159,8 +159,8 @@ def test_the_engines_thread_does_not_write_it(tmp_path: Path, monkeypatch: pytes
     done = threading.Event()
     write = JournalFile.append
 
-    def append(file: JournalFile, text: str) -> None:
-        write(file, text)
+    def append(file: JournalFile, text: str, head: str) -> None:
+        write(file, text, head)
         if file.path.suffix == ".degraded":
             wrote.append(threading.current_thread())
             done.set()

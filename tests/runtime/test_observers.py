@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvoffload.model import facts
 from kvoffload.model.config import OffloadConfig
-from kvoffload.telemetry.journal import read_journal
+from kvoffload.telemetry.journal_reader import read_journal
 from kvoffload.telemetry.log_observer import LogObserver
 from tests.runtime.parts import TIMEOUT_S, Side
 

@@ -43,8 +43,9 @@ from kvoffload.model.facts import (
 from kvoffload.model.ids import BlockKey, DeviceBlockId, JobId, Rank, RequestId
 from kvoffload.model.transfer import Direction, JobReport, TransferReport
 from kvoffload.telemetry.counters import Counters
-from kvoffload.telemetry.journal import Journal, JournalError, Record, read_journal
+from kvoffload.telemetry.journal import Journal
 from kvoffload.telemetry.journal_file import JournalFile
+from kvoffload.telemetry.journal_reader import JournalError, Record, read_journal
 from kvoffload.telemetry.records import Kept, Summary, compact, to_plain
 from tests.telemetry.streams import any_event
 

@@ -8,7 +8,7 @@ from kvoffload.model import events
 from kvoffload.model.causes import CopyOutcome, EvictionCause, LoadOutcome, PinDropCause
 from kvoffload.model.ids import JobId, Rank, RequestId, SlotId
 from kvoffload.model.transfer import Direction
-from kvoffload.telemetry.journal import Record
+from kvoffload.telemetry.journal_reader import Record
 from kvoffload.telemetry.records import Summary
 from kvoffload.telemetry.timeline import draw
 from kvoffload.telemetry.trace import Rows, render
@@ -85,7 +85,7 @@ class Picture:
 
 def test_an_empty_journal_gives_an_empty_picture() -> None:
     assert list(draw([])) == []
-    assert "".join(render([])) == '{"displayTimeUnit":"ms","traceEvents":[\n]}\n'
+    assert "".join(render([])) == '{"displayTimeUnit":"ms","traceEvents":[\n],"otherData":{}}\n'
 
 
 def test_a_step_lasts_until_the_next_and_the_last_one_until_its_request_has_ended() -> None:

@@ -9,6 +9,7 @@ from kvoffload.cli.demo.results import DemoResult
 from kvoffload.cli.demo.table import NOTE, compared, head
 from kvoffload.cli.report import figures
 from kvoffload.cli.report.figures import Sample, Table
+from kvoffload.cli.report.journal import describe
 from kvoffload.cli.report.page import Page, size_of
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def demo_page(result: DemoResult, without: Play, with_: Play, account: Account) 
         title="KV-cache offloading: the same conversations without and with it",
         verdict=_verdict(result),
         is_good=result.passed,
-        lines=list(head(result.workload)),
+        lines=[*head(result.workload), *describe(result.provenance)],
         tiles=_tiles(result),
         figures=[
             figures.first_tokens([*_samples(without, is_with=False), *_samples(with_, is_with=True)]),
@@ -35,6 +36,7 @@ def demo_page(result: DemoResult, without: Play, with_: Play, account: Account) 
             figures.occupancy(account, "As it was whenever it changed."),
             figures.transfers(account),
             figures.misses(account),
+            figures.stores(account),
         ],
         table=Table(("", "without", "with"), tuple(compared(result))),
         notes=[NOTE, _TIMES, *result.broken_laws],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 SCHEMA = 1
 """Raised when a name of the JSON output changes its meaning or goes."""
@@ -191,6 +191,7 @@ class DemoResult:
         offloading: what kvoffload counted.
         agreement: whether the outputs are the same.
         broken_laws: what the audits found, as text.
+        provenance: what ran, where and when.
     """
 
     workload: Workload
@@ -200,6 +201,7 @@ class DemoResult:
     offloading: OffloadResult
     agreement: Agreement
     broken_laws: tuple[str, ...]
+    provenance: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:

@@ -103,6 +103,7 @@ async def _demonstrate(options: DemoOptions, engines: Engines, text: Text, scree
         ),
         agreement=compare(plain, offloaded),
         broken_laws=tuple(_audit(engines)),
+        provenance=engines.offload.provenance,
     )
     if options.report != STDOUT:
         screen.result(result.to_json() if options.as_json else render(result))

@@ -1,7 +1,6 @@
-"""`kvoffload report`, and `kvoffload demo --report`: a run as one page that needs nothing but itself.
+"""`kvoffload report`, and `kvoffload demo --report`: a run as one page.
 
-account     what a journal's lines add up to, over time      recorder   the same lines, taken from a running demo
-plots       shapes of SVG from numbers                       figures    an account's plots, each with its numbers
-colours     one colour a thing                               page       the page around them, and its style
-output      a file that is complete or not there             command    the subcommand
+account    adds up a journal's lines, or a running demo's    figures    plots of an account
+journal    a journal's page                                  page       HTML and style around the figures
+command    the subcommand
 """

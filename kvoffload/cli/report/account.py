@@ -1,4 +1,4 @@
-"""What a journal's lines add up to, and when: totals, and samples that plots are drawn from."""
+"""Adds up a journal's lines: totals, and the samples that plots are drawn from."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvoffload.bus.bus import Bus
 from kvoffload.model import events
-from kvoffload.model.causes import CopyOutcome, StoreOutcome
+from kvoffload.model.causes import CopyOutcome, Found, StoreOutcome
 from kvoffload.model.events import Event
 from kvoffload.model.facts import Fact
 from kvoffload.model.ids import JobId, SlotId
 from kvoffload.model.transfer import Direction
 from kvoffload.telemetry.counters import Counters
-from kvoffload.telemetry.journal import Record
+from kvoffload.telemetry.journal_reader import Record
 from kvoffload.telemetry.records import Summary
 from kvoffload.telemetry.snapshot import Snapshot
 
@@ -28,7 +28,7 @@ _ENDS_FILLING = frozenset(
 
 
 class Lookup(NamedTuple):
-    """Tokens of a prompt that a settled lookup accounts for, by where they came from."""
+    """Tokens of one prompt, by where its lookup found them."""
 
     time: float
     device_tokens: int
@@ -36,8 +36,16 @@ class Lookup(NamedTuple):
     missed_tokens: int
 
 
+class FirstToken(NamedTuple):
+    """The time that one request waited for its first token."""
+
+    time: float
+    found: Found
+    seconds: float
+
+
 class Copy(NamedTuple):
-    """A copy that one rank reported. It ended before `time`, by as much as the report took to be heard."""
+    """A copy that one rank reported. It ended somewhat before `time`, when the report arrived."""
 
     time: float
     direction: Direction
@@ -47,7 +55,7 @@ class Copy(NamedTuple):
 
 
 class Occupancy(NamedTuple):
-    """The host's slots by state at one moment; what the mapping does not hold is 0 or not known."""
+    """The host's slots by state at one moment; a missing state is 0 or not known."""
 
     time: float
     slots: dict[str, int]
@@ -55,28 +63,32 @@ class Occupancy(NamedTuple):
 
 @dataclass(slots=True)
 class Account:
-    """Samples of a journal, and what its events add up to as the metrics count them.
+    """Samples of a journal, and its events as the metrics count them.
 
     Args:
-        lines: how many were told.
-        dropped_lines: numbers that the sequence leaves out, by jumps.
+        lines: how many were read.
+        first_sequence: number of the first line; 0 without any.
+        dropped_lines: lines that are missing between others.
         processes: how many wrote the lines, one after the other.
-        begun, ended: times of the first and the last line; of no line, 0.
-        events: how often each was told, by name.
-        lookups: every settled lookup.
-        copies: every copy that was reported.
+        begun, ended: times of the first and the last line; 0 without any.
+        events: how often each occurred, by name.
+        lookups: every answered lookup.
+        first_tokens: every first token.
+        copies: every reported copy.
         occupancy: the host's slots over time.
-        capacity: slots of the host, None where nobody told.
-        counted: what the metrics count.
+        capacity: slots of the host, None where it is not known.
+        counted: the metrics' counters.
     """
 
     lines: int = 0
+    first_sequence: int = 0
     dropped_lines: int = 0
     processes: int = 0
     begun: float = 0.0
     ended: float = 0.0
     events: Counter[str] = field(default_factory=Counter)
     lookups: list[Lookup] = field(default_factory=list)
+    first_tokens: list[FirstToken] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
     occupancy: list[Occupancy] = field(default_factory=list)
     capacity: int | None = None
@@ -88,31 +100,31 @@ class Account:
         return self.ended - self.begun
 
     def copied_bytes(self, direction: Direction) -> int:
-        """Return what was copied this way."""
+        """Return the bytes that were copied in a direction."""
         return sum(copy.copied_bytes for copy in self.copies if copy.direction is direction)
 
 
 def add_up(records: Iterable[Record]) -> Account:
-    """Return what these lines add up to; nothing of them is kept but numbers."""
+    """Add up lines; only numbers are kept."""
     reader = _Reader()
     for record in records:
-        reader.tell(record)
+        reader.read(record)
     return reader.end()
 
 
 def by_label(counted: Snapshot, name: str) -> dict[str, int]:
-    """Return a metric's series that are not 0, largest first, by their last label."""
+    """Return the series of a metric that are not 0, largest first, by their last label."""
     series: Mapping[tuple[str, ...], int] = counted.counts.get(name, {})
     ordered = sorted(series.items(), key=lambda item: -item[1])
     return {labels[-1]: number for labels, number in ordered if number}
 
 
 class Recorder:
-    """A demo's own journal in memory: complete from now on, and with the host's slots as they were.
+    """A demo's own journal in memory: complete from its creation on, and with the host's slots at each fact.
 
     Args:
-        offload: whose.
-        now: the clock that times are told by; seconds.
+        offload: the scheduler's side to record.
+        now: seconds.
     """
 
     def __init__(self, offload: SchedulerSide, now: Callable[[], float]) -> None:
@@ -124,7 +136,7 @@ class Recorder:
         offload.bus.count(Event, self._keep)
 
     def account(self) -> Account:
-        """Add up what was kept."""
+        """Add up what was recorded."""
         self._look()
         account = add_up(self._records)
         account.occupancy = self._occupancy
@@ -145,7 +157,7 @@ class Recorder:
 
 
 class _Slots:
-    """The host's slots, as far as events tell: a pin is known by its load, not from the lookup on."""
+    """The host's slots, derived from events: a pin is known by its load, not from the lookup on."""
 
     def __init__(self) -> None:
         self._filling = self._ready = 0
@@ -155,7 +167,7 @@ class _Slots:
         pinned = len({slot for slots in self._loads.values() for slot in slots})
         return {"pinned": pinned, "ready": max(self._ready - pinned, 0), "filling": max(self._filling, 0)}
 
-    def tell(self, event: object) -> bool:
+    def apply(self, event: object) -> bool:
         """Return whether the event changed anything."""
         match event:
             case events.StoreScheduled():
@@ -184,30 +196,31 @@ class _Reader:
         self._counters.subscribe(self._bus)
         self._on_event: dict[type, Callable[[float, Any], None]] = {
             events.LookupAnswered: self._on_lookup,
+            events.FirstTokenReached: self._on_first_token,
             events.RankReported: self._on_copy,
             events.CapacityGrown: self._on_capacity,
         }
 
     def end(self) -> Account:
-        """Return what all lines add up to."""
+        """Return the sums of all lines."""
         self.sample()
         self.account.counted = self._counters.snapshot()
         return self.account
 
-    def tell(self, record: Record) -> None:
+    def read(self, record: Record) -> None:
         account, message = self.account, record.message
         if isinstance(message, Summary):
-            self.sample()  # an engine's fact: all events of the one before it are told, in whatever order
+            self.sample()  # an engine's fact: it ends the events of the fact before
         self._count_line(record)
         account.events[message.name if isinstance(message, Summary) else type(message).__name__] += 1
         self._bus.publish(message)
         if (react := self._on_event.get(type(message))) is not None:
             react(record.time, message)
-        if self._slots.tell(message):
+        if self._slots.apply(message):
             self._changed = record.time
 
     def sample(self) -> None:
-        """Note the host's slots, if they have changed."""
+        """Record the host's slots, if they have changed."""
         if self._changed is not None:
             self.account.occupancy.append(Occupancy(self._changed, self._slots.now()))
         self._changed = None
@@ -221,13 +234,16 @@ class _Reader:
         else:
             account.dropped_lines += record.sequence - self._sequence - 1
         if not account.lines:
-            account.begun = record.time
+            account.begun, account.first_sequence = record.time, record.sequence
         account.lines += 1
         account.ended = max(account.ended, record.time)
         self._sequence = record.sequence
 
     def _on_lookup(self, at: float, event: events.LookupAnswered) -> None:
         self.account.lookups.append(Lookup(at, event.device_tokens, event.hit_tokens, event.miss_tokens))
+
+    def _on_first_token(self, at: float, event: events.FirstTokenReached) -> None:
+        self.account.first_tokens.append(FirstToken(at, event.found, event.seconds))
 
     def _on_copy(self, at: float, event: events.RankReported) -> None:
         took = (event.queue_s, event.copy_s) if event.outcome is CopyOutcome.DONE else (0.0, 0.0)

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from kvoffload.cli import signals
-from kvoffload.cli.journal_lines import Lines, add_journal_argument
+from kvoffload.cli.journal_lines import Lines, add_journal_argument, part_of
 from kvoffload.cli.partial_file import STDOUT, written
 
 HELP = "show a journal as one page with plots, for any browser"
@@ -35,10 +35,10 @@ def run(args: argparse.Namespace) -> int:
         from kvoffload.cli.report.journal import journal_page
         from kvoffload.cli.report.page import render
 
-    output, lines = args.output or Path(f"{args.journal}.html"), Lines(args.journal)
+    output, lines = args.output or Path(f"{args.journal}.html"), Lines(args.journal, part_of(args))
     lines.check_is_other(output)
     account = add_up(lines)
-    # Counts, sizes and times, of no request by name: for whoever it is shown to.
+    # The page holds counts, sizes and times, and names no request, so it need not be private.
     with written(output) as file:
-        file.write(render(journal_page(args.journal.name, account, lines.problem)))
-    return lines.tell("standard output" if output == STDOUT else output)
+        file.write(render(journal_page(account, lines)))
+    return lines.report("standard output" if output == STDOUT else output)

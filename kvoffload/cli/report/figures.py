@@ -1,8 +1,8 @@
-"""An account's plots, each with what it shows in words and with its numbers.
+"""The plots of an account, each with a text and its numbers.
 
-Shapes are SVG without text: what a page writes beside them stays readable at every width. The drawing area is 1000 wide and
-300 high and is stretched to its place; lines and dots keep their thickness (`vector-effect`). Every number is formatted here,
-every name is a class of the page's style: nothing of the shapes needs escaping.
+Shapes are SVG without visible text: the page's own text beside them stays readable at every width. The drawing area is 1000
+wide and 300 high and is stretched to its place; lines and dots keep their thickness (`vector-effect`). All numbers and names
+in the shapes are made here, so nothing of them needs escaping.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvoffload.cli.report.account import Account, by_label
+from kvoffload.cli.report.account import Account, FirstToken, by_label
+from kvoffload.model.causes import Found, MissCause
 from kvoffload.model.transfer import Direction
 
 WIDTH, HEIGHT = 1000.0, 300.0
@@ -23,21 +24,24 @@ _MIB = 2**20
 
 COLOURS: dict[str, str] = {
     # where tokens of prompts came from
-    "host": "#5aa64b", "device": "#4a86d0", "hit": "#5aa64b", "miss": "#9a9a9a",
+    "host": "#5aa64b", "device": "#4a86d0", "nothing": "#9a9a9a", "hit": "#5aa64b", "miss": "#9a9a9a",
     # the host's slots, from the bottom; the rest is empty
     "pinned": "#5aa64b", "ready": "#4a86d0", "filling": "#7fb3ea", "draining": "#a06bc9", "quarantined": "#d44a3a",
-    # ways of copies
+    # directions of copies
     "load": "#5aa64b", "store": "#4a86d0",
 }  # fmt: skip
-"""One colour a thing, the same as on the dashboards; a test compares them."""
+"""The dashboards' colours; a test compares them."""
 _TIERS = {"device": "device", "host": "host", "miss": "not found"}
+_FOUND = {Found.HOST: "on the host", Found.DEVICE: "on the device only", Found.NOTHING: "nothing"}
+_MOST_DOTS = 2000  # of one colour
+_CLOCK_STEPS = (15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
 _STATES = ("pinned", "ready", "filling", "draining", "quarantined")
 
 Row = tuple[str, ...]
 
 
 class Tick(NamedTuple):
-    """A mark of an axis: where, as a share of its length, and what is written there."""
+    """A mark of an axis: its place, as a share of the axis' length, and its label."""
 
     share: float
     label: str
@@ -45,7 +49,7 @@ class Tick(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Numbers under their heads, as they are written."""
+    """Formatted numbers under their headings."""
 
     head: Row
     rows: tuple[Row, ...]
@@ -53,19 +57,19 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A plot and all that is written around it. Nothing is escaped yet but `shapes`, which is SVG.
+    """A plot and the text around it. Only `shapes`, which is SVG, needs no escaping.
 
     Args:
         name: its id in the page.
-        title: what it is.
+        title: its heading.
         text: how to read it.
-        summary: what is to be seen, for whoever does not see it.
-        shapes: of the drawing area; empty where there is nothing to draw.
+        summary: what it shows, in words.
+        shapes: of the drawing area; empty if there is nothing to draw.
         table: the numbers.
         unit: of the vertical axis.
         ticks: of the vertical axis.
-        times: of the horizontal axis, from left to right.
-        legend: colours and what they mean.
+        times: of the horizontal axis.
+        legend: colours and their meanings.
     """
 
     name: str
@@ -76,13 +80,13 @@ class Figure:
     table: Table
     unit: str = ""
     ticks: Sequence[Tick] = ()
-    times: Sequence[str] = ()
+    times: Sequence[Tick] = ()
     legend: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """A list of names with a bar each, by number."""
+    """A list of names with a bar for each number."""
 
     name: str
     title: str
@@ -93,7 +97,7 @@ class Bars:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The time to first token of one turn: with offloading or without, and the first of its conversation or later."""
+    """The time to first token of one turn: with offloading or without, first or later turn of its conversation."""
 
     is_with: bool
     is_first: bool
@@ -101,7 +105,7 @@ class Sample:
 
 
 def hit_ratio(account: Account) -> Figure:
-    """Tokens of prompts by where they came from, over time."""
+    """Plot the tokens of prompts by where they were found, over time."""
     columns: list[dict[str, float]] = [dict.fromkeys(_TIERS, 0) for _ in range(_COLUMNS)]
     for lookup in account.lookups:
         for key, tokens in zip(_TIERS, lookup[1:], strict=True):
@@ -124,7 +128,7 @@ def hit_ratio(account: Account) -> Figure:
 
 
 def first_tokens(samples: Sequence[Sample]) -> Figure:
-    """Every turn's time to first token, with and without offloading."""
+    """Plot every turn's time to first token, with and without offloading."""
     top, ticks = _axis(1000 * max((one.seconds for one in samples), default=0.0))
     shapes, rows = [_grid(ticks)], []
     for is_first, turns, left, right in (
@@ -136,27 +140,27 @@ def first_tokens(samples: Sequence[Sample]) -> Figure:
             if times:
                 middle, step = statistics.median(times), (right - left) / len(times)
                 places = ((left + step * (place + 0.5), time / top) for place, time in enumerate(times))
-                shapes += (_path(f"dot c-{key}", f"{x * WIDTH:.1f} {_y(y):.1f} h0") for x, y in places)
+                shapes += (_dot(key, x, y, f"{y * top:,.1f} ms") for x, y in places)
                 shapes.append(_level(key, middle / top, left - 0.015, right + 0.015))
                 rows.append((f"{turns}, {label}", f"{len(times)}", f"{middle:,.1f}", f"{max(times):,.1f}"))
     medians = "; ".join(f"{row[0]} offloading {row[2]} ms" for row in rows)
     return Figure(
         "first-tokens",
         "Time to first token, with and without",
-        "A dot is a turn, in the order in which they were served; a line is the median. Left: first turns, which find "
-        "nothing. Right: returning turns.",
+        "A dot is a turn, in the order of serving; a line is the median. Left: first turns, which find nothing. Right: "
+        "returning turns.",
         f"Medians: {medians}." if medians else "Nothing was served.",
         "".join(shapes) if rows else "",
         Table(("turns", "number", "median, ms", "longest, ms"), tuple(rows)),
         "milliseconds",
         ticks,
-        ("first turns", "returning turns"),
+        (Tick(0.11, "first turns"), Tick(0.62, "returning turns")),
         {"miss": "without offloading", "hit": "with offloading"},
     )
 
 
 def occupancy(account: Account, note: str) -> Figure:
-    """The host's slots by state, over time; `note` says how well they are known."""
+    """Plot the host's slots by state, over time; `note` says how they are known."""
     samples = [{key: one.slots.get(key, 0) for key in _STATES} for one in account.occupancy]
     columns: list[Mapping[str, float]] = [{}] * _COLUMNS
     for sample, one in zip(samples, account.occupancy, strict=True):
@@ -170,7 +174,7 @@ def occupancy(account: Account, note: str) -> Figure:
         account,
         "occupancy",
         "Host slots by state",
-        f"What the host's memory holds; above it is empty. {note}",
+        f"Slots of host memory in use. {note}",
         f"At most {max(used):,}{known} slots were in use, {used[-1]:,} at the end.",
         columns,
         {row[0]: row[0] for row in rows},
@@ -180,7 +184,7 @@ def occupancy(account: Account, note: str) -> Figure:
 
 
 def transfers(account: Account) -> Figure:
-    """Bytes each way, over time."""
+    """Plot the bytes copied in each direction, over time."""
     columns: list[dict[str, float]] = [{} for _ in range(_COLUMNS)]
     width = (account.seconds or 1.0) / _COLUMNS
     for copy in account.copies:
@@ -198,23 +202,75 @@ def transfers(account: Account) -> Figure:
         "transfers",
         "Transfers",
         "Loads go from the host to the device, stores from the device to the host.",
-        f"Copied were {sizes}.",
+        f"{sizes} were copied.",
         columns,
         {"load": "loads", "store": "stores"},
-        Table(("way", "copies", "bytes", "median, ms", "longest, ms"), tuple(rows)),
+        Table(("direction", "copies", "bytes", "median, ms", "longest, ms"), tuple(rows)),
         "MiB per second",
     )
 
 
 def misses(account: Account) -> Bars:
-    """Blocks that were not found, by cause."""
+    """List the causes that ended lookups."""
+    causes = by_label(account.counted, "kvoffload_miss_blocks_total")
+    behind = causes.pop(MissCause.BEHIND_MISS.value, 0)
     return Bars(
         "misses",
-        "Misses by cause",
-        "Looked-up blocks that were not found; each has exactly one cause.",
-        by_label(account.counted, "kvoffload_miss_blocks_total"),
+        "Lookups that missed, by cause",
+        f"The cause of the first missing block of each lookup. {behind:,} more blocks lay behind one and could not be used.",
+        causes,
+        "lookups",
+    )
+
+
+def stores(account: Account) -> Bars:
+    """List the outcomes of offered blocks."""
+    return Bars(
+        "stores",
+        "Offered blocks by outcome",
+        "Computed blocks that were offered to the host; each gets one outcome in the end.",
+        by_label(account.counted, "kvoffload_store_blocks_total"),
         "blocks",
     )
+
+
+def first_token_times(account: Account) -> Figure:
+    """Plot the time to first token of every request, by what its lookup found."""
+    top, ticks = _axis(1000 * max((one.seconds for one in account.first_tokens), default=0.0))
+    shapes, rows, legend = [_grid(ticks)], [], {}
+    for found in Found:
+        key, label = found.value, _FOUND[found]
+        chosen = [one for one in account.first_tokens if one.found is found]
+        if chosen:
+            times = sorted(1000 * one.seconds for one in chosen)
+            for one in _thinned(chosen):
+                place = (one.time - account.begun) / (account.seconds or 1.0)
+                shapes.append(
+                    _dot(key, place, 1000 * one.seconds / top, f"{label}: {1000 * one.seconds:,.1f} ms")
+                )
+            shapes.append(_level(key, statistics.median(times) / top, 0.0, 1.0))
+            p99 = times[math.ceil(0.99 * len(times)) - 1]
+            rows.append((label, f"{len(times):,}", f"{statistics.median(times):,.1f}", f"{p99:,.1f}"))
+            legend[key] = label
+    medians = "; ".join(f"{row[0]}: {row[2]} ms" for row in rows)
+    return Figure(
+        "first-tokens",
+        "Time to first token, by what was found",
+        "A dot is a request; a line is the median. Times are up to one step too long.",
+        f"Medians: {medians}." if medians else "No first token was recorded.",
+        "".join(shapes) if rows else "",
+        Table(("found", "requests", "p50, ms", "p99, ms"), tuple(rows)),
+        "milliseconds",
+        ticks,
+        _times(account),
+        legend,
+    )
+
+
+def median_ms(account: Account, found: Found) -> str:
+    """Return the median time to first token of requests that found this, as text."""
+    times = [one.seconds for one in account.first_tokens if one.found is found]
+    return f"{1000 * statistics.median(times):,.1f} ms" if times else "-"
 
 
 # -- shapes -------------------------------------------------------------------------------------------------------
@@ -239,21 +295,48 @@ def _over_time(
         floor = 0.0
         for key in legend:
             if (share := column.get(key, 0.0) / top) > 0:
+                title = f"<title>{legend[key]}: {column[key]:,.1f} {unit}</title>"
                 box = f'x="{(place + 0.08) * _BAR:.1f}" y="{_y(floor + share):.1f}" width="{0.84 * _BAR:.1f}"'
-                shapes.append(f'<rect class="c-{key}" {box} height="{max(share * HEIGHT, 0.5):.1f}"/>')
+                shapes.append(
+                    f'<rect class="c-{key}" {box} height="{max(share * HEIGHT, 0.5):.1f}">{title}</rect>'
+                )
             floor += share
-    form = "{:.0f} s" if account.seconds >= 20 else "{:.1f} s" if account.seconds >= 1 else "{:.3f} s"
-    times = [form.format(account.seconds * place / 4) for place in range(5)]
     drawn = "".join(shapes) if most else ""
-    return Figure(name, title, text, summary, drawn, table, unit, ticks, times, legend)
+    return Figure(name, title, text, summary, drawn, table, unit, ticks, _times(account), legend)
+
+
+def _times(account: Account) -> list[Tick]:
+    """Return round times of the horizontal axis."""
+    seconds = account.seconds or 1.0
+    step = _round_up(seconds / 6, (1, 2, 5, 10)) if seconds < 60 else _clock_step(seconds / 6)
+    return [Tick(number * step / seconds, _clock(number * step)) for number in range(int(seconds / step) + 1)]
+
+
+def _clock_step(least: float) -> float:
+    return next((step for step in _CLOCK_STEPS if step >= least), 86400 * math.ceil(least / 86400))
+
+
+def _clock(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:g} s"
+    hours, minutes = divmod(seconds / 60, 60)
+    return f"{minutes:g} min" if not hours else f"{hours:.0f} h {minutes:02.0f}"
+
+
+def _thinned(samples: list[FirstToken]) -> list[FirstToken]:
+    """Return at most so many samples as a page can show, evenly chosen."""
+    return samples[:: -(-len(samples) // _MOST_DOTS)]
 
 
 def _axis(top: float) -> tuple[float, list[Tick]]:
     """Return a round number that is not below `top`, and the marks from 0 to it; for `top` 0, as for 1."""
-    least = (top if top > 0 else 1.0) / 4
-    size = 10.0 ** math.floor(math.log10(least))
-    step = next(size * one for one in (1, 2, 2.5, 5, 10) if size * one >= least * (1 - 1e-9))
+    step = _round_up((top if top > 0 else 1.0) / 4, (1, 2, 2.5, 5, 10))
     return 4 * step, [Tick(number / 4, f"{number * step:,g}") for number in range(5)]
+
+
+def _round_up(least: float, steps: Sequence[float]) -> float:
+    size = 10.0 ** math.floor(math.log10(least))
+    return next(size * one for one in steps if size * one >= least * (1 - 1e-9))
 
 
 def _grid(ticks: Iterable[Tick]) -> str:
@@ -262,6 +345,10 @@ def _grid(ticks: Iterable[Tick]) -> str:
 
 def _level(key: str, share: float, left: float, right: float) -> str:
     return _path(f"line level c-{key}", f"{left * WIDTH:.1f} {_y(share):.1f} H{right * WIDTH:.1f}")
+
+
+def _dot(key: str, x: float, y: float, title: str) -> str:
+    return f'<path class="dot c-{key}" d="M{x * WIDTH:.1f} {_y(y):.1f} h0"><title>{title}</title></path>'
 
 
 def _path(name: str, way: str) -> str:

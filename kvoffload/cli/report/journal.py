@@ -2,44 +2,77 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
+from kvoffload.cli.journal_lines import Lines
 from kvoffload.cli.report import figures
 from kvoffload.cli.report.account import Account, by_label
 from kvoffload.cli.report.page import Page, size_of
+from kvoffload.model.causes import Found
 from kvoffload.model.transfer import Direction
-from kvoffload.telemetry.journal import JournalError
+from kvoffload.telemetry.provenance import as_line
 
-SLOTS_BY_EVENTS = "As events tell it: a slot counts as pinned while a load reads it."
+_SLOTS_BY_EVENTS = "Derived from events: a slot counts as pinned while a load reads it."
 _UNKNOWN = (
-    "A journal does not know: times to first token, what the same run takes without offloading, and whether outputs are "
-    "the same. `kvoffload demo --report` measures all three."
+    "A journal does not say how long the same run takes without offloading, nor whether outputs are the same. "
+    "`kvoffload demo --report` measures both."
 )
 
 
-def journal_page(name: str, account: Account, problem: JournalError | None) -> Page:
-    """Return the page of a journal that is called `name`."""
-    notes = [_UNKNOWN]
-    if account.dropped_lines:
-        notes.append(f"{account.dropped_lines:,} lines are missing: they were told faster than written.")
-    if account.processes > 1:
-        notes.append(f"{account.processes} processes wrote this journal, one after the other.")
-    if problem is not None:
-        notes.append(f"The journal ends early, at line {problem.line}: {problem.problem}")
-    is_whole = problem is None and not account.dropped_lines
+def journal_page(account: Account, lines: Lines) -> Page:
+    """Return the page of a journal whose lines have been added up."""
+    is_whole = lines.problem is None and not account.dropped_lines
     return Page(
-        title=f"KV-cache offloading: {name}",
-        verdict="" if is_whole else "The journal is not complete; totals are of what it holds.",
+        title=f"KV-cache offloading: {lines.path.name}",
+        verdict="" if is_whole else "The journal is not complete; totals are of the lines it has.",
         is_good=is_whole,
-        lines=[_head(account)],
+        lines=[*describe(lines.provenance), _head(account), *_part(lines)],
         tiles=_tiles(account),
         figures=[
+            figures.first_token_times(account),
             figures.hit_ratio(account),
-            figures.occupancy(account, SLOTS_BY_EVENTS),
-            figures.misses(account),
+            figures.occupancy(account, _SLOTS_BY_EVENTS),
             figures.transfers(account),
+            figures.misses(account),
+            figures.stores(account),
         ],
         table=None,
-        notes=notes,
+        notes=list(_notes(account, lines)),
     )
+
+
+def describe(provenance: Mapping[str, object]) -> Iterator[str]:
+    """Yield what ran, where and when, and with which settings."""
+    if not provenance:
+        yield "The journal does not say what wrote it: its first line is missing, or an earlier version wrote it."
+        return
+    yield as_line(provenance)
+    sizes = [f"{provenance.get('ranks')} ranks", f"{provenance.get('device_blocks')} device blocks"]
+    groups = provenance.get("groups")
+    sizes += [f"group: {group}" for group in groups] if isinstance(groups, list) else []
+    settings = provenance.get("settings")
+    if isinstance(settings, Mapping):
+        sizes += [f"{name} {value}" for name, value in settings.items() if value is not None]
+    yield "; ".join(sizes)
+
+
+def _part(lines: Lines) -> list[str]:
+    return [f"Only a part of the journal: {lines.part}."] if str(lines.part) else []
+
+
+def _notes(account: Account, lines: Lines) -> Iterator[str]:
+    yield _UNKNOWN
+    if account.dropped_lines:
+        yield f"{account.dropped_lines:,} lines are missing: the feed dropped them, or they were removed from the file."
+    if account.first_sequence > 1:
+        yield (
+            f"The first line is number {account.first_sequence:,}: earlier ones were rotated away or skipped. Host slots are "
+            "counted from there on."
+        )
+    if account.processes > 1:
+        yield f"{account.processes} processes wrote this journal, one after the other."
+    if lines.problem is not None:
+        yield f"The journal ends early, at line {lines.problem.line}: {lines.problem.problem}"
 
 
 def _head(account: Account) -> str:
@@ -51,15 +84,19 @@ def _head(account: Account) -> str:
 
 
 def _tiles(account: Account) -> dict[str, str]:
-    found = sum(one.device_tokens + one.host_tokens for one in account.lookups)
+    host = sum(one.host_tokens for one in account.lookups)
+    found = host + sum(one.device_tokens for one in account.lookups)
     asked = found + sum(one.missed_tokens for one in account.lookups)
     stored, loaded = (by_label(account.counted, f"kvoffload_{way}_blocks_total") for way in ("store", "load"))
     return {
+        "first token p50, found on the host": figures.median_ms(account, Found.HOST),
+        "first token p50, nothing found": figures.median_ms(account, Found.NOTHING),
         "prompt tokens found": f"{found / asked:.1%}" if asked else "-",
-        "found on the host": f"{sum(one.host_tokens for one in account.lookups):,}",
+        "prefill tokens avoided": f"{host:,}",
         "blocks stored": f"{stored.get('stored', 0):,}",
         "blocks loaded": f"{loaded.get('loaded', 0):,}",
-        "bytes stored": size_of(account.copied_bytes(Direction.STORE)),
-        "bytes loaded": size_of(account.copied_bytes(Direction.LOAD)),
+        "bytes stored, loaded": " / ".join(
+            size_of(account.copied_bytes(way)) for way in (Direction.STORE, Direction.LOAD)
+        ),
         "blocks evicted": f"{account.counted.total('kvoffload_evicted_blocks_total'):,}",
     }

@@ -1,4 +1,4 @@
-"""One page around its figures, that needs nothing but itself: no script, no font, no picture from elsewhere."""
+"""A page around figures. It is complete in itself: no script, no font or picture from elsewhere."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _SWATCH = '<svg viewBox="0 0 1 1" aria-hidden="true"><rect class="c-{}" width="1
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Everything a page says, as plain text.
+    """A page's content, as plain text.
 
     Args:
         title: its heading.
-        verdict: the first thing to know; empty for nothing.
-        is_good: whether that is as it should be.
-        lines: what was run.
-        tiles: the numbers that matter most, by what they are.
+        verdict: the most important fact; may be empty.
+        is_good: whether the verdict is good.
+        lines: what ran, and where.
+        tiles: the most important numbers, by name.
         figures: the plots.
         table: numbers side by side, None for none.
-        notes: what the page does not know.
+        notes: limits of what the page shows.
     """
 
     title: str
@@ -82,10 +82,10 @@ def _figure(figure: Figure) -> Iterator[str]:
             f'viewBox="0 0 {WIDTH:g} {HEIGHT:g}"><title id="{name}-title">{escape(figure.title)}</title>'
             f'<desc id="{name}-text">{escape(figure.summary)}</desc>{figure.shapes}</svg>'
         )
-        times = "".join(f"<span>{escape(time)}</span>" for time in figure.times)
+        times = "".join(f'<b style="left:{tick.share:.2%}">{escape(tick.label)}</b>' for tick in figure.times)
         yield f'<div class="x" aria-hidden="true">{times}</div></div>'
     else:
-        yield '<p class="none">Nothing of this happened.</p>'
+        yield '<p class="none">No data.</p>'
     yield f"<p>{escape(figure.summary)}</p>"
     if figure.table.rows:
         yield f"<details><summary>Numbers</summary>{_table(figure.table, figure.title)}</details>"
@@ -97,7 +97,7 @@ def _bars(bars: Bars) -> Iterator[str]:
     yield from _caption(name, bars.title, bars.text)
     most = max(bars.numbers.values(), default=0)
     if not most:
-        yield '<p class="none">Nothing of this happened.</p></figure>'
+        yield '<p class="none">No data.</p></figure>'
         return
     yield '<ul class="bars">'
     for key, number in bars.numbers.items():
@@ -183,7 +183,8 @@ figure p{font-size:.9rem}
 .y span{grid-area:1/1;visibility:hidden}
 .y b{position:absolute;right:0;font-weight:400;transform:translateY(50%);white-space:nowrap}
 .plot>svg{width:100%;height:13rem;display:block;overflow:visible}
-.x{grid-column:2;display:flex;justify-content:space-between;font-variant-numeric:tabular-nums}
+.x{grid-column:2;position:relative;height:1.5em;font-variant-numeric:tabular-nums}
+.x b{position:absolute;font-weight:400;transform:translateX(-50%);white-space:nowrap}
 .bars{list-style:none;margin:.5rem 0;padding:0;font-size:.9rem}
 .bars li{display:grid;grid-template-columns:minmax(0,1fr) auto;gap:0 .75rem;margin:.4rem 0}
 .bars b{font-weight:600;font-variant-numeric:tabular-nums}

@@ -1,0 +1,185 @@
+"""Reads a journal's files: plain or gzip, with the file that was rotated away before it."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import math
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from kvoffload.model.errors import KVOffloadError
+from kvoffload.model.events import Event
+from kvoffload.telemetry.journal_file import rotated
+from kvoffload.telemetry.records import Summary, from_plain
+
+BEGUN = "JournalBegun"
+"""The name of each file's first line, which holds the provenance."""
+
+_LONGEST_LINE = 1 << 24  # characters; a line of all slots of a large host has some hundred thousand
+_END_OF_TIME = 1e11  # seconds: the year 5138
+_REPORT_EVERY = 2000  # lines
+_TAIL_BYTES = 1 << 20
+_START = re.compile(r'\{"seq": ?\d+, ?"t": ?(-?\d[-+.\de]*), ?"event": ?"(\w+)"')
+_GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One line of a journal's file.
+
+    Args:
+        sequence: its number; a gap means that lines were dropped.
+        time: unix seconds by the writer's clock.
+        message: an event, or the summary of a fact.
+    """
+
+    sequence: int
+    time: float
+    message: Event | Summary
+
+
+class JournalError(KVOffloadError):
+    """Raised when a journal's file cannot be read.
+
+    Args:
+        path: of the file.
+        line: the first bad line; 0 where the file as a whole cannot be read.
+        problem: in words.
+    """
+
+    def __init__(self, path: Path, line: int, problem: str) -> None:
+        self.path, self.line, self.problem = path, line, problem
+        super().__init__(f"{path}, line {line}: {problem}" if line else f"{path}: {problem}")
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a reader of a journal wants, and wants to know meanwhile.
+
+    Args:
+        since: unix time; earlier lines are skipped unread.
+        until: unix time; later lines are skipped.
+        on_begun: called with the provenance at each file's first line.
+        on_progress: called now and then with the bytes that were read.
+    """
+
+    since: float = -math.inf
+    until: float = math.inf
+    on_begun: Callable[[Mapping[str, object]], object] = lambda provenance: None
+    on_progress: Callable[[int], object] = lambda read_bytes: None
+
+
+def files_of(path: Path) -> list[Path]:
+    """Return a journal's files, oldest first: the one that was rotated away, if it is there, and `path`."""
+    before = rotated(path)
+    return [before, path] if path.exists() and before.exists() else [path]
+
+
+def read_journal(path: Path, reading: Reading | None = None) -> Iterator[Record]:
+    """Yield the lines of a journal's files.
+
+    Raises:
+        JournalError: a file cannot be opened (line 0), or a line is not what a journal writes.
+    """
+    reading, read_bytes = reading or Reading(), 0
+    for file in files_of(path):
+        yield from _read_file(file, reading, read_bytes)
+        read_bytes += file.stat().st_size
+
+
+def last_time(path: Path) -> float | None:
+    """Return the time of a journal's last whole line, None where it has none.
+
+    Raises:
+        JournalError: the file cannot be opened.
+    """
+    with _open(path, errors="replace") as (raw, text):
+        if text.buffer is raw:  # plain: its end is enough
+            raw.seek(max(path.stat().st_size - _TAIL_BYTES, 0))
+        times = (
+            float(found[1])
+            for line in text
+            if line.endswith("\n") and (found := _START.match(line)) is not None
+        )
+        return max(times, default=None)
+
+
+@contextmanager
+def _open(path: Path, errors: str = "strict") -> Iterator[tuple[BinaryIO, io.TextIOWrapper]]:
+    """Open a journal's file: as bytes on the disk, and as text."""
+    with ExitStack() as stack:
+        try:
+            raw = stack.enter_context(path.open("rb"))
+            magic = raw.peek(4)[:4]
+        except OSError as error:
+            raise JournalError(path, 0, error.strerror or str(error)) from error
+        if magic == _ZSTD:
+            raise JournalError(path, 0, "it is compressed by zstd; decompress it first")
+        buffer = cast("BinaryIO", gzip.GzipFile(fileobj=raw)) if magic.startswith(_GZIP) else raw
+        yield raw, stack.enter_context(io.TextIOWrapper(buffer, encoding="utf-8", errors=errors))
+
+
+def _read_file(path: Path, reading: Reading, read_before: int) -> Iterator[Record]:
+    with _open(path) as (raw, text):
+        number = 0
+        while True:
+            number += 1
+            try:
+                line = text.readline(_LONGEST_LINE)
+                record = _parse(line, reading) if line else None
+            except (
+                ValueError,
+                TypeError,
+                OverflowError,
+                RecursionError,
+                OSError,
+                EOFError,
+                zlib.error,
+            ) as error:
+                # A line may hold anything: nested without end, of the wrong type, too large for a number.
+                raise JournalError(path, number, str(error)) from error
+            if not number % _REPORT_EVERY:
+                reading.on_progress(read_before + raw.tell())
+            if not line:
+                return
+            if record is not None:
+                yield record
+
+
+def _parse(line: str, reading: Reading) -> Record | None:
+    """Return a line's record; None for a first line, and for one outside of the wanted time."""
+    found = _START.match(line)
+    if found is not None and found[2] != BEGUN and not reading.since <= float(found[1]) <= reading.until:
+        return None
+    if not line.endswith("\n"):
+        long = len(line) >= _LONGEST_LINE
+        raise ValueError(
+            "the line is longer than any" if long else "the line is cut off: its writer stopped in the middle"
+        )
+    try:
+        values = json.loads(line, parse_constant=_refuse_constant)
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError("not a JSON object")
+    sequence, time, name = values.pop("seq", None), values.pop("t", None), values.pop("event", None)
+    if type(sequence) is not int or type(time) not in (int, float) or type(name) is not str:
+        raise ValueError('"seq", "t" or "event" is missing or of the wrong type')
+    if not abs(time) < _END_OF_TIME:
+        raise ValueError('"t" is no time')
+    if name == BEGUN:
+        reading.on_begun(values)
+        return None
+    is_wanted = reading.since <= time <= reading.until
+    return Record(sequence, float(time), from_plain(name, values)) if is_wanted else None
+
+
+def _refuse_constant(text: str) -> float:
+    raise ValueError(f"{text} is no number")

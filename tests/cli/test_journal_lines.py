@@ -1,0 +1,119 @@
+"""Which part of a journal the commands read."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from kvoffload.cli.exits import CommandError, Exit
+from kvoffload.cli.journal_lines import Lines, Part, parse_time
+from kvoffload.cli.main import main
+from kvoffload.telemetry.journal_file import rotated
+from kvoffload.telemetry.journal_reader import BEGUN
+
+NOON = datetime(2026, 11, 22, 12, 0, 0, tzinfo=UTC).timestamp()
+
+
+def line(sequence: int, at: float, event: str, **fields: object) -> str:
+    return json.dumps({"seq": sequence, "t": at, "event": event, **fields}) + "\n"
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Path:
+    """Two requests with a load each, ten seconds apart, in two files."""
+    path = tmp_path / "journal"
+    begun = line(0, NOON, BEGUN, kvoffload="0.1", engine={"name": "vllm", "version": "1", "model": "m"})
+    rotated(path).write_text(begun + load_of("a", 1, 1, NOON))
+    path.write_text(begun + load_of("b", 2, 4, NOON + 10))
+    return path
+
+
+def load_of(request: str, job: int, sequence: int, at: float) -> str:
+    seen = line(sequence, at, "RequestSeen", request=request, prompt_tokens=9, keys=[3], reads_cache=True)
+    load = {"job": job, "request": request, "blocks": 2, "tokens": 32, "slots": [0, 1]}
+    report = {
+        "rank": 0,
+        "direction": "load",
+        "outcome": "done",
+        "copied_bytes": 9,
+        "queue_s": 0.0,
+        "copy_s": 0.1,
+    }
+    scheduled = line(sequence + 1, at + 1, "LoadScheduled", **load)
+    return seen + scheduled + line(sequence + 2, at + 2, "RankReported", job=job, **report)
+
+
+def read(path: Path, part: Part) -> list[tuple[int, float]]:
+    return [(record.sequence, record.time - NOON) for record in Lines(path, part)]
+
+
+def test_a_journal_is_read_with_the_file_before_it(journal: Path) -> None:
+    lines = Lines(journal)
+    assert [record.sequence for record in lines] == [1, 2, 3, 4, 5, 6]
+    assert lines.provenance["kvoffload"] == "0.1"
+
+
+@pytest.mark.parametrize(
+    ("part", "expected"),
+    [
+        (Part(since=str(NOON + 2)), [2, 10, 11, 12]),
+        (Part(until=str(NOON + 10)), [0, 1, 2, 10]),
+        (Part(since="2026-11-22T12:00:01+00:00", until="2026-11-22T13:00:10+01:00"), [1, 2, 10]),
+        (Part(last_s=1.5), [11, 12]),
+    ],
+)
+def test_a_part_by_time(journal: Path, part: Part, expected: list[float]) -> None:
+    assert [at for _, at in read(journal, part)] == expected
+
+
+def test_a_time_of_day_is_one_of_the_last_day() -> None:
+    day = datetime(2026, 11, 22, 18, 0).astimezone()
+    assert parse_time("14:03", day.timestamp()) == day.replace(hour=14, minute=3).timestamp()
+    assert parse_time("14:03:07", day.timestamp()) == day.replace(hour=14, minute=3, second=7).timestamp()
+
+
+@pytest.mark.parametrize("text", ["25:00", "yesterday", "2026-13-01", "-5", ""])
+def test_what_is_no_time_is_refused(text: str) -> None:
+    with pytest.raises(CommandError, match="is not a time"):
+        parse_time(text, NOON)
+
+
+def test_one_request_with_its_loads_and_nothing_missing(journal: Path) -> None:
+    assert read(journal, Part(request="b")) == [(1, 10), (2, 11), (3, 12)]
+
+
+@pytest.mark.parametrize("command", ["report", "timeline"])
+def test_commands_show_the_part_and_where_it_is_from(
+    command: str, journal: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "out"
+    assert main([command, str(journal), "-o", str(target), "--request", "a"]) == Exit.OK
+    assert f"3 lines of {journal} are in {target}" in capsys.readouterr().err
+    text = target.read_text()
+    if command == "report":
+        assert "Only a part of the journal: request a." in text
+        assert "kvoffload 0.1; vllm 1; model m" in text
+    else:
+        assert json.loads(text)["otherData"]["engine"]["name"] == "vllm"
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--last", "1h", "--since", "12:00"], "give one of the two"),
+        (["--last", "soon"], "is not a duration"),
+        (["--since", "soon"], "is not a time"),
+        (["--request", "nobody"], "has no lines in this part: request nobody"),
+    ],
+)
+def test_a_part_that_cannot_be_shown(
+    options: list[str], problem: str, journal: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) if problem == "is not a duration" else nullcontext():
+        assert main(["report", str(journal), *options]) == Exit.USAGE
+    assert problem in capsys.readouterr().err
+    assert not Path(f"{journal}.html").exists()

@@ -1,0 +1,167 @@
+"""A journal's files: their first line, their bound, and what reads them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import anyio
+import pytest
+
+from kvoffload.bus.bus import Bus
+from kvoffload.model.config import OffloadConfig
+from kvoffload.model.engine import EngineIdentity, EngineShape
+from kvoffload.model.events import BlocksOffered
+from kvoffload.model.groups import AttentionKind, GroupSpec
+from kvoffload.model.ids import GroupId
+from kvoffload.telemetry.journal import Journal
+from kvoffload.telemetry.journal_file import JournalFile, rotated
+from kvoffload.telemetry.journal_reader import (
+    BEGUN,
+    JournalError,
+    Reading,
+    files_of,
+    last_time,
+    read_journal,
+)
+from kvoffload.telemetry.provenance import as_line, describe_run, describe_settings
+
+PROVENANCE = {"kvoffload": "0.1", "settings": {"verify": "off"}}
+
+
+def write(path: Path, lines: int, *, max_bytes: int | None = None, batch: int = 10) -> None:
+    """Write events with a journal of its own, a few at a time, as an engine does."""
+    clock = iter(range(1, 10**6))
+    bus, journal = (
+        Bus(),
+        Journal(lambda: float(next(clock)), path=path, max_bytes=max_bytes, provenance=PROVENANCE),
+    )
+    journal.subscribe(bus)
+
+    async def both() -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(journal.run)
+            for first in range(0, lines, batch):
+                for number in range(first, min(first + batch, lines)):
+                    bus.publish(BlocksOffered(number))
+                await anyio.wait_all_tasks_blocked()
+            bus.close()
+
+    anyio.run(both)
+
+
+def sequences(path: Path, reading: Reading | None = None) -> list[int]:
+    return [record.sequence for record in read_journal(path, reading)]
+
+
+def test_each_process_begins_with_its_provenance(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    for _ in range(2):
+        write(path, 3)
+    begun: list[Mapping[str, object]] = []
+    assert sequences(path, Reading(on_begun=begun.append)) == [1, 2, 3] * 2
+    assert begun == [PROVENANCE] * 2
+    first = json.loads(path.read_text().splitlines()[0])
+    assert (first["event"], first["seq"]) == (BEGUN, 0)
+
+
+def test_a_bounded_journal_keeps_the_end_and_says_in_each_file_what_it_is_of(tmp_path: Path) -> None:
+    path, most = tmp_path / "journal", 4000
+    write(path, 500, max_bytes=most)
+    assert files_of(path) == [rotated(path), path]
+    sizes = [file.stat().st_size for file in files_of(path)]
+    assert 0.25 * most < sum(sizes) <= most
+    assert [oct(file.stat().st_mode)[-3:] for file in files_of(path)] == ["600", "600"]
+    begun: list[Mapping[str, object]] = []
+    kept = sequences(path, Reading(on_begun=begun.append))
+    assert kept == list(range(kept[0], 501))  # nothing is missing between the files
+    assert kept[0] > 1
+    assert begun == [PROVENANCE] * 2
+
+
+def test_a_full_file_is_still_one_processs_alone(tmp_path: Path) -> None:
+    file = JournalFile(tmp_path / "journal", max_bytes=20)
+    for _ in range(4):
+        file.append("0123456789\n")
+    with pytest.raises(Exception, match="another process writes it"):
+        JournalFile(tmp_path / "journal")
+    file.close()
+    JournalFile(tmp_path / "journal").close()
+
+
+def test_a_line_larger_than_the_bound_is_written_whole(tmp_path: Path) -> None:
+    file = JournalFile(tmp_path / "journal", max_bytes=10)
+    file.append("x" * 100, "head\n")
+    file.append("y" * 100, "head\n")
+    file.close()
+    assert (tmp_path / "journal").read_text() == "head\n" + "y" * 100
+    assert rotated(tmp_path / "journal").read_text() == "head\n" + "x" * 100
+
+
+def test_gzip_is_read_as_it_is(tmp_path: Path) -> None:
+    path, packed = tmp_path / "journal", tmp_path / "journal.gz"
+    write(path, 50)
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert list(read_journal(packed)) == list(read_journal(path))
+    assert last_time(packed) == last_time(path)
+
+
+def test_gzip_that_is_cut_off_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    path, packed = tmp_path / "journal", tmp_path / "journal.gz"
+    write(path, 5000)
+    packed.write_bytes(gzip.compress(path.read_bytes())[:-2000])
+    records, seen = read_journal(packed), list[int]()
+    with pytest.raises(JournalError, match=r"end-of-stream|cut off"):
+        seen.extend(record.sequence for record in records)
+    assert seen == list(range(1, len(seen) + 1))
+    assert len(seen) > 100
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"), [(b"\x28\xb5\x2f\xfd0000", "zstd"), (b"\x89PNG\r\n\x1a\n", "can't decode")]
+)
+def test_what_is_not_a_journal_is_said(content: bytes, problem: str, tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    path.write_bytes(content)
+    with pytest.raises(JournalError, match=problem):
+        list(read_journal(path))
+
+
+def test_lines_outside_of_the_time_are_skipped_and_progress_is_reported(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    write(path, 9000, batch=500)
+    times = [record.time for record in read_journal(path)]
+    read_bytes: list[int] = []
+    begun: list[Mapping[str, object]] = []
+    reading = Reading(times[100], times[200], begun.append, read_bytes.append)
+    assert [record.time for record in read_journal(path, reading)] == times[100:201]
+    assert begun == [PROVENANCE]
+    assert read_bytes == sorted(read_bytes)
+    assert 0 < read_bytes[0] <= read_bytes[-1] <= path.stat().st_size
+    assert last_time(path) == times[-1]
+
+
+def test_an_empty_journal_has_no_last_time(tmp_path: Path) -> None:
+    (tmp_path / "journal").write_text("")
+    assert last_time(tmp_path / "journal") is None
+
+
+def test_provenance_says_what_ran_and_hides_secrets() -> None:
+    shape = EngineShape(
+        (GroupSpec(GroupId(0), AttentionKind.FULL, 16),), ranks=2, device_blocks=10, step_tokens=64
+    )
+    config = OffloadConfig(
+        otlp_endpoint="https://user:secret@collector:4318/v1/traces?key=secret", verify="full"
+    )
+    run = describe_run(EngineIdentity("vllm", "0.33", "m", 1), shape, config, 0.0)
+    assert json.loads(json.dumps(run)) == run
+    assert run["engine"] == {"name": "vllm", "version": "0.33", "index": 1, "model": "m"}
+    assert (run["ranks"], run["device_blocks"], run["began"]) == (2, 10, "1970-01-01T00:00:00+00:00")
+    assert run["groups"] == ["full, 16 tokens a block"]
+    settings = describe_settings(config)
+    assert settings["otlp_endpoint"] == "https://collector:4318/v1/traces"
+    assert settings["verify"] == "full"
+    assert "secret" not in json.dumps(run)
+    assert "vllm 0.33; model m; " in as_line(run)
