@@ -25,6 +25,7 @@ COMMANDS = {
     "dashboards": "kvoffload.cli.dashboards",
     "demo": "kvoffload.cli.demo.command",
     "doctor": "kvoffload.cli.doctor.command",
+    "gpu-check": "kvoffload.bench.gpu_check",
     "report": "kvoffload.cli.report.command",
     "timeline": "kvoffload.cli.timeline",
     "top": "kvoffload.cli.top.command",

@@ -137,6 +137,13 @@ class NvidiaDriver:
         return self._batch is not None
 
     @property
+    def name(self) -> str:
+        """The device's, as in "NVIDIA H100 80GB HBM3"."""
+        text = ctypes.create_string_buffer(128)
+        self.library.cuDeviceGetName(text, len(text), self._device)
+        return text.value.decode()
+
+    @property
     def pci_address(self) -> str:
         """Where the device sits, as in "0000:3b:00.0"."""
         text = ctypes.create_string_buffer(32)

@@ -42,6 +42,7 @@ _LONG: dict[str, tuple[Any, ...]] = {
     "cuInit": (_uint,),
     "cuDeviceGet": (_pointer, _int),
     "cuDeviceGetAttribute": (_pointer, _int, _int),
+    "cuDeviceGetName": (_pointer, _int, _int),
     "cuDeviceGetPCIBusId": (_pointer, _int, _int),
     "cuDevicePrimaryCtxRetain": (_pointer, _int),
     "cuCtxGetStreamPriorityRange": (_pointer, _pointer),
