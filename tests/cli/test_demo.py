@@ -174,9 +174,9 @@ def test_it_begins_when_there_is_host_memory(
     """Memory is late: ready after the third prompt that only warms up."""
     ready, prepare, warm_up, warmed = threading.Event(), Arena.prepare, play.warm_up, []
 
-    async def late(arena: Arena) -> None:
+    async def late(arena: Arena, **settings: bool) -> None:
         await anyio.to_thread.run_sync(ready.wait)
-        await prepare(arena)
+        await prepare(arena, **settings)
 
     async def counted(engine: Engine, tokens: int, seed: int) -> None:
         warmed.append(engine)

@@ -21,13 +21,14 @@ from typing import Any
 from unittest.mock import patch
 
 from kvoffload.core.machine import SlotState
-from kvoffload.transfer.arena import CHUNK_BYTES, Arena
+from kvoffload.transfer.arena import Arena
 from tests.vllm_adapter.engine_rig import SLOT_BYTES, Asked, Reported, Rig, offloading
 
+CHUNK_BYTES = 256 * 2**20  # larger than the arena's own, so that what vLLM still needs is less than one piece
 PIECES = 4  # that are asked for
 PIECE_SLOTS = CHUNK_BYTES // SLOT_BYTES
 GRANTED = (0, 1)  # pieces that the limit leaves room for, in one engine after the other
-_ROOM_BYTES = CHUNK_BYTES // 2  # beside those pieces, for whatever vLLM still needs: less than one more piece
+_ROOM_BYTES = CHUNK_BYTES // 2  # beside those pieces, for whatever vLLM still needs
 
 
 @contextmanager
@@ -35,13 +36,14 @@ def limited(granted: int) -> Iterator[None]:
     """Leave the process room for that many pieces from when the arena begins to grow."""
     prepare, before = Arena.prepare, resource.getrlimit(resource.RLIMIT_AS)
 
-    async def prepare_within(arena: Arena) -> None:
+    async def prepare_within(arena: Arena, **settings: bool) -> None:
         limit = address_space() + granted * CHUNK_BYTES + _ROOM_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
-        await prepare(arena)
+        await prepare(arena, **settings)
 
     try:
-        with patch.object(Arena, "prepare", prepare_within):
+        chunks = patch.object(Arena.__init__, "__kwdefaults__", {"chunk_bytes": CHUNK_BYTES, "clock": None})
+        with chunks, patch.object(Arena, "prepare", prepare_within):
             yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
