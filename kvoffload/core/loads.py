@@ -175,7 +175,7 @@ class Loads:
         """Every rank has copied: the request can run."""
         record, pool, shape = job.loads_for, self._state.pool, self._state.shape
         assert record is not None, job
-        if states := shape.count_states(map(pool.key, job.slots)):
+        if shape.state_key_ends and (states := shape.count_states(map(pool.key, job.slots))):
             self._state.tally.events.append(StatesCopied(Direction.LOAD, states))
         if record.incarnation == job.incarnation and record.is_live:
             self._state.holds.add(record, pool.pinned(job.slots))

@@ -85,10 +85,10 @@ class VllmScheduler:
 
     def new_request(self, request: Request) -> Tracked:
         """The engine took a request in."""
-        tracked = Tracked(request)
+        hashes, reads = request.block_hashes, not request.skip_reading_prefix_cache
+        tracked = Tracked(request, len(hashes), hashes[-1] if hashes else None)
         self._tracked[request.request_id] = tracked
-        reads = not request.skip_reading_prefix_cache
-        known = tracked.new_keys(self._keys)
+        known = self._keys.keys(hashes, 0)
         fact = facts.RequestSeen(RequestId(request.request_id), request.num_tokens, known, reads)
         self.offload.seen(fact, tracked.has_token, tracked.trace_parent if self.offload.sends_spans else None)
         return tracked
