@@ -382,17 +382,12 @@ class OffloadCore:
         results = state.results
         return bool(state.jobs.pending or results.loaded or results.failed or self._stores.again)
 
-    @property
-    def is_at_rest(self) -> bool:
-        """Whether no request is known, and no copy that anyone waits for."""
-        return not (self.state.jobs.pending or self.state.requests.live)
-
     def audit(self) -> list[str]:
         """Return every violated conservation law as text."""
         return audit(self.state, self._stores)
 
     def audit_at_rest(self, slots: Iterable[SlotId]) -> list[str]:
-        """Return the laws that are violated while `is_at_rest`, looking at these slots one by one."""
+        """Return the laws that are violated while no request is known and no copy waited for, looking at these slots only."""
         return audit_at_rest(self.state, self._stores, slots)
 
     def fingerprint(self) -> object:
