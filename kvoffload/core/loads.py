@@ -166,7 +166,7 @@ class Loads:
                 self._state.jobs.cancel(job)
 
     def fail_open(self) -> None:
-        """Nobody will report how these end: the engine recomputes, and the copies end on leased blocks."""
+        """No report of these will come: the engine recomputes, and the copies end on leased blocks."""
         for job in tuple(self._state.jobs.open.values()):
             if job.loads_for is not None and not job.settled:
                 self._failed(job, LoadOutcome.FAILED)

@@ -123,7 +123,7 @@ class OffloadCore:
             record.stores = not self.state.generation or self._is_untainted(fact)
             record.offered = [0] * len(record.keys)
         elif was is _RUNNING:
-            # What it loaded is there, or was taken back with its table before anyone reported that: nobody waits for it.
+            # What it loaded is there, or was lost with its table before a report came: no request waits for it.
             self.state.shared.ended(record)
         self._new[record] = None
         if self.state.tables.places or self.state.generation:
@@ -296,7 +296,7 @@ class OffloadCore:
                 self._planner.loaded(job.loads_for)
 
     def job_overdue(self, fact: facts.JobOverdue) -> None:
-        """A job takes too long: nobody waits for it any more, and its memory is written off until its copies end (R16)."""
+        """A job takes too long: it is no longer waited for, and its memory is written off until its copies end (R16)."""
         state, job = self.state, self.state.jobs.open.get(fact.job)
         if job is None or job.state is not JobState.SUBMITTED:
             return

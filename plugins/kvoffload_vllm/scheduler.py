@@ -44,7 +44,7 @@ class VllmScheduler:
         groups: vLLM's numbers of the groups that are offloaded.
         stats: makes of the counters what vLLM carries to its own metrics.
         closed: called when vLLM has stopped, after all else.
-        host_events: makes vLLM's KV cache events, None where nobody publishes them.
+        host_events: makes vLLM's KV cache events, None where they are not published.
     """
 
     def __init__(
@@ -270,7 +270,7 @@ class VllmScheduler:
         gained: dict[str, _Table] = dict.fromkeys([state.request for state in states], ())
         for request_id, blocks in compress(zip(ids, tables, strict=True), tables):
             gained[request_id] = tuple([blocks[group] for group in self._groups])
-        # Of these the whole table is given here, and was told when it was allocated.
+        # Of these vLLM gives the whole table, which was reported when it was allocated.
         for request_id in cached.resumed_req_ids:
             gained[request_id] = ()
         for new in output.scheduled_new_reqs:
