@@ -82,7 +82,7 @@ class HostPool:
         empty = [slot for slot, state in enumerate(self._states) if state == SlotState.EMPTY]
         problems = []
         if ready - self._holds.keys() != set(self._order) or self._order.count != len(set(self._order)):
-            problems.append("the eviction order is not the ready slots that nobody holds")
+            problems.append("the eviction order is not the ready slots without a hold")
         if sorted([*self._freed, *range(self._fresh, len(self._states))]) != empty:
             problems.append("the free slots are not the empty ones")
         return problems

@@ -97,7 +97,7 @@ class Jobs:
         self.planned: list[Job] = []
         """What the step's plan will have, loads and stores in the order in which they were planned."""
         self.pending = 0
-        """Jobs that are planned or submitted. Nobody waits for abandoned ones."""
+        """Jobs that are planned or submitted. Abandoned ones are not waited for."""
 
     def plan(self, direction: Direction) -> Job:
         """Open a job."""
@@ -136,7 +136,7 @@ class Jobs:
         return plan
 
     def abandon(self, job: Job) -> None:
-        """A submitted job takes too long: nobody waits for it any more, but its copies may still run."""
+        """A submitted job takes too long: it is no longer waited for, but its copies may still run."""
         self._move(job, JobEvent.ABANDON)
         self.pending -= 1
 

@@ -166,7 +166,7 @@ class Loads:
                 self._state.jobs.cancel(job)
 
     def fail_open(self) -> None:
-        """Nobody will report how these end: the engine recomputes, and the copies end on leased blocks."""
+        """No report of these will come: the engine recomputes, and the copies end on leased blocks."""
         for job in tuple(self._state.jobs.open.values()):
             if job.loads_for is not None and not job.settled:
                 self._failed(job, LoadOutcome.FAILED)
@@ -175,7 +175,7 @@ class Loads:
         """Every rank has copied: the request can run."""
         record, pool, shape = job.loads_for, self._state.pool, self._state.shape
         assert record is not None, job
-        if states := shape.count_states(map(pool.key, job.slots)):
+        if shape.state_key_ends and (states := shape.count_states(map(pool.key, job.slots))):
             self._state.tally.events.append(StatesCopied(Direction.LOAD, states))
         if record.incarnation == job.incarnation and record.is_live:
             self._state.holds.add(record, pool.pinned(job.slots))

@@ -123,7 +123,7 @@ class OffloadCore:
             record.stores = not self.state.generation or self._is_untainted(fact)
             record.offered = [0] * len(record.keys)
         elif was is _RUNNING:
-            # What it loaded is there, or was taken back with its table before anyone reported that: nobody waits for it.
+            # What it loaded is there, or was lost with its table before a report came: no request waits for it.
             self.state.shared.ended(record)
         self._new[record] = None
         if self.state.tables.places or self.state.generation:
@@ -296,7 +296,7 @@ class OffloadCore:
                 self._planner.loaded(job.loads_for)
 
     def job_overdue(self, fact: facts.JobOverdue) -> None:
-        """A job takes too long: nobody waits for it any more, and its memory is written off until its copies end (R16)."""
+        """A job takes too long: it is no longer waited for, and its memory is written off until its copies end (R16)."""
         state, job = self.state, self.state.jobs.open.get(fact.job)
         if job is None or job.state is not JobState.SUBMITTED:
             return
@@ -382,17 +382,12 @@ class OffloadCore:
         results = state.results
         return bool(state.jobs.pending or results.loaded or results.failed or self._stores.again)
 
-    @property
-    def is_at_rest(self) -> bool:
-        """Whether no request is known, and no copy that anyone waits for."""
-        return not (self.state.jobs.pending or self.state.requests.live)
-
     def audit(self) -> list[str]:
         """Return every violated conservation law as text."""
         return audit(self.state, self._stores)
 
     def audit_at_rest(self, slots: Iterable[SlotId]) -> list[str]:
-        """Return the laws that are violated while `is_at_rest`, looking at these slots one by one."""
+        """Return the laws that are violated while no request is known and no copy waited for, looking at these slots only."""
         return audit_at_rest(self.state, self._stores, slots)
 
     def fingerprint(self) -> object:

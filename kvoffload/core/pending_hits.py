@@ -96,7 +96,7 @@ class PendingHits:
             self._state.tally.events.append(HitDropped(record.request, len(hit.slots), cause))
 
     def unpin(self, record: RequestRecord, hit: PendingHit) -> None:
-        """Unpin what a hit found and nobody will load: what the device holds of the prefix is evicted after it (R15)."""
+        """Unpin a hit that will not be loaded: what the device holds of the prefix is evicted after it (R15)."""
         self._state.pool.unpin(hit.slots)
         self._state.holds.used(record, hit.device_tokens)
 

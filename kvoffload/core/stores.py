@@ -280,7 +280,8 @@ class Stores:
             state.tally.count_stores(StoreOutcome.IN_FLIGHT)
             state.evictions.add(duplicate)
         state.tally.count_stores(_STORED, len(job.offers))
-        if states := state.shape.count_states(offer.key for offer in job.offers):
+        shape = state.shape
+        if shape.state_key_ends and (states := shape.count_states(offer.key for offer in job.offers)):
             state.tally.events.append(StatesCopied(Direction.STORE, states))
 
     def _hold(self, job: Job) -> None:

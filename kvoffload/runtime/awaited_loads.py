@@ -51,7 +51,7 @@ class AwaitedLoads:
                 self._jobs[load.request] = load.job
 
     def answer(self, results: LoadResults) -> LoadAnswers:
-        """Return what the core reports and the engine was not told yet."""
+        """Return what the core reports, without what the engine was answered before."""
         answers = LoadAnswers()
         for request in results.loaded:
             self._answer(request, answers.loaded, answers)

@@ -100,7 +100,7 @@ class BrokenCore:
         return problems
 
     def _cut_off(self) -> None:
-        """Let the core settle what it still can, then give it nothing more, and release what nobody copies."""
+        """Let the core end what it still can, then give it nothing more, and release what no worker copies."""
         cause, detail = DegradeCause.HANDLER_RAISED, self.error or ""
         self._bus.publish(InvariantBroken(cause, detail))
         self._bus.drop_handlers()

@@ -26,7 +26,7 @@ class Observers:
         journal: its file is written by one of them.
         counters: count the observers that were removed.
         now: monotonic seconds, which space repeated warnings.
-        spans: sends spans; None where nobody wants any.
+        spans: sends spans; None without a collector.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Observers:
             self._watching.cancel()
         if self._portal is not None and self._portal.is_alive:
             for running in self._running:
-                with suppress(Exception):  # why one ended early has been told when it did
+                with suppress(Exception):  # why one ended early was logged when it did
                     running.result(_PATIENCE_S)
         if self._executor is not None:
             self._executor.shutdown(wait=False)

@@ -30,7 +30,7 @@ class PinAges:
         bus.count(LoadEnded, self._ends)
 
     def forget_all(self) -> None:
-        """Nobody will tell of their ends any more."""
+        """Events of their ends will not come."""
         self._since.clear()
         self.oldest = None
 

@@ -46,7 +46,7 @@ class Resets:
             self._publish(ResetEnded(self._generation, self._abandoned))
 
     def forget_all(self) -> None:
-        """Nobody can tell any more which jobs have ended."""
+        """Which jobs have ended can no longer be known."""
         self._left.clear()
         self.draining = 0
 

@@ -370,7 +370,7 @@ class SchedulerSide:
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _stop_waiting(self, request: RequestId) -> None:
-        """Whatever load of another request this one was told to wait for, it waits no longer."""
+        """A request no longer waits for another request's load."""
         since = self._waiting_since.pop(request, None)
         if since is not None:
             self.benefit.waited_for_others(self._clocks.monotonic() - since)

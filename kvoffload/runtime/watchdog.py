@@ -17,7 +17,7 @@ _LONGEST_PERIOD_S = 15.0
 
 
 class Since(NamedTuple):
-    """When something began. A clock that people set may jump, so ages are told by the other.
+    """When something began. A clock that people set may jump, so ages come from the other.
 
     Args:
         unix: seconds since 1970, for people.

@@ -1,6 +1,6 @@
 """Times to first token, by what was found of the prompt.
 
-Nobody tells when a token comes out. So requests that were admitted and have none yet are looked at in each step: the time
+Engines do not report when a token comes out. So requests that were admitted and have none yet are looked at in each step: the time
 is the one of the first step that the engine schedules with the token there, or of the request's end. A request without
 blocks is not looked at, nor one that has its first token; a step without any such costs one comparison.
 """

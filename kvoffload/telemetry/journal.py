@@ -103,7 +103,7 @@ class Journal:
 
     def tail(self, count: int) -> list[str]:
         """Return the last `count` lines, oldest first, from any thread."""
-        # In this order: what moves on meanwhile is in both, and told apart by its number.
+        # In this order: what moves on meanwhile is in both, and its number shows it.
         young, entries = list(self._young), list(self._ring)
         last, ends_idle = entries[-1].sequence if entries else 0, self._ends_idle
         for before, time, batch in young:

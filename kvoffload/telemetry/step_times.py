@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-_SIZES = 24  # powers of two that a step's decoded tokens are told apart by
+_SIZES = 24  # powers of two by which a step's decoded tokens are counted
 _QUIET_WEIGHT = 1 / 16
 _SLOWDOWN_WEIGHT = 1 / 64
 _FIRST = 8  # steps of a size, the shortest of which is the first mean: others may have compiled something

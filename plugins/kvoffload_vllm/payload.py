@@ -42,12 +42,12 @@ def split_labels(joined: str) -> tuple[str, ...]:
 
 
 def is_empty(payload: Mapping[str, Any]) -> bool:
-    """Whether nothing is told in it."""
+    """Whether it has no numbers."""
     return not any(payload.get(part) for part in (COUNTS, GAUGES, SAMPLES))
 
 
 def merge(payload: Payload, later: Mapping[str, Any]) -> None:
-    """Add what was told later: counters and samples add up, of gauges the later one holds. `later` is not changed."""
+    """Add what was sent later: counters and samples add up, of gauges the later one holds. `later` is not changed."""
     for name, joined, added in _entries(later, COUNTS):
         series = _series(payload, COUNTS, name)
         series[joined] = series.get(joined, 0) + added

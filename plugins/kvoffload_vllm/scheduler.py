@@ -44,7 +44,7 @@ class VllmScheduler:
         groups: vLLM's numbers of the groups that are offloaded.
         stats: makes of the counters what vLLM carries to its own metrics.
         closed: called when vLLM has stopped, after all else.
-        host_events: makes vLLM's KV cache events, None where nobody publishes them.
+        host_events: makes vLLM's KV cache events, None where they are not published.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class VllmScheduler:
 
     def new_request(self, request: Request) -> Tracked:
         """The engine took a request in."""
-        tracked = Tracked(request)
+        hashes, reads = request.block_hashes, not request.skip_reading_prefix_cache
+        tracked = Tracked(request, len(hashes), hashes[-1] if hashes else None)
         self._tracked[request.request_id] = tracked
-        reads = not request.skip_reading_prefix_cache
-        known = tracked.new_keys(self._keys)
+        known = self._keys.keys(hashes, 0)
         fact = facts.RequestSeen(RequestId(request.request_id), request.num_tokens, known, reads)
         self.offload.seen(fact, tracked.has_token, tracked.trace_parent if self.offload.sends_spans else None)
         return tracked
@@ -270,7 +270,7 @@ class VllmScheduler:
         gained: dict[str, _Table] = dict.fromkeys([state.request for state in states], ())
         for request_id, blocks in compress(zip(ids, tables, strict=True), tables):
             gained[request_id] = tuple([blocks[group] for group in self._groups])
-        # Of these the whole table is given here, and was told when it was allocated.
+        # Of these vLLM gives the whole table, which was reported when it was allocated.
         for request_id in cached.resumed_req_ids:
             gained[request_id] = ()
         for new in output.scheduled_new_reqs:

@@ -23,7 +23,7 @@ class KVOffloadStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not ins
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVOffloadStats:
-        """Add what was told later, or by another rank, to this one."""
+        """Add what was sent later, or by another rank."""
         if not other.is_empty():
             payload.merge(self.data, other.data)
         return self
@@ -36,7 +36,9 @@ class KVOffloadStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not ins
         return payload.is_empty(self.data)
 
 
-_APART_S = 1.0  # messages of a busy engine: nobody scrapes more often, and each costs as much as planning several copies
+_APART_S = (
+    1.0  # messages of a busy engine: scrapes are rarer, and each costs as much as planning several copies
+)
 
 
 class StatsSender:

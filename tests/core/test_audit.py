@@ -296,11 +296,15 @@ AT_REST: dict[str, tuple[Callable[[CoreState], object], str]] = {
 }
 
 
+def is_at_rest(world: World) -> bool:
+    return not (world.core.state.jobs.pending or world.core.state.requests.live)
+
+
 def drained() -> World:
     """Three blocks on the host, and nothing going on."""
     world = World()
     world.serve("first", TEXT)
-    assert world.core.is_at_rest
+    assert is_at_rest(world)
     assert world.core.state.pool.count(SlotState.READY) == 3
     return world
 
@@ -330,11 +334,11 @@ def test_a_copy_that_was_given_up_is_rest_and_its_request_may_keep_slots() -> No
     world.admit(first)
     world.step(first)
     world.step(first)
-    assert not world.core.is_at_rest
+    assert not is_at_rest(world)
     world.end(first)
     world.idle_step()
     for store in world.open_jobs(Direction.STORE):
         world.overdue(store)
-    assert world.core.is_at_rest
+    assert is_at_rest(world)
     assert world.core.state.requests.finishing
     assert world.core.audit_at_rest(map(SlotId, range(world.core.state.pool.capacity))) == []

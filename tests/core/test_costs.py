@@ -63,7 +63,7 @@ def scenes(world: World, busy: Req) -> dict[str, Callable[[], object]]:
         "its preemption": lambda: tell(facts.StepScheduled(102, (), (new.name,))),
         "the end of a request": lambda: tell(facts.RequestEnded(busy.name, busy.computed)),
         "another empty step": lambda: tell(facts.StepScheduled(103)),
-        "questions": lambda: (core.has_work, core.is_at_rest),
+        "a question": lambda: core.has_work,
     }
 
 

@@ -86,6 +86,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(5, _LEASES, "counts[block] = count - 1"),
     Mutant(5, _STORES, "self._lease_limit - self.leased_blocks", "self._state.shape.device_blocks"),
     Mutant(5, _STORES, "state.leases.release(job.blocks)"),
+    Mutant(5, _STORES, "            self._state.pool.drained(job.slots)\n", "            pass\n"),
+    Mutant(5, _STORES, "            state.pool.drained(batch.slots)\n", "\n"),
     Mutant(5, _LOADS, "self._state.leases.release(job.blocks)"),
     # One formula.
     Mutant(6, _CAPACITY, "return _blocks(tokens, group) + 1", "return _blocks(tokens, group)", ENGINE),
@@ -222,6 +224,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(15, _HITS, "self._state.holds.used(record, hit.device_tokens)"),
     Mutant(15, _LOADS, "self._state.holds.used(record, record.found_tokens)"),
     Mutant(15, "kvoffload/core/eviction.py", "links = self._after", "links = self._before"),
+    Mutant(15, "kvoffload/core/eviction.py", "self._before[slot] = -1"),
     # Copies that never end.
     Mutant(16, _STORES, "self._state.pool.quarantine(slot)", "self._state.pool.doom(slot)"),
     Mutant(
@@ -234,6 +237,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(16, _CORE, "record.has_abandoned = True"),
     Mutant(16, _CORE, "if job is None or job.state is not JobState.SUBMITTED:", "if job is None:"),
     Mutant(16, _COPIES, "+ self._timeout_s <= now:", "+ 1e9 <= now:", RUNTIME),
+    Mutant(16, _CORE, "(state.stall.blocks or state.stall.jobs_in_a_row)", "state.stall.blocks"),
+    Mutant(16, _CORE, "(state.stall.blocks or state.stall.jobs_in_a_row)", "state.stall.jobs_in_a_row"),
     Mutant(16, _STALL, "self.blocks > self.limit or ", ""),
     Mutant(16, _STALL, " or self.jobs_in_a_row > _MOST_IN_A_ROW", ""),
     Mutant(16, _STALL, "return max(self._limit, self._largest)", "return self._limit"),

@@ -18,9 +18,10 @@ import pytest
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.ids import Rank
 from kvoffload.model.transfer import JobReport, TransferReport
+from tests.vllm_adapter.engine_rig import MARKS
 from tests.vllm_adapter.scheduler_rig import BLOCKS, adapter
 
-pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
+pytestmark = MARKS
 
 BLOCK = 32
 WHOLE = 8

@@ -123,7 +123,7 @@ def test_the_core_knows_a_sessions_hashes_as_they_are_now(computed: int) -> None
         assert scheduler.offload.audit() == []
         scheduler.ended(request, ([1, 2, 3, 4, 5, 6],))
         assert not scheduler._tracked
-        assert scheduler.offload.core.is_at_rest
+        assert not scheduler.offload.core.state.requests.live
 
 
 def test_a_session_that_ends_with_rewritten_hashes_tells_none_of_them() -> None:
