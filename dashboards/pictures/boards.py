@@ -101,7 +101,7 @@ def _run(command: list[str]) -> None:
 
 def _height(board: dict[str, Any]) -> int:
     """Return the pixels of a board's grid and of its title, at least."""
-    places = [panel["gridPos"] for panel in board["panels"]]
+    places: list[dict[str, int]] = [panel["gridPos"] for panel in board["panels"]]
     return 38 * max(place["y"] + place["h"] for place in places) + 100
 
 
