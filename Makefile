@@ -110,7 +110,7 @@ soak: venv vllm-env  ## run an hour of traffic; nothing may grow (long)
 vllm-demo: vllm-env  ## compare a stock vllm serve without and with kvoffload
 	@$(VLLM) tests/vllm_stock/demo.py $(ARGS)
 
-grafana: venv  ## start Prometheus, Grafana and a demo in containers
+grafana: venv  ## start Prometheus and Grafana in containers, and a demo
 	docker compose -f dashboards/compose.yml up --detach --wait
 	@echo "Open http://127.0.0.1:3000; Ctrl-C ends the demo. \`docker compose -f dashboards/compose.yml down\` ends the rest."
 	$(BIN)/kvoffload demo --serve-metrics 9464 --serve-for 3600 $(ARGS)

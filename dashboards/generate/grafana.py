@@ -157,12 +157,13 @@ def _mapping(texts: Mapping[str, str]) -> model.ValueMap:
 
 
 def _table(panel: Panel) -> table.Panel:
-    """A row an engine: answers with equal labels are joined, and labels without a heading are hidden."""
-    several = len(panel.queries) > 1
-    headings = {
-        f"Value #{_ref(number)}" if several else "Value": query.legend
-        for number, query in enumerate(panel.queries)
-    }
+    """A row an engine: answers with equal labels are joined, and labels without a heading are hidden.
+
+    A table of one query is about its labels, so its value is hidden.
+    """
+    shown = panel.queries if len(panel.queries) > 1 else ()
+    headings = {f"Value #{_ref(number)}": query.legend for number, query in enumerate(shown)}
+    hidden = ("Time", "__name__", "job", *(() if shown else ("Value",)))
     order = {name: place for place, name in enumerate((*panel.labels, *headings))}
     made = (
         table.Panel()
@@ -173,14 +174,14 @@ def _table(panel: Panel) -> table.Panel:
             model.DataTransformerConfig(
                 id_val="organize",
                 options={
-                    "excludeByName": {"Time": True, "__name__": True, "job": True},
+                    "excludeByName": dict.fromkeys(hidden, True),
                     "indexByName": order,
                     "renameByName": {**panel.labels, **headings},
                 },
             )
         )
     )
-    for query in panel.queries:
+    for query in shown:
         made = made.override_by_name(query.legend, _column(query))
     return made
 

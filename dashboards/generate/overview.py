@@ -80,7 +80,7 @@ _ENGINES = Row(
                 ),
                 Query(_HIT_RATIO, "hit ratio", unit=units.SHARE),
                 Query(_NET, "net seconds saved", unit=units.SECONDS),
-                Query(_TTFT_BY_ENGINE, "first token p99, host hits", unit=units.SECONDS),
+                Query(_TTFT_BY_ENGINE, "TTFT p99, host hits", unit=units.SECONDS),
                 Query(
                     f"{_host_bytes(HostBytes.RESERVED)} / ({_host_bytes(HostBytes.WANTED)} > 0)",
                     "memory ready",
@@ -158,7 +158,7 @@ _GLANCE = Row(
             width=4,
         ),
         Panel(
-            "Prompt tokens found on the host",
+            "Tokens from the host",
             "Tokens that were loaded instead of recomputed.",
             "0 with traffic: nothing is found again. `Lookups that missed, by cause` shows why.",
             units.TOKENS,
@@ -374,7 +374,7 @@ _HEALTH = Row(
             units.COUNT,
             (each("kvoffload_degraded", "cause", SERIES),),
             Kind.STACK,
-            width=4,
+            width=8,
             maximum=1,
         ),
         Panel(
@@ -387,7 +387,7 @@ _HEALTH = Row(
                 one(rate(_FAILED_LOADS), "loads failed", SERIES),
                 one(rate(_FAILED_STORES), "stores failed", SERIES),
             ),
-            width=4,
+            width=8,
         ),
         Panel(
             "Contract violations",
@@ -397,7 +397,7 @@ _HEALTH = Row(
             units.EVENTS_PER_SECOND,
             (each("kvoffload_engine_surprises_total", "cause", SERIES),),
             Kind.STACK,
-            width=4,
+            width=12,
         ),
         Panel(
             "Resets",
@@ -405,7 +405,7 @@ _HEALTH = Row(
             "one that was not expected: see what calls the engine's reset, often a weight update or a sleep.",
             units.EVENTS_PER_SECOND,
             (one(rate(series("kvoffload_resets_total")), "resets", SERIES),),
-            width=4,
+            width=12,
         ),
         Panel(
             "Versions and settings",

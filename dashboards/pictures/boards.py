@@ -99,6 +99,12 @@ def _run(command: list[str]) -> None:
         raise ObserveError(f"{command[0]} failed:\n{done.stderr[-2000:]}")
 
 
+def _height(board: dict[str, Any]) -> int:
+    """Return the pixels of a board's grid and of its title, at least."""
+    places: list[dict[str, int]] = [panel["gridPos"] for panel in board["panels"]]
+    return 38 * max(place["y"] + place["h"] for place in places) + 100
+
+
 def _take(captured: dict[str, Any], folder: Path, browser: str) -> Path:
     from playwright.sync_api import Route, sync_playwright
 
@@ -115,7 +121,10 @@ def _take(captured: dict[str, Any], folder: Path, browser: str) -> Path:
     problems: list[str] = []
     with sync_playwright() as playwright:
         running = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
-        page = running.new_page(viewport={"width": 1540, "height": 900}, color_scheme="dark")
+        # As tall as the board, because tables draw only the rows that are in view.
+        page = running.new_page(
+            viewport={"width": 1540, "height": _height(captured["board"])}, color_scheme="dark"
+        )
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.route(f"{_ORIGIN}**", serve)
         page.goto(f"{_ORIGIN}board.html")
@@ -123,8 +132,8 @@ def _take(captured: dict[str, Any], folder: Path, browser: str) -> Path:
         page.add_script_tag(path=_BUILD / "board.js")
         page.wait_for_load_state("networkidle")
         page.evaluate("() => document.fonts.ready")
+        if problems:
+            raise ObserveError(f"{captured['name']}: {problems[0]}")
         page.locator("#board").screenshot(path=target)
         running.close()
-    if problems:
-        raise ObserveError(f"{captured['name']}: {problems[0]}")
     return target

@@ -119,4 +119,4 @@ def test_a_page_hides_no_command_from_this_test(page: Path) -> None:
 
 
 def test_there_are_commands_to_run() -> None:
-    assert {"install.md", "check.md", "watch.md"} <= {page.name for page in RUN}
+    assert {"check.md", "watch.md"} <= {page.name for page in RUN}

@@ -7,7 +7,8 @@ import {
   FieldConfigOptionsRegistry, FieldType, ThemeContext, applyFieldOverrides, createTheme, dateTime, getDisplayProcessor,
   getFieldDisplayName, identityOverrideProcessor, toDataFrame,
 } from "@grafana/data";
-import { BigValue, GlobalStyles, PanelChrome, Table, TimeSeries, UPlotChart, UPlotConfigBuilder } from "@grafana/ui";
+import { BigValue, GlobalStyles, PanelChrome, TimeSeries, UPlotChart, UPlotConfigBuilder } from "@grafana/ui";
+import { TableNG } from "@grafana/ui/unstable"; // what the table panel of this Grafana uses
 import { createRoot } from "react-dom/client";
 
 const COLUMNS = 24, ROW_HEIGHT = 30, GAP = 8; // Grafana's grid
@@ -96,13 +97,14 @@ function Stat({ panel, width, height }) {
 function Rows({ panel, width, height }) {
   const organize = (panel.transformations ?? []).find(({ id }) => id === "organize")?.options ?? {};
   const { renameByName: names = {}, excludeByName: without = {}, indexByName: places = {} } = organize;
-  const rows = new Map(), labels = new Set(), values = panel.targets.map(({ refId }) => `Value #${refId}`);
-  for (const { refId, answer } of panel.targets)
-    for (const { metric, value } of answer) {
+  const column = ({ refId }) => (panel.targets.length > 1 ? `Value #${refId}` : "Value");
+  const rows = new Map(), labels = new Set(), values = panel.targets.map(column);
+  for (const target of panel.targets)
+    for (const { metric, value } of target.answer) {
       const shown = Object.entries(metric).filter(([label]) => label !== "__name__").sort();
       shown.forEach(([label]) => labels.add(label));
       const key = JSON.stringify(shown);
-      rows.set(key, { ...Object.fromEntries(shown), ...rows.get(key), [`Value #${refId}`]: finite(value[1]) });
+      rows.set(key, { ...Object.fromEntries(shown), ...rows.get(key), [column(target)]: finite(value[1]) });
     }
   if (!rows.size) return <Empty />;
   const columns = [...labels, ...values].filter((one) => !without[one]);
@@ -113,7 +115,7 @@ function Rows({ panel, width, height }) {
       values: [...rows.values()].map((row) => row[one] ?? null), config: {},
     })),
   }]);
-  return <Table data={frame} width={width} height={height} timeRange={timeRange} />;
+  return <TableNG data={frame} width={width} height={height} structureRev={1} timeRange={timeRange} />;
 }
 
 function Heatmap({ panel, width, height }) {
