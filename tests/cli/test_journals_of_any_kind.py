@@ -56,9 +56,7 @@ def run(command: str, lines: list[dict[str, Any]]) -> int:
         path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
         output = Path(folder, "out")
         chosen = {"since": None, "until": None, "last": None, "request": None}
-        args = argparse.Namespace(
-            journal=path, output=output, **chosen
-        )
+        args = argparse.Namespace(journal=path, output=output, **chosen)
         try:
             # What `main` calls, without parsing arguments for each.
             return int(import_module(COMMANDS[command]).run(args))
