@@ -1,8 +1,8 @@
 """Writes requirements.lock: every package that development needs, with the one version that it uses.
 
 The input is pyproject.toml: what the package needs, what building it needs, and the groups "dev" and "docs". pip resolves them in a
-dry run, so nothing is installed. The lock's first lines carry a digest of the input; by it `--check` knows a stale
-lock without asking an index. Local versions ("+cpu") are left out: which build of torch is right depends on the machine.
+dry run, so nothing is installed. The lock's first lines carry a digest of the input; `--check` recognizes a stale
+lock by it without an index. Local versions ("+cpu") are left out: which build of torch is right depends on the machine.
 """
 
 import argparse
@@ -20,7 +20,7 @@ HEADER = "# Written by `make lock` from pyproject.toml; do not edit.\n# input: {
 
 
 def requirements(pyproject: dict[str, Any]) -> list[str]:
-    """All that development installs, in an order that does not depend on how pyproject.toml is sorted."""
+    """Return all that development installs, sorted."""
     groups = (
         pyproject["build-system"]["requires"],
         pyproject["project"]["dependencies"],

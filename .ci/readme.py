@@ -1,4 +1,4 @@
-"""Writes the documents' generated tables anew: the metrics, from the catalogue that the exporters use, and the benches' results.
+"""Writes the generated tables of the documents: the metrics, from the exporters' catalogue, and the results of benches.
 
 Usage: python .ci/readme.py [--check]
 """
@@ -21,7 +21,7 @@ def filled(text: str, name: str, content: str) -> str:
     """Return `text` with what stands between `<!-- name -->` and `<!-- /name -->` replaced.
 
     Raises:
-        ValueError: the marks are not there, once.
+        ValueError: the marks do not occur exactly once.
     """
     pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
     text, count = pattern.subn(lambda found: f"{found[1]}{content.strip()}\n{found[2]}", text)

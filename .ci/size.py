@@ -1,9 +1,8 @@
-"""Lists Python files of more than 400 lines and functions of more than 40, as worth a second look.
+"""Lists Python files of more than 400 lines and functions of more than 40, for a second look.
 
 It warns and does not fail: an idea cut in two, or a loop without names for its parts, is worse than a long function.
 
-A function's lines run from its `def` to its last statement, decorators, docstring and nested functions included: what a
-reader has to keep in mind at once.
+A function's lines are those from its first decorator to its last statement, with docstring and nested functions.
 """
 
 import ast

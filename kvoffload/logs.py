@@ -9,6 +9,7 @@ Only the command, which is its own host, calls `configure`.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from typing import IO, TYPE_CHECKING, Any, cast
 
@@ -50,8 +51,9 @@ def configure(
     """
     stream = sys.stderr if stream is None else stream
     terminal = stream.isatty()
+    colors = terminal and not os.environ.get("NO_COLOR")
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(_Formatter(as_json=not terminal if as_json is None else as_json, colors=terminal))
+    handler.setFormatter(_Formatter(as_json=not terminal if as_json is None else as_json, colors=colors))
     root = logging.getLogger(ROOT)
     for old in [one for one in root.handlers if isinstance(one.formatter, _Formatter)]:
         root.removeHandler(old)

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from kvoffload.bench.lines import Line, table
-from kvoffload.cli.exits import CommandError, Exit
+from kvoffload.cli.exits import CommandError, Exit, say
 from kvoffload.cli.partial_file import written
 from kvoffload.telemetry.provenance import describe_machine
 
@@ -54,7 +54,7 @@ def give_out(
         "lines": [one.to_plain() for one in lines],
     }
     if args.save is not None:
-        print(f"written: {save(name, result, args.save)}", file=sys.stderr)
+        say(f"written: {save(name, result, args.save)}")
     if args.json:
         print(json.dumps(result, indent=1))
     else:

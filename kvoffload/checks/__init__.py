@@ -1,5 +1,5 @@
-"""What can be known before an engine starts: checks, each with its finding and a remedy.
+"""Checks before an engine starts, each with a finding and a remedy.
 
-`check` has the words, `machine` the one door to everything that is read. The checks of a machine and of sizes are here,
-those of an engine come with its adapter. `startup` runs them where an engine starts, `kvoffload doctor` before that.
+`check` has the types, and `machine` reads everything that the checks look at. The checks of an engine come with its
+adapter. `kvoffload doctor` runs the checks before a start, and `startup` runs some of them at the start.
 """

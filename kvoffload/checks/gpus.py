@@ -1,4 +1,4 @@
-"""The GPUs, asked of NVIDIA's management library: no subprocess, and no torch, whose import alone takes seconds."""
+"""The GPUs that NVIDIA's management library lists. Asking it takes neither a subprocess nor torch, which loads for seconds."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Gpu:
     """One GPU.
 
     Args:
-        name: what its vendor calls it.
-        pci: its address on the bus, as the kernel writes it; empty where it is not told.
+        name: the vendor's name of it.
+        pci: its address on the bus, in the kernel's form; empty if unknown.
     """
 
     name: str
@@ -25,12 +25,12 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """What is visible to this process.
+    """The GPUs that this process sees.
 
     Args:
         found: the GPUs.
-        driver: the driver's version; empty where there is none.
-        cuda: the newest CUDA that the driver serves, as 1000 times major plus 10 times minor; 0 where it is not told.
+        driver: the driver's version; empty if there is none.
+        cuda: the newest CUDA that the driver supports, as 1000 times major plus 10 times minor; 0 if unknown.
     """
 
     found: tuple[Gpu, ...] = ()
@@ -48,7 +48,7 @@ class _Pci(ctypes.Structure):
 
 @cache
 def find_gpus(library: str = "libnvidia-ml.so.1") -> Gpus:
-    """Return the GPUs of NVIDIA's; none where the library is not there or does not answer."""
+    """Return NVIDIA's GPUs; none if the library is missing or does not answer."""
     try:
         nvml = ctypes.CDLL(library)
         if nvml.nvmlInit_v2() != _SUCCESS:
@@ -57,7 +57,7 @@ def find_gpus(library: str = "libnvidia-ml.so.1") -> Gpus:
             return _ask(nvml)
         finally:
             nvml.nvmlShutdown()
-    except (OSError, AttributeError):  # no library, or not this one, or one from before these names
+    except (OSError, AttributeError):  # no such library, another one, or one too old for these names
         return Gpus()
 
 
@@ -81,6 +81,6 @@ def _device(nvml: ctypes.CDLL, number: int) -> Gpu:
 
 
 def _kernel_address(text: str) -> str:
-    """The library writes eight digits of the domain, the kernel four, and small letters."""
+    """Return the address in the kernel's form: four digits of the domain instead of eight, in lower case."""
     domain, _, rest = text.lower().partition(":")
     return f"{domain[-4:]}:{rest}" if rest else ""

@@ -1,4 +1,4 @@
-"""The one door to what the checks read: the kernel's files, the devices, and the packages of this environment."""
+"""Everything that the checks read: the kernel's files, the devices, and the packages of this environment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LARGEST_FILE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """A file system's bytes."""
+    """The bytes of a file system."""
 
     total: int
     free: int
@@ -28,17 +28,17 @@ class Space:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where an engine is to start. Nothing is read before a check asks for it.
+    """The machine that an engine will start on. Nothing is read before a check asks for it.
 
     Args:
-        read: returns the text of a file by its absolute path, None where it cannot be read.
+        read: returns the text of a file by its absolute path, None if it cannot be read.
         exists: whether there is a file or device of this absolute path.
-        space: of the file system at an absolute path, None where it cannot be told.
-        gpus: the GPUs that are visible, and their driver.
-        requirements: what kvoffload requires, as its metadata says.
-        version: of a package in this environment, None where it is not installed.
-        entry_points: of a group, value by name.
-        source: text of an installed package's file, without importing the package; None where it cannot be read.
+        space: of the file system at an absolute path, None if unknown.
+        gpus: the visible GPUs and their driver.
+        requirements: the requirements in kvoffload's metadata.
+        version: of a package in this environment, None if it is not installed.
+        entry_points: values of a group by name.
+        source: text of an installed package's file, without importing the package; None if it cannot be read.
         environ: the process's environment.
         python: the interpreter's version.
     """
@@ -56,7 +56,7 @@ class Machine:
 
 
 def reader(root: Path) -> ReadText:
-    """Return what reads absolute paths below `root`: "/" in earnest, a tree of their own in tests."""
+    """Return a function that reads absolute paths below `root`, which is "/" except in tests."""
 
     def read(path: str) -> str | None:
         try:

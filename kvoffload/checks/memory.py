@@ -1,4 +1,4 @@
-"""Host memory: how much will be used, what the machine and its cgroups have left, and what may move or forbid it."""
+"""Host memory: how much is needed, how much the machine and its cgroups have left, and the limits on pinning and swap."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from kvoffload.checks.machine import Machine
 from kvoffload.transfer.footprint import arena_bytes
 from kvoffload.transfer.host_memory import cgroups, machine_left
 
-_SPARE = 10  # what is left should be a tenth of what there is
+_SPARE = 10  # a tenth of the memory should stay free
 _SMALL_SHM = 256 * 2**20
 _UNLIMITED = "unlimited"
 _LESS = "lower host_bytes, or free memory"
 
 
 def needed_bytes(setup: Setup) -> tuple[int, str] | None:
-    """Return the host memory of all ranks on this machine, rounded as it will be, and in words; None if unknown."""
+    """Return the host memory of all ranks on this machine, after rounding, and a text for it; None if unknown."""
     config = setup.config
     if config is None:
         return None
@@ -29,7 +29,7 @@ def needed_bytes(setup: Setup) -> tuple[int, str] | None:
 
 
 def _pages(setup: Setup) -> tuple[int, ...]:
-    """Where only one page's size is known, what is rounded with it is too little to matter."""
+    """Return the pages to round by; if the size of only one is known, rounding by the block is close enough."""
     block = setup.block_bytes or 0
     return setup.page_bytes if sum(setup.page_bytes) == block else (block,)
 
@@ -37,14 +37,14 @@ def _pages(setup: Setup) -> tuple[int, ...]:
 def _machine(setup: Setup, machine: Machine) -> Finding:
     left = machine_left(machine.read)
     if left is None:
-        return not_known("the kernel does not say how much memory is available (/proc/meminfo)")
+        return not_known("the available memory: /proc/meminfo cannot be read")
     return _compare(setup, left, f"the machine's {size_text(left)} that are available now")
 
 
 def _cgroup(setup: Setup, machine: Machine) -> Finding:
     groups = list(cgroups(machine.read))
     if not groups:
-        return not_known("no memory cgroup of this process can be read")
+        return not_known("the memory limits of cgroups: none of this process can be read")
     limited = [group for group in groups if group.left is not None]
     if not limited:
         return go("no cgroup limits memory")
@@ -66,9 +66,9 @@ def _compare(setup: Setup, left: int, where: str) -> Finding:
 
 
 def _compare_one(setup: Setup, left: int, where: str) -> Finding:
-    """Without the number of ranks only one rank's share can be compared."""
+    """Compare one rank's share, because the number of ranks is not known."""
     if setup.config is None or setup.config.host_bytes_per_rank is None:
-        return not_known(f"how much is wanted of {where}: the settings cannot be used")
+        return not_known(f"how much of {where} is needed: the settings cannot be used")
     share = setup.config.host_bytes_per_rank
     if share > left:
         return no_go(f"one rank's {size_text(share)} are more than {where}", _LESS)
@@ -81,13 +81,13 @@ def _compare_one(setup: Setup, left: int, where: str) -> Finding:
 def _shared_memory(setup: Setup, machine: Machine) -> Finding:
     space = machine.space("/dev/shm")
     if space is None:
-        return warn("there is no /dev/shm, which an engine of several ranks talks through", "mount one")
+        return warn("there is no /dev/shm, which the ranks of an engine communicate through", "mount one")
     size = f"/dev/shm has {size_text(space.total)}, {size_text(space.free)} of them free"
     if setup.ranks == 1 or space.free >= _SMALL_SHM:
-        return go(f"{size}; host blocks do not lie there")
+        return go(f"{size}; host blocks are not there")
     ranks = "several ranks" if setup.ranks is None else f"{setup.ranks} ranks"
     return warn(
-        f"{size}; host blocks do not lie there, but an engine of {ranks} talks through it",
+        f"{size}; host blocks are not there, but the ranks of an engine of {ranks} communicate through it",
         "give the container more (docker: --shm-size=1g, or --ipc=host), or empty it",
     )
 
@@ -97,7 +97,7 @@ def _locked_memory(setup: Setup, machine: Machine) -> Finding:
         return go("without a CUDA device nothing is pinned, so the limit on locked memory does not matter")
     limit = _soft_limit(machine.read("/proc/self/limits"))
     if limit is None:
-        return not_known("the kernel does not say how much memory may be locked (/proc/self/limits)")
+        return not_known("the limit on locked memory: /proc/self/limits cannot be read")
     needed = needed_bytes(setup)
     if limit == _UNLIMITED or (needed is not None and int(limit) >= needed[0]):
         return go(f"the limit on locked memory is {limit if limit == _UNLIMITED else size_text(int(limit))}")
@@ -112,14 +112,14 @@ def _locked_memory(setup: Setup, machine: Machine) -> Finding:
 def _swap(setup: Setup, machine: Machine) -> Finding:
     text = machine.read("/proc/swaps")
     if text is None:
-        return not_known("the kernel does not say whether swap is on (/proc/swaps)")
+        return not_known("whether swap is on: /proc/swaps cannot be read")
     areas = [line.split()[0] for line in text.splitlines()[1:] if line.split()]
     if not areas:
         return go("no swap is on")
     if _pins(setup, machine):
-        what = "host blocks are pinned and stay, but the engine's own memory may go there instead"
+        what = "host blocks are pinned and stay in memory, but the engine's own memory may be swapped out instead"
     else:
-        what = "host blocks are not pinned and may go there, and then loading one reads a disk"
+        what = "host blocks are not pinned, so they may be swapped out, and loading one then reads a disk"
     return warn(f"swap is on ({', '.join(areas)}): {what}", "swapoff -a, or vm.swappiness=0")
 
 
@@ -143,4 +143,4 @@ CHECKS = (
     Check("swap", _swap),
 )
 SHARED_MEMORY = Check("shared memory", _shared_memory)
-"""Not asked at start-up: by then the engine's ranks talk."""
+"""Not checked at the start, when the engine's ranks are already connected."""

@@ -1,4 +1,4 @@
-"""Where memory lies: if nobody asks, or the kernel refuses, on the node of the thread that touches it first."""
+"""NUMA placement: memory is on the node of the thread that touches it first, unless another node is requested."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _NODES = "/sys/devices/system/node"
 _BIND = (
     "bind each rank to its GPU's node: numactl --cpunodebind=N --membind=N, or the engine's own option for it"
 )
-_LONGEST = 4096  # numbers in a kernel's list
+_LONGEST = 4096  # numbers in a list of the kernel's
 
 
 def _numa(setup: Setup, machine: Machine) -> Finding:
     nodes = _numbers(machine.read(f"{_NODES}/online"))
     if nodes is None:
-        return not_known(f"the kernel does not list its memory nodes ({_NODES})")
+        return not_known(f"the memory nodes: the kernel does not list them ({_NODES})")
     if len(nodes) == 1:
         return go("the machine has one memory node")
     usable = (_status(machine, "Mems_allowed_list") or nodes) & nodes
@@ -33,8 +33,8 @@ def _numa(setup: Setup, machine: Machine) -> Finding:
     runs_on = {node for node in nodes if cpus is None or cpus & (_cpus_of(machine, node) or frozenset())}
     if len(runs_on) > 1 and len(usable) > 1:
         return warn(
-            f"this process may run on nodes {_listed(runs_on)}: a GPU's host memory is asked for on its own node, but where "
-            "the kernel refuses that (log host_memory_node) it lies wherever it is touched first, and copies are slower",
+            f"this process may run on nodes {_listed(runs_on)}: a GPU's host memory is requested on its own node, but if "
+            "the kernel refuses that (log host_memory_node), it is wherever it is touched first, and copies are slower",
             _BIND,
         )
     return _compare_free(setup, machine, usable if len(usable) == 1 else runs_on)
@@ -55,7 +55,7 @@ def _compare_free(setup: Setup, machine: Machine, nodes: set[int] | frozenset[in
 
 def _node_of(machine: Machine, pci: str) -> int | None:
     text = (machine.read(f"/sys/bus/pci/devices/{pci}/numa_node") or "").strip() if pci else ""
-    return int(text) if text.isdecimal() else None  # -1 is a firmware that does not say
+    return int(text) if text.isdecimal() else None  # -1: the firmware does not report a node
 
 
 def _cpus_of(machine: Machine, node: int) -> frozenset[int] | None:
@@ -79,7 +79,7 @@ def _status(machine: Machine, name: str) -> frozenset[int] | None:
 
 
 def _numbers(text: str | None) -> frozenset[int] | None:
-    """Read a list such as "0-3,8"; None where there is none."""
+    """Return the numbers of a list such as "0-3,8", None if it is not one."""
     try:
         return (
             frozenset(number for part in (text or "").strip().split(",") for number in _range(part)) or None

@@ -6,7 +6,7 @@ from kvoffload.checks.check import Check, Finding, Setup, go, no_go, not_known, 
 from kvoffload.checks.machine import Machine
 
 SPEEDS = ((2 * 2**20, 0.85), (64 * 2**10, 0.8), (4 * 2**10, 0.5))
-"""Host copies of scattered pages against one large memcpy, as measured; `kvoffload/bench/README.md` has the table."""
+"""By page size, the measured speed of scattered host copies relative to one large memcpy (`kvoffload/bench/README.md`)."""
 
 _GOOD_PAGE = 64 * 2**10
 

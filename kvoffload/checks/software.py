@@ -1,4 +1,4 @@
-"""GPU, driver, and the packages of this environment."""
+"""The GPU, its driver, and the packages of this environment."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from kvoffload.checks.check import Check, Finding, Setup, go, no_go, warn
 from kvoffload.checks.gpus import Gpus
 from kvoffload.checks.machine import Machine
 
-_BATCHED = 12080  # the CUDA whose driver copies many blocks in one call
+_BATCHED = 12080  # from this CUDA on, one call of the driver copies many blocks
 _AMD = "/dev/kfd"
 
 
 def version_numbers(text: str) -> tuple[int, ...]:
-    """Return the numbers that a version begins with, for comparing: "0.32.0+cpu" gives 0, 32, 0."""
+    """Return the leading numbers of a version, to compare them: "0.32.0+cpu" gives 0, 32, 0."""
     found = re.match(r"\d+(?:\.\d+)*", text)
     return tuple(int(part[:9]) for part in found[0].split(".")) if found else ()
 
 
 def entry_point_problem(machine: Machine, group: str, name: str, value: str) -> str:
-    """Return what is wrong with an entry point by which an engine finds its plugin; empty where nothing is."""
+    """Return what is wrong with the entry point of an engine's plugin; empty if nothing is."""
     found = machine.entry_points(group).get(name)
     if found == value:
         return ""
@@ -57,10 +57,8 @@ def _gpu(setup: Setup, machine: Machine) -> Finding:
     if gpus.found:
         return _nvidia(gpus, machine)
     if machine.exists(_AMD):
-        return no_go(
-            "the GPU here is AMD's, and copies are from NVIDIA's only", "use an NVIDIA GPU, or the CPU"
-        )
-    return go("no GPU is visible here: what lies on a CPU is copied between host and host")
+        return no_go("the GPU is AMD's, which kvoffload does not support", "use an NVIDIA GPU, or the CPU")
+    return go("no GPU is visible here: copies are between two places in host memory")
 
 
 def _nvidia(gpus: Gpus, machine: Machine) -> Finding:
@@ -71,7 +69,7 @@ def _nvidia(gpus: Gpus, machine: Machine) -> Finding:
     if (chosen := machine.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         text += f"; CUDA_VISIBLE_DEVICES={chosen} is not applied here"
     if gpus.cuda < _BATCHED:
-        slower = "every block will be copied by a call of its own"
+        slower = "every block will need its own call of the driver"
         return warn(f"{text}: {slower}", "a driver for CUDA 12.8 or newer")
     return go(text)
 

@@ -1,4 +1,4 @@
-"""The doctor's checks where an engine starts, with the values that it has: warnings, once, that stop nothing."""
+"""The doctor's checks at an engine's start, with the engine's own numbers. They log warnings and stop nothing."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 log = get_logger("doctor")
 
 CHECKS: tuple[Check, ...] = (*memory.CHECKS, *numa.CHECKS, *pools.CHECKS)
-"""What a rank can ask of its machine and its sizes."""
+"""The checks that a rank can answer."""
 
 
 def examine(checks: Iterable[Check], setup: Setup, machine: Machine | None = None) -> list[Answer]:
-    """Return the answers of the checks that fail. Reads some small files of the kernel's and asks no device."""
-    # The engine has its devices in use already, and the management library takes longer to load than all else here.
+    """Return the answers of the checks that fail. Reads small files of the kernel, and queries no device."""
+    # The management library takes longer to load than everything else here, and the engine has chosen its devices.
     at_start = replace(machine or Machine(), gpus=Gpus)
     return [one for one in run_checks(checks, setup, at_start) if one.finding.verdict in FAILING]
 
@@ -39,16 +39,16 @@ def examine_rank(
     checks: Iterable[Check] = CHECKS,
     machine: Machine | None = None,
 ) -> list[Answer]:
-    """Examine what a rank is about to take, before it takes it; the first of a machine speaks for all of them.
+    """Check the memory that a rank is about to use. The first rank of a machine checks for all of them.
 
     Args:
-        rank: whose.
+        rank: its number.
         ranks: of the engine.
         config: the operator's settings.
         layout: the rank's KV memory.
         local_ranks: of the engine on this machine; by default all.
-        checks: which of them.
-        machine: where it runs; by default here.
+        checks: the checks to run.
+        machine: by default this one.
     """
     local_ranks = local_ranks or ranks
     if rank % local_ranks:
@@ -56,7 +56,7 @@ def examine_rank(
     setup = Setup(
         config=replace(config, host_bytes_per_rank=config.bytes_per_rank(ranks)),
         ranks=local_ranks,
-        device_blocks=layout.regions[0].blocks - 1,  # an engine's null block is nobody's
+        device_blocks=layout.regions[0].blocks - 1,  # without the engine's null block
         page_bytes=tuple(region.page_bytes for region in layout.regions),
         block_bytes=layout.slot_bytes,
         pins=layout.device.startswith("cuda"),
@@ -65,7 +65,7 @@ def examine_rank(
 
 
 def warn(answers: Iterable[Answer]) -> None:
-    """Log one warning for each. Called when the start has succeeded: one that is refused says itself why."""
+    """Log one warning for each, after the start has succeeded: a refused start has its own error."""
     for answer in answers:
         log.warning(
             "doctor_warning",

@@ -6,7 +6,7 @@ What the first signal does depends on what the command is doing:
     running an event loop            the main task is cancelled, and can drain what it submitted
     anything else                    an exception is raised: KeyboardInterrupt for SIGINT, SystemExit for the others
 
-A second Ctrl-C exits at once: whoever sends it does not want to wait. Other signals after the first are ignored, because
+A second Ctrl-C exits at once, without waiting for copies. Other signals after the first are ignored, because
 they would cut short what the first began. A signal that was ignored when the command started stays ignored: `nohup` and
 background jobs of scripts rely on that.
 """

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     output, lines = args.output or Path(f"{args.journal}.trace.json"), Lines(args.journal, part_of(args))
     lines.check_is_other(output)
     records = iter(lines)
-    first = next(records)  # before there is a file
+    first = next(records)  # fails before the file is created
     # Private, as the journal is.
     with written(output, is_private=True) as file:
         file.writelines(render(draw(chain([first], records)), lambda: lines.provenance))

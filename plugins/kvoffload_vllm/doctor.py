@@ -182,7 +182,7 @@ def _registration(_: Setup, machine: Machine) -> Finding:
 
 def _transfer(transfer: dict[str, Any] | None) -> Finding:
     if transfer is None:
-        return not_known("which connector vLLM will use", f"give {_OPTION}, as vLLM will get it")
+        return not_known("the connector that vLLM will use", f"give {_OPTION}, as vLLM will get it")
     ours = _connector(transfer)
     if ours is None:
         return no_go(
@@ -211,7 +211,7 @@ def _connector(transfer: dict[str, Any]) -> dict[str, Any] | None:
 def _prefix_caching(given: bool | None) -> Finding:
     if given is None:
         return not_known(
-            "whether prefix caching is on; vLLM decides by the model where it is not told, and the connector refuses to "
+            "whether prefix caching is on; without the option vLLM decides by the model, and the connector refuses to "
             "start without",
             "start vLLM with --enable-prefix-caching",
         )

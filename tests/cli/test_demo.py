@@ -276,7 +276,7 @@ def test_metrics_stay_for_a_while_and_a_signal_ends_that(
 
 
 def check_drained(first: str, second: str) -> None:
-    assert first == "kvoffload: interrupted: open requests are ended, and what was submitted is drained"
+    assert first == "kvoffload: interrupted: open requests are cancelled, and submitted copies drain"
     assert second.startswith("kvoffload: drained: all ")
     assert second.endswith(" copies that were submitted have ended; no law is broken")
 

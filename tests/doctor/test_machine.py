@@ -38,7 +38,7 @@ def status(mems: str, cpus: str) -> dict[str, str | None]:
     ("files", "verdict", "text"),
     [
         ({}, "go", "one memory node"),
-        ({f"{NODES}/online": None}, "not known", "does not list its memory nodes"),
+        ({f"{NODES}/online": None}, "not known", "the kernel does not list them"),
         ({f"{NODES}/online": "\n"}, "not known", "does not list"),
         ({f"{NODES}/online": "0-99999999999"}, "not known", "does not list"),
         ({**TWO_NODES, **status("0-1", "0-7")}, "warning", "may run on nodes 0, 1"),

@@ -133,12 +133,12 @@ def test_without_the_number_of_ranks_one_share_is_compared(tmp_path: Path) -> No
         (
             {"sys/fs/cgroup/engine/memory.max": f"{4 * GIB}\n", "sys/fs/cgroup/engine/memory.current": "x"},
             "not known",
-            "no memory cgroup of this process can be read",
+            "the memory limits of cgroups: none of this process can be read",
         ),
-        ({"sys/fs/cgroup/engine/memory.max": "\n"}, "not known", "no memory cgroup"),
-        ({"sys/fs/cgroup/engine/memory.max": None}, "not known", "no memory cgroup"),
-        ({"proc/self/cgroup": None}, "not known", "no memory cgroup"),
-        ({"proc/self/cgroup": "nonsense\n0:\n\n::::\n"}, "not known", "no memory cgroup"),
+        ({"sys/fs/cgroup/engine/memory.max": "\n"}, "not known", "none of this process can be read"),
+        ({"sys/fs/cgroup/engine/memory.max": None}, "not known", "none of this process can be read"),
+        ({"proc/self/cgroup": None}, "not known", "none of this process can be read"),
+        ({"proc/self/cgroup": "nonsense\n0:\n\n::::\n"}, "not known", "none of this process can be read"),
         (
             {**IN_V1, "sys/fs/cgroup/memory/pod/memory.limit_in_bytes": "9223372036854771712\n"},
             "go",

@@ -119,7 +119,7 @@ def shared_memory(process: int) -> set[Path]:
 def test_told_to_end_it_sees_its_copies_to_their_end(demos: Iterator[Demo]) -> None:
     made = next(demos)
     made.process.send_signal(signal.SIGTERM)
-    made.read_until("interrupted: open requests are ended, and what was submitted is drained")
+    made.read_until("interrupted: open requests are cancelled, and submitted copies drain")
     assert made.process.poll() is None  # a copy runs
     _, said = made.process.communicate("go on\n", timeout=PATIENCE_S)
     assert "copies that were submitted have ended; no law is broken" in said

@@ -1,10 +1,10 @@
 """`kvoffload demo`: the same conversations without and with offloading, compared token by token.
 
-options         what was asked for           documents      the text
-conversations   who says what, in which turn, and what of it a cache could know
+options         the options                  documents      the text
+conversations   the messages of each turn, and how much of them a cache could hold
 engines         the two engines              play           conversations on one engine
 audit           are all laws kept            compare        are the outputs the same
 report          the numbers and plots, as a page
-results         the numbers, also as JSON    table          the numbers, for people
+results         the numbers, also as JSON    table          the numbers as a table
 session         all of it, in order
 """

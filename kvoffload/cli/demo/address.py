@@ -1,4 +1,4 @@
-"""Where metrics are served: HOST:PORT, or PORT alone on the loopback."""
+"""The address to serve metrics at: HOST:PORT, or PORT on the loopback."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Address(NamedTuple):
 
 
 def parse_address(text: str) -> Address:
-    """Return the address, for `type=`; an IPv6 host stands in brackets."""
+    """Return the address, for `type=`; an IPv6 host is in brackets."""
     host, _, port = text.rpartition(":")
     is_bare_ipv6 = ":" in host and not (host.startswith("[") and host.endswith("]"))
     if not port.isascii() or not port.isdigit() or int(port) > 65535 or is_bare_ipv6:

@@ -1,4 +1,4 @@
-"""Every law that can be checked from outside once nothing runs any more."""
+"""The laws that can be checked from outside once nothing runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _AT_REST = {"empty", "ready", "quarantined"}
 
 
 def audit_engine(engine: Engine, name: str) -> list[str]:
-    """Return what an engine without work still holds, and the laws that it breaks."""
+    """Return what an idle engine still holds, and the laws that it breaks."""
     numbers = engine.statistics()
     held = {
         "waiting requests": numbers.waiting,
@@ -29,7 +29,7 @@ def audit_engine(engine: Engine, name: str) -> list[str]:
 
 
 def audit_offloading(offload: SchedulerSide) -> list[str]:
-    """Return the laws that offloading breaks when it has nothing left to do."""
+    """Return the laws that idle offloading breaks."""
     return [f"offloading: {problem}" for problem in _problems(offload)]
 
 
@@ -44,5 +44,5 @@ def _problems(offload: SchedulerSide) -> Iterator[str]:
         if slots and name not in _AT_REST:
             yield f"{slots} slots are still {name}"
     for (direction, name), jobs in state.open_jobs.items():
-        if jobs and name != "abandoned":  # written off, and accounted for apart
+        if jobs and name != "abandoned":  # counted separately
             yield f"{jobs} {direction} jobs are still {name}"

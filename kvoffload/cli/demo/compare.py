@@ -1,4 +1,4 @@
-"""Whether two plays said the same: every token, and every log-probability within a limit."""
+"""Whether two plays have the same output: every token, and every log-probability within a limit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvoffload.cli.demo.play import Play, Turn
 from kvoffload.cli.demo.results import Agreement, Mismatch
 
 LOGPROB_LIMIT = 1e-3
-_SHOWN = 10  # mismatches that are told one by one
+_SHOWN = 10  # mismatches shown one by one
 
 
 def compare(plain: Play, offloaded: Play) -> Agreement:
@@ -30,9 +30,9 @@ def compare(plain: Play, offloaded: Play) -> Agreement:
 
 
 def _mismatches(one: Turn, other: Turn) -> Iterator[Mismatch]:
-    """Up to and with the first other token: behind it the two continue different texts."""
+    """Yield mismatches up to the first token that differs: after it the two continue different texts."""
     for place, (a, b) in enumerate(zip(one.answer, other.answer, strict=False)):
-        # Written so that a NaN counts as a mismatch.
+        # `not <=` counts a NaN as a mismatch.
         if a.token_id != b.token_id or not abs(a.logprob - b.logprob) <= LOGPROB_LIMIT:
             yield Mismatch(*one.turn, place, a.token_id, b.token_id, a.logprob, b.logprob)
         if a.token_id != b.token_id:

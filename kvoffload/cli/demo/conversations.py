@@ -1,4 +1,4 @@
-"""Conversations in turns: a turn's prompt is all that was said before it, the answers included, and a new message."""
+"""Conversations in turns: the prompt of a turn is all earlier messages and answers, and a new message."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Answers = Mapping[TurnId, Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What its user says."""
+    """The messages of one conversation's user."""
 
     messages: tuple[bytes, ...]
 
     def prompt(self, answers: Sequence[Sequence[int]]) -> list[int]:
-        """The prompt of the turn that follows these answers."""
+        """Return the prompt of the turn after these answers."""
         prompt: list[int] = []
         for message, answer in zip(self.messages, answers, strict=False):
             prompt += [*message, *answer]
@@ -35,7 +35,7 @@ class Conversation:
 
 
 def make_conversations(text: bytes, options: DemoOptions) -> list[Conversation]:
-    """Cut the text into conversations; the seed decides which one gets which part."""
+    """Cut the text into conversations; the seed decides which conversation gets which part."""
     size = options.message_tokens
     parts = [text[start : start + size] for start in range(0, options.conversations * size, size)]
     random.Random(options.seed).shuffle(parts)
@@ -43,15 +43,15 @@ def make_conversations(text: bytes, options: DemoOptions) -> list[Conversation]:
 
 
 class UnlimitedCache:
-    """What a prefix cache that never forgets would bring, in whole blocks: the measure of what can be reused."""
+    """A prefix cache of whole blocks that evicts nothing: it measures what can be reused."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
-        # A block's number, by its parent's number and its tokens. Numbers from 1; 0 stands before the first block.
+        # A block's number, from 1, by its parent's number and its tokens; 0 is the parent of first blocks.
         self._blocks: dict[tuple[int, tuple[int, ...]], int] = {}
 
     def reusable_tokens(self, prompt: Sequence[int]) -> int:
-        """Tokens of the prompt that it would bring; one token is always left to compute."""
+        """Return the tokens of the prompt that it holds; one token is always left to compute."""
         parent, found = 0, 0
         for block in self._whole_blocks(prompt[:-1]):
             known = self._blocks.get((parent, block))
@@ -61,7 +61,7 @@ class UnlimitedCache:
         return found
 
     def add(self, computed: Sequence[int]) -> None:
-        """Keep the whole blocks of tokens whose KV was computed."""
+        """Add the whole blocks of computed tokens."""
         parent = 0
         for block in self._whole_blocks(computed):
             parent = self._blocks.setdefault((parent, block), len(self._blocks) + 1)

@@ -1,4 +1,4 @@
-"""Where the text comes from: files that were named, else this project's documents; then the sources of Python's library."""
+"""The text of the conversations: the given files or this project's documents, then the sources of Python's library."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _NAMES = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md")
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Bytes, which are also the tokens.
+    """Bytes, each of which is a token.
 
     Args:
-        tokens: as many as were asked for.
-        documents: names of the files that they come from, Python's library aside.
-        library_tokens: how many come from Python's library.
+        tokens: the requested number of them.
+        documents: names of their files, without Python's library.
+        library_tokens: tokens from Python's library.
     """
 
     tokens: bytes
@@ -29,7 +29,7 @@ class Text:
 
 
 def read_text(documents: Sequence[Path], tokens: int) -> Text:
-    """Return so many tokens, from `documents` (none: those of this project) as far as they reach.
+    """Return this many tokens of `documents`, or of this project's if there are none, then of Python's library.
 
     Raises:
         CommandError: a document cannot be read or is empty, or there is not enough text.
@@ -37,7 +37,7 @@ def read_text(documents: Sequence[Path], tokens: int) -> Text:
     read: list[tuple[str, bytes]] = []
     missing = tokens
     for path in documents or project_documents():
-        # One that is not reached is read all the same: a wrong name is an error wherever it stands.
+        # Also documents that are not needed are read, so that a wrong name is always an error.
         text = _read(path, max(missing, 1))[:missing]
         read.append((path.name, text))
         missing -= len(text)
@@ -52,7 +52,7 @@ def read_text(documents: Sequence[Path], tokens: int) -> Text:
 
 
 def project_documents() -> list[Path]:
-    """This project's documents, beside the package or in the working directory."""
+    """Return this project's documents, beside the package or in the working directory."""
     package = Path(kvoffload.__file__).parent
     found: dict[Path, Path] = {}
     for folder in (package.parent, package, Path.cwd()):

@@ -15,33 +15,33 @@ from kvoffload.cli.parser import positive, seconds
 
 Attention = Literal["full", "sliding_window", "chunked_local"]
 
-_REACH_TOKENS = 256  # of a window or a chunk, unless one is given
+_REACH_TOKENS = 256  # the default of a window or chunk
 _HOST_BYTES = "256MiB"
 
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """One demo.
+    """The options of one demo.
 
     Args:
-        documents: files to talk about; none for those that are found.
-        conversations: how many there are.
+        documents: files with the text of the conversations; empty for the project's own.
+        conversations: their number.
         turns: turns of each.
         first_tokens: the first message of each; tokens are bytes.
         turn_tokens: each later message.
-        answer_tokens: generated in each turn.
+        answer_tokens: tokens of each answer.
         concurrency: conversations served at a time.
-        attention: of the model's local layers.
+        attention: kind of the model's local layers.
         reach_tokens: the window or the chunk; None with full attention.
         model: "small", or "tiny" for a quick look.
         device: "cpu", "cuda" or "cuda:N".
         device_blocks: of the device's KV cache; None for a fraction of what the conversations need.
-        seed: of the model's weights and of who gets which text.
-        offload: settings of kvoffload, as operators type them.
+        seed: seed of the model's weights and of the distribution of the text.
+        offload: kvoffload's settings, as typed.
         as_json: print one object instead of the table.
-        report: file to write the page with the plots to; None for none.
-        metrics: where to serve metrics; None for nowhere.
-        serve_for_s: how long to serve them after the run.
+        report: file for the page with plots; None for no page.
+        metrics: address to serve metrics at; None to serve none.
+        serve_for_s: seconds to serve them after the run.
     """
 
     documents: tuple[Path, ...] = ()
@@ -65,12 +65,12 @@ class DemoOptions:
 
     @property
     def message_tokens(self) -> int:
-        """Text that one conversation needs."""
+        """Return the tokens of one conversation's messages."""
         return self.first_tokens + (self.turns - 1) * self.turn_tokens
 
     @property
     def conversation_tokens(self) -> int:
-        """The last prompt of a conversation and its answer: the longest request."""
+        """Return the tokens of a conversation's last prompt and its answer: the longest request."""
         return self.message_tokens + self.turns * self.answer_tokens
 
 
@@ -83,10 +83,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def demo_options(args: argparse.Namespace) -> DemoOptions:
-    """Return the options that were parsed.
+    """Return the parsed options.
 
     Raises:
-        CommandError: they do not go together.
+        KVOffloadError: they contradict each other, or --config cannot be read.
     """
     attention, reach = _attention(args.window, args.chunk)
     if args.serve_for and args.serve_metrics is None:
@@ -109,9 +109,9 @@ def demo_options(args: argparse.Namespace) -> DemoOptions:
 def _add_conversations(group: argparse._ArgumentGroup) -> None:
     add, default = group.add_argument, DemoOptions()
     add("--document", metavar="FILE", type=Path, action="append", default=[],
-        help="a file to talk about; may be repeated; where it is too short, Python's library follows")  # fmt: skip
+        help="a file with the text of the conversations; may be repeated; Python's library follows if it is too short")  # fmt: skip
     numbers = {
-        "conversations": "how many there are",
+        "conversations": "number of conversations",
         "turns": "turns of each",
         "first-tokens": "tokens of a first message; tokens are bytes",
         "turn-tokens": "tokens of each later message",
@@ -121,7 +121,13 @@ def _add_conversations(group: argparse._ArgumentGroup) -> None:
     for name, text in numbers.items():
         value = getattr(default, name.replace("-", "_"))
         add(f"--{name}", metavar="N", type=positive, default=value, help=text)
-    add("--seed", metavar="N", type=int, default=0, help="of the model's weights and of who gets which text")
+    add(
+        "--seed",
+        metavar="N",
+        type=int,
+        default=0,
+        help="of the model's weights and the distribution of the text",
+    )
 
 
 def _add_engine(group: argparse._ArgumentGroup) -> None:

@@ -1,4 +1,4 @@
-"""Plays conversations on one engine, several at a time, and notes what each turn got and cost."""
+"""Plays conversations on one engine, several at a time, and records the answer and cost of each turn."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _WARM_UP_ANSWER = 4
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn that was served.
+    """One served turn.
 
     Args:
-        turn: which.
+        turn: its number and conversation.
         prompt: its tokens.
-        answer: what was generated.
-        stats: what it cost, by the engine's own account.
+        answer: the generated tokens.
+        stats: what it cost, as the engine counts.
     """
 
     turn: TurnId
@@ -37,14 +37,14 @@ class Turn:
 
     @property
     def ttft_s(self) -> float:
-        """Seconds from its arrival to its first token."""
+        """Return the seconds from its arrival to its first token."""
         assert self.stats.first_token_s is not None, "it was served to its end"
         return self.stats.first_token_s - self.stats.arrived_s
 
 
 @dataclass(frozen=True, slots=True)
 class Play:
-    """All turns, in the order in which they were taken, and the seconds that the engine had something to do."""
+    """All turns in order, and the seconds in which the engine was busy."""
 
     turns: tuple[Turn, ...]
     elapsed_s: float
@@ -54,12 +54,11 @@ class Player:
     """Plays conversations on one engine, round by round: in each, every conversation takes one turn.
 
     Args:
-        engine: entered already.
-        conversations: who says what; all have equally many turns.
-        options: how much is generated, and how many turns are served at a time.
-        told: called after each turn.
-        script: answers that prompts contain instead of the engine's own, so that two plays have the same prompts,
-            whatever the engines answer.
+        engine: running.
+        conversations: all of them have the same number of turns.
+        options: the length of answers, and the number of turns served at a time.
+        on_turn: called after each turn.
+        script: answers to use in prompts instead of the engine's own, so that two plays have the same prompts.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class Player:
         script: Answers | None = None,
     ) -> None:
         self.answers: dict[TurnId, tuple[int, ...]] = {}
-        """What was generated so far, by turn."""
+        """The generated tokens by turn."""
         self._engine = engine
         self._conversations = conversations
         self._params = SamplingParams(options.answer_tokens)
@@ -82,7 +81,7 @@ class Player:
         self._elapsed_s = 0.0
 
     async def play_round(self, number: int) -> None:
-        """Play every conversation's turn of this number, and wait until the engine has nothing left to do."""
+        """Play the turn of this number of every conversation, and wait until the engine is idle."""
         clock = asyncio.get_running_loop().time
         begun = clock()
         turns = iter([TurnId(one, number) for one in range(len(self._conversations))])
@@ -91,12 +90,14 @@ class Player:
                 for _ in range(self._concurrency):
                     group.create_task(self._serve(turns))
         except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None  # what stops an engine stops all its requests alike
+            raise failed.exceptions[
+                0
+            ] from None  # an engine that stops ends all its requests with the same error
         await idle(self._engine)
         self._elapsed_s += clock() - begun
 
     def result(self) -> Play:
-        """What was played so far."""
+        """Return the turns played so far."""
         turns = sorted(self._turns, key=lambda turn: (turn.turn, turn.conversation))
         return Play(tuple(self._turns[turn] for turn in turns), self._elapsed_s)
 
@@ -115,13 +116,13 @@ class Player:
 
 
 async def idle(engine: Engine) -> None:
-    """Wait until the engine and its plugin have nothing left to do."""
+    """Wait until the engine and its plugin are idle."""
     while engine.has_work:  # noqa: ASYNC110  # the engine has no event for it
         await asyncio.sleep(_IDLE_POLL_S)
 
 
 async def warm_up(engine: Engine, tokens: int, seed: int) -> None:
-    """Serve a prompt that has nothing to do with what follows: first uses of memory and kernels cost time."""
+    """Serve an unrelated prompt, because the first use of memory and kernels takes extra time."""
     prompt = random.Random(seed).choices(range(engine.config.model.vocab_size), k=tokens)
     async with engine.submit(prompt, SamplingParams(_WARM_UP_ANSWER)) as stream:
         async for _ in stream:

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from kvoffload.cli.report.account import Account
 
 _TIMES = (
-    "Plots over time are of the engine with offloading, from the end of its warm-up on. Rounds are played in turn, first "
-    "without and then with it: where nothing is drawn, the other engine works."
+    "Plots over time show the engine with offloading since the end of its warm-up. Rounds alternate between the engine "
+    "without and the one with it: in the gaps the other engine works."
 )
 
 
 def demo_page(result: DemoResult, without: Play, with_: Play, account: Account) -> Page:
-    """Return the page; `account` is of the engine with offloading, from the end of its warm-up on."""
+    """Return the page; `account` covers the engine with offloading since the end of its warm-up."""
     return Page(
         title="KV-cache offloading: the same conversations without and with it",
         verdict=_verdict(result),

@@ -1,4 +1,4 @@
-"""The demo's numbers. `--json` prints a `DemoResult` with the names used here; they stay, new ones may come."""
+"""The demo's numbers. `--json` prints a `DemoResult` with these names: they do not change, but names may be added."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 SCHEMA = 1
-"""Raised when a name of the JSON output changes its meaning or goes."""
+"""Incremented when a name of the JSON output changes its meaning or is removed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Of one set of samples; seconds.
+    """Quantiles of a set of samples, in seconds.
 
     Args:
-        samples: how many.
+        samples: their number.
         p50: the median.
-        p99: the least sample that 99 % of all do not exceed.
+        p99: the 99th percentile, by the nearest rank.
     """
 
     samples: int
@@ -93,13 +93,13 @@ class PlayResult:
 
 @dataclass(frozen=True, slots=True)
 class BenefitResult:
-    """Whether it was worth it, as kvoffload itself estimates it; seconds.
+    """The net benefit in seconds, as kvoffload estimates it.
 
     Args:
-        saved_s: of prefilling, at the engine's own measured rate.
-        waited_s: that requests waited for loads, each request's added up.
-        interference_s: by which copies lengthened the engine's steps.
-        net_s: the first less the others.
+        saved_s: of prefill, at the engine's measured rate.
+        waited_s: that requests waited for loads, summed over requests.
+        interference_s: that copies added to the engine's steps.
+        net_s: saved less waited and interference.
     """
 
     saved_s: float
@@ -110,18 +110,18 @@ class BenefitResult:
 
 @dataclass(frozen=True, slots=True)
 class OffloadResult:
-    """What kvoffload counted; labels are those of its metrics.
+    """What kvoffload counted, by the labels of its metrics.
 
     Args:
         stored_bytes: device to host.
         loaded_bytes: host to device.
-        offered_blocks: computed blocks that were offered to the host.
+        offered_blocks: computed blocks offered to the host.
         stored_blocks: those that were stored.
         declined_blocks: the others, by reason.
         missed_blocks: looked-up blocks that were not found, by cause.
         loaded_blocks: blocks of loads, by outcome.
-        evicted_blocks: blocks that left the host, by cause.
-        host_slots: blocks that the host has room for.
+        evicted_blocks: blocks evicted from the host, by cause.
+        host_slots: capacity of the host in blocks.
         benefit: seconds saved and lost.
     """
 
@@ -139,7 +139,7 @@ class OffloadResult:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A token that differs, or whose log-probability does; None where one answer is shorter."""
+    """A token that differs, or whose log-probability does; None if one answer is shorter."""
 
     conversation: int
     turn: int
@@ -159,7 +159,7 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Whether outputs are the same.
+    """The comparison of the outputs.
 
     Args:
         tokens: how many were compared.
@@ -182,7 +182,7 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """Everything the demo has to say.
+    """The result of a demo.
 
     Args:
         workload: what was played.
@@ -205,16 +205,16 @@ class DemoResult:
 
     @property
     def passed(self) -> bool:
-        """Whether outputs agree and no law is broken."""
+        """Return whether outputs agree and no law is broken."""
         return self.agreement.holds and not self.broken_laws
 
     def to_json(self) -> str:
-        """One object: the fields, `schema` and `passed`."""
+        """Return one object: the fields, `schema` and `passed`."""
         return to_json({"schema": SCHEMA, "kind": "demo", "passed": self.passed, **asdict(self)})
 
 
 def to_json(values: Mapping[str, object]) -> str:
-    """One object as text. JSON has no NaN: it is written as null."""
+    """Return one object as text, with null for NaN, which JSON does not have."""
     return json.dumps(_finite(values), indent=2, allow_nan=False)
 
 

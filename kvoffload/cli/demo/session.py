@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from kvoffload.engine import Engine
     from kvoffload.runtime.scheduler_side import SchedulerSide
 
-_TAIL = 20  # lines of the journal that a failure shows
-_PATIENCE_S = 20.0  # for the first host memory; milliseconds, unless the machine has much else to do
+_TAIL = 20  # lines of the journal shown after a failure
+_PATIENCE_S = 20.0  # for the first host memory, which takes milliseconds on an idle machine
 
 
 async def run_demo(options: DemoOptions, screen: Screen) -> int:
@@ -68,7 +68,7 @@ async def _engines(options: DemoOptions, screen: Screen) -> AsyncIterator[Engine
             try:
                 yield running
             except asyncio.CancelledError:
-                screen.say("interrupted: open requests are ended, and what was submitted is drained")
+                screen.say("interrupted: open requests are cancelled, and submitted copies drain")
                 raise
             except (OSError, OutputError):
                 raise  # output that cannot be written says nothing about offloading
@@ -120,9 +120,9 @@ async def _demonstrate(options: DemoOptions, engines: Engines, text: Text, scree
 
 
 async def _warm_up(options: DemoOptions, engines: Engines) -> None:
-    """Serve a prompt on each engine, and go on until there is some host memory.
+    """Serve a prompt on each engine, and repeat until some host memory is ready.
 
-    It is made ready in the background, and ranks tell of it in steps: a demo of a second could be over before that.
+    It is prepared in the background, and ranks report it in steps: a short demo could end before that.
     """
     await warm_up(engines.plain, options.first_tokens, options.seed)
     clock = asyncio.get_running_loop().time
@@ -136,7 +136,7 @@ async def _warm_up(options: DemoOptions, engines: Engines) -> None:
 async def _play(
     options: DemoOptions, engines: Engines, conversations: list[Conversation], screen: Screen
 ) -> tuple[Play, Play]:
-    """Play without and with offloading, round by round: what else the machine does meets both alike."""
+    """Play without and with offloading, alternating by round, so that other load on the machine affects both alike."""
     make = partial(Player, conversations=conversations, options=options)
     counter = partial(_counter, options.conversations * options.turns, screen)
     plain = make(engines.plain, on_turn=counter("without offloading"))
@@ -157,7 +157,7 @@ async def _linger(page: MetricsServer, seconds: float, screen: Screen) -> None:
     try:
         await asyncio.sleep(seconds)
     except asyncio.CancelledError:
-        # The demo is over and its result stands: this is an end like any other.
+        # The demo is over and its result is printed, so this is a normal end.
         if (task := asyncio.current_task()) is not None:
             task.uncancel()
 

@@ -1,4 +1,4 @@
-"""From turns and counters to results."""
+"""Computes results from turns and counters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Numbers = Mapping[str, Mapping[tuple[str, ...], float]]
 
 
 def summarize(play: Play, block_tokens: int) -> PlayResult:
-    """Return the numbers of one play."""
+    """Return the result of one play."""
     stats = [turn.stats for turn in play.turns]
     returning = [turn for turn in play.turns if turn.turn.turn > 0]
     reusable, reused = _reuse(play.turns, block_tokens)
@@ -46,14 +46,14 @@ def summarize(play: Play, block_tokens: int) -> PlayResult:
 
 
 def quantiles(samples: Sequence[float]) -> Quantiles:
-    """Return median and 99th percentile, by the nearest rank, of at least one sample."""
+    """Return the median and the 99th percentile (nearest rank) of at least one sample."""
     ordered = sorted(samples)
     rank = math.ceil(0.99 * len(ordered))
     return Quantiles(len(ordered), statistics.median(ordered), ordered[rank - 1])
 
 
 def summarize_offloading(counted: Snapshot, host_slots: int, benefit: BenefitResult) -> OffloadResult:
-    """Return what was counted."""
+    """Return the result of offloading from its counters."""
     outcomes = by_label(counted, "kvoffload_store_blocks_total")
     stored = outcomes.pop(StoreOutcome.STORED.value, 0)
     return OffloadResult(
@@ -71,7 +71,7 @@ def summarize_offloading(counted: Snapshot, host_slots: int, benefit: BenefitRes
 
 
 def summarize_benefit(before: Numbers, after: Numbers) -> BenefitResult:
-    """Return what was saved and lost between two looks at `NetBenefit.series`."""
+    """Return the seconds saved and lost between two readings of `NetBenefit.series`."""
 
     def grown(name: str) -> float:
         return sum(after[name].values()) - sum(before[name].values())
@@ -83,9 +83,9 @@ def summarize_benefit(before: Numbers, after: Numbers) -> BenefitResult:
 
 
 def _reuse(turns: Sequence[Turn], block_tokens: int) -> tuple[int, int]:
-    """Return tokens of returning turns that can be reused, and that were.
+    """Return the reusable and the reused tokens of returning turns.
 
-    Turns served at the same time are of different conversations, which share nothing unless their texts do.
+    Turns served at the same time belong to different conversations, which share nothing unless their texts do.
     """
     cache = UnlimitedCache(block_tokens)
     reusable = reused = 0
@@ -93,6 +93,6 @@ def _reuse(turns: Sequence[Turn], block_tokens: int) -> tuple[int, int]:
         if turn.turn.turn > 0:
             reusable += cache.reusable_tokens(turn.prompt)
             reused += turn.stats.device_hit_tokens + turn.stats.external_tokens
-        # The last token is returned but never computed on.
+        # The last token is returned, but its KV is never computed.
         cache.add([*turn.prompt, *(token.token_id for token in turn.answer[:-1])])
     return reusable, reused

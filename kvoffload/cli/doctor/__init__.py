@@ -1,1 +1,1 @@
-"""`kvoffload doctor`: the checks of `kvoffload.checks` and of the adapters, one line each, with the remedy."""
+"""`kvoffload doctor`: the checks of `kvoffload.checks` and of the adapters, with findings and remedies."""

@@ -23,7 +23,7 @@ class Doctor(Protocol):
         """Add the adapter's options to the parser."""
 
     def find_settings(self, args: argparse.Namespace) -> Mapping[str, object] | None:
-        """Return kvoffload's settings where the engine's own, as given, hold them.
+        """Return kvoffload's settings from the engine's own, None if there are none.
 
         Raises:
             KVOffloadError: what was given cannot be read.
@@ -46,7 +46,7 @@ class Adapters:
 
     Args:
         doctors: by name.
-        lost: those that cannot be imported, and why.
+        lost: names of those that cannot be imported, and the reason.
     """
 
     doctors: Mapping[str, Doctor]

@@ -9,7 +9,8 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvoffload.cli.exits import Exit
+from kvoffload.cli import signals
+from kvoffload.cli.exits import Exit, say
 from kvoffload.cli.parser import seconds
 
 if TYPE_CHECKING:
@@ -45,7 +46,9 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         KVOffloadError: a URL is not valid.
     """
-    from kvoffload.cli.top.server import page_url
+    with signals.importing():
+        from kvoffload.cli.top import screen, summary, view  # noqa: F401  # they bring rich and prometheus-client
+        from kvoffload.cli.top.server import page_url
 
     urls = [page_url(url) for url in args.urls]
     if args.json:
@@ -63,7 +66,7 @@ def _scrape_all(urls: list[str]) -> list[State]:
     states = [State(url).after(scrape(url, _TIMEOUT_S)) for url in urls]
     for state in states:
         if state.problem:
-            print(f"kvoffload: {state.url}: {state.problem}", file=sys.stderr)
+            say(f"{state.url}: {state.problem}")
     return states
 
 

@@ -8,13 +8,16 @@ import sys
 import termios
 import tty
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.segment import Segment
 from rich.text import Text
+
+from kvoffload.cli import signals
 
 
 class Terminal:
@@ -59,6 +62,7 @@ class Terminal:
     def __enter__(self) -> Self:
         before = termios.tcgetattr(self._input)
         self._stack.callback(termios.tcsetattr, self._input, termios.TCSADRAIN, before)
+        self._stack.enter_context(signals.undone_on_exit(partial(_restore, self._input, before)))
         tty.setcbreak(self._input)  # keys at once, while Ctrl-C still interrupts
         self._screen = self._stack.enter_context(self._console.screen())
         return self
@@ -67,6 +71,13 @@ class Terminal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
+
+
+def _restore(terminal: int, before: list[Any]) -> None:
+    """Leave the alternate screen, show the cursor, and echo again."""
+    with suppress(OSError, termios.error):
+        termios.tcsetattr(terminal, termios.TCSANOW, before)
+        os.write(1, b"\x1b[?1049l\x1b[?25h")
 
 
 class Scrolled:
