@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvoffload.cli.exits import CommandError, Exit
+from kvoffload.cli.exits import CommandError, Exit, say
 
 if TYPE_CHECKING:
     from kvoffload.telemetry.journal_reader import JournalError, Reading, Record
@@ -127,10 +127,10 @@ class Lines:
     def report(self, where: object) -> int:
         """Print how much of the journal is where, and return the command's exit code."""
         lines = "1 line" if self.count == 1 else f"{self.count:,} lines"
-        print(f"kvoffload: {lines} of {self.path} are in {where}", file=sys.stderr)
+        say(f"{lines} of {self.path} are in {where}")
         if self.problem is None:
             return Exit.OK
-        print(f"kvoffload: it ends early: {self.problem}", file=sys.stderr)
+        say(f"it ends early: {self.problem}")
         return Exit.FAILED
 
     def _begun(self, provenance: Mapping[str, object]) -> None:

@@ -56,9 +56,7 @@ def run(command: str, lines: list[dict[str, Any]]) -> int:
         path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
         output = Path(folder, "out")
         chosen = {"since": None, "until": None, "last": None, "request": None}
-        args = argparse.Namespace(
-            journal=path, output=output if command == "report" else str(output), **chosen
-        )
+        args = argparse.Namespace(journal=path, output=output, **chosen)
         try:
             # What `main` calls, without parsing arguments for each.
             return int(import_module(COMMANDS[command]).run(args))
@@ -166,7 +164,7 @@ def test_what_is_no_file_is_never_replaced_by_one(
     target = journal.parent / kind
     os.mkfifo(target) if kind == "pipe" else target.mkdir()
     before = stat.S_IFMT(target.stat().st_mode)
-    assert main([command, str(journal), "-o", str(target)]) == Exit.USAGE
+    assert main([command, str(journal), "-o", str(target)]) == Exit.OUTPUT
     assert f"{target} cannot be written: it is" in capsys.readouterr().err
     assert stat.S_IFMT(target.stat().st_mode) == before
     assert {path.name for path in journal.parent.iterdir()} == {"journal", kind}
