@@ -18,6 +18,8 @@ _HEAD = """# Written by `make dashboards` from generate/alerts.py; do not edit.
 _WHERE = "{{ or $labels.pod $labels.instance }}{{ with $labels.engine }}, engine {{ . }}{{ end }}"
 _RUNBOOK = '{{ or $externalLabels.kvoffload_runbook_url "RUNBOOK.md" }}'
 _GRAFANA = '{{ or $externalLabels.grafana_url "http://127.0.0.1:3000" }}'
+# Ranks report their memory with the engine's steps: what an idle engine last reported may be old.
+_STEPS = "and sum without (hook) (rate(kvoffload_hook_seconds_count[5m])) > 0"
 _VARIABLES = ("namespace", "pod", "instance", "engine")
 
 
@@ -166,13 +168,13 @@ ALERTS = (
     Alert(
         "NoCapacity",
         "warning",
-        "kvoffload_capacity_slots == 0",
+        f"sum without (tier) (kvoffload_capacity_slots) == 0\n  {_STEPS}\n",
         "No host memory is ready",
         "not every rank has host memory ready, so nothing can be stored.",
         "The capacity is the smallest number of slots that any rank has pinned. If it stays 0, at least one rank has pinned none: "
         "look in every rank's log for errors of pinning or allocation. Usual reasons are a container's memory limit below "
         "`host_bytes`, a low `ulimit -l`, or a machine that swaps. Lower `host_bytes` or raise the limit, and restart. "
-        "`kvoffload doctor` checks these limits. A server without any request reports nothing: then send it one.",
+        "`kvoffload doctor` checks these limits. Ranks report with the engine's steps, so an idle engine is left out.",
         "overview",
         "10m",
     ),
@@ -180,7 +182,7 @@ ALERTS = (
         "MemoryIncomplete",
         "warning",
         'sum without (state) (kvoffload_host_bytes{state="reserved"})\n'
-        '  < 0.99 * sum without (state) (kvoffload_host_bytes{state="wanted"})\n',
+        f'  < 0.99 * sum without (state) (kvoffload_host_bytes{{state="wanted"}})\n  {_STEPS}\n',
         "Less host memory is ready than was set",
         "only {{ $value | humanize1024 }}B of host memory are ready.",
         "Pinning has stopped early or is very slow. The log line `host_memory_refused` says why it stopped: usually the machine "

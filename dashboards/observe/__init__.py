@@ -1,1 +1,1 @@
-"""Runs every query of every panel and rule against a real Prometheus that scrapes real engines."""
+"""Evaluates every query of every panel and rule in a real Prometheus that scrapes real engines."""

@@ -1,6 +1,6 @@
-"""`make observe`: a demo under a real Prometheus, and every query of every panel and rule asked of it.
+"""`make observe`: a demo under a real Prometheus, which evaluates every query of every panel and rule.
 
-More engines are named as HOST:PORT; they are scraped beside the demo, or alone with `--no-demo`.
+HOST:PORT adds engines to the demo; with `--no-demo` they are the only ones.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from dashboards.observe.prometheus import ObserveError, run_prometheus
 def main() -> int:
     """Run the check and return the exit code."""
     parser = argparse.ArgumentParser(
-        description="ask every query of every panel and rule of a real Prometheus"
+        description="evaluate every query of every panel and rule in a real Prometheus"
     )
     parser.add_argument("targets", nargs="*", metavar="HOST:PORT", help="engines that serve /metrics already")
     parser.add_argument(
-        "--no-demo", action="store_true", help="run no demo; the engines named must have work"
+        "--no-demo", action="store_true", help="run no demo; the given engines must be at work"
     )
     args = parser.parse_args()
     if args.no_demo and not args.targets:
@@ -36,10 +36,10 @@ def main() -> int:
 
 
 def observe(targets: list[str], *, with_demo: bool = True) -> list[Finding]:
-    """Scrape the targets and a demo's work, and return what every query gave.
+    """Scrape the targets and a demo, and return a finding for every query.
 
     Raises:
-        ObserveError: one of the programs does not do what it must.
+        ObserveError: one of the programs fails.
     """
     with ExitStack() as stack:
         demo = stack.enter_context(run_demo()) if with_demo else None
@@ -55,14 +55,14 @@ def observe(targets: list[str], *, with_demo: bool = True) -> list[Finding]:
 
 
 def report(findings: list[Finding]) -> int:
-    """Print what every query gave and return 1 if one of them is not as it should be."""
+    """Print every finding and return 1 if one has a problem."""
     for one in findings:
         state = "FAILED" if one.problem else "active" if one.is_active else "zero" if one.series else "empty"
         print(f"{state:7} {one.series:4} series  {one.where}")
         if one.problem:
             print(f"        {one.problem}\n        {one.expr}")
     failed = sum(1 for one in findings if one.problem)
-    print(f"{len(findings)} queries, {failed} not as they should be")
+    print(f"{len(findings)} queries, {failed} with a problem")
     return 1 if failed else 0
 
 

@@ -1,4 +1,4 @@
-"""What must hold of every query once an engine has worked under Prometheus' eyes."""
+"""What must hold of every query after Prometheus has scraped a working engine."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _POLL_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one query gave.
+    """The result of one query.
 
     Args:
         where: the panel's dashboard and title, or the rule.
-        expr: the query as Prometheus got it.
-        series: how many series it gave.
-        is_active: whether any value was something other than 0.
-        problem: what is wrong; empty where nothing is.
+        expr: the query as Prometheus received it.
+        series: the number of series.
+        is_active: whether any value was not 0.
+        problem: what is wrong; empty if nothing is.
     """
 
     where: str
@@ -37,10 +37,10 @@ class Finding:
 
 
 def wait_for(what: str, is_so: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Poll until something is so.
+    """Poll until a condition holds.
 
     Raises:
-        ObserveError: it did not become so in time.
+        ObserveError: it did not hold in time.
     """
     deadline = time.monotonic() + seconds
     while not is_so():
@@ -50,10 +50,10 @@ def wait_for(what: str, is_so: Callable[[], bool], seconds: float = 60.0) -> Non
 
 
 def wait_for_scrapes(prometheus: Prometheus, targets: Sequence[str], least: int = 5) -> None:
-    """Wait until every target has been scraped, since now, so many times; the default is often enough for a rate.
+    """Wait until every target has been scraped `least` more times; the default is enough for a rate.
 
     Raises:
-        ObserveError: a target is not.
+        ObserveError: a target was not.
     """
     begun = time.time()
 
@@ -67,7 +67,7 @@ def wait_for_scrapes(prometheus: Prometheus, targets: Sequence[str], least: int 
 
 
 def check_panels(prometheus: Prometheus, start: float, end: float) -> Iterator[Finding]:
-    """Run every query of every panel over a time range, as Grafana would."""
+    """Evaluate every query of every panel over a time range, as Grafana would."""
     has_vllm = bool(prometheus.query(_ENGINE_PROBE))
     for board in BOARDS:
         for panel in board.panels:
@@ -76,7 +76,7 @@ def check_panels(prometheus: Prometheus, start: float, end: float) -> Iterator[F
 
 
 def check_rules(prometheus: Prometheus) -> Iterator[Finding]:
-    """Look at every rule's health, and at what each recording rule has recorded."""
+    """Check every rule's health, and what each recording rule has recorded."""
     for rule in prometheus.rules():
         problem = "" if rule["health"] == "ok" else f"{rule['health']}: {rule.get('lastError', '')}"
         found = prometheus.query(rule["name"] if rule["type"] == "recording" else rule["query"])

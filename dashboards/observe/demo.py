@@ -13,8 +13,8 @@ from typing import IO, Any
 
 from dashboards.observe.prometheus import END_S, ObserveError, end
 
-# The conversations outgrow the host's memory after some turns: prompts that come back are found at first, and evicted
-# later, whoever is served when.
+# The conversations outgrow host memory after some turns: prompts are found again at first, and evicted later, in whatever
+# order they are served.
 _WORKLOAD = ["--model", "tiny", "--conversations", "12", "--turns", "8", "--first-tokens", "384"]
 _WORKLOAD += ["--turn-tokens", "96", "--answer-tokens", "24", "--host-bytes", "18MiB"]
 _SERVE_S = 600
@@ -23,7 +23,7 @@ _URL = "metrics are at "
 
 @dataclass(frozen=True, slots=True)
 class Demo:
-    """A demo that runs.
+    """A running demo.
 
     Args:
         address: HOST:PORT of its metrics.
@@ -36,7 +36,7 @@ class Demo:
     errors: IO[str]
 
     def result(self) -> dict[str, Any]:
-        """Wait for the end of the conversations and return what the demo says of them. It goes on serving.
+        """Wait for the end of the conversations and return their result. The demo goes on serving.
 
         Raises:
             ObserveError: it failed.
@@ -88,7 +88,7 @@ def _address(process: subprocess.Popen[str], errors: IO[str]) -> str:
 
 
 def _first_object(lines: IO[str]) -> str:
-    """Read up to the end of the first JSON object; the command may go on, so there is no end of the file to wait for."""
+    """Read up to the end of the first JSON object. The command goes on, so the file has no end yet."""
     text = ""
     for line in lines:
         text += line

@@ -1,4 +1,4 @@
-"""Fills in what Grafana would."""
+"""Replaces Grafana's variables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def substitute(expr: str, rate_interval: str, time_range: str) -> str:
     """Return PromQL without Grafana's variables.
 
     Raises:
-        ValueError: there is a variable that nothing fills in.
+        ValueError: a variable is not known.
     """
     values = {"$__rate_interval": rate_interval, "$__range": time_range}
     values |= {f'"${name}"': '".*"' for name in VARIABLES}

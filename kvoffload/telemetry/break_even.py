@@ -1,7 +1,7 @@
-"""From which length on loading beats computing.
+"""The length of a hit from which loading is faster than computing.
 
-A load of n tokens keeps its request waiting for a fixed part and for the copy: `fixed + n * copy`. Computing them takes
-`n * prefill`. The two are equal at `fixed / (prefill - copy)` tokens.
+A load of n tokens delays its request by `fixed + n * copy`; computing them takes `n * prefill`. The two are equal at
+`fixed / (prefill - copy)` tokens.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections import deque
 
 NEVER_TOKENS = 1_000_000
-"""Stands for a length that no prompt has: copying is slower than computing, whatever the length."""
+"""Longer than any prompt: copying is slower than computing at every length."""
 
 _LOADS = (
     31  # of the last loads, the median fixed part: a burst, in which loads wait for each other, is outvoted
@@ -20,23 +20,23 @@ _STALE_S = 60.0
 
 
 class BreakEven:
-    """Follows loads. One thread tells; `tokens` may be read by any."""
+    """Follows loads, on one thread; any thread may read `tokens`."""
 
     def __init__(self) -> None:
         self._fixed_s: deque[float] = deque(maxlen=_LOADS)
         self._copy_s = self._copied_tokens = 0.0
         self._set_at_s = -math.inf
         self.tokens = 0
-        """0 while unknown, at most `NEVER_TOKENS`. Written whole."""
+        """0 while not known, at most `NEVER_TOKENS`. Written whole."""
 
     def loaded(self, now: float, tokens: int, waited_s: float, copy_s: float) -> None:
-        """A load arrived.
+        """Add a load that arrived.
 
         Args:
             now: monotonic seconds.
             tokens: that it brought.
-            waited_s: from when it became binding until the engine was told.
-            copy_s: in which a rank copied.
+            waited_s: from its allocation until it was reported to the engine.
+            copy_s: copy time of a rank.
         """
         if now - self._set_at_s > _STALE_S:
             self._fixed_s.clear()
@@ -47,7 +47,7 @@ class BreakEven:
         self._fixed_s.append(max(waited_s - copy_s, 0.0))
 
     def weigh(self, seconds_per_token: float) -> None:
-        """Compute `tokens` anew against what prefilling takes; 0 where that is unknown."""
+        """Update `tokens` for a prefill time per token; 0 if that is not known."""
         if not self._fixed_s or not seconds_per_token:
             return
         gain = seconds_per_token - self._copy_s / self._copied_tokens
@@ -56,9 +56,9 @@ class BreakEven:
         self.tokens = min(math.ceil(reached), NEVER_TOKENS)
 
     def least(self, now: float) -> int:
-        """Return the least length that is worth a load now, 0 where nothing says so.
+        """Return the shortest length that is worth a load now, 0 if it is not known.
 
-        What was measured more than a minute ago says nothing: else a bad minute, after which nothing is loaded any
-        more, would never be corrected.
+        Measurements older than a minute do not count: after a bad minute nothing would be loaded, and so nothing measured,
+        ever again.
         """
         return self.tokens if now - self._set_at_s <= _STALE_S else 0

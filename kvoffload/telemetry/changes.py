@@ -1,7 +1,7 @@
-"""What is new since the last time: for monitoring that is told of changes instead of scraping.
+"""Changes since the last call, for monitoring that receives changes instead of scraping.
 
-Asked on the engine's thread after every step, so that asking in vain costs two comparisons, and asking when something
-was counted costs one comparison a metric.
+It is called on the engine's thread after every step. Without a change it costs two comparisons, with one a comparison per
+metric.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from kvoffload.telemetry.counters import Counters
 from kvoffload.telemetry.gauges import ASKED_COUNTERS, GaugeSource
 from kvoffload.telemetry.snapshot import Labels
 
-_PATIENCE_S = 1.0  # how long hooks' times, which every step has, wait for something else to go with
+_PATIENCE_S = 1.0  # hooks' times wait this long for another change
 
 Series = dict[str, dict[Labels, float]]
 
 
 class Counted(GaugeSource, Protocol):
-    """Who counts: the scheduler's side."""
+    """Has counters and gauges: the scheduler's side."""
 
     @property
     def counters(self) -> Counters: ...
@@ -30,12 +30,12 @@ class Counted(GaugeSource, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What has changed, by metric name and label values.
+    """Changes by metric name and label values.
 
     Args:
-        counts: what was added to counters.
-        gauges: gauges as they are now.
-        samples: of histograms, each sample.
+        counts: increases of counters.
+        gauges: new values of gauges.
+        samples: each new sample of histograms.
     """
 
     counts: Series = field(default_factory=dict)
@@ -48,10 +48,10 @@ class Change:
 
 
 class Changes:
-    """Remembers what was told. One at a time for one `Counters`, used on the counting thread.
+    """Finds the changes since its last call. One for each `Counters`, used on the counting thread.
 
     Args:
-        source: who counts.
+        source: the scheduler's side.
         now: monotonic seconds.
     """
 
@@ -64,9 +64,9 @@ class Changes:
         source.counters.keep_samples()
 
     def take(self) -> Change | None:
-        """Return what has changed since the last call, or None.
+        """Return the changes since the last call, or None.
 
-        Hooks' times go with the next other change, or after a second: they alone are no news in every step.
+        Hooks' times are returned with the next other change, or after a second: every step has them.
         """
         counters, now = self._source.counters, self._now()
         if counters.changes == self._changes and now < self._due_s:
@@ -92,7 +92,7 @@ class Changes:
 def _differences(
     name: str, series: Mapping[Labels, float], sent: Mapping[Labels, float] | None
 ) -> dict[Labels, float]:
-    """Return what was added to a counter, or what a gauge has become; at first, all of a gauge."""
+    """Return a counter's increases, or a gauge's changed values; the first time, all values of a gauge."""
     before = sent or {}
     if BY_NAME[name].kind is Kind.COUNTER:
         return {

@@ -1,8 +1,8 @@
-"""Plain numbers, bumped inline by what the core decided, and copied when somebody asks.
+"""Plain numbers, increased inline by the core's events, and copied on request.
 
-One thread counts, the engine's; any thread may take a snapshot, and takes no lock: an edition number is odd while an
-event is being counted, and a copy during which it was odd or changed is thrown away and made again. So a snapshot
-never shows half an event, and the engine never waits for a scrape.
+The engine's thread counts; any thread may take a snapshot, without a lock: an edition number is odd while an event is being
+counted, and a copy during which it was odd or changed is made again. So a snapshot never shows half an event, and the engine
+never waits for a scrape.
 """
 
 from __future__ import annotations

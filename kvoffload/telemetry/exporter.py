@@ -1,4 +1,4 @@
-"""Prometheus: families built from plain numbers when somebody scrapes, so that counting costs no library call."""
+"""Prometheus families, built from plain numbers at a scrape, so that counting costs no library call."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class KVOffloadCollector(Collector):
     """The catalogue's families for one engine.
 
     Args:
-        counters: what was counted.
-        gauges: who knows the state; without one, gauges are 0.
+        counters: of that engine.
+        gauges: the state; without it, gauges are 0.
     """
 
     def __init__(self, counters: Counters, gauges: GaugeSource | None = None) -> None:
@@ -30,11 +30,11 @@ class KVOffloadCollector(Collector):
         self._gauges = gauges
 
     def describe(self) -> Iterator[Metric]:
-        """Name the families, so that a registry refuses a second collector of the same names."""
+        """Yield the families' names, so that a registry refuses a second collector of the same names."""
         return map(_family, CATALOGUE)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every family, each with all its series."""
+        """Yield every family with all its series."""
         counted = self._counters.snapshot()
         state = self._gauges.gauges() if self._gauges else GaugeSnapshot()
         asked = state.numbers()

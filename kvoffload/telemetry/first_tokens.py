@@ -1,8 +1,13 @@
-"""Times to first token, by what was found of the prompt.
+"""Times to first token, by what the lookup found.
 
+<<<<<<< HEAD
 Engines do not report when a token comes out. So requests that were admitted and have none yet are looked at in each step: the time
 is the one of the first step that the engine schedules with the token there, or of the request's end. A request without
 blocks is not looked at, nor one that has its first token; a step without any such costs one comparison.
+=======
+No engine reports a token when it is sampled. So each step checks the admitted requests that have none yet: the time is that
+of the first step after the token, or of the request's end. A step without such requests costs one comparison.
+>>>>>>> numbers
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ HasToken = Callable[[], bool]
 
 
 class FirstTokens:
-    """Follows requests from when they are seen to their first token. On the engine's thread.
+    """Follows requests from their arrival to their first token. On the engine's thread.
 
     Args:
         now: monotonic seconds.
@@ -31,16 +36,16 @@ class FirstTokens:
         self.waiting: dict[RequestId, tuple[float, HasToken]] = {}
         """Requests without a token: since when, and what says whether the first is there, until the request has ended."""
         self.admitted: dict[RequestId, Found] = {}
-        """Requests that compute or load and have no token yet, and what their last lookup found."""
+        """Admitted requests without a token, and what their last lookup found."""
 
     def subscribe(self, bus: Bus) -> None:
-        """Hear of admissions and ends from now on, and tell of first tokens."""
+        """Follow admissions and ends from now on, and publish first tokens."""
         self._publish = bus.publish
         bus.count(LookupAnswered, self._settled)
         bus.count(facts.RequestEnded, self._ended)
 
     def look(self) -> list[FirstTokenReached]:
-        """A step is scheduled: return whose first token is there."""
+        """Return the events of requests whose first token exists; called when a step is scheduled."""
         return [self._arrived(request) for request in tuple(self.admitted) if self.waiting[request][1]()]
 
     def _settled(self, event: LookupAnswered) -> None:

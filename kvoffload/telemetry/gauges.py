@@ -1,4 +1,4 @@
-"""Numbers that only their owner knows: read when somebody asks."""
+"""Numbers that are read at a scrape, because only their owners have them."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ BENEFIT = (
     "kvoffload_break_even_tokens",
     "kvoffload_net_benefit_negative",
 )
-"""What `NetBenefit` keeps."""
+"""The metrics of `NetBenefit`."""
 
 ASKED_COUNTERS = frozenset(
     name for name in ("kvoffload_bus_dropped_total", *BENEFIT) if name.endswith("_total")
 )
-"""Counters that their owners keep: asked for like gauges, and not counted from events."""
+"""Counters that their owners keep. They are read like gauges, not counted from events."""
 
 
 @dataclass(frozen=True, slots=True)
 class GaugeSnapshot:
-    """The state at one moment. What a mapping does not hold is 0.
+    """The state at one moment. A missing entry of a mapping is 0.
 
     Args:
-        slots: host slots by state, as labels name it.
-        capacity_slots: slots that every rank has ready.
-        open_jobs: jobs that have not ended on every rank, by direction and state, as labels name both.
+        slots: host slots by the state's label.
+        capacity_slots: slots that are ready on every rank.
+        open_jobs: jobs that have not ended on every rank, by the labels of direction and state.
         oldest_pin_s: unix time of the oldest pin, 0 without one.
-        oldest_job_s: unix time of the submission of the oldest job that was not abandoned, 0 without one.
-        abandoned_blocks: device blocks under copies that were abandoned.
-        copies_stalled: no new copy is begun.
-        reset_draining_jobs: jobs of before the last reset that have not ended.
-        store_share: bytes of stores that the ranks let be in flight, over the most that they ever do; the least of them.
+        oldest_job_s: unix time at which the oldest open job was submitted, 0 without one.
+        abandoned_blocks: device blocks that abandoned copies hold.
+        copies_stalled: no new copy starts.
+        reset_draining_jobs: jobs from before the last reset that have not ended.
+        store_share: the limit on store bytes in flight as a share of its maximum, on the slowest rank.
         degraded: why offloading is off, None while it is on.
-        dropped: events dropped so far, by the name of the feed.
+        dropped: events dropped so far, by feed.
         benefit: the series of `NetBenefit`.
         host_bytes: bytes of host memory.
-        info: the label values of `kvoffload_info`, None where nothing is known.
+        info: the label values of `kvoffload_info`; None if not known.
     """
 
     slots: Mapping[str, int] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class GaugeSnapshot:
     info: Labels | None = None
 
     def numbers(self) -> dict[str, dict[Labels, float]]:
-        """Return the series of every metric that is asked for and not counted, by name; one that is missing is 0."""
+        """Return the series of every metric that is not counted from events, by name. A missing one is 0."""
         host = Tier.HOST.value
         dropped: dict[Labels, float] = {}
         for name, events in self.dropped.items():
@@ -88,7 +88,7 @@ class GaugeSnapshot:
         }
 
     def problems(self) -> list[str]:
-        """Return every law that these numbers break, as text."""
+        """Return every conservation law that these numbers break, as text."""
         total = sum(self.slots.values())
         if total == self.capacity_slots:
             return []
@@ -96,7 +96,7 @@ class GaugeSnapshot:
 
 
 class GaugeSource(Protocol):
-    """Who knows them. Called from the thread that scrapes, so it must read only what is safe to read there."""
+    """Has the state. It is called on the scraping thread, so it must only read what is safe to read there."""
 
     def gauges(self) -> GaugeSnapshot:
         """Return the state now."""

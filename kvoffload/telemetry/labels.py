@@ -1,4 +1,4 @@
-"""Label values that no decision needs, only the metrics. The others are in `kvoffload.model` and `kvoffload.core.machine`."""
+"""Label values that only metrics use. The others are in `kvoffload.model` and `kvoffload.core.machine`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from enum import Enum, StrEnum
 
 
 class LookupResult(Enum):
-    """What a looked-up block position gave."""
+    """Results of a looked-up block position."""
 
     HIT = "hit"
     MISS = "miss"
 
 
 class HostBytes(Enum):
-    """What bytes of host memory are."""
+    """States of host memory."""
 
     WANTED = "wanted"  # what there will be once all of it is ready
     RESERVED = "reserved"  # ready: pinned, and taken from the machine
@@ -21,14 +21,14 @@ class HostBytes(Enum):
 
 
 class LoadWait(Enum):
-    """What a request waited for before it could compute."""
+    """The loads that a request waited for before it could compute."""
 
     OWN_LOAD = "own_load"
     OTHERS_LOAD = "others_load"  # of the same prefix, so that it need not be loaded twice
 
 
 class Hook(StrEnum):
-    """The places where an engine calls offloading, named alike for every engine. A member or its value may be given."""
+    """The places where an engine calls offloading, the same for every engine. A member or its value may be given."""
 
     SEEN = "seen"
     LOOKUP = "lookup"
@@ -56,7 +56,7 @@ class Subscriber(StrEnum):
 
 
 def subscriber_label(name: str) -> str:
-    """Return the label of an observer's name: an unknown one is "other", so that names cannot multiply series."""
+    """Return the label of an observer's name. An unknown one is "other", so that names cannot add series."""
     return name if name in _SUBSCRIBERS else Subscriber.OTHER.value
 
 
@@ -64,5 +64,5 @@ _SUBSCRIBERS = frozenset(member.value for member in Subscriber)
 
 
 def label_of(member: Enum) -> str:
-    """Return an enum's member as a label shows it: its value, or its name where the value is a number."""
+    """Return an enum member's label: its value, or its name where the value is a number."""
     return member.name.lower() if isinstance(member.value, int) else str(member.value)

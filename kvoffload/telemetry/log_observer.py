@@ -1,4 +1,4 @@
-"""Which events an operator reads of, and how loudly. Nothing that happens in every step is among them."""
+"""Logs events for operators. Nothing that happens in every step is logged."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ LOGGED: Mapping[type[Event], tuple[str, str]] = {
     ResetEnded: ("info", "reset_ended"),
     NetBenefitTurned: ("warning", "net_benefit_negative"),
 }
-"""The classes that can deserve a line, how loud it is, and its name."""
+"""The classes that may be logged, with level and name of the line."""
 
 _FAILURES = frozenset([LoadOutcome.FAILED, LoadOutcome.CORRUPT, StoreOutcome.FAILED])
 
 
 def deserves_line(event: Event) -> bool:
-    """Return whether anybody would want to read of this event. Costs little: it is asked inline."""
+    """Return whether this event is logged. It is called inline, so it must be cheap."""
     if isinstance(event, LoadEnded | StoreEnded):
         return event.outcome in _FAILURES
     return type(event) in LOGGED
@@ -72,10 +72,9 @@ class LogObserver:
         self._warnings = AtMostEvery(_QUIET_S, now)
 
     def subscribe(self, bus: Bus, capacity: int = 256) -> Feed[Event]:
-        """Return a feed of the events that deserve a line.
+        """Return a feed of the events to log.
 
-        They are picked inline, because waking another thread for an event that says nothing costs the engine far
-        more than looking at it.
+        They are chosen inline: waking another thread costs the engine far more than the check.
         """
         feed: Feed[Event] = bus.observe("log", (), capacity)
 
@@ -88,7 +87,7 @@ class LogObserver:
         return feed
 
     async def __call__(self, event: Event) -> None:
-        """Write what the event deserves, which for most is nothing."""
+        """Log the event, if it is one to log."""
         if not deserves_line(event):
             return
         (level, name), keys = LOGGED[type(event)], _keys(event) | _NOTES.get(type(event), {})
@@ -123,7 +122,7 @@ def log_removed(logger: structlog.stdlib.BoundLogger | None = None) -> Callable[
 def log_spans_failed(
     now: Callable[[], float], logger: structlog.stdlib.BoundLogger | None = None
 ) -> Callable[[], None]:
-    """Return the callback that logs that a collector did not take spans, not too often."""
+    """Return the callback that logs, with a limited rate, that a collector did not take spans."""
     log, warnings = logger or get_logger("spans"), AtMostEvery(_QUIET_S, now)
 
     def tell() -> None:

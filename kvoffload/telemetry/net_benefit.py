@@ -1,11 +1,11 @@
-"""Is it worth it: seconds of prefilling saved, less seconds that requests waited and that copies cost the steps.
+"""Net benefit: prefill seconds saved, less the seconds that requests waited and that copies added to steps.
 
-    saved           tokens loaded, at what the engine itself takes to prefill one (`PrefillRate`)
-    waited          per request, for its own load, or for another's of the same prefix
-    interference    of each step with copies under way, the share by which such steps are longer (`StepTimes`)
+    saved           loaded tokens, at the engine's measured prefill time of a token (`PrefillRate`)
+    waited          per request, for its own load or another request's load of the same prefix
+    interference    the share by which steps with copies are longer than steps without (`StepTimes`)
 
-All follow from facts and events, so an adapter has nothing to do for it but to say how many tokens a step computes.
-Estimates, then; the architecture's page tells their limits.
+All follow from facts and events; an adapter only reports how many tokens a step computes. They are estimates, and this
+package's README names their limits.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _MATTERS = 0.01  # of a period: a smaller loss is not worth a warning
 
 
 class OpenCopies(Protocol):
-    """What is asked in every step."""
+    """The open copies, which every step asks for."""
 
     @property
     def oldest(self) -> object | None:
-        """Since when the oldest job is under way, None without one."""
+        """When the oldest job began, None without one."""
 
     def count(self, direction: Direction, *, is_overdue: bool) -> int:
-        """Return how many jobs of a direction are under way, or overdue."""
+        """Return how many jobs of a direction are open, or overdue."""
 
 
 class _Load(NamedTuple):
@@ -48,12 +48,12 @@ class _Load(NamedTuple):
 
 
 class NetBenefit:
-    """Adds the seconds up. Register it once; one thread tells, any may read `series`.
+    """Adds the seconds up, on one thread; any thread may read `series`.
 
     Args:
         block_tokens: of the shortest hit.
         ranks: that copy a part of each job.
-        copies: tell which copies a worker may be making.
+        copies: the open ones.
         now: monotonic seconds.
     """
 
@@ -81,7 +81,7 @@ class NetBenefit:
         self._publish: Callable[[events.NetBenefitTurned], None] = lambda event: None
 
     def subscribe(self, bus: Bus) -> None:
-        """Follow the engine from now on; say on the bus when the sign turns."""
+        """Follow the engine from now on; publish when the sign changes."""
         self._publish = bus.publish
         bus.count(facts.StepScheduled, self._step)
         bus.count(facts.RequestEnded, self._ended)
@@ -90,7 +90,7 @@ class NetBenefit:
         bus.count(events.LoadEnded, self._load_ended)
 
     def least_load_tokens(self) -> int:
-        """Return the shortest hit that is worth a load, as far as was measured lately; 0 where nothing was."""
+        """Return the shortest hit that is worth a load by recent measurements; 0 without any."""
         return self._break_even.least(self._now())
 
     @property
@@ -99,7 +99,7 @@ class NetBenefit:
         return self._saved_s - sum(self._waited_s.values()) - sum(self._interference_s.values())
 
     def series(self) -> dict[str, dict[Labels, float]]:
-        """Return the series of the metrics that are kept here, by name."""
+        """Return the series of this class's metrics, by name."""
         rate = self._rate.seconds_per_token
         return {
             "kvoffload_prefill_seconds_saved_total": {(): self._saved_s},
@@ -115,7 +115,7 @@ class NetBenefit:
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def idle(self) -> None:
-        """The last request has ended: what comes next is no step of theirs."""
+        """The last request has ended: the time until the next step does not count."""
         if self._ran:
             now = self._now()
             self._rate.idle(now)
@@ -126,7 +126,7 @@ class NetBenefit:
         now = self._now()
         prefill, decode = fact.prefill_tokens, fact.decode_tokens
         copies = self._copying() if self._open.oldest is not None else 0
-        # Inline, as every step comes by here: a step that only decodes as the one before did costs two calls.
+        # Inline, because every step runs this: a step that only decodes, like the one before, costs two calls.
         is_calm = decode > 0 and not prefill
         if self._is_steady or (self._ran and self._copies):
             self._stepped(now)
@@ -141,7 +141,7 @@ class NetBenefit:
             self._judge(now)
 
     def _stepped(self, now: float) -> None:
-        """Something followed the last step."""
+        """Account for the last step, which has ended."""
         seconds, copies = now - self._last_s, self._copies
         if self._is_steady:
             self._times.observe(seconds, self._decoded, copies)
@@ -159,7 +159,7 @@ class NetBenefit:
     # -- loads ------------------------------------------------------------------------------------------------------
 
     def waited_for_others(self, seconds: float) -> None:
-        """A request waited so long for another request's load of the same prefix."""
+        """Add the time that a request waited for another request's load of the same prefix."""
         self._waited_s[LoadWait.OTHERS_LOAD] += seconds
 
     def _load_scheduled(self, event: events.LoadScheduled) -> None:
@@ -186,7 +186,7 @@ class NetBenefit:
         return waited_s
 
     def _price(self) -> None:
-        """What was loaded before anything was measured is priced as soon as something is."""
+        """Price loaded tokens, also those from before the first measurement."""
         rate = self._rate.seconds_per_token
         self._saved_s += self._unpriced_tokens * rate
         if rate:
@@ -194,14 +194,14 @@ class NetBenefit:
         self._break_even.weigh(rate)
 
     def _copying(self) -> int:
-        """Return which copies a worker may be making, as one of `Copies`."""
+        """Return the directions of the open copies, as one of `Copies`."""
         stores = Copies.STORES if self._open.count(Direction.STORE, is_overdue=False) else 0
         return stores | (Copies.LOADS if self._open.count(Direction.LOAD, is_overdue=False) else 0)
 
     # -- the sign ---------------------------------------------------------------------------------------------------
 
     def _judge(self, now: float) -> None:
-        """A period is over: say so if the sign has turned. One without gain or loss changes nothing."""
+        """End a period, and publish if the sign has changed. A period without gain or loss changes nothing."""
         self._price()
         net = self.net_s
         gained, self._period_net_s = net - self._period_net_s, net

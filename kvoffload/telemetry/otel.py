@@ -63,7 +63,7 @@ class SpanCanvas:
 
     def __init__(self, tracer: Tracer) -> None:
         self.trace_parent: str | None = None
-        """Of the request that begins next: W3C `traceparent`, as the engine was given it; anything else is ignored."""
+        """W3C `traceparent` of the request that begins next, as the engine received it; anything else is ignored."""
         self._tracer = tracer
         self._extract = TraceContextTextMapPropagator().extract
         self._open: dict[Track, Span] = {}
@@ -73,7 +73,7 @@ class SpanCanvas:
         self._outer = Context()
 
     def begin(self, track: Track, request: str, at: float) -> None:
-        """A request begins."""
+        """Begin a request's span."""
         carrier = {"traceparent": self.trace_parent} if self.trace_parent is not None else {}
         span = self._tracer.start_span(
             f"{_SCOPE}.request",
@@ -85,19 +85,19 @@ class SpanCanvas:
         _remember(self._contexts, request, set_span_in_context(span, Context()))
 
     def end(self, track: Track, at: float, how: str) -> None:
-        """A request has ended."""
+        """End a request's span."""
         span = self._open.pop(track)
         span.set_attribute(f"{_SCOPE}.end", how)
         span.end(_nanoseconds(at))
 
     def scheduled(self, job: int) -> None:
-        """What is told of as evicted next made room for this store, or for another of the same step."""
+        """The evictions that follow made room for this store, or for another of the same step."""
         self._last_store = job
 
     def span(
         self, track: Track, what: What, title: str, start: float, end: float, /, **args: object
     ) -> Iterator[TraceEvent]:
-        """Something that took from `start` to `end`."""
+        """Draw a span."""
         if what is What.STEP:
             return iter(())
         context = self._outer if what in _INSIDE else self._context(track, args)
@@ -117,7 +117,7 @@ class SpanCanvas:
         return iter(())
 
     def instant(self, track: Track, name: str, at: float, /, **args: object) -> Iterator[TraceEvent]:
-        """Something that took no time."""
+        """Draw a span's event."""
         attributes, when = _attributes(args), _nanoseconds(at)
         if (span := self._open.get(track)) is not None:
             span.add_event(name, attributes, when)
@@ -132,18 +132,18 @@ class SpanCanvas:
         return iter(())
 
     def flow(self, name: str, *places: tuple[Track, float]) -> Iterator[TraceEvent]:
-        """Spans have no arrows: which store a load used is in the journal's timeline."""
+        """Draw nothing: spans have no arrows. The journal's timeline shows which stores a load used."""
         return iter(())
 
     def _context(self, track: Track, args: Mapping[str, object]) -> Context:
-        """Of the request that a span belongs to; a store belongs to none."""
+        """Return the parent of a span: its request; a store has none."""
         if (request := self._open.get(track)) is not None:
             return set_span_in_context(request, Context())
         return self._contexts.get(str(args.get("request")), Context())
 
 
 class Ended(SpanProcessor):
-    """Keeps what has ended until it is taken."""
+    """Keeps ended spans until they are taken."""
 
     def __init__(self) -> None:
         self._spans: list[ReadableSpan] = []
@@ -154,7 +154,7 @@ class Ended(SpanProcessor):
             self._spans.append(span)
 
     def take(self) -> list[ReadableSpan]:
-        """Return what has ended since the last call."""
+        """Return the spans that ended since the last call."""
         taken, self._spans = self._spans, []
         return taken
 
@@ -206,7 +206,7 @@ def make_canvas(provider: TracerProvider) -> SpanCanvas:
 
 
 def make_exporter(endpoint: str) -> SpanExporter:
-    """Return what sends spans to a collector, by the protocol of OTEL_EXPORTER_OTLP_TRACES_PROTOCOL.
+    """Return the exporter to a collector, by the protocol of OTEL_EXPORTER_OTLP_TRACES_PROTOCOL.
 
     Headers, time-outs, compression and certificates come from the environment too.
 

@@ -1,7 +1,7 @@
-"""What the journal keeps of a message: a compact form by its dataclass fields, and back again.
+"""The journal's form of a message: its dataclass fields in compact form, and back.
 
-Nothing that names content is kept. Bytes become their number, collections become counts, except lists of request
-ids and of slots. What is left is ids, counts, enums, numbers, and free text with any bytes literal struck out.
+Nothing that names content is kept. Bytes become their number and collections their count, except lists of request ids and of
+slots. The rest is ids, counts, enums, numbers, and free text without bytes literals.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Convert = Callable[[Any], Any]
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What is kept of a message that holds more than may be written: a fact, by its class's name."""
+    """A fact's compact form, with its class's name."""
 
     name: str
     fields: Mapping[str, object]
@@ -55,7 +55,7 @@ def compact(messages: Iterable[object]) -> list[object]:
 
 
 def to_plain(message: object) -> dict[str, object]:
-    """Return name and fields as JSON knows them."""
+    """Return name and fields as JSON values."""
     if isinstance(message, Summary):
         summary = message
     else:
@@ -64,7 +64,7 @@ def to_plain(message: object) -> dict[str, object]:
 
 
 def from_plain(name: str, values: Mapping[str, object]) -> Event | Summary:
-    """Return what was written: an event as it was, anything else as a summary.
+    """Return an event as it was written, anything else as a summary.
 
     Raises:
         ValueError: the fields do not fit the event.
@@ -85,13 +85,13 @@ def from_plain(name: str, values: Mapping[str, object]) -> Event | Summary:
 
 
 def _is_gone(name: str, values: Mapping[str, object]) -> bool:
-    """Whether an event of an earlier version is about what is gone altogether."""
+    """Whether an event of an earlier version is about a removed feature."""
     field, value = _GONE_EVENTS.get(name, ("", None))
     return value is not None and values.get(field) == value
 
 
 def _without_gone(name: str, values: Mapping[str, object]) -> dict[str, object]:
-    """Return an event's fields without what is gone; a cause that is gone is no cause."""
+    """Return an event's fields without removed ones; a removed cause becomes no cause."""
     field, value = _GONE_FIELDS[name]
     rest = dict(values)
     if value is None:
@@ -102,7 +102,7 @@ def _without_gone(name: str, values: Mapping[str, object]) -> dict[str, object]:
 
 
 class _Form:
-    """How messages of one class are written. Made once a class."""
+    """How messages of one class are written. Made once for each class."""
 
     def __init__(self, cls: type) -> None:
         hints = typing.get_type_hints(cls)
@@ -159,7 +159,7 @@ def _form(cls: type) -> _Form:
 
 
 def _writer(hint: object) -> tuple[Convert, bool]:
-    """Return how a field of this type is written, and whether it must not be held as it is."""
+    """Return how a field of this type is written, and whether it is too large or private to keep."""
     if optional := optional_of(hint):
         write, bulky = _writer(optional)
         return lambda value: None if value is None else write(value), bulky
@@ -209,7 +209,7 @@ def _decoder(name: str, hint: object) -> Convert:
 
 
 def _check_summary(name: str, values: Mapping[str, object]) -> None:
-    """Refuse a fact's summary whose fields are not what `_writer` makes; readers count on their types."""
+    """Refuse a fact's summary with fields that `_writer` does not make; readers rely on their types."""
     for field, is_written in _written(name).items():
         if field in values and not is_written(values[field]):
             raise ValueError(f"{field} of {name} is {values[field]!r}")
@@ -259,7 +259,7 @@ def optional_of(hint: object) -> object:
 
 
 def plain_type(hint: object) -> object:
-    """Return what a type of our own is made of."""
+    """Return the type below a `NewType`."""
     while isinstance(hint, NewType):
         hint = hint.__supertype__
     return hint

@@ -1,4 +1,4 @@
-"""Numbers at one moment: what counters hand to exporters, to the demo's table and across processes."""
+"""Numbers at one moment, for exporters, the demo's table and other processes."""
 
 from __future__ import annotations
 
@@ -36,17 +36,14 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A copy that nobody changes: by metric name and label values, in the catalogue's order of labels.
-
-    A series that is missing is 0.
-    """
+    """A fixed copy, by metric name and label values, in the catalogue's order of labels. A missing series is 0."""
 
     counts: Mapping[str, Mapping[Labels, int]] = field(default_factory=dict)
     distributions: Mapping[str, Mapping[Labels, Distribution]] = field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing in it, as in the difference of two equal ones."""
+        """Whether it has no series, as the difference of two equal ones."""
         return not self.counts and not self.distributions
 
     def count(self, name: str, *labels: str) -> int:
@@ -58,12 +55,12 @@ class Snapshot:
         return sum(self.counts.get(name, {}).values())
 
     def samples(self, name: str, *labels: str) -> int:
-        """Return how many samples one series of a histogram has."""
+        """Return the number of samples of one series of a histogram."""
         series = self.distributions.get(name, {}).get(labels)
         return series.samples if series else 0
 
     def minus(self, earlier: Snapshot) -> Snapshot:
-        """Return what has been added since `earlier`; series that did not change are left out."""
+        """Return what was added since `earlier`, without the series that did not change."""
         counts = {
             name: {
                 labels: number - earlier.count(name, *labels)
@@ -83,8 +80,8 @@ def conservation(snapshot: Snapshot, *, drained: bool = False) -> list[str]:
     """Return every conservation law that the numbers break, as text.
 
     Args:
-        snapshot: everything counted since the start.
-        drained: no job and no offer is open any more, so outcomes must have reached their totals.
+        snapshot: everything since the start.
+        drained: no job and no offer is open, so outcomes must equal their totals.
     """
     missed = snapshot.count("kvoffload_lookup_blocks_total", LookupResult.MISS.value)
     causes = snapshot.total("kvoffload_miss_blocks_total")
@@ -117,7 +114,7 @@ def _check_copies(snapshot: Snapshot, direction: str) -> list[str]:
     series = (Tier.HOST.value, direction)
     done = snapshot.count("kvoffload_transfers_total", *series, CopyOutcome.DONE.value)
     return [
-        f"{done} copies ({direction}) ended well, but {name} has {samples} samples"
+        f"{done} copies ({direction}) succeeded, but {name} has {samples} samples"
         for name in ("kvoffload_transfer_seconds", "kvoffload_transfer_queue_seconds")
         if (samples := snapshot.samples(name, *series)) != done
     ]

@@ -1,4 +1,4 @@
-"""The observer that sends an engine's timeline as OpenTelemetry spans to a collector, where `otlp_endpoint` asks for it.
+"""The observer that sends an engine's timeline as OpenTelemetry spans to the collector at `otlp_endpoint`.
 
 What is of interest is picked inline and handed to a feed; spans are made and sent on a thread of their own, so that a
 collector that does not answer holds up nobody: the feed fills, and what does not fit is dropped and counted. A gap ends
@@ -54,7 +54,7 @@ _SPANNED: tuple[type, ...] = (
 
 
 class Entry(NamedTuple):
-    """One message on its way; `trace_parent` is the engine's, of a request that was just seen."""
+    """A message in the feed; a new request's has the engine's `trace_parent`."""
 
     sequence: int
     time: float
@@ -80,7 +80,7 @@ class SpanObserver:
         from kvoffload.telemetry import otel
 
         self.trace_parent: str | None = None
-        """Of the request whose `RequestSeen` is published next; set on the engine's thread."""
+        """The trace parent of the next `RequestSeen`; set on the engine's thread."""
         self._exporter = exporter
         self._now = now
         self._offered = 0
@@ -107,11 +107,11 @@ class SpanObserver:
         bus.count(facts.StepScheduled, self._step)
 
     async def run(self, executor: Executor, on_removed: Callable[[str, Exception], object]) -> None:
-        """Make and send spans until the bus is closed; an exporter that raises is not asked again, and told of.
+        """Make and send spans until the bus is closed. An exporter that raises ends it.
 
         Args:
-            executor: whose thread may be held up by the exporter; nobody else's.
-            on_removed: told the name of this observer, and what was raised.
+            executor: its thread may be blocked by the exporter.
+            on_removed: called with this observer's name and the exception.
         """
         assert self._feed is not None, "subscribe() comes first"
         loop = asyncio.get_running_loop()
@@ -124,7 +124,7 @@ class SpanObserver:
             call_guarded(on_removed, NAME, exc)
         finally:
             self._feed.abandon()
-            with suppress(RuntimeError):  # its portal has closed it already
+            with suppress(RuntimeError):  # the portal has closed it
                 executor.submit(self._exporter.shutdown)
 
     # -- on the engine's thread -------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ class SpanObserver:
 
 
 def make_spans(config: OffloadConfig, shape: EngineShape, now: Callable[[], float]) -> SpanObserver | None:
-    """Return the observer that the settings ask for, None where they ask for none.
+    """Return the observer, None if the settings have no `otlp_endpoint`.
 
     Raises:
         ConfigError: the packages are not installed, or the environment asks for what is not known.
@@ -186,7 +186,7 @@ def make_spans(config: OffloadConfig, shape: EngineShape, now: Callable[[], floa
 
 
 def make_exporter(endpoint: str) -> SpanExporter:
-    """Return what sends spans to a collector.
+    """Return the exporter to a collector.
 
     Raises:
         ConfigError: the packages are not installed, or the environment asks for what is not known.
@@ -200,7 +200,7 @@ def make_exporter(endpoint: str) -> SpanExporter:
 
 
 def check_installed(config: OffloadConfig) -> None:
-    """Make sure that spans can be made, where they are asked for.
+    """Check that spans can be sent, if the settings have an `otlp_endpoint`.
 
     Raises:
         ConfigError: the packages are not installed.

@@ -1,4 +1,4 @@
-"""Saying things seldom enough to be read."""
+"""Limits how often something is logged."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable, Hashable
 
 
 class AtMostEvery:
-    """Says yes at most once every `seconds` for every key, and counts what it held back.
+    """Allows at most one line every `seconds` for each key, and counts those it held back.
 
     Args:
-        seconds: the least time between two yeses.
+        seconds: between two lines.
         now: the clock.
     """
 
@@ -20,7 +20,7 @@ class AtMostEvery:
         self._held_back: dict[Hashable, int] = {}
 
     def due(self, key: Hashable) -> int | None:
-        """Return how many were held back since the last yes, or None to hold this one back too."""
+        """Return how many were held back since the last line, or None to hold this one back too."""
         now = self._now()
         last = self._last.get(key)
         if last is not None and now - last < self._seconds:

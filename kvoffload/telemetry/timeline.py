@@ -1,7 +1,7 @@
-"""A journal as a picture of time: steps, requests' lookups and loads, and every rank's copies.
+"""Draws a journal over time: steps, requests' lookups and loads, and every rank's copies.
 
-The journal is the scheduler's: a copy is known by the report of its rank, which says how long it waited and took but not
-when. It is drawn from the moment its job was scheduled; the rest of its span is the time until the scheduler heard of it.
+The scheduler writes the journal. It knows a copy by its rank's report, which says how long the copy waited and took, but not
+when. So the copy is drawn from the moment its job was scheduled; the rest of its span is the time until the report arrived.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Scheduled:
 
 
 def draw(records: Iterable[Record]) -> Drawn:
-    """Yield the events of a trace; of every journal that a process appended to the file, one after the other."""
+    """Yield the events of a trace, for each process that appended to the journal."""
     records = iter(records)
     first = next(records, None)
     if first is None:
@@ -70,7 +70,7 @@ def draw(records: Iterable[Record]) -> Drawn:
 
 
 class Timeline:
-    """What one process told. What it remembers is bounded, so it may follow an engine for as long as that runs.
+    """The timeline of one process. Its memory is bounded, so it may follow an engine for as long as that runs.
 
     Args:
         trace: what it is drawn on.
@@ -95,7 +95,7 @@ class Timeline:
         }
 
     def tell(self, record: Record) -> Drawn:
-        """Yield what is known now that was not before."""
+        """Yield what this record adds."""
         missing = record.sequence - self.sequence - 1
         if missing and self.sequence:
             yield from self._trace.instant(NOTES, "lines dropped", record.time, lines=missing)
@@ -107,7 +107,7 @@ class Timeline:
         self.sequence, self._time = record.sequence, record.time
 
     def close(self) -> Drawn:
-        """The journal ends here: draw what is still open up to its last line."""
+        """Draw what is still open, up to the last line."""
         yield from self._end_step(self._time)
         yield from self._requests.close(self._time)
 
@@ -125,7 +125,7 @@ class Timeline:
             yield from self._end_step(at)
 
     def _end_step(self, at: float) -> Drawn:
-        """A step lasts until the next one; where the engine had nothing left to do, until the last that was heard."""
+        """Draw a step up to the next one; if the engine became idle, up to the last record."""
         if self._step is not None:
             start, fields = self._step
             yield from self._trace.span(STEPS, What.STEP, f"step {fields.get('step')}", start, at, **fields)
@@ -179,7 +179,7 @@ class Timeline:
         yield from self._arrows(event, (track, (began + copied) / 2))
 
     def _arrows(self, event: events.RankReported, place: Place) -> Drawn:
-        """From every store that brought what this load used, on the same rank."""
+        """Draw an arrow from every store that filled slots of this load, on the same rank."""
         if event.direction is Direction.STORE:
             self._slots.drawn(event.job, event.rank, place)
             return

@@ -1,4 +1,4 @@
-"""Which store brought what a load uses: the last one into the load's slots."""
+"""Finds the stores whose blocks a load reads: the last ones into its slots."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Place = tuple[Track, float]
 
 
 class SlotHistory:
-    """Remembers of each slot the store that filled it, and of each such store where it was drawn."""
+    """Keeps the store that filled each slot, and where each such store was drawn."""
 
     def __init__(self) -> None:
         self._filled_by: dict[SlotId, JobId] = {}
@@ -20,7 +20,7 @@ class SlotHistory:
         self._sources: dict[JobId, list[JobId]] = {}
 
     def stored(self, job: JobId, slots: Sequence[SlotId]) -> None:
-        """A store is going to fill these slots; whatever they held is history."""
+        """A store will fill these slots; forget what they held."""
         if not slots:
             return
         self._slots_left[job] = len(slots)
@@ -31,22 +31,22 @@ class SlotHistory:
                 self._forget_one(before)
 
     def loaded(self, job: JobId, slots: Sequence[SlotId]) -> None:
-        """A load is going to read these slots."""
+        """A load will read these slots."""
         self._sources[job] = sorted({self._filled_by[slot] for slot in slots if slot in self._filled_by})
 
     def drawn(self, job: JobId, rank: Rank, place: Place) -> None:
-        """A rank's part of a store was drawn here."""
+        """Keep where a rank's part of a store was drawn."""
         if job in self._slots_left:
             self._places.setdefault(job, {})[rank] = place
 
     def sources(self, job: JobId, rank: Rank) -> Iterator[tuple[JobId, Place]]:
-        """Return the stores that a load used, and where they were drawn on this rank."""
+        """Yield the stores whose blocks a load read, and where they were drawn on this rank."""
         for store in self._sources.get(job, []):
             if (place := self._places.get(store, {}).get(rank)) is not None:
                 yield store, place
 
     def forget_load(self, job: JobId) -> None:
-        """What this load used is not asked for any more; harmless for a store."""
+        """Forget the sources of a load; does nothing for a store."""
         self._sources.pop(job, None)
 
     def _forget_one(self, job: JobId) -> None:

@@ -1,4 +1,4 @@
-"""The requests' part of a timeline: each has a row from the moment it is seen until it has ended."""
+"""The requests' part of a timeline: each has a row from its arrival to its end."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class _Request:
 
 
 class RequestRows:
-    """Draws what requests went through.
+    """Draws requests.
 
     Args:
-        trace: what they are drawn on.
+        trace: the canvas.
     """
 
     def __init__(self, trace: Canvas) -> None:
@@ -43,7 +43,7 @@ class RequestRows:
         return bool(self._live)
 
     def on_event(self) -> dict[type, Callable[[float, Any], Drawn]]:
-        """Return who reacts to which event."""
+        """Return the handler of each event."""
         return {
             events.HitPinned: self._on_instant,
             events.HitDropped: self._on_instant,
@@ -54,7 +54,7 @@ class RequestRows:
         }
 
     def on_fact(self, at: float, fact: Summary) -> Drawn:
-        """A fact was told."""
+        """Draw what a fact adds."""
         name = RequestId(str(fact.fields.get("request")))
         if fact.name == "RequestSeen":
             self._begin(name, at)
@@ -68,12 +68,12 @@ class RequestRows:
             yield from self._end(name, at, "ended")
 
     def on_load_scheduled(self, at: float, event: events.LoadScheduled) -> Drawn:
-        """A request waits for a load from now on."""
+        """Start a request's wait for a load."""
         self._find(event.request, at).loads[event.job] = (at, event)
         return iter(())
 
     def close(self, at: float) -> Drawn:
-        """The journal ends here."""
+        """Draw what is still open."""
         for name in list(self._live):
             yield from self._stop(name, at, "unfinished")
             yield from self._end(name, at, "unfinished")
@@ -89,13 +89,13 @@ class RequestRows:
         return self._trace.instant(self._find(event.request, at).track, type(event).__name__, at, **fields)
 
     def _on_first_token(self, at: float, event: events.FirstTokenReached) -> Drawn:
-        """Of an answer of one token it may be told after the request's end."""
+        """Draw it, unless the request has ended: with an answer of one token, the end may come first."""
         return self._on_instant(at, event) if event.request in self._live else iter(())
 
     def _on_settled(self, at: float, event: events.LookupAnswered) -> Drawn:
         request = self._find(event.request, at)
         if request.waits_since is not None:
-            # Telling of the allocation comes first; spans of one row must not overlap.
+            # The allocation may be recorded first, and spans of one row must not overlap.
             end = at if request.runs_since is None else request.runs_since
             yield from self._trace.span(
                 request.track, What.LOOKUP, "lookup", request.waits_since, end, **args_of(event)
@@ -124,7 +124,7 @@ class RequestRows:
         )
 
     def _stop(self, name: RequestId, at: float, how: str) -> Drawn:
-        """A request runs no longer. One that was preempted waits again."""
+        """End a request's run. A preempted request waits again."""
         request = self._live.get(name)
         if request is None:
             return
@@ -146,7 +146,7 @@ class RequestRows:
         return request
 
     def _find(self, name: RequestId, at: float) -> _Request:
-        """A request whose beginning the journal does not have begins here."""
+        """Return a request; one whose arrival is not in the journal begins here."""
         return self._live.get(name) or self._begin(name, at)
 
     def _end(self, name: RequestId, at: float, how: str) -> Drawn:
@@ -160,7 +160,7 @@ class RequestRows:
 
 
 def args_of(event: events.Event) -> dict[str, object]:
-    """Return an event's fields, as a trace shows them."""
+    """Return an event's fields for a trace."""
     fields = to_plain(event)
     del fields["event"]
     return fields

@@ -140,10 +140,18 @@ def test_a_journals_page_has_the_journals_numbers(
         begun["began"],
         begun["host"],
         begun["cpu"],
-        "host_bytes_per_rank",
+        "host_bytes",
         "random weights",
     ):
         assert escape(str(part)) in text, part
+    assert re.findall("<h2[^>]*>(.*?)</h2>", text) == [
+        "Time to first token, by what was found",
+        "Hit ratio by tier",
+        "Host slots by state",
+        "Transfers",
+        "Lookups that missed, by cause",
+        "Offered blocks by outcome",
+    ]
     first = [x for x in lines if x["event"] == "FirstTokenReached"]
     for found, label in (("host", "on the host"), ("nothing", "nothing")):
         times = sorted(x["seconds"] for x in first if x["found"] == found)

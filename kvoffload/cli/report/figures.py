@@ -295,10 +295,10 @@ def _over_time(
         floor = 0.0
         for key in legend:
             if (share := column.get(key, 0.0) / top) > 0:
-                title = f"<title>{legend[key]}: {column[key]:,.1f} {unit}</title>"
+                hover = f"<title>{legend[key]}: {column[key]:,.1f} {unit}</title>"
                 box = f'x="{(place + 0.08) * _BAR:.1f}" y="{_y(floor + share):.1f}" width="{0.84 * _BAR:.1f}"'
                 shapes.append(
-                    f'<rect class="c-{key}" {box} height="{max(share * HEIGHT, 0.5):.1f}">{title}</rect>'
+                    f'<rect class="c-{key}" {box} height="{max(share * HEIGHT, 0.5):.1f}">{hover}</rect>'
                 )
             floor += share
     drawn = "".join(shapes) if most else ""

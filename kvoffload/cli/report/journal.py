@@ -47,13 +47,17 @@ def describe(provenance: Mapping[str, object]) -> Iterator[str]:
         yield "The journal does not say what wrote it: its first line is missing, or an earlier version wrote it."
         return
     yield as_line(provenance)
-    sizes = [f"{provenance.get('ranks')} ranks", f"{provenance.get('device_blocks')} device blocks"]
+    sizes = [f"ranks: {provenance.get('ranks')}", f"device blocks: {provenance.get('device_blocks')}"]
     groups = provenance.get("groups")
     sizes += [f"group: {group}" for group in groups] if isinstance(groups, list) else []
     settings = provenance.get("settings")
     if isinstance(settings, Mapping):
-        sizes += [f"{name} {value}" for name, value in settings.items() if value is not None]
+        sizes += [_setting(name, value) for name, value in settings.items() if value is not None]
     yield "; ".join(sizes)
+
+
+def _setting(name: str, value: object) -> str:
+    return f"{name} {size_of(value) if isinstance(value, int) and 'bytes' in name else value}"
 
 
 def _part(lines: Lines) -> list[str]:
@@ -98,5 +102,4 @@ def _tiles(account: Account) -> dict[str, str]:
         "bytes stored, loaded": " / ".join(
             size_of(account.copied_bytes(way)) for way in (Direction.STORE, Direction.LOAD)
         ),
-        "blocks evicted": f"{account.counted.total('kvoffload_evicted_blocks_total'):,}",
     }
