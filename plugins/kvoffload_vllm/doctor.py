@@ -88,9 +88,7 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="tokens of a block of a model with recurrent layers; vLLM logs at its start to what it sets them",
     )
-    add(
-        "--prefix-cache-retention-interval", type=int, default=0, metavar="N", help="as vLLM will get it"
-    )
+    add("--prefix-cache-retention-interval", type=int, default=0, metavar="N", help="as vLLM will get it")
 
 
 def find_settings(args: argparse.Namespace) -> Mapping[str, object] | None:
