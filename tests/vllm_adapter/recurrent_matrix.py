@@ -49,7 +49,8 @@ def settings(kind: checkpoints.Kind) -> Iterator[tuple[str, int, dict[str, Any],
     yield "no junctions", HOST, {"prefix_junctions": False}, {}
     yield "states every 2 blocks", HOST, {}, {"prefix_cache_retention_interval": 2 * block}
     yield "all states", HOST, {}, {"prefix_cache_retention_interval": None}
-    yield "hashes of half blocks", HOST, {}, {"prefix_match_unit": block // 2}
+    if kind != "lfm2":  # whose answers are others then on a stock 0.32 without a connector, too
+        yield "hashes of half blocks", HOST, {}, {"prefix_match_unit": block // 2}
     yield "two steps in flight", HOST, {}, {"two_steps": True}
 
 
