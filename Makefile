@@ -67,7 +67,7 @@ quick-others:  ## run make quick with other Pythons, where they exist
 	    else echo "Python $$version is not here: its tests are skipped"; fi; \
 	done
 
-recurrent-matrix: $(VENV)/wheel/ready vllm-env  ## test models with recurrent layers in every setting; writes their table
+recurrent-matrix: $(VENV)/wheel/ready vllm-env  ## test recurrent models in every setting
 	$(AGAINST_WHEEL) $(VLLM) -m tests.vllm_adapter.recurrent_matrix $(ARGS)
 
 vllm-versions: $(VENV)/wheel/ready kernel-env  ## run a smaller suite on several versions of vLLM
