@@ -1,13 +1,7 @@
 """Times to first token, by what the lookup found.
 
-<<<<<<< HEAD
-Engines do not report when a token comes out. So requests that were admitted and have none yet are looked at in each step: the time
-is the one of the first step that the engine schedules with the token there, or of the request's end. A request without
-blocks is not looked at, nor one that has its first token; a step without any such costs one comparison.
-=======
 No engine reports a token when it is sampled. So each step checks the admitted requests that have none yet: the time is that
 of the first step after the token, or of the request's end. A step without such requests costs one comparison.
->>>>>>> numbers
 """
 
 from __future__ import annotations

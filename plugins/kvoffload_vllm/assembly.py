@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvoffload.checks.check import Setup
-from kvoffload.checks.startup import examine, examine_rank
+from kvoffload.checks.startup import examine, examine_rank, warn
 from kvoffload.logs import ROOT
 from kvoffload.model.config import OffloadConfig, check_promises, parse_config
 from kvoffload.model.engine import EngineIdentity
@@ -19,7 +19,7 @@ from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.scheduler_side import SchedulerSide
 from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.telemetry.spans import check_installed
-from kvoffload_vllm.doctor import RECOMPUTE, load_failures
+from kvoffload_vllm.doctor import RECOMPUTE, load_failures, recurrent_states
 from kvoffload_vllm.events import find_wire, publishes_events
 from kvoffload_vllm.failure_policy import find_failure_policy
 from kvoffload_vllm.groups import VllmGroups, vllm_groups
@@ -54,6 +54,9 @@ def make_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> V
         groups.shape, config, device, portal=portal, merge_steps=_MERGE_STEPS, identity=identity
     )
     keys = KeyMaker(groups.hash_ratios, groups.ids)
+    if groups.shape.state_key_ends:
+        interval = getattr(vllm_config.cache_config, "prefix_cache_retention_interval", 0)
+        warn(examine([recurrent_states(groups.shape.alignment, interval)], Setup(config=config)))
     host_events = None
     if publishes_events(vllm_config):
         host_events = HostEvents(groups, offload.core.state.pool.index, find_wire(kv_cache_config), device)

@@ -82,6 +82,13 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
     )
     add("--gpu-memory-utilization", metavar="SHARE", type=_share, default=0.92, help="vLLM's share of it")
     add("--max-model-len", metavar="TOKENS", type=_positive, help="the longest request")
+    add(
+        "--state-block-tokens",
+        type=int,
+        metavar="N",
+        help="tokens of a block of a model with recurrent layers; vLLM logs at its start to what it sets them",
+    )
+    add("--prefix-cache-retention-interval", type=int, default=0, metavar="N", help="as vLLM will get it")
 
 
 def find_settings(args: argparse.Namespace) -> Mapping[str, object] | None:
@@ -126,7 +133,34 @@ def checks(args: argparse.Namespace) -> Sequence[Check]:
         load_failures(None if transfer is None else transfer.get("kv_load_failure_policy") or "fail"),
         concluded("prefix caching", _prefix_caching(args.enable_prefix_caching)),
         Check("model sizes", lambda setup, _: _model_sizes(args, setup)),
+        recurrent_states(args.state_block_tokens, args.prefix_cache_retention_interval),
     )
+
+
+def recurrent_states(block_tokens: int | None, interval: int | None) -> Check:
+    """Return the check of where vLLM keeps recurrent states.
+
+    Args:
+        block_tokens: of a block of a model with recurrent layers, None where it is not known.
+        interval: vLLM's `prefix_cache_retention_interval`: 0 keeps the state at a prompt's last end of a block, None
+            those at all ends.
+    """
+    return concluded("recurrent states", _recurrent_states(block_tokens, interval))
+
+
+def _recurrent_states(block_tokens: int | None, interval: int | None) -> Finding:
+    if block_tokens is None:
+        return not_known(
+            "how many tokens a block of a model with recurrent layers has", "give --state-block-tokens"
+        )
+    text = f"hits of this model end at multiples of {block_tokens} tokens; shorter prefixes are never found"
+    if interval == 0:
+        return warn(
+            f"{text}, and vLLM keeps the state at the last of them in a prompt alone",
+            f"for long conversations start vLLM with --prefix-cache-retention-interval {block_tokens}, or a multiple: it "
+            "keeps more states, which takes more host memory",
+        )
+    return go(text)
 
 
 def load_failures(policy: object) -> Check:

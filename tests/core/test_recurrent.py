@@ -79,7 +79,7 @@ def test_a_state_is_in_the_plan_of_the_step_that_completes_it() -> None:
     assert [job.blocks for job in plan.stores] == [(request.tables[0][0],)]
 
 
-def test_a_state_waits_for_host_memory() -> None:
+def test_r8_a_state_waits_for_host_memory() -> None:
     world = make(host=0, is_growing=True)
     request = world.add("a", TEXT)
     world.admit(request)
@@ -141,7 +141,7 @@ def test_r7_a_state_whose_block_was_handed_out_while_it_waited_is_not_stored() -
     assert world.stores()[StoreOutcome.STALE] == 1
 
 
-def test_a_waiting_state_of_a_preempted_request_is_lost() -> None:
+def test_r7_a_waiting_state_of_a_preempted_request_is_lost() -> None:
     world = make(host=0, is_growing=True)
     request = world.add("a", TEXT)
     world.admit(request)
@@ -154,19 +154,28 @@ def test_a_waiting_state_of_a_preempted_request_is_lost() -> None:
     assert world.on_host(TEXT) == "..."
 
 
-@pytest.mark.parametrize(
-    ("key", "outcome"), [("abcd", StoreOutcome.REQUEST_GONE), ("wxyz", StoreOutcome.STALE)]
-)
-def test_a_state_that_fits_no_running_request_is_not_stored(key: str, outcome: StoreOutcome) -> None:
+@pytest.mark.parametrize("name", ["unknown", "preempted"])
+def test_r2_a_state_of_no_running_request_is_not_stored(name: str) -> None:
+    world = make()
+    request = world.add("preempted", TEXT)
+    world.admit(request)
+    compute(world, request, 4)
+    state = facts.StateHandedOff(RequestId(name), GroupId(0), 0, key_at(TEXT, 4), request.tables[0][0])
+    world.preempt(request, tell=False)
+    world.tell(facts.StepScheduled(9, preempted=(request.name,), states=(state,)))
+    assert world.stores()[StoreOutcome.REQUEST_GONE] == 1
+
+
+def test_r2_a_state_that_is_not_its_requests_is_not_stored() -> None:
     world = make()
     request = world.add("a", TEXT)
     world.admit(request)
-    compute(world, request, 4)
-    block = request.tables[0][0]
-    name = RequestId("nobody") if outcome is StoreOutcome.REQUEST_GONE else request.name
-    state = facts.StateHandedOff(name, GroupId(0), 0, key_at(key, 4), block)
+    compute(world, request, 8)
+    (block,) = world.device.hand_out(1)
+    world.device.name(block, key_at("wxyz", 4))
+    state = facts.StateHandedOff(request.name, GroupId(0), 0, key_at("wxyz", 4), block)
     world.tell(facts.StepScheduled(9, states=(state,)))
-    assert world.stores()[outcome] == 1
+    assert world.stores()[StoreOutcome.STALE] == 1
 
 
 def test_a_state_that_is_handed_off_again_in_another_block_has_one_place() -> None:

@@ -41,7 +41,15 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 def test_every_check_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     _, found = doctor(capsys, "--config", '{"host_bytes": "1MiB"}')
     machine = {"machine memory", "cgroup memory", "locked memory", "swap", "shared memory", "memory nodes"}
-    vllm = {"vllm version", "vllm plugin", "vllm connector", "load failures", "prefix caching", "model sizes"}
+    vllm = {
+        "vllm version",
+        "vllm plugin",
+        "vllm connector",
+        "load failures",
+        "prefix caching",
+        "recurrent states",
+        "model sizes",
+    }
     others = {
         "settings",
         "journal",
@@ -56,7 +64,15 @@ def test_every_check_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(found) == {"", *machine, *vllm, *others}
     assert found["reference plugin"]["verdict"] == "go"
     assert found["vllm plugin"]["verdict"] == "go"
-    for name in ("vllm connector", "load failures", "prefix caching", "host pool", "copy speed"):
+    not_given = (
+        "vllm connector",
+        "load failures",
+        "prefix caching",
+        "recurrent states",
+        "host pool",
+        "copy speed",
+    )
+    for name in not_given:
         assert found[name]["verdict"] == "not known"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvoffload.model.groups import GroupSpec
-from tests.core.world import World, full, window
+from tests.core.world import World, full, recurrent, window
 
 LONG, SHORT, OTHER = "abcdefghi", "abcde", "xyzuvwrst"
 """Two that share a prefix, and one that shares nothing. A block is four characters."""
@@ -53,6 +53,7 @@ class SmallWorld:
 
 _BOTH = (full(), window(5, group=1))
 _WINDOW = (window(5),)
+_STATES = (recurrent(), full(group=1))
 _ONE = {"a": LONG}
 
 WORLDS: Mapping[str, SmallWorld] = {
@@ -70,6 +71,10 @@ WORLDS: Mapping[str, SmallWorld] = {
     "window churn": SmallWorld(_WINDOW, {"a": LONG, "b": OTHER}, device=6),
     "lazy": SmallWorld(texts={"a": LONG, "b": OTHER}, policy="lazy", often={"fail": 1}, device=18, host=3),
     "merging": SmallWorld(merge_steps=2, often={"preempt": 1}, device=16),
+    "states": SmallWorld(
+        _STATES, _ONE, dict.fromkeys(("fail", "late", "reset", "preempt", "grow"), 1), device=10, host=4
+    ),
+    "states of two": SmallWorld(_STATES, often={"preempt": 1, "fail": 1}, device=14, host=3),
     # From a host that has the prefix: loads, and who waits for them.
     "a load": SmallWorld(
         texts=_ONE, served=(LONG,), often=dict.fromkeys(("fail", "late", "reset", "preempt", "corrupt"), 1)
@@ -85,6 +90,10 @@ WORLDS: Mapping[str, SmallWorld] = {
     ),
     "a window's load": SmallWorld(_WINDOW, served=(LONG,), often={"fail": 1, "preempt": 1}, device=7),
     "full and window": SmallWorld(_BOTH, served=(LONG,), often={"fail": 1, "reset": 1}, device=14, host=4),
+    "a state's load": SmallWorld(
+        _STATES, _ONE, {"fail": 1, "reset": 1, "preempt": 1, "corrupt": 1}, (LONG,), device=10, host=4
+    ),
+    "sharing a state's load": SmallWorld(_STATES, served=(LONG,), often={"fail": 1}, device=14, host=4),
     "lazy load": SmallWorld(policy="lazy", served=(LONG,), often={"reset": 1, "corrupt": 1}, device=18),
     # The engine and the operator do what they should not.
     "switched off": SmallWorld(served=(LONG,), often={"degrade": 1, "fail": 1}, ranks=2),

@@ -225,6 +225,35 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(15, _LOADS, "self._state.holds.used(record, record.found_tokens)"),
     Mutant(15, "kvoffload/core/eviction.py", "links = self._after", "links = self._before"),
     Mutant(15, "kvoffload/core/eviction.py", "self._before[slot] = -1"),
+    # Recurrent states: when they are offered, and which of them.
+    Mutant(
+        10,
+        _CORE,
+        "        advanced = self._advance(fact) if fact.progress or fact.handed_out else []\n        if state.degraded is None:\n",
+        "        if fact.states:\n            self._offer_states(fact.states)\n"
+        "        advanced = self._advance(fact) if fact.progress or fact.handed_out else []\n"
+        "        if state.degraded is None:\n",
+    ),
+    Mutant(
+        2,
+        _CORE,
+        "if record is None or record.state is not _RUNNING:\n                self._stores",
+        "if record is None:\n                self._stores",
+    ),
+    Mutant(2, _CORE, "if record.keys[group][position : position + 1] != [key]:", "if False:"),
+    Mutant(5, _STORES, "(self.states_for_room, self.for_room)", "(self.for_room, self.states_for_room)"),
+    Mutant(
+        7,
+        _STALE,
+        "self.places.setdefault(block, set()).add((record, group, position))\n\n    def forget",
+        "\n    def forget",
+    ),
+    Mutant(
+        8,
+        "kvoffload/core/planners.py",
+        "self._stores.offer(offers)\n\n    def ending(self, record: RequestRecord) -> None:\n        self._due",
+        "self._stores.offer(offers, last_chance=True)\n\n    def ending(self, record: RequestRecord) -> None:\n        self._due",
+    ),
     # Copies that never end.
     Mutant(16, _STORES, "self._state.pool.quarantine(slot)", "self._state.pool.doom(slot)"),
     Mutant(

@@ -11,7 +11,7 @@ from tests.vllm_versions import matrix
 from tests.vllm_versions.test_small_suite import SCENES
 
 README = (ROOT / "plugins" / "kvoffload_vllm" / "README.md").read_text(encoding="utf-8")
-HYBRID = "all these, hybrid model"
+SEVERAL_GROUPS = "all these, hybrid model", "all these, recurrent layers (LFM2)"
 
 
 def rows() -> list[list[str]]:
@@ -46,12 +46,15 @@ def test_it_has_the_scenes_of_the_suite_and_the_versions_of_the_lock() -> None:
 def test_it_has_what_is_promised() -> None:
     for label, *cells in rows()[2:]:
         reported = dict(zip(matrix.COLUMNS, cells, strict=True))
-        hybrid, more = reported.pop(HYBRID), reported.pop("layouts, metrics, events")
+        several, more = (
+            {reported.pop(name) for name in SEVERAL_GROUPS},
+            reported.pop("layouts, metrics, events"),
+        )
         if label in matrix.TOO_OLD:
-            assert {hybrid, *reported.values()} == {matrix.REFUSED}
+            assert {*several, *reported.values()} == {matrix.REFUSED}
             continue
         assert {more, *reported.values()} == {"passed"}
-        assert hybrid == (matrix.REFUSED if label == "0.28.0" else "passed")
+        assert several == {matrix.REFUSED if label == "0.28.0" else "passed"}
 
 
 @pytest.mark.parametrize(

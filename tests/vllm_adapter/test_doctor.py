@@ -92,6 +92,7 @@ def test_property_any_configuration_gets_its_findings(changes: dict[str, Any], i
     args = argparse.Namespace(
         kv_transfer_config=json.dumps(transfer), enable_prefix_caching=None,
         page_bytes=None, block_bytes=None, ranks=1, device_blocks=None, model=None,
+        state_block_tokens=None, prefix_cache_retention_interval=0,
     )  # fmt: skip
     known, settings = setup_of(settings_of([], [doctor], args), [doctor], args)
     for answer in run_checks([settings, *doctor.checks(args), *memory.CHECKS], known, NOWHERE):
@@ -105,6 +106,26 @@ def test_vllms_own_default_for_failed_loads_is_a_no_go(capsys: pytest.CaptureFix
 
 def test_prefix_caching_off(capsys: pytest.CaptureFixture[str]) -> None:
     assert found(capsys, GOOD, "--no-enable-prefix-caching")["prefix caching"]["verdict"] == "no-go"
+
+
+@pytest.mark.parametrize(
+    ("argv", "verdict", "text"),
+    [
+        ((), "not known", "how many tokens a block of a model with recurrent layers has"),
+        (("--state-block-tokens", "528"), "warning", "end at multiples of 528 tokens"),
+        (
+            ("--state-block-tokens", "528", "--prefix-cache-retention-interval", "1056"),
+            "go",
+            "shorter prefixes are never found",
+        ),
+    ],
+)
+def test_where_hits_of_recurrent_models_end(
+    capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], verdict: str, text: str
+) -> None:
+    finding = found(capsys, GOOD, *argv)["recurrent states"]
+    assert finding["verdict"] == verdict
+    assert text in finding["finding"]
 
 
 def test_one_of_several_connectors(capsys: pytest.CaptureFixture[str]) -> None:

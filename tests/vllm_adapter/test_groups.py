@@ -9,6 +9,7 @@ import pytest
 
 from kvoffload.model.errors import ConfigError
 from kvoffload.model.groups import AttentionKind
+from kvoffload.model.ids import BlockKey
 from kvoffload_vllm.groups import BlockSizes, VllmGroups, vllm_groups
 from kvoffload_vllm.support import Features, find_problems
 from kvoffload_vllm.tracked import KeyMaker
@@ -143,8 +144,8 @@ def mamba(mode: str) -> Any:
 def test_states_that_are_not_handed_off_are_refused() -> None:
     (problem,) = problems(group(full()), mamba("align"))
     assert problem == (
-        "KV cache group 1 holds recurrent (Mamba) states, which are not handed off here; "
-        "use a model with attention only"
+        "KV cache group 1 holds recurrent (Mamba) states, which this vLLM does not hand to connectors; "
+        "use vLLM 0.30 or newer, or a model with attention only"
     )
 
 
@@ -160,6 +161,33 @@ def test_states_that_are_handed_off() -> None:
     )
     assert groups.shape.groups[1].kind is AttentionKind.RECURRENT
     assert groups.shape.promises.hands_off_states
+
+
+def test_keys_of_states_end_in_vllms_number_of_the_group() -> None:
+    left_out = group(spec("Odd", prefix_cacheable=False))
+    groups = translate(
+        left_out,
+        mamba("align"),
+        group(full(64)),
+        features=Features(hands_off_states=True),
+        sizes=BlockSizes(64, 16),
+    )
+    assert groups.shape.state_key_ends == {(1).to_bytes(4, "big")}
+    keys = [BlockKey(b"hash\0\0\0\1"), BlockKey(b"hash\0\0\0\2"), None]
+    assert groups.shape.count_states(keys) == 1
+
+
+def test_a_recurrent_group_never_reads_ahead() -> None:
+    """A draft's prefix needs a state a block earlier, and vLLM keeps no second one behind it."""
+    draft = SimpleNamespace(use_eagle_block_drop=lambda: True)
+    groups = translate(
+        mamba("align"),
+        group(full(64)),
+        features=Features(hands_off_states=True),
+        sizes=BlockSizes(64, 16),
+        draft=draft,
+    )
+    assert ahead(groups) == [False, True]
 
 
 # -- settings -------------------------------------------------------------------------------------------------------

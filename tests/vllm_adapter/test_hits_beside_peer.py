@@ -162,6 +162,15 @@ def test_eager_hits_are_at_least_the_peers(kind: checkpoints.Kind, folder: Path)
     assert all(other.hits > 0 for size, (_, other) in table.items() if size >= DEVICE_BLOCKS[kind]), table
 
 
+@pytest.mark.parametrize("size", [96, 256])
+def test_hits_of_a_model_with_recurrent_layers_are_at_least_the_peers(folder: Path, size: int) -> None:
+    """States take a block each, of every group, and without one there is no hit."""
+    mine, other = side_by_side("lfm2", folder, "eager", (size,))[size]
+    assert other.hits > 0
+    assert mine.hits >= other.hits, (mine, other)
+    assert mine.tokens >= other.tokens, (mine, other)
+
+
 @pytest.mark.parametrize("kind", checkpoints.KINDS)
 def test_lazy_hits_are_at_least_the_peers_lazy_ones(kind: checkpoints.Kind, folder: Path) -> None:
     table = side_by_side(kind, folder, "lazy", (64, 128, 512))

@@ -235,9 +235,15 @@ def _conv1d_update(
     return (functional.silu(outputs) if activation else outputs).to(x.dtype)
 
 
+def _conv1d_weight_pack(weight: torch.Tensor) -> torch.Tensor:
+    """0.30 packs these weights wherever the CPU has bfloat16, whatever their type: leave them as they were."""
+    return weight.unsqueeze(1).clone()
+
+
 OPS: dict[str, Callable[..., object]] = {
     "causal_conv1d_update_cpu_vec(Tensor x, Tensor(a!) conv_state, Tensor weight, Tensor? bias, str? activation,"
     " Tensor? conv_state_indices, Tensor? query_start_loc, int pad_slot_id) -> Tensor": _conv1d_update,
+    "causal_conv1d_weight_pack(Tensor weight) -> Tensor": _conv1d_weight_pack,
     "selective_state_update_cpu(Tensor(a!) state, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D,"
     " Tensor? z, Tensor? dt_bias, bool dt_softplus, Tensor? state_batch_indices, Tensor? dst_state_batch_indices,"
     " int null_block_id, Tensor(b!) out, Tensor? num_accepted_tokens, Tensor? cu_seqlens)"

@@ -63,6 +63,11 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "all these, hybrid model": tuple(
         rf"test_{part}\[gemma3-{scene}\]" for scene in SCENES.values() for part in ("scene", "control")
     ),
+    "all these, recurrent layers (LFM2)": (
+        *(rf"test_states\[{scene}\]" for scene in SCENES.values()),
+        *(rf"test_states_control\[{scene}\]" for scene in SCENES.values() if scene != "failed"),
+        "test_states_of_a_shared_prefix",
+    ),
     "layouts, metrics, events": ("tests/vllm_adapter/.*",),
 }
 """Each column's title, and the tests that it stands for: every pattern must be met."""

@@ -36,7 +36,7 @@ def recovers_several_groups() -> bool:
 
 def is_refused(kind: checkpoints.Kind) -> bool:
     """Whether a model of this kind must be refused on this version."""
-    return is_too_old() or (kind == "gemma3" and not recovers_several_groups())
+    return is_too_old() or (kind != "qwen3" and not recovers_several_groups())
 
 
 @pytest.mark.skipif("KVOFFLOAD_VLLM" not in os.environ, reason="no version was asked for: make vllm-versions")
