@@ -33,7 +33,7 @@ MORE = (
 )
 """Also run where the connector starts: memory, keys, metrics and events are translated correctly."""
 
-WITH_V2: tuple[str, ...] = ()
+WITH_V2 = ("0.30.0", "0.32.0", "0.33.0")
 """Also run with model runner V2, which vLLM chooses wherever it finds Triton."""
 
 V2_RUNNER = {
