@@ -104,7 +104,7 @@ def _identity(vllm_config: VllmConfig) -> EngineIdentity:
 def _check(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, policy: str = RECOMPUTE
 ) -> tuple[VllmGroups, OffloadConfig]:
-    """Translate both, and tell all that is wrong with either at once."""
+    """Translate the settings and the model; report the problems of both at once."""
     problems: list[str] = []
     groups = config = None
     try:
@@ -125,7 +125,7 @@ def _check(
 def _config(vllm_config: VllmConfig) -> OffloadConfig:
     config = parse_config(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
     check_installed(config)
-    # The index, as vLLM tells the engines of a dense model that each of them is alone: size 1, rank 0.
+    # The index, because vLLM gives every engine of a dense model size 1 and rank 0.
     engine = vllm_config.parallel_config.data_parallel_index
     if config.journal_path is None or engine == 0:
         return config

@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
-except ImportError:  # before 0.32 vLLM does not tell hits apart by their source
+except ImportError:  # before 0.32 vLLM does not distinguish hits by source
     CacheHitSource = None
 
 REPORTS_FAILED_LOADS = hasattr(base, "KVConnectorTransferResults")
-"""Since 0.30 vLLM takes failed loads by request; before, by block, and only with one group."""
+"""Since 0.30 a failed load is reported by request; before, by block, and only with one group."""
 
 
 class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is not installed where types are checked
@@ -57,7 +57,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """
 
     requires_kv_delivery = False
-    """It is a cache: a store that is dropped costs no output."""
+    """It is a cache: no request loses output because a store was dropped."""
 
     supports_divergent_local_hybrid_hits = False
     supports_sleep_mode = False

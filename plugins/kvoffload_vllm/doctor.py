@@ -34,7 +34,7 @@ _GROUP, _ENTRY, _VALUE = "vllm.general_plugins", "kvoffload", "kvoffload_vllm.re
 _BASE = "distributed/kv_transfer/kv_connector/v1/base.py"
 _OPTION = "--kv-transfer-config"
 RECOMPUTE = "recompute"
-"""The policy of vLLM's with which a failed load costs no request."""
+"""vLLM's policy under which no request fails because its load failed."""
 
 _RECOMPUTE = f'"kv_load_failure_policy":"{RECOMPUTE}"'
 
@@ -92,7 +92,7 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def find_settings(args: argparse.Namespace) -> Mapping[str, object] | None:
-    """Return the connector's `kv_connector_extra_config`, None where no such connector was given.
+    """Return the connector's `kv_connector_extra_config`, None without --kv-transfer-config.
 
     Raises:
         ConfigError: the option holds no JSON object.
@@ -122,7 +122,7 @@ def find_sizes(args: argparse.Namespace) -> Sizes | None:
 
 
 def checks(args: argparse.Namespace) -> Sequence[Check]:
-    """Return the checks, of what was given too."""
+    """Return the checks of the installed vLLM and of the options given."""
     transfer = None
     if args.kv_transfer_config is not None:
         transfer = read_object(args.kv_transfer_config, _OPTION)
@@ -164,7 +164,7 @@ def _recurrent_states(block_tokens: int | None, interval: int | None) -> Finding
 
 
 def load_failures(policy: object) -> Check:
-    """Return the check of vLLM's policy for failed loads; None where it is not known."""
+    """Return the check of vLLM's policy for failed loads; `policy` is None if it is not known."""
     return Check("load failures", lambda setup, _: _load_failures(policy, setup))
 
 
@@ -172,7 +172,7 @@ def _load_failures(policy: object, setup: Setup) -> Finding:
     if policy is None:
         return not_known("what vLLM does when a load fails", f"give {_OPTION}, with {_RECOMPUTE}")
     if policy == RECOMPUTE:
-        return go("vLLM computes again what fails to load")
+        return go("vLLM recomputes what fails to load")
     verify = setup.config.verify if setup.config is not None else "off"
     refused = f"; with verify {verify!r} the connector refuses to start" if verify != "off" else ""
     return no_go(
@@ -196,7 +196,7 @@ def _version(_: Setup, machine: Machine) -> Finding:
         return no_go(f"{text} lacks {', '.join(lacks)}", f"the connector works with {VERSIONS}")
     if version_numbers(version)[:2] > NEWEST_RUN:
         return warn(
-            f"{text} is newer than what was run", f"the connector works with {VERSIONS}; try it first"
+            f"{text} is newer than any that was run", f"the connector works with {VERSIONS}; try it first"
         )
     return go(f"{text} has what the connector needs")
 
@@ -231,7 +231,7 @@ def _transfer(transfer: dict[str, Any] | None) -> Finding:
 
 
 def _connector(transfer: dict[str, Any]) -> dict[str, Any] | None:
-    """Return our connector's configuration; it may be one of several."""
+    """Return our connector's configuration, which may be an entry of a MultiConnector."""
     if transfer.get("kv_connector") == NAME:
         return transfer
     extra = transfer.get("kv_connector_extra_config")
@@ -245,8 +245,8 @@ def _connector(transfer: dict[str, Any]) -> dict[str, Any] | None:
 def _prefix_caching(given: bool | None) -> Finding:
     if given is None:
         return not_known(
-            "whether prefix caching is on; without the option vLLM decides by the model, and the connector refuses to "
-            "start without",
+            "whether prefix caching is on; by default vLLM decides by the model, and the connector refuses to start "
+            "without it",
             "start vLLM with --enable-prefix-caching",
         )
     if given:

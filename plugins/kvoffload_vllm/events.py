@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _GROUP_BYTES = 4
 _MEDIUM = "CPU"
-_LOCAL = "LOCAL"  # the block is on the machine that tells of it
+_LOCAL = "LOCAL"  # the block is on the machine that reports it
 _TOKEN = "i"  # four bytes a token
 
 

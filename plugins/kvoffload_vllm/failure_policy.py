@@ -1,4 +1,4 @@
-"""The policy by which vLLM acts when a load fails."""
+"""What vLLM does with a request whose load fails."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ if TYPE_CHECKING:
 
 
 def find_failure_policy(vllm_config: VllmConfig) -> str:
-    """Return `kv_load_failure_policy` as vLLM's scheduler reads it. To be called while a worker's connector is made.
+    """Return `kv_load_failure_policy` as vLLM's scheduler reads it. Call it while a worker's connector is made.
 
-    The scheduler goes by the outermost connector's configuration. A MultiConnector makes its children with copies of
-    vLLM's configuration in which the child's `kv_transfer_config` has replaced the outer one. Where vLLM makes a worker it
-    sets the configuration that the whole process runs by; in the scheduler's process nothing leads a child to it.
+    The scheduler reads the outermost connector's configuration. A MultiConnector gives each child a copy of vLLM's
+    configuration in which the child's `kv_transfer_config` replaces the outer one. While vLLM makes a worker, the
+    original is the process's current configuration; in the scheduler's process a child has no way to find it.
     """
     from vllm.config.vllm import get_current_vllm_config_or_none
 

@@ -1,8 +1,8 @@
-"""The catalogue as ordinary Prometheus metrics, made from whatever classes vLLM hands in (its own or Ray's).
+"""The catalogue as ordinary Prometheus metrics, made from the classes that vLLM passes in (its own or Ray's).
 
-A process may make them more than once, for a second engine or a second logger, and the registry takes a name only once.
-The metrics are kept, then: a later maker gets the same ones, with the series of its own engines back at 0, and what an
-earlier maker of the same series still tells goes nowhere. So nothing is counted twice.
+A process may make them several times, for a second engine or a second logger, but the registry accepts a name once. So
+the metrics are kept: a later caller gets the same objects, and its engines' series restart at 0. An earlier caller with
+the same series then updates objects that are no longer exported, so nothing is counted twice.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _made: dict[tuple[Callable[..., object], str], tuple[tuple[str, ...], Any]] = {}
 
 
 class Families:
-    """Every metric of the catalogue, with all its series from the start.
+    """Every metric of the catalogue, with all its series present from the start.
 
     Args:
-        classes: what to make in place of each of the Prometheus client's classes.
-        label_names: vLLM's labels, which come before ours.
-        engine_labels: their values, per engine of this front end.
+        classes: by class of the Prometheus client, the class to use for it.
+        label_names: vLLM's labels, which precede ours.
+        engine_labels: the values of vLLM's labels for each engine of this front end.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Families:
                     self._start(engine, metric.name, labels)
 
     def observe(self, payload: Mapping[str, Any], engine: int) -> None:
-        """Add one message. What this version does not know is left out: a front end must not die of it."""
+        """Add one message. Unknown names and labels are ignored, so that another version cannot end the front end."""
         for child, added in self._entries(payload, COUNTS, engine):
             child.inc(added)
         for child, now in self._entries(payload, GAUGES, engine):
@@ -79,7 +79,7 @@ class Families:
 
 
 def _make(cls: Callable[..., object], metric: Metric, label_names: tuple[str, ...]) -> object:
-    """Return the metric: a new one, or the one that this process has."""
+    """Return the metric, a new one or the one this process already has."""
     options: dict[str, object] = {
         "name": metric.name,
         "documentation": metric.help,
@@ -93,7 +93,7 @@ def _make(cls: Callable[..., object], metric: Metric, label_names: tuple[str, ..
         made = cls(**options)
     except ValueError:
         if (cls, metric.name) not in _made:
-            raise  # somebody else's
+            raise  # the name belongs to another package
         names, known = _made[cls, metric.name]
         if names == label_names:
             return known
@@ -104,5 +104,5 @@ def _make(cls: Callable[..., object], metric: Metric, label_names: tuple[str, ..
 
 
 def _is_multiprocess() -> bool:
-    """Whether the client keeps values in files, where it can take no series back: they go on where they were."""
+    """Whether the client keeps values in files. It cannot remove a series there, so series continue from their last value."""
     return "PROMETHEUS_MULTIPROC_DIR" in os.environ or "prometheus_multiproc_dir" in os.environ

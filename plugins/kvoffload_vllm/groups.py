@@ -102,7 +102,7 @@ def vllm_groups(
     shape = EngineShape(
         groups=specs,
         ranks=vllm_config.parallel_config.world_size,
-        device_blocks=kv_cache_config.num_blocks - 1,  # the null block is nobody's
+        device_blocks=kv_cache_config.num_blocks - 1,  # the null block belongs to no request
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         match_tokens=sizes.match_tokens,
         promises=Promises(recovers_loads=recovers_loads, hands_off_states=features.hands_off_states),

@@ -21,7 +21,7 @@ class HostEvents:
 
     Args:
         groups: the groups that are offloaded.
-        index: tells what comes and leaves.
+        index: reports which keys arrive and leave.
         wire: how vLLM writes events.
         device: knows which blocks may still be stored.
     """

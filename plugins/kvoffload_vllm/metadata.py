@@ -63,7 +63,7 @@ NO_PLAN = KVOffloadMetadata()
 
 
 class KVOffloadWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM is not installed where types are checked
-    """What the workers have to tell after a step.
+    """What the workers report after a step.
 
     Args:
         reports: one for each rank that has something to report.

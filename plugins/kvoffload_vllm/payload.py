@@ -1,8 +1,8 @@
-"""The form in which numbers travel to vLLM's front end: maps, lists, texts and numbers only. Pure.
+"""The format of numbers sent to vLLM's front end: maps, lists, texts and numbers only. Pure.
 
     {"counts": {metric: {labels: added}}, "gauges": {metric: {labels: now}}, "samples": {metric: {labels: [seconds, ..]}}}
 
-`labels` are a series' label values, joined by commas: they come from enums, none of which has one.
+`labels` are a series' label values joined by commas. They come from enums, whose values have no comma.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MIB = 1 << 20
 
 
 def to_payload(change: Change) -> Payload:
-    """Return what is sent of a change; parts without anything are left out."""
+    """Return the message for a change; empty parts are left out."""
     parts: dict[str, Mapping[str, Mapping[tuple[str, ...], object]]] = {
         COUNTS: change.counts,
         GAUGES: change.gauges,
@@ -42,12 +42,12 @@ def split_labels(joined: str) -> tuple[str, ...]:
 
 
 def is_empty(payload: Mapping[str, Any]) -> bool:
-    """Whether it has no numbers."""
+    """Whether it holds no number."""
     return not any(payload.get(part) for part in (COUNTS, GAUGES, SAMPLES))
 
 
 def merge(payload: Payload, later: Mapping[str, Any]) -> None:
-    """Add what was sent later: counters and samples add up, of gauges the later one holds. `later` is not changed."""
+    """Add a later message: counters add up, samples are appended, gauges are replaced. `later` is not changed."""
     for name, joined, added in _entries(later, COUNTS):
         series = _series(payload, COUNTS, name)
         series[joined] = series.get(joined, 0) + added

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class KVOffloadPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM is not installed where types are checked
-    """The catalogue's metrics in one front end, for all the engines that it talks to."""
+    """The catalogue's metrics in one front end, for all its engines."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What a stock vLLM calls in every process: makes the connector known by name. Imports nothing heavy."""
+"""The plugin's entry point, which a stock vLLM calls in every process. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ MODULE = "kvoffload_vllm.connector"
 
 
 def register() -> None:
-    """Make the connector known to vLLM's factory. Harmless when called again."""
+    """Register the connector with vLLM's factory. Further calls change nothing."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     try:
         KVConnectorFactory.register_connector(NAME, MODULE, NAME)
     except ValueError:
-        # The name exists: another call of ours, in the same process.
+        # The name exists: this process has called register() before.
         return

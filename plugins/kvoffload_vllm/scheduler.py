@@ -270,7 +270,7 @@ class VllmScheduler:
         gained: dict[str, _Table] = dict.fromkeys([state.request for state in states], ())
         for request_id, blocks in compress(zip(ids, tables, strict=True), tables):
             gained[request_id] = tuple([blocks[group] for group in self._groups])
-        # Of these vLLM gives the whole table, which was reported when it was allocated.
+        # For these vLLM gives the whole table, which was reported when it was allocated.
         for request_id in cached.resumed_req_ids:
             gained[request_id] = ()
         for new in output.scheduled_new_reqs:

@@ -1,4 +1,4 @@
-"""What the scheduler's side tells vLLM's front end after a step, where something has changed."""
+"""Statistics that the scheduler's side sends to vLLM's front end after a step that changed some."""
 
 from __future__ import annotations
 
@@ -13,36 +13,34 @@ from kvoffload_vllm import payload
 
 
 class KVOffloadStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not installed where types are checked
-    """Changes since the last message; everything is in `data`, in the form of `payload`."""
+    """Changes since the last message, all in `data`, in the format of `payload`."""
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         super().__init__(data={} if data is None else data)
 
     def reset(self) -> None:
-        """Forget everything. A new table, as the old one may be another's by now."""
+        """Drop everything. The dictionary is replaced, because another object may hold the old one."""
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVOffloadStats:
-        """Add what was sent later, or by another rank."""
+        """Add a later message, or another rank's, to this one."""
         if not other.is_empty():
             payload.merge(self.data, other.data)
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return what vLLM's periodic line of log shows."""
+        """Return the values that vLLM's periodic log line shows."""
         return payload.summarize(self.data)
 
     def is_empty(self) -> bool:
         return payload.is_empty(self.data)
 
 
-_APART_S = (
-    1.0  # messages of a busy engine: scrapes are rarer, and each costs as much as planning several copies
-)
+_APART_S = 1.0  # between messages of a busy engine: scrapes are rarer, and a message costs as much as planning several copies
 
 
 class StatsSender:
-    """Makes the messages of one engine. Make one, before anything is counted: it takes what it tells.
+    """Makes the messages of one engine. An engine has one, made before anything is counted: messages hold differences.
 
     Args:
         offload: the runtime's scheduler side.
@@ -56,7 +54,7 @@ class StatsSender:
         """When the next message is due, as long as there is a next step that can send it."""
 
     def take(self) -> KVOffloadStats | None:
-        """Return what has changed since the last message, None where nothing has. On the engine's thread."""
+        """Return the changes since the last message, None without any. Called on the engine's thread."""
         self.next_s = self.now() + _APART_S
         change = self._changes.take()
         return KVOffloadStats(payload.to_payload(change)) if change is not None else None

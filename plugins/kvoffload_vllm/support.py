@@ -1,8 +1,8 @@
-"""What of vLLM's configurations can be offloaded. Everything else is refused at start: a wrong block is never served.
+"""Which of vLLM's configurations can be offloaded. Any other is refused at start, so that a wrong block is never served.
 
-A prefix hit needs the blocks of every group that vLLM itself looks up for one. So a group may only be left out where
-vLLM says that a hit does without it (`prefix_cacheable` is False: vLLM rebuilds what it holds); one such group that we
-cannot copy means that the whole model cannot be offloaded.
+A prefix hit needs the blocks of every group that vLLM looks up for it. A group may be left out only if vLLM says that a
+hit does not need it (`prefix_cacheable` is False: vLLM rebuilds its contents). If we cannot copy one of the needed
+groups, the whole model cannot be offloaded.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ KINDS = {
     "ChunkedLocalAttentionSpec": AttentionKind.CHUNKED_LOCAL,
     "MambaSpec": AttentionKind.RECURRENT,
 }
-"""By the name of the class itself: a subclass that is not listed may recycle or share blocks in a way of its own."""
+"""By exact class name: a subclass that is not listed may recycle or share blocks differently."""
 
 VERSIONS = "vLLM 0.28 and newer; 0.28, 0.30, 0.32 and 0.33 were run"
-"""Where the connector works."""
+"""vLLM versions that the connector works with."""
 
 NEWEST_RUN = (0, 33)
-"""The newest of them."""
+"""The newest version that was run."""
 
 NEEDED = (
     "bind_gpu_block_pool",
@@ -40,11 +40,11 @@ NEEDED = (
     "has_pending_push_work",
     "on_new_request",
     "requires_kv_delivery",
-    "supports_divergent_local_hybrid_hits",  # 0.28; before, vLLM counted on states that nobody had loaded
+    "supports_divergent_local_hybrid_hits",  # 0.28; before, vLLM relied on states that no hit had loaded
 )
-"""Names in vLLM's base class without which the connector cannot work, or not rightly."""
+"""Names in vLLM's base class that the connector needs to work correctly."""
 
-_WRAPPER = "kv_cache_specs"  # what a spec that holds one spec a layer has
+_WRAPPER = "kv_cache_specs"  # the attribute of a spec that wraps one spec for each layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Features:
     """What this vLLM offers to connectors.
 
     Args:
-        tells_failed_loads: a failed load can be told by request, so that models with several groups recover from it.
+        tells_failed_loads: a failed load can be reported by request, so that models with several groups recover.
         hands_off_states: a step names the recurrent states that it completes, block by block.
         lacks: names that a connector needs and this vLLM does not have.
     """
@@ -73,7 +73,7 @@ def find_features() -> Features:
 
 
 def layer_specs(spec: KVCacheSpec) -> tuple[KVCacheSpec, ...]:
-    """Return the specs that a group's spec stands for: one, or one a layer."""
+    """Return the specs of a group's layers: its one spec, or the one of each layer."""
     wrapped: dict[str, KVCacheSpec] | None = getattr(spec, _WRAPPER, None)
     return tuple(wrapped.values()) if wrapped else (spec,)
 
@@ -84,7 +84,7 @@ def is_needed_for_hits(group: KVCacheGroupSpec) -> bool:
 
 
 def find_problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, features: Features) -> list[str]:
-    """Return, one sentence each, everything because of which this configuration cannot be offloaded."""
+    """Return every reason why this configuration cannot be offloaded, one sentence each."""
     if features.lacks:
         return [f"this vLLM lacks {', '.join(features.lacks)}; the connector works with {VERSIONS}"]
     groups = kv_cache_config.kv_cache_groups
@@ -93,9 +93,7 @@ def find_problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, featu
         if is_needed_for_hits(group):
             problems += _check_group(number, layer_specs(group.kv_cache_spec), features)
     if not any(map(is_needed_for_hits, groups)):
-        problems.append(
-            "the model has no KV cache that is found by its prefix, so there is nothing to offload"
-        )
+        problems.append("no KV cache of the model is found by its prefix, so there is nothing to offload")
     if len(groups) > 1 and not features.tells_failed_loads:
         problems.append(
             f"the model has {len(groups)} KV cache groups, and this vLLM cannot recover from a failed load of more "
@@ -123,7 +121,7 @@ def _check_ranks(parallel_config: ParallelConfig) -> Iterator[str]:
         parallel_config.world_size,
     )
     if launcher == "external_launcher" and ranks > 1:
-        # A rank's scheduler gets the reports of its own worker only, and copies take another time on each rank.
+        # A rank's scheduler gets only its own worker's reports, and copies take a different time on each rank.
         yield (
             f"distributed_executor_backend is {launcher!r} with {ranks} ranks: each has a scheduler of its own, and all "
             "must schedule alike, which they cannot by what is in each one's host memory; start with mp or ray"
@@ -131,7 +129,7 @@ def _check_ranks(parallel_config: ParallelConfig) -> Iterator[str]:
 
 
 def _check_tiers(kv_cache_config: KVCacheConfig) -> Iterator[str]:
-    # HiSparse alone has groups that live on the host, or that are rebuilt from another group after a load.
+    # Only HiSparse has groups that live on the host, or that are rebuilt from another group after a load.
     moved = any(
         getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True)
         for group in kv_cache_config.kv_cache_groups
@@ -152,7 +150,7 @@ def _check_group(number: int, specs: Sequence[KVCacheSpec], features: Features) 
 
 
 def _check_states(number: int, specs: Sequence[KVCacheSpec], features: Features) -> Iterator[str]:
-    """A recurrent state is whole only at the boundaries where vLLM hands it off."""
+    """A recurrent state is complete only at the boundaries where vLLM hands it off."""
     if not features.hands_off_states:
         yield (
             f"KV cache group {number} holds recurrent (Mamba) states, which this vLLM does not hand to connectors; "
@@ -173,10 +171,10 @@ def kind_of(spec: KVCacheSpec) -> AttentionKind:
 
 
 def reach_of(spec: KVCacheSpec) -> int | None:
-    """Return the window or chunk in tokens, None where there is none.
+    """Return the window or chunk in tokens, None for full attention and recurrent layers.
 
-    vLLM keeps some windows longer than attention needs, for drafts that compute tokens again. For a hit it gives a
-    request all those blocks, and takes what lies in them for computed: all of them must be loaded.
+    vLLM keeps some windows longer than attention needs, for drafts that recompute tokens. On a hit it gives a request all
+    of those blocks and regards their contents as computed, so all of them must be loaded.
     """
     kind = kind_of(spec)
     if kind is AttentionKind.SLIDING_WINDOW:

@@ -51,8 +51,8 @@ class Tracked:
 
     Args:
         request: vLLM's.
-        hashes: block hashes that the core has.
-        last_hash: the last of them. It covers the others, so it tells whether any was rewritten.
+        hashes: block hashes reported so far.
+        last_hash: the last of them. It covers the others, so it changes if any of them was rewritten.
         noted: block hashes noted for events, of the table that the request has now.
         found_tokens: what the device held at the last lookup.
         boundary: confirmed tokens from which on there is something new to report.
@@ -75,7 +75,7 @@ class Tracked:
 
     @property
     def is_rewritten(self) -> bool:
-        """Whether the core has hashes that are no longer the request's: a session's next input replaces tokens not yet computed."""
+        """Whether reported hashes are no longer the request's: a session's next input replaces tokens not yet computed."""
         hashes, sent = self.request.block_hashes, self.hashes
         return sent > 0 and (len(hashes) < sent or hashes[sent - 1] != self.last_hash)
 
@@ -84,7 +84,7 @@ class Tracked:
         return self.request.num_output_tokens > 0
 
     def new_keys(self, maker: KeyMaker) -> tuple[tuple[BlockKey, ...], ...]:
-        """Return the keys that the core does not have yet, and note them; an empty tuple where there is nothing to add."""
+        """Return the keys not reported yet, and note them as reported."""
         if self.hashes and self.hashes == len(self.request.block_hashes):
             return ()
         hashes = self.request.block_hashes

@@ -151,7 +151,7 @@ SOURCE = "\n".join(f"    def {name}(self): ..." for name in NEEDED)
         ("0.32.0+cpu", SOURCE, "go", "vLLM 0.32.0+cpu has what the connector needs"),
         ("0.27.1", SOURCE.replace(NEEDED[-1], "other"), "no-go", f"vLLM 0.27.1 lacks {NEEDED[-1]}"),
         ("0.32.0", None, "warning", "cannot be read"),
-        ("0.34.0", SOURCE, "warning", "is newer than what was run"),
+        ("0.34.0", SOURCE, "warning", "is newer than any that was run"),
         ("1.0", SOURCE, "warning", "is newer"),
     ],
 )

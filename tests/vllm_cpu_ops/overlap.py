@@ -21,11 +21,11 @@ def follow_the_switch() -> None:
     """Makes the CPU platform leave asynchronous scheduling on for as long as the switch is set."""
     from vllm.platforms.cpu import CpuPlatform
 
-    settle = CpuPlatform.check_and_update_config.__func__
+    stock = CpuPlatform.check_and_update_config.__func__
 
-    def settle_and_overlap(cls: type[CpuPlatform], config: VllmConfig) -> None:
-        settle(cls, config)
+    def update_and_overlap(cls: type[CpuPlatform], config: VllmConfig) -> None:
+        stock(cls, config)
         if os.environ.get(SWITCH) == "1":
             config.scheduler_config.async_scheduling = True
 
-    CpuPlatform.check_and_update_config = classmethod(settle_and_overlap)
+    CpuPlatform.check_and_update_config = classmethod(update_and_overlap)

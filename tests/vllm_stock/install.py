@@ -81,27 +81,35 @@ def set_up_project() -> None:
 def set_up_overlay(version: str) -> None:
     """Unpacks the Python files of another vLLM into its folder, unless it is there already."""
     target = OVERLAYS / version
-    if target.exists():
-        return
-    OVERLAYS.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=OVERLAYS) as scratch:
-        _say(f"fetching vLLM {version}")
-        _pip("download", "--no-deps", "--only-binary=:all:", "--dest", scratch, f"vllm=={version}")
-        (wheel,) = Path(scratch).glob("vllm-*.whl")
-        unpacked = Path(scratch) / version
-        _unpack(wheel, unpacked, version)
-        unpacked.rename(target)
+    if not target.exists():
+        OVERLAYS.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=OVERLAYS) as scratch:
+            _say(f"fetching vLLM {version}")
+            _pip("download", "--no-deps", "--only-binary=:all:", "--dest", scratch, f"vllm=={version}")
+            (wheel,) = Path(scratch).glob("vllm-*.whl")
+            unpacked = Path(scratch) / version
+            _unpack(wheel, unpacked)
+            unpacked.rename(target)
+    _describe(target, version)
 
 
-def _unpack(wheel: Path, target: Path, version: str) -> None:
+def _unpack(wheel: Path, target: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if name.startswith("vllm/") and name.endswith(".py")]
         archive.extractall(target, names)
-    about = target / f"vllm-{version}.dist-info"
-    about.mkdir()
-    # Up to 0.27 vLLM takes its CPU platform only where its own version says "cpu".
-    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
     compileall.compile_dir(target, quiet=2, workers=0, stripdir=str(target))
+
+
+def _describe(target: Path, version: str) -> None:
+    """Writes the version that vLLM reads.
+
+    Up to 0.27 vLLM chooses its CPU platform only if its version says "cpu". A later one that says so refuses every Triton
+    but one for CPUs.
+    """
+    build = "+cpu" if tuple(map(int, version.split(".")[:2])) <= (0, 27) else ""
+    about = target / f"vllm-{version}.dist-info"
+    about.mkdir(exist_ok=True)
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}{build}\n")
 
 
 def _split(lines: list[str]) -> tuple[str, list[str]]:

@@ -34,14 +34,14 @@ MORE = (
 """Also run where the connector starts: memory, keys, metrics and events are translated correctly."""
 
 WITH_V2 = ("0.30.0", "0.32.0", "0.33.0")
-"""Also run with model runner V2, which vLLM chooses wherever it finds Triton; these run the adapter's whole suite."""
+"""Also run with model runner V2, which vLLM chooses wherever it finds Triton."""
 
 V2_RUNNER = {
     "VLLM_USE_V2_MODEL_RUNNER": "1",
     "TRITON_INTERPRET": "1",
     "CUDA_VISIBLE_DEVICES": "",  # vLLM accepts Triton without a driver only if no device is visible
 }
-PART_OF_V2 = ("0.32.0", "runner or (reloaded or preempted) and qwen3 or reloaded and gemma3")
+PART_OF_V2 = ("0.32.0", "qwen3 and (runners or reloaded or preempted)")
 """What --check runs with it: a version, and pytest's expression for tests of the suite."""
 
 TOO_OLD = ("0.27.1",)
@@ -91,8 +91,6 @@ class Setup:
 
     @property
     def tests(self) -> tuple[str, ...]:
-        if self.runner == "V2":
-            return (SUITE, "tests/vllm_adapter")
         return (SUITE,) if self.version in TOO_OLD else (SUITE, *MORE)
 
     @property

@@ -19,10 +19,10 @@ def plain_tokens(kind: Kind, folder: Path) -> dict[str, Any]:
     """Return the runner's name, and the tokens by request."""
     with plain(kind, folder, **DEVICE) as rig:
         runner = rig.core.model_executor.driver_worker.worker.model_runner
-        told = rig.run(REQUESTS)
+        reported = rig.run(REQUESTS)
     return {
         "runner": f"{type(runner).__module__}.{type(runner).__name__}",
-        "tokens": {name: list(one.tokens) for name, one in told.items()},
+        "tokens": {name: list(one.tokens) for name, one in reported.items()},
     }
 
 
