@@ -54,6 +54,8 @@ def test_it_has_what_is_promised() -> None:
             assert {*several, *reported.values()} == {matrix.REFUSED}
             continue
         assert {more, *reported.values()} == {"passed"}
+        if label.endswith("V2"):
+            several.discard("not run")  # recurrent layers, whose kernels are interpreted too
         assert several == {matrix.REFUSED if label == "0.28.0" else "passed"}
 
 
