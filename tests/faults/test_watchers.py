@@ -102,7 +102,7 @@ def test_a_full_disk_ends_the_journals_file_and_nothing_else(
         made.run(text(1, 25))
         made.pass_time()
 
-        def full(file: JournalFile, lines: str) -> None:
+        def full(file: JournalFile, lines: str, head: str) -> None:
             os.write(file._descriptor, lines[: len(lines) // 2].encode())
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
