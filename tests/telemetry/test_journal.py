@@ -143,6 +143,7 @@ def test_the_ring_keeps_the_last_messages() -> None:
                     "is_growing": False,
                     "slot_bytes": 0,
                     "wanted_slots": 0,
+                    "lost": None,
                 },
             },
         ),
