@@ -285,7 +285,7 @@ class OffloadCore:
                     part.copy_s,
                 )
             )
-            if not job.waiting and (state.stall.blocks or state.stall.jobs_in_a_row):
+            if not job.waiting and state.stall.blocks:  # of abandoned jobs, which alone can be in a row
                 state.stall.ended(job)
                 self._look_at_stall()
             if job.loads_for is None:
