@@ -113,19 +113,17 @@ class Requests:
         record.state = REQUEST.steps[event][record.state]
         if event is _END:
             del self.live[record.request]
-            self.finishing.add(record)
-            if not record.jobs:
-                self._drained(record)
+            if record.jobs:
+                self.finishing.add(record)
+            else:
+                record.state = REQUEST.steps[_LAST_JOB][record.state]
 
     def job_ended(self, record: RequestRecord) -> None:
         """Note that the last copy of a job on this request's blocks has ended."""
         record.jobs -= 1
         if record.state is _FINISHING and not record.jobs:
-            self._drained(record)
-
-    def _drained(self, record: RequestRecord) -> None:
-        record.state = REQUEST.steps[_LAST_JOB][record.state]
-        self.finishing.discard(record)
+            record.state = REQUEST.steps[_LAST_JOB][record.state]
+            self.finishing.discard(record)
 
 
 def has_table(record: RequestRecord) -> bool:
