@@ -27,7 +27,7 @@ _NAMES_WIDTH, _WIDTH = 12, 80
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the name of the bench; each has options of its own."""
+    """Add the name of the bench; each has its own options."""
     names = sorted(_found().names)
     parser.add_argument(
         "bench", metavar="NAME", nargs="?", choices=names, help="which bench; without it, a list of them"

@@ -43,6 +43,6 @@ def say(text: str) -> None:
 
 
 def print_error(text: str, end: str = "\n") -> None:
-    """Print to standard error. Where that cannot be written, the text is lost and the command goes on."""
+    """Print to standard error. Where that cannot be written, the text is lost and the command continues."""
     with suppress(OSError, ValueError):
         print(text, end=end, file=sys.stderr, flush=True)

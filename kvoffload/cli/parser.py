@@ -17,7 +17,7 @@ _SIMILAR = 0.7  # of difflib: a slip of the finger; with less it suggests option
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Leaves room for long names, and names the defaults that tell the reader something."""
+    """Leaves room for long names, and shows the defaults that matter to the reader."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=28)

@@ -75,7 +75,7 @@ def _items(value: Mapping[Any, Any], met: _Met) -> object:
 def _in_order(values: Iterable[Any]) -> list[Any]:
     try:
         return sorted(values)
-    except TypeError:  # enums, records: anything that has no order of its own
+    except TypeError:  # enums, records: anything without an order
         return sorted(values, key=repr)
 
 

@@ -241,7 +241,7 @@ class HostPool:
     def forget_all(self) -> Mapping[BlockKey, SlotId]:
         """Empty the index at once (a reset) and return what it held; pinned slots drain.
 
-        Slots that a store is filling are not in the index: whoever owns their jobs dooms them.
+        Slots that a store is filling are not in the index: the owners of their jobs doom them.
         """
         ready = [SlotId(slot) for slot, state in enumerate(self._states) if state == _READY]
         pinned = [SlotId(slot) for slot, state in enumerate(self._states) if state == _PINNED]

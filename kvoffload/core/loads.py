@@ -89,7 +89,7 @@ class Loads:
             self._answer(record, record.incarnation, loaded=True)
 
     def _unpin_hit(self, record: RequestRecord, hit: PendingHit, loading: Sequence[SlotId]) -> None:
-        """The load has pins of its own; what the engine did not accept of the hit is dropped."""
+        """The load takes its own pins; the part of the hit that the engine did not accept is dropped."""
         self._state.pool.unpin(hit.slots)
         if rest := len(set(hit.slots).difference(loading)):
             self._state.holds.used(record, record.found_tokens)
@@ -109,7 +109,7 @@ class Loads:
         state.tally.events.append(LoadScheduled(job.job, record.request, len(slots), tokens, tuple(slots)))
 
     def _copies(self, record: RequestRecord, fact: BlocksAllocated, length: int) -> _Copies | None:
-        """Return what must be copied to go on at `length`, heads first; None where the host lacks some of it.
+        """Return the slots and blocks to copy for a prefix of `length` tokens, heads first; None if the host lacks any.
 
         It goes by key and not by what was pinned: a pinned block may have turned out worthless since, and fewer tokens
         than were found can need other blocks.

@@ -1,4 +1,4 @@
-"""Why a key is not on the host: a bounded memory of what became of recent keys."""
+"""Why a key is not on the host: a bounded record of recent keys' fates."""
 
 from __future__ import annotations
 

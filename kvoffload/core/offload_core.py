@@ -59,7 +59,7 @@ class OffloadCore:
     # -- requests -----------------------------------------------------------------------------------------------
 
     def request_seen(self, fact: facts.RequestSeen) -> None:
-        """The engine took a request in. If its name is in use, the live request stays."""
+        """The engine received a request. If its id is in use, the live request stays."""
         live = self.state.requests.live
         if fact.request in live:
             self._reject(RejectionCause.UNKNOWN_REQUEST, fact.request)
@@ -84,10 +84,10 @@ class OffloadCore:
         engine looks up only requests without a block table, so a lookup of a running one means that it was preempted.
 
         Args:
-            request: whose prefix.
+            request: the request.
             device_tokens: tokens that the device holds.
-            may_wait: "not yet" is an answer.
-            full_tokens: tokens whose blocks of full attention the device holds, where that is more.
+            may_wait: whether "not yet" is allowed.
+            full_tokens: tokens whose full-attention blocks the device holds, if that is more.
             tokens: what a preempted request must hold before its next new token: its prompt and what it generated.
             new_keys: per group, keys of whole blocks not given before.
             least_tokens: shorter hits are declined, where this is above the policy's number; a request's first lookup
@@ -110,7 +110,7 @@ class OffloadCore:
         return self._hits.lookup(record, device_tokens, full_tokens, may_wait=can_wait)
 
     def blocks_allocated(self, fact: facts.BlocksAllocated) -> None:
-        """A request got a block table. Blocks behind the device's own hit were handed out for it."""
+        """A request got a block table. Blocks after the device's own hit are new."""
         record = self.state.requests.live.get(fact.request)
         if record is None:
             self._reject(RejectionCause.UNKNOWN_REQUEST, fact.request)
@@ -166,7 +166,7 @@ class OffloadCore:
         self._planner.ending(record)
 
     def _preempt(self, record: RequestRecord) -> None:
-        """The engine took a running request's blocks back."""
+        """The engine freed a running request's blocks."""
         self._planner.preempted(record)
         self._stores.settle_waiting(record, StoreOutcome.LOST)
         self.state.requests.move(record, RequestEvent.PREEMPT)
@@ -175,7 +175,7 @@ class OffloadCore:
         record.incarnation += 1
 
     def _table_ended(self, record: RequestRecord) -> None:
-        """A request's incarnation is over: forget all that was tied to its block table."""
+        """A request's incarnation is over: forget everything tied to its block table."""
         state = self.state
         state.tables.forget(record)
         if record.watched:
@@ -188,8 +188,8 @@ class OffloadCore:
     def step_scheduled(self, fact: facts.StepScheduled) -> None:
         """The engine scheduled a step.
 
-        Preempted requests come first, because their blocks may have been handed out in this very step; then ids that
-        were handed out are zeroed in other tables, before any block of the step is offered.
+        Preempted requests come first, because their blocks may have been reused in this step. Then reused ids are zeroed
+        in other tables, before any block of the step is offered.
         """
         state = self.state
         if fact.preempted:
@@ -204,7 +204,7 @@ class OffloadCore:
             self._planner.step(fact, advanced)
 
     def plan(self) -> TransferPlan:
-        """Return what the workers must copy, decided since the last call; it counts as submitted."""
+        """Return the copies decided since the last call; they count as submitted."""
         state = self.state
         if not state.jobs.planned:
             return NOTHING
@@ -214,12 +214,12 @@ class OffloadCore:
     def _preempt_all(self, requests: Iterable[RequestId]) -> None:
         for request in requests:
             record = self.state.requests.live.get(request)
-            # One that was preempted and given blocks again within a step is reported only now.
+            # A request that was preempted and got blocks again within a step is reported only now.
             if record is not None and record.state is _RUNNING and record not in self._new:
                 self._preempt(record)
 
     def _advance(self, fact: facts.StepScheduled) -> list[RequestRecord]:
-        """Blocks were handed out, tables grew, tokens were confirmed. Return the running requests concerned."""
+        """Apply new blocks and confirmed tokens. Return the running requests concerned."""
         state, advanced = self.state, list[RequestRecord]()
         # All ids are zeroed elsewhere before any is recorded.
         grown = [block for progress in fact.progress for blocks in progress.new_blocks for block in blocks]
@@ -243,9 +243,9 @@ class OffloadCore:
         return advanced
 
     def _offer_states(self, states: Iterable[facts.StateHandedOff]) -> None:
-        """Offer recurrent states. Their tables are known by now, and of whom the ids were that the step handed out.
+        """Offer recurrent states, after the step's tables were updated and its reused ids zeroed.
 
-        They come before all other offers: without its state a prefix is of no use.
+        States come before all other offers: without its state a prefix is useless.
         """
         offers: list[Offer] = []
         for request, group, position, key, block in states:
@@ -362,7 +362,7 @@ class OffloadCore:
         state.tally.events.append(ResetStarted(state.generation, len(dropped), draining, state.jobs.pending))
 
     def law_broken(self, fact: facts.InvariantBroken) -> None:
-        """Switch off for good: nothing new starts, what is under way drains, and the engine goes on (R12)."""
+        """Switch off for good: nothing new starts, open jobs drain, and the engine continues (R12)."""
         state = self.state
         if state.degraded is not None:
             return

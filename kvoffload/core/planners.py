@@ -131,7 +131,7 @@ class LazyPlanner:
         self._stores = stores
         self._enough = 2 * state.shape.turnover_blocks
         recurrent = [group for group in state.shape.groups if group.kind is AttentionKind.RECURRENT]
-        self._for_states = 2 * len(recurrent)  # which a table does not show: one to go on in and one to keep
+        self._for_states = 2 * len(recurrent)  # not in the table: one to continue in and one to keep
         self._clean = 0
         self._stored = 0  # since blocks were last handed out
 

@@ -54,7 +54,7 @@ class RequestRecord:
         load_failed: a load of its failed, so its lookups answer 0 from now on.
         stores: False where its blocks were computed, wholly or in part, before the last reset.
         least_tokens: shorter hits are recomputed; its first lookup decides, 0 before it.
-        junction: tokens after which the engine is asked for a recurrent state, for want of which a prefix that is on
+        junction: tokens after which the engine is asked for a recurrent state, without which a prefix that is on
             device and host was not found; 0 for none. Its last lookup decides.
     """
 

@@ -30,7 +30,7 @@ class Policy:
         store_policy: "eager" or "lazy".
         eviction_policy: a name in `EVICTION_POLICIES`.
         min_load_tokens: shorter hits are recomputed instead.
-        prefix_junctions: ask for the recurrent states for want of which prefixes were not found.
+        prefix_junctions: ask the engine for recurrent states whose absence shortened hits.
         merge_steps: the few blocks that a decoding batch completes may wait for those of so many steps in all.
     """
 

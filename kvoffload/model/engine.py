@@ -106,7 +106,7 @@ class EngineShape:
 
     def _turnover_of(self, group: GroupSpec) -> int:
         blocks = -(-self.step_tokens // group.block_tokens) + 1
-        # However many blocks a recurrent group's tokens fill, a step takes one to go on in and one to keep.
+        # However many blocks a recurrent group's tokens fill, a step takes one to continue in and one to keep.
         return min(blocks, 2) if group.kind is AttentionKind.RECURRENT else blocks
 
     def count_states(self, keys: Iterable[BlockKey | None]) -> int:

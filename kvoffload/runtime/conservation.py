@@ -1,4 +1,4 @@
-"""When the conservation laws are checked: at rest, every time, and in full for whoever asks."""
+"""Checks of the conservation laws: a part at each rest, all on request."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Conservation:
     at a time, and the next time for the next ones, so that the cost does not grow with the host's memory.
 
     Args:
-        core: whose laws.
-        device: what the engine lends.
+        core: the core to audit.
+        device: the engine's block pool.
         counters: count the audits.
-        tell: takes the fact that a law is broken, which switches offloading off (R12).
-        broken: asks the core, and speaks for one that has raised.
+        report: publishes the fact that a law is broken, which switches offloading off (R12).
+        broken: asks the core, and answers for one that has raised.
     """
 
     def __init__(
@@ -39,13 +39,13 @@ class Conservation:
         core: OffloadCore,
         device: BlockPool,
         counters: Counters,
-        tell: Callable[[InvariantBroken], None],
+        report: Callable[[InvariantBroken], None],
         broken: BrokenCore,
     ) -> None:
         self._core = core
         self._device = device if isinstance(device, AuditsLeases) else None
         self._counters = counters
-        self._tell = tell
+        self._report = report
         self._broken = broken
         self._next_slot = 0
 
@@ -62,7 +62,7 @@ class Conservation:
     def _judge(self, problems: list[str]) -> list[str]:
         self._counters.audited()
         if problems:
-            self._tell(InvariantBroken(DegradeCause.LAW_BROKEN, "; ".join(problems)))
+            self._report(InvariantBroken(DegradeCause.LAW_BROKEN, "; ".join(problems)))
         return problems
 
     def _all_problems(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""The state at one moment, for whoever scrapes. Reads single numbers only, so any thread may ask."""
+"""The state at one moment, for a scrape. Reads single numbers only, so any thread may call it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def read_gauges(
     degraded: DegradeCause | None,
     info: Labels,
 ) -> GaugeSnapshot:
-    """Return the state now."""
+    """Return the current state."""
     slots = {label_of(each): state.pool.count(each) for each in SlotState}
     in_use = sum(slots.values()) - slots[_EMPTY]
     jobs = {}

@@ -73,7 +73,7 @@ class Observers:
             self._executor.shutdown(wait=False)
 
     def _start_spans(self, portal: Portal, spans: SpanObserver) -> None:
-        """On a thread of their own: a collector that does not answer holds it up."""
+        """On a separate thread: a collector that does not answer blocks it."""
         log_failed = log_spans_failed(self._now)
 
         def failed() -> None:

@@ -1,4 +1,4 @@
-"""Since when each request's pins have been there: the oldest one tells of a leak before anything else does."""
+"""Since when each request has held pins: the oldest pin is the first sign of a leak."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ class PinAges:
     """Follows the events that begin and end pins.
 
     Args:
-        clocks: where time comes from.
+        clocks: the source of time.
     """
 
     def __init__(self, clocks: Clocks) -> None:
         self._clocks = clocks
         self._since: dict[RequestId, Since] = {}
         self.oldest: Since | None = None
-        """Since when there has been the oldest pin, None without one. Written whole, so another thread may read it."""
+        """Start of the oldest pin, or None. Replaced as a whole, so other threads may read it."""
 
     def subscribe(self, bus: Bus) -> None:
         """Follow the pins from now on."""

@@ -65,7 +65,7 @@ class DaemonExecutor(Executor):
                 return
             try:
                 result = fn(*args, **kwargs)
-            except BaseException as error:  # it belongs to whoever asked
+            except BaseException as error:  # raised to the caller
                 future.set_exception(error)
             else:
                 future.set_result(result)
@@ -139,7 +139,7 @@ class Portal:
             return self._executor
 
     def new_executor(self, purpose: str) -> Executor:
-        """Return one more thread, for calls that may be held up for long. Whoever asks shuts it down."""
+        """Return one more thread, for calls that may block for long. The caller shuts it down."""
         return DaemonExecutor(f"{self.name}-{purpose}", 1)
 
     def spawn(

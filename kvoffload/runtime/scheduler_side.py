@@ -335,7 +335,7 @@ class SchedulerSide:
         """Find nothing computed so far ever again, at once; return whether no copy of before is left running.
 
         The answer is the metric `kvoffload_reset_draining_jobs` being 0, and the log's `reset_started` naming no open
-        job; when the last of them has ended, `reset_ended` says so. Asking again is harmless.
+        job; when the last of them has ended, `reset_ended` is logged. Calling it again is harmless.
         """
         began = self._precise()
         self.bus.dispatch([facts.CacheReset()])
@@ -377,7 +377,7 @@ class SchedulerSide:
 
     def _journal_failed(self, error: Exception) -> None:
         self.counters.journal_failed()
-        log.error("journal_stopped", error=str(error), note="the engine and the ring in memory go on")
+        log.error("journal_stopped", error=str(error), note="the engine and the ring in memory continue")
 
 
 def _policy(config: OffloadConfig, shape: EngineShape, merge_steps: int) -> Policy:

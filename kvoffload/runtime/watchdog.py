@@ -29,11 +29,11 @@ class Since(NamedTuple):
 
 
 class Watched(Protocol):
-    """Whoever follows how long things last."""
+    """A source of the oldest pin or job."""
 
     @property
     def oldest(self) -> Since | None:
-        """Since when there has been the oldest, None without any. Read from another thread."""
+        """Start of the oldest, or None. Read from another thread."""
 
 
 class Watchdog:

@@ -163,7 +163,7 @@ class WorkerSide:
             )
 
     def _coroutine_ended(self, pump: TransferPump) -> None:
-        """Unless this side is closing, nobody asked the coroutine to end."""
+        """Unless this side is closing, the coroutine was not asked to end."""
         if self._pump is pump:
             pump.coroutine_lost("the transfer coroutine ended")
 

@@ -23,7 +23,7 @@ from kvoffload.telemetry.labels import Hook, LookupResult, subscriber_label
 from kvoffload.telemetry.snapshot import Distribution, Labels, Snapshot
 
 _ATTEMPTS = 1000  # copies of a snapshot; one is enough unless the counting thread was interrupted just then
-# Raw samples of one series that wait to be taken; whoever takes them does so many times a second.
+# Raw samples of one series that wait to be taken, which happens many times a second.
 _KEPT = 1 << 14
 _HOST = Tier.HOST.value
 _HIT = (LookupResult.HIT.value,)

@@ -1,13 +1,13 @@
 """A timeline as OpenTelemetry spans: the one file that needs the packages of the extra `otel`.
 
-    request                 from when it is seen until it has ended; child of the engine's span where it tells of one
+    request                 from when it is seen until it has ended; child of the engine's span, if it gives one
       lookup                one an admission, with what it found; pins are events of the request
       load_wait             the engine waits for a load
       run                   from its admission to its end or preemption
       load                  a rank's part of that load, with `queued` and `copy` inside
     store                   a rank's part of a store, with `queued` and `copy` inside; evictions that made room are its events
 
-A span of no length stands for what belongs to nobody, such as a reset.
+A span of no length stands for what belongs to no request, such as a reset.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Ended(SpanProcessor):
 
 
 class OwnIds(IdGenerator):
-    """Ids from a generator of its own. The SDK's draws from the process's, which engines seed: all would name spans alike.
+    """Ids from a separate generator. The SDK uses the process's, which engines seed: all would use the same ids.
 
     And an engine that draws from it too would no longer draw what it does without us.
     """

@@ -1,14 +1,14 @@
-"""What the engine takes to compute a prompt's tokens, from when it schedules its steps and what it schedules in them.
+"""The engine's time to compute a prompt's tokens, estimated from the times and contents of its steps.
 
-Nobody tells when a step ends, and an engine may schedule the next one before that. So what is timed is a run: steps
-that prefill, one behind the other, and the one step behind them:
+The end of a step is not reported, and an engine may schedule the next step before it. So a run is timed: consecutive steps
+that prefill, and the one step after them:
 
     steps       D   P   P   D   D          D decodes only, P prefills
     counted         |-----------|          from the run's first step to the second step behind it
-    taken off       d   d   d              of each, what a step takes that only decodes as many tokens
+    subtracted      d   d   d              for each, the time of a step that only decodes as many tokens
 
 With one step in flight the three intervals are the durations of P, P and D; with two in flight, of D, P and P. Either
-way what is left is the time that prefilling adds.
+way the rest is the time that prefilling adds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 
 _RUNS = 33  # of the last runs, the median by tokens: a stall, as of a first compilation, is outvoted
-_LONGEST_RUN = 32  # steps after which a run is a sample though it goes on
+_LONGEST_RUN = 32  # steps after which a run is a sample even if it continues
 _LEAST_SHARE = (
     0.1  # of a run's time that counts as prefilling, however long its steps would have taken without
 )
@@ -27,7 +27,7 @@ class PrefillRate:
     """Seconds that prefilling adds per token.
 
     Args:
-        least_tokens: runs of fewer say more of a step's fixed cost than of its tokens; taken only while there is no other.
+        least_tokens: shorter runs mostly measure a step's fixed cost; they count only while there is no other run.
     """
 
     def __init__(self, least_tokens: int) -> None:

@@ -170,7 +170,7 @@ def _writer(hint: object) -> tuple[Convert, bool]:
         return _tuple_writer(typing.get_args(plain)[0])
     if is_dataclass(plain):
         return lambda value: dict(_form(type(value)).summarise(value).fields), False
-    if hint is str:  # an id is a type of its own, so this is free text
+    if hint is str:  # ids have their own types, so this is free text
         return scrub, False
     if isinstance(plain, type) and issubclass(plain, Enum):
         return lambda value: value.value, False

@@ -1,8 +1,8 @@
 """The observer that sends an engine's timeline as OpenTelemetry spans to the collector at `otlp_endpoint`.
 
-What is of interest is picked inline and handed to a feed; spans are made and sent on a thread of their own, so that a
-collector that does not answer holds up nobody: the feed fills, and what does not fit is dropped and counted. A gap ends
-every open span as "unfinished", since nobody knows what was missed.
+Messages are selected inline and offered to a feed; another thread makes and sends the spans, so that a collector that does
+not answer blocks nothing: the feed fills, and what does not fit is dropped and counted. A gap ends every open span as
+"unfinished", because the missed messages are unknown.
 """
 
 from __future__ import annotations

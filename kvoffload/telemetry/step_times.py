@@ -1,8 +1,8 @@
-"""What steps that only decode take, with copies under way and without: the measure of how copies slow the engine.
+"""Times of decode-only steps with and without running copies: a measure of how copies slow the engine.
 
-Compared are steps that decode alike many tokens, to a power of two. The time from one step to the next counts only when
-the step before was of the same kind, since an engine with two steps in flight schedules one while another runs. Steps
-that prefill are too different to compare; they are taken to be slowed by the same share.
+Steps are compared with others that decode about as many tokens, to a power of two. The time from one step to the next counts
+only if the step before was of the same kind, because an engine with two steps in flight schedules one while another runs.
+Steps that prefill differ too much to be compared; the same slowdown is assumed for them.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ _SIZES = 24  # powers of two by which a step's decoded tokens are counted
 _QUIET_WEIGHT = 1 / 16
 _SLOWDOWN_WEIGHT = 1 / 64
 _FIRST = 8  # steps of a size, the shortest of which is the first mean: others may have compiled something
-_OUTLIER = 4.0  # times the usual, beyond which a step says nothing more
+_OUTLIER = 4.0  # times the usual, beyond which a step is ignored
 
 
 class Copies(IntEnum):
-    """Which copies are under way during a step."""
+    """Which copies run during a step."""
 
     NONE = 0
     STORES = 1
@@ -26,7 +26,7 @@ class Copies(IntEnum):
 
 
 class StepTimes:
-    """Running means; one thread tells, in the order of steps."""
+    """Running means; one thread reports steps, in their order."""
 
     def __init__(self) -> None:
         self._quiet_s = [0.0] * _SIZES
@@ -34,15 +34,15 @@ class StepTimes:
         self._slowdown = [0.0] * len(Copies)
 
     def usual_s(self, tokens: int) -> float:
-        """Return what a step takes that decodes so many tokens and no copy disturbs; 0 while unknown."""
+        """Return the time of a step that decodes so many tokens without copies; 0 while unknown."""
         return self._quiet_s[min(max(tokens, 1).bit_length(), _SIZES - 1)]
 
     def slowdown(self, copies: int) -> float:
-        """Return by which share copies of this kind lengthen a step; 0 while unknown, and never below."""
+        """Return the share by which copies of this kind lengthen a step; 0 while unknown, never negative."""
         return max(self._slowdown[copies], 0.0)
 
     def observe(self, seconds: float, tokens: int, copies: int) -> None:
-        """A step took so long that decoded so many tokens, at least 1, and only that."""
+        """Take note of a step that only decoded so many tokens (at least 1) and took so long."""
         if seconds <= 0:
             return
         size = tokens.bit_length()

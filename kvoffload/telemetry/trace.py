@@ -109,7 +109,7 @@ class Trace:
         """Draw nothing."""
 
     def scheduled(self, job: int) -> None:
-        """Draw nothing: notes have a line of their own."""
+        """Draw nothing: notes have their own line."""
 
     def span(
         self, track: Track, what: What, title: str, start: float, end: float, /, **args: object

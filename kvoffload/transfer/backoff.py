@@ -18,5 +18,5 @@ class Backoff:
         """Seconds to wait before the next look."""
 
     def note(self, *, progress: bool) -> None:
-        """Hear what a look found."""
+        """Take note of a poll's result."""
         self.next_s = self._first_s if progress else min(2 * self.next_s, self._longest_s)

@@ -2,7 +2,7 @@
 
 A load is compared after its copy, not before. What the host holds then it held during the copy too, unless it was wrong
 and has become right again: so there is no moment between check and copy in which bytes could change unnoticed, and loads
-are started by the hook as ever. That a bad block's bytes lie on the device by then harms nobody: its load has not been
+are started by the hook as ever. That a bad block's bytes lie on the device by then does no harm: its load has not been
 reported, its blocks are leased until it is, and the bytes are no worse than what a failed copy leaves there.
 
 Not noticed: bytes that were wrong when the store arrived, and bytes that change on their way to the device.

@@ -7,7 +7,7 @@ import time
 
 
 class SystemClock:
-    """Time as the machine tells it."""
+    """The machine's time."""
 
     def monotonic(self) -> float:
         return time.monotonic()

@@ -1,4 +1,4 @@
-"""Copies between a CUDA device and pinned host memory, on two streams of their own.
+"""Copies between a CUDA device and pinned host memory, on two streams.
 
     hook's thread   ── kernels ──●── kernels ──▶        the engine's current stream; ● is the fence
                                  │ wait
@@ -67,7 +67,7 @@ class CudaDriver(Protocol[StreamT, EventT]):
         ...
 
     def event(self, *, timed: bool) -> EventT:
-        """Return an event that nobody else has a reference to."""
+        """Return an event without other references."""
         ...
 
     def record_current(self, event: EventT) -> None:
@@ -135,7 +135,7 @@ class CudaDriver(Protocol[StreamT, EventT]):
 
 @dataclass(slots=True)
 class _Enqueued:
-    """What became of a batch's copies.
+    """The outcome of enqueueing a batch's copies.
 
     Args:
         is_whole: none was refused.
@@ -154,7 +154,7 @@ class CudaTicket(Generic[StreamT, EventT]):
         stream: which.
         start: recorded before the copies.
         end: to be recorded behind them.
-        enqueued: what became of the copies.
+        enqueued: the outcome of enqueueing.
     """
 
     def __init__(

@@ -117,7 +117,7 @@ class JobFlow:
             fence: what they wait for, if that was recorded before.
 
         Raises:
-            IllegalTransition: a job was taken in before; nothing changed.
+            IllegalTransition: a job was accepted before; nothing changed.
         """
         accepted = self.ledger.accept(jobs, self._clock.monotonic())
         try:

@@ -1,15 +1,15 @@
 """Copies from host memory to host memory, for engines whose device is the CPU.
 
-What costs is not only the copy but the interpreter's lock. A thread that gives it up for each page may wait 5 ms to get it
-back while the engine's thread is busy in Python, and keeps it from that thread in between. So there are two ways:
+The cost is not only the copy but the interpreter's lock. A thread that releases it for each page may wait 5 ms to get it
+back while the engine's thread runs Python, and holds that thread up in between. So there are two ways:
 
-* The patient one goes to the kernel in calls of up to 1,024 pieces (`process_vm_readv` on this very process), during each
-  of which the lock is free. The kernel copies a page at a time, which costs some of the speed.
-* The quick one takes the lock more often: long pieces go through `memmove`, short ones through numpy's indexing, 512 at a
-  time, by way of a buffer that stays in the cache (the kernel takes longer to find a short piece than to copy it).
+* The patient way calls the kernel with up to 1,024 pieces at a time (`process_vm_readv` on this process); the lock is free
+  during each call. The kernel copies page by page, which is slower.
+* The quick way takes the lock more often: `memmove` for long pieces; numpy's indexing for short ones, 512 at a time, through a
+  buffer that stays in the cache (for a short piece the kernel's lookup takes longer than the copy).
 
-Copies are quick while nobody else wants the lock, which shows in how long they take. Pieces of a megabyte are always
-moved: they lose little. So is everything where the kernel or a sandbox refuses the call.
+The quick way is used while no other thread wants the lock, which shows in its speed. `memmove` always copies pieces of a
+megabyte, which lose little, and everything if the kernel or a sandbox refuses the call.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 
 _PIECES = 1024  # the kernel's limit for one call
 _LONG = 2**20  # mean bytes of a piece from which memmove wins also while the engine is busy
-_MIDDLE = 48 * 2**10  # from which memmove wins while nobody wants the lock
+_MIDDLE = 48 * 2**10  # from which memmove wins while the lock is free
 _SHORT = 2**13  # mean bytes of a piece up to which indexing wins
 _UNIT = 2**12  # most bytes of what indexing copies at a time
 _LEAST_UNIT = 2**9
 _ROWS = 512  # that indexing copies in one call; up to 500 numpy keeps the interpreter's lock
-_TELLING = 2**21  # bytes of a copy from which its speed tells something: what is smaller may lie in a cache
-_SLOWER = 2.5  # times, when somebody wants the lock: a wait alone takes as long as two copies
+_MEASURABLE = 2**21  # bytes of a copy from which its speed counts: a smaller one may lie in a cache
+_SLOWER = 2.5  # times, if another thread wants the lock: a wait alone takes as long as two copies
 _FORGET = 0.98  # of the best speed, with each copy: a cache or a faster moment is no measure for good
 _CALL_BYTES = 2**30  # the kernel moves no more than 2 GiB in one call
 
@@ -78,7 +78,7 @@ class HostCopier:
         return self._queue.add(direction, runs)
 
     def close(self) -> None:
-        """Do nothing: the executor belongs to whoever handed it in."""
+        """Do nothing: the executor belongs to the caller."""
 
 
 def choose_copy(*, arena_is_target: bool = False) -> Callable[[CopyRuns], None]:
@@ -111,7 +111,7 @@ def choose_copy(*, arena_is_target: bool = False) -> Callable[[CopyRuns], None]:
 class WatchfulCopy:
     """Copies the quick way while that is quick, else the patient way.
 
-    Whoever wants the interpreter's lock back and does not get it is several times slower than before; a slower machine is
+    A thread that waits for the interpreter's lock is several times slower than before; a slower machine is
     not. A wrong guess costs a few percent of a copy's time.
 
     Args:
@@ -137,7 +137,7 @@ class WatchfulCopy:
             self._patient(runs)
         else:
             self._quick(runs)
-        if runs.total_bytes >= _TELLING:
+        if runs.total_bytes >= _MEASURABLE:
             self._note(runs.total_bytes, self._now() - begun)
 
     def _note(self, size: int, seconds: float) -> None:

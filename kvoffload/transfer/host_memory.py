@@ -105,7 +105,7 @@ class MmapAllocator:
         except (OSError, ValueError, OverflowError) as error:
             raise HostMemoryError(f"the system refused {size} bytes of host memory: {error}") from error
         _advise(memory)
-        # The array keeps the mapping from being closed under a copy; emptying the list lets go of it.
+        # The array keeps the mapping from being closed under a copy; emptying the list releases it.
         hold: list[ctypes.Array[ctypes.c_char]] = [(ctypes.c_char * size).from_buffer(memory)]
         address = ctypes.addressof(hold[0])
         # Touches every page, outside the interpreter's lock. A page stays on the node where it was first touched.

@@ -1,13 +1,13 @@
-"""Batches of host copies, cut into pieces that threads take in turns: what is waited for goes first.
+"""Batches of host copies, cut into pieces that threads take in turns, loads first.
 
-A load is waited for, a store by nobody. So loads are taken before stores, by every thread that is free; stores by one
-thread at a time, which looks for loads after each piece. A load that comes while stores are queued begins at once on
-another thread, and finds at most one piece before it on this one.
+A request waits for a load, none waits for a store. So every free thread takes loads before stores, and only one thread at a
+time copies stores; it looks for loads after each piece. A load that arrives while stores are queued starts at once on
+another thread, and behind at most one piece on this one.
 
     queue of loads    | a1 a2 a3 | b1 |        ◀── any thread
     queue of stores   | c1 c2 c3 c4 .. |       ◀── one thread, when there is no load
 
-Nothing here waits for anything: the queues are touched by single operations that Python makes whole.
+Nothing here blocks: the queues are changed by single operations that are atomic in Python.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PIECE_BYTES = 4 * 2**20
 """About 1 ms of copying: long beside what a piece costs, short beside a load. With twice as much a load is 4 % faster
 alone, and 5 % slower behind stores."""
 
-_STUCK_S = 1.0  # a thread that takes so long for a piece of a store may never come back: another one goes on
+_STUCK_S = 1.0  # a thread that takes so long for a piece of a store may hang: another one takes over
 
 Copy = Callable[[CopyRuns], None]
 
@@ -54,14 +54,14 @@ class HostTicket:
         self._ended: list[float] = []
 
     def begin(self, now: float) -> None:
-        """Hear that a piece is being copied."""
+        """Note that a piece is being copied."""
         self._begun.append(now)
 
     def end(self, now: float, error: Exception | None = None) -> None:
-        """Hear that a piece touches no memory any more."""
+        """Note that a piece no longer touches memory."""
         if error is not None:
             self._error = error
-        self._ended.append(now)  # last: whoever counts it must see the error
+        self._ended.append(now)  # last: a thread that counts it must see the error
 
     def query(self) -> TicketState:
         """Return where the batch stands.
@@ -146,7 +146,7 @@ class PieceQueue:
                 return
 
     def _store_one(self) -> bool:
-        """Copy a piece of a store; False where there is none, or another thread is at it, which then goes on."""
+        """Copy a piece of a store; False if there is none, or if another thread copies stores, which then continues."""
         if not self._stores:
             return False
         turn, now = self._storing, self._clock.monotonic()
@@ -168,7 +168,7 @@ class PieceQueue:
         error = None
         try:
             self._copies[direction](piece.runs)
-        except Exception as raised:  # it belongs to whoever asks the ticket
+        except Exception as raised:  # raised to the ticket's reader
             error = raised
         piece.ticket.end(self._clock.monotonic(), error)
 

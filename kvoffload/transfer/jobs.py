@@ -1,4 +1,4 @@
-"""What a pump knows of the jobs it was given, from acceptance to the report."""
+"""A pump's jobs, from acceptance to the report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvoffload.transfer.ports import Fence
     from kvoffload.transfer.runs import Numbers
 
-_REMEMBERED = 4096  # ended jobs whose ids are still refused: a plan heard twice must not copy twice
+_REMEMBERED = 4096  # ended jobs whose ids are still refused: a plan received twice must not copy twice
 
 
 @dataclass(slots=True, eq=False)
@@ -29,16 +29,16 @@ class OpenJob:
     """One accepted job. A load is one part; a store is cut into parts as the budget allows.
 
     Args:
-        job: what was asked.
-        accepted_at: when it was handed in, on the pump's clock.
+        job: the job.
+        accepted_at: time of acceptance on the pump's clock.
         fence: what its copies wait for.
         slots: of the job, as an array; set with `blocks` by `resolve`.
         blocks: of the job, as an array.
         started: pairs handed to the copier so far.
-        open_parts: batches with a part of it that have not ended.
+        open_parts: open batches that contain a part of it.
         copy_s: seconds of the copies that have ended.
-        failed: a part failed, so nothing more of it is started.
-        corrupt: positions of blocks whose bytes on the host are not those that were stored.
+        failed: a part failed, so no further part starts.
+        corrupt: positions of blocks whose host bytes differ from the stored ones.
     """
 
     job: TransferJob
@@ -93,9 +93,9 @@ def _numbers(ids: Sequence[int]) -> Numbers:
 
 
 class JobLedger:
-    """Takes jobs in and gives reports out; every job that was taken in comes out exactly once.
+    """Accepts jobs and returns reports; each accepted job is reported exactly once.
 
-    The hook's thread takes in and gives out; either thread may end a job. Containers are touched only by single
+    The hook's thread accepts and reports; either thread may end a job. Containers are touched only by single
     operations that Python makes whole, and the counts only by the hook's thread.
 
     Attributes:
@@ -125,7 +125,7 @@ class JobLedger:
         """Take `jobs` in, all or none.
 
         Raises:
-            IllegalTransition: one of them was taken in before; nothing changed.
+            IllegalTransition: one of them was accepted before; nothing changed.
         """
         named: set[JobId] = set()
         for job in jobs:

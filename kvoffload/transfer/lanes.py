@@ -25,7 +25,7 @@ class Batch:
     """One submission.
 
     Args:
-        ticket: of the copier, or of whoever reads the checksums.
+        ticket: the copier's, or that of the checksums.
         direction: of all its copies.
         parts: of the jobs in it.
         size: its bytes.
@@ -55,7 +55,7 @@ class Lane:
 
     A stream runs in order, so only its oldest batch is asked. A batch that stays pending for longer than `timeout_s` is
     set aside: it is no longer work, nothing waits behind it, and it is asked seldom, by `reap_late`. Its memory stays
-    out of use for as long as it has not ended, because no one is told that it has.
+    out of use for as long as it has not ended, because no report says that it has.
 
     `add` may run beside the other methods, which must exclude each other; each count has one writer.
 

@@ -134,7 +134,7 @@ def _region(tensor: torch.Tensor) -> DeviceRegion:
     if not _is_dense(tensor.shape[1:], tensor.stride()[1:]):
         raise EngineContractError(
             f"a block's page is not contiguous in a KV tensor of shape {tuple(tensor.shape)} "
-            f"and strides {tensor.stride()}; give each contiguous part as a tensor of its own"
+            f"and strides {tensor.stride()}; give each contiguous part as a separate tensor"
         )
     item = tensor.element_size()
     page = tensor[0].numel() * item

@@ -74,5 +74,5 @@ class Copier(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the copier's own resources. Never waits for a copy."""
+        """Release the copier's resources. Never waits for a copy."""
         ...

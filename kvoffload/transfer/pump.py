@@ -1,28 +1,27 @@
 """Drives the copies of one rank.
 
-Two threads meet here. The hook's thread (the engine's) hands jobs in, looks on without ever waiting, and takes reports.
-The transfer coroutine, on a thread of its own, starts stores and notices ends. Loads are submitted by the hook's thread
-itself, at once: a request waits for them. Stores wait in a queue for the coroutine, because nobody waits for them and
-cutting them up takes time.
+Two threads share it. The hook's thread (the engine's) submits jobs, polls without waiting, and takes reports. The transfer
+coroutine runs on another thread, starts stores and notices ends. The hook's thread submits loads at once, because a request
+waits for them. Stores wait in a queue for the coroutine, because no request waits for them and cutting them takes time.
 
     hook's thread     fence ─ submit_loads ─ one batch ─────────▶ load lane  ─┐
                       submit_stores ─ fence ─▶ store queue                    ├─ reap ─▶ ledger ─▶ take_report
     coroutine         store queue ─ within the byte budget ─────▶ store lane ─┘
 
-* `JobFlow` holds the queue, the two lanes and the ledger, and does the work; this file says who may do it when.
-* `_admission` is held while jobs are handed in, and once by a drain that shuts the door; else it is never contended.
+* `JobFlow` has the queue, the two lanes and the ledger, and does the work; this file decides which thread may do it when.
+* `_admission` is held while jobs are submitted, and once by the drain that ends submission; otherwise it is uncontended.
 * `_reaping` guards the lanes' heads and every part count of a store. The hook only ever tries it: when the coroutine
-  holds it, the ends are being noticed anyway. The coroutine waits for the hook, whose hold is a few queries long.
+  holds it, ends are being noticed anyway. The coroutine waits for the hook, which holds it for a few queries.
 * Stores in flight stay under a bound that adapts below `store_bytes_in_flight` (`store_bound.py`), in batches of at most
-  half of it: the copier always has a next batch while an end is being noticed, and a load finds at most that many bytes
-  before it where both share a resource.
+  half of it: the copier always has a next batch while an end is being noticed, and a load waits for at most that many
+  bytes where both share a resource.
 * With nothing pending the coroutine sleeps until a job comes; it is not woken while it is awake. With copies pending it
   polls the oldest ticket of each lane, at intervals that double while nothing ends.
 * Where checksums are kept, a batch that was copied has them read by an executor's threads before its jobs are reported.
-  It stays pending until then: what is said here of copies that run, of time-outs, drain and death, holds for it too.
-* A copy that has been started cannot be taken back. On cancellation what was not started fails at once, and the
-  coroutine stays, whatever cancels it again, until what was started has ended or has been written off.
-* Should the coroutine die, the hook's `poll` does its noticing and fails what it had not started.
+  It stays pending until then, so time-outs, drain and death treat it as a running copy.
+* A started copy cannot be cancelled. On cancellation, jobs that were not started fail at once; the coroutine stays, even if
+  cancelled again, until started copies have ended or been written off.
+* If the coroutine dies, the hook's `poll` notices ends in its place and fails jobs that were not started.
 """
 
 from __future__ import annotations
@@ -188,9 +187,9 @@ class TransferPump:
         )
 
     def coroutine_lost(self, reason: str) -> None:
-        """Hear that `run` will never run again, because its loop or thread is gone.
+        """Take over from `run`, whose loop or thread is gone.
 
-        Stores that were not started fail; `poll` goes on noticing the ends of what was.
+        Stores that were not started fail; `poll` keeps noticing the ends of started ones.
         """
         if self._gone is None:
             log.error("transfer_coroutine_lost", rank=self._rank, reason=reason)

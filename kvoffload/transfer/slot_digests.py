@@ -3,7 +3,7 @@
 A slot's bytes lie in as many pages as there are regions, and most pages are small. The hash library keeps the
 interpreter's lock for pieces of up to 64 KiB, which it reads in microseconds from a cache but not from memory. So:
 
-    whole slots, long pages     hashed where they lie; the library lets go of the lock
+    whole slots, long pages     hashed where they lie; the library releases the lock
     whole slots, small pages    gathered by the copier's own call, which needs no lock, and hashed in the cache
     samples                     one cache line of every 4 KiB of every page, gathered by numpy
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     Digests = NDArray[np.uint64]
 
-_LONG = 2**16  # bytes of a piece from which on the library lets go of the interpreter's lock
+_LONG = 2**16  # bytes of a piece from which on the library releases the interpreter's lock
 _SCRATCH = 2**20  # gathered bytes: what a core's cache holds, and many pages in a call
 _LINE = 64
 _STRETCH = 4096  # what is lost, replaced or written over as a whole is seldom less than a page of memory

@@ -1,14 +1,14 @@
-"""How many bytes of stores may be in flight, by what they are seen to do to others.
+"""The limit on bytes of stores in flight, adapted to how stores disturb other work.
 
-Nobody waits for a store, but what it moves is taken from somebody: from a load on the same bus, from the forward pass on
-the same memory. Two things that the flow sees anyway tell of it:
+No request waits for a store, but a store takes bandwidth from loads on the same bus and from the forward pass on the same
+memory. Two observations show it:
 
-* a load is pending while a batch of stores ends: they have met;
-* a batch took twice as long as such batches can: the way is shared with someone whom this process may not even know.
+* a load is pending when a batch of stores ends: they ran at the same time;
+* a batch took twice as long as the best such batches: other work shares the bus, perhaps in another process.
 
-Either halves the bound, a batch that ends without either gives back an eighth of the ceiling. So a load now and then costs
-nothing, and under loads that never pause stores go on by a batch or two at a time. A cut needs time to show: batches that
-were submitted before it say nothing more.
+Either halves the bound. A batch that ends without either raises it by an eighth of the ceiling. So an occasional load costs
+nothing, and under continuous loads stores proceed by a batch or two at a time. A cut takes time to show: batches that were
+submitted before it do not count.
 
     ceiling  ────╮          ╭──────        while it is low, a queued store starts when the one before it was seen to end,
                  ╰─╮     ╭──╯              which leaves the way free in between
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvoffload.transfer.lanes import Batch
 
 _FLOOR = 8  # parts of the ceiling: a batch or two, or the coroutine's own pace would starve the stores
-_STEP = 8  # parts of the ceiling that an undisturbed batch gives back
+_STEP = 8  # an undisturbed batch raises the bound by this part of the ceiling
 _SLOW = 2.0  # times the best: what a copy takes by itself varies by less
 _LOCK_S = 0.01  # what waits for the interpreter's lock may add to the time of a batch that is enqueued in several calls
 _FORGET = 0.98  # of the best speed, with each batch: a faster moment is no measure for good
@@ -42,7 +42,7 @@ class StoreBound:
 
     def __init__(self, ceiling: int, slot_bytes: int) -> None:
         self.bytes = ceiling
-        """What holds now."""
+        """The current bound."""
         self._ceiling = ceiling
         self._floor = min(max(ceiling // _FLOOR, 2 * slot_bytes), ceiling)
         self._step = max(ceiling // _STEP, slot_bytes)
@@ -51,11 +51,11 @@ class StoreBound:
 
     @property
     def share(self) -> float:
-        """What holds now, over the ceiling."""
+        """The current bound as a share of the ceiling."""
         return self.bytes / self._ceiling
 
     def batch_ended(self, batch: Batch, copy_s: float, now: float, *, is_load_pending: bool) -> None:
-        """Hear that a batch of stores has ended well.
+        """Take note of a batch of stores that was copied.
 
         Args:
             batch: which.

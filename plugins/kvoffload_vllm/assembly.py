@@ -129,6 +129,6 @@ def _config(vllm_config: VllmConfig) -> OffloadConfig:
     engine = vllm_config.parallel_config.data_parallel_index
     if config.journal_path is None or engine == 0:
         return config
-    # Each engine of a data-parallel server writes a file of its own.
+    # Each engine of a data-parallel server writes its own file.
     path = Path(f"{config.journal_path}.dp{engine}")
     return dataclasses.replace(config, journal_path=path)

@@ -254,7 +254,7 @@ class VllmScheduler:
                 ]
             )
         if output.total_num_scheduled_tokens > len(scheduled):
-            # These get more than one token, so that no count of steps tells when they complete a block.
+            # These get more than one token, so a count of steps does not show when they complete a block.
             for request_id in [name for name, tokens in scheduled.items() if tokens > 1]:
                 if request_id not in gained and (due := self._tracked.get(request_id)) is not None:
                     self._due.put(due, 1)

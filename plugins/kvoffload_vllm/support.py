@@ -123,7 +123,7 @@ def _check_ranks(parallel_config: ParallelConfig) -> Iterator[str]:
     if launcher == "external_launcher" and ranks > 1:
         # A rank's scheduler gets only its own worker's reports, and copies take a different time on each rank.
         yield (
-            f"distributed_executor_backend is {launcher!r} with {ranks} ranks: each has a scheduler of its own, and all "
+            f"distributed_executor_backend is {launcher!r} with {ranks} ranks: each has its own scheduler, and all "
             "must schedule alike, which they cannot by what is in each one's host memory; start with mp or ray"
         )
 
@@ -135,7 +135,7 @@ def _check_tiers(kv_cache_config: KVCacheConfig) -> Iterator[str]:
         for group in kv_cache_config.kv_cache_groups
     )
     if moved or getattr(kv_cache_config, "hisparse_host_num_blocks", None) is not None:
-        yield "HiSparse keeps KV on the host itself, by rules of its own; switch it off"
+        yield "HiSparse keeps KV on the host itself; switch it off"
 
 
 def _check_group(number: int, specs: Sequence[KVCacheSpec], features: Features) -> Iterator[str]:

@@ -37,7 +37,7 @@ class Workload:
         attention, reach_tokens: of the model's local layers.
         device, seed: as asked for.
         device_blocks: of each engine's cache.
-        kv_blocks: what all conversations together need to go on from where they end.
+        kv_blocks: blocks that all conversations together need to continue from their ends.
         kv_to_cache: how many times the device's cache that is.
         offload: settings of kvoffload.
     """

@@ -61,7 +61,7 @@ async def run_demo(options: DemoOptions, screen: Screen) -> int:
 
 @asynccontextmanager
 async def _engines(options: DemoOptions, screen: Screen) -> AsyncIterator[Engines]:
-    """Open both engines. After a signal, report what became of the copies that were submitted."""
+    """Open both engines. After a signal, report how the submitted copies ended."""
     running: Engines | None = None
     try:
         async with open_engines(options) as running:

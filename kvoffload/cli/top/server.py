@@ -1,4 +1,4 @@
-"""Scrapes a server again and again, on a thread of its own, so that keys work while an answer takes long."""
+"""Scrapes a server periodically on a separate thread, so that keys work while an answer takes long."""
 
 from __future__ import annotations
 
