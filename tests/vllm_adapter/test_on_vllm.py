@@ -242,13 +242,13 @@ def test_mamba_and_cross_attention_are_refused() -> None:
     from kvoffload_vllm.groups import vllm_groups
 
     mamba = specs().MambaSpec(
-        block_size=32, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="align"
+        block_size=32, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="all"
     )
     cross = attention("CrossAttentionSpec")
     with pytest.raises(ConfigError) as caught:
         vllm_groups(engine(), cache_config(attention(), mamba, cross))
     mamba_problem, cross_problem, *_ = caught.value.problems
-    assert "not handed off" in mamba_problem
+    assert "recurrent (Mamba) states" in mamba_problem
     assert "CrossAttentionSpec" in cross_problem
 
 
