@@ -13,14 +13,18 @@ Import this module only where triton is installed.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import triton  # type: ignore[import-not-found]  # it comes with an engine
 import triton.language as tl  # type: ignore[import-not-found]
 
 if TYPE_CHECKING:
-    from kvoffload.transfer.cuda_driver import NvidiaDriver
+    from contextlib import AbstractContextManager
+
+    from numpy.typing import NDArray
+
+    from kvoffload.transfer.cuda_library import CudaLibrary
     from kvoffload.transfer.runs import CopyRuns, Numbers
 
 _PROGRAMS = 32  # 128 KiB under way: about twice what a bus of 50 GB/s and 1.2 us holds
@@ -53,6 +57,16 @@ def _copy_runs(descriptors: tl.tensor, runs: tl.tensor, words: tl.constexpr) -> 
             tl.store(byte_target + at, tl.load(byte_source + at, at < size), at < size)
 
 
+class KernelDriver(Protocol):
+    """What the kernel needs of the driver (`cuda_driver.py`), whose context the calling thread has bound."""
+
+    library: CudaLibrary
+
+    def relaxed(self) -> AbstractContextManager[None]: ...
+    def allocate(self, size: int, stream: int) -> int: ...
+    def pinned(self, size: int) -> NDArray[np.uint8]: ...
+
+
 class PageKernel:
     """The kernel on one stream. All memory is taken here, and the kernel is compiled and loaded here; `enqueue` does neither.
 
@@ -67,7 +81,7 @@ class PageKernel:
         Exception: the kernel does not compile or load, or memory cannot be had.
     """
 
-    def __init__(self, driver: NvidiaDriver, stream: int) -> None:
+    def __init__(self, driver: KernelDriver, stream: int) -> None:
         self._driver = driver
         self._stream = stream
         with driver.relaxed():
