@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,26 +133,28 @@ def checks(args: argparse.Namespace) -> Sequence[Check]:
         load_failures(None if transfer is None else transfer.get("kv_load_failure_policy") or "fail"),
         concluded("prefix caching", _prefix_caching(args.enable_prefix_caching)),
         Check("model sizes", lambda setup, _: _model_sizes(args, setup)),
-        recurrent_states(args.state_block_tokens, args.prefix_cache_retention_interval),
+        *_states(args.state_block_tokens, args.prefix_cache_retention_interval),
     )
 
 
-def recurrent_states(block_tokens: int | None, interval: int | None) -> Check:
+def _states(block_tokens: int | None, interval: int | None) -> Iterator[Check]:
+    """Only models with recurrent layers have such blocks."""
+    if block_tokens is not None:
+        yield recurrent_states(block_tokens, interval)
+
+
+def recurrent_states(block_tokens: int, interval: int | None) -> Check:
     """Return the check of where vLLM keeps recurrent states.
 
     Args:
-        block_tokens: of a block of a model with recurrent layers, None where it is not known.
+        block_tokens: tokens of a block of a model with recurrent layers.
         interval: vLLM's `prefix_cache_retention_interval`: 0 keeps the state at a prompt's last end of a block, None
             those at all ends.
     """
     return concluded("recurrent states", _recurrent_states(block_tokens, interval))
 
 
-def _recurrent_states(block_tokens: int | None, interval: int | None) -> Finding:
-    if block_tokens is None:
-        return not_known(
-            "how many tokens a block of a model with recurrent layers has", "give --state-block-tokens"
-        )
+def _recurrent_states(block_tokens: int, interval: int | None) -> Finding:
     text = f"hits of this model end at multiples of {block_tokens} tokens; shorter prefixes are never found"
     if interval == 0:
         return warn(

@@ -108,6 +108,7 @@ def test_json_accounts_for_every_token(small: list[str], capsys: pytest.CaptureF
 
 def test_json_names_stay(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     found = run_json(small, capsys)
+    assert {"kvoffload", "engine", "began", "settings", "host"} <= found.pop("provenance").keys()
     assert {name: sorted(part) for name, part in found.items() if isinstance(part, dict)} == {
         "workload": [
             "attention", "conversations", "device", "device_blocks", "documents", "kv_blocks", "kv_to_cache",

@@ -19,14 +19,9 @@ from tests.cuda_emulator import Emulator, build
 SMALL = ["gpu-check", "--mib", "1", "--repeats", "2"]
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("cuda"))
-
-
 @pytest.fixture
-def emulator(library: Path) -> Iterator[Emulator]:
-    emulator = Emulator(library)
+def emulator() -> Iterator[Emulator]:
+    emulator = Emulator(build())
     emulator.reset(delay_us=5)
     yield emulator
     emulator.reset(stepped=True)

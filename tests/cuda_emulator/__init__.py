@@ -1,6 +1,6 @@
 """The emulated driver (`emulator.c`) as Python sees it. `build` compiles it, `Emulator` loads it as `libcuda.so.1`.
 
-emulator = Emulator(build(folder))
+emulator = Emulator(build())
 emulator.reset(stepped=True, seed=1)       every test begins with a driver that knows nothing
 engine = Engine(0)                         an engine's stream, and memory on device 0
 engine.write(block, seed), engine.read(block, seed)
@@ -10,8 +10,11 @@ emulator.races, emulator.wrong, emulator.report
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import shutil
 import subprocess
+import tempfile
 from functools import cache
 from pathlib import Path
 
@@ -46,12 +49,15 @@ _INTERFACE: dict[str, tuple[object, tuple[object, ...]]] = {
 }
 
 
-def build(folder: Path) -> Path:
-    """Compile the emulator; without gcc this fails.
+@cache
+def build() -> Path:
+    """Compile the emulator; without gcc this fails. Once a process, which can load only one `libcuda.so.1`.
 
     Raises:
         subprocess.CalledProcessError: it does not compile; its output says why.
     """
+    folder = Path(tempfile.mkdtemp(prefix="cuda-emulator-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     library = folder / "libcuda.so.1"
     flags = ["-shared", "-fPIC", "-O2", "-Wall", "-Werror", "-pthread", "-Wl,-soname,libcuda.so.1"]
     subprocess.run(["gcc", *flags, "-o", str(library), str(SOURCE)], check=True)

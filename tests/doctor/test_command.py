@@ -47,7 +47,6 @@ def test_every_check_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
         "vllm connector",
         "load failures",
         "prefix caching",
-        "recurrent states",
         "model sizes",
     }
     others = {
@@ -68,7 +67,6 @@ def test_every_check_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
         "vllm connector",
         "load failures",
         "prefix caching",
-        "recurrent states",
         "host pool",
         "copy speed",
     )

@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from io import FileIO
 from pathlib import Path
 
 from kvoffload.cli.exits import Exit
@@ -221,13 +222,13 @@ class Killer:
         seconds = time.monotonic() - begun
         return Outcome(128 - code if code < 0 else code, text.decode(errors="replace"), seconds, was_running)
 
-    def _end(self, process: subprocess.Popen[bytes], reader: int, kill: Kill) -> bool:
+    def _end(self, process: subprocess.Popen[bytes], reader: FileIO | None, kill: Kill) -> bool:
         """Wait, end the process, and return whether it was still running."""
         with suppress(subprocess.TimeoutExpired):
             process.wait(kill.share * self._usual_s[kill.command])
         was_running = process.poll() is None
-        if kill.way in ("closed output", "closed terminal"):
-            os.close(reader)
+        if reader is not None:
+            reader.close()
         elif kill.way in _SIGNALS:
             process.send_signal(_SIGNALS[kill.way])
         if kill.way == "ctrl-c twice":
@@ -238,20 +239,16 @@ class Killer:
 
 
 @contextmanager
-def _standard_output(way: str, folder: Path) -> Iterator[tuple[int, int]]:
-    """Yield what reads the output, if it is read at all, and the output itself. The caller closes the output."""
-    if way == "closed output":
-        reader, output = os.pipe()
-    elif way == "closed terminal":
-        reader, output = pty.openpty()
-    else:
-        name = Path("/dev/full") if way == "full disk" else folder / "stdout"
-        reader, output = -1, os.open(name, os.O_WRONLY | os.O_CREAT, 0o600)
-    try:
-        yield reader, output
-    finally:
-        with suppress(OSError):  # closing it was the way to end the process
-            os.close(reader)
+def _standard_output(way: str, folder: Path) -> Iterator[tuple[FileIO | None, int]]:
+    """Yield the reading end of the output, where closing it is to end the process, and the output, which the caller closes."""
+    if way in ("closed output", "closed terminal"):
+        descriptor, output = os.pipe() if way == "closed output" else pty.openpty()
+        # A file closes its descriptor only once: by the second time the number may be another file's.
+        with FileIO(descriptor) as reader:
+            yield reader, output
+        return
+    name = Path("/dev/full") if way == "full disk" else folder / "stdout"
+    yield None, os.open(name, os.O_WRONLY | os.O_CREAT, 0o600)
 
 
 def _prepare(kill: Kill | None) -> None:

@@ -18,8 +18,8 @@ SEEDS = 200
 
 
 @pytest.fixture(scope="module")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
-    return Emulator(build(tmp_path_factory.mktemp("cuda")))
+def emulator() -> Emulator:
+    return Emulator(build())
 
 
 def test_the_first_seeds_end_well(emulator: Emulator) -> None:

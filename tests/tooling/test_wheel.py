@@ -66,6 +66,10 @@ def test_every_entry_point_can_be_loaded(metadata: importlib.metadata.Distributi
             assert bench.HELP
             assert callable(bench.add_arguments)
             assert callable(bench.run)
+        elif group == "kvoffload.commands":
+            command = point.load()
+            assert command.HELP
+            assert all(map(callable, (command.add_arguments, command.run)))
         elif group == "kvoffload.doctors":
             doctor = point.load()
             assert doctor.HELP

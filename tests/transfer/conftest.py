@@ -11,8 +11,8 @@ from tests.cuda_emulator import Emulator, build
 
 
 @pytest.fixture(scope="session")
-def cuda_library_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("cuda"))
+def cuda_library_path() -> Path:
+    return build()
 
 
 @pytest.fixture

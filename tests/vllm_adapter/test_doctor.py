@@ -111,7 +111,6 @@ def test_prefix_caching_off(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("argv", "verdict", "text"),
     [
-        ((), "not known", "how many tokens a block of a model with recurrent layers has"),
         (("--state-block-tokens", "528"), "warning", "end at multiples of 528 tokens"),
         (
             ("--state-block-tokens", "528", "--prefix-cache-retention-interval", "1056"),
