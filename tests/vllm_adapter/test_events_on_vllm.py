@@ -123,5 +123,5 @@ def test_lazy_stores_are_told_in_full(folder: Path) -> None:
                 assert (event.parent_block_hash is None) == (tuple(event.token_ids) in heads)
                 assert event.parent_block_hash not in hashes[number:]
         assert sum(len(stored_on_host(batch)) for batch in batches) > 40
-        assert len(rig.connector._scheduler._host_events._notes) < 2 * 95
+        assert len(rig.connector._scheduler.host_events._notes) < 2 * 95
         rig.check_clean()
