@@ -251,7 +251,7 @@ ALERTS = (
         "the engine's thread spends {{ $value | humanizePercentage }} of its time in hooks.",
         "The hooks are on the engine's critical path and should take about 1 % of its time. `Hooks by kind` in *Transfers* shows "
         "which one is slow. If all are, other processes use the engine's cores: reserve cores for it. If it is `lookup` or "
-        "`allocated`, prompts are very long for their block size. If it is `start_loads`, loads are many and small: raise "
+        "`allocated`, prompts are very long for their block size. If it is `report`, copies are many and small: raise "
         "`min_load_tokens`. Compare with the tokens found: the price may be worth it.",
         "transfers",
         "10m",

@@ -46,10 +46,10 @@ COLOURS: dict[str, str] = {
     "slots without a state": RED, "misses without a cause": "#8b0000", "journal write errors": RED, "spans not sent": ORANGE,
     # hooks, in the order of a step
     "seen": "#c9d9ee", "lookup": GREEN, "allocated": "#9fd08f", "step": BLUE, "ended": GREY,
-    "report": YELLOW, "start_loads": "#2e6e2a", "start_stores": "#2f5f9e", "take_reports": "#b89b62",
+    "report": YELLOW,
     "other": "#8c8c8c", "hooks": BLUE,
     # observers
-    "log": BLUE, "journal": GREEN, "timeline": YELLOW, "spans": ORANGE, "advisor": "#a06bc9", "counters": RED,
+    "log": BLUE, "journal": GREEN, "spans": ORANGE, "counters": RED,
     # vLLM's own numbers
     "first token p50": "#7fb3ea", "first token p99": "#2f5f9e", "end to end p50": "#8fce7f", "end to end p99": "#2e6e2a",
     "running": GREEN, "waiting": YELLOW, "prompt": "#7fb3ea", "generated": GREEN, "preemptions": ORANGE, "device blocks in use": BLUE,

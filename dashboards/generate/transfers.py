@@ -186,7 +186,7 @@ _COST = Row(
             "Hooks by kind",
             "Seconds per second that the engine's thread spent in each hook.",
             "the largest says where to look: lookup and allocated grow with prompts, step with blocks per step, "
-            "start_loads with blocks per load. In the runbook: KVOffloadHooksSlow.",
+            "report with copied blocks. In the runbook: KVOffloadHooksSlow.",
             units.SHARE,
             (
                 Query(

@@ -22,7 +22,7 @@ _RULES = Path(__file__).resolve().parent.parent / "rules"
 _START_S = 30.0
 _POLL_S = 0.1
 END_S = 60.0
-"""A child that was told to end may take so long."""
+"""Seconds that a child may take to end after SIGTERM."""
 
 
 class ObserveError(Exception):

@@ -37,11 +37,11 @@ class EventSource(Protocol):
 
     @property
     def events(self) -> Sequence[object]:
-        """Some of those that `take` would return now."""
+        """The events of single requests and jobs that `take` would return."""
 
     @property
     def has_sums(self) -> bool:
-        """Whether it would return others."""
+        """Whether `take` would also return sums over blocks."""
 
     def take(self) -> Sequence[object]:
         """Return the events, in order, and forget them."""

@@ -205,7 +205,7 @@ class HostPool:
             order.add(last)
         return len(last)
 
-    def doom(self, slot: SlotId) -> bool:
+    def invalidate(self, slot: SlotId) -> bool:
         """Make a slot's bytes worthless at once; return whether they could hit until now.
 
         A READY slot becomes EMPTY; a FILLING or PINNED one drains until its last copy and pin have ended.
@@ -217,7 +217,7 @@ class HostPool:
             self._move(slot, SlotEvent.EVICT)
             self._empty((slot,))
         elif self._states[slot] in (SlotState.FILLING, SlotState.PINNED):
-            self._move(slot, SlotEvent.DOOM)
+            self._move(slot, SlotEvent.INVALIDATE)
         return could_hit
 
     def drained(self, slots: Iterable[SlotId]) -> None:
@@ -241,7 +241,7 @@ class HostPool:
     def forget_all(self) -> Mapping[BlockKey, SlotId]:
         """Empty the index at once (a reset) and return what it held; pinned slots drain.
 
-        Slots that a store is filling are not in the index: the owners of their jobs doom them.
+        Slots that a store is filling are not in the index: the owners of their jobs invalidate them.
         """
         ready = [SlotId(slot) for slot, state in enumerate(self._states) if state == _READY]
         pinned = [SlotId(slot) for slot, state in enumerate(self._states) if state == _PINNED]
@@ -249,7 +249,7 @@ class HostPool:
         self._move_all(ready, SlotEvent.EVICT)
         self._empty(ready)
         for slot in pinned:
-            self._move(slot, SlotEvent.DOOM)
+            self._move(slot, SlotEvent.INVALIDATE)
         return self.index.take_all()
 
     # -- inside -------------------------------------------------------------------------------------------------

@@ -202,7 +202,7 @@ class Loads:
             tally.evicted(EvictionCause.CORRUPT, sum(map(pool.quarantine, slots)))
         else:
             self._note_misses(job.slots, MissCause.LOAD_FAILED)
-            tally.evicted(EvictionCause.LOAD_FAILED, sum(map(pool.doom, job.slots)))
+            tally.evicted(EvictionCause.LOAD_FAILED, sum(map(pool.invalidate, job.slots)))
 
     def _copies_ended(self, job: Job) -> None:
         """No rank touches the job's memory any more: release it."""

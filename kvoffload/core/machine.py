@@ -73,7 +73,7 @@ class SlotEvent(IntEnum):
     PIN = 2
     UNPIN = 3
     EVICT = 4
-    DOOM = 5
+    INVALIDATE = 5
     DRAIN = 6
     QUARANTINE = 7
 
@@ -88,8 +88,8 @@ SLOT = Machine(
         (SlotState.READY, SlotEvent.PIN): SlotState.PINNED,
         (SlotState.PINNED, SlotEvent.UNPIN): SlotState.READY,
         (SlotState.READY, SlotEvent.EVICT): SlotState.EMPTY,
-        (SlotState.FILLING, SlotEvent.DOOM): SlotState.DRAINING,
-        (SlotState.PINNED, SlotEvent.DOOM): SlotState.DRAINING,
+        (SlotState.FILLING, SlotEvent.INVALIDATE): SlotState.DRAINING,
+        (SlotState.PINNED, SlotEvent.INVALIDATE): SlotState.DRAINING,
         (SlotState.DRAINING, SlotEvent.DRAIN): SlotState.EMPTY,
         (SlotState.FILLING, SlotEvent.QUARANTINE): SlotState.QUARANTINED,
         (SlotState.READY, SlotEvent.QUARANTINE): SlotState.QUARANTINED,

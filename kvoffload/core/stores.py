@@ -233,7 +233,7 @@ class Stores:
     # -- endings ------------------------------------------------------------------------------------------------
 
     def reported(self, job: Job, outcome: CopyOutcome) -> None:
-        """A rank's copy has ended. One failed rank dooms the store at once; its memory waits for every rank (R4)."""
+        """A rank's copy has ended. One failed rank invalidates the store at once; its memory waits for every rank (R4)."""
         if outcome is not CopyOutcome.DONE and not job.settled:
             self._failed(job, StoreOutcome.FAILED)
         if job.waiting:
@@ -303,7 +303,7 @@ class Stores:
         """The blocks will not come: their slots are worthless at once, and the duplicates that waited may try."""
         job.settled = True
         for slot in job.slots:
-            self._state.pool.doom(slot)
+            self._state.pool.invalidate(slot)
         for offer in job.offers:
             self._settle(offer.key, outcome)
         self.again += self._state.in_flight.end(job)

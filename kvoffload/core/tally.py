@@ -19,7 +19,7 @@ class Tally:
         self._planned = planned
         self.events: list[Event] = []
         """About requests and jobs; who has one to report appends it."""
-        self._settled: dict[StoreOutcome, int] = {}
+        self._outcomes: dict[StoreOutcome, int] = {}
         self._evicted: dict[EvictionCause, int] = {}
         self._offered = self._zeroed = 0
         self.open_offers = 0
@@ -35,7 +35,7 @@ class Tally:
 
     def count_stores(self, outcome: StoreOutcome, blocks: int = 1) -> None:
         """Offers got their final outcome."""
-        self._settled[outcome] = self._settled.get(outcome, 0) + blocks
+        self._outcomes[outcome] = self._outcomes.get(outcome, 0) + blocks
         self.open_offers -= blocks
         self.has_sums = True
 
@@ -64,8 +64,8 @@ class Tally:
             self._evicted = {}
         if self._offered:
             events.append(BlocksOffered(self._offered))
-        if self._settled:
-            events += [StoreEnded(outcome, blocks) for outcome, blocks in self._settled.items() if blocks]
-            self._settled = {}
+        if self._outcomes:
+            events += [StoreEnded(outcome, blocks) for outcome, blocks in self._outcomes.items() if blocks]
+            self._outcomes = {}
         self._offered = self._zeroed = 0
         return events

@@ -127,7 +127,7 @@ class WorkerSide:
             self._live_pump.submit_stores(plan.stores)
 
     def take_report(self) -> TransferReport | None:
-        """Return what ended since the last call, None without news. Never waits."""
+        """Return what ended since the last call, or None. Never waits."""
         pump = self._live_pump
         if not self._portal.is_alive:
             pump.coroutine_lost("the portal's thread is gone")

@@ -37,9 +37,6 @@ class Hook(StrEnum):
     ENDED = "ended"
     REPORT = "report"
     RESET = "reset"
-    START_LOADS = "start_loads"
-    START_STORES = "start_stores"
-    TAKE_REPORTS = "take_reports"
     OTHER = "other"
 
 
@@ -48,9 +45,7 @@ class Subscriber(StrEnum):
 
     LOG = "log"
     JOURNAL = "journal"
-    TIMELINE = "timeline"
     SPANS = "spans"
-    ADVISOR = "advisor"
     COUNTERS = "counters"
     OTHER = "other"
 

@@ -1,6 +1,6 @@
 """Two engines in one process that take turns step by step, each with a stopwatch on its connector's scheduler hooks.
 
-vLLM keeps the worker's connector in a variable of the process. Whoever takes a step puts its own there first.
+vLLM keeps the worker's connector in a variable of the process. Each engine puts its own there before a step.
 """
 
 from __future__ import annotations

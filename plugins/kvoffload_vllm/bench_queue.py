@@ -1,7 +1,7 @@
 """`kvoffload bench queue`: what requests that wait cost each step, beside vLLM's `OffloadingConnector`.
 
 Some requests decode, many wait behind them and do nothing. This connector rides an engine of its own. Of the peer only
-the scheduler's side runs without a GPU: it follows an engine without a connector, is told of each request and asked for
+the scheduler's side runs without a GPU: it follows an engine without a connector, gets each request and asked for
 a plan in each step, and its stores end at once. The model has sliding windows, so both must notice blocks that left a
 window and were handed out again; the peer looks for them in all requests that it knows.
 """

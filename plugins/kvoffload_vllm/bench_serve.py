@@ -80,7 +80,7 @@ def _measure(connectors: Mapping[str, Mapping[str, Any]], pairs: int, conversati
     """Measure every connector and none."""
     longest = PROMPT_TOKENS + TURNS * TURN_TOKENS
     needed = conversations * (longest // BLOCK)
-    blocks = max(needed // _CACHE_SHARE, AT_ONCE * (longest // BLOCK + 1)) + 1  # the null block is nobody's
+    blocks = max(needed // _CACHE_SHARE, AT_ONCE * (longest // BLOCK + 1)) + 1  # the null block is never used
     options = {"num_gpu_blocks_override": blocks, "max_model_len": longest, "kv_cache_memory_bytes": 1 << 30}
     draw = random.Random(0)
     with open_riders("qwen3", {PLAIN: None, **connectors}, AT_ONCE, _SHAPE, **options) as riders:

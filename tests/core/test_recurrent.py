@@ -322,7 +322,7 @@ def test_a_missing_block_of_a_window_is_no_missing_state() -> None:
     world.device.forget_keys()
     pool = world.core.state.pool
     for end in (8, 12):
-        pool.doom(pool.index[key_at(TEXT, end, 1)])
+        pool.invalidate(pool.index[key_at(TEXT, end, 1)])
     request = world.add("a", TEXT)
     world.admit(request)
     assert world.miss() is not MissCause.NO_STATE

@@ -98,7 +98,7 @@ def test_r1_two_lookups_pin_a_slot_twice() -> None:
 
 
 def test_r1_what_was_pinned_and_turned_out_worthless_is_not_loaded() -> None:
-    # Loading by what was pinned, and not by what can hit now, read slots that another request's load had doomed.
+    # Loading by what was pinned, and not by what can hit now, read slots that another request's load had invalidated.
     world = cached()
     one, two = world.add("one", TEXT), world.add("two", TEXT)
     world.lookup(two)
@@ -199,7 +199,7 @@ def test_r2_fewer_tokens_whose_window_is_gone_fail_the_load() -> None:
     world.serve("first", "abcdefghijklmnopq")
     world.device.forget_keys()
     pool = world.core.state.pool
-    pool.doom(pool.index[key_at("abcdefgh", 8, group=1)])
+    pool.invalidate(pool.index[key_at("abcdefgh", 8, group=1)])
     request = world.add("a", "abcdefghijklmnopq")
     assert world.lookup(request) == 16
     world.allocate(request, 8)
@@ -456,7 +456,7 @@ def test_r9_a_request_that_ends_takes_back_its_own_load_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("order", [(CORRUPT, FAILED), (FAILED, CORRUPT)])
-def test_r9_a_rank_that_fails_dooms_all_also_where_another_names_a_corrupt_block(order: tuple) -> None:
+def test_r9_a_rank_that_fails_invalidates_all_also_where_another_names_a_corrupt_block(order: tuple) -> None:
     # Only the first rank's report counted: after a corrupt block, a failed copy left the other slots in the index.
     world = cached(ranks=2)
     loading(world)

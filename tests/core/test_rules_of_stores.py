@@ -274,7 +274,7 @@ def test_r4_a_rank_that_confirms_twice_or_late_changes_nothing() -> None:
     world.repeat_report(1)
 
 
-def test_r4_one_failed_rank_dooms_a_slot_at_once_and_it_is_empty_only_when_all_have_ended() -> None:
+def test_r4_one_failed_rank_invalidates_a_slot_at_once_and_it_is_empty_only_when_all_have_ended() -> None:
     world = World(ranks=3)
     request = world.add("a", TEXT[:5])
     world.admit(request)
@@ -292,7 +292,7 @@ def test_r4_one_failed_rank_dooms_a_slot_at_once_and_it_is_empty_only_when_all_h
     assert world.on_host(TEXT[:4]) == "."
 
 
-def test_r4_a_failed_rank_of_a_load_dooms_its_slots_while_others_read_them() -> None:
+def test_r4_a_failed_rank_of_a_load_invalidates_its_slots_while_others_read_them() -> None:
     world = World(ranks=2)
     world.serve("first", TEXT)
     world.device.forget_keys()
@@ -889,7 +889,7 @@ def test_r15_a_head_that_the_host_lost_is_no_hindrance() -> None:
     request = tail_looked_up(world)
     for key in list(world.core.state.pool.index):
         if len(key) < 16:
-            world.core.state.pool.doom(world.core.state.pool.index[key])
+            world.core.state.pool.invalidate(world.core.state.pool.index[key])
     world.end(request)
     assert world.on_host(LONG) == "..xx"
 

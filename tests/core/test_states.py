@@ -90,7 +90,7 @@ def pool_with(state: SlotState) -> tuple[HostPool, SlotId]:
     if state is SlotState.PINNED:
         pool.pin((slot,))
     if state is SlotState.DRAINING:
-        pool.doom(slot)
+        pool.invalidate(slot)
     if state is SlotState.QUARANTINED:
         pool.quarantine(slot)
     assert pool.state(slot) is state
@@ -134,9 +134,9 @@ def test_only_what_can_hit_is_pinned_and_then_all_of_it_or_nothing(state: SlotSt
     assert picture(pool) == before
 
 
-def test_a_slot_that_is_pinned_and_doomed_is_not_pinned_again() -> None:
+def test_a_slot_that_is_pinned_and_invalidated_is_not_pinned_again() -> None:
     pool, slot = pool_with(SlotState.PINNED)
-    pool.doom(slot)
+    pool.invalidate(slot)
     with pytest.raises(IllegalTransition):
         pool.pin((slot,))
 
@@ -158,10 +158,10 @@ def test_more_slots_than_there_is_room_for_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("state", SlotState)
-def test_dooming_and_quarantining_say_whether_the_slot_could_hit(state: SlotState) -> None:
+def test_invalidating_and_quarantining_say_whether_the_slot_could_hit(state: SlotState) -> None:
     could_hit = state in (SlotState.READY, SlotState.PINNED)
     pool, slot = pool_with(state)
-    assert pool.doom(slot) is could_hit
+    assert pool.invalidate(slot) is could_hit
     if state is SlotState.EMPTY:
         return
     pool, slot = pool_with(state)
@@ -172,7 +172,7 @@ def test_dooming_and_quarantining_say_whether_the_slot_could_hit(state: SlotStat
 
 
 @pytest.mark.parametrize("held", [False, True])
-@pytest.mark.parametrize("end", ["doom", "quarantine", "forget_all"])
+@pytest.mark.parametrize("end", ["invalidate", "quarantine", "forget_all"])
 def test_a_held_slot_leaves_the_pool_like_any_other(end: str, held: bool) -> None:
     pool, slot = pool_with(SlotState.READY)
     if held:
@@ -233,7 +233,7 @@ def test_slots_that_were_freed_are_taken_before_fresh_ones_and_in_order() -> Non
     keys = [BlockKey(bytes([number])) for number in range(6)]
     slots, _ = pool.reserve(keys[:4])
     for slot in slots:
-        pool.doom(slot)
+        pool.invalidate(slot)
         pool.drained((slot,))
     assert pool.reserve(keys)[0] == [0, 1, 2, 3, 4, 5]
 

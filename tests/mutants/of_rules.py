@@ -75,8 +75,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         4,
         _STORES,
-        "            self._state.pool.doom(slot)\n",
-        "            self._state.pool.doom(slot)\n            self._state.pool.drained((slot,))\n",
+        "            self._state.pool.invalidate(slot)\n",
+        "            self._state.pool.invalidate(slot)\n            self._state.pool.drained((slot,))\n",
     ),
     # Leases.
     Mutant(5, _LEASES, "self._device.lease(blocks)"),
@@ -255,12 +255,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "self._stores.offer(offers, last_chance=True)\n\n    def ending(self, record: RequestRecord) -> None:\n        self._due",
     ),
     # Copies that never end.
-    Mutant(16, _STORES, "self._state.pool.quarantine(slot)", "self._state.pool.doom(slot)"),
+    Mutant(16, _STORES, "self._state.pool.quarantine(slot)", "self._state.pool.invalidate(slot)"),
     Mutant(
         16,
         _LOADS,
         "sum(map(self._state.pool.quarantine, job.slots))",
-        "sum(map(self._state.pool.doom, job.slots))",
+        "sum(map(self._state.pool.invalidate, job.slots))",
     ),
     Mutant(16, _CORE, "bool(state.jobs.pending or results", "bool(state.jobs.open or results"),
     Mutant(16, _CORE, "record.has_abandoned = True"),

@@ -142,7 +142,7 @@ def _shared_load_never_ends() -> list[Patch]:
 
 
 def _quarantined_slot_comes_back() -> list[Patch]:
-    return [(HostPool, "quarantine", lambda self, slot: self.doom(slot))]
+    return [(HostPool, "quarantine", lambda self, slot: self.invalidate(slot))]
 
 
 MUTANTS: dict[str, Callable[[], list[Patch]]] = {

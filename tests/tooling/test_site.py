@@ -10,7 +10,6 @@ import pytest
 
 from tests.tooling.scripts import ROOT
 
-pytest.importorskip("sphinx", reason="needs the packages of the site")
 BUILD = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
 
 
