@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -129,39 +130,28 @@ class GpuLines:
 
     def _pinning(self) -> Iterator[Line]:
         """Time recording an event, as each launch of an engine takes the driver's locks, alone and beside pinning."""
-        stop = threading.Event()
         memory = np.zeros(min(_PINNED, 4 * self._size), np.uint8)
 
         def pin() -> None:
-            while not stop.is_set():
-                self._driver.register(memory.ctypes.data, len(memory))
-                self._driver.unregister(memory.ctypes.data)
+            self._driver.register(memory.ctypes.data, len(memory))
+            self._driver.unregister(memory.ctypes.data)
 
         alone = self._latencies()
-        with ThreadPoolExecutor(1) as pool:
-            pinning = pool.submit(pin)
+        with _repeated(pin):
             beside = self._latencies()
-            stop.set()
-            pinning.result()
         yield line("recording an event", [1e6 * float(np.median(alone))], " us")
         yield line(
-            "recording an event while 64 MiB pieces are pinned", [1e6 * float(np.median(beside))], " us"
+            f"recording an event while pieces of {len(memory) >> 20} MiB are pinned",
+            [1e6 * float(np.median(beside))],
+            " us",
         )
         yield line("the longest of them", [1e3 * max(beside)], " ms")
 
     def _busy(self) -> Line:
         """Time copies by the device's clock beside a thread that never rests, over copies without it."""
-        stop = threading.Event()
-
-        def spin() -> None:
-            while not stop.is_set():
-                sum(range(1000))
-
         idle = [self._speed(64 << 10, (Direction.STORE,)) for _ in range(self._repeats)]
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(spin)
+        with _repeated(lambda: sum(range(1000))):
             busy = [self._speed(64 << 10, (Direction.STORE,)) for _ in range(self._repeats)]
-            stop.set()
         return line(
             "a store's time beside a busy interpreter, over one without", ratios(idle, busy), at_most=1.2
         )
@@ -231,3 +221,21 @@ class GpuLines:
             on_device += self._size  # both ways at once do not meet
             return CopyRuns(on_device, on_host, np.full(count, page, np.int64))
         return CopyRuns(on_host, on_device, np.full(count, page, np.int64))
+
+
+@contextmanager
+def _repeated(work: Callable[[], object]) -> Iterator[None]:
+    """Do something over and over on another thread, until the block ends or raises."""
+    stop = threading.Event()
+
+    def repeat() -> None:
+        while not stop.is_set():
+            work()
+
+    with ThreadPoolExecutor(1) as pool:
+        repeating = pool.submit(repeat)
+        try:
+            yield
+        finally:
+            stop.set()
+        repeating.result()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvoffload.bench import gpu_lines
 from kvoffload.cli.main import main
 from kvoffload.model.transfer import Direction
 from kvoffload.transfer.cuda_driver import NvidiaDriver
@@ -72,3 +73,8 @@ def test_without_a_gpu_it_says_so_in_one_line() -> None:
     assert ended.stdout == ""
     (line,) = ended.stderr.splitlines()
     assert "there is no GPU to check: no NVIDIA driver library for cuda:0" in line
+
+
+def test_work_beside_a_measurement_ends_with_it() -> None:
+    with pytest.raises(ValueError, match="refused"), gpu_lines._repeated(lambda: None):
+        raise ValueError("refused")
