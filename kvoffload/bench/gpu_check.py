@@ -18,9 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     from kvoffload.bench.results import add_output_arguments
 
-    parser.add_argument("--device", default="cuda:0", help="which GPU (cuda:0)")
-    parser.add_argument("--mib", type=int, default=128, help="MiB of one large copy (128)")
-    parser.add_argument("--repeats", type=int, default=9, help="of each measurement (9)")
+    parser.add_argument("--device", default="cuda:0", help="the GPU, as torch names it")
+    parser.add_argument("--mib", type=int, default=128, help="MiB of one large copy")
+    parser.add_argument("--repeats", type=int, default=9, help="repeats of each measurement")
     add_output_arguments(parser)
 
 

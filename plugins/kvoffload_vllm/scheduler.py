@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _Table = tuple[tuple[DeviceBlockId, ...], ...]
 _Keys = tuple[tuple[BlockKey, ...], ...]
-_progress: Callable[[tuple[RequestId, int, _Table, _Keys]], facts.Progress] = partial(
+_make_progress: Callable[[tuple[RequestId, int, _Table, _Keys]], facts.Progress] = partial(
     tuple.__new__, facts.Progress
 )
 """Often in a step: a named tuple's own call takes three times as long."""
@@ -231,7 +231,7 @@ class VllmScheduler:
     def _progress(
         self, output: SchedulerOutput, states: Sequence[facts.StateHandedOff]
     ) -> tuple[facts.Progress, ...]:
-        """Only of requests that completed a block or a state, got a block, or run for the first time since their allocation."""
+        """Return the progress of requests that completed a block or a state, got a block, or run for the first time since then."""
         scheduled, gained = output.num_scheduled_tokens, self._new_blocks_of(output, states)
         for tracked in self._due.take():
             request = tracked.request
@@ -286,4 +286,4 @@ class VllmScheduler:
         if self.host_events is not None:
             tracked.noted = self.host_events.note(request, tracked.noted, confirmed)
         new_keys = tracked.new_keys(self._keys) if tracked.hashes != len(request.block_hashes) else ()
-        return _progress((RequestId(request.request_id), confirmed, new_blocks, new_keys))
+        return _make_progress((RequestId(request.request_id), confirmed, new_blocks, new_keys))
