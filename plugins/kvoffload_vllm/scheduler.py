@@ -231,7 +231,7 @@ class VllmScheduler:
     def _progress(
         self, output: SchedulerOutput, states: Sequence[facts.StateHandedOff]
     ) -> tuple[facts.Progress, ...]:
-        """Return the progress of requests that completed a block or a state, got a block, or run for the first time since then."""
+        """Return progress of requests that completed a block or state, got a block, or first run since their allocation."""
         scheduled, gained = output.num_scheduled_tokens, self._new_blocks_of(output, states)
         for tracked in self._due.take():
             request = tracked.request
