@@ -23,6 +23,9 @@ class Tier(Enum):
 
     DEVICE = "device"
     HOST = "host"
+    DISK = "disk"
+
+    __hash__ = object.__hash__  # as that of a cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,27 @@ class TransferJob:
     blocks: tuple[DeviceBlockId, ...]
     request: RequestId | None = None
     """The request that waits for a load; None for a store."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskJob:
+    """One job between host and disk: slot `slots[i]` and place `places[i]` hold the same bytes once every rank has ended it well.
+
+    A spill is a store of the disk's, a fetch a load. `slots` and `places` have the same length, at least 1.
+
+    Args:
+        job: its number.
+        direction: which way it copies, as seen from the host: STORE to the disk, LOAD from it.
+        slots: host slots.
+        places: slots of the ranks' slot files.
+        sums: of a fetch: for each place, each rank's checksum of what it must hold.
+    """
+
+    job: JobId
+    direction: Direction
+    slots: tuple[SlotId, ...]
+    places: tuple[SlotId, ...]
+    sums: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +97,8 @@ class JobReport:
             and the checksums.
         copy_s: seconds spent copying.
         corrupt: positions in the job whose bytes were found corrupt (empty otherwise).
+        sums: of a spill that ended well: a checksum of this rank's shard of each block.
+        stuck: positions of a spill whose place may still change, because a write to it has not returned.
     """
 
     job: JobId
@@ -82,6 +108,8 @@ class JobReport:
     queue_s: float
     copy_s: float
     corrupt: tuple[int, ...] = ()
+    sums: tuple[int, ...] = ()
+    stuck: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
