@@ -19,10 +19,13 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
+
+from kvoffload.model.disk import DiskRecord, Put, Strike
+from kvoffload.model.ids import BlockKey, SlotId
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -40,29 +43,6 @@ _ID_BYTES = 16
 _PUT, _STRIKE, _USE = 1, 2, 3
 _MOST_RECORDS = 4096
 """Of a batch of a rewritten index: what one flipped bit can cost."""
-
-
-class Put(NamedTuple):
-    """Every rank has written a block into a slot of its file."""
-
-    slot: int
-    key: bytes
-    sums: tuple[int, ...]  #: XXH3 of each rank's shard
-
-
-class Strike(NamedTuple):
-    """A slot's block is not to be found any more."""
-
-    slot: int
-
-
-class Use(NamedTuple):
-    """A slot's block was read, and is the most recently used."""
-
-    slot: int
-
-
-Record: TypeAlias = Put | Strike | Use
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +86,8 @@ class Entries:
         """Return entries as records."""
         part, size = slice(start, end), self.keys.dtype.itemsize
         raw = self.keys[part].tobytes()  # of one entry alone it takes ten times as long
-        keys = [raw[place : place + size] for place in range(0, len(raw), size)]
-        slots = self.slots[part].tolist()
+        keys = [BlockKey(raw[place : place + size]) for place in range(0, len(raw), size)]
+        slots = map(SlotId, self.slots[part].tolist())
         return list(map(Put, slots, keys, map(tuple, self.sums[part].tolist())))
 
     def newest(self, count: int) -> Entries:
@@ -144,7 +124,7 @@ def encode_header(header: IndexHeader) -> bytes:
     return packed + _SUM.pack(xxh3_64_intdigest(packed))
 
 
-def encode_batch(header: IndexHeader, number: int, records: Iterable[Record]) -> bytes:
+def encode_batch(header: IndexHeader, number: int, records: Iterable[DiskRecord]) -> bytes:
     """Return a batch of records in order; `number` counts the batches before it."""
     runs = b"".join(_run(kind, key_bytes, list(same)) for (kind, key_bytes), same in groupby(records, _kind))
     return _batch(header, number, runs)
@@ -178,13 +158,13 @@ def _batch(header: IndexHeader, number: int, runs: bytes) -> bytes:
     return _BATCH.pack(_BATCH_MAGIC, len(runs), number, _checksum(header, number, runs)) + runs
 
 
-def _kind(record: Record) -> tuple[int, int]:
+def _kind(record: DiskRecord) -> tuple[int, int]:
     if isinstance(record, Put):
         return _PUT, len(record.key)
     return (_STRIKE if isinstance(record, Strike) else _USE), 0
 
 
-def _run(kind: int, key_bytes: int, records: Sequence[Record]) -> bytes:
+def _run(kind: int, key_bytes: int, records: Sequence[DiskRecord]) -> bytes:
     head = _RUN.pack(kind, key_bytes, len(records))
     if kind != _PUT:
         return head + struct.pack(f"<{len(records)}I", *[record.slot for record in records])

@@ -17,12 +17,12 @@ from kvoffload.disk.index_format import (
     Entries,
     IndexContents,
     IndexHeader,
-    Record,
     encode_batch,
     encode_index,
     read_index,
 )
 from kvoffload.disk.system import sync_folder
+from kvoffload.model.disk import DiskRecord
 
 _NAME, _NEW = "index", "index.new"
 _LEAST_GARBAGE = 2**16  # records
@@ -46,7 +46,7 @@ class IndexLog:
         self._end = end
         self._batches = batches
 
-    def append(self, records: Sequence[Record]) -> None:
+    def append(self, records: Sequence[DiskRecord]) -> None:
         """Write records, in order; they outlive this process, and after `sync` a power failure too.
 
         Raises:

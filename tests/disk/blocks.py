@@ -8,10 +8,12 @@ from random import Random
 from xxhash import xxh3_64_intdigest
 
 from kvoffload.disk.folder import slot_path
-from kvoffload.disk.index_format import IndexContents, IndexHeader, Put, Record, Strike
+from kvoffload.disk.index_format import IndexContents, IndexHeader
 from kvoffload.disk.index_log import IndexLog, load_index, new_generation, start_index
 from kvoffload.disk.slot_file import SlotFile, SlotShape, open_slot_file
 from kvoffload.disk.system import aligned_buffer
+from kvoffload.model.disk import DiskRecord, Put, Strike
+from kvoffload.model.ids import BlockKey, SlotId
 
 RANKS = 2
 SLOT_BYTES = 6000  # no multiple of a sector
@@ -21,8 +23,8 @@ def shape_of(rank: int, slot_bytes: int = SLOT_BYTES) -> SlotShape:
     return SlotShape(rank, RANKS, slot_bytes, b"layout of a rank")
 
 
-def key_of(number: int) -> bytes:
-    return number.to_bytes(8, "big") * 4 + bytes(4)
+def key_of(number: int) -> BlockKey:
+    return BlockKey(number.to_bytes(8, "big") * 4 + bytes(4))
 
 
 def shard(generation: bytes, key: bytes, rank: int, size: int = SLOT_BYTES) -> bytes:
@@ -43,11 +45,11 @@ class Writer:
         self.held = {put.slot: put for put in found.entries.puts()} if found is not None else {}
         self._buffer = aligned_buffer(self.files[0].shape.pitch)
 
-    def strike(self, slot: int) -> None:
+    def strike(self, slot: SlotId) -> None:
         del self.held[slot]
         self.log.append([Strike(slot)])
 
-    def put(self, slot: int, key: bytes) -> None:
+    def put(self, slot: SlotId, key: BlockKey) -> None:
         sums = []
         for file in self.files:
             data = shard(self.header.generation, key, file.shape.rank, file.shape.slot_bytes)
@@ -58,7 +60,7 @@ class Writer:
         self.append([record])
         self.held[slot] = record
 
-    def append(self, records: list[Record]) -> None:
+    def append(self, records: list[DiskRecord]) -> None:
         self.log.append(records)
 
     def sync(self) -> None:

@@ -11,25 +11,31 @@ from hypothesis import strategies as st
 from kvoffload.disk.index_format import (
     IndexContents,
     IndexHeader,
-    Put,
-    Record,
-    Strike,
-    Use,
     encode_batch,
     encode_header,
     encode_index,
     read_index,
 )
+from kvoffload.model.disk import DiskRecord, Put, Strike, Use
+from kvoffload.model.ids import BlockKey, SlotId
 
 SLOTS = 8
 HEADER = IndexHeader(b"g" * 16, (b"first file's id.", b"other file's id."), SLOTS)
 
 
 def put(slot: int, key: int) -> Put:
-    return Put(slot, key.to_bytes(36, "big"), (key * 7, 2**64 - 1 - key))
+    return Put(SlotId(slot), BlockKey(key.to_bytes(36, "big")), (key * 7, 2**64 - 1 - key))
 
 
-def encoded(*batches: list[Record], header: IndexHeader = HEADER) -> bytes:
+def strike(slot: int) -> Strike:
+    return Strike(SlotId(slot))
+
+
+def use(slot: int) -> Use:
+    return Use(SlotId(slot))
+
+
+def encoded(*batches: list[DiskRecord], header: IndexHeader = HEADER) -> bytes:
     parts = [encode_batch(header, number, batch) for number, batch in enumerate(batches)]
     return encode_header(header) + b"".join(parts)
 
@@ -44,9 +50,9 @@ def entries(data: bytes) -> list[Put]:
     return read(data).entries.puts()
 
 
-def expected(records: list[Record]) -> list[Put]:
+def expected(records: list[DiskRecord]) -> list[Put]:
     """The same by a dict, one record at a time."""
-    held: dict[int, Put] = {}
+    held: dict[SlotId, Put] = {}
     for record in records:
         if isinstance(record, Use):
             if record.slot in held:
@@ -60,12 +66,12 @@ def expected(records: list[Record]) -> list[Put]:
 
 slots = st.integers(0, SLOTS - 1)
 records = st.one_of(
-    st.builds(put, slots, st.integers(0, 2**60)), st.builds(Strike, slots), st.builds(Use, slots)
+    st.builds(put, slots, st.integers(0, 2**60)), st.builds(strike, slots), st.builds(use, slots)
 )
 
 
 @given(st.lists(st.lists(records, min_size=1, max_size=6), max_size=6))
-def test_what_was_written_is_read_in_order_of_use(batches: list[list[Record]]) -> None:
+def test_what_was_written_is_read_in_order_of_use(batches: list[list[DiskRecord]]) -> None:
     data = encoded(*batches)
     written = [record for batch in batches for record in batch]
     contents = read(data)
@@ -76,7 +82,7 @@ def test_what_was_written_is_read_in_order_of_use(batches: list[list[Record]]) -
 
 
 @given(st.lists(st.lists(records, min_size=1, max_size=6), max_size=6))
-def test_a_rewritten_index_says_the_same(batches: list[list[Record]]) -> None:
+def test_a_rewritten_index_says_the_same(batches: list[list[DiskRecord]]) -> None:
     before = read(encoded(*batches)).entries
     data, count = encode_index(HEADER, before)
     contents = read(data)
@@ -84,12 +90,12 @@ def test_a_rewritten_index_says_the_same(batches: list[list[Record]]) -> None:
     assert (contents.records, contents.batches) == (len(before), count)
 
 
-def some_history(puts: int) -> list[list[Record]]:
+def some_history(puts: int) -> list[list[DiskRecord]]:
     random = Random(5)
-    history: list[list[Record]] = []
+    history: list[list[DiskRecord]] = []
     for key in range(puts):
         slot = random.randrange(SLOTS)
-        history.append([Strike(slot), put(slot, key), Use(random.randrange(SLOTS))])
+        history.append([strike(slot), put(slot, key), use(random.randrange(SLOTS))])
     return history
 
 
@@ -154,24 +160,24 @@ def test_a_batch_of_another_place_with_the_right_number_does_not_pass() -> None:
     assert entries(encoded([put(1, 1)]) + bytes(batch)) == [put(1, 1)]
 
 
-@pytest.mark.parametrize("record", [put(SLOTS, 1), Strike(SLOTS), Use(SLOTS)])
-def test_a_slot_beyond_the_file_is_left_out(record: Record) -> None:
+@pytest.mark.parametrize("record", [put(SLOTS, 1), strike(SLOTS), use(SLOTS)])
+def test_a_slot_beyond_the_file_is_left_out(record: DiskRecord) -> None:
     assert entries(encoded([put(0, 0)], [record], [put(1, 1)])) == [put(0, 0), put(1, 1)]
 
 
 def test_keys_of_another_length_end_the_reading() -> None:
-    short = Put(1, b"short", (1, 2))
+    short = Put(SlotId(1), BlockKey(b"short"), (1, 2))
     assert entries(encoded([put(0, 0)], [short])) == [put(0, 0)]
     assert entries(encoded([put(0, 0), short])) == []
 
 
 def test_keys_that_end_in_zeros_keep_them() -> None:
-    kept = Put(1, b"k" + bytes(35), (1, 2))
+    kept = Put(SlotId(1), BlockKey(b"k" + bytes(35)), (1, 2))
     assert entries(encoded([kept])) == [kept]
 
 
 def test_the_newest_are_those_used_last() -> None:
-    data = encoded([put(0, 0), put(1, 1), put(2, 2), Use(0)])
+    data = encoded([put(0, 0), put(1, 1), put(2, 2), use(0)])
     found = read(data).entries
     assert found.newest(2).puts() == [put(2, 2), put(0, 0)]
     assert found.newest(0).puts() == []

@@ -8,14 +8,24 @@ from pathlib import Path
 
 import pytest
 
-from kvoffload.disk.index_format import IndexHeader, Put, Strike, Use
+from kvoffload.disk.index_format import IndexHeader
 from kvoffload.disk.index_log import IndexLog, load_index, new_generation, start_index
+from kvoffload.model.disk import Put, Strike, Use
+from kvoffload.model.ids import BlockKey, SlotId
 
 HEADER = IndexHeader(b"g" * 16, (b"the file's ident",), 1000)
 
 
 def put(slot: int, key: int | None = None) -> Put:
-    return Put(slot, (slot if key is None else key).to_bytes(36, "big"), (slot,))
+    return Put(SlotId(slot), BlockKey((slot if key is None else key).to_bytes(36, "big")), (slot,))
+
+
+def strike(slot: int) -> Strike:
+    return Strike(SlotId(slot))
+
+
+def use(slot: int) -> Use:
+    return Use(SlotId(slot))
 
 
 def entries(folder: Path) -> list[Put]:
@@ -36,7 +46,7 @@ def test_a_folder_without_an_index_has_none(tmp_path: Path) -> None:
 def test_what_is_appended_is_there_for_the_next_process(tmp_path: Path, log: IndexLog) -> None:
     log.append([put(1), put(2)])
     log.append([])
-    log.append([Strike(1), put(3), Use(2)])
+    log.append([strike(1), put(3), use(2)])
     log.close()
     assert entries(tmp_path) == [put(3), put(2)]
     assert log.records == 5
@@ -59,7 +69,7 @@ def test_a_cut_tail_is_left_behind_by_the_next_start(tmp_path: Path, log: IndexL
 def test_a_rewritten_index_goes_on(tmp_path: Path, log: IndexLog) -> None:
     for turn in range(200):
         log.append(
-            [put(turn % 10, turn), Use(0)] if turn == 0 else [Strike((turn - 1) % 10), put(turn % 10, turn)]
+            [put(turn % 10, turn), use(0)] if turn == 0 else [strike((turn - 1) % 10), put(turn % 10, turn)]
         )
     before, size = entries(tmp_path), (tmp_path / "index").stat().st_size
     log = log.rewritten()

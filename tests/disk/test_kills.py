@@ -14,6 +14,7 @@ from random import Random
 
 import pytest
 
+from kvoffload.model.ids import SlotId
 from tests.disk.blocks import Writer, found_blocks, key_of
 
 SLOTS = 24
@@ -26,7 +27,7 @@ def write_until_killed(folder: Path, seed: int, to_test: Connection) -> None:
     random = Random(seed)
     writer = Writer(folder, SLOTS)
     for number in range(1, 2 * _MOST_ACTIONS):
-        slot = random.randrange(SLOTS)
+        slot = SlotId(random.randrange(SLOTS))
         if (old := writer.held.get(slot)) is not None:
             to_test.send(("to be struck", old.key))
             writer.strike(slot)

@@ -9,6 +9,7 @@ from random import Random
 import pytest
 
 from kvoffload.disk import index_log, slot_file, system
+from kvoffload.model.ids import SlotId
 from tests.disk.blocks import Writer, found_blocks, key_of
 from tests.disk.recorded_os import Disk, RecordedOs
 
@@ -39,7 +40,7 @@ class Life:
             self.pictures.append(picture)
 
     def act(self, number: int) -> None:
-        writer, slot = self.writer, self.random.randrange(SLOTS)
+        writer, slot = self.writer, SlotId(self.random.randrange(SLOTS))
         if (old := writer.held.get(slot)) is not None:
             self.durable.discard(old.key)
             writer.strike(slot)
