@@ -11,6 +11,8 @@ import fcntl
 import json
 import os
 import socket
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvoffload.disk.identity import KVIdentity
@@ -19,6 +21,29 @@ from kvoffload.model.errors import DiskError
 _OURS = os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCK = "lock"
 _LONGEST_HOLDER = 200  # characters shown
+
+
+@dataclass(frozen=True, slots=True)
+class DiskPlace:
+    """Where an engine's files belong.
+
+    Args:
+        root: `disk_path`.
+        identify: returns the identity of the engine's KV; may read all weights, so it is called on a thread.
+        replica: the engine's number among data-parallel ones.
+    """
+
+    root: Path
+    identify: Callable[[], KVIdentity]
+    replica: int = 0
+
+    def make_folder(self) -> Path:
+        """Return the folder, made where it was missing.
+
+        Raises:
+            DiskError: it cannot be made, or the weights cannot be read.
+        """
+        return make_folder(self.root, self.identify(), self.replica)
 
 
 class TierFolder:

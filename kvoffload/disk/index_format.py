@@ -90,6 +90,17 @@ class Entries:
         slots = map(SlotId, self.slots[part].tolist())
         return list(map(Put, slots, keys, map(tuple, self.sums[part].tolist())))
 
+    def below(self, slots: int) -> Entries:
+        """Return the entries in slots with lower numbers."""
+        there = self.slots < slots
+        return Entries(self.slots[there], self.keys[there], self.sums[there])
+
+    def free(self, slots: int) -> list[SlotId]:
+        """Return the slots up to a number that hold nothing."""
+        held = np.zeros(slots, np.bool_)
+        held[self.slots] = True
+        return [SlotId(slot) for slot in np.flatnonzero(~held).tolist()]
+
     def newest(self, count: int) -> Entries:
         """Return the most recently used entries."""
         first = max(len(self) - count, 0)

@@ -137,6 +137,16 @@ def start_index(folder: Path, header: IndexHeader, entries: Entries | None = Non
     return IndexLog(folder, header, descriptor, len(data), batches, len(entries))
 
 
+def remove_index(folder: Path) -> None:
+    """Remove the index of a folder: nothing in the slot files is found again.
+
+    Raises:
+        OSError: the disk is failing or gone.
+    """
+    (folder / _NAME).unlink(missing_ok=True)
+    sync_folder(folder)
+
+
 def _write_all(descriptor: int, data: bytes, offset: int) -> None:
     rest = memoryview(data)
     while rest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from kvoffload.model.ids import BlockKey, SlotId
@@ -25,6 +26,19 @@ class Use(NamedTuple):
     """A slot's block was read, and is the most recently used."""
 
     slot: SlotId
+
+
+@dataclass(frozen=True, slots=True)
+class DiskFile:
+    """A rank's slot file.
+
+    Args:
+        file_id: random bytes, of the file and not of its name.
+        slots: that it has room for.
+    """
+
+    file_id: bytes
+    slots: int
 
 
 DiskRecord: TypeAlias = Put | Strike | Use

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvoffload.model.causes import CopyOutcome
+from kvoffload.model.disk import DiskFile
 from kvoffload.model.ids import DeviceBlockId, JobId, Rank, RequestId, SlotId
 
 
@@ -63,6 +64,11 @@ class DiskJob:
     places: tuple[SlotId, ...]
     sums: tuple[tuple[int, ...], ...] = ()
 
+    @property
+    def blocks(self) -> tuple[DeviceBlockId, ...]:
+        """It touches no device block."""
+        return ()
+
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
@@ -70,14 +76,15 @@ class TransferPlan:
 
     loads: tuple[TransferJob, ...] = ()
     stores: tuple[TransferJob, ...] = ()
+    disk: tuple[DiskJob, ...] = ()
 
     @property
-    def jobs(self) -> tuple[TransferJob, ...]:
-        return (*self.loads, *self.stores)
+    def jobs(self) -> tuple[TransferJob | DiskJob, ...]:
+        return (*self.loads, *self.stores, *self.disk)
 
     @property
     def is_empty(self) -> bool:
-        return not (self.loads or self.stores)
+        return not (self.loads or self.stores or self.disk)
 
 
 NOTHING = TransferPlan()
@@ -125,6 +132,8 @@ class TransferReport:
         slot_bytes: bytes of one host slot on this rank.
         wanted_slots: host slots that this rank will have once all are ready.
         lost: why the rank's device executes nothing more for this process, None while it works.
+        disk_works: no call on this rank's slot file hangs, and not too many have failed.
+        disk_file: this rank's slot file, once it is open.
     """
 
     rank: Rank
@@ -135,3 +144,5 @@ class TransferReport:
     slot_bytes: int = 0
     wanted_slots: int = 0
     lost: str | None = None
+    disk_works: bool = True
+    disk_file: DiskFile | None = None

@@ -21,7 +21,7 @@ import threading
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from xxhash import xxh3_64
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
 
     from kvoffload.disk.slot_file import SlotFile
+    from kvoffload.model.disk import DiskFile
     from kvoffload.model.transfer import DiskJob
     from kvoffload.transfer.arena import Arena
     from kvoffload.transfer.ports import Clock
@@ -47,6 +48,22 @@ SYNC_PERIOD_S = 1.0
 _MOST_ERRORS = 8  # in a row, after which the disk is not asked again
 
 log = get_logger("disk")
+
+
+class DiskNews(NamedTuple):
+    """What a rank's disk reports.
+
+    Args:
+        jobs: those that ended since the last report.
+        works: copies are started.
+        file: the rank's slot file.
+        is_new: something of this was not reported before.
+    """
+
+    jobs: tuple[JobReport, ...]
+    works: bool
+    file: DiskFile
+    is_new: bool
 
 
 @dataclass(slots=True, eq=False)

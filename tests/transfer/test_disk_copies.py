@@ -103,7 +103,7 @@ def test_what_was_spilled_is_fetched_into_other_slots(rig: Rig) -> None:
     assert not rig.copies.has_work
 
 
-def test_a_place_with_other_bytes_is_found_corrupt_and_the_host_slot_keeps_its_own(rig: Rig) -> None:
+def test_r17_a_place_with_other_bytes_is_found_corrupt_and_the_host_slot_keeps_its_own(rig: Rig) -> None:
     right = rig.fill(0, seed=0)
     rig.spill([0, 1], [0, 1])
     kept = rig.fill(2, seed=2)
@@ -120,7 +120,7 @@ def test_a_place_with_other_bytes_is_found_corrupt_and_the_host_slot_keeps_its_o
     assert rig.slot(2) == kept
 
 
-def test_bytes_of_another_block_are_found_corrupt(rig: Rig) -> None:
+def test_r17_bytes_of_another_block_are_found_corrupt(rig: Rig) -> None:
     """A strike that was lost: the index names a block whose place another one has."""
     rig.fill(0, seed=0)
     first = rig.spill([0], [0])
