@@ -15,7 +15,7 @@ COLOURS: dict[str, str] = {
     "never_seen": "#b8b8b8", "no_state": "#c4a24a", "behind_miss": "#d6d6d6", "partial_block": "#8c8c8c", "last_token": "#a3a08c",
     "read_ahead": "#75736a", "evicted": ORANGE, "storing": "#7fb3ea", "declined_host_full": "#c4601a",
     "declined_stale": "#d8b98a", "declined_lease_limit": YELLOW, "declined_other": "#b89b62", "declined_not_ready": "#f0dd9a",
-    "declined_stalled": "#a33b4f", "stalled": "#7d2438", "lost": "#e0a0a0",
+    "declined_stalled": "#a33b4f", "stalled": "#7d2438", "on_disk": "#5b9aa0", "tier_opening": "#93c3c7", "lost": "#e0a0a0",
     "store_failed": "#b02a2a", "after_reset": "#a06bc9", "load_failed": "#e2685a", "load_declined": "#8a78c9",
     "opted_out": "#c9a0dc", "corrupt": "#8b0000", "degraded": "#4d0f0f",
     # outcomes of stores and loads
@@ -32,7 +32,7 @@ COLOURS: dict[str, str] = {
     "store p50": "#7fb3ea", "store p99": BLUE, "load p50": "#8fce7f", "load p99": GREEN,
     # the host's slots
     "empty": "#e4e4e4", "filling": "#7fb3ea", "ready": BLUE, "pinned": GREEN, "draining": "#a06bc9",
-    "quarantined": RED, "capacity": "#333333", "space": ORANGE, "reset": "#a06bc9",
+    "quarantined": RED, "capacity": "#333333", "space": ORANGE, "spill_behind": "#c4601a", "reset": "#a06bc9",
     # bytes of host memory
     "wanted": "#b8b8b8", "reserved": BLUE, "used": GREEN,
     # why pins were dropped

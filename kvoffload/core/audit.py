@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 
+from kvoffload.core.job import Job
 from kvoffload.core.machine import JobState, RequestState, SlotState
 from kvoffload.core.request import has_table
 from kvoffload.core.state import CoreState
 from kvoffload.core.stores import Stores
 from kvoffload.model.ids import SlotId
-from kvoffload.model.transfer import Direction
+from kvoffload.model.transfer import Direction, Tier
 
 _OPEN = (JobState.PLANNED, JobState.SUBMITTED, JobState.ABANDONED)
 
@@ -20,6 +21,7 @@ def audit(state: CoreState, stores: Stores) -> list[str]:
     """Return every violated law as one line of text. Reads only; costs time in the size of the pool."""
     laws = (_totals, _slots, _records)
     problems = [problem for law in laws for problem in law(state)]
+    problems += state.disk.pool.problems() if state.disk is not None and state.disk.is_open else []
     return problems + list(_offers(state, stores)) + state.pool.problems()
 
 
@@ -40,14 +42,26 @@ def audit_at_rest(state: CoreState, stores: Stores, slots: Iterable[SlotId]) -> 
 
 def _records(state: CoreState) -> Iterator[str]:
     """What requests, jobs and hits hold."""
-    for law in (_pins, _holds, _jobs, _filling, _stalled, _leases, _in_flight, _requests, _indexes, _drained):
+    for law in (
+        _pins,
+        _holds,
+        _jobs,
+        _filling,
+        _stalled,
+        _leases,
+        _in_flight,
+        _requests,
+        _indexes,
+        _drained,
+        _disk,
+    ):
         yield from law(state)
 
 
 def _offers(state: CoreState, stores: Stores) -> Iterator[str]:
     """Stores lease what is counted, and every offer is somewhere."""
     opened = state.jobs.open.values()
-    leased = sum([len(job.blocks) for job in opened if job.loads_for is None])
+    leased = sum([len(job.blocks) for job in opened if job.is_store])
     if leased != stores.leased_blocks:
         yield f"stores lease {leased} blocks, {stores.leased_blocks} are counted"
     if stores.leased_blocks > state.shape.lease_limit:
@@ -100,7 +114,8 @@ def _pins(state: CoreState) -> Iterator[str]:
     for record in state.requests.live.values():
         expected.update(record.hit.slots if record.hit is not None else ())
     for job in state.jobs.open.values():
-        if job.loads_for is not None and not job.settled:
+        is_spill = job.tier is Tier.DISK and job.direction is Direction.STORE
+        if (job.loads_for is not None or is_spill) and not job.settled:
             expected.update(job.slots)
     yield from _differences("pins", expected, state.pool.pins())
 
@@ -127,10 +142,11 @@ def _jobs(state: CoreState) -> Iterator[str]:
             yield f"job {job.job} is {job.state.name} but in the table of open ones"
         if not job.waiting:
             yield f"job {job.job} is open although no rank copies"
-    found = Counter((job.direction, job.state) for job in opened)
-    for direction, job_state in product(Direction, _OPEN):
-        if found[direction, job_state] != jobs.count(direction, job_state):
-            yield f"{found[direction, job_state]} {direction.value} jobs are {job_state.name}, another number is counted"
+    found = Counter((job.tier, job.direction, job.state) for job in opened)
+    for tier, direction, job_state in product((Tier.HOST, Tier.DISK), Direction, _OPEN):
+        number = found[tier, direction, job_state]
+        if number != jobs.count(direction, job_state, tier):
+            yield f"{number} {tier.value} {direction.value} jobs are {job_state.name}, another number is counted"
     if [job for job in opened if job.state is JobState.PLANNED] != jobs.planned:
         yield "the planned jobs are not those of the next plan"
     pending = sum([job.state is not JobState.ABANDONED for job in opened])
@@ -138,10 +154,15 @@ def _jobs(state: CoreState) -> Iterator[str]:
         yield f"{pending} jobs are pending, {jobs.pending} are counted"
 
 
+def fills_host(job: Job) -> bool:
+    """Whether a job brings blocks to the host."""
+    return job.is_store or (job.tier is Tier.DISK and job.direction is Direction.LOAD)
+
+
 def _filling(state: CoreState) -> Iterator[str]:
-    """Filling slots belong to exactly one open store each."""
-    stores = [job for job in state.jobs.open.values() if job.loads_for is None and not job.settled]
-    filling = Counter(slot for job in stores for slot in job.slots)
+    """Filling slots belong to exactly one open store or fetch each."""
+    fills = [job for job in state.jobs.open.values() if fills_host(job) and not job.settled]
+    filling = Counter(slot for job in fills for slot in job.slots)
     if sum(filling.values()) != state.pool.count(SlotState.FILLING) or any(
         count != 1 or state.pool.state(slot) != SlotState.FILLING for slot, count in filling.items()
     ):
@@ -164,10 +185,12 @@ def _leases(state: CoreState) -> Iterator[str]:
 
 def _in_flight(state: CoreState) -> Iterator[str]:
     """Blocks in flight are those of open stores, keys those of stores without an outcome."""
-    stores = [job for job in state.jobs.open.values() if job.loads_for is None]
+    stores = [job for job in state.jobs.open.values() if job.is_store]
     if {block: job for job in stores for block in job.blocks} != state.in_flight.blocks:
         yield "blocks in flight and open stores disagree"
     keys = {offer.key: job for job in stores if not job.settled for offer in job.offers}
+    fetches = [job for job in state.jobs.open.values() if fills_host(job) and not job.is_store]
+    keys |= {key: job for job in fetches if not job.settled for key in job.keys}
     if keys != state.in_flight.keys:
         yield "keys in flight and open stores disagree"
     for key in state.in_flight.duplicates:
@@ -204,6 +227,32 @@ def _indexes(state: CoreState) -> Iterator[str]:
     watched = {(key, record) for key, offers in state.evictions.offers.items() for record in offers}
     if watched != {(key, record) for record in live for key in record.watched}:
         yield "the keys watched for eviction and the requests that watch disagree"
+
+
+def _disk(state: CoreState) -> Iterator[str]:
+    """The disk's slots, keys under way and checksums are those of open jobs and of blocks that can be found."""
+    disk = state.disk
+    if disk is None:
+        return
+    jobs = [job for job in state.jobs.open.values() if job.tier is Tier.DISK]
+    if sum(job.state is JobState.ABANDONED for job in jobs) != disk.abandoned:
+        yield f"{disk.abandoned} abandoned jobs on the disk are counted, another number is open"
+    going = {way: [job for job in jobs if job.direction is way and not job.settled] for way in Direction}
+    for what, keys, way in (
+        ("spilled", disk.spilling, Direction.STORE),
+        ("fetched", disk.fetching, Direction.LOAD),
+    ):
+        if {key: job for job in going[way] for key in job.keys} != keys:
+            yield f"keys that are being {what} and open jobs disagree"
+    filling = [place for job in going[Direction.STORE] for place in job.places]
+    if len(filling) != disk.pool.count(SlotState.FILLING):
+        yield "filling slots of the disk and open spills disagree"
+    reading = Counter(place for job in going[Direction.LOAD] for place in job.places)
+    yield from _differences("pins of the disk", reading, disk.pool.pins())
+    if len(disk.sums) != len(disk.pool.index) or any(
+        slot not in disk.sums for slot in disk.pool.index.values()
+    ):
+        yield f"{len(disk.sums)} slots of the disk have checksums, {len(disk.pool.index)} can be found"
 
 
 def _drained(state: CoreState) -> Iterator[str]:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
 
+from kvoffload.core.disk_state import DiskState
 from kvoffload.core.host_pool import HostPool
 from kvoffload.core.machine import RequestState
 from kvoffload.core.request import RequestRecord
@@ -23,8 +24,9 @@ _FINISHING = RequestState.FINISHING
 class Holds:
     """The only caller of the pool's `hold` and `release`, and the only writer of `RequestRecord.held`."""
 
-    def __init__(self, pool: HostPool, groups: tuple[GroupSpec, ...]) -> None:
+    def __init__(self, pool: HostPool, groups: tuple[GroupSpec, ...], disk: DiskState | None = None) -> None:
         self._pool = pool
+        self._disk = disk
         self._block_tokens = [group.block_tokens for group in groups]
 
     def add(self, record: RequestRecord, slots: Sequence[SlotId]) -> None:
@@ -42,6 +44,9 @@ class Holds:
 
     def release(self, record: RequestRecord) -> None:
         """Release all that a request holds; its deepest blocks become evictable first."""
+        if self._disk is not None and record.loaded_tokens and record.persists:
+            found = reversed(self._slots_deepest_first(record, record.loaded_tokens))
+            self._disk.reuse([key for slot in found if (key := self._pool.key(slot)) is not None])
         if record.shares or record.found_tokens:
             self._release_and_use(record)
             record.shares = False

@@ -98,6 +98,23 @@ class HostPool:
         self._counts[SlotState.EMPTY] += more
         return more
 
+    def adopt(self, capacity: int, blocks: Mapping[SlotId, BlockKey], free: Iterable[SlotId]) -> None:
+        """Take over a part of what an earlier process left in `capacity` slots.
+
+        Args:
+            capacity: slots in all. One that is in no part is never handed out.
+            blocks: what slots hold, the most recently used last.
+            free: slots that hold nothing.
+        """
+        if self.grow(capacity):
+            self._fresh = capacity
+        slots = list(blocks)
+        self._move_all(slots, SlotEvent.RESERVE)
+        for slot, key in blocks.items():
+            self._keys[slot] = key
+        self.fill(slots)
+        self._freed += free
+
     def reserve(self, keys: Sequence[BlockKey]) -> tuple[list[SlotId], Sequence[BlockKey]]:
         """Give each key a slot to be filled, evicting where none is empty; all or nothing.
 

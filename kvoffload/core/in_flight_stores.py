@@ -36,12 +36,16 @@ class InFlightStores:
 
     def end(self, job: Job) -> list[Offer]:
         """The job's outcome is known: forget its keys and return the duplicates that waited for them."""
+        return self.forget([offer.key for offer in job.offers])
+
+    def forget(self, keys: Iterable[BlockKey]) -> list[Offer]:
+        """No job brings these keys to the host any more: return the duplicates that waited for them."""
         waited: list[Offer] = []
-        keys, duplicates = self.keys, self.duplicates
-        for offer in job.offers:
-            del keys[offer.key]
-            if duplicates and offer.key in duplicates:
-                waited += duplicates.pop(offer.key)
+        in_flight, duplicates = self.keys, self.duplicates
+        for key in keys:
+            del in_flight[key]
+            if duplicates and key in duplicates:
+                waited += duplicates.pop(key)
         return waited
 
     def copies_ended(self, job: Job) -> None:

@@ -13,7 +13,7 @@ from kvoffload.core.machine import JOB, JobEvent, JobState
 from kvoffload.core.request import RequestRecord
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, JobId, Rank, SlotId
-from kvoffload.model.transfer import Direction, TransferJob, TransferPlan
+from kvoffload.model.transfer import Direction, DiskJob, Tier, TransferJob, TransferPlan
 
 _PLANNED, _SUBMITTED, _ABANDONED = JobState.PLANNED, JobState.SUBMITTED, JobState.ABANDONED
 _SUBMIT, _FINISH, _FAIL = JobEvent.SUBMIT, JobEvent.FINISH, JobEvent.FAIL
@@ -58,6 +58,13 @@ class Job:
         failed: what the first failing rank reported.
         corrupt: positions that some rank found corrupt.
         settled: its outcome is known; only the ends of copies are pending.
+        tier: the lower end of its copies: HOST for those between device and host, DISK for those between host and disk.
+        places: of a job on the disk, the disk's slots, in the order of `slots`.
+        keys: of a job on the disk, in the same order.
+        sums: of a spill, each rank's checksums as far as reported.
+        expected: of a fetch, each place's checksums.
+        asks: of a fetch, the request that looked for the blocks.
+        stuck: of a spill, positions whose place a write that hangs may still change.
     """
 
     job: JobId
@@ -73,6 +80,18 @@ class Job:
     failed: CopyOutcome | None = None
     corrupt: set[int] = field(default_factory=set)
     settled: bool = False
+    tier: Tier = Tier.HOST
+    places: list[SlotId] = field(default_factory=list)
+    keys: list[BlockKey] = field(default_factory=list)
+    sums: dict[Rank, tuple[int, ...]] = field(default_factory=dict)
+    expected: tuple[tuple[int, ...], ...] = ()
+    asks: RequestRecord | None = None
+    stuck: set[int] = field(default_factory=set)
+
+    @property
+    def is_store(self) -> bool:
+        """Whether it copies from the device to the host."""
+        return self.loads_for is None and self.tier is Tier.HOST
 
     def reported(self, rank: Rank, outcome: CopyOutcome, corrupt: tuple[int, ...]) -> bool:
         """Note that a rank's copy has ended; return False for a duplicate report, which changes nothing."""
@@ -91,7 +110,11 @@ class Jobs:
     def __init__(self, ranks: int) -> None:
         self._ranks = frozenset(map(Rank, range(ranks)))
         self._next = 0
-        self._counts = {direction: [0] * len(JobState) for direction in Direction}
+        self._counts = {
+            (tier, direction): [0] * len(JobState)
+            for tier in (Tier.HOST, Tier.DISK)
+            for direction in Direction
+        }
         self.open: dict[JobId, Job] = {}
         """By number, the oldest first."""
         self.planned: list[Job] = []
@@ -99,19 +122,19 @@ class Jobs:
         self.pending = 0
         """Jobs that are planned or submitted. Abandoned ones are not waited for."""
 
-    def plan(self, direction: Direction) -> Job:
+    def plan(self, direction: Direction, tier: Tier = Tier.HOST) -> Job:
         """Open a job."""
-        job = Job(JobId(self._next), direction, set(self._ranks))
+        job = Job(JobId(self._next), direction, set(self._ranks), tier=tier)
         self._next += 1
         self.open[job.job] = job
         self.planned.append(job)
         self.pending += 1
-        self._counts[direction][job.state] += 1
+        self._counts[tier, direction][job.state] += 1
         return job
 
-    def count(self, direction: Direction, state: JobState) -> int:
-        """Return how many open jobs of a direction are in a state."""
-        return self._counts[direction][state]
+    def count(self, direction: Direction, state: JobState, tier: Tier = Tier.HOST) -> int:
+        """Return how many open jobs of a tier and a direction are in a state."""
+        return self._counts[tier, direction][state]
 
     def submit(self) -> TransferPlan:
         """Hand what is planned to the workers; return what these need of it.
@@ -120,15 +143,21 @@ class Jobs:
         """
         loads: list[TransferJob] = []
         stores: list[TransferJob] = []
+        disk: list[DiskJob] = []
         for job in self.planned:
+            if job.tier is Tier.DISK:
+                disk.append(
+                    DiskJob(job.job, job.direction, tuple(job.slots), tuple(job.places), job.expected)
+                )
+                continue
             record = job.loads_for
             request = None if record is None else record.request
             part = TransferJob(job.job, job.direction, tuple(job.slots), tuple(job.blocks), request)
             (stores if record is None else loads).append(part)
-        plan = TransferPlan(tuple(loads), tuple(stores))
+        plan = TransferPlan(tuple(loads), tuple(stores), tuple(disk))
         moved = JOB.steps[_SUBMIT][_PLANNED]
         for job in self.planned:
-            counts = self._counts[job.direction]
+            counts = self._counts[job.tier, job.direction]
             counts[_PLANNED] -= 1
             counts[moved] += 1
             job.state = moved
@@ -151,12 +180,12 @@ class Jobs:
         """Every rank has ended: the job is done or failed, and leaves the table."""
         was = job.state
         job.state = JOB.steps[_FAIL if job.failed else _FINISH][was]
-        self._counts[job.direction][was] -= 1
+        self._counts[job.tier, job.direction][was] -= 1
         self.pending -= was is _SUBMITTED
         del self.open[job.job]
 
     def _move(self, job: Job, event: JobEvent) -> None:
-        after, counts = JOB.steps[event][job.state], self._counts[job.direction]
+        after, counts = JOB.steps[event][job.state], self._counts[job.tier, job.direction]
         counts[job.state] -= 1
         job.state = after
         if after is _ABANDONED:

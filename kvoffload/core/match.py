@@ -19,12 +19,25 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 from operator import itemgetter
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from kvoffload.core.key_index import KeyIndex
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import BlockKey, SlotId
+
+
+class PartOfKeys(Protocol):
+    """Some keys with their slots."""
+
+    def get(self, key: BlockKey, /) -> SlotId | None:
+        """Return the key's slot, None where it has none."""
+
+
+class FoundKeys(Protocol):
+    """Where a search looks: `parts[key[0]]` has a key, if any has."""
+
+    @property
+    def parts(self) -> Sequence[PartOfKeys]: ...
 
 
 class Match(NamedTuple):
@@ -45,7 +58,7 @@ _match: Callable[[_Fields], Match] = partial(tuple.__new__, Match)
 def longest_match(
     shape: EngineShape,
     keys: Sequence[Sequence[BlockKey]],
-    index: KeyIndex,
+    index: FoundKeys,
     start: int,
     limit: int,
     device_tokens: int = 0,
@@ -75,7 +88,7 @@ def longest_match(
 
 
 def _match_in_one_full_group(
-    tokens: int, keys: Sequence[BlockKey], index: KeyIndex, start: int, limit: int
+    tokens: int, keys: Sequence[BlockKey], index: FoundKeys, start: int, limit: int
 ) -> Match:
     """What most models have: blocks up to the first that is missing, and no other group that could object."""
     parts, found, first = index.parts, list[SlotId](), start // tokens
@@ -94,7 +107,7 @@ class _Search:
         self,
         shape: EngineShape,
         keys: Sequence[Sequence[BlockKey]],
-        index: KeyIndex,
+        index: FoundKeys,
         start: int,
     ) -> None:
         self._groups = shape.groups

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvoffload.core.audit import audit, audit_at_rest
+from kvoffload.core.disk_tier import DiskTier
 from kvoffload.core.fingerprint import fingerprint
 from kvoffload.core.job import Offer
 from kvoffload.core.loads import Loads
@@ -21,11 +22,14 @@ from kvoffload.core.state import CoreState, LoadResults, Policy
 from kvoffload.core.stores import Stores
 from kvoffload.model import facts
 from kvoffload.model.causes import DegradeCause, EvictionCause, PinDropCause, RejectionCause, StoreOutcome
+from kvoffload.model.disk import DiskRecord
 from kvoffload.model.engine import BlockPool, EngineShape
 from kvoffload.model.events import (
     CapacityGrown,
     CopiesResumed,
     CopiesStalled,
+    DiskClosed,
+    DiskOpened,
     FactRejected,
     JobAbandoned,
     JunctionMade,
@@ -34,7 +38,7 @@ from kvoffload.model.events import (
     ResetStarted,
 )
 from kvoffload.model.ids import NULL_BLOCK, BlockKey, DeviceBlockId, RequestId, SlotId
-from kvoffload.model.transfer import NOTHING, TransferPlan, TransferReport
+from kvoffload.model.transfer import NOTHING, Tier, TransferPlan, TransferReport
 
 _SEEN, _LOADING, _RUNNING = RequestState.SEEN, RequestState.LOADING, RequestState.RUNNING
 
@@ -50,9 +54,10 @@ class OffloadCore:
 
     def __init__(self, shape: EngineShape, policy: Policy, device: BlockPool) -> None:
         self.state = CoreState(shape, policy, device)
-        self._hits = PendingHits(self.state)
-        self._loads = Loads(self.state, self._hits)
         self._stores = Stores(self.state)
+        self._disk = None if self.state.disk is None else DiskTier(self.state, self.state.disk, self._stores)
+        self._hits = PendingHits(self.state, None if self._disk is None else self._disk.fetches)
+        self._loads = Loads(self.state, self._hits)
         self._planner = make_planner(self.state, self._stores)
         self._new: dict[RequestRecord, None] = {}  # given a block table since the last step
 
@@ -65,7 +70,9 @@ class OffloadCore:
             self._reject(RejectionCause.UNKNOWN_REQUEST, fact.request)
             return
         keys = tuple([list(each) for each in fact.keys])
-        live[fact.request] = RequestRecord(fact.request, fact.prompt_tokens, keys, fact.reads_cache)
+        live[fact.request] = RequestRecord(
+            fact.request, fact.prompt_tokens, keys, fact.reads_cache, persists=fact.persists
+        )
 
     def lookup(
         self,
@@ -202,6 +209,8 @@ class OffloadCore:
             if self._stores.again or self._stores.for_room or self._stores.states_for_room:
                 self._stores.next_step()
             self._planner.step(fact, advanced)
+            if self._disk is not None:
+                self._disk.spills.step()
 
     def plan(self) -> TransferPlan:
         """Return the copies decided since the last call; they count as submitted."""
@@ -270,7 +279,8 @@ class OffloadCore:
         state, report = self.state, fact.report
         if state.growing or state.ready.get(report.rank) != report.ready_slots:
             self._ready(report)
-        for part in report.jobs:
+        parts = report.jobs if self._disk is None else self._disk.reported(report)
+        for part in parts:
             job = state.jobs.open.get(part.job)
             if job is None or not job.reported(report.rank, part.outcome, part.corrupt):
                 continue
@@ -301,6 +311,9 @@ class OffloadCore:
         if job is None or job.state is not JobState.SUBMITTED:
             return
         state.jobs.abandon(job)
+        if job.tier is Tier.DISK and self._disk is not None:
+            self._disk.abandoned(job)
+            return
         state.stall.abandoned(job)
         self._look_at_stall()
         state.tally.events.append(JobAbandoned(job.job, job.direction, len(job.slots)))
@@ -320,6 +333,31 @@ class OffloadCore:
             self.state.tally.events.append(CopiesStalled(stall.blocks, stall.limit, stall.jobs_in_a_row))
         else:
             self.state.tally.events.append(CopiesResumed(stall.blocks))
+
+    def disk_restored(self, fact: facts.DiskRestored) -> None:
+        """A part of the disk's index was read. With the last part the tier can be used."""
+        disk = self.state.disk
+        if disk is None:
+            return
+        disk.restore(fact.slots, fact.puts, [SlotId(slot) for slot in fact.free])
+        if fact.is_last:
+            disk.is_open = True
+            self.state.tally.events.append(DiskOpened(disk.pool.capacity, len(disk.pool.index)))
+
+    def disk_closed(self, _: facts.DiskClosed) -> None:
+        """What is on the disk is not looked for any more, and nothing is written to it."""
+        disk = self.state.disk
+        if disk is not None and not disk.is_closed:
+            disk.is_closed = True
+            self.state.tally.events.append(DiskClosed())
+
+    def take_disk_records(self) -> list[DiskRecord]:
+        """Return what the disk's index must record since the last call, and forget it. A reset begins the index anew."""
+        disk = self.state.disk
+        if disk is None or not disk.records:
+            return []
+        records, disk.records = disk.records, []
+        return records
 
     def take_results(self) -> LoadResults:
         """Return the loads that ended since the last call, and forget them."""
@@ -354,6 +392,8 @@ class OffloadCore:
             state.shared.ended(record)
         for record in (*live, *state.requests.finishing):
             state.holds.release(record)
+        if self._disk is not None:
+            self._disk.reset()
         dropped = state.pool.forget_all()
         state.misses.reset(dropped)
         self._stores.stop(StoreOutcome.BEFORE_RESET, planned=StoreOutcome.CANCELLED)
@@ -369,6 +409,8 @@ class OffloadCore:
         state.degraded = fact.cause
         state.tally.events.append(OffloadingDegraded(fact.cause, fact.detail))
         self._loads.cancel_planned()
+        if self._disk is not None:
+            self._disk.stop()
         if fact.cause is DegradeCause.HANDLER_RAISED:  # the last fact that this gets
             self._loads.fail_open()
         self._stores.stop(StoreOutcome.DEGRADED, planned=StoreOutcome.DEGRADED)
@@ -380,6 +422,8 @@ class OffloadCore:
         """Whether steps are needed for something to come to its end. Abandoned copies do not count (R16)."""
         state = self.state
         results = state.results
+        if self._disk is not None and self._disk.spills.are_due:
+            return True
         return bool(state.jobs.pending or results.loaded or results.failed or self._stores.again)
 
     def audit(self) -> list[str]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from kvoffload.core.fetches import Fetches
 from kvoffload.core.match import longest_match
 from kvoffload.core.request import PendingHit, RequestRecord
 from kvoffload.core.state import CoreState
@@ -21,7 +22,7 @@ from kvoffload.model.causes import MissCause, PinDropCause
 from kvoffload.model.events import HitDropped, HitPinned, JunctionAsked, LookupAnswered, LookupDeferred
 from kvoffload.model.ids import BlockKey, SlotId
 
-_Fields = tuple[int, int, tuple[SlotId, ...], MissCause | None]
+_Fields = tuple[int, int, tuple[SlotId, ...], MissCause | None, BlockKey | None]
 _hit: Callable[[_Fields], PendingHit] = partial(tuple.__new__, PendingHit)
 """Once a lookup: a named tuple's own call takes three times as long."""
 
@@ -29,8 +30,9 @@ _hit: Callable[[_Fields], PendingHit] = partial(tuple.__new__, PendingHit)
 class PendingHits:
     """Answers lookups. The only writer of `RequestRecord.hit`."""
 
-    def __init__(self, state: CoreState) -> None:
+    def __init__(self, state: CoreState, fetches: Fetches | None = None) -> None:
         self._state = state
+        self._fetches = fetches
 
     def lookup(
         self, record: RequestRecord, device_tokens: int, full_tokens: int = 0, *, may_wait: bool
@@ -45,6 +47,11 @@ class PendingHits:
         if record.hit is not None:
             self.drop(record, PinDropCause.LOOKED_UP_AGAIN)
         slots = hit.slots
+        if self._fetches is not None and hit.missing is not None and record.persists:
+            if self._is_on_its_way(record, hit) and may_wait:
+                state.tally.events.append(LookupDeferred(record.request, None))
+                return None
+            hit = hit._replace(cause=self._fetches.cause(hit.missing, hit.cause))
         if slots:
             owner = state.shared.owner(slots) if may_wait and state.shared.owners else None
             if owner is not None:
@@ -55,6 +62,13 @@ class PendingHits:
             state.tally.events.append(event)
         record.hit = hit
         return hit.tokens - device_tokens
+
+    def _is_on_its_way(self, record: RequestRecord, hit: PendingHit) -> bool:
+        """Whether the disk has more of a request's prefix, and it is being fetched."""
+        disk = self._state.disk
+        if self._fetches is None or disk is None or not disk.is_usable:
+            return False
+        return self._fetches.look(record, hit.device_tokens, hit.slots)
 
     def take(self, record: RequestRecord, accepted_tokens: int) -> PendingHit | None:
         """An admission consumes the last lookup's answer, which counts now; the caller unpins its slots.
@@ -67,7 +81,7 @@ class PendingHits:
             return None
         if record.junction:
             self._state.tally.events.append(JunctionAsked(record.request, record.junction))
-        device_tokens, reached, _, cause = hit
+        device_tokens, reached, _, cause, _ = hit
         alignment = self._state.shape.alignment
         end = max(record.prompt_tokens, reached)
         tokens = min(reached, device_tokens + accepted_tokens)
@@ -118,11 +132,11 @@ class PendingHits:
         if full_tokens > tokens and state.policy.prefix_junctions:
             record.junction = full_tokens
         if 0 < tokens - device_tokens < record.least_tokens:
-            return PendingHit(device_tokens, device_tokens, (), MissCause.LOAD_DECLINED)
+            return PendingHit(device_tokens, device_tokens, (), MissCause.LOAD_DECLINED, missing)
         cause = self._cause(record, tokens, missing)
         if lacks_state and cause is MissCause.NEVER_SEEN:
             cause = MissCause.NO_STATE
-        return _hit((device_tokens, tokens, slots, cause))
+        return _hit((device_tokens, tokens, slots, cause, missing))
 
     def _cause(self, record: RequestRecord, tokens: int, missing: BlockKey | None) -> MissCause | None:
         """Return why the block position behind a match missed, None where no position is left."""

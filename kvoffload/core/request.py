@@ -25,6 +25,7 @@ class PendingHit(NamedTuple):
     tokens: int  #: tokens that device and host hold together
     slots: tuple[SlotId, ...]  #: what was found, pinned, heads first
     cause: MissCause | None  #: why the first block position behind `tokens` missed; None where nothing missed
+    missing: BlockKey | None = None  #: the key of that position, where it has one
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -56,6 +57,9 @@ class RequestRecord:
         least_tokens: shorter hits are recomputed; its first lookup decides, 0 before it.
         junction: tokens after which the engine is asked for a recurrent state, without which a prefix that is on
             device and host was not found; 0 for none. Its last lookup decides.
+        persists: its blocks may be written to the disk, and found there.
+        fetched_blocks: blocks that were fetched from the disk for it.
+        asks_disk: False where a fetch of its failed, so that it asks for no other.
     """
 
     request: RequestId
@@ -83,6 +87,9 @@ class RequestRecord:
     stores: bool = True
     least_tokens: int = 0
     junction: int = 0
+    persists: bool = True
+    fetched_blocks: int = 0
+    asks_disk: bool = True
 
     @property
     def is_live(self) -> bool:

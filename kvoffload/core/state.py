@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvoffload.core.disk_state import DiskState
 from kvoffload.core.eviction import EVICTION_POLICIES
 from kvoffload.core.eviction_watch import EvictionWatch
 from kvoffload.core.holds import Holds
@@ -31,6 +32,7 @@ class Policy:
         eviction_policy: a name in `EVICTION_POLICIES`.
         min_load_tokens: shorter hits are recomputed instead.
         prefix_junctions: ask the engine for recurrent states whose absence shortened hits.
+        spill_after_hits: how often a block is found again before it is written to the disk; None without a disk.
         merge_steps: the few blocks that a decoding batch completes may wait for those of so many steps in all.
     """
 
@@ -39,6 +41,7 @@ class Policy:
     min_load_tokens: int = 0
     merge_steps: int = 1
     prefix_junctions: bool = True
+    spill_after_hits: int | None = None
 
 
 @dataclass(slots=True)
@@ -62,11 +65,12 @@ class CoreState:
         self.shape = shape
         self.policy = policy
         self.device = device
+        self.disk = None if policy.spill_after_hits is None else DiskState(policy.spill_after_hits)
         self.pool = HostPool(EVICTION_POLICIES[policy.eviction_policy]())
         self.requests = Requests()
         self.jobs = Jobs(shape.ranks)
         self.leases = Leases(device)
-        self.holds = Holds(self.pool, shape.groups)
+        self.holds = Holds(self.pool, shape.groups, self.disk)
         self.tables = StaleBlocks(shape.groups)
         self.in_flight = InFlightStores()
         self.shared = SharedLoads()

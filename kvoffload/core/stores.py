@@ -218,7 +218,7 @@ class Stores:
         job.offers += offers
         state.in_flight.started(job, offers)
         if evicted:
-            self._evicted(evicted)
+            self.evicted(evicted)
         blocks = [offer.block for offer in offers]
         state.leases.take(blocks)
         job.blocks += blocks
@@ -257,7 +257,7 @@ class Stores:
         state = self._state
         batch, self._batch = self._batch, None
         for job in tuple(state.jobs.open.values()):
-            if job.loads_for is None and not job.settled:
+            if job.is_store and not job.settled:
                 self._failed(job, planned if job is batch else outcome)
         if batch is not None:
             state.pool.drained(batch.slots)
@@ -276,6 +276,10 @@ class Stores:
         self._hold(job)
         state.pool.fill(job.slots[::-1])
         state.misses.arrived([offer.key for offer in job.offers])
+        if state.disk is not None:
+            state.disk.stored(
+                [offer.key for offer in job.offers if offer.record is None or offer.record.persists]
+            )
         for duplicate in state.in_flight.end(job):
             state.tally.count_stores(StoreOutcome.IN_FLIGHT)
             state.evictions.add(duplicate)
@@ -345,14 +349,23 @@ class Stores:
         if ownerless:
             state.pool.use(ownerless, {})
 
-    def _evicted(self, keys: Sequence[BlockKey]) -> None:
+    def evicted(self, keys: Sequence[BlockKey]) -> None:
         """Blocks made room for others. What running requests still have on the device may be stored again, once."""
         state = self._state
         state.misses.note(keys, MissCause.EVICTED)
-        state.tally.evicted(EvictionCause.SPACE, len(keys))
+        state.tally.evicted(EvictionCause.SPACE, len(keys) - self._without_spill(keys))
         if state.evictions.offers and (again := state.evictions.evicted(keys)):
             state.tally.offered(len(again))
             self.again += again
+
+    def _without_spill(self, keys: Sequence[BlockKey]) -> int:
+        """Count those of evicted blocks that should have been on the disk before."""
+        disk = self._state.disk
+        if disk is None:
+            return 0
+        lost = disk.evicted(keys)
+        self._state.tally.evicted(EvictionCause.SPILL_BEHIND, lost)
+        return lost
 
     # -- waiting ------------------------------------------------------------------------------------------------
 

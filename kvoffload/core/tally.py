@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sized
 
 from kvoffload.model.causes import EvictionCause, StoreOutcome
-from kvoffload.model.events import BlocksEvicted, BlocksOffered, BlocksZeroed, Event, StoreEnded
+from kvoffload.model.events import (
+    BlocksEvicted,
+    BlocksOffered,
+    BlocksZeroed,
+    DiskBlocksEvicted,
+    Event,
+    StoreEnded,
+)
 
 
 class Tally:
@@ -44,6 +51,11 @@ class Tally:
         if blocks:
             self._evicted[cause] = self._evicted.get(cause, 0) + blocks
             self.has_sums = True
+
+    def evicted_from_disk(self, cause: EvictionCause, blocks: int) -> None:
+        """Blocks left the disk."""
+        if blocks:
+            self.events.append(DiskBlocksEvicted(blocks, cause))
 
     def zeroed(self, blocks: int) -> None:
         """Positions were zeroed in requests' block tables."""

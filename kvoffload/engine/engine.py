@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
+from importlib.metadata import version
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -283,5 +284,6 @@ def _facts(config: EngineConfig, capacity: Capacity, runner: Runner, pool: Block
         block_tokens=config.block_tokens,
         block_bytes=tuple(block_bytes(runner.rank_tensors(rank)) for rank in range(config.ranks)),
         device=config.device,
+        model=f"{config.model}, drawn by torch {version('torch')}",
         plugin_config=config.plugin_config,
     )

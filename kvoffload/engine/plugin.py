@@ -60,6 +60,7 @@ class EngineFacts:
     block_tokens: int
     block_bytes: tuple[int, ...]  # per rank: bytes of one block over all of that rank's tensors
     device: str  # "cpu", "cuda" or "cuda:N"
+    model: str  # equal for models that compute the same
     plugin_config: Mapping[str, object]
 
 

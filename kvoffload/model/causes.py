@@ -37,6 +37,8 @@ class MissCause(Cause):
     BEHIND_MISS = "behind_miss"  # it follows a missing block, so it cannot be used
     OPTED_OUT = "opted_out"  # the request asked not to read cached blocks
     STALLED = "stalled"  # copies were stalled, so no load was started
+    ON_DISK = "on_disk"  # it is on the disk, and could not be waited for
+    TIER_OPENING = "tier_opening"  # the disk's index was not read yet
     DEGRADED = "degraded"  # offloading is off because an invariant was broken
 
 
@@ -71,6 +73,16 @@ class LoadOutcome(Cause):
     CANCELLED = "cancelled"  # the request ended, or its hit was gone, before the copy was submitted
 
 
+class DiskOutcome(Cause):
+    """How a copy of blocks between host and disk ended."""
+
+    DONE = "done"
+    FAILED = "failed"
+    CORRUPT = "corrupt"  # the disk's bytes were not those that were written, or could not be read
+    ABANDONED = "abandoned"
+    CANCELLED = "cancelled"  # a reset came, or offloading was switched off
+
+
 class CopyOutcome(Cause):
     """How a rank's part of a job ended."""
 
@@ -83,6 +95,7 @@ class EvictionCause(Cause):
     """Why a block left the host."""
 
     SPACE = "space"
+    SPILL_BEHIND = "spill_behind"  # as space, before it could be written to the disk
     RESET = "reset"
     LOAD_FAILED = "load_failed"
     CORRUPT = "corrupt"

@@ -32,9 +32,8 @@ ALIASES = {
 """Keys of vLLM's own connector, with the key that each one sets here."""
 
 _BACKEND = "kv_offload_backend"
-_NO_DISK = "belongs to a disk backend, which kvoffload does not have; remove it"
+_NO_DISK = "belongs to another disk backend; kvoffload's own has disk_path and disk_bytes"
 _NOT_HERE = {
-    "disk_path": _NO_DISK,
     "disk_capacity_bytes": _NO_DISK,
     "disk_buffer_slots": _NO_DISK,
     "use_page_cache": _NO_DISK,
@@ -66,6 +65,10 @@ class OffloadConfig:
         batch_copies: on CUDA, enqueue copies in batches where the driver can ("auto") or one by one ("off").
         journal_path: file for the events, None for a ring in memory.
         journal_max_bytes: of that file and the one that was rotated away before it.
+        disk_path: folder for the disk below host memory; None for none.
+        disk_bytes: space on disk of one engine, all its ranks together.
+        disk_bytes_per_rank: space on disk of each rank; wins over `disk_bytes` where given.
+        spill_after_hits: how often a block is found again before it is written to the disk.
         otlp_endpoint: URL of a collector that gets OpenTelemetry spans, None for none.
     """
 
@@ -82,6 +85,14 @@ class OffloadConfig:
     journal_path: Path | None = None
     journal_max_bytes: int = 2**30
     otlp_endpoint: str | None = None
+    disk_path: Path | None = None
+    disk_bytes: int = 64 * 2**30
+    disk_bytes_per_rank: int | None = None
+    spill_after_hits: int = 1
+
+    def disk_share(self, ranks: int) -> int:
+        """Return the bytes on disk that each of `ranks` workers may use."""
+        return self.disk_bytes_per_rank if self.disk_bytes_per_rank is not None else self.disk_bytes // ranks
 
     def bytes_per_rank(self, ranks: int) -> int:
         """Return the host bytes that each of `ranks` workers may use."""
@@ -212,6 +223,12 @@ def _tokens(value: object) -> int | str:
     return value
 
 
+def _hits(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MOST:
+        raise ValueError
+    return value
+
+
 def _seconds(value: object) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= _LONGEST_TIMEOUT_S:
         raise ValueError
@@ -244,6 +261,10 @@ _PARSERS: dict[str, tuple[str, Callable[[object], object]]] = {
     "batch_copies": _one_of("auto", "off"),
     "journal_path": ("a file's path", _path),
     "journal_max_bytes": (_BYTES, parse_bytes),
+    "disk_path": ("a folder's path", _path),
+    "disk_bytes": (_BYTES, parse_bytes),
+    "disk_bytes_per_rank": (_BYTES, parse_bytes),
+    "spill_after_hits": ("a number of hits, 0 or more", _hits),
     "otlp_endpoint": ('a URL such as "http://localhost:4318/v1/traces"', _url),
 }
 _PARSERS_OF_VLLM: dict[str, tuple[str, Callable[[object], object]]] = {

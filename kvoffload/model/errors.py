@@ -52,3 +52,7 @@ class CopyError(KVOffloadError):
 
 class DeviceLost(CopyError):
     """Raised when the device executes nothing more for this process, so no copy is in flight."""
+
+
+class DiskError(KVOffloadError):
+    """Raised when files of the disk tier cannot be used; the operator must act, and the engine goes on without the tier."""

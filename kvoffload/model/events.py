@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from kvoffload.model.causes import (
     CopyOutcome,
     DegradeCause,
+    DiskOutcome,
     EvictionCause,
     Found,
     LoadOutcome,
@@ -48,10 +49,15 @@ class HitDropped(Event):
 
 @dataclass(frozen=True, slots=True)
 class LookupDeferred(Event):
-    """A lookup answered "not yet": another request, `owner`, is loading the same prefix."""
+    """A lookup answered "not yet": the prefix is on its way to the device, or to the host.
+
+    Args:
+        request: which.
+        owner: the other request that loads it; None where it is fetched from the disk.
+    """
 
     request: RequestId
-    owner: RequestId
+    owner: RequestId | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +172,33 @@ class RankReported(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class DiskCopyScheduled(Event):
+    """Blocks are to be copied between host and disk.
+
+    Args:
+        job: the job.
+        direction: STORE to the disk, LOAD from it.
+        blocks: how many.
+        request: of a fetch, the request that looked for them.
+    """
+
+    job: JobId
+    direction: Direction
+    blocks: int
+    request: RequestId | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DiskCopyEnded(Event):
+    """The outcome of a copy between host and disk is known."""
+
+    job: JobId
+    direction: Direction
+    blocks: int
+    outcome: DiskOutcome
+
+
+@dataclass(frozen=True, slots=True)
 class JobAbandoned(Event):
     """A copy did not end in time. Its device blocks stay leased until it ends; its slots are written off for good."""
 
@@ -205,6 +238,14 @@ class BlocksEvicted(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class DiskBlocksEvicted(Event):
+    """Blocks left the disk."""
+
+    blocks: int
+    cause: EvictionCause
+
+
+@dataclass(frozen=True, slots=True)
 class BlocksZeroed(Event):
     """Positions were cleared in requests' records because the engine reused their blocks."""
 
@@ -216,6 +257,24 @@ class CapacityGrown(Event):
     """All ranks have this many slots ready."""
 
     slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class DiskOpened(Event):
+    """The disk's index was read as a whole, and the disk can be used.
+
+    Args:
+        slots: that every rank's file has.
+        blocks: that can be found in them.
+    """
+
+    slots: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class DiskClosed(Event):
+    """The disk's index cannot be read or written any more: the disk is left alone until the next start."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvoffload.model.causes import DegradeCause
+from kvoffload.model.disk import Put
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, JobId, RequestId
 from kvoffload.model.transfer import TransferReport
 
@@ -24,12 +25,14 @@ class RequestSeen(Fact):
         prompt_tokens: tokens that must be computed or found before the first new one.
         keys: per group, the keys of the whole blocks known so far.
         reads_cache: False when the request asked not to read cached blocks.
+        persists: its keys and the engine's fingerprint cover all that its KV depends on, so that it may outlive the engine.
     """
 
     request: RequestId
     prompt_tokens: int
     keys: tuple[tuple[BlockKey, ...], ...]
     reads_cache: bool = True
+    persists: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +144,28 @@ class JobOverdue(Fact):
     """A job did not end within `transfer_timeout_s` of its submission."""
 
     job: JobId
+
+
+@dataclass(frozen=True, slots=True)
+class DiskRestored(Fact):
+    """A part of the disk's index was read; all parts together name each slot once.
+
+    Args:
+        slots: slots of each rank's file.
+        puts: blocks that slots hold, the least recently used first.
+        free: slots that hold nothing.
+        is_last: the tier is whole, and can be used.
+    """
+
+    slots: int
+    puts: tuple[Put, ...] = ()
+    free: tuple[int, ...] = ()
+    is_last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DiskClosed(Fact):
+    """The disk's index cannot be read or written any more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvoffload.model.causes import CopyOutcome
+from kvoffload.model.disk import DiskFile
 from kvoffload.model.ids import DeviceBlockId, JobId, Rank, RequestId, SlotId
 
 
@@ -23,6 +24,9 @@ class Tier(Enum):
 
     DEVICE = "device"
     HOST = "host"
+    DISK = "disk"
+
+    __hash__ = object.__hash__  # as that of a cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +45,46 @@ class TransferJob:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskJob:
+    """One job between host and disk: slot `slots[i]` and place `places[i]` hold the same bytes once every rank has ended it well.
+
+    A spill is a store of the disk's, a fetch a load. `slots` and `places` have the same length, at least 1.
+
+    Args:
+        job: its number.
+        direction: which way it copies, as seen from the host: STORE to the disk, LOAD from it.
+        slots: host slots.
+        places: slots of the ranks' slot files.
+        sums: of a fetch: for each place, each rank's checksum of what it must hold.
+    """
+
+    job: JobId
+    direction: Direction
+    slots: tuple[SlotId, ...]
+    places: tuple[SlotId, ...]
+    sums: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def blocks(self) -> tuple[DeviceBlockId, ...]:
+        """It touches no device block."""
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
 class TransferPlan:
     """The copies decided in one step. Workers submit loads before stores."""
 
     loads: tuple[TransferJob, ...] = ()
     stores: tuple[TransferJob, ...] = ()
+    disk: tuple[DiskJob, ...] = ()
 
     @property
-    def jobs(self) -> tuple[TransferJob, ...]:
-        return (*self.loads, *self.stores)
+    def jobs(self) -> tuple[TransferJob | DiskJob, ...]:
+        return (*self.loads, *self.stores, *self.disk)
 
     @property
     def is_empty(self) -> bool:
-        return not (self.loads or self.stores)
+        return not (self.loads or self.stores or self.disk)
 
 
 NOTHING = TransferPlan()
@@ -73,6 +104,8 @@ class JobReport:
             and the checksums.
         copy_s: seconds spent copying.
         corrupt: positions in the job whose bytes were found corrupt (empty otherwise).
+        sums: of a spill that ended well: a checksum of this rank's shard of each block.
+        stuck: positions of a spill whose place may still change, because a write to it has not returned.
     """
 
     job: JobId
@@ -82,6 +115,8 @@ class JobReport:
     queue_s: float
     copy_s: float
     corrupt: tuple[int, ...] = ()
+    sums: tuple[int, ...] = ()
+    stuck: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +132,8 @@ class TransferReport:
         slot_bytes: bytes of one host slot on this rank.
         wanted_slots: host slots that this rank will have once all are ready.
         lost: why the rank's device executes nothing more for this process, None while it works.
+        disk_works: no call on this rank's slot file hangs, and not too many have failed.
+        disk_file: this rank's slot file, once it is open.
     """
 
     rank: Rank
@@ -107,3 +144,5 @@ class TransferReport:
     slot_bytes: int = 0
     wanted_slots: int = 0
     lost: str | None = None
+    disk_works: bool = True
+    disk_file: DiskFile | None = None

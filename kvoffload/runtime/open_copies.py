@@ -10,14 +10,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvoffload.model.ids import DeviceBlockId, JobId, Rank
-from kvoffload.model.transfer import Direction, TransferJob, TransferReport
+from kvoffload.model.transfer import Direction, DiskJob, TransferJob, TransferReport
 from kvoffload.runtime.clocks import Clocks
 from kvoffload.runtime.watchdog import Since
 
 
 @dataclass(slots=True)
 class _Copy:
-    job: TransferJob
+    job: TransferJob | DiskJob
     running: set[Rank]
     is_overdue: bool = False
 
@@ -43,13 +43,13 @@ class OpenCopies:
         """Since when the oldest job is under way, None without one; overdue ones do not count. Written whole, so
         another thread may read it."""
 
-    def submitted(self, jobs: Iterable[TransferJob], now: float) -> None:
+    def submitted(self, jobs: Iterable[TransferJob | DiskJob], now: float) -> None:
         """Jobs were handed to the workers."""
         since = Since(self._clocks.unix(), now)
         for job in jobs:
             self.open[job.job] = _Copy(job, set(self._ranks))
             self._due.append((since, job.job))
-            self._counts[job.direction, False] += 1
+            self._count(job, is_overdue=False, by=1)
         if self.oldest is None:
             self.oldest = since
 
@@ -61,7 +61,7 @@ class OpenCopies:
                 copy.running.discard(report.rank)
                 if not copy.running:
                     del self.open[part.job]
-                    self._counts[copy.job.direction, copy.is_overdue] -= 1
+                    self._count(copy.job, is_overdue=copy.is_overdue, by=-1)
         self._look()
 
     def overdue(self, now: float) -> list[JobId]:
@@ -71,8 +71,8 @@ class OpenCopies:
             job = self._due.popleft()[1]
             if (copy := self.open.get(job)) is not None:
                 copy.is_overdue = True
-                self._counts[copy.job.direction, False] -= 1
-                self._counts[copy.job.direction, True] += 1
+                self._count(copy.job, is_overdue=False, by=-1)
+                self._count(copy.job, is_overdue=True, by=1)
                 jobs.append(job)
         if jobs:
             self._look()
@@ -83,8 +83,12 @@ class OpenCopies:
         return Counter(block for copy in self.open.values() for block in copy.job.blocks)
 
     def count(self, direction: Direction, *, is_overdue: bool) -> int:
-        """Return how many jobs of a direction are under way, or overdue. Callable from any thread."""
+        """Return how many jobs between device and host are under way, or overdue. Callable from any thread."""
         return self._counts[direction, is_overdue]
+
+    def _count(self, job: TransferJob | DiskJob, *, is_overdue: bool, by: int) -> None:
+        if isinstance(job, TransferJob):
+            self._counts[job.direction, is_overdue] += by
 
     def _look(self) -> None:
         """Jobs that were submitted before any open one need no deadline any more."""

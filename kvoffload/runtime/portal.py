@@ -138,9 +138,9 @@ class Portal:
                 self._executor = DaemonExecutor(f"{self.name}-copy", self._copy_threads)
             return self._executor
 
-    def new_executor(self, purpose: str) -> Executor:
-        """Return one more thread, for calls that may block for long. The caller shuts it down."""
-        return DaemonExecutor(f"{self.name}-{purpose}", 1)
+    def new_executor(self, purpose: str, threads: int = 1) -> Executor:
+        """Return more threads, for calls that may block for long. The caller shuts them down."""
+        return DaemonExecutor(f"{self.name}-{purpose}", threads)
 
     def spawn(
         self, async_fn: Callable[P, Coroutine[object, object, T]], *args: P.args, **kwargs: P.kwargs

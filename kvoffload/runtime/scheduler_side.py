@@ -13,11 +13,14 @@ from typing import TypeVar
 from kvoffload.bus.bus import Bus
 from kvoffload.core.offload_core import OffloadCore
 from kvoffload.core.state import LoadResults, Policy
+from kvoffload.disk.folder import DiskPlace
 from kvoffload.logs import get_logger
 from kvoffload.model import facts
 from kvoffload.model.causes import DegradeCause
 from kvoffload.model.config import AUTO, OffloadConfig, check_promises
+from kvoffload.model.disk import DiskRecord
 from kvoffload.model.engine import BlockPool, EngineIdentity, EngineShape
+from kvoffload.model.errors import ConfigError
 from kvoffload.model.events import Event
 from kvoffload.model.ids import BlockKey, Rank, RequestId
 from kvoffload.model.transfer import NOTHING, TransferPlan, TransferReport
@@ -26,6 +29,7 @@ from kvoffload.runtime.broken_core import BrokenCore
 from kvoffload.runtime.clocks import Clocks
 from kvoffload.runtime.conservation import Conservation
 from kvoffload.runtime.degradation import Degradation
+from kvoffload.runtime.disk_index import DiskIndex
 from kvoffload.runtime.gauges import read_gauges
 from kvoffload.runtime.host_memory import HostMemory
 from kvoffload.runtime.observers import Observers
@@ -64,6 +68,7 @@ class SchedulerSide:
         clocks: where time comes from.
         merge_steps: steps over which a decoding batch's stores may be collected into one job, at least 1.
         identity: of the engine; journals and metrics carry it.
+        disk: where the disk's files belong, None without a disk; needs a portal.
 
     Raises:
         ConfigError: the engine promises too little for the settings, the journal's file cannot be written, or what spans
@@ -80,13 +85,14 @@ class SchedulerSide:
         clocks: Clocks | None = None,
         merge_steps: int = 1,
         identity: EngineIdentity = _UNKNOWN,
+        disk: DiskPlace | None = None,
     ) -> None:
         self._clocks = clocks or Clocks()
         now, self._precise = self._clocks.monotonic, self._clocks.precise
         self.shape, self._timeout_s = shape, config.transfer_timeout_s
         self._spans = make_spans(config, shape, self._clocks.unix)
         self.sends_spans = self._spans is not None
-        self.core = OffloadCore(shape, _policy(config, shape, merge_steps), device)
+        self.core = OffloadCore(shape, _policy(config, shape, merge_steps, has_disk=disk is not None), device)
         state = self.core.state
         self._tally, self._jobs, self._live = state.tally, state.jobs, state.requests.live
         self.provenance, self._info = (
@@ -101,14 +107,17 @@ class SchedulerSide:
             on_failure=self._journal_failed,
         )
         self.bus, self.counters = Bus(self._tally), Counters()
-        self._spent: dict[Hook, float] = {}  # seconds in this step
         self._copies = OpenCopies(shape.ranks, self._clocks, self._timeout_s)
+        self._spent: dict[Hook, float] = {}  # seconds in this step
         # First answered "not yet", until admitted: a wait that lasts too long ends.
         self._deferred_since: dict[RequestId, float] = {}
         # Answered "not yet", until answered otherwise: the time that other requests' loads cost.
         self._waiting_since: dict[RequestId, float] = {}
-        self._awaited = AwaitedLoads(self._copies.open)
-        self._degradation = Degradation(self.journal, config.journal_path)
+        self._awaited, self._degradation = (
+            AwaitedLoads(self._copies.open),
+            Degradation(self.journal, config.journal_path),
+        )
+        self._disk = DiskIndex(disk, shape.ranks, portal) if disk is not None and portal is not None else None
         self._pins, self._resets = PinAges(self._clocks), Resets(self._jobs, self.bus.publish)
         self._store_shares = dict.fromkeys(map(Rank, range(shape.ranks)), 1.0)  # as each rank last reported
         self._memory = HostMemory()
@@ -135,6 +144,8 @@ class SchedulerSide:
         bus.handle(facts.JobOverdue, core.job_overdue)
         bus.handle(facts.CacheReset, core.cache_reset)
         bus.handle(facts.InvariantBroken, core.law_broken)
+        bus.handle(facts.DiskRestored, core.disk_restored)
+        bus.handle(facts.DiskClosed, core.disk_closed)
         bus.on_state_error(self._broken.handler_raised)
 
     def _subscribe(self, portal: Portal | None) -> None:
@@ -253,9 +264,13 @@ class SchedulerSide:
         batch: list[object] = [fact]
         if self._first_tokens.admitted:
             batch[:0] = self._first_tokens.look()
+        if self._disk is not None and self._disk.due:
+            batch.append(self._disk.due.popleft())
         self.bus.dispatch(batch)
         plan = self._plan() if self._jobs.planned and self._broken.error is None else NOTHING
         spent = self._spent
+        if self._disk is not None:
+            self._record_disk(self._disk)
         spent[_STEP] = spent.get(_STEP, 0.0) + self._precise() - began
         self.counters.hooks(spent)
         spent.clear()
@@ -286,13 +301,11 @@ class SchedulerSide:
         began = self._precise()
         for report in reports:
             self._rank_reported(report)
+        if self._disk is not None:
+            self._disk.ranks_reported(reports)
+            self._record_disk(self._disk)
         if reports:
-            if self._broken.is_off:
-                self._broken.release_loose()
-            if self._resets.draining:
-                self._ask("report", self._resets.look, None)
-            if not (self._jobs.pending or self._live):
-                self._ask("audit", self._conservation.at_rest, None)
+            self._look_after_reports()
         answers = self.take_answers() if self.has_answers else LoadAnswers()
         spent = self._spent
         spent[_REPORT] = spent.get(_REPORT, 0.0) + self._precise() - began
@@ -339,8 +352,10 @@ class SchedulerSide:
         """
         began = self._precise()
         self.bus.dispatch([facts.CacheReset()])
+        is_forgotten = self._disk is None or self._disk.reset()
         self._spent[_RESET] = self._spent.get(_RESET, 0.0) + self._precise() - began
-        return self._copies.oldest is None if self._broken.error is not None else not self._jobs.pending
+        has_ended = self._copies.oldest is None if self._broken.error is not None else not self._jobs.pending
+        return has_ended and is_forgotten
 
     def audit(self) -> list[str]:
         """Return every violated conservation law; a violation switches offloading off (R12).
@@ -366,8 +381,25 @@ class SchedulerSide:
         """Stop the observers. Open jobs are the workers' to drain."""
         self.bus.close()
         self._observers.wait()
+        if self._disk is not None:
+            self._record_disk(self._disk)
+            self._disk.close()
 
     # -- inside -------------------------------------------------------------------------------------------------
+
+    def _look_after_reports(self) -> None:
+        """Look at what the ends of copies may have changed."""
+        if self._broken.is_off:
+            self._broken.release_loose()
+        if self._resets.draining:
+            self._ask("report", self._resets.look, None)
+        if not (self._jobs.pending or self._live):
+            self._ask("audit", self._conservation.at_rest, None)
+
+    def _record_disk(self, disk: DiskIndex) -> None:
+        """Hand what happened on the disk to its index."""
+        if records := self._ask("disk", self.core.take_disk_records, list[DiskRecord]()):
+            disk.append(records)
 
     def _stop_waiting(self, request: RequestId) -> None:
         """A request no longer waits for another request's load."""
@@ -380,12 +412,23 @@ class SchedulerSide:
         log.error("journal_stopped", error=str(error), note="the engine and the ring in memory continue")
 
 
-def _policy(config: OffloadConfig, shape: EngineShape, merge_steps: int) -> Policy:
+def _policy(config: OffloadConfig, shape: EngineShape, merge_steps: int, *, has_disk: bool = False) -> Policy:
     """Return what the operator chose, as the core wants it.
 
     Raises:
         ConfigError: the engine promises too little for it.
     """
     check_promises(config, shape.promises)
+    if config.disk_path is not None and not has_disk:
+        raise ConfigError(
+            ["disk_path is set, but this engine's adapter has no disk below the host; leave it out"]
+        )
     least = config.min_load_tokens if isinstance(config.min_load_tokens, int) else shape.alignment
-    return Policy(config.store_policy, config.eviction_policy, least, merge_steps, config.prefix_junctions)
+    return Policy(
+        config.store_policy,
+        config.eviction_policy,
+        least,
+        merge_steps,
+        config.prefix_junctions,
+        config.spill_after_hits if has_disk else None,
+    )

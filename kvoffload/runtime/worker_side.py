@@ -5,25 +5,29 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
+from kvoffload.disk.slot_file import SlotShape
 from kvoffload.logs import get_logger
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.ids import Rank
 from kvoffload.model.transfer import TransferPlan, TransferReport
 from kvoffload.runtime.portal import Portal
+from kvoffload.runtime.worker_disk import WorkerDisk
 from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.clock import SystemClock
 from kvoffload.transfer.factory import make_allocator, make_checksums, make_copier
 from kvoffload.transfer.host_memory import slots_for
-from kvoffload.transfer.layout import check_pieces
+from kvoffload.transfer.layout import check_pieces, digest_of
 from kvoffload.transfer.pump import TransferPump
 
 if TYPE_CHECKING:
+    from kvoffload.disk.folder import DiskPlace
     from kvoffload.transfer.layout import DeviceLayout
     from kvoffload.transfer.ports import Clock, Copier, Fence
 
 log = get_logger("worker")
 
 _STORE_BYTES_IN_FLIGHT = 64 * 2**20  # a few milliseconds of copying: what a load may find before it
+_DISK_THREADS = 4  # what a disk needs at a time to be busy
 _DRAIN_S = 5.0  # beyond the transfer time-out
 _PINNING_S = 10.0  # of an engine's start
 
@@ -37,6 +41,7 @@ class WorkerSide:
         portal: the thread of the transfer coroutine.
         clock: time, for the coroutine.
         copier: moves the bytes; by default the one for the tensors' device.
+        disk: where the disk's files belong, None without a disk.
     """
 
     def __init__(
@@ -48,6 +53,7 @@ class WorkerSide:
         *,
         clock: Clock | None = None,
         copier: Copier | None = None,
+        disk: DiskPlace | None = None,
     ) -> None:
         self._rank = rank
         self._ranks = ranks
@@ -55,6 +61,8 @@ class WorkerSide:
         self._portal = portal
         self._clock = clock or SystemClock()
         self._copier = copier
+        self._place = disk
+        self._disk: WorkerDisk | None = None
         self._pump: TransferPump | None = None
         self._tasks: list[Future[None]] = []
         self._unprepared: tuple[Arena, float] | None = None  # waits for the first step, since when
@@ -87,6 +95,8 @@ class WorkerSide:
             checksums=make_checksums(self._config.verify, arena, executor=self._portal.executor),
         )
         self._pump = pump
+        if self._place is not None:
+            self._disk = self._open_disk(self._place, arena)
         began = self._clock.monotonic()
         if layout.is_cuda:
             self._portal.spawn(arena.prepare_for, _PINNING_S).result()
@@ -125,6 +135,8 @@ class WorkerSide:
         """Queue the plan's stores, behind what the calling thread has put on the device so far (R13)."""
         if plan.stores:
             self._live_pump.submit_stores(plan.stores)
+        if plan.disk and self._disk is not None:
+            self._disk.submit(plan.disk)
 
     def take_report(self) -> TransferReport | None:
         """Return what ended since the last call, or None. Never waits."""
@@ -132,13 +144,15 @@ class WorkerSide:
         if not self._portal.is_alive:
             pump.coroutine_lost("the portal's thread is gone")
         pump.poll()
-        return pump.take_report()
+        return pump.take_report(self._disk.take() if self._disk is not None else None)
 
     def close(self) -> None:
         """Drain the copies that were started and give the memory back."""
         if self._pump is None:
             return
         pump, self._pump = self._pump, None
+        if self._disk is not None:
+            self._disk.close()
         for task in self._tasks:
             task.cancel()
         # Where the portal is gone, copies may still run on memory of ours: another one sees them to their end.
@@ -149,6 +163,18 @@ class WorkerSide:
             log.error("worker_not_closed", rank=self._rank, error=repr(error), exc_info=error)
         if portal is not self._portal:
             portal.close()
+
+    def _open_disk(self, place: DiskPlace, arena: Arena) -> WorkerDisk:
+        shape = SlotShape(self._rank, self._ranks, arena.layout.slot_bytes, digest_of(arena.layout))
+        return WorkerDisk(
+            place,
+            shape,
+            self._config.disk_share(self._ranks),
+            arena,
+            self._portal.new_executor("disk", threads=_DISK_THREADS),
+            self._clock,
+            timeout_s=self._config.transfer_timeout_s,
+        )
 
     async def _prepare(self, arena: Arena, began: float) -> None:
         """Make host memory ready, and log one line when all of it is; the arena logs a refusal."""

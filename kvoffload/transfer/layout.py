@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from xxhash import xxh3_128
+
 from kvoffload.model.errors import ConfigError, EngineContractError
 
 if TYPE_CHECKING:
@@ -117,6 +119,12 @@ def check_pieces(wanted: str, layout: DeviceLayout) -> None:
             "or choose an attention backend, and a version of the engine, that can keep all layers of a block together"
         )
         raise ConfigError([problem])
+
+
+def digest_of(layout: DeviceLayout) -> bytes:
+    """Return 16 bytes that are equal for layouts whose blocks have equal pages in equal order."""
+    pages = ",".join(str(region.page_bytes) for region in layout.regions)
+    return xxh3_128(pages.encode()).digest()
 
 
 def layout_of(tensors: Sequence[torch.Tensor]) -> DeviceLayout:

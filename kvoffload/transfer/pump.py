@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from kvoffload.model.transfer import TransferJob
     from kvoffload.transfer.arena import Arena
     from kvoffload.transfer.checksums import Checksums
+    from kvoffload.transfer.disk_copies import DiskNews
     from kvoffload.transfer.ports import Clock, Copier, Fence
     from kvoffload.transfer.statistics import TransferStatistics
 
@@ -165,14 +166,21 @@ class TransferPump:
         finally:
             self._reaping.release()
 
-    def take_report(self) -> TransferReport | None:
-        """Return what ended since the last call and the slots that are ready, None when there is nothing new."""
+    def take_report(self, disk: DiskNews | None = None) -> TransferReport | None:
+        """Return what ended since the last call and the slots that are ready, None when there is nothing new.
+
+        Args:
+            disk: what the rank's disk reports.
+        """
         reports = self._flow.ledger.take_reports()
+        works, file = True, None
+        if disk is not None:
+            reports, works, file = (*reports, *disk.jobs), disk.works, disk.file
         # Asked in this order, so that the last slots are there when no more are on their way.
         is_growing = self._arena.is_growing
         ready_slots = max(self._arena.ready_slots, self._reported[0])
         state = ready_slots, is_growing, self._flow.lost
-        if not reports and state == self._reported:
+        if not reports and state == self._reported and (disk is None or not disk.is_new):
             return None
         self._reported = state
         return TransferReport(
@@ -184,6 +192,8 @@ class TransferPump:
             self._arena.layout.slot_bytes,
             self._arena.slots,
             self._flow.lost,
+            works,
+            file,
         )
 
     def coroutine_lost(self, reason: str) -> None:

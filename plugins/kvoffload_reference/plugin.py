@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 import kvoffload
 from kvoffload.checks import memory, numa, pools
 from kvoffload.checks.startup import examine_rank
+from kvoffload.disk.folder import DiskPlace
+from kvoffload.disk.identity import KVIdentity, groups_of
 from kvoffload.engine.plugin import EngineFacts, SchedulerPlugin, WorkerPlugin
 from kvoffload.model.config import OffloadConfig, parse_config
-from kvoffload.model.engine import EngineIdentity, Promises
+from kvoffload.model.engine import EngineIdentity, EngineShape, Promises
 from kvoffload.model.ids import Rank
 from kvoffload.runtime.clocks import Clocks
 from kvoffload.runtime.portal import Portal
@@ -60,6 +62,7 @@ class ReferencePlugin:
         self._promises = promises or Promises()
         self._portal = portal or Portal("kvoffload")
         self._config = OffloadConfig()
+        self._disk: DiskPlace | None = None
         self.offload: SchedulerSide | None = None
         self.workers: list[WorkerSide] = []
 
@@ -72,8 +75,15 @@ class ReferencePlugin:
         self._config = parse_config(engine.plugin_config)
         device = PoolDevice()
         shape = shape_of(engine, self._promises)
+        self._disk = _disk_of(engine, shape, self._config)
         self.offload = SchedulerSide(
-            shape, self._config, device, portal=self._portal, clocks=self._clocks, identity=_IDENTITY
+            shape,
+            self._config,
+            device,
+            portal=self._portal,
+            clocks=self._clocks,
+            identity=_IDENTITY,
+            disk=self._disk,
         )
         return ReferenceScheduler(self.offload, device, self._portal.close)
 
@@ -81,7 +91,13 @@ class ReferencePlugin:
         """Make one rank's side."""
         copier = self._make_copier(Rank(rank)) if self._make_copier is not None else None
         worker = WorkerSide(
-            Rank(rank), engine.ranks, self._config, self._portal, clock=self._clock, copier=copier
+            Rank(rank),
+            engine.ranks,
+            self._config,
+            self._portal,
+            clock=self._clock,
+            copier=copier,
+            disk=self._disk,
         )
         self.workers.append(worker)
 
@@ -89,6 +105,21 @@ class ReferencePlugin:
             return examine_rank(rank, engine.ranks, self._config, layout, checks=_START_CHECKS)
 
         return ReferenceWorker(worker, examine_layout)
+
+
+def _disk_of(engine: EngineFacts, shape: EngineShape, config: OffloadConfig) -> DiskPlace | None:
+    """Return where the disk's files belong. The weights are drawn from a seed, which the model's settings have."""
+    if config.disk_path is None:
+        return None
+    identity = KVIdentity(
+        engine=f"{_IDENTITY.name} {_IDENTITY.version}",
+        weights=engine.model,
+        keys="sha256 kv-block-chain",
+        parallel={"ranks": engine.ranks},
+        settings={"device": engine.device},
+        groups=groups_of(shape),
+    )
+    return DiskPlace(config.disk_path, lambda: identity)
 
 
 def plugin() -> ReferencePlugin:

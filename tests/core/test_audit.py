@@ -21,7 +21,7 @@ from kvoffload.core.tally import Tally
 from kvoffload.model.causes import DegradeCause, MissCause
 from kvoffload.model.events import BlocksOffered, OffloadingDegraded
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, RequestId, SlotId
-from kvoffload.model.transfer import Direction
+from kvoffload.model.transfer import Direction, Tier
 from tests.core.world import DevicePool, World, full, window
 
 TEXT = "abcdefghijklm"
@@ -101,8 +101,8 @@ LAWS: dict[str, tuple[Callable[[Broken], object], str]] = {
         "0 blocks are under abandoned copies, 5 are counted",
     ),
     "counted jobs": (
-        lambda it: it.state.jobs._counts[Direction.LOAD].__setitem__(JobState.SUBMITTED, 7),
-        "1 load jobs are SUBMITTED, another number is counted",
+        lambda it: it.state.jobs._counts[Tier.HOST, Direction.LOAD].__setitem__(JobState.SUBMITTED, 7),
+        "1 host load jobs are SUBMITTED, another number is counted",
     ),
     "pending jobs": (lambda it: setattr(it.state.jobs, "pending", 7), "2 jobs are pending, 7 are counted"),
     "planned jobs": (

@@ -40,7 +40,7 @@ from kvoffload.model.ids import (
     SlotId,
     block_key,
 )
-from kvoffload.model.transfer import Direction, JobReport, TransferJob, TransferPlan, TransferReport
+from kvoffload.model.transfer import Direction, DiskJob, JobReport, TransferJob, TransferPlan, TransferReport
 
 DONE, FAILED, CORRUPT = CopyOutcome.DONE, CopyOutcome.FAILED, CopyOutcome.CORRUPT
 GARBAGE = BlockKey(b"garbage")
@@ -87,6 +87,8 @@ def handle(core: OffloadCore, fact: facts.Fact) -> None:
         facts.JobOverdue: core.job_overdue,
         facts.CacheReset: core.cache_reset,
         facts.InvariantBroken: core.law_broken,
+        facts.DiskRestored: core.disk_restored,
+        facts.DiskClosed: core.disk_closed,
     }
     handlers[type(fact)](fact)
 
@@ -236,7 +238,7 @@ class Req:
 class Copy:
     """A submitted job, and the ranks whose copy has not ended."""
 
-    job: TransferJob
+    job: TransferJob | DiskJob
     running: set[Rank]
 
 
@@ -274,6 +276,7 @@ class World:
         self.log: list[Event] = []
         self.results: list[tuple[str, bool]] = []
         self.preempted: list[RequestId] = []
+        self.persists = True
         self.steps = 0
         self.states_end: Collection[int] | None = None
         """The tokens after which a recurrent state is kept and handed off; None for every end of a block."""
@@ -319,7 +322,7 @@ class World:
         self.requests[name] = request
         keys = tuple(tuple(keys_of(text, group)) for group in self.groups)
         request.reported_keys = [len(each) for each in keys]
-        self.tell(facts.RequestSeen(request.name, len(text), keys, reads_cache))
+        self.tell(facts.RequestSeen(request.name, len(text), keys, reads_cache, self.persists))
         return request
 
     def lookup(self, request: Req, *, may_wait: bool = True, least: int = 0) -> int | None:
@@ -421,7 +424,7 @@ class World:
         plan = self.core.plan()
         for job in plan.jobs:
             assert job.slots
-            assert len(job.blocks) == len(job.slots)
+            assert len(job.places if isinstance(job, DiskJob) else job.blocks) == len(job.slots)
             self.copies[job.job] = Copy(job, set(self.ranks))
         self._settle()
         return plan
@@ -460,6 +463,7 @@ class World:
     ) -> None:
         """One rank's copy ends; its bytes move now."""
         copy = self.copies[job]
+        assert isinstance(copy.job, TransferJob)
         if outcome is DONE and copy.job.direction is not Direction.STORE:
             corrupt = tuple(place for place, slot in enumerate(copy.job.slots) if (rank, slot) in self.rotten)
             outcome = CORRUPT if corrupt else DONE
@@ -467,9 +471,11 @@ class World:
         if not copy.running:
             del self.copies[job]
         self._move_bytes(rank, copy.job, outcome, corrupt)
-        part = JobReport(job, copy.job.direction, outcome, 0, 0.0, 0.0, corrupt)
+        self._tell_report(rank, JobReport(job, copy.job.direction, outcome, 0, 0.0, 0.0, corrupt))
+
+    def _tell_report(self, rank: int, *parts: JobReport) -> None:
         self.last_reports[Rank(rank)] = TransferReport(
-            Rank(rank), (part,), self.ready, is_growing=self.is_growing
+            Rank(rank), parts, self.ready, is_growing=self.is_growing
         )
         self.tell(facts.TransferReported(self.last_reports[Rank(rank)]))
 

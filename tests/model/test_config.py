@@ -32,6 +32,10 @@ KEYS = [
     "batch_copies",
     "journal_path",
     "journal_max_bytes",
+    "disk_path",
+    "disk_bytes",
+    "disk_bytes_per_rank",
+    "spill_after_hits",
     "otlp_endpoint",
 ]
 
@@ -64,6 +68,10 @@ def test_everything_can_be_set() -> None:
         "batch_copies": "off",
         "journal_path": "/tmp/journal",
         "journal_max_bytes": "64MiB",
+        "disk_path": "/tmp/disk",
+        "disk_bytes": "1TiB",
+        "disk_bytes_per_rank": 8192,
+        "spill_after_hits": 0,
         "otlp_endpoint": "http://localhost:4318/v1/traces",
     }
     assert list(raw) == KEYS
@@ -83,6 +91,10 @@ def test_everything_can_be_set() -> None:
         Path("/tmp/journal"),
         64 * 2**20,
         endpoint,
+        Path("/tmp/disk"),
+        2**40,
+        8192,
+        0,
     )
 
 
@@ -173,6 +185,10 @@ BAD: dict[str, list[object]] = {
     "batch_copies": ["on", True, None],
     "journal_path": ["", "a\0b", 3, None, b"x"],
     "journal_max_bytes": [0, "much", None],
+    "disk_path": ["", "a\0b", 3, None],
+    "disk_bytes": [0, "lots", None],
+    "disk_bytes_per_rank": [-1, "", False],
+    "spill_after_hits": [-1, 1.0, "1", True, None],
 }
 
 
@@ -245,10 +261,10 @@ def test_there_is_no_backend_but_host_memory(value: object) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["disk_path", "disk_capacity_bytes", "disk_buffer_slots", "use_page_cache"])
+@pytest.mark.parametrize("name", ["disk_capacity_bytes", "disk_buffer_slots", "use_page_cache"])
 def test_the_replaced_connectors_disk_is_not_taken_for_a_typing_error(name: str) -> None:
     assert problems({name: 1}) == (
-        f"{name} belongs to a disk backend, which kvoffload does not have; remove it",
+        f"{name} belongs to another disk backend; kvoffload's own has disk_path and disk_bytes",
     )
 
 
@@ -331,8 +347,8 @@ def nested(depth: int) -> object:
     ids=["minus", "digits", "no float", "64 bits", "nested", "size", "spaces", "long"],
 )
 def test_no_value_is_too_large_or_too_deep_to_be_refused(key: str, value: object) -> None:
-    if key == "journal_path" and isinstance(value, str):
-        assert parse_config({key: value}).journal_path == Path(value)
+    if key in ("journal_path", "disk_path") and isinstance(value, str):
+        assert getattr(parse_config({key: value}), key) == Path(value)
         return
     (problem,) = problems({key: value})
     assert problem.startswith(f"{key} is ")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants.mutant import BUS, CUDA, ENGINE, RUNTIME, TRANSFER, Mutant
+from tests.mutants.mutant import BUS, CUDA, DISK, ENGINE, RUNTIME, TRANSFER, Mutant
 
 _CORE = "kvoffload/core/offload_core.py"
 _HITS = "kvoffload/core/pending_hits.py"
@@ -23,6 +23,10 @@ _STALL = "kvoffload/core/stall.py"
 _FLOW = "kvoffload/transfer/flow.py"
 _CUDA_COPIER = "kvoffload/transfer/cuda_copier.py"
 _CUDA_DRIVER = "kvoffload/transfer/cuda_driver.py"
+_SPILLS = "kvoffload/core/spills.py"
+_FETCHES = "kvoffload/core/fetches.py"
+_INDEX = "kvoffload/runtime/disk_index.py"
+_DISK_COPIES = "kvoffload/transfer/disk_copies.py"
 
 MUTANTS: tuple[Mutant, ...] = (
     # Pins.
@@ -283,4 +287,16 @@ MUTANTS: tuple[Mutant, ...] = (
         CUDA,
     ),
     Mutant(16, "kvoffload/transfer/pump.py", "        if left:\n", "        if False:\n", TRANSFER),
+    # The disk.
+    Mutant(
+        4,
+        _SPILLS,
+        "        if job.waiting:\n            return\n        if not job.settled:\n            self._arrived(job)",
+        "        if not job.settled:\n            self._arrived(job)",
+        DISK,
+    ),
+    Mutant(18, _INDEX, "done = self._do(self._reset)", "return True", DISK),
+    Mutant(14, _FETCHES, "if key not in self._state.in_flight.keys]", "]", DISK),
+    Mutant(17, _SPILLS, "            disk.strike(place)\n", "            pass\n", DISK),
+    Mutant(17, _DISK_COPIES, "== job.sums[copy.position][self._rank]", "is not None", DISK),
 )

@@ -27,7 +27,7 @@ class ManualPortal(Portal):
         self.loop = asyncio.new_event_loop()
         self.is_dead = False  # set it, and the thread has ended as no thread should
         self._manual_executor = ManualExecutor(held=False)
-        self.extra = ManualExecutor(held=False)  # what `new_executor` gives
+        self.extra = ManualExecutor(held=False)  # what `new_executor` gives for spans
 
     @property
     def is_alive(self) -> bool:
@@ -37,8 +37,8 @@ class ManualPortal(Portal):
     def executor(self) -> ManualExecutor:
         return self._manual_executor
 
-    def new_executor(self, purpose: str) -> ManualExecutor:
-        return self.extra
+    def new_executor(self, purpose: str, threads: int = 1) -> ManualExecutor:
+        return self.extra if purpose == "spans" else ManualExecutor(held=False)
 
     def spawn(
         self, async_fn: Callable[P, Coroutine[object, object, T]], *args: P.args, **kwargs: P.kwargs

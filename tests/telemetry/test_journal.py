@@ -94,6 +94,7 @@ def test_the_ring_keeps_the_last_messages() -> None:
                 "prompt_tokens": 33,
                 "keys": [2, 0],
                 "reads_cache": True,
+                "persists": True,
             },
         ),
         (
@@ -144,6 +145,8 @@ def test_the_ring_keeps_the_last_messages() -> None:
                     "slot_bytes": 0,
                     "wanted_slots": 0,
                     "lost": None,
+                    "disk_works": True,
+                    "disk_file": None,
                 },
             },
         ),
@@ -162,7 +165,8 @@ def test_the_ring_holds_no_key_while_it_waits_to_be_read() -> None:
     (kept,) = compact([RequestSeen(A, 33, KEYS)])
     assert isinstance(kept, Kept)
     assert kept.summary() == Summary(
-        "RequestSeen", {"request": "a", "prompt_tokens": 33, "keys": [2, 0], "reads_cache": True}
+        "RequestSeen",
+        {"request": "a", "prompt_tokens": 33, "keys": [2, 0], "reads_cache": True, "persists": True},
     )
     journal = Journal(Ticks())
     for _ in range(1000):

@@ -1,0 +1,66 @@
+"""The disk below the host: spills, fetches, and what ends both."""
+
+from __future__ import annotations
+
+from kvoffload.core.disk_state import DiskState
+from kvoffload.core.fetches import Fetches
+from kvoffload.core.job import Job
+from kvoffload.core.machine import JobState
+from kvoffload.core.spills import Spills
+from kvoffload.core.state import CoreState
+from kvoffload.core.stores import Stores
+from kvoffload.model.causes import EvictionCause
+from kvoffload.model.ids import Rank
+from kvoffload.model.transfer import Direction, JobReport, Tier, TransferReport
+
+
+class DiskTier:
+    """Hands a job on the disk to who planned it."""
+
+    def __init__(self, state: CoreState, disk: DiskState, stores: Stores) -> None:
+        self._state = state
+        self._disk = disk
+        self.spills = Spills(state, disk)
+        self.fetches = Fetches(state, disk, stores)
+
+    def reported(self, report: TransferReport) -> list[JobReport]:
+        """Take from a rank's report what concerns the disk; return the ends of other copies."""
+        rank, others = report.rank, list[JobReport]()
+        (self._disk.failing.discard if report.disk_works else self._disk.failing.add)(rank)
+        for part in report.jobs:
+            job = self._state.jobs.open.get(part.job)
+            if job is None or job.tier is not Tier.DISK:
+                others.append(part)
+            elif job.reported(rank, part.outcome, part.corrupt):
+                self._ended(job, rank, part)
+        return others
+
+    def abandoned(self, job: Job) -> None:
+        """A rank does not report: nothing is begun until it has."""
+        self._disk.abandoned += 1
+        self._of(job).abandoned(job)
+
+    def reset(self) -> None:
+        """Nothing on the disk is found again, whatever is under way."""
+        self.stop()
+        self._state.tally.evicted_from_disk(EvictionCause.RESET, self._disk.forget_all())
+
+    def stop(self) -> None:
+        """What is under way is not to be found, and what no worker knows of is taken back."""
+        for job in [job for job in self._state.jobs.open.values() if job.tier is Tier.DISK]:
+            if job.state is JobState.PLANNED:
+                self._of(job).cancel(job)
+            else:
+                self._of(job).stop(job)
+
+    def _ended(self, job: Job, rank: Rank, part: JobReport) -> None:
+        """A rank's copy has ended."""
+        if job.state is JobState.ABANDONED and not job.waiting:
+            self._disk.abandoned -= 1
+        if job.direction is Direction.STORE:
+            self.spills.reported(job, rank, part)
+        else:
+            self.fetches.reported(job, part)
+
+    def _of(self, job: Job) -> Spills | Fetches:
+        return self.spills if job.direction is Direction.STORE else self.fetches

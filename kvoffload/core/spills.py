@@ -1,0 +1,137 @@
+"""Spills: blocks that were used again are written to the disk, behind everything else.
+
+    reuse ─▶ candidates ─▶ step ─▶ Jobs.submit ─▶ reported ─▶ _arrived │ _failed
+                │                      overdue ─▶ abandoned ─────────────┘
+                └─ the host has evicted it: dropped (`spill_behind`)
+
+A host slot is pinned while it is read. A place on the disk is struck from the index before it is written again, and put into
+it after every rank has written it. If the strike is lost the checksums tell.
+"""
+
+from __future__ import annotations
+
+from kvoffload.core.disk_state import DiskState
+from kvoffload.core.job import Job
+from kvoffload.core.machine import JobState
+from kvoffload.core.state import CoreState
+from kvoffload.model.causes import CopyOutcome, DiskOutcome, EvictionCause
+from kvoffload.model.disk import Put
+from kvoffload.model.events import DiskCopyEnded, DiskCopyScheduled
+from kvoffload.model.ids import BlockKey, Rank
+from kvoffload.model.transfer import Direction, JobReport, Tier
+
+MOST_SLOTS = 64
+"""Host slots under spills at once, where that is not over an eighth of the host."""
+
+
+class Spills:
+    """Plans spills and ends them."""
+
+    def __init__(self, state: CoreState, disk: DiskState) -> None:
+        self._state = state
+        self._disk = disk
+        self._open_slots = 0
+
+    @property
+    def are_due(self) -> bool:
+        """Whether steps are needed for something to be spilled."""
+        disk = self._disk
+        return bool(disk.candidates and disk.is_usable and disk.pool.room) and self._state.degraded is None
+
+    def step(self) -> None:
+        """Plan what may be spilled now: nothing while a load or a fetch is under way."""
+        if not self._disk.candidates or not self._disk.is_usable or self._is_load_open():
+            return
+        limit = min(MOST_SLOTS, max(self._state.pool.capacity // 8, 1))
+        room = min(limit - self._open_slots, self._disk.pool.room)
+        keys: dict[BlockKey, None] = {}
+        while len(keys) < room and (key := self._disk.next_candidate()) is not None:
+            if self._is_worth(key):
+                keys[key] = None
+        if keys:
+            self._plan(list(keys))
+
+    def reported(self, job: Job, rank: Rank, part: JobReport) -> None:
+        """A rank's copy has ended. One failed rank fails the spill at once; its memory waits for every rank (R4)."""
+        job.sums[rank] = part.sums
+        job.stuck.update(part.stuck)
+        if part.outcome is not CopyOutcome.DONE and not job.settled:
+            self._failed(job, DiskOutcome.FAILED)
+        if job.waiting:
+            return
+        if not job.settled:
+            self._arrived(job)
+        self._copies_ended(job)
+        self._state.jobs.close(job)
+
+    def abandoned(self, job: Job) -> None:
+        """A rank does not report: its places are never handed out again (R16)."""
+        if not job.settled:
+            self._failed(job, DiskOutcome.ABANDONED)
+        for place in job.places:
+            self._disk.pool.quarantine(place)
+
+    def cancel(self, job: Job) -> None:
+        """Take back a spill that no worker knows of."""
+        if not job.settled:
+            self._failed(job, DiskOutcome.CANCELLED)
+        self._copies_ended(job)
+        self._state.jobs.cancel(job)
+
+    def stop(self, job: Job) -> None:
+        """What is under way is not to be found, however it ends."""
+        if not job.settled:
+            self._failed(job, DiskOutcome.CANCELLED)
+
+    def _is_load_open(self) -> bool:
+        jobs = self._state.jobs
+        loads = jobs.count(Direction.LOAD, JobState.PLANNED) + jobs.count(Direction.LOAD, JobState.SUBMITTED)
+        return bool(loads or self._disk.fetching)
+
+    def _is_worth(self, key: BlockKey) -> bool:
+        """Whether the host has a block that the disk lacks."""
+        disk = self._disk
+        return key in self._state.pool.index and key not in disk.pool.index and key not in disk.spilling
+
+    def _plan(self, keys: list[BlockKey]) -> None:
+        state, disk = self._state, self._disk
+        places, evicted = disk.pool.reserve(keys)
+        for place in places:
+            disk.strike(place)
+        state.tally.evicted_from_disk(EvictionCause.SPACE, len(evicted))
+        job = state.jobs.plan(Direction.STORE, Tier.DISK)
+        job.keys, job.places = keys, list(places)
+        job.slots = [state.pool.index[key] for key in keys]
+        state.pool.pin(job.slots)
+        disk.spilling.update(dict.fromkeys(keys, job))
+        self._open_slots += len(keys)
+        state.tally.events.append(DiskCopyScheduled(job.job, job.direction, len(keys)))
+
+    def _arrived(self, job: Job) -> None:
+        """Every rank has written: the blocks can be found on the disk, also by the next process."""
+        disk = self._disk
+        self._settle(job, DiskOutcome.DONE)
+        disk.pool.fill(job.places[::-1])
+        sums = zip(*[job.sums[rank] for rank in sorted(job.sums)], strict=True)
+        for place, key, each in zip(job.places, job.keys, sums, strict=True):
+            disk.sums[place] = each
+            disk.records.append(Put(place, key, each))
+
+    def _failed(self, job: Job, outcome: DiskOutcome) -> None:
+        self._settle(job, outcome)
+        for place in job.places:
+            self._disk.pool.invalidate(place)
+
+    def _settle(self, job: Job, outcome: DiskOutcome) -> None:
+        job.settled = True
+        self._state.pool.unpin(job.slots)
+        for key in job.keys:
+            del self._disk.spilling[key]
+        self._open_slots -= len(job.slots)
+        self._state.tally.events.append(DiskCopyEnded(job.job, job.direction, len(job.slots), outcome))
+
+    def _copies_ended(self, job: Job) -> None:
+        """No rank touches the places any more, but those under a write that hangs."""
+        for position in job.stuck:
+            self._disk.pool.quarantine(job.places[position])
+        self._disk.pool.drained(job.places)

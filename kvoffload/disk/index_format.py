@@ -1,0 +1,283 @@
+"""The index of the slot files, as bytes: which block each slot holds. Pure.
+
+    header                             batch                                 run: records of one kind
+    "KVOINDEX" version                 magic, bytes, number, checksum        kind, key bytes, count
+    generation, slots, ids of files    run, run, ...                         put: slot, key, a checksum a rank
+    checksum                                                                 strike, use: slot
+
+A log of what happened, in order: a slot was given a block (put), lost it (strike), or had it read (use). The checksum of
+a batch covers its number and the log's generation, so neither an older log's bytes nor a batch in another place can pass.
+Reading stops at the first batch that is not whole. What is lost with it costs hits, never truth: a slot whose strike is
+lost is still indexed under its old block, whose checksums its bytes do not have.
+
+Records of one kind lie side by side, so that a million of them are read by a few thousand calls and sorted by numpy.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import numpy as np
+from xxhash import xxh3_64, xxh3_64_intdigest
+
+from kvoffload.model.disk import DiskRecord, Put, Strike
+from kvoffload.model.ids import BlockKey, SlotId
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+GENERATION_BYTES = 16
+
+_MAGIC, _VERSION = b"KVOINDEX", 1
+_HEADER = struct.Struct("<8sIH16sQ")  # magic, version, ranks, generation, slots; then the files' ids
+_BATCH = struct.Struct("<IIQQ")  # magic, bytes of the runs, number, checksum
+_BATCH_MAGIC = 0x4B564F42
+_RUN = struct.Struct("<BBI")  # kind, bytes of a key, records
+_SUM = struct.Struct("<Q")
+_NUMBER = struct.Struct("<Q")
+_ID_BYTES = 16
+_PUT, _STRIKE, _USE = 1, 2, 3
+_MOST_RECORDS = 4096
+"""Of a batch of a rewritten index: what one flipped bit can cost."""
+
+
+@dataclass(frozen=True, slots=True)
+class IndexHeader:
+    """What an index is about.
+
+    Args:
+        generation: 16 random bytes, new after each reset. Compared for equality only.
+        files: the ids of the ranks' slot files.
+        slots: slots of each of them.
+    """
+
+    generation: bytes
+    files: tuple[bytes, ...]
+    slots: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entries:
+    """The blocks in some slots, the least recently used first.
+
+    Args:
+        slots: [entries].
+        keys: [entries], as raw bytes.
+        sums: [entries, ranks].
+    """
+
+    slots: NDArray[np.uint32]
+    keys: NDArray[np.void]
+    sums: NDArray[np.uint64]
+
+    @classmethod
+    def none(cls, ranks: int) -> Entries:
+        """Return no entries."""
+        return cls(np.empty(0, np.uint32), np.empty(0, "V1"), np.empty((0, ranks), np.uint64))
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def puts(self, start: int = 0, end: int | None = None) -> list[Put]:
+        """Return entries as records."""
+        part, size = slice(start, end), self.keys.dtype.itemsize
+        raw = self.keys[part].tobytes()  # of one entry alone it takes ten times as long
+        keys = [BlockKey(raw[place : place + size]) for place in range(0, len(raw), size)]
+        slots = map(SlotId, self.slots[part].tolist())
+        return list(map(Put, slots, keys, map(tuple, self.sums[part].tolist())))
+
+    def below(self, slots: int) -> Entries:
+        """Return the entries in slots with lower numbers."""
+        there = self.slots < slots
+        return Entries(self.slots[there], self.keys[there], self.sums[there])
+
+    def free(self, slots: int) -> list[SlotId]:
+        """Return the slots up to a number that hold nothing."""
+        held = np.zeros(slots, np.bool_)
+        held[self.slots] = True
+        return [SlotId(slot) for slot in np.flatnonzero(~held).tolist()]
+
+    def newest(self, count: int) -> Entries:
+        """Return the most recently used entries."""
+        first = max(len(self) - count, 0)
+        return Entries(self.slots[first:], self.keys[first:], self.sums[first:])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class IndexContents:
+    """What an index says.
+
+    Args:
+        header: what it is about.
+        entries: the blocks that can be found.
+        records: records read, from which its growth shows.
+        end: bytes up to the end of the last whole batch.
+        batches: whole batches.
+        is_cut: whether bytes follow that are no whole batch.
+    """
+
+    header: IndexHeader
+    entries: Entries
+    records: int
+    end: int
+    batches: int
+    is_cut: bool
+
+
+def encode_header(header: IndexHeader) -> bytes:
+    """Return the bytes that an index begins with."""
+    fixed = _HEADER.pack(_MAGIC, _VERSION, len(header.files), header.generation, header.slots)
+    packed = fixed + b"".join(header.files)
+    return packed + _SUM.pack(xxh3_64_intdigest(packed))
+
+
+def encode_batch(header: IndexHeader, number: int, records: Iterable[DiskRecord]) -> bytes:
+    """Return a batch of records in order; `number` counts the batches before it."""
+    runs = b"".join(_run(kind, key_bytes, list(same)) for (kind, key_bytes), same in groupby(records, _kind))
+    return _batch(header, number, runs)
+
+
+def encode_index(header: IndexHeader, entries: Entries) -> tuple[bytes, int]:
+    """Return a whole index that says the same with fewest records, and the number of its batches."""
+    parts, key_bytes = [encode_header(header)], entries.keys.dtype.itemsize
+    records = np.empty(len(entries), _put_type(len(header.files), key_bytes))
+    records["slot"], records["key"], records["sums"] = entries.slots, entries.keys, entries.sums
+    for number, start in enumerate(range(0, len(entries), _MOST_RECORDS)):
+        some = records[start : start + _MOST_RECORDS]
+        parts.append(_batch(header, number, _RUN.pack(_PUT, key_bytes, len(some)) + some.tobytes()))
+    return b"".join(parts), len(parts) - 1
+
+
+def read_index(data: bytes) -> IndexContents | None:
+    """Return what an index says, up to its first batch that is not whole; None where it has no whole header."""
+    header = _read_header(data)
+    if header is None:
+        return None
+    found = _Collector(header)
+    end, number = len(encode_header(header)), 0
+    while (runs := _read_batch(header, number, data, end)) is not None and found.take(runs):
+        end, number = end + _BATCH.size + len(runs), number + 1
+    entries = found.entries()
+    return IndexContents(header, entries, found.records, end, number, end < len(data))
+
+
+def _batch(header: IndexHeader, number: int, runs: bytes) -> bytes:
+    return _BATCH.pack(_BATCH_MAGIC, len(runs), number, _checksum(header, number, runs)) + runs
+
+
+def _kind(record: DiskRecord) -> tuple[int, int]:
+    if isinstance(record, Put):
+        return _PUT, len(record.key)
+    return (_STRIKE if isinstance(record, Strike) else _USE), 0
+
+
+def _run(kind: int, key_bytes: int, records: Sequence[DiskRecord]) -> bytes:
+    head = _RUN.pack(kind, key_bytes, len(records))
+    if kind != _PUT:
+        return head + struct.pack(f"<{len(records)}I", *[record.slot for record in records])
+    puts = [record for record in records if isinstance(record, Put)]
+    one = struct.Struct(f"<I{key_bytes}s{len(puts[0].sums)}Q")
+    return head + b"".join([one.pack(put.slot, put.key, *put.sums) for put in puts])
+
+
+def _checksum(header: IndexHeader, number: int, runs: bytes | memoryview) -> int:
+    state = xxh3_64(header.generation)
+    state.update(_NUMBER.pack(number))
+    state.update(runs)
+    return state.intdigest()
+
+
+def _read_header(data: bytes) -> IndexHeader | None:
+    if len(data) < _HEADER.size:
+        return None
+    _, _, ranks, generation, slots = _HEADER.unpack_from(data)
+    start, size = _HEADER.size, _ID_BYTES
+    files = tuple([data[place : place + size] for place in range(start, start + ranks * size, size)])
+    header = IndexHeader(generation, files, slots)
+    encoded = encode_header(header)
+    return header if ranks and data[: len(encoded)] == encoded else None
+
+
+def _read_batch(header: IndexHeader, number: int, data: bytes, start: int) -> memoryview | None:
+    """Return the runs of the batch that begins here, None where none is whole."""
+    if start + _BATCH.size > len(data):
+        return None
+    magic, size, its_number, checksum = _BATCH.unpack_from(data, start)
+    first = start + _BATCH.size
+    if magic != _BATCH_MAGIC or its_number != number or first + size > len(data):
+        return None
+    runs = memoryview(data)[first : first + size]
+    return runs if _checksum(header, number, runs) == checksum else None
+
+
+class _Collector:
+    """Takes the runs of an index in order, and finds which blocks are left of them."""
+
+    def __init__(self, header: IndexHeader) -> None:
+        self._ranks = len(header.files)
+        self._slots = header.slots
+        self._key_bytes = 0
+        self._runs: dict[int, list[tuple[int, int, memoryview]]] = {_PUT: [], _STRIKE: [], _USE: []}
+        self.records = 0
+
+    def take(self, data: memoryview) -> bool:
+        """Take the runs of a batch; False, and nothing is taken, where they make no sense."""
+        taken, records, key_bytes, start = [], self.records, self._key_bytes, 0
+        while start < len(data):
+            if start + _RUN.size > len(data):
+                return False
+            kind, key_size, count = _RUN.unpack_from(data, start)
+            start += _RUN.size
+            if kind == _PUT:
+                key_bytes = key_bytes or key_size
+            size = _record_size(kind, self._ranks, key_bytes) * count
+            if not size or key_size != (key_bytes if kind == _PUT else 0) or start + size > len(data):
+                return False
+            taken.append((kind, records, count, data[start : start + size]))
+            start, records = start + size, records + count
+        for kind, first, count, run in taken:
+            self._runs[kind].append((first, count, run))
+        self.records, self._key_bytes = records, key_bytes
+        return True
+
+    def entries(self) -> Entries:
+        """Return the blocks that are left, the least recently used first."""
+        puts, put_places = self._joined(_PUT, _put_type(self._ranks, self._key_bytes or 1))
+        strikes, strike_places = self._joined(_STRIKE, _SLOT_TYPE)
+        uses, use_places = self._joined(_USE, _SLOT_TYPE)
+        changed, used = np.full(self._slots, -1, np.int64), np.full(self._slots, -1, np.int64)
+        np.maximum.at(changed, puts["slot"], put_places)
+        np.maximum.at(changed, strikes["slot"], strike_places)
+        np.maximum.at(used, uses["slot"], use_places)
+        is_last = changed[puts["slot"]] == put_places
+        puts, put_places = puts[is_last], put_places[is_last]
+        puts = puts[np.argsort(np.maximum(used[puts["slot"]], put_places), kind="stable")]
+        return Entries(puts["slot"].copy(), puts["key"].copy(), puts["sums"].copy())
+
+    def _joined(self, kind: int, one: np.dtype[np.void]) -> tuple[NDArray[np.void], NDArray[np.int64]]:
+        """Return all records of a kind, and their places among all records. Slots that no file has are left out."""
+        runs = self._runs[kind]
+        records = np.frombuffer(b"".join([run for _, _, run in runs]), one)
+        counts = np.array([count for _, count, _ in runs], np.int64)
+        firsts = np.array([first for first, _, _ in runs], np.int64)
+        places = np.repeat(firsts - (np.cumsum(counts) - counts), counts) + np.arange(len(records))
+        is_there = records["slot"] < self._slots
+        return records[is_there], places[is_there]
+
+
+_SLOT_TYPE: np.dtype[np.void] = np.dtype([("slot", "<u4")])
+
+
+def _put_type(ranks: int, key_bytes: int) -> np.dtype[np.void]:
+    return np.dtype([("slot", "<u4"), ("key", f"V{key_bytes}"), ("sums", "<u8", (ranks,))])
+
+
+def _record_size(kind: int, ranks: int, key_bytes: int) -> int:
+    """Return the bytes of a record; 0 for a kind that there is not."""
+    if kind == _PUT:
+        return 4 + key_bytes + 8 * ranks if key_bytes else 0
+    return 4 if kind in (_STRIKE, _USE) else 0

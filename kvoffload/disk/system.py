@@ -1,0 +1,44 @@
+"""What the standard library does not wrap: aligned memory and holes in files."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+
+PAGE = 4096
+"""Direct I/O wants addresses, offsets and lengths in multiples of a device's sector; no disk's is larger."""
+
+_KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02  # of linux/falloc.h
+
+
+def round_up(size: int) -> int:
+    """Return the next multiple of `PAGE`."""
+    return -(-size // PAGE) * PAGE
+
+
+def aligned_buffer(size: int) -> memoryview:
+    """Return `size` bytes, rounded up to `PAGE`, of zeroed memory at an address that direct I/O takes."""
+    return memoryview(mmap.mmap(-1, max(round_up(size), PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+def punch_hole(descriptor: int, offset: int, size: int) -> None:
+    """Give a range of a file back to the file system; the file keeps its length.
+
+    Raises:
+        OSError: the file system cannot.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.fallocate64.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    if libc.fallocate64(descriptor, _KEEP_SIZE | _PUNCH_HOLE, offset, size):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def sync_folder(path: str | os.PathLike[str]) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,121 @@
+"""Which weights a model has: a snapshot's commit, or a digest of all bytes of its folder.
+
+A digest takes as long as reading the weights, so it belongs on a thread of its own, and it is remembered: by inode, size and
+time of change, which no program can set. A file that changed a moment ago could change again within the same tick of the
+clock, so its digest is not remembered.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from xxhash import xxh3_128
+
+from kvoffload.disk.system import sync_folder
+from kvoffload.model.errors import DiskError
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_CHUNK = 2**23
+_SETTLED_NS = 2 * 10**9  # coarser than any file system's clock
+
+
+def snapshot_commit(folder: Path) -> str | None:
+    """Return the commit of a folder in a Hugging Face cache, None for any other folder.
+
+    The files of such a snapshot are links to blobs that are named by their content. A file that was put in their place
+    makes the folder any other.
+    """
+    if not _COMMIT.fullmatch(folder.name) or folder.parent.name != "snapshots":
+        return None
+    blobs = (folder.parent.parent / "blobs").resolve()
+    files = list(_files(folder))
+    if not files or not all(path.is_symlink() and path.resolve().parent == blobs for path in files):
+        return None
+    return folder.name
+
+
+def weights_identity(folder: Path, memory: Path, *, now_ns: Callable[[], int] = time.time_ns) -> str:
+    """Return what tells a model's weights from all others. May read all of their bytes.
+
+    Args:
+        folder: of the model.
+        memory: file in which digests are remembered.
+        now_ns: nanoseconds since 1970, on the clock of the file system.
+
+    Raises:
+        DiskError: the weights cannot be read, or change meanwhile.
+    """
+    if (commit := snapshot_commit(folder)) is not None:
+        return f"commit {commit}"
+    known = _recall(memory)
+    try:
+        digests = {
+            str(path.relative_to(folder)): _digest(path, known, now_ns) for path in sorted(_files(folder))
+        }
+    except OSError as error:
+        raise DiskError(f"the weights in {folder} cannot be read: {error}") from error
+    if not digests:
+        raise DiskError(f"the weights in {folder} cannot be told from others: the folder has no files")
+    _remember(memory, known)
+    return f"digest {xxh3_128(json.dumps(digests).encode()).hexdigest()}"
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Yield all files of a model, hidden ones apart: weights, settings and code all change what it computes."""
+    for path in folder.rglob("*"):
+        is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if not is_hidden and path.is_file():
+            yield path
+
+
+def _digest(path: Path, known: dict[str, list[Any]], now_ns: Callable[[], int]) -> str:
+    began = now_ns()
+    with path.open("rb") as file:
+        before = os.fstat(file.fileno())
+        place, mark = f"{before.st_dev}:{before.st_ino}", [before.st_size, before.st_ctime_ns]
+        if (found := known.get(place)) is not None and found[:2] == mark:
+            return str(found[2])
+        state, left = xxh3_128(), before.st_size  # no further: a file that grows could be read for ever
+        while chunk := file.read(min(_CHUNK, left)):
+            state.update(chunk)
+            left -= len(chunk)
+        after = os.fstat(file.fileno())
+    if [after.st_size, after.st_ctime_ns] != mark:
+        raise DiskError(f"{path} changes while it is read; start again when it is whole")
+    if began - before.st_ctime_ns > _SETTLED_NS:
+        known[place] = [*mark, state.hexdigest()]
+    return state.hexdigest()
+
+
+def _recall(memory: Path) -> dict[str, list[Any]]:
+    """Return remembered digests by device and inode; what cannot be read is computed again."""
+    try:
+        found = json.loads(memory.read_text())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    return {
+        key: value
+        for key, value in found.items()
+        if isinstance(value, list) and list(map(type, value)) == [int, int, str]
+    }
+
+
+def _remember(memory: Path, known: dict[str, list[Any]]) -> None:
+    """Replace the memory at once; without it the next start only takes longer."""
+    beside = memory.with_name(f"{memory.name}.{os.getpid()}")
+    try:
+        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(known, file)
+        beside.rename(memory)
+        sync_folder(memory.parent)
+    except OSError:
+        return

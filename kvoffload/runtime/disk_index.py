@@ -1,0 +1,227 @@
+"""The disk's index on the scheduler's side: read, appended to and begun anew on a thread of its own.
+
+    every rank's file is open ─▶ folder, lock, index ─▶ parts for the core, a few thousand blocks a step
+    what the core records ─▶ appended ─▶ synced once a second
+    reset ─▶ an empty index of a new generation, before the reset is answered
+
+No hook waits for it, but for a reset, and that no longer than `RESET_S`. Should the disk fail, the index is left as it is: what
+it says is checked against the bytes anyway. After a reset it must not be, so it is removed; if that fails too, the reset
+answers that it is not done.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import anyio
+
+from kvoffload.logs import get_logger
+from kvoffload.model import facts
+from kvoffload.model.disk import DiskFile, DiskRecord
+from kvoffload.model.errors import DiskError
+from kvoffload.model.ids import Rank
+from kvoffload.model.transfer import TransferReport
+from kvoffload.runtime.portal import Portal
+
+if TYPE_CHECKING:
+    from kvoffload.disk.folder import DiskPlace, TierFolder
+    from kvoffload.disk.index_format import Entries, IndexHeader
+    from kvoffload.disk.index_log import IndexLog
+
+RESET_S = 5.0
+SYNC_PERIOD_S = 1.0
+_PART = 2048  # blocks or slots that the core takes over in a step: about a millisecond
+
+log = get_logger("disk")
+
+
+@dataclass(slots=True)
+class _Opened:
+    """What the thread has open."""
+
+    folder: TierFolder
+    index: IndexLog
+    entries: int
+    is_dirty: bool = False
+
+
+class DiskIndex:
+    """The index of one engine's disk.
+
+    Args:
+        place: where it lies.
+        ranks: whose files it is about.
+        portal: gives the thread that may wait for the disk.
+    """
+
+    def __init__(self, place: DiskPlace, ranks: int, portal: Portal) -> None:
+        self._place = place
+        self._ranks = ranks
+        self._portal = portal
+        self._executor = portal.new_executor("disk-index")
+        self.due: deque[facts.Fact] = deque()
+        """What the core must learn, a fact a step."""
+        self._is_begun = False
+        self._files: dict[Rank, DiskFile] = {}
+        self._opened: _Opened | None = None
+        self._failure: str | None = None
+        self._syncing: Future[None] | None = None
+
+    # -- the engine's thread ------------------------------------------------------------------------------------
+
+    def ranks_reported(self, reports: Iterable[TransferReport]) -> None:
+        """Ranks may have opened their slot files; with the last one the index is read."""
+        for report in reports:
+            if report.disk_file is None or report.rank in self._files or not 0 <= report.rank < self._ranks:
+                continue
+            self._files[report.rank] = report.disk_file
+            if len(self._files) == self._ranks:
+                self._is_begun = True
+                self._do(self._open)
+                self._syncing = self._portal.spawn(self._sync_now_and_then)
+
+    def append(self, records: Sequence[DiskRecord]) -> None:
+        """Write records behind those before."""
+        self._do(lambda: self._append(records))
+
+    def reset(self) -> bool:
+        """Begin the index anew; return whether nothing of before can be found by another process."""
+        if not self._is_begun:
+            return True
+        self.due.clear()
+        done = self._do(self._reset)
+        with suppress(TimeoutError):
+            return bool(done.result(RESET_S))
+        return False
+
+    def close(self) -> None:
+        """Write what was handed in, sync and close; a disk that hangs is not waited for."""
+        if self._syncing is not None:
+            self._syncing.cancel()
+        if self._is_begun:
+            self._is_begun = False
+            with suppress(TimeoutError):
+                self._do(self._close).result(RESET_S)
+        self._executor.shutdown(wait=False)
+
+    async def _sync_now_and_then(self) -> None:
+        """Have what was written made durable, until cancelled."""
+        while True:
+            await anyio.sleep(SYNC_PERIOD_S)
+            opened = self._opened
+            if opened is not None and opened.is_dirty:
+                self._do(self._sync)
+
+    # -- its own thread -----------------------------------------------------------------------------------------
+
+    def _do(self, work: Callable[[], bool]) -> Future[bool]:
+        """Run work on the thread; whatever it raises ends the disk for this process."""
+
+        def careful() -> bool:
+            try:
+                return work()
+            except (OSError, DiskError) as error:
+                self._fail(str(error))
+                return False
+
+        return self._executor.submit(careful)
+
+    def _open(self) -> bool:
+        from kvoffload.disk.folder import lock_folder
+        from kvoffload.disk.index_format import Entries, IndexHeader
+        from kvoffload.disk.index_log import load_index, new_generation, start_index
+
+        folder = lock_folder(self._place.make_folder())
+        ids = tuple(self._files[Rank(rank)].file_id for rank in range(self._ranks))
+        slots = min(file.slots for file in self._files.values())
+        found = load_index(folder.path)
+        fits = found is not None and found.header.files == ids
+        if found is not None and not fits:
+            log.warning(
+                "disk_index_dropped", reason="it is about other slot files", blocks=len(found.entries)
+            )
+        generation = found.header.generation if found is not None and fits else new_generation()
+        entries = found.entries.below(slots) if found is not None and fits else Entries.none(self._ranks)
+        index = start_index(folder.path, IndexHeader(generation, ids, slots), entries)
+        self._opened = _Opened(folder, index, len(entries))
+        is_cut = found is not None and found.is_cut
+        log.info(
+            "disk_opened", folder=str(folder.path), slots=slots, blocks=len(entries), index_was_cut=is_cut
+        )
+        self.due.extend(_parts(entries, slots))
+        return True
+
+    def _append(self, records: Sequence[DiskRecord]) -> bool:
+        from kvoffload.model.disk import Put, Strike
+
+        opened = self._opened
+        if opened is None or self._failure is not None:
+            return False
+        opened.index.append(records)
+        opened.is_dirty = True
+        opened.entries += sum(isinstance(record, Put) for record in records)
+        opened.entries -= sum(isinstance(record, Strike) for record in records)
+        if opened.index.is_mostly_garbage(opened.entries):
+            opened.index = opened.index.rewritten()
+        return True
+
+    def _sync(self) -> bool:
+        opened = self._opened
+        if opened is not None:
+            opened.is_dirty = False
+            opened.index.sync()
+        return True
+
+    def _reset(self) -> bool:
+        from kvoffload.disk.index_format import IndexHeader
+        from kvoffload.disk.index_log import new_generation, remove_index, start_index
+
+        opened = self._opened
+        if opened is None:
+            return self._failure is None
+        self.due.clear()
+        was: IndexHeader = opened.index.header
+        try:
+            anew = start_index(opened.folder.path, IndexHeader(new_generation(), was.files, was.slots))
+        except OSError:
+            remove_index(opened.folder.path)
+            self._fail("the index could not be begun anew after a reset")
+            return True
+        opened.index.close()
+        opened.index, opened.entries, opened.is_dirty = anew, 0, False
+        return True
+
+    def _close(self) -> bool:
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            try:
+                opened.index.sync()
+            finally:
+                opened.index.close()
+                opened.folder.close()
+        return True
+
+    def _fail(self, reason: str) -> None:
+        if self._failure is None:
+            self._failure = reason
+            log.error("disk_closed", reason=reason, note="the engine goes on without it")
+            self.due.append(facts.DiskClosed())
+
+
+def _parts(entries: Entries, slots: int) -> list[facts.Fact]:
+    """Return what the core takes over: blocks, then free slots, and the end."""
+    parts: list[facts.Fact] = [
+        facts.DiskRestored(slots, tuple(entries.puts(start, start + _PART)))
+        for start in range(0, len(entries), _PART)
+    ]
+    free = entries.free(slots)
+    parts += [
+        facts.DiskRestored(slots, free=tuple(free[start : start + _PART]))
+        for start in range(0, len(free), _PART)
+    ]
+    return [*parts, facts.DiskRestored(slots, is_last=True)]

@@ -1,0 +1,117 @@
+"""A rank's slot file and the copies to it, from when the file is open."""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor
+from typing import TYPE_CHECKING
+
+from kvoffload.disk.folder import slot_path
+from kvoffload.disk.slot_file import SlotFile, SlotShape, open_slot_file
+from kvoffload.disk.system import PAGE
+from kvoffload.logs import get_logger
+from kvoffload.model.disk import DiskFile
+from kvoffload.model.errors import DiskError
+from kvoffload.transfer.disk_copies import DiskCopies, DiskNews
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvoffload.disk.folder import DiskPlace
+    from kvoffload.model.transfer import DiskJob
+    from kvoffload.transfer.arena import Arena
+    from kvoffload.transfer.ports import Clock
+
+log = get_logger("disk")
+
+
+class WorkerDisk:
+    """The disk of one rank. The file is opened on a thread, so nothing waits for a file system that is slow to give space.
+
+    Args:
+        place: where the file belongs.
+        shape: of its slots.
+        size: bytes that it may have.
+        arena: the rank's host memory.
+        executor: threads that may wait for the disk.
+        clock: time.
+        timeout_s: seconds after which a call counts as never returning.
+    """
+
+    def __init__(
+        self,
+        place: DiskPlace,
+        shape: SlotShape,
+        size: int,
+        arena: Arena,
+        executor: Executor,
+        clock: Clock,
+        *,
+        timeout_s: float,
+    ) -> None:
+        self._place = place
+        self._shape = shape
+        self._slots = (size - PAGE) // shape.pitch
+        self._arena = arena
+        self._executor = executor
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._copies: DiskCopies | None = None
+        self._file: DiskFile | None = None
+        self._is_closed = False
+        self._reported: bool | None = None
+        executor.submit(self._open)
+
+    def submit(self, jobs: Iterable[DiskJob]) -> None:
+        """Queue jobs. The scheduler plans none before it knows of the file."""
+        assert self._copies is not None, "the file is not open"
+        self._copies.submit(jobs)
+
+    def take(self) -> DiskNews | None:
+        """Return what the disk reports, None before the file is open. Never waits."""
+        copies = self._copies
+        if copies is None or self._file is None:
+            return None
+        copies.poll()
+        jobs, works = copies.take_reports(), copies.is_working
+        is_new = bool(jobs) or works is not self._reported
+        self._reported = works
+        return DiskNews(jobs, works, self._file, is_new)
+
+    def close(self) -> None:
+        """Take no more jobs; the file is closed when the last call in it has returned."""
+        self._is_closed = True
+        if self._copies is not None:
+            self._copies.close()
+        self._executor.shutdown(wait=False)
+
+    def _open(self) -> None:
+        try:
+            file = self._opened()
+        except DiskError as error:
+            log.error(
+                "disk_not_opened",
+                rank=self._shape.rank,
+                reason=str(error),
+                note="the engine goes on without it",
+            )
+            return
+        if self._is_closed:
+            file.close()
+            return
+        if file.page_cache_reason is not None:
+            log.warning("disk_through_page_cache", rank=self._shape.rank, reason=file.page_cache_reason)
+        rank = self._shape.rank
+        copies = DiskCopies(rank, file, self._arena, self._executor, self._clock, timeout_s=self._timeout_s)
+        self._file = DiskFile(file.id, self._slots)
+        self._copies = copies  # last: who sees it must find the file
+
+    def _opened(self) -> SlotFile:
+        if self._slots < 1:
+            raise DiskError(f"disk_bytes gives each rank less than one block of {self._shape.pitch} bytes")
+        path = slot_path(self._place.make_folder(), self._shape.rank)
+        file = open_slot_file(path, self._shape, self._slots)
+        try:
+            file.give_back(range(self._slots, file.slots))
+        except OSError as error:
+            log.warning("disk_space_kept", rank=self._shape.rank, slots=file.slots, reason=str(error))
+        return file

@@ -1,0 +1,246 @@
+"""The small engine with a disk below its host: real bytes in every place, and the index as it lies on the disk."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from zlib import crc32
+
+from kvoffload.core.disk_state import DiskState
+from kvoffload.core.offload_core import OffloadCore
+from kvoffload.core.state import Policy
+from kvoffload.model import facts
+from kvoffload.model.causes import CopyOutcome, DiskOutcome
+from kvoffload.model.disk import Put, Strike
+from kvoffload.model.events import DiskCopyEnded
+from kvoffload.model.groups import GroupSpec
+from kvoffload.model.ids import BlockKey, JobId, Rank, SlotId
+from kvoffload.model.transfer import Direction, DiskJob, JobReport, TransferReport
+from tests.core.world import CORRUPT, DONE, FAILED, GARBAGE, Req, World, keys_of
+
+
+class DiskWorld(World):
+    """A world with `disk` places. It opens with what `before` left on its disk, or with an empty disk.
+
+    Args:
+        groups: as of the world.
+        disk: places on the disk.
+        after_hits: `spill_after_hits`.
+        before: the life of the engine before this one.
+        opens: the disk's index is read at once.
+        settings: as of the world.
+    """
+
+    def __init__(
+        self,
+        *groups: GroupSpec,
+        disk: int = 32,
+        after_hits: int = 1,
+        before: DiskWorld | None = None,
+        opens: bool = True,
+        **settings: Any,  # noqa: ANN401  # the world's own
+    ) -> None:
+        self.after_hits = after_hits
+        self.places: list[dict[SlotId, BlockKey]]
+        self.failing: set[int] = set()
+        self.last_reports = {}
+        self.places = before.places if before is not None else [{} for _ in range(settings.get("ranks", 1))]
+        self.index: dict[SlotId, Put] = dict(before.index) if before is not None else {}
+        self.disk_size = disk
+        self.place_age: dict[SlotId, int] = dict.fromkeys(self.index, 0)
+        self.disk_rotten: set[tuple[int, SlotId]] = set(before.disk_rotten if before is not None else ())
+        super().__init__(*groups, **settings)
+        if opens:
+            self.open()
+
+    def _make_core(self, policy: Policy) -> OffloadCore:
+        return super()._make_core(replace(policy, spill_after_hits=self.after_hits))
+
+    @property
+    def disk(self) -> DiskState:
+        assert self.core.state.disk is not None
+        return self.core.state.disk
+
+    def open(self, part: int = 3) -> None:
+        """Read the index, a few entries at a time."""
+        puts = list(self.index.values())
+        free = [SlotId(slot) for slot in range(self.disk_size) if slot not in self.index]
+        for start in range(0, max(len(puts), 1), part):
+            self.tell(facts.DiskRestored(self.disk_size, tuple(puts[start : start + part])))
+        self.tell(facts.DiskRestored(self.disk_size, free=tuple(free), is_last=True))
+
+    # -- ranks --------------------------------------------------------------------------------------------------
+
+    def report(
+        self,
+        rank: int,
+        job: JobId,
+        outcome: CopyOutcome = DONE,
+        corrupt: tuple[int, ...] = (),
+        stuck: tuple[int, ...] = (),
+    ) -> None:
+        copy = self.copies[job]
+        if not isinstance(copy.job, DiskJob):
+            super().report(rank, job, outcome, corrupt)
+            return
+        copy.running.remove(Rank(rank))
+        if not copy.running:
+            del self.copies[job]
+        move = self._spill if copy.job.direction is Direction.STORE else self._fetch
+        self._tell_report(rank, move(rank, copy.job, outcome, corrupt, stuck))
+
+    def _spill(
+        self, rank: int, job: DiskJob, outcome: CopyOutcome, _: tuple[int, ...], stuck: tuple[int, ...]
+    ) -> JobReport:
+        sums = []
+        for slot, place in zip(job.slots, job.places, strict=True):
+            held = GARBAGE if outcome is FAILED else self.host[rank][slot]
+            self.places[rank][place] = held
+            self.place_age[place] = self.host_age[slot]
+            self.disk_rotten.discard((rank, place))
+            sums.append(checksum(rank, held))
+        done = tuple(sums) if outcome is DONE else ()
+        return JobReport(job.job, job.direction, outcome, 0, 0.0, 0.0, sums=done, stuck=stuck)
+
+    def _fetch(
+        self, rank: int, job: DiskJob, outcome: CopyOutcome, corrupt: tuple[int, ...], _: tuple[int, ...]
+    ) -> JobReport:
+        wrong = list(corrupt)
+        for at, (slot, place) in enumerate(zip(job.slots, job.places, strict=True)):
+            held = self.places[rank].get(place, GARBAGE)
+            is_right = checksum(rank, held) == job.sums[at][rank] and at not in corrupt
+            if not is_right and at not in wrong:
+                wrong.append(at)
+            self.host[rank][slot] = held if is_right and outcome is not FAILED else GARBAGE
+            self.host_age[slot] = self.place_age.get(place, 0)
+            self.rotten.discard((rank, slot))
+        if outcome is not FAILED:
+            outcome = CORRUPT if wrong else DONE
+        found = tuple(sorted(wrong)) if outcome is CORRUPT else ()
+        return JobReport(job.job, job.direction, outcome, 0, 0.0, 0.0, found)
+
+    def ready_up_to(self, slots: int, *, is_growing: bool = False) -> None:
+        self.ready, self.is_growing = slots, is_growing
+        for rank in self.ranks:
+            self._tell_report(rank)
+
+    def disk_fails(self, rank: int = 0, *, works: bool = False) -> None:
+        """A rank says that its disk fails, or works again."""
+        (self.failing.discard if works else self.failing.add)(rank)
+        self._tell_report(rank)
+
+    def _tell_report(self, rank: int, *parts: JobReport) -> None:
+        works = rank not in self.failing
+        report = TransferReport(Rank(rank), parts, self.ready, is_growing=self.is_growing, disk_works=works)
+        self.last_reports[Rank(rank)] = report
+        self.tell(facts.TransferReported(report))
+
+    def spoil(self, rank: int, text: str) -> None:
+        """The disk loses the last block of a text; only the checksum will tell."""
+        self.spoil_place(rank, self.disk.pool.index[keys_of(text, self.groups[0])[-1]])
+
+    def spoil_place(self, rank: int, place: SlotId) -> None:
+        self.places[rank][place] = GARBAGE
+        self.disk_rotten.add((rank, place))
+
+    def disk_jobs(self, direction: Direction) -> list[JobId]:
+        return [
+            number
+            for number, copy in self.copies.items()
+            if isinstance(copy.job, DiskJob) and copy.job.direction is direction
+        ]
+
+    # -- what must hold -----------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        self._write_index()
+        super().check()
+        pool = self.disk.pool
+        if not self.disk.is_open:
+            return
+        assert {put.key: slot for slot, put in self.index.items()} == dict(pool.index), (
+            "index and pool differ"
+        )
+        for key, place in pool.index.items():
+            assert self.place_age[place] == self.resets, (
+                f"place {place} can hit, but is from before the reset"
+            )
+            for rank, held in enumerate(self.places):
+                is_right = held.get(place) == key or (rank, place) in self.disk_rotten
+                assert is_right, f"place {place} can hit, but holds {held.get(place)!r}"
+
+    def _write_index(self) -> None:
+        for record in self.core.take_disk_records():
+            if isinstance(record, Put):
+                assert record.slot not in self.index, "a slot was put without a strike"
+                self.index[record.slot] = record
+            elif isinstance(record, Strike):
+                del self.index[record.slot]
+            else:
+                self.index[record.slot] = self.index.pop(record.slot)
+
+    def reset(self) -> None:
+        self.index.clear()
+        super().reset()
+
+    # -- what the core said -------------------------------------------------------------------------------------
+
+    def on_disk(self, text: str, group: int = 0) -> str:
+        """Which blocks of a text are on the disk: one character a block, x or a dot."""
+        index = self.disk.pool.index
+        return "".join("x" if key in index else "." for key in keys_of(text, self.groups[group]))
+
+    def evicted(self) -> int:
+        """Blocks that left the host, less those that came from the disk."""
+        return super().evicted() - self.disk_copies(Direction.LOAD, DiskOutcome.DONE)
+
+    def disk_copies(self, direction: Direction, outcome: DiskOutcome) -> int:
+        """Blocks copied so far."""
+        ended = self.reported(DiskCopyEnded)
+        return sum(each.blocks for each in ended if (each.direction, each.outcome) == (direction, outcome))
+
+    def serve(self, name: str, text: str, *, drains: bool = True) -> Req:
+        """As of any world; what the disk has of the text is waited for. Unless it `drains`, what is to be spilled waits."""
+        request = self.add(name, text)
+        while self.admit(request) is None:
+            self.idle_step()
+            self.finish()
+        self.step()
+        self.finish()
+        self.run(request)
+        self.end(request)
+        if drains:
+            self.drain()
+        return request
+
+    def serve_again(self, name: str, text: str) -> None:
+        """Serve a text a second time, so that its blocks are worth a spill, and let all copies end."""
+        self.serve(name, text)
+        self.settle()
+
+    def settle(self) -> None:
+        """Empty steps until nothing is left to spill."""
+        for _ in range(100):
+            if not (self.disk.candidates or self.core.has_work):
+                return
+            self.idle_step()
+            self.finish()
+        raise AssertionError("spills without end")
+
+    def only_on_disk(self, *texts: str) -> None:
+        """The disk has these texts, and neither host nor device do."""
+        for number, text in enumerate(texts):
+            self.serve(f"first{number}", text)
+            self.serve_again(f"again{number}", text)
+        self.empty_host()
+
+    def empty_host(self) -> None:
+        """Other texts take every slot of the host; the device forgets all."""
+        self.device.forget_keys()
+        for number in range(self.core.state.pool.capacity):
+            self.serve(f"filler{number}", f"{number:04}{number:04}"[: self.groups[0].block_tokens + 1])
+        self.device.forget_keys()
+
+
+def checksum(rank: int, held: BlockKey) -> int:
+    return crc32(held, rank)

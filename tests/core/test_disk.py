@@ -1,0 +1,455 @@
+"""The disk below the host: what is written to it, what is found on it, and what every failure costs."""
+
+from __future__ import annotations
+
+from kvoffload.core.machine import SlotState
+from kvoffload.model import facts
+from kvoffload.model.causes import DiskOutcome, EvictionCause, MissCause
+from kvoffload.model.events import BlocksEvicted, DiskBlocksEvicted, DiskCopyScheduled, LookupDeferred
+from kvoffload.model.ids import JobId
+from kvoffload.model.transfer import Direction
+from tests.core.disk_world import DiskWorld
+from tests.core.world import DONE, FAILED, full, window
+
+LOAD, STORE = Direction.LOAD, Direction.STORE
+TEXT = "abcdefghijklmnop"  # four blocks, of which a lookup finds three
+OTHER = "ABCDEFGHIJKLMNOP"
+
+
+def test_what_is_found_again_is_spilled_and_nothing_else() -> None:
+    world = DiskWorld()
+    world.serve("once", TEXT)
+    world.settle()
+    assert world.on_disk(TEXT) == "...."
+    world.serve_again("again", TEXT)
+    assert world.on_disk(TEXT) == "xxx."
+    assert world.on_host(TEXT) == "xxxx"
+
+
+def test_a_hit_on_the_host_counts_as_one_on_the_device() -> None:
+    world = DiskWorld()
+    world.serve("once", TEXT)
+    world.device.forget_keys()
+    world.serve_again("again", TEXT)
+    assert world.on_disk(TEXT) == "xxx."
+
+
+def test_so_many_hits_are_waited_for() -> None:
+    world = DiskWorld(after_hits=2)
+    world.serve("once", TEXT)
+    world.serve_again("twice", TEXT)
+    assert world.on_disk(TEXT) == "...."
+    world.serve_again("thrice", TEXT)
+    assert world.on_disk(TEXT) == "xxx."
+
+
+def test_with_none_asked_for_all_that_is_stored_is_spilled() -> None:
+    world = DiskWorld(after_hits=0)
+    world.serve("once", TEXT)
+    world.settle()
+    assert world.on_disk(TEXT) == "xxxx"
+
+
+def test_what_a_request_may_not_leave_behind_is_not_spilled_and_not_found() -> None:
+    world = DiskWorld()
+    world.only_on_disk(TEXT)
+    world.persists = False
+    before = dict(world.index)
+    alone = world.add("alone", TEXT)
+    assert world.admit(alone) == 0
+    world.run(alone)
+    world.end(alone)
+    world.settle()
+    world.serve("own", OTHER)
+    world.serve_again("own again", OTHER)
+    assert world.index == before
+
+
+def test_what_only_the_disk_has_is_fetched_and_then_loaded() -> None:
+    world = DiskWorld(host=8)
+    world.only_on_disk(TEXT)
+    assert (world.on_host(TEXT), world.on_disk(TEXT)) == ("....", "xxx.")
+    request = world.add("late", TEXT)
+    assert world.lookup(request) is None
+    assert world.reported(LookupDeferred)[-1] == LookupDeferred(request.name, None)
+    world.idle_step()
+    assert world.lookup(request) is None
+    world.finish()
+    assert world.on_host(TEXT) == "xx.."  # a quarter of the host
+    assert world.admit(request) == 8
+    world.step()
+    world.finish()
+    world.run(request)
+
+
+def test_what_the_host_has_of_a_prefix_stays_while_the_rest_is_fetched() -> None:
+    world = DiskWorld(host=16)
+    world.only_on_disk(TEXT)
+    world.serve("head", TEXT[:9])
+    world.device.forget_keys()
+    request = world.add("late", TEXT)
+    world.lookup(request)
+    assert world.on_host(TEXT)[:2] == "xx"
+    world.idle_step()
+    world.finish()
+    assert world.admit(request) == 12
+
+
+def test_r14_one_prefix_on_the_disk_is_fetched_once() -> None:
+    world = DiskWorld(host=32)
+    world.only_on_disk(TEXT)
+    requests = [world.add(f"late{number}", TEXT) for number in range(4)]
+    assert [world.lookup(each) for each in requests] == [None] * 4
+    world.idle_step()
+    assert [world.lookup(each) for each in requests] == [None] * 4
+    assert len(world.disk_jobs(LOAD)) == 1
+    world.finish()
+    assert world.admit(requests[0]) == 12
+    assert world.disk_copies(LOAD, DiskOutcome.DONE) == 3
+
+
+def test_where_nobody_can_wait_the_next_one_finds_it() -> None:
+    world = DiskWorld(host=32)
+    world.only_on_disk(TEXT)
+    first = world.add("first", TEXT)
+    assert world.admit(first, may_wait=False) == 0
+    assert world.miss() is MissCause.ON_DISK
+    world.step()
+    world.finish()
+    world.run(first)
+    world.end(first)
+    world.drain()
+    world.device.forget_keys()
+    assert world.admit(world.add("second", TEXT), may_wait=False) == 12
+
+
+def test_fetches_fill_a_quarter_of_the_host_at_a_time_heads_first() -> None:
+    world = DiskWorld(host=16, disk=64)
+    texts = [letter * 17 for letter in "abc"]
+    world.only_on_disk(*texts)
+    requests = [world.add(f"late{number}", text) for number, text in enumerate(texts)]
+    for request in requests:
+        world.lookup(request)
+    assert len(world.disk.fetching) == 4
+    world.idle_step()
+    world.finish()
+    assert world.on_host(texts[0]) == "xxxx"
+    assert [world.on_host(text) for text in texts[1:]] == ["....", "...."]
+    assert world.lookup(requests[1]) is None
+    assert world.disk_jobs(LOAD) == []
+    world.idle_step()
+    world.finish()
+    assert world.on_host(texts[1]) == "xxxx"
+
+
+def test_one_request_fetches_a_quarter_of_the_host_and_computes_the_rest() -> None:
+    world = DiskWorld(host=16, disk=64)
+    text = "abcdefghij" * 5
+    world.only_on_disk(text)
+    assert "." not in world.on_disk(text)[:5]
+    request = world.add("late", text)
+    assert world.lookup(request) is None
+    world.idle_step()
+    world.finish()
+    assert world.admit(request) == 16
+    assert world.miss() is MissCause.ON_DISK
+
+
+def test_a_window_is_found_on_the_disk_too() -> None:
+    world = DiskWorld(full(), window(6, group=1), host=64, disk=64)
+    world.only_on_disk(TEXT + "qrst")
+    request = world.add("late", TEXT + "qrst")
+    assert world.lookup(request) is None
+    world.idle_step()
+    world.finish()
+    answer = world.admit(request)
+    assert answer
+    world.step()
+    world.finish()
+    world.run(request)
+
+
+# -- ranks ------------------------------------------------------------------------------------------------------
+
+
+def spilling(world: DiskWorld) -> JobId:
+    """Have a text found again and its spill with the ranks; return the job."""
+    world.serve("once", TEXT)
+    world.serve("again", TEXT, drains=False)
+    world.idle_step()
+    [job] = world.disk_jobs(STORE)
+    return job
+
+
+def test_r4_a_block_is_on_the_disk_when_every_rank_has_written_it() -> None:
+    world = DiskWorld(ranks=2)
+    job = spilling(world)
+    world.report(0, job)
+    assert (world.on_disk(TEXT), world.index) == ("....", {})
+    world.report(1, job)
+    assert world.on_disk(TEXT) == "xxx."
+    assert len(world.index) == 3
+
+
+def test_r4_one_rank_that_cannot_write_fails_the_spill() -> None:
+    world = DiskWorld(ranks=2)
+    job = spilling(world)
+    world.report(0, job, FAILED)
+    world.report(1, job)
+    assert (world.on_disk(TEXT), world.index) == ("....", {})
+    assert world.disk_copies(STORE, DiskOutcome.FAILED) == 3
+    assert world.disk.pool.room == 32
+
+
+def test_a_host_slot_is_pinned_while_it_is_spilled() -> None:
+    world = DiskWorld(ranks=2)
+    job = spilling(world)
+    assert world.count(SlotState.PINNED) == 3
+    world.report(0, job)
+    assert world.count(SlotState.PINNED) == 3
+    world.report(1, job)
+    assert world.count(SlotState.PINNED) == 0
+
+
+def test_r17_a_place_is_struck_before_it_is_written_again() -> None:
+    """The world refuses a put without a strike, and checks every place after every fact."""
+    world = DiskWorld(disk=3)
+    world.only_on_disk(TEXT)
+    assert len(world.index) == 3
+    world.serve("other", OTHER)
+    world.serve("other again", OTHER, drains=False)
+    world.idle_step()
+    assert world.index == {}
+    world.settle()
+    assert (world.on_disk(TEXT), world.on_disk(OTHER)) == ("....", "xxx.")
+    assert world.reported(DiskBlocksEvicted) == [DiskBlocksEvicted(3, EvictionCause.SPACE)]
+
+
+def test_a_place_under_a_write_that_hangs_is_never_handed_out_again() -> None:
+    world = DiskWorld(disk=4)
+    job = spilling(world)
+    world.report(0, job, FAILED, stuck=(1,))
+    world.settle()
+    assert world.disk.pool.room == 3
+
+
+def test_r17_corrupt_bytes_are_struck_and_nobody_is_served_them() -> None:
+    world = DiskWorld(ranks=2, host=32)
+    world.only_on_disk(TEXT)
+    world.spoil(1, TEXT[:12])
+    request = world.add("late", TEXT)
+    assert world.lookup(request) is None
+    world.idle_step()
+    world.finish()
+    assert world.disk_copies(LOAD, DiskOutcome.CORRUPT) == 3
+    assert world.on_disk(TEXT) == "xx.."
+    assert world.admit(request) == 0
+    world.run(request)
+    next_one = world.add("next", TEXT)
+    assert len(world.index) == 2
+    world.device.forget_keys()
+    world.lookup(next_one)
+    world.idle_step()
+    world.finish()
+    assert world.admit(next_one) in (8, 12)
+
+
+def test_after_a_fetch_that_failed_its_request_asks_no_more() -> None:
+    world = DiskWorld(host=32)
+    world.only_on_disk(TEXT)
+    request = world.add("late", TEXT)
+    world.lookup(request)
+    world.idle_step()
+    [job] = world.disk_jobs(LOAD)
+    world.report(0, job, FAILED)
+    assert world.admit(request) == 0
+    assert world.on_disk(TEXT) == "xxx."
+    assert world.disk_jobs(LOAD) == []
+    other = world.add("other", TEXT)
+    assert world.lookup(other) is None
+
+
+def test_while_a_disk_fails_nothing_is_asked_of_it() -> None:
+    world = DiskWorld(ranks=2, host=32)
+    world.only_on_disk(TEXT)
+    world.disk_fails(1)
+    request = world.add("late", TEXT)
+    assert world.lookup(request) == 0
+    world.serve("other", OTHER)
+    world.serve("other again", OTHER, drains=False)
+    world.idle_step()
+    assert world.copies == {}
+    world.disk_fails(1, works=True)
+    assert world.lookup(request) is None
+
+
+def test_r16_of_a_fetch_that_no_rank_reports_the_host_slots_are_written_off() -> None:
+    world = DiskWorld(host=32)
+    world.only_on_disk(TEXT)
+    request = world.add("late", TEXT)
+    world.lookup(request)
+    world.idle_step()
+    [job] = world.disk_jobs(LOAD)
+    world.overdue(job)
+    assert world.admit(request) == 0
+    assert world.lookup(world.add("next", TEXT)) == 0, "a disk that does not answer is asked again"
+    world.report(0, job)
+    assert world.lookup(world.add("third", TEXT)) is None
+    world.idle_step()
+    world.finish()
+    world.run(request)
+
+
+def test_r16_of_a_spill_that_no_rank_reports_the_places_are_written_off() -> None:
+    world = DiskWorld(disk=4)
+    job = spilling(world)
+    world.overdue(job)
+    assert world.disk.pool.room == 1
+    world.report(0, job)
+    assert world.disk.pool.room == 1
+    assert world.index == {}
+
+
+# -- order ------------------------------------------------------------------------------------------------------
+
+
+def test_spills_wait_for_loads_and_fetches() -> None:
+    world = DiskWorld(host=32)
+    world.only_on_disk(TEXT)
+    world.serve("other", OTHER)
+    world.serve("other again", OTHER, drains=False)
+    request = world.add("late", TEXT)
+    world.lookup(request)
+    world.idle_step()
+    assert (len(world.disk_jobs(LOAD)), world.disk_jobs(STORE)) == (1, [])
+    world.finish()
+    world.idle_step()
+    assert len(world.disk_jobs(STORE)) == 1
+
+
+def test_what_the_host_evicts_before_its_spill_is_counted() -> None:
+    world = DiskWorld(host=4)
+    world.serve("once", TEXT)
+    world.disk_fails()
+    world.serve("again", TEXT, drains=False)
+    world.empty_host()
+    behind = [
+        each.blocks for each in world.reported(BlocksEvicted) if each.cause is EvictionCause.SPILL_BEHIND
+    ]
+    assert sum(behind) == 3
+
+
+def test_a_block_that_is_computed_again_while_it_is_fetched_has_one_slot() -> None:
+    world = DiskWorld(host=32)
+    world.only_on_disk(TEXT)
+    waiting = world.add("waiting", TEXT)
+    assert world.lookup(waiting) is None
+    world.idle_step()
+    hasty = world.add("hasty", TEXT)
+    world.admit(hasty, may_wait=False)
+    world.run(hasty)
+    world.finish()
+    world.end(hasty)
+    world.drain()
+    assert world.on_host(TEXT) == "xxxx"
+
+
+# -- reset and restart ------------------------------------------------------------------------------------------
+
+
+def test_r10_nothing_on_the_disk_is_found_after_a_reset() -> None:
+    world = DiskWorld(host=32)
+    world.only_on_disk(TEXT)
+    fetching = world.add("late", TEXT)
+    world.lookup(fetching)
+    world.idle_step()
+    world.reset()
+    assert world.lookup(fetching) == 0
+    world.finish()
+    assert (world.on_host(TEXT), world.on_disk(TEXT)) == ("....", "....")
+    again = DiskWorld(host=32, before=world)
+    assert again.lookup(again.add("later", TEXT)) == 0
+
+
+def test_r10_a_spill_under_way_at_a_reset_is_not_found_later() -> None:
+    world = DiskWorld()
+    job = spilling(world)
+    world.reset()
+    world.report(0, job)
+    assert (world.on_disk(TEXT), world.index) == ("....", {})
+    assert world.disk.pool.room == 32
+
+
+def test_r10_a_spill_that_was_planned_at_a_reset_is_taken_back() -> None:
+    world = DiskWorld()
+    world.serve("once", TEXT)
+    world.serve("again", TEXT, drains=False)
+    world.checks_each_fact = False
+    world.tell(facts.StepScheduled(world.steps))
+    assert len(world.disk.spilling) == 3
+    world.reset()
+    world.idle_step()
+    assert world.copies == {}
+
+
+def test_r18_the_next_engine_finds_what_was_put() -> None:
+    first = DiskWorld(ranks=2)
+    first.only_on_disk(TEXT, OTHER)
+    second = DiskWorld(ranks=2, before=first)
+    request = second.add("late", TEXT)
+    assert second.lookup(request) is None
+    second.idle_step()
+    second.finish()
+    assert second.admit(request) == 12
+    second.step()
+    second.finish()
+    second.run(request)
+    third = DiskWorld(ranks=2, before=second)
+    assert (third.on_disk(TEXT), third.on_disk(OTHER)) == ("xxx.", "xxx.")
+
+
+def test_what_was_read_last_is_evicted_last_by_the_next_engine() -> None:
+    first = DiskWorld(host=32, disk=6)
+    first.only_on_disk(TEXT, OTHER)
+    request = first.add("late", TEXT)
+    first.lookup(request)
+    first.idle_step()
+    first.finish()
+    second = DiskWorld(before=first, disk=6)
+    third = "0123456789abcdef"
+    second.serve("third", third)
+    second.serve_again("third again", third)
+    assert (second.on_disk(TEXT), second.on_disk(OTHER), second.on_disk(third)) == ("xxx.", "....", "xxx.")
+
+
+def test_until_the_index_is_read_misses_say_so() -> None:
+    first = DiskWorld()
+    first.only_on_disk(TEXT)
+    second = DiskWorld(before=first, opens=False)
+    request = second.add("early", TEXT)
+    second.index.clear()
+    assert second.admit(request) == 0
+    assert second.miss() is MissCause.TIER_OPENING
+
+
+def test_with_a_law_broken_the_disk_is_left_alone() -> None:
+    world = DiskWorld()
+    job = spilling(world)
+    world.degrade()
+    world.report(0, job, DONE)
+    assert world.index == {}
+    world.serve("late", TEXT)
+    world.idle_step()
+    assert world.copies == {}
+
+
+def test_events_name_the_direction_and_the_request() -> None:
+    world = DiskWorld(host=32)
+    world.only_on_disk(TEXT)
+    request = world.add("late", TEXT)
+    world.lookup(request)
+    scheduled = world.reported(DiskCopyScheduled)
+    assert [(each.direction, each.blocks, each.request) for each in scheduled] == [
+        (STORE, 3, None),
+        (LOAD, 3, request.name),
+    ]

@@ -1,0 +1,146 @@
+"""The machine of `test_everything` with a disk below the host: any order of facts, restarts among them.
+
+The world checks after every fact that the disk's index says what the pool says, that each place that can be found has its
+block on every rank, and that nothing is from before a reset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, invariant, precondition, rule
+
+from kvoffload.core.machine import SlotState
+from kvoffload.model.causes import CopyOutcome, StoreOutcome
+from kvoffload.model.groups import GroupSpec
+from kvoffload.model.ids import JobId
+from kvoffload.model.transfer import Direction, DiskJob
+from tests.core.disk_world import DiskWorld
+from tests.core.test_everything import RARELY, SHAPES, Everything
+from tests.core.world import CORRUPT, DONE, FAILED, Req
+
+
+class WithDisk(Everything):
+    world: DiskWorld
+
+    @initialize(
+        groups=st.sampled_from(SHAPES),
+        ranks=st.integers(1, 2),
+        device=st.integers(24, 40),
+        host=st.integers(4, 24),
+        disk=st.integers(1, 16),
+        after_hits=st.integers(0, 2),
+        tokens=st.sampled_from([4, 8]),
+    )
+    def start(
+        self,
+        groups: tuple[GroupSpec, ...],
+        ranks: int,
+        device: int,
+        host: int,
+        disk: int,
+        after_hits: int,
+        tokens: int,
+    ) -> None:
+        self.settings: dict[str, Any] = {
+            "ranks": ranks,
+            "device": device,
+            "host": host,
+            "step_tokens": tokens,
+        }
+        self.world = DiskWorld(*groups, disk=disk, after_hits=after_hits, **self.settings)
+        self.may_have = set()
+        self.arriving: dict[JobId, tuple[set[int], list, int]] = {}
+        self.names = 0
+        self.live: list[Req] = []
+
+    # -- what ranks do ------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.disk_jobs())
+    @rule(data=st.data(), outcome=st.sampled_from([DONE, DONE, FAILED, CORRUPT]), hangs=RARELY)
+    def report_disk(self, data: st.DataObject, outcome: CopyOutcome, hangs: bool) -> None:
+        number = data.draw(st.sampled_from(self.disk_jobs()))
+        copy = self.world.copies[number]
+        rank = data.draw(st.sampled_from(sorted(copy.running)))
+        if copy.job.direction is Direction.STORE:
+            outcome = FAILED if outcome is CORRUPT else outcome
+            stuck = (0,) if outcome is FAILED and hangs else ()
+            self.world.report(rank, number, outcome, stuck=stuck)
+            return
+        places = data.draw(st.sets(st.integers(0, len(copy.job.slots) - 1))) if outcome is CORRUPT else set()
+        self.world.report(rank, number, DONE if outcome is CORRUPT else outcome, tuple(sorted(places)))
+
+    @precondition(lambda self: self.world.disk.pool.index)
+    @rule(data=st.data(), really=RARELY)
+    def spoil_place(self, data: st.DataObject, really: bool) -> None:
+        if really:
+            place = data.draw(st.sampled_from(sorted(self.world.disk.pool.index.values())))
+            self.world.spoil_place(data.draw(st.sampled_from(self.world.ranks)), place)
+
+    def rot(self, data: st.DataObject, really: bool) -> None:
+        """Host memory that fails is for `verify` to find; a spill does not compare what that keeps."""
+
+    @rule(data=st.data(), really=RARELY, works=st.booleans())
+    def disk_fails(self, data: st.DataObject, really: bool, works: bool) -> None:
+        if really:
+            self.world.disk_fails(data.draw(st.sampled_from(self.world.ranks)), works=works)
+
+    @rule(data=st.data(), really=st.sampled_from([False] * 9 + [True]), disk=st.integers(0, 8))
+    def restart(self, data: st.DataObject, really: bool, disk: int) -> None:
+        """The engine dies, and another one takes its disk over."""
+        if not really:
+            return
+        before = self.world
+        self.live, self.arriving = [], {}
+        self.world = DiskWorld(
+            *before.groups,
+            disk=before.disk_size + disk,
+            after_hits=before.after_hits,
+            before=before,
+            **self.settings,
+        )
+        self.may_have = {put.key for put in before.index.values()}
+
+    # -- what must hold -----------------------------------------------------------------------------------------
+
+    @invariant()
+    def numbers_add_up(self) -> None:
+        world = self.world
+        stored = world.stores().get(StoreOutcome.STORED, 0)
+        assert stored - world.evicted() == len(world.core.state.pool.index)
+        assert world.offered() - sum(world.stores().values()) == world.core.state.tally.open_offers >= 0
+
+    def _nothing_is_left(self) -> None:
+        super()._nothing_is_left()
+        disk = self.world.disk
+        assert (disk.spilling, disk.fetching, disk.abandoned) == ({}, {}, 0)
+        counts = [disk.pool.count(each) for each in (SlotState.EMPTY, SlotState.READY, SlotState.QUARANTINED)]
+        assert sum(counts) == disk.pool.capacity
+
+    def _the_metrics_add_up(self) -> None:
+        """Metrics of the disk are the telemetry's tests to check."""
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def disk_jobs(self) -> list[JobId]:
+        copies: Mapping = self.world.copies
+        return sorted(number for number, copy in copies.items() if isinstance(copy.job, DiskJob))
+
+    def _lookup(self, request: Req, may_wait: bool) -> int | None:
+        """A fetch may be waited for; an answer is what the host has, found the slow way."""
+        world, state = self.world, self.world.core.state
+        record = state.requests.live[request.name]
+        answer = world.lookup(request, may_wait=may_wait)
+        if answer is None:
+            assert may_wait
+            assert world.disk.fetching or any(set(each) - {record} for each in state.shared.owners.values())
+            return None
+        is_barred = not record.reads_cache or record.load_failed or state.degraded is not None
+        assert answer == (0 if is_barred else self._naive(request, world.device_hit(request)))
+        return answer
+
+
+TestWithDisk = pytest.mark.timeout(3600)(WithDisk.TestCase)

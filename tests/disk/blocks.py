@@ -1,0 +1,123 @@
+"""Blocks of recognisable bytes, and the writer of a tier's files as scheduler and ranks share it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+from xxhash import xxh3_64_intdigest
+
+from kvoffload.disk.folder import slot_path
+from kvoffload.disk.index_format import IndexContents, IndexHeader
+from kvoffload.disk.index_log import IndexLog, load_index, new_generation, start_index
+from kvoffload.disk.slot_file import SlotFile, SlotShape, open_slot_file
+from kvoffload.disk.system import aligned_buffer
+from kvoffload.model.disk import DiskRecord, Put, Strike
+from kvoffload.model.ids import BlockKey, SlotId
+
+RANKS = 2
+SLOT_BYTES = 6000  # no multiple of a sector
+
+
+def shape_of(rank: int, slot_bytes: int = SLOT_BYTES) -> SlotShape:
+    return SlotShape(rank, RANKS, slot_bytes, b"layout of a rank")
+
+
+def key_of(number: int) -> BlockKey:
+    return BlockKey(number.to_bytes(8, "big") * 4 + bytes(4))
+
+
+def shard(generation: bytes, key: bytes, rank: int, size: int = SLOT_BYTES) -> bytes:
+    """What a rank computed for a key in a generation: other bytes in each."""
+    return Random(generation + key + bytes([rank])).randbytes(size)
+
+
+class Writer:
+    """The files of one engine, written as the tier writes them: strike, reuse, data of all ranks, then put."""
+
+    def __init__(self, folder: Path, slots: int, slot_bytes: int = SLOT_BYTES) -> None:
+        self.folder = folder
+        self.files = open_files(folder, slots, slot_bytes)
+        found = usable(folder, self.files)
+        generation = found.header.generation if found is not None else new_generation()
+        self.header = IndexHeader(generation, tuple(file.id for file in self.files), slots)
+        self.log: IndexLog = start_index(folder, self.header, found.entries if found is not None else None)
+        self.held = {put.slot: put for put in found.entries.puts()} if found is not None else {}
+        self._buffer = aligned_buffer(self.files[0].shape.pitch)
+
+    def strike(self, slot: SlotId) -> None:
+        del self.held[slot]
+        self.log.append([Strike(slot)])
+
+    def put(self, slot: SlotId, key: BlockKey) -> None:
+        sums = []
+        for file in self.files:
+            data = shard(self.header.generation, key, file.shape.rank, file.shape.slot_bytes)
+            self._buffer[: len(data)] = data
+            file.write(slot, self._buffer)
+            sums.append(xxh3_64_intdigest(data))
+        record = Put(slot, key, tuple(sums))
+        self.append([record])
+        self.held[slot] = record
+
+    def append(self, records: list[DiskRecord]) -> None:
+        self.log.append(records)
+
+    def sync(self) -> None:
+        for file in self.files:
+            file.sync()
+        self.log.sync()
+
+    def reset(self) -> None:
+        self.log.close()
+        self.header = IndexHeader(new_generation(), self.header.files, self.header.slots)
+        self.log, self.held = start_index(self.folder, self.header), {}
+
+    def rewrite(self) -> None:
+        self.log = self.log.rewritten()
+
+    def close(self) -> None:
+        self.log.close()
+        for file in self.files:
+            file.close()
+
+
+def open_files(folder: Path, slots: int, slot_bytes: int = SLOT_BYTES) -> list[SlotFile]:
+    return [
+        open_slot_file(slot_path(folder, rank), shape_of(rank, slot_bytes), slots) for rank in range(RANKS)
+    ]
+
+
+def usable(folder: Path, files: list[SlotFile]) -> IndexContents | None:
+    """What the folder's index says, where it is about these files."""
+    found = load_index(folder)
+    if found is None or found.header.files != tuple(file.id for file in files):
+        return None
+    return found
+
+
+def found_blocks(folder: Path, slots: int) -> dict[bytes, bool]:
+    """The keys that a new engine finds, each with whether its bytes match the index's checksums.
+
+    Bytes that match and are not the key's own are an error: they would be served.
+    """
+    files = open_files(folder, slots)
+    try:
+        contents = usable(folder, files)
+        if contents is None:
+            return {}
+        return {put.key: _matches(files, contents.header.generation, put) for put in contents.entries.puts()}
+    finally:
+        for file in files:
+            file.close()
+
+
+def _matches(files: list[SlotFile], generation: bytes, put: Put) -> bool:
+    for file, expected in zip(files, put.sums, strict=True):
+        buffer = aligned_buffer(file.shape.pitch)
+        file.read(put.slot, buffer)
+        data = bytes(buffer[: file.shape.slot_bytes])
+        if xxh3_64_intdigest(data) != expected:
+            return False
+        assert data == shard(generation, put.key, file.shape.rank), "wrong bytes would be served"
+    return True

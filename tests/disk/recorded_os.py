@@ -1,0 +1,155 @@
+"""The system calls of the tier's files, recorded; and what a power failure can leave of them.
+
+What was not synced may be lost, torn at any sector, or written in any order, each file on its own. Names change in order:
+a file system journals them, but may lose the last ones.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+_SECTOR = 512
+_O_MAKES = os.O_CREAT
+
+
+@dataclass(slots=True)
+class Inode:
+    """A file's bytes: those that are durable, and the changes since."""
+
+    durable: bytearray = field(default_factory=bytearray)
+    pending: list[tuple[int, bytes | None]] = field(
+        default_factory=list
+    )  # offset and data; None sets the size
+
+
+class Disk:
+    """Files by inode and names, as far as they are durable."""
+
+    def __init__(self) -> None:
+        self.inodes: dict[int, Inode] = {}
+        self.names: dict[str, int] = {}
+        self.pending_names: list[tuple[str, str | None, int]] = []  # new name, old name, inode
+
+    def left(self, random: Random, folder: Path) -> None:
+        """Write what a power failure now can leave into a folder."""
+        names = dict(self.names)
+        for new, old, inode in self.pending_names[: random.randint(0, len(self.pending_names))]:
+            names[new] = inode
+            names.pop(old or "", None)
+        for name, inode in names.items():
+            (folder / name).write_bytes(_left_of(self.inodes[inode], random))
+
+
+def _left_of(inode: Inode, random: Random) -> bytes:
+    data = bytearray(inode.durable)
+    pending = [change for change in inode.pending if random.random() < 0.5]
+    if random.random() < 0.5:
+        random.shuffle(pending)
+    for offset, new in pending:
+        if new is None:
+            _resize(data, offset)
+            continue
+        sectors = range(0, len(new), _SECTOR)
+        is_torn = random.random() < 0.4
+        for start in sectors:
+            if not is_torn or random.random() < 0.5:
+                _put(data, offset + start, new[start : start + _SECTOR])
+    return bytes(data)
+
+
+def _resize(data: bytearray, size: int) -> None:
+    del data[size:]
+    data.extend(bytes(size - len(data)))
+
+
+def _put(data: bytearray, offset: int, new: bytes) -> None:
+    if len(data) < offset + len(new):
+        _resize(data, offset + len(new))
+    data[offset : offset + len(new)] = new
+
+
+class RecordedOs:
+    """Stands for the module `os`: does what it does, and follows what becomes durable.
+
+    Args:
+        disk: what it follows.
+        happened: called after each call that changes something.
+    """
+
+    def __init__(self, disk: Disk, happened: Callable[[], None]) -> None:
+        self._disk = disk
+        self._happened = happened
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # whatever the module has
+        return getattr(os, name)
+
+    def open(self, path: str | Path, flags: int, mode: int = 0o777) -> int:
+        was_there = os.path.lexists(path)
+        descriptor = os.open(path, flags, mode)
+        if flags & _O_MAKES:
+            number = os.fstat(descriptor).st_ino
+            if not was_there:
+                self._disk.inodes[number] = Inode()
+                self._disk.pending_names.append((Path(path).name, None, number))
+            elif flags & os.O_TRUNC:
+                self._disk.inodes[number].pending.append((0, None))
+            self._happened()
+        return descriptor
+
+    def pwrite(self, descriptor: int, data: memoryview, offset: int) -> int:
+        self._inode(descriptor).pending.append((offset, bytes(data)))
+        self._happened()
+        return os.pwrite(descriptor, data, offset)
+
+    def pwritev(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self._inode(descriptor).pending.append((offset, b"".join(map(bytes, buffers))))
+        self._happened()
+        return os.pwritev(descriptor, buffers, offset)
+
+    def ftruncate(self, descriptor: int, size: int) -> None:
+        os.ftruncate(descriptor, size)
+        if os.fstat(descriptor).st_ino in self._disk.inodes:
+            self._inode(descriptor).pending.append((size, None))
+
+    def posix_fallocate(self, descriptor: int, offset: int, size: int) -> None:
+        os.posix_fallocate(descriptor, offset, size)
+        self._inode(descriptor).pending.append((os.fstat(descriptor).st_size, None))
+
+    def fdatasync(self, descriptor: int) -> None:
+        os.fdatasync(descriptor)
+        self._synced(self._inode(descriptor))
+
+    def fsync(self, descriptor: int) -> None:
+        inode = self._disk.inodes.get(os.fstat(descriptor).st_ino)
+        if inode is not None:
+            os.fsync(descriptor)
+            self._synced(inode)
+            return
+        for new, old, number in self._disk.pending_names:  # of the one folder there is
+            self._disk.names[new] = number
+            self._disk.names.pop(old or "", None)
+        self._disk.pending_names = []
+        self._happened()
+
+    def rename(self, old: Path, new: Path) -> None:
+        number = os.stat(old).st_ino
+        os.rename(old, new)
+        self._disk.pending_names.append((new.name, old.name, number))
+        self._happened()
+
+    def _inode(self, descriptor: int) -> Inode:
+        return self._disk.inodes[os.fstat(descriptor).st_ino]
+
+    def _synced(self, inode: Inode) -> None:
+        for offset, new in inode.pending:
+            if new is None:
+                _resize(inode.durable, offset)
+            else:
+                _put(inode.durable, offset, new)
+        inode.pending = []
+        self._happened()

@@ -1,0 +1,184 @@
+"""The bytes of the index: what was written is read, and of what was harmed only whole batches in front of the harm."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvoffload.disk.index_format import (
+    IndexContents,
+    IndexHeader,
+    encode_batch,
+    encode_header,
+    encode_index,
+    read_index,
+)
+from kvoffload.model.disk import DiskRecord, Put, Strike, Use
+from kvoffload.model.ids import BlockKey, SlotId
+
+SLOTS = 8
+HEADER = IndexHeader(b"g" * 16, (b"first file's id.", b"other file's id."), SLOTS)
+
+
+def put(slot: int, key: int) -> Put:
+    return Put(SlotId(slot), BlockKey(key.to_bytes(36, "big")), (key * 7, 2**64 - 1 - key))
+
+
+def strike(slot: int) -> Strike:
+    return Strike(SlotId(slot))
+
+
+def use(slot: int) -> Use:
+    return Use(SlotId(slot))
+
+
+def encoded(*batches: list[DiskRecord], header: IndexHeader = HEADER) -> bytes:
+    parts = [encode_batch(header, number, batch) for number, batch in enumerate(batches)]
+    return encode_header(header) + b"".join(parts)
+
+
+def read(data: bytes) -> IndexContents:
+    contents = read_index(data)
+    assert contents is not None
+    return contents
+
+
+def entries(data: bytes) -> list[Put]:
+    return read(data).entries.puts()
+
+
+def expected(records: list[DiskRecord]) -> list[Put]:
+    """The same by a dict, one record at a time."""
+    held: dict[SlotId, Put] = {}
+    for record in records:
+        if isinstance(record, Use):
+            if record.slot in held:
+                held[record.slot] = held.pop(record.slot)
+            continue
+        held.pop(record.slot, None)
+        if isinstance(record, Put):
+            held[record.slot] = record
+    return list(held.values())
+
+
+slots = st.integers(0, SLOTS - 1)
+records = st.one_of(
+    st.builds(put, slots, st.integers(0, 2**60)), st.builds(strike, slots), st.builds(use, slots)
+)
+
+
+@given(st.lists(st.lists(records, min_size=1, max_size=6), max_size=6))
+def test_what_was_written_is_read_in_order_of_use(batches: list[list[DiskRecord]]) -> None:
+    data = encoded(*batches)
+    written = [record for batch in batches for record in batch]
+    contents = read(data)
+    assert contents.entries.puts() == expected(written)
+    assert (contents.records, contents.batches) == (len(written), len(batches))
+    assert (contents.end, contents.is_cut) == (len(data), False)
+    assert contents.header == HEADER
+
+
+@given(st.lists(st.lists(records, min_size=1, max_size=6), max_size=6))
+def test_a_rewritten_index_says_the_same(batches: list[list[DiskRecord]]) -> None:
+    before = read(encoded(*batches)).entries
+    data, count = encode_index(HEADER, before)
+    contents = read(data)
+    assert contents.entries.puts() == before.puts()
+    assert (contents.records, contents.batches) == (len(before), count)
+
+
+def some_history(puts: int) -> list[list[DiskRecord]]:
+    random = Random(5)
+    history: list[list[DiskRecord]] = []
+    for key in range(puts):
+        slot = random.randrange(SLOTS)
+        history.append([strike(slot), put(slot, key), use(random.randrange(SLOTS))])
+    return history
+
+
+def test_of_every_truncation_the_whole_batches_are_read() -> None:
+    history = some_history(12)
+    ends = [len(encoded(*history[:count])) for count in range(len(history) + 1)]
+    data = encoded(*history)
+    for size in range(len(data)):
+        contents = read_index(data[:size])
+        whole = sum(end <= size for end in ends) - 1
+        if whole < 0:
+            assert contents is None, size
+            continue
+        assert contents is not None
+        assert contents.entries.puts() == expected([record for batch in history[:whole] for record in batch])
+        assert (contents.end, contents.is_cut) == (ends[whole], size > ends[whole]), size
+
+
+def test_of_every_flipped_bit_only_whole_batches_in_front_are_read() -> None:
+    history = some_history(3)
+    ends = [len(encoded(*history[:count])) for count in range(len(history) + 1)]
+    data = bytearray(encoded(*history))
+    for place in range(len(data)):
+        for bit in range(8):
+            data[place] ^= 1 << bit
+            contents = read_index(bytes(data))
+            data[place] ^= 1 << bit
+            whole = sum(end <= place for end in ends) - 1
+            if whole < 0:
+                assert contents is None, (place, bit)
+                continue
+            assert contents is not None
+            in_front = [record for batch in history[:whole] for record in batch]
+            assert contents.entries.puts() == expected(in_front), (place, bit)
+
+
+@given(st.binary(max_size=400))
+def test_any_bytes_behind_the_header_are_survived(tail: bytes) -> None:
+    assert entries(encoded() + tail) == []
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_survived(data: bytes) -> None:
+    read_index(data)
+
+
+def test_a_batch_of_another_generation_does_not_pass() -> None:
+    other = IndexHeader(b"h" * 16, HEADER.files, SLOTS)
+    foreign = encode_batch(other, 1, [put(1, 1)])
+    assert entries(encoded([put(0, 0)]) + foreign) == [put(0, 0)]
+
+
+def test_a_batch_in_another_place_does_not_pass() -> None:
+    twice = encode_batch(HEADER, 0, [put(0, 0)])
+    assert entries(encode_header(HEADER) + twice + twice) == [put(0, 0)]
+
+
+def test_a_batch_of_another_place_with_the_right_number_does_not_pass() -> None:
+    """A number alone is no proof: the checksum covers it."""
+    batch = bytearray(encode_batch(HEADER, 0, [put(0, 0)]))
+    batch[8] = 1
+    assert entries(encoded([put(1, 1)]) + bytes(batch)) == [put(1, 1)]
+
+
+@pytest.mark.parametrize("record", [put(SLOTS, 1), strike(SLOTS), use(SLOTS)])
+def test_a_slot_beyond_the_file_is_left_out(record: DiskRecord) -> None:
+    assert entries(encoded([put(0, 0)], [record], [put(1, 1)])) == [put(0, 0), put(1, 1)]
+
+
+def test_keys_of_another_length_end_the_reading() -> None:
+    short = Put(SlotId(1), BlockKey(b"short"), (1, 2))
+    assert entries(encoded([put(0, 0)], [short])) == [put(0, 0)]
+    assert entries(encoded([put(0, 0), short])) == []
+
+
+def test_keys_that_end_in_zeros_keep_them() -> None:
+    kept = Put(SlotId(1), BlockKey(b"k" + bytes(35)), (1, 2))
+    assert entries(encoded([kept])) == [kept]
+
+
+def test_the_newest_are_those_used_last() -> None:
+    data = encoded([put(0, 0), put(1, 1), put(2, 2), use(0)])
+    found = read(data).entries
+    assert found.newest(2).puts() == [put(2, 2), put(0, 0)]
+    assert found.newest(0).puts() == []
+    assert found.newest(9).puts() == found.puts()

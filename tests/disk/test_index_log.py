@@ -1,0 +1,159 @@
+"""The index in its file: appended to, cut, rewritten, begun anew."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from kvoffload.disk.index_format import IndexHeader
+from kvoffload.disk.index_log import IndexLog, load_index, new_generation, start_index
+from kvoffload.model.disk import Put, Strike, Use
+from kvoffload.model.ids import BlockKey, SlotId
+
+HEADER = IndexHeader(b"g" * 16, (b"the file's ident",), 1000)
+
+
+def put(slot: int, key: int | None = None) -> Put:
+    return Put(SlotId(slot), BlockKey((slot if key is None else key).to_bytes(36, "big")), (slot,))
+
+
+def strike(slot: int) -> Strike:
+    return Strike(SlotId(slot))
+
+
+def use(slot: int) -> Use:
+    return Use(SlotId(slot))
+
+
+def entries(folder: Path) -> list[Put]:
+    found = load_index(folder)
+    assert found is not None
+    return found.entries.puts()
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> IndexLog:
+    return start_index(tmp_path, HEADER)
+
+
+def test_a_folder_without_an_index_has_none(tmp_path: Path) -> None:
+    assert load_index(tmp_path) is None
+
+
+def test_what_is_appended_is_there_for_the_next_process(tmp_path: Path, log: IndexLog) -> None:
+    log.append([put(1), put(2)])
+    log.append([])
+    log.append([strike(1), put(3), use(2)])
+    log.close()
+    assert entries(tmp_path) == [put(3), put(2)]
+    assert log.records == 5
+
+
+def test_a_cut_tail_is_left_behind_by_the_next_start(tmp_path: Path, log: IndexLog) -> None:
+    log.append([put(1)])
+    log.append([put(2)])
+    log.close()
+    size = (tmp_path / "index").stat().st_size
+    os.truncate(tmp_path / "index", size - 1)
+    found = load_index(tmp_path)
+    assert found is not None
+    assert found.is_cut
+    again = start_index(tmp_path, HEADER, found.entries)
+    again.append([put(3)])
+    assert entries(tmp_path) == [put(1), put(3)]
+
+
+def test_a_rewritten_index_goes_on(tmp_path: Path, log: IndexLog) -> None:
+    for turn in range(200):
+        log.append(
+            [put(turn % 10, turn), use(0)] if turn == 0 else [strike((turn - 1) % 10), put(turn % 10, turn)]
+        )
+    before, size = entries(tmp_path), (tmp_path / "index").stat().st_size
+    log = log.rewritten()
+    assert entries(tmp_path) == before
+    assert log.records == len(before)
+    assert (tmp_path / "index").stat().st_size < size / 20
+    log.append([put(500)])
+    assert entries(tmp_path) == [*before, put(500)]
+
+
+def test_an_index_counts_as_garbage_when_most_records_are(log: IndexLog) -> None:
+    log.records = 2 * 2**16
+    assert not log.is_mostly_garbage(2**16)
+    log.records += 1
+    assert log.is_mostly_garbage(2**16)
+    assert not log.is_mostly_garbage(2**16 + 1)
+
+
+def test_a_new_generation_has_nothing_of_before(tmp_path: Path, log: IndexLog) -> None:
+    log.append([put(1)])
+    log.close()
+    generation = new_generation()
+    assert generation != new_generation()
+    start_index(tmp_path, IndexHeader(generation, HEADER.files, HEADER.slots)).close()
+    assert entries(tmp_path) == []
+    found = load_index(tmp_path)
+    assert found is not None
+    assert found.header.generation == generation
+
+
+def test_after_a_failed_append_the_next_one_is_whole(
+    tmp_path: Path, log: IndexLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log.append([put(1)])
+    real = os.pwrite
+
+    def half(descriptor: int, data: memoryview, offset: int) -> int:
+        if offset > log._end:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(descriptor, data[:20], offset)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", half)
+        with pytest.raises(OSError, match="No space"):
+            log.append([put(2)])
+    assert entries(tmp_path) == [put(1)]
+    log.append([put(3)])
+    assert entries(tmp_path) == [put(1), put(3)]
+
+
+def test_where_the_new_index_cannot_be_written_the_old_one_stays(
+    tmp_path: Path, log: IndexLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log.append([put(1)])
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rename", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "I/O")))
+        with pytest.raises(OSError, match="I/O"):
+            log.rewritten()
+    assert entries(tmp_path) == [put(1)]
+    log.append([put(2)])
+    assert entries(tmp_path) == [put(1), put(2)]
+
+
+def test_a_rewrite_of_harmed_bytes_is_refused(tmp_path: Path, log: IndexLog) -> None:
+    log.append([put(1)])
+    path = tmp_path / "index"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    with path.open("r+b") as file:
+        file.write(data)
+    with pytest.raises(OSError, match="reads otherwise than it was written"):
+        log.rewritten()
+
+
+def test_an_index_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("precious")
+    for name in ("index", "index.new"):
+        (tmp_path / name).symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError, match="Too many levels"):
+        load_index(tmp_path)
+    with pytest.raises(OSError, match="Too many levels"):
+        start_index(tmp_path, HEADER)
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
+def test_its_files_are_readable_by_this_user_alone(tmp_path: Path, log: IndexLog) -> None:
+    assert (tmp_path / "index").stat().st_mode & 0o777 == 0o600

@@ -1,0 +1,101 @@
+"""SIGKILL at random moments: every put that was written and not struck is found, with its bytes; nothing else is served.
+
+KVOFFLOAD_KILLS=200 makes more of them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from multiprocessing.connection import Connection
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from kvoffload.model.ids import SlotId
+from tests.disk.blocks import Writer, found_blocks, key_of
+
+SLOTS = 24
+KILLS = int(os.environ.get("KVOFFLOAD_KILLS", "12"))
+_MOST_ACTIONS = 400  # before which every writer is killed
+
+
+def write_until_killed(folder: Path, seed: int, to_test: Connection) -> None:
+    """Put, strike, sync, rewrite and reset at random; say what is about to happen, or has."""
+    random = Random(seed)
+    writer = Writer(folder, SLOTS)
+    for number in range(1, 2 * _MOST_ACTIONS):
+        slot = SlotId(random.randrange(SLOTS))
+        if (old := writer.held.get(slot)) is not None:
+            to_test.send(("to be struck", old.key))
+            writer.strike(slot)
+        key = key_of(seed * 10_000 + number)
+        writer.put(slot, key)
+        to_test.send(("put", key))
+        if random.random() < 0.05:
+            writer.sync()
+        if random.random() < 0.05:
+            writer.rewrite()
+        if random.random() < 0.02:
+            to_test.send(("to be reset", b""))
+            writer.reset()
+            to_test.send(("reset", b""))
+
+
+class Expected:
+    """What must be found, what may be, and what must not."""
+
+    def __init__(self) -> None:
+        self.there: set[bytes] = set()
+        self.perhaps: set[bytes] = set()
+
+    def said(self, what: str, key: bytes) -> None:
+        if what == "put":
+            self.there.add(key)
+        elif what == "to be struck":
+            self.there.discard(key)
+            self.perhaps.add(key)
+        elif what == "to be reset":
+            self.perhaps |= self.there
+            self.there = set()
+        else:
+            self.perhaps = set()
+
+
+def listen(from_writer: Connection, expected: Expected, least: int | None = None) -> None:
+    """Take what the writer says: so many messages, or all that there are."""
+    taken = 0
+    while least is None or taken < least:
+        try:
+            expected.said(*from_writer.recv())
+        except (EOFError, OSError):
+            return
+        taken += 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60 + KILLS)
+def test_after_a_kill_at_any_moment_what_was_put_is_found(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.disk.blocks"])
+    expected = Expected()
+    for seed in range(KILLS):
+        from_writer, to_test = context.Pipe(duplex=False)
+        process = context.Process(target=write_until_killed, args=(tmp_path, seed, to_test))
+        process.start()
+        to_test.close()
+        listen(from_writer, expected, Random(seed).randrange(_MOST_ACTIONS // 2))
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        listen(from_writer, expected)
+        process.join()
+        assert process.exitcode == -signal.SIGKILL, "the writer ended by itself"
+        found = found_blocks(tmp_path, SLOTS)
+        assert {key for key in expected.there if not found.get(key)} == set(), f"seed {seed}"
+        # The last put may have been written and not said; a struck one may be found, with its bytes or without.
+        unsaid = found.keys() - expected.there - expected.perhaps
+        assert len(unsaid) <= 1
+        expected.there = {key for key, is_right in found.items() if is_right}
+        expected.perhaps = set(found) - expected.there

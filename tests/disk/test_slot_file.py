@@ -1,0 +1,229 @@
+"""A slot file in a real file system."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from kvoffload.disk.slot_file import PIECE_BYTES, SlotFile, SlotShape, open_slot_file
+from kvoffload.disk.system import PAGE, aligned_buffer
+from kvoffload.model.errors import DiskError
+
+SHAPE = SlotShape(rank=1, ranks=2, slot_bytes=6000, layout=b"a rank's layout.")
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Callable[..., SlotFile]]:
+    files: list[SlotFile] = []
+
+    def make(slots: int = 4, shape: SlotShape = SHAPE) -> SlotFile:
+        while files:
+            files.pop().close()
+        files.append(open_slot_file(tmp_path / "slots", shape, slots))
+        return files[-1]
+
+    yield make
+    for file in files:
+        file.close()
+
+
+def write(file: SlotFile, slot: int, data: bytes) -> None:
+    buffer = aligned_buffer(file.shape.pitch)
+    buffer[: len(data)] = data
+    file.write(slot, buffer)
+
+
+def read(file: SlotFile, slot: int) -> bytes:
+    buffer = aligned_buffer(file.shape.pitch)
+    file.read(slot, buffer)
+    return bytes(buffer[: file.shape.slot_bytes])
+
+
+def some_bytes(seed: int, size: int = SHAPE.slot_bytes) -> bytes:
+    return Random(seed).randbytes(size)
+
+
+def test_what_is_written_is_read_by_the_next_process_too(opened: Callable[..., SlotFile]) -> None:
+    file = opened()
+    for slot in range(4):
+        write(file, slot, some_bytes(slot))
+    file.sync()
+    first = file.id
+    again = opened()
+    assert again.id == first
+    assert [read(again, slot) for slot in range(4)] == [some_bytes(slot) for slot in range(4)]
+
+
+def test_slots_larger_than_a_piece_are_whole(opened: Callable[..., SlotFile]) -> None:
+    shape = SlotShape(0, 1, 2 * PIECE_BYTES + 5000, b"a rank's layout.")
+    file = opened(2, shape)
+    write(file, 0, some_bytes(0, shape.slot_bytes))
+    write(file, 1, some_bytes(1, shape.slot_bytes))
+    assert read(file, 0) == some_bytes(0, shape.slot_bytes)
+    assert read(file, 1) == some_bytes(1, shape.slot_bytes)
+
+
+def test_its_space_is_taken_at_once_and_for_this_user_alone(
+    opened: Callable[..., SlotFile], tmp_path: Path
+) -> None:
+    file = opened(100)
+    found = (tmp_path / "slots").stat()
+    assert found.st_size == PAGE + 100 * file.shape.pitch
+    assert found.st_blocks * 512 >= found.st_size
+    assert found.st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        SlotShape(0, 2, 6000, SHAPE.layout),
+        SlotShape(1, 3, 6000, SHAPE.layout),
+        SlotShape(1, 2, 6001, SHAPE.layout),
+        SlotShape(1, 2, 6000, b"another layout.."),
+    ],
+)
+def test_a_file_of_another_shape_is_made_anew(opened: Callable[..., SlotFile], other: SlotShape) -> None:
+    first = opened().id
+    assert opened(4, other).id != first
+
+
+def test_every_byte_of_the_header_counts(opened: Callable[..., SlotFile], tmp_path: Path) -> None:
+    ids = {opened().id}
+    for place in (0, 8, 12, 20, 33, 45, 60, 79, 100, PAGE - 1):
+        path = tmp_path / "slots"
+        data = bytearray(path.read_bytes())
+        data[place] ^= 1
+        path.write_bytes(data)
+        ids.add(opened().id)
+    assert len(ids) == 11
+
+
+def test_a_file_that_was_cut_short_is_made_anew(opened: Callable[..., SlotFile], tmp_path: Path) -> None:
+    first = opened().id
+    os.truncate(tmp_path / "slots", PAGE + 3 * SHAPE.pitch)
+    again = opened()
+    assert again.id != first
+    assert read(again, 3) == bytes(SHAPE.slot_bytes)
+
+
+def test_more_slots_keep_what_there_is(opened: Callable[..., SlotFile]) -> None:
+    file = opened(2)
+    write(file, 1, some_bytes(1))
+    first = file.id
+    grown = opened(5)
+    assert (grown.id, grown.slots, read(grown, 1)) == (first, 5, some_bytes(1))
+    assert opened(5).id == first
+
+
+def test_fewer_slots_keep_the_file_and_can_give_space_back(
+    opened: Callable[..., SlotFile], tmp_path: Path
+) -> None:
+    file = opened(100)
+    write(file, 7, some_bytes(7))
+    first, taken = file.id, (tmp_path / "slots").stat().st_blocks
+    smaller = opened(3)
+    assert (smaller.id, smaller.slots) == (first, 100)
+    smaller.give_back(slot for slot in range(100) if slot not in (1, 2, 7))
+    left = (tmp_path / "slots").stat().st_blocks
+    assert left < taken / 10
+    assert read(smaller, 7) == some_bytes(7)
+    assert read(opened(100), 7) == some_bytes(7)
+    assert (tmp_path / "slots").stat().st_blocks >= taken
+
+
+def test_a_slot_that_is_not_there_is_refused(opened: Callable[..., SlotFile]) -> None:
+    file = opened(2)
+    for slot in (-1, 2):
+        with pytest.raises(IndexError, match="not among the 2"):
+            read(file, slot)
+
+
+def test_a_file_that_is_in_use_is_refused(opened: Callable[..., SlotFile], tmp_path: Path) -> None:
+    opened()
+    with pytest.raises(DiskError, match="in use by another process"):
+        open_slot_file(tmp_path / "slots", SHAPE, 4)
+
+
+def test_a_link_is_refused_and_what_it_names_untouched(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / "slots").symlink_to(victim)
+    with pytest.raises(DiskError, match="cannot be opened"):
+        open_slot_file(tmp_path / "slots", SHAPE, 4)
+    (tmp_path / "slots").unlink()
+    os.link(victim, tmp_path / "slots")
+    with pytest.raises(DiskError, match="plain file of this user with one name"):
+        open_slot_file(tmp_path / "slots", SHAPE, 4)
+    assert victim.read_text() == "precious"
+
+
+def test_a_pipe_and_a_folder_are_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for name in ("pipe", "folder"):
+        with pytest.raises(DiskError, match="cannot be opened"):
+            open_slot_file(tmp_path / name, SHAPE, 4)
+
+
+def refuse(*, number: int) -> Callable[..., None]:
+    def call(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+@pytest.mark.parametrize("had", [0, 3])
+def test_without_room_the_start_is_refused_and_nothing_is_lost(
+    opened: Callable[..., SlotFile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, had: int
+) -> None:
+    path = tmp_path / "slots"
+    if had:
+        write(opened(had), 2, some_bytes(2))
+        opened(had)
+    size = path.stat().st_size if had else 0
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", refuse(number=errno.ENOSPC))
+        with pytest.raises(DiskError, match=r"no room for .* lower disk_bytes or free space"):
+            opened(1000)
+    assert path.stat().st_size == size
+    if had:
+        assert read(opened(had), 2) == some_bytes(2)
+
+
+def test_a_failing_disk_is_said(opened: Callable[..., SlotFile], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "pwritev", refuse(number=errno.EIO))
+    with pytest.raises(DiskError, match="cannot be used: Input/output error"):
+        opened()
+
+
+def test_where_direct_io_is_refused_the_page_cache_serves(
+    opened: Callable[..., SlotFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = fcntl.fcntl
+
+    def no_direct(descriptor: int, command: int, flags: int = 0) -> int:
+        if command == fcntl.F_SETFL and flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(descriptor, command, flags)
+
+    monkeypatch.setattr(fcntl, "fcntl", no_direct)
+    file = opened()
+    assert file.page_cache_reason == "direct I/O: Invalid argument"
+    write(file, 2, some_bytes(2))
+    file.sync()
+    assert read(file, 2) == some_bytes(2)
+
+
+def test_a_read_behind_the_end_of_a_cut_file_is_an_error(
+    opened: Callable[..., SlotFile], tmp_path: Path
+) -> None:
+    file = opened()
+    os.truncate(tmp_path / "slots", PAGE + SHAPE.pitch)
+    with pytest.raises(OSError, match="ends before slot 3"):
+        read(file, 3)

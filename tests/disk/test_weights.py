@@ -1,0 +1,172 @@
+"""What tells a model's weights from others: never their name, size or time."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from xxhash import xxh3_128
+
+from kvoffload.disk.weights import snapshot_commit, weights_identity
+from kvoffload.model.errors import DiskError
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def later() -> int:
+    return time.time_ns() + 10**10
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    (folder / "parts").mkdir(parents=True)
+    (folder / "config.json").write_text('{"rope_theta": 10000}')
+    (folder / "parts" / "model.safetensors").write_bytes(bytes(range(256)) * 1000)
+    return folder
+
+
+def snapshot(tmp_path: Path) -> Path:
+    """A model as it lies in a Hugging Face cache."""
+    blobs = tmp_path / "models--org--name" / "blobs"
+    folder = tmp_path / "models--org--name" / "snapshots" / COMMIT
+    blobs.mkdir(parents=True)
+    folder.mkdir(parents=True)
+    (blobs / "abc").write_text("weights")
+    (folder / "model.safetensors").symlink_to("../../blobs/abc")
+    return folder
+
+
+def test_a_snapshot_is_its_commit(tmp_path: Path) -> None:
+    folder = snapshot(tmp_path)
+    assert weights_identity(folder, tmp_path / "memory") == f"commit {COMMIT}"
+    assert not (tmp_path / "memory").exists()
+
+
+def test_a_snapshot_with_a_file_of_its_own_is_digested(tmp_path: Path) -> None:
+    folder = snapshot(tmp_path)
+    (folder / "config.json").write_text("changed by hand")
+    assert snapshot_commit(folder) is None
+    assert weights_identity(folder, tmp_path / "memory").startswith("digest ")
+
+
+def test_an_empty_snapshot_and_another_folder_have_no_commit(tmp_path: Path, model: Path) -> None:
+    folder = snapshot(tmp_path)
+    (folder / "model.safetensors").unlink()
+    assert snapshot_commit(folder) is None
+    assert snapshot_commit(model) is None
+
+
+@pytest.mark.parametrize("name", ["config.json", "parts/model.safetensors"])
+def test_one_changed_byte_is_another_identity_also_with_size_and_time_as_before(
+    tmp_path: Path, model: Path, name: str
+) -> None:
+    memory = tmp_path / "memory"
+    before = weights_identity(model, memory, now_ns=later)
+    path = model / name
+    was, data = path.stat(), bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
+    now = path.stat()
+    assert (now.st_size, now.st_mtime_ns) == (was.st_size, was.st_mtime_ns)
+    assert weights_identity(model, memory, now_ns=later) != before
+
+
+def test_a_file_under_another_name_is_another_identity(tmp_path: Path, model: Path) -> None:
+    before = weights_identity(model, tmp_path / "memory")
+    (model / "config.json").rename(model / "settings.json")
+    assert weights_identity(model, tmp_path / "memory") != before
+
+
+def test_a_copy_elsewhere_is_the_same(tmp_path: Path, model: Path) -> None:
+    before = weights_identity(model, tmp_path / "memory")
+    moved = model.rename(tmp_path / "moved")
+    assert weights_identity(moved, tmp_path / "memory") == before
+
+
+def test_hidden_files_do_not_count(tmp_path: Path, model: Path) -> None:
+    before = weights_identity(model, tmp_path / "memory")
+    (model / ".cache").mkdir()
+    (model / ".cache" / "lock").touch()
+    assert weights_identity(model, tmp_path / "memory") == before
+
+
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of each chunk that is hashed from now on, of files and of their list."""
+    sizes: list[int] = []
+    real = xxh3_128
+
+    class Counting:
+        def __init__(self, data: bytes = b"") -> None:
+            self._state = real(data)
+
+        def update(self, data: bytes) -> None:
+            sizes.append(len(data))
+            self._state.update(data)
+
+        def hexdigest(self) -> str:
+            return self._state.hexdigest()
+
+    monkeypatch.setattr("kvoffload.disk.weights.xxh3_128", Counting)
+    return sizes
+
+
+def test_a_digest_is_remembered(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = tmp_path / "memory"
+    before = weights_identity(model, memory, now_ns=later)
+    sizes = reads(monkeypatch)
+    assert weights_identity(model, memory, now_ns=later) == before
+    assert sizes == []
+    memory.write_text('["nonsense"]')
+    assert weights_identity(model, memory, now_ns=later) == before
+    assert sum(sizes) == 256_000 + len('{"rope_theta": 10000}')
+
+
+def test_a_file_that_changed_a_moment_ago_is_not_remembered(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It could change again within the same tick of the file system's clock."""
+    memory = tmp_path / "memory"
+    changed = max(path.stat().st_ctime_ns for path in model.rglob("*"))
+    weights_identity(model, memory, now_ns=lambda: changed + 10**6)
+    sizes = reads(monkeypatch)
+    weights_identity(model, memory, now_ns=later)
+    assert sum(sizes) > 256_000
+
+
+def test_a_memory_that_cannot_be_written_costs_time_only(tmp_path: Path, model: Path) -> None:
+    memory = tmp_path / "missing" / "memory"
+    assert weights_identity(model, memory) == weights_identity(model, memory)
+
+
+def test_weights_that_change_meanwhile_are_refused(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = model / "parts" / "model.safetensors"
+    real = xxh3_128
+
+    class Interfering:
+        def __init__(self) -> None:
+            self._state = real()
+
+        def update(self, data: bytes) -> None:
+            self._state.update(data)
+            with path.open("ab") as file:
+                file.write(b"more")
+
+        def hexdigest(self) -> str:
+            return self._state.hexdigest()
+
+    (model / "config.json").unlink()
+    monkeypatch.setattr("kvoffload.disk.weights.xxh3_128", Interfering)
+    monkeypatch.setattr("kvoffload.disk.weights._CHUNK", 1000 * 256)
+    with pytest.raises(DiskError, match="changes while it is read"):
+        weights_identity(model, tmp_path / "memory")
+
+
+def test_a_folder_without_files_has_no_identity(tmp_path: Path) -> None:
+    with pytest.raises(DiskError, match="the folder has no files"):
+        weights_identity(tmp_path, tmp_path / "memory")

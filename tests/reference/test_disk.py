@@ -1,0 +1,180 @@
+"""The disk below the host, on a real engine with real files: the same tokens, and what was put is found after a restart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Unpack
+
+import pytest
+
+from kvoffload.model.causes import DiskOutcome, EvictionCause
+from kvoffload.model.events import DiskCopyEnded, Event
+from kvoffload.model.transfer import Direction
+from tests.reference.rig import BLOCK, KINDS, Options, Rig, rig, slot_bytes, text
+
+PROMPT = text(1, 10 * BLOCK)
+MORE = [text(seed, 10 * BLOCK) for seed in range(2, 12)]
+
+StartEngine = Callable[..., Rig]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[StartEngine]:
+    """Starts an engine on the folder; the one before it has ended then."""
+    with ExitStack() as running:
+
+        def begin(kind: str = "full", folder: str = "disk", **options: Unpack[Options]) -> Rig:
+            running.pop_all().close()
+            extra = {
+                "disk_path": tmp_path / folder,
+                "disk_bytes_per_rank": 4096 + 400 * (slot_bytes(kind) + 4096),
+                **options.pop("extra", {}),
+            }
+            options["extra"] = extra
+            options.setdefault("host_blocks", 48 if kind == "full" else 192)
+            made = running.enter_context(rig(kind, **options))
+            made.events = []  # type: ignore[attr-defined]
+            made.offload.bus.count(DiskCopyEnded, made.events.append)  # type: ignore[attr-defined]
+            for _ in range(20):  # the index is read, and the core takes it over
+                made.step()
+            return made
+
+        yield begin
+
+
+def copied(made: Rig, direction: Direction, outcome: DiskOutcome = DiskOutcome.DONE) -> int:
+    events: list[Event] = made.events  # type: ignore[attr-defined]
+    return sum(
+        each.blocks
+        for each in events
+        if isinstance(each, DiskCopyEnded) and (each.direction, each.outcome) == (direction, outcome)
+    )
+
+
+def leave_on_disk(made: Rig) -> None:
+    """The prompt is found again, spilled, and gone from device and host."""
+    made.run(PROMPT)
+    made.run(PROMPT)
+    settle(made)
+    made.forget_device()
+    for prompt in MORE:
+        made.run(prompt)
+        made.forget_device()
+    settle(made)
+
+
+def settle(made: Rig) -> None:
+    for _ in range(10):
+        made.step()
+    made.drain()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_only_the_disk_has_is_fetched_and_the_tokens_are_the_same(
+    start: StartEngine, kind: str, ranks: int
+) -> None:
+    made = start(kind, ranks=ranks)
+    leave_on_disk(made)
+    assert copied(made, Direction.STORE) > 0
+    assert copied(made, Direction.LOAD) == 0
+    made.run(PROMPT)
+    assert copied(made, Direction.LOAD) > 0
+    assert made.count("load_blocks", "loaded") > 0
+    made.assert_clean()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_r18_the_next_engine_finds_what_was_put(start: StartEngine, kind: str, ranks: int) -> None:
+    made = start(kind, ranks=ranks)
+    leave_on_disk(made)
+    for _ in range(2):
+        made = start(kind, ranks=ranks)
+        made.run(PROMPT)
+        assert copied(made, Direction.LOAD) > 0
+        assert made.count("load_blocks", "loaded") > 0
+        made.assert_clean()
+
+
+def test_r18_an_engine_with_other_weights_finds_nothing(start: StartEngine) -> None:
+    made = start("full")
+    leave_on_disk(made)
+    made = start("sliding_window")
+    made.run(PROMPT)
+    assert copied(made, Direction.LOAD) == 0
+
+
+def test_r18_nothing_of_before_a_reset_is_found_now_or_after_a_restart(start: StartEngine) -> None:
+    made = start()
+    leave_on_disk(made)
+    assert made.offload.reset()
+    made.run(PROMPT)
+    assert copied(made, Direction.LOAD) == 0
+    made = start()
+    made.run(PROMPT)
+    assert copied(made, Direction.LOAD) == 0
+
+
+def test_flipped_bits_on_the_disk_cost_a_computation_and_no_wrong_token(
+    start: StartEngine, tmp_path: Path
+) -> None:
+    made = start()
+    leave_on_disk(made)
+    start(folder="another")
+    [path] = tmp_path.glob("disk/*/replica0/slots0")
+    data = bytearray(path.read_bytes())
+    for place in range(4096, len(data), 512):
+        data[place] ^= 1
+    path.write_bytes(data)
+    made = start()
+    made.run(PROMPT)
+    assert copied(made, Direction.LOAD, DiskOutcome.CORRUPT) > 0
+    assert copied(made, Direction.LOAD) == 0
+    made.assert_clean()
+
+
+def test_files_swapped_between_ranks_are_made_anew(start: StartEngine, tmp_path: Path) -> None:
+    made = start(ranks=2)
+    leave_on_disk(made)
+    start(folder="another")
+    first, second = sorted(tmp_path.glob("disk/*/replica0/slots*"))
+    first.rename(first.with_name("kept"))
+    second.rename(first)
+    first.with_name("kept").rename(second)
+    made = start(ranks=2)
+    made.run(PROMPT)
+    assert copied(made, Direction.LOAD) == 0
+    made.assert_clean()
+
+
+def test_a_folder_in_use_leaves_the_second_engine_without_a_disk(
+    start: StartEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = start()
+    leave_on_disk(made)
+    extra = {"disk_path": tmp_path / "disk", "disk_bytes_per_rank": 2**20}
+    with rig("full", host_blocks=48, extra=extra) as second:
+        second.run(PROMPT)
+        second.run(PROMPT)
+        second.assert_clean()
+    assert "in use" in caplog.text
+
+
+def test_a_place_without_room_leaves_the_engine_without_a_disk(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    extra = {"disk_path": tmp_path / "disk", "disk_bytes": 2**62}
+    with rig("full", host_blocks=48, extra=extra) as made:
+        made.run(PROMPT)
+        made.assert_clean()
+    assert "no room" in caplog.text
+
+
+def test_off_by_default(start: StartEngine) -> None:
+    with rig("full", host_blocks=8) as made:
+        made.run(PROMPT)
+        assert made.offload.core.state.disk is None
+        assert made.count("evicted_blocks", "host", EvictionCause.SPILL_BEHIND.value) == 0

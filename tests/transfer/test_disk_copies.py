@@ -1,0 +1,294 @@
+"""Spills and fetches between real host memory and a real slot file, on threads that the test holds."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+from xxhash import xxh3_64_intdigest
+
+from kvoffload.disk.slot_file import SlotFile, SlotShape, open_slot_file
+from kvoffload.model.causes import CopyOutcome
+from kvoffload.model.errors import DiskError
+from kvoffload.model.ids import JobId, SlotId
+from kvoffload.model.transfer import Direction, DiskJob, JobReport
+from kvoffload.runtime.portal import DaemonExecutor
+from kvoffload.testing import FakeClock, FakeDevice, ManualExecutor, ThreadGate
+from kvoffload.transfer.arena import Arena
+from kvoffload.transfer.disk_copies import DiskCopies
+from kvoffload.transfer.host_memory import MmapAllocator
+
+DONE, FAILED, CORRUPT = CopyOutcome.DONE, CopyOutcome.FAILED, CopyOutcome.CORRUPT
+PAGES = [640, 96, 5000]
+TIMEOUT_S = 2.0
+RANK = 1
+
+
+class Rig:
+    """Twelve host slots in chunks of five, and a file of eight."""
+
+    def __init__(self, folder: Path, executor: ManualExecutor | DaemonExecutor) -> None:
+        self.device = FakeDevice(4, PAGES)
+        size = self.device.layout.slot_bytes
+        memory = MmapAllocator(ManualExecutor(held=False))
+        self.arena = Arena(self.device.layout, 12, memory, chunk_bytes=5 * size)
+        asyncio.run(self.arena.prepare())
+        self.shape = SlotShape(RANK, 2, size, b"a rank's layout.")
+        self.path = folder / "slots"
+        self.file = open_slot_file(self.path, self.shape, 8)
+        self.clock = FakeClock()
+        self.executor = executor
+        self.copies = DiskCopies(RANK, self.file, self.arena, executor, self.clock, timeout_s=TIMEOUT_S)
+        self._jobs = 0
+
+    def fill(self, slot: int, seed: int) -> bytes:
+        """Give a host slot bytes of its own; return all of them in a row."""
+        parts = [Random(seed * 10 + region).randbytes(size) for region, size in enumerate(PAGES)]
+        for region, part in enumerate(parts):
+            self.arena.page(slot, region)[:] = part
+        return b"".join(parts)
+
+    def slot(self, slot: int) -> bytes:
+        return b"".join(self.arena.page(slot, region).tobytes() for region in range(len(PAGES)))
+
+    def spill(self, slots: list[int], places: list[int]) -> JobId:
+        return self._submit(Direction.STORE, slots, places, ())
+
+    def fetch(self, slots: list[int], places: list[int], sums: list[int]) -> JobId:
+        return self._submit(Direction.LOAD, slots, places, tuple((0, each) for each in sums))
+
+    def _submit(
+        self, way: Direction, slots: list[int], places: list[int], sums: tuple[tuple[int, ...], ...]
+    ) -> JobId:
+        job = JobId(self._jobs)
+        self._jobs += 1
+        self.copies.submit([DiskJob(job, way, tuple(map(SlotId, slots)), tuple(map(SlotId, places)), sums)])
+        return job
+
+    def reports(self) -> dict[JobId, JobReport]:
+        self.copies.poll()
+        return {report.job: report for report in self.copies.take_reports()}
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Rig:
+    return Rig(tmp_path, ManualExecutor(held=False))
+
+
+@pytest.fixture
+def held(tmp_path: Path) -> Rig:
+    return Rig(tmp_path, ManualExecutor())
+
+
+@pytest.fixture
+def threaded(tmp_path: Path) -> Rig:
+    return Rig(tmp_path, DaemonExecutor("disk", 2))
+
+
+def test_what_was_spilled_is_fetched_into_other_slots(rig: Rig) -> None:
+    slots = [0, 4, 5, 11]  # of three chunks
+    data = [rig.fill(slot, seed=slot) for slot in slots]
+    spill = rig.spill(slots, [7, 0, 3, 1])
+    report = rig.reports()[spill]
+    assert (report.outcome, report.copied_bytes) == (DONE, sum(map(len, data)))
+    assert report.sums == tuple(map(xxh3_64_intdigest, data))
+    fetch = rig.fetch([1, 2, 6, 10], [7, 0, 3, 1], list(report.sums))
+    assert rig.reports()[fetch].outcome is DONE
+    assert [rig.slot(slot) for slot in (1, 2, 6, 10)] == data
+    assert not rig.copies.has_work
+
+
+def test_r17_a_place_with_other_bytes_is_found_corrupt_and_the_host_slot_keeps_its_own(rig: Rig) -> None:
+    right = rig.fill(0, seed=0)
+    rig.spill([0, 1], [0, 1])
+    kept = rig.fill(2, seed=2)
+    first, second = rig.reports()[JobId(0)].sums
+    with rig.path.open("r+b") as file:
+        file.seek(4096 + rig.shape.pitch + 5000)
+        file.write(b"\x01")
+        file.flush()
+        os.fsync(file.fileno())
+    fetch = rig.fetch([3, 2], [0, 1], [first, second])
+    report = rig.reports()[fetch]
+    assert (report.outcome, report.corrupt, report.copied_bytes) == (CORRUPT, (1,), 0)
+    assert rig.slot(3) == right
+    assert rig.slot(2) == kept
+
+
+def test_r17_bytes_of_another_block_are_found_corrupt(rig: Rig) -> None:
+    """A strike that was lost: the index names a block whose place another one has."""
+    rig.fill(0, seed=0)
+    first = rig.spill([0], [0])
+    old = rig.reports()[first].sums[0]
+    rig.fill(0, seed=1)
+    rig.spill([0], [0])
+    rig.reports()
+    fetch = rig.fetch([1], [0], [old])
+    assert rig.reports()[fetch].outcome is CORRUPT
+
+
+def test_fetches_go_before_spills(held: Rig) -> None:
+    rig = held
+    rig.fill(0, seed=0)
+    rig.spill([0], [0])
+    rig.executor.run_all()  # type: ignore[union-attr]
+    [known] = rig.reports()[JobId(0)].sums
+    spill = rig.spill([0, 0], [1, 2])
+    fetch = rig.fetch([1], [0], [known])
+    rig.executor.run_next()  # type: ignore[union-attr]
+    assert list(rig.reports()) == [fetch]
+    rig.executor.run_all()  # type: ignore[union-attr]
+    assert list(rig.reports()) == [spill]
+
+
+def failing(rig: Rig, name: str, number: int) -> Callable[[], None]:
+    """Have a method of the file fail; return what ends that."""
+    real = getattr(rig.file, name)
+
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    setattr(rig.file, name, fail)
+    return lambda: setattr(rig.file, name, real)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.ENODEV])
+def test_a_failed_write_fails_its_job_alone(rig: Rig, number: int) -> None:
+    heal = failing(rig, "write", number)
+    lost = rig.spill([0], [0])
+    report = rig.reports()[lost]
+    assert (report.outcome, report.sums, report.stuck) == (FAILED, (), ())
+    heal()
+    assert rig.copies.is_working
+    assert rig.reports() == {}
+    assert rig.spill([0], [0]) in (done := rig.reports())
+    assert {report.outcome for report in done.values()} == {DONE}
+
+
+def test_a_failed_read_fails_its_job(rig: Rig) -> None:
+    rig.spill([0], [0])
+    [known] = rig.reports()[JobId(0)].sums
+    failing(rig, "read", errno.EIO)
+    fetch = rig.fetch([1], [0], [known])
+    assert rig.reports()[fetch].outcome is FAILED
+
+
+def test_many_errors_in_a_row_end_it_for_good(rig: Rig) -> None:
+    heal = failing(rig, "write", errno.EIO)
+    for _ in range(7):
+        rig.spill([0], [0])
+    heal()
+    rig.spill([0], [0])  # one success, and counting begins anew
+    assert rig.copies.is_working
+    heal = failing(rig, "write", errno.EIO)
+    for _ in range(8):
+        rig.spill([0], [0])
+    assert rig.copies.failure is not None
+    assert "8 calls failed in a row" in rig.copies.failure
+    heal()
+    rig.reports()
+    last = rig.spill([0], [0])
+    assert rig.reports()[last].outcome is FAILED
+
+
+@pytest.fixture
+def gate(threaded: Rig) -> Iterator[ThreadGate]:
+    """Where every call of the file waits."""
+    gate = ThreadGate()
+    for name in ("read", "write"):
+        _hold(threaded.file, name, gate)
+    yield gate
+    gate.open()
+    threaded.copies.close()
+
+
+def _hold(file: SlotFile, name: str, gate: ThreadGate) -> None:
+    real = getattr(file, name)
+
+    def wait(*args: object) -> None:
+        gate.arrive()
+        real(*args)
+
+    setattr(file, name, wait)
+
+
+def wait_for(rig: Rig, job: JobId) -> JobReport:
+    """Poll until a job has ended; its threads are on their way."""
+    while job not in (found := rig.reports()):
+        os.sched_yield()
+    return found[job]
+
+
+def test_a_read_that_hangs_fails_with_all_that_is_queued_and_touches_no_host_slot(
+    threaded: Rig, gate: ThreadGate
+) -> None:
+    rig = threaded
+    kept = [rig.fill(slot, seed=slot) for slot in range(4)]
+    fetch = rig.fetch([0, 1, 2, 3], [0, 1, 2, 3], [0] * 4)
+    gate.wait_for_arrivals(2)
+    assert rig.reports() == {}
+    rig.clock.jump(TIMEOUT_S)
+    report = rig.reports()[fetch]
+    assert (report.outcome, report.stuck) == (FAILED, ())
+    assert not rig.copies.is_working
+    late = rig.spill([0], [5])
+    assert rig.reports()[late].outcome is FAILED
+    gate.open()
+    while not rig.copies.is_working:
+        os.sched_yield()
+    assert [rig.slot(slot) for slot in range(4)] == kept
+    assert rig.reports() == {}
+    again = rig.spill([0], [0])
+    assert wait_for(rig, again).outcome is DONE
+
+
+def test_a_write_that_hangs_names_its_place(threaded: Rig, gate: ThreadGate) -> None:
+    rig = threaded
+    spill = rig.spill([0, 1, 2, 3], [4, 5, 6, 7])
+    gate.wait_for_arrivals(2)
+    rig.clock.jump(TIMEOUT_S)
+    report = rig.reports()[spill]
+    assert (report.outcome, report.stuck) == (FAILED, (0, 1))
+
+
+def test_closing_waits_for_no_call_and_the_last_one_closes_the_file(threaded: Rig, gate: ThreadGate) -> None:
+    rig = threaded
+    rig.spill([0], [0])
+    gate.wait_for_arrivals(1)
+    rig.copies.close()
+    with pytest.raises(DiskError, match="in use"):
+        open_slot_file(rig.path, rig.shape, 8)
+    gate.open()
+    again = None
+    while again is None:
+        try:
+            again = open_slot_file(rig.path, rig.shape, 8)
+        except DiskError:
+            os.sched_yield()
+    again.close()
+
+
+def test_what_was_written_is_synced_once_a_second(rig: Rig) -> None:
+    syncs: list[None] = []
+    rig.file.sync = lambda: syncs.append(None)  # type: ignore[method-assign]
+    rig.clock.jump(1.0)
+    rig.reports()
+    assert syncs == []
+    rig.spill([0], [0])
+    rig.reports()
+    rig.spill([0], [1])
+    rig.reports()
+    assert len(syncs) == 1
+    rig.clock.jump(0.9)
+    rig.reports()
+    assert len(syncs) == 1
+    rig.clock.jump(0.2)
+    rig.reports()
+    rig.clock.jump(5)
+    rig.reports()
+    assert len(syncs) == 2
