@@ -2,11 +2,12 @@
 
     every rank's file is open ─▶ folder, lock, index ─▶ parts for the core, a few thousand blocks a step
     what the core records ─▶ appended ─▶ synced once a second
-    reset ─▶ an empty index of a new generation, before the reset is answered
+    reset ─▶ the index is removed, before the reset is answered; this process finds its own blocks without one
 
-No hook waits for it, but for a reset, and that no longer than `RESET_S`. Should the disk fail, the index is left as it is: what
-it says is checked against the bytes anyway. After a reset it must not be, so it is removed; if that fails too, the reset
-answers that it is not done.
+No hook waits for it, but for a reset, and that no longer than `RESET_S`. If the disk fails, the index is left as it is: what it
+says is checked against the bytes anyway. After a reset it must not be left, so if it cannot be removed, the reset answers that
+it is not done. Nothing is recorded from then on: a reset may mean that the engine has other weights in memory than those on
+disk, by which the folder is named and which the next process begins with.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import anyio
@@ -30,7 +31,7 @@ from kvoffload.runtime.portal import Portal
 
 if TYPE_CHECKING:
     from kvoffload.disk.folder import DiskPlace, TierFolder
-    from kvoffload.disk.index_format import Entries, IndexHeader
+    from kvoffload.disk.index_format import Entries
     from kvoffload.disk.index_log import IndexLog
 
 RESET_S = 5.0
@@ -45,7 +46,7 @@ class _Opened:
     """What the thread has open."""
 
     folder: TierFolder
-    index: IndexLog
+    index: IndexLog | None  # None after a reset
     entries: int
     is_dirty: bool = False
 
@@ -64,9 +65,8 @@ class DiskIndex:
         self._ranks = ranks
         self._portal = portal
         self._executor = portal.new_executor("disk-index")
-        self.due: deque[facts.Fact] = deque()
-        """What the core must learn, a fact a step."""
-        self._is_begun = False
+        self._due: deque[facts.Fact] = deque()
+        self._is_begun = self._was_reset = False
         self._files: dict[Rank, DiskFile] = {}
         self._opened: _Opened | None = None
         self._failure: str | None = None
@@ -85,15 +85,28 @@ class DiskIndex:
                 self._do(self._open)
                 self._syncing = self._portal.spawn(self._sync_now_and_then)
 
+    def next_fact(self) -> facts.Fact | None:
+        """Return what the core must learn next, None without anything. After a reset, slots are free whatever they held."""
+        if not self._due:
+            return None
+        fact = self._due.popleft()
+        if self._was_reset and isinstance(fact, facts.DiskRestored) and fact.puts:
+            return replace(fact, puts=(), free=tuple([put.slot for put in fact.puts]))
+        return fact
+
     def append(self, records: Sequence[DiskRecord]) -> None:
         """Write records behind those before."""
-        self._do(lambda: self._append(records))
+        if not self._was_reset:
+            self._do(lambda: self._append(records))
 
     def reset(self) -> bool:
-        """Begin the index anew; return whether nothing of before can be found by another process."""
+        """Remove the index; return whether nothing of before can be found any more.
+
+        An index that was not read yet is removed then. It is of the weights on disk, whatever the reset was for.
+        """
+        self._was_reset = True
         if not self._is_begun:
             return True
-        self.due.clear()
         done = self._do(self._reset)
         with suppress(TimeoutError):
             return bool(done.result(RESET_S))
@@ -153,14 +166,14 @@ class DiskIndex:
         log.info(
             "disk_opened", folder=str(folder.path), slots=slots, blocks=len(entries), index_was_cut=is_cut
         )
-        self.due.extend(_parts(entries, slots))
-        return True
+        self._due.extend(_parts(entries, slots))
+        return self._reset() if self._was_reset else True
 
     def _append(self, records: Sequence[DiskRecord]) -> bool:
         from kvoffload.model.disk import Put, Strike
 
         opened = self._opened
-        if opened is None or self._failure is not None:
+        if opened is None or opened.index is None or self._failure is not None:
             return False
         opened.index.append(records)
         opened.is_dirty = True
@@ -172,37 +185,29 @@ class DiskIndex:
 
     def _sync(self) -> bool:
         opened = self._opened
-        if opened is not None:
+        if opened is not None and opened.index is not None:
             opened.is_dirty = False
             opened.index.sync()
         return True
 
     def _reset(self) -> bool:
-        from kvoffload.disk.index_format import IndexHeader
-        from kvoffload.disk.index_log import new_generation, remove_index, start_index
+        from kvoffload.disk.index_log import remove_index
 
         opened = self._opened
-        if opened is None:
-            return self._failure is None
-        self.due.clear()
-        was: IndexHeader = opened.index.header
-        try:
-            anew = start_index(opened.folder.path, IndexHeader(new_generation(), was.files, was.slots))
-        except OSError:
+        if opened is not None and opened.index is not None:
             remove_index(opened.folder.path)
-            self._fail("the index could not be begun anew after a reset")
-            return True
-        opened.index.close()
-        opened.index, opened.entries, opened.is_dirty = anew, 0, False
+            opened.index.close()
+            opened.index, opened.is_dirty = None, False
         return True
 
     def _close(self) -> bool:
         opened, self._opened = self._opened, None
         if opened is not None:
             try:
-                opened.index.sync()
+                if opened.index is not None:
+                    opened.index.sync()
+                    opened.index.close()
             finally:
-                opened.index.close()
                 opened.folder.close()
         return True
 
@@ -210,7 +215,7 @@ class DiskIndex:
         if self._failure is None:
             self._failure = reason
             log.error("disk_closed", reason=reason, note="the engine goes on without it")
-            self.due.append(facts.DiskClosed())
+            self._due.append(facts.DiskClosed())
 
 
 def _parts(entries: Entries, slots: int) -> list[facts.Fact]:

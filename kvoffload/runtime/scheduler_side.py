@@ -264,8 +264,8 @@ class SchedulerSide:
         batch: list[object] = [fact]
         if self._first_tokens.admitted:
             batch[:0] = self._first_tokens.look()
-        if self._disk is not None and self._disk.due:
-            batch.append(self._disk.due.popleft())
+        if self._disk is not None and (of_disk := self._disk.next_fact()) is not None:
+            batch.append(of_disk)
         self.bus.dispatch(batch)
         plan = self._plan() if self._jobs.planned and self._broken.error is None else NOTHING
         spent = self._spent

@@ -118,6 +118,35 @@ def test_r18_nothing_of_before_a_reset_is_found_now_or_after_a_restart(start: St
     assert copied(made, Direction.LOAD) == 0
 
 
+def test_r18_what_is_put_after_a_reset_is_for_this_process_alone(start: StartEngine) -> None:
+    """A reset may follow an update of the weights in memory; the next process begins with those on disk."""
+    made = start()
+    assert made.offload.reset()
+    leave_on_disk(made)
+    made.run(PROMPT)
+    assert copied(made, Direction.LOAD) > 0
+    made = start()
+    made.run(PROMPT)
+    assert copied(made, Direction.LOAD) == 0
+    made.assert_clean()
+
+
+def test_r18_a_reset_before_the_index_was_read_reaches_it(start: StartEngine, tmp_path: Path) -> None:
+    made = start()
+    leave_on_disk(made)
+    start(folder="another")
+    extra = {"disk_path": tmp_path / "disk", "disk_bytes_per_rank": 4096 + 400 * (slot_bytes("full") + 4096)}
+    with rig("full", host_blocks=48, extra=extra) as second:
+        assert second.offload.reset()
+        leave_on_disk(second)
+        assert second.offload.core.state.disk is not None
+        assert second.offload.core.state.disk.is_open
+        second.assert_clean()
+    made = start()
+    made.run(PROMPT)
+    assert copied(made, Direction.LOAD) == 0
+
+
 def test_flipped_bits_on_the_disk_cost_a_computation_and_no_wrong_token(
     start: StartEngine, tmp_path: Path
 ) -> None:
