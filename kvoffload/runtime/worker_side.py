@@ -121,7 +121,7 @@ class WorkerSide:
         The step's own forward pass does not touch their blocks, so an engine may launch it before `start_loads`.
         """
         unprepared, self._unprepared = self._unprepared, None
-        if unprepared is not None:
+        if unprepared is not None and self._portal.is_alive:  # without it the arena stays as it is
             self._tasks.append(self._portal.spawn(self._prepare, *unprepared))
         self._load_fence = self._live_pump.fence() if plan.loads else None
 

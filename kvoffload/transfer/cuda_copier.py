@@ -12,12 +12,20 @@ read or zeroed: both wait for it. A host slot needs no fence: it is loaded only 
 The start event lies behind the waits, so what the two events measure is copying alone. Nothing here waits for the device.
 Both events exist before anything is enqueued. Where the end event cannot be recorded behind copies, the batch stays
 pending, and recording is tried again each time that it is asked.
+
+A load is submitted on the engine's thread, and enqueueing one copy takes the driver about half a microsecond. So only a
+first slice of a large load is enqueued there; the rest follows when the batch is asked where it stands, which the transfer
+coroutine does at once: a few slices at a time on its thread, one on the engine's. Nothing depends on the rest's order among
+later batches: the stream has waited for the load's fences, its blocks are leased until the last slice has ended, and the
+end event lies behind that one.
 """
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+import threading
+from collections import deque
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from kvoffload.logs import get_logger
@@ -43,6 +51,7 @@ EventT = TypeVar("EventT")
 log = get_logger("transfer")
 
 _EVENTS_AHEAD = 64
+_SLICES_BESIDE = 16  # that the coroutine's thread enqueues before it looks at other batches
 
 
 class Scratch(Protocol):
@@ -61,6 +70,11 @@ class Scratch(Protocol):
 
 class CudaDriver(Protocol[StreamT, EventT]):
     """The few things that the copier asks of CUDA, on one device. Callable from any thread."""
+
+    @property
+    def slice_copies(self) -> int:
+        """Copies that are enqueued in about a millisecond."""
+        ...
 
     def stream(self, *, urgent: bool) -> StreamT:
         """Return a new stream, of the highest or the lowest priority."""
@@ -140,10 +154,12 @@ class _Enqueued:
     Args:
         is_whole: none was refused.
         needed: what the copies need until they have ended.
+        left: slices that were not enqueued yet.
     """
 
     is_whole: bool = True
     needed: object = None
+    left: deque[CopyRuns] = field(default_factory=deque)
 
 
 class CudaTicket(Generic[StreamT, EventT]):
@@ -151,6 +167,7 @@ class CudaTicket(Generic[StreamT, EventT]):
 
     Args:
         driver: whose.
+        direction: of its copies.
         stream: which.
         start: recorded before the copies.
         end: to be recorded behind them.
@@ -160,26 +177,35 @@ class CudaTicket(Generic[StreamT, EventT]):
     def __init__(
         self,
         driver: CudaDriver[StreamT, EventT],
+        direction: Direction,
         stream: StreamT,
         start: EventT,
         end: EventT,
         enqueued: _Enqueued,
     ) -> None:
         self._driver = driver
+        self._direction = direction
         self._stream = stream
         self._events: tuple[EventT, EventT] | None = (start, end)
         self._enqueued = enqueued
+        self._submitter = threading.get_ident()
         self._has_end = False
         self._is_refused = False
         self._seconds: float | None = None
 
     def query(self) -> TicketState:
-        """Return where the batch stands. A question that the driver refuses is asked again later.
+        """Return where the batch stands, after enqueueing some of what is left of it.
+
+        A question that the driver refuses is asked again later.
 
         Raises:
             DeviceLost: the device runs nothing more.
         """
         assert self._events is not None, "an ended batch is not asked again"
+        if self._enqueued.left:
+            self.enqueue(1 if threading.get_ident() == self._submitter else _SLICES_BESIDE)
+            if self._enqueued.left:
+                return TicketState.PENDING
         try:
             if not self._has_end:
                 self.end()
@@ -197,6 +223,21 @@ class CudaTicket(Generic[StreamT, EventT]):
         self._events = None
         self._enqueued.needed = None
         return TicketState.DONE if self._enqueued.is_whole else TicketState.FAILED
+
+    def enqueue(self, slices: int) -> None:
+        """Enqueue some of what is left. After a refusal nothing more is, but some of the copies may run."""
+        left = self._enqueued.left
+        while left and slices:
+            slices -= 1
+            runs = left.popleft()
+            try:
+                self._driver.copy(self._direction, runs, self._stream)
+            except Exception as error:  # the end event must follow what was enqueued, whatever this is
+                log.error(
+                    "copy_refused", direction=self._direction.value, copies=len(runs), reason=repr(error)
+                )
+                self._enqueued.is_whole = False
+                left.clear()
 
     def end(self) -> None:
         """Record the end event.
@@ -253,7 +294,7 @@ class CudaCopier(Generic[StreamT, EventT]):
     def submit(
         self, direction: Direction, runs: CopyRuns, fences: Sequence[Fence]
     ) -> CudaTicket[StreamT, EventT]:
-        """Enqueue a batch behind `fences`.
+        """Enqueue a batch behind `fences`, of a large load the first slice.
 
         Raises:
             Exception: CUDA refused before any copy was enqueued.
@@ -263,25 +304,24 @@ class CudaCopier(Generic[StreamT, EventT]):
         for fence in fences:
             self.driver.wait(stream, fence)  # type: ignore[arg-type]  # opaque to others; made by `fence`
         self.driver.record(start, stream)
-        ticket = CudaTicket(self.driver, stream, start, end, self._copy(direction, runs, stream))
-        with contextlib.suppress(Exception):  # the ticket tries again when it is asked
-            ticket.end()
+        enqueued = self._prepared(direction, runs, stream)
+        ticket = CudaTicket(self.driver, direction, stream, start, end, enqueued)
+        ticket.enqueue(1)
+        if not enqueued.left:
+            with contextlib.suppress(Exception):  # the ticket tries again when it is asked
+                ticket.end()
         return ticket
 
     def close(self) -> None:
         """Release streams and events. What still runs on the streams ends by itself."""
         self.driver.close()
 
-    def _copy(self, direction: Direction, runs: CopyRuns, stream: StreamT) -> _Enqueued:
-        """Enqueue the copies. Where the driver refuses, some of them may run."""
+    def _prepared(self, direction: Direction, runs: CopyRuns, stream: StreamT) -> _Enqueued:
+        """Give short copies to the kernel, and leave the others, a load's in slices."""
         enqueued = _Enqueued()
-        try:
-            rest = self._copy_short(direction, runs, stream, enqueued)
-            if len(rest):
-                self.driver.copy(direction, rest, stream)
-        except Exception as error:  # the end event must follow what was enqueued, whatever this is
-            log.error("copy_refused", direction=direction.value, copies=len(runs), reason=repr(error))
-            enqueued.is_whole = False
+        rest = self._copy_short(direction, runs, stream, enqueued)
+        size = self.driver.slice_copies if direction is Direction.LOAD else max(len(rest), 1)
+        enqueued.left.extend(rest.part(start, start + size) for start in range(0, len(rest), size))
         return enqueued
 
     def _copy_short(

@@ -44,6 +44,7 @@ _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _CAPABILITY_MAJOR = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
 _BLACKWELL = 10  # batches with many copies were reported to crash or hang there
 _SLICE = 2048  # copies in one call: 51,828 in one were reported to crash a driver
+_CALLS = 256  # copies by one call each in a millisecond
 _PATIENCE_S = 10.0  # with copies of a few megabytes
 
 _pinned: dict[int, NDArray[np.uint8]] = {}  # by address; what a device may touch must stay mapped
@@ -130,6 +131,10 @@ class NvidiaDriver:
         self._kernels: dict[int, PageKernel] = {}
         self._batch = library.batch_copy() if self._wants_batches(batch_copies) else None
         self._attributes = {way: _Attributes(order) for way, order in _ACCESS_ORDER.items()}
+
+    @property
+    def slice_copies(self) -> int:
+        return _CALLS if self._batch is None else _SLICE
 
     @property
     def is_batched(self) -> bool:

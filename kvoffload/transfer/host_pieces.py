@@ -199,7 +199,7 @@ def cut(runs: CopyRuns, limit: int) -> Iterator[CopyRuns]:
     part = (np.cumsum(runs.size) - 1) // limit  # the one in which a run's last byte would lie
     starts = np.flatnonzero(np.diff(part, prepend=-1)).tolist()
     for start, end in pairwise([*starts, len(runs)]):
-        yield CopyRuns(runs.source[start:end], runs.target[start:end], runs.size[start:end])
+        yield runs.part(start, end)
 
 
 def no_longer_than(runs: CopyRuns, limit: int) -> CopyRuns:

@@ -69,6 +69,10 @@ class CopyRuns:
     def total_bytes(self) -> int:
         return int(self.size.sum())
 
+    def part(self, start: int, end: int) -> CopyRuns:
+        """Return the copies `start` up to but not including `end`."""
+        return CopyRuns(self.source[start:end], self.target[start:end], self.size[start:end])
+
 
 def geometry_of(layout: DeviceLayout, chunk_slots: int) -> Geometry:
     """Return the geometry of `layout` with no chunk yet."""

@@ -117,8 +117,8 @@ class Emulator:
         """Both accesses of each race, and what else went wrong."""
         return str(self.lib.emu_report().decode())
 
-    def calls(self, name: str, *, with_lock: bool = False) -> int:
-        """Return how often a function was called, or how often with the interpreter's lock held."""
+    def calls(self, name: str = "", *, with_lock: bool = False) -> int:
+        """Return how often a function was called, or how often with the interpreter's lock held; without a name, of all."""
         return int(self.lib.emu_calls(name.encode(), with_lock))
 
     def fail(self, name: str, code: int, *, after: int = 0, times: int = 1) -> None:

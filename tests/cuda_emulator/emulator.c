@@ -27,6 +27,8 @@ its cost, so streams overlap and every run of a seed gives the same times. */
 #define AGENTS 32 /* the host is agent 0, streams are 1 to 31 */
 #define DEVICES 2
 #define TABLE 65536
+#define PAGE_BITS 12
+#define BUCKETS 65536
 
 enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, INVALID_DEVICE = 101, INVALID_CONTEXT = 201,
        INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600, ILLEGAL_ADDRESS = 700, ALREADY_REGISTERED = 712,
@@ -60,6 +62,7 @@ typedef struct Stream {
 typedef struct { Address low, high; char *shadow; int device, adopted; } Allocation;
 typedef struct { Address low, high; } Range;
 typedef struct { Address low, high; int agent, write; uint32_t epoch; uint64_t number; int kind; } Access;
+typedef struct { Address page; int access, next; } Place; /* a page that an access touches */
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
@@ -68,6 +71,8 @@ static Clock host;
 static Allocation *allocations;
 static Range *registered;
 static Access *accesses;
+static Place *places;
+static int buckets[BUCKETS], place_count, place_capacity; /* of a bucket its last place, 0 where it has none */
 static int allocation_count, registered_count, access_count, access_capacity, prune_at = 1024;
 static int initialized, version = 13000, stepped, pageable_is_fine, retained[DEVICES], broken[DEVICES], shifted, arch = 90;
 static int batch_limit = -1;
@@ -99,6 +104,22 @@ static const char *who(int agent, char *text) {
     else strcpy(text, "host");
     return text;
 }
+static int *bucket_of(Address page) { return &buckets[(page ^ page >> 16) % BUCKETS]; }
+static void note_places(int access) {
+    for (Address page = accesses[access].low >> PAGE_BITS; page <= (accesses[access].high - 1) >> PAGE_BITS; page++) {
+        if (place_count + 1 >= place_capacity) {
+            place_capacity = place_capacity ? 2 * place_capacity : 4096;
+            places = realloc(places, place_capacity * sizeof *places);
+        }
+        int *bucket = bucket_of(page);
+        places[++place_count] = (Place){page, access, *bucket};
+        *bucket = place_count;
+    }
+}
+static void forget_places(void) {
+    memset(buckets, 0, sizeof buckets);
+    place_count = 0;
+}
 static void prune(void) {
     Clock floor = host;
     for (int s = 1; s < AGENTS; s++)
@@ -109,26 +130,35 @@ static void prune(void) {
         if (accesses[i].epoch > floor.t[accesses[i].agent]) accesses[kept++] = accesses[i];
     access_count = kept;
     prune_at = 2 * kept > 1024 ? 2 * kept : 1024;
+    forget_places();
+    for (int i = 0; i < kept; i++) note_places(i);
+}
+static void compare(const Access *mine, const Access *other, const Clock *sees) {
+    if (other->low >= mine->high || mine->low >= other->high || !(mine->write || other->write)) return;
+    if (sees->t[other->agent] >= other->epoch) return;
+    char first[80], second[80];
+    if (races++ < 20)
+        say("race: %s of operation %llu on %s, %s [%llx, %llx) | %s of operation %llu on %s, %s [%llx, %llx)\n",
+            kinds[other->kind], (unsigned long long)other->number, who(other->agent, first), other->write ? "writes" : "reads",
+            (unsigned long long)other->low, (unsigned long long)other->high, kinds[mine->kind], (unsigned long long)mine->number,
+            who(mine->agent, second), mine->write ? "writes" : "reads", (unsigned long long)mine->low, (unsigned long long)mine->high);
 }
 static void touch(Address low, size_t size, int write, int agent, uint32_t epoch, const Clock *sees, uint64_t number, int kind) {
-    Address high = low + size;
-    for (int i = 0; i < access_count; i++) {
-        Access *other = &accesses[i];
-        if (other->low >= high || low >= other->high || !(write || other->write)) continue;
-        if (sees->t[other->agent] >= other->epoch) continue;
-        char first[80], second[80];
-        if (races++ < 20)
-            say("race: %s of operation %llu on %s, %s [%llx, %llx) | %s of operation %llu on %s, %s [%llx, %llx)\n",
-                kinds[other->kind], (unsigned long long)other->number, who(other->agent, first), other->write ? "writes" : "reads",
-                (unsigned long long)other->low, (unsigned long long)other->high, kinds[kind], (unsigned long long)number,
-                who(agent, second), write ? "writes" : "reads", (unsigned long long)low, (unsigned long long)high);
-    }
+    Access mine = {low, low + size, agent, write, epoch, number, kind};
+    if (!size) return;
+    for (Address page = low >> PAGE_BITS; page <= (mine.high - 1) >> PAGE_BITS; page++)
+        for (int i = *bucket_of(page); i; i = places[i].next) {
+            Access *other = &accesses[places[i].access];
+            Address overlap = other->low > low ? other->low : low; /* a pair is compared once, where its overlap begins */
+            if (places[i].page == page && overlap >> PAGE_BITS == page) compare(&mine, other, sees);
+        }
     if (access_count >= prune_at) prune();
     if (access_count == access_capacity) {
         access_capacity = access_capacity ? 2 * access_capacity : 4096;
         accesses = realloc(accesses, access_capacity * sizeof *accesses);
     }
-    accesses[access_count++] = (Access){low, high, agent, write, epoch, number, kind};
+    accesses[access_count] = mine;
+    note_places(access_count++);
 }
 static void host_touch(Address low, size_t size, int write, int kind) {
     host.t[0]++;
@@ -708,6 +738,7 @@ void emu_reset(int is_stepped, uint64_t seed, unsigned delay_us, int driver_vers
     }
     if (!allocations) allocations = calloc(TABLE, sizeof *allocations), registered = calloc(TABLE, sizeof *registered);
     allocation_count = registered_count = access_count = 0; /* as if the process had begun anew */
+    forget_places();
     memset(&host, 0, sizeof host);
     for (int i = 0; i < 128; i++) calls[i].count = calls[i].with_gil = calls[i].times = calls[i].skip = 0;
     stepped = is_stepped, drawn = seed * 2654435761u + 88172645463325252ull, most_delay_us = delay_us, version = driver_version;
@@ -764,10 +795,11 @@ void emu_break(int device, int code) {
     pthread_cond_broadcast(&changed);
     pthread_mutex_unlock(&lock);
 }
-long emu_calls(const char *name, int with_gil) {
+long emu_calls(const char *name, int with_gil) { /* an empty name: of all functions */
     pthread_mutex_lock(&lock);
-    int i = entry(name);
-    long found = with_gil ? calls[i].with_gil : calls[i].count;
+    long found = 0;
+    for (int i = 0; i < 128 && calls[i].name; i++)
+        if (!*name || !strcmp(calls[i].name, name)) found += with_gil ? calls[i].with_gil : calls[i].count;
     pthread_mutex_unlock(&lock);
     return found;
 }

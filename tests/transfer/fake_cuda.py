@@ -37,6 +37,8 @@ class Stream:
 class FakeCuda:
     """One device: nothing runs before `run`, which stops at an event that has not passed."""
 
+    slice_copies = 2048
+
     def __init__(self) -> None:
         self.main = Stream(urgent=False)
         self.streams: list[Stream] = []

@@ -100,7 +100,7 @@ def test_batches_are_used_where_they_work(
     assert bench.has_arrived()
 
 
-@pytest.mark.parametrize(("pieces", "calls"), [(2048, 1), (2049, 2), (10_000, 5)])
+@pytest.mark.parametrize(("pieces", "calls"), [(2048, 1), (2049, 2), (262_144, 128)])
 def test_a_batch_goes_in_slices(emulator: Emulator, pieces: int, calls: int) -> None:
     """Tens of thousands of copies in one call were reported to crash drivers."""
     bench = Bench(emulator, pieces)
@@ -126,6 +126,49 @@ def test_a_long_batch_lets_the_engine_go_on(emulator: Emulator) -> None:
     bench.driver.copy(Direction.LOAD, bench.load, bench.driver.stream(urgent=True))
     assert emulator.calls("cuMemcpyBatchAsync") == 1
     assert emulator.calls("cuMemcpyBatchAsync", with_lock=True) == 0
+
+
+SLICES = (("auto", "cuMemcpyBatchAsync", 1), ("off", "cuMemcpyAsync", 256))
+"""A setting, the call that it leads to, and how often a slice makes it."""
+
+
+@pytest.mark.parametrize(("setting", "call", "calls"), SLICES)
+def test_of_a_large_load_the_engines_thread_enqueues_one_slice_at_a_time(
+    emulator: Emulator, setting: str, call: str, calls: int
+) -> None:
+    bench = Bench(emulator, 50_000, batch_copies=setting)
+    copier = CudaCopier(bench.driver)
+    fence, before = copier.fence(), emulator.calls()
+    ticket = copier.submit(Direction.LOAD, bench.load, (fence,))
+    assert emulator.calls(call) == calls
+    assert emulator.calls() - before <= calls + 8
+    emulator.step()  # all that is enqueued: the load has not ended all the same
+    assert ticket.query() is TicketState.PENDING
+    assert emulator.calls(call) == 2 * calls
+    while elsewhere(ticket.query) is TicketState.PENDING:  # the transfer coroutine goes on
+        emulator.step()
+    assert bench.has_arrived()
+    assert emulator.races == 0
+
+
+def test_a_store_is_enqueued_whole(emulator: Emulator) -> None:
+    """Its thread is the coroutine's, and its size is bounded."""
+    bench = Bench(emulator, 10_000)
+    CudaCopier(bench.driver).submit(Direction.STORE, bench.store, ())
+    assert emulator.calls("cuMemcpyBatchAsync") == 5
+
+
+def test_r9_after_a_refused_slice_no_other_follows_and_those_before_end_first(emulator: Emulator) -> None:
+    bench = Bench(emulator, 10_000)
+    copier = CudaCopier(bench.driver)
+    emulator.fail("cuMemcpyBatchAsync", 2, after=2)
+    ticket = copier.submit(Direction.LOAD, bench.load, ())
+    assert elsewhere(ticket.query) is TicketState.PENDING
+    assert emulator.calls("cuMemcpyBatchAsync") == 3  # of five
+    assert elsewhere(ticket.query) is TicketState.PENDING
+    emulator.step()
+    assert ticket.query() is TicketState.FAILED
+    assert emulator.calls("cuMemcpyBatchAsync") == 3
 
 
 def test_a_refused_batch_names_the_copy_and_fails_when_what_was_taken_has_ended(emulator: Emulator) -> None:

@@ -64,10 +64,12 @@ def play(emulator: Emulator, patch: pytest.MonkeyPatch, seed: int, steps: int = 
     return found or emulator.report
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("slice_copies", [2048, 1])
+@pytest.mark.parametrize("seed", range(3))
 def test_r13_r5_r9_steps_that_overlap_meet_no_copy(
-    emulator: Emulator, monkeypatch: pytest.MonkeyPatch, seed: int
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch, seed: int, slice_copies: int
 ) -> None:
+    monkeypatch.setattr(cuda_driver, "_SLICE", slice_copies)
     assert play(emulator, monkeypatch, seed) == ""
 
 
@@ -117,6 +119,18 @@ def no_end_event(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CudaTicket, "end", lambda self: setattr(self, "_has_end", True))
 
 
+def an_end_event_before_the_last_slice(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(cuda_driver, "_SLICE", 1)
+    enqueue = CudaTicket.enqueue
+
+    def and_end(self: CudaTicket[Any, Any], slices: int) -> None:
+        enqueue(self, slices)
+        if not self._has_end:
+            self.end()
+
+    patch.setattr(CudaTicket, "enqueue", and_end)
+
+
 def no_context_is_bound(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(NvidiaDriver, "_enter", lambda self: None)
 
@@ -127,6 +141,7 @@ MUTANTS: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (
     stores_wait_for_what_came_before_the_forward_pass,
     stores_are_read_at_any_time,
     no_end_event,
+    an_end_event_before_the_last_slice,
 )
 
 
