@@ -14,7 +14,7 @@ from kvoffload.core.disk_state import DiskState
 from kvoffload.core.job import Job
 from kvoffload.core.machine import JobState
 from kvoffload.core.state import CoreState
-from kvoffload.model.causes import CopyOutcome, DiskOutcome, EvictionCause
+from kvoffload.model.causes import CopyOutcome, DiskOutcome, EvictionCause, MissCause
 from kvoffload.model.disk import Put
 from kvoffload.model.events import DiskCopyEnded, DiskCopyScheduled
 from kvoffload.model.ids import BlockKey, Rank
@@ -55,8 +55,11 @@ class Spills:
         """A rank's copy has ended. One failed rank fails the spill at once; its memory waits for every rank (R4)."""
         job.sums[rank] = part.sums
         job.stuck.update(part.stuck)
+        if part.outcome is CopyOutcome.CORRUPT:
+            self._quarantine(job, part.corrupt)
         if part.outcome is not CopyOutcome.DONE and not job.settled:
-            self._failed(job, DiskOutcome.FAILED)
+            is_corrupt = part.outcome is CopyOutcome.CORRUPT
+            self._failed(job, DiskOutcome.CORRUPT if is_corrupt else DiskOutcome.FAILED)
         if job.waiting:
             return
         if not job.settled:
@@ -121,6 +124,14 @@ class Spills:
         self._settle(job, outcome)
         for place in job.places:
             self._disk.pool.invalidate(place)
+
+    def _quarantine(self, job: Job, positions: tuple[int, ...]) -> None:
+        """These host slots do not hold what was stored there: they are lost, as those of a corrupt load are."""
+        pool, corrupt = self._state.pool, [job.slots[position] for position in positions]
+        self._state.misses.note(
+            [key for slot in corrupt if (key := pool.indexed_key(slot)) is not None], MissCause.CORRUPT
+        )
+        self._state.tally.evicted(EvictionCause.CORRUPT, sum(map(pool.quarantine, corrupt)))
 
     def _settle(self, job: Job, outcome: DiskOutcome) -> None:
         job.settled = True

@@ -78,7 +78,9 @@ class DiskOutcome(Cause):
 
     DONE = "done"
     FAILED = "failed"
-    CORRUPT = "corrupt"  # the disk's bytes were not those that were written, or could not be read
+    CORRUPT = (
+        "corrupt"  # the bytes read were not those that were written: the disk's, or with `verify` the host's
+    )
     ABANDONED = "abandoned"
     CANCELLED = "cancelled"  # a reset came, or offloading was switched off
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvoffload.disk.folder import DiskPlace
     from kvoffload.model.transfer import DiskJob
     from kvoffload.transfer.arena import Arena
+    from kvoffload.transfer.checksums import Checksums
     from kvoffload.transfer.ports import Clock
 
 log = get_logger("disk")
@@ -35,6 +36,7 @@ class WorkerDisk:
         executor: threads that may wait for the disk.
         clock: time.
         timeout_s: seconds after which a call counts as never returning.
+        checksums: of the host slots, None where none are kept.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class WorkerDisk:
         clock: Clock,
         *,
         timeout_s: float,
+        checksums: Checksums | None = None,
     ) -> None:
         self._place = place
         self._shape = shape
@@ -55,6 +58,7 @@ class WorkerDisk:
         self._executor = executor
         self._clock = clock
         self._timeout_s = timeout_s
+        self._checksums = checksums
         self._copies: DiskCopies | None = None
         self._file: DiskFile | None = None
         self._is_closed = False
@@ -101,7 +105,15 @@ class WorkerDisk:
         if file.page_cache_reason is not None:
             log.warning("disk_through_page_cache", rank=self._shape.rank, reason=file.page_cache_reason)
         rank = self._shape.rank
-        copies = DiskCopies(rank, file, self._arena, self._executor, self._clock, timeout_s=self._timeout_s)
+        copies = DiskCopies(
+            rank,
+            file,
+            self._arena,
+            self._executor,
+            self._clock,
+            timeout_s=self._timeout_s,
+            checksums=self._checksums,
+        )
         self._file = DiskFile(file.id, self._slots)
         self._copies = copies  # last: who sees it must find the file
 

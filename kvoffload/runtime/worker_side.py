@@ -21,6 +21,7 @@ from kvoffload.transfer.pump import TransferPump
 
 if TYPE_CHECKING:
     from kvoffload.disk.folder import DiskPlace
+    from kvoffload.transfer.checksums import Checksums
     from kvoffload.transfer.layout import DeviceLayout
     from kvoffload.transfer.ports import Clock, Copier, Fence
 
@@ -85,6 +86,7 @@ class WorkerSide:
         copier = self._copier or make_copier(
             layout, executor=executor, clock=self._clock, batch_copies=self._config.batch_copies
         )
+        checksums = make_checksums(self._config.verify, arena, executor=executor)
         pump = TransferPump(
             self._rank,
             arena,
@@ -92,11 +94,11 @@ class WorkerSide:
             self._clock,
             store_bytes_in_flight=_STORE_BYTES_IN_FLIGHT,
             timeout_s=self._config.transfer_timeout_s,
-            checksums=make_checksums(self._config.verify, arena, executor=self._portal.executor),
+            checksums=checksums,
         )
         self._pump = pump
         if self._place is not None:
-            self._disk = self._open_disk(self._place, arena)
+            self._disk = self._open_disk(self._place, arena, checksums)
         began = self._clock.monotonic()
         if layout.is_cuda:
             self._portal.spawn(arena.prepare_for, _PINNING_S).result()
@@ -164,7 +166,7 @@ class WorkerSide:
         if portal is not self._portal:
             portal.close()
 
-    def _open_disk(self, place: DiskPlace, arena: Arena) -> WorkerDisk:
+    def _open_disk(self, place: DiskPlace, arena: Arena, checksums: Checksums | None) -> WorkerDisk:
         shape = SlotShape(self._rank, self._ranks, arena.layout.slot_bytes, digest_of(arena.layout))
         return WorkerDisk(
             place,
@@ -174,6 +176,7 @@ class WorkerSide:
             self._portal.new_executor("disk", threads=_DISK_THREADS),
             self._clock,
             timeout_s=self._config.transfer_timeout_s,
+            checksums=checksums,
         )
 
     async def _prepare(self, arena: Arena, began: float) -> None:

@@ -1,4 +1,6 @@
-"""What a rank knows of the bytes in its host slots: a checksum each, taken when a store arrived, compared when a load did.
+"""What a rank knows of the bytes in its host slots: a checksum each, taken when they arrived, compared when they were read.
+
+They arrive with a store or a fetch; a load or a spill reads them.
 
 A load is compared after its copy, not before. What the host holds then it held during the copy too, unless it was wrong
 and has become right again: so there is no moment between check and copy in which bytes could change unnoticed, and loads
@@ -60,7 +62,7 @@ class ChecksumTicket:
 class Checksums:
     """The checksums of one rank's slots, and the only writer of them.
 
-    A slot's checksum is written before its store is reported and read after that, so no two threads meet over it.
+    A slot's checksum is written before its store or fetch is reported and read after that, so no two threads meet over it.
 
     Args:
         digests: reads slots.
@@ -82,10 +84,18 @@ class Checksums:
         """
         return ChecksumTicket(self._executor.submit(self._work[direction], slots))
 
+    def take(self, slot: int) -> None:
+        """Take the checksum of a slot that a fetch has filled. The calling thread reads it."""
+        self._take(np.array([slot]))
+
+    def is_as_stored(self, slot: int) -> bool:
+        """Whether a slot holds what it held when its block arrived. The calling thread reads it."""
+        return not self._compare(np.array([slot]))
+
     def _take(self, slots: Numbers) -> Positions:
         self._known[slots] = self._digests(slots)
         return ()
 
     def _compare(self, slots: Numbers) -> Positions:
-        """A slot of which no store was ever seen to arrive compares as unequal."""
+        """A slot of which no block was ever seen to arrive compares as unequal."""
         return tuple(np.flatnonzero(self._digests(slots) != self._known[slots]).tolist())

@@ -11,6 +11,9 @@ its place in the file; the report names that (`JobReport.stuck`).
 The first call that hangs stops everything: what is queued fails, and so does what comes, until the call has returned. Too many
 errors in a row end it for good. Both only cost hits.
 
+With `verify`, a spill compares the host slot with the checksum taken when its block arrived, or a bit that flipped in host
+memory would get a fresh checksum on the disk; a fetch takes the checksum that later loads and spills are compared with.
+
 Either thread may end a slot's copy, and whoever takes its token does. The queues are touched by single operations that Python
 makes whole, so the hook's thread waits for nothing.
 """
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
     from kvoffload.model.disk import DiskFile
     from kvoffload.model.transfer import DiskJob
     from kvoffload.transfer.arena import Arena
+    from kvoffload.transfer.checksums import Checksums
     from kvoffload.transfer.ports import Clock
     from kvoffload.transfer.runs import Numbers
 
@@ -120,6 +124,7 @@ class DiskCopies:
         executor: its threads do the copies, and may wait for the disk for ever.
         clock: time.
         timeout_s: seconds after which a call counts as never returning.
+        checksums: of the host slots, None where none are kept.
     """
 
     def __init__(
@@ -131,6 +136,7 @@ class DiskCopies:
         clock: Clock,
         *,
         timeout_s: float,
+        checksums: Checksums | None = None,
     ) -> None:
         self._rank = rank
         self._file = file
@@ -138,6 +144,7 @@ class DiskCopies:
         self._executor = executor
         self._clock = clock
         self._timeout_s = timeout_s
+        self._checksums = checksums
         self._to_disk = choose_copy()
         self._to_host = choose_copy(arena_is_target=True)
         self._fetches: deque[_SlotCopy] = deque()
@@ -241,8 +248,11 @@ class DiskCopies:
 
     def _write(self, copy: _SlotCopy) -> bool:
         """Write a host slot to its place; return whether the copy is this thread's to end."""
-        job, buffer = copy.owner.job, self._buffer()
-        self._to_disk(self._pages(job.slots[copy.position], buffer))
+        job, slot, buffer = copy.owner.job, copy.owner.job.slots[copy.position], self._buffer()
+        self._to_disk(self._pages(slot, buffer))
+        # After the copy: what the slot holds now it held during the copy too.
+        if self._checksums is not None and not self._checksums.is_as_stored(slot):
+            return self._found_corrupt(copy)
         checksum = _checksum(buffer[: self._file.shape.slot_bytes])
         self._file.write(job.places[copy.position], buffer)
         self._errors, self._is_synced = 0, False
@@ -250,6 +260,13 @@ class DiskCopies:
             return False
         copy.outcome, copy.checksum = CopyOutcome.DONE, checksum
         return True
+
+    def _found_corrupt(self, copy: _SlotCopy) -> bool:
+        """A host slot does not hold what was stored there, so nothing of it is written."""
+        job = copy.owner.job
+        log.error("blocks_corrupt", job=job.job, blocks=1, slots=[job.slots[copy.position]])
+        copy.outcome = CopyOutcome.CORRUPT
+        return copy.claim()
 
     def _read(self, copy: _SlotCopy) -> bool:
         """Read a place into its host slot, if it holds what it should; return whether the copy is this thread's to end."""
@@ -261,8 +278,11 @@ class DiskCopies:
             return False  # the host slot may be another block's by now
         copy.outcome = CopyOutcome.DONE if is_right else CopyOutcome.CORRUPT
         if is_right:
-            pages = self._pages(job.slots[copy.position], buffer)
+            slot = job.slots[copy.position]
+            pages = self._pages(slot, buffer)
             self._to_host(CopyRuns(pages.target, pages.source, pages.size))
+            if self._checksums is not None:
+                self._checksums.take(slot)
         return True
 
     def _sync(self) -> None:

@@ -93,6 +93,9 @@ class DiskWorld(World):
         self, rank: int, job: DiskJob, outcome: CopyOutcome, _: tuple[int, ...], stuck: tuple[int, ...]
     ) -> JobReport:
         sums = []
+        bad = [at for at, slot in enumerate(job.slots) if (rank, slot) in self.rotten]
+        if bad and outcome is DONE:
+            return JobReport(job.job, job.direction, CORRUPT, 0, 0.0, 0.0, corrupt=tuple(bad))
         for slot, place in zip(job.slots, job.places, strict=True):
             held = GARBAGE if outcome is FAILED else self.host[rank][slot]
             self.places[rank][place] = held

@@ -201,6 +201,24 @@ def test_r4_one_rank_that_cannot_write_fails_the_spill() -> None:
     assert world.disk.pool.room == 32
 
 
+def test_r17_host_bytes_that_changed_are_not_written_and_their_slots_are_lost() -> None:
+    world = DiskWorld(ranks=2)
+    job = spilling(world)
+    bad = world.copies[job].job.slots[1]
+    world.rot(1, bad)
+    world.report(0, job)
+    world.report(1, job)
+    assert world.disk_copies(STORE, DiskOutcome.CORRUPT) == 3
+    assert (world.on_disk(TEXT), world.index) == ("....", {})
+    assert world.on_host(TEXT) == "x.xx"
+    assert world.core.state.pool.state(bad) is SlotState.QUARANTINED
+    assert world.disk.pool.room == 32
+    assert world.reported(BlocksEvicted) == [BlocksEvicted(1, EvictionCause.CORRUPT)]
+    world.device.forget_keys()
+    world.admit(world.add("late", TEXT))
+    assert world.miss() is MissCause.CORRUPT
+
+
 def test_a_host_slot_is_pinned_while_it_is_spilled() -> None:
     world = DiskWorld(ranks=2)
     job = spilling(world)

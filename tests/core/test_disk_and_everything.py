@@ -80,9 +80,6 @@ class WithDisk(Everything):
             place = data.draw(st.sampled_from(sorted(self.world.disk.pool.index.values())))
             self.world.spoil_place(data.draw(st.sampled_from(self.world.ranks)), place)
 
-    def rot(self, data: st.DataObject, really: bool) -> None:
-        """Host memory that fails is for `verify` to find; a spill does not compare what that keeps."""
-
     @rule(data=st.data(), really=RARELY, works=st.booleans())
     def disk_fails(self, data: st.DataObject, really: bool, works: bool) -> None:
         if really:

@@ -86,6 +86,29 @@ def test_what_only_the_disk_has_is_fetched_and_the_tokens_are_the_same(
     made.assert_clean()
 
 
+@pytest.mark.parametrize("verify", ["sample", "full"])
+def test_what_was_fetched_passes_the_checks_of_its_load(start: StartEngine, verify: str) -> None:
+    made = start(extra={"verify": verify})
+    leave_on_disk(made)
+    made.run(PROMPT)
+    assert copied(made, Direction.LOAD) > 0
+    assert made.count("load_blocks", "loaded") > 0
+    assert made.count("load_blocks", "corrupt") == 0
+
+
+def test_r17_a_bit_that_flipped_in_host_memory_is_not_written_to_the_disk(start: StartEngine) -> None:
+    made = start(extra={"verify": "full"})
+    made.run(PROMPT)
+    made.step()
+    for slot in made.offload.core.state.pool.index.values():
+        made.workers[0].pump._arena.page(slot, 0)[-1] ^= 1
+    made.run(PROMPT)  # found on the device
+    settle(made)
+    assert copied(made, Direction.STORE, DiskOutcome.CORRUPT) > 0
+    assert copied(made, Direction.STORE) == 0
+    assert made.count("evicted_blocks", "host", EvictionCause.CORRUPT.value) > 0
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_r18_the_next_engine_finds_what_was_put(start: StartEngine, kind: str, ranks: int) -> None:

@@ -21,6 +21,7 @@ from kvoffload.runtime.portal import DaemonExecutor
 from kvoffload.testing import FakeClock, FakeDevice, ManualExecutor, ThreadGate
 from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.disk_copies import DiskCopies
+from kvoffload.transfer.factory import make_checksums
 from kvoffload.transfer.host_memory import MmapAllocator
 
 DONE, FAILED, CORRUPT = CopyOutcome.DONE, CopyOutcome.FAILED, CopyOutcome.CORRUPT
@@ -32,7 +33,9 @@ RANK = 1
 class Rig:
     """Twelve host slots in chunks of five, and a file of eight."""
 
-    def __init__(self, folder: Path, executor: ManualExecutor | DaemonExecutor) -> None:
+    def __init__(
+        self, folder: Path, executor: ManualExecutor | DaemonExecutor, *, verify: str = "off"
+    ) -> None:
         self.device = FakeDevice(4, PAGES)
         size = self.device.layout.slot_bytes
         memory = MmapAllocator(ManualExecutor(held=False))
@@ -43,7 +46,16 @@ class Rig:
         self.file = open_slot_file(self.path, self.shape, 8)
         self.clock = FakeClock()
         self.executor = executor
-        self.copies = DiskCopies(RANK, self.file, self.arena, executor, self.clock, timeout_s=TIMEOUT_S)
+        self.checksums = make_checksums(verify, self.arena, executor=ManualExecutor(held=False))
+        self.copies = DiskCopies(
+            RANK,
+            self.file,
+            self.arena,
+            executor,
+            self.clock,
+            timeout_s=TIMEOUT_S,
+            checksums=self.checksums,
+        )
         self._jobs = 0
 
     def fill(self, slot: int, seed: int) -> bytes:
@@ -130,6 +142,36 @@ def test_r17_bytes_of_another_block_are_found_corrupt(rig: Rig) -> None:
     rig.reports()
     fetch = rig.fetch([1], [0], [old])
     assert rig.reports()[fetch].outcome is CORRUPT
+
+
+@pytest.mark.parametrize("verify", ["sample", "full"])
+def test_r17_a_host_slot_that_changed_since_its_store_is_not_written(tmp_path: Path, verify: str) -> None:
+    rig = Rig(tmp_path, ManualExecutor(held=False), verify=verify)
+    assert rig.checksums is not None
+    for slot in range(3):
+        rig.fill(slot, seed=slot)
+        rig.checksums.take(slot)
+    before = rig.path.read_bytes()
+    for region in range(len(PAGES)):
+        rig.arena.page(1, region)[:] = bytes(PAGES[region])
+    spill = rig.spill([0, 1, 2], [4, 5, 6])
+    report = rig.reports()[spill]
+    assert (report.outcome, report.corrupt, report.sums) == (CORRUPT, (1,), ())
+    place = slice(4096 + 5 * rig.shape.pitch, 4096 + 6 * rig.shape.pitch)
+    assert rig.path.read_bytes()[place] == before[place]
+
+
+@pytest.mark.parametrize("verify", ["sample", "full"])
+def test_what_was_fetched_is_what_later_reads_are_compared_with(tmp_path: Path, verify: str) -> None:
+    rig = Rig(tmp_path, ManualExecutor(held=False), verify=verify)
+    assert rig.checksums is not None
+    rig.fill(0, seed=0)
+    rig.checksums.take(0)
+    spill = rig.spill([0], [0])
+    [known] = rig.reports()[spill].sums
+    fetch = rig.fetch([1], [0], [known])
+    assert rig.reports()[fetch].outcome is DONE
+    assert rig.checksums.is_as_stored(1)
 
 
 def test_fetches_go_before_spills(held: Rig) -> None:
