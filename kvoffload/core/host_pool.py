@@ -17,7 +17,7 @@ from kvoffload.model.ids import BlockKey, SlotId
 _CAN_HIT = (SlotState.READY, SlotState.PINNED)
 # CPython 3.11 compares plain integers ten times as fast as members of an enum.
 _READY, _PINNED = map(int, _CAN_HIT)
-_EMPTY, _DRAINING = int(SlotState.EMPTY), int(SlotState.DRAINING)
+_EMPTY, _DRAINING, _QUARANTINED = map(int, (SlotState.EMPTY, SlotState.DRAINING, SlotState.QUARANTINED))
 _ONLY_PINNED = bytes((_PINNED,))
 
 
@@ -98,17 +98,24 @@ class HostPool:
         self._counts[SlotState.EMPTY] += more
         return more
 
-    def adopt(self, capacity: int, blocks: Mapping[SlotId, BlockKey], free: Iterable[SlotId]) -> None:
+    def adopt(self, capacity: int, blocks: Mapping[SlotId, BlockKey], free: Sequence[SlotId]) -> None:
         """Take over a part of what an earlier process left in `capacity` slots.
 
         Args:
-            capacity: slots in all. One that is in no part is never handed out.
+            capacity: slots in all. One that is in no part stays QUARANTINED.
             blocks: what slots hold, the most recently used last.
             free: slots that hold nothing.
         """
-        if self.grow(capacity):
+        slots, counts = list(blocks), self._counts
+        if more := self.grow(capacity):
+            self._states[-more:] = bytes([_QUARANTINED]) * more
+            counts[_EMPTY] -= more
+            counts[_QUARANTINED] += more
             self._fresh = capacity
-        slots = list(blocks)
+        for slot in (*slots, *free):
+            self._states[slot] = _EMPTY
+        counts[_QUARANTINED] -= len(slots) + len(free)
+        counts[_EMPTY] += len(slots) + len(free)
         self._move_all(slots, SlotEvent.RESERVE)
         for slot, key in blocks.items():
             self._keys[slot] = key

@@ -62,7 +62,9 @@ class SlotState(IntEnum):
     READY = 2  # a whole block that can hit; the eviction policy may take it
     PINNED = 3  # a whole block that a lookup found or a load reads; held by every pin
     DRAINING = 4  # worthless, but a copy or a pin still uses it
-    QUARANTINED = 5  # never handed out again: its bytes were corrupt, or a copy on it never ended
+    QUARANTINED = (
+        5  # not handed out: its bytes were corrupt, a copy on it never ended, or it has no space on disk
+    )
 
 
 class SlotEvent(IntEnum):

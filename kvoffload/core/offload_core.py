@@ -342,7 +342,8 @@ class OffloadCore:
         disk.restore(fact.slots, fact.puts, [SlotId(slot) for slot in fact.free])
         if fact.is_last:
             disk.is_open = True
-            self.state.tally.events.append(DiskOpened(disk.pool.capacity, len(disk.pool.index)))
+            slots = disk.pool.capacity - disk.pool.count(SlotState.QUARANTINED)
+            self.state.tally.events.append(DiskOpened(slots, len(disk.pool.index)))
 
     def disk_closed(self, _: facts.DiskClosed) -> None:
         """What is on the disk is not looked for any more, and nothing is written to it."""

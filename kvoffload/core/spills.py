@@ -116,9 +116,9 @@ class Spills:
         self._settle(job, DiskOutcome.DONE)
         disk.pool.fill(job.places[::-1])
         sums = zip(*[job.sums[rank] for rank in sorted(job.sums)], strict=True)
-        for place, key, each in zip(job.places, job.keys, sums, strict=True):
-            disk.sums[place] = each
-            disk.records.append(Put(place, key, each))
+        puts = list(map(Put, job.places, job.keys, sums))
+        disk.sums.update({put.slot: put.sums for put in puts})
+        disk.records += reversed(puts)  # so that the next process, too, evicts a prefix's head last
 
     def _failed(self, job: Job, outcome: DiskOutcome) -> None:
         self._settle(job, outcome)

@@ -90,10 +90,18 @@ class Entries:
         slots = map(SlotId, self.slots[part].tolist())
         return list(map(Put, slots, keys, map(tuple, self.sums[part].tolist())))
 
-    def below(self, slots: int) -> Entries:
-        """Return the entries in slots with lower numbers."""
+    def fit(self, capacity: int, slots: int) -> tuple[Entries, list[SlotId]]:
+        """Return the most recently used entries that `capacity` slots can hold, and the free ones of these slots.
+
+        Every entry stays where it is, so the slots that may hold a block need not be neighbours.
+
+        Args:
+            capacity: slots that may hold a block.
+            slots: slots of the file.
+        """
         there = self.slots < slots
-        return Entries(self.slots[there], self.keys[there], self.sums[there])
+        kept = Entries(self.slots[there], self.keys[there], self.sums[there]).newest(capacity)
+        return kept, kept.free(slots)[: capacity - len(kept)]
 
     def free(self, slots: int) -> list[SlotId]:
         """Return the slots up to a number that hold nothing."""

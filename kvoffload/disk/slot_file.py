@@ -20,8 +20,10 @@ import stat
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from kvoffload.disk.system import PAGE, aligned_buffer, punch_hole, round_up, sync_folder
@@ -104,14 +106,22 @@ class SlotFile:
         if self.page_cache_reason is not None:
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def give_back(self, slots: Iterable[int]) -> None:
-        """Give the disk space of these slots back; their bytes are lost.
+    def keep_space(self, slots: Iterable[int]) -> None:
+        """Have disk space for these slots alone; the bytes of all others are lost.
 
         Raises:
-            OSError: the file system cannot make holes.
+            OSError: the file system cannot make holes, or has too little space.
         """
-        for slot in slots:
-            punch_hole(self._descriptor, self._offset(slot), self.shape.pitch)
+        is_kept = np.zeros(self.slots, np.bool_)
+        is_kept[list(slots)] = True
+        edges = [0, *(np.flatnonzero(is_kept[1:] != is_kept[:-1]) + 1).tolist(), self.slots]
+        runs = [(start, end - start) for start, end in pairwise(edges) if end > start]
+        for start, count in runs:
+            if not is_kept[start]:
+                punch_hole(self._descriptor, self._offset(start), count * self.shape.pitch)
+        for start, count in runs:
+            if is_kept[start]:
+                os.posix_fallocate(self._descriptor, self._offset(start), count * self.shape.pitch)
 
     def close(self) -> None:
         """Close and unlock the file. Not while a read or write runs: its descriptor could become another file's."""
@@ -135,7 +145,7 @@ class SlotFile:
 def open_slot_file(path: Path, shape: SlotShape, slots: int) -> SlotFile:
     """Open and lock a slot file, which has its space on disk then; one that does not fit is made anew, with a new id.
 
-    A file with more slots than asked for keeps them all: `give_back` frees those that shall not be used.
+    A file with more slots than asked for keeps them all: `keep_space` frees those that shall not be used.
 
     Args:
         path: of the file; its folder exists.

@@ -34,11 +34,13 @@ class DiskFile:
 
     Args:
         file_id: random bytes, of the file and not of its name.
-        slots: that it has room for.
+        slots: that it has numbers for.
+        capacity: how many of them may hold a block; fewer than `slots` after `disk_bytes` was lowered.
     """
 
     file_id: bytes
     slots: int
+    capacity: int
 
 
 DiskRecord: TypeAlias = Put | Strike | Use

@@ -25,7 +25,7 @@ from kvoffload.logs import get_logger
 from kvoffload.model import facts
 from kvoffload.model.disk import DiskFile, DiskRecord
 from kvoffload.model.errors import DiskError
-from kvoffload.model.ids import Rank
+from kvoffload.model.ids import Rank, SlotId
 from kvoffload.model.transfer import TransferReport
 from kvoffload.runtime.portal import Portal
 
@@ -152,6 +152,7 @@ class DiskIndex:
         folder = lock_folder(self._place.make_folder())
         ids = tuple(self._files[Rank(rank)].file_id for rank in range(self._ranks))
         slots = min(file.slots for file in self._files.values())
+        capacity = min(file.capacity for file in self._files.values())
         found = load_index(folder.path)
         fits = found is not None and found.header.files == ids
         if found is not None and not fits:
@@ -159,14 +160,21 @@ class DiskIndex:
                 "disk_index_dropped", reason="it is about other slot files", blocks=len(found.entries)
             )
         generation = found.header.generation if found is not None and fits else new_generation()
-        entries = found.entries.below(slots) if found is not None and fits else Entries.none(self._ranks)
+        entries = found.entries if found is not None and fits else Entries.none(self._ranks)
+        were = len(entries)
+        entries, free = entries.fit(capacity, slots)
         index = start_index(folder.path, IndexHeader(generation, ids, slots), entries)
         self._opened = _Opened(folder, index, len(entries))
         is_cut = found is not None and found.is_cut
         log.info(
-            "disk_opened", folder=str(folder.path), slots=slots, blocks=len(entries), index_was_cut=is_cut
+            "disk_opened",
+            folder=str(folder.path),
+            slots=capacity,
+            blocks=len(entries),
+            did_not_fit=were - len(entries),
+            index_was_cut=is_cut,
         )
-        self._due.extend(_parts(entries, slots))
+        self._due.extend(_parts(entries, free, slots))
         return self._reset() if self._was_reset else True
 
     def _append(self, records: Sequence[DiskRecord]) -> bool:
@@ -218,13 +226,12 @@ class DiskIndex:
             self._due.append(facts.DiskClosed())
 
 
-def _parts(entries: Entries, slots: int) -> list[facts.Fact]:
+def _parts(entries: Entries, free: Sequence[SlotId], slots: int) -> list[facts.Fact]:
     """Return what the core takes over: blocks, then free slots, and the end."""
     parts: list[facts.Fact] = [
         facts.DiskRestored(slots, tuple(entries.puts(start, start + _PART)))
         for start in range(0, len(entries), _PART)
     ]
-    free = entries.free(slots)
     parts += [
         facts.DiskRestored(slots, free=tuple(free[start : start + _PART]))
         for start in range(0, len(free), _PART)

@@ -6,6 +6,8 @@ from concurrent.futures import Executor
 from typing import TYPE_CHECKING
 
 from kvoffload.disk.folder import slot_path
+from kvoffload.disk.index_format import Entries
+from kvoffload.disk.index_log import load_index
 from kvoffload.disk.slot_file import SlotFile, SlotShape, open_slot_file
 from kvoffload.disk.system import PAGE
 from kvoffload.logs import get_logger
@@ -15,6 +17,7 @@ from kvoffload.transfer.disk_copies import DiskCopies, DiskNews
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
 
     from kvoffload.disk.folder import DiskPlace
     from kvoffload.model.transfer import DiskJob
@@ -114,16 +117,26 @@ class WorkerDisk:
             timeout_s=self._timeout_s,
             checksums=self._checksums,
         )
-        self._file = DiskFile(file.id, self._slots)
+        self._file = DiskFile(file.id, file.slots, self._slots)
         self._copies = copies  # last: who sees it must find the file
 
     def _opened(self) -> SlotFile:
         if self._slots < 1:
             raise DiskError(f"disk_bytes gives each rank less than one block of {self._shape.pitch} bytes")
-        path = slot_path(self._place.make_folder(), self._shape.rank)
-        file = open_slot_file(path, self._shape, self._slots)
-        try:
-            file.give_back(range(self._slots, file.slots))
-        except OSError as error:
-            log.warning("disk_space_kept", rank=self._shape.rank, slots=file.slots, reason=str(error))
+        folder = self._place.make_folder()
+        file = open_slot_file(slot_path(folder, self._shape.rank), self._shape, self._slots)
+        if file.slots > self._slots:
+            self._shrink(file, folder)
         return file
+
+    def _shrink(self, file: SlotFile, folder: Path) -> None:
+        """Give the space of blocks back that no longer fit. The index says which; the scheduler's side keeps the same."""
+        rank = self._shape.rank
+        try:
+            found = load_index(folder)
+            is_ours = found is not None and found.header.files[rank : rank + 1] == (file.id,)
+            entries = found.entries if found is not None and is_ours else Entries.none(self._shape.ranks)
+            kept, free = entries.fit(self._slots, file.slots)
+            file.keep_space([*kept.slots.tolist(), *free])
+        except OSError as error:
+            log.warning("disk_space_not_fitted", rank=rank, slots=self._slots, reason=str(error))

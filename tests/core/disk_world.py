@@ -62,12 +62,14 @@ class DiskWorld(World):
         return self.core.state.disk
 
     def open(self, part: int = 3) -> None:
-        """Read the index, a few entries at a time."""
-        puts = list(self.index.values())
-        free = [SlotId(slot) for slot in range(self.disk_size) if slot not in self.index]
+        """Read the index, a few entries at a time. Of a smaller disk the most recently used entries are left."""
+        puts = list(self.index.values())[-self.disk_size :]
+        self.index = {put.slot: put for put in puts}
+        slots = max(self.disk_size, max(self.index, default=-1) + 1)
+        free = [SlotId(slot) for slot in range(slots) if slot not in self.index][: self.disk_size - len(puts)]
         for start in range(0, max(len(puts), 1), part):
-            self.tell(facts.DiskRestored(self.disk_size, tuple(puts[start : start + part])))
-        self.tell(facts.DiskRestored(self.disk_size, free=tuple(free), is_last=True))
+            self.tell(facts.DiskRestored(slots, tuple(puts[start : start + part])))
+        self.tell(facts.DiskRestored(slots, free=tuple(free), is_last=True))
 
     # -- ranks --------------------------------------------------------------------------------------------------
 

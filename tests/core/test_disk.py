@@ -5,7 +5,13 @@ from __future__ import annotations
 from kvoffload.core.machine import SlotState
 from kvoffload.model import facts
 from kvoffload.model.causes import DiskOutcome, EvictionCause, MissCause
-from kvoffload.model.events import BlocksEvicted, DiskBlocksEvicted, DiskCopyScheduled, LookupDeferred
+from kvoffload.model.events import (
+    BlocksEvicted,
+    DiskBlocksEvicted,
+    DiskCopyScheduled,
+    DiskOpened,
+    LookupDeferred,
+)
 from kvoffload.model.ids import JobId
 from kvoffload.model.transfer import Direction
 from tests.core.disk_world import DiskWorld
@@ -438,6 +444,20 @@ def test_what_was_read_last_is_evicted_last_by_the_next_engine() -> None:
     second.serve("third", third)
     second.serve_again("third again", third)
     assert (second.on_disk(TEXT), second.on_disk(OTHER), second.on_disk(third)) == ("xxx.", "....", "xxx.")
+
+
+def test_a_smaller_disk_keeps_the_most_recently_used_blocks_wherever_they_lie() -> None:
+    first = DiskWorld(disk=6)
+    first.only_on_disk(TEXT, OTHER)
+    assert sorted(first.index) == list(range(6))
+    second = DiskWorld(before=first, disk=4)
+    assert second.reported(DiskOpened) == [DiskOpened(4, 4)]
+    assert (second.on_disk(TEXT), second.on_disk(OTHER)) == ("x...", "xxx.")
+    assert second.disk.pool.room == 4
+    third = "0123456789abcdef"
+    second.serve("third", third)
+    second.serve_again("third again", third)
+    assert (second.on_disk(TEXT), second.on_disk(OTHER), second.on_disk(third)) == ("....", "x...", "xxx.")
 
 
 def test_until_the_index_is_read_misses_say_so() -> None:

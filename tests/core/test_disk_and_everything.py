@@ -85,7 +85,7 @@ class WithDisk(Everything):
         if really:
             self.world.disk_fails(data.draw(st.sampled_from(self.world.ranks)), works=works)
 
-    @rule(data=st.data(), really=st.sampled_from([False] * 9 + [True]), disk=st.integers(0, 8))
+    @rule(data=st.data(), really=st.sampled_from([False] * 9 + [True]), disk=st.integers(-4, 8))
     def restart(self, data: st.DataObject, really: bool, disk: int) -> None:
         """The engine dies, and another one takes its disk over."""
         if not really:
@@ -94,12 +94,12 @@ class WithDisk(Everything):
         self.live, self.arriving = [], {}
         self.world = DiskWorld(
             *before.groups,
-            disk=before.disk_size + disk,
+            disk=max(before.disk_size + disk, 1),
             after_hits=before.after_hits,
             before=before,
             **self.settings,
         )
-        self.may_have = {put.key for put in before.index.values()}
+        self.may_have = {put.key for put in self.world.index.values()}
 
     # -- what must hold -----------------------------------------------------------------------------------------
 

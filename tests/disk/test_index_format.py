@@ -182,3 +182,13 @@ def test_the_newest_are_those_used_last() -> None:
     assert found.newest(2).puts() == [put(2, 2), put(0, 0)]
     assert found.newest(0).puts() == []
     assert found.newest(9).puts() == found.puts()
+
+
+def test_what_fits_is_the_newest_wherever_it_lies() -> None:
+    found = read(encoded([put(slot, slot) for slot in (5, 0, 1, 4)])).entries
+    kept, free = found.fit(3, 6)
+    assert (kept.puts(), free) == ([put(0, 0), put(1, 1), put(4, 4)], [])
+    kept, free = found.fit(5, 6)
+    assert (kept.puts(), free) == (found.puts(), [2])
+    kept, free = found.fit(2, 5)
+    assert (kept.puts(), free) == ([put(1, 1), put(4, 4)], [])

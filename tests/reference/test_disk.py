@@ -202,6 +202,32 @@ def test_files_swapped_between_ranks_are_made_anew(start: StartEngine, tmp_path:
     made.assert_clean()
 
 
+def test_with_less_room_the_most_recently_used_are_found_and_the_rest_gives_its_space_back(
+    start: StartEngine, tmp_path: Path
+) -> None:
+    made = start()
+    made.run(MORE[0])
+    made.run(MORE[0])
+    settle(made)
+    old = copied(made, Direction.STORE)
+    made.forget_device()
+    leave_on_disk(made)
+    new = copied(made, Direction.STORE) - old
+    assert min(old, new) > 2
+    smaller = {"disk_bytes_per_rank": 4096 + new * (-slot_bytes("full") // 4096 * -4096)}
+    made = start(extra=smaller)
+    assert made.offload.core.state.disk is not None
+    assert made.offload.core.state.disk.pool.room == new
+    [path] = tmp_path.glob("disk/*/replica0/slots0")
+    assert path.stat().st_blocks * 512 < smaller["disk_bytes_per_rank"] + 64 * 1024
+    made.run(PROMPT)
+    assert copied(made, Direction.LOAD) == new
+    made.run(MORE[0])
+    assert copied(made, Direction.LOAD) == new
+    assert copied(made, Direction.LOAD, DiskOutcome.CORRUPT) == 0
+    made.assert_clean()
+
+
 def test_a_folder_in_use_leaves_the_second_engine_without_a_disk(
     start: StartEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
