@@ -136,6 +136,13 @@ class Jobs:
         """Return how many open jobs of a tier and a direction are in a state."""
         return self._counts[tier, direction][state]
 
+    @property
+    def pending_on_disk(self) -> int:
+        """Those of the pending jobs that copy between host and disk."""
+        return sum(
+            [self._counts[Tier.DISK, way][state] for way in Direction for state in (_PLANNED, _SUBMITTED)]
+        )
+
     def submit(self) -> TransferPlan:
         """Hand what is planned to the workers; return what these need of it.
 

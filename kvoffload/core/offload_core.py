@@ -421,11 +421,18 @@ class OffloadCore:
     @property
     def has_work(self) -> bool:
         """Whether steps are needed for something to come to its end. Abandoned copies do not count (R16)."""
-        state = self.state
-        results = state.results
-        if self._disk is not None and self._disk.spills.are_due:
-            return True
-        return bool(state.jobs.pending or results.loaded or results.failed or self._stores.again)
+        return self._has_work(self.state.jobs.pending) or (
+            self._disk is not None and self._disk.spills.are_due
+        )
+
+    @property
+    def has_host_work(self) -> bool:
+        """As `has_work`, leaving out what only the disk has to do."""
+        return self._has_work(self.state.jobs.pending - self.state.jobs.pending_on_disk)
+
+    def _has_work(self, jobs: int) -> bool:
+        results = self.state.results
+        return bool(jobs or results.loaded or results.failed or self._stores.again)
 
     def audit(self) -> list[str]:
         """Return every violated conservation law as text."""

@@ -69,6 +69,7 @@ class OffloadConfig:
         disk_bytes: space on disk of one engine, all its ranks together.
         disk_bytes_per_rank: space on disk of each rank; wins over `disk_bytes` where given.
         spill_after_hits: how often a block is found again before it is written to the disk.
+        drain_s: seconds for which the disk may keep an engine without requests stepping, at its start and before it stops.
         otlp_endpoint: URL of a collector that gets OpenTelemetry spans, None for none.
     """
 
@@ -89,6 +90,7 @@ class OffloadConfig:
     disk_bytes: int = 64 * 2**30
     disk_bytes_per_rank: int | None = None
     spill_after_hits: int = 1
+    drain_s: float = 3.0
 
     def disk_share(self, ranks: int) -> int:
         """Return the bytes on disk that each of `ranks` workers may use."""
@@ -265,6 +267,7 @@ _PARSERS: dict[str, tuple[str, Callable[[object], object]]] = {
     "disk_bytes": (_BYTES, parse_bytes),
     "disk_bytes_per_rank": (_BYTES, parse_bytes),
     "spill_after_hits": ("a number of hits, 0 or more", _hits),
+    "drain_s": ("a positive number of seconds", _seconds),
     "otlp_endpoint": ('a URL such as "http://localhost:4318/v1/traces"', _url),
 }
 _PARSERS_OF_VLLM: dict[str, tuple[str, Callable[[object], object]]] = {

@@ -58,15 +58,17 @@ class DiskIndex:
         place: where it lies.
         ranks: whose files it is about.
         portal: gives the thread that may wait for the disk.
+        closes_in_s: seconds that `close` waits for the disk at most.
     """
 
-    def __init__(self, place: DiskPlace, ranks: int, portal: Portal) -> None:
+    def __init__(self, place: DiskPlace, ranks: int, portal: Portal, *, closes_in_s: float) -> None:
         self._place = place
         self._ranks = ranks
         self._portal = portal
+        self._closes_in_s = closes_in_s
         self._executor = portal.new_executor("disk-index")
         self._due: deque[facts.Fact] = deque()
-        self._is_begun = self._was_reset = False
+        self._is_begun = self._was_reset = self._is_handed_over = False
         self._files: dict[Rank, DiskFile] = {}
         self._opened: _Opened | None = None
         self._failure: str | None = None
@@ -90,9 +92,15 @@ class DiskIndex:
         if not self._due:
             return None
         fact = self._due.popleft()
+        self._is_handed_over |= isinstance(fact, facts.DiskRestored) and fact.is_last
         if self._was_reset and isinstance(fact, facts.DiskRestored) and fact.puts:
             return replace(fact, puts=(), free=tuple([put.slot for put in fact.puts]))
         return fact
+
+    @property
+    def is_opening(self) -> bool:
+        """Whether the core is to learn more of the index."""
+        return bool(self._due) or not (self._is_handed_over or self._failure is not None)
 
     def append(self, records: Sequence[DiskRecord]) -> None:
         """Write records behind those before."""
@@ -113,13 +121,13 @@ class DiskIndex:
         return False
 
     def close(self) -> None:
-        """Write what was handed in, sync and close; a disk that hangs is not waited for."""
+        """Write what was handed in, sync and close; a disk that hangs is waited for no longer than `closes_in_s`."""
         if self._syncing is not None:
             self._syncing.cancel()
         if self._is_begun:
             self._is_begun = False
             with suppress(TimeoutError):
-                self._do(self._close).result(RESET_S)
+                self._do(self._close).result(self._closes_in_s)
         self._executor.shutdown(wait=False)
 
     async def _sync_now_and_then(self) -> None:

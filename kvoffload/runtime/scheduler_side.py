@@ -32,6 +32,7 @@ from kvoffload.runtime.degradation import Degradation
 from kvoffload.runtime.disk_index import DiskIndex
 from kvoffload.runtime.gauges import read_gauges
 from kvoffload.runtime.host_memory import HostMemory
+from kvoffload.runtime.idle_steps import IdleSteps
 from kvoffload.runtime.observers import Observers
 from kvoffload.runtime.open_copies import OpenCopies
 from kvoffload.runtime.pin_ages import PinAges
@@ -117,10 +118,10 @@ class SchedulerSide:
             AwaitedLoads(self._copies.open),
             Degradation(self.journal, config.journal_path),
         )
-        self._disk = DiskIndex(disk, shape.ranks, portal) if disk is not None and portal is not None else None
+        self._disk = _disk_index(disk, portal, shape, config)
         self._pins, self._resets = PinAges(self._clocks), Resets(self._jobs, self.bus.publish)
         self._store_shares = dict.fromkeys(map(Rank, range(shape.ranks)), 1.0)  # as each rank last reported
-        self._memory = HostMemory()
+        self._memory, self._idle = HostMemory(), IdleSteps(config.drain_s, now)
         self._broken = BrokenCore(
             self.core, self.bus, self._copies, self._degradation, (self._pins, self._resets)
         )
@@ -243,6 +244,8 @@ class SchedulerSide:
             self._stop_waiting(fact.request)
         self.bus.dispatch([fact])
         if not self._live:
+            if self._disk is not None:
+                self._idle.begin()
             self.benefit.idle()
             if not self._jobs.pending:
                 self._ask("audit", self._conservation.at_rest, None)
@@ -256,7 +259,7 @@ class SchedulerSide:
         began = self._precise()
         if self._broken.due is not None:
             self._broken.raised(*self._broken.due)
-        if self._copies.oldest is not None:
+        if self._copies.oldest is not None and (self._disk is None or not self._idle.are_reports_late()):
             for job in self._copies.overdue(self._clocks.monotonic()):
                 self.bus.dispatch([facts.JobOverdue(job)])
         if self._resets.draining:
@@ -340,7 +343,12 @@ class SchedulerSide:
             return True
         if self._broken.error is not None:
             return self._copies.oldest is not None
-        return self._ask("has_work", lambda: self.core.has_work, False)
+        if self._disk is None or self._live:
+            return self._ask("has_work", lambda: self.core.has_work, False)
+        if self._ask("has_work", lambda: self.core.has_host_work, False):
+            return True
+        is_disk_at_work = self._disk.is_opening or self._ask("has_work", lambda: self.core.has_work, False)
+        return is_disk_at_work and self._idle.are_allowed()
 
     # -- what operators ask -------------------------------------------------------------------------------------
 
@@ -410,6 +418,14 @@ class SchedulerSide:
     def _journal_failed(self, error: Exception) -> None:
         self.counters.journal_failed()
         log.error("journal_stopped", error=str(error), note="the engine and the ring in memory continue")
+
+
+def _disk_index(
+    place: DiskPlace | None, portal: Portal | None, shape: EngineShape, config: OffloadConfig
+) -> DiskIndex | None:
+    if place is None or portal is None:
+        return None
+    return DiskIndex(place, shape.ranks, portal, closes_in_s=config.drain_s)
 
 
 def _policy(config: OffloadConfig, shape: EngineShape, merge_steps: int, *, has_disk: bool = False) -> Policy:

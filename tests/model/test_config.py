@@ -36,6 +36,7 @@ KEYS = [
     "disk_bytes",
     "disk_bytes_per_rank",
     "spill_after_hits",
+    "drain_s",
     "otlp_endpoint",
 ]
 
@@ -72,6 +73,7 @@ def test_everything_can_be_set() -> None:
         "disk_bytes": "1TiB",
         "disk_bytes_per_rank": 8192,
         "spill_after_hits": 0,
+        "drain_s": 1.5,
         "otlp_endpoint": "http://localhost:4318/v1/traces",
     }
     assert list(raw) == KEYS
@@ -95,6 +97,7 @@ def test_everything_can_be_set() -> None:
         2**40,
         8192,
         0,
+        1.5,
     )
 
 
@@ -189,6 +192,7 @@ BAD: dict[str, list[object]] = {
     "disk_bytes": [0, "lots", None],
     "disk_bytes_per_rank": [-1, "", False],
     "spill_after_hits": [-1, 1.0, "1", True, None],
+    "drain_s": [0, -1, "1", True, None],
 }
 
 

@@ -37,8 +37,7 @@ def start(tmp_path: Path) -> Iterator[StartEngine]:
             made = running.enter_context(rig(kind, **options))
             made.events = []  # type: ignore[attr-defined]
             made.offload.bus.count(DiskCopyEnded, made.events.append)  # type: ignore[attr-defined]
-            for _ in range(20):  # the index is read, and the core takes it over
-                made.step()
+            made.drain()  # the index is read, and the core takes it over
             return made
 
         yield begin
@@ -249,6 +248,54 @@ def test_a_place_without_room_leaves_the_engine_without_a_disk(
         made.run(PROMPT)
         made.assert_clean()
     assert "no room" in caplog.text
+
+
+# -- without requests -------------------------------------------------------------------------------------------
+
+
+def idle_s(made: Rig) -> float:
+    """Step as long as the engine asks for it; return for how long that was."""
+    began = made.clock.monotonic()
+    made.drain()
+    return made.clock.monotonic() - began
+
+
+def test_what_aborted_requests_leave_is_spilled_before_the_engine_stops(start: StartEngine) -> None:
+    made = start()
+    made.run(PROMPT)
+    aborted = made.submit(PROMPT)
+    made.step()
+    made.engine.abort(aborted.request_id)
+    assert copied(made, Direction.STORE) == 0
+    idle_s(made)
+    made = start()
+    made.run(PROMPT)
+    assert copied(made, Direction.LOAD) > 0
+
+
+def test_a_disk_that_hangs_keeps_an_engine_no_longer_than_drain_s(start: StartEngine) -> None:
+    made = start(extra={"drain_s": 2.0})
+    made.run(PROMPT)
+    made.portal.disks[0].hold()
+    made.submit(PROMPT)
+    made.drain_requests()
+    assert 1.9 < idle_s(made) < 2.1
+
+
+def test_copies_that_ended_while_no_step_was_made_are_not_written_off(start: StartEngine) -> None:
+    made = start()
+    made.run(PROMPT)
+    made.portal.disks[0].hold()
+    made.submit(PROMPT)
+    made.drain_requests()
+    idle_s(made)
+    made.pass_time(3600)
+    made.portal.disks[0].release()
+    made.run(PROMPT)
+    settle(made)
+    assert copied(made, Direction.STORE) > 0
+    assert copied(made, Direction.STORE, DiskOutcome.ABANDONED) == 0
+    made.assert_clean()
 
 
 def test_off_by_default(start: StartEngine) -> None:

@@ -28,6 +28,7 @@ class ManualPortal(Portal):
         self.is_dead = False  # set it, and the thread has ended as no thread should
         self._manual_executor = ManualExecutor(held=False)
         self.extra = ManualExecutor(held=False)  # what `new_executor` gives for spans
+        self.disks: list[ManualExecutor] = []  # of each rank
 
     @property
     def is_alive(self) -> bool:
@@ -38,7 +39,12 @@ class ManualPortal(Portal):
         return self._manual_executor
 
     def new_executor(self, purpose: str, threads: int = 1) -> ManualExecutor:
-        return self.extra if purpose == "spans" else ManualExecutor(held=False)
+        if purpose == "spans":
+            return self.extra
+        made = ManualExecutor(held=False)
+        if purpose == "disk":
+            self.disks.append(made)
+        return made
 
     def spawn(
         self, async_fn: Callable[P, Coroutine[object, object, T]], *args: P.args, **kwargs: P.kwargs
