@@ -11,6 +11,7 @@ from typing import Any
 
 from kvoffload.core.eviction import LruOrder
 from kvoffload.core.key_index import KeyIndex
+from kvoffload.model.message import Message
 
 _Draw = Callable[[Any, "_Met"], object]
 
@@ -19,7 +20,7 @@ def fingerprint(value: object, *, constant: Collection[type] = ()) -> object:
     """Return a hashable picture of a value and all that it refers to: atoms and tuples of them. Reads only.
 
     Order counts in lists, queues, `OrderedDict` and `LruOrder`; not in dicts and sets. An object met for the second time stands as
-    the number of its first meeting, so cycles end; tuples and frozen dataclasses are values, and drawn again.
+    the number of its first meeting, so cycles end; tuples, messages and frozen dataclasses are values, and drawn again.
 
     Args:
         value: what to draw.
@@ -86,6 +87,9 @@ def _drawing(kind: type) -> tuple[bool, _Draw]:
     for kinds, is_value, draw in _CONTAINERS:
         if issubclass(kind, kinds):
             return is_value, draw
+    if issubclass(kind, Message):
+        message: type[Message] = kind
+        return True, _record(kind.__name__, message.__struct_fields__)
     is_frozen = is_dataclass(kind) and kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
     return is_frozen, _record(kind.__name__, _slots(kind))
 

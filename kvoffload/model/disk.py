@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from kvoffload.model.ids import BlockKey, SlotId
+from kvoffload.model.message import Message
 
 
 class Put(NamedTuple):
@@ -28,8 +28,7 @@ class Use(NamedTuple):
     slot: SlotId
 
 
-@dataclass(frozen=True, slots=True)
-class DiskFile:
+class DiskFile(Message, frozen=True):
     """A rank's slot file.
 
     Args:

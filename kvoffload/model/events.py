@@ -5,8 +5,6 @@ They hold ids, counts and enums: no token, no prompt text, no key. Counters, the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from kvoffload.model.causes import (
     CopyOutcome,
     DegradeCause,
@@ -20,16 +18,15 @@ from kvoffload.model.causes import (
     StoreOutcome,
 )
 from kvoffload.model.ids import JobId, Rank, RequestId, SlotId
+from kvoffload.model.message import Message
 from kvoffload.model.transfer import Direction
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(Message, frozen=True):
     """Base of all events."""
 
 
-@dataclass(frozen=True, slots=True)
-class HitPinned(Event):
+class HitPinned(Event, frozen=True):
     """A lookup found blocks and pinned them."""
 
     request: RequestId
@@ -38,8 +35,7 @@ class HitPinned(Event):
     hit_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class HitDropped(Event):
+class HitDropped(Event, frozen=True):
     """Pinned blocks were released without a load."""
 
     request: RequestId
@@ -47,8 +43,7 @@ class HitDropped(Event):
     cause: PinDropCause
 
 
-@dataclass(frozen=True, slots=True)
-class LookupDeferred(Event):
+class LookupDeferred(Event, frozen=True):
     """A lookup answered "not yet": the prefix is on its way to the device, or to the host.
 
     Args:
@@ -60,8 +55,7 @@ class LookupDeferred(Event):
     owner: RequestId | None
 
 
-@dataclass(frozen=True, slots=True)
-class LookupAnswered(Event):
+class LookupAnswered(Event, frozen=True):
     """A request was admitted; only its last lookup is counted.
 
     Args:
@@ -83,32 +77,28 @@ class LookupAnswered(Event):
     cause: MissCause | None
 
 
-@dataclass(frozen=True, slots=True)
-class JunctionAsked(Event):
+class JunctionAsked(Event, frozen=True):
     """A request was admitted whose prefix lacks a recurrent state alone: the engine is asked for the one after `tokens`."""
 
     request: RequestId
     tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class JunctionMade(Event):
+class JunctionMade(Event, frozen=True):
     """The engine handed off the recurrent state that it was asked for."""
 
     request: RequestId
     tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class StatesCopied(Event):
+class StatesCopied(Event, frozen=True):
     """A job ended well; so many of its blocks are recurrent states."""
 
     direction: Direction
     blocks: int
 
 
-@dataclass(frozen=True, slots=True)
-class LoadScheduled(Event):
+class LoadScheduled(Event, frozen=True):
     """A load became binding; its slots are pinned and its device blocks leased until every rank has ended it.
 
     The job reads `slots`.
@@ -121,8 +111,7 @@ class LoadScheduled(Event):
     slots: tuple[SlotId, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class LoadEnded(Event):
+class LoadEnded(Event, frozen=True):
     """A load has ended: the request continues with its blocks, or recomputes them.
 
     `blocks` counts those with `outcome`. The intact blocks of a corrupt load follow in a second event, as failed.
@@ -134,15 +123,13 @@ class LoadEnded(Event):
     outcome: LoadOutcome
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksOffered(Event):
+class BlocksOffered(Event, frozen=True):
     """Computed blocks were offered to the host in this step."""
 
     blocks: int
 
 
-@dataclass(frozen=True, slots=True)
-class StoreScheduled(Event):
+class StoreScheduled(Event, frozen=True):
     """Blocks were leased, assigned slots and put into a job."""
 
     job: JobId
@@ -150,16 +137,14 @@ class StoreScheduled(Event):
     slots: tuple[SlotId, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class StoreEnded(Event):
+class StoreEnded(Event, frozen=True):
     """Offers got their final outcome."""
 
     outcome: StoreOutcome
     blocks: int
 
 
-@dataclass(frozen=True, slots=True)
-class RankReported(Event):
+class RankReported(Event, frozen=True):
     """One rank ended its part of a job."""
 
     job: JobId
@@ -171,8 +156,7 @@ class RankReported(Event):
     copy_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class DiskCopyScheduled(Event):
+class DiskCopyScheduled(Event, frozen=True):
     """Blocks are to be copied between host and disk.
 
     Args:
@@ -188,8 +172,7 @@ class DiskCopyScheduled(Event):
     request: RequestId | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class DiskCopyEnded(Event):
+class DiskCopyEnded(Event, frozen=True):
     """The outcome of a copy between host and disk is known."""
 
     job: JobId
@@ -198,8 +181,7 @@ class DiskCopyEnded(Event):
     outcome: DiskOutcome
 
 
-@dataclass(frozen=True, slots=True)
-class JobAbandoned(Event):
+class JobAbandoned(Event, frozen=True):
     """A copy did not end in time. Its device blocks stay leased until it ends; its slots are written off for good."""
 
     job: JobId
@@ -207,8 +189,7 @@ class JobAbandoned(Event):
     blocks: int
 
 
-@dataclass(frozen=True, slots=True)
-class CopiesStalled(Event):
+class CopiesStalled(Event, frozen=True):
     """Too many copies were abandoned: no new copy starts.
 
     Args:
@@ -222,45 +203,39 @@ class CopiesStalled(Event):
     jobs_in_a_row: int
 
 
-@dataclass(frozen=True, slots=True)
-class CopiesResumed(Event):
+class CopiesResumed(Event, frozen=True):
     """Abandoned copies have ended, so new copies start again; `blocks` are still under abandoned copies."""
 
     blocks: int
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksEvicted(Event):
+class BlocksEvicted(Event, frozen=True):
     """Blocks left the host."""
 
     blocks: int
     cause: EvictionCause
 
 
-@dataclass(frozen=True, slots=True)
-class DiskBlocksEvicted(Event):
+class DiskBlocksEvicted(Event, frozen=True):
     """Blocks left the disk."""
 
     blocks: int
     cause: EvictionCause
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksZeroed(Event):
+class BlocksZeroed(Event, frozen=True):
     """Positions were cleared in requests' records because the engine reused their blocks."""
 
     blocks: int
 
 
-@dataclass(frozen=True, slots=True)
-class CapacityGrown(Event):
+class CapacityGrown(Event, frozen=True):
     """All ranks have this many slots ready."""
 
     slots: int
 
 
-@dataclass(frozen=True, slots=True)
-class DiskOpened(Event):
+class DiskOpened(Event, frozen=True):
     """The disk's index was read as a whole, and the disk can be used.
 
     Args:
@@ -272,13 +247,11 @@ class DiskOpened(Event):
     blocks: int
 
 
-@dataclass(frozen=True, slots=True)
-class DiskClosed(Event):
+class DiskClosed(Event, frozen=True):
     """The disk's index cannot be read or written any more: the disk is left alone until the next start."""
 
 
-@dataclass(frozen=True, slots=True)
-class ResetStarted(Event):
+class ResetStarted(Event, frozen=True):
     """Nothing computed so far can be found any more.
 
     Args:
@@ -294,8 +267,7 @@ class ResetStarted(Event):
     open_jobs: int
 
 
-@dataclass(frozen=True, slots=True)
-class ResetEnded(Event):
+class ResetEnded(Event, frozen=True):
     """The last job that ran at a reset has ended or was abandoned. Resets in quick succession share one event.
 
     Args:
@@ -307,24 +279,21 @@ class ResetEnded(Event):
     abandoned_jobs: int
 
 
-@dataclass(frozen=True, slots=True)
-class FactRejected(Event):
+class FactRejected(Event, frozen=True):
     """The engine reported something its contract does not allow; the report was ignored."""
 
     cause: RejectionCause
     request: RequestId | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class OffloadingDegraded(Event):
+class OffloadingDegraded(Event, frozen=True):
     """Offloading is off for good. Open jobs drain; the engine continues without it."""
 
     cause: DegradeCause
     detail: str
 
 
-@dataclass(frozen=True, slots=True)
-class FirstTokenReached(Event):
+class FirstTokenReached(Event, frozen=True):
     """A request's first token was computed, seen at the engine's next step.
 
     Args:
@@ -338,8 +307,7 @@ class FirstTokenReached(Event):
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class NetBenefitTurned(Event):
+class NetBenefitTurned(Event, frozen=True):
     """The net benefit of offloading changed its sign.
 
     Args:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvoffload.model.causes import DegradeCause
 from kvoffload.model.disk import Put
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, JobId, RequestId
+from kvoffload.model.message import Message
 from kvoffload.model.transfer import TransferReport
 
 
-@dataclass(frozen=True, slots=True)
-class Fact:
+class Fact(Message, frozen=True):
     """Base of all facts."""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestSeen(Fact):
+class RequestSeen(Fact, frozen=True):
     """The engine received a request.
 
     Args:
@@ -35,8 +33,7 @@ class RequestSeen(Fact):
     persists: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksAllocated(Fact):
+class BlocksAllocated(Fact, frozen=True):
     """The engine gave a request a new block table; the matching lookup is consumed.
 
     Args:
@@ -86,8 +83,7 @@ class StateHandedOff(NamedTuple):
     block: DeviceBlockId
 
 
-@dataclass(frozen=True, slots=True)
-class StepScheduled(Fact):
+class StepScheduled(Fact, frozen=True):
     """The engine scheduled a step. Reported exactly once a step, empty steps included.
 
     Args:
@@ -115,8 +111,7 @@ class StepScheduled(Fact):
         return not (self.progress or self.preempted or self.handed_out or self.states)
 
 
-@dataclass(frozen=True, slots=True)
-class RequestEnded(Fact):
+class RequestEnded(Fact, frozen=True):
     """A request finished or was aborted. Reported exactly once, before its blocks are freed.
 
     Args:
@@ -132,22 +127,19 @@ class RequestEnded(Fact):
     holds_blocks: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class TransferReported(Fact):
+class TransferReported(Fact, frozen=True):
     """A rank reported how its copies ended."""
 
     report: TransferReport
 
 
-@dataclass(frozen=True, slots=True)
-class JobOverdue(Fact):
+class JobOverdue(Fact, frozen=True):
     """A job did not end within `transfer_timeout_s` of its submission."""
 
     job: JobId
 
 
-@dataclass(frozen=True, slots=True)
-class DiskRestored(Fact):
+class DiskRestored(Fact, frozen=True):
     """A part of the disk's index was read; all parts together name each slot once.
 
     Args:
@@ -163,18 +155,15 @@ class DiskRestored(Fact):
     is_last: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class DiskClosed(Fact):
+class DiskClosed(Fact, frozen=True):
     """The disk's index cannot be read or written any more."""
 
 
-@dataclass(frozen=True, slots=True)
-class CacheReset(Fact):
+class CacheReset(Fact, frozen=True):
     """The operator asked to invalidate everything computed so far."""
 
 
-@dataclass(frozen=True, slots=True)
-class InvariantBroken(Fact):
+class InvariantBroken(Fact, frozen=True):
     """A conservation law does not hold, or a state handler raised."""
 
     cause: DegradeCause

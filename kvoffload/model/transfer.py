@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.disk import DiskFile
 from kvoffload.model.ids import DeviceBlockId, JobId, Rank, RequestId, SlotId
+from kvoffload.model.message import Message
 
 
 class Direction(Enum):
@@ -29,8 +29,7 @@ class Tier(Enum):
     __hash__ = object.__hash__  # as that of a cause
 
 
-@dataclass(frozen=True, slots=True)
-class TransferJob:
+class TransferJob(Message, frozen=True):
     """One job: block `blocks[i]` and slot `slots[i]` hold the same bytes once every rank has copied its part.
 
     Every rank copies its own shard of every block. `slots` and `blocks` have the same length, at least 1.
@@ -44,8 +43,7 @@ class TransferJob:
     """The request that waits for a load; None for a store."""
 
 
-@dataclass(frozen=True, slots=True)
-class DiskJob:
+class DiskJob(Message, frozen=True):
     """One job between host and disk: slot `slots[i]` and place `places[i]` hold the same bytes once every rank has ended it well.
 
     A spill is a store of the disk's, a fetch a load. `slots` and `places` have the same length, at least 1.
@@ -70,8 +68,7 @@ class DiskJob:
         return ()
 
 
-@dataclass(frozen=True, slots=True)
-class TransferPlan:
+class TransferPlan(Message, frozen=True):
     """The copies decided in one step. Workers submit loads before stores."""
 
     loads: tuple[TransferJob, ...] = ()
@@ -91,8 +88,7 @@ NOTHING = TransferPlan()
 """The plan of most steps."""
 
 
-@dataclass(frozen=True, slots=True)
-class JobReport:
+class JobReport(Message, frozen=True):
     """How one rank's part of one job ended.
 
     Args:
@@ -119,8 +115,7 @@ class JobReport:
     stuck: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class TransferReport:
+class TransferReport(Message, frozen=True):
     """What one rank reports after a step. A duplicate report changes nothing.
 
     Args:

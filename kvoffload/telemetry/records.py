@@ -1,4 +1,4 @@
-"""The journal's form of a message: its dataclass fields in compact form, and back.
+"""The journal's form of a message: its fields in compact form, and back.
 
 Nothing that names content is kept. Bytes become their number and collections their count, except lists of request ids and of
 slots. The rest is ids, counts, enums, numbers, and free text without bytes literals.
@@ -10,7 +10,7 @@ import math
 import re
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sized
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from enum import Enum
 from functools import cache, partial
 from operator import attrgetter
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, NewType, cast
 from kvoffload.model import events, facts
 from kvoffload.model.events import Event
 from kvoffload.model.ids import SlotId
+from kvoffload.model.message import Message
 
 _TEXT_CHARACTERS = 500
 _BYTES_LITERAL = re.compile(r"""b'(?:[^'\\]|\\.)*'?|b"(?:[^"\\]|\\.)*"?""")
@@ -35,7 +36,7 @@ class Summary:
     fields: Mapping[str, object]
 
 
-def compact(messages: Iterable[object]) -> list[object]:
+def compact(messages: Iterable[Any]) -> list[object]:
     """Return what may be held for long: each message as it is if it holds no content, else as `Kept`.
 
     Inline, for every fact: names are put to its values, and what is small is written, only when somebody reads them.
@@ -54,7 +55,7 @@ def compact(messages: Iterable[object]) -> list[object]:
     return kept
 
 
-def to_plain(message: object) -> dict[str, object]:
+def to_plain(message: Any) -> dict[str, object]:  # noqa: ANN401  # one of any class
     """Return name and fields as JSON values."""
     if isinstance(message, Summary):
         summary = message
@@ -104,10 +105,10 @@ def _without_gone(name: str, values: Mapping[str, object]) -> dict[str, object]:
 class _Form:
     """How messages of one class are written. Made once for each class."""
 
-    def __init__(self, cls: type) -> None:
+    def __init__(self, cls: type[Message]) -> None:
         hints = typing.get_type_hints(cls)
         self.name = cls.__name__
-        self.names = tuple(field.name for field in fields(cls))
+        self.names = cls.__struct_fields__
         # Of a single name it returns no tuple.
         self.values: Callable[[object], Iterable[object]] = (
             attrgetter(*self.names) if len(self.names) > 1 else lambda message: _all_of(message, self.names)
@@ -151,7 +152,7 @@ def _as_it_is(value: object) -> object:
     return value
 
 
-def _form(cls: type) -> _Form:
+def _form(cls: type[Message]) -> _Form:
     form = _FORMS.get(cls)
     if form is None:
         form = _FORMS[cls] = _Form(cls)
@@ -168,7 +169,7 @@ def _writer(hint: object) -> tuple[Convert, bool]:
         return len, True
     if typing.get_origin(plain) is tuple:
         return _tuple_writer(typing.get_args(plain)[0])
-    if is_dataclass(plain):
+    if isinstance(plain, type) and issubclass(plain, Message):
         return lambda value: dict(_form(type(value)).summarise(value).fields), False
     if hint is str:  # ids have their own types, so this is free text
         return scrub, False
@@ -191,9 +192,9 @@ def _lengths(groups: Iterable[Sized]) -> list[int]:
     return list(map(len, groups))
 
 
-def _decoders(cls: type) -> dict[str, Convert]:
+def _decoders(cls: type[Message]) -> dict[str, Convert]:
     hints = typing.get_type_hints(cls)
-    return {field.name: _decoder(field.name, hints[field.name]) for field in fields(cls)}
+    return {name: _decoder(name, hints[name]) for name in cls.__struct_fields__}
 
 
 def _decoder(name: str, hint: object) -> Convert:
@@ -221,7 +222,7 @@ def _written(name: str) -> Mapping[str, Convert]:
     if cls is None:
         return {}
     hints = typing.get_type_hints(cls)
-    return {field.name: _is_written(hints[field.name]) for field in fields(cls)}
+    return {field: _is_written(hints[field]) for field in cls.__struct_fields__}
 
 
 def _is_written(hint: object) -> Convert:
@@ -237,7 +238,7 @@ def _is_written(hint: object) -> Convert:
         if plain_type(item) is str:
             return lambda value: type(value) is list and all(type(one) is str for one in value)
         return lambda value: type(value) is int
-    if is_dataclass(plain):
+    if isinstance(plain, type) and issubclass(plain, Message):
         return lambda value: type(value) is dict
     return _is_one_of(cast("type[Any]", plain))
 

@@ -39,7 +39,7 @@ _NOTED: dict[type[events.Event], Track] = {
     events.OffloadingDegraded: NOTES,
 }
 
-_STEP_FIELDS = frozenset(StepScheduled.__dataclass_fields__)
+_STEP_FIELDS = frozenset(StepScheduled.__struct_fields__)
 _JOBS = 4096  # remembered: one that was scheduled longer ago is drawn by its report alone
 
 Drawn = Iterator[TraceEvent]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 FACTS = sorted(
     name for name, cls in vars(facts).items() if isinstance(cls, type) and cls.__module__ == facts.__name__
 )
-FIELDS = sorted({name for cls in vars(facts).values() for name in getattr(cls, "__dataclass_fields__", ())})
+FIELDS = sorted({name for cls in vars(facts).values() for name in getattr(cls, "__struct_fields__", ())})
 # Names that a reader may use for something else.
 ODD = ["start", "end", "what", "track", "name", "replay", "self"]
 times = st.floats(-1e9, 1e9) | st.integers(-3, 3) | st.sampled_from([0, 1e10])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import marshal
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import blake2b
+
+from msgspec.structs import replace
 
 from kvoffload.core.fingerprint import fingerprint
 from kvoffload.core.machine import SlotState
