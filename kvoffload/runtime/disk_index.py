@@ -16,10 +16,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import anyio
+from msgspec.structs import replace
 
 from kvoffload.logs import get_logger
 from kvoffload.model import facts

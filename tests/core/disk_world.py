@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 from zlib import crc32
+
+from msgspec import structs
 
 from kvoffload.core.disk_state import DiskState
 from kvoffload.core.offload_core import OffloadCore
@@ -21,6 +25,8 @@ from tests.core.world import CORRUPT, DONE, FAILED, GARBAGE, Req, World, keys_of
 
 class DiskWorld(World):
     """A world with `disk` places. It opens with what `before` left on its disk, or with an empty disk.
+
+    Ages go on where those of `before` ended, so that what it computed before a reset stays from before the reset.
 
     Args:
         groups: as of the world.
@@ -45,11 +51,15 @@ class DiskWorld(World):
         self.failing: set[int] = set()
         self.last_reports = {}
         self.places = before.places if before is not None else [{} for _ in range(settings.get("ranks", 1))]
-        self.index: dict[SlotId, Put] = dict(before.index) if before is not None else {}
+        self.index: OrderedDict[SlotId, Put] = OrderedDict(before.index if before is not None else ())
+        self.synced = self.index.copy()
         self.disk_size = disk
-        self.place_age: dict[SlotId, int] = dict.fromkeys(self.index, 0)
+        self.place_age: dict[SlotId, int] = dict(before.place_age if before is not None else ())
         self.disk_rotten: set[tuple[int, SlotId]] = set(before.disk_rotten if before is not None else ())
         super().__init__(*groups, **settings)
+        if before is not None:
+            self.resets = before.resets
+        self.unread = [*self._parts(3)]
         if opens:
             self.open()
 
@@ -61,15 +71,37 @@ class DiskWorld(World):
         assert self.core.state.disk is not None
         return self.core.state.disk
 
-    def open(self, part: int = 3) -> None:
-        """Read the index, a few entries at a time. Of a smaller disk the most recently used entries are left."""
+    def open(self) -> None:
+        """Read the rest of the index, a few entries at a time."""
+        while self.unread:
+            self.tell(self.unread.pop(0))
+
+    def _parts(self, size: int) -> Iterator[facts.DiskRestored]:
+        """Of a smaller disk the most recently used entries are left, where they lie."""
         puts = list(self.index.values())[-self.disk_size :]
-        self.index = {put.slot: put for put in puts}
+        self.index = OrderedDict((put.slot, put) for put in puts)
         slots = max(self.disk_size, max(self.index, default=-1) + 1)
         free = [SlotId(slot) for slot in range(slots) if slot not in self.index][: self.disk_size - len(puts)]
-        for start in range(0, max(len(puts), 1), part):
-            self.tell(facts.DiskRestored(slots, tuple(puts[start : start + part])))
-        self.tell(facts.DiskRestored(slots, free=tuple(free), is_last=True))
+        for start in range(0, max(len(puts), 1), size):
+            yield facts.DiskRestored(slots, tuple(puts[start : start + size]))
+        yield facts.DiskRestored(slots, free=tuple(free), is_last=True)
+
+    def die(self, *, loses_tail: bool) -> None:
+        """The engine's process ends, in the middle of its writes; with the power the last of the index may go too."""
+        for copy in self.copies.values():
+            if isinstance(copy.job, DiskJob) and copy.job.direction is Direction.STORE:
+                for place in copy.job.places:
+                    for rank in copy.running:
+                        self.places[rank][place] = GARBAGE
+                    self.place_age[place] = self.resets
+        if loses_tail:
+            self.index = self.synced
+        self.disk_rotten = {
+            (rank, place)
+            for rank, held in enumerate(self.places)
+            for place, put in self.index.items()
+            if held.get(place) != put.key
+        }
 
     # -- ranks --------------------------------------------------------------------------------------------------
 
@@ -99,9 +131,10 @@ class DiskWorld(World):
         if bad and outcome is DONE:
             return JobReport(job.job, job.direction, CORRUPT, 0, 0.0, 0.0, corrupt=tuple(bad))
         for slot, place in zip(job.slots, job.places, strict=True):
-            held = GARBAGE if outcome is FAILED else self.host[rank][slot]
+            # After a reset the slot may have been emptied under the spill, which comes to nothing.
+            held = GARBAGE if outcome is FAILED else self.host[rank].get(slot, GARBAGE)
             self.places[rank][place] = held
-            self.place_age[place] = self.host_age[slot]
+            self.place_age[place] = self.host_age.get(slot, 0)
             self.disk_rotten.discard((rank, place))
             sums.append(checksum(rank, held))
         done = tuple(sums) if outcome is DONE else ()
@@ -175,7 +208,10 @@ class DiskWorld(World):
                 assert is_right, f"place {place} can hit, but holds {held.get(place)!r}"
 
     def _write_index(self) -> None:
-        for record in self.core.take_disk_records():
+        records = self.core.take_disk_records()
+        if records:
+            self.synced = self.index.copy()
+        for record in records:
             if isinstance(record, Put):
                 assert record.slot not in self.index, "a slot was put without a strike"
                 self.index[record.slot] = record
@@ -186,6 +222,11 @@ class DiskWorld(World):
 
     def reset(self) -> None:
         self.index.clear()
+        self.synced.clear()
+        self.unread = [
+            structs.replace(part, puts=(), free=(*part.free, *[put.slot for put in part.puts]))
+            for part in self.unread
+        ]
         super().reset()
 
     # -- what the core said -------------------------------------------------------------------------------------

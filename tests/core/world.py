@@ -112,6 +112,13 @@ def left_behind(core: OffloadCore) -> dict[str, object]:
         "offers to make again": core._stores.again,
         "new tables": core._new,
     }
+    if state.disk is not None:
+        kept |= {
+            "pins of the disk": state.disk.pool.pins(),
+            "spills": state.disk.spilling,
+            "fetches": state.disk.fetching,
+            "abandoned jobs on the disk": state.disk.abandoned,
+        }
     return {what: there for what, there in kept.items() if there}
 
 

@@ -14,12 +14,15 @@ from kvoffload.core.machine import JobState, SlotState
 from kvoffload.model import facts
 from kvoffload.model.groups import AttentionKind
 from kvoffload.model.ids import NULL_BLOCK, BlockKey, JobId, Rank, RequestId, SlotId
-from kvoffload.model.transfer import TransferPlan
+from kvoffload.model.transfer import Direction, Tier, TransferPlan
 from tests.core.world import key_at, left_behind
 
 if TYPE_CHECKING:
+    from tests.core.disk_world import DiskWorld
     from tests.explore.scene import Scene
 
+_MOST_FETCHES = 3
+"""That one request is kept waiting for, its first lookups among them."""
 _OPEN_LOAD = (JobState.PLANNED, JobState.SUBMITTED)
 
 
@@ -53,6 +56,8 @@ def check(scene: Scene, before: Before) -> None:
     _check_tables(scene)
     _check_eviction_order(scene, before)
     _check_written_off(scene)
+    if scene.disk_world is not None:
+        _check_disk(scene, scene.disk_world)
 
 
 def _check_pins(scene: Scene, before: Before) -> None:
@@ -66,7 +71,7 @@ def _check_pins(scene: Scene, before: Before) -> None:
 
 def _check_blocks_in_flight(scene: Scene) -> None:
     """R3: no two open stores read one block; no two of them bring one key, unless the first has failed."""
-    stores = [job for job in scene.world.core.state.jobs.open.values() if job.loads_for is None]
+    stores = [job for job in scene.world.core.state.jobs.open.values() if job.is_store]
     blocks = Counter(block for job in stores for block in job.blocks)
     assert max(blocks.values(), default=1) == 1, f"R3: a block is being stored twice: {blocks}"
     keys = Counter(offer.key for job in stores if not job.settled for offer in job.offers)
@@ -110,6 +115,24 @@ def _check_written_off(scene: Scene) -> None:
         assert pool.state(slot) is SlotState.QUARANTINED, f"R16: slot {slot} is {pool.state(slot).name} again"
 
 
+def _check_disk(scene: Scene, world: DiskWorld) -> None:
+    """R4, R14, R16, R17: what holds between the disk, its index and the jobs on it."""
+    state, disk = world.core.state, world.disk
+    jobs = [job for job in state.jobs.open.values() if job.tier is Tier.DISK]
+    for way in Direction:
+        keys = Counter(key for job in jobs if job.direction is way and not job.settled for key in job.keys)
+        assert max(keys.values(), default=1) == 1, f"R14: a key is under way twice: {keys}"
+    written = {place for job in jobs if job.direction is Direction.STORE for place in job.places}
+    assert written.isdisjoint(world.index), f"places {written} are written, and in the index {world.index}"
+    budget = max(state.pool.capacity // 4, 1)
+    assert len(disk.fetching) <= budget, f"{len(disk.fetching)} blocks are fetched, {budget} may be"
+    for place in scene.places_written_off:
+        is_off = disk.pool.state(place) in (SlotState.DRAINING, SlotState.QUARANTINED)
+        assert is_off, f"R16: place {place} is handed out again"
+    for put in world.index.values():
+        assert len(put.sums) == len(world.ranks), f"R4: {put} is not of every rank"
+
+
 def check_lookup(scene: Scene, name: str, answer: int | None, *, is_patient: bool) -> None:
     """R9, R12, R14: what a lookup may answer."""
     state = scene.world.core.state
@@ -128,12 +151,19 @@ def check_lookup(scene: Scene, name: str, answer: int | None, *, is_patient: boo
     pinned = set(record.hit.slots) if record.hit is not None else set()
     assert bool(pinned) == bool(answer), f"R1: answered {answer}, pinned {pinned}"
     assert not is_patient or others.isdisjoint(pinned), "R14: loads what another request is loading"
-    assert answer is not None or others or state.shared.owners, "R14: 'not yet' with nothing to wait for"
+    fetches = state.disk is not None and bool(state.disk.fetching)
+    assert answer is not None or others or state.shared.owners or fetches, (
+        "R14: 'not yet' with nothing to wait for"
+    )
 
 
 def check_reset(scene: Scene) -> None:
     """R10: the index is empty at once."""
-    assert not scene.world.core.state.pool.index, "R10: something can hit right after a reset"
+    state = scene.world.core.state
+    assert not state.pool.index, "R10: something can hit right after a reset"
+    assert state.disk is None or not state.disk.pool.index, (
+        "R10: something is on the disk right after a reset"
+    )
 
 
 def check_repeated(scene: Scene, rank: Rank) -> None:
@@ -180,7 +210,11 @@ def check_end(scene: Scene) -> None:
     for name, request in list(world.requests.items()):
         assert request.state != "loading", f"R9: {name} waits for a load that is over"
         if request.state == "waiting":
-            assert world.lookup(request) is not None, f"R14: {name} waits for nothing"
+            fetches = 0
+            while world.lookup(request) is None:
+                fetches += 1
+                assert fetches <= _MOST_FETCHES, f"R14: {name} waits for nothing"
+                world.drain()
     for request in list(world.requests.values()):
         if request.state != "ended":
             world.end(request)
@@ -197,8 +231,9 @@ def check_end(scene: Scene) -> None:
 def _check_nothing_is_left(scene: Scene) -> None:
     core = scene.world.core
     pool = core.state.pool
-    rest = sum(pool.count(each) for each in (SlotState.EMPTY, SlotState.READY, SlotState.QUARANTINED))
-    assert rest == pool.capacity, "R11: slots are missing"
+    for each in [pool, *([core.state.disk.pool] if core.state.disk is not None else [])]:
+        rest = sum(each.count(at) for at in (SlotState.EMPTY, SlotState.READY, SlotState.QUARANTINED))
+        assert rest == each.capacity, "R11: slots are missing"
     assert not core.state.tally.open_offers, "R11: an offer has no outcome"
     left = left_behind(core)
     assert not left, f"R11: left behind: {left}"

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from kvoffload.model.ids import JobId, Rank
-from kvoffload.model.transfer import Direction
+from kvoffload.model import facts
+from kvoffload.model.ids import JobId, Rank, SlotId
+from kvoffload.model.transfer import Direction, DiskJob
+from tests.core.disk_world import DiskWorld
 from tests.core.world import CORRUPT, DONE, FAILED, Req
 from tests.explore import laws
 from tests.explore.scene import Scene
 
 Action = tuple[str | int, ...]
 
-_OUTCOMES = {"done": DONE, "fail": FAILED, "corrupt": CORRUPT}
+_OUTCOMES = {"done": DONE, "fail": FAILED, "corrupt": CORRUPT, "hang": FAILED}
 
 
 def actions(scene: Scene) -> Iterator[Action]:
@@ -28,6 +30,8 @@ def actions(scene: Scene) -> Iterator[Action]:
         yield ("step", *(request.name for request in running))
     yield ("step",)
     yield from _of_copies(scene)
+    if scene.disk_world is not None:
+        yield from _of_disk(scene, scene.disk_world)
     for trouble in ("reset", "forget", "grow", "degrade"):
         if scene.left.get(trouble):
             yield (trouble,)
@@ -70,9 +74,26 @@ def _of_copies(scene: Scene) -> Iterator[Action]:
                 yield ("report", rank, job, "fail")
             if scene.left.get("corrupt") and copy.job.direction is not Direction.STORE:
                 yield ("report", rank, job, "corrupt")
+            if scene.left.get("hang") and isinstance(copy.job, DiskJob):
+                yield ("report", rank, job, "hang")
     if scene.left.get("late"):
         for job in scene.world.submitted():
             yield ("late", job)
+
+
+def _of_disk(scene: Scene, world: DiskWorld) -> Iterator[Action]:
+    if world.unread:
+        yield ("open",)
+    for rank in sorted(world.failing):
+        yield ("works", rank)
+    if scene.left.get("spoil"):
+        yield from (("spoil", rank, place) for place in sorted(world.index) for rank in world.ranks)
+    if scene.left.get("close"):
+        yield ("close",)
+    if scene.left.get("restart"):
+        yield ("restart", "whole")
+        if world.synced != world.index:
+            yield ("restart", "cut")
 
 
 def act(scene: Scene, action: Action) -> None:
@@ -84,7 +105,7 @@ def act(scene: Scene, action: Action) -> None:
     kind, *words = action
     before = laws.Before.of(scene)
     _ACTS[str(kind)](scene, *words)
-    laws.check(scene, before)
+    laws.check(scene, before if kind != "restart" else laws.Before.of(scene))
     scene.tidy()
 
 
@@ -156,16 +177,34 @@ def _end(scene: Scene, name: str) -> None:
 def _report(scene: Scene, rank: int, job: int, outcome: str) -> None:
     if outcome != "done":
         scene.spend(outcome)
-    scene.world.report(rank, JobId(job), _OUTCOMES[outcome], (0,) if outcome == "corrupt" else ())
+    if outcome == "hang":
+        _hang(scene, rank, JobId(job))
+    else:
+        scene.world.report(rank, JobId(job), _OUTCOMES[outcome], (0,) if outcome == "corrupt" else ())
     laws.check_repeated(scene, Rank(rank))
+
+
+def _hang(scene: Scene, rank: int, job: JobId) -> None:
+    """A call on a rank's file does not return; what it was to write may still change."""
+    assert isinstance(scene.world, DiskWorld)
+    world, copy = scene.world, scene.world.copies[job].job
+    assert isinstance(copy, DiskJob)
+    is_spill = copy.direction is Direction.STORE
+    world.failing.add(rank)
+    world.report(rank, job, FAILED, stuck=(0,) if is_spill else ())
+    if is_spill:
+        scene.places_written_off.add(copy.places[0])
 
 
 def _late(scene: Scene, job: int) -> None:
     scene.spend("late")
-    copy = scene.world.copies[JobId(job)]
+    copy = scene.world.copies[JobId(job)].job
     scene.world.overdue(JobId(job))
-    if copy.job.direction is Direction.STORE:
-        scene.written_off.update(copy.job.slots)
+    is_store = copy.direction is Direction.STORE
+    if isinstance(copy, DiskJob) and is_store:
+        scene.places_written_off.update(copy.places)
+    elif isinstance(copy, DiskJob) or is_store:
+        scene.written_off.update(copy.slots)
 
 
 def _reset(scene: Scene) -> None:
@@ -189,6 +228,32 @@ def _degrade(scene: Scene) -> None:
     scene.world.degrade()
 
 
+def _open(scene: Scene) -> None:
+    assert isinstance(scene.world, DiskWorld)
+    scene.world.tell(scene.world.unread.pop(0))
+
+
+def _works(scene: Scene, rank: int) -> None:
+    assert isinstance(scene.world, DiskWorld)
+    scene.world.disk_fails(rank, works=True)
+
+
+def _spoil(scene: Scene, rank: int, place: int) -> None:
+    scene.spend("spoil")
+    assert isinstance(scene.world, DiskWorld)
+    scene.world.spoil_place(rank, SlotId(place))
+
+
+def _close(scene: Scene) -> None:
+    scene.spend("close")
+    scene.world.tell(facts.DiskClosed())
+
+
+def _restart(scene: Scene, how: str) -> None:
+    scene.spend("restart")
+    scene.restart(loses_tail=how == "cut")
+
+
 _ACTS: dict[str, Callable[..., None]] = {
     "add": _add,
     "again": _again,
@@ -204,4 +269,9 @@ _ACTS: dict[str, Callable[..., None]] = {
     "forget": _forget,
     "grow": _grow,
     "degrade": _degrade,
+    "open": _open,
+    "works": _works,
+    "spoil": _spoil,
+    "close": _close,
+    "restart": _restart,
 }

@@ -15,6 +15,7 @@ from kvoffload.core.miss_memory import MissMemory
 from kvoffload.core.state import Policy
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.ids import BlockKey, JobId, RequestId, SlotId
+from tests.core.disk_world import DiskWorld
 from tests.core.world import Copy, World
 from tests.explore.worlds import SmallWorld
 
@@ -32,7 +33,8 @@ class Scene:
         left: how often each kind of trouble may still happen.
         found: what a request's last lookup answered (device and host tokens), until it is given blocks.
         stored: how often each incarnation of a request had a key stored; R8 allows it once more than once.
-        written_off: slots under an abandoned store, which are never handed out again (R16).
+        written_off: slots under an abandoned store or fetch, which are never handed out again (R16).
+        places_written_off: places on the disk under a write that hangs or was abandoned.
     """
 
     kind: SmallWorld
@@ -42,6 +44,7 @@ class Scene:
     found: dict[str, tuple[int, int]] = field(default_factory=dict)
     stored: Counter[tuple[RequestId, int, BlockKey]] = field(default_factory=Counter)
     written_off: set[SlotId] = field(default_factory=set)
+    places_written_off: set[SlotId] = field(default_factory=set)
 
     @classmethod
     def first(cls, kind: SmallWorld) -> Scene:
@@ -50,6 +53,22 @@ class Scene:
         scene.world.checks_each_fact = False  # but after each action, which may tell several
         scene.tidy()
         return scene
+
+    @property
+    def disk_world(self) -> DiskWorld | None:
+        """The world, where it has a disk."""
+        return self.world if isinstance(self.world, DiskWorld) else None
+
+    def restart(self, *, loses_tail: bool) -> None:
+        """The engine dies with all of its requests, which come again."""
+        assert isinstance(self.world, DiskWorld)
+        self.world = self.kind.restarted(self.world, loses_tail=loses_tail)
+        self.world.checks_each_fact = False
+        self.unseen = list(self.kind.texts)
+        self.found.clear()
+        self.stored.clear()
+        self.written_off.clear()
+        self.places_written_off.clear()
 
     def spend(self, trouble: str) -> None:
         self.left[trouble] -= 1
@@ -67,6 +86,8 @@ class Scene:
         world.steps = 0
         _renumber_jobs(world)
         _forget_bytes(world)
+        if self.disk_world is not None:
+            _forget_places(self.disk_world)
 
     def digest(self) -> bytes:
         """Return 16 bytes that are the same for equal scenes."""
@@ -103,3 +124,15 @@ def _forget_bytes(world: World) -> None:
             world.device_age.pop(block, None)
             for rank_bytes in device.bytes:
                 rank_bytes.pop(block, None)
+
+
+def _forget_places(world: DiskWorld) -> None:
+    """A place that neither the pool nor an index of the next process finds holds nothing that can be read."""
+    copied = {place for copy in world.copies.values() for place in getattr(copy.job, "places", ())}
+    found = {*world.index, *world.synced, *copied}
+    for place in [place for place in world.place_age if place not in found]:
+        del world.place_age[place]
+    for held in world.places:
+        for place in [place for place in held if place not in found]:
+            del held[place]
+    world.disk_rotten = {(rank, place) for rank, place in world.disk_rotten if place in world.index}

@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
+from kvoffload.core.disk_state import DiskState
+from kvoffload.core.disk_tier import DiskTier
 from kvoffload.core.host_pool import HostPool
 from kvoffload.core.in_flight_stores import InFlightStores
 from kvoffload.core.job import Job
@@ -15,6 +17,7 @@ from kvoffload.core.leases import Leases
 from kvoffload.core.loads import Loads
 from kvoffload.core.pending_hits import PendingHits
 from kvoffload.core.shared_loads import SharedLoads
+from kvoffload.core.spills import Spills
 from kvoffload.core.stale_blocks import StaleBlocks
 from kvoffload.core.stores import Stores
 from tests.explore.programs import Action, act, actions, replay
@@ -72,6 +75,31 @@ BREAKS: dict[str, tuple[str, type, str, object]] = {
         "handed_out",
         lambda self, blocks: 0,
     ),
+    "R4 a block is put into the index when one rank has written it": (
+        "spills on two ranks",
+        Job,
+        "reported",
+        lambda self, *_: bool(self.waiting) and not self.waiting.clear(),
+    ),
+    "R17 a place is written while the index names it": (
+        "a spill over another",
+        DiskState,
+        "strike",
+        lambda self, slot: self.sums.pop(slot, None),
+    ),
+    "R16 a place under a write that hangs is handed out": (
+        "spills",
+        Spills,
+        "_copies_ended",
+        lambda self, job: self._disk.pool.drained(job.places),
+    ),
+    "R10 a spill or a fetch survives a reset": ("spills", DiskTier, "stop", lambda self: None),
+    "R14 a key is fetched for each request": (
+        "sharing a fetch",
+        DiskState,
+        "fetching",
+        property(lambda self: {}, lambda self, value: None),
+    ),
     "R9 a load is never answered": ("a load", Loads, "_answer", lambda self, *_, **__: None),
     "R10 a store in flight survives a reset": (
         "one request",
@@ -93,7 +121,7 @@ def test_a_broken_rule_is_found_with_a_program_that_shows_it(
     broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, owner, method, wrong = BREAKS[broken]
-    monkeypatch.setattr(owner, method, wrong)
+    monkeypatch.setattr(owner, method, wrong, raising=False)
     violation = explore(WORLDS[name], states=3_000).violation
     assert violation is not None
     namespace: dict[str, Callable[[], None]] = {}

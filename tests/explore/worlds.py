@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvoffload.model.groups import GroupSpec
+from tests.core.disk_world import DiskWorld
 from tests.core.world import World, full, recurrent, window
 
 LONG, SHORT, OTHER = "abcdefghi", "abcde", "xyzuvwrst"
@@ -22,6 +24,8 @@ class SmallWorld:
         often: how many times each kind of trouble may happen; what is not named never does.
         served: what was computed and stored before, and has left the device since.
         ranks, device, host, policy, merge_steps: as in `World`. With "grow", only one slot is ready at first.
+        disk, after_hits: as in `DiskWorld`; without places there is no disk.
+        on_disk: what an earlier process left on the disk. With "open", its index is read while it is explored.
     """
 
     groups: tuple[GroupSpec, ...] = (full(),)
@@ -33,22 +37,52 @@ class SmallWorld:
     host: int = 2
     policy: str = "eager"
     merge_steps: int = 1
+    disk: int = 0
+    after_hits: int = 1
+    on_disk: tuple[str, ...] = ()
 
     def build(self) -> World:
         """Return the world before anything of the exploration has happened."""
-        world = World(
-            *self.groups,
-            ranks=self.ranks,
-            device=self.device,
-            host=1 if "grow" in self.often else self.host,
-            policy=self.policy,
-            merge_steps=self.merge_steps,
-            step_tokens=4,
-        )
+        world = self._after(self._first_life()) if self.disk else World(*self.groups, **self._settings)
         for number, text in enumerate(self.served):
             world.serve(f"before {number}", text)
         world.device.forget_keys()
         return world
+
+    def restarted(self, before: DiskWorld, *, loses_tail: bool) -> DiskWorld:
+        """Return the world in which the engine has died and another one begins to read its index."""
+        before.die(loses_tail=loses_tail)
+        return self._after(before, opens=False)
+
+    def _first_life(self) -> DiskWorld | None:
+        if not self.on_disk:
+            return None
+        settings = {**self._settings, "device": 32, "host": 32, "ranks": self.ranks}
+        world = DiskWorld(*self.groups, disk=self.disk, after_hits=0, **settings)
+        for number, text in enumerate(self.on_disk):
+            world.serve_again(f"first {number}", text)
+        return world
+
+    def _after(self, before: DiskWorld | None, *, opens: bool = True) -> DiskWorld:
+        return DiskWorld(
+            *self.groups,
+            disk=self.disk,
+            after_hits=self.after_hits,
+            before=before,
+            opens=opens and "open" not in self.often,
+            **self._settings,
+        )
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "ranks": self.ranks,
+            "device": self.device,
+            "host": 1 if "grow" in self.often else self.host,
+            "policy": self.policy,
+            "merge_steps": self.merge_steps,
+            "step_tokens": 4,
+        }
 
 
 _BOTH = (full(), window(5, group=1))
@@ -95,6 +129,52 @@ WORLDS: Mapping[str, SmallWorld] = {
     ),
     "sharing a state's load": SmallWorld(_STATES, served=(LONG,), often={"fail": 1}, device=14, host=4),
     "lazy load": SmallWorld(policy="lazy", served=(LONG,), often={"reset": 1, "corrupt": 1}, device=18),
+    # With a disk below the host: spills, fetches, and the next process. A host of 8 slots has room for a fetch of 2.
+    "spills": SmallWorld(
+        texts=_ONE, often=dict.fromkeys(("fail", "late", "reset", "hang"), 1), host=3, disk=2, after_hits=0
+    ),
+    "spills on two ranks": SmallWorld(
+        texts=_ONE, often=dict.fromkeys(("fail", "late", "hang"), 1), ranks=2, host=2, disk=2, after_hits=0
+    ),
+    "a spill over another": SmallWorld(
+        texts={"a": SHORT, "b": OTHER}, often={"restart": 1, "spoil": 1}, device=8, disk=1, after_hits=0
+    ),
+    "spills of what was found again": SmallWorld(
+        served=(LONG,), often={"fail": 1, "reset": 1, "restart": 1}, host=3, disk=2
+    ),
+    "a fetch": SmallWorld(
+        texts=_ONE,
+        on_disk=(LONG,),
+        often=dict.fromkeys(("fail", "late", "reset", "corrupt", "hang", "restart"), 1),
+        host=8,
+        disk=3,
+    ),
+    "a fetch on two ranks": SmallWorld(
+        texts=_ONE,
+        on_disk=(LONG,),
+        often=dict.fromkeys(("fail", "late", "spoil", "corrupt"), 1),
+        ranks=2,
+        host=8,
+        disk=2,
+    ),
+    "sharing a fetch": SmallWorld(on_disk=(LONG,), often={"fail": 1, "late": 1, "spoil": 1}, host=8, disk=2),
+    "fetches and evictions": SmallWorld(
+        texts={"a": LONG, "b": OTHER}, on_disk=(LONG,), often={"spoil": 1}, device=8, host=2, disk=3
+    ),
+    "a window's fetch": SmallWorld(
+        _WINDOW, _ONE, {"fail": 1, "reset": 1, "restart": 1}, device=7, host=8, disk=2, on_disk=(LONG,)
+    ),
+    "a state's fetch": SmallWorld(
+        _STATES, _ONE, {"fail": 1, "corrupt": 1, "preempt": 1}, device=10, host=12, disk=4, on_disk=(LONG,)
+    ),
+    "a disk that opens": SmallWorld(
+        texts=_ONE,
+        on_disk=(LONG,),
+        often=dict.fromkeys(("open", "reset", "close", "restart", "degrade"), 1),
+        host=8,
+        disk=3,
+        after_hits=0,
+    ),
     # The engine and the operator do what they should not.
     "switched off": SmallWorld(served=(LONG,), often={"degrade": 1, "fail": 1}, ranks=2),
     "surprises": SmallWorld(served=(LONG,), often={"surprise": 1, "preempt": 1, "forget": 1}),
