@@ -8,10 +8,10 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 if TYPE_CHECKING:
-    from kvoffload.engine.batch_input import GroupInput, Span
+    from kvoffload.engine.batch_input import AttentionInput, Span
 
 
-def write_kv(pages: torch.Tensor, group: GroupInput, key: torch.Tensor, value: torch.Tensor) -> None:
+def write_kv(pages: torch.Tensor, group: AttentionInput, key: torch.Tensor, value: torch.Tensor) -> None:
     """Store the new tokens' keys and values.
 
     Args:
@@ -24,7 +24,7 @@ def write_kv(pages: torch.Tensor, group: GroupInput, key: torch.Tensor, value: t
     pages[group.write_blocks, 1, group.write_offsets] = value
 
 
-def attend(pages: torch.Tensor, group: GroupInput, query: torch.Tensor) -> torch.Tensor:
+def attend(pages: torch.Tensor, group: AttentionInput, query: torch.Tensor) -> torch.Tensor:
     """Attention of the new tokens, whose own keys and values have been written.
 
     Args:

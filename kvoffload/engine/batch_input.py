@@ -31,12 +31,31 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupInput:
-    """One group's share of a step."""
+class StateSpan:
+    """From which block one request's rows go on in a recurrent group, and where they leave their state."""
+
+    rows: slice  # of the step's tokens
+    read_block: int | None  # None: from the start
+    write_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionInput:
+    """One attention group's share of a step."""
 
     write_blocks: torch.Tensor  # int64 [tokens]: where the KV of each new token goes
     write_offsets: torch.Tensor  # int64 [tokens]
     spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentInput:
+    """One recurrent group's share of a step."""
+
+    spans: tuple[StateSpan, ...]
+
+
+GroupInput = AttentionInput | RecurrentInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +93,10 @@ class InputMaker:
     def _group_input(
         self, group: GroupFacts, chunks: Sequence[Chunk], rows: Sequence[slice], masks: _Masks
     ) -> GroupInput:
+        if group.kind == "recurrent":
+            return RecurrentInput(
+                tuple(_state_span(group, *parts) for parts in zip(chunks, rows, strict=True))
+            )
         size = group.block_tokens
         blocks: list[int] = []
         for chunk in chunks:
@@ -81,7 +104,7 @@ class InputMaker:
             blocks += [table[token // size] for token in range(chunk.start, chunk.end)]
         offsets = [token % size for chunk in chunks for token in range(chunk.start, chunk.end)]
         spans = tuple(self._span(group, *parts) for parts in zip(chunks, rows, masks, strict=True))
-        return GroupInput(self._to_device(blocks), self._to_device(offsets), spans)
+        return AttentionInput(self._to_device(blocks), self._to_device(offsets), spans)
 
     def _span(self, group: GroupFacts, chunk: Chunk, rows: slice, mask: torch.Tensor | None) -> Span:
         first_key = first_visible(group, chunk.start)
@@ -97,7 +120,7 @@ class InputMaker:
         return {kind: [self._mask(group, chunk) for chunk in chunks] for kind, group in kinds.items()}
 
     def _mask(self, group: GroupFacts, chunk: Chunk) -> torch.Tensor | None:
-        if _is_causal(group, chunk) or chunk.end - chunk.start == 1:
+        if _is_causal(group, chunk) or chunk.end - chunk.start == 1 or group.kind == "recurrent":
             return None  # a single row sees all the keys of its span
         rows = torch.arange(chunk.start, chunk.end)
         keys = torch.arange(first_visible(group, chunk.start), chunk.end)
@@ -112,6 +135,14 @@ class InputMaker:
 
 
 _Masks = Sequence[torch.Tensor | None]
+
+
+def _state_span(group: GroupFacts, chunk: Chunk, rows: slice) -> StateSpan:
+    """A state inside a block is continued in its block, which the step has moved; one at its end is left as it is."""
+    table, size = chunk.request.tables[group.index], group.block_tokens
+    write = table[(chunk.end - 1) // size]
+    read = write if chunk.start % size else table[chunk.start // size - 1]
+    return StateSpan(rows, read if chunk.start else None, write)
 
 
 def _is_causal(group: GroupFacts, chunk: Chunk) -> bool:

@@ -7,7 +7,8 @@ allocated, those that left the window are given back, so the most that a request
     ....|......:.......:.......:.......:.......:.|        in blocks, rounded up, plus one,
      ^ the window need not start on a block edge           because both ends can lie inside a block
 
-A chunk starts on a block edge, so chunked-local groups need no extra block. Full attention is never capped.
+A chunk starts on a block edge, so chunked-local groups need no extra block. Full attention is never capped. A recurrent
+group needs the state that a step goes on from and the state that it writes.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class Capacity:
 
     def group_cap_blocks(self, group: GroupFacts) -> int | None:
         """The most blocks that any request holds in `group`, however long it is; None for full attention."""
+        if group.kind == "recurrent":
+            return 2
         if group.window_tokens is not None:
             tokens = min(group.window_tokens - 1 + self.in_flight_tokens, self.max_model_len)
             return _blocks(tokens, group) + 1

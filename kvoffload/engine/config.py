@@ -17,8 +17,8 @@ DType = Literal["float32", "bfloat16"]
 class ModelConfig:
     """A decoder transformer with weights drawn from a seed.
 
-    With `attention="full"` all layers attend to everything. Otherwise `local_per_full` local layers (sliding window or
-    chunked local) are followed by one full layer, and so on.
+    With `attention="full"` all layers attend to everything. Otherwise `local_per_full` local layers (sliding window,
+    chunked local or recurrent) are followed by one full layer, and so on.
     """
 
     vocab_size: int = 256  # tokens are bytes by default
@@ -48,6 +48,10 @@ class ModelConfig:
     def layers_per_group(self) -> int:
         """Layers in each group, which is also the number of physical KV tensors."""
         return self.layers // self.num_groups
+
+    def is_recurrent(self, layer: int) -> bool:
+        """Whether the layer is a recurrence."""
+        return self.attention == "recurrent" and (layer + 1) % self.num_groups != 0
 
     def _problems(self) -> Iterator[str]:
         positive = "vocab_size layers hidden_size heads kv_heads head_dim ffn_size local_per_full rope_base"

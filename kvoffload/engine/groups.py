@@ -3,6 +3,7 @@
     full              [0 ................................ p]
     sliding window                    [p - window + 1 ... p]
     chunked local             [start of p's chunk ....... p]
+    recurrent                                      [p - 1]      the state after the token before
 
 Everything that asks "is this block still needed" (capacity, tables, prefix search, masks) asks `first_visible`.
 """
@@ -32,6 +33,8 @@ def first_visible(group: GroupFacts, position: int) -> int:
     """The first token that the token at `position` attends to."""
     if group.window_tokens is not None:
         return max(0, position - group.window_tokens + 1)
+    if group.kind == "recurrent":
+        return max(0, position - 1)
     if group.chunk_tokens is not None:
         return position // group.chunk_tokens * group.chunk_tokens
     return 0

@@ -20,7 +20,7 @@ _SCORE_STD = 3.0
 _LOGIT_STD = 2.0
 _RMS_EPS = 1e-6
 
-#: attention(layer, query, key, value): takes [tokens, heads or kv_heads, head_dim], returns query's shape.
+#: attention(layer, query, key, value), or recurrence: takes [tokens, heads or kv_heads, head_dim], returns query's shape.
 Attention = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -53,7 +53,9 @@ class Transformer:
         cos, sin = self._cos[positions, None], self._sin[positions, None]
         for index, layer in enumerate(self._layers):
             query, key, value = self._project(layer, x)
-            mixed = attention(index, _rotate(query, cos, sin), _rotate(key, cos, sin), value)
+            if not self._config.is_recurrent(index):
+                query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
+            mixed = attention(index, query, key, value)
             x = x + linear(mixed.flatten(1), layer.attention_out)
             gate, up = linear(self._norm(x), layer.gate_up).chunk(2, dim=-1)
             x = x + linear(silu(gate) * up, layer.ffn_out)

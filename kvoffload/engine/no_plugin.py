@@ -24,6 +24,10 @@ class NoPlugin:
         """Finds nothing."""
         return 0
 
+    def junction(self, request: RequestView) -> int:
+        """Wants no state."""
+        return 0
+
     def allocated(
         self, request: RequestView, tables: BlockTables, device_tokens: int, external_tokens: int
     ) -> None:

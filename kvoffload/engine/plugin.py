@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 ENTRY_POINT_GROUP = "kvoffload.engine_plugins"
 
-GroupKind = Literal["full", "sliding_window", "chunked_local"]
+GroupKind = Literal["full", "sliding_window", "chunked_local", "recurrent"]
 
 #: Block ids per group, by position in the request; the null id 0 where the request holds no block.
 BlockTables = tuple[tuple[int, ...], ...]
@@ -79,6 +79,20 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class StateMade:
+    """A recurrent state at the end of a whole block.
+
+    The step's forward pass writes it, and nothing after that: the block keeps it until it is handed out again.
+    """
+
+    request_id: str
+    group: int
+    position: int
+    block: int
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class StepFacts:
     """One scheduled step; `progress` holds only the requests that are scheduled in it."""
 
@@ -86,6 +100,7 @@ class StepFacts:
     progress: tuple[Progress, ...]
     # Lost their blocks since the last plan; none of them was allocated again before this one.
     preempted: tuple[str, ...]
+    states: tuple[StateMade, ...] = ()  # of requests in `progress`
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +134,10 @@ class RequestView(Protocol):
     def confirmed_tokens(self) -> int:
         """Tokens whose KV is certainly in the request's blocks; 0 while it waits or loads."""
 
+    @property
+    def shared_tokens(self) -> int:
+        """Tokens whose blocks of full attention the device holds, where it lacks a recurrent state after them."""
+
     def keys(self, group: int) -> Sequence[bytes]:
         """Keys of all full blocks of the tokens known so far, by position; grows. Not to be altered."""
 
@@ -142,6 +161,12 @@ class SchedulerPlugin(Protocol):
         and always leaves at least one token of the request to compute.
         """
 
+    def junction(self, request: RequestView) -> int:
+        """After how many tokens a recurrent state of this request is wanted; 0 for nowhere.
+
+        Asked after a lookup, of models with recurrent groups only. The request's prefill ends a step there.
+        """
+
     def allocated(
         self, request: RequestView, tables: BlockTables, device_tokens: int, external_tokens: int
     ) -> None:
@@ -149,7 +174,7 @@ class SchedulerPlugin(Protocol):
 
         With external tokens the tables cover device and external tokens, and the request waits until `update`
         names it. Without, they cover the first chunk too. Window groups hold null ids where the window does
-        not reach.
+        not reach, recurrent groups but for the states that the request goes on from and writes.
         """
 
     def plan(self, step: StepFacts) -> object:

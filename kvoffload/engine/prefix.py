@@ -23,6 +23,7 @@ class PrefixHit:
 
     blocks: int
     tables: tuple[tuple[int, ...], ...]
+    full_blocks: int = 0  # of the longer prefix that the groups of full attention hold
 
 
 def find_prefix(
@@ -34,13 +35,14 @@ def find_prefix(
     they are searched once and bound the others' search.
     """
     finders = [_finder(pool, group_keys) for group_keys in keys]
-    blocks = min(
+    blocks = full_blocks = min(
         [_full_length(finders[g.index], max_blocks) for g in groups if g.kind == "full"], default=max_blocks
     )
     local = [group for group in groups if group.kind != "full"]
     while (shorter := _shorten(local, finders, blocks)) < blocks:
         blocks = shorter
-    return PrefixHit(blocks, tuple(_table(group, finders[group.index], blocks) for group in groups))
+    tables = tuple(_table(group, finders[group.index], blocks) for group in groups)
+    return PrefixHit(blocks, tables, full_blocks)
 
 
 def _shorten(groups: Sequence[GroupFacts], finders: Sequence[FindBlock], blocks: int) -> int:

@@ -75,6 +75,8 @@ class Request:
     load_external_tokens: int = 0  # ... and those that the plugin brings
     tables: list[list[int]] = field(init=False)
     recycled_blocks: list[int] = field(init=False)  # per group: positions below have been given back
+    shared_tokens: int = 0  # of the device's blocks of full attention, where it lacks a recurrent state
+    junction: int = 0  # after so many tokens a recurrent state is kept
     indexed_blocks: int = 0  # positions below can be found by key
     held_blocks: int = 0
 

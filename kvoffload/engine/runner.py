@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvoffload.engine.attention import attend, write_kv
-from kvoffload.engine.batch_input import BatchInput, InputMaker
+from kvoffload.engine.batch_input import BatchInput, InputMaker, RecurrentInput
 from kvoffload.engine.errors import ConfigError
 from kvoffload.engine.model import Transformer
+from kvoffload.engine.recurrence import recur
 from kvoffload.engine.sampling import Sampler
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class Runner:
 
 
 class _PagedAttention:
-    """Attention of one step: layer `l` is in group `l % groups` and in tensor `l // groups`."""
+    """Attention or recurrence of one step: layer `l` is in group `l % groups` and in tensor `l // groups`."""
 
     def __init__(self, kv_tensors: Sequence[torch.Tensor], inputs: BatchInput) -> None:
         self._kv_tensors = kv_tensors
@@ -72,6 +73,8 @@ class _PagedAttention:
     ) -> torch.Tensor:
         tensor, index = divmod(layer, len(self._groups))
         pages, group = self._kv_tensors[tensor], self._groups[index]
+        if isinstance(group, RecurrentInput):
+            return recur(pages, group, query, key, value)
         write_kv(pages, group, key, value)
         return attend(pages, group, query)
 

@@ -20,7 +20,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from kvoffload.engine.errors import PluginError
-from kvoffload.engine.plugin import LoadResults, Progress, SchedulerPlugin, StepFacts
+from kvoffload.engine.plugin import LoadResults, Progress, SchedulerPlugin, StateMade, StepFacts
 from kvoffload.engine.request import Request, RequestState, Token
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ class Scheduler:
         self._capacity = capacity
         self._plugin = plugin
         self._max_requests = max_requests
+        self._has_states = any(group.kind == "recurrent" for group in capacity.groups)
         self._step = 0
         self._starved = False
         self._preempted: list[str] = []  # since the last plan
@@ -121,7 +122,8 @@ class Scheduler:
         # A request that was just preempted gets no blocks before a plan has reported the loss of its old ones.
         if not self._starved and not self._preempted:
             chunks += self._admit_waiting(budget)
-        facts = StepFacts(self._step, tuple(map(_progress, chunks)), tuple(self._preempted))
+        states = self._states_made(chunks) if self._has_states else ()
+        facts = StepFacts(self._step, tuple(map(_progress, chunks)), tuple(self._preempted), states)
         self._preempted.clear()
         self._step += 1
         return Batch(tuple(chunks), facts, self._starved)
@@ -146,6 +148,25 @@ class Scheduler:
         for request_id in reversed(results.failed):  # the first one named is to be the first in the queue
             self._load_ended(request_id, self._retry)
 
+    # --- recurrent states ------------------------------------------------------------------------------------
+
+    def _chunk_end(self, request: Request, start: int, budget: int) -> int:
+        """Where a request's tokens of a step end. A recurrent state is kept where that is the end of a block.
+
+        So a prefill stops at its last whole block, and where the prompt leaves a prefix that others were seen to share.
+        """
+        end = min(request.num_tokens, start + budget)
+        if not self._has_states:
+            return end
+        last = request.num_tokens - 1
+        ends = (request.junction, last - last % self._capacity.block_tokens)
+        return min([kept for kept in ends if start < kept < end], default=end)
+
+    def _states_made(self, chunks: Sequence[Chunk]) -> tuple[StateMade, ...]:
+        return tuple(
+            state for chunk in chunks for state in self._tables.states_made(chunk.request, chunk.end)
+        )
+
     # --- running requests -------------------------------------------------------------------------------------
 
     def _continue_running(self, budget: int) -> list[Chunk]:
@@ -153,7 +174,7 @@ class Scheduler:
         for request in tuple(self.running):
             if budget == 0 or request.state is not RequestState.RUNNING:
                 break  # behind a preempted request there are only preempted ones
-            end = min(request.num_tokens, request.confirmed_tokens + budget)
+            end = self._chunk_end(request, request.confirmed_tokens, budget)
             new_blocks = self._grow(request, end)
             if new_blocks is None:
                 self._starved = True
@@ -208,11 +229,12 @@ class Scheduler:
     def _admit(self, request: Request, budget: int) -> Chunk | _Admission:
         hit = self._tables.find_prefix(request)
         device = hit.blocks * self._capacity.block_tokens
+        request.shared_tokens = hit.full_blocks * self._capacity.block_tokens
         external = self._lookup(request, device)
         if external is None:
             return _Admission.NOT_YET
         seen = device + external
-        end = seen if external else min(request.num_tokens, device + budget)
+        end = seen if external else self._chunk_end(request, device, budget)
         if not self._tables.admit(request, hit, seen, end, self._reserve()):
             return _Admission.NO_BLOCKS
         self._plugin.allocated(request, request.block_tables(), device, external)
@@ -226,6 +248,8 @@ class Scheduler:
         answer = self._plugin.lookup(request, device_tokens)
         if answer is None:
             return None
+        if self._has_states:
+            request.junction = max(request.shared_tokens, self._plugin.junction(request))
         most = min(answer, request.num_tokens - 1 - device_tokens)
         return most - most % self._capacity.block_tokens
 

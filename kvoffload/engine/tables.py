@@ -1,4 +1,10 @@
-"""Block tables: what each request holds of the pool, from admission to release."""
+"""Block tables: what each request holds of the pool, from admission to release.
+
+A recurrent group's row has the state that the next step goes on from, and in a step the state that it writes:
+
+    step ends inside a block      [. . . S]         the next step writes the same block, which moves with it
+    step ends where a block does  [. . . S .  R]    S is whole and can be found: the next step reads it, and writes R
+"""
 
 from __future__ import annotations
 
@@ -6,7 +12,7 @@ from collections.abc import Sequence
 
 from kvoffload.engine.block_pool import NULL_BLOCK, BlockPool
 from kvoffload.engine.groups import first_needed_block
-from kvoffload.engine.plugin import GroupFacts
+from kvoffload.engine.plugin import GroupFacts, StateMade
 from kvoffload.engine.prefix import PrefixHit, find_prefix
 from kvoffload.engine.request import Request
 
@@ -53,11 +59,39 @@ class BlockTables:
         """Blocks for the tokens up to `end`, after those that left the window are given back; None: too few are free."""
         self._recycle(request)
         total = -(-end // self._block_tokens)
-        missing = [total - len(table) for table in request.tables]
+        missing = [
+            self._missing(group, total - len(table), request.confirmed_tokens)
+            for group, table in zip(self._groups, request.tables, strict=True)
+        ]
         if sum(missing) > self._pool.free_blocks:
             return None
         request.held_blocks += sum(missing)
-        return tuple(self._extend(table, count) for table, count in zip(request.tables, missing, strict=True))
+        return tuple(
+            self._extend(table, total, count) for table, count in zip(request.tables, missing, strict=True)
+        )
+
+    def states_made(self, request: Request, end: int) -> list[StateMade]:
+        """Make the recurrent states findable that a step up to `end` writes; none where it ends inside a block.
+
+        Call it after the step's last search for a prefix: before the forward pass a state has its key, but not its bytes.
+        """
+        position, rest = divmod(end, self._block_tokens)
+        if rest:
+            return []
+        made = [
+            StateMade(
+                request.request_id,
+                group.index,
+                position - 1,
+                request.tables[group.index][position - 1],
+                request.keys(group.index)[position - 1],
+            )
+            for group in self._groups
+            if group.kind == "recurrent"
+        ]
+        for state in made:
+            self._pool.index(state.block, state.key)
+        return made
 
     def index_confirmed(self, request: Request) -> None:
         """Make the request's full, confirmed blocks findable by their keys."""
@@ -77,13 +111,37 @@ class BlockTables:
 
     def _admission_table(self, group: GroupFacts, hit: PrefixHit, seen: int, end: int) -> list[int | None]:
         """A table with None where a new block goes."""
+        if group.kind == "recurrent":
+            return self._states_table(hit.tables[group.index], seen, end)
         first = first_needed_block(group, seen)
         total = -(-end // self._block_tokens)
         found = hit.tables[group.index][first:]
         nulls = min(first, total)
         return [*[NULL_BLOCK] * nulls, *found, *[None] * (total - nulls - len(found))]
 
-    def _extend(self, table: list[int], count: int) -> tuple[tuple[int, int], ...]:
+    def _states_table(self, found: Sequence[int], seen: int, end: int) -> list[int | None]:
+        """The state after `seen`, found or to be loaded, and the one that the first step writes, if it computes."""
+        read, written = seen // self._block_tokens - 1, (end - 1) // self._block_tokens
+        table: list[int | None] = [NULL_BLOCK] * (written + 1)
+        table[written] = None
+        if read >= 0:
+            table[read] = found[read] if read < len(found) else None
+        return table
+
+    def _missing(self, group: GroupFacts, positions: int, confirmed: int) -> int:
+        """New blocks for a row that is to be `positions` longer: a recurrent group continues in the block it has."""
+        if group.kind != "recurrent":
+            return positions
+        return int(confirmed % self._block_tokens == 0)
+
+    def _extend(self, table: list[int], total: int, count: int) -> tuple[tuple[int, int], ...]:
+        """Make a row `total` long, with `count` new blocks at its end, or else with its last block moved there."""
+        start = len(table)
+        if count == 0 and total > start:
+            table += [NULL_BLOCK] * (total - start)
+            table[start - 1], table[-1] = NULL_BLOCK, table[start - 1]
+            return ()
+        table += [NULL_BLOCK] * (total - start - count)
         start = len(table)
         table += self._pool.allocate(count)
         return tuple(enumerate(table[start:], start))

@@ -59,7 +59,7 @@ class ReferencePlugin:
         self._clocks = clocks
         self._clock = clock
         self._make_copier = make_copier
-        self._promises = promises or Promises()
+        self._promises = promises or Promises(hands_off_states=True)
         self._portal = portal or Portal("kvoffload")
         self._config = OffloadConfig()
         self._disk: DiskPlace | None = None

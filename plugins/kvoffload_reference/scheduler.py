@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvoffload.engine.block_pool import BlockPool
-from kvoffload.engine.plugin import BlockTables, LoadResults, Progress, RequestView, StepFacts
+from kvoffload.engine.plugin import BlockTables, LoadResults, Progress, RequestView, StateMade, StepFacts
 from kvoffload.model import facts
 from kvoffload.model.engine import EngineShape
-from kvoffload.model.ids import BlockKey, DeviceBlockId, RequestId
+from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, RequestId
 from kvoffload.model.transfer import TransferReport
 from kvoffload.runtime.scheduler_side import SchedulerSide
 from kvoffload_reference.pool_device import PoolDevice
@@ -57,7 +57,10 @@ class ReferenceScheduler:
     def lookup(self, request: RequestView, device_tokens: int) -> int | None:
         new_keys = self._new_keys(self._sent[request.request_id])
         name = RequestId(request.request_id)
-        return self._offload.lookup(name, device_tokens, request.num_tokens, new_keys)
+        return self._offload.lookup(name, device_tokens, request.num_tokens, new_keys, request.shared_tokens)
+
+    def junction(self, request: RequestView) -> int:
+        return self._offload.junction(RequestId(request.request_id))
 
     def allocated(
         self, request: RequestView, tables: BlockTables, device_tokens: int, external_tokens: int
@@ -76,7 +79,12 @@ class ReferenceScheduler:
         decode = sum(each.tokens == 1 for each in step.progress)
         return self._offload.step(
             facts.StepScheduled(
-                step.step, progress, preempted, prefill_tokens=total - decode, decode_tokens=decode
+                step.step,
+                progress,
+                preempted,
+                prefill_tokens=total - decode,
+                decode_tokens=decode,
+                states=tuple(map(_handed_off, step.states)),
             )
         )
 
@@ -109,11 +117,13 @@ class ReferenceScheduler:
         return self._offload.shape
 
     def _progress(self, step: StepFacts) -> Iterator[facts.Progress]:
-        """Only of requests that gained a block, confirmed one, or run for the first time since their allocation."""
+        """Only of requests that gained a block or state, confirmed a block, or run first since their allocation."""
+        complete = {state.request_id for state in step.states}
         for progress in step.progress:
             sent = self._sent[progress.request_id]
             confirmed = tuple(progress.confirmed_tokens // group.block_tokens for group in self._shape.groups)
-            if sent.runs and confirmed == sent.blocks and not any(progress.new_blocks):
+            is_known = sent.runs and confirmed == sent.blocks and not any(progress.new_blocks)
+            if is_known and progress.request_id not in complete:
                 continue
             sent.runs, sent.blocks = True, confirmed
             yield facts.Progress(
@@ -130,6 +140,16 @@ class ReferenceScheduler:
             new.append(keys(known[sent.keys[group.group] :]))
             sent.keys[group.group] = len(known)
         return tuple(new)
+
+
+def _handed_off(state: StateMade) -> facts.StateHandedOff:
+    return facts.StateHandedOff(
+        RequestId(state.request_id),
+        GroupId(state.group),
+        state.position,
+        BlockKey(state.key),
+        DeviceBlockId(state.block),
+    )
 
 
 def _appended(progress: Progress) -> tuple[tuple[DeviceBlockId, ...], ...]:

@@ -29,7 +29,12 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
-KINDS = {"full": [], "sliding_window": ["--window", "48"], "chunked_local": ["--chunk", "32"]}
+KINDS = {
+    "full": [],
+    "sliding_window": ["--window", "48"],
+    "chunked_local": ["--chunk", "32"],
+    "recurrent": ["--recurrent", "--device-blocks", "40"],  # five states cost less than five windows
+}
 
 
 def at_progress(monkeypatch: pytest.MonkeyPatch, text: str, act: Callable[[], object]) -> None:

@@ -40,6 +40,7 @@ def test_numbers_have_one_default_only() -> None:
         ("--window 100", "sliding_window", 100),
         ("--chunk", "chunked_local", 256),
         ("--chunk 64", "chunked_local", 64),
+        ("--recurrent", "recurrent", None),
     ],
 )
 def test_attention(line: str, attention: str, reach: int | None) -> None:

@@ -87,6 +87,7 @@ class CopyingScheduler:
         self.is_resettable = True
         self.fails: set[str] = set()
         self.asks_later: set[str] = set()
+        self.junctions: dict[str, int] = {}
         self.stored: set[bytes] = set()
         self.outputs: list[Sequence[object]] = []
         self.counts: Counter[str] = Counter()
@@ -132,6 +133,9 @@ class CopyingScheduler:
             0,
         )
 
+    def junction(self, request: RequestView) -> int:
+        return self.junctions.get(request.request_id, 0)
+
     def allocated(
         self, request: RequestView, tables: BlockTables, device_tokens: int, external_tokens: int
     ) -> None:
@@ -159,6 +163,11 @@ class CopyingScheduler:
                     self._forget(block)
                     table[position] = block
             stores |= self._unstored(self._requests[progress.request_id], progress.confirmed_tokens)
+        for state in step.states:
+            assert state.key == self._requests[state.request_id].keys(state.group)[state.position]
+            assert self.pool.key_of(state.block) == state.key
+            self._tables[state.request_id][state.group][state.position] = state.block
+            stores |= {state.key: state.block} if state.key not in self.stored else {}
         leased = {block for key, block in stores.items() if key not in self._left}
         self.pool.touch(leased)
         self._leases = [*leased, *self._left.values()]

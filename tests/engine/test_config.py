@@ -30,7 +30,7 @@ from tests.engine.tiny import run, tiny_config, tiny_engine, tokens
         ({"head_dim": 7}, "head_dim must be even"),
         (
             {"attention": "linear"},
-            "attention must be one of 'full', 'sliding_window', 'chunked_local', not 'linear'",
+            "attention must be one of 'full', 'sliding_window', 'chunked_local', 'recurrent', not 'linear'",
         ),
         ({"dtype": "int8"}, "dtype must be one of 'float32', 'bfloat16', not 'int8'"),
         (

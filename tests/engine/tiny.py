@@ -16,11 +16,12 @@ if TYPE_CHECKING:
     from kvoffload.engine.plugin import EnginePlugin
 
 BLOCK = 4
-KINDS = ("full", "sliding_window", "chunked_local")
+KINDS = ("full", "sliding_window", "chunked_local", "recurrent")
 SPANS: dict[str, dict[str, int]] = {
     "full": {},
     "sliding_window": {"window_tokens": 7},
     "chunked_local": {"chunk_tokens": 8},
+    "recurrent": {},
 }
 
 
@@ -120,7 +121,7 @@ def dense(config: EngineConfig, prompt: Sequence[int], new_tokens: int = 6) -> l
 
 
 class _DenseAttention:
-    """Attention with a mask written down token by token, in plain tensor arithmetic."""
+    """Attention with a mask, or a recurrence, written down token by token in plain tensor arithmetic."""
 
     def __init__(self, model: ModelConfig) -> None:
         self._model = model
@@ -130,6 +131,8 @@ class _DenseAttention:
     ) -> torch.Tensor:
         count, heads, dim = query.shape
         key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
+        if self._model.attention == "recurrent" and not self._is_full(layer):
+            return query * torch.stack([self._state(key, value, last) for last in range(count)])
         scores = torch.einsum("qhd,khd->hqk", query, key) / dim**0.5
         seen = torch.tensor([[self._sees(layer, q, k) for k in range(count)] for q in range(count)])
         weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
@@ -137,13 +140,22 @@ class _DenseAttention:
 
     def _sees(self, layer: int, query: int, key: int) -> bool:
         model = self._model
-        is_full = model.attention == "full" or (layer + 1) % (model.local_per_full + 1) == 0
-        if key > query or is_full:
+        if key > query or self._is_full(layer):
             return key <= query
         if model.window_tokens:
             return query - key < model.window_tokens
         assert model.chunk_tokens
         return query // model.chunk_tokens == key // model.chunk_tokens
+
+    def _is_full(self, layer: int) -> bool:
+        return self._model.attention == "full" or (layer + 1) % (self._model.local_per_full + 1) == 0
+
+    @staticmethod
+    def _state(key: torch.Tensor, value: torch.Tensor, last: int) -> torch.Tensor:
+        """The sum of all values up to the last, each as far as the gates behind it let it through."""
+        gates = torch.sigmoid(key[: last + 1] + 3.0)
+        behind = [gates[token + 1 :].prod(0) for token in range(last + 1)]
+        return ((1 - gates**2).sqrt() * value[: last + 1] * torch.stack(behind)).sum(0)
 
 
 def assert_same(found: Sequence[Token], expected: Sequence[Token], tolerance: float = 1e-4) -> None:

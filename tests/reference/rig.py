@@ -27,12 +27,13 @@ if TYPE_CHECKING:
     from kvoffload.runtime.worker_side import WorkerSide
 
 BLOCK = 4
-KINDS = ("full", "sliding_window", "chunked_local")
+KINDS = ("full", "sliding_window", "chunked_local", "recurrent")
 # Two of each group, so that two ranks have one each.
 LAYERS = {
     "full": 2,
     "sliding_window": 6,
     "chunked_local": 6,
+    "recurrent": 6,
 }
 PLENTY = 2000  # host blocks
 TIMEOUT_S = 5.0

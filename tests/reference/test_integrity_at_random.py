@@ -36,7 +36,8 @@ class RottingTalk(Talk):
 
 
 def talk(made: Rig, seed: int) -> None:
-    RottingTalk(made, seed).hold_it(turns=20)
+    # With recurrent layers loads are rarer: a hit must end at one of the few states.
+    RottingTalk(made, seed).hold_it(turns=40 if made.kind == "recurrent" else 20)
     made.portal.executor.release()
     made.drain()
 

@@ -34,7 +34,12 @@ from tests.reference.rig import (
 if TYPE_CHECKING:
     from kvoffload.transfer.ports import Fence
 
-TIGHT = {"full": 10, "sliding_window": 22, "chunked_local": 20}  # two long requests preempt each other
+TIGHT = {
+    "full": 10,
+    "sliding_window": 22,
+    "chunked_local": 20,
+    "recurrent": 12,
+}  # two long requests preempt each other
 TURNS = 3
 
 

@@ -16,7 +16,12 @@ from tests.reference.rig import KINDS, TIMEOUT_S, TOLERANCE, Rig, plain, text
 
 BASES = 3
 OPEN = 8  # requests at a time
-TIGHT = {"full": 10, "sliding_window": 24, "chunked_local": 20}  # blocks that let the longest request through
+TIGHT = {
+    "full": 10,
+    "sliding_window": 24,
+    "chunked_local": 20,
+    "recurrent": 14,
+}  # blocks that let the longest request through
 
 
 class Program(RuleBasedStateMachine):

@@ -13,7 +13,7 @@ from kvoffload.cli.demo.address import Address, parse_address
 from kvoffload.cli.exits import CommandError
 from kvoffload.cli.parser import positive, seconds
 
-Attention = Literal["full", "sliding_window", "chunked_local"]
+Attention = Literal["full", "sliding_window", "chunked_local", "recurrent"]
 
 _REACH_TOKENS = 256  # the default of a window or chunk
 _HOST_BYTES = "256MiB"
@@ -32,7 +32,7 @@ class DemoOptions:
         answer_tokens: tokens of each answer.
         concurrency: conversations served at a time.
         attention: kind of the model's local layers.
-        reach_tokens: the window or the chunk; None with full attention.
+        reach_tokens: the window or the chunk; None for layers without one.
         model: "small", or "tiny" for a quick look.
         device: "cpu", "cuda" or "cuda:N".
         device_blocks: of the device's KV cache; None for a fraction of what the conversations need.
@@ -88,7 +88,7 @@ def demo_options(args: argparse.Namespace) -> DemoOptions:
     Raises:
         KVOffloadError: they contradict each other, or --config cannot be read.
     """
-    attention, reach = _attention(args.window, args.chunk)
+    attention, reach = _attention(args.window, args.chunk, recurrent=args.recurrent)
     if args.serve_for and args.serve_metrics is None:
         raise CommandError("--serve-for needs --serve-metrics")
     alike = {
@@ -139,6 +139,9 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         local.add_argument(
             f"--{name}", metavar="TOKENS", type=positive, nargs="?", const=_REACH_TOKENS,
             help=f"five layers with {what} of TOKENS ({_REACH_TOKENS}) to one with full attention")  # fmt: skip
+    local.add_argument(
+        "--recurrent", action="store_true", help="five recurrent layers to one with full attention"
+    )
     add("--device-blocks", metavar="N", type=positive,
         help="blocks of the device's cache (default: about a quarter of what the conversations need)")  # fmt: skip
 
@@ -166,7 +169,9 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         help="keep serving them after the run; Ctrl-C or SIGTERM ends it")  # fmt: skip
 
 
-def _attention(window: int | None, chunk: int | None) -> tuple[Attention, int | None]:
+def _attention(window: int | None, chunk: int | None, *, recurrent: bool) -> tuple[Attention, int | None]:
+    if recurrent:
+        return "recurrent", None
     if window is not None:
         return "sliding_window", window
     return ("chunked_local", chunk) if chunk is not None else ("full", None)

@@ -46,9 +46,10 @@ def verdict(result: DemoResult) -> str:
 def head(workload: Workload) -> Iterator[str]:
     """Yield what was played, line by line."""
     reach = f" of {workload.reach_tokens} tokens" if workload.reach_tokens else ""
-    attention = workload.attention.replace("_", " ")
+    what = "layers" if workload.attention == "recurrent" else "attention"
+    layers = f"{workload.attention.replace('_', ' ')} {what}"
     yield (
-        f"{workload.conversations} conversations of {workload.turns} turns, {attention} attention{reach}, "
+        f"{workload.conversations} conversations of {workload.turns} turns, {layers}{reach}, "
         f"{workload.device}, seed {workload.seed}"
     )
     sources = [*workload.documents]

@@ -1,0 +1,79 @@
+"""Recurrent layers: two blocks a request, states where a step ends with a block, and prefixes found by their states."""
+
+from __future__ import annotations
+
+from kvoffload.engine import Engine, SamplingParams
+from tests.engine.copying_plugin import engine_with_plugin
+from tests.engine.tiny import BLOCK, alone, assert_same, dense, drain, run, taken, tiny_engine, tokens
+
+GROUPS = 2
+"""Recurrent groups of the tiny model, before its one group of attention."""
+
+
+def row(engine: Engine, group: int = 0) -> list[int]:
+    return engine._scheduler.running[0].tables[group]
+
+
+def test_a_state_inside_a_block_moves_with_its_block_and_a_whole_one_is_left_behind() -> None:
+    engine = tiny_engine("recurrent", step_tokens=6)
+    engine.submit(tokens(21), SamplingParams(8))
+    engine.step()
+    first = row(engine)
+    assert [bool(block) for block in first] == [False, True]  # after 6 tokens
+    state = first[1]
+    engine.step()
+    assert row(engine) == [0, 0, state]  # after 12: the same block, three quarters of a prompt later
+    engine.step()
+    found = row(engine)
+    assert found[:2] == [0, 0]
+    assert found[2] == state != found[4] != 0  # the step reads the one, and writes the other
+    engine.step()
+    assert row(engine)[2] == 0  # nothing needs it any more, but others may find it
+    assert engine.pool.key_of(state) is not None
+    drain(engine)
+    assert engine.pool.free_blocks == engine.pool.usable_blocks
+
+
+def test_a_prompt_ends_a_step_at_its_last_whole_block() -> None:
+    engine, plugin = engine_with_plugin("recurrent", step_tokens=64)
+    assert_same(run(engine, tokens(30), 1), dense(engine.config, tokens(30), 1))
+    steps = [step for step in plugin.scheduler.steps if step.progress]
+    assert [step.progress[0].tokens for step in steps] == [28, 2]
+    assert [{state.position for state in step.states} for step in steps] == [{6}, set()]
+    assert len(steps[0].states) == GROUPS
+
+
+def test_a_state_is_not_found_in_the_step_that_writes_it() -> None:
+    """Its block has its key by then, but not its bytes."""
+    engine = tiny_engine("recurrent", step_tokens=64)
+    streams = [engine.submit(tokens(24), SamplingParams(4)) for _ in range(2)]
+    drain(engine)
+    for stream in streams:
+        assert stream.stats.device_hit_tokens == 0
+        assert_same(taken(stream), alone("recurrent", 24, 0, 4))
+
+
+def found_by_sharers(engine: Engine, count: int = 4) -> list[int]:
+    """What requests with one prefix and tails of their own find on the device."""
+    found = []
+    for number in range(count):
+        prompt = [*tokens(6 * BLOCK), *tokens(2 * BLOCK + 1, 10 + number)]
+        stream = engine.submit(prompt, SamplingParams(1))
+        drain(engine)
+        found.append(stream.stats.device_hit_tokens)
+        assert_same(taken(stream), dense(engine.config, prompt, 1))
+    return found
+
+
+def test_a_shared_prefix_is_found_from_the_third_request_on() -> None:
+    """The second one ends a step where its attention parts from the first one's, and leaves its states there."""
+    assert found_by_sharers(tiny_engine("recurrent", step_tokens=64)) == [0, 0, 24, 24]
+
+
+def test_a_plugin_may_ask_for_a_state() -> None:
+    engine, plugin = engine_with_plugin("recurrent", step_tokens=64)
+    stream = engine.submit(tokens(30), SamplingParams(1))
+    plugin.scheduler.junctions[stream.request_id] = 12
+    drain(engine)
+    positions = [{state.position for state in step.states} for step in plugin.scheduler.steps if step.states]
+    assert positions == [{2}, {6}]

@@ -1,0 +1,114 @@
+"""Recurrent layers with offloading: states go to the host and come back, and shared prefixes are found by theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from unittest import mock
+
+import pytest
+
+from kvoffload.model.groups import AttentionKind
+from kvoffload_reference.worker import ReferenceWorker
+from tests.engine.tiny import taken
+from tests.reference.rig import BLOCK, Rig, on_host_only, plain, rig, text
+
+PREFIX = 6 * BLOCK
+PROMPT = text(1, 8 * BLOCK + 1)
+
+
+def sharers(count: int) -> list[tuple[int, ...]]:
+    """Prompts with one beginning and tails of their own."""
+    return [(*text(0, PREFIX), *text(100 + number, 2 * BLOCK + 1)) for number in range(count)]
+
+
+def found_one_by_one(made: Rig, prompts: Sequence[tuple[int, ...]]) -> list[int]:
+    """The tokens that each finds on the host; the device forgets everything between any two."""
+    found = []
+    for prompt in prompts:
+        made.forget_device()
+        made.run(prompt, 1)
+        found.append(made.streams[-1][2].stats.external_tokens)
+    return found
+
+
+@pytest.mark.parametrize(("are_on", "found"), [(True, PREFIX), (False, 0)])
+def test_a_shared_prefix_is_found_from_the_third_request_on(are_on: bool, found: int) -> None:
+    """The host has its blocks of attention from the first on; only the engine can make the state at its end."""
+    with rig("recurrent", step_tokens=64, extra={"prefix_junctions": are_on}) as made:
+        assert found_one_by_one(made, sharers(6)) == [0, 0, *[found] * 4]
+        assert made.counts().total("kvoffload_junctions_asked_total") == int(are_on)
+        assert made.counts().total("kvoffload_junctions_made_total") == int(are_on)
+        assert made.count("miss_blocks", "no_state") > 0
+        made.assert_clean()
+
+
+def steps_with_tokens(made: Rig, prompt: tuple[int, ...]) -> int:
+    """In how many steps a prompt is computed."""
+    with mock.patch.object(made.engine.runner, "launch", wraps=made.engine.runner.launch) as launch:
+        made.forget_device()
+        made.run(prompt, 1)
+    return launch.call_count
+
+
+def test_a_junction_costs_one_step_once_and_nothing_where_no_prefix_is_shared() -> None:
+    costs = {}
+    prompts = [*sharers(2), *[text(seed, 8 * BLOCK + 1) for seed in range(20, 26)]]
+    for are_on in (False, True):
+        with rig("recurrent", step_tokens=64, extra={"prefix_junctions": are_on}) as made:
+            costs[are_on] = [steps_with_tokens(made, prompt) for prompt in prompts]
+    assert costs[False] == [2] * 8  # up to the last whole block, and the rest
+    assert costs[True] == [2, 3, *[2] * 6]
+
+
+def test_a_load_brings_the_last_state_alone() -> None:
+    with rig("recurrent") as made:
+        on_host_only(made, PROMPT)
+        before = made.counts()
+        made.run(PROMPT)
+        gained = made.counts().minus(before)
+        groups = made.engine.config.model.num_groups
+        assert gained.count("kvoffload_state_blocks_total", "load") == groups - 1
+        assert gained.count("kvoffload_load_blocks_total", "loaded") == 8 + groups - 1
+        made.assert_clean()
+
+
+def test_states_of_zeros_are_noticed() -> None:
+    """Were states not read, or wrong ones as good, equal tokens would say nothing."""
+    with rig("recurrent") as made:
+        on_host_only(made, PROMPT)
+        core = made.offload.core.state
+        recurrent = {group.key_end for group in core.shape.groups if group.kind is AttentionKind.RECURRENT}
+        arena = made.workers[0].pump._arena
+        for slot in range(core.pool.capacity):
+            key = core.pool.key(slot)  # type: ignore[arg-type]
+            if key is not None and key[-4:] in recurrent:
+                for region in range(len(arena.layout.regions)):
+                    arena.page(slot, region)[:] = bytes(len(arena.page(slot, region)))
+        assert_different(made)
+
+
+def test_a_state_that_is_stored_before_the_forward_pass_is_noticed() -> None:
+    """Its block has its key by then, but not its bytes."""
+    start_loads, start_stores = ReferenceWorker.start_loads, ReferenceWorker.start_stores
+
+    with rig("recurrent") as made:
+
+        def load_and_store(worker: ReferenceWorker, plan: object) -> None:
+            start_loads(worker, plan)
+            start_stores(worker, plan)
+            made.pass_time()  # the coroutine copies
+
+        with (
+            mock.patch.object(ReferenceWorker, "start_loads", load_and_store),
+            mock.patch.object(ReferenceWorker, "start_stores"),
+        ):
+            on_host_only(made, PROMPT)
+        assert_different(made)
+
+
+def assert_different(made: Rig) -> None:
+    stream = made.submit(PROMPT)
+    made.drain()
+    assert stream.stats.external_tokens > 0
+    expected = plain("recurrent", PROMPT, 4)
+    assert max(abs(a.logprob - b.logprob) for a, b in zip(taken(stream), expected, strict=True)) > 0.01
