@@ -7,11 +7,14 @@ clock, so its digest is not remembered.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,30 +43,53 @@ def snapshot_commit(folder: Path) -> str | None:
     return folder.name
 
 
-def weights_identity(folder: Path, memory: Path, *, now_ns: Callable[[], int] = time.time_ns) -> str:
+def weights_identity(
+    folder: Path, memory: Path, *, loaded_ns: int | None = None, now_ns: Callable[[], int] = time.time_ns
+) -> str:
     """Return what tells a model's weights from all others. May read all of their bytes.
 
     Args:
         folder: of the model.
         memory: file in which digests are remembered.
+        loaded_ns: before the engine began to load the weights, in nanoseconds since 1970. A file that changed after it may
+            not be what the engine loaded.
         now_ns: nanoseconds since 1970, on the clock of the file system.
 
     Raises:
-        DiskError: the weights cannot be read, or change meanwhile.
+        DiskError: the weights cannot be read, change meanwhile, or changed since they were loaded.
     """
     if (commit := snapshot_commit(folder)) is not None:
         return f"commit {commit}"
-    known = _recall(memory)
+    with _alone(memory):
+        return f"digest {_digest_of(folder, memory, loaded_ns, now_ns)}"
+
+
+def _digest_of(folder: Path, memory: Path, loaded_ns: int | None, now_ns: Callable[[], int]) -> str:
+    reader = _Reader(_recall(memory), loaded_ns, now_ns)
     try:
-        digests = {
-            str(path.relative_to(folder)): _digest(path, known, now_ns) for path in sorted(_files(folder))
-        }
+        digests = {str(path.relative_to(folder)): reader.digest(path) for path in sorted(_files(folder))}
     except OSError as error:
         raise DiskError(f"the weights in {folder} cannot be read: {error}") from error
     if not digests:
         raise DiskError(f"the weights in {folder} cannot be told from others: the folder has no files")
-    _remember(memory, known)
-    return f"digest {xxh3_128(json.dumps(digests).encode()).hexdigest()}"
+    _remember(memory, reader.known)
+    return xxh3_128(json.dumps(digests).encode()).hexdigest()
+
+
+@contextmanager
+def _alone(memory: Path) -> Iterator[None]:
+    """Wait for other processes that digest, which may be the same files: engines of a server begin at once."""
+    try:
+        memory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(memory.with_name(f"{memory.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    except OSError:
+        yield  # it only takes longer
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -74,23 +100,42 @@ def _files(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def _digest(path: Path, known: dict[str, list[Any]], now_ns: Callable[[], int]) -> str:
-    began = now_ns()
-    with path.open("rb") as file:
-        before = os.fstat(file.fileno())
-        place, mark = f"{before.st_dev}:{before.st_ino}", [before.st_size, before.st_ctime_ns]
-        if (found := known.get(place)) is not None and found[:2] == mark:
-            return str(found[2])
-        state, left = xxh3_128(), before.st_size  # no further: a file that grows could be read for ever
-        while chunk := file.read(min(_CHUNK, left)):
-            state.update(chunk)
-            left -= len(chunk)
-        after = os.fstat(file.fileno())
-    if [after.st_size, after.st_ctime_ns] != mark:
-        raise DiskError(f"{path} changes while it is read; start again when it is whole")
-    if began - before.st_ctime_ns > _SETTLED_NS:
-        known[place] = [*mark, state.hexdigest()]
-    return state.hexdigest()
+@dataclass(slots=True)
+class _Reader:
+    """Digests files.
+
+    Args:
+        known: digests by device and inode, each with size and time of change; grows.
+        loaded_ns: no file may have changed after it; None for any time.
+        now_ns: nanoseconds since 1970.
+    """
+
+    known: dict[str, list[Any]]
+    loaded_ns: int | None
+    now_ns: Callable[[], int] = field(default=time.time_ns)
+
+    def digest(self, path: Path) -> str:
+        began = self.now_ns()
+        with path.open("rb") as file:
+            before = os.fstat(file.fileno())
+            if self.loaded_ns is not None and before.st_ctime_ns > self.loaded_ns:
+                raise DiskError(
+                    f"{path} has changed since this engine started, so which of its bytes were loaded is not known; "
+                    "start again, or set disk_identity"
+                )
+            place, mark = f"{before.st_dev}:{before.st_ino}", [before.st_size, before.st_ctime_ns]
+            if (found := self.known.get(place)) is not None and found[:2] == mark:
+                return str(found[2])
+            state, left = xxh3_128(), before.st_size  # no further: a file that grows could be read for ever
+            while chunk := file.read(min(_CHUNK, left)):
+                state.update(chunk)
+                left -= len(chunk)
+            after = os.fstat(file.fileno())
+        if [after.st_size, after.st_ctime_ns] != mark:
+            raise DiskError(f"{path} changes while it is read; start again when it is whole")
+        if began - before.st_ctime_ns > _SETTLED_NS:
+            self.known[place] = [*mark, state.hexdigest()]
+        return state.hexdigest()
 
 
 def _recall(memory: Path) -> dict[str, list[Any]]:

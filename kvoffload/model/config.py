@@ -70,6 +70,7 @@ class OffloadConfig:
         disk_bytes_per_rank: space on disk of each rank; wins over `disk_bytes` where given.
         spill_after_hits: how often a block is found again before it is written to the disk.
         drain_s: seconds for which the disk may keep an engine without requests stepping, at its start and before it stops.
+        disk_identity: a name that changes with the weights, where they cannot be read to tell them from others.
         otlp_endpoint: URL of a collector that gets OpenTelemetry spans, None for none.
     """
 
@@ -91,6 +92,7 @@ class OffloadConfig:
     disk_bytes_per_rank: int | None = None
     spill_after_hits: int = 1
     drain_s: float = 3.0
+    disk_identity: str | None = None
 
     def disk_share(self, ranks: int) -> int:
         """Return the bytes on disk that each of `ranks` workers may use."""
@@ -243,6 +245,12 @@ def _path(value: object) -> Path:
     return Path(value)
 
 
+def _name(value: object) -> str:
+    if not isinstance(value, str) or not value.strip() or len(value) > _LONGEST_SHOWN:
+        raise ValueError
+    return value
+
+
 def _url(value: object) -> str:
     if not isinstance(value, str) or not re.fullmatch(r"https?://[^\s/]\S*", value):
         raise ValueError
@@ -268,6 +276,7 @@ _PARSERS: dict[str, tuple[str, Callable[[object], object]]] = {
     "disk_bytes_per_rank": (_BYTES, parse_bytes),
     "spill_after_hits": ("a number of hits, 0 or more", _hits),
     "drain_s": ("a positive number of seconds", _seconds),
+    "disk_identity": ("a name of at most 200 characters", _name),
     "otlp_endpoint": ('a URL such as "http://localhost:4318/v1/traces"', _url),
 }
 _PARSERS_OF_VLLM: dict[str, tuple[str, Callable[[object], object]]] = {

@@ -1,6 +1,7 @@
 """The disk's index on the scheduler's side: read, appended to and begun anew on a thread of its own.
 
-    every rank's file is open ─▶ folder, lock, index ─▶ parts for the core, a few thousand blocks a step
+    start ─▶ the KV's identity ─▶ its folder, locked
+    every rank's file is open ─▶ index ─▶ parts for the core, a few thousand blocks a step
     what the core records ─▶ appended ─▶ synced once a second
     reset ─▶ the index is removed, before the reset is answered; this process finds its own blocks without one
 
@@ -31,7 +32,10 @@ from kvoffload.model.transfer import TransferReport
 from kvoffload.runtime.portal import Portal
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kvoffload.disk.folder import DiskPlace, TierFolder
+    from kvoffload.disk.identity import KVIdentity
     from kvoffload.disk.index_format import Entries
     from kvoffload.disk.index_log import IndexLog
 
@@ -46,7 +50,7 @@ log = get_logger("disk")
 class _Opened:
     """What the thread has open."""
 
-    folder: TierFolder
+    folder: Path
     index: IndexLog | None  # None after a reset
     entries: int
     is_dirty: bool = False
@@ -60,6 +64,9 @@ class DiskIndex:
         ranks: whose files it is about.
         portal: gives the thread that may wait for the disk.
         closes_in_s: seconds that `close` waits for the disk at most.
+
+    Attributes:
+        identity: of the KV in the folder that this process has locked; None before it is.
     """
 
     def __init__(self, place: DiskPlace, ranks: int, portal: Portal, *, closes_in_s: float) -> None:
@@ -71,9 +78,12 @@ class DiskIndex:
         self._due: deque[facts.Fact] = deque()
         self._is_begun = self._was_reset = self._is_handed_over = False
         self._files: dict[Rank, DiskFile] = {}
+        self.identity: KVIdentity | None = None
+        self._folder: TierFolder | None = None
         self._opened: _Opened | None = None
         self._failure: str | None = None
         self._syncing: Future[None] | None = None
+        self._do(self._lock)
 
     # -- the engine's thread ------------------------------------------------------------------------------------
 
@@ -125,10 +135,11 @@ class DiskIndex:
         """Write what was handed in, sync and close; a disk that hangs is waited for no longer than `closes_in_s`."""
         if self._syncing is not None:
             self._syncing.cancel()
-        if self._is_begun:
-            self._is_begun = False
+        self._is_begun = False
+        closed = self._do(self._close)
+        if self._folder is not None:  # otherwise the weights may still be read
             with suppress(TimeoutError):
-                self._do(self._close).result(self._closes_in_s)
+                closed.result(self._closes_in_s)
         self._executor.shutdown(wait=False)
 
     async def _sync_now_and_then(self) -> None:
@@ -153,16 +164,25 @@ class DiskIndex:
 
         return self._executor.submit(careful)
 
+    def _lock(self) -> bool:
+        from kvoffload.disk.folder import lock_folder, make_folder
+
+        identity = self._place.identify()
+        self._folder = lock_folder(make_folder(self._place.root, identity, self._place.replica))
+        self.identity = identity
+        return True
+
     def _open(self) -> bool:
-        from kvoffload.disk.folder import lock_folder
         from kvoffload.disk.index_format import Entries, IndexHeader
         from kvoffload.disk.index_log import load_index, new_generation, start_index
 
-        folder = lock_folder(self._place.make_folder())
+        if self._folder is None:
+            return False
+        folder = self._folder.path
         ids = tuple(self._files[Rank(rank)].file_id for rank in range(self._ranks))
         slots = min(file.slots for file in self._files.values())
         capacity = min(file.capacity for file in self._files.values())
-        found = load_index(folder.path)
+        found = load_index(folder)
         fits = found is not None and found.header.files == ids
         if found is not None and not fits:
             log.warning(
@@ -172,12 +192,12 @@ class DiskIndex:
         entries = found.entries if found is not None and fits else Entries.none(self._ranks)
         were = len(entries)
         entries, free = entries.fit(capacity, slots)
-        index = start_index(folder.path, IndexHeader(generation, ids, slots), entries)
+        index = start_index(folder, IndexHeader(generation, ids, slots), entries)
         self._opened = _Opened(folder, index, len(entries))
         is_cut = found is not None and found.is_cut
         log.info(
             "disk_opened",
-            folder=str(folder.path),
+            folder=str(folder),
             slots=capacity,
             blocks=len(entries),
             did_not_fit=were - len(entries),
@@ -212,20 +232,21 @@ class DiskIndex:
 
         opened = self._opened
         if opened is not None and opened.index is not None:
-            remove_index(opened.folder.path)
+            remove_index(opened.folder)
             opened.index.close()
             opened.index, opened.is_dirty = None, False
         return True
 
     def _close(self) -> bool:
         opened, self._opened = self._opened, None
-        if opened is not None:
-            try:
-                if opened.index is not None:
-                    opened.index.sync()
-                    opened.index.close()
-            finally:
-                opened.folder.close()
+        folder, self._folder = self._folder, None
+        try:
+            if opened is not None and opened.index is not None:
+                opened.index.sync()
+                opened.index.close()
+        finally:
+            if folder is not None:
+                folder.close()
         return True
 
     def _fail(self, reason: str) -> None:

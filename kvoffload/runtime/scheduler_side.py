@@ -14,6 +14,7 @@ from kvoffload.bus.bus import Bus
 from kvoffload.core.offload_core import OffloadCore
 from kvoffload.core.state import LoadResults, Policy
 from kvoffload.disk.folder import DiskPlace
+from kvoffload.disk.identity import KVIdentity
 from kvoffload.logs import get_logger
 from kvoffload.model import facts
 from kvoffload.model.causes import DegradeCause
@@ -349,6 +350,11 @@ class SchedulerSide:
             return True
         is_disk_at_work = self._disk.is_opening or self._ask("has_work", lambda: self.core.has_work, False)
         return is_disk_at_work and self._idle.are_allowed()
+
+    @property
+    def disk_identity(self) -> KVIdentity | None:
+        """What the KV in the disk's folder depends on; None before this process has locked the folder."""
+        return None if self._disk is None else self._disk.identity
 
     # -- what operators ask -------------------------------------------------------------------------------------
 

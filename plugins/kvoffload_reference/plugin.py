@@ -113,7 +113,7 @@ def _disk_of(engine: EngineFacts, shape: EngineShape, config: OffloadConfig) -> 
         return None
     identity = KVIdentity(
         engine=f"{_IDENTITY.name} {_IDENTITY.version}",
-        weights=engine.model,
+        weights=engine.model if config.disk_identity is None else f"{engine.model}, {config.disk_identity}",
         keys="sha256 kv-block-chain",
         parallel={"ranks": engine.ranks},
         settings={"device": engine.device},

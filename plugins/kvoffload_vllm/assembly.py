@@ -19,11 +19,13 @@ from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.scheduler_side import SchedulerSide
 from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.telemetry.spans import check_installed
+from kvoffload_vllm.disk_opening import DiskOpening, WorkersPlace
 from kvoffload_vllm.doctor import RECOMPUTE, load_failures, recurrent_states
 from kvoffload_vllm.events import find_wire, publishes_events
 from kvoffload_vllm.failure_policy import find_failure_policy
 from kvoffload_vllm.groups import VllmGroups, vllm_groups
 from kvoffload_vllm.host_events import HostEvents
+from kvoffload_vllm.kv_identity import find_identity, find_problems
 from kvoffload_vllm.pool_device import VllmDevice
 from kvoffload_vllm.scheduler import VllmScheduler
 from kvoffload_vllm.stats import StatsSender
@@ -48,10 +50,16 @@ def make_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> V
     """
     join_logging()
     groups, config = _check(vllm_config, kv_cache_config)
+    disk = _open_disk(vllm_config, config, groups)
     device, portal = VllmDevice(groups.partly_hashed), Portal("kvoffload")
-    identity = _identity(vllm_config)
     offload = SchedulerSide(
-        groups.shape, config, device, portal=portal, merge_steps=_MERGE_STEPS, identity=identity
+        groups.shape,
+        config,
+        device,
+        portal=portal,
+        merge_steps=_MERGE_STEPS,
+        identity=_identity(vllm_config),
+        disk=None if disk is None else disk.place,
     )
     keys = KeyMaker(groups.hash_ratios, groups.ids)
     if groups.shape.state_key_ends:
@@ -60,7 +68,9 @@ def make_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> V
     host_events = None
     if publishes_events(vllm_config):
         host_events = HostEvents(groups, offload.core.state.pool.index, find_wire(kv_cache_config), device)
-    return VllmScheduler(offload, device, keys, groups.ids, StatsSender(offload), portal.close, host_events)
+    return VllmScheduler(
+        offload, device, keys, groups.ids, StatsSender(offload), portal.close, host_events, disk
+    )
 
 
 def make_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> VllmWorker:
@@ -73,7 +83,9 @@ def make_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Vllm
     policy = find_failure_policy(vllm_config)
     _, config = _check(vllm_config, kv_cache_config, policy)
     parallel, portal = vllm_config.parallel_config, Portal("kvoffload")
-    offload = WorkerSide(Rank(parallel.rank), parallel.world_size, config, portal)
+    disk = None if config.disk_path is None else WorkersPlace(config.disk_path, _replica(vllm_config))
+    place = None if disk is None else disk.place
+    offload = WorkerSide(Rank(parallel.rank), parallel.world_size, config, portal, disk=place)
     local_ranks = getattr(parallel, "local_world_size", None)
 
     def examine_layout(layout: DeviceLayout) -> list[Answer]:
@@ -82,7 +94,7 @@ def make_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Vllm
             answers += examine([load_failures(policy)], Setup(config=config))
         return answers
 
-    return VllmWorker(offload, portal.close, examine_layout)
+    return VllmWorker(offload, portal.close, examine_layout, disk)
 
 
 def join_logging() -> None:
@@ -97,8 +109,27 @@ def join_logging() -> None:
 
 
 def _identity(vllm_config: VllmConfig) -> EngineIdentity:
-    index = vllm_config.parallel_config.data_parallel_index
-    return EngineIdentity("vllm", version("vllm"), str(vllm_config.model_config.model), index)
+    model = str(vllm_config.model_config.model)
+    return EngineIdentity("vllm", version("vllm"), model, _replica(vllm_config))
+
+
+def _replica(vllm_config: VllmConfig) -> int:
+    """Return an engine's number among data-parallel ones: vLLM gives every engine of a dense model rank 0, but an index."""
+    return int(vllm_config.parallel_config.data_parallel_index)
+
+
+def _open_disk(vllm_config: VllmConfig, config: OffloadConfig, groups: VllmGroups) -> DiskOpening | None:
+    """Return what opens the disk, None where the settings have none.
+
+    Raises:
+        ConfigError: what this engine computes could not be found after a restart.
+    """
+    root, by_hand = config.disk_path, config.disk_identity
+    if root is None:
+        return None
+    if problems := find_problems(vllm_config, has_identity=by_hand is not None):
+        raise ConfigError(problems)
+    return DiskOpening(root, lambda: find_identity(vllm_config, groups, root, by_hand), _replica(vllm_config))
 
 
 def _check(
@@ -125,8 +156,7 @@ def _check(
 def _config(vllm_config: VllmConfig) -> OffloadConfig:
     config = parse_config(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
     check_installed(config)
-    # The index, because vLLM gives every engine of a dense model size 1 and rank 0.
-    engine = vllm_config.parallel_config.data_parallel_index
+    engine = _replica(vllm_config)
     if config.journal_path is None or engine == 0:
         return config
     # Each engine of a data-parallel server writes its own file.

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvoffload.model.ids import JobId
 from kvoffload.model.transfer import NOTHING, TransferPlan, TransferReport
 from kvoffload.runtime.awaited_loads import LoadAnswers
+
+if TYPE_CHECKING:
+    from kvoffload.disk.identity import KVIdentity
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +56,12 @@ class KVOffloadMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is n
     Args:
         plan: what to copy.
         ended: loads that the workers must report although they did not copy them to the end.
+        disk: what the folder on disk is named by, once.
     """
 
     plan: TransferPlan = NOTHING
     ended: EndedLoads = NONE_ENDED
+    disk: KVIdentity | None = None
 
 
 NO_PLAN = KVOffloadMetadata()

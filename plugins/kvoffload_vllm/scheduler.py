@@ -11,6 +11,7 @@ from kvoffload.model import facts
 from kvoffload.model.groups import AttentionKind
 from kvoffload.model.ids import BlockKey, DeviceBlockId, RequestId
 from kvoffload.model.transfer import NOTHING
+from kvoffload_vllm.kv_identity import persists
 from kvoffload_vllm.metadata import NO_PLAN, NONE_ENDED, KVOffloadMetadata, KVOffloadWorkerMetadata
 from kvoffload_vllm.tracked import DueSteps, KeyMaker, Tracked
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvoffload.runtime.scheduler_side import SchedulerSide
+    from kvoffload_vllm.disk_opening import DiskOpening
     from kvoffload_vllm.host_events import HostEvents
     from kvoffload_vllm.pool_device import VllmDevice
     from kvoffload_vllm.stats import KVOffloadStats, StatsSender
@@ -45,6 +47,7 @@ class VllmScheduler:
         stats: makes of the counters what vLLM carries to its own metrics.
         closed: called when vLLM has stopped, after all else.
         host_events: makes vLLM's KV cache events, None where they are not published.
+        disk: opens the disk, None without one.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class VllmScheduler:
         stats: StatsSender,
         closed: Callable[[], object],
         host_events: HostEvents | None = None,
+        disk: DiskOpening | None = None,
     ) -> None:
         self.offload = offload
         self._device = device
@@ -64,6 +68,7 @@ class VllmScheduler:
         self._stats = stats
         self._closed = closed
         self.host_events = host_events
+        self._disk = disk
         shape = offload.shape
         self._least_block = min(group.block_tokens for group in shape.groups)
         self._state_tokens = {
@@ -89,7 +94,8 @@ class VllmScheduler:
         tracked = Tracked(request, len(hashes), hashes[-1] if hashes else None)
         self._tracked[request.request_id] = tracked
         known = self._keys.keys(hashes, 0)
-        fact = facts.RequestSeen(RequestId(request.request_id), request.num_tokens, known, reads)
+        lasts = self._disk is None or persists(request)
+        fact = facts.RequestSeen(RequestId(request.request_id), request.num_tokens, known, reads, lasts)
         self.offload.seen(fact, tracked.has_token, tracked.trace_parent if self.offload.sends_spans else None)
         return tracked
 
@@ -152,9 +158,10 @@ class VllmScheduler:
         if self.offload.has_answers:
             self._ended_loads = self._ended_loads.and_also(self.offload.take_answers())
         ended, self._ended_loads = self._ended_loads, NONE_ENDED
-        if plan is NOTHING and ended is NONE_ENDED:
+        disk = None if self._disk is None else self._disk.step(self.offload)
+        if plan is NOTHING and ended is NONE_ENDED and disk is None:
             return NO_PLAN
-        return KVOffloadMetadata(plan, ended)
+        return KVOffloadMetadata(plan, ended, disk)
 
     def update(self, output: KVConnectorOutput) -> None:
         """The workers reported what ended."""
@@ -178,6 +185,8 @@ class VllmScheduler:
 
     def close(self) -> None:
         """The engine stops."""
+        if self._disk is not None:
+            self._disk.close()
         self.offload.close()
         self._closed()
 

@@ -16,6 +16,7 @@ class RequestLike(Protocol):
     block_hashes: list[bytes]
     all_token_ids: Sequence[int]
     lora_request: Any
+    mm_features: Any
     num_tokens: int
     num_computed_tokens: int
     num_output_placeholders: int

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvoffload.model.transfer import TransferReport
     from kvoffload.runtime.worker_side import WorkerSide
     from kvoffload.transfer.layout import DeviceLayout
+    from kvoffload_vllm.disk_opening import WorkersPlace
 
 
 @dataclass(slots=True)
@@ -43,6 +44,7 @@ class VllmWorker:
         offload: the runtime's worker side.
         closed: called when the worker has stopped, after all else.
         examine: what the doctor finds wrong, before any host memory is taken.
+        disk: where its file belongs, None without a disk.
     """
 
     def __init__(
@@ -50,10 +52,12 @@ class VllmWorker:
         offload: WorkerSide,
         closed: Callable[[], object],
         examine: Callable[[DeviceLayout], Sequence[Answer]],
+        disk: WorkersPlace | None = None,
     ) -> None:
         self._offload = offload
         self._closed = closed
         self._examine = examine
+        self._disk = disk
         self._metadata: KVOffloadMetadata | None = None
         self._stores_started = True
         self._loading: dict[JobId, tuple[str, tuple[DeviceBlockId, ...]]] = {}
@@ -76,6 +80,8 @@ class VllmWorker:
         self._metadata = metadata
         self._stores_started = False
         self._offload.begin_step(metadata.plan)
+        if metadata.disk is not None and self._disk is not None:
+            self._disk.sent(metadata.disk)
         for load in metadata.plan.loads:
             assert load.request is not None, load
             self._loading[load.job] = (load.request, load.blocks)
@@ -121,6 +127,8 @@ class VllmWorker:
 
     def close(self) -> None:
         """Drain the copies that were started and give the memory back."""
+        if self._disk is not None:
+            self._disk.close()
         try:
             self._offload.close()
         finally:

@@ -37,6 +37,7 @@ KEYS = [
     "disk_bytes_per_rank",
     "spill_after_hits",
     "drain_s",
+    "disk_identity",
     "otlp_endpoint",
 ]
 
@@ -74,6 +75,7 @@ def test_everything_can_be_set() -> None:
         "disk_bytes_per_rank": 8192,
         "spill_after_hits": 0,
         "drain_s": 1.5,
+        "disk_identity": "v7",
         "otlp_endpoint": "http://localhost:4318/v1/traces",
     }
     assert list(raw) == KEYS
@@ -98,6 +100,7 @@ def test_everything_can_be_set() -> None:
         8192,
         0,
         1.5,
+        "v7",
     )
 
 
@@ -193,6 +196,7 @@ BAD: dict[str, list[object]] = {
     "disk_bytes_per_rank": [-1, "", False],
     "spill_after_hits": [-1, 1.0, "1", True, None],
     "drain_s": [0, -1, "1", True, None],
+    "disk_identity": ["", " ", 7, None],
 }
 
 
@@ -363,7 +367,7 @@ def test_no_value_is_too_large_or_too_deep_to_be_refused(key: str, value: object
 def test_no_key_is_too_large_to_be_refused(key: object) -> None:
     (problem,) = problems({key: 1})
     assert problem.startswith("unknown key ")
-    assert len(problem) < 500
+    assert len(problem) < 600
 
 
 @pytest.mark.parametrize("raw", [None, 3, "host_bytes", ["host_bytes"], [["host_bytes", 1]], True])

@@ -58,7 +58,7 @@ def fronting(checkpoint: Path, folder: Path) -> Iterator[tuple[Front, CopyGate]]
         "TMPDIR": str(folder),
         GATE: str(folder / "gate"),
     }
-    words = [str(theirs.fileno()), str(checkpoint), str(folder / "journal")]
+    words = [str(theirs.fileno()), str(checkpoint), str(folder)]
     with (folder / "log").open("wb") as log, theirs:
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.vllm_adapter.mortal_engine", *words],

@@ -1,7 +1,8 @@
 """A program that serves from one vLLM after another, each in processes of its own, and lives on when an engine dies.
 
-    python -m tests.vllm_adapter.mortal_engine DESCRIPTOR CHECKPOINT JOURNAL
+    python -m tests.vllm_adapter.mortal_engine DESCRIPTOR CHECKPOINT FOLDER
 
+Its engines write their journal and their blocks into the folder.
 Takes one JSON object a line from a socket and answers each with one. Run by `deaths_rig.py`.
 """
 
@@ -26,9 +27,9 @@ _LONG_S = 300  # A copy that a test holds is not abandoned.
 class Front:
     """What a request goes through before it reaches an engine."""
 
-    def __init__(self, checkpoint: Path, journal: str) -> None:
+    def __init__(self, checkpoint: Path, folder: Path) -> None:
         self._checkpoint = checkpoint
-        self._journal = journal
+        self._folder = folder
         self._engine: Any = None
         self._asked = itertools.count()
 
@@ -38,7 +39,13 @@ class Front:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1" if workers == 2 else "0"
-        connector = transfer_config(256, journal_path=self._journal, transfer_timeout_s=_LONG_S)
+        connector = transfer_config(
+            256,
+            journal_path=str(self._folder / "journal"),
+            disk_path=str(self._folder / "disk"),
+            disk_bytes="16MiB",
+            transfer_timeout_s=_LONG_S,
+        )
         connector["kv_connector_module_path"] = "tests.vllm_adapter.gated_connector"
         options = {**engines.OPTIONS, "num_gpu_blocks_override": DEVICE_BLOCKS["qwen3"]}
         asked = AsyncEngineArgs(
@@ -101,9 +108,9 @@ async def serve(descriptor: int, front: Front) -> None:
         await writer.drain()
 
 
-def main(descriptor: int, checkpoint: Path, journal: str) -> None:
-    asyncio.run(serve(descriptor, Front(checkpoint, journal)))
+def main(descriptor: int, checkpoint: Path, folder: Path) -> None:
+    asyncio.run(serve(descriptor, Front(checkpoint, folder)))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    main(int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]))

@@ -1,26 +1,30 @@
 """SIGTERM and SIGKILL of a stock vLLM's engine and of one of its two workers, in the middle of loads that requests wait for.
 
-One front serves from one engine after another; each test ends one of them and starts the next. vLLM forks them here: on a
-CPU it would start each process of each engine anew, which takes a minute for all of them and changes nothing about their end.
+One front serves from one engine after another; each test ends one of them and starts the next, which finds on the disk what the
+one before has put there. vLLM forks them here: on a CPU it would start each process of each engine anew, which takes a minute for
+all of them and changes nothing about their end.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvoffload.disk.index_log import load_index
 from kvoffload.telemetry.journal_file import JournalFile
 from tests.vllm_adapter.copy_gate import CLOSED, CLOSING, CopyGate, HeldCopy
 from tests.vllm_adapter.deaths_rig import Front, fronting
 from tests.vllm_adapter.engine_rig import MARKS
-from tests.vllm_serve.serve_rig import check_log, draw, processes, shared_memory, until
+from tests.vllm_serve.serve_rig import BLOCK, Prompt, check_log, draw, processes, shared_memory, until
 from tests.vllm_stock import checkpoints
 
 pytestmark = MARKS
@@ -30,6 +34,7 @@ FOUND = 192  # tokens of each, all of its whole blocks
 RANKS = 2
 VLLMS_OWN = re.compile(r"[0-9a-f-]{36}")  # sockets that vLLM leaves, however it ends
 DEAD = {"error": "EngineDeadError"}
+KILLS = int(os.environ.get("KVOFFLOAD_VLLM_KILLS", "1"))
 
 
 @dataclass
@@ -54,13 +59,23 @@ class Life:
         self.front.do("start", workers=RANKS)
         right = [one["tokens"] for one in self._ask(salt="truth")]
         assert right == (self.answers or right)
-        self.answers = right
+        is_first, self.answers = not self.answers, right
+        found = [one["cached"] for one in self._check_served()]
+        assert found == [0 if is_first else FOUND] * len(PROMPTS)
         while min(one["cached"] for one in self._check_served()) < FOUND:
             self.front.do("forget")
+        while self.on_disk() < len(PROMPTS) * FOUND // BLOCK:
+            self._check_served()
         self.front.do("forget")
         self.processes = processes(self.front)
         self.shared = shared_memory(self.front)
         assert self.shared  # the queues between an engine and its workers
+
+    def on_disk(self) -> int:
+        """Return how many blocks a new engine would find."""
+        (folder,) = self.folder.glob("disk/*/replica0")
+        index = load_index(folder)
+        return len(index.entries) if index is not None else 0
 
     def start_loads(self) -> list[HeldCopy]:
         """Ask for what only the host has; return the load of each worker, which has begun and waits."""
@@ -99,6 +114,14 @@ class Life:
         JournalFile(self.folder / "journal").close()  # no process holds it
         self.gate.open()
         self.begin()
+
+    def check_served(self, prompts: Sequence[Prompt]) -> None:
+        """Answers are those of prompts that find nothing anywhere."""
+        right = self.front.do("ask", prompts=prompts, salt="truth")["answers"]
+        for _ in range(2):
+            answers = self.front.do("ask", prompts=prompts)["answers"]
+            assert [one["tokens"] for one in answers] == [one["tokens"] for one in right]
+            self.front.do("forget")
 
     def _check_served(self) -> list[dict[str, Any]]:
         served = self._ask()
@@ -153,7 +176,9 @@ def test_a_killed_worker_takes_its_engine_along(life: Life) -> None:
     life.release(other)
     life.check_closed(other)
     assert life.front.hear()["answers"] == [DEAD]
-    assert re.search(r"Worker proc \S+ died unexpectedly \(exit code: -9\)", life.front.log.read_text())
+    assert re.search(
+        r"Worker proc \S+ died unexpectedly \(exit code: (-9|None)\)", life.front.log.read_text()
+    )
     life.check_over()
 
 
@@ -168,3 +193,22 @@ def test_a_worker_told_to_end_sees_its_copies_to_their_end(life: Life) -> None:
     life.check_closed(other)
     assert life.front.hear()["answers"] == [DEAD]
     life.check_over()
+
+
+@pytest.mark.parametrize("seed", range(KILLS))
+def test_after_a_kill_at_any_moment_the_next_engine_finds_what_was_put(life: Life, seed: int) -> None:
+    """KVOFFLOAD_VLLM_KILLS=3 makes more of them; the seed is in the test's name."""
+    chance = random.Random(seed)
+    turns = [
+        (*prompt[: chance.randrange(64, 200)], *tail)
+        for prompt, tail in zip(PROMPTS * 4, draw(seed + 100, 12, 150), strict=True)
+    ]
+    life.front.do("ask", prompts=turns[:6])
+    life.front.say("ask", prompts=turns)
+    time.sleep(chance.uniform(0, 1.5))
+    names = ["VLLM::EngineCore", "VLLM::Worker_TP0", "VLLM::Worker_TP1"]
+    victim = chance.choice(names)
+    os.kill(next(process for process, name in life.processes.items() if name == victim), signal.SIGKILL)
+    life.front.hear()
+    life.check_over()
+    life.check_served(turns)

@@ -1,0 +1,234 @@
+"""What vLLM's KV depends on beside its keys: the name of its folder on disk, or why it can have none."""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvoffload.disk.identity import KVIdentity, groups_of
+from kvoffload.disk.weights import weights_identity
+from kvoffload.model.errors import DiskError
+
+if TYPE_CHECKING:
+    from vllm.config import LoadConfig, ModelConfig, VllmConfig
+
+    from kvoffload_vllm.groups import VllmGroups
+    from kvoffload_vllm.tracked import RequestLike
+
+_SEEDED = ("sha256", "sha256_cbor")
+"""Hash algorithms whose seed is the same in every process of newer versions of vLLM."""
+
+_FROM_FOLDER = (
+    "auto",
+    "hf",
+    "safetensors",
+    "pt",
+    "npcache",
+    "mistral",
+    "fastsafetensors",
+    "instanttensor",
+    "runai_streamer",
+    "sharded_state",
+    "bitsandbytes",
+)
+"""Load formats in which all weights come from the model's folder."""
+
+_NAMES = ("model", "model_weights", "tokenizer", "revision", "tokenizer_revision", "hf_config_path")
+"""Settings of a model that say where it is, not what it is."""
+
+
+def find_problems(vllm_config: VllmConfig, *, has_identity: bool) -> list[str]:
+    """Return every reason why what this engine computes cannot be found after a restart.
+
+    Args:
+        vllm_config: of the engine.
+        has_identity: the operator names the weights.
+    """
+    problems = [*_check_seed(vllm_config)]
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        problems.append(
+            "disk_path needs scales of the KV cache that each start has alike, and calculate_kv_scales measures them; "
+            "take them from the checkpoint"
+        )
+    if not has_identity:
+        for model, load in _models(vllm_config):
+            problems += _check_weights(model, load)
+    return problems
+
+
+def find_identity(
+    vllm_config: VllmConfig, groups: VllmGroups, root: Path, by_hand: str | None = None
+) -> KVIdentity:
+    """Return the identity of this engine's KV. May read all weights, and needs an engine that hashes blocks already.
+
+    Args:
+        vllm_config: of the engine.
+        groups: its groups.
+        root: `disk_path`, where digests are remembered.
+        by_hand: `disk_identity`.
+
+    Raises:
+        DiskError: it cannot be determined.
+    """
+    try:
+        weights = f"named {by_hand}" if by_hand is not None else _weights(vllm_config, root)
+        return KVIdentity(
+            engine=f"vllm {_version()}",
+            weights=weights,
+            keys=_keys(vllm_config),
+            parallel=_parallel(vllm_config),
+            settings={**_settings(vllm_config), "hash_tokens": str(groups.sizes.hash_tokens)},
+            groups=groups_of(groups.shape),
+        )
+    except DiskError:
+        raise
+    except Exception as error:  # of vLLM or the hub; without an identity there is no disk
+        raise DiskError(f"what this engine's KV depends on cannot be determined: {error!r}") from error
+
+
+def _check_seed(vllm_config: VllmConfig) -> Iterator[str]:
+    from vllm.v1.core import kv_cache_utils
+
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    is_fixed = hasattr(kv_cache_utils, "get_none_hash_seed") and algorithm in _SEEDED
+    if not is_fixed and "PYTHONHASHSEED" not in os.environ:
+        yield (
+            f"disk_path needs block hashes that every start makes alike, and this vLLM begins those of {algorithm} with a "
+            "random seed; set PYTHONHASHSEED to a number in the environment of all its processes"
+        )
+
+
+def _check_weights(model: ModelConfig, load: LoadConfig) -> Iterator[str]:
+    reason = None
+    if getattr(model, "model_weights", ""):
+        reason = "they are not read from a folder"
+    elif load.load_format not in _FROM_FOLDER:
+        reason = f"load_format is {load.load_format!r}"
+    elif Path(model.model).is_file():
+        reason = "the model is a file and not a folder"
+    if reason is not None:
+        yield (
+            f"disk_path: the weights of {model.model} cannot be told from others, because {reason}; set disk_identity to "
+            "a name that changes with the weights"
+        )
+
+
+def _models(vllm_config: VllmConfig) -> list[tuple[ModelConfig, LoadConfig]]:
+    """Return the model and its draft model, each with how it is loaded."""
+    load = vllm_config.load_config
+    models = [(vllm_config.model_config, load)]
+    draft: Any = vllm_config.speculative_config
+    if draft is not None and getattr(draft, "draft_model_config", None) is not None:
+        models.append((draft.draft_model_config, getattr(draft, "draft_load_config", None) or load))
+    return models
+
+
+def _weights(vllm_config: VllmConfig, root: Path) -> str:
+    folders = [_folder(model, load) for model, load in _models(vllm_config)]
+    began = _process_began_ns()
+    return ", ".join(
+        weights_identity(folder, root / "weights.json", loaded_ns=began) for folder in dict.fromkeys(folders)
+    )
+
+
+def _folder(model: ModelConfig, load: LoadConfig) -> Path:
+    """Return where a model's files are: the folder it is named by, or its snapshot in a cache of the hub's."""
+    if (folder := Path(model.model)).is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    commit = getattr(model.hf_config, "_commit_hash", None)
+    revision = commit if commit and not model.hf_config_path else model.revision
+    return Path(
+        snapshot_download(model.model, revision=revision, cache_dir=load.download_dir, local_files_only=True)
+    )
+
+
+def _keys(vllm_config: VllmConfig) -> str:
+    from vllm.v1.core import kv_cache_utils
+
+    return f"{vllm_config.cache_config.prefix_caching_hash_algo} {kv_cache_utils.NONE_HASH.hex()}"
+
+
+def _parallel(vllm_config: VllmConfig) -> dict[str, int]:
+    """Return how a model is spread. Data-parallel engines each hold all of it, and each has a folder of its own."""
+    sizes = ("tensor", "pipeline", "prefill_context", "decode_context")
+    parallel = vllm_config.parallel_config
+    return {size: getattr(parallel, f"{size}_parallel_size", 1) for size in sizes}
+
+
+def _settings(vllm_config: VllmConfig) -> dict[str, str]:
+    """Return what else changes the numbers; by name what people ask for, and vLLM's own digests of all that it counts."""
+    model, cache, load = vllm_config.model_config, vllm_config.cache_config, vllm_config.load_config
+    attention: Any = getattr(vllm_config, "attention_config", None)
+    draft: Any = vllm_config.speculative_config
+    layout = getattr(cache, "kv_cache_layout", None) or os.environ.get("VLLM_KV_CACHE_LAYOUT")
+    return {
+        "dtype": str(model.dtype),
+        "kv_dtype": str(cache.cache_dtype),
+        "quantization": str(model.quantization),
+        "layout": str(layout),
+        "device": _device(),
+        "load": f"{load.load_format} {load.model_loader_extra_config!r}",
+        "models": " ".join(_digest(each) for each, _ in _models(vllm_config)),
+        "cache": cache.compute_hash(),
+        "attention": "" if attention is None else attention.compute_hash(),
+        "draft": "" if draft is None else f"{draft.method} {draft.num_speculative_tokens}",
+    }
+
+
+def _digest(model: ModelConfig) -> str:
+    """Return vLLM's digest of a model's settings, the resolved configuration with them, without its place."""
+    nameless = copy.copy(model)
+    for name in _NAMES:
+        if hasattr(nameless, name):
+            setattr(nameless, name, "")
+    return str(nameless.compute_hash())
+
+
+def _device() -> str:
+    """Return what decides how attention lays out a block. On a CPU that is its instruction set."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return str(current_platform.get_device_name())
+    flags = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(_CPU_FLAGS)]
+    return f"cpu {sha256(' '.join(sorted(set(flags))).encode()).hexdigest()[:16]}"
+
+
+_CPU_FLAGS = ("flags", "Features")  # on x86, on ARM
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("vllm")
+
+
+def _process_began_ns() -> int:
+    """Return when this process began, before which it cannot have loaded anything."""
+    fields = Path("/proc/self/stat").read_text().rpartition(") ")[2].split()
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return time.time_ns() - int(age * 1e9)
+
+
+def persists(request: RequestLike) -> bool:
+    """Whether a request's keys cover all that its KV depends on.
+
+    vLLM's hashes know an adapter by its name and path alone. An image, audio or video is known by a digest of its content,
+    unless the caller has named it.
+    """
+    named = all(_is_digest(each.identifier) for each in request.mm_features or ())
+    return request.lora_request is None and named
+
+
+_SHORTEST_DIGEST = 64  # hexadecimal digits of blake3 and sha256
+
+
+def _is_digest(name: str) -> bool:
+    return len(name) >= _SHORTEST_DIGEST and not name.strip("0123456789abcdef")
