@@ -122,7 +122,7 @@ class Rig:
 
     # -- requests -----------------------------------------------------------------------------------------------
 
-    def ask(self, name: str, asked: Asked, **sampling: Any) -> None:
+    def ask(self, name: str, asked: Asked, *, lora_request: Any = None, **sampling: Any) -> None:
         from vllm import SamplingParams
 
         params = SamplingParams(
@@ -137,7 +137,7 @@ class Rig:
         prompt: dict[str, Any] = {"prompt_token_ids": list(asked.prompt)}
         if asked.salt is not None:
             prompt["cache_salt"] = asked.salt
-        self.llm.llm_engine.add_request(name, prompt, params)
+        self.llm.llm_engine.add_request(name, prompt, params, lora_request=lora_request)
 
     def abort(self, *names: str) -> None:
         self.llm.llm_engine.abort_request(list(names))
