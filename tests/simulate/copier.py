@@ -137,6 +137,11 @@ class ChaosCopier:
             ticket.move(slice(None))
             ticket.end(TicketState.DONE)
 
+    def die(self) -> None:
+        """Its process is dead: no byte moves any more."""
+        for ticket in self.open_tickets:
+            ticket.end(TicketState.FAILED)
+
     def _begin(self, ticket: ChaosTicket) -> None:
         """Draw when its bytes move, when it ends, and how."""
         odds, draws, direction = self.odds, self._draws, ticket.direction

@@ -16,14 +16,17 @@ from kvoffload.core.stores import Stores
 from kvoffload.model.causes import CopyOutcome, LoadOutcome, StoreOutcome
 from kvoffload.model.ids import BlockKey, SlotId
 from kvoffload.runtime.awaited_loads import AwaitedLoads, LoadAnswers
+from kvoffload.runtime.disk_index import DiskIndex
 from kvoffload.runtime.open_copies import OpenCopies
+from kvoffload.transfer import disk_copies
+from kvoffload.transfer.disk_copies import DiskCopies
 from kvoffload.transfer.flow import JobFlow
 from kvoffload.transfer.lanes import Lane
 from kvoffload.transfer.ports import TicketState
 from kvoffload.transfer.wakeup import Wakeup
 from kvoffload_reference.pool_device import PoolDevice
 
-Patch = tuple[type, str, Any]
+Patch = tuple[Any, str, Any]  # a class or a module
 
 
 def _nothing(*args: object, **settings: object) -> None:
@@ -145,6 +148,18 @@ def _quarantined_slot_comes_back() -> list[Patch]:
     return [(HostPool, "quarantine", lambda self, slot: self.invalidate(slot))]
 
 
+def _disk_is_not_compared() -> list[Patch]:
+    return [(disk_copies, "_checksum", lambda data: 0)]
+
+
+def _reset_leaves_the_index() -> list[Patch]:
+    return [(DiskIndex, "_reset", lambda self: True)]
+
+
+def _call_that_hangs_is_not_noticed() -> list[Patch]:
+    return [(DiskCopies, "poll", _nothing)]
+
+
 MUTANTS: dict[str, Callable[[], list[Patch]]] = {
     name.removeprefix("_"): make
     for name, make in list(globals().items())
@@ -164,6 +179,8 @@ SHOWN_BY = {
     "load_reported_at_once": 15,
     "late_rank_is_not_heard": 8,
     "quarantined_slot_comes_back": 46,
+    "disk_is_not_compared": 46,
+    "call_that_hangs_is_not_noticed": 111,
 }
 """A seed that showed it when this was written; seed 0 shows the others. Only to spare the search."""
 

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kvoffload.disk.system import PAGE
 from kvoffload.engine import EngineConfig, ModelConfig
 from kvoffload.engine.capacity import Capacity
 from kvoffload.engine.groups import make_groups
 from tests.simulate.copier import Odds
 from tests.simulate.counting import VOCABULARY
+from tests.simulate.disk import DISK_TROUBLES, DiskOdds
 
 LONGEST = 32  # tokens of a request, new ones included
 _CELL_BYTES = 8
@@ -45,6 +47,7 @@ class Scenario:
         is_logged: log lines are written.
         has_journal: a journal's file is written, on a disk that is slow.
         has_full_disk: and that refuses to write now and then.
+        disk: how the calls on the disk below the host go; None without one.
     """
 
     seed: int
@@ -63,6 +66,7 @@ class Scenario:
     is_logged: bool
     has_journal: bool
     has_full_disk: bool
+    disk: DiskOdds | None = None
 
     @property
     def timeout_s(self) -> float:
@@ -87,7 +91,7 @@ def draw(seed: int) -> Scenario:
     ranks = draws.choice([1, 1, 2, 3])
     timeout_s = draws.choice([0.05, 0.3, 1.0])
     acts = _acts(draws)
-    return Scenario(
+    scenario = Scenario(
         seed=seed,
         engine=_engine(draws, ranks, timeout_s, acts),
         odds=_odds(draws, ranks, timeout_s),
@@ -104,6 +108,30 @@ def draw(seed: int) -> Scenario:
         is_logged=draws.random() < 0.1,
         has_journal=draws.random() < 0.1,
         has_full_disk=draws.random() < 0.3,
+    )
+    return _with_disk(scenario) if seed % 5 < 2 else scenario
+
+
+def _with_disk(scenario: Scenario) -> Scenario:
+    """Return the scenario with a disk below its host, and with what happens to disks."""
+    draws = scenario.draws("disk")
+    trouble = DISK_TROUBLES[draws.choice([*DISK_TROUBLES, "none", "some"])]
+    usual_s = draws.choice([0.0, 0.001, 0.01, scenario.timeout_s / 3])
+    settings = {
+        "disk_bytes_per_rank": (1 + draws.choice([2, 20, 60, 60])) * PAGE,
+        "spill_after_hits": draws.choice([0, 0, 1, 2]),
+        "store_policy": draws.choice(["eager", "eager", "eager", "lazy"]),
+        "host_bytes_per_rank": draws.choice([1, 5, 15, 30, 60, 60]) * _slot_bytes(scenario.engine),
+    }
+    acts = list(scenario.acts)
+    often = ["restart", "restart", "restart", "disk_rots", "disk_is_gone"]
+    for act in draws.choices(often, k=draws.choice([0, 0, 1, 2, 4])):
+        acts.insert(draws.randint(0, len(acts)), act)
+    return replace(
+        scenario,
+        engine=with_plugin(scenario.engine, settings),
+        acts=tuple(acts),
+        disk=DiskOdds(**trouble, usual_s=usual_s),
     )
 
 
@@ -145,16 +173,19 @@ def _model(draws: random.Random, block_tokens: int, tensors: int) -> ModelConfig
 
 
 def _plugin(draws: random.Random, shape: EngineConfig, timeout_s: float) -> dict[str, object]:
-    most_tensors = -(-shape.model.layers_per_group // shape.ranks)
-    slot_bytes = most_tensors * shape.block_tokens * _CELL_BYTES
     settings: dict[str, object] = {
         "store_policy": draws.choice(["eager", "lazy"]),
-        "host_bytes_per_rank": draws.choice([1, 5, 15, 30, 60, 60]) * slot_bytes,
+        "host_bytes_per_rank": draws.choice([1, 5, 15, 30, 60, 60]) * _slot_bytes(shape),
         "transfer_timeout_s": timeout_s,
         "verify": draws.choice(["off", "off", "sample", "full"]),
     }
     least = draws.choice([None, None, 0, 5, "auto"])
     return settings if least is None else {**settings, "min_load_tokens": least}
+
+
+def _slot_bytes(shape: EngineConfig) -> int:
+    most_tensors = -(-shape.model.layers_per_group // shape.ranks)
+    return most_tensors * shape.block_tokens * _CELL_BYTES
 
 
 def _odds(draws: random.Random, ranks: int, timeout_s: float) -> tuple[Odds, ...]:

@@ -6,7 +6,8 @@ import asyncio
 import errno
 import logging
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import count
@@ -19,7 +20,7 @@ import anyio.to_thread
 from kvoffload.bus.observers import run_observer
 from kvoffload.engine import Engine
 from kvoffload.logs import ROOT
-from kvoffload.model.events import Event, JobAbandoned
+from kvoffload.model.events import DiskCopyEnded, DiskOpened, Event, JobAbandoned
 from kvoffload.model.facts import Fact
 from kvoffload.runtime.clocks import Clocks
 from kvoffload.telemetry.journal import Entry, line_of
@@ -28,16 +29,19 @@ from kvoffload_reference.plugin import ReferencePlugin
 from tests.reference.rig import assert_exclusive
 from tests.simulate.copier import ChaosCopier
 from tests.simulate.counting import CountingRunner, expected
+from tests.simulate.disk import DiskPortal, SimDisk, in_place_of_os
 from tests.simulate.loop import SimClock, SimLoop, SimPortal, Stuck
 from tests.simulate.scenario import Scenario, draw, with_plugin
 from tests.simulate.traffic import Conversation, Operator, turn
 
 if TYPE_CHECKING:
+    from kvoffload.core.disk_state import DiskState
     from kvoffload.model.ids import Rank
     from kvoffload.runtime.scheduler_side import SchedulerSide
 
 _MOST_STEPS = 4_000  # many times what the longest run takes
 _BASE_TOKENS = 20
+_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
 class Simulation:
@@ -56,39 +60,60 @@ class Simulation:
         keep: Callable[[str], object] | None = None,
         folder: Path | None = None,
         copier: type[ChaosCopier] = ChaosCopier,
+        disk: SimDisk | None = None,
     ) -> None:
         self.scenario = scenario
-        self._copier = copier
+        self._copier, self._keep, self._folder, self._disk = copier, keep, folder, disk
         draws = scenario.draws
         self.loop = SimLoop(draws("order") if scenario.is_shuffled else None)
         self._time = draws("time")
         self._switches = draws("switches")
-        self.copiers: list[ChaosCopier] = []
-        clock, now = SimClock(self.loop), self.loop.time
-        self.portal = SimPortal(self.loop)
-        self.plugin = ReferencePlugin(
-            portal=self.portal,
-            clocks=Clocks(now, now, now),
-            clock=clock,
-            make_copier=self._make_copier,
-        )
-        self.steps = self.requests = 0
+        self.steps = self.requests = self.life = self._abandoned = 0
+        self.disk_copies = Counter[str]()
         self._is_stepping = self._is_over = False
         self._complaints: list[str] = []
         self.loop.set_exception_handler(self._complain)
-        make_runner = partial(CountingRunner, computing=self._compute)
-        config = with_plugin(scenario.engine, _journal_settings(folder))
-        self.engine = Engine(config, self.plugin, clock=now, make_runner=make_runner)
-        if keep is not None:
-            self._follow(keep)
-        self._abandoned = 0
-        self.offload.bus.count(JobAbandoned, self._note_abandoned)
-        self.is_open = asyncio.Event()
-        self.is_open.set()
+        self.is_open, self._is_up, self._is_dying = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._reading: dict[asyncio.Task[None], None] = {}
+        self._end, self._was_reset = "", False
+        self._graves: list[object] = []  # memory that late copies of dead engines may name
+        self._start()
         self._texts = [
             [draws(f"text {base}").randrange(5) + 5 * place for place in range(_BASE_TOKENS)]
             for base in range(scenario.bases)
         ]
+
+    def _start(self) -> None:
+        """Start an engine, the first or the one after a death."""
+        self.copiers: list[ChaosCopier] = []
+        now, scenario = self.loop.time, self.scenario
+        if self._disk is None:
+            self.portal = SimPortal(self.loop)
+        else:
+            self.portal = DiskPortal(self.loop, scenario.draws(f"threads {self.life}"), self._complaints)
+        self.plugin = ReferencePlugin(
+            portal=self.portal,
+            clocks=Clocks(now, now, now),
+            clock=SimClock(self.loop),
+            make_copier=self._make_copier,
+        )
+        make_runner = partial(CountingRunner, computing=self._compute)
+        settings = _journal_settings(self._folder, self.life)
+        if self._disk is not None:
+            settings["disk_path"] = self._disk.root
+        self.engine = Engine(
+            with_plugin(scenario.engine, settings), self.plugin, clock=now, make_runner=make_runner
+        )
+        if self._keep is not None:
+            self._follow(self._keep)
+        self.offload.bus.count(JobAbandoned, self._note_abandoned)
+        self.offload.bus.count(DiskCopyEnded, self._note_disk_copy)
+        self.offload.bus.count(DiskOpened, partial(self._check_opened, was_reset=self._was_reset))
+        self._was_reset = False
+        for name in scenario.observers:
+            self._observe(name)
+        self._is_up.set()
+        self.is_open.set()
 
     # -- what the traffic asks ------------------------------------------------------------------------------------
 
@@ -111,6 +136,43 @@ class Simulation:
     def is_cut_off(self) -> bool:
         """Whether the core has raised, so that its own records say nothing any more (R12)."""
         return self.offload._broken.error is not None
+
+    @property
+    def disk(self) -> SimDisk:
+        assert self._disk is not None
+        return self._disk
+
+    def is_ending(self, life: int) -> bool:
+        """Whether that engine is about to die, or has."""
+        return self.life != life or bool(self._end)
+
+    async def reading(self, read: Coroutine[object, object, None]) -> None:
+        """Read a stream; the engine's death cancels it."""
+        if self._disk is None:
+            await read
+            return
+        task = self.loop.create_task(read)
+        self._reading[task] = None
+        try:
+            await task
+        finally:
+            task.cancel()
+            self._reading.pop(task)
+
+    def reset(self) -> None:
+        """Reset the caches; once the answer is yes, no engine finds anything of before."""
+        self.engine.reset_prefix_cache()
+        index = self.offload._disk
+        self._was_reset |= index is not None and index.reset()
+
+    def end_life(self, how: str) -> None:
+        """The engine is to end, and another one to start."""
+        self.is_open.clear()
+        self._is_up.clear()
+        self._end = how
+        for task in self._reading:
+            task.cancel()
+        self._is_dying.set()
 
     def text(self, base: int) -> Sequence[int]:
         return self._texts[base]
@@ -142,7 +204,7 @@ class Simulation:
             Exception: what went wrong.
         """
         try:
-            self.loop.run_until_complete(self._play())
+            self._run(self.loop.create_task(self._play()))
         except BaseExceptionGroup as group:
             raise _first(group) from None
         finally:
@@ -151,21 +213,70 @@ class Simulation:
         if self._complaints:
             raise AssertionError("; ".join(self._complaints))
 
+    def _run(self, play: asyncio.Task[None]) -> None:
+        """Run the loop to the end; engines die and start while it rests."""
+        while self._disk is not None and not play.done():
+            self._is_dying.clear()
+            dying = self.loop.create_task(self._is_dying.wait())
+            self.loop.run_until_complete(asyncio.wait([play, dying], return_when=asyncio.FIRST_COMPLETED))
+            dying.cancel()
+            if self._end:
+                self._restart()
+        self.loop.run_until_complete(play)
+
+    def _restart(self) -> None:
+        assert isinstance(self.portal, DiskPortal)
+        self._check()
+        old = self.engine
+        if self._end == "stop":
+            self.engine.close()
+        self.portal.kill()
+        for copier in self.copiers:
+            copier.die()
+        self.disk.process_dies()
+        if self._end == "power fails":
+            self.disk.power_fails()
+        self.disk.is_gone = False
+        self._graves += [old, self.plugin]
+        self._end = ""
+        self.life += 1
+        self._start()
+        old._wake.set()
+
     async def _play(self) -> None:
-        for name in self.scenario.observers:
-            self._observe(name)
         async with asyncio.TaskGroup() as group:
             stepping = group.create_task(self._step_on())
             async with asyncio.TaskGroup() as traffic:
                 traffic.create_task(Operator(self).run())
                 for number in range(self.scenario.conversations):
                     traffic.create_task(Conversation(self, number).run())
+            if self._disk is not None:
+                await self._live_again()
             await self._settle()
-            for base in range(self.scenario.bases):
-                await self.turn(list(self.text(base)), 3, None)
+            await self._ask_all()
             await self._settle()
             stepping.cancel()
         self._check_nothing_left()
+
+    async def _ask_all(self) -> None:
+        for base in range(self.scenario.bases):
+            await self.turn(list(self.text(base)), 3, None)
+
+    async def _live_again(self) -> None:
+        """What was found again is spilled; the next engines find it, if the disk has kept it."""
+        draws = self.scenario.draws("lives")
+        for how in draws.choices(["kill", "kill", "power fails", "stop"], k=draws.randint(1, 3)):
+            await self._ask_all()
+            await self._ask_all()
+            await self.until(lambda: not self.engine.has_work)
+            await asyncio.sleep(draws.choice([0.0, 0.01, 0.3, 3.0]))  # the index is synced once a second
+            if draws.random() < 0.2:
+                self.reset()
+            self.end_life(how)
+            await self.is_open.wait()
+            for _ in range(10):  # the index is read meanwhile
+                await asyncio.sleep(draws.random() * self.scenario.timeout_s)
+                self.step()
 
     async def _settle(self) -> None:
         """Everything ends but what hangs, which is then released; late ends are reported."""
@@ -173,6 +284,9 @@ class Simulation:
         self._check_drained()
         for copier in self.copiers:
             copier.release()
+        if isinstance(self.portal, DiskPortal):
+            self.disk.heals()
+            self.portal.release()
         for _ in range(4):
             await asyncio.sleep(self.scenario.timeout_s / 3)
             self.step()  # an engine with nothing to do hears of the ends in its next step
@@ -187,9 +301,12 @@ class Simulation:
     async def _step_on(self) -> None:
         idle = 0
         while True:
+            await self._is_up.wait()
             if not self.engine.has_work:
                 self.engine._wake.clear()
                 await self.engine._wake.wait()
+            if not self._is_up.is_set():
+                continue
             idle = 0 if self.step() else idle + 1
             await self._pause(idle)
 
@@ -223,7 +340,7 @@ class Simulation:
 
     def _switch(self) -> None:
         """Where the copier is asked by the coroutine, the engine's thread may run."""
-        if self._is_stepping or self._is_over or not self.scenario.switch:
+        if self._is_stepping or self._is_over or not self.scenario.switch or not self._is_up.is_set():
             return
         if self._switches.random() < self.scenario.switch and self.engine.has_work:
             self.step()
@@ -291,10 +408,20 @@ class Simulation:
             kept = slots.keys() - {"empty", "ready", "quarantined"}
             left += [f"{slots[name]} slots are {name}" for name in sorted(kept) if slots[name]]
             left += [f"job {job} is open" for job in core.jobs.open]
+            left += [f"{what} is left of the disk" for what in _left_of_disk(core.disk)]
             left += [f"request {record.request} is not gone" for record in core.requests.finishing]
             left += conservation(self.offload.counters.snapshot(), drained=True)
         if left:
             raise AssertionError("; ".join(left))
+
+    def _note_disk_copy(self, event: DiskCopyEnded) -> None:
+        self.disk_copies[f"{event.direction.value} {event.outcome.value}"] += event.blocks
+
+    def _check_opened(self, event: DiskOpened, *, was_reset: bool) -> None:
+        """R18: what was reset is not found, unless a disk that claims to have removed it has not."""
+        self.disk_copies["restored"] += event.blocks
+        if was_reset and event.blocks and not self.disk.has_lied:
+            self._complaints.append(f"{event.blocks} blocks of before a reset are found")
 
     def _note_abandoned(self, event: JobAbandoned) -> None:
         self._abandoned += 1
@@ -306,8 +433,15 @@ class Simulation:
     def _close(self) -> None:
         for copier in self.copiers:
             copier.release()
+        if isinstance(self.portal, DiskPortal):
+            self.disk.heals()
+            self.portal.release()
         with suppress(Stuck):
             self.engine.close()
+        if isinstance(self.portal, DiskPortal):
+            self.portal.kill()
+            SimPortal.close(self.portal)
+            self.disk.process_dies()
         self.loop.close()
 
 
@@ -327,17 +461,30 @@ def simulate(seed: int, journal: Path | None = None, copier: type[ChaosCopier] =
         stack.enter_context(_quiet(not scenario.is_logged))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) if scenario.has_journal else None
         stack.enter_context(slow_disk(scenario, is_full=scenario.has_full_disk))
+        disk = None
+        if scenario.disk is not None:
+            root = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=_MEMORY)))
+            disk = SimDisk(root / "disk", scenario.draws("calls on the disk"), scenario.disk)
+            stack.enter_context(in_place_of_os(disk))
         keep = None
         if journal is not None:
             file = stack.enter_context(journal.open("w", encoding="utf-8"))
             keep = partial(print, file=file)
-        simulation = Simulation(scenario, keep, folder, copier)
+        simulation = Simulation(scenario, keep, folder, copier, disk)
         simulation.run()
     return simulation
 
 
-def _journal_settings(folder: Path | None) -> dict[str, object]:
-    return {"journal_path": folder / "journal"} if folder is not None else {}
+def _journal_settings(folder: Path | None, life: int) -> dict[str, object]:
+    return {"journal_path": folder / f"journal{life}"} if folder is not None else {}
+
+
+def _left_of_disk(disk: DiskState | None) -> list[str]:
+    """What jobs keep on the disk."""
+    if disk is None:
+        return []
+    kept = {"spill": disk.spilling, "fetch": disk.fetching, "pin": disk.pool.pins(), "hang": disk.abandoned}
+    return [what for what, there in kept.items() if there]
 
 
 @contextmanager

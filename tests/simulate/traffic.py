@@ -79,13 +79,18 @@ async def read(stream: TokenStream, patience: float | int | None, found: list[in
 async def turn(
     world: Simulation, prompt: list[int], new_tokens: int, patience: float | int | None = None
 ) -> None:
-    """One request: its tokens are right, and none is missing unless it was abandoned."""
+    """One request: its tokens are right, and none is missing unless it was abandoned. It is asked again if the engine dies."""
     await world.is_open.wait()
-    should = world.expected(prompt, new_tokens)
+    life, should = world.life, world.expected(prompt, new_tokens)
     stream = world.engine.submit(prompt, SamplingParams(new_tokens))
     found: list[int] = []
     try:
-        await read(stream, patience, found)
+        await world.reading(read(stream, patience, found))
+    except asyncio.CancelledError:
+        if not world.is_ending(life):
+            raise
+        await turn(world, prompt, new_tokens, patience)
+        return
     except EngineError as error:
         if not (world.has_lost_blocks and isinstance(error, PoolExhausted)):
             raise
@@ -109,7 +114,7 @@ class Operator:
             await getattr(self, f"_{act}")()
 
     async def _reset(self) -> None:
-        self._world.engine.reset_prefix_cache()
+        self._world.reset()
 
     async def _device_forgets(self) -> None:
         self._world.engine.pool.reset_prefix_cache()  # if no request uses it
@@ -124,7 +129,7 @@ class Operator:
         world = self._world
         world.is_open.clear()
         await world.until(lambda: not world.engine._scheduler.has_requests)
-        world.engine.reset_prefix_cache()
+        world.reset()
         for _ in range(30):
             if world.engine.pool.reset_prefix_cache():
                 world.runner.weights += 1
@@ -136,6 +141,17 @@ class Operator:
         """A rank copies nothing any more, without an error."""
         rank = self._draws.randrange(self._world.engine.config.ranks)
         self._world.copiers[rank].is_dead = True
+
+    async def _restart(self) -> None:
+        """The engine's process dies or is stopped, and another one starts on its disk."""
+        self._world.end_life(self._draws.choice(["kill", "kill", "power fails", "stop"]))
+        await self._world.is_open.wait()
+
+    async def _disk_rots(self) -> None:
+        self._world.disk.rots()
+
+    async def _disk_is_gone(self) -> None:
+        self._world.disk.is_gone = True
 
     async def _corrupt(self) -> None:
         """A byte of a host slot without a running copy changes by itself, on one rank."""

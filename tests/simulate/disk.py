@@ -1,0 +1,431 @@
+"""A disk that misbehaves by the draw, and the threads that wait for it: real files, with calls that take their time on the loop.
+
+    loop ──resume──▶ a thread runs up to its next call on the disk ──park──▶ loop ──a timer──▶ the call, and on
+
+Only one thread runs at a time, so a run repeats from its seed. The engine's own thread may not call the disk at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from kvoffload.disk import folder, index_log, slot_file, system
+from tests.disk.recorded_os import Disk, Inode, RecordedOs
+from tests.simulate.loop import SimLoop, SimPortal
+
+if TYPE_CHECKING:
+    import random
+
+DISK_TROUBLES: dict[str, dict[str, float]] = {
+    "none": {},
+    "some": {"error": 0.03, "full": 0.02, "short": 0.1, "flip": 0.03, "lost": 0.03},
+    "failing": {"error": 0.3, "full": 0.1},
+    "lying": {"flip": 0.2, "lost": 0.2, "short": 0.2},
+    "hanging": {"hang": 0.08, "error": 0.02},
+}
+
+
+@dataclass(frozen=True)
+class DiskOdds:
+    """How the disk's calls go; each a probability, times in seconds.
+
+    Args:
+        error: a part is done, and the call says that it failed.
+        full: nothing is done, for want of room.
+        short: a part is done, and the call says so.
+        flip: another bit is written or read.
+        lost: nothing is done, and the call says that all is.
+        hang: the call returns when the run is over.
+        usual_s: how long the others take, at most.
+    """
+
+    error: float = 0.0
+    full: float = 0.0
+    short: float = 0.0
+    flip: float = 0.0
+    lost: float = 0.0
+    hang: float = 0.0
+    usual_s: float = 0.001
+
+
+class Killed(BaseException):
+    """Raised where a thread waits for the disk when its process dies."""
+
+
+class SimThread:
+    """A thread that runs only while the loop's thread waits for it.
+
+    Args:
+        loop: its timers resume the thread.
+        ended: called when a work has ended.
+    """
+
+    _here = threading.local()
+
+    def __init__(self, loop: SimLoop, ended: Callable[[], None]) -> None:
+        self._loop = loop
+        self._ended = ended
+        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._work: Callable[[], None] | None = None
+        self._is_killed = False
+        self.timer: asyncio.TimerHandle | None = None
+        self._thread: threading.Thread | None = None
+
+    @classmethod
+    def current(cls) -> SimThread | None:
+        return getattr(cls._here, "thread", None)
+
+    @property
+    def is_idle(self) -> bool:
+        return self._work is None
+
+    @property
+    def hangs(self) -> bool:
+        return self._work is not None and self.timer is None
+
+    def start(self, work: Callable[[], None], seconds: float) -> None:
+        """Begin a work after a while."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
+        self._work = work
+        self.timer = self._loop.call_later(seconds, self.resume)
+
+    def resume(self) -> None:
+        """On the loop's thread: let this one run up to its next call, or to the end of its work."""
+        if self.timer is not None:
+            self.timer.cancel()
+        self.timer = None
+        self._go.release()
+        self._back.acquire()
+        if self.is_idle and not self._is_killed:
+            self._ended()
+
+    def park(self, seconds: float | None) -> None:
+        """On this thread: wait, for ever without a time."""
+        if seconds is not None:
+            self.timer = self._loop.call_later(seconds, self.resume)
+        self._back.release()
+        self._go.acquire()
+        if self._is_killed:
+            raise Killed
+
+    def kill(self) -> None:
+        """On the loop's thread: end it where it waits."""
+        if not self._is_killed:
+            self._is_killed = True
+            if self._thread is not None:
+                self.resume()
+
+    def _run(self) -> None:
+        SimThread._here.thread = self
+        while True:
+            self._go.acquire()
+            if self._is_killed or self._work is None:
+                break
+            try:
+                self._work()
+            finally:
+                self._work = None
+                if not self._is_killed:
+                    self._back.release()
+            if self._is_killed:
+                break
+        self._back.release()
+
+
+class SimExecutor(Executor):
+    """Some such threads and a queue.
+
+    Args:
+        loop, draws: when what is queued begins.
+        threads: how many.
+        problems: takes what work raised that its owner does not await.
+    """
+
+    def __init__(self, loop: SimLoop, draws: random.Random, threads: int, problems: list[str]) -> None:
+        self._loop, self._draws, self._problems = loop, draws, problems
+        self._threads = [SimThread(loop, self._next) for _ in range(threads)]
+        self._queue: deque[Callable[[], None]] = deque()
+        self._is_killed = False
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:  # noqa: ANN401
+        future = _Waited(self)
+
+        def work() -> None:
+            try:
+                result = fn(*args, **kwargs)
+            except Killed:
+                return
+            except BaseException as error:
+                self._problems.append(f"{getattr(fn, '__qualname__', fn)} raised {error!r}")
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        if not self._is_killed:
+            self._queue.append(work)
+            self._next()
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """What is queued still runs."""
+
+    def kill(self) -> None:
+        self._is_killed = True
+        for thread in self._threads:
+            thread.kill()
+
+    def release(self) -> None:
+        """What hangs goes on."""
+        for thread in self._threads:
+            if thread.hangs:
+                thread.resume()
+
+    def drive(self, future: Future[Any], timeout: float | None) -> None:
+        """Let time pass for these threads alone until a work is done, as when the engine's thread waits for them."""
+        until = self._loop.now + (1e9 if timeout is None else timeout)
+        while not future.done():
+            timers = [thread for thread in self._threads if thread.timer is not None]
+            first = min(timers, key=lambda thread: thread.timer.when(), default=None)  # type: ignore[union-attr]
+            if first is None or first.timer is None or first.timer.when() > until:
+                self._loop.now = until
+                raise TimeoutError
+            self._loop.now = max(self._loop.now, first.timer.when())
+            first.resume()
+
+    def _next(self) -> None:
+        idle = [thread for thread in self._threads if thread.is_idle]
+        if idle and self._queue:
+            idle[0].start(self._queue.popleft(), self._draws.random() * 0.0005)
+
+
+class _Waited(Future[Any]):
+    def __init__(self, executor: SimExecutor) -> None:
+        super().__init__()
+        self._executor = executor
+
+    def result(self, timeout: float | None = None) -> Any:  # noqa: ANN401
+        self._executor.drive(self, timeout)
+        return super().result(0)
+
+
+class DiskPortal(SimPortal):
+    """A portal of one engine among several on the loop: closing or killing it ends its own tasks alone.
+
+    Args:
+        loop: of all of them.
+        draws: when work on threads begins.
+        problems: takes what work raised.
+    """
+
+    def __init__(self, loop: SimLoop, draws: random.Random, problems: list[str]) -> None:
+        super().__init__(loop)
+        self._draws = draws
+        self._problems = problems
+        self._executors: list[SimExecutor] = []
+        self._own: list[Future[Any]] = []
+
+    def new_executor(self, purpose: str, threads: int = 1) -> Executor:
+        executor = SimExecutor(self.loop, self._draws, threads, self._problems)
+        self._executors.append(executor)
+        return executor
+
+    def spawn(self, async_fn: Any, *args: Any, **kwargs: Any) -> Future[Any]:  # noqa: ANN401
+        future: Future[Any] = super().spawn(async_fn, *args, **kwargs)
+        self._own.append(future)
+        return future
+
+    def close(self, timeout: float = 10.0) -> bool:
+        tasks = [each._task for each in self._own if not each._task.done()]  # type: ignore[attr-defined]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self.loop.run_until_complete(asyncio.wait(tasks))
+        return True
+
+    def kill(self) -> None:
+        """The process of its threads dies."""
+        for executor in self._executors:
+            executor.kill()
+        self.close()
+
+    def release(self) -> None:
+        """Calls that hang return."""
+        for executor in self._executors:
+            executor.release()
+
+
+class SimDisk(RecordedOs):
+    """Stands for the module `os` in what touches the tier's files.
+
+    Args:
+        root: `disk_path`.
+        draws: decides.
+        odds: of what.
+    """
+
+    def __init__(self, root: Path, draws: random.Random, odds: DiskOdds) -> None:
+        super().__init__(Disk(), lambda: None)
+        self.root = root
+        self._draws = draws
+        self._odds = odds
+        self._open_files: set[int] = set()
+        self.is_gone = False
+        self.has_lied = False
+
+    def token_bytes(self, size: int) -> bytes:
+        """In place of the module `secrets`."""
+        return self._draws.randbytes(size)
+
+    # -- calls ----------------------------------------------------------------------------------------------------
+
+    def open(self, path: str | Path, flags: int, mode: int = 0o777) -> int:
+        self._wait(("error", "full"))
+        descriptor = super().open(path, flags, mode)
+        self._open_files.add(descriptor)
+        return descriptor
+
+    def close(self, descriptor: int) -> None:
+        self._open_files.discard(descriptor)
+        os.close(descriptor)
+
+    def fdopen(self, descriptor: int, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        self._open_files.discard(descriptor)  # the file object closes it
+        return os.fdopen(descriptor, *args, **kwargs)
+
+    def pwrite(self, descriptor: int, data: memoryview, offset: int) -> int:
+        return self.pwritev(descriptor, [data], offset)
+
+    def pwritev(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        fate = self._wait(("error", "full", "short", "flip", "lost"), does_part=True)
+        data = bytearray(b"".join(map(bytes, buffers)))
+        if fate == "lost":
+            return len(data)
+        if fate == "flip":
+            self._flip(data)
+        if fate in ("error", "short"):
+            del data[self._draws.randint(1, len(data)) :]
+        written = super().pwritev(descriptor, [memoryview(data)], offset)
+        if fate == "error":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return written
+
+    def pread(self, descriptor: int, size: int, offset: int) -> bytes:
+        data = bytearray(size)
+        return bytes(data[: self.preadv(descriptor, [memoryview(data)], offset)])
+
+    def preadv(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        fate = self._wait(("error", "short", "flip"))
+        [buffer] = buffers
+        count = os.preadv(descriptor, [buffer], offset)
+        if fate == "flip" and count:
+            self._flip(buffer[:count])
+        return self._draws.randint(1, count) if fate == "short" and count else count
+
+    def fdatasync(self, descriptor: int) -> None:
+        if self._wait(("error", "lost")) != "lost":
+            super().fdatasync(descriptor)
+
+    def fsync(self, descriptor: int) -> None:
+        if self._wait(("error", "lost")) == "lost":
+            return
+        super().fsync(descriptor)
+        place = self._place()
+        for name in list(self._disk.names):
+            if place is not None and not (place / name).exists():
+                del self._disk.names[name]  # it was removed
+
+    def rename(self, old: Path, new: Path) -> None:
+        self._wait(("error",))
+        super().rename(old, new)
+
+    def posix_fallocate(self, descriptor: int, offset: int, size: int) -> None:
+        self._wait(("error", "full"))
+        super().posix_fallocate(descriptor, offset, size)
+
+    # -- what becomes of it ---------------------------------------------------------------------------------------
+
+    def process_dies(self) -> None:
+        """Its files are closed and unlocked."""
+        for descriptor in list(self._open_files):
+            self.close(descriptor)
+
+    def power_fails(self) -> None:
+        """What was not synced is lost, torn or reordered."""
+        place, found = self._place(), Disk()
+        if place is None:
+            return
+        for path in place.iterdir():
+            path.unlink()
+        self._disk.left(self._draws, place)
+        for path in sorted(place.iterdir()):
+            number = path.stat().st_ino
+            found.names[path.name] = number
+            found.inodes[number] = Inode(durable=bytearray(path.read_bytes()))
+        self._disk = found
+
+    def rots(self) -> None:
+        """Some bits of the files change by themselves."""
+        place = self._place()
+        for path in sorted(place.iterdir()) if place is not None else ():
+            data = bytearray(path.read_bytes())
+            for _ in range(self._draws.randint(0, 3)):
+                if data:
+                    self._flip(data)
+            with path.open("r+b") as file:
+                file.write(data)
+
+    def _place(self) -> Path | None:
+        return next(iter(self.root.glob("*/replica0")), None)
+
+    def _flip(self, data: bytearray | memoryview) -> None:
+        data[self._draws.randrange(len(data))] ^= 1 << self._draws.randrange(8)
+
+    def _wait(self, fates: Sequence[str], *, does_part: bool = False) -> str:
+        """Let a call take its time; return its fate. An error raises, unless the caller is to do a part before."""
+        thread = SimThread.current()
+        assert thread is not None, "the engine's thread calls the disk"
+        fate = self._fate((*fates, "hang"))
+        thread.park(None if fate == "hang" else self._draws.uniform(0, self._odds.usual_s))
+        if self.is_gone:
+            raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+        if fate == "full" or (fate == "error" and not does_part):
+            number = errno.ENOSPC if fate == "full" else errno.EIO
+            raise OSError(number, os.strerror(number))
+        self.has_lied |= fate == "lost"
+        return fate
+
+    def _fate(self, fates: Sequence[str]) -> str:
+        left = self._draws.random()
+        for fate in fates:
+            left -= getattr(self._odds, fate)
+            if left < 0:
+                return fate
+        return "done"
+
+    def heals(self) -> None:
+        """Nothing goes wrong any more: the run is over."""
+        self._odds = DiskOdds()
+
+
+@contextmanager
+def in_place_of_os(disk: SimDisk) -> Iterator[None]:
+    """Run with a simulated disk under the tier's files."""
+    with ExitStack() as stack:
+        for module in (folder, index_log, slot_file, system):
+            stack.enter_context(mock.patch.object(module, "os", disk))
+        for module in (index_log, slot_file):
+            stack.enter_context(mock.patch.object(module, "secrets", disk))
+        yield

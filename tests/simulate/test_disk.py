@@ -1,0 +1,34 @@
+"""What a disk does in a seed: it is written and read, keeps blocks over deaths, fails in every way, and engines live on."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.simulate.scenario import draw
+from tests.simulate.simulation import simulate
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+SEEDS = range(60, 160)
+"""Behind those of `test_simulate`."""
+
+
+def test_seeds_with_a_disk_end_well_and_have_seen_something() -> None:
+    total = Counter[str]()
+    for seed in SEEDS:
+        if draw(seed).disk is not None:
+            world = simulate(seed)
+            total += world.disk_copies + Counter(lives=world.life)
+    assert total["lives"] > 40
+    for what in ("store done", "store failed", "load done", "restored"):
+        assert total[what] > 10, total
+
+
+def test_disks_and_what_happens_to_them_differ() -> None:
+    drawn = [scenario for scenario in map(draw, range(300)) if scenario.disk is not None]
+    for trouble in ("error", "full", "short", "flip", "lost", "hang"):
+        assert any(getattr(scenario.disk, trouble) for scenario in drawn), trouble
+    assert {act for one in drawn for act in one.acts} >= {"restart", "disk_rots", "disk_is_gone"}
+    assert {one.engine.plugin_config["spill_after_hits"] for one in drawn} == {0, 1, 2}
