@@ -12,15 +12,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvoffload.bench.lines import Line, line, ratios
-from kvoffload.cli.exits import CommandError
+from kvoffload.bench.gpu_decode import Decode, measure_decoding
+from kvoffload.bench.lines import Line, line, not_run, ratios
+from kvoffload.model.errors import CopyError, KVOffloadError
 from kvoffload.model.transfer import Direction
-from kvoffload.transfer.crossover import learn
+from kvoffload.transfer.crossover import SCRATCH_BYTES, learn, measure
 from kvoffload.transfer.cuda_copier import CudaCopier
 from kvoffload.transfer.cuda_driver import NvidiaDriver
 from kvoffload.transfer.layout import DeviceLayout, DeviceRegion
 from kvoffload.transfer.ports import TicketState
 from kvoffload.transfer.runs import CopyRuns, geometry_of, merge_runs
+from kvoffload.transfer.short_copies import ENGINE_ONLY
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -29,11 +31,15 @@ if TYPE_CHECKING:
 
 _PAGES = {4 << 10: None, 64 << 10: 0.9, 1 << 20: 0.95}  # and the goal: part of a large copy's speed one way
 _BOTH_WAYS = 0.9
-_DESCRIPTORS = (1024, 16_384, 262_144)
-_PIECE = 64  # bytes of a descriptor's copy
+_DESCRIPTORS: tuple[int, ...] = (1024, 16_384, 262_144)
+_PIECE = 64  # bytes of a descriptor's copy, fewer where there is less memory
 _PINNED = 64 << 20
 _GLOBAL_CAPTURE = 0
 _PATIENCE_S = 60.0
+
+
+class CheckFailed(CopyError):
+    """Raised when something is wrong, so that nothing after it is worth measuring."""
 
 
 class GpuLines:
@@ -55,11 +61,14 @@ class GpuLines:
         self._draw = np.random.default_rng(0)
 
     def all(self) -> Iterator[Line]:
-        """Yield everything; the first wrong byte ends it.
+        """Yield everything; what fails is the last line."""
+        try:
+            yield from self._checks()
+            yield from self._measurements()
+        except KVOffloadError as error:
+            yield Line(str(error), None, is_met=False, is_check=True)
 
-        Raises:
-            CommandError: a path has moved wrong bytes, or a copy does not end.
-        """
+    def _checks(self) -> Iterator[Line]:
         yield self._bytes("batches" if self._driver.is_batched else "one by one", self.copier)
         yield self._bytes("one by one", CudaCopier(NvidiaDriver(self._device, batch_copies="off")))
         learn(self.copier, self._device)
@@ -68,31 +77,41 @@ class GpuLines:
             self.copier.use_kernel(dict.fromkeys(Direction, self._size))
             yield self._bytes("the page kernel", self.copier)
             self.copier.use_kernel(below)
-        for way, limit in below.items():
-            yield line(f"the page kernel takes pieces of {way.value}s below", [limit / 1024], " KiB")
+        for count in _DESCRIPTORS:
+            yield from self._descriptors(count)
+        yield from self._captures()
+
+    def _measurements(self) -> Iterator[Line]:
         for page, goal in _PAGES.items():
             yield from self._copies(page, goal)
-        for count in sorted({min(count, self._size // _PIECE) for count in _DESCRIPTORS}):
-            yield self._descriptors(count)
         yield self._submission()
         yield from self._pinning()
         yield self._busy()
-        yield from self._captures()
+        decode = Decode(self._driver, self._device, self._size)
+        yield from self._crossover("on an idle device")
+        with _repeated(decode.step):
+            yield from self._crossover("beside decoding")
+        yield from measure_decoding(decode, self._repeats)
 
     # -- what is measured ---------------------------------------------------------------------------------------
 
-    def _bytes(self, path: str, copier: CudaCopier[int, Event]) -> Line:
-        """Carry random bytes to the device and back to another place."""
-        there, back = self._host[: self._size], self._host[self._size :]
-        there[:], back[:] = self._draw.integers(0, 256, self._size, np.uint8), 0
-        load = self._pages(Direction.LOAD, 4096, self._size, there)
+    def _bytes(self, path: str, copier: CudaCopier[int, Event], page: int = 4096, size: int = 0) -> Line:
+        """Carry random bytes to the device and back to another place.
+
+        Raises:
+            CheckFailed: others came back.
+        """
+        size = size or self._size
+        there, back = self._host[:size], self._host[self._size : self._size + size]
+        there[:], back[:] = self._draw.integers(0, 256, size, np.uint8), 0
+        load = self._pages(Direction.LOAD, page, size, there)
         store = CopyRuns(load.target, load.source + self._size, load.size)
         self._seconds([(Direction.LOAD, load)], copier)
         self._seconds([(Direction.STORE, store)], copier)
         if wrong := int((there != back).sum()):
-            problem = f"{wrong} of {self._size} bytes are wrong after copies by {path}"
-            raise CommandError(f"{problem}; do not offload on this machine")
-        return line(f"wrong bytes after copies by {path}", [0.0], "", at_most=0)
+            problem = f"{wrong} of {size} bytes are wrong after copies by {path}"
+            raise CheckFailed(f"{problem}; do not offload on this machine")
+        return line(f"wrong bytes after copies by {path}", [0.0], "", at_most=0, is_check=True)
 
     def _copies(self, page: int, goal: float | None) -> Iterator[Line]:
         for ways in ((Direction.LOAD,), (Direction.STORE,), (Direction.LOAD, Direction.STORE)):
@@ -105,13 +124,31 @@ class GpuLines:
             if page == max(_PAGES):
                 yield line(f"{name}, one large copy", [speed / 1e9 for speed in large], " GB/s")
 
-    def _descriptors(self, count: int) -> Line:
-        """Time that many copies in one batch; that it comes back is what is asked."""
-        runs = self._pages(Direction.LOAD, _PIECE, count * _PIECE, self._host)
+    def _descriptors(self, count: int) -> Iterator[Line]:
+        """Carry that many pieces there and back, by the copy engine alone, and time a load of them."""
+        piece = min(_PIECE, self._size // count)
+        below, self.copier.kernel_below = self.copier.kernel_below, ENGINE_ONLY
+        yield self._bytes(f"{count:,} pieces of {piece} bytes", self.copier, piece, count * piece)
+        runs = self._pages(Direction.LOAD, piece, count * piece, self._host)
         begun = time.perf_counter()
         self._seconds([(Direction.LOAD, runs)], self.copier)
         found = 1e3 * (time.perf_counter() - begun)
-        return line(f"a load of {count:,} pieces of {_PIECE} bytes, enqueued and done", [found], " ms")
+        self.copier.kernel_below = below
+        yield line(f"a load of {count:,} pieces of {piece} bytes, enqueued and done", [found], " ms")
+
+    def _crossover(self, when: str) -> Iterator[Line]:
+        """Measure from which size on the copy engine is as fast as the page kernel."""
+        what = f"the page kernel takes pieces below, {when}"
+        try:
+            stream = self._driver.stream(urgent=False)
+            self._driver.prepare_kernel(stream)
+            with self._driver.scratch(min(SCRATCH_BYTES, self._size), stream) as scratch:
+                limits = measure(self._driver, stream, scratch)
+        except (ImportError, CopyError) as error:
+            yield not_run(what, error)
+            return
+        for way, limit in limits.items():
+            yield line(f"{what}: {way.value}s", [limit / 1024], " KiB")
 
     def _submission(self) -> Line:
         """Time what a hook does for a load of adjacent blocks."""
@@ -158,25 +195,25 @@ class GpuLines:
 
     def _captures(self) -> Iterator[Line]:
         """Register memory on another thread while a graph is captured, with its capture mode relaxed and without."""
-        library = ctypes.CDLL("libcuda.so.1")
+        library, unchecked = self._driver.library, ctypes.CDLL("libcuda.so.1")
         graph, mode = ctypes.c_void_p(), ctypes.c_int(_GLOBAL_CAPTURE)
         memory = np.zeros(1 << 20, np.uint8)
 
         def pin(*, is_relaxed: bool) -> None:
             self._driver.has_passed(self._driver.event(timed=False))  # relaxes the thread
             if not is_relaxed:
-                library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+                unchecked.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
             self._driver.register(memory.ctypes.data, len(memory))
             self._driver.unregister(memory.ctypes.data)
 
         for is_relaxed, goal in ((True, 1.0), (False, None)):
-            library.cuStreamBeginCapture_v2(ctypes.c_void_p(self._stream), ctypes.c_int(_GLOBAL_CAPTURE))
+            library.cuStreamBeginCapture_v2(self._stream, _GLOBAL_CAPTURE)
             with ThreadPoolExecutor(1) as pool:
                 pool.submit(pin, is_relaxed=is_relaxed).exception()
-            code = library.cuStreamEndCapture(ctypes.c_void_p(self._stream), ctypes.byref(graph))
+            code = unchecked.cuStreamEndCapture(ctypes.c_void_p(self._stream), ctypes.byref(graph))
             how = "relaxed" if is_relaxed else "not relaxed"
             what = f"a capture survives pinning on a thread that is {how} (1: yes)"
-            yield line(what, [float(code == 0)], "", at_least=goal)
+            yield line(what, [float(code == 0)], "", at_least=goal, is_check=True)
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -200,16 +237,16 @@ class GpuLines:
         """Return the device's seconds of the longest of some batches that run together.
 
         Raises:
-            CommandError: one fails or does not end.
+            CheckFailed: one fails or does not end.
         """
         tickets = [copier.submit(way, runs, ()) for way, runs in copies]
         deadline = time.monotonic() + _PATIENCE_S
         for ticket in tickets:
             while (state := ticket.query()) is TicketState.PENDING:
                 if time.monotonic() > deadline:
-                    raise CommandError(f"a copy has not ended after {_PATIENCE_S:g} seconds")
+                    raise CheckFailed(f"a copy has not ended after {_PATIENCE_S:g} seconds")
             if state is TicketState.FAILED:
-                raise CommandError("the driver has refused copies; the log has its error")
+                raise CheckFailed("the driver has refused copies; the log has its error")
         return max(ticket.copy_seconds or 0.0 for ticket in tickets)
 
     def _pages(self, way: Direction, page: int, size: int, host: NDArray[np.uint8]) -> CopyRuns:

@@ -18,24 +18,28 @@ class Line:
 
     Args:
         what: what was measured.
-        median: of the samples.
+        median: of the samples; None where it was not measured, and `what` says why.
         low, high: how far it can be trusted; None with too few samples to say.
         unit: of all three.
         target: what was wanted, in words; empty where nothing was.
         is_met: whether it is so; None without a target.
+        is_check: whether something is wrong where it is not so, and not only slow.
     """
 
     what: str
-    median: float
+    median: float | None
     low: float | None = None
     high: float | None = None
     unit: str = "x"
     target: str = ""
     is_met: bool | None = None
+    is_check: bool = False
 
     @property
     def found(self) -> str:
         """The numbers as a table shows them."""
+        if self.median is None:
+            return ""
         shown = f"{_digits(self.median)}{self.unit}"
         if self.low is None or self.high is None:
             return shown
@@ -44,7 +48,9 @@ class Line:
     @property
     def verdict(self) -> str:
         """Whether the target is met, in a word."""
-        return "" if self.is_met is None else "met" if self.is_met else "missed"
+        if self.is_met is None:
+            return ""
+        return "pass" if self.is_met else "fail" if self.is_check else "miss"
 
     def to_plain(self) -> dict[str, object]:
         """The fields for JSON, numbers to five digits."""
@@ -61,6 +67,7 @@ def line(
     *,
     at_least: float | None = None,
     at_most: float | None = None,
+    is_check: bool = False,
 ) -> Line:
     """Return the median of at least one sample and its 95 % interval; the median is held against the target."""
     middle, target, is_met = statistics.median(samples), "", None
@@ -69,7 +76,12 @@ def line(
         target, is_met = f"at least {at_least:g}{unit}", middle >= at_least
     if at_most is not None:
         target, is_met = f"at most {at_most:g}{unit}", middle <= at_most
-    return Line(what, middle, low, high, unit, target, is_met)
+    return Line(what, middle, low, high, unit, target, is_met, is_check)
+
+
+def not_run(what: str, reason: object) -> Line:
+    """Return a line that says why something was not measured."""
+    return Line(f"{what}: not run, {reason}", None)
 
 
 def ratios(mine: Iterable[float], others: Iterable[float]) -> list[float]:
@@ -113,13 +125,14 @@ def markdown(results: Sequence[Mapping[str, Any]]) -> str:
         parts += [f"{about}, {dates}:", "", "| bench | what | found | target | |", "|---|---|---|---|---|"]
         for result in benches:
             for one in (Line(**plain) for plain in result["lines"]):
-                verdict = "**missed**" if one.is_met is False else one.verdict
-                parts.append(f"| `{result['bench']}` | {one.what} | {one.found} | {one.target} | {verdict} |")
+                word = _IN_DOCUMENTS[one.verdict]
+                parts.append(f"| `{result['bench']}` | {one.what} | {one.found} | {one.target} | {word} |")
         parts.append("")
     return "\n".join(parts)
 
 
-_ORDER = ("engine", "serve", "hooks", "queue", "copy", "verify", "scale")
+_ORDER = ("engine", "serve", "hooks", "queue", "copy", "gpu-check", "verify", "scale")
+_IN_DOCUMENTS = {"": "", "pass": "met", "miss": "**missed**", "fail": "**failed**"}
 
 
 def _machine(about: Mapping[str, Any]) -> str:

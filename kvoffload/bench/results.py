@@ -29,7 +29,12 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def give_out(
-    name: str, args: argparse.Namespace, method: str, measuring: Iterable[Line], *packages: str
+    name: str,
+    args: argparse.Namespace,
+    method: str,
+    measuring: Iterable[Line],
+    *packages: str,
+    **facts: object,
 ) -> int:
     """Measure, print, and keep what was found where that was asked for; return the exit code.
 
@@ -39,11 +44,12 @@ def give_out(
         method: how it is measured, in a sentence.
         measuring: yields what it finds.
         packages: more distributions whose versions matter.
+        facts: more of the machine.
 
     Raises:
         CommandError: it cannot be measured, or a file cannot be written.
     """
-    about = machine(*packages)
+    about = {**machine(*packages), **facts}
     began = datetime.now(UTC).isoformat(timespec="seconds")
     lines = list(measuring)
     result = {
@@ -53,13 +59,13 @@ def give_out(
         "method": method,
         "lines": [one.to_plain() for one in lines],
     }
-    if args.save is not None:
-        say(f"written: {save(name, result, args.save)}")
     if args.json:
         print(json.dumps(result, indent=1))
     else:
         about_text = ", ".join(f"{key} {value}" for key, value in about.items())
         print("\n".join([about_text, method, "", *table(lines)]))
+    if args.save is not None:  # last: what was measured is on the screen where the file cannot be written
+        say(f"written: {save(name, result, args.save)}")
     return Exit.OK
 
 

@@ -15,6 +15,7 @@ class Exit(IntEnum):
     OK = 0
     FAILED = 1  # the command ran, and found or did something wrong
     USAGE = 2  # it cannot run as asked
+    MISSED = 3  # all that was checked is right, and a goal was missed
     OUTPUT = 74  # output cannot be written; sysexits.h calls it EX_IOERR
     HUNG_UP = 129  # SIGHUP: the terminal was closed
     INTERRUPTED = 130  # SIGINT: Ctrl-C

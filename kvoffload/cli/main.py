@@ -88,6 +88,7 @@ def _run(argv: Sequence[str] | None) -> int:
     if failed is None or code not in (
         Exit.OK,
         Exit.FAILED,
+        Exit.MISSED,
         Exit.OUTPUT,
     ):  # what ended it otherwise comes first
         if ended is not None:
@@ -130,7 +131,7 @@ def parsers() -> tuple[Parser, dict[str, Parser]]:
 
     codes = (
         f"Exit codes: {Exit.OK:d} success; {Exit.FAILED:d} it ran, and found or did something wrong; {Exit.USAGE:d} it "
-        f"cannot run as asked; {Exit.OUTPUT:d} output cannot be written; {Exit.HUNG_UP:d} ended by SIGHUP; "
+        f"cannot run as asked; {Exit.MISSED:d} gpu-check has missed a goal; {Exit.OUTPUT:d} output cannot be written; {Exit.HUNG_UP:d} ended by SIGHUP; "
         f"{Exit.INTERRUPTED:d} by Ctrl-C; {Exit.TERMINATED:d} by SIGTERM."
     )
     parser = Parser(prog="kvoffload", description="KV-cache offloading for LLM engines.", epilog=codes)

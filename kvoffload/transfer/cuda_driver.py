@@ -125,7 +125,7 @@ class NvidiaDriver:
         library.cuDevicePrimaryCtxRetain(ctypes.byref(context), number)
         self._device, self._context = number, context.value
         self._threads = _Threads(lambda: self._exchange_capture_mode(RELAXED), threading.get_ident())
-        self._enter()
+        self.enter()
         self._spare: dict[bool, deque[int]] = {timed: deque() for timed in (True, False)}
         self._streams: list[int] = []
         self._kernels: dict[int, PageKernel] = {}
@@ -149,6 +149,13 @@ class NvidiaDriver:
         return text.value.decode()
 
     @property
+    def version(self) -> str:
+        """The newest CUDA that the driver knows, as in "13.0"."""
+        found = ctypes.c_int()
+        self.library.cuDriverGetVersion(ctypes.byref(found))
+        return f"{found.value // 1000}.{found.value % 1000 // 10}"
+
+    @property
     def pci_address(self) -> str:
         """Where the device sits, as in "0000:3b:00.0"."""
         text = ctypes.create_string_buffer(32)
@@ -156,7 +163,7 @@ class NvidiaDriver:
         return text.value.decode()
 
     def stream(self, *, urgent: bool) -> int:
-        self._enter()
+        self.enter()
         lowest, highest, made = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
         self.library.cuCtxGetStreamPriorityRange(ctypes.byref(lowest), ctypes.byref(highest))
         priority = highest.value if urgent else lowest.value
@@ -169,35 +176,35 @@ class NvidiaDriver:
         try:
             return Event(self._spare[timed].popleft(), self._spare[timed])
         except IndexError:
-            self._enter()
+            self.enter()
             return self._new_event(timed=timed)
 
     def record_current(self, event: Event) -> None:
         self.record(event, self._current_stream())
 
     def record(self, event: Event, stream: int) -> None:
-        self._enter()
+        self.enter()
         self.library.cuEventRecord(event.handle, stream)
 
     def wait(self, stream: int, event: Event) -> None:
-        self._enter()
+        self.enter()
         self.library.cuStreamWaitEvent(stream, event.handle, 0)
 
     def has_passed(self, event: Event) -> bool:
-        self._enter()
+        self.enter()
         code = self.library.query_event(event.handle)
         if code not in (0, NOT_READY):
             raise self.library.error("cuEventQuery", code)
         return code == 0
 
     def seconds_between(self, start: Event, end: Event) -> float:
-        self._enter()
+        self.enter()
         milliseconds = ctypes.c_float()
         self.library.cuEventElapsedTime(ctypes.byref(milliseconds), start.handle, end.handle)
         return milliseconds.value / 1000
 
     def copy(self, direction: Direction, runs: CopyRuns, stream: int) -> None:
-        self._enter()
+        self.enter()
         if self._batch is not None:
             self._copy_in_batches(self._batch, direction, runs, stream)
             return
@@ -210,12 +217,12 @@ class NvidiaDriver:
     def prepare_kernel(self, stream: int) -> None:
         from kvoffload.transfer.page_kernel import PageKernel  # triton need not be installed
 
-        self._enter()
+        self.enter()
         if stream not in self._kernels:
             self._kernels[stream] = PageKernel(self, stream)
 
     def copy_by_kernel(self, runs: CopyRuns, stream: int) -> object:
-        self._enter()
+        self.enter()
         return self._kernels[stream].enqueue(runs)
 
     @contextmanager
@@ -238,7 +245,7 @@ class NvidiaDriver:
     @contextmanager
     def relaxed(self) -> Iterator[None]:
         """Keep what the engine's thread does from spoiling a graph that another thread captures meanwhile."""
-        self._enter()
+        self.enter()
         before = self._exchange_capture_mode(RELAXED)
         try:
             yield
@@ -266,7 +273,7 @@ class NvidiaDriver:
 
     def allocate(self, size: int, stream: int) -> int:
         """Return the address of device memory for work of `stream`."""
-        self._enter()
+        self.enter()
         address = ctypes.c_uint64()
         self.library.cuMemAllocAsync(ctypes.byref(address), size, stream)
         return address.value
@@ -277,17 +284,17 @@ class NvidiaDriver:
         Raises:
             CudaError: the driver refuses.
         """
-        self._enter()
+        self.enter()
         self.library.cuMemHostRegister_v2(address, size, 0)
 
     def unregister(self, address: int) -> None:
-        self._enter()
+        self.enter()
         self.library.cuMemHostUnregister(address)
 
     def close(self) -> None:
         """Destroy streams and events; what still runs on a stream ends by itself. The engine keeps the context."""
         with contextlib.suppress(CudaError, DeviceLost):
-            self._enter()
+            self.enter()
             while self._streams:
                 self.library.cuStreamDestroy_v2(self._streams.pop())
             for pool in self._spare.values():
@@ -343,7 +350,7 @@ class NvidiaDriver:
         assert made.value is not None
         return Event(made.value, self._spare[timed])
 
-    def _enter(self) -> None:
+    def enter(self) -> None:
         """Make the device's context current; the library's functions need one, and a new thread has none."""
         current = self._threads.current
         self.library.cuCtxGetCurrent(ctypes.byref(current))

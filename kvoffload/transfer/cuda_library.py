@@ -40,6 +40,7 @@ _QUICK: dict[str, tuple[Any, ...]] = {
 }
 _LONG: dict[str, tuple[Any, ...]] = {
     "cuInit": (_uint,),
+    "cuDriverGetVersion": (_pointer,),
     "cuDeviceGet": (_pointer, _int),
     "cuDeviceGetAttribute": (_pointer, _int, _int),
     "cuDeviceGetName": (_pointer, _int, _int),
@@ -53,6 +54,11 @@ _LONG: dict[str, tuple[Any, ...]] = {
     "cuMemHostGetDevicePointer_v2": (_pointer, _pointer, _uint),
     "cuMemAllocAsync": (_pointer, _size, _pointer),
     "cuMemFreeAsync": (_address, _pointer),
+    "cuEventSynchronize": (_pointer,),
+    "cuModuleLoadData": (_pointer, _pointer),
+    "cuModuleGetFunction": (_pointer, _pointer, ctypes.c_char_p),
+    "cuLaunchKernel": (_pointer, *[_uint] * 7, _pointer, _pointer, _pointer),
+    "cuStreamBeginCapture_v2": (_pointer, _int),
 }
 _BATCH = (_pointer, _pointer, _pointer, _size, _pointer, _pointer, _size, _pointer, _pointer)
 

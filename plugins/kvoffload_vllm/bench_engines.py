@@ -100,9 +100,14 @@ class Rider:
         self._worker_connector = self._place._KV_CONNECTOR_AGENT
         self._scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         self._spent_ns = self._requests = self._tokens = 0
-        self._outputs: Sequence[Any] = ()
+        self.outputs: Sequence[Any] = ()  # of the last step
         if self._scheduler.connector is not None:
             self._watch(self._scheduler.connector)
+
+    @property
+    def connector(self) -> Any:
+        """The scheduler's side of its connector."""
+        return self._scheduler.connector
 
     @property
     def is_busy(self) -> bool:
@@ -123,7 +128,7 @@ class Rider:
         """Take one step."""
         self._place._KV_CONNECTOR_AGENT = self._worker_connector
         self._requests = self._tokens = 0
-        self._outputs = self.llm.llm_engine.step()
+        self.outputs = self.llm.llm_engine.step()
         step = Step(self._requests, self._tokens, self._spent_ns)
         self._spent_ns = 0
         return step
@@ -136,7 +141,7 @@ class Rider:
         while self.is_busy:
             self.step()
             now = time.perf_counter() - begun
-            for output in self._outputs:
+            for output in self.outputs:
                 first.setdefault(output.request_id, now)
         return [first[name] for name in names], time.perf_counter() - begun
 

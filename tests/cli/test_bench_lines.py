@@ -42,7 +42,7 @@ def test_numbers_are_shown_with_their_interval_where_there_is_one() -> None:
 
 def test_the_table_of_a_terminal() -> None:
     rows = list(table([line("short", [1.0]), line("much longer", [2.0], at_most=1)]))
-    assert rows == ["short        1.00x", "much longer  2.00x  at most 1x      missed"]
+    assert rows == ["short        1.00x", "much longer  2.00x  at most 1x      miss"]
 
 
 def test_the_page_has_a_table_a_machine_and_what_offloading_costs_first() -> None:

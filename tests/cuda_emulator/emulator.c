@@ -27,14 +27,15 @@ its cost, so streams overlap and every run of a seed gives the same times. */
 #define AGENTS 32 /* the host is agent 0, streams are 1 to 31 */
 #define DEVICES 2
 #define TABLE 65536
-#define PAGE_BITS 12
-#define BUCKETS 65536
+#define PAGE_BITS 8
+#define LARGE 65536 /* accesses of more bytes are few, and compared with all others */
+#define BUCKETS (1 << 20)
 
 enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, INVALID_DEVICE = 101, INVALID_CONTEXT = 201,
        INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600, ILLEGAL_ADDRESS = 700, ALREADY_REGISTERED = 712,
        NOT_REGISTERED = 713, LAUNCH_FAILED = 719, CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901 };
 enum { GLOBAL, THREAD_LOCAL, RELAXED };
-enum { COPY, RECORD, WAIT, WRITE, READ, RUNS, RELEASE };
+enum { COPY, RECORD, WAIT, WRITE, READ, RUNS, RELEASE, HOST, SCAN };
 enum { IN_ORDER = 1, DURING_CALL = 2, ANY = 3 };
 
 typedef int Result;
@@ -73,6 +74,7 @@ static Range *registered;
 static Access *accesses;
 static Place *places;
 static int buckets[BUCKETS], place_count, place_capacity; /* of a bucket its last place, 0 where it has none */
+static int *large, large_count, large_capacity;
 static int allocation_count, registered_count, access_count, access_capacity, prune_at = 1024;
 static int initialized, version = 13000, stepped, pageable_is_fine, retained[DEVICES], broken[DEVICES], shifted, arch = 90;
 static int batch_limit = -1;
@@ -98,14 +100,22 @@ static void say(const char *format, ...) {
 
 /* --- accesses ---------------------------------------------------------------------------------------------------- */
 
-static const char *kinds[] = {"copy", "record", "wait", "kernel's write", "kernel's read", "page kernel", "free", "host"};
+static const char *kinds[] = {"copy", "record", "wait", "kernel's write", "kernel's read", "page kernel", "free", "host", "scan"};
 static const char *who(int agent, char *text) {
     if (agent) sprintf(text, "stream %d (device %d, priority %d)", agent, streams[agent].device, streams[agent].priority);
     else strcpy(text, "host");
     return text;
 }
-static int *bucket_of(Address page) { return &buckets[(page ^ page >> 16) % BUCKETS]; }
+static int *bucket_of(Address page) { return &buckets[(page ^ page >> 20) % BUCKETS]; }
 static void note_places(int access) {
+    if (accesses[access].high - accesses[access].low > LARGE) {
+        if (large_count == large_capacity) {
+            large_capacity = large_capacity ? 2 * large_capacity : 256;
+            large = realloc(large, large_capacity * sizeof *large);
+        }
+        large[large_count++] = access;
+        return;
+    }
     for (Address page = accesses[access].low >> PAGE_BITS; page <= (accesses[access].high - 1) >> PAGE_BITS; page++) {
         if (place_count + 1 >= place_capacity) {
             place_capacity = place_capacity ? 2 * place_capacity : 4096;
@@ -118,7 +128,7 @@ static void note_places(int access) {
 }
 static void forget_places(void) {
     memset(buckets, 0, sizeof buckets);
-    place_count = 0;
+    place_count = large_count = 0;
 }
 static void prune(void) {
     Clock floor = host;
@@ -146,7 +156,9 @@ static void compare(const Access *mine, const Access *other, const Clock *sees) 
 static void touch(Address low, size_t size, int write, int agent, uint32_t epoch, const Clock *sees, uint64_t number, int kind) {
     Access mine = {low, low + size, agent, write, epoch, number, kind};
     if (!size) return;
-    for (Address page = low >> PAGE_BITS; page <= (mine.high - 1) >> PAGE_BITS; page++)
+    if (size > LARGE) for (int i = 0; i < access_count; i++) compare(&mine, &accesses[i], sees);
+    else for (int i = 0; i < large_count; i++) compare(&mine, &accesses[large[i]], sees);
+    for (Address page = low >> PAGE_BITS; size <= LARGE && page <= (mine.high - 1) >> PAGE_BITS; page++)
         for (int i = *bucket_of(page); i; i = places[i].next) {
             Access *other = &accesses[places[i].access];
             Address overlap = other->low > low ? other->low : low; /* a pair is compared once, where its overlap begins */
@@ -259,6 +271,10 @@ static void run_first(Stream *stream) {
             move(stream, op, rows[i], rows[op->size + i], rows[2 * op->size + i]);
         break;
     }
+    case SCAN:
+        if (!reach(op->source, op->size)) { fault(stream, op, ILLEGAL_ADDRESS); break; }
+        touch(op->source, op->size, 0, stream->agent, epoch, &stream->clock, op->number, op->kind);
+        break;
     case RELEASE:
         touch(op->target, op->size, 1, stream->agent, epoch, &stream->clock, op->number, op->kind);
         break;
@@ -626,7 +642,7 @@ Result cuMemHostUnregister(void *start) {
     UNSAFE;
     for (int i = 0; i < registered_count; i++) {
         if (registered[i].low != (Address)start) continue;
-        host_touch((Address)start, registered[i].high - registered[i].low, 1, 7);
+        host_touch((Address)start, registered[i].high - registered[i].low, 1, HOST);
         registered[i] = registered[--registered_count];
         goto end;
     }
@@ -707,6 +723,13 @@ Result cuFuncSetCacheConfig(void *function, int config) { return OK; }
 typedef struct { unsigned grid[3], block[3], shared; void *stream; } LaunchConfig;
 static Result launch(Stream *stream, const char *name, void **parameters) {
     if (!stream) return INVALID_HANDLE;
+    if (!strcmp(name, "kvoffload_scan")) {
+        size_t size = 16ull * *(uint32_t *)parameters[1];
+        Op *op = enqueue(stream, SCAN, 5e-6 + size / 2e12);
+        op->source = *(Address *)parameters[0];
+        op->size = size;
+        return OK;
+    }
     if (strcmp(name, "_copy_runs")) return NOT_FOUND;
     Op *op = enqueue(stream, RUNS, 5e-6);
     op->source = *(Address *)parameters[0];
@@ -716,6 +739,13 @@ static Result launch(Stream *stream, const char *name, void **parameters) {
 Result cuLaunchKernelEx(const LaunchConfig *config, void *function, void **parameters, void **extra) {
     BEGIN("cuLaunchKernelEx", 1);
     code = launch(stream_of(config->stream), function, parameters);
+    END;
+}
+
+Result cuLaunchKernel(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
+                      unsigned block_z, unsigned shared, void *on, void **parameters, void **extra) {
+    BEGIN("cuLaunchKernel", 1);
+    code = launch(stream_of(on), function, parameters);
     END;
 }
 
@@ -767,7 +797,7 @@ int emu_kernel(void *on, Address address, size_t size, uint64_t seed, int writes
 }
 void emu_host_access(Address address, size_t size, int writes) {
     pthread_mutex_lock(&lock);
-    host_touch(address, size, writes, 7);
+    host_touch(address, size, writes, HOST);
     pthread_mutex_unlock(&lock);
 }
 /* Looks at device memory past all rules, for a test that has waited; a copy of nothing where there is none. */

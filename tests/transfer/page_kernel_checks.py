@@ -19,9 +19,11 @@ from hypothesis import strategies as st
 from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found]
 from triton.compiler import ASTSource, CompiledKernel, compile  # type: ignore[import-not-found]
 
+from kvoffload.bench.gpu_decode import PTX
 from kvoffload.transfer import page_kernel
 from kvoffload.transfer.runs import CopyRuns
 
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 PLACE = 5 * 1024  # bytes between the beginnings of two runs: more than any of them
 DIRTY = 0xA5
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 103, 120)
@@ -82,6 +84,16 @@ def spills_are_noticed() -> None:
     assert {"LDL", "STL"} <= {access.partition(".")[0] for access in accesses(starved)}
 
 
+def the_stand_in_assembles_for(architecture: int) -> None:
+    """The driver assembles the decoding kernel of `gpu-check` where it is loaded; here NVIDIA's assembler does."""
+    with tempfile.NamedTemporaryFile(suffix=".ptx") as source:
+        source.write(PTX)
+        source.flush()
+        name = "ptxas-blackwell" if architecture >= 100 else "ptxas"
+        command = [str(TOOLS / name), f"-arch=sm_{architecture}", source.name, "-o", "/dev/null"]
+        subprocess.run(command, capture_output=True, check=True)
+
+
 def compiled(architecture: int, **options: int) -> CompiledKernel:
     """Compile the kernel as its launch does, for a device that need not be there."""
     signature = {"descriptors": "*i64", "runs": "i32", "words": "constexpr"}
@@ -108,8 +120,7 @@ def _inspected(program: str, option: str, made: CompiledKernel) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as object_file:
         object_file.write(made.asm["cubin"])
         object_file.flush()
-        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / program
-        command = [str(tool), option, object_file.name]
+        command = [str(TOOLS / program), option, object_file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
@@ -119,4 +130,5 @@ if __name__ == "__main__":
     else:
         for number in ARCHITECTURES:
             compiles_for(number)
+            the_stand_in_assembles_for(number)
         spills_are_noticed()

@@ -6,6 +6,7 @@ In a process of its own, without torch: with it Triton asks torch for devices, a
 from __future__ import annotations
 
 import importlib.abc
+import json
 import sys
 from pathlib import Path
 
@@ -20,6 +21,9 @@ sys.meta_path.insert(0, _NoTorch())
 
 import numpy as np  # noqa: E402
 
+from kvoffload.bench import gpu_decode, gpu_lines  # noqa: E402
+from kvoffload.cli.exits import Exit  # noqa: E402
+from kvoffload.cli.main import main as main_of_the_command  # noqa: E402
 from kvoffload.model.transfer import Direction  # noqa: E402
 from kvoffload.transfer import crossover  # noqa: E402
 from kvoffload.transfer.crossover import learn  # noqa: E402
@@ -75,6 +79,22 @@ def main(library: Path) -> None:
     assert emulator.calls("cuLaunchKernelEx") == launches + 2 * SUBMISSIONS
     assert [emulator.calls(name) for name in ALLOCATIONS] == before, "a batch has allocated"
     assert (emulator.races, emulator.faults) == (0, 0), emulator.report
+    check_gpu(library.parent)
+    assert emulator.faults == 0, emulator.report
+
+
+def check_gpu(folder: Path) -> None:
+    """Run `kvoffload gpu-check` with the kernel."""
+    gpu_lines._DESCRIPTORS, gpu_decode._STEPS = (1024,), 1
+    options = ["--mib", "1", "--repeats", "1", "--device", "cuda:1", "--save", str(folder)]
+    assert main_of_the_command(["gpu-check", *options]) == Exit.OK
+    (file,) = folder.glob("gpu-check-*.json")
+    found = {line["what"]: line for line in json.loads(file.read_text())["lines"]}
+    assert found["wrong bytes after copies by the page kernel"]["is_met"]
+    for when in ("on an idle device", "beside decoding"):
+        limits = [line for what, line in found.items() if f"takes pieces below, {when}: " in what]
+        assert len(limits) == 2, found
+        assert all(line["median"] is not None for line in limits)
 
 
 def end(ticket: Ticket) -> None:

@@ -132,7 +132,7 @@ def an_end_event_before_the_last_slice(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_context_is_bound(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(NvidiaDriver, "_enter", lambda self: None)
+    patch.setattr(NvidiaDriver, "enter", lambda self: None)
 
 
 MUTANTS: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (
