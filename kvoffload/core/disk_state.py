@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from kvoffload.core.copy_bound import CopyBound
 from kvoffload.core.eviction import LruOrder
 from kvoffload.core.host_pool import HostPool
 from kvoffload.core.job import Job
-from kvoffload.core.key_index import KeyIndex
 from kvoffload.model.disk import DiskRecord, Put, Strike
 from kvoffload.model.ids import BlockKey, Rank, SlotId
 
@@ -29,9 +29,12 @@ class DiskState:
         is_closed: the index cannot be read or written any more.
         failing: ranks whose disk fails or hangs.
         abandoned: jobs on the disk that some rank never reported.
+        bound: on blocks that spills and a warm start have under way.
+        least_tokens: what the disk adds to a hit is computed where it is shorter.
         spilling: keys that a job is bringing to the disk.
         fetching: keys that a job is bringing from it.
-        candidates: keys that were used again and may be worth a spill, the first used first; `waiting` has the same.
+        candidates: keys that were used again and may be worth a spill, in the order in which the host evicts them; `waiting`
+            has the same.
         records: what the index must record, in order.
     """
 
@@ -42,7 +45,8 @@ class DiskState:
         self.sums: dict[SlotId, tuple[int, ...]] = {}
         self.is_open = self.is_closed = False
         self.failing: set[Rank] = set()
-        self.abandoned = 0
+        self.abandoned = self.least_tokens = 0
+        self.bound = CopyBound()
         self.spilling: dict[BlockKey, Job] = {}
         self.fetching: dict[BlockKey, Job] = {}
         self.candidates: deque[BlockKey] = deque()
@@ -63,9 +67,10 @@ class DiskState:
         self.sums.update({put.slot: put.sums for put in puts if put.slot in blocks})
 
     def reuse(self, keys: Sequence[BlockKey]) -> None:
-        """Note that these blocks were found again, a prefix's head first."""
+        """Note that these blocks were found again, a prefix's head last."""
+        on_disk = self.pool.index.parts
         for key in keys:
-            if key in self.waiting or key in self.pool.index or key in self.spilling:
+            if key in self.waiting or key in on_disk[key[0]] or key in self.spilling:
                 continue
             hits = self._hits.pop(key, 0) + 1
             if hits < self._after_hits:
@@ -75,23 +80,15 @@ class DiskState:
                 self.candidates.append(key)
 
     def stored(self, keys: Sequence[BlockKey]) -> None:
-        """Note that these blocks have come to the host."""
+        """Note that these blocks have come to the host, a prefix's head first."""
         if not self._after_hits:
-            self.reuse(keys)
+            self.reuse(keys[::-1])
 
     def evicted(self, keys: Sequence[BlockKey]) -> int:
         """Note that these blocks have left the host; return how many of them waited for a spill."""
         for key in keys:
             self._hits.pop(key, None)
         return len(self.waiting.intersection(keys))
-
-    def next_candidate(self) -> BlockKey | None:
-        """Return the key that has waited longest, and forget it; None without one."""
-        if not self.candidates:
-            return None
-        key = self.candidates.popleft()
-        self.waiting.discard(key)
-        return key
 
     def strike(self, slot: SlotId) -> None:
         """What a slot holds is not to be found any more."""
@@ -106,40 +103,3 @@ class DiskState:
         self.waiting.clear()
         self._hits.clear()
         return len(self.pool.forget_all())
-
-
-class HostAndDisk:
-    """The slots that hold a key: those of the host as they are, those of the disk as negative numbers."""
-
-    def __init__(self, host: KeyIndex, disk: KeyIndex) -> None:
-        self.parts = _Parts(host, disk)
-
-
-class _Parts(Sequence["_Part"]):
-    def __init__(self, host: KeyIndex, disk: KeyIndex) -> None:
-        self._host, self._disk = host, disk
-
-    def __len__(self) -> int:
-        return len(self._host.parts)
-
-    def __getitem__(self, byte: int) -> _Part:  # type: ignore[override]  # nobody slices it
-        return _Part(self._host.parts[byte], self._disk.parts[byte])
-
-
-class _Part:
-    __slots__ = ("_disk", "_host")
-
-    def __init__(self, host: dict[BlockKey, SlotId], disk: dict[BlockKey, SlotId]) -> None:
-        self._host, self._disk = host, disk
-
-    def get(self, key: BlockKey, /) -> SlotId | None:
-        slot = self._host.get(key)
-        if slot is not None:
-            return slot
-        place = self._disk.get(key)
-        return None if place is None else as_negative(place)
-
-
-def as_negative(place: SlotId) -> SlotId:
-    """Return the negative number that stands for a slot of the disk, or that slot for such a number."""
-    return SlotId(-1 - place)

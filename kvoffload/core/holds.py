@@ -45,7 +45,7 @@ class Holds:
     def release(self, record: RequestRecord) -> None:
         """Release all that a request holds; its deepest blocks become evictable first."""
         if self._disk is not None and record.loaded_tokens and record.persists:
-            found = reversed(self._slots_deepest_first(record, record.loaded_tokens))
+            found = self._slots_deepest_first(record, record.loaded_tokens)
             self._disk.reuse([key for slot in found if (key := self._pool.key(slot)) is not None])
         if record.shares or record.found_tokens:
             self._release_and_use(record)

@@ -63,7 +63,8 @@ class Job:
         keys: of a job on the disk, in the same order.
         sums: of a spill, each rank's checksums as far as reported.
         expected: of a fetch, each place's checksums.
-        asks: of a fetch, the request that looked for the blocks.
+        wanted: of a fetch, the requests that wait for it.
+        copy_s: of a job on the disk, the seconds of the slowest rank that has reported.
         stuck: of a spill, positions whose place a write that hangs may still change.
     """
 
@@ -85,7 +86,8 @@ class Job:
     keys: list[BlockKey] = field(default_factory=list)
     sums: dict[Rank, tuple[int, ...]] = field(default_factory=dict)
     expected: tuple[tuple[int, ...], ...] = ()
-    asks: RequestRecord | None = None
+    wanted: dict[RequestRecord, None] = field(default_factory=dict)
+    copy_s: float = 0.0
     stuck: set[int] = field(default_factory=set)
 
     @property
@@ -119,6 +121,10 @@ class Jobs:
         """By number, the oldest first."""
         self.planned: list[Job] = []
         """What the step's plan will have, loads and stores in the order in which they were planned."""
+        self.withdrawn: list[JobId] = []
+        """Submitted fetches that are not wanted any more, as far as the workers do not know."""
+        self.open_on_disk = 0
+        """Those of the open jobs that copy between host and disk."""
         self.pending = 0
         """Jobs that are planned or submitted. Abandoned ones are not waited for."""
 
@@ -129,12 +135,24 @@ class Jobs:
         self.open[job.job] = job
         self.planned.append(job)
         self.pending += 1
+        self.open_on_disk += tier is Tier.DISK
         self._counts[tier, direction][job.state] += 1
         return job
 
     def count(self, direction: Direction, state: JobState, tier: Tier = Tier.HOST) -> int:
         """Return how many open jobs of a tier and a direction are in a state."""
         return self._counts[tier, direction][state]
+
+    @property
+    def last(self) -> JobId:
+        """The number of the job that was planned last."""
+        return JobId(self._next - 1)
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a load is planned or submitted."""
+        counts = self._counts[Tier.HOST, Direction.LOAD]
+        return bool(counts[_PLANNED] or counts[_SUBMITTED])
 
     @property
     def pending_on_disk(self) -> int:
@@ -161,7 +179,7 @@ class Jobs:
             request = None if record is None else record.request
             part = TransferJob(job.job, job.direction, tuple(job.slots), tuple(job.blocks), request)
             (stores if record is None else loads).append(part)
-        plan = TransferPlan(tuple(loads), tuple(stores), tuple(disk))
+        plan = TransferPlan(tuple(loads), tuple(stores), tuple(disk), tuple(self.withdrawn))
         moved = JOB.steps[_SUBMIT][_PLANNED]
         for job in self.planned:
             counts = self._counts[job.tier, job.direction]
@@ -169,6 +187,8 @@ class Jobs:
             counts[moved] += 1
             job.state = moved
         self.planned.clear()
+        if self.withdrawn:
+            self.withdrawn.clear()
         return plan
 
     def abandon(self, job: Job) -> None:
@@ -182,6 +202,7 @@ class Jobs:
         self.planned.remove(job)
         self.pending -= 1
         del self.open[job.job]
+        self.open_on_disk -= job.tier is Tier.DISK
 
     def close(self, job: Job) -> None:
         """Every rank has ended: the job is done or failed, and leaves the table."""
@@ -190,6 +211,7 @@ class Jobs:
         self._counts[job.tier, job.direction][was] -= 1
         self.pending -= was is _SUBMITTED
         del self.open[job.job]
+        self.open_on_disk -= job.tier is Tier.DISK
 
     def _move(self, job: Job, event: JobEvent) -> None:
         after, counts = JOB.steps[event][job.state], self._counts[job.tier, job.direction]

@@ -70,9 +70,11 @@ class OffloadCore:
             self._reject(RejectionCause.UNKNOWN_REQUEST, fact.request)
             return
         keys = tuple([list(each) for each in fact.keys])
-        live[fact.request] = RequestRecord(
+        live[fact.request] = record = RequestRecord(
             fact.request, fact.prompt_tokens, keys, fact.reads_cache, persists=fact.persists
         )
+        if self._disk is not None:
+            self._disk.fetches.seen(record)
 
     def lookup(
         self,
@@ -84,6 +86,7 @@ class OffloadCore:
         tokens: int = 0,
         new_keys: Sequence[Sequence[BlockKey]] = (),
         least_tokens: int = 0,
+        least_disk_tokens: int = 0,
     ) -> int | None:
         """Return the tokens that the host adds to the device's hit; None for "not yet".
 
@@ -99,8 +102,11 @@ class OffloadCore:
             new_keys: per group, keys of whole blocks not given before.
             least_tokens: shorter hits are declined, where this is above the policy's number; a request's first lookup
                 decides for it.
+            least_disk_tokens: what the disk adds to a hit is not fetched where it is shorter.
         """
         state = self.state
+        if state.disk is not None:
+            state.disk.least_tokens = least_disk_tokens
         record = state.requests.live.get(request)
         if record is not None and record.state is _RUNNING:
             self._preempt(record)
@@ -158,6 +164,8 @@ class OffloadCore:
             self._hits.drop(record, PinDropCause.REQUEST_ENDED)
         if state.jobs.planned:
             self._loads.cancel_planned(record)
+        if self._disk is not None and record.state is _SEEN:
+            self._disk.fetches.leaves(record)
         self._new.pop(record, None)
         self._table_ended(record)
         state.requests.move(record, RequestEvent.END)
@@ -209,13 +217,13 @@ class OffloadCore:
             if self._stores.again or self._stores.for_room or self._stores.states_for_room:
                 self._stores.next_step()
             self._planner.step(fact, advanced)
-            if self._disk is not None:
-                self._disk.spills.step()
+            if self._disk is not None and (self._disk.candidates or self._disk.warm_start.keys):
+                self._disk.step()
 
     def plan(self) -> TransferPlan:
         """Return the copies decided since the last call; they count as submitted."""
         state = self.state
-        if not state.jobs.planned:
+        if not (state.jobs.planned or state.jobs.withdrawn):
             return NOTHING
         self._stores.schedule()
         return state.jobs.submit()
@@ -337,9 +345,10 @@ class OffloadCore:
     def disk_restored(self, fact: facts.DiskRestored) -> None:
         """A part of the disk's index was read. With the last part the tier can be used."""
         disk = self.state.disk
-        if disk is None:
+        if disk is None or self._disk is None:
             return
         disk.restore(fact.slots, fact.puts, [SlotId(slot) for slot in fact.free])
+        self._disk.warm_start.restored(fact.puts)
         if fact.is_last:
             disk.is_open = True
             slots = disk.pool.capacity - disk.pool.count(SlotState.QUARANTINED)
@@ -357,7 +366,8 @@ class OffloadCore:
         disk = self.state.disk
         if disk is None or not disk.records:
             return []
-        records, disk.records = disk.records, []
+        records = disk.records.copy()
+        disk.records.clear()
         return records
 
     def take_results(self) -> LoadResults:
@@ -421,9 +431,7 @@ class OffloadCore:
     @property
     def has_work(self) -> bool:
         """Whether steps are needed for something to come to its end. Abandoned copies do not count (R16)."""
-        return self._has_work(self.state.jobs.pending) or (
-            self._disk is not None and self._disk.spills.are_due
-        )
+        return self._has_work(self.state.jobs.pending) or (self._disk is not None and self._disk.is_due)
 
     @property
     def has_host_work(self) -> bool:

@@ -48,10 +48,12 @@ class PendingHits:
             self.drop(record, PinDropCause.LOOKED_UP_AGAIN)
         slots = hit.slots
         if self._fetches is not None and hit.missing is not None and record.persists:
-            if self._is_on_its_way(record, hit) and may_wait:
+            if self._fetches.look(record, hit) and may_wait:
                 state.tally.events.append(LookupDeferred(record.request, None))
                 return None
-            hit = hit._replace(cause=self._fetches.cause(hit.missing, hit.cause))
+            cause = self._fetches.cause(hit.missing, hit.cause)
+            if cause is not hit.cause:
+                hit = hit._replace(cause=cause)
         if slots:
             owner = state.shared.owner(slots) if may_wait and state.shared.owners else None
             if owner is not None:
@@ -62,13 +64,6 @@ class PendingHits:
             state.tally.events.append(event)
         record.hit = hit
         return hit.tokens - device_tokens
-
-    def _is_on_its_way(self, record: RequestRecord, hit: PendingHit) -> bool:
-        """Whether the disk has more of a request's prefix, and it is being fetched."""
-        disk = self._state.disk
-        if self._fetches is None or disk is None or not disk.is_usable:
-            return False
-        return self._fetches.look(record, hit.device_tokens, hit.slots)
 
     def take(self, record: RequestRecord, accepted_tokens: int) -> PendingHit | None:
         """An admission consumes the last lookup's answer, which counts now; the caller unpins its slots.

@@ -4,6 +4,9 @@
                 │                      overdue ─▶ abandoned ─────────────┘
                 └─ the host has evicted it: dropped (`spill_behind`)
 
+Candidates wait in the order in which the host evicts: what was used longest ago first, and of a prefix the deepest. So the blocks
+that the host evicts next have been written by then, if spills keep up, and the disk, too, evicts a prefix's head last.
+
 A host slot is pinned while it is read. A place on the disk is struck from the index before it is written again, and put into
 it after every rank has written it. If the strike is lost the checksums tell.
 """
@@ -12,16 +15,12 @@ from __future__ import annotations
 
 from kvoffload.core.disk_state import DiskState
 from kvoffload.core.job import Job
-from kvoffload.core.machine import JobState
 from kvoffload.core.state import CoreState
 from kvoffload.model.causes import CopyOutcome, DiskOutcome, EvictionCause, MissCause
 from kvoffload.model.disk import Put
 from kvoffload.model.events import DiskCopyEnded, DiskCopyScheduled
 from kvoffload.model.ids import BlockKey, Rank
 from kvoffload.model.transfer import Direction, JobReport, Tier
-
-MOST_SLOTS = 64
-"""Host slots under spills at once, where that is not over an eighth of the host."""
 
 
 class Spills:
@@ -42,18 +41,15 @@ class Spills:
         """Plan what may be spilled now: nothing while a load or a fetch is under way."""
         if not self._disk.candidates or not self._disk.is_usable or self._is_load_open():
             return
-        limit = min(MOST_SLOTS, max(self._state.pool.capacity // 8, 1))
+        limit = self._disk.bound.slots(self._state.pool.capacity)
         room = min(limit - self._open_slots, self._disk.pool.room)
-        keys: dict[BlockKey, None] = {}
-        while len(keys) < room and (key := self._disk.next_candidate()) is not None:
-            if self._is_worth(key):
-                keys[key] = None
-        if keys:
-            self._plan(list(keys))
+        if keys := self._next_keys(room):
+            self._plan(keys)
 
     def reported(self, job: Job, rank: Rank, part: JobReport) -> None:
         """A rank's copy has ended. One failed rank fails the spill at once; its memory waits for every rank (R4)."""
         job.sums[rank] = part.sums
+        job.copy_s = max(job.copy_s, part.copy_s)
         job.stuck.update(part.stuck)
         if part.outcome is CopyOutcome.CORRUPT:
             self._quarantine(job, part.corrupt)
@@ -87,20 +83,26 @@ class Spills:
             self._failed(job, DiskOutcome.CANCELLED)
 
     def _is_load_open(self) -> bool:
-        jobs = self._state.jobs
-        loads = jobs.count(Direction.LOAD, JobState.PLANNED) + jobs.count(Direction.LOAD, JobState.SUBMITTED)
-        return bool(loads or self._disk.fetching)
+        return bool(self._state.jobs.is_loading or self._disk.fetching)
 
-    def _is_worth(self, key: BlockKey) -> bool:
-        """Whether the host has a block that the disk lacks."""
-        disk = self._disk
-        return key in self._state.pool.index and key not in disk.pool.index and key not in disk.spilling
+    def _next_keys(self, count: int) -> list[BlockKey]:
+        """Take up to so many candidates that the host has and the disk lacks; return them heads first."""
+        disk, keys = self._disk, dict[BlockKey, None]()
+        on_host, on_disk = self._state.pool.index.parts, disk.pool.index.parts
+        while disk.candidates and len(keys) < count:
+            key = disk.candidates.popleft()
+            disk.waiting.discard(key)
+            if key in on_host[key[0]] and key not in on_disk[key[0]] and key not in disk.spilling:
+                keys[key] = None
+        return list(keys)[::-1]
 
     def _plan(self, keys: list[BlockKey]) -> None:
+        """Write these blocks, heads first, to the disk, which has room for them."""
         state, disk = self._state, self._disk
         places, evicted = disk.pool.reserve(keys)
         for place in places:
-            disk.strike(place)
+            if place in disk.sums:
+                disk.strike(place)
         state.tally.evicted_from_disk(EvictionCause.SPACE, len(evicted))
         job = state.jobs.plan(Direction.STORE, Tier.DISK)
         job.keys, job.places = keys, list(places)
@@ -113,6 +115,7 @@ class Spills:
     def _arrived(self, job: Job) -> None:
         """Every rank has written: the blocks can be found on the disk, also by the next process."""
         disk = self._disk
+        disk.bound.ended(job, self._state.jobs.last, is_load_open=self._is_load_open())
         self._settle(job, DiskOutcome.DONE)
         disk.pool.fill(job.places[::-1])
         sums = zip(*[job.sums[rank] for rank in sorted(job.sums)], strict=True)
@@ -139,7 +142,8 @@ class Spills:
         for key in job.keys:
             del self._disk.spilling[key]
         self._open_slots -= len(job.slots)
-        self._state.tally.events.append(DiskCopyEnded(job.job, job.direction, len(job.slots), outcome))
+        ended = DiskCopyEnded(job.job, job.direction, len(job.slots), outcome, job.copy_s)
+        self._state.tally.events.append(ended)
 
     def _copies_ended(self, job: Job) -> None:
         """No rank touches the places any more, but those under a write that hangs."""

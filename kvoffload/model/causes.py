@@ -82,7 +82,9 @@ class DiskOutcome(Cause):
         "corrupt"  # the bytes read were not those that were written: the disk's, or with `verify` the host's
     )
     ABANDONED = "abandoned"
-    CANCELLED = "cancelled"  # a reset came, or offloading was switched off
+    CANCELLED = (
+        "cancelled"  # a reset came, the requests that waited for it ended, or offloading was switched off
+    )
 
 
 class CopyOutcome(Cause):

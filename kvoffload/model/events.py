@@ -163,22 +163,25 @@ class DiskCopyScheduled(Event, frozen=True):
         job: the job.
         direction: STORE to the disk, LOAD from it.
         blocks: how many.
-        request: of a fetch, the request that looked for them.
+        request: of a fetch, the request that looked for them; None for a warm start.
+        tokens: of a fetch, what it makes that request's hit longer by.
     """
 
     job: JobId
     direction: Direction
     blocks: int
     request: RequestId | None = None
+    tokens: int = 0
 
 
 class DiskCopyEnded(Event, frozen=True):
-    """The outcome of a copy between host and disk is known."""
+    """The outcome of a copy between host and disk is known; `copy_s` are the seconds of the slowest rank that has reported."""
 
     job: JobId
     direction: Direction
     blocks: int
     outcome: DiskOutcome
+    copy_s: float = 0.0
 
 
 class JobAbandoned(Event, frozen=True):

@@ -69,11 +69,18 @@ class DiskJob(Message, frozen=True):
 
 
 class TransferPlan(Message, frozen=True):
-    """The copies decided in one step. Workers submit loads before stores."""
+    """The copies decided in one step. Workers submit loads before stores.
+
+    Args:
+        loads, stores: between device and host.
+        disk: between host and disk.
+        withdrawn: fetches of earlier plans whose slots need not be read any more, as far as no read has begun.
+    """
 
     loads: tuple[TransferJob, ...] = ()
     stores: tuple[TransferJob, ...] = ()
     disk: tuple[DiskJob, ...] = ()
+    withdrawn: tuple[JobId, ...] = ()
 
     @property
     def jobs(self) -> tuple[TransferJob | DiskJob, ...]:
@@ -81,7 +88,7 @@ class TransferPlan(Message, frozen=True):
 
     @property
     def is_empty(self) -> bool:
-        return not (self.loads or self.stores or self.disk)
+        return not (self.loads or self.stores or self.disk or self.withdrawn)
 
 
 NOTHING = TransferPlan()

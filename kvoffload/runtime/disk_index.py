@@ -75,7 +75,10 @@ class DiskIndex:
         self._portal = portal
         self._closes_in_s = closes_in_s
         self._executor = portal.new_executor("disk-index")
-        self._due: deque[facts.Fact] = deque()
+        self.due: deque[facts.Fact] = deque()
+        """What the core must learn, a fact a step: `next_fact`."""
+        self.awaits_files = True
+        """Whether ranks have not opened their slot files yet."""
         self._is_begun = self._was_reset = self._is_handed_over = False
         self._files: dict[Rank, DiskFile] = {}
         self.identity: KVIdentity | None = None
@@ -94,15 +97,13 @@ class DiskIndex:
                 continue
             self._files[report.rank] = report.disk_file
             if len(self._files) == self._ranks:
-                self._is_begun = True
+                self._is_begun, self.awaits_files = True, False
                 self._do(self._open)
                 self._syncing = self._portal.spawn(self._sync_now_and_then)
 
-    def next_fact(self) -> facts.Fact | None:
-        """Return what the core must learn next, None without anything. After a reset, slots are free whatever they held."""
-        if not self._due:
-            return None
-        fact = self._due.popleft()
+    def next_fact(self) -> facts.Fact:
+        """Return what the core must learn next, of what is `due`. After a reset, slots are free whatever they held."""
+        fact = self.due.popleft()
         self._is_handed_over |= isinstance(fact, facts.DiskRestored) and fact.is_last
         if self._was_reset and isinstance(fact, facts.DiskRestored) and fact.puts:
             return replace(fact, puts=(), free=tuple([put.slot for put in fact.puts]))
@@ -111,7 +112,7 @@ class DiskIndex:
     @property
     def is_opening(self) -> bool:
         """Whether the core is to learn more of the index."""
-        return bool(self._due) or not (self._is_handed_over or self._failure is not None)
+        return bool(self.due) or not (self._is_handed_over or self._failure is not None)
 
     def append(self, records: Sequence[DiskRecord]) -> None:
         """Write records behind those before."""
@@ -203,7 +204,7 @@ class DiskIndex:
             did_not_fit=were - len(entries),
             index_was_cut=is_cut,
         )
-        self._due.extend(_parts(entries, free, slots))
+        self.due.extend(_parts(entries, free, slots))
         return self._reset() if self._was_reset else True
 
     def _append(self, records: Sequence[DiskRecord]) -> bool:
@@ -253,7 +254,7 @@ class DiskIndex:
         if self._failure is None:
             self._failure = reason
             log.error("disk_closed", reason=reason, note="the engine goes on without it")
-            self._due.append(facts.DiskClosed())
+            self.due.append(facts.DiskClosed())
 
 
 def _parts(entries: Entries, free: Sequence[SlotId], slots: int) -> list[facts.Fact]:

@@ -119,7 +119,7 @@ class SchedulerSide:
             AwaitedLoads(self._copies.open),
             Degradation(self.journal, config.journal_path),
         )
-        self._disk = _disk_index(disk, portal, shape, config)
+        self._disk, self._disk_state = _disk_index(disk, portal, shape, config), state.disk
         self._pins, self._resets = PinAges(self._clocks), Resets(self._jobs, self.bus.publish)
         self._store_shares = dict.fromkeys(map(Rank, range(shape.ranks)), 1.0)  # as each rank last reported
         self._memory, self._idle = HostMemory(), IdleSteps(config.drain_s, now)
@@ -192,6 +192,7 @@ class SchedulerSide:
         now = self._clocks.monotonic()
         since = self._deferred_since.get(request)
         least = self.benefit.least_load_tokens() if self._chooses_least else 0
+        from_disk = self._disk is not None and self._chooses_least
         answer: int | None = 0
         events: list[Event] = []
         if self._broken.error is None:
@@ -204,6 +205,7 @@ class SchedulerSide:
                     tokens=tokens,
                     new_keys=new_keys,
                     least_tokens=least,
+                    least_disk_tokens=self.benefit.least_disk_tokens() if from_disk else 0,
                 )
                 if self._tally.events or self._tally.has_sums:
                     events = self._tally.take()
@@ -268,13 +270,14 @@ class SchedulerSide:
         batch: list[object] = [fact]
         if self._first_tokens.admitted:
             batch[:0] = self._first_tokens.look()
-        if self._disk is not None and (of_disk := self._disk.next_fact()) is not None:
-            batch.append(of_disk)
+        if self._disk is not None and self._disk.due:
+            batch.append(self._disk.next_fact())
         self.bus.dispatch(batch)
-        plan = self._plan() if self._jobs.planned and self._broken.error is None else NOTHING
+        jobs = self._jobs
+        plan = self._plan() if (jobs.planned or jobs.withdrawn) and self._broken.error is None else NOTHING
         spent = self._spent
-        if self._disk is not None:
-            self._record_disk(self._disk)
+        if self._disk_state is not None and self._disk_state.records:
+            self._record_disk()
         spent[_STEP] = spent.get(_STEP, 0.0) + self._precise() - began
         self.counters.hooks(spent)
         spent.clear()
@@ -305,9 +308,10 @@ class SchedulerSide:
         began = self._precise()
         for report in reports:
             self._rank_reported(report)
-        if self._disk is not None:
+        if self._disk is not None and self._disk.awaits_files:
             self._disk.ranks_reported(reports)
-            self._record_disk(self._disk)
+        if self._disk_state is not None and self._disk_state.records:
+            self._record_disk()
         if reports:
             self._look_after_reports()
         answers = self.take_answers() if self.has_answers else LoadAnswers()
@@ -396,7 +400,7 @@ class SchedulerSide:
         self.bus.close()
         self._observers.wait()
         if self._disk is not None:
-            self._record_disk(self._disk)
+            self._record_disk()
             self._disk.close()
 
     # -- inside -------------------------------------------------------------------------------------------------
@@ -410,10 +414,11 @@ class SchedulerSide:
         if not (self._jobs.pending or self._live):
             self._ask("audit", self._conservation.at_rest, None)
 
-    def _record_disk(self, disk: DiskIndex) -> None:
+    def _record_disk(self) -> None:
         """Hand what happened on the disk to its index."""
-        if records := self._ask("disk", self.core.take_disk_records, list[DiskRecord]()):
-            disk.append(records)
+        records = self._ask("disk", self.core.take_disk_records, list[DiskRecord]())
+        if records and self._disk is not None:
+            self._disk.append(records)
 
     def _stop_waiting(self, request: RequestId) -> None:
         """A request no longer waits for another request's load."""

@@ -16,10 +16,11 @@ from kvoffload.model.errors import DiskError
 from kvoffload.transfer.disk_copies import DiskCopies, DiskNews
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
     from pathlib import Path
 
     from kvoffload.disk.folder import DiskPlace
+    from kvoffload.model.ids import JobId
     from kvoffload.model.transfer import DiskJob
     from kvoffload.transfer.arena import Arena
     from kvoffload.transfer.checksums import Checksums
@@ -72,6 +73,11 @@ class WorkerDisk:
         """Queue jobs. The scheduler plans none before it knows of the file."""
         assert self._copies is not None, "the file is not open"
         self._copies.submit(jobs)
+
+    def withdraw(self, jobs: Collection[JobId]) -> None:
+        """End fetches that no request wants any more."""
+        assert self._copies is not None, "the file is not open"
+        self._copies.withdraw(jobs)
 
     def take(self) -> DiskNews | None:
         """Return what the disk reports, None before the file is open. Never waits."""

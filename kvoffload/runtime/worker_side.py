@@ -139,6 +139,8 @@ class WorkerSide:
             self._live_pump.submit_stores(plan.stores)
         if plan.disk and self._disk is not None:
             self._disk.submit(plan.disk)
+        if plan.withdrawn and self._disk is not None:
+            self._disk.withdraw(plan.withdrawn)
 
     def take_report(self) -> TransferReport | None:
         """Return what ended since the last call, or None. Never waits."""

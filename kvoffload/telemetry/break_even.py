@@ -1,7 +1,7 @@
 """The length of a hit from which loading is faster than computing.
 
 A load of n tokens delays its request by `fixed + n * copy`; computing them takes `n * prefill`. The two are equal at
-`fixed / (prefill - copy)` tokens.
+`fixed / (prefill - copy)` tokens. What is fetched from a lower tier is loaded afterwards, so both delays add up.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ class BreakEven:
         self._set_at_s = -math.inf
         self.tokens = 0
         """0 while not known, at most `NEVER_TOKENS`. Written whole."""
+        self.fixed_s = self.token_s = 0.0
+        """Seconds of a load, and of each of its tokens; 0 while not known."""
 
     def loaded(self, now: float, tokens: int, waited_s: float, copy_s: float) -> None:
         """Add a load that arrived.
@@ -46,13 +48,21 @@ class BreakEven:
         self._copied_tokens += tokens - self._copied_tokens * _COPY_WEIGHT
         self._fixed_s.append(max(waited_s - copy_s, 0.0))
 
-    def weigh(self, seconds_per_token: float) -> None:
-        """Update `tokens` for a prefill time per token; 0 if that is not known."""
+    def weigh(self, seconds_per_token: float, then: BreakEven | None = None) -> None:
+        """Update `tokens`.
+
+        Args:
+            seconds_per_token: of prefill; 0 if that is not known.
+            then: the loads that follow those measured here, if any do.
+        """
         if not self._fixed_s or not seconds_per_token:
             return
-        gain = seconds_per_token - self._copy_s / self._copied_tokens
-        fixed = sorted(self._fixed_s)[len(self._fixed_s) // 2]
-        reached = fixed / gain if gain > 0 else NEVER_TOKENS
+        self.fixed_s = fixed_s = sorted(self._fixed_s)[len(self._fixed_s) // 2]
+        self.token_s = token_s = self._copy_s / self._copied_tokens
+        if then is not None:
+            fixed_s, token_s = fixed_s + then.fixed_s, token_s + then.token_s
+        gain = seconds_per_token - token_s
+        reached = fixed_s / gain if gain > 0 else NEVER_TOKENS
         self.tokens = min(math.ceil(reached), NEVER_TOKENS)
 
     def least(self, now: float) -> int:

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 from kvoffload.bus.bus import Bus
 from kvoffload.model import events, facts
-from kvoffload.model.causes import CopyOutcome, LoadOutcome
+from kvoffload.model.causes import CopyOutcome, DiskOutcome, LoadOutcome
 from kvoffload.model.ids import JobId, RequestId
 from kvoffload.model.transfer import Direction
 from kvoffload.telemetry.break_even import BreakEven
@@ -63,8 +63,9 @@ class NetBenefit:
         self._now = now
         self._rate = PrefillRate(_LEAST_BLOCKS * block_tokens)
         self._times = StepTimes()
-        self._break_even = BreakEven()
+        self._break_even, self._disk_break_even = BreakEven(), BreakEven()
         self._loads: dict[JobId, _Load] = {}
+        self._fetches: dict[JobId, _Load] = {}
         self._copy_s: dict[JobId, float] = {}
         self._unpriced_tokens = 0
         self._saved_s = 0.0
@@ -77,7 +78,7 @@ class NetBenefit:
         self._decoded = self._copies = 0
         self._period_began = self._judge_s = -math.inf
         self._period_net_s = 0.0
-        self._is_negative = False
+        self._is_negative = self._has_fetched = False
         self._publish: Callable[[events.NetBenefitTurned], None] = lambda event: None
 
     def subscribe(self, bus: Bus) -> None:
@@ -88,10 +89,16 @@ class NetBenefit:
         bus.count(events.LoadScheduled, self._load_scheduled)
         bus.count(events.RankReported, self._copied)
         bus.count(events.LoadEnded, self._load_ended)
+        bus.count(events.DiskCopyScheduled, self._fetch_scheduled)
+        bus.count(events.DiskCopyEnded, self._fetch_ended)
 
     def least_load_tokens(self) -> int:
         """Return the shortest hit that is worth a load by recent measurements; 0 without any."""
         return self._break_even.least(self._now())
+
+    def least_disk_tokens(self) -> int:
+        """Return the fewest tokens that are worth a fetch from the disk and the load behind it; 0 without measurements."""
+        return self._disk_break_even.least(self._now())
 
     @property
     def net_s(self) -> float:
@@ -180,6 +187,17 @@ class NetBenefit:
             self._break_even.loaded(self._now(), load.tokens, waited_s, copy_s)
             self._price()
 
+    def _fetch_scheduled(self, event: events.DiskCopyScheduled) -> None:
+        if event.tokens and event.request is not None:
+            self._fetches[event.job] = _Load(event.request, event.tokens, self._now())
+
+    def _fetch_ended(self, event: events.DiskCopyEnded) -> None:
+        fetch = self._fetches.pop(event.job, None)
+        if fetch is not None and event.outcome is DiskOutcome.DONE:
+            now, self._has_fetched = self._now(), True
+            self._disk_break_even.loaded(now, fetch.tokens, now - fetch.since, event.copy_s)
+            self._price()
+
     def _lose_wait(self, load: _Load) -> float:
         waited_s = self._now() - load.since
         self._waited_s[LoadWait.OWN_LOAD] += waited_s
@@ -192,6 +210,8 @@ class NetBenefit:
         if rate:
             self._unpriced_tokens = 0
         self._break_even.weigh(rate)
+        if self._has_fetched:
+            self._disk_break_even.weigh(rate, self._break_even)
 
     def _copying(self) -> int:
         """Return the directions of the open copies, as one of `Copies`."""

@@ -24,6 +24,7 @@ import threading
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -37,11 +38,12 @@ from kvoffload.transfer.host_copier import choose_copy
 from kvoffload.transfer.runs import CopyRuns
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
     from concurrent.futures import Executor
 
     from kvoffload.disk.slot_file import SlotFile
     from kvoffload.model.disk import DiskFile
+    from kvoffload.model.ids import JobId
     from kvoffload.model.transfer import DiskJob
     from kvoffload.transfer.arena import Arena
     from kvoffload.transfer.checksums import Checksums
@@ -72,11 +74,27 @@ class DiskNews(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _OpenJob:
+    """A job with slots whose copy has not ended.
+
+    Args:
+        job: the job.
+        accepted_at: when it came.
+        open_slots: how many of its slots' copies have not ended.
+        failed: one of them failed.
+        is_withdrawn: no copy of it is to begin any more.
+        began, ended: when the first copy did, and the last one so far.
+        corrupt: positions whose bytes are not those that were written.
+        stuck: positions under a write that hangs.
+        sums: of a spill, checksums by position.
+    """
+
     job: DiskJob
     accepted_at: float
     open_slots: int
     failed: bool = False
-    copy_s: float = 0.0
+    is_withdrawn: bool = False
+    began: float = inf
+    ended: float = 0.0
     corrupt: list[int] = field(default_factory=list)
     stuck: list[int] = field(default_factory=list)
     sums: dict[int, int] = field(default_factory=dict)
@@ -90,8 +108,7 @@ class _SlotCopy:
         owner: the job.
         position: of the slot in it.
         token: what a thread takes to end the copy; empty once one has.
-        began: when its call did.
-        copy_s: how long it took.
+        began, ended: when its call did.
         outcome, checksum: of a copy that its own thread has ended.
         is_stuck: the hook's thread has ended it, because its call does not return.
     """
@@ -100,7 +117,7 @@ class _SlotCopy:
     position: int
     token: list[None] = field(default_factory=lambda: [None])
     began: float = 0.0
-    copy_s: float = 0.0
+    ended: float = 0.0
     outcome: CopyOutcome = CopyOutcome.FAILED
     checksum: int = 0
     is_stuck: bool = False
@@ -174,6 +191,12 @@ class DiskCopies:
         if not self.is_working:
             self._fail_queued()
 
+    def withdraw(self, jobs: Collection[JobId]) -> None:
+        """Begin no more copies of these fetches; they end as failed when their turn comes."""
+        for copy in tuple(self._fetches):
+            if copy.owner.job.job in jobs:
+                copy.owner.is_withdrawn = True
+
     def poll(self) -> None:
         """Notice calls that do not return, and have the file synced when it is time. Never waits."""
         now = self._clock.monotonic()
@@ -230,6 +253,9 @@ class DiskCopies:
         copy = _next_of(self._fetches) or _next_of(self._spills)
         if copy is None:  # it failed while it was queued
             return
+        if copy.owner.is_withdrawn:
+            self._ended.append(copy)
+            return
         copy.began = self._clock.monotonic()
         thread = threading.get_ident()
         self._active[thread] = copy
@@ -238,11 +264,11 @@ class DiskCopies:
         except Exception as error:  # whatever it is, the job ends
             is_ours = copy.claim()
             self._note_error(error)
-        copy.copy_s = self._clock.monotonic() - copy.began
+        copy.ended = self._clock.monotonic()
         if is_ours:
             self._ended.append(copy)
         else:
-            log.warning("disk_call_returned", rank=self._rank, after_s=round(copy.copy_s, 1))
+            log.warning("disk_call_returned", rank=self._rank, after_s=round(copy.ended - copy.began, 1))
         del self._active[thread]  # last: while it is there, `close` leaves the file open
         self._close_if_unused()
 
@@ -343,6 +369,7 @@ class DiskCopies:
 
     def _report(self, opened: _OpenJob) -> JobReport:
         job, now = opened.job, self._clock.monotonic()
+        copy_s = max(opened.ended - opened.began, 0.0)
         outcome = CopyOutcome.FAILED if opened.failed else CopyOutcome.DONE
         if opened.corrupt:
             outcome = CopyOutcome.CORRUPT
@@ -353,8 +380,8 @@ class DiskCopies:
             direction=job.direction,
             outcome=outcome,
             copied_bytes=len(job.slots) * self._file.shape.slot_bytes if is_done else 0,
-            queue_s=max(now - opened.accepted_at - opened.copy_s, 0.0),
-            copy_s=opened.copy_s,
+            queue_s=max(now - opened.accepted_at - copy_s, 0.0),
+            copy_s=copy_s,
             corrupt=tuple(sorted(opened.corrupt)),
             sums=tuple([opened.sums[position] for position in positions]),
             stuck=tuple(sorted(opened.stuck)),
@@ -372,7 +399,8 @@ def _note(copy: _SlotCopy) -> None:
     """Add the end of a slot's copy to its job."""
     owner, is_spill = copy.owner, copy.owner.job.direction is Direction.STORE
     owner.open_slots -= 1
-    owner.copy_s += copy.copy_s
+    if copy.ended:
+        owner.began, owner.ended = min(owner.began, copy.began), max(owner.ended, copy.ended)
     owner.failed |= copy.outcome is CopyOutcome.FAILED
     if copy.outcome is CopyOutcome.CORRUPT:
         owner.corrupt.append(copy.position)

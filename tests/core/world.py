@@ -284,6 +284,7 @@ class World:
         self.results: list[tuple[str, bool]] = []
         self.preempted: list[RequestId] = []
         self.persists = True
+        self.least_from_disk = 0
         self.steps = 0
         self.states_end: Collection[int] | None = None
         """The tokens after which a recurrent state is kept and handed off; None for every end of a block."""
@@ -341,6 +342,7 @@ class World:
             tokens=len(request.text),
             new_keys=self._new_keys(request),
             least_tokens=least,
+            least_disk_tokens=self.least_from_disk,
         )
         self._settle()
         return answer

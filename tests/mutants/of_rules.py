@@ -266,7 +266,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "sum(map(self._state.pool.quarantine, job.slots))",
         "sum(map(self._state.pool.invalidate, job.slots))",
     ),
-    Mutant(16, _CORE, "bool(state.jobs.pending or results", "bool(state.jobs.open or results"),
+    Mutant(16, _CORE, "self._has_work(self.state.jobs.pending)", "self._has_work(len(self.state.jobs.open))"),
     Mutant(16, _CORE, "record.has_abandoned = True"),
     Mutant(16, _CORE, "if job is None or job.state is not JobState.SUBMITTED:", "if job is None:"),
     Mutant(16, _COPIES, "+ self._timeout_s <= now:", "+ 1e9 <= now:", RUNTIME),
@@ -296,7 +296,7 @@ MUTANTS: tuple[Mutant, ...] = (
         DISK,
     ),
     Mutant(18, _INDEX, "done = self._do(self._reset)", "return True", DISK),
-    Mutant(14, _FETCHES, "if key not in self._state.in_flight.keys]", "]", DISK),
-    Mutant(17, _SPILLS, "            disk.strike(place)\n", "            pass\n", DISK),
+    Mutant(14, _FETCHES, "if key not in state.in_flight.keys]", "]", DISK),
+    Mutant(17, _SPILLS, "                disk.strike(place)\n", "                pass\n", DISK),
     Mutant(17, _DISK_COPIES, "== job.sums[copy.position][self._rank]", "is not None", DISK),
 )

@@ -298,6 +298,33 @@ def test_copies_that_ended_while_no_step_was_made_are_not_written_off(start: Sta
     made.assert_clean()
 
 
+def test_after_a_restart_blocks_are_on_the_host_before_a_request_asks(start: StartEngine) -> None:
+    made = start()
+    leave_on_disk(made)
+    made = start()
+    fetched = copied(made, Direction.LOAD)
+    assert fetched == 48 // 4
+    made.run(PROMPT)
+    assert copied(made, Direction.LOAD) == fetched
+    assert made.count("load_blocks", "loaded") > 0
+    made.assert_clean()
+
+
+def test_requests_that_go_before_they_are_admitted_leave_nothing_behind(start: StartEngine) -> None:
+    made = start()
+    leave_on_disk(made)
+    made.portal.disks[0].hold()
+    for _ in range(3):
+        gone = made.submit(PROMPT)
+        made.step()
+        made.engine.abort(gone.request_id)
+        made.step()
+    assert copied(made, Direction.LOAD, DiskOutcome.CANCELLED) > 0
+    made.portal.disks[0].release()
+    made.run(PROMPT)
+    made.assert_clean()
+
+
 def test_off_by_default(start: StartEngine) -> None:
     with rig("full", host_blocks=8) as made:
         made.run(PROMPT)

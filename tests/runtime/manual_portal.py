@@ -29,6 +29,7 @@ class ManualPortal(Portal):
         self._manual_executor = ManualExecutor(held=False)
         self.extra = ManualExecutor(held=False)  # what `new_executor` gives for spans
         self.disks: list[ManualExecutor] = []  # of each rank
+        self.index = ManualExecutor(held=False)  # of the disk
 
     @property
     def is_alive(self) -> bool:
@@ -39,8 +40,8 @@ class ManualPortal(Portal):
         return self._manual_executor
 
     def new_executor(self, purpose: str, threads: int = 1) -> ManualExecutor:
-        if purpose == "spans":
-            return self.extra
+        if purpose in ("spans", "disk-index"):
+            return self.extra if purpose == "spans" else self.index
         made = ManualExecutor(held=False)
         if purpose == "disk":
             self.disks.append(made)

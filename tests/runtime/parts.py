@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from kvoffload.disk.folder import DiskPlace
+from kvoffload.disk.identity import KVIdentity
 from kvoffload.model import facts
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.config import OffloadConfig
+from kvoffload.model.disk import DiskFile
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, Rank, RequestId
@@ -25,6 +29,9 @@ TIMEOUT_S = 30.0
 SHAPE = EngineShape(
     (GroupSpec(GroupId(0), AttentionKind.FULL, BLOCK),), ranks=1, device_blocks=400, step_tokens=64
 )
+
+
+IDENTITY = KVIdentity("parts", "no weights", "keys", {}, {}, ())
 
 
 class Pool:
@@ -55,7 +62,7 @@ class Pool:
 
 
 class Side:
-    """One side, with 50 host slots by default. `prefix` names what requests have in common."""
+    """One side, with 50 host slots by default. `prefix` names what requests have in common. A disk needs a portal."""
 
     def __init__(
         self,
@@ -64,6 +71,7 @@ class Side:
         slots: int = 50,
         config: OffloadConfig | None = None,
         ranks: int = 1,
+        disk: Path | None = None,
     ) -> None:
         self.clock = FakeClock(100.0)
         self.precise = FakeClock()
@@ -75,7 +83,9 @@ class Side:
             self.pool,
             portal=self.portal,
             clocks=Clocks(self.clock.monotonic, self.clock.monotonic, self.precise.monotonic),
+            disk=None if disk is None else DiskPlace(disk, lambda: IDENTITY),
         )
+        self._file = None if disk is None else DiskFile(b"a file's own id.", 100, 100)
         self.steps = 0
         self._blocks = 0
         self._slots = slots
@@ -115,7 +125,8 @@ class Side:
         self.side.ended(facts.RequestEnded(RequestId(name), 0, ((),), holds_blocks=False))
 
     def report(self, *jobs: JobReport, rank: int = 0) -> tuple[list[RequestId], list[RequestId]]:
-        answers = self.side.reported([TransferReport(Rank(rank), jobs, self._slots)])
+        report = TransferReport(Rank(rank), jobs, self._slots, disk_file=self._file)
+        answers = self.side.reported([report])
         return answers.loaded, answers.failed
 
     def done(

@@ -7,6 +7,7 @@ makes more calls than its number is slower on every machine.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -91,9 +92,11 @@ def hooks(side: Side) -> dict[str, Callable[[], object]]:
     }
 
 
-def counted() -> dict[str, int]:
-    side = Side()
-    return {what: calls(act) for what, act in hooks(side).items()}
+def counted(**settings: Any) -> dict[str, int]:  # noqa: ANN401  # those of a side
+    side = Side(**settings)
+    found = {what: calls(act) for what, act in hooks(side).items()}
+    side.close()
+    return found
 
 
 @pytest.fixture(scope="module")

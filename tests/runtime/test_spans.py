@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
@@ -52,7 +52,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Side]:
     for name in ("OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES", "OTEL_TRACES_SAMPLER", "OTEL_SDK_DISABLED"):
         monkeypatch.delenv(name, raising=False)
 
-    def make_side(exporter: object, **options: int) -> Side:
+    def make_side(exporter: object, **options: Any) -> Side:  # noqa: ANN401  # those of a side
         monkeypatch.setattr(spans, "make_exporter", lambda endpoint: exporter)
         return Side(
             portal=True, config=OffloadConfig(transfer_timeout_s=TIMEOUT_S, otlp_endpoint=URL), **options

@@ -27,6 +27,17 @@ def test_where_both_take_as_long(fixed_s: float, copy_s: float, prefill_s: float
     assert found.tokens == pytest.approx(tokens, abs=1)
 
 
+def test_what_follows_a_fetch_counts_too() -> None:
+    load, fetch = BreakEven(), BreakEven()
+    loads(load, fixed_s=0.1, copy_s_per_token=0.001)
+    loads(fetch, fixed_s=0.2, copy_s_per_token=0.002)
+    load.weigh(0.006)
+    fetch.weigh(0.006, load)
+    assert fetch.tokens == pytest.approx(100, abs=1)
+    fetch.weigh(0.004)
+    assert fetch.tokens == pytest.approx(100, abs=1)
+
+
 def test_unknown_until_both_were_measured() -> None:
     found = BreakEven()
     found.weigh(0.001)

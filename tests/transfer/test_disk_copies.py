@@ -188,6 +188,42 @@ def test_fetches_go_before_spills(held: Rig) -> None:
     assert list(rig.reports()) == [spill]
 
 
+def test_a_withdrawn_fetch_begins_no_more_reads(held: Rig) -> None:
+    rig = held
+    kept = [rig.fill(slot, seed=slot) for slot in range(3)]
+    rig.spill([0, 1], [0, 1])
+    rig.executor.run_all()  # type: ignore[union-attr]
+    known = list(rig.reports()[JobId(0)].sums)
+    fetch, other = rig.fetch([2, 1], [0, 1], known), rig.fetch([2], [0], known[:1])
+    rig.executor.run_next()  # type: ignore[union-attr]
+    assert rig.slot(2) == kept[0]
+    rig.fill(1, seed=7)
+    rig.copies.withdraw((fetch,))
+    rig.executor.run_all()  # type: ignore[union-attr]
+    reports = rig.reports()
+    assert (reports[fetch].outcome, reports[other].outcome) == (FAILED, DONE)
+    assert rig.slot(1) != kept[1]
+    assert not rig.copies.has_work
+
+
+def test_the_copy_time_of_a_job_is_from_its_first_call_to_its_last(held: Rig) -> None:
+    rig = held
+    real = rig.file.write
+
+    def write(slot: int, data: memoryview) -> None:
+        rig.clock.jump(0.5)
+        real(slot, data)
+
+    rig.file.write = write  # type: ignore[method-assign]
+    job = rig.spill([0, 1], [0, 1])
+    rig.clock.jump(3.0)
+    rig.executor.run_next()  # type: ignore[union-attr]
+    rig.clock.jump(0.25)
+    rig.executor.run_next()  # type: ignore[union-attr]
+    report = rig.reports()[job]
+    assert (report.copy_s, report.queue_s) == (1.25, 3.0)
+
+
 def failing(rig: Rig, name: str, number: int) -> Callable[[], None]:
     """Have a method of the file fail; return what ends that."""
     real = getattr(rig.file, name)

@@ -1,0 +1,282 @@
+"""When a fetch begins and ends: with its request, before any request (a warm start), and how much at a time."""
+
+from __future__ import annotations
+
+from kvoffload.core.copy_bound import CopyBound
+from kvoffload.core.job import Job
+from kvoffload.core.machine import SlotState
+from kvoffload.model.causes import DiskOutcome, MissCause
+from kvoffload.model.events import DiskCopyScheduled
+from kvoffload.model.ids import JobId, Rank, SlotId
+from kvoffload.model.transfer import Direction
+from tests.core.disk_world import DiskWorld
+from tests.core.world import full, key_at, recurrent, window
+
+LOAD, STORE = Direction.LOAD, Direction.STORE
+TEXT = "abcdefghijklmnop"  # four blocks, of which a lookup finds three
+OTHER = "ABCDEFGHIJKLMNOP"
+
+
+def fetches(world: DiskWorld) -> list[DiskCopyScheduled]:
+    return [each for each in world.reported(DiskCopyScheduled) if each.direction is LOAD]
+
+
+# -- with its request -------------------------------------------------------------------------------------------
+
+
+def test_a_fetch_begins_when_its_request_arrives() -> None:
+    world = DiskWorld(host=32)
+    world.only_on_disk(TEXT)
+    request = world.add("late", TEXT)
+    assert [(each.blocks, each.request, each.tokens) for each in fetches(world)] == [(3, request.name, 12)]
+    world.idle_step()
+    world.finish()
+    assert world.admit(request) == 12
+
+
+def test_at_an_arrival_nothing_is_fetched_that_the_device_or_the_host_has() -> None:
+    world = DiskWorld(host=32)
+    world.only_on_disk(TEXT, OTHER)
+    world.serve("on the device", TEXT)
+    world.settle()
+    before = len(fetches(world))
+    world.add("late", TEXT)
+    assert len(fetches(world)) == before
+
+
+def test_at_an_arrival_the_disk_continues_what_the_device_alone_has() -> None:
+    world = DiskWorld(host=32)
+    world.only_on_disk(TEXT)
+    [block] = world.device.hand_out(1)
+    world.device.name(block, key_at(TEXT, 4))
+    world.add("late", TEXT)
+    assert fetches(world)[-1].blocks == 2
+
+
+def test_windows_and_states_are_fetched_at_an_arrival() -> None:
+    for group in (window(6, group=1), recurrent(group=1)):
+        world = DiskWorld(full(), group, host=64, disk=64)
+        world.only_on_disk(TEXT)
+        before = len(fetches(world))
+        request = world.add("late", TEXT)
+        assert len(fetches(world)) == before + 1
+        world.idle_step()
+        world.finish()
+        assert world.admit(request)
+        assert len(fetches(world)) == before + 1
+
+
+def test_nothing_is_fetched_for_what_is_computed_anyway() -> None:
+    world = DiskWorld(host=32, least=13)
+    world.only_on_disk(TEXT)
+    request = world.add("late", TEXT)
+    assert world.admit(request) == 0
+    own = world.add("opted out", TEXT, reads_cache=False)
+    assert world.admit(own) == 0
+    assert fetches(world) == []
+
+
+def test_a_request_that_goes_before_its_lookup_takes_its_fetch_along() -> None:
+    world = DiskWorld(host=32)
+    world.only_on_disk(TEXT)
+    request = world.add("late", TEXT)
+    world.end(request)
+    assert world.disk_copies(LOAD, DiskOutcome.CANCELLED) == 3
+    assert world.idle_step().disk == ()
+    assert world.copies == {}
+    assert world.on_disk(TEXT) == "xxx."
+
+
+def test_a_fetch_that_was_submitted_is_withdrawn_and_its_blocks_are_not_found() -> None:
+    world = DiskWorld(ranks=2, host=32)
+    world.only_on_disk(TEXT)
+    request = world.add("late", TEXT)
+    world.idle_step()
+    [job] = world.disk_jobs(LOAD)
+    world.end(request)
+    assert world.idle_step().withdrawn == (job,)
+    assert world.idle_step().withdrawn == ()
+    world.report(0, job)
+    assert world.count(SlotState.DRAINING) == 3
+    world.report(1, job)
+    assert (world.on_host(TEXT), world.on_disk(TEXT)) == ("....", "xxx.")
+    assert world.count(SlotState.DRAINING) == 0
+
+
+def test_a_fetch_that_another_request_waits_for_goes_on() -> None:
+    world = DiskWorld(host=32)
+    world.only_on_disk(TEXT)
+    first, second = world.add("first", TEXT), world.add("second", TEXT)
+    assert world.lookup(second) is None
+    world.end(first)
+    assert world.idle_step().withdrawn == ()
+    world.finish()
+    assert world.admit(second) == 12
+
+
+def test_a_request_that_was_admitted_leaves_its_fetch_for_the_next_one() -> None:
+    world = DiskWorld(host=32)
+    world.only_on_disk(TEXT)
+    hasty = world.add("hasty", TEXT)
+    world.admit(hasty, may_wait=False)
+    world.step()
+    world.end(hasty)
+    world.finish()
+    assert world.disk_copies(LOAD, DiskOutcome.DONE) == 3
+
+
+def test_what_the_disk_adds_is_computed_where_it_is_shorter_than_the_break_even() -> None:
+    world = DiskWorld(host=32)
+    world.only_on_disk(TEXT)
+    world.least_from_disk = 13
+    world.lookup(world.add("first", "unknown"))
+    request = world.add("late", TEXT)
+    assert world.admit(request) == 0
+    assert world.miss() is MissCause.ON_DISK
+    assert fetches(world) == []
+    world.least_from_disk = 12
+    assert world.lookup(world.add("next", TEXT)) is None
+
+
+# -- before any request -----------------------------------------------------------------------------------------
+
+
+def restarted(before: DiskWorld, *, host: int, disk: int = 32) -> DiskWorld:
+    world = DiskWorld(before=before, host=host, disk=disk)
+    world.settle()
+    return world
+
+
+def test_after_a_restart_the_most_recently_used_come_to_the_host() -> None:
+    first = DiskWorld(host=16)
+    first.only_on_disk(TEXT, OTHER)
+    world = restarted(first, host=16)
+    assert (world.on_host(TEXT), world.on_host(OTHER)) == ("x...", "xxx.")
+    assert {each.request for each in fetches(world)} == {None}
+    assert world.admit(world.add("late", OTHER)) == 12
+
+
+def test_a_warm_start_keeps_the_order_of_use_on_host_and_disk() -> None:
+    first = DiskWorld(host=16, disk=6)
+    first.only_on_disk(TEXT, OTHER)
+    third = "0123456789abcdef"
+    world = restarted(first, host=16, disk=6)
+    world.serve("third", third)
+    world.serve_again("third again", third)
+    assert (world.on_disk(TEXT), world.on_disk(OTHER)) == ("....", "xxx.")
+    while world.on_host(OTHER) == "xxx.":
+        assert world.on_host(TEXT) in ("x...", "....")
+        name = f"filler{len(world.log)}"
+        world.serve(name, f"{len(world.log):04}?")
+    assert world.on_host(TEXT) == "...."
+    assert world.on_host(OTHER) == "xx.."
+
+
+def test_a_warm_start_evicts_nothing() -> None:
+    first = DiskWorld(host=16)
+    first.only_on_disk(TEXT)
+    world = DiskWorld(before=first, host=4, opens=False)
+    world.serve("other", OTHER)
+    world.open()
+    world.settle()
+    assert (world.on_host(OTHER), fetches(world)) == ("xxxx", [])
+    world.device.forget_keys()
+    world.empty_host()
+    assert fetches(world) == []
+
+
+def test_a_warm_start_waits_for_loads_and_for_fetches_of_requests() -> None:
+    first = DiskWorld(host=32)
+    first.only_on_disk(TEXT, OTHER)
+    world = DiskWorld(before=first, host=32)
+    world.add("late", TEXT)
+    world.idle_step()
+    assert len(world.disk_jobs(LOAD)) == 1
+    world.idle_step()
+    assert len(world.disk_jobs(LOAD)) == 1
+    world.settle()
+    assert world.on_host(OTHER) == "xxx."
+
+
+def test_a_warm_start_waits_until_host_memory_is_ready() -> None:
+    first = DiskWorld(host=16)
+    first.only_on_disk(TEXT)
+    world = DiskWorld(before=first, host=4, is_growing=True)
+    world.idle_step()
+    assert fetches(world) == []
+    world.ready_up_to(16)
+    world.settle()
+    assert world.on_host(TEXT) == "xxx."
+
+
+def test_r10_after_a_reset_there_is_no_warm_start() -> None:
+    first = DiskWorld(host=16)
+    first.only_on_disk(TEXT)
+    world = DiskWorld(before=first, host=16)
+    world.reset()
+    world.settle()
+    assert fetches(world) == []
+
+
+# -- how much at a time -----------------------------------------------------------------------------------------
+
+
+def ended(
+    bound: CopyBound, number: int, *, copy_s: float = 1.0, last: int = 0, is_load_open: bool = False
+) -> None:
+    job = Job(JobId(number), STORE, {Rank(0)}, slots=list(map(SlotId, range(16))), copy_s=copy_s)
+    bound.ended(job, JobId(max(last, number)), is_load_open=is_load_open)
+
+
+def test_the_limit_is_64_mib_and_an_eighth_of_the_host() -> None:
+    bound = CopyBound()
+    bound.slot_bytes = 2**20
+    assert (bound.slots(10_000), bound.slots(80), bound.slots(1)) == (64, 10, 1)
+    bound.slot_bytes = 2**30
+    assert bound.slots(10_000) == 1
+
+
+def test_a_spill_beside_a_load_halves_the_limit_once_for_all_planned_before() -> None:
+    bound = CopyBound()
+    ended(bound, 0, last=3, is_load_open=True)
+    assert bound.share == 1 / 2
+    ended(bound, 3, is_load_open=True)
+    assert bound.share == 1 / 2
+    for number in range(4, 10):
+        ended(bound, number, is_load_open=True)
+    assert bound.share == 1 / 8
+    ended(bound, 10)
+    assert bound.share == 1 / 4
+    for number in range(11, 20):
+        ended(bound, number)
+    assert bound.share == 1
+
+
+def test_a_spill_twice_as_slow_as_the_best_halves_the_limit() -> None:
+    bound = CopyBound()
+    ended(bound, 0, copy_s=1.0)
+    ended(bound, 1, copy_s=1.9)
+    assert bound.share == 1
+    ended(bound, 2, copy_s=2.5)
+    assert bound.share == 1 / 2
+
+
+def test_spills_that_meet_loads_hold_fewer_slots() -> None:
+    world = DiskWorld(host=64, disk=64)
+    texts = [letter * 33 for letter in "abcd"]
+    world.disk_fails()
+    for text in texts:
+        world.serve(f"{text} once", text)
+        world.serve(f"{text} again", text, drains=False)
+    world.disk_fails(works=True)
+    world.idle_step()
+    [job] = world.disk_jobs(STORE)
+    assert len(world.copies[job].job.slots) == 8
+    world.device.forget_keys()
+    world.admit(world.add("loads", texts[0]))
+    world.idle_step()
+    world.report(0, job)
+    world.finish()
+    world.idle_step()
+    [job] = world.disk_jobs(STORE)
+    assert len(world.copies[job].job.slots) == 4

@@ -1,0 +1,155 @@
+"""The scheduler's side with a disk: what a fetch may cost, and what the tier costs the hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvoffload.model.causes import CopyOutcome
+from kvoffload.model.config import AUTO, OffloadConfig
+from kvoffload.model.ids import RequestId
+from kvoffload.model.transfer import Direction, JobReport, TransferPlan
+from tests.operations import calls
+from tests.runtime.parts import RELOAD, TIMEOUT_S, Side, loading
+from tests.runtime.test_hook_calls import counted
+
+LOAD, STORE = Direction.LOAD, Direction.STORE
+
+
+@pytest.fixture
+def side(tmp_path: Path) -> Iterator[Side]:
+    """One whose index has been read."""
+    config = OffloadConfig(transfer_timeout_s=TIMEOUT_S, min_load_tokens=AUTO)
+    made = Side(portal=True, disk=tmp_path, config=config)
+    open_disk(made)
+    yield made
+    made.close()
+
+
+def open_disk(side: Side) -> None:
+    side.step()
+    side.step()
+    assert side.side.core.state.disk is not None
+    assert side.side.core.state.disk.is_open
+
+
+def end_disk_jobs(side: Side, plan: TransferPlan, copy_s: float = 0.0) -> None:
+    for job in plan.disk:
+        sums = tuple([(7)] * len(job.slots)) if job.direction is STORE else ()
+        side.report(JobReport(job.job, job.direction, CopyOutcome.DONE, 64, 0.0, copy_s, sums=sums))
+
+
+def leave_on_disk(side: Side, prefix: str) -> None:
+    """The prefix was found again and spilled, and other prefixes have taken the host."""
+    side.stored(prefix)
+    again = f"again-{prefix}"
+    side.side.lookup(side.seen(again, prefix), 0)
+    side.allocated(again, RELOAD)
+    side.done(side.step())
+    side.step((again, RELOAD))
+    side.ended(again)
+    plan = side.step()
+    assert [job.direction for job in plan.disk] == [STORE]
+    end_disk_jobs(side, plan)
+    for number in range(17):
+        side.stored(f"{prefix}-filler{number}")
+
+
+def fetched(side: Side, name: str, prefix: str, seconds: float) -> RequestId:
+    """A request waits so long for what the disk has of its prefix."""
+    request = side.seen(name, prefix)
+    plan = side.step()
+    assert [job.direction for job in plan.disk] == [LOAD]
+    assert side.side.lookup(request, 0) is None
+    side.clock.jump(seconds)
+    end_disk_jobs(side, plan, seconds / 2)
+    assert side.side.lookup(request, 0) == RELOAD
+    return request
+
+
+def measure(side: Side) -> None:
+    """Computing a token takes 10 ms, and loading takes no time."""
+    side.seen("measured", "m")
+    side.allocated("measured")
+    side.step(prefill=100)
+    side.clock.jump(1.0)
+    side.ended("measured")
+    side.clock.jump(1000.0)
+    side.done(loading(side))
+
+
+def test_auto_computes_what_the_disk_takes_longer_for(side: Side) -> None:
+    for prefix in "abc":
+        leave_on_disk(side, prefix)
+    measure(side)
+    fetched(side, "slow", "a", seconds=1.0)
+    assert side.side.benefit.least_disk_tokens() > RELOAD
+    assert side.side.lookup(side.seen("computes", "b"), 0) == 0
+    assert side.step().disk == ()
+    assert side.side.lookup(side.seen("on the host", "slow-is-on-the-host"), 0) == 0
+
+
+def test_auto_fetches_what_the_disk_is_faster_with(side: Side) -> None:
+    for prefix in "abc":
+        leave_on_disk(side, prefix)
+    measure(side)
+    fetched(side, "fast", "a", seconds=0.01)
+    assert 0 < side.side.benefit.least_disk_tokens() <= RELOAD
+    fetched(side, "also fast", "b", seconds=0.01)
+
+
+def test_auto_tries_the_disk_again_after_a_minute(side: Side) -> None:
+    for prefix in "ab":
+        leave_on_disk(side, prefix)
+    measure(side)
+    fetched(side, "slow", "a", seconds=1.0)
+    side.side.lookup(side.seen("computes", "b"), 0)
+    side.clock.jump(61.0)
+    assert side.side.lookup(side.seen("tries", "b"), 0) is None
+
+
+def test_an_idle_tier_adds_few_calls_to_the_hooks(tmp_path: Path) -> None:
+    """In sum over all hooks, of which each is called about once a request."""
+    counted(portal=True)
+    off, on = counted(portal=True), counted(portal=True, disk=tmp_path)
+    assert sum(on.values()) <= 1.05 * sum(off.values()), {what: (off[what], on[what]) for what in on}
+
+
+def found_again(side: Side, prefix: str) -> int:
+    """Return the calls of a request's life that loads its prefix, with what is spilled of it then."""
+    name, plans = f"again-{prefix}", list[TransferPlan]()
+
+    def life() -> None:
+        side.side.lookup(side.seen(name, prefix), 0)
+        side.allocated(name, RELOAD)
+        side.done(side.step())
+        for tokens in range(RELOAD, RELOAD + 30):
+            side.step((name, tokens), decode=1)
+        side.ended(name)
+        plans.append(side.step())
+        end_disk_jobs(side, plans[0])
+        side.step()
+
+    side.stored(prefix)
+    count = calls(life)
+    assert bool(plans[0].disk) == (side.side.core.state.disk is not None)
+    return count
+
+
+def test_a_tier_at_work_adds_few_calls_to_the_hooks(tmp_path: Path) -> None:
+    """A request is looked up, loaded, decodes thirty tokens and ends beside another one; then its blocks are spilled."""
+    found = []
+    for disk in (None, tmp_path):
+        side = Side(portal=True, disk=disk)
+        if disk is not None:
+            open_disk(side)
+            side.portal.index.hold()  # what it does is on a thread of its own
+        side.seen("runs on", "runs on")
+        side.allocated("runs on")
+        found_again(side, "first")  # what is made once in a process
+        found.append(found_again(side, "second"))
+        side.portal.index.release()
+        side.close()
+    assert found[1] <= 1.15 * found[0], found
