@@ -87,6 +87,8 @@ def _numbers(world: Simulation) -> Counter[str]:
         copies=counts.total("kvoffload_transfers_total"),
         stored=counts.count("kvoffload_store_blocks_total", "stored"),
         loaded=counts.count("kvoffload_load_blocks_total", "loaded"),
+        states=counts.count("kvoffload_state_blocks_total", "load"),
+        junctions=counts.count("kvoffload_junctions_made_total"),
         requests=world.requests,
     )
 

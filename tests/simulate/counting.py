@@ -2,7 +2,8 @@
 
 A token's number covers the tokens before it and the weights' version. What is written for it differs by group and by
 tensor (so also by rank). A step reads every cell that its tokens see, out of the engine's real blocks, compares each,
-and makes the new token of what it read.
+and makes the new token of what it read. A recurrent state is its last token's number in every cell of a block, each cell's
+own number added; a step reads the state before its tokens, and what is wrong in it stays wrong in the state that it writes.
 """
 
 from __future__ import annotations
@@ -50,6 +51,11 @@ def cells(numbers: NDArray[np.uint64], tensor: int, group: int) -> NDArray[np.ui
     return numbers * np.uint64(2 * (tensor * 16 + group) + 1)
 
 
+def state(number: int, tensor: int, group: int, size: int) -> NDArray[np.uint64]:
+    """What a tensor's block holds of a recurrent group after a token with this number; nothing before the first."""
+    return cells(np.array([number], np.uint64), tensor, group) + np.arange(size).astype(np.uint64)
+
+
 def expected(
     groups: Sequence[GroupFacts], tensors: int, prompt: Sequence[int], new_tokens: int, weights: int
 ) -> list[int]:
@@ -59,7 +65,7 @@ def expected(
         end = len(tokens)
         seen = np.array(numbers, np.uint64)
         total = sum(
-            int(cells(seen[first_visible(group, end - 1) :], tensor, group.index).sum())
+            int(cells(seen[_first_read(group, end - 1) :], tensor, group.index).sum())
             for group in groups
             for tensor in range(tensors)
         )
@@ -83,7 +89,8 @@ class CountingRunner(Runner):
         computing: Callable[[], object] = lambda: None,
     ) -> None:
         self._ranks = config.ranks
-        self._group_facts = groups
+        self._attention = [group for group in groups if group.kind != "recurrent"]
+        self._recurrent = [group for group in groups if group.kind == "recurrent"]
         self._size = config.block_tokens
         self._computing = computing
         shape = (num_blocks, config.block_tokens)
@@ -103,7 +110,9 @@ class CountingRunner(Runner):
             self._numbers[request.request_id] = chain(request.tokens, self.weights, known)
         for chunk in batch.chunks:
             self._write(chunk)
-        self._sampled = [Token(_token(total), 0.0) for total in map(self._read, batch.chunks) if total]
+        states = list(map(self._continue_states, batch.chunks))
+        totals = zip(map(self._read, batch.chunks), states, batch.chunks, strict=True)
+        self._sampled = [Token(_token(read + own), 0.0) for read, own, chunk in totals if chunk.samples]
         self._computing()
         return torch.empty(0)
 
@@ -115,16 +124,35 @@ class CountingRunner(Runner):
 
     def _write(self, chunk: Chunk) -> None:
         numbers = np.array(self._numbers[chunk.request.request_id][chunk.start : chunk.end], np.uint64)
-        for group in self._group_facts:
+        for group in self._attention:
             places = self._places(chunk, group, chunk.start)
             for tensor, pages in enumerate(self._pages):
                 pages.reshape(-1)[places] = cells(numbers, tensor, group.index)
 
+    def _continue_states(self, chunk: Chunk) -> int:
+        """Read the state that each recurrent group goes on from, and write the next; return the sum of those written."""
+        numbers, total = self._numbers[chunk.request.request_id], 0
+        for group in self._recurrent:
+            table = chunk.request.tables[group.index]
+            write = table[(chunk.end - 1) // self._size]
+            # Inside a block a state is continued in place.
+            read = write if chunk.start % self._size else table[chunk.start // self._size - 1]
+            for tensor, pages in enumerate(self._pages):
+                new, wrong = state(numbers[chunk.end - 1], tensor, group.index, self._size), np.uint64(0)
+                if chunk.start:
+                    should = state(numbers[chunk.start - 1], tensor, group.index, self._size)
+                    if not np.array_equal(pages[read], should):
+                        self._note(chunk, group, tensor, chunk.start - 1, read)
+                        wrong = (pages[read] - should)[pages[read] != should][0]
+                pages[write] = new + wrong
+                total += int(pages[write][0])
+        return total
+
     def _read(self, chunk: Chunk) -> int:
-        """Read what the chunk's tokens see; return what the last one makes of it, 0 for a chunk without a new token."""
+        """Read what the chunk's tokens see; return what the last one makes of it."""
         numbers = np.array(self._numbers[chunk.request.request_id][: chunk.end], np.uint64)
         total = 0
-        for group in self._group_facts:
+        for group in self._attention:
             first = first_visible(group, chunk.start)
             places = self._places(chunk, group, first)
             last_sees = first_visible(group, chunk.end - 1) - first
@@ -132,9 +160,11 @@ class CountingRunner(Runner):
                 found = pages.reshape(-1)[places]
                 should = cells(numbers[first:], tensor, group.index)
                 if not np.array_equal(found, should):
-                    self._note(chunk, group, tensor, first + int(np.flatnonzero(found != should)[0]))
+                    token = first + int(np.flatnonzero(found != should)[0])
+                    block = chunk.request.tables[group.index][token // self._size]
+                    self._note(chunk, group, tensor, token, block)
                 total += int(found[last_sees:].sum())
-        return total if chunk.samples else 0
+        return total
 
     def _places(self, chunk: Chunk, group: GroupFacts, first: int) -> NDArray[np.int64]:
         tokens = np.arange(first, chunk.end)
@@ -142,12 +172,16 @@ class CountingRunner(Runner):
         places: NDArray[np.int64] = table[tokens // self._size] * self._size + tokens % self._size
         return places
 
-    def _note(self, chunk: Chunk, group: GroupFacts, tensor: int, token: int) -> None:
-        block = chunk.request.tables[group.index][token // self._size]
+    def _note(self, chunk: Chunk, group: GroupFacts, tensor: int, token: int, block: int) -> None:
         self.wrong.append(
             f"{chunk.request.request_id} read wrong KV of token {token}: group {group.index}, tensor {tensor}, "
             f"block {block}"
         )
+
+
+def _first_read(group: GroupFacts, position: int) -> int:
+    """The first number that goes into what the token at `position` makes: a recurrent group's state has that alone."""
+    return position if group.kind == "recurrent" else first_visible(group, position)
 
 
 def _token(total: int) -> int:

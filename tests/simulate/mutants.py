@@ -7,13 +7,17 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+from msgspec import structs
+
 from kvoffload.core.host_pool import HostPool
 from kvoffload.core.job import Job
 from kvoffload.core.loads import Loads
+from kvoffload.core.offload_core import OffloadCore
 from kvoffload.core.shared_loads import SharedLoads
 from kvoffload.core.stale_blocks import StaleBlocks
 from kvoffload.core.stores import Stores
 from kvoffload.model.causes import CopyOutcome, LoadOutcome, StoreOutcome
+from kvoffload.model.facts import StepScheduled
 from kvoffload.model.ids import BlockKey, SlotId
 from kvoffload.runtime.awaited_loads import AwaitedLoads, LoadAnswers
 from kvoffload.runtime.disk_index import DiskIndex
@@ -25,6 +29,7 @@ from kvoffload.transfer.lanes import Lane
 from kvoffload.transfer.ports import TicketState
 from kvoffload.transfer.wakeup import Wakeup
 from kvoffload_reference.pool_device import PoolDevice
+from kvoffload_reference.worker import ReferenceWorker
 
 Patch = tuple[Any, str, Any]  # a class or a module
 
@@ -160,6 +165,39 @@ def _call_that_hangs_is_not_noticed() -> list[Patch]:
     return [(DiskCopies, "poll", _nothing)]
 
 
+def _state_offered_before_the_steps_facts() -> list[Patch]:
+    real = OffloadCore.step_scheduled
+
+    def step_scheduled(self: OffloadCore, fact: StepScheduled) -> None:
+        if self.state.degraded is None:
+            self._offer_states(fact.states)
+        real(self, structs.replace(fact, states=()))
+
+    return [(OffloadCore, "step_scheduled", step_scheduled)]
+
+
+def _state_stored_before_the_forward_pass() -> list[Patch]:
+    """Its block has its key by then, but not its bytes."""
+    loads, stores = ReferenceWorker.start_loads, ReferenceWorker.start_stores
+
+    def start_loads(self: ReferenceWorker, plan: object) -> None:
+        loads(self, plan)
+        stores(self, plan)
+        self.offload._live_pump._flow.start_stores()
+
+    return [(ReferenceWorker, "start_loads", start_loads), (ReferenceWorker, "start_stores", _nothing)]
+
+
+def _state_of_a_preempted_request_waits_on() -> list[Patch]:
+    real = Stores.settle_waiting
+
+    def settle_waiting(self: Stores, record: Any, outcome: StoreOutcome) -> None:  # noqa: ANN401
+        if outcome is not StoreOutcome.LOST or record not in self.states_for_room:
+            real(self, record, outcome)
+
+    return [(Stores, "settle_waiting", settle_waiting)]
+
+
 MUTANTS: dict[str, Callable[[], list[Patch]]] = {
     name.removeprefix("_"): make
     for name, make in list(globals().items())
@@ -173,14 +211,17 @@ SHOWN_BY = {
     "reset_forgets_nothing": 10,
     "store_of_before_reset_arrives": 203,
     "nothing_is_overdue": 24,
-    "failed_load_counts_as_loaded": 9,
-    "overdue_load_frees_its_blocks": 31,
+    "failed_load_counts_as_loaded": 8,
+    "overdue_load_frees_its_blocks": 46,
     "stale_ids_stay": 84,
     "load_reported_at_once": 15,
-    "late_rank_is_not_heard": 8,
-    "quarantined_slot_comes_back": 46,
     "disk_is_not_compared": 46,
     "call_that_hangs_is_not_noticed": 111,
+    "late_rank_is_ignored": 8,
+    "quarantined_slot_comes_back": 53,
+    "state_offered_before_the_steps_facts": 13,
+    "state_stored_before_the_forward_pass": 13,
+    "state_of_a_preempted_request_waits_on": 33,
 }
 """A seed that showed it when this was written; seed 0 shows the others. Only to spare the search."""
 

@@ -109,6 +109,8 @@ def draw(seed: int) -> Scenario:
         has_journal=draws.random() < 0.1,
         has_full_disk=draws.random() < 0.3,
     )
+    if seed % 4 == 1:
+        scenario = _with_recurrence(scenario)
     return _with_disk(scenario) if seed % 5 < 2 else scenario
 
 
@@ -170,6 +172,21 @@ def _model(draws: random.Random, block_tokens: int, tensors: int) -> ModelConfig
     if local:
         settings["local_per_full"] = local
     return ModelConfig(**settings)
+
+
+def _with_recurrence(scenario: Scenario) -> Scenario:
+    """Return the scenario with recurrent layers. The device forgets more often: of few states it finds most."""
+    draws, config = scenario.draws("recurrence"), scenario.engine
+    local = draws.randint(1, 2)
+    tensors = config.model.layers_per_group
+    model = ModelConfig(
+        vocab_size=VOCABULARY, layers=tensors * (local + 1), attention="recurrent", local_per_full=local
+    )
+    shape = replace(config, model=model, num_blocks=None)
+    capacity = Capacity(make_groups(shape), shape.step_tokens, LONGEST)
+    sized = replace(shape, num_blocks=capacity.pool_blocks(1) + draws.choice([0, 2, 4, 12, 20, 60]))
+    engine = with_plugin(sized, {"prefix_junctions": draws.random() < 0.8})
+    return replace(scenario, engine=engine, cold=draws.choice([0.5, 0.9]), forgets=0.9)
 
 
 def _plugin(draws: random.Random, shape: EngineConfig, timeout_s: float) -> dict[str, object]:

@@ -20,6 +20,7 @@ import anyio.to_thread
 from kvoffload.bus.observers import run_observer
 from kvoffload.engine import Engine
 from kvoffload.logs import ROOT
+from kvoffload.model.causes import StoreOutcome
 from kvoffload.model.events import DiskCopyEnded, DiskOpened, Event, JobAbandoned
 from kvoffload.model.facts import Fact
 from kvoffload.runtime.clocks import Clocks
@@ -255,6 +256,8 @@ class Simulation:
             await self._settle()
             await self._ask_all()
             await self._settle()
+            if self.engine.config.model.attention == "recurrent":
+                await self._check_states_after_reset()
             stepping.cancel()
         self._check_nothing_left()
 
@@ -422,6 +425,20 @@ class Simulation:
         self.disk_copies["restored"] += event.blocks
         if was_reset and event.blocks and not self.disk.has_lied:
             self._complaints.append(f"{event.blocks} blocks of before a reset are found")
+
+    async def _check_states_after_reset(self) -> None:
+        """Nothing is of before a reset that was computed after it: no state is refused for that."""
+        self.reset()
+        before = self._outcomes(StoreOutcome.BEFORE_RESET)
+        for _ in range(2):
+            await self.turn(list(self.text(0)), 1, None)
+            await self._settle()
+            self.engine.pool.reset_prefix_cache()
+        if refused := self._outcomes(StoreOutcome.BEFORE_RESET) - before:
+            raise AssertionError(f"{refused} blocks are taken for some of before the reset")
+
+    def _outcomes(self, outcome: StoreOutcome) -> int:
+        return self.offload.counters.snapshot().count("kvoffload_store_blocks_total", outcome.value)
 
     def _note_abandoned(self, event: JobAbandoned) -> None:
         self._abandoned += 1

@@ -18,6 +18,7 @@ SHAPES = {
     "chunked": ModelConfig(
         vocab_size=VOCABULARY, layers=4, attention="chunked_local", chunk_tokens=6, local_per_full=1
     ),
+    "recurrent": ModelConfig(vocab_size=VOCABULARY, layers=6, attention="recurrent", local_per_full=2),
 }
 
 

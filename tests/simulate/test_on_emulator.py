@@ -28,6 +28,7 @@ def test_the_first_seeds_end_well(emulator: Emulator) -> None:
         result = play(seed, partial(simulate_on, emulator))
         assert result.problem is None, f"seed {seed}\n{result.trace}\n{emulator.report}"
         total += result.numbers
+    assert min(total.pop("states"), total.pop("junctions")) > 10
     assert min(total.values()) > SEEDS
     assert emulator.calls("cuMemcpyBatchAsync") > 0
 
