@@ -92,7 +92,7 @@ ALERTS = (
     Alert(
         "CorruptBlocks",
         "critical",
-        'increase(kvoffload_evicted_blocks_total{cause="corrupt"}[1h]) > 0',
+        'increase(kvoffload_evicted_blocks_total{tier="host", cause="corrupt"}[1h]) > 0',
         "Blocks in host memory changed",
         "{{ $value | humanize }} blocks did not match their checksum in the last hour.",
         "The bytes of a block differed from those that were stored. The checksum caught it after a load, the request recomputed "
@@ -156,7 +156,7 @@ ALERTS = (
     Alert(
         "SlotsQuarantined",
         "warning",
-        'sum without (state) (kvoffload_slots{state="quarantined"}) > 0.05 * kvoffload_capacity_slots',
+        'sum without (state) (kvoffload_slots{tier="host", state="quarantined"}) > 0.05 * kvoffload_capacity_slots',
         "Host memory is lost to quarantine",
         "{{ $value | humanize }} slots are quarantined, over 5 % of the host's.",
         "Quarantined slots were corrupt or under a copy that never ended. They are not used again until the engine restarts. "
@@ -168,7 +168,7 @@ ALERTS = (
     Alert(
         "NoCapacity",
         "warning",
-        f"sum without (tier) (kvoffload_capacity_slots) == 0\n  {_STEPS}\n",
+        f'sum without (tier) (kvoffload_capacity_slots{{tier="host"}}) == 0\n  {_STEPS}\n',
         "No host memory is ready",
         "not every rank has host memory ready, so nothing can be stored.",
         "The capacity is the smallest number of slots that any rank has pinned. If it stays 0, at least one rank has pinned none: "
@@ -259,7 +259,7 @@ ALERTS = (
     Alert(
         "LoadsQueue",
         "warning",
-        'engine_direction:kvoffload_transfer_queue_seconds:p99_rate5m{direction="load"} > 0.5',
+        'engine_direction:kvoffload_transfer_queue_seconds:p99_rate5m{tier="host", direction="load"} > 0.5',
         "Loads wait before they start",
         "the p99 of the time before a load's copy starts is {{ $value | humanizeDuration }}.",
         "Requests wait for their loads, so this adds to the time to first token. Loads wait for earlier work on the device, for "
@@ -324,7 +324,8 @@ ALERTS = (
         "prompts come back after their blocks had to make room.",
         "Over 5 % of the looked-up blocks ended a hit because they had been evicted or had found no room; the blocks behind them "
         "could not be used either. Blocks that were declined before host memory was ready do not count. If the machine has "
-        "memory to spare, raise `host_bytes` and compare the hit ratio a day later. If not, nothing is wrong: silence the alert.",
+        "memory to spare, raise `host_bytes` and compare the hit ratio a day later; if it has a fast disk, set `disk_path` and "
+        "`disk_bytes`. If not, nothing is wrong: silence the alert.",
         "why",
         "30m",
     ),
@@ -347,7 +348,7 @@ ALERTS = (
         "info",
         "engine:kvoffload_lookup_tokens_hit:ratio_rate5m < 0.01\n"
         "  and sum without (tier, direction) "
-        '(engine_direction:kvoffload_transfer_bytes:rate5m{direction="store"}) > 0\n',
+        '(engine_direction:kvoffload_transfer_bytes:rate5m{tier="host", direction="store"}) > 0\n',
         "Blocks are stored and never found",
         "under 1 % of the tokens looked up were found, for two hours.",
         "Offloading costs something here and brings nothing. See `Lookups that missed, by cause` in *Why*. Mostly `never_seen`: "
@@ -356,6 +357,77 @@ ALERTS = (
         "prefix.",
         "why",
         "2h",
+    ),
+    Alert(
+        "DiskClosed",
+        "warning",
+        'sum without (state) (kvoffload_tier_state{tier="disk", state="closed"}) > 0',
+        "The disk is left alone until the engine restarts",
+        "its index cannot be read or written.",
+        "The log line `disk_closed` says why: the folder is in use by another engine, the file system is full or read-only, or "
+        "the disk fails. The engine goes on without it, as if only host memory were there. Nothing wrong can be served: what is "
+        "on the disk is compared with its checksums whenever it is read. Mend the cause, and restart the engine when it suits "
+        "you; it then finds what was indexed. After an engine's reset that this log line follows, the index was removed on "
+        "purpose.",
+        "disk",
+    ),
+    Alert(
+        "DiskFailing",
+        "warning",
+        'sum without (state) (kvoffload_tier_state{tier="disk", state="failing"}) > 0\n'
+        "  or\n"
+        'sum without (direction, outcome) (increase(kvoffload_tier_blocks_total{tier="disk", '
+        'outcome=~"failed|abandoned"}[15m])) > 0\n',
+        "Reads or writes of the disk fail or hang",
+        "copies between host and disk fail or do not return.",
+        "Requests recompute what could not be read, and what could not be written is missed later. The log has the error: "
+        "`disk_call_failed` with the system's words, or `disk_call_hangs` when a call did not return in `transfer_timeout_s`; "
+        "then nothing is copied until it returns. After several errors in a row a rank writes `disk_given_up` and asks the disk "
+        "no more. Look at `dmesg`, `smartctl -a` and the free space of the file system. With network storage, look at the "
+        "network. Restart the engine to use a mended disk again.",
+        "disk",
+        "1m",
+    ),
+    Alert(
+        "DiskCorrupt",
+        "warning",
+        'increase(kvoffload_evicted_blocks_total{tier="disk", cause="corrupt"}[1h]) > 0',
+        "The disk did not hold what was written",
+        "{{ $value | humanize }} blocks read from the disk were wrong or unreadable in the last hour.",
+        "Each block is compared with the checksum of its write before any request uses it; these did not match, were struck from "
+        "the index, and recomputed. A few just after the machine lost power are normal: their data had not reached the disk. "
+        "Otherwise look for errors of the disk (`dmesg`, `smartctl -a`, bad memory of a controller) and for another program "
+        "that writes to the folder. If it goes on, replace the disk.",
+        "disk",
+    ),
+    Alert(
+        "DiskNotOpened",
+        "warning",
+        f'sum without (tier, state) (kvoffload_tier_state{{tier="disk", state="opening"}}) > 0\n  {_STEPS}\n',
+        "The disk is not open yet",
+        "the disk has been opening for over 15 minutes.",
+        "The disk opens when every rank has its slot file and the index was read. A rank that cannot make its file logs "
+        "`disk_not_opened` with the reason: too little space, a folder that cannot be written, or a file that another engine "
+        "uses. Without a snapshot's commit the weights are digested first, which takes as long as reading them once. "
+        "`kvoffload doctor` checks space and folder before a start. The engine serves meanwhile; lookups miss with the cause "
+        "`tier_opening`.",
+        "disk",
+        "15m",
+    ),
+    Alert(
+        "DiskSlow",
+        "info",
+        'sum without (tier, direction) (rate(kvoffload_transfer_bytes_total{tier="disk", direction="load"}[15m]))\n'
+        "  < 50e6 * sum without (tier, direction) "
+        '(rate(kvoffload_transfer_seconds_sum{tier="disk", direction="load"}[15m]))\n',
+        "The disk reads slowly",
+        "while it reads, fetches bring less than 50 MB/s a rank.",
+        "Requests wait for their fetches, so at this speed recomputing may be faster. `kvoffload bench disk` measures the disk "
+        "alone on an idle machine, and `kvoffload doctor` says from how many tokens on a fetch pays at that speed. If the disk "
+        "is slow by itself, it is too slow for this use: network storage and spinning disks are. If not, something else uses "
+        "it, or spills fill it: raise `spill_after_hits`.",
+        "disk",
+        "30m",
     ),
 )
 

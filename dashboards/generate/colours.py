@@ -10,7 +10,7 @@ GREEN, RED, ORANGE, YELLOW, BLUE, GREY = "#5aa64b", "#d44a3a", "#e8862e", "#e5c3
 
 COLOURS: dict[str, str] = {
     # lookups, and where tokens came from
-    "hit": GREEN, "miss": GREY, "host": GREEN, "device": BLUE, "nothing": GREY, "host, as vLLM counts": "#8fce7f",
+    "hit": GREEN, "miss": GREY, "host": GREEN, "disk": "#2f8f8f", "device": BLUE, "nothing": GREY, "host, as vLLM counts": "#8fce7f",
     # why blocks missed
     "never_seen": "#b8b8b8", "no_state": "#c4a24a", "behind_miss": "#d6d6d6", "partial_block": "#8c8c8c", "last_token": "#a3a08c",
     "read_ahead": "#75736a", "evicted": ORANGE, "storing": "#7fb3ea", "declined_host_full": "#c4601a",
@@ -24,7 +24,7 @@ COLOURS: dict[str, str] = {
     "request_gone": "#b8b8b8", "before_reset": "#a06bc9", "failed": RED, "abandoned": "#f2a499",
     "cancelled": "#c9a0dc", "offered": "#2f5f9e", "scheduled": "#2e6e2a", "open offers": "#7fb3ea",
     "open loads": "#8fce7f", "states stored": "#2f5f9e", "states loaded": "#2e6e2a",
-    "junctions asked for": YELLOW, "junctions made": "#9fd08f", "avoidable": ORANGE, "declined": "#b8c9dd", "deferred": "#7fb3ea",
+    "junctions asked for": YELLOW, "junctions made": "#9fd08f", "avoidable": ORANGE, "declined": "#b8c9dd", "others_load": "#7fb3ea", "fetch": "#2f8f8f",
     # directions and jobs
     "store": BLUE, "load": GREEN, "store planned": "#c9d9ee", "store submitted": BLUE, "store abandoned": "#b02a2a",
     "load planned": "#cfe6c8", "load submitted": GREEN, "load abandoned": "#e2685a",

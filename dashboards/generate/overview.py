@@ -25,6 +25,7 @@ from kvoffload.telemetry.labels import HostBytes
 
 _HITS = series("kvoffload_lookup_tokens_total", result="hit")
 _MISSES = series("kvoffload_lookup_tokens_total", result="miss")
+_FETCHED = series("kvoffload_fetched_tokens_total", tier="disk")
 _SAVED = series("kvoffload_prefill_seconds_saved_total")
 _WAITED = series("kvoffload_load_wait_seconds_total")
 _INTERFERENCE = series("kvoffload_interference_seconds_total")
@@ -182,7 +183,7 @@ _GLANCE = Row(
             "Bytes copied from host to device.",
             "many bytes for few tokens found: loads fail or are repeated, see `Loads by outcome`.",
             units.BYTES,
-            (one(growth(series("kvoffload_transfer_bytes_total", direction="load")), "load"),),
+            (one(growth(series("kvoffload_transfer_bytes_total", tier="host", direction="load")), "load"),),
             Kind.NUMBER,
             width=3,
         ),
@@ -245,12 +246,17 @@ _WORTH = Row(
         ),
         Panel(
             "Hit ratio by tier",
-            "The share that each tier had of the tokens it was asked for. The host is asked only for what the device lacks. "
-            "With vLLM, its own counts are shown too.",
+            "The share that each tier had of the tokens it was asked for. The host is asked only for what the device lacks, "
+            "and has what was fetched from the disk, which is also shown alone. With vLLM, its own counts are shown too.",
             "our count and vLLM's differ for long: hits are dropped or loads fail, see `Pins dropped` and `Loads by outcome`.",
             units.SHARE,
             (
                 one(share(rate(_HITS), rate(_MISSES)), "host"),
+                one(
+                    f"{rate(_FETCHED)} / (({rate(_HITS)} + {rate(_MISSES)}) > 0)",
+                    "disk",
+                    SERIES,
+                ),
                 one(_DEVICE_SHARE, "device", ENGINE),
                 one(_HOST_SHARE, "host, as vLLM counts", ENGINE),
             ),
@@ -258,7 +264,8 @@ _WORTH = Row(
         ),
         Panel(
             "Time to first token, p50",
-            "The median by what the request's last lookup found: blocks on the host, on the device only, or nothing. Measured "
+            "The median by what the request's last lookup found: blocks fetched from the disk, on the host, on the device only, or "
+            "nothing. Measured "
             "at the next step, so up to one step too long.",
             "requests with hits on the host should be faster than similar ones without. If not, loading is slower than "
             "computing: see `Loads: time of a copy`, and raise min_load_tokens.",
@@ -287,11 +294,11 @@ _WORTH = Row(
         ),
         Panel(
             "Bytes copied",
-            "Both directions, all ranks together.",
+            "Between device and host, all ranks together. `Bytes to and from the disk` shows those below.",
             "stores without loads for hours: prompts do not repeat, or blocks are evicted before they do. See `Lookups that "
             "missed, by cause`.",
             units.BYTES_PER_SECOND,
-            (each("kvoffload_transfer_bytes_total", "direction"),),
+            (each("kvoffload_transfer_bytes_total", "direction", tier="host"),),
         ),
         Panel(
             "Engine time spent in hooks",

@@ -1,4 +1,4 @@
-"""Transfers: copies, their queues, and the cost to the engine."""
+"""Transfers: copies between device and host, their queues, and the cost to the engine."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from dashboards.generate.promql import SERIES, each, one, quantile, rate, series
 from dashboards.generate.words import Board, Kind, Panel, Query, Row
 from kvoffload.telemetry.catalogue import BY_NAME
 
+_HOST = "host"
 _COPY, _QUEUE = "kvoffload_transfer_seconds", "kvoffload_transfer_queue_seconds"
 
 
 def _buckets(name: str, direction: str) -> Query:
-    selected = series(name, "_bucket", direction=direction)
+    selected = series(name, "_bucket", tier=_HOST, direction=direction)
     return Query(f"sum by (le) (increase({selected}[$__rate_interval]))", "{{le}}")
 
 
 def _quantiles(name: str) -> tuple[Query, ...]:
     return tuple(
-        one(quantile(at, name, direction=direction), f"{direction} {words}")
+        one(quantile(at, name, tier=_HOST, direction=direction), f"{direction} {words}")
         for direction in ("store", "load")
         for at, words in ((0.5, "p50"), (0.99, "p99"))
     )
@@ -26,20 +27,20 @@ def _quantiles(name: str) -> tuple[Query, ...]:
 def _copies() -> Query:
     labels = BY_NAME["kvoffload_transfers_total"].labels
     outcomes = next(label.values for label in labels if label.name == "outcome")
-    expr = rate(series("kvoffload_transfers_total"), "outcome")
+    expr = rate(series("kvoffload_transfers_total", tier=_HOST), "outcome")
     return Query(expr, "{{outcome}}", outcomes)
 
 
 def _open_jobs() -> Query:
-    ways, states = (label.values for label in BY_NAME["kvoffload_open_jobs"].labels)
-    names = tuple(f"{way} {state}" for way in ways for state in states)
-    expr = f"sum by (direction, state) ({series('kvoffload_open_jobs')})"
+    labels = {label.name: label.values for label in BY_NAME["kvoffload_open_jobs"].labels}
+    names = tuple(f"{way} {state}" for way in labels["direction"] for state in labels["state"])
+    expr = f"sum by (direction, state) ({series('kvoffload_open_jobs', tier=_HOST)})"
     return Query(expr, "{{direction}} {{state}}", names, SERIES)
 
 
 def _while_copying(direction: str) -> Query:
-    moved = rate(series("kvoffload_transfer_bytes_total", direction=direction))
-    busy = rate(series(_COPY, "_sum", direction=direction))
+    moved = rate(series("kvoffload_transfer_bytes_total", tier=_HOST, direction=direction))
+    busy = rate(series(_COPY, "_sum", tier=_HOST, direction=direction))
     return one(f"{moved} / ({busy} > 0)", direction)
 
 
@@ -51,7 +52,7 @@ _BYTES = Row(
             "All ranks together: store is device to host, load is host to device.",
             "loads follow hits, stores follow computed blocks. Stores that stop under load: see `Open jobs`.",
             units.BYTES_PER_SECOND,
-            (each("kvoffload_transfer_bytes_total", "direction"),),
+            (each("kvoffload_transfer_bytes_total", "direction", tier=_HOST),),
         ),
         Panel(
             "Speed while copying",

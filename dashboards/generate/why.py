@@ -43,7 +43,8 @@ _LOOKUPS = Row(
             "a start. declined_lease_limit: the device pool is small for so many copies. lost: the engine reused blocks before "
             "they were stored; try store_policy eager. load_declined: hits shorter than min_load_tokens. not_accepted: the "
             "engine took less than was found, as where another connector's hit comes first. stalled: KVOffloadCopiesStalled in "
-            "the runbook. no_state: see the row on recurrent states. never_seen: prompts do not repeat.",
+            "the runbook. no_state: see the row on recurrent states. on_disk: it could not be waited for; the next request finds it. "
+            "tier_opening: as after a start, see `Disk`. never_seen: prompts do not repeat.",
             units.LOOKUPS_PER_SECOND,
             (
                 Query(
@@ -84,10 +85,11 @@ _LOOKUPS = Row(
         ),
         Panel(
             "Deferred lookups",
-            "Lookups answered with 'not yet', because another request was loading the same prefix.",
-            "many for long: loads are slow, see `Loads: time of a copy`.",
+            "Lookups answered with 'not yet': another request was loading the same prefix, or blocks were being fetched from the "
+            "disk.",
+            "many others_load for long: loads are slow, see `Loads: time of a copy`. Many fetch: see `Time in the disk's queue`.",
             units.EVENTS_PER_SECOND,
-            (one(rate(series("kvoffload_lookups_deferred_total")), "deferred", SERIES),),
+            (each("kvoffload_lookups_deferred_total", "reason", SERIES),),
             width=6,
         ),
         Panel(
@@ -221,8 +223,8 @@ _HOST = Row(
             "do not end. quarantined: memory lost until a restart.",
             units.BLOCKS,
             (
-                each("kvoffload_slots", "state"),
-                one(total(series("kvoffload_capacity_slots")), "capacity"),
+                each("kvoffload_slots", "state", tier="host"),
+                one(total(series("kvoffload_capacity_slots", tier="host")), "capacity"),
             ),
             Kind.STACK,
             width=12,
@@ -233,7 +235,7 @@ _HOST = Row(
             "space, with evicted among the causes of misses: the memory is too small for the prompts that repeat. corrupt, "
             "load_failed, abandoned: KVOffloadLoadsFailing in the runbook.",
             units.BLOCKS_PER_SECOND,
-            (each("kvoffload_evicted_blocks_total", "cause"),),
+            (each("kvoffload_evicted_blocks_total", "cause", tier="host"),),
             Kind.STACK,
             width=12,
         ),
@@ -269,7 +271,7 @@ _HOST = Row(
             (
                 one(
                     _missing(series("kvoffload_capacity_slots"), series("kvoffload_slots")),
-                    "slots without a state",
+                    "slots without a state",  # of any tier
                     ZERO,
                 ),
                 one(

@@ -17,6 +17,7 @@ from dashboards.observe.prometheus import END_S, ObserveError, end
 # order they are served.
 _WORKLOAD = ["--model", "tiny", "--conversations", "12", "--turns", "8", "--first-tokens", "384"]
 _WORKLOAD += ["--turn-tokens", "96", "--answer-tokens", "24", "--host-bytes", "18MiB"]
+_WORKLOAD += ["--disk", ".", "--config", "disk_bytes=64MiB"]
 _SERVE_S = 600
 _URL = "metrics are at "
 

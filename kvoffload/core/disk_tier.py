@@ -13,6 +13,7 @@ from kvoffload.core.state import CoreState
 from kvoffload.core.stores import Stores
 from kvoffload.core.warm_start import WarmStart
 from kvoffload.model.causes import EvictionCause
+from kvoffload.model.events import RankReported
 from kvoffload.model.ids import Rank
 from kvoffload.model.transfer import Direction, JobReport, Tier, TransferReport
 
@@ -48,6 +49,18 @@ class DiskTier:
 
     def _ended(self, job: Job, rank: Rank, part: JobReport) -> None:
         """A rank's copy has ended."""
+        self._state.tally.events.append(
+            RankReported(
+                job.job,
+                rank,
+                job.direction,
+                part.outcome,
+                part.copied_bytes,
+                part.queue_s,
+                part.copy_s,
+                Tier.DISK,
+            )
+        )
         if job.state is JobState.ABANDONED and not job.waiting:
             self._disk.abandoned -= 1
         if job.direction is Direction.STORE:

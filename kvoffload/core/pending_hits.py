@@ -76,7 +76,7 @@ class PendingHits:
             return None
         if record.junction:
             self._state.tally.events.append(JunctionAsked(record.request, record.junction))
-        device_tokens, reached, _, cause, _ = hit
+        device_tokens, reached, slots, cause, _ = hit
         alignment = self._state.shape.alignment
         end = max(record.prompt_tokens, reached)
         tokens = min(reached, device_tokens + accepted_tokens)
@@ -84,6 +84,9 @@ class PendingHits:
             cause = MissCause.NOT_ACCEPTED
         found = -(-(tokens - device_tokens) // alignment)
         missed = -(-(end - tokens) // alignment)
+        fetched = 0
+        if record.fetched_blocks and slots:
+            fetched = (tokens - device_tokens) * min(record.fetched_blocks, len(slots)) // len(slots)
         self._state.tally.events.append(
             LookupAnswered(
                 record.request,
@@ -93,6 +96,7 @@ class PendingHits:
                 tokens - device_tokens,
                 end - tokens,
                 cause if missed else None,
+                fetched,
             )
         )
         return hit

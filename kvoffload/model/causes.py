@@ -109,6 +109,7 @@ class EvictionCause(Cause):
 class Found(Cause):
     """What the last lookup before a request's first token found."""
 
+    DISK = "disk"  # some of it was fetched from the disk for this request
     HOST = "host"  # alone or in addition to what the device held
     DEVICE = "device"
     NOTHING = "nothing"

@@ -19,7 +19,7 @@ from kvoffload.model.causes import (
 )
 from kvoffload.model.ids import JobId, Rank, RequestId, SlotId
 from kvoffload.model.message import Message
-from kvoffload.model.transfer import Direction
+from kvoffload.model.transfer import Direction, Tier
 
 
 class Event(Message, frozen=True):
@@ -66,6 +66,7 @@ class LookupAnswered(Event, frozen=True):
         hit_tokens: tokens in the hit positions.
         miss_tokens: tokens in the missed positions.
         cause: why the first missing position missed; None when nothing missed.
+        fetched_tokens: of the hit, what was fetched from the disk for this request; with several groups their blocks' share.
     """
 
     request: RequestId
@@ -75,6 +76,7 @@ class LookupAnswered(Event, frozen=True):
     hit_tokens: int
     miss_tokens: int
     cause: MissCause | None
+    fetched_tokens: int = 0
 
 
 class JunctionAsked(Event, frozen=True):
@@ -145,7 +147,7 @@ class StoreEnded(Event, frozen=True):
 
 
 class RankReported(Event, frozen=True):
-    """One rank ended its part of a job."""
+    """One rank ended its part of a job: between device and host, or between host and a tier below it."""
 
     job: JobId
     rank: Rank
@@ -154,6 +156,7 @@ class RankReported(Event, frozen=True):
     copied_bytes: int
     queue_s: float
     copy_s: float
+    tier: Tier = Tier.HOST
 
 
 class DiskCopyScheduled(Event, frozen=True):

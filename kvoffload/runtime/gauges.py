@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from kvoffload.bus.bus import Bus
+from kvoffload.core.disk_state import DiskState
+from kvoffload.core.job import Jobs
 from kvoffload.core.machine import JobState, SlotState
 from kvoffload.core.state import CoreState
 from kvoffload.model.causes import DegradeCause
-from kvoffload.model.transfer import Direction
+from kvoffload.model.transfer import Direction, Tier
 from kvoffload.runtime.host_memory import HostMemory
 from kvoffload.runtime.open_copies import OpenCopies
 from kvoffload.runtime.pin_ages import PinAges
 from kvoffload.runtime.resets import Resets
 from kvoffload.runtime.watchdog import Since
-from kvoffload.telemetry.gauges import GaugeSnapshot
-from kvoffload.telemetry.labels import HostBytes, label_of
+from kvoffload.telemetry.gauges import GaugeSnapshot, TierGauges
+from kvoffload.telemetry.labels import HostBytes, TierState, label_of
 from kvoffload.telemetry.net_benefit import NetBenefit
 from kvoffload.telemetry.snapshot import Labels
 
 _EMPTY = label_of(SlotState.EMPTY)
-_PLANNED, _SUBMITTED, _ABANDONED = map(label_of, (JobState.PLANNED, JobState.SUBMITTED, JobState.ABANDONED))
+_HOLDING = (JobState.PLANNED, JobState.SUBMITTED, JobState.ABANDONED)
+_PLANNED, _SUBMITTED, _ABANDONED = map(label_of, _HOLDING)
 
 
 def read_gauges(
@@ -60,7 +63,32 @@ def read_gauges(
             HostBytes.USED: in_use * memory.block_bytes,
         },
         info=info,
+        slot_bytes=memory.block_bytes,
+        disk=_disk_gauges(state.disk, state.jobs, memory) if state.disk is not None else TierGauges(),
     )
+
+
+def _disk_gauges(disk: DiskState, jobs: Jobs, memory: HostMemory) -> TierGauges:
+    slots = {label_of(each): disk.pool.count(each) for each in SlotState}
+    return TierGauges(
+        state=_state(disk),
+        slots=slots,
+        capacity_slots=sum(slots.values()),
+        slot_bytes=memory.disk_block_bytes,
+        open_jobs={
+            (way.value, label_of(state)): jobs.count(way, state, Tier.DISK)
+            for way in Direction
+            for state in _HOLDING
+        },
+    )
+
+
+def _state(disk: DiskState) -> TierState:
+    if disk.is_closed:
+        return TierState.CLOSED
+    if not disk.is_open:
+        return TierState.OPENING
+    return TierState.OPEN if disk.is_usable else TierState.FAILING
 
 
 def _unix(since: Since | None) -> float:

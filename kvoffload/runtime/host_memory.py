@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvoffload.bus.bus import Bus
+from kvoffload.disk.system import round_up
 from kvoffload.model.facts import TransferReported
 from kvoffload.model.ids import Rank
 
@@ -18,6 +19,8 @@ class HostMemory:
         """What they have by now."""
         self.block_bytes = 0
         """One block on all ranks together."""
+        self.disk_block_bytes = 0
+        """The same in the ranks' slot files."""
 
     def subscribe(self, bus: Bus) -> None:
         """Follow reports from now on."""
@@ -33,3 +36,4 @@ class HostMemory:
         self.wanted_bytes = sum(size * wanted for size, _, wanted in ranks)
         self.reserved_bytes = sum(size * ready for size, ready, _ in ranks)
         self.block_bytes = sum(size for size, _, _ in ranks)
+        self.disk_block_bytes = sum(round_up(size) for size, _, _ in ranks)

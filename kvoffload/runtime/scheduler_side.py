@@ -421,10 +421,10 @@ class SchedulerSide:
             self._disk.append(records)
 
     def _stop_waiting(self, request: RequestId) -> None:
-        """A request no longer waits for another request's load."""
+        """A request no longer waits for another request's load, or for a fetch."""
         since = self._waiting_since.pop(request, None)
         if since is not None:
-            self.benefit.waited_for_others(self._clocks.monotonic() - since)
+            self.benefit.waited(request, self._clocks.monotonic() - since)
 
     def _journal_failed(self, error: Exception) -> None:
         self.counters.journal_failed()

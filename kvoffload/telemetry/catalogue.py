@@ -10,6 +10,7 @@ from kvoffload.core.machine import JobState, SlotState
 from kvoffload.model.causes import (
     CopyOutcome,
     DegradeCause,
+    DiskOutcome,
     EvictionCause,
     Found,
     LoadOutcome,
@@ -19,7 +20,15 @@ from kvoffload.model.causes import (
     StoreOutcome,
 )
 from kvoffload.model.transfer import Direction, Tier
-from kvoffload.telemetry.labels import Hook, HostBytes, LoadWait, LookupResult, Subscriber, label_of
+from kvoffload.telemetry.labels import (
+    Hook,
+    HostBytes,
+    LoadWait,
+    LookupResult,
+    Subscriber,
+    TierState,
+    label_of,
+)
 
 
 class Kind(Enum):
@@ -83,8 +92,9 @@ class Metric:
         return tuple(itertools.product(*(label.values for label in self.labels)))
 
 
-# A further tier is served once it is named here.
-_TIER = Label("tier", Tier, served=(Tier.HOST,))
+# A further tier is served once it is named here. A copy between host and disk has the tier "disk": to it, it is a store.
+_TIER = Label("tier", Tier, served=(Tier.HOST, Tier.DISK))
+_LOWER_TIER = Label("tier", Tier, served=(Tier.DISK,))
 _DIRECTION = Label("direction", Direction)
 # The states in which a job still holds memory.
 _OPEN_JOB = Label("state", JobState, served=(JobState.PLANNED, JobState.SUBMITTED, JobState.ABANDONED))
@@ -138,39 +148,44 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_lookup_blocks_total", "Block positions looked up on the host beyond what the device held, once per admission.", Kind.COUNTER, (_RESULT,), "blocks"),
     Metric("kvoffload_lookup_tokens_total", "Tokens in the block positions looked up.", Kind.COUNTER, (_RESULT,), "tokens"),
     Metric("kvoffload_miss_blocks_total", "Looked-up block positions that did not hit, by cause; the causes sum to the missed blocks.", Kind.COUNTER, (Label("cause", MissCause),), "blocks"),
-    Metric("kvoffload_lookups_deferred_total", "Lookups answered with 'not yet', because another request was loading the same prefix.", Kind.COUNTER, (), "lookups"),
+    Metric("kvoffload_lookups_deferred_total", "Lookups answered with 'not yet', because another request was loading the same prefix, or because blocks were being fetched from a tier below the host.", Kind.COUNTER, (Label("reason", LoadWait, served=(LoadWait.OTHERS_LOAD, LoadWait.FETCH)),), "lookups"),
+    Metric("kvoffload_fetched_tokens_total", "Tokens of hits on the host that had been fetched from the tier for the request that found them.", Kind.COUNTER, (_LOWER_TIER,), "tokens"),
     Metric("kvoffload_pin_dropped_blocks_total", "Blocks that a lookup pinned and that were released without a load.", Kind.COUNTER, (Label("cause", PinDropCause),), "blocks"),
     # --- outcomes of offers and loads ---
     Metric("kvoffload_offered_blocks_total", "Computed blocks offered to the host; each gets one outcome in the end.", Kind.COUNTER, (), "blocks"),
     Metric("kvoffload_store_blocks_total", "Offered blocks by final outcome.", Kind.COUNTER, (Label("outcome", StoreOutcome),), "blocks"),
     Metric("kvoffload_load_scheduled_blocks_total", "Blocks scheduled to load; each gets one outcome in the end.", Kind.COUNTER, (), "blocks"),
     Metric("kvoffload_load_blocks_total", "Blocks scheduled to load, by final outcome.", Kind.COUNTER, (Label("outcome", LoadOutcome),), "blocks"),
+    Metric("kvoffload_tier_scheduled_blocks_total", "Blocks scheduled to be copied between the host and a tier below it; each gets one outcome in the end.", Kind.COUNTER, (_LOWER_TIER, _DIRECTION), "blocks"),
+    Metric("kvoffload_tier_blocks_total", "Blocks scheduled to be copied between the host and a tier below it, by final outcome.", Kind.COUNTER, (_LOWER_TIER, _DIRECTION, Label("outcome", DiskOutcome)), "blocks"),
     # --- recurrent states, of models that have them ---
     Metric("kvoffload_state_blocks_total", "Blocks of recurrent states among those stored and loaded.", Kind.COUNTER, (_DIRECTION,), "blocks"),
     Metric("kvoffload_junctions_asked_total", "Requests admitted whose prefix was on device and host but for a recurrent state at its end, which the engine was asked to keep.", Kind.COUNTER, (), "junctions"),
     Metric("kvoffload_junctions_made_total", "Of the groups' recurrent states that were asked for, those that the engine kept and offered, one a request.", Kind.COUNTER, (), "junctions"),
     # --- copies, per rank ---
     Metric("kvoffload_transfers_total", "Copies of single ranks that ended, by outcome.", Kind.COUNTER, (_TIER, _DIRECTION, Label("outcome", CopyOutcome)), "copies"),
-    Metric("kvoffload_transfer_bytes_total", "Bytes copied between device and tier, all ranks together.", Kind.COUNTER, (_TIER, _DIRECTION), "bytes"),
+    Metric("kvoffload_transfer_bytes_total", "Bytes copied between the tier and the one above it, all ranks together.", Kind.COUNTER, (_TIER, _DIRECTION), "bytes"),
     Metric("kvoffload_transfer_seconds", "Time from a copy's start to its end, per rank and successful job.", Kind.HISTOGRAM, (_TIER, _DIRECTION), "seconds", _COPY_BUCKETS),
     Metric("kvoffload_transfer_queue_seconds", "Time from a job's submission to its copy's start, per rank and successful job.", Kind.HISTOGRAM, (_TIER, _DIRECTION), "seconds", _COPY_BUCKETS),
-    Metric("kvoffload_open_jobs", "Jobs that have not ended on every rank.", Kind.GAUGE, (_DIRECTION, _OPEN_JOB), "jobs"),
+    Metric("kvoffload_open_jobs", "Jobs that have not ended on every rank.", Kind.GAUGE, (_TIER, _DIRECTION, _OPEN_JOB), "jobs"),
     Metric("kvoffload_oldest_job_timestamp_seconds", "Unix time at which the oldest open job was submitted, abandoned jobs excluded; 0 without one.", Kind.GAUGE, (), "seconds"),
     Metric("kvoffload_store_bound_ratio", "Current limit on store bytes in flight as a share of its maximum, on the slowest rank. Halved when stores are slow or run beside loads, then recovers.", Kind.GAUGE, (), "ratio"),
     Metric("kvoffload_abandoned_jobs_total", "Jobs abandoned because a copy did not end within transfer_timeout_s.", Kind.COUNTER, (_DIRECTION,), "jobs"),
     Metric("kvoffload_abandoned_device_blocks", "Device blocks that abandoned copies still hold; the engine cannot use them until these copies end.", Kind.GAUGE, (), "blocks"),
     Metric("kvoffload_copies_stalled", "1 while no new copy starts because copies do not end: abandoned copies hold over an eighth of the device pool (and belong to more than one job), or three jobs in a row were abandoned.", Kind.GAUGE, (), "flag"),
     Metric("kvoffload_written_off_blocks_total", "Blocks of abandoned jobs; their host slots are never used again.", Kind.COUNTER, (_DIRECTION,), "blocks"),
-    # --- the host's slots ---
+    # --- the tiers' slots ---
+    Metric("kvoffload_tier_state", "1 for the state of the tier, 0 for the others.", Kind.GAUGE, (_LOWER_TIER, Label("state", TierState)), "flag"),
     Metric("kvoffload_capacity_slots", "Slots that are ready on every rank.", Kind.GAUGE, (_TIER,), "slots"),
     Metric("kvoffload_slots", "Slots by state; the states sum to the capacity.", Kind.GAUGE, (_TIER, Label("state", SlotState)), "slots"),
+    Metric("kvoffload_slot_bytes", "Bytes of one slot, all ranks together; slots times this are the tier's bytes.", Kind.GAUGE, (_TIER,), "bytes"),
     Metric("kvoffload_host_bytes", "Bytes of host memory, all ranks together: wanted by the settings, reserved (pinned) by now, and in use.", Kind.GAUGE, (Label("state", HostBytes),), "bytes"),
     Metric("kvoffload_evicted_blocks_total", "Blocks that left the tier.", Kind.COUNTER, (_TIER, Label("cause", EvictionCause)), "blocks"),
     Metric("kvoffload_oldest_pin_timestamp_seconds", "Unix time of the oldest pin; 0 without one.", Kind.GAUGE, (), "seconds"),
     # --- is it worth it ---
     Metric("kvoffload_first_token_seconds", "Time from a request's arrival to the first step after its first token, by what its last lookup found; up to one step too long.", Kind.HISTOGRAM, (Label("found", Found),), "seconds", _FIRST_TOKEN_BUCKETS),
     Metric("kvoffload_prefill_seconds_saved_total", "Prefill time that loads saved: the loaded tokens, at the measured time that prefilling adds to the engine's steps. An estimate.", Kind.COUNTER, (), "seconds"),
-    Metric("kvoffload_load_wait_seconds_total", "Time that requests waited for loads, all requests together: for their own load from allocation to its end, or for another request's load of the same prefix.", Kind.COUNTER, (Label("reason", LoadWait),), "seconds"),
+    Metric("kvoffload_load_wait_seconds_total", "Time that requests waited for loads, all requests together: for their own load from allocation to its end, for another request's load of the same prefix, or for a fetch from a tier below the host.", Kind.COUNTER, (Label("reason", LoadWait),), "seconds"),
     Metric("kvoffload_interference_seconds_total", "Time that copies added to the engine's steps, by comparing decoding steps with and without copies. An estimate.", Kind.COUNTER, (_DIRECTION,), "seconds"),
     Metric("kvoffload_prefill_tokens_per_second", "Prefill rate: tokens per second of the time that prefilling adds to the engine's steps, median of the last measurements; 0 until measured.", Kind.GAUGE, (), "tokens"),
     Metric("kvoffload_break_even_tokens", "Hits of at least this many tokens are faster to load than to compute; 0 until measured, 1000000 if no length is.", Kind.GAUGE, (), "tokens"),

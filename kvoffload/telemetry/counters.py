@@ -19,13 +19,13 @@ from kvoffload.model.causes import Cause, CopyOutcome, Found, MissCause
 from kvoffload.model.transfer import Direction, Tier
 from kvoffload.telemetry.catalogue import BY_NAME, CATALOGUE, Kind, Metric
 from kvoffload.telemetry.gauges import ASKED_COUNTERS
-from kvoffload.telemetry.labels import Hook, LookupResult, subscriber_label
+from kvoffload.telemetry.labels import Hook, LoadWait, LookupResult, subscriber_label
 from kvoffload.telemetry.snapshot import Distribution, Labels, Snapshot
 
 _ATTEMPTS = 1000  # copies of a snapshot; one is enough unless the counting thread was interrupted just then
 # Raw samples of one series that wait to be taken, which happens many times a second.
 _KEPT = 1 << 14
-_HOST = Tier.HOST.value
+_HOST, _DISK = Tier.HOST.value, Tier.DISK.value
 _HIT = (LookupResult.HIT.value,)
 _MISS = (LookupResult.MISS.value,)
 _BEHIND = (MissCause.BEHIND_MISS.value,)
@@ -33,12 +33,15 @@ _BEHIND = (MissCause.BEHIND_MISS.value,)
 # An enum's `value` is a call of Python.
 _MISS_CAUSES = {cause: (cause.value,) for cause in MissCause}
 _FOUND = {found: (found.value,) for found in Found}
-_COPIES = {direction: (_HOST, direction.value) for direction in Direction}
-_ENDS = {
-    (direction, outcome): (*series, outcome.value)
-    for direction, series in _COPIES.items()
-    for outcome in CopyOutcome
+_COPIES = {
+    (tier, direction): (tier.value, direction.value)
+    for tier in (Tier.HOST, Tier.DISK)
+    for direction in Direction
 }
+_ENDS = {
+    (*copy, outcome): (*series, outcome.value) for copy, series in _COPIES.items() for outcome in CopyOutcome
+}
+_FETCH, _OTHERS_LOAD = (LoadWait.FETCH.value,), (LoadWait.OTHERS_LOAD.value,)
 
 
 class Histogram:
@@ -173,7 +176,9 @@ class Counters:
             events.RankReported: self._count_copy,
             events.JobAbandoned: self._count_abandoned,
             events.FirstTokenReached: self._count_first_token,
-            events.LookupDeferred: self._adder("kvoffload_lookups_deferred_total"),
+            events.LookupDeferred: self._count_deferred,
+            events.DiskCopyScheduled: self._count_disk_scheduled,
+            events.DiskCopyEnded: self._count_disk_ended,
             events.HitDropped: self._adder("kvoffload_pin_dropped_blocks_total", "blocks", "cause"),
             events.BlocksOffered: self._adder("kvoffload_offered_blocks_total", "blocks"),
             events.StoreEnded: self._adder("kvoffload_store_blocks_total", "blocks", "outcome"),
@@ -183,17 +188,20 @@ class Counters:
             events.JunctionAsked: self._adder("kvoffload_junctions_asked_total"),
             events.JunctionMade: self._adder("kvoffload_junctions_made_total"),
             events.BlocksEvicted: self._adder("kvoffload_evicted_blocks_total", "blocks", "cause"),
+            events.DiskBlocksEvicted: self._adder(
+                "kvoffload_evicted_blocks_total", "blocks", "cause", tier=_DISK
+            ),
             events.BlocksZeroed: self._adder("kvoffload_stale_blocks_zeroed_total", "blocks"),
             events.ResetStarted: self._adder("kvoffload_resets_total"),
             events.FactRejected: self._adder("kvoffload_engine_surprises_total", None, "cause"),
         }
 
     def _adder(
-        self, name: str, amount: str | None = None, label: str | None = None
+        self, name: str, amount: str | None = None, label: str | None = None, tier: str = _HOST
     ) -> Callable[[events.Event], None]:
         """Return what adds an event's field `amount`, or 1, to the series that its field `label` names."""
         series = self._counts[name]
-        leading = (_HOST,) if "tier" in BY_NAME[name].label_names else ()
+        leading = (tier,) if "tier" in BY_NAME[name].label_names else ()
         known: dict[Cause | None, Labels] = {None: leading}  # an enum's `value` is a call of Python
 
         def add(event: events.Event) -> None:
@@ -224,19 +232,39 @@ class Counters:
             if event.miss_blocks and event.cause is not None:
                 self._misses[_MISS_CAUSES[event.cause]] += 1
                 self._misses[_BEHIND] += event.miss_blocks - 1
+            if event.fetched_tokens:
+                self._counts["kvoffload_fetched_tokens_total"][(_DISK,)] += event.fetched_tokens
         finally:
             self._edition += 1
 
     def _count_copy(self, event: events.RankReported) -> None:
-        series, histograms = _COPIES[event.direction], self._histograms
+        series, histograms = _COPIES[event.tier, event.direction], self._histograms
         self.changes += 1
         self._edition += 1
         try:
-            self._counts["kvoffload_transfers_total"][_ENDS[event.direction, event.outcome]] += 1
+            self._counts["kvoffload_transfers_total"][_ENDS[event.tier, event.direction, event.outcome]] += 1
             self._counts["kvoffload_transfer_bytes_total"][series] += event.copied_bytes
             if event.outcome is CopyOutcome.DONE:  # a failed copy's time says nothing about the link
                 histograms["kvoffload_transfer_seconds"][series].observe(event.copy_s)
                 histograms["kvoffload_transfer_queue_seconds"][series].observe(event.queue_s)
+        finally:
+            self._edition += 1
+
+    def _count_deferred(self, event: events.LookupDeferred) -> None:
+        self._add("kvoffload_lookups_deferred_total", _FETCH if event.owner is None else _OTHERS_LOAD, 1)
+
+    def _count_disk_scheduled(self, event: events.DiskCopyScheduled) -> None:
+        self._add("kvoffload_tier_scheduled_blocks_total", _COPIES[Tier.DISK, event.direction], event.blocks)
+
+    def _count_disk_ended(self, event: events.DiskCopyEnded) -> None:
+        labels = (*_COPIES[Tier.DISK, event.direction], event.outcome.value)
+        self._add("kvoffload_tier_blocks_total", labels, event.blocks)
+
+    def _add(self, name: str, labels: Labels, amount: int) -> None:
+        self.changes += 1
+        self._edition += 1
+        try:
+            self._counts[name][labels] += amount
         finally:
             self._edition += 1
 

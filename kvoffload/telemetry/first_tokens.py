@@ -45,7 +45,8 @@ class FirstTokens:
     def _settled(self, event: LookupAnswered) -> None:
         if event.request in self.waiting:
             found = Found.DEVICE if event.device_tokens else Found.NOTHING
-            self.admitted[event.request] = Found.HOST if event.hit_tokens else found
+            host = Found.DISK if event.fetched_tokens else Found.HOST
+            self.admitted[event.request] = host if event.hit_tokens else found
 
     def _ended(self, fact: facts.RequestEnded) -> None:
         request = fact.request

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from kvoffload.model.causes import DegradeCause
 from kvoffload.model.transfer import Tier
-from kvoffload.telemetry.labels import HostBytes, subscriber_label
+from kvoffload.telemetry.labels import HostBytes, TierState, subscriber_label
 from kvoffload.telemetry.snapshot import Labels
 
 BENEFIT = (
@@ -28,13 +28,32 @@ ASKED_COUNTERS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
+class TierGauges:
+    """A tier below the host at one moment.
+
+    Args:
+        state: what it does.
+        slots: its slots by the state's label.
+        capacity_slots: that every rank has.
+        slot_bytes: one slot on all ranks together.
+        open_jobs: between the host and it, by the labels of direction and state.
+    """
+
+    state: TierState = TierState.OFF
+    slots: Mapping[str, int] = field(default_factory=dict)
+    capacity_slots: int = 0
+    slot_bytes: int = 0
+    open_jobs: Mapping[tuple[str, str], int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class GaugeSnapshot:
     """The state at one moment. A missing entry of a mapping is 0.
 
     Args:
         slots: host slots by the state's label.
         capacity_slots: slots that are ready on every rank.
-        open_jobs: jobs that have not ended on every rank, by the labels of direction and state.
+        open_jobs: jobs between device and host that have not ended on every rank, by the labels of direction and state.
         oldest_pin_s: unix time of the oldest pin, 0 without one.
         oldest_job_s: unix time at which the oldest open job was submitted, 0 without one.
         abandoned_blocks: device blocks that abandoned copies hold.
@@ -46,6 +65,8 @@ class GaugeSnapshot:
         benefit: the series of `NetBenefit`.
         host_bytes: bytes of host memory.
         info: the label values of `kvoffload_info`; None if not known.
+        slot_bytes: one host slot on all ranks together.
+        disk: the tier below the host.
     """
 
     slots: Mapping[str, int] = field(default_factory=dict)
@@ -62,20 +83,32 @@ class GaugeSnapshot:
     benefit: Mapping[str, Mapping[Labels, float]] = field(default_factory=dict)
     host_bytes: Mapping[HostBytes, int] = field(default_factory=dict)
     info: Labels | None = None
+    slot_bytes: int = 0
+    disk: TierGauges = field(default_factory=TierGauges)
 
     def numbers(self) -> dict[str, dict[Labels, float]]:
         """Return the series of every metric that is not counted from events, by name. A missing one is 0."""
-        host = Tier.HOST.value
+        host, disk = Tier.HOST.value, Tier.DISK.value
         dropped: dict[Labels, float] = {}
         for name, events in self.dropped.items():
             labels = (subscriber_label(name),)
             dropped[labels] = dropped.get(labels, 0) + events
         return {
-            "kvoffload_slots": {(host, name): slots for name, slots in self.slots.items()},
+            "kvoffload_slots": {
+                (tier, name): count
+                for tier, slots in ((host, self.slots), (disk, self.disk.slots))
+                for name, count in slots.items()
+            },
+            "kvoffload_slot_bytes": {(host,): self.slot_bytes, (disk,): self.disk.slot_bytes},
+            "kvoffload_tier_state": {(disk, self.disk.state.value): 1},
             "kvoffload_host_bytes": {(part.value,): size for part, size in self.host_bytes.items()},
             "kvoffload_info": {self.info: 1} if self.info is not None else {},
-            "kvoffload_capacity_slots": {(host,): self.capacity_slots},
-            "kvoffload_open_jobs": {(way, name): jobs for (way, name), jobs in self.open_jobs.items()},
+            "kvoffload_capacity_slots": {(host,): self.capacity_slots, (disk,): self.disk.capacity_slots},
+            "kvoffload_open_jobs": {
+                (tier, *job): count
+                for tier, jobs in ((host, self.open_jobs), (disk, self.disk.open_jobs))
+                for job, count in jobs.items()
+            },
             "kvoffload_oldest_pin_timestamp_seconds": {(): self.oldest_pin_s},
             "kvoffload_oldest_job_timestamp_seconds": {(): self.oldest_job_s},
             "kvoffload_store_bound_ratio": {(): self.store_share},
@@ -89,10 +122,14 @@ class GaugeSnapshot:
 
     def problems(self) -> list[str]:
         """Return every conservation law that these numbers break, as text."""
-        total = sum(self.slots.values())
-        if total == self.capacity_slots:
-            return []
-        return [f"slots by state sum to {total}, but the capacity is {self.capacity_slots}"]
+        return [
+            f"slots of the {tier.value} by state sum to {total}, but the capacity is {capacity}"
+            for tier, slots, capacity in (
+                (Tier.HOST, self.slots, self.capacity_slots),
+                (Tier.DISK, self.disk.slots, self.disk.capacity_slots),
+            )
+            if (total := sum(slots.values())) != capacity
+        ]
 
 
 class GaugeSource(Protocol):

@@ -20,11 +20,22 @@ class HostBytes(Enum):
     USED = "used"  # the part of it that holds blocks or is being filled
 
 
+class TierState(Enum):
+    """What a tier below the host does."""
+
+    OFF = "off"  # the settings have none
+    OPENING = "opening"  # some rank's file is not open, or the index was not read yet
+    OPEN = "open"
+    FAILING = "failing"  # a call hangs or too many have failed: nothing is copied until it works again
+    CLOSED = "closed"  # its index cannot be read or written: it is left alone until the engine starts again
+
+
 class LoadWait(Enum):
-    """The loads that a request waited for before it could compute."""
+    """What a request waited for before it could compute."""
 
     OWN_LOAD = "own_load"
     OTHERS_LOAD = "others_load"  # of the same prefix, so that it need not be loaded twice
+    FETCH = "fetch"  # from a tier below the host, before the load can begin
 
 
 class Hook(StrEnum):

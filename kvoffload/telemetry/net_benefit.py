@@ -1,7 +1,7 @@
 """Net benefit: prefill seconds saved, less the seconds that requests waited and that copies added to steps.
 
     saved           loaded tokens, at the engine's measured prefill time of a token (`PrefillRate`)
-    waited          per request, for its own load or another request's load of the same prefix
+    waited          per request, for its own load, another request's load of the same prefix, or a fetch from a lower tier
     interference    the share by which steps with copies are longer than steps without (`StepTimes`)
 
 All follow from facts and events; an adapter only reports how many tokens a step computes. They are estimates, and this
@@ -67,6 +67,7 @@ class NetBenefit:
         self._loads: dict[JobId, _Load] = {}
         self._fetches: dict[JobId, _Load] = {}
         self._copy_s: dict[JobId, float] = {}
+        self._await_fetch: set[RequestId] = set()
         self._unpriced_tokens = 0
         self._saved_s = 0.0
         self._waited_s = dict.fromkeys(LoadWait, 0.0)
@@ -86,6 +87,7 @@ class NetBenefit:
         self._publish = bus.publish
         bus.count(facts.StepScheduled, self._step)
         bus.count(facts.RequestEnded, self._ended)
+        bus.count(events.LookupDeferred, self._deferred)
         bus.count(events.LoadScheduled, self._load_scheduled)
         bus.count(events.RankReported, self._copied)
         bus.count(events.LoadEnded, self._load_ended)
@@ -165,9 +167,15 @@ class NetBenefit:
 
     # -- loads ------------------------------------------------------------------------------------------------------
 
-    def waited_for_others(self, seconds: float) -> None:
-        """Add the time that a request waited for another request's load of the same prefix."""
-        self._waited_s[LoadWait.OTHERS_LOAD] += seconds
+    def waited(self, request: RequestId, seconds: float) -> None:
+        """Add the time that a request's lookup was answered "not yet"."""
+        reason = LoadWait.FETCH if request in self._await_fetch else LoadWait.OTHERS_LOAD
+        self._await_fetch.discard(request)
+        self._waited_s[reason] += seconds
+
+    def _deferred(self, event: events.LookupDeferred) -> None:
+        if event.owner is None:
+            self._await_fetch.add(event.request)
 
     def _load_scheduled(self, event: events.LoadScheduled) -> None:
         self._loads[event.job] = _Load(event.request, event.tokens, self._now())

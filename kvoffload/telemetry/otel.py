@@ -5,6 +5,8 @@
       load_wait             the engine waits for a load
       run                   from its admission to its end or preemption
       load                  a rank's part of that load, with `queued` and `copy` inside
+      fetch                 a rank's part of a fetch from the disk, in the same way
+    spill                   a rank's part of a copy to the disk, in the same way
     store                   a rank's part of a store, with `queued` and `copy` inside; evictions that made room are its events
 
 A span of no length stands for what belongs to no request, such as a reset.
@@ -38,6 +40,7 @@ _REQUESTS = "requests"  # the group of requests' tracks
 _REMEMBERED = 4096  # requests that may still have copies, and stores that have not reported
 _PROTOCOLS = ("http/protobuf", "grpc")
 _INSIDE = (What.QUEUED, What.COPY)
+_OUTER = (What.STORE, What.LOAD, What.SPILL, What.FETCH)
 _FAILURES = frozenset(
     outcome.value
     for outcome in (
@@ -111,7 +114,7 @@ class SpanCanvas:
                 span.add_event(name, attributes, at)
         if args.get("outcome") in _FAILURES:
             span.set_status(Status(StatusCode.ERROR, str(args["outcome"])))
-        if what in (What.STORE, What.LOAD):
+        if what in _OUTER:
             self._outer = set_span_in_context(span, Context())
         span.end(_nanoseconds(end))
         return iter(())

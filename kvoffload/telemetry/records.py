@@ -65,7 +65,7 @@ def to_plain(message: Any) -> dict[str, object]:  # noqa: ANN401  # one of any c
 
 
 def from_plain(name: str, values: Mapping[str, object]) -> Event | Summary:
-    """Return an event as it was written, anything else as a summary.
+    """Return an event as it was written, anything else as a summary. Journals of earlier versions lack newer fields.
 
     Raises:
         ValueError: the fields do not fit the event.
@@ -80,9 +80,10 @@ def from_plain(name: str, values: Mapping[str, object]) -> Event | Summary:
     renamed = _RENAMED_FIELDS.get(name, {})
     values = {renamed.get(field, field): value for field, value in values.items()}
     decoders = _decoders(cls)
-    if wrong := decoders.keys() ^ values.keys():
+    required = set(cls.__struct_fields__[: len(cls.__struct_fields__) - len(cls.__struct_defaults__)])
+    if wrong := (values.keys() - decoders.keys()) | (required - values.keys()):
         raise ValueError(f"{name} has missing or unknown fields: {', '.join(sorted(wrong))}")
-    return cls(**{field: decode(values[field]) for field, decode in decoders.items()})
+    return cls(**{field: decoders[field](value) for field, value in values.items()})
 
 
 def _is_gone(name: str, values: Mapping[str, object]) -> bool:

@@ -92,8 +92,12 @@ def conservation(snapshot: Snapshot, *, drained: bool = False) -> list[str]:
     problems += _check_outcomes(
         snapshot, "kvoffload_load_scheduled_blocks_total", "kvoffload_load_blocks_total", drained
     )
-    for direction in Direction:
-        problems += _check_copies(snapshot, direction.value)
+    problems += _check_outcomes(
+        snapshot, "kvoffload_tier_scheduled_blocks_total", "kvoffload_tier_blocks_total", drained
+    )
+    for tier in (Tier.HOST, Tier.DISK):
+        for direction in Direction:
+            problems += _check_copies(snapshot, tier.value, direction.value)
     problems += [
         f"{name}{list(labels)} is {number}, and counters never shrink"
         for name, series in snapshot.counts.items()
@@ -110,11 +114,10 @@ def _check_outcomes(snapshot: Snapshot, total_name: str, outcome_name: str, drai
     return []
 
 
-def _check_copies(snapshot: Snapshot, direction: str) -> list[str]:
-    series = (Tier.HOST.value, direction)
+def _check_copies(snapshot: Snapshot, *series: str) -> list[str]:
     done = snapshot.count("kvoffload_transfers_total", *series, CopyOutcome.DONE.value)
     return [
-        f"{done} copies ({direction}) succeeded, but {name} has {samples} samples"
+        f"{done} copies ({', '.join(series)}) succeeded, but {name} has {samples} samples"
         for name in ("kvoffload_transfer_seconds", "kvoffload_transfer_queue_seconds")
         if (samples := snapshot.samples(name, *series)) != done
     ]

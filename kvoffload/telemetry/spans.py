@@ -44,6 +44,7 @@ _SPANNED: tuple[type, ...] = (
     events.StoreScheduled,
     events.LoadScheduled,
     events.LoadEnded,
+    events.DiskCopyScheduled,
     events.RankReported,
     events.BlocksEvicted,
     events.JobAbandoned,

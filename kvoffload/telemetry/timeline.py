@@ -14,7 +14,7 @@ from typing import Any
 from kvoffload.model import events
 from kvoffload.model.facts import StepScheduled
 from kvoffload.model.ids import JobId, RequestId
-from kvoffload.model.transfer import Direction
+from kvoffload.model.transfer import Direction, Tier
 from kvoffload.telemetry.journal_reader import Record
 from kvoffload.telemetry.records import Summary
 from kvoffload.telemetry.timeline_flows import Place, SlotHistory
@@ -24,15 +24,21 @@ from kvoffload.telemetry.trace import Canvas, Rows, Trace, TraceEvent, Track, Wh
 _SCHEDULER, _RANKS = 1, 10  # where groups stand in the picture
 STEPS = Track("scheduler", _SCHEDULER, "steps")
 HOST = Track("scheduler", _SCHEDULER, "host memory")
+DISK = Track("scheduler", _SCHEDULER, "disk")
 NOTES = Track("scheduler", _SCHEDULER, "notes")
 _LANES = {
-    Direction.STORE: (What.STORE, "stores"),
-    Direction.LOAD: (What.LOAD, "loads"),
+    (Tier.HOST, Direction.STORE): (What.STORE, "stores"),
+    (Tier.HOST, Direction.LOAD): (What.LOAD, "loads"),
+    (Tier.DISK, Direction.STORE): (What.SPILL, "spills to disk"),
+    (Tier.DISK, Direction.LOAD): (What.FETCH, "fetches from disk"),
 }
 _NOTED: dict[type[events.Event], Track] = {
     events.BlocksEvicted: HOST,
     events.BlocksZeroed: HOST,
     events.CapacityGrown: HOST,
+    events.DiskBlocksEvicted: DISK,
+    events.DiskOpened: DISK,
+    events.DiskClosed: DISK,
     events.ResetStarted: HOST,
     events.JobAbandoned: HOST,
     events.FactRejected: NOTES,
@@ -89,6 +95,7 @@ class Timeline:
         self._on_event: dict[type, Callable[[float, Any], Drawn]] = {
             events.StoreScheduled: self._on_scheduled,
             events.LoadScheduled: self._on_load_scheduled,
+            events.DiskCopyScheduled: self._on_disk_scheduled,
             events.RankReported: self._on_reported,
             **self._requests.on_event(),
             **dict.fromkeys(_NOTED, self._on_noted),
@@ -144,6 +151,10 @@ class Timeline:
         self._slots.loaded(event.job, event.slots)
         return self._requests.on_load_scheduled(at, event)
 
+    def _on_disk_scheduled(self, at: float, event: events.DiskCopyScheduled) -> Drawn:
+        self._remember(event.job, _Scheduled(at, event.blocks, event.request))
+        return iter(())
+
     def _remember(self, job: JobId, scheduled: _Scheduled) -> None:
         if len(self._jobs) >= _JOBS:
             oldest = next(iter(self._jobs))
@@ -155,14 +166,14 @@ class Timeline:
         took = event.queue_s + event.copy_s
         scheduled = self._jobs.get(event.job, _Scheduled(at - took, 0))
         start = min(scheduled.at, at)
-        group, (what, lane) = f"rank {event.rank}", _LANES[event.direction]
+        group, (what, lane) = f"rank {event.rank}", _LANES[event.tier, event.direction]
         row = self._rows.place(group, lane, start, at)
         order = _RANKS + event.rank
         track = Track(group, order, lane, row)
         yield from self._trace.span(
             track,
             what,
-            f"{event.direction.value} {event.job}",
+            f"{what.value} {event.job}",
             start,
             at,
             job=event.job,
@@ -176,7 +187,8 @@ class Timeline:
         began = max(copied - event.copy_s, start)
         yield from self._trace.span(track, What.QUEUED, "queued", start, began)
         yield from self._trace.span(track, What.COPY, "copy", began, copied, bytes=event.copied_bytes)
-        yield from self._arrows(event, (track, (began + copied) / 2))
+        if event.tier is Tier.HOST:
+            yield from self._arrows(event, (track, (began + copied) / 2))
 
     def _arrows(self, event: events.RankReported, place: Place) -> Drawn:
         """Draw an arrow from every store that filled slots of this load, on the same rank."""

@@ -23,6 +23,8 @@ class What(StrEnum):
     RUN = "run"
     STORE = "store"
     LOAD = "load"
+    SPILL = "spill"
+    FETCH = "fetch"
     QUEUED = "queued"
     COPY = "copy"
 

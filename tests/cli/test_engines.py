@@ -16,7 +16,7 @@ from kvoffload.engine.plugin import EnginePlugin
 from kvoffload.model.causes import DegradeCause
 from kvoffload.runtime.scheduler_side import SchedulerSide
 from kvoffload.telemetry.counters import Counters
-from kvoffload.telemetry.gauges import GaugeSnapshot
+from kvoffload.telemetry.gauges import GaugeSnapshot, TierGauges
 
 
 @pytest.mark.parametrize("attention", get_args(Attention))
@@ -66,9 +66,20 @@ def offloading(state: dict[str, Any]) -> SchedulerSide:
     [
         ({"slots": {"empty": 3, "ready": 2, "quarantined": 1}}, []),
         ({"open_jobs": {("store", "abandoned"): 1}}, []),
-        ({"slots": {"empty": 3}, "capacity_slots": 4}, ["slots by state sum to 3, but the capacity is 4"]),
-        ({"slots": {"pinned": 2}}, ["2 slots are still pinned"]),
-        ({"open_jobs": {("load", "submitted"): 1}}, ["1 load jobs are still submitted"]),
+        (
+            {"slots": {"empty": 3}, "capacity_slots": 4},
+            ["slots of the host by state sum to 3, but the capacity is 4"],
+        ),
+        ({"slots": {"pinned": 2}}, ["2 slots of the host are still pinned"]),
+        ({"open_jobs": {("load", "submitted"): 1}}, ["1 load jobs of the host are still submitted"]),
+        (
+            {
+                "disk": TierGauges(
+                    slots={"filling": 2}, capacity_slots=2, open_jobs={("store", "submitted"): 1}
+                )
+            },
+            ["2 slots of the disk are still filling", "1 store jobs of the disk are still submitted"],
+        ),
         ({"degraded": DegradeCause.LAW_BROKEN}, ["it was switched off: law_broken"]),
     ],
 )

@@ -46,14 +46,22 @@ from kvoffload.cli.top.words import (
     sparkline,
 )
 from kvoffload.model import events
-from kvoffload.model.causes import CopyOutcome, DegradeCause, Found, LoadOutcome, MissCause, StoreOutcome
+from kvoffload.model.causes import (
+    CopyOutcome,
+    DegradeCause,
+    DiskOutcome,
+    Found,
+    LoadOutcome,
+    MissCause,
+    StoreOutcome,
+)
 from kvoffload.model.ids import JobId, Rank, RequestId
-from kvoffload.model.transfer import Direction
+from kvoffload.model.transfer import Direction, Tier
 from kvoffload.telemetry.catalogue import BY_NAME
 from kvoffload.telemetry.counters import Counters
 from kvoffload.telemetry.exporter import KVOffloadCollector
-from kvoffload.telemetry.gauges import GaugeSnapshot
-from kvoffload.telemetry.labels import HostBytes
+from kvoffload.telemetry.gauges import GaugeSnapshot, TierGauges
+from kvoffload.telemetry.labels import HostBytes, TierState
 from kvoffload.telemetry.server import MetricsServer, serve
 from kvoffload.telemetry.snapshot import Labels
 
@@ -267,6 +275,28 @@ def benefit(
         "kvoffload_net_benefit_negative": {(): float(negative)},
         "kvoffload_break_even_tokens": {(): break_even},
     }
+
+
+def test_a_disk_is_shown_where_there_is_one(engine: Engine) -> None:
+    assert not [line for line in texts(engine.reading(0)) if "disk" in line]
+    engine.state = replace(engine.state, disk=TierGauges(TierState.OPEN, {"ready": 3, "empty": 1}, 4, 2**20))
+    before = engine.reading(0)
+    engine._bus.publish(
+        events.RankReported(
+            JobId(2), Rank(0), Direction.STORE, CopyOutcome.DONE, 3 * 2**20, 0.0, 0.1, Tier.DISK
+        )
+    )
+    engine._bus.publish(events.DiskCopyEnded(JobId(3), Direction.LOAD, 2, DiskOutcome.CORRUPT))
+    engine._bus.publish(events.LookupAnswered(A, 0, 3, 0, 48, 0, None, fetched_tokens=32))
+    engine.first_token(Found.DISK, 0.2)
+    shown = texts(before, engine.reading(1))
+    assert "disk: open 4.0 MiB 4 blocks" in shown
+    assert "tokens fetched 32 32.0" in shown
+    assert "load corrupt 2 2.0" in shown
+    assert [line for line in shown if line.startswith("store 3.0 MiB 3.0 MiB")]
+    assert [line for line in shown if line.startswith("disk 175.0 ms")]
+    engine.state = replace(engine.state, disk=TierGauges(TierState.CLOSED))
+    assert "disk: closed 0 B 0 blocks" in texts(engine.reading(2))
 
 
 def test_it_shows_whether_it_is_worth_it(engine: Engine) -> None:

@@ -47,8 +47,8 @@ def check_board(board: dict[str, Any]) -> None:
             check(f"{panel['type']}_field_config", panel["fieldConfig"]["defaults"].get("custom", {}))
 
 
-def test_there_are_three() -> None:
-    assert [path.stem for path in FILES] == ["overview", "transfers", "why"]
+def test_there_are_four() -> None:
+    assert [path.stem for path in FILES] == ["disk", "overview", "transfers", "why"]
 
 
 def test_it_is_of_grafanas_types(board: dict[str, Any]) -> None:
@@ -116,7 +116,7 @@ def test_a_panel_carries_unit_and_description(board: dict[str, Any]) -> None:
 
 def test_boards_can_be_told_apart_and_link_to_each_other() -> None:
     boards = [json.loads(path.read_text()) for path in FILES]
-    assert len({board["uid"] for board in boards}) == len({board["title"] for board in boards}) == 3
+    assert len({board["uid"] for board in boards}) == len({board["title"] for board in boards}) == 4
     assert all(board["links"][0]["tags"] == board["tags"] == ["kvoffload"] for board in boards)
 
 

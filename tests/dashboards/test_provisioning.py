@@ -63,7 +63,7 @@ def test_grafana_finds_prometheus_and_the_dashboards() -> None:
     (provider,) = load(PROVISIONING / "dashboards" / "kvoffload.yml")["providers"]
     assert (
         sorted(path.suffix for path in resolve("grafana", provider["options"]["path"]).iterdir())
-        == [".json"] * 3
+        == [".json"] * 4
     )
     home = COMPOSE["services"]["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
     assert resolve("grafana", home).exists()

@@ -7,10 +7,12 @@ import pickle
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvoffload.bus.bus import Bus
 from kvoffload.model.causes import (
     CopyOutcome,
+    DiskOutcome,
     EvictionCause,
     LoadOutcome,
     MissCause,
@@ -22,6 +24,9 @@ from kvoffload.model.events import (
     BlocksEvicted,
     BlocksOffered,
     BlocksZeroed,
+    DiskBlocksEvicted,
+    DiskCopyEnded,
+    DiskCopyScheduled,
     Event,
     FactRejected,
     HitDropped,
@@ -35,7 +40,7 @@ from kvoffload.model.events import (
     StoreEnded,
 )
 from kvoffload.model.ids import JobId, Rank, RequestId
-from kvoffload.model.transfer import Direction
+from kvoffload.model.transfer import Direction, Tier
 from kvoffload.telemetry import counters as counters_module
 from kvoffload.telemetry.catalogue import BY_NAME
 from kvoffload.telemetry.counters import Counters
@@ -65,6 +70,23 @@ def test_the_first_missing_position_has_the_cause_and_the_rest_are_behind_it() -
     }
 
 
+def test_copies_of_the_tiers_are_counted_apart() -> None:
+    host = RankReported(JOB, Rank(0), Direction.LOAD, CopyOutcome.DONE, 100, 0.1, 0.2)
+    change = count(host, replace(host, copied_bytes=7, tier=Tier.DISK))
+    assert change.counts["kvoffload_transfer_bytes_total"] == {("host", "load"): 100, ("disk", "load"): 7}
+    assert change.samples("kvoffload_transfer_seconds", "disk", "load") == 1
+    assert conservation(change) == []
+
+
+def test_what_was_scheduled_with_the_disk_has_an_outcome_in_the_end() -> None:
+    planned = DiskCopyScheduled(JOB, Direction.STORE, 3)
+    assert conservation(count(planned)) == []
+    assert len(conservation(count(planned), drained=True)) == 1
+    ended = DiskCopyEnded(JOB, Direction.STORE, 3, DiskOutcome.DONE)
+    assert conservation(count(planned, ended), drained=True) == []
+    assert len(conservation(count(planned, ended, ended))) == 1
+
+
 def test_a_full_hit_has_no_cause() -> None:
     change = count(LookupAnswered(A, 0, 3, 0, 48, 0, None))
     assert "kvoffload_miss_blocks_total" not in change.counts
@@ -73,7 +95,21 @@ def test_a_full_hit_has_no_cause() -> None:
 @pytest.mark.parametrize(
     ("event", "name", "labels", "amount"),
     [
-        (LookupDeferred(A, A), "kvoffload_lookups_deferred_total", (), 1),
+        (LookupDeferred(A, A), "kvoffload_lookups_deferred_total", ("others_load",), 1),
+        (LookupDeferred(A, None), "kvoffload_lookups_deferred_total", ("fetch",), 1),
+        (
+            DiskCopyScheduled(JOB, Direction.STORE, 5),
+            "kvoffload_tier_scheduled_blocks_total",
+            ("disk", "store"),
+            5,
+        ),
+        (
+            DiskCopyEnded(JOB, Direction.LOAD, 5, DiskOutcome.CORRUPT),
+            "kvoffload_tier_blocks_total",
+            ("disk", "load", "corrupt"),
+            5,
+        ),
+        (DiskBlocksEvicted(5, EvictionCause.SPACE), "kvoffload_evicted_blocks_total", ("disk", "space"), 5),
         (HitDropped(A, 5, PinDropCause.RESET), "kvoffload_pin_dropped_blocks_total", ("reset",), 5),
         (BlocksOffered(5), "kvoffload_offered_blocks_total", (), 5),
         (StoreEnded(StoreOutcome.STALE, 5), "kvoffload_store_blocks_total", ("stale",), 5),
@@ -210,8 +246,11 @@ def test_a_counter_that_raised_leaves_the_edition_even() -> None:
 def test_property_miss_causes_sum_to_the_missed_blocks(stream: list[Event]) -> None:
     offered = sum(event.blocks for event in stream if isinstance(event, StoreEnded))
     scheduled = sum(event.blocks for event in stream if isinstance(event, LoadEnded))
-    stream = [event for event in stream if not isinstance(event, BlocksOffered | LoadScheduled)]
-    snapshot = count(BlocksOffered(offered), LoadScheduled(JOB, A, scheduled, 0), *stream)
+    with_disk = sum(event.blocks for event in stream if isinstance(event, DiskCopyEnded))
+    totals = BlocksOffered | LoadScheduled | DiskCopyScheduled
+    stream = [event for event in stream if not isinstance(event, totals)]
+    begun = [DiskCopyScheduled(JOB, Direction.LOAD, with_disk), *stream]
+    snapshot = count(BlocksOffered(offered), LoadScheduled(JOB, A, scheduled, 0), *begun)
     assert conservation(snapshot, drained=True) == []
 
 

@@ -26,7 +26,8 @@ from kvoffload.model.transfer import Direction
 from kvoffload.telemetry.catalogue import CATALOGUE, Kind, render_markdown
 from kvoffload.telemetry.counters import Counters
 from kvoffload.telemetry.exporter import KVOffloadCollector
-from kvoffload.telemetry.gauges import GaugeSnapshot
+from kvoffload.telemetry.gauges import GaugeSnapshot, TierGauges
+from kvoffload.telemetry.labels import TierState
 from kvoffload.telemetry.server import MetricsServer, serve
 
 if TYPE_CHECKING:
@@ -45,7 +46,9 @@ DESIGNED = {
     "kvoffload_capacity_slots": {"tier"},
     "kvoffload_evicted_blocks_total": {"tier", "cause"},
     "kvoffload_stale_blocks_zeroed_total": set(),
-    "kvoffload_open_jobs": {"direction", "state"},
+    "kvoffload_open_jobs": {"tier", "direction", "state"},
+    "kvoffload_tier_state": {"tier", "state"},
+    "kvoffload_tier_blocks_total": {"tier", "direction", "outcome"},
     "kvoffload_oldest_pin_timestamp_seconds": set(),
     "kvoffload_hook_seconds": {"hook"},
     "kvoffload_degraded": {"cause"},
@@ -68,6 +71,8 @@ STATE = GaugeSnapshot(
     oldest_pin_s=1700000000.5,
     degraded=DegradeCause.LAW_BROKEN,
     dropped={"journal": 6, "someone": 1, "someone else": 1},
+    slot_bytes=100,
+    disk=TierGauges(TierState.OPEN, {"ready": 7}, 7, 4096, {("load", "submitted"): 1}),
 )
 
 
@@ -121,7 +126,14 @@ def test_counted_and_asked_numbers_are_served() -> None:
         'kvoffload_slots{state="ready",tier="host"} 2.0',
         'kvoffload_slots{state="pinned",tier="host"} 0.0',
         'kvoffload_capacity_slots{tier="host"} 5.0',
-        'kvoffload_open_jobs{direction="store",state="submitted"} 4.0',
+        'kvoffload_open_jobs{direction="store",state="submitted",tier="host"} 4.0',
+        'kvoffload_open_jobs{direction="load",state="submitted",tier="disk"} 1.0',
+        'kvoffload_slots{state="ready",tier="disk"} 7.0',
+        'kvoffload_capacity_slots{tier="disk"} 7.0',
+        'kvoffload_slot_bytes{tier="host"} 100.0',
+        'kvoffload_slot_bytes{tier="disk"} 4096.0',
+        'kvoffload_tier_state{state="open",tier="disk"} 1.0',
+        'kvoffload_tier_state{state="closed",tier="disk"} 0.0',
         "kvoffload_oldest_pin_timestamp_seconds 1.7000000005e+09",
         'kvoffload_degraded{cause="law_broken"} 1.0',
         'kvoffload_degraded{cause="handler_raised"} 0.0',
@@ -139,7 +151,12 @@ def test_a_second_collector_in_one_registry_is_refused() -> None:
 
 def test_a_state_that_does_not_add_up_is_told() -> None:
     assert STATE.problems() == []
-    assert GaugeSnapshot(capacity_slots=1).problems() == ["slots by state sum to 0, but the capacity is 1"]
+    assert GaugeSnapshot(capacity_slots=1).problems() == [
+        "slots of the host by state sum to 0, but the capacity is 1"
+    ]
+    assert GaugeSnapshot(disk=TierGauges(slots={"ready": 2})).problems() == [
+        "slots of the disk by state sum to 2, but the capacity is 0"
+    ]
 
 
 @pytest.mark.tools("promtool")

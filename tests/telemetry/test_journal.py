@@ -46,7 +46,7 @@ from kvoffload.telemetry.counters import Counters
 from kvoffload.telemetry.journal import Journal
 from kvoffload.telemetry.journal_file import JournalFile
 from kvoffload.telemetry.journal_reader import JournalError, Record, read_journal
-from kvoffload.telemetry.records import Kept, Summary, compact, to_plain
+from kvoffload.telemetry.records import Kept, Summary, compact, from_plain, to_plain
 from tests.telemetry.streams import any_event
 
 A = RequestId("a")
@@ -487,6 +487,13 @@ def test_a_file_that_is_not_ours_to_protect_is_refused(
 
 
 GOOD = '{"seq":1,"t":0.5,"event":"BlocksOffered","blocks":1}\n'
+
+
+def test_a_journal_of_an_earlier_version_lacks_newer_fields() -> None:
+    line = to_plain(REPORTED)
+    del line["tier"]
+    name = str(line.pop("event"))
+    assert from_plain(name, line) == REPORTED
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec.structs import replace
+
 from kvoffload.model import events
 from kvoffload.model.causes import CopyOutcome, EvictionCause, LoadOutcome, PinDropCause
 from kvoffload.model.ids import JobId, Rank, RequestId, SlotId
-from kvoffload.model.transfer import Direction
+from kvoffload.model.transfer import Direction, Tier
 from kvoffload.telemetry.journal_reader import Record
 from kvoffload.telemetry.records import Summary
 from kvoffload.telemetry.timeline import draw
@@ -274,3 +276,21 @@ def test_a_store_whose_slots_were_all_taken_again_is_forgotten() -> None:
         lines += [(number + 0.5, reported(number, Direction.STORE, 0.1, 0.2))]
     lines += [(5, events.LoadScheduled(JobId(9), A, 1, 16, again)), (6, reported(9, Direction.LOAD, 0, 0.1))]
     assert arrows(Picture(journal(*lines))) == ["store 2 to load 9"]
+
+
+def test_copies_with_the_disk_have_lanes_of_their_own_and_no_arrows() -> None:
+    spill = events.DiskCopyScheduled(JobId(1), Direction.STORE, 3)
+    fetch = events.DiskCopyScheduled(JobId(2), Direction.LOAD, 2, A)
+    picture = Picture(
+        journal(
+            (0, spill),
+            (0.01, fetch),
+            (0.03, replace(reported(2, Direction.LOAD, 0.0, 0.01), tier=Tier.DISK)),
+            (0.05, replace(reported(1, Direction.STORE, 0.01, 0.02), tier=Tier.DISK)),
+            (0.06, events.DiskBlocksEvicted(4, EvictionCause.SPACE)),
+        )
+    )
+    assert picture.spans("rank 0/spills to disk")[0] == ("spill 1", 0, 50)
+    assert picture.spans("rank 0/fetches from disk")[0] == ("fetch 2", 10, 30)
+    assert picture.args("fetch 2")["request"] == A
+    assert picture.instants("scheduler/disk") == [("DiskBlocksEvicted", 60)]

@@ -40,9 +40,13 @@ def _problems(offload: SchedulerSide) -> Iterator[str]:
     yield from state.problems()
     if state.degraded is not None:
         yield f"it was switched off: {state.degraded.value}"
-    for name, slots in state.slots.items():
-        if slots and name not in _AT_REST:
-            yield f"{slots} slots are still {name}"
-    for (direction, name), jobs in state.open_jobs.items():
-        if jobs and name != "abandoned":  # counted separately
-            yield f"{jobs} {direction} jobs are still {name}"
+    for tier, slots_by_state, open_jobs in (
+        ("host", state.slots, state.open_jobs),
+        ("disk", state.disk.slots, state.disk.open_jobs),
+    ):
+        for name, slots in slots_by_state.items():
+            if slots and name not in _AT_REST:
+                yield f"{slots} slots of the {tier} are still {name}"
+        for (direction, name), jobs in open_jobs.items():
+            if jobs and name != "abandoned":  # counted separately
+                yield f"{jobs} {direction} jobs of the {tier} are still {name}"

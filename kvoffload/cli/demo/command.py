@@ -5,9 +5,14 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 
 from kvoffload.cli import signals
 from kvoffload.cli.demo import options
+from kvoffload.cli.demo.options import DemoOptions
 from kvoffload.cli.demo.screen import Screen
 from kvoffload.cli.exits import CommandError, Exit
 from kvoffload.cli.partial_file import check_writable
@@ -15,6 +20,26 @@ from kvoffload.cli.partial_file import check_writable
 HELP = "run the same conversations without and with offloading, and compare them token by token"
 
 add_arguments = options.add_arguments
+
+
+@contextmanager
+def _folder_for(asked: DemoOptions) -> Iterator[DemoOptions]:
+    """Put the disk's files into a folder of their own, which is removed at the end.
+
+    Raises:
+        CommandError: it cannot be made.
+    """
+    if asked.disk is None:
+        yield asked
+        return
+    try:
+        folder = tempfile.TemporaryDirectory(
+            prefix="kvoffload-demo-", dir=asked.disk, ignore_cleanup_errors=True
+        )
+    except OSError as error:
+        raise CommandError(f"--disk {asked.disk}: no folder can be made in it: {error.strerror}") from error
+    with folder as path:
+        yield replace(asked, offload={**asked.offload, "disk_path": path})
 
 
 def run(args: argparse.Namespace) -> int:
@@ -32,13 +57,15 @@ def run(args: argparse.Namespace) -> int:
     # else: on two busy cores the demo takes several times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with signals.importing():
+        from kvoffload.cli.demo.restart import run_restart
         from kvoffload.cli.demo.session import run_demo
         from kvoffload.engine import ConfigError, EngineError, PluginError, RequestRefused
         from kvoffload.logs import configure
 
     configure(level=logging.WARNING)
     try:
-        return signals.run_async(run_demo(asked, screen))
+        with _folder_for(asked) as asked:
+            return signals.run_async((run_restart if asked.restart else run_demo)(asked, screen))
     except (ConfigError, PluginError, RequestRefused) as error:
         raise CommandError(str(error)) from error
     except EngineError as error:

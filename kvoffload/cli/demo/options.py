@@ -16,7 +16,7 @@ from kvoffload.cli.parser import positive, seconds
 Attention = Literal["full", "sliding_window", "chunked_local", "recurrent"]
 
 _REACH_TOKENS = 256  # the default of a window or chunk
-_HOST_BYTES = "256MiB"
+_HOST_BYTES, _DISK_BYTES = "256MiB", "1GiB"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,8 @@ class DemoOptions:
         report: file for the page with plots; None for no page.
         metrics: address to serve metrics at; None to serve none.
         serve_for_s: seconds to serve them after the run.
+        disk: folder for the disk below the host; None for none.
+        restart: kill the engine half-way, and start it again on what is left.
     """
 
     documents: tuple[Path, ...] = ()
@@ -62,6 +64,8 @@ class DemoOptions:
     report: Path | None = None
     metrics: Address | None = None
     serve_for_s: float = 0.0
+    disk: Path | None = None
+    restart: bool = False
 
     @property
     def message_tokens(self) -> int:
@@ -91,6 +95,7 @@ def demo_options(args: argparse.Namespace) -> DemoOptions:
     attention, reach = _attention(args.window, args.chunk, recurrent=args.recurrent)
     if args.serve_for and args.serve_metrics is None:
         raise CommandError("--serve-for needs --serve-metrics")
+    _check_restart(args)
     alike = {
         one.name: value for one in fields(DemoOptions) if (value := vars(args).get(one.name)) is not None
     }
@@ -99,7 +104,7 @@ def demo_options(args: argparse.Namespace) -> DemoOptions:
         documents=tuple(args.document),
         attention=attention,
         reach_tokens=reach,
-        offload=_offload_settings(args.host_bytes, args.store_policy, args.config),
+        offload=_offload_settings(args.host_bytes, args.store_policy, args.disk, args.config),
         as_json=args.json,
         metrics=args.serve_metrics,
         serve_for_s=args.serve_for,
@@ -150,6 +155,17 @@ def _add_offloading(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--host-bytes", metavar="BYTES", help=f"host memory for offloading (default: {_HOST_BYTES})")
     add("--store-policy", choices=("eager", "lazy"), help="what is stored when (default: eager)")
+    add(
+        "--disk",
+        metavar="DIR",
+        type=Path,
+        help=f"also keep blocks in a folder of DIR that is removed at the end, by default at most {_DISK_BYTES}",
+    )
+    add(
+        "--restart",
+        action="store_true",
+        help="with --disk: kill the engine half-way (SIGKILL), start it again, and compare what comes after",
+    )
     add("--config", metavar="KEY=VALUE", action="append", default=[],
         help="any other setting of kvoffload, or a JSON object of them; may be repeated")  # fmt: skip
 
@@ -178,7 +194,7 @@ def _attention(window: int | None, chunk: int | None, *, recurrent: bool) -> tup
 
 
 def _offload_settings(
-    host_bytes: str | None, store_policy: str | None, given: Sequence[str]
+    host_bytes: str | None, store_policy: str | None, disk: Path | None, given: Sequence[str]
 ) -> dict[str, object]:
     typed = {"host_bytes": host_bytes, "store_policy": store_policy}
     settings = {key: value for key, value in typed.items() if value is not None}
@@ -187,4 +203,25 @@ def _offload_settings(
         raise CommandError(f"{key} is set twice: by --{key.replace('_', '-')} and by --config")
     sizes = {"host_bytes", "host_bytes_per_rank", "cpu_bytes_to_use", "cpu_bytes_to_use_per_rank"}
     default = {} if sizes & (settings.keys() | others.keys()) else {"host_bytes": _HOST_BYTES}
+    if disk is not None:
+        if "disk_path" in others:
+            raise CommandError("disk_path is set twice: by --disk and by --config")
+        if not {"disk_bytes", "disk_bytes_per_rank"} & others.keys():
+            default["disk_bytes"] = _DISK_BYTES
     return {**default, **settings, **others}
+
+
+def _check_restart(args: argparse.Namespace) -> None:
+    if not args.restart:
+        return
+    if args.disk is None:
+        raise CommandError("--restart needs --disk: without a disk nothing is left after a restart")
+    if args.turns < 3:
+        raise CommandError(
+            "--restart needs at least 3 --turns: two before it, as only what is found again is written, and one after"
+        )
+    for name, given in (("--report", args.report), ("--serve-metrics", args.serve_metrics)):
+        if given is not None:
+            raise CommandError(
+                f"{name} does not go with --restart, which runs three engines in processes of their own"
+            )

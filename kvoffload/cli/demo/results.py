@@ -123,6 +123,8 @@ class OffloadResult:
         evicted_blocks: blocks evicted from the host, by cause.
         host_slots: capacity of the host in blocks.
         benefit: seconds saved and lost.
+        disk_written_bytes, disk_read_bytes: of the disk below the host.
+        disk_tokens: tokens of hits that were fetched from it.
     """
 
     stored_bytes: int
@@ -135,6 +137,9 @@ class OffloadResult:
     evicted_blocks: Mapping[str, int]
     host_slots: int
     benefit: BenefitResult
+    disk_written_bytes: int = 0
+    disk_read_bytes: int = 0
+    disk_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from kvoffload.model.transfer import Direction, Tier
 if TYPE_CHECKING:
     from kvoffload.telemetry.snapshot import Snapshot
 
-_HOST = Tier.HOST.value
+_HOST, _DISK = Tier.HOST.value, Tier.DISK.value
 
 Numbers = Mapping[str, Mapping[tuple[str, ...], float]]
 
@@ -64,9 +64,12 @@ def summarize_offloading(counted: Snapshot, host_slots: int, benefit: BenefitRes
         declined_blocks=outcomes,
         missed_blocks=by_label(counted, "kvoffload_miss_blocks_total"),
         loaded_blocks=by_label(counted, "kvoffload_load_blocks_total"),
-        evicted_blocks=by_label(counted, "kvoffload_evicted_blocks_total"),
+        evicted_blocks=by_label(counted, "kvoffload_evicted_blocks_total", _HOST),
         host_slots=host_slots,
         benefit=benefit,
+        disk_written_bytes=counted.count("kvoffload_transfer_bytes_total", _DISK, Direction.STORE.value),
+        disk_read_bytes=counted.count("kvoffload_transfer_bytes_total", _DISK, Direction.LOAD.value),
+        disk_tokens=counted.count("kvoffload_fetched_tokens_total", _DISK),
     )
 
 

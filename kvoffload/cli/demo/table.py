@@ -90,6 +90,9 @@ def _offloading(result: OffloadResult) -> Iterator[str]:
     loaded = result.loaded_blocks.get("loaded", 0)
     yield _row("blocks moved", f"{result.stored_blocks:,}", f"{loaded:,}")
     yield _list("evicted", result.evicted_blocks, f"of {result.host_slots:,} host blocks")
+    if result.disk_written_bytes or result.disk_read_bytes:
+        moved = f"{size_of(result.disk_written_bytes)} written, {size_of(result.disk_read_bytes)} read"
+        yield _text("disk", f"{moved}; {result.disk_tokens:,} tokens of hits were fetched from it")
     yield _list("stores declined", result.declined_blocks, f"of {result.offered_blocks:,} offered")
     yield _misses(result.missed_blocks)
     if failed := {outcome: blocks for outcome, blocks in result.loaded_blocks.items() if outcome != "loaded"}:
@@ -162,10 +165,11 @@ def _wrapped(label: str, text: str) -> str:
 
 def _times(label: str, one: Quantiles, other: Quantiles) -> Row:
     label = f"first token, {label}, p50 / p99"
-    return label, _milliseconds(one), _milliseconds(other)
+    return label, milliseconds(one), milliseconds(other)
 
 
-def _milliseconds(times: Quantiles) -> str:
+def milliseconds(times: Quantiles) -> str:
+    """Return median and 99th percentile as text."""
     return f"{times.p50 * 1000:,.0f}/{times.p99 * 1000:,.0f} ms"
 
 

@@ -13,7 +13,7 @@ from kvoffload.model.causes import CopyOutcome, Found, StoreOutcome
 from kvoffload.model.events import Event
 from kvoffload.model.facts import Fact
 from kvoffload.model.ids import JobId, SlotId
-from kvoffload.model.transfer import Direction
+from kvoffload.model.transfer import Direction, Tier
 from kvoffload.telemetry.counters import Counters
 from kvoffload.telemetry.journal_reader import Record
 from kvoffload.telemetry.records import Summary
@@ -52,6 +52,7 @@ class Copy(NamedTuple):
     copied_bytes: int
     queue_s: float
     copy_s: float
+    tier: Tier = Tier.HOST
 
 
 class Occupancy(NamedTuple):
@@ -99,9 +100,13 @@ class Account:
         """From the first line to the last."""
         return self.ended - self.begun
 
-    def copied_bytes(self, direction: Direction) -> int:
-        """Return the bytes that were copied in a direction."""
-        return sum(copy.copied_bytes for copy in self.copies if copy.direction is direction)
+    def copies_of(self, tier: Tier, direction: Direction) -> list[Copy]:
+        """Return the copies to a tier, or from it."""
+        return [copy for copy in self.copies if copy.tier is tier and copy.direction is direction]
+
+    def copied_bytes(self, direction: Direction, tier: Tier = Tier.HOST) -> int:
+        """Return the bytes that were copied to a tier, or from it."""
+        return sum(copy.copied_bytes for copy in self.copies_of(tier, direction))
 
 
 def add_up(records: Iterable[Record]) -> Account:
@@ -112,11 +117,11 @@ def add_up(records: Iterable[Record]) -> Account:
     return reader.end()
 
 
-def by_label(counted: Snapshot, name: str) -> dict[str, int]:
-    """Return the series of a metric that are not 0, largest first, by their last label."""
+def by_label(counted: Snapshot, name: str, *leading: str) -> dict[str, int]:
+    """Return the series of a metric that are not 0, largest first, by their last label; `leading` names those before it."""
     series: Mapping[tuple[str, ...], int] = counted.counts.get(name, {})
     ordered = sorted(series.items(), key=lambda item: -item[1])
-    return {labels[-1]: number for labels, number in ordered if number}
+    return {labels[-1]: number for labels, number in ordered if number and labels[:-1] == leading}
 
 
 class Recorder:
@@ -247,7 +252,7 @@ class _Reader:
 
     def _on_copy(self, at: float, event: events.RankReported) -> None:
         took = (event.queue_s, event.copy_s) if event.outcome is CopyOutcome.DONE else (0.0, 0.0)
-        self.account.copies.append(Copy(at, event.direction, event.copied_bytes, *took))
+        self.account.copies.append(Copy(at, event.direction, event.copied_bytes, *took, event.tier))
 
     def _on_capacity(self, _: float, event: events.CapacityGrown) -> None:
         self.account.capacity = event.slots

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from kvoffload.cli.report.account import Account, FirstToken, by_label
 from kvoffload.model.causes import Found, MissCause
-from kvoffload.model.transfer import Direction
+from kvoffload.model.transfer import Direction, Tier
 
 WIDTH, HEIGHT = 1000.0, 300.0
 _COLUMNS = 48
@@ -24,7 +24,7 @@ _MIB = 2**20
 
 COLOURS: dict[str, str] = {
     # where tokens of prompts came from
-    "host": "#5aa64b", "device": "#4a86d0", "nothing": "#9a9a9a", "hit": "#5aa64b", "miss": "#9a9a9a",
+    "host": "#5aa64b", "disk": "#2f8f8f", "device": "#4a86d0", "nothing": "#9a9a9a", "hit": "#5aa64b", "miss": "#9a9a9a",
     # the host's slots, from the bottom; the rest is empty
     "pinned": "#5aa64b", "ready": "#4a86d0", "filling": "#7fb3ea", "draining": "#a06bc9", "quarantined": "#d44a3a",
     # directions of copies
@@ -32,7 +32,12 @@ COLOURS: dict[str, str] = {
 }  # fmt: skip
 """The dashboards' colours; a test compares them."""
 _TIERS = {"device": "device", "host": "host", "miss": "not found"}
-_FOUND = {Found.HOST: "on the host", Found.DEVICE: "on the device only", Found.NOTHING: "nothing"}
+_FOUND = {
+    Found.DISK: "on the disk",
+    Found.HOST: "on the host",
+    Found.DEVICE: "on the device only",
+    Found.NOTHING: "nothing",
+}
 _MOST_DOTS = 2000  # of one colour
 _CLOCK_STEPS = (15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
 _STATES = ("pinned", "ready", "filling", "draining", "quarantined")
@@ -184,24 +189,37 @@ def occupancy(account: Account, note: str) -> Figure:
 
 
 def transfers(account: Account) -> Figure:
-    """Plot the bytes copied in each direction, over time."""
+    """Plot the bytes copied between device and host, over time."""
+    text = "Loads go from the host to the device, stores from the device to the host."
+    return _transfers(account, Tier.HOST, "transfers", "Transfers", text)
+
+
+def disk_transfers(account: Account) -> list[Figure]:
+    """Plot the bytes copied between host and disk, over time; nothing where there is no disk."""
+    if not any(copy.tier is Tier.DISK for copy in account.copies):
+        return []
+    text = "Loads go from the disk to the host, stores from the host to the disk."
+    return [_transfers(account, Tier.DISK, "disk-transfers", "Transfers with the disk", text)]
+
+
+def _transfers(account: Account, tier: Tier, name: str, title: str, text: str) -> Figure:
     columns: list[dict[str, float]] = [{} for _ in range(_COLUMNS)]
     width = (account.seconds or 1.0) / _COLUMNS
-    for copy in account.copies:
+    for copy in (copy for copy in account.copies if copy.tier is tier):
         column, key = columns[_column(account, copy.time)], copy.direction.value
         column[key] = column.get(key, 0.0) + copy.copied_bytes / _MIB / width
     rows = []
     for way in Direction:
-        times = [1000 * one.copy_s for one in account.copies if one.direction is way]
-        size, longest = f"{account.copied_bytes(way):,}", max(times, default=0.0)
+        times = [1000 * one.copy_s for one in account.copies_of(tier, way)]
+        size, longest = f"{account.copied_bytes(way, tier):,}", max(times, default=0.0)
         middle = statistics.median(times or [0.0])
         rows.append((f"{way.value}s", f"{len(times):,}", size, f"{middle:,.2f}", f"{longest:,.2f}"))
     sizes = " and ".join(f"{row[2]} bytes in {row[1]} {row[0]}" for row in rows)
     return _over_time(
         account,
-        "transfers",
-        "Transfers",
-        "Loads go from the host to the device, stores from the device to the host.",
+        name,
+        title,
+        text,
         f"{sizes} were copied.",
         columns,
         {"load": "loads", "store": "stores"},

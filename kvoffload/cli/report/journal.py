@@ -9,7 +9,7 @@ from kvoffload.cli.report import figures
 from kvoffload.cli.report.account import Account, by_label
 from kvoffload.cli.report.page import Page, size_of
 from kvoffload.model.causes import Found
-from kvoffload.model.transfer import Direction
+from kvoffload.model.transfer import Direction, Tier
 from kvoffload.telemetry.provenance import as_line
 
 _SLOTS_BY_EVENTS = "Derived from events: a slot counts as pinned while a load reads it."
@@ -33,6 +33,7 @@ def journal_page(account: Account, lines: Lines) -> Page:
             figures.hit_ratio(account),
             figures.occupancy(account, _SLOTS_BY_EVENTS),
             figures.transfers(account),
+            *figures.disk_transfers(account),
             figures.misses(account),
             figures.stores(account),
         ],
@@ -92,6 +93,12 @@ def _tiles(account: Account) -> dict[str, str]:
     found = host + sum(one.device_tokens for one in account.lookups)
     asked = found + sum(one.missed_tokens for one in account.lookups)
     stored, loaded = (by_label(account.counted, f"kvoffload_{way}_blocks_total") for way in ("store", "load"))
+    disk = [size_of(account.copied_bytes(way, Tier.DISK)) for way in (Direction.STORE, Direction.LOAD)]
+    on_disk = {
+        "first token p50, found on the disk": figures.median_ms(account, Found.DISK),
+        "bytes written to, read from disk": " / ".join(disk),
+    }
+    has_disk = any(copy.tier is Tier.DISK for copy in account.copies)
     return {
         "first token p50, found on the host": figures.median_ms(account, Found.HOST),
         "first token p50, nothing found": figures.median_ms(account, Found.NOTHING),
@@ -102,4 +109,5 @@ def _tiles(account: Account) -> dict[str, str]:
         "bytes stored, loaded": " / ".join(
             size_of(account.copied_bytes(way)) for way in (Direction.STORE, Direction.LOAD)
         ),
+        **(on_disk if has_disk else {}),
     }

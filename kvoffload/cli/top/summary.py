@@ -10,10 +10,10 @@ from kvoffload.core.machine import SlotState
 from kvoffload.model.causes import Found, MissCause
 from kvoffload.model.transfer import Direction, Tier
 from kvoffload.telemetry.catalogue import BY_NAME
-from kvoffload.telemetry.labels import HostBytes, LookupResult, label_of
+from kvoffload.telemetry.labels import HostBytes, LookupResult, TierState, label_of
 
 _HIT, _MISS = (result.value for result in LookupResult)
-_HOST = Tier.HOST.value
+_HOST, _DISK = Tier.HOST.value, Tier.DISK.value
 _TOKENS = "kvoffload_lookup_tokens_total"
 _LOSSES = ("kvoffload_load_wait_seconds_total", "kvoffload_interference_seconds_total")
 _SAVED = "kvoffload_prefill_seconds_saved_total"
@@ -57,6 +57,31 @@ class Copies:
 
 
 @dataclass(frozen=True, slots=True)
+class LowerTier:
+    """A tier below the host, where the engine has one.
+
+    Args:
+        state: what it does.
+        slots: by state.
+        capacity_slots: that every rank has.
+        slot_bytes: of a slot on all ranks.
+        evicted_blocks: by any cause.
+        fetched_tokens: of hits, what was fetched from it.
+        copies: by direction.
+        blocks: of these copies, by direction and outcome.
+    """
+
+    state: str
+    slots: Mapping[str, float]
+    capacity_slots: float
+    slot_bytes: float
+    evicted_blocks: Flow
+    fetched_tokens: Flow
+    copies: Mapping[str, Copies]
+    blocks: Mapping[str, Flow]
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """One engine.
 
@@ -84,6 +109,7 @@ class Summary:
         oldest_pin_s: its age; None without one.
         resets: since the start.
         troubles: what went wrong, by its name.
+        disk: None where the engine has none.
     """
 
     engine: str
@@ -115,6 +141,7 @@ class Summary:
     oldest_pin_s: Number
     resets: float
     troubles: Mapping[str, float]
+    disk: LowerTier | None = None
 
 
 def summarize(engine: str, history: History, unix_now: float) -> Summary:
@@ -147,10 +174,10 @@ def summarize(engine: str, history: History, unix_now: float) -> Summary:
             found.value: _percentiles(window, "kvoffload_first_token_seconds", found.value) for found in Found
         },
         host_bytes={part.value: now.number("kvoffload_host_bytes", part.value) for part in HostBytes},
-        slots={label_of(state): now.number("kvoffload_slots", _HOST, label_of(state)) for state in SlotState},
-        capacity_slots=now.total("kvoffload_capacity_slots"),
-        evicted_blocks=_total(window, "kvoffload_evicted_blocks_total"),
-        copies={way.value: _copies(window, way.value) for way in Direction},
+        slots=_slots(window, _HOST),
+        capacity_slots=now.number("kvoffload_capacity_slots", _HOST),
+        evicted_blocks=_evicted(window, _HOST),
+        copies={way.value: _copies(window, _HOST, way.value) for way in Direction},
         missed_lookups={name: flow for name, flow in causes.items() if name != MissCause.BEHIND_MISS.value},
         behind_miss_blocks=_flow(window, "kvoffload_miss_blocks_total", MissCause.BEHIND_MISS.value),
         stores=_by_label(window, "kvoffload_store_blocks_total"),
@@ -159,6 +186,46 @@ def summarize(engine: str, history: History, unix_now: float) -> Summary:
         oldest_pin_s=max(unix_now - pinned, 0.0) if pinned else None,
         resets=now.total("kvoffload_resets_total"),
         troubles={words: number for name, words in _TROUBLES.items() if (number := now.total(name))},
+        disk=_disk(window),
+    )
+
+
+def _disk(window: Change) -> LowerTier | None:
+    now = window.now
+    state = next(
+        (one for one in TierState if now.number("kvoffload_tier_state", _DISK, one.value)), TierState.OFF
+    )
+    if state is TierState.OFF:
+        return None
+    blocks = now.numbers.get("kvoffload_tier_blocks_total", {})
+    return LowerTier(
+        state.value,
+        _slots(window, _DISK),
+        now.number("kvoffload_capacity_slots", _DISK),
+        now.number("kvoffload_slot_bytes", _DISK),
+        _evicted(window, _DISK),
+        _flow(window, "kvoffload_fetched_tokens_total", _DISK),
+        {way.value: _copies(window, _DISK, way.value) for way in Direction},
+        {
+            " ".join(labels[1:]): _flow(window, "kvoffload_tier_blocks_total", *labels)
+            for labels in blocks
+            if labels[0] == _DISK and blocks[labels]
+        },
+    )
+
+
+def _slots(window: Change, tier: str) -> dict[str, float]:
+    return {
+        label_of(state): window.now.number("kvoffload_slots", tier, label_of(state)) for state in SlotState
+    }
+
+
+def _evicted(window: Change, tier: str) -> Flow:
+    name = "kvoffload_evicted_blocks_total"
+    flows = [_flow(window, name, *labels) for labels in window.now.numbers.get(name, {}) if labels[0] == tier]
+    rates = [flow.per_s for flow in flows if flow.per_s is not None]
+    return Flow(
+        sum(flow.total for flow in flows), sum(rates) if window.before is not None and rates else None
     )
 
 
@@ -184,13 +251,13 @@ def _by_label(window: Change, name: str) -> dict[str, Flow]:
     return {labels[0]: _flow(window, name, *labels) for labels in ordered if series[labels]}
 
 
-def _copies(window: Change, way: str) -> Copies:
+def _copies(window: Change, tier: str, way: str) -> Copies:
     jobs = window.now.numbers.get("kvoffload_open_jobs", {})
     return Copies(
-        _flow(window, "kvoffload_transfer_bytes_total", _HOST, way),
-        _percentiles(window, "kvoffload_transfer_seconds", _HOST, way),
-        _percentiles(window, "kvoffload_transfer_queue_seconds", _HOST, way),
-        int(sum(number for labels, number in jobs.items() if labels[0] == way)),
+        _flow(window, "kvoffload_transfer_bytes_total", tier, way),
+        _percentiles(window, "kvoffload_transfer_seconds", tier, way),
+        _percentiles(window, "kvoffload_transfer_queue_seconds", tier, way),
+        int(sum(number for labels, number in jobs.items() if labels[:2] == (tier, way))),
     )
 
 

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from kvoffload.cli.top.reading import Change, History
 from kvoffload.cli.top.server import State
-from kvoffload.cli.top.summary import Flow, Percentiles, Summary, summarize
+from kvoffload.cli.top.summary import Copies, Flow, Percentiles, Summary, summarize
 from kvoffload.cli.top.words import (
     bar,
     count,
@@ -23,12 +23,14 @@ from kvoffload.cli.top.words import (
     size,
     sparkline,
 )
+from kvoffload.model.causes import Found
 from kvoffload.telemetry.break_even import NEVER_TOKENS
 
 _HEADING, _ALARM, _QUIET = "bold", "bold red", "dim"
 _ROWS = 8  # of a list of causes or outcomes
 _SPARK = 16
 _FAILED = ("failed", "corrupt", "abandoned")
+_TROUBLED = ("failing", "closed")
 _TWO_COLUMNS = 130  # characters from which on sections stand side by side
 
 
@@ -90,7 +92,8 @@ def details(engine: Engine, width: int) -> RenderableType:
         _memory(summary, room),
     )
     right = (
-        _copies(summary, changes, room),
+        _copies(summary.copies, changes, room, "copies", "host"),
+        *_disk(summary, changes, room),
         _misses(summary, room),
         _by_label("offered blocks, by outcome", summary.stores, room),
         _by_label("loaded blocks, by outcome", summary.loads, room),
@@ -245,6 +248,8 @@ def _break_even(tokens: int) -> str:
 def _first_tokens(summary: Summary, room: _Room) -> Table:
     table = _section(room, "first token, by what was found", "p50", "p99")
     for found, times in summary.first_token.items():
+        if found == Found.DISK.value and summary.disk is None:
+            continue
         table.add_row(f"  {found}", *_times(times))
     return table
 
@@ -266,9 +271,35 @@ def _memory(summary: Summary, room: _Room) -> Table:
     return table
 
 
-def _copies(summary: Summary, changes: Sequence[Change], room: _Room) -> Table:
-    table = _section(room, "copies", "bytes", "per second", "p50", "p99", "queue p99", "open")
-    for way, copies in summary.copies.items():
+def _disk(summary: Summary, changes: Sequence[Change], room: _Room) -> list[Table]:
+    disk = summary.disk
+    if disk is None:
+        return []
+    table = _section(
+        room,
+        f"disk: {disk.state}",
+        size(disk.capacity_slots * disk.slot_bytes),
+        f"{count(disk.capacity_slots)} blocks",
+    )
+    if disk.state in _TROUBLED:
+        table.columns[0].header_style = _ALARM
+    for state, slots in disk.slots.items():
+        if slots or state in ("ready", "empty"):
+            style = _ALARM if state == "quarantined" else None
+            table.add_row(f"  {state}", count(slots), bar(slots, disk.capacity_slots, room.bar), style=style)
+    table.add_row("  evicted", count(disk.evicted_blocks.total), _rate(disk.evicted_blocks))
+    table.add_row("  tokens fetched", count(disk.fetched_tokens.total), _rate(disk.fetched_tokens))
+    for name, flow in disk.blocks.items():
+        if name.endswith(_FAILED):
+            table.add_row(f"  {name}", count(flow.total), _rate(flow), style=_ALARM)
+    return [table, _copies(disk.copies, changes, room, "copies with the disk", "disk")]
+
+
+def _copies(
+    flows: Mapping[str, Copies], changes: Sequence[Change], room: _Room, title: str, tier: str
+) -> Table:
+    table = _section(room, title, "bytes", "per second", "p50", "p99", "queue p99", "open")
+    for way, copies in flows.items():
         table.add_row(
             f"  {way}",
             size(copies.bytes.total),
@@ -277,7 +308,7 @@ def _copies(summary: Summary, changes: Sequence[Change], room: _Room) -> Table:
             duration(copies.queue.p99_s),
             count(copies.open_jobs),
         )
-        rates = [change.rate("kvoffload_transfer_bytes_total", "host", way) for change in changes]
+        rates = [change.rate("kvoffload_transfer_bytes_total", tier, way) for change in changes]
         table.add_row("", "", Text(sparkline(rates, room.spark // 2 + 2)))
     for column in table.columns:
         column.min_width = 6
