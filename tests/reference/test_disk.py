@@ -303,7 +303,7 @@ def test_after_a_restart_blocks_are_on_the_host_before_a_request_asks(start: Sta
     leave_on_disk(made)
     made = start()
     fetched = copied(made, Direction.LOAD)
-    assert fetched == 48 // 4
+    assert 0 < fetched <= 48 // 4
     made.run(PROMPT)
     assert copied(made, Direction.LOAD) == fetched
     assert made.count("load_blocks", "loaded") > 0
