@@ -1,0 +1,57 @@
+"""Who learns of the identity when: the scheduler's side after the first step, each worker once it is sent."""
+
+from __future__ import annotations
+
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvoffload.disk.identity import KVIdentity
+from kvoffload_vllm.disk_opening import DiskOpening, WorkersPlace
+
+IDENTITY = KVIdentity("engine", "weights", "keys", {"tensor": 2})
+
+
+def offload(identity: KVIdentity | None) -> Any:
+    return SimpleNamespace(disk_identity=identity)
+
+
+def test_the_identity_is_looked_for_from_the_first_step_on_and_sent_once_it_is_known(tmp_path: Path) -> None:
+    opening = DiskOpening(tmp_path, lambda: IDENTITY, 1)
+    with ThreadPoolExecutor() as pool:
+        found = pool.submit(opening.place.identify)
+        assert not found.done()
+        assert opening.step(offload(None)) is None
+        assert found.result() is IDENTITY
+    assert opening.place.replica == 1
+    assert [opening.step(offload(IDENTITY)) for _ in range(2)] == [IDENTITY, None]
+
+
+def test_an_engine_that_ends_before_its_first_step_looks_for_nothing(tmp_path: Path) -> None:
+    opening = DiskOpening(tmp_path, lambda: pytest.fail("looked for"), 0)
+    opening.close()
+    with pytest.raises(CancelledError):
+        opening.place.identify()
+
+
+def test_a_worker_waits_for_the_identity(tmp_path: Path) -> None:
+    worker = WorkersPlace(tmp_path, 0)
+    with ThreadPoolExecutor() as pool:
+        folder = pool.submit(worker.place.make_folder)
+        assert not folder.done()
+        worker.sent(IDENTITY)
+        worker.sent(IDENTITY)
+        assert folder.result() == tmp_path / IDENTITY.fingerprint / "replica0"
+
+
+def test_a_worker_that_ends_stops_waiting(tmp_path: Path) -> None:
+    worker = WorkersPlace(tmp_path, 0)
+    with ThreadPoolExecutor() as pool:
+        folder = pool.submit(worker.place.make_folder)
+        worker.close()
+        with pytest.raises(CancelledError):
+            folder.result()
+    worker.sent(IDENTITY)

@@ -1,0 +1,235 @@
+"""What vLLM's KV depends on: equal where the numbers are equal, other where they are not, and refused where nothing is known."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvoffload.disk.identity import KVIdentity
+from kvoffload.model.errors import DiskError
+from tests.vllm_adapter.engine_rig import MARKS
+from tests.vllm_adapter.stand_ins import cache_config, full, group, vllm_config
+from tests.vllm_stock import checkpoints, engines
+
+pytestmark = MARKS
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.make("qwen3", tmp_path_factory.mktemp("models") / "qwen3")
+
+
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """vLLM's own configuration, in a process that has begun after all files were written and that hashes blocks."""
+    from vllm.v1.core import kv_cache_utils
+
+    monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"seed", raising=False)
+    monkeypatch.setattr("kvoffload_vllm.kv_identity._process_began_ns", time.time_ns)
+
+    def make(model: Path | str, **options: Any) -> Any:
+        from vllm.engine.arg_utils import EngineArgs
+
+        options = {**engines.OPTIONS, **options}
+        return EngineArgs(str(model), skip_tokenizer_init=True, **options).create_engine_config()
+
+    return make
+
+
+def find(config: Any, root: Path, by_hand: str | None = None) -> KVIdentity:
+    from kvoffload_vllm.groups import BlockSizes, vllm_groups
+    from kvoffload_vllm.kv_identity import find_identity
+    from kvoffload_vllm.support import Features
+
+    sizes = BlockSizes(32, 32)
+    groups = vllm_groups(vllm_config(), cache_config(group(full(32))), features=Features(), sizes=sizes)
+    return find_identity(config, groups, root, by_hand)
+
+
+def test_the_same_model_at_another_place_is_the_same(
+    checkpoint: Path, settings: Callable[..., Any], tmp_path: Path
+) -> None:
+    moved = shutil.copytree(checkpoint, tmp_path / "moved")
+    first, second = (find(settings(model), tmp_path) for model in (checkpoint, moved))
+    assert first.fingerprint == second.fingerprint
+    assert first.weights.startswith("digest ")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": "bfloat16"},
+        {"kv_cache_dtype": "fp8"},
+        {"hf_overrides": {"rope_parameters": {"rope_theta": 5000.0, "rope_type": "default"}}},
+        {"max_model_len": 512},
+        {"block_size": 64},
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"prefix_caching_hash_algo": "sha256_cbor"},
+    ],
+    ids=str,
+)
+def test_another_setting_is_another_folder(
+    checkpoint: Path, settings: Callable[..., Any], tmp_path: Path, options: dict[str, Any]
+) -> None:
+    first, second = (find(settings(checkpoint, **more), tmp_path) for more in ({}, options))
+    assert first.fingerprint != second.fingerprint
+
+
+def test_another_seed_of_the_hashes_is_another_folder(
+    checkpoint: Path, settings: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(checkpoint)
+    first = find(config, tmp_path)
+    monkeypatch.setattr("vllm.v1.core.kv_cache_utils.NONE_HASH", b"another")
+    assert find(config, tmp_path).fingerprint != first.fingerprint
+
+
+def test_other_weights_are_another_folder_whatever_their_names_and_sizes(
+    checkpoint: Path, settings: Callable[..., Any], tmp_path: Path
+) -> None:
+    other = checkpoints.make("qwen3", tmp_path / "other", seed=1)
+    first, second = (find(settings(model), tmp_path) for model in (checkpoint, other))
+    assert first.weights != second.weights
+    assert replace(first, weights="") == replace(second, weights="")
+
+
+def test_the_weights_of_a_draft_model_count(
+    checkpoint: Path, settings: Callable[..., Any], tmp_path: Path
+) -> None:
+    other = checkpoints.make("qwen3", tmp_path / "other", seed=1)
+    config = settings(checkpoint)
+    alone = find(config, tmp_path)
+    found = []
+    for model in (checkpoint, other):
+        draft = settings(model).model_config
+        config.speculative_config = SimpleNamespace(
+            method="draft_model", num_speculative_tokens=2, draft_model_config=draft, draft_load_config=None
+        )
+        found.append(find(config, tmp_path))
+    assert len({alone.fingerprint, *(each.fingerprint for each in found)}) == 3
+    assert found[1].weights == f"{alone.weights}, {find(settings(other), tmp_path).weights}"
+
+
+def test_a_snapshot_of_the_hub_is_its_commit(
+    checkpoint: Path, settings: Callable[..., Any], tmp_path: Path
+) -> None:
+    place = tmp_path / "hub" / "models--org--name"
+    (place / "blobs").mkdir(parents=True)
+    (place / "snapshots" / COMMIT).mkdir(parents=True)
+    for path in checkpoint.iterdir():
+        shutil.copy(path, place / "blobs" / path.name)
+        (place / "snapshots" / COMMIT / path.name).symlink_to(f"../../blobs/{path.name}")
+    config = settings(place / "snapshots" / COMMIT)
+    assert find(config, tmp_path).weights == f"commit {COMMIT}"
+    config.model_config.model = "org/name"  # as it is named where the hub can be reached
+    config.model_config.revision = COMMIT
+    config.load_config.download_dir = str(tmp_path / "hub")
+    assert find(config, tmp_path).weights == f"commit {COMMIT}"
+    config.model_config.revision = "f" * 40
+    config.model_config.hf_config._commit_hash = None
+    with pytest.raises(DiskError, match="cannot be determined"):
+        find(config, tmp_path)
+
+
+def test_weights_that_changed_since_the_process_began_are_unknown_unless_named(
+    checkpoint: Path, settings: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed = shutil.copytree(checkpoint, tmp_path / "changed")
+    config = settings(changed)
+    newest = max(path.stat().st_ctime_ns for path in changed.iterdir())
+    monkeypatch.setattr("kvoffload_vllm.kv_identity._process_began_ns", lambda: newest - 1)
+    with pytest.raises(DiskError, match="has changed since this engine started"):
+        find(config, tmp_path)
+    assert find(config, tmp_path, "v7").weights == "named v7"
+
+
+def test_a_process_has_begun_before_now_and_after_the_machine() -> None:
+    from kvoffload_vllm.kv_identity import _process_began_ns
+
+    began = _process_began_ns()
+    assert time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME) < began < time.time_ns()
+    assert abs(began - _process_began_ns()) < 10**9
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "random seed": ({"prefix_caching_hash_algo": "xxhash"}, "PYTHONHASHSEED"),
+    "dummy": ({"load_format": "dummy"}, "disk_identity"),
+    "object store": ({"model_weights": "s3://bucket/model"}, "disk_identity"),
+    "measured scales": ({"calculate_kv_scales": True}, "calculate_kv_scales"),
+}
+
+
+def problems(checkpoint: Path, changes: dict[str, Any], *, named: bool = False) -> list[str]:
+    from kvoffload_vllm.kv_identity import find_problems
+
+    model = SimpleNamespace(model=str(checkpoint), model_weights="")
+    cache = SimpleNamespace(prefix_caching_hash_algo="sha256")
+    load = SimpleNamespace(load_format="auto")
+    for place in (model, cache, load):
+        for name, value in changes.items():
+            if hasattr(place, name) or (place is cache and name == "calculate_kv_scales"):
+                setattr(place, name, value)
+    config: Any = SimpleNamespace(
+        model_config=model, cache_config=cache, load_config=load, speculative_config=None
+    )
+    return find_problems(config, has_identity=named)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_no_restart_could_find_is_refused_with_the_remedy(
+    checkpoint: Path, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    changes, remedy = REFUSED[case]
+    assert problems(checkpoint, {}) == []
+    (problem,) = problems(checkpoint, changes)
+    assert remedy in problem
+    assert bool(problems(checkpoint, changes, named=True)) == (remedy != "disk_identity")
+
+
+def test_a_model_in_one_file_is_refused(checkpoint: Path) -> None:
+    (problem,) = problems(checkpoint / "config.json", {})
+    assert "a file and not a folder" in problem
+
+
+def test_a_seed_that_is_set_is_the_same_in_every_process(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    assert problems(checkpoint, {"prefix_caching_hash_algo": "xxhash"}) == []
+    monkeypatch.delenv("PYTHONHASHSEED")
+    monkeypatch.delattr("vllm.v1.core.kv_cache_utils.get_none_hash_seed")  # as before 0.29
+    (problem,) = problems(checkpoint, {})
+    assert "PYTHONHASHSEED" in problem
+
+
+@pytest.mark.parametrize(
+    ("adapter", "names", "expected"),
+    [
+        (None, [], True),
+        (None, ["ab" * 32], True),
+        (None, ["ab" * 32, "0f" * 64], True),
+        (None, ["image-1"], False),
+        (None, ["ab" * 32, "x" * 64], False),
+        ("adapter", [], False),
+    ],
+)
+def test_a_request_lasts_only_if_its_keys_are_made_of_content(
+    adapter: str | None, names: list[str], expected: bool
+) -> None:
+    from kvoffload_vllm.kv_identity import persists
+
+    request: Any = SimpleNamespace(
+        lora_request=adapter, mm_features=[SimpleNamespace(identifier=name) for name in names]
+    )
+    assert persists(request) is expected
