@@ -334,6 +334,19 @@ def test_r16_of_a_spill_that_no_rank_reports_the_places_are_written_off() -> Non
     assert world.index == {}
 
 
+def test_r16_of_a_fetch_that_no_rank_reports_the_host_slots_are_written_off() -> None:
+    world = DiskWorld(host=8)
+    world.only_on_disk(TEXT)
+    request = world.add("late", TEXT)
+    assert world.lookup(request) is None
+    world.idle_step()
+    [job] = world.disk_jobs(LOAD)
+    slots = world.copies[job].job.slots
+    world.overdue(job)
+    world.report(0, job)
+    assert all(world.core.state.pool.state(slot) is SlotState.QUARANTINED for slot in slots)
+
+
 # -- order ------------------------------------------------------------------------------------------------------
 
 

@@ -127,13 +127,14 @@ def test_a_digest_is_remembered(tmp_path: Path, model: Path, monkeypatch: pytest
     assert sum(sizes) == 256_000 + len('{"rope_theta": 10000}')
 
 
+@pytest.mark.parametrize("since_ns", [10**6, -(10**15)], ids=["a moment ago", "the clock was set back"])
 def test_a_file_that_changed_a_moment_ago_is_not_remembered(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, since_ns: int
 ) -> None:
     """It could change again within the same tick of the file system's clock."""
     memory = tmp_path / "memory"
     changed = max(path.stat().st_ctime_ns for path in model.rglob("*"))
-    weights_identity(model, memory, now_ns=lambda: changed + 10**6)
+    weights_identity(model, memory, now_ns=lambda: changed + since_ns)
     sizes = reads(monkeypatch)
     weights_identity(model, memory, now_ns=later)
     assert sum(sizes) > 256_000

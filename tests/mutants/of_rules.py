@@ -27,6 +27,11 @@ _SPILLS = "kvoffload/core/spills.py"
 _FETCHES = "kvoffload/core/fetches.py"
 _INDEX = "kvoffload/runtime/disk_index.py"
 _DISK_COPIES = "kvoffload/transfer/disk_copies.py"
+_FORMAT = "kvoffload/disk/index_format.py"
+
+_DISK_CORE = ("tests/core/test_disk.py",)
+_COPIES_OF_DISK = ("tests/transfer/test_disk_copies.py",)
+_FILES = ("tests/disk/test_index_format.py", "tests/disk/test_slot_file.py")
 
 MUTANTS: tuple[Mutant, ...] = (
     # Pins.
@@ -299,4 +304,30 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(14, _FETCHES, "if key not in state.in_flight.keys]", "]", DISK),
     Mutant(17, _SPILLS, "                disk.strike(place)\n", "                pass\n", DISK),
     Mutant(17, _DISK_COPIES, "== job.sums[copy.position][self._rank]", "is not None", DISK),
+    Mutant(4, _SPILLS, "if job.waiting:", "if False:", _DISK_CORE),
+    Mutant(4, _FETCHES, "if job.waiting:", "if False:", _DISK_CORE),
+    Mutant(10, "kvoffload/core/disk_tier.py", "        self.stop()\n", "        pass\n", _DISK_CORE),
+    Mutant(16, _SPILLS, "self._disk.pool.quarantine(job.places[position])", "pass", _DISK_CORE),
+    Mutant(16, _SPILLS, "self._disk.pool.quarantine(place)", "pass", _DISK_CORE),
+    Mutant(16, _FETCHES, "self._state.pool.quarantine(slot)", "pass", _DISK_CORE),
+    Mutant(17, _FETCHES, "job.asks.asks_disk = False", "pass", _DISK_CORE),
+    Mutant(17, _FETCHES, "max(self._state.pool.capacity // 4, 1)", "self._state.pool.capacity", _DISK_CORE),
+    Mutant(17, _DISK_COPIES, "copy.is_stuck = True", "pass", _COPIES_OF_DISK),
+    Mutant(
+        17,
+        _DISK_COPIES,
+        "return False  # the host slot may be another block's by now",
+        "pass",
+        _COPIES_OF_DISK,
+    ),
+    Mutant(17, _DISK_COPIES, "return self._failure is None and not any", "return not any", _COPIES_OF_DISK),
+    Mutant(17, _FORMAT, "if _checksum(header, number, runs) == checksum else", "if True else", _FILES),
+    Mutant(
+        17,
+        "kvoffload/disk/slot_file.py",
+        "if bytes(buffer) != _header(file_id, shape, slots):",
+        "if False:",
+        _FILES,
+    ),
+    Mutant(18, _INDEX, "            remove_index(opened.folder)\n", "            pass\n", DISK),
 )

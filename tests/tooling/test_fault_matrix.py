@@ -38,7 +38,18 @@ def test_every_fault_that_is_promised_has_a_row() -> None:
     reported = " ".join(row[0] for row in ROWS).lower()
     for word in (
         *("refused at start", "raises", "hangs", "after all", "one rank", "corrupt", "never reads", "blocks"),
-        *("thread dies", "disk", "sigterm", "sigkill", "fork", "imports", "monotonic clock", "wall clock"),
+        *(
+            "thread dies",
+            "journal's disk",
+            "sigterm",
+            "sigkill",
+            "fork",
+            "imports",
+            "monotonic clock",
+            "wall clock",
+        ),
+        *("disk is full", "too little room", "eio", "on it hangs", "torn", "bit flips", "index loses bytes"),
+        *("missing", "swapped", "another model", "parallel shape", "power fails", "32 writers", "is removed"),
     ):
         assert word in reported, word
 

@@ -1,0 +1,242 @@
+"""The disk below the host fails under a serving engine, in a real process: never a wrong token, a stuck request or a dead engine.
+
+The process runs with `failing_disk.c` before the C library, which takes orders from a file while the engine serves.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tooling.scripts import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+ALL = range(4)
+
+
+class Process:
+    """A process that runs engines, and the orders of its disk."""
+
+    def __init__(self, folder: Path, library: Path) -> None:
+        self.root, self._orders, self._log = folder / "disks", folder / "orders", folder / "log"
+        self.root.mkdir()
+        self.order()
+        environment = {
+            **os.environ,
+            "LD_PRELOAD": str(library),
+            "FAILING_DISK": str(self.root),
+            "FAILING_DISK_ORDERS": str(self._orders),
+            "KVOFFLOAD_LOGGING_LEVEL": "INFO",
+        }
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.faults.disk_engine"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                cwd=ROOT,
+                env=environment,
+            )
+
+    def order(self, *orders: str) -> None:
+        """Replace the disk's orders; without any it works."""
+        beside = self._orders.with_suffix(".new")
+        beside.write_text("".join(f"{order}\n" for order in orders))
+        beside.rename(self._orders)
+
+    def __call__(self, name: str, *arguments: object, **settings: object) -> dict[str, Any]:
+        """Have the engine do something, and return what it says."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps([name, arguments, settings]) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        assert line, f"the process is dead:\n{self.log[-4000:]}"
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    @property
+    def harmed(self) -> int:
+        """Calls that did something else than the caller wanted."""
+        done = self._orders.with_suffix(".done")
+        return done.stat().st_size if done.exists() else 0
+
+    def end(self) -> None:
+        self._process.communicate(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    """One process for all faults: each test starts an engine of its own in it."""
+    folder = tmp_path_factory.mktemp("failing-disk")
+    library = folder / "failing_disk.so"
+    flags = ["-shared", "-fPIC", "-O2", "-Wall", "-Werror", "-o", str(library)]
+    subprocess.run(["gcc", *flags, str(ROOT / "tests/faults/failing_disk.c"), "-ldl"], check=True)
+    process = Process(folder, library)
+    yield process
+    process.end()
+
+
+@pytest.fixture
+def engine(process: Process, request: pytest.FixtureRequest) -> Iterator[Process]:
+    """An engine whose prompts are on the disk and not in its memory, as another one left them there."""
+    folder = process.root / request.node.name
+    process("start", str(folder))
+    process("serve", *ALL, *ALL)
+    process("close")
+    state = process("start", str(folder), timeout_s=1.0)
+    assert state["blocks"] > 0
+    yield process
+    process.order()
+    process("close")
+
+
+def fetched(state: dict[str, Any], outcome: str = "done") -> int:
+    return int(state["copies"].get(f"load {outcome}", 0))
+
+
+def spilled(state: dict[str, Any], outcome: str = "done") -> int:
+    return int(state["copies"].get(f"store {outcome}", 0))
+
+
+def test_short_reads_and_writes_are_made_whole(engine: Process) -> None:
+    engine.order("short 1")
+    before = engine.harmed
+    state = engine("serve", *ALL)
+    assert fetched(state) > 0
+    assert (fetched(state, "failed"), fetched(state, "corrupt")) == (0, 0)
+    assert engine.harmed > before
+
+
+def test_a_disk_that_cannot_be_read_costs_its_hits(engine: Process) -> None:
+    engine.order("error 1")
+    state = engine("serve", *ALL, *ALL)
+    assert fetched(state) == 0
+    assert fetched(state, "failed") > 0
+    assert "disk_call_failed" in engine.log
+
+
+def test_bits_that_flip_on_the_way_are_found(engine: Process) -> None:
+    engine.order("flip 1")
+    state = engine("serve", *ALL)
+    assert fetched(state) == 0
+    assert fetched(state, "corrupt") > 0
+    assert state["is_usable"]
+
+
+def test_a_torn_write_is_found_when_it_is_read(process: Process) -> None:
+    folder = str(process.root / "torn")
+    process.order()
+    process("start", folder)
+    process("serve", *ALL)
+    process.order("torn 1")
+    state = process("serve", *ALL)
+    process.order()
+    assert spilled(state) > 0  # as far as anybody knows
+    process("close")
+    process("start", folder)
+    state = process("serve", *ALL)
+    assert fetched(state) == 0
+    process("close")
+
+
+def test_a_full_disk_ends_the_tier_and_nothing_else(process: Process) -> None:
+    process.order()
+    process("start", str(process.root / "full"))
+    process("serve", *ALL)
+    process.order("full 1")
+    state = process("serve", *ALL, *ALL)
+    assert spilled(state, "failed") > 0
+    assert not state["is_usable"]
+    assert "No space left" in process.log
+    process.order()
+    process("serve", *ALL)
+    process("close")
+
+
+def test_a_start_with_too_little_room_goes_without_the_tier(process: Process) -> None:
+    process.order("full 1")
+    state = process("start", str(process.root / "too small"), opens_in_s=1.0)
+    assert not state["is_usable"]
+    process("serve", *ALL, *ALL)
+    process("close")
+    process.order()
+    assert "has no room for" in process.log
+
+
+def test_a_read_that_hangs_opens_the_breaker_and_closing_waits_for_nothing(engine: Process) -> None:
+    engine.order("hang 1")
+    state = engine("serve", *ALL)  # the first request waits for the time-out, the others for nothing
+    assert fetched(state, "failed") > 0
+    assert not state["is_usable"]
+    assert state["fetching"] == 0
+    assert "disk_call_hangs" in engine.log
+    before = engine.harmed
+    engine("serve", *ALL)
+    assert engine.harmed == before, "the disk was asked although a call hangs"
+    engine("close")  # while it hangs
+    folder = str(engine.root / "another")
+    engine("start", folder, opens_in_s=0.1)
+    engine.order()
+    engine("serve", *ALL)
+
+
+def test_after_a_read_that_hung_the_disk_is_asked_again(engine: Process) -> None:
+    engine.order("hang 1")
+    assert not engine("serve", 0)["is_usable"]
+    engine.order()
+    for _ in range(200):
+        if engine("serve", 1)["is_usable"]:
+            break
+    state = engine("serve", *ALL)
+    assert fetched(state) > 0
+
+
+def test_a_disk_that_is_removed_while_it_serves_costs_its_hits(engine: Process) -> None:
+    engine("serve", 0)
+    engine.order("gone 1")
+    state = engine("serve", *ALL, *ALL)
+    assert not state["is_usable"] or fetched(state, "failed") > 0
+    engine("close")
+    state = engine("start", str(engine.root / "gone too"), opens_in_s=1.0)  # nor can the next one use it
+    assert not state["is_usable"]
+    engine("serve", *ALL)
+
+
+def test_a_slow_disk_serves_what_it_has(engine: Process) -> None:
+    engine.order("slow 20")
+    state = engine("serve", 0)
+    assert fetched(state) > 0
+
+
+def test_a_folder_of_another_parallel_shape_is_another_folder(engine: Process) -> None:
+    folder = engine.root / "test_a_folder_of_another_parallel_shape_is_another_folder"
+    engine("close")
+    state = engine("start", str(folder), ranks=2)
+    assert state["blocks"] == 0
+    assert fetched(engine("serve", *ALL)) == 0
+
+
+def test_missing_files_are_made_anew(engine: Process) -> None:
+    folder = engine.root / "test_missing_files_are_made_anew"
+    for name in ("slots0", "index"):
+        engine("close")
+        [path] = folder.glob(f"*/replica0/{name}")
+        path.unlink()
+        state = engine("start", str(folder))
+        assert state["blocks"] == 0
+        assert state["is_usable"]
+        assert spilled(engine("serve", *ALL, *ALL)) > 0
