@@ -20,6 +20,7 @@ makes whole, so the hook's thread waits for nothing.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from contextlib import suppress
@@ -76,7 +77,8 @@ class _OpenJob:
     accepted_at: float
     open_slots: int
     failed: bool = False
-    copy_s: float = 0.0
+    began: float = math.inf  # of its first call
+    ended: float = -math.inf  # of its last
     corrupt: list[int] = field(default_factory=list)
     stuck: list[int] = field(default_factory=list)
     sums: dict[int, int] = field(default_factory=dict)
@@ -343,6 +345,7 @@ class DiskCopies:
 
     def _report(self, opened: _OpenJob) -> JobReport:
         job, now = opened.job, self._clock.monotonic()
+        copy_s = max(opened.ended - opened.began, 0.0)  # several of its slots are copied at a time
         outcome = CopyOutcome.FAILED if opened.failed else CopyOutcome.DONE
         if opened.corrupt:
             outcome = CopyOutcome.CORRUPT
@@ -353,8 +356,8 @@ class DiskCopies:
             direction=job.direction,
             outcome=outcome,
             copied_bytes=len(job.slots) * self._file.shape.slot_bytes if is_done else 0,
-            queue_s=max(now - opened.accepted_at - opened.copy_s, 0.0),
-            copy_s=opened.copy_s,
+            queue_s=max(now - opened.accepted_at - copy_s, 0.0),
+            copy_s=copy_s,
             corrupt=tuple(sorted(opened.corrupt)),
             sums=tuple([opened.sums[position] for position in positions]),
             stuck=tuple(sorted(opened.stuck)),
@@ -372,7 +375,9 @@ def _note(copy: _SlotCopy) -> None:
     """Add the end of a slot's copy to its job."""
     owner, is_spill = copy.owner, copy.owner.job.direction is Direction.STORE
     owner.open_slots -= 1
-    owner.copy_s += copy.copy_s
+    if copy.copy_s or copy.outcome is not CopyOutcome.FAILED:  # it was begun
+        owner.began = min(owner.began, copy.began)
+        owner.ended = max(owner.ended, copy.began + copy.copy_s)
     owner.failed |= copy.outcome is CopyOutcome.FAILED
     if copy.outcome is CopyOutcome.CORRUPT:
         owner.corrupt.append(copy.position)
