@@ -131,7 +131,7 @@ def markdown(results: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(parts)
 
 
-_ORDER = ("engine", "serve", "hooks", "queue", "copy", "gpu-check", "verify", "scale")
+_ORDER = ("engine", "serve", "hooks", "queue", "copy", "disk", "gpu-check", "verify", "scale")
 _IN_DOCUMENTS = {"": "", "pass": "met", "miss": "**missed**", "fail": "**failed**"}
 
 

@@ -35,6 +35,8 @@ class Setup:
         page_bytes: one rank's bytes of one block, in each tensor of the KV cache; of one tensor where no more is known.
         block_bytes: one rank's bytes of one block, in all tensors together.
         pins: whether host memory is pinned, which a CUDA device makes it.
+        replicas: data-parallel engines on this machine, each with a disk_bytes of its own.
+        block_tokens: tokens of a block.
     """
 
     config: OffloadConfig | None
@@ -43,6 +45,8 @@ class Setup:
     page_bytes: tuple[int, ...] = ()
     block_bytes: int | None = None
     pins: bool | None = None
+    replicas: int = 1
+    block_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +58,14 @@ class Sizes:
         block_bytes: one rank's bytes of one block.
         page_bytes: one rank's bytes of one block, in each tensor of the KV cache.
         device_blocks: blocks of the device's KV cache.
+        block_tokens: tokens of a block.
     """
 
     ranks: int | None = None
     block_bytes: int | None = None
     page_bytes: tuple[int, ...] = ()
     device_blocks: int | None = None
+    block_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

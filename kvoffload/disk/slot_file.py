@@ -123,6 +123,10 @@ class SlotFile:
             if is_kept[start]:
                 os.posix_fallocate(self._descriptor, self._offset(start), count * self.shape.pitch)
 
+    def fileno(self) -> int:
+        """Return its descriptor, for measurements."""
+        return self._descriptor
+
     def close(self) -> None:
         """Close and unlock the file. Not while a read or write runs: its descriptor could become another file's."""
         os.close(self._descriptor)
@@ -198,7 +202,7 @@ def _prepare(descriptor: int, path: Path, shape: SlotShape, slots: int) -> SlotF
         buffer[:] = _header(file_id, shape, slots)
         os.pwritev(descriptor, [buffer], 0)
         sync_folder(path.parent)  # a file that lost its name would be made anew
-    return SlotFile(descriptor, file_id, max(slots, had), shape, _go_direct(descriptor, buffer))
+    return SlotFile(descriptor, file_id, max(slots, had), shape, go_direct(descriptor, buffer))
 
 
 def _allocate(descriptor: int, path: Path, size: int, keep: int) -> None:
@@ -230,7 +234,7 @@ def _read_header(descriptor: int, shape: SlotShape, buffer: memoryview) -> tuple
     return (file_id, slots) if os.fstat(descriptor).st_size >= PAGE + slots * shape.pitch else None
 
 
-def _go_direct(descriptor: int, buffer: memoryview) -> str | None:
+def go_direct(descriptor: int, buffer: memoryview) -> str | None:
     """Bypass the page cache from now on; return why that cannot be, None where it can."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     try:

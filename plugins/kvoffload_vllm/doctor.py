@@ -118,6 +118,7 @@ def find_sizes(args: argparse.Namespace) -> Sizes | None:
         block_bytes=found.kv.block_bytes,
         page_bytes=(found.kv.page_bytes,) * found.kv.pages,
         device_blocks=found.blocks,
+        block_tokens=args.block_size,
     )
 
 

@@ -307,7 +307,7 @@ def test_while_a_disk_fails_nothing_is_asked_of_it() -> None:
     assert world.lookup(request) is None
 
 
-def test_r16_of_a_fetch_that_no_rank_reports_the_host_slots_are_written_off() -> None:
+def test_r16_a_disk_that_does_not_answer_is_not_asked_again_before_it_has() -> None:
     world = DiskWorld(host=32)
     world.only_on_disk(TEXT)
     request = world.add("late", TEXT)

@@ -49,6 +49,7 @@ def test_every_check_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
         "prefix caching",
         "model sizes",
     }
+    disk = {"disk space", "disk file system", "disk speed", "disk leftovers", "disk drain"}
     others = {
         "settings",
         "journal",
@@ -60,7 +61,7 @@ def test_every_check_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
         "copy speed",
         "reference plugin",
     }
-    assert set(found) == {"", *machine, *vllm, *others}
+    assert set(found) == {"", *machine, *vllm, *disk, *others}
     assert found["reference plugin"]["verdict"] == "go"
     assert found["vllm plugin"]["verdict"] == "go"
     not_given = (

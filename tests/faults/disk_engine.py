@@ -92,7 +92,8 @@ def main() -> None:
     driven = Driven()
     for line in sys.stdin:
         name, arguments, settings = json.loads(line)
-        print(json.dumps(getattr(driven, name)(*arguments, **settings)), flush=True)
+        sys.stdout.write(json.dumps(getattr(driven, name)(*arguments, **settings)) + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -370,3 +370,21 @@ def test_what_was_written_is_synced_once_a_second(rig: Rig) -> None:
     rig.clock.jump(5)
     rig.reports()
     assert len(syncs) == 2
+
+
+def test_a_jobs_copy_time_is_from_its_first_call_to_the_end_of_its_last(
+    held: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = held.file.write
+
+    def slowly(slot: int, data: memoryview) -> None:
+        asyncio.run(held.clock.advance(0.5))
+        write(slot, data)
+
+    monkeypatch.setattr(held.file, "write", slowly)
+    held.spill([0, 1], [0, 1])
+    asyncio.run(held.clock.advance(0.25))  # in the queue
+    assert isinstance(held.executor, ManualExecutor)
+    held.executor.run_all()
+    report = held.reports()[JobId(0)]
+    assert (report.queue_s, report.copy_s) == (0.25, 1.0)

@@ -1,4 +1,4 @@
-"""`kvoffload doctor`: is this machine, with these settings, ready for an engine? It starts and changes nothing."""
+"""`kvoffload doctor`: is this machine, with these settings, ready for an engine? It starts nothing and leaves nothing."""
 
 from __future__ import annotations
 
@@ -41,6 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes.add_argument(
         "--page-bytes", metavar="BYTES", type=size, help="one rank's bytes of one block, in one layer"
     )
+    sizes.add_argument("--block-tokens", metavar="N", type=positive, help="tokens of a block")
+    sizes.add_argument(
+        "--replicas",
+        metavar="N",
+        type=positive,
+        default=1,
+        help="data-parallel engines on this machine; each has a disk_bytes of its own (default: 1)",
+    )
     for doctor in find_adapters().doctors.values():
         doctor.add_arguments(parser.add_argument_group(doctor.HELP))
 
@@ -52,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         KVOffloadError: what was given cannot be read.
     """
     with signals.importing():
-        from kvoffload.checks import memory, numa, outputs, pools, software
+        from kvoffload.checks import disk, memory, numa, outputs, pools, software
         from kvoffload.checks.check import Verdict, run_checks
         from kvoffload.checks.machine import Machine
         from kvoffload.cli.doctor.given import settings_of, setup_of
@@ -68,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
         *numa.CHECKS,
         *software.CHECKS,
         *pools.CHECKS,
+        *disk.CHECKS,
         *outputs.CHECKS,
         *(check for doctor in doctors for check in doctor.checks(args)),
         *adapters.lost_checks(),

@@ -53,6 +53,8 @@ def setup_of(
         device_blocks=args.device_blocks or sizes.device_blocks,
         page_bytes=given or (sizes.page_bytes if block is None else ()),
         block_bytes=block or sizes.block_bytes,
+        replicas=args.replicas,
+        block_tokens=args.block_tokens or sizes.block_tokens,
     )
     return setup, concluded("settings", finding)
 

@@ -1,0 +1,307 @@
+"""`kvoffload bench disk`: the disk tier's copies against the disk itself, and an engine that comes back after a crash.
+
+Each repeat writes and reads one file with plain direct I/O, in order, and then spills and fetches as many bytes through the real
+`DiskCopies` and slot file, in random order, from and to scattered host slots, checksums included. So other load on the machine
+affects both. Every fetched byte is compared with what was spilled before anything is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import resource
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvoffload.bench.lines import Line, line, ratios
+from kvoffload.bench.results import add_output_arguments, give_out
+from kvoffload.cli.exits import CommandError
+from kvoffload.cli.parser import positive
+from kvoffload.cli.signals import run_async
+
+if TYPE_CHECKING:
+    from kvoffload.bench.copy_rig import Rig
+    from kvoffload.disk.slot_file import SlotFile
+    from kvoffload.engine.plugin import EnginePlugin
+    from kvoffload.runtime.scheduler_side import SchedulerSide
+    from kvoffload.telemetry.snapshot import Snapshot
+
+HELP = "the disk tier's copies against the disk's own speed, and an engine that starts again after a SIGKILL"
+
+THREADS = 4
+_GOAL, _GOAL_FROM_KIB = 0.8, 1024
+_PIECE = 2**20
+_GIB = 2**30
+_HOOK_TURNS = 10
+_NEVER = 2**30  # hits before a block is written
+_REGIONS = 8  # pages of a block
+_WAYS = ("spill", "fetch")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the bench's options."""
+    add = parser.add_argument
+    add("--dir", metavar="DIR", type=Path, default=Path(), help="a folder on the disk (default: this one)")
+    add(
+        "--block-kib", type=positive, nargs="+", default=[64, 256, 1024, 4096], help="sizes of blocks, in KiB"
+    )
+    add("--mib", type=positive, default=128, help="copied in each repeat, in MiB")
+    add("--repeats", type=positive, default=7, help="measurements of each size")
+    add("--conversations", type=positive, default=10, help="that return after a restart")
+    add(
+        "--model",
+        choices=("small", "tiny"),
+        default="small",
+        help="of the engine that starts again; tiny: for a quick look",
+    )
+    add("--copies-only", action="store_true", help="start no engine")
+    add_output_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print.
+
+    Raises:
+        CommandError: the folder cannot be written, or the results cannot.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded; the demo says why
+    method = (
+        f"{args.repeats} repeats of {args.mib} MiB each way, {THREADS} threads, in turns with one pass over a file with direct I/O "
+        f"in pieces of 1 MiB by as many threads, fdatasync included; median [95 % interval]. Restart: {args.conversations} "
+        "conversations on the reference engine, killed (SIGKILL) in the third of five turns"
+    )
+    return give_out("disk", args, method, _measure(args), "numpy", "xxhash")
+
+
+def _measure(args: argparse.Namespace) -> Iterator[Line]:
+    try:
+        with tempfile.TemporaryDirectory(prefix="kvoffload-bench-", dir=args.dir) as folder:
+            for block_kib in args.block_kib:
+                yield from measure(Path(folder), block_kib, args.mib * 2**20, args.repeats)
+            if not args.copies_only:
+                yield from run_async(_hooks(Path(folder)))
+                yield from _restart(Path(folder), args)
+    except OSError as error:
+        raise CommandError(f"--dir {args.dir}: {error.strerror}") from error
+
+
+def measure(folder: Path, block_kib: int, size: int, repeats: int) -> Iterator[Line]:
+    """Spill and fetch `size` bytes of blocks in each repeat, and pass over as many on the disk."""
+    from kvoffload.bench.copy_rig import Rig
+    from kvoffload.disk.slot_file import SlotShape, open_slot_file
+
+    block = block_kib * 1024
+    with Rig("cpu", block // _REGIONS, size, regions=_REGIONS) as rig:
+        shape = SlotShape(0, 1, block, bytes(16))
+        file = open_slot_file(folder / f"slots{block_kib}", shape, rig.count)
+        tier = _Tier(file, rig)
+        plain: dict[str, list[float]] = {way: [] for way in _WAYS}
+        through: dict[str, list[float]] = {way: [] for way in _WAYS}
+        cpu: dict[str, list[float]] = {way: [] for way in _WAYS}
+        for repeat in range(repeats + 1):
+            tier.shuffle()
+            for way in _WAYS:
+                alone = _timed(lambda way=way: tier.plain_pass(way))  # type: ignore[misc]
+                tiered = _timed(tier.spill if way == "spill" else tier.fetch)
+                if repeat:  # the first warms up, and compares every byte
+                    plain[way].append(rig.size / alone[0] / 1e9)
+                    through[way].append(rig.size / tiered[0] / 1e9)
+                    cpu[way].append(tiered[1] / rig.size * _GIB)
+            if not repeat:
+                tier.check()
+        tier.close()
+    for way in _WAYS:
+        what = f"{way} of blocks of {block_kib} KiB"
+        goal = _GOAL if block_kib >= _GOAL_FROM_KIB else None
+        yield line(f"{what}, over the disk's own direct I/O", ratios(through[way], plain[way]), at_least=goal)
+        yield line(what, through[way], " GB/s")
+        yield line(f"{what}, processor time a GiB", cpu[way], " s")
+
+
+def _timed(work: Callable[[], object]) -> tuple[float, float]:
+    """Return the seconds and the processor seconds that work takes."""
+    usage, began = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+    work()
+    took, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF)
+    return took, after.ru_utime + after.ru_stime - usage.ru_utime - usage.ru_stime
+
+
+class _Tier:
+    """Copies of one rank between a rig's host slots and a file; and the file's disk alone."""
+
+    def __init__(self, file: SlotFile, rig: Rig) -> None:
+        from kvoffload.disk.system import aligned_buffer
+        from kvoffload.runtime.portal import DaemonExecutor
+        from kvoffload.transfer.clock import SystemClock
+        from kvoffload.transfer.disk_copies import DiskCopies
+
+        self._file = file
+        self._rig = rig
+        self._threads = DaemonExecutor("bench-disk", THREADS)
+        self._copies = DiskCopies(0, file, rig.arena, self._threads, SystemClock(), timeout_s=600)
+        self._buffers = [aligned_buffer(_PIECE) for _ in range(THREADS)]
+        self._draw = random.Random(0)
+        self._jobs = 0
+        self._slots: list[int] = []
+        self._places: list[int] = []
+        self._sums: tuple[tuple[int, ...], ...] = ()
+
+    def shuffle(self) -> None:
+        """Choose other slots and places for the next copies."""
+        self._slots = self._draw.sample(range(self._rig.blocks), self._rig.count)
+        self._places = self._draw.sample(range(self._file.slots), self._rig.count)
+
+    def spill(self) -> None:
+        """Write the slots to their places, and have them on the disk."""
+        self._sums = tuple((each,) for each in self._job(is_spill=True))
+        self._file.sync()
+
+    def fetch(self) -> None:
+        """Read the places into their slots."""
+        self._job(is_spill=False)
+
+    def plain_pass(self, way: str) -> None:
+        """Write or read as many bytes of the file in order, with direct I/O and nothing else."""
+        descriptor, size = self._file.fileno(), self._rig.size
+        call = os.pwritev if way == "spill" else os.preadv
+
+        def share(thread: int) -> None:
+            for offset in range(thread * _PIECE, size, THREADS * _PIECE):
+                piece = self._buffers[thread][: min(_PIECE, size - offset)]
+                call(descriptor, [piece], offset + 4096)
+
+        for done in [self._threads.submit(share, thread) for thread in range(THREADS)]:
+            done.result()
+        if way == "spill":
+            self._file.sync()
+
+    def check(self) -> None:
+        """Fetch into cleared slots, and compare every byte with what was spilled.
+
+        Raises:
+            CommandError: one differs; nothing of it is worth timing.
+        """
+        self.spill()
+        pages = [self._rig.arena.page(slot, region) for slot in self._slots for region in range(_REGIONS)]
+        before = [page.tobytes() for page in pages]
+        for page in pages:
+            page[:] = bytes(len(page))
+        self.fetch()
+        if [page.tobytes() for page in pages] != before:
+            raise CommandError("fetched bytes differ from those that were spilled")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._copies.close()
+        self._threads.shutdown()
+
+    def _job(self, *, is_spill: bool) -> tuple[int, ...]:
+        from kvoffload.model.causes import CopyOutcome
+        from kvoffload.model.ids import JobId, SlotId
+        from kvoffload.model.transfer import Direction, DiskJob
+
+        self._jobs += 1
+        way = Direction.STORE if is_spill else Direction.LOAD
+        slots, places = tuple(map(SlotId, self._slots)), tuple(map(SlotId, self._places))
+        self._copies.submit([DiskJob(JobId(self._jobs), way, slots, places, () if is_spill else self._sums)])
+        while not (reports := self._copies.take_reports()):
+            time.sleep(1e-4)
+        (report,) = reports
+        if report.outcome is not CopyOutcome.DONE:
+            raise CommandError(f"a {way.value} of the disk ended as {report.outcome.value}")
+        return report.sums
+
+
+async def _hooks(folder: Path) -> list[Line]:
+    """Play conversations that outgrow the host without a disk, with one that writes nothing, and with one that works."""
+    from kvoffload.cli.demo.conversations import make_conversations
+    from kvoffload.cli.demo.engines import PLUGIN, engine_config
+    from kvoffload.cli.demo.options import DemoOptions
+    from kvoffload.cli.demo.play import Player, warm_up
+    from kvoffload.engine import Engine
+    from kvoffload.engine.plugin import load_plugin
+
+    options = DemoOptions(
+        conversations=12, turns=_HOOK_TURNS, first_tokens=384, turn_tokens=96, answer_tokens=24, model="tiny"
+    )
+    text = random.Random(options.seed).randbytes(options.conversations * options.message_tokens)
+    conversations = make_conversations(text, options)
+    disk = {"disk_bytes": "64MiB"}
+    settings: dict[str, dict[str, object]] = {
+        "none": {},
+        "idle": {**disk, "disk_path": str(folder / "idle"), "spill_after_hits": _NEVER},
+        "working": {**disk, "disk_path": str(folder / "working")},
+    }
+    plugins = {name: load_plugin(PLUGIN) for name in settings}
+    players: dict[str, Player] = {}
+    spent: dict[str, list[float]] = {name: [] for name in settings}
+    async with AsyncExitStack() as running:
+        for name, extra in settings.items():
+            config = engine_config(options, {"host_bytes": "18MiB", **extra})
+            engine = await running.enter_async_context(Engine(config, plugins[name]))
+            for _ in range(3):  # the index is read, and the core takes it over
+                await warm_up(engine, options.first_tokens, options.seed)
+            first = next(iter(players.values()), None)
+            script = first.answers if first is not None else None
+            players[name] = Player(engine, conversations, options, lambda: None, script)
+        for number in range(options.turns):
+            for name, player in players.items():
+                before = _hook_seconds(plugins[name])
+                await player.play_round(number)
+                spent[name].append(_hook_seconds(plugins[name]) - before)
+        moved = _counted(plugins["working"])
+    if not moved.count("kvoffload_tier_blocks_total", "disk", "load", "done"):
+        raise CommandError("nothing was fetched from the disk, so the tier did not work")
+    what = "time in the scheduler's hooks with the disk, over without; reference engine"
+    return [
+        line(f"{what}, idle", ratios(spent["idle"], spent["none"]), at_most=1.05),
+        line(f"{what}, while it works", ratios(spent["working"], spent["none"]), at_most=1.15),
+    ]
+
+
+def _hook_seconds(plugin: EnginePlugin) -> float:
+    return sum(each.total for each in _counted(plugin).distributions["kvoffload_hook_seconds"].values())
+
+
+def _counted(plugin: EnginePlugin) -> Snapshot:
+    side: SchedulerSide | None = getattr(plugin, "offload", None)
+    assert side is not None, plugin
+    return side.counters.snapshot()
+
+
+def _restart(folder: Path, args: argparse.Namespace) -> Iterator[Line]:
+    from kvoffload.cli.demo.options import DemoOptions
+    from kvoffload.cli.demo.restart import play_restart
+    from kvoffload.cli.demo.screen import Screen
+
+    first, later = (1280, 128) if args.model == "small" else (512, 64)
+    settings = {"host_bytes": "256MiB", "disk_bytes": "1GiB", "disk_path": str(folder)}
+    options = DemoOptions(
+        conversations=args.conversations,
+        first_tokens=first,
+        turn_tokens=later,
+        model=args.model,
+        offload=settings,
+    )
+    result = run_async(play_restart(options, Screen(quiet=True)))
+    if not result.passed:
+        raise CommandError(
+            "outputs differ after the restart, or laws are broken; see `kvoffload demo --disk . --restart`"
+        )
+    what = "first token of turns that return after a restart"
+    yield line(f"{what}: with the disk, sooner than recomputed", [result.sooner], at_least=3)
+    for name, variant in result.variants.items():
+        yield line(f"{what}: {_NAMES[name]}", [1e3 * variant.first_ttft_s.p50], " ms")
+    if result.after.read_bytes:
+        written = (result.before.written_bytes + result.after.written_bytes) / result.after.read_bytes
+        yield line(
+            "bytes written to the disk for each byte read back, conversations with a restart", [written]
+        )
+
+
+_NAMES = {"without": "recomputed", "host": "with host memory alone", "disk": "with the disk"}

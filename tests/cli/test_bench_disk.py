@@ -1,0 +1,48 @@
+"""`kvoffload bench disk`: real files and the real copies; the engines are left to `make bench`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvoffload.cli.main import main
+from kvoffload.disk.slot_file import SlotFile
+
+SMALL = ["bench", "disk", "--copies-only", "--mib", "1", "--block-kib", "64", "--repeats", "2"]
+
+
+def test_each_way_is_held_against_the_disk_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--dir", str(tmp_path), "--json"]) == 0
+    reported = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert [(line["what"], line["unit"]) for line in reported["lines"]] == [
+        (f"{way} of blocks of 64 KiB{part}", unit)
+        for way in ("spill", "fetch")
+        for part, unit in (
+            (", over the disk's own direct I/O", "x"),
+            ("", " GB/s"),
+            (", processor time a GiB", " s"),
+        )
+    ]
+    assert all(line["median"] > 0 for line in reported["lines"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_bytes_are_not_timed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = SlotFile.read
+
+    def flipped(file: SlotFile, slot: int, data: memoryview) -> None:
+        read(file, slot, data)
+        data[100] ^= 1
+
+    monkeypatch.setattr(SlotFile, "read", flipped)
+    assert main([*SMALL, "--dir", str(tmp_path)]) == 2
+    assert "a load of the disk ended as corrupt" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--dir", "/nosuch"]) == 2
+    assert "--dir /nosuch: No such file or directory" in capsys.readouterr().err
