@@ -749,6 +749,13 @@ Result cuLaunchKernel(void *function, unsigned grid_x, unsigned grid_y, unsigned
     END;
 }
 
+/* A forked process has the parent's memory, and a driver that was never initialized: every call is refused. */
+static void forked(void) {
+    pthread_mutex_init(&lock, NULL);
+    initialized = 0;
+}
+__attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, forked); }
+
 /* --- for tests --------------------------------------------------------------------------------------------------- */
 
 void emu_reset(int is_stepped, uint64_t seed, unsigned delay_us, int driver_version) {

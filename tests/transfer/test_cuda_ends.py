@@ -1,0 +1,156 @@
+"""How a worker's side ends while copies run on an emulated device: nothing is released under a copy, and every job is counted."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kvoffload.model.causes import CopyOutcome
+from kvoffload.model.config import OffloadConfig
+from kvoffload.model.ids import DeviceBlockId, JobId, Rank, SlotId
+from kvoffload.model.transfer import Direction, TransferJob, TransferPlan
+from kvoffload.runtime.portal import Portal
+from kvoffload.runtime.worker_side import WorkerSide
+from kvoffload.transfer import factory
+from kvoffload.transfer.flow import JobFlow
+from kvoffload.transfer.pump import TransferPump
+from tests.cuda_emulator import Emulator, Engine
+from tests.cuda_emulator.life import Life
+
+RELEASES = ("cuMemHostUnregister", "cuMemFreeAsync", "cuStreamDestroy_v2", "cuEventDestroy_v2")
+
+
+def under_way(emulator: Emulator, patch: pytest.MonkeyPatch, seed: int) -> Life:
+    """Return a rank with loads and stores on the device, whose streams stand still."""
+    life = Life(emulator, patch, seed)
+    while not life.stored:
+        life.step()
+        life.portal.advance()
+    while {job.direction for job, _ in life.open.values()} != set(Direction):
+        life.step()
+    life.portal.advance()
+    life.portal.advance()
+    assert life.side.pump.statistics().pending_batches
+    return life
+
+
+def count_ends(life: Life, pump: TransferPump) -> tuple[int, int]:
+    """Return how many open jobs were reported as done and as failed; each is reported once."""
+    report = pump.take_report()
+    found = [(part.job, part.outcome) for part in report.jobs] if report is not None else []
+    assert len({job for job, _ in found}) == len(found)
+    for job, _ in found:
+        life.open.pop(job)
+    outcomes = [outcome for _, outcome in found]
+    return outcomes.count(CopyOutcome.DONE), outcomes.count(CopyOutcome.FAILED)
+
+
+def test_closing_releases_nothing_before_the_last_copy_has_ended(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = under_way(emulator, monkeypatch, 1)
+    pump, registered, advance = life.side.pump, emulator.registrations, life.portal.advance
+    before, looks = pump.statistics(), 0
+    released = [emulator.calls(name) for name in RELEASES]
+
+    def advance_and_run(seconds: float = 0.02) -> None:
+        nonlocal looks
+        advance(seconds)
+        if pump.statistics().pending_batches:
+            looks += 1
+            assert emulator.registrations == registered
+            assert [emulator.calls(name) for name in RELEASES] == released
+        emulator.step(1)
+
+    monkeypatch.setattr(life.portal, "advance", advance_and_run)
+    life.side.close()
+    assert looks > 3
+    assert emulator.registrations == 0
+    done, failed = count_ends(life, pump)
+    after = pump.statistics()
+    assert (after.jobs_done - before.jobs_done, after.jobs_failed - before.jobs_failed) == (done, failed)
+    assert (after.open_jobs, after.pending_batches, after.written_off_batches, life.open) == (0, 0, 0, {})
+    assert done
+    assert (emulator.races, emulator.faults) == (0, 0), emulator.report
+    life.portal.close()
+
+
+def test_the_coroutines_death_releases_nothing_and_the_hooks_see_its_copies_to_their_end(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = under_way(emulator, monkeypatch, 2)
+    pump, registered = life.side.pump, emulator.registrations
+    with monkeypatch.context() as broken:
+        broken.setattr(JobFlow, "start_stores", lambda self: 1 / 0)
+        life.portal.advance()
+    assert not pump.is_alive
+    assert emulator.registrations == registered
+    life.step()  # loads need no coroutine; a new store fails at once
+    before = pump.statistics()
+    assert before.pending_batches
+    done, failed = 0, 0
+    while life.open:
+        emulator.step(5)
+        assert emulator.registrations == registered
+        pump.poll()
+        ended = count_ends(life, pump)
+        done, failed = done + ended[0], failed + ended[1]
+    after = pump.statistics()
+    assert (after.jobs_done - before.jobs_done, after.jobs_failed - before.jobs_failed) == (done, failed)
+    assert done
+    assert (after.open_jobs, after.pending_batches, after.queued_stores) == (0, 0, 0)
+    life.side.close()
+    assert emulator.registrations == 0
+    assert (emulator.races, emulator.faults) == (0, 0), emulator.report
+    life.portal.close()
+
+
+BLOCKS, PAGE = 512, 4096
+
+
+def test_a_fork_with_copies_running_touches_nothing_in_the_child_and_ends_both(
+    cuda_library_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The child is refused by the driver, keeps what the parent's copies use, and closes within the time-out."""
+    emulator = Emulator(cuda_library_path)
+    emulator.reset(delay_us=3000)
+    engine = Engine(emulator, blocks=BLOCKS, pages=(PAGE,))
+    portal = Portal("kvoffload-fork", copy_threads=1)
+    monkeypatch.setattr(factory, "current_stream", lambda device: lambda: engine.stream)
+    config = OffloadConfig(host_bytes=BLOCKS * PAGE, transfer_timeout_s=1.0)
+    side = WorkerSide(Rank(0), 1, config, portal)
+    side.register(engine.layout)
+    numbers = range(BLOCKS)
+    load = TransferJob(
+        JobId(1), Direction.LOAD, tuple(map(SlotId, numbers)), tuple(map(DeviceBlockId, reversed(numbers)))
+    )
+    side.begin_step(TransferPlan(loads=(load,)))
+    side.start_loads(TransferPlan(loads=(load,)))
+    child = os.fork()
+    if not child:
+        os._exit(_child(emulator, side))
+    outcomes: list[CopyOutcome] = []
+    while not outcomes:
+        report = side.take_report()
+        outcomes = [job.outcome for job in report.jobs] if report is not None else []
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert outcomes == [CopyOutcome.DONE]
+    assert side.pump.statistics().jobs_done == 1
+    side.close()
+    portal.executor.submit(int).result()  # behind what unpins
+    portal.close()
+    assert (emulator.registrations, emulator.races, emulator.faults) == (0, 0, 0), emulator.report
+    emulator.reset(stepped=True)
+
+
+def _child(emulator: Emulator, side: WorkerSide) -> int:
+    """Return 0 where the child has released nothing and has reported no load as done."""
+    pump, registered = side.pump, emulator.registrations
+    copies = emulator.calls("cuMemcpyBatchAsync")
+    report = side.take_report()
+    side.close()
+    is_done = report is not None and any(job.outcome is CopyOutcome.DONE for job in report.jobs)
+    kept = emulator.registrations == registered and emulator.calls("cuMemcpyBatchAsync") == copies
+    return int(is_done or not kept or not pump.statistics().written_off_batches)
