@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-
-import pytest
+from typing import TYPE_CHECKING
 
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.config import OffloadConfig
@@ -18,6 +17,9 @@ from kvoffload.transfer.flow import JobFlow
 from kvoffload.transfer.pump import TransferPump
 from tests.cuda_emulator import Emulator, Engine
 from tests.cuda_emulator.life import Life
+
+if TYPE_CHECKING:
+    import pytest
 
 RELEASES = ("cuMemHostUnregister", "cuMemFreeAsync", "cuStreamDestroy_v2", "cuEventDestroy_v2")
 
