@@ -1,4 +1,4 @@
-"""What the defaults must show, on this machine, at full size."""
+"""What the default model must show on this machine; on fewer conversations and prompts than the defaults, which take minutes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def test_reuse_time_and_equality_with_the_defaults() -> None:
-    found = _run("demo")
+def test_reuse_time_and_equality() -> None:
+    found = _run("demo", "--conversations", "6", "--turns", "3")
     assert found["passed"]
     assert found["workload"]["kv_to_cache"] >= 3
     assert found["with_offloading"]["returning_reused_share"] >= 0.9
@@ -20,7 +20,7 @@ def test_reuse_time_and_equality_with_the_defaults() -> None:
 
 
 def test_offloading_costs_nothing_where_nothing_repeats() -> None:
-    found = _run("bench", "engine", "--pairs", "20", "--repeats", "1", "--conversations", "1")["lines"][0]
+    found = _run("bench", "engine", "--pairs", "8", "--repeats", "1", "--conversations", "1")["lines"][0]
     assert "never repeat" in found["what"]
     # It fails only if the whole interval is too slow, so that noise alone is not a failure.
     assert found["high"] >= 0.98, found

@@ -190,6 +190,16 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(13, _CUDA_DRIVER, "{way: _Attributes(order)", "{way: _Attributes(_ANY_TIME)", CUDA),
     Mutant(13, _CUDA_COPIER, "        self._driver.record(self._events[1], self._stream)\n", "", CUDA),
     Mutant(13, _CUDA_DRIVER, "self.library.cuCtxSetCurrent(self._context)", "pass", CUDA),
+    # Slices of a large load.
+    Mutant(
+        9,
+        _CUDA_COPIER,
+        "            if self._enqueued.left:\n                return TicketState.PENDING\n",
+        "",
+        CUDA,
+    ),
+    Mutant(9, _CUDA_COPIER, "                left.clear()\n", "", CUDA),
+    Mutant(9, _CUDA_COPIER, "                self._enqueued.is_whole = False\n", "", CUDA),
     Mutant(
         13,
         "kvoffload/runtime/worker_side.py",

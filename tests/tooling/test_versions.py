@@ -43,6 +43,11 @@ def test_it_has_the_scenes_of_the_suite_and_the_versions_of_the_lock() -> None:
     assert matrix.filled(README, body) == README, "the table was edited by hand: make vllm-versions"
 
 
+def test_what_is_repeated_are_the_rows_of_the_other_versions() -> None:
+    repeated = {setup.label for setup in matrix.setups() if not setup.is_covered}
+    assert repeated == {*matrix.versions()} - {matrix.installed()}
+
+
 def test_it_has_what_is_promised() -> None:
     for label, *cells in rows()[2:]:
         reported = dict(zip(matrix.COLUMNS, cells, strict=True))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvoffload.model.transfer import Direction
 from kvoffload.testing.logs import capture_logs
 from kvoffload.transfer import crossover
-from kvoffload.transfer.crossover import learn
+from kvoffload.transfer.crossover import _Trial, learn
 from kvoffload.transfer.cuda_copier import CudaCopier
 from kvoffload.transfer.host_copier import copy_by_memmove
 from kvoffload.transfer.ports import TicketState
@@ -110,6 +110,34 @@ def test_whatever_goes_wrong_while_measuring_leaves_all_to_the_copy_engine(
         copier = learned(device)
     assert copier.kernel_below == ENGINE_ONLY
     assert [entry["event"] for entry in logs] == ["page_kernel_unavailable"]
+
+
+def test_measuring_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's start waits for it."""
+    monkeypatch.setattr(crossover, "_LONGEST_S", -1.0)
+    assert learned(Device(load_wins_from=32 * KIB, store_wins_from=32 * KIB)).kernel_below == ENGINE_ONLY
+
+
+def test_copies_that_cover_the_enqueueing_come_before_the_timed_ones() -> None:
+    """Or the time between the events would be that of the thread that enqueues."""
+    device = Device(load_wins_from=0, store_wins_from=0)
+    stream = device.stream(urgent=False)
+    kinds: list[str] = []
+
+    def second(kind: str, runs: CopyRuns) -> float:
+        kinds.append(kind)
+        return 1.0
+
+    device.seconds = second
+    with device.scratch(0, stream) as scratch:
+        trial = _Trial(device, stream, scratch, lambda: None, cover_s=0.25)
+        trial.enqueue_s[False] = 1.0
+        start = device.time
+        runs = CopyRuns(*(np.zeros(0, np.int64) for _ in range(3)))
+        timed = trial.seconds(Direction.LOAD, runs, by_kernel=False)
+    assert len(kinds) == 6 + 1  # half as many again as the enqueueing before took
+    assert device.time - start == 6 + 1 + 2  # copies, and an event on either side of the timed one
+    assert timed == 1 + 1
 
 
 class Needed:

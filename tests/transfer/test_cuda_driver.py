@@ -275,10 +275,10 @@ def test_a_question_during_a_capture_neither_fails_nor_spoils_it(emulator: Emula
 
 
 def test_the_engines_thread_keeps_its_capture_mode(emulator: Emulator) -> None:
+    emulator.reset(delay_us=0)  # scratch memory waits for its stream
     bench = Bench(emulator)
     with bench.driver.scratch(4096, bench.driver.stream(urgent=False)):
         assert emulator.lib.emu_capture_mode() == 2
-        emulator.step()
     assert emulator.lib.emu_capture_mode() == 0
 
     def of_another() -> int:

@@ -77,6 +77,13 @@ def test_short_copies_are_not_measured_by_long_ones_nor_small_batches_at_all() -
     assert flow.bound.bytes == CEILING
 
 
+def test_a_wait_for_the_interpreters_lock_in_a_long_batchs_time_cuts_nothing() -> None:
+    """Between the calls of a batch of many copies its thread may wait for the lock, and the device with it."""
+    flow = Flow()
+    assert [flow.end(gb_s, piece=4096) for gb_s in (10.0, 1.0)] == [CEILING, CEILING]
+    assert flow.end(0.5, piece=4096) == 32 * MIB  # no lock takes that long
+
+
 def test_an_unmeasured_duration_says_nothing() -> None:
     flow = Flow()
     assert flow.end(float("inf")) == CEILING

@@ -141,6 +141,22 @@ def test_a_report_that_was_not_fetched_grows_and_tells_what_is_true_now() -> Non
     assert worker.worker_metadata() is None
 
 
+def test_r13_a_step_begins_when_it_is_bound() -> None:
+    """Runner V2 starts loads behind the forward pass and all that follows it; their fence must not wait for that."""
+    from kvoffload_vllm.metadata import KVOffloadMetadata
+    from kvoffload_vllm.worker import VllmWorker
+
+    copies, called = Copies(0), []
+    for name in ("begin_step", "start_loads", "start_stores"):
+        setattr(copies, name, lambda plan, name=name: called.append(name))
+    worker = VllmWorker(copies, lambda: None, lambda _: ())  # type: ignore[arg-type]
+    worker.bind(KVOffloadMetadata(**load()))
+    assert called == ["begin_step"]
+    worker.start_loads()
+    worker.start_stores()
+    assert called == ["begin_step", "start_loads", "start_stores"]
+
+
 def test_ranks_that_end_in_one_step_are_both_heard() -> None:
     workers = Workers()
     workers.step(**load())

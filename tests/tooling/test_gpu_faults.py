@@ -1,0 +1,20 @@
+"""The list of a GPU path's faults names tests that exist."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.tooling.scripts import ROOT
+
+ROWS = re.findall(r"^\| .* \| `(\S+)::(\w+)` \|$", (ROOT / "tests/cuda_emulator/README.md").read_text(), re.M)
+
+
+def test_there_is_a_list() -> None:
+    assert len(ROWS) > 30
+
+
+@pytest.mark.parametrize(("file", "name"), ROWS)
+def test_the_test_of_a_fault_is_there(file: str, name: str) -> None:
+    assert re.search(rf"^(async )?def {name}\(", (ROOT / file).read_text(), re.M)
