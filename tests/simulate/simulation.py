@@ -21,8 +21,8 @@ from kvoffload.bus.observers import run_observer
 from kvoffload.engine import Engine
 from kvoffload.logs import ROOT
 from kvoffload.model.causes import StoreOutcome
-from kvoffload.model.events import DiskCopyEnded, DiskOpened, Event, JobAbandoned
-from kvoffload.model.facts import Fact
+from kvoffload.model.events import DiskCopyEnded, DiskOpened, Event
+from kvoffload.model.facts import Fact, JobOverdue
 from kvoffload.runtime.clocks import Clocks
 from kvoffload.telemetry.journal import Entry, line_of
 from kvoffload.telemetry.snapshot import conservation
@@ -107,7 +107,7 @@ class Simulation:
         )
         if self._keep is not None:
             self._follow(self._keep)
-        self.offload.bus.count(JobAbandoned, self._note_abandoned)
+        self.offload.bus.count(JobOverdue, self._note_overdue)  # also of a core that has raised
         self.offload.bus.count(DiskCopyEnded, self._note_disk_copy)
         self.offload.bus.count(DiskOpened, partial(self._check_opened, was_reset=self._was_reset))
         self._was_reset = False
@@ -440,7 +440,7 @@ class Simulation:
     def _outcomes(self, outcome: StoreOutcome) -> int:
         return self.offload.counters.snapshot().count("kvoffload_store_blocks_total", outcome.value)
 
-    def _note_abandoned(self, event: JobAbandoned) -> None:
+    def _note_overdue(self, fact: JobOverdue) -> None:
         self._abandoned += 1
 
     def _complain(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
