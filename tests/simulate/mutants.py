@@ -17,9 +17,9 @@ from kvoffload.model.causes import CopyOutcome, LoadOutcome, StoreOutcome
 from kvoffload.model.ids import BlockKey, SlotId
 from kvoffload.runtime.awaited_loads import AwaitedLoads, LoadAnswers
 from kvoffload.runtime.open_copies import OpenCopies
-from kvoffload.transfer.flow import JobFlow
 from kvoffload.transfer.lanes import Lane
 from kvoffload.transfer.ports import TicketState
+from kvoffload.transfer.pump import TransferPump
 from kvoffload.transfer.wakeup import Wakeup
 from kvoffload_reference.pool_device import PoolDevice
 
@@ -114,14 +114,14 @@ def _coroutine_is_not_woken() -> list[Patch]:
 
 def _load_reported_at_once() -> list[Patch]:
     """The pump reports a load as soon as it was submitted."""
-    real = JobFlow.reap
+    real = TransferPump._reap
 
-    def reap(self: JobFlow) -> bool:
-        for batch in self._loads._pending:
+    def reap(self: TransferPump) -> bool:
+        for batch in self._lanes.loads._pending:
             batch.ticket.query = lambda: TicketState.DONE  # type: ignore[method-assign]
         return real(self)
 
-    return [(JobFlow, "reap", reap)]
+    return [(TransferPump, "_reap", reap)]
 
 
 def _loads_are_not_reported() -> list[Patch]:
