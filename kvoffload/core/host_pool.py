@@ -166,7 +166,8 @@ class HostPool:
         for slot in pins.keys() & slots:
             if self._states[slot] != _PINNED:
                 raise IllegalTransition("slot", SlotState(self._states[slot]), SlotEvent.PIN)
-        self._take_from_order([slot for slot in once if slot not in pins])
+        if new := [slot for slot in once if slot not in pins]:
+            self._take_from_order(new)
         for slot in slots:
             pins[slot] = pins.get(slot, 0) + 1
 
@@ -177,6 +178,8 @@ class HostPool:
             KeyError: one of them is not pinned; nothing has changed.
         """
         free = self._last_pinned(slots)
+        if not free:
+            return
         if bytes(map(self._states.__getitem__, free)).translate(None, _ONLY_PINNED):
             self.drained(free)
             free = self.pinned(free)

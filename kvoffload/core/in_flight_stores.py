@@ -26,9 +26,9 @@ class InFlightStores:
     def started(self, job: Job, offers: Iterable[Offer]) -> None:
         """A job took these offers."""
         blocks, keys = self.blocks, self.keys
-        for offer in offers:
-            blocks[offer.block] = job
-            keys[offer.key] = job
+        for key, block, *_ in offers:
+            blocks[block] = job
+            keys[key] = job
 
     def wait(self, duplicate: Offer) -> None:
         """Another block with the same key is being stored: this offer is settled by how that ends."""

@@ -6,8 +6,9 @@ A job's *outcome* is known when every rank has ended well, when one has failed (
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from kvoffload.core.machine import JOB, JobEvent, JobState
 from kvoffload.core.request import RequestRecord
@@ -42,8 +43,7 @@ def owner(offer: Offer) -> RequestRecord | None:
     return record
 
 
-@dataclass(slots=True, eq=False)
-class Job:
+class Job(Struct, eq=False):
     """One job's record.
 
     Args:
@@ -71,24 +71,24 @@ class Job:
     job: JobId
     direction: Direction
     waiting: set[Rank]
-    slots: list[SlotId] = field(default_factory=list)
-    blocks: list[DeviceBlockId] = field(default_factory=list)
-    offers: list[Offer] = field(default_factory=list)
+    slots: list[SlotId] = []
+    blocks: list[DeviceBlockId] = []
+    offers: list[Offer] = []
     loads_for: RequestRecord | None = None
     incarnation: int = 0
-    concerns: dict[RequestRecord, None] = field(default_factory=dict)
+    concerns: dict[RequestRecord, None] = {}
     state: JobState = JobState.PLANNED
     failed: CopyOutcome | None = None
-    corrupt: set[int] = field(default_factory=set)
+    corrupt: set[int] = set()
     settled: bool = False
     tier: Tier = Tier.HOST
-    places: list[SlotId] = field(default_factory=list)
-    keys: list[BlockKey] = field(default_factory=list)
-    sums: dict[Rank, tuple[int, ...]] = field(default_factory=dict)
+    places: list[SlotId] = []
+    keys: list[BlockKey] = []
+    sums: dict[Rank, tuple[int, ...]] = {}
     expected: tuple[tuple[int, ...], ...] = ()
-    wanted: dict[RequestRecord, None] = field(default_factory=dict)
+    wanted: dict[RequestRecord, None] = {}
     copy_s: float = 0.0
-    stuck: set[int] = field(default_factory=set)
+    stuck: set[int] = set()
 
     @property
     def is_store(self) -> bool:

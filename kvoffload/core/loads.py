@@ -31,7 +31,7 @@ from kvoffload.model.facts import BlocksAllocated
 from kvoffload.model.ids import NULL_BLOCK, DeviceBlockId, RequestId, SlotId
 from kvoffload.model.transfer import Direction, JobReport
 
-_SEEN, _LOADING = RequestState.SEEN, RequestState.LOADING
+_LOADING, _FINISHING = RequestState.LOADING, RequestState.FINISHING
 _Copies = tuple[list[SlotId], list[DeviceBlockId]]
 
 
@@ -76,9 +76,10 @@ class Loads:
         may_load = state.degraded is None and not state.stall.is_on
         copies = self._copies(record, fact, length) if may_load else None
         slots, blocks = copies or ([], [])
-        state.pool.pin(slots)
-        if hit is not None and hit.slots:
-            self._unpin_hit(record, hit, slots)
+        if hit is None or hit.slots != tuple(slots):  # else the load takes the hit's pins over
+            state.pool.pin(slots)
+            if hit is not None and hit.slots:
+                self._unpin_hit(record, hit, slots)
         if copies is None:
             self._answer(record, record.incarnation, loaded=False)
             return
@@ -177,7 +178,7 @@ class Loads:
         assert record is not None, job
         if shape.state_key_ends and (states := shape.count_states(map(pool.key, job.slots))):
             self._state.tally.events.append(StatesCopied(Direction.LOAD, states))
-        if record.incarnation == job.incarnation and record.is_live:
+        if record.incarnation == job.incarnation and record.state < _FINISHING:
             self._state.holds.add(record, pool.pinned(job.slots))
         pool.unpin(job.slots)
         self._settle(job, LoadOutcome.LOADED)

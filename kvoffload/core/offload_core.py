@@ -135,7 +135,7 @@ class OffloadCore:
             record.incarnation += 1
             record.stores = not self.state.generation or self._is_untainted(fact)
             record.offered = [0] * len(record.keys)
-        elif was is _RUNNING:
+        elif was is _RUNNING and record.loading:
             # What it loaded is there, or was lost with its table before a report came: no request waits for it.
             self.state.shared.ended(record)
         self._new[record] = None
@@ -144,7 +144,7 @@ class OffloadCore:
         self.state.tables.allocated(record, fact.tables)
         if was is _SEEN:
             self._loads.allocated(record, fact)
-        elif was is _RUNNING:
+        elif was is _RUNNING and fact.external_tokens:
             self._loads.refuse(fact.request, fact.external_tokens)
         if record.state is not _SEEN:
             self._planner.allocated(record)

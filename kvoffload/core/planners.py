@@ -226,15 +226,16 @@ def _confirmed(state: CoreState, record: RequestRecord) -> list[Offer]:
     """
     groups, offers = state.shape.groups, list[Offer]()
     assert record.table is not None, record
+    confirmed_tokens, offered = record.confirmed_tokens, record.offered
     for group, blocks, keys in zip(groups, record.table, record.keys, strict=True):
-        number, size, first = group.group, group.block_tokens, record.offered[group.group]
-        confirmed = record.confirmed_tokens // size
-        if confirmed <= first or group.kind is AttentionKind.RECURRENT:
+        number, size = group.group, group.block_tokens
+        first, end = offered[number], confirmed_tokens // size
+        if end <= first or group.kind is AttentionKind.RECURRENT:
             continue
-        end = min(confirmed, len(blocks), len(keys))
+        end = min(end, len(blocks), len(keys))
         if end <= first:
             continue
-        record.offered[number] = end
+        offered[number] = end
         incarnation = record.incarnation
         found, loaded = record.found_tokens // size, record.loaded_tokens // size
         offers += [

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from kvoffload.core.machine import REQUEST, RequestEvent, RequestState
 from kvoffload.model.causes import MissCause
@@ -28,8 +29,7 @@ class PendingHit(NamedTuple):
     missing: BlockKey | None = None  #: the key of that position, where it has one
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class RequestRecord:
+class RequestRecord(Struct, eq=False):
     """One request. Jobs and offers name it with the incarnation that they belong to.
 
     Args:
@@ -74,13 +74,13 @@ class RequestRecord:
     found_tokens: int = 0
     loaded_tokens: int = 0
     confirmed_tokens: int = 0
-    offered: list[int] = field(default_factory=list)
-    waiting: dict[Place, None] = field(default_factory=dict)
-    held: list[SlotId] = field(default_factory=list)
+    offered: list[int] = []
+    waiting: dict[Place, None] = {}
+    held: list[SlotId] = []
     held_to: int = 0
     shares: bool = False
-    watched: set[BlockKey] = field(default_factory=set)
-    stored_again: set[BlockKey] = field(default_factory=set)
+    watched: set[BlockKey] = set()
+    stored_again: set[BlockKey] = set()
     jobs: int = 0
     has_abandoned: bool = False
     load_failed: bool = False

@@ -44,7 +44,7 @@ class StaleBlocks:
 
     def allocated(self, record: RequestRecord, tables: Sequence[Sequence[DeviceBlockId]]) -> None:
         """The engine gave a request a new table, which replaces any other. Call `handed_out` first."""
-        if record.table is not None:
+        if self._recycling and record.table is not None:
             self.forget(record)
         record.table = [[] if group in self._recurrent else list(row) for group, row in enumerate(tables)]
         for group in self._recycling:

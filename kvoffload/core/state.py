@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from msgspec import Struct
 
 from kvoffload.core.disk_state import DiskState
 from kvoffload.core.eviction import EVICTION_POLICIES
@@ -44,12 +46,11 @@ class Policy:
     spill_after_hits: int | None = None
 
 
-@dataclass(slots=True)
-class LoadResults:
+class LoadResults(Struct):
     """Loads that ended, each started load named exactly once, also of requests that are gone."""
 
-    loaded: list[RequestId] = field(default_factory=list)
-    failed: list[RequestId] = field(default_factory=list)
+    loaded: list[RequestId] = []
+    failed: list[RequestId] = []
 
 
 class CoreState:

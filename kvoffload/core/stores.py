@@ -118,11 +118,12 @@ class Stores:
         parts, in_flight = self._state.pool.index.parts, self._state.in_flight
         fresh: list[Offer] = []
         cached: list[Offer] = []
+        keys_in_flight = in_flight.keys
         for offer in offers:
             key = offer.key
             if key in parts[key[0]]:
                 cached.append(offer)
-            elif key in in_flight.keys:
+            elif key in keys_in_flight:
                 in_flight.wait(offer)
             else:
                 fresh.append(offer)
@@ -144,16 +145,17 @@ class Stores:
         room = min(host_room, lease_room)
         held = state.device.keys_of([offer.block for offer in offers])
         for offer, holds in zip(offers, held, strict=True):
-            if offer.key in accepted:
+            key = offer.key
+            if key in accepted:
                 duplicates.append(offer)
                 continue
             # The last check of all is against the engine's own knowledge of the block (R7).
-            is_known = holds == offer.key and offer.block not in read and not state.generation
+            is_known = holds == key and offer.block not in read and not state.generation
             verdict = offer if is_known else self._by_block(offer, holds)
             if not isinstance(verdict, Offer):
                 self._decline(offer, verdict, last_chance=last_chance)
             elif len(accepted) < room:
-                accepted[offer.key] = verdict
+                accepted[key] = verdict
             else:
                 self._decline(offer, self._without_room(host_room <= lease_room), last_chance=last_chance)
         if accepted:
@@ -292,14 +294,17 @@ class Stores:
         """The requests whose blocks arrived count on them. Not every block arrives after those before it."""
         stored: dict[RequestRecord, list[SlotId]] = {}
         sizes = [group.block_tokens for group in self._state.shape.groups]
-        for offer, slot in zip(job.offers, job.slots, strict=True):
-            record, first_token = offer.record, offer.position * sizes[offer.group]
+        for (_, _, record, incarnation, group, position), slot in zip(job.offers, job.slots, strict=True):
             if record is None or record not in job.concerns:
                 continue
-            if first_token < record.held_to or offer.incarnation != record.incarnation:
+            first_token = position * sizes[group]
+            if first_token < record.held_to or incarnation != record.incarnation:
                 record.shares = True
             record.held_to = first_token
-            stored.setdefault(record, []).append(slot)
+            if record in stored:
+                stored[record].append(slot)
+            else:
+                stored[record] = [slot]
         for record, slots in stored.items():
             self._state.holds.add(record, slots)
 

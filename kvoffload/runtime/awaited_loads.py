@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator
+
+from msgspec import Struct
 
 from kvoffload.core.state import LoadResults
 from kvoffload.model.ids import JobId, RequestId
 from kvoffload.model.transfer import TransferJob
 
 
-@dataclass(slots=True)
-class LoadAnswers:
+class LoadAnswers(Struct):
     """Loads that ended, each started load once, also of requests that are gone.
 
     Args:
@@ -20,10 +20,10 @@ class LoadAnswers:
         abandoned: jobs that answered loads leave behind with workers that still copy.
     """
 
-    loaded: list[RequestId] = field(default_factory=list)
-    failed: list[RequestId] = field(default_factory=list)
-    without_copy: list[RequestId] = field(default_factory=list)
-    abandoned: list[JobId] = field(default_factory=list)
+    loaded: list[RequestId] = []
+    failed: list[RequestId] = []
+    without_copy: list[RequestId] = []
+    abandoned: list[JobId] = []
 
 
 class AwaitedLoads:
@@ -40,6 +40,9 @@ class AwaitedLoads:
     def __len__(self) -> int:
         return len(self._jobs)
 
+    def __iter__(self) -> Iterator[RequestId]:
+        return iter(self._jobs)
+
     def began(self, request: RequestId) -> None:
         """The engine waits for a load."""
         self._jobs[request] = None
@@ -53,23 +56,14 @@ class AwaitedLoads:
     def answer(self, results: LoadResults) -> LoadAnswers:
         """Return what the core reports, without what the engine was answered before."""
         answers = LoadAnswers()
-        for request in results.loaded:
-            self._answer(request, answers.loaded, answers)
-        for request in results.failed:
-            self._answer(request, answers.failed, answers)
+        for requests, ended in ((results.loaded, answers.loaded), (results.failed, answers.failed)):
+            for request in requests:
+                if request not in self._jobs:
+                    continue
+                ended.append(request)
+                job = self._jobs.pop(request)
+                if job is None:
+                    answers.without_copy.append(request)
+                elif job in self._open_jobs:
+                    answers.abandoned.append(job)
         return answers
-
-    def fail_all(self, answers: LoadAnswers) -> None:
-        """The core is broken, and what it planned is not to be trusted: add all that is awaited as failed."""
-        for request in tuple(self._jobs):
-            self._answer(request, answers.failed, answers)
-
-    def _answer(self, request: RequestId, ended: list[RequestId], answers: LoadAnswers) -> None:
-        if request not in self._jobs:
-            return
-        ended.append(request)
-        job = self._jobs.pop(request)
-        if job is None:
-            answers.without_copy.append(request)
-        elif job in self._open_jobs:
-            answers.abandoned.append(job)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from kvoffload.model.ids import DeviceBlockId, JobId, Rank
 from kvoffload.model.transfer import Direction, DiskJob, TransferJob, TransferReport
@@ -15,8 +16,7 @@ from kvoffload.runtime.clocks import Clocks
 from kvoffload.runtime.watchdog import Since
 
 
-@dataclass(slots=True)
-class _Copy:
+class _Copy(Struct):
     job: TransferJob | DiskJob
     running: set[Rank]
     is_overdue: bool = False
@@ -49,7 +49,8 @@ class OpenCopies:
         for job in jobs:
             self.open[job.job] = _Copy(job, set(self._ranks))
             self._due.append((since, job.job))
-            self._count(job, is_overdue=False, by=1)
+            if isinstance(job, TransferJob):
+                self._counts[job.direction, False] += 1
         if self.oldest is None:
             self.oldest = since
 
@@ -61,7 +62,8 @@ class OpenCopies:
                 copy.running.discard(report.rank)
                 if not copy.running:
                     del self.open[part.job]
-                    self._count(copy.job, is_overdue=copy.is_overdue, by=-1)
+                    if isinstance(copy.job, TransferJob):
+                        self._counts[copy.job.direction, copy.is_overdue] -= 1
         self._look()
 
     def overdue(self, now: float) -> list[JobId]:
@@ -71,8 +73,9 @@ class OpenCopies:
             job = self._due.popleft()[1]
             if (copy := self.open.get(job)) is not None:
                 copy.is_overdue = True
-                self._count(copy.job, is_overdue=False, by=-1)
-                self._count(copy.job, is_overdue=True, by=1)
+                if isinstance(copy.job, TransferJob):
+                    self._counts[copy.job.direction, False] -= 1
+                    self._counts[copy.job.direction, True] += 1
                 jobs.append(job)
         if jobs:
             self._look()
@@ -85,10 +88,6 @@ class OpenCopies:
     def count(self, direction: Direction, *, is_overdue: bool) -> int:
         """Return how many jobs between device and host are under way, or overdue. Callable from any thread."""
         return self._counts[direction, is_overdue]
-
-    def _count(self, job: TransferJob | DiskJob, *, is_overdue: bool, by: int) -> None:
-        if isinstance(job, TransferJob):
-            self._counts[job.direction, is_overdue] += by
 
     def _look(self) -> None:
         """Jobs that were submitted before any open one need no deadline any more."""

@@ -330,10 +330,10 @@ class SchedulerSide:
 
     def take_answers(self) -> LoadAnswers:
         """Return the loads that ended since the last call; some end without a report."""
-        answers = self._awaited.answer(self._ask("take_results", self.core.take_results, LoadResults()))
-        if self._awaited and self._degradation.cause is not None:
-            self._awaited.fail_all(answers)
-        return answers
+        results = self._ask("take_results", self.core.take_results, LoadResults())
+        if self._degradation.cause is not None:
+            results.failed += self._awaited  # what a broken core planned is not to be trusted
+        return self._awaited.answer(results)
 
     @property
     def has_answers(self) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import anyio
 
 from kvoffload.logs import get_logger
+from kvoffload.model.message import Message
 from kvoffload.telemetry.throttle import AtMostEvery
 
 log = get_logger("watchdog")
@@ -16,7 +17,7 @@ _QUIET_S = 60.0  # between two warnings of one kind
 _LONGEST_PERIOD_S = 15.0
 
 
-class Since(NamedTuple):
+class Since(Message, frozen=True):
     """When something began. A clock that people set may jump, so ages come from the other.
 
     Args:

@@ -14,7 +14,8 @@ from kvoffload.model.causes import Found
 from kvoffload.model.events import FirstTokenReached, LookupAnswered
 from kvoffload.model.ids import RequestId
 
-HasToken = Callable[[], bool]
+HasToken = Callable[[], object]
+"""What it returns is true once there is a token."""
 
 
 class FirstTokens:

@@ -37,6 +37,8 @@ class LoadWait(Enum):
     OTHERS_LOAD = "others_load"  # of the same prefix, so that it need not be loaded twice
     FETCH = "fetch"  # from a tier below the host, before the load can begin
 
+    __hash__ = object.__hash__  # as that of a cause
+
 
 class Hook(StrEnum):
     """The places where an engine calls offloading, the same for every engine. A member or its value may be given."""

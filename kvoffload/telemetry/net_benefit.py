@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from kvoffload.bus.bus import Bus
 from kvoffload.model import events, facts
 from kvoffload.model.causes import CopyOutcome, DiskOutcome, LoadOutcome
 from kvoffload.model.ids import JobId, RequestId
+from kvoffload.model.message import Message
 from kvoffload.model.transfer import Direction
 from kvoffload.telemetry.break_even import BreakEven
 from kvoffload.telemetry.labels import LoadWait
@@ -41,7 +42,7 @@ class OpenCopies(Protocol):
         """Return how many jobs of a direction are open, or overdue."""
 
 
-class _Load(NamedTuple):
+class _Load(Message, frozen=True):
     request: RequestId
     tokens: int
     since: float

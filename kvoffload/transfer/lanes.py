@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from kvoffload.logs import get_logger
 from kvoffload.model.errors import DeviceLost
+from kvoffload.model.transfer import Direction
 from kvoffload.transfer.ports import TicketState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvoffload.model.transfer import Direction
     from kvoffload.transfer.jobs import Part
     from kvoffload.transfer.ports import Ticket
 
@@ -149,6 +149,48 @@ class Lane:
             jobs=_job_ids(batch),
             timeout_s=self._timeout_s,
         )
+
+
+class Lanes:
+    """The lanes of one rank: per direction one of copies and, where checksums are kept, one of their reading.
+
+    Args:
+        timeout_s: of every lane.
+        reads: whether checksums are kept.
+    """
+
+    def __init__(self, timeout_s: float, *, reads: bool) -> None:
+        self.loads = Lane(Direction.LOAD, timeout_s)
+        self.stores = Lane(Direction.STORE, timeout_s)
+        self.copies = (self.loads, self.stores)  # in the order in which they are served
+        self._readings = {way: Lane(way, timeout_s, "checksum") for way in Direction} if reads else {}
+        self.readings = (*self._readings.values(),)
+        self.all = (*self.copies, *self.readings)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether batches are pending, those written off apart."""
+        return any(self.all)
+
+    @property
+    def written_off(self) -> int:
+        """Batches that were written off and have not ended."""
+        return sum([lane.written_off for lane in self.all])
+
+    @property
+    def store_bytes(self) -> int:
+        """Bytes of the pending stores."""
+        reading = self._readings.get(Direction.STORE)
+        return self.stores.pending_bytes + (reading.pending_bytes if reading is not None else 0)
+
+    @property
+    def lost(self) -> str | None:
+        """Why the device runs nothing more of this process, None while it does."""
+        return next((lane.lost for lane in self.copies if lane.lost), None)
+
+    def reading_of(self, direction: Direction) -> Lane:
+        """Return the lane of the checksums of a direction."""
+        return self._readings[direction]
 
 
 def _ended(batch: Batch, state: TicketState, now: float) -> EndedBatch:

@@ -8,7 +8,9 @@ waits for them. Stores wait in a queue for the coroutine, because no request wai
                       submit_stores ─ fence ─▶ store queue                    ├─ reap ─▶ ledger ─▶ take_report
     coroutine         store queue ─ within the byte budget ─────▶ store lane ─┘
 
-* `JobFlow` has the queue, the two lanes and the ledger, and does the work; this file decides which thread may do it when.
+* A job is in the ledger from acceptance to its report, and leaves it once. What was submitted lies in a lane. Whatever a
+  copier raises, the job ends. The last part of this file follows one job; what comes before it decides which thread may
+  do what when.
 * `_admission` is held while jobs are submitted, and once by the drain that ends submission; otherwise it is uncontended.
 * `_reaping` guards the lanes' heads and every part count of a store. The hook only ever tries it: when the coroutine
   holds it, ends are being noticed anyway. The coroutine waits for the hook, which holds it for a few queries.
@@ -17,8 +19,9 @@ waits for them. Stores wait in a queue for the coroutine, because no request wai
   bytes where both share a resource.
 * With nothing pending the coroutine sleeps until a job comes; it is not woken while it is awake. With copies pending it
   polls the oldest ticket of each lane, at intervals that double while nothing ends.
-* Where checksums are kept, a batch that was copied has them read by an executor's threads before its jobs are reported.
-  It stays pending until then, so time-outs, drain and death treat it as a running copy.
+* Where checksums are kept, a batch passes through two lanes: that of its copies, and when they have ended that of its
+  checksums, which an executor's threads read. It keeps the time of its submission, so both together have `timeout_s`, and
+  its bytes count as in flight: time-outs, drain and death treat it as a running copy.
 * A started copy cannot be cancelled. On cancellation, jobs that were not started fail at once; the coroutine stays, even if
   cancelled again, until started copies have ended or been written off.
 * If the coroutine dies, the hook's `poll` notices ends in its place and fails jobs that were not started.
@@ -27,28 +30,39 @@ waits for them. Stores wait in a queue for the coroutine, because no request wai
 from __future__ import annotations
 
 import asyncio
+import itertools
+from dataclasses import replace
 from threading import Lock
 from typing import TYPE_CHECKING
 
 import anyio
+import numpy as np
 
 from kvoffload.logs import get_logger
-from kvoffload.model.errors import IllegalTransition
-from kvoffload.model.transfer import TransferReport
+from kvoffload.model.errors import DeviceLost, IllegalTransition
+from kvoffload.model.transfer import Direction, TransferReport
 from kvoffload.transfer.backoff import Backoff
-from kvoffload.transfer.flow import JobFlow
+from kvoffload.transfer.checksums import ChecksumTicket
+from kvoffload.transfer.jobs import JobLedger, Part
+from kvoffload.transfer.lanes import Batch, Lanes
+from kvoffload.transfer.runs import merge_runs
+from kvoffload.transfer.statistics import TransferStatistics
+from kvoffload.transfer.store_bound import StoreBound
+from kvoffload.transfer.store_queue import StoreQueue
 from kvoffload.transfer.wakeup import Wakeup
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from kvoffload.model.ids import Rank
     from kvoffload.model.transfer import TransferJob
     from kvoffload.transfer.arena import Arena
     from kvoffload.transfer.checksums import Checksums
     from kvoffload.transfer.disk_copies import DiskNews
+    from kvoffload.transfer.jobs import OpenJob
+    from kvoffload.transfer.lanes import EndedBatch, Lane
     from kvoffload.transfer.ports import Clock, Copier, Fence
-    from kvoffload.transfer.statistics import TransferStatistics
+    from kvoffload.transfer.runs import CopyRuns, Numbers
 
 log = get_logger("transfer")
 
@@ -83,14 +97,14 @@ class TransferPump:
         self._arena = arena
         self._copier = copier
         self._clock = clock
-        self._flow = JobFlow(
-            arena,
-            copier,
-            clock,
-            store_bytes_in_flight=store_bytes_in_flight,
-            timeout_s=timeout_s,
-            checksums=checksums,
-        )
+        self._timeout_s = timeout_s
+        self._checksums = checksums
+        self._ledger = JobLedger()
+        self._bound = StoreBound(store_bytes_in_flight, arena.layout.slot_bytes)
+        self._queue = StoreQueue(self._bound, arena.layout.slot_bytes)
+        self._lanes = Lanes(timeout_s, reads=checksums is not None)
+        self._late_look_at = 0.0
+        self._lost: str | None = None  # why the device runs nothing more of this process
         self._admission = Lock()
         self._reaping = Lock()
         self._wakeup = Wakeup()
@@ -126,11 +140,11 @@ class TransferPump:
         if not jobs:
             return
         with self._admission:
-            accepted = self._flow.accept(jobs, fence)
+            accepted = self._accept(jobs, fence)
             if self._is_closing:
-                self._flow.fail(accepted, _CLOSING)
+                self._fail(accepted, _CLOSING)
                 return
-            self._flow.start_loads(accepted)
+            self._start_loads(accepted)
         self._wakeup.set()
 
     def submit_stores(self, jobs: Sequence[TransferJob]) -> None:
@@ -144,25 +158,24 @@ class TransferPump:
         if not jobs:
             return
         with self._admission:
-            accepted = self._flow.accept(jobs)
+            accepted = self._accept(jobs)
             if self._is_closing or self._gone is not None:
-                self._flow.fail(accepted, self._gone or _CLOSING)
+                self._fail(accepted, self._gone or _CLOSING)
                 return
-            self._flow.queue_stores(accepted)
+            self._queue.add(accepted)
         self._wakeup.set()
 
     def poll(self) -> None:
         """Notice what has ended, without waiting for anything."""
-        flow = self._flow
-        is_stranded = self._gone is not None and flow.has_queued_stores
-        if not (flow.is_pending or flow.written_off or is_stranded):
+        is_stranded = self._gone is not None and bool(self._queue)
+        if not (self._lanes.is_pending or self._lanes.written_off or is_stranded):
             return
         if not self._reaping.acquire(blocking=False):
             return
         try:
-            flow.reap()
+            self._reap()
             if self._gone is not None:
-                flow.fail_queue(self._gone)
+                self._fail_queue(self._gone)
         finally:
             self._reaping.release()
 
@@ -172,14 +185,15 @@ class TransferPump:
         Args:
             disk: what the rank's disk reports.
         """
-        reports = self._flow.ledger.take_reports()
+        reports = self._ledger.take_reports()
         works, file = True, None
         if disk is not None:
             reports, works, file = (*reports, *disk.jobs), disk.works, disk.file
         # Asked in this order, so that the last slots are there when no more are on their way.
         is_growing = self._arena.is_growing
         ready_slots = max(self._arena.ready_slots, self._reported[0])
-        state = ready_slots, is_growing, self._flow.lost
+        lost = self._lost or self._lanes.lost
+        state = ready_slots, is_growing, lost
         if not reports and state == self._reported and (disk is None or not disk.is_new):
             return None
         self._reported = state
@@ -187,11 +201,11 @@ class TransferPump:
             self._rank,
             reports,
             ready_slots,
-            self._flow.store_share,
+            self._bound.share,
             is_growing,
             self._arena.layout.slot_bytes,
             self._arena.slots,
-            self._flow.lost,
+            lost,
             works,
             file,
         )
@@ -209,7 +223,7 @@ class TransferPump:
     @property
     def has_work(self) -> bool:
         """Whether copies are queued or pending, or a report waits to be taken. Written-off copies are no work."""
-        return self._flow.is_pending or self._flow.has_queued_stores or self._flow.ledger.has_reports
+        return self._lanes.is_pending or bool(self._queue) or self._ledger.has_reports
 
     @property
     def is_alive(self) -> bool:
@@ -218,7 +232,23 @@ class TransferPump:
 
     def statistics(self) -> TransferStatistics:
         """Return counts for metrics and tests. Callable from any thread."""
-        return self._flow.statistics(self._wake_ups)
+        lanes, ledger = self._lanes, self._ledger
+        return TransferStatistics(
+            wake_ups=self._wake_ups,
+            queries=sum(lane.queries for lane in lanes.all),
+            batches=sum(lane.batches for lane in lanes.copies),
+            copies=sum(lane.copies for lane in lanes.copies),
+            jobs_done=ledger.done,
+            jobs_failed=ledger.failed,
+            loaded_bytes=ledger.done_bytes[Direction.LOAD],
+            stored_bytes=ledger.done_bytes[Direction.STORE],
+            open_jobs=len(ledger),
+            queued_stores=len(self._queue),
+            pending_batches=sum(map(len, lanes.all)),
+            written_off_batches=lanes.written_off,
+            store_bytes_in_flight=lanes.store_bytes,
+            store_bytes_bound=self._bound.bytes,
+        )
 
     # --- the coroutine ---
 
@@ -244,7 +274,7 @@ class TransferPump:
         finally:
             self._gone = reason
             with self._reaping:
-                self._flow.fail_queue(reason)
+                self._fail_queue(reason)
 
     async def drain(self) -> int:
         """Take no more jobs, fail those not started, and wait until the started ones have ended.
@@ -257,7 +287,7 @@ class TransferPump:
         with self._admission:
             self._is_closing = True
         with self._reaping:
-            self._flow.fail_queue(_CLOSING)
+            self._fail_queue(_CLOSING)
         was_cancelled = False
         with anyio.CancelScope(shield=True):
             while self._turn():  # the queue is empty and stays so
@@ -267,7 +297,7 @@ class TransferPump:
                     was_cancelled = True
         if was_cancelled:
             raise asyncio.CancelledError
-        return self._flow.written_off
+        return self._lanes.written_off
 
     async def close(self) -> None:
         """Drain, then close the copier and the arena. The arena stays where a written-off copy may still touch it."""
@@ -290,9 +320,160 @@ class TransferPump:
     def _turn(self) -> bool:
         """Notice ends and start stores; return whether anything is pending then."""
         with self._reaping:
-            progress = self._flow.reap()
-            progress |= self._flow.start_stores()
+            progress = self._reap()
+            progress |= self._start_stores()
             # Asked before the hook may look: with nothing pending the coroutine sleeps, also beside a queue.
-            is_pending = self._flow.is_pending
+            is_pending = self._lanes.is_pending
         self._backoff.note(progress=progress)
         return is_pending
+
+    # --- a job, from acceptance to report ---
+
+    def _accept(self, jobs: Sequence[TransferJob], fence: Fence = None) -> list[OpenJob]:
+        """Take jobs in and record what their copies wait for; return those that may be started.
+
+        Args:
+            jobs: all of one direction.
+            fence: what they wait for, if that was recorded before.
+
+        Raises:
+            IllegalTransition: a job was accepted before; nothing changed.
+        """
+        accepted = self._ledger.accept(jobs, self._clock.monotonic())
+        try:
+            fence = fence or self._copier.fence()
+        except Exception as error:  # the caller is the engine: it must not stumble over a copier
+            self._note_lost(error)
+            self._fail(accepted, f"no fence: {error!r}")
+            return []
+        for job in accepted:
+            job.fence = fence
+        return accepted
+
+    def _start_loads(self, jobs: Iterable[OpenJob]) -> None:
+        """Submit accepted loads in one batch."""
+        parts = [Part(job, 0, len(job.job.slots)) for job in jobs if self._resolve(job)]
+        for part in parts:
+            part.job.started = part.end
+        if parts:
+            self._submit(self._lanes.loads, Direction.LOAD, parts)
+
+    def _start_stores(self) -> bool:
+        """Submit queued stores as far as the bound allows; return whether any was."""
+        started = False
+        while parts := self._queue.next_batch(self._lanes.store_bytes, self._resolve):
+            self._submit(self._lanes.stores, Direction.STORE, parts)
+            started = True
+        return started
+
+    def _reap(self) -> bool:
+        """Notice which batches have ended; return whether any has."""
+        now = self._clock.monotonic()
+        is_load_pending = bool(self._lanes.loads)  # before its lane is looked at: it was while the stores ran
+        copied = [found for lane in self._lanes.copies for found in lane.reap(now)]
+        self._note_stores(copied, now, is_load_pending=is_load_pending)
+        read = [found for lane in self._lanes.readings for found in lane.reap(now)]
+        if self._lanes.written_off and now >= self._late_look_at:
+            self._late_look_at = now + self._timeout_s / 4
+            copied += itertools.chain.from_iterable(lane.reap_late(now) for lane in self._lanes.copies)
+            read += itertools.chain.from_iterable(lane.reap_late(now) for lane in self._lanes.readings)
+        for found in read:
+            self._settle(found, now)
+        for found in copied:
+            if found.failed or not self._read(found):
+                self._settle(found, now)
+        return bool(read or copied)
+
+    def _fail(self, jobs: Iterable[OpenJob], reason: str) -> None:
+        """Start no more of `jobs`, and report those of which nothing runs."""
+        now = self._clock.monotonic()
+        for job in jobs:
+            log.error("job_failed", direction=job.job.direction.value, job=job.job.job, reason=reason)
+            job.failed = True
+            if job.is_over:
+                self._ledger.end(job, now, self._arena.layout.slot_bytes)
+
+    def _fail_queue(self, reason: str) -> None:
+        """Fail every store of which a part was not started."""
+        self._fail([job for job in self._queue.take_all() if not job.failed], reason)
+
+    def _resolve(self, job: OpenJob) -> bool:
+        """Whether the job can be copied; one that cannot fails here, alone."""
+        if job.slots is not None:
+            return True
+        try:
+            job.resolve(self._arena.ready_slots, self._arena.layout.blocks)
+        except Exception as error:  # also what no type check would let through
+            self._fail([job], str(error))
+            return False
+        return True
+
+    def _submit(self, lane: Lane, direction: Direction, parts: Sequence[Part]) -> None:
+        now = self._clock.monotonic()
+        try:
+            runs = self._merged(direction, parts)
+            fences = {id(part.job.fence): part.job.fence for part in parts}
+            ticket = self._copier.submit(direction, runs, tuple(fences.values()))
+        except Exception as error:  # nothing was started, so the jobs can end
+            self._note_lost(error)
+            self._fail([part.job for part in parts], f"not submitted: {error!r}")
+            return
+        for part in parts:
+            part.job.open_parts += 1
+        lane.add(Batch(ticket, direction, tuple(parts), runs.total_bytes, len(runs), now))
+
+    def _note_lost(self, error: Exception) -> None:
+        if isinstance(error, DeviceLost):
+            self._lost = str(error)
+
+    def _merged(self, direction: Direction, parts: Sequence[Part]) -> CopyRuns:
+        blocks = [part.job.blocks[part.start : part.end] for part in parts if part.job.blocks is not None]
+        return merge_runs(self._arena.geometry, direction, _slots(parts), np.concatenate(blocks))
+
+    def _note_stores(self, copied: Iterable[EndedBatch], now: float, *, is_load_pending: bool) -> None:
+        for found in copied:
+            if found.batch.direction is Direction.STORE and not found.failed:
+                self._bound.batch_ended(found.batch, found.copy_s, now, is_load_pending=is_load_pending)
+
+    def _read(self, copied: EndedBatch) -> bool:
+        """Have the checksums of a batch read whose copies have ended well; False where nothing was begun."""
+        if self._checksums is None:
+            return False
+        batch = copied.batch
+        try:
+            ticket = self._checksums.start(batch.direction, _slots(batch.parts))
+        except Exception as error:  # as with a copy: whatever it is, the jobs end
+            self._fail([part.job for part in batch.parts], f"checksums not read: {error!r}")
+            return False
+        for part in batch.parts:
+            part.job.copy_s += copied.copy_s
+        self._lanes.reading_of(batch.direction).add(replace(batch, ticket=ticket, copies=0))
+        return True
+
+    def _settle(self, ended: EndedBatch, now: float) -> None:
+        self._note_corrupt(ended.batch)
+        for part in ended.batch.parts:
+            job = part.job
+            job.open_parts -= 1
+            job.copy_s += ended.copy_s
+            job.failed |= ended.failed
+            if job.is_over:
+                self._ledger.end(job, now, self._arena.layout.slot_bytes)
+
+    def _note_corrupt(self, batch: Batch) -> None:
+        found = batch.ticket.corrupt if isinstance(batch.ticket, ChecksumTicket) else ()
+        first = 0
+        for part in batch.parts:
+            job, end = part.job, first + part.end - part.start
+            bad = tuple(part.start + place - first for place in found if first <= place < end)
+            if bad:
+                job.corrupt += bad
+                slots = [job.job.slots[position] for position in bad]
+                log.error("blocks_corrupt", job=job.job.job, blocks=len(bad), slots=slots)
+            first = end
+
+
+def _slots(parts: Iterable[Part]) -> Numbers:
+    return np.concatenate(
+        [part.job.slots[part.start : part.end] for part in parts if part.job.slots is not None]
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import compress
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from kvoffload.model import facts
@@ -34,6 +35,7 @@ _make_progress: Callable[[tuple[RequestId, int, _Table, _Keys]], facts.Progress]
     tuple.__new__, facts.Progress
 )
 """Often in a step: a named tuple's own call takes three times as long."""
+_output_tokens = attrgetter("num_output_tokens")
 
 
 class VllmScheduler:
@@ -96,7 +98,9 @@ class VllmScheduler:
         known = self._keys.keys(hashes, 0)
         lasts = self._disk is None or persists(request)
         fact = facts.RequestSeen(RequestId(request.request_id), request.num_tokens, known, reads, lasts)
-        self.offload.seen(fact, tracked.has_token, tracked.trace_parent if self.offload.sends_spans else None)
+        self.offload.seen(
+            fact, partial(_output_tokens, request), tracked.trace_parent if self.offload.sends_spans else None
+        )
         return tracked
 
     def lookup(self, request: Request, device_tokens: int) -> int | None:
@@ -129,10 +133,9 @@ class VllmScheduler:
         known = max(tracked.found_tokens, request.num_computed_tokens)
         block_ids = blocks.get_block_ids()
         table = tuple([block_ids[group] for group in self._groups])
-        fact = facts.BlocksAllocated(RequestId(request.request_id), table, known, external_tokens)
-        self.offload.allocated(fact)
-        if external_tokens and self.offload.has_answers:
-            self._ended_loads = self._ended_loads.and_also(self.offload.take_answers())
+        self.offload.allocated(
+            facts.BlocksAllocated(RequestId(request.request_id), table, known, external_tokens)
+        )
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -219,8 +222,6 @@ class VllmScheduler:
         self.offload.ended(
             facts.RequestEnded(RequestId(request.request_id), confirmed, new_keys, holds_blocks)
         )
-        if self.offload.has_answers:
-            self._ended_loads = self._ended_loads.and_also(self.offload.take_answers())
 
     def _states(self, output: SchedulerOutput) -> tuple[facts.StateHandedOff, ...]:
         """Return the recurrent states that the step completes. Those within a block are left out: no lookup asks for them."""
@@ -252,22 +253,18 @@ class VllmScheduler:
                 gained[request_id] = ()
             else:
                 self._due.put(tracked, max(lacking, 1))
-        progress: tuple[facts.Progress, ...] = ()
-        if gained:
-            known = self._tracked
-            progress = tuple(
-                [
-                    self._progress_of(known[name], blocks, scheduled.get(name, 1))
-                    for name, blocks in gained.items()
-                    if name in known
-                ]
-            )
+        known = self._tracked
+        progress = [
+            self._progress_of(known[name], blocks, scheduled.get(name, 1))
+            for name, blocks in gained.items()
+            if name in known
+        ]
         if output.total_num_scheduled_tokens > len(scheduled):
             # These get more than one token, so a count of steps does not show when they complete a block.
             for request_id in [name for name, tokens in scheduled.items() if tokens > 1]:
-                if request_id not in gained and (due := self._tracked.get(request_id)) is not None:
+                if request_id not in gained and (due := known.get(request_id)) is not None:
                     self._due.put(due, 1)
-        return progress
+        return tuple(progress)
 
     def _new_blocks_of(
         self, output: SchedulerOutput, states: Sequence[facts.StateHandedOff]

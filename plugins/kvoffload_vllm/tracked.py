@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
+
+from msgspec import Struct
 
 from kvoffload.model.ids import BlockKey
 
@@ -46,8 +47,7 @@ class KeyMaker:
         return tuple(keys)  # type: ignore[arg-type]  # a `BlockKey` of its own would be a call a key
 
 
-@dataclass(slots=True)
-class Tracked:
+class Tracked(Struct, eq=False):
     """One request.
 
     Args:
@@ -79,10 +79,6 @@ class Tracked:
         """Whether reported hashes are no longer the request's: a session's next input replaces tokens not yet computed."""
         hashes, sent = self.request.block_hashes, self.hashes
         return sent > 0 and (len(hashes) < sent or hashes[sent - 1] != self.last_hash)
-
-    def has_token(self) -> bool:
-        """Return whether its first token is there."""
-        return self.request.num_output_tokens > 0
 
     def new_keys(self, maker: KeyMaker) -> tuple[tuple[BlockKey, ...], ...]:
         """Return the keys not reported yet, and note them as reported."""

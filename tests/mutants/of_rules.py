@@ -20,7 +20,7 @@ _COPIES = "kvoffload/runtime/open_copies.py"
 _BROKEN = "kvoffload/runtime/broken_core.py"
 _SIDE = "kvoffload/runtime/scheduler_side.py"
 _STALL = "kvoffload/core/stall.py"
-_FLOW = "kvoffload/transfer/flow.py"
+_PUMP = "kvoffload/transfer/pump.py"
 _CUDA_COPIER = "kvoffload/transfer/cuda_copier.py"
 _CUDA_DRIVER = "kvoffload/transfer/cuda_driver.py"
 _SPILLS = "kvoffload/core/spills.py"
@@ -58,8 +58,8 @@ MUTANTS: tuple[Mutant, ...] = (
     # In-flight stores.
     Mutant(3, _STORES, "if block in state.in_flight.blocks:", "if False:"),
     Mutant(3, _STORES, "and offer.block not in read and", "and"),
-    Mutant(3, _STORES, "elif key in in_flight.keys:", "elif False:"),
-    Mutant(3, _STORES, "if offer.key in accepted:", "if False:"),
+    Mutant(3, _STORES, "elif key in keys_in_flight:", "elif False:"),
+    Mutant(3, _STORES, "if key in accepted:", "if False:"),
     Mutant(3, _STORES, "                in_flight.wait(offer)", "                pass"),
     Mutant(3, _STORES, "state.in_flight.wait(duplicate)"),
     Mutant(3, _STORES, "self.again += self._state.in_flight", "self._state.in_flight"),
@@ -110,7 +110,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(7, _CORE, "handed_out([*fact.handed_out, *grown])", "handed_out(grown)"),
     Mutant(7, _CORE, "handed_out([*fact.handed_out, *grown])", "handed_out(fact.handed_out)"),
     Mutant(7, _CORE, "self._handed_out(self._new_blocks(fact), since_reset=record.stores)"),
-    Mutant(7, _STORES, "holds == offer.key and offer.block", "offer.block"),
+    Mutant(7, _STORES, "holds == key and offer.block", "offer.block"),
     Mutant(7, _STORES, "if holds != offer.key:", "if holds is None:"),
     Mutant(7, _STORES, "block = state.device.block_of(offer.key) or NULL_BLOCK", "block = NULL_BLOCK"),
     # Evictions.
@@ -132,8 +132,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         9,
         "kvoffload/runtime/awaited_loads.py",
-        "        if request not in self._jobs:\n            return\n",
-        "        self._jobs.setdefault(request, None)\n",
+        "                if request not in self._jobs:\n                    continue\n",
+        "                self._jobs.setdefault(request, None)\n",
         RUNTIME,
     ),
     # Resets.
@@ -180,12 +180,12 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(12, _BROKEN, "self._bus.drop_handlers()", tests=RUNTIME),
     Mutant(12, _BROKEN, "        self.release_loose()\n", "\n", tests=RUNTIME),
     Mutant(12, _BROKEN, " - self._copies.blocks()", "", tests=RUNTIME),
-    Mutant(12, _SIDE, "self._awaited.fail_all(answers)", tests=RUNTIME),
+    Mutant(12, _SIDE, "results.failed += self._awaited", tests=RUNTIME),
     Mutant(12, _SIDE, "self._broken.release_loose()", tests=RUNTIME),
     Mutant(12, _CORE, "self._loads.fail_open()", tests=RUNTIME),
     Mutant(12, _COPIES, "copy.running.discard(report.rank)", "copy.running.clear()", tests=RUNTIME),
     # Fences.
-    Mutant(13, _FLOW, "job.fence = fence", tests=TRANSFER),
+    Mutant(13, _PUMP, "job.fence = fence", tests=TRANSFER),
     Mutant(13, _CUDA_COPIER, "self.driver.wait(stream, fence)", tests=CUDA),
     Mutant(13, _CUDA_DRIVER, "{way: _Attributes(order)", "{way: _Attributes(_ANY_TIME)", CUDA),
     Mutant(13, _CUDA_COPIER, "        self._driver.record(self._events[1], self._stream)\n", "", CUDA),
@@ -234,8 +234,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(15, _POOL, "reversed(dict.fromkeys(reversed(slots)))", "dict.fromkeys(slots)"),
     Mutant(15, _STORES, "state.pool.fill(job.slots[::-1])", "state.pool.fill(job.slots)"),
     Mutant(15, _STORES, "for offer in reversed(offers):", "for offer in offers:"),
-    Mutant(15, _STORES, "first_token < record.held_to or offer", "offer"),
-    Mutant(15, _STORES, "record.held_to or offer.incarnation != record.incarnation:", "record.held_to:"),
+    Mutant(15, _STORES, "first_token < record.held_to or incarnation", "incarnation"),
+    Mutant(15, _STORES, "record.held_to or incarnation != record.incarnation:", "record.held_to:"),
     Mutant(15, _HOLDS, "self._pool.release(record.held[::-1])", "self._pool.release(record.held)"),
     Mutant(15, _HOLDS, "if record.shares or record.found_tokens:", "if False:"),
     Mutant(15, _HOLDS, "if record.shares or record.found_tokens:", "if record.shares:"),
@@ -301,7 +301,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "except ZeroDivisionError",
         CUDA,
     ),
-    Mutant(16, "kvoffload/transfer/pump.py", "        if left:\n", "        if False:\n", TRANSFER),
+    Mutant(16, _PUMP, "        if left:\n", "        if False:\n", TRANSFER),
     # The disk.
     Mutant(
         4,

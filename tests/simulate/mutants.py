@@ -24,9 +24,9 @@ from kvoffload.runtime.disk_index import DiskIndex
 from kvoffload.runtime.open_copies import OpenCopies
 from kvoffload.transfer import disk_copies
 from kvoffload.transfer.disk_copies import DiskCopies
-from kvoffload.transfer.flow import JobFlow
 from kvoffload.transfer.lanes import Lane
 from kvoffload.transfer.ports import TicketState
+from kvoffload.transfer.pump import TransferPump
 from kvoffload.transfer.wakeup import Wakeup
 from kvoffload_reference.pool_device import PoolDevice
 from kvoffload_reference.worker import ReferenceWorker
@@ -122,14 +122,14 @@ def _coroutine_is_not_woken() -> list[Patch]:
 
 def _load_reported_at_once() -> list[Patch]:
     """The pump reports a load as soon as it was submitted."""
-    real = JobFlow.reap
+    real = TransferPump._reap
 
-    def reap(self: JobFlow) -> bool:
-        for batch in self._loads._pending:
+    def reap(self: TransferPump) -> bool:
+        for batch in self._lanes.loads._pending:
             batch.ticket.query = lambda: TicketState.DONE  # type: ignore[method-assign]
         return real(self)
 
-    return [(JobFlow, "reap", reap)]
+    return [(TransferPump, "_reap", reap)]
 
 
 def _loads_are_not_reported() -> list[Patch]:
@@ -183,7 +183,7 @@ def _state_stored_before_the_forward_pass() -> list[Patch]:
     def start_loads(self: ReferenceWorker, plan: object) -> None:
         loads(self, plan)
         stores(self, plan)
-        self.offload._live_pump._flow.start_stores()
+        self.offload._live_pump._start_stores()
 
     return [(ReferenceWorker, "start_loads", start_loads), (ReferenceWorker, "start_stores", _nothing)]
 

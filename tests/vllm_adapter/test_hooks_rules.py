@@ -440,9 +440,9 @@ HOOKS = (
 
 def listen_to_hooks(rig: Rig, calls: list[str], *more: tuple[object, str]) -> Any:
     """Note the worker's hooks, what they submit, and calls of `more`, in order."""
-    worker, flow = rig.worker_connector, rig.pump._flow
+    worker, pump = rig.worker_connector, rig.pump
     patches = []
-    submitted = ((flow, "queue_stores"), (flow, "start_loads"))
+    submitted = ((pump._queue, "add"), (pump, "_start_loads"))
     for owner, name in [*((worker, name) for name in HOOKS), *submitted, *more]:
         original = getattr(owner, name)
 
@@ -470,15 +470,15 @@ def test_r13_loads_and_stores_start_on_the_hooks_thread_behind_the_forward_pass(
         for one in patches:
             one.stop()
     story = " ".join(calls)
-    assert "bind_connector_metadata fence start_load_kv start_loads wait_for_save" in story
-    assert "wait_for_save fence queue_stores" in story
-    assert story.count("start_loads") == 1
+    assert "bind_connector_metadata fence start_load_kv _start_loads wait_for_save" in story
+    assert "wait_for_save fence add" in story
+    assert calls.count("_start_loads") == 1
     steps = story.split("handle_preemptions ")[1:]
     assert all(step.split()[0] == "bind_connector_metadata" for step in steps)
     assert all(step.split()[-1] == "clear_connector_metadata" for step in steps)
     new = held.copier.tickets[tickets:]
     assert all(ticket.fences for ticket in new)
-    assert held.copier.fences - fences == story.count("queue_stores") + story.count("start_loads")
+    assert held.copier.fences - fences == calls.count("add") + calls.count("_start_loads")
 
 
 @pytest.mark.skipif(engines.IS_V2_RUNNER, reason="the order of the V1 runner's hooks")
