@@ -17,7 +17,7 @@ from kvoffload.model.ids import BlockKey, Rank, SlotId
 
 
 class DiskState:
-    """`Spills` and `Fetches` write it, and who restores it.
+    """`Spills` and `Fetches` write it, and the facts that restore it.
 
     Args:
         after_hits: a block is written to the disk when it was found again so often.
@@ -25,7 +25,7 @@ class DiskState:
     Attributes:
         pool: the disk's slots.
         sums: the checksums of the block in each slot that can hit, one a rank.
-        is_open: the index was read as a whole.
+        is_open: all of the index was read.
         is_closed: the index cannot be read or written any more.
         failing: ranks whose disk fails or hangs.
         abandoned: jobs on the disk that some rank never reported.
@@ -96,7 +96,7 @@ class DiskState:
             self.records.append(Strike(slot))
 
     def forget_all(self) -> int:
-        """Nothing is to be found any more; return how many blocks were. The index begins anew, so nothing is recorded."""
+        """Nothing is to be found any more; return how many blocks were. The index is removed, so nothing is recorded."""
         self.sums.clear()
         self.records.clear()
         self.candidates.clear()

@@ -19,7 +19,7 @@ from kvoffload.model.transfer import Direction, JobReport, Tier, TransferReport
 
 
 class DiskTier:
-    """Hands a job on the disk to who planned it."""
+    """Hands a job on the disk to `Spills` or `Fetches`, which planned it."""
 
     def __init__(self, state: CoreState, disk: DiskState, stores: Stores) -> None:
         self._state = state

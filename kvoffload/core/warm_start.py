@@ -33,7 +33,8 @@ class WarmStart:
     @property
     def is_due(self) -> bool:
         """Whether steps are needed for it."""
-        return bool(self.keys) and self._disk.is_usable and self._state.degraded is None
+        state = self._state
+        return bool(self.keys) and self._disk.is_usable and state.degraded is None and not state.stall.is_on
 
     def restored(self, puts: tuple[Put, ...]) -> None:
         """The disk has these blocks, the most recently used last, and behind all before."""
@@ -46,7 +47,7 @@ class WarmStart:
     def step(self) -> None:
         """Plan what may be fetched now."""
         state, disk = self._state, self._disk
-        if not self.is_due or state.growing or state.stall.is_on or disk.fetching or state.jobs.is_loading:
+        if not self.is_due or state.growing or disk.fetching or state.jobs.is_loading:
             return
         if not self._is_trimmed:
             self._is_trimmed = True

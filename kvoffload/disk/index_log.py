@@ -81,9 +81,9 @@ class IndexLog:
         contents = read_index(_read_all(self._descriptor, self._end))
         if contents is None or contents.end != self._end:
             raise OSError(errno.EIO, "the index reads otherwise than it was written")
-        anew = start_index(self._folder, self.header, contents.entries)
+        rewritten = start_index(self._folder, self.header, contents.entries)
         self.close()
-        return anew
+        return rewritten
 
     def close(self) -> None:
         """Close the file. What was not synced is the kernel's to write."""

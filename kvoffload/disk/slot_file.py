@@ -3,7 +3,7 @@
     | header, 4 KiB | slot 0 | slot 1 | ...        a slot is a block's bytes on this rank, padded to 4 KiB
 
 The header says whose slots these are and names the file by random bytes, its id. The index names files by their ids, so
-a file that was lost, swapped with another rank's or made anew can never be taken for the one that was indexed. The header
+a file that was lost, swapped with another rank's or replaced can never be taken for the one that was indexed. The header
 is written at creation and when the file grows; slots have no header, because the index has each slot's checksum.
 
 Reads and writes bypass the page cache where the file system allows it. The cache would take the host memory that the disk
@@ -42,7 +42,7 @@ _CHECKSUM = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class SlotShape:
-    """What the slots of a file are; a file of another shape is made anew.
+    """What the slots of a file are; a file of another shape is replaced.
 
     Args:
         rank, ranks: whose shards of blocks they hold.
@@ -147,7 +147,7 @@ class SlotFile:
 
 
 def open_slot_file(path: Path, shape: SlotShape, slots: int) -> SlotFile:
-    """Open and lock a slot file, which has its space on disk then; one that does not fit is made anew, with a new id.
+    """Open and lock a slot file, which has its space on disk then; one that does not fit is replaced by one with a new id.
 
     A file with more slots than asked for keeps them all: `keep_space` frees those that shall not be used.
 
@@ -201,7 +201,7 @@ def _prepare(descriptor: int, path: Path, shape: SlotShape, slots: int) -> SlotF
     if found is None or slots > had:
         buffer[:] = _header(file_id, shape, slots)
         os.pwritev(descriptor, [buffer], 0)
-        sync_folder(path.parent)  # a file that lost its name would be made anew
+        sync_folder(path.parent)  # a file that lost its name would be replaced
     return SlotFile(descriptor, file_id, max(slots, had), shape, go_direct(descriptor, buffer))
 
 

@@ -71,7 +71,9 @@ def _digest_of(folder: Path, memory: Path, loaded_ns: int | None, now_ns: Callab
     except OSError as error:
         raise DiskError(f"the weights in {folder} cannot be read: {error}") from error
     if not digests:
-        raise DiskError(f"the weights in {folder} cannot be told from others: the folder has no files")
+        raise DiskError(
+            f"the weights in {folder} cannot be distinguished from others: the folder has no files"
+        )
     _remember(memory, reader.known)
     return xxh3_128(json.dumps(digests).encode()).hexdigest()
 

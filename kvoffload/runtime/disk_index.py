@@ -1,4 +1,4 @@
-"""The disk's index on the scheduler's side: read, appended to and begun anew on a thread of its own.
+"""The disk's index on the scheduler's side: read, appended to and removed on a thread of its own.
 
     start ─▶ the KV's identity ─▶ its folder, locked
     every rank's file is open ─▶ index ─▶ parts for the core, a few thousand blocks a step

@@ -13,7 +13,7 @@ from kvoffload.disk.system import PAGE
 from kvoffload.logs import get_logger
 from kvoffload.model.disk import DiskFile
 from kvoffload.model.errors import DiskError
-from kvoffload.transfer.disk_copies import DiskCopies, DiskNews
+from kvoffload.transfer.disk_copies import DiskCopies, DiskReport
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -79,7 +79,7 @@ class WorkerDisk:
         assert self._copies is not None, "the file is not open"
         self._copies.withdraw(jobs)
 
-    def take(self) -> DiskNews | None:
+    def take(self) -> DiskReport | None:
         """Return what the disk reports, None before the file is open. Never waits."""
         copies = self._copies
         if copies is None or self._file is None:
@@ -88,7 +88,7 @@ class WorkerDisk:
         jobs, works = copies.take_reports(), copies.is_working
         is_new = bool(jobs) or works is not self._reported
         self._reported = works
-        return DiskNews(jobs, works, self._file, is_new)
+        return DiskReport(jobs, works, self._file, is_new)
 
     def close(self) -> None:
         """Take no more jobs; the file is closed when the last call in it has returned."""
@@ -124,7 +124,7 @@ class WorkerDisk:
             checksums=self._checksums,
         )
         self._file = DiskFile(file.id, file.slots, self._slots)
-        self._copies = copies  # last: who sees it must find the file
+        self._copies = copies  # last: the hook's thread takes it to mean that the file is known
 
     def _opened(self) -> SlotFile:
         if self._slots < 1:

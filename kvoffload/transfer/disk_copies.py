@@ -14,7 +14,7 @@ errors in a row end it for good. Both only cost hits.
 With `verify`, a spill compares the host slot with the checksum taken when its block arrived, or a bit that flipped in host
 memory would get a fresh checksum on the disk; a fetch takes the checksum that later loads and spills are compared with.
 
-Either thread may end a slot's copy, and whoever takes its token does. The queues are touched by single operations that Python
+Either thread may end a slot's copy: the one that takes its token. The queues are touched by single operations that Python
 makes whole, so the hook's thread waits for nothing.
 """
 
@@ -56,7 +56,7 @@ _MOST_ERRORS = 8  # in a row, after which the disk is not asked again
 log = get_logger("disk")
 
 
-class DiskNews(NamedTuple):
+class DiskReport(NamedTuple):
     """What a rank's disk reports.
 
     Args:
@@ -350,7 +350,7 @@ class DiskCopies:
         if self._is_closed and not (self._active or self._is_syncing):
             with suppress(
                 IndexError, OSError
-            ):  # another thread closes it; or the disk fails, which nobody needs to know
+            ):  # another thread closes it, or the disk fails, which costs nothing any more
                 self._to_close.pop().close()
 
     # -- inside -------------------------------------------------------------------------------------------------
@@ -412,5 +412,5 @@ def _note(copy: _SlotCopy) -> None:
 
 def _checksum(data: memoryview) -> int:
     state = xxh3_64()
-    state.update(data)  # a streamed hash lets go of the interpreter's lock
+    state.update(data)  # a streamed hash releases the interpreter's lock
     return state.intdigest()

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from kvoffload.model.transfer import TransferJob
     from kvoffload.transfer.arena import Arena
     from kvoffload.transfer.checksums import Checksums
-    from kvoffload.transfer.disk_copies import DiskNews
+    from kvoffload.transfer.disk_copies import DiskReport
     from kvoffload.transfer.jobs import OpenJob
     from kvoffload.transfer.lanes import EndedBatch, Lane
     from kvoffload.transfer.ports import Clock, Copier, Fence
@@ -179,7 +179,7 @@ class TransferPump:
         finally:
             self._reaping.release()
 
-    def take_report(self, disk: DiskNews | None = None) -> TransferReport | None:
+    def take_report(self, disk: DiskReport | None = None) -> TransferReport | None:
         """Return what ended since the last call and the slots that are ready, None when there is nothing new.
 
         Args:

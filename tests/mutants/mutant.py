@@ -10,7 +10,12 @@ CORE = ("tests/core",)
 ENGINE = ("tests/engine/test_capacity.py",)
 RUNTIME = ("tests/runtime/test_broken_core.py", "tests/runtime/test_scheduler_side.py")
 BUS = ("tests/bus",)
-DISK = ("tests/core/test_disk.py", "tests/transfer/test_disk_copies.py", "tests/reference/test_disk.py")
+DISK = (
+    "tests/core/test_disk.py",
+    "tests/core/test_fetches.py",
+    "tests/transfer/test_disk_copies.py",
+    "tests/reference/test_disk.py",
+)
 CUDA = ("tests/transfer/test_cuda_life.py", "tests/transfer/test_cuda_driver.py")
 TRANSFER = ("tests/transfer/test_pump.py", "tests/transfer/test_pump_cancellation.py")
 

@@ -25,6 +25,7 @@ _CUDA_COPIER = "kvoffload/transfer/cuda_copier.py"
 _CUDA_DRIVER = "kvoffload/transfer/cuda_driver.py"
 _SPILLS = "kvoffload/core/spills.py"
 _FETCHES = "kvoffload/core/fetches.py"
+_WARM_START = "kvoffload/core/warm_start.py"
 _INDEX = "kvoffload/runtime/disk_index.py"
 _DISK_COPIES = "kvoffload/transfer/disk_copies.py"
 _FORMAT = "kvoffload/disk/index_format.py"
@@ -320,7 +321,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(16, _SPILLS, "self._disk.pool.quarantine(job.places[position])", "pass", _DISK_CORE),
     Mutant(16, _SPILLS, "self._disk.pool.quarantine(place)", "pass", _DISK_CORE),
     Mutant(16, _FETCHES, "self._state.pool.quarantine(slot)", "pass", _DISK_CORE),
-    Mutant(17, _FETCHES, "job.asks.asks_disk = False", "pass", _DISK_CORE),
+    Mutant(17, _FETCHES, "record.asks_disk = False", "pass", _DISK_CORE),
     Mutant(17, _FETCHES, "max(self._state.pool.capacity // 4, 1)", "self._state.pool.capacity", _DISK_CORE),
     Mutant(17, _DISK_COPIES, "copy.is_stuck = True", "pass", _COPIES_OF_DISK),
     Mutant(
@@ -340,4 +341,13 @@ MUTANTS: tuple[Mutant, ...] = (
         _FILES,
     ),
     Mutant(18, _INDEX, "            remove_index(opened.folder)\n", "            pass\n", DISK),
+    Mutant(17, _DISK_COPIES, "not self._checksums.is_as_stored(slot)", "False", DISK),
+    Mutant(17, _DISK_COPIES, "self._checksums.take(slot)", "pass", DISK),
+    Mutant(17, _SPILLS, "sum(map(pool.quarantine, corrupt))", "len(corrupt)", DISK),
+    Mutant(15, _SPILLS, "disk.records += reversed(puts)", "disk.records += puts", DISK),
+    Mutant(15, _SPILLS, "return list(keys)[::-1]", "return list(keys)", DISK),
+    Mutant(14, _FETCHES, "if job.wanted or job.settled:", "if job.settled:", DISK),
+    Mutant(17, _WARM_START, "state.pool.count(SlotState.EMPTY)", "state.pool.room", DISK),
+    Mutant(16, "kvoffload/runtime/idle_steps.py", "< self._limit_s", "< 1e9", DISK),
+    Mutant(18, "kvoffload/disk/index_format.py", ".newest(capacity)", "", DISK),
 )
