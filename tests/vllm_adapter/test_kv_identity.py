@@ -197,6 +197,12 @@ def test_what_no_restart_could_find_is_refused_with_the_remedy(
     assert bool(problems(checkpoint, changes, named=True)) == (remedy != "disk_identity")
 
 
+def test_a_model_of_another_hub_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.envs.VLLM_USE_MODELSCOPE", True, raising=False)
+    (problem,) = problems(checkpoint, {})
+    assert "ModelScope" in problem
+
+
 def test_a_model_in_one_file_is_refused(checkpoint: Path) -> None:
     (problem,) = problems(checkpoint / "config.json", {})
     assert "a file and not a folder" in problem
