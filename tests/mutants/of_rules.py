@@ -28,9 +28,12 @@ _FETCHES = "kvoffload/core/fetches.py"
 _INDEX = "kvoffload/runtime/disk_index.py"
 _DISK_COPIES = "kvoffload/transfer/disk_copies.py"
 _FORMAT = "kvoffload/disk/index_format.py"
+_WEIGHTS = "kvoffload/disk/weights.py"
+_VLLM_IDENTITY = "plugins/kvoffload_vllm/kv_identity.py"
 
 _DISK_CORE = ("tests/core/test_disk.py",)
 _COPIES_OF_DISK = ("tests/transfer/test_disk_copies.py",)
+_OPENING = ("tests/vllm_adapter/test_disk_opening.py",)
 _FILES = ("tests/disk/test_index_format.py", "tests/disk/test_slot_file.py")
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -340,4 +343,9 @@ MUTANTS: tuple[Mutant, ...] = (
         _FILES,
     ),
     Mutant(18, _INDEX, "            remove_index(opened.folder)\n", "            pass\n", DISK),
+    Mutant(18, _VLLM_IDENTITY, "request.lora_request is None and named", "named", _OPENING),
+    Mutant(
+        18, _VLLM_IDENTITY, "request.lora_request is None and named", "request.lora_request is None", _OPENING
+    ),
+    Mutant(18, _WEIGHTS, "before.st_ctime_ns > self.loaded_ns", "False", ("tests/disk/test_weights.py",)),
 )

@@ -217,25 +217,3 @@ def test_a_seed_that_is_set_is_the_same_in_every_process(
     monkeypatch.delattr("vllm.v1.core.kv_cache_utils.get_none_hash_seed")  # as before 0.29
     (problem,) = problems(checkpoint, {})
     assert "PYTHONHASHSEED" in problem
-
-
-@pytest.mark.parametrize(
-    ("adapter", "names", "expected"),
-    [
-        (None, [], True),
-        (None, ["ab" * 32], True),
-        (None, ["ab" * 32, "0f" * 64], True),
-        (None, ["image-1"], False),
-        (None, ["ab" * 32, "x" * 64], False),
-        ("adapter", [], False),
-    ],
-)
-def test_a_request_lasts_only_if_its_keys_are_made_of_content(
-    adapter: str | None, names: list[str], expected: bool
-) -> None:
-    from kvoffload_vllm.kv_identity import persists
-
-    request: Any = SimpleNamespace(
-        lora_request=adapter, mm_features=[SimpleNamespace(identifier=name) for name in names]
-    )
-    assert persists(request) is expected
