@@ -40,10 +40,11 @@ class DiskOpening:
 
     def step(self, offload: SchedulerSide) -> KVIdentity | None:
         """A step begins: return the identity once, when this engine has locked the folder that is named by it."""
-        self._stepped.set()
-        if self._is_sent or (identity := offload.disk_identity) is None:
+        if self._is_sent:
             return None
-        self._is_sent = True
+        self._stepped.set()
+        identity = offload.disk_identity
+        self._is_sent = identity is not None
         return identity
 
     def close(self) -> None:

@@ -104,8 +104,12 @@ def _check_seed(vllm_config: VllmConfig) -> Iterator[str]:
 
 
 def _check_weights(model: ModelConfig, load: LoadConfig) -> Iterator[str]:
+    from vllm import envs
+
     reason = None
-    if getattr(model, "model_weights", ""):
+    if envs.VLLM_USE_MODELSCOPE:
+        reason = "they come from ModelScope"
+    elif getattr(model, "model_weights", ""):
         reason = "they are not read from a folder"
     elif load.load_format not in _FROM_FOLDER:
         reason = f"load_format is {load.load_format!r}"

@@ -177,7 +177,7 @@ def test_a_folder_without_files_has_no_identity(tmp_path: Path) -> None:
         weights_identity(empty, tmp_path / "memory")
 
 
-def test_a_file_that_changed_since_it_was_loaded_has_no_identity(tmp_path: Path, model: Path) -> None:
+def test_r18_a_file_that_changed_since_it_was_loaded_has_no_identity(tmp_path: Path, model: Path) -> None:
     memory = tmp_path / "memory"
     known = weights_identity(model, memory, now_ns=later)
     changed = max(path.stat().st_ctime_ns for path in model.rglob("*.*"))

@@ -29,9 +29,12 @@ _WARM_START = "kvoffload/core/warm_start.py"
 _INDEX = "kvoffload/runtime/disk_index.py"
 _DISK_COPIES = "kvoffload/transfer/disk_copies.py"
 _FORMAT = "kvoffload/disk/index_format.py"
+_WEIGHTS = "kvoffload/disk/weights.py"
+_VLLM_IDENTITY = "plugins/kvoffload_vllm/kv_identity.py"
 
 _DISK_CORE = ("tests/core/test_disk.py",)
 _COPIES_OF_DISK = ("tests/transfer/test_disk_copies.py",)
+_OPENING = ("tests/vllm_adapter/test_disk_opening.py",)
 _FILES = ("tests/disk/test_index_format.py", "tests/disk/test_slot_file.py")
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -350,4 +353,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(17, _WARM_START, "state.pool.count(SlotState.EMPTY)", "state.pool.room", DISK),
     Mutant(16, "kvoffload/runtime/idle_steps.py", "< self._limit_s", "< 1e9", DISK),
     Mutant(18, "kvoffload/disk/index_format.py", ".newest(capacity)", "", DISK),
+    Mutant(18, _VLLM_IDENTITY, "request.lora_request is None and named", "named", _OPENING),
+    Mutant(
+        18, _VLLM_IDENTITY, "request.lora_request is None and named", "request.lora_request is None", _OPENING
+    ),
+    Mutant(18, _WEIGHTS, "before.st_ctime_ns > self.loaded_ns", "False", ("tests/disk/test_weights.py",)),
 )

@@ -1,4 +1,4 @@
-"""Who learns of the identity when: the scheduler's side after the first step, each worker once it is sent."""
+"""Who learns of the identity when, and which requests may be found under it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 from kvoffload.disk.identity import KVIdentity
 from kvoffload_vllm.disk_opening import DiskOpening, WorkersPlace
+from kvoffload_vllm.kv_identity import persists
 
 IDENTITY = KVIdentity("engine", "weights", "keys", {"tensor": 2})
 
@@ -55,3 +56,23 @@ def test_a_worker_that_ends_stops_waiting(tmp_path: Path) -> None:
         with pytest.raises(CancelledError):
             folder.result()
     worker.sent(IDENTITY)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "names", "expected"),
+    [
+        (None, [], True),
+        (None, ["ab" * 32], True),
+        (None, ["ab" * 32, "0f" * 64], True),
+        (None, ["image-1"], False),
+        (None, ["ab" * 32, "x" * 64], False),
+        ("adapter", [], False),
+    ],
+)
+def test_r18_a_request_lasts_only_if_its_keys_are_made_of_content(
+    adapter: str | None, names: list[str], expected: bool
+) -> None:
+    request: Any = SimpleNamespace(
+        lora_request=adapter, mm_features=[SimpleNamespace(identifier=name) for name in names]
+    )
+    assert persists(request) is expected

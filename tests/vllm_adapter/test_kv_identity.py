@@ -197,6 +197,12 @@ def test_what_no_restart_could_find_is_refused_with_the_remedy(
     assert bool(problems(checkpoint, changes, named=True)) == (remedy != "disk_identity")
 
 
+def test_a_model_of_another_hub_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.envs.VLLM_USE_MODELSCOPE", True, raising=False)
+    (problem,) = problems(checkpoint, {})
+    assert "ModelScope" in problem
+
+
 def test_a_model_in_one_file_is_refused(checkpoint: Path) -> None:
     (problem,) = problems(checkpoint / "config.json", {})
     assert "a file and not a folder" in problem
@@ -211,25 +217,3 @@ def test_a_seed_that_is_set_is_the_same_in_every_process(
     monkeypatch.delattr("vllm.v1.core.kv_cache_utils.get_none_hash_seed")  # as before 0.29
     (problem,) = problems(checkpoint, {})
     assert "PYTHONHASHSEED" in problem
-
-
-@pytest.mark.parametrize(
-    ("adapter", "names", "expected"),
-    [
-        (None, [], True),
-        (None, ["ab" * 32], True),
-        (None, ["ab" * 32, "0f" * 64], True),
-        (None, ["image-1"], False),
-        (None, ["ab" * 32, "x" * 64], False),
-        ("adapter", [], False),
-    ],
-)
-def test_a_request_lasts_only_if_its_keys_are_made_of_content(
-    adapter: str | None, names: list[str], expected: bool
-) -> None:
-    from kvoffload_vllm.kv_identity import persists
-
-    request: Any = SimpleNamespace(
-        lora_request=adapter, mm_features=[SimpleNamespace(identifier=name) for name in names]
-    )
-    assert persists(request) is expected
