@@ -21,7 +21,7 @@ WHEEL := $(CURDIR)/$(VENV)/wheel
 AGAINST_WHEEL := KVOFFLOAD_WHEEL=$(WHEEL) PYTHONPATH=$(WHEEL) PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test-fast check format wheel test test-vllm quick-others recurrent-matrix vllm-versions lint types imports size coverage deep simulate explore mutants soak vllm-demo grafana observe bench-hooks bench-queue bench-serve docs site dashboards screenshot lock venv vllm-env kernel-env tools clean
+.PHONY: help demo quick test-fast check format wheel test test-vllm quick-others recurrent-matrix vllm-versions lint types imports size coverage deep disk-kills simulate explore mutants soak vllm-demo grafana observe bench-hooks bench-queue bench-serve docs site dashboards screenshot lock venv vllm-env kernel-env tools clean
 .DELETE_ON_ERROR:
 
 help:
@@ -95,6 +95,9 @@ coverage: venv  ## measure branch coverage of the quick tests
 deep: $(VENV)/wheel/ready  ## run property tests and kills many more times (long)
 	HYPOTHESIS_PROFILE=deep $(AGAINST_WHEEL) $(BIN)/pytest -m "hypothesis and not gpu and not vllm" --timeout 3600 $(ARGS)
 	$(if $(ARGS),,$(BIN)/python -m tests.kills --each 40)
+
+disk-kills: $(VENV)/wheel/ready  ## end engines on a disk 220 times at random moments (long)
+	KVOFFLOAD_KILLS=200 KVOFFLOAD_ENGINE_KILLS=20 $(AGAINST_WHEEL) $(BIN)/pytest -q tests/disk/test_kills.py tests/reference/test_disk_kills.py $(ARGS)
 
 simulate: venv  ## play 10,000 seeded lives of an engine (ARGS="--seed N")
 	@$(BIN)/python -m tests.simulate $(ARGS)

@@ -314,6 +314,7 @@ def test_r16_a_disk_that_does_not_answer_is_not_asked_again_before_it_has() -> N
     world.lookup(request)
     world.idle_step()
     [job] = world.disk_jobs(LOAD)
+    slots = world.copies[job].job.slots
     world.overdue(job)
     assert world.admit(request) == 0
     assert world.lookup(world.add("next", TEXT)) == 0, "a disk that does not answer is asked again"
@@ -322,6 +323,7 @@ def test_r16_a_disk_that_does_not_answer_is_not_asked_again_before_it_has() -> N
     world.idle_step()
     world.finish()
     world.run(request)
+    assert {world.core.state.pool.state(slot) for slot in slots} == {SlotState.QUARANTINED}
 
 
 def test_r16_of_a_spill_that_no_rank_reports_the_places_are_written_off() -> None:

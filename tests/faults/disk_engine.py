@@ -1,6 +1,6 @@
 """Engines on a disk below the host, driven by orders on standard input: run as a program, for tests that make its disk fail.
 
-Each order is a line of JSON, `[name, arguments]`, and its answer another one. All engines serve the same prompts; an answer that
+Each order is a line of JSON, `[name, arguments, settings]`, and its answer another one. All engines serve the same prompts; an answer that
 differs from the plain engine's ends the program.
 """
 

@@ -307,7 +307,8 @@ def test_a_read_that_hangs_fails_with_all_that_is_queued_and_touches_no_host_slo
 ) -> None:
     rig = threaded
     kept = [rig.fill(slot, seed=slot) for slot in range(4)]
-    fetch = rig.fetch([0, 1, 2, 3], [0, 1, 2, 3], [0] * 4)
+    zeros = xxh3_64_intdigest(bytes(rig.shape.slot_bytes))  # of places that were never written
+    fetch = rig.fetch([0, 1, 2, 3], [0, 1, 2, 3], [zeros] * 4)
     gate.wait_for_arrivals(2)
     assert rig.reports() == {}
     rig.clock.jump(TIMEOUT_S)
