@@ -13,7 +13,6 @@ from kvoffload.model.transfer import Direction, TransferJob, TransferPlan
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.transfer import factory
-from kvoffload.transfer.flow import JobFlow
 from kvoffload.transfer.pump import TransferPump
 from tests.cuda_emulator import Emulator, Engine
 from tests.cuda_emulator.life import Life
@@ -85,7 +84,7 @@ def test_the_coroutines_death_releases_nothing_and_the_hooks_see_its_copies_to_t
     life = under_way(emulator, monkeypatch, 2)
     pump, registered = life.side.pump, emulator.registrations
     with monkeypatch.context() as broken:
-        broken.setattr(JobFlow, "start_stores", lambda self: 1 / 0)
+        broken.setattr(life.clock, "sleep", lambda seconds: 1 / 0)
         life.portal.advance()
     assert not pump.is_alive
     assert emulator.registrations == registered
