@@ -116,7 +116,7 @@ async def throughput(silenced: Callable[[], pytest.MonkeyPatch]) -> list[Rates]:
     bare = Engine(config, ReferencePlugin())
     patch.undo()
     async with bare, Engine(config, ReferencePlugin()) as reported:
-        return await measure(bare, reported, pairs=20, prompt_tokens=256, answer_tokens=32)
+        return await measure(bare, reported, pairs=8, prompt_tokens=256, answer_tokens=32)
 
 
 # -- who watches --------------------------------------------------------------------------------------------------------

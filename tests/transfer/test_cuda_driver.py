@@ -38,6 +38,7 @@ class Bench:
         self.emulator = emulator
         self.engine = Engine(emulator, device, blocks=max(pieces, 1), pages=(PIECE,))
         self.driver = NvidiaDriver(f"cuda:{device}", lambda: self.engine.stream, batch_copies=batch_copies)
+        self.event = self.driver.event(timed=True)
         self.host = self.driver.pinned(max(pieces, 64) * PIECE)
         self.host[:] = np.random.default_rng(0).integers(0, 256, len(self.host), np.uint8)
         rows = np.arange(pieces, dtype=np.int64) * PIECE
@@ -289,11 +290,11 @@ def test_the_engines_thread_keeps_its_capture_mode(emulator: Emulator) -> None:
 
 
 CALLS: dict[str, Callable[[Bench], object]] = {
-    "has_passed": lambda bench: bench.driver.has_passed(bench.driver.event(timed=True)),
+    "has_passed": lambda bench: bench.driver.has_passed(bench.event),
     "event": lambda bench: bench.driver.event(timed=True),
-    "record": lambda bench: bench.driver.record(bench.driver.event(timed=True), bench.engine.stream),
-    "record_current": lambda bench: bench.driver.record_current(bench.driver.event(timed=True)),
-    "wait": lambda bench: bench.driver.wait(bench.engine.stream, bench.driver.event(timed=True)),
+    "record": lambda bench: bench.driver.record(bench.event, bench.engine.stream),
+    "record_current": lambda bench: bench.driver.record_current(bench.event),
+    "wait": lambda bench: bench.driver.wait(bench.engine.stream, bench.event),
     "stream": lambda bench: bench.driver.stream(urgent=True),
     "copy": lambda bench: bench.driver.copy(Direction.LOAD, bench.load, bench.engine.stream),
     "register": lambda bench: bench.driver.pinned(4096),

@@ -84,7 +84,7 @@ def test_the_coroutines_death_releases_nothing_and_the_hooks_see_its_copies_to_t
     life = under_way(emulator, monkeypatch, 2)
     pump, registered = life.side.pump, emulator.registrations
     with monkeypatch.context() as broken:
-        broken.setattr(TransferPump, "_start_stores", lambda self: 1 / 0)
+        broken.setattr(life.clock, "sleep", lambda seconds: 1 / 0)
         life.portal.advance()
     assert not pump.is_alive
     assert emulator.registrations == registered
