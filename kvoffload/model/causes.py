@@ -14,7 +14,7 @@ class Cause(Enum):
 class MissCause(Cause):
     """Why a block of a lookup missed. Each missed block has exactly one cause."""
 
-    NO_STATE = "no_state"  # the host lacks only a recurrent state, which was never offered
+    NO_STATE = "no_state"  # the host lacks only a recurrent state, never offered or not fetched in time
     NEVER_SEEN = "never_seen"  # no block with this key was offered, or it was too long ago to be remembered
     EVICTED = "evicted"  # it was on the host and was evicted for space
     STORING = "storing"  # its store is still open

@@ -8,8 +8,10 @@ from kvoffload.core.planners import LazyPlanner
 from kvoffload.model import facts
 from kvoffload.model.causes import MissCause, StoreOutcome
 from kvoffload.model.engine import EngineShape, Promises
-from kvoffload.model.events import JunctionAsked, JunctionMade
-from kvoffload.model.ids import GroupId, RequestId
+from kvoffload.model.events import JunctionAsked, JunctionMade, LookupAnswered
+from kvoffload.model.ids import GroupId, JobId, RequestId
+from kvoffload.model.transfer import Direction
+from tests.core.disk_world import DiskWorld
 from tests.core.world import FAILED, Req, World, full, key_at, keys_of, recurrent, window
 
 TEXT = "abcdefghijklm"
@@ -342,3 +344,65 @@ def test_a_failed_store_of_a_state_costs_its_prefix_only() -> None:
     world.device.forget_keys()
     assert world.on_host(TEXT) == ".xx"
     assert world.admit(world.add("b", TEXT)) == 12
+
+
+# -- on the disk ----------------------------------------------------------------------------------------------------------
+
+
+def on_disk(end: int = 8) -> DiskWorld:
+    """The disk has all whole blocks of the text and one state; neither host nor device has any."""
+    world = DiskWorld(recurrent(), full(group=1), promises=PROMISES, after_hits=0, host=32, disk=400)
+    world.states_end = (end,)
+    request = world.add("first", TEXT)
+    world.admit(request)
+    compute(world, request, len(TEXT))
+    world.step(request, tokens=1)
+    world.drain()
+    world.end(request)
+    world.settle()
+    world.empty_host()
+    assert world.on_disk(TEXT)[end // 4 - 1] == "x"
+    assert world.on_disk(TEXT, group=1) == "xxx"
+    assert (world.on_host(TEXT), world.on_host(TEXT, group=1)) == ("...", "...")
+    return world
+
+
+def fetch(world: DiskWorld, request: Req) -> JobId:
+    assert world.lookup(request) is None
+    world.idle_step()
+    [job] = world.disk_jobs(Direction.LOAD)
+    return job
+
+
+def test_a_state_and_the_attention_before_it_are_fetched_together() -> None:
+    world = on_disk()
+    request = world.add("late", TEXT)
+    job = fetch(world, request)
+    assert len(world.copies[job].job.slots) == 3
+    world.finish()
+    assert world.admit(request) == 8
+    world.step()
+    world.finish()
+    world.run(request)
+    assert world.results[-1] == ("late", True)
+
+
+def test_a_state_whose_fetch_failed_is_what_is_missed() -> None:
+    world = on_disk(4)
+    other = world.add("other", TEXT)
+    world.report(0, fetch(world, other), FAILED)
+    assert world.admit(other) == 0
+    world.states_end = ()
+    compute(world, other, len(TEXT))  # which leaves the attention on the host, and no state
+    world.end(other)
+    world.drain()
+    assert (world.on_host(TEXT), world.on_host(TEXT, group=1)) == ("...", "xxx")
+    world.device.forget_keys()
+    late = world.add("late", TEXT)
+    world.report(0, fetch(world, late), FAILED)
+    assert world.admit(late) == 0
+    assert world.reported(LookupAnswered)[-1].cause is MissCause.NO_STATE
+    last = world.add("last", TEXT)
+    fetch(world, last)
+    world.finish()
+    assert world.admit(last) == 4
