@@ -45,8 +45,8 @@ class LruOrder:
     __slots__ = ("_after", "_before", "count")
 
     def __init__(self) -> None:
-        self._after: list[int] = [-1]
-        self._before: list[int] = [-1]
+        self._after = [_END]
+        self._before = [_END]
         self.count = 0
 
     def grow(self, capacity: int) -> None:
@@ -61,8 +61,8 @@ class LruOrder:
             before[slot] = last
             last = slot
             count += 1
-        after[last] = -1
-        before[-1] = last
+        after[last] = _END
+        before[_END] = last
         self.count += count
 
     def remove(self, slots: Iterable[SlotId]) -> None:
@@ -82,11 +82,11 @@ class LruOrder:
         after, taken = self._after, list[SlotId]()
         slot = after[-1]
         for _ in range(min(count, self.count)):
-            taken.append(SlotId(slot))
+            taken.append(slot)
             following, after[slot] = after[slot], _ABSENT
             slot = following
-        after[-1] = slot
-        self._before[slot] = -1
+        after[_END] = slot
+        self._before[slot] = _END
         self.count -= len(taken)
         return taken
 
@@ -94,11 +94,12 @@ class LruOrder:
         links = self._after
         slot = links[-1]
         for _ in range(self.count):  # not until the ring's end: an audit must end also on a broken one
-            yield SlotId(slot)
+            yield slot
             slot = links[slot]
 
 
-_ABSENT = -2
+_END = SlotId(-1)
+_ABSENT = SlotId(-2)
 
 EVICTION_POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": LruOrder}
 """What `eviction_policy` may name."""

@@ -7,6 +7,7 @@ keep it out of the eviction order (a running request stored or hit it, so that a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
 
 from kvoffload.core.eviction import EvictionPolicy
 from kvoffload.core.key_index import KeyIndex
@@ -140,7 +141,9 @@ class HostPool:
         slots = sorted([self._freed.pop() for _ in range(min(len(keys), len(self._freed)))])
         fresh = self._fresh
         self._fresh += len(keys) - len(slots)
-        slots += map(SlotId, range(fresh, self._fresh))
+        slots += cast(
+            "Sequence[SlotId]", range(fresh, self._fresh)
+        )  # a `SlotId` of its own would be a call a slot
         self._move_all(slots, SlotEvent.RESERVE)
         for slot, key in zip(slots, keys, strict=True):
             self._keys[slot] = key

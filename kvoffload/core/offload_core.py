@@ -238,9 +238,11 @@ class OffloadCore:
     def _advance(self, fact: facts.StepScheduled) -> list[RequestRecord]:
         """Apply new blocks and confirmed tokens. Return the running requests concerned."""
         state, advanced = self.state, list[RequestRecord]()
-        # All ids are zeroed elsewhere before any is recorded.
-        grown = [block for progress in fact.progress for blocks in progress.new_blocks for block in blocks]
-        if state.tables.places and (grown or fact.handed_out):
+        if state.tables.places:
+            # All ids are zeroed elsewhere before any is recorded.
+            grown = [
+                block for progress in fact.progress for blocks in progress.new_blocks for block in blocks
+            ]
             state.tally.zeroed(state.tables.handed_out([*fact.handed_out, *grown]))
         if state.generation:
             self._separate_grown(fact)

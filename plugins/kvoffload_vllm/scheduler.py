@@ -97,7 +97,7 @@ class VllmScheduler:
         self._tracked[request.request_id] = tracked
         known = self._keys.keys(hashes, 0)
         lasts = self._disk is None or persists(request)
-        fact = facts.RequestSeen(RequestId(request.request_id), request.num_tokens, known, reads, lasts)
+        fact = facts.RequestSeen(request.request_id, request.num_tokens, known, reads, lasts)
         self.offload.seen(
             fact, partial(_output_tokens, request), tracked.trace_parent if self.offload.sends_spans else None
         )
@@ -109,7 +109,7 @@ class VllmScheduler:
         if tracked is None or tracked.is_rewritten:
             tracked = self._start_anew(request, tracked)
         tracked.found_tokens = device_tokens
-        name = RequestId(request.request_id)
+        name: RequestId = request.request_id
         new_keys = tracked.new_keys(self._keys) if tracked.hashes != len(request.block_hashes) else ()
         if not self._state_tokens:
             return self.offload.lookup(name, device_tokens, request.num_tokens, new_keys)
@@ -133,15 +133,13 @@ class VllmScheduler:
         known = max(tracked.found_tokens, request.num_computed_tokens)
         block_ids = blocks.get_block_ids()
         table = tuple([block_ids[group] for group in self._groups])
-        self.offload.allocated(
-            facts.BlocksAllocated(RequestId(request.request_id), table, known, external_tokens)
-        )
+        self.offload.allocated(facts.BlocksAllocated(request.request_id, table, known, external_tokens))
 
     # -- a step -------------------------------------------------------------------------------------------------
 
     def build_metadata(self, output: SchedulerOutput) -> KVOffloadMetadata:
         """Return the step's plan for the workers."""
-        preempted = tuple(map(RequestId, output.preempted_req_ids or ()))
+        preempted: tuple[RequestId, ...] = tuple(output.preempted_req_ids or ())
         for request in preempted:
             if (tracked := self._tracked.get(request)) is not None:
                 self._due.drop(tracked)
@@ -219,9 +217,7 @@ class VllmScheduler:
                 self.host_events.note(request, tracked.noted, confirmed)
             if tracked.hashes != len(request.block_hashes):
                 new_keys = tracked.new_keys(self._keys)
-        self.offload.ended(
-            facts.RequestEnded(RequestId(request.request_id), confirmed, new_keys, holds_blocks)
-        )
+        self.offload.ended(facts.RequestEnded(request.request_id, confirmed, new_keys, holds_blocks))
 
     def _states(self, output: SchedulerOutput) -> tuple[facts.StateHandedOff, ...]:
         """Return the recurrent states that the step completes. Those within a block are left out: no lookup asks for them."""
@@ -292,4 +288,4 @@ class VllmScheduler:
         if self.host_events is not None:
             tracked.noted = self.host_events.note(request, tracked.noted, confirmed)
         new_keys = tracked.new_keys(self._keys) if tracked.hashes != len(request.block_hashes) else ()
-        return _make_progress((RequestId(request.request_id), confirmed, new_blocks, new_keys))
+        return _make_progress((request.request_id, confirmed, new_blocks, new_keys))

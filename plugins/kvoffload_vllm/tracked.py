@@ -7,13 +7,13 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
-from kvoffload.model.ids import BlockKey
+from kvoffload.model.ids import BlockKey, RequestId
 
 
 class RequestLike(Protocol):
     """What is read of vLLM's `Request`."""
 
-    request_id: str
+    request_id: RequestId
     block_hashes: list[bytes]
     all_token_ids: Sequence[int]
     lora_request: Any
@@ -99,7 +99,7 @@ class DueSteps:
 
     def __init__(self) -> None:
         self._step = 0
-        self._due: dict[int, dict[str, Tracked]] = {}
+        self._due: dict[int, dict[RequestId, Tracked]] = {}
 
     def __len__(self) -> int:
         """Return how many requests are put aside."""

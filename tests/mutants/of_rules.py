@@ -247,7 +247,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(15, _HITS, "self._state.holds.used(record, hit.device_tokens)"),
     Mutant(15, _LOADS, "self._state.holds.used(record, record.found_tokens)"),
     Mutant(15, "kvoffload/core/eviction.py", "links = self._after", "links = self._before"),
-    Mutant(15, "kvoffload/core/eviction.py", "self._before[slot] = -1"),
+    Mutant(15, "kvoffload/core/eviction.py", "self._before[slot] = _END"),
     # Recurrent states: when they are offered, and which of them.
     Mutant(
         10,
