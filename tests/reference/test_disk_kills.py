@@ -99,18 +99,18 @@ def serve(folder: Path, seed: int, to_test: Connection, records: Connection, cou
     served.engine.close()
 
 
-def say_records(records: Connection) -> None:
+def say_records(to_test: Connection) -> None:
     """Send each strike before it is written, and each put after."""
     real = IndexLog.append
 
-    def append(self: IndexLog, new: Sequence[DiskRecord]) -> None:
-        for record in new:
+    def append(self: IndexLog, records: Sequence[DiskRecord]) -> None:
+        for record in records:
             if isinstance(record, Strike):
-                records.send((int(record.slot), None))
-        real(self, new)
-        for record in new:
+                to_test.send((int(record.slot), None))
+        real(self, records)
+        for record in records:
             if isinstance(record, Put):
-                records.send((int(record.slot), bytes(record.key)))
+                to_test.send((int(record.slot), bytes(record.key)))
 
     IndexLog.append = append  # type: ignore[method-assign]  # in a process of its own
 
