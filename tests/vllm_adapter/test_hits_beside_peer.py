@@ -162,10 +162,21 @@ def test_eager_hits_are_at_least_the_peers(kind: checkpoints.Kind, folder: Path)
     assert all(other.hits > 0 for size, (_, other) in table.items() if size >= DEVICE_BLOCKS[kind]), table
 
 
-@pytest.mark.parametrize("size", [96, 256])
-def test_hits_of_a_model_with_recurrent_layers_are_at_least_the_peers(folder: Path, size: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "policy", "size"),
+    [
+        ("lfm2", "eager", 96),
+        ("lfm2", "eager", 256),
+        ("lfm2", "lazy", 256),
+        ("granite4", "eager", 256),
+        ("granite4", "lazy", 256),
+    ],
+)
+def test_hits_of_a_model_with_recurrent_layers_are_at_least_the_peers(
+    kind: checkpoints.Kind, policy: str, size: int, folder: Path
+) -> None:
     """States take a block each, of every group, and without one there is no hit."""
-    mine, other = side_by_side("lfm2", folder, "eager", (size,))[size]
+    mine, other = side_by_side(kind, folder, policy, (size,))[size]
     assert other.hits > 0
     assert mine.hits >= other.hits, (mine, other)
     assert mine.tokens >= other.tokens, (mine, other)

@@ -143,7 +143,10 @@ def test_a_junction_costs_one_chunk_once_and_nothing_where_no_prefix_is_shared(o
                 on.forget_on_device()
                 costs[are_on].append(chunks(on, asked))
     first, alone_cost, second = costs[False]
-    assert costs[True] == [first, alone_cost, second + 1]
+    # A step ends there anyway where its budget of tokens does.
+    budget = on.rig.scheduler.scheduler_config.max_num_batched_tokens
+    more = int(SHARED_BLOCKS * BLOCK_TOKENS[on.kind] % budget > 0)
+    assert costs[True] == [first, alone_cost, second + more]
 
 
 @pytest.mark.parametrize("on", MODELS[:1], indirect=True)  # the other layers take long on a CPU
