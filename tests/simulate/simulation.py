@@ -23,6 +23,7 @@ from kvoffload.logs import ROOT
 from kvoffload.model.causes import StoreOutcome
 from kvoffload.model.events import DiskCopyEnded, DiskOpened, Event
 from kvoffload.model.facts import Fact, JobOverdue
+from kvoffload.model.transfer import Tier
 from kvoffload.runtime.clocks import Clocks
 from kvoffload.telemetry.journal import Entry, line_of
 from kvoffload.telemetry.snapshot import conservation
@@ -392,7 +393,9 @@ class Simulation:
         core, left = self.offload.core.state, list[str]()
         if not self.is_cut_off:
             left += [f"request {request} is still live" for request in core.requests.live]
-            open_jobs = [job for job in core.jobs.open.values() if not job.settled]
+            # Those on a disk that hangs keep an engine stepping no longer than `drain_s`.
+            jobs = core.jobs.open.values()
+            open_jobs = [job for job in jobs if not job.settled and job.tier is Tier.HOST]
             left += [f"job {job.job} is {job.state.name}" for job in open_jobs]
         numbers = self.engine.statistics()
         if numbers.leased_blocks != len(core.leases.counts):
