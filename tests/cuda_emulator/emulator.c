@@ -24,7 +24,7 @@ its cost, so streams overlap and every run of a seed gives the same times. */
 #include <time.h>
 #include <unistd.h>
 
-#define AGENTS 32 /* the host is agent 0, streams are 1 to 31 */
+#define AGENTS 96 /* the host is agent 0, streams the others: a simulated life starts engines that never close theirs */
 #define DEVICES 2
 #define TABLE 65536
 #define PAGE_BITS 8
