@@ -183,7 +183,7 @@ $(VENV)/ready: .ci/requirements.lock pyproject.toml
 $(QUICK)/ready: .ci/requirements.lock
 	@test -x $(QUICK)/bin/pip || $(NEW_ENOUGH)
 	@test -x $(QUICK)/bin/pip || $(PYTHON) -m venv $(QUICK)
-	@$(QUICK)/bin/python -m pip --disable-pip-version-check -qq install --constraint .ci/requirements.lock anyio hypothesis pytest pytest-asyncio pytest-timeout
+	@$(QUICK)/bin/python -m pip --disable-pip-version-check -qq install --constraint .ci/requirements.lock anyio hypothesis msgspec pytest pytest-asyncio pytest-timeout
 	@touch $@
 
 $(VENV)/wheel/ready: $(VENV)/ready $(SOURCES)

@@ -23,7 +23,8 @@ class DiskState:
         after_hits: a block is written to the disk when it was found again so often.
 
     Attributes:
-        pool: the disk's slots.
+        pool: the disk's slots, also those that have no space on disk and so are never handed out.
+        capacity: slots that have space, as far as the index was read.
         sums: the checksums of the block in each slot that can hit, one a rank.
         is_open: all of the index was read.
         is_closed: the index cannot be read or written any more.
@@ -43,6 +44,7 @@ class DiskState:
         self._hits: dict[BlockKey, int] = {}
         self.pool = HostPool(LruOrder())
         self.sums: dict[SlotId, tuple[int, ...]] = {}
+        self.capacity = 0
         self.is_open = self.is_closed = False
         self.failing: set[Rank] = set()
         self.abandoned = self.least_tokens = 0
@@ -64,6 +66,7 @@ class DiskState:
         blocks = {put.slot: put.key for put in puts if put.key not in known}
         twice = [put.slot for put in puts if put.slot not in blocks]
         self.pool.adopt(slots, blocks, (*free, *twice))
+        self.capacity += len(puts) + len(free)
         self.sums.update({put.slot: put.sums for put in puts if put.slot in blocks})
 
     def reuse(self, keys: Sequence[BlockKey]) -> None:

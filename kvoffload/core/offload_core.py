@@ -353,8 +353,7 @@ class OffloadCore:
         self._disk.warm_start.restored(fact.puts)
         if fact.is_last:
             disk.is_open = True
-            slots = disk.pool.capacity - disk.pool.count(SlotState.QUARANTINED)
-            self.state.tally.events.append(DiskOpened(slots, len(disk.pool.index)))
+            self.state.tally.events.append(DiskOpened(disk.capacity, len(disk.pool.index)))
 
     def disk_closed(self, _: facts.DiskClosed) -> None:
         """What is on the disk is not looked for any more, and nothing is written to it."""

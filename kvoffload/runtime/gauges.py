@@ -70,10 +70,11 @@ def read_gauges(
 
 def _disk_gauges(disk: DiskState, jobs: Jobs, memory: HostMemory) -> TierGauges:
     slots = {label_of(each): disk.pool.count(each) for each in SlotState}
+    slots[label_of(SlotState.QUARANTINED)] -= disk.pool.capacity - disk.capacity  # those without space on disk
     return TierGauges(
         state=_state(disk),
         slots=slots,
-        capacity_slots=sum(slots.values()),
+        capacity_slots=disk.capacity,
         slot_bytes=memory.disk_block_bytes,
         open_jobs={
             (way.value, label_of(state)): jobs.count(way, state, Tier.DISK)

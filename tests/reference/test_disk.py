@@ -217,6 +217,8 @@ def test_with_less_room_the_most_recently_used_are_found_and_the_rest_gives_its_
     made = start(extra=smaller)
     assert made.offload.core.state.disk is not None
     assert made.offload.core.state.disk.pool.room == new
+    gauges = made.offload.gauges().disk
+    assert gauges.capacity_slots == sum(gauges.slots.values()) == new
     [path] = tmp_path.glob("disk/*/replica0/slots0")
     assert path.stat().st_blocks * 512 < smaller["disk_bytes_per_rank"] + 64 * 1024
     made.run(PROMPT)
