@@ -7,17 +7,13 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from msgspec import structs
-
 from kvoffload.core.host_pool import HostPool
 from kvoffload.core.job import Job
 from kvoffload.core.loads import Loads
-from kvoffload.core.offload_core import OffloadCore
 from kvoffload.core.shared_loads import SharedLoads
 from kvoffload.core.stale_blocks import StaleBlocks
 from kvoffload.core.stores import Stores
 from kvoffload.model.causes import CopyOutcome, LoadOutcome, StoreOutcome
-from kvoffload.model.facts import StepScheduled
 from kvoffload.model.ids import BlockKey, SlotId
 from kvoffload.runtime.awaited_loads import AwaitedLoads, LoadAnswers
 from kvoffload.runtime.disk_index import DiskIndex
@@ -28,7 +24,6 @@ from kvoffload.transfer.ports import TicketState
 from kvoffload.transfer.pump import TransferPump
 from kvoffload.transfer.wakeup import Wakeup
 from kvoffload_reference.pool_device import PoolDevice
-from kvoffload_reference.worker import ReferenceWorker
 
 Patch = tuple[Any, str, Any]  # a class or a module
 
