@@ -7,13 +7,17 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+from msgspec import structs
+
 from kvoffload.core.host_pool import HostPool
 from kvoffload.core.job import Job
 from kvoffload.core.loads import Loads
+from kvoffload.core.offload_core import OffloadCore
 from kvoffload.core.shared_loads import SharedLoads
 from kvoffload.core.stale_blocks import StaleBlocks
 from kvoffload.core.stores import Stores
 from kvoffload.model.causes import CopyOutcome, LoadOutcome, StoreOutcome
+from kvoffload.model.facts import StepScheduled
 from kvoffload.model.ids import BlockKey, SlotId
 from kvoffload.runtime.awaited_loads import AwaitedLoads, LoadAnswers
 from kvoffload.runtime.disk_index import DiskIndex
@@ -24,6 +28,7 @@ from kvoffload.transfer.ports import TicketState
 from kvoffload.transfer.pump import TransferPump
 from kvoffload.transfer.wakeup import Wakeup
 from kvoffload_reference.pool_device import PoolDevice
+from kvoffload_reference.worker import ReferenceWorker
 
 Patch = tuple[Any, str, Any]  # a class or a module
 
@@ -153,6 +158,39 @@ def _disk_is_not_compared() -> list[Patch]:
 
 def _reset_leaves_the_index() -> list[Patch]:
     return [(DiskIndex, "_reset", lambda self: True)]
+
+
+def _state_offered_before_the_steps_facts() -> list[Patch]:
+    real = OffloadCore.step_scheduled
+
+    def step_scheduled(self: OffloadCore, fact: StepScheduled) -> None:
+        if self.state.degraded is None:
+            self._offer_states(fact.states)
+        real(self, structs.replace(fact, states=()))
+
+    return [(OffloadCore, "step_scheduled", step_scheduled)]
+
+
+def _state_stored_before_the_forward_pass() -> list[Patch]:
+    """Its block has its key by then, but not its bytes."""
+    loads, stores = ReferenceWorker.start_loads, ReferenceWorker.start_stores
+
+    def start_loads(self: ReferenceWorker, plan: object) -> None:
+        loads(self, plan)
+        stores(self, plan)
+        self.offload._live_pump._start_stores()
+
+    return [(ReferenceWorker, "start_loads", start_loads), (ReferenceWorker, "start_stores", _nothing)]
+
+
+def _state_of_a_preempted_request_waits_on() -> list[Patch]:
+    real = Stores.settle_waiting
+
+    def settle_waiting(self: Stores, record: Any, outcome: StoreOutcome) -> None:  # noqa: ANN401
+        if outcome is not StoreOutcome.LOST or record not in self.states_for_room:
+            real(self, record, outcome)
+
+    return [(Stores, "settle_waiting", settle_waiting)]
 
 
 MUTANTS: dict[str, Callable[[], list[Patch]]] = {
