@@ -103,7 +103,9 @@ class Fetches:
         """Return why a block misses that is not on the host, given what the host knows of it."""
         if missing is not None and missing in self._disk.pool.index:
             return MissCause.NO_STATE if self._state.shape.count_states((missing,)) else MissCause.ON_DISK
-        if cause in (MissCause.NEVER_SEEN, MissCause.EVICTED) and not self._disk.is_open:
+        if cause in (MissCause.NEVER_SEEN, MissCause.EVICTED) and not (
+            self._disk.is_open or self._disk.is_closed
+        ):
             return MissCause.TIER_OPENING
         return cause
 

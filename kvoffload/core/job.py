@@ -111,7 +111,8 @@ class Jobs:
 
     def __init__(self, ranks: int) -> None:
         self._ranks = frozenset(map(Rank, range(ranks)))
-        self._next = 0
+        self.last = JobId(-1)
+        """The number of the job that was planned last."""
         self._counts = {
             (tier, direction): [0] * len(JobState)
             for tier in (Tier.HOST, Tier.DISK)
@@ -130,8 +131,8 @@ class Jobs:
 
     def plan(self, direction: Direction, tier: Tier = Tier.HOST) -> Job:
         """Open a job."""
-        job = Job(JobId(self._next), direction, set(self._ranks), tier=tier)
-        self._next += 1
+        self.last = JobId(self.last + 1)
+        job = Job(self.last, direction, set(self._ranks), tier=tier)
         self.open[job.job] = job
         self.planned.append(job)
         self.pending += 1
@@ -143,10 +144,9 @@ class Jobs:
         """Return how many open jobs of a tier and a direction are in a state."""
         return self._counts[tier, direction][state]
 
-    @property
-    def last(self) -> JobId:
-        """The number of the job that was planned last."""
-        return JobId(self._next - 1)
+    def on_disk(self) -> list[JobId]:
+        """Return the open jobs that copy between host and disk."""
+        return [job.job for job in self.open.values() if job.tier is Tier.DISK]
 
     @property
     def is_loading(self) -> bool:

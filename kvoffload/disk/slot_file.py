@@ -61,6 +61,10 @@ class SlotShape:
         return round_up(self.slot_bytes)
 
 
+class SlotFileInUse(DiskError):
+    """Another process has the slot file open."""
+
+
 class SlotFile:
     """An open, locked slot file. Any number of threads may read and write slots of it at once; `open_slot_file` makes it.
 
@@ -157,7 +161,8 @@ def open_slot_file(path: Path, shape: SlotShape, slots: int) -> SlotFile:
         slots: how many it must have room for.
 
     Raises:
-        DiskError: another process uses it, it is no plain file of ours, there is too little space, or the disk fails.
+        SlotFileInUse: another process uses it.
+        DiskError: it is no plain file of ours, there is too little space, or the disk fails.
     """
     try:
         descriptor = _open_own(path)
@@ -192,7 +197,7 @@ def _prepare(descriptor: int, path: Path, shape: SlotShape, slots: int) -> SlotF
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise DiskError(f"the slot file {path} is in use by another process") from error
+        raise SlotFileInUse(f"the slot file {path} is in use by another process") from error
     buffer = aligned_buffer(PAGE)
     found = _read_header(descriptor, shape, buffer)
     file_id, had = found or (secrets.token_bytes(ID_BYTES), 0)

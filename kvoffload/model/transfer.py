@@ -62,11 +62,6 @@ class DiskJob(Message, frozen=True):
     places: tuple[SlotId, ...]
     sums: tuple[tuple[int, ...], ...] = ()
 
-    @property
-    def blocks(self) -> tuple[DeviceBlockId, ...]:
-        """It touches no device block."""
-        return ()
-
 
 class TransferPlan(Message, frozen=True):
     """The copies decided in one step. Workers submit loads before stores.
@@ -134,7 +129,7 @@ class TransferReport(Message, frozen=True):
         slot_bytes: bytes of one host slot on this rank.
         wanted_slots: host slots that this rank will have once all are ready.
         lost: why the rank's device executes nothing more for this process, None while it works.
-        disk_works: no call on this rank's slot file hangs, and not too many have failed.
+        disk_works: this rank's slot file did not fail to open, no call on it hangs, and not too many have failed.
         disk_file: this rank's slot file, once it is open.
     """
 

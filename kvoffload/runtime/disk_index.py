@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
@@ -91,8 +92,12 @@ class DiskIndex:
     # -- the engine's thread ------------------------------------------------------------------------------------
 
     def ranks_reported(self, reports: Iterable[TransferReport]) -> None:
-        """Ranks may have opened their slot files; with the last one the index is read."""
+        """Ranks may have opened their slot files, or failed to; with the last one the index is read."""
         for report in reports:
+            if report.disk_file is None and not report.disk_works:
+                self.awaits_files = False
+                self._do(partial(self._miss_file, report.rank))
+                return
             if report.disk_file is None or report.rank in self._files or not 0 <= report.rank < self._ranks:
                 continue
             self._files[report.rank] = report.disk_file
@@ -172,6 +177,9 @@ class DiskIndex:
         self._folder = lock_folder(make_folder(self._place.root, identity, self._place.replica))
         self.identity = identity
         return True
+
+    def _miss_file(self, rank: Rank) -> bool:
+        raise DiskError(f"rank {rank} could not open its slot file")
 
     def _open(self) -> bool:
         from kvoffload.disk.index_format import Entries, IndexHeader

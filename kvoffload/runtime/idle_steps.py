@@ -22,7 +22,8 @@ class IdleSteps:
         self._limit_s = limit_s
         self._now = now
         self._since: float | None = None
-        self._late_steps = 0
+        self.late_steps = 0
+        """Steps in which copies may be reported that ended while no step could report them."""
 
     def begin(self) -> None:
         """The last request has ended."""
@@ -34,12 +35,5 @@ class IdleSteps:
             self._since = self._now()
         if self._now() - self._since < self._limit_s:
             return True
-        self._late_steps = _LATE_STEPS
+        self.late_steps = _LATE_STEPS
         return False
-
-    def are_reports_late(self) -> bool:
-        """Whether copies may have ended while no step could report it. Counts the steps since then."""
-        if not self._late_steps:
-            return False
-        self._late_steps -= 1
-        return True

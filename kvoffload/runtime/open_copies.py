@@ -11,19 +11,19 @@ from collections.abc import Iterable
 from msgspec import Struct
 
 from kvoffload.model.ids import DeviceBlockId, JobId, Rank
-from kvoffload.model.transfer import Direction, DiskJob, TransferJob, TransferReport
+from kvoffload.model.transfer import Direction, TransferJob, TransferReport
 from kvoffload.runtime.clocks import Clocks
 from kvoffload.runtime.watchdog import Since
 
 
 class _Copy(Struct):
-    job: TransferJob | DiskJob
+    job: TransferJob
     running: set[Rank]
     is_overdue: bool = False
 
 
 class OpenCopies:
-    """Jobs in the order of their submission, so that only the oldest is ever asked for its age.
+    """Jobs between device and host in the order of their submission, so that only the oldest is ever asked for its age.
 
     Args:
         ranks: how many copy each job.
@@ -43,14 +43,13 @@ class OpenCopies:
         """Since when the oldest job is under way, None without one; overdue ones do not count. Written whole, so
         another thread may read it."""
 
-    def submitted(self, jobs: Iterable[TransferJob | DiskJob], now: float) -> None:
+    def submitted(self, jobs: Iterable[TransferJob], now: float) -> None:
         """Jobs were handed to the workers."""
         since = Since(self._clocks.unix(), now)
         for job in jobs:
             self.open[job.job] = _Copy(job, set(self._ranks))
             self._due.append((since, job.job))
-            if isinstance(job, TransferJob):
-                self._counts[job.direction, False] += 1
+            self._counts[job.direction, False] += 1
         if self.oldest is None:
             self.oldest = since
 
@@ -62,8 +61,7 @@ class OpenCopies:
                 copy.running.discard(report.rank)
                 if not copy.running:
                     del self.open[part.job]
-                    if isinstance(copy.job, TransferJob):
-                        self._counts[copy.job.direction, copy.is_overdue] -= 1
+                    self._counts[copy.job.direction, copy.is_overdue] -= 1
         self._look()
 
     def overdue(self, now: float) -> list[JobId]:
@@ -73,9 +71,8 @@ class OpenCopies:
             job = self._due.popleft()[1]
             if (copy := self.open.get(job)) is not None:
                 copy.is_overdue = True
-                if isinstance(copy.job, TransferJob):
-                    self._counts[copy.job.direction, False] -= 1
-                    self._counts[copy.job.direction, True] += 1
+                self._counts[copy.job.direction, False] -= 1
+                self._counts[copy.job.direction, True] += 1
                 jobs.append(job)
         if jobs:
             self._look()
@@ -86,7 +83,7 @@ class OpenCopies:
         return Counter(block for copy in self.open.values() for block in copy.job.blocks)
 
     def count(self, direction: Direction, *, is_overdue: bool) -> int:
-        """Return how many jobs between device and host are under way, or overdue. Callable from any thread."""
+        """Return how many jobs are under way, or overdue. Callable from any thread."""
         return self._counts[direction, is_overdue]
 
     def _look(self) -> None:

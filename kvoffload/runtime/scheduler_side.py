@@ -8,6 +8,7 @@ are calls on the core.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import TypeVar
 
 from kvoffload.bus.bus import Bus
@@ -53,6 +54,8 @@ T = TypeVar("T")
 
 log = get_logger("scheduler")
 _UNKNOWN = EngineIdentity()
+_DISK_PATIENCE = 10
+"""Times `transfer_timeout_s` in which some job on the disk must begin or end. A worker ends calls that hang itself, after one."""
 
 # CPython 3.11 takes ten times as long to reach an enum's member through its class.
 _SEEN, _LOOKUP, _ALLOCATED = Hook.SEEN, Hook.LOOKUP, Hook.ALLOCATED
@@ -76,6 +79,8 @@ class SchedulerSide:
         ConfigError: the engine promises too little for the settings, the journal's file cannot be written, or what spans
             need is not installed.
     """
+
+    _disk_moved_at = inf  # when a job on the disk last began or ended
 
     def __init__(
         self,
@@ -262,7 +267,7 @@ class SchedulerSide:
         began = self._precise()
         if self._broken.due is not None:
             self._broken.raised(*self._broken.due)
-        if self._copies.oldest is not None and (self._disk is None or not self._idle.are_reports_late()):
+        if self._copies.oldest is not None:
             for job in self._copies.overdue(self._clocks.monotonic()):
                 self.bus.dispatch([facts.JobOverdue(job)])
         if self._resets.draining:
@@ -270,11 +275,15 @@ class SchedulerSide:
         batch: list[object] = [fact]
         if self._first_tokens.admitted:
             batch[:0] = self._first_tokens.look()
-        if self._disk is not None and self._disk.due:
-            batch.append(self._disk.next_fact())
+        disk = self._disk
+        overdue_at = self._disk_moved_at + _DISK_PATIENCE * self._timeout_s
+        if disk is not None and (disk.due or self._idle.late_steps or overdue_at <= began):
+            self._look_at_disk(disk, batch, is_overdue=overdue_at <= began)
         self.bus.dispatch(batch)
         jobs = self._jobs
-        plan = self._plan() if (jobs.planned or jobs.withdrawn) and self._broken.error is None else NOTHING
+        plan = (
+            self._plan(began) if (jobs.planned or jobs.withdrawn) and self._broken.error is None else NOTHING
+        )
         spent = self._spent
         if self._disk_state is not None and self._disk_state.records:
             self._record_disk()
@@ -283,7 +292,18 @@ class SchedulerSide:
         spent.clear()
         return plan
 
-    def _plan(self) -> TransferPlan:
+    def _look_at_disk(self, disk: DiskIndex, batch: list[object], *, is_overdue: bool) -> None:
+        """Wait no longer for copies of a disk on which nothing ends (R16), and add what the core must learn of the index."""
+        if self._idle.late_steps:
+            self._idle.late_steps -= 1
+        elif is_overdue:
+            self._disk_moved_at = inf
+            for job in self._jobs.on_disk():
+                self.bus.dispatch([facts.JobOverdue(job)])
+        if disk.due:
+            batch.append(disk.next_fact())
+
+    def _plan(self, began: float) -> TransferPlan:
         """Return the step's plan, and note its jobs as being with the workers."""
         try:
             plan = self.core.plan()
@@ -293,6 +313,8 @@ class SchedulerSide:
         if plan.loads:
             self._awaited.submitted(plan.loads)
         self._copies.submitted((*plan.loads, *plan.stores), self._clocks.monotonic())
+        if plan.disk:
+            self._disk_moved_at = began
         try:
             events = self._tally.take()
         except Exception as error:
@@ -305,9 +327,11 @@ class SchedulerSide:
 
     def reported(self, reports: Sequence[TransferReport]) -> LoadAnswers:
         """Ranks reported what ended; return the loads that the engine must learn of."""
-        began = self._precise()
+        began, on_disk = self._precise(), self._jobs.open_on_disk
         for report in reports:
             self._rank_reported(report)
+        if self._jobs.open_on_disk != on_disk:
+            self._disk_moved_at = began
         if self._disk is not None and self._disk.awaits_files:
             self._disk.ranks_reported(reports)
         if self._disk_state is not None and self._disk_state.records:

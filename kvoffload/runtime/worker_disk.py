@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING
 
 from kvoffload.disk.folder import slot_path
 from kvoffload.disk.index_format import Entries
 from kvoffload.disk.index_log import load_index
-from kvoffload.disk.slot_file import SlotFile, SlotShape, open_slot_file
+from kvoffload.disk.slot_file import SlotFile, SlotFileInUse, SlotShape, open_slot_file
 from kvoffload.disk.system import PAGE
 from kvoffload.logs import get_logger
 from kvoffload.model.disk import DiskFile
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from kvoffload.transfer.arena import Arena
     from kvoffload.transfer.checksums import Checksums
     from kvoffload.transfer.ports import Clock
+
+_LOCKED_S, _PAUSE_S = 10.0, 0.1
 
 log = get_logger("disk")
 
@@ -65,7 +68,8 @@ class WorkerDisk:
         self._checksums = checksums
         self._copies: DiskCopies | None = None
         self._file: DiskFile | None = None
-        self._is_closed = False
+        self._is_refused = False
+        self._closing = threading.Event()
         self._reported: bool | None = None
         executor.submit(self._open)
 
@@ -80,8 +84,11 @@ class WorkerDisk:
         self._copies.withdraw(jobs)
 
     def take(self) -> DiskReport | None:
-        """Return what the disk reports, None before the file is open. Never waits."""
+        """Return what the disk reports, None before it is known whether the file can be opened. Never waits."""
         copies = self._copies
+        if self._is_refused:
+            is_new, self._reported = self._reported is None, False
+            return DiskReport((), works=False, file=None, is_new=is_new)
         if copies is None or self._file is None:
             return None
         copies.poll()
@@ -92,7 +99,7 @@ class WorkerDisk:
 
     def close(self) -> None:
         """Take no more jobs; the file is closed when the last call in it has returned."""
-        self._is_closed = True
+        self._closing.set()
         if self._copies is not None:
             self._copies.close()
         self._executor.shutdown(wait=False)
@@ -107,8 +114,9 @@ class WorkerDisk:
                 reason=str(error),
                 note="the engine goes on without it",
             )
+            self._is_refused = True
             return
-        if self._is_closed:
+        if self._closing.is_set():
             file.close()
             return
         if file.page_cache_reason is not None:
@@ -130,10 +138,21 @@ class WorkerDisk:
         if self._slots < 1:
             raise DiskError(f"disk_bytes gives each rank less than one block of {self._shape.pitch} bytes")
         folder = self._place.make_folder()
-        file = open_slot_file(slot_path(folder, self._shape.rank), self._shape, self._slots)
+        file = self._when_unlocked(slot_path(folder, self._shape.rank))
         if file.slots > self._slots:
             self._shrink(file, folder)
         return file
+
+    def _when_unlocked(self, path: Path) -> SlotFile:
+        """Open the slot file. Workers whose engine was killed hold theirs until they notice, so a locked one is tried again."""
+        pauses = range(int(_LOCKED_S / _PAUSE_S))
+        for _ in pauses:
+            try:
+                return open_slot_file(path, self._shape, self._slots)
+            except SlotFileInUse:
+                if self._closing.wait(_PAUSE_S):
+                    break
+        return open_slot_file(path, self._shape, self._slots)
 
     def _shrink(self, file: SlotFile, folder: Path) -> None:
         """Give the space of blocks back that no longer fit. The index says which; the scheduler's side keeps the same."""

@@ -62,13 +62,13 @@ class DiskReport(NamedTuple):
     Args:
         jobs: those that ended since the last report.
         works: copies are started.
-        file: the rank's slot file.
+        file: the rank's slot file; None where it could not be opened.
         is_new: something of this was not reported before.
     """
 
     jobs: tuple[JobReport, ...]
     works: bool
-    file: DiskFile
+    file: DiskFile | None
     is_new: bool
 
 

@@ -66,7 +66,7 @@ def test_r10_a_reset_with_lookups_stores_and_loads_open() -> None:
     world.step(stores)
     world.step(stores)
     world.report(0, world.open_jobs(Direction.STORE)[0])
-    busy = [block for job in world.copies.values() for block in job.job.blocks]
+    busy = [block for job in world.copies.values() for block in job.blocks]
     world.reset()
     assert world.reported(ResetStarted)[-1] == ResetStarted(1, 3, 5, 2)
     assert not world.core.state.pool.index
@@ -401,7 +401,7 @@ def test_r16_a_store_that_never_ends_is_written_off() -> None:
     jobs = world.open_jobs()
     for job in jobs:
         world.report(0, job)
-    blocks = [block for job in jobs for block in world.copies[job].job.blocks]
+    blocks = [block for job in jobs for block in world.copies[job].blocks]
     for job in jobs:
         world.overdue(job)
         world.overdue(job)  # once is enough

@@ -38,7 +38,7 @@ def side_by_side(world: World) -> tuple[Req, Req]:
 
 
 def stored_blocks(world: World) -> list[DeviceBlockId]:
-    return [block for job in world.open_jobs(Direction.STORE) for block in world.copies[job].job.blocks]
+    return [block for job in world.open_jobs(Direction.STORE) for block in world.copies[job].blocks]
 
 
 def offer(world: World, *blocks: tuple[BlockKey, DeviceBlockId]) -> None:
@@ -379,7 +379,7 @@ def test_r5_a_leased_block_is_not_handed_out_after_its_request_is_gone() -> None
         world.admit(hungry)
         world.run(hungry, until=40)
         world.end(hungry)
-    for job in [job for job in world.open_jobs() if set(world.copies[job].job.blocks) & set(under_way)]:
+    for job in [job for job in world.open_jobs() if set(world.copies[job].blocks) & set(under_way)]:
         world.finish(job)  # the world compares the bytes
     assert not any(world.device.leased[block] for block in under_way)
 

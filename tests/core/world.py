@@ -248,6 +248,11 @@ class Copy:
     job: TransferJob | DiskJob
     running: set[Rank]
 
+    @property
+    def blocks(self) -> tuple[DeviceBlockId, ...]:
+        """Of the device."""
+        return self.job.blocks if isinstance(self.job, TransferJob) else ()
+
 
 class World:
     """The engine, its ranks, and the core that receives their facts."""

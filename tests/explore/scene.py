@@ -100,12 +100,12 @@ class Scene:
 def _renumber_jobs(world: World) -> None:
     jobs = world.core.state.jobs
     numbers = {job: JobId(number) for number, job in enumerate(jobs.open)}
-    if jobs._next == len(numbers):
+    if jobs.last == len(numbers) - 1:
         return
     for job in jobs.open.values():
         job.job = numbers[job.job]
     jobs.open = {job.job: job for job in jobs.open.values()}
-    jobs._next = len(numbers)
+    jobs.last = JobId(len(numbers) - 1)
     world.copies = {
         numbers[number]: Copy(replace(copy.job, job=numbers[number]), copy.running)
         for number, copy in world.copies.items()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 import pytest
 
-from kvoffload.model.causes import DiskOutcome, EvictionCause
+from kvoffload.disk.slot_file import SlotFile, SlotFileInUse, open_slot_file
+from kvoffload.model.causes import DiskOutcome, EvictionCause, MissCause
 from kvoffload.model.events import DiskCopyEnded, Event
 from kvoffload.model.transfer import Direction
+from kvoffload.runtime import worker_disk
 from tests.reference.rig import BLOCK, KINDS, Options, Rig, rig, slot_bytes, text
 
 PROMPT = text(1, 10 * BLOCK)
@@ -242,6 +245,32 @@ def test_a_folder_in_use_leaves_the_second_engine_without_a_disk(
     assert "in use" in caplog.text
 
 
+def test_a_slot_file_that_workers_of_a_killed_engine_still_hold_is_tried_again(
+    start: StartEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = start()
+    leave_on_disk(made)
+    start(folder="another")
+    [path] = tmp_path.glob("disk/*/replica0/slots0")
+    held = [path.open("rb")]
+    fcntl.flock(held[0], fcntl.LOCK_EX)
+    refused: list[str] = []
+
+    def open_file(*arguments: Any) -> SlotFile:  # noqa: ANN401  # as of `open_slot_file`
+        try:
+            return open_slot_file(*arguments)
+        except SlotFileInUse as error:
+            refused.append(str(error))
+            held.pop().close()
+            raise
+
+    monkeypatch.setattr(worker_disk, "open_slot_file", open_file)
+    made = start()
+    made.run(PROMPT)
+    assert len(refused) == 1
+    assert copied(made, Direction.LOAD) > 0
+
+
 def test_a_place_without_room_leaves_the_engine_without_a_disk(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -249,7 +278,31 @@ def test_a_place_without_room_leaves_the_engine_without_a_disk(
     with rig("full", host_blocks=48, extra=extra) as made:
         made.run(PROMPT)
         made.assert_clean()
+        made.step()
+        assert made.offload.core.state.disk is not None
+        assert made.offload.core.state.disk.is_closed
+        before = made.count("miss_blocks", MissCause.TIER_OPENING.value)
+        made.run(text(99, 10 * BLOCK))
+        assert made.count("miss_blocks", MissCause.TIER_OPENING.value) == before
     assert "no room" in caplog.text
+
+
+def test_r16_a_rank_that_never_reports_a_job_on_the_disk_costs_its_places_and_nothing_else(
+    start: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = start()
+    made.run(PROMPT)
+    disk = made.workers[0]._disk
+    assert disk is not None
+    monkeypatch.setattr(disk, "take", lambda: None)
+    made.run(PROMPT)
+    made.step()
+    made.clock.jump(10 * made.offload._timeout_s)
+    made.run(text(99, 10 * BLOCK))
+    assert copied(made, Direction.STORE, DiskOutcome.ABANDONED) > 0
+    monkeypatch.undo()
+    settle(made)
+    made.assert_clean()
 
 
 # -- without requests -------------------------------------------------------------------------------------------
