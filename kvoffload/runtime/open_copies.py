@@ -11,13 +11,13 @@ from collections.abc import Iterable
 from msgspec import Struct
 
 from kvoffload.model.ids import DeviceBlockId, JobId, Rank
-from kvoffload.model.transfer import Direction, DiskJob, TransferJob, TransferReport
+from kvoffload.model.transfer import AnyJob, Direction, TransferJob, TransferReport
 from kvoffload.runtime.clocks import Clocks
 from kvoffload.runtime.watchdog import Since
 
 
 class _Copy(Struct):
-    job: TransferJob | DiskJob
+    job: AnyJob
     running: set[Rank]
     is_overdue: bool = False
 
@@ -43,7 +43,7 @@ class OpenCopies:
         """Since when the oldest job is under way, None without one; overdue ones do not count. Written whole, so
         another thread may read it."""
 
-    def submitted(self, jobs: Iterable[TransferJob | DiskJob], now: float) -> None:
+    def submitted(self, jobs: Iterable[AnyJob], now: float) -> None:
         """Jobs were handed to the workers."""
         since = Since(self._clocks.unix(), now)
         for job in jobs:

@@ -7,7 +7,7 @@ are calls on the core.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from kvoffload.bus.bus import Bus
@@ -25,6 +25,7 @@ from kvoffload.model.errors import ConfigError
 from kvoffload.model.events import Event
 from kvoffload.model.ids import BlockKey, Rank, RequestId
 from kvoffload.model.transfer import NOTHING, TransferPlan, TransferReport
+from kvoffload.remote.address import RemotePlace
 from kvoffload.runtime.awaited_loads import AwaitedLoads, LoadAnswers
 from kvoffload.runtime.broken_core import BrokenCore
 from kvoffload.runtime.clocks import Clocks
@@ -38,6 +39,7 @@ from kvoffload.runtime.observers import Observers
 from kvoffload.runtime.open_copies import OpenCopies
 from kvoffload.runtime.pin_ages import PinAges
 from kvoffload.runtime.portal import Portal
+from kvoffload.runtime.remote_index import RemoteIndex
 from kvoffload.runtime.resets import Resets
 from kvoffload.runtime.watchdog import Watchdog
 from kvoffload.telemetry.counters import Counters
@@ -50,6 +52,7 @@ from kvoffload.telemetry.provenance import describe_run, info_labels
 from kvoffload.telemetry.spans import make_spans
 
 T = TypeVar("T")
+Ask = tuple[RequestId, tuple[BlockKey, ...]]
 
 log = get_logger("scheduler")
 _UNKNOWN = EngineIdentity()
@@ -71,6 +74,7 @@ class SchedulerSide:
         merge_steps: steps over which a decoding batch's stores may be collected into one job, at least 1.
         identity: of the engine; journals and metrics carry it.
         disk: where the disk's files belong, None without a disk; needs a portal.
+        remote: where blocks belong in a store that engines share, None without one; needs a portal.
 
     Raises:
         ConfigError: the engine promises too little for the settings, the journal's file cannot be written, or what spans
@@ -88,13 +92,18 @@ class SchedulerSide:
         merge_steps: int = 1,
         identity: EngineIdentity = _UNKNOWN,
         disk: DiskPlace | None = None,
+        remote: RemotePlace | None = None,
     ) -> None:
         self._clocks = clocks or Clocks()
         now, self._precise = self._clocks.monotonic, self._clocks.precise
         self.shape, self._timeout_s = shape, config.transfer_timeout_s
         self._spans = make_spans(config, shape, self._clocks.unix)
         self.sends_spans = self._spans is not None
-        self.core = OffloadCore(shape, _policy(config, shape, merge_steps, has_disk=disk is not None), device)
+        self.core = OffloadCore(
+            shape,
+            _policy(config, shape, merge_steps, has_disk=disk is not None, has_remote=remote is not None),
+            device,
+        )
         state = self.core.state
         self._tally, self._jobs, self._live = state.tally, state.jobs, state.requests.live
         self.provenance, self._info = (
@@ -119,7 +128,10 @@ class SchedulerSide:
             AwaitedLoads(self._copies.open),
             Degradation(self.journal, config.journal_path),
         )
-        self._disk, self._disk_state = _disk_index(disk, portal, shape, config), state.disk
+        (self._disk, self._remote), self._disk_state = (
+            _open_below(disk, remote, shape, config, portal, now),
+            state.disk,
+        )
         self._pins, self._resets = PinAges(self._clocks), Resets(self._jobs, self.bus.publish)
         self._store_shares = dict.fromkeys(map(Rank, range(shape.ranks)), 1.0)  # as each rank last reported
         self._memory, self._idle = HostMemory(), IdleSteps(config.drain_s, now)
@@ -148,6 +160,9 @@ class SchedulerSide:
         bus.handle(facts.InvariantBroken, core.law_broken)
         bus.handle(facts.DiskRestored, core.disk_restored)
         bus.handle(facts.DiskClosed, core.disk_closed)
+        bus.handle(facts.RemoteOpened, core.remote_opened)
+        bus.handle(facts.RemoteLost, core.remote_lost)
+        bus.handle(facts.RemoteAnswered, core.remote_answered)
         bus.on_state_error(self._broken.handler_raised)
 
     def _subscribe(self, portal: Portal | None) -> None:
@@ -168,6 +183,9 @@ class SchedulerSide:
         if self._spans is not None:
             self._spans.trace_parent = trace_parent
         self.bus.dispatch([fact])
+        if self._remote is not None:
+            for ask in self._ask("seen", self.core.take_asks, list[Ask]()):
+                self._remote.ask(*ask)
         spent = self._spent
         spent[_SEEN] = spent.get(_SEEN, 0.0) + self._precise() - began
 
@@ -247,7 +265,7 @@ class SchedulerSide:
             self._stop_waiting(fact.request)
         self.bus.dispatch([fact])
         if not self._live:
-            if self._disk is not None:
+            if self.core.state.below:
                 self._idle.begin()
             self.benefit.idle()
             if not self._jobs.pending:
@@ -262,7 +280,9 @@ class SchedulerSide:
         began = self._precise()
         if self._broken.due is not None:
             self._broken.raised(*self._broken.due)
-        if self._copies.oldest is not None and (self._disk is None or not self._idle.are_reports_late()):
+        if self._copies.oldest is not None and (
+            not self.core.state.below or not self._idle.are_reports_late()
+        ):
             for job in self._copies.overdue(self._clocks.monotonic()):
                 self.bus.dispatch([facts.JobOverdue(job)])
         if self._resets.draining:
@@ -270,8 +290,7 @@ class SchedulerSide:
         batch: list[object] = [fact]
         if self._first_tokens.admitted:
             batch[:0] = self._first_tokens.look()
-        if self._disk is not None and self._disk.due:
-            batch.append(self._disk.next_fact())
+        batch += self._facts_from_below()
         self.bus.dispatch(batch)
         jobs = self._jobs
         plan = self._plan() if (jobs.planned or jobs.withdrawn) and self._broken.error is None else NOTHING
@@ -348,12 +367,13 @@ class SchedulerSide:
             return True
         if self._broken.error is not None:
             return self._copies.oldest is not None
-        if self._disk is None or self._live:
+        if not self.core.state.below or self._live:
             return self._ask("has_work", lambda: self.core.has_work, False)
         if self._ask("has_work", lambda: self.core.has_host_work, False):
             return True
-        is_disk_at_work = self._disk.is_opening or self._ask("has_work", lambda: self.core.has_work, False)
-        return is_disk_at_work and self._idle.are_allowed()
+        is_opening = self._disk is not None and self._disk.is_opening
+        has_lower_work = is_opening or self._ask("has_work", lambda: self.core.has_work, False)
+        return has_lower_work and self._idle.are_allowed()
 
     @property
     def disk_identity(self) -> KVIdentity | None:
@@ -371,6 +391,8 @@ class SchedulerSide:
         began = self._precise()
         self.bus.dispatch([facts.CacheReset()])
         is_forgotten = self._disk is None or self._disk.reset()
+        if self._remote is not None:
+            self._remote.reset()
         self._spent[_RESET] = self._spent.get(_RESET, 0.0) + self._precise() - began
         has_ended = self._copies.oldest is None if self._broken.error is not None else not self._jobs.pending
         return has_ended and is_forgotten
@@ -402,6 +424,8 @@ class SchedulerSide:
         if self._disk is not None:
             self._record_disk()
             self._disk.close()
+        if self._remote is not None:
+            self._remote.close()
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -413,6 +437,16 @@ class SchedulerSide:
             self._ask("report", self._resets.look, None)
         if not (self._jobs.pending or self._live):
             self._ask("audit", self._conservation.at_rest, None)
+
+    def _facts_from_below(self) -> list[facts.Fact]:
+        """Return what the tiers below the host have to say."""
+        found = list[facts.Fact]()
+        if self._disk is not None and self._disk.due:
+            found.append(self._disk.next_fact())
+        if self._remote is not None:
+            self._remote.poll()
+            found += self._remote.take_due()
+        return found
 
     def _record_disk(self) -> None:
         """Hand what happened on the disk to its index."""
@@ -431,15 +465,34 @@ class SchedulerSide:
         log.error("journal_stopped", error=str(error), note="the engine and the ring in memory continue")
 
 
-def _disk_index(
-    place: DiskPlace | None, portal: Portal | None, shape: EngineShape, config: OffloadConfig
-) -> DiskIndex | None:
-    if place is None or portal is None:
-        return None
-    return DiskIndex(place, shape.ranks, portal, closes_in_s=config.drain_s)
+def _open_below(
+    disk: DiskPlace | None,
+    remote: RemotePlace | None,
+    shape: EngineShape,
+    config: OffloadConfig,
+    portal: Portal | None,
+    now: Callable[[], float],
+) -> tuple[DiskIndex | None, RemoteIndex | None]:
+    """Begin to open the tiers below the host."""
+    timeout_s = config.remote_timeout_s
+    return (
+        None
+        if disk is None or portal is None
+        else DiskIndex(disk, shape.ranks, portal, closes_in_s=config.drain_s),
+        None
+        if remote is None or portal is None
+        else RemoteIndex(remote, shape.ranks, portal, now, timeout_s),
+    )
 
 
-def _policy(config: OffloadConfig, shape: EngineShape, merge_steps: int, *, has_disk: bool = False) -> Policy:
+def _policy(
+    config: OffloadConfig,
+    shape: EngineShape,
+    merge_steps: int,
+    *,
+    has_disk: bool = False,
+    has_remote: bool = False,
+) -> Policy:
     """Return what the operator chose, as the core wants it.
 
     Raises:
@@ -450,6 +503,10 @@ def _policy(config: OffloadConfig, shape: EngineShape, merge_steps: int, *, has_
         raise ConfigError(
             ["disk_path is set, but this engine's adapter has no disk below the host; leave it out"]
         )
+    if config.remote_url is not None and not has_remote:
+        raise ConfigError(
+            ["remote_url is set, but this engine's adapter has no remote store below the host; leave it out"]
+        )
     least = config.min_load_tokens if isinstance(config.min_load_tokens, int) else shape.alignment
     return Policy(
         config.store_policy,
@@ -458,4 +515,5 @@ def _policy(config: OffloadConfig, shape: EngineShape, merge_steps: int, *, has_
         merge_steps,
         config.prefix_junctions,
         config.spill_after_hits if has_disk else None,
+        config.share_after_hits if has_remote else None,
     )
