@@ -19,7 +19,7 @@ from kvoffload.model.transfer import Direction, JobReport, Tier, TransferReport
 
 
 class LowerTiers:
-    """Hands a job on a lower tier to who planned it."""
+    """Hands a job on a lower tier to `Spills` or `Fetches`, which planned it."""
 
     def __init__(self, state: CoreState, stores: Stores) -> None:
         self._state = state
