@@ -15,6 +15,7 @@ from kvoffload.model.events import DiskCopyEnded
 from kvoffload.model.transfer import Direction
 from kvoffload.runtime import remote_index
 from kvoffload.runtime.scheduler_side import SchedulerSide
+from kvoffload.telemetry.labels import TierState
 from kvoffload_reference.plugin import ReferencePlugin
 from tests.engine.tiny import assert_same, taken
 from tests.reference.rig import BLOCK, TOLERANCE, config_of, plain, text
@@ -104,6 +105,13 @@ def test_r18_the_second_engine_finds_what_the_first_has_written(
     assert second.namespace == first.namespace
     second.run()
     assert second.copied(Direction.LOAD) > 0
+    assert second.offload.gauges().remote is TierState.OPEN
+    counted = second.offload.counters.snapshot()
+    assert counted.count("kvoffload_tier_blocks_total", "remote", "load", "done") == second.copied(
+        Direction.LOAD
+    )
+    assert counted.count("kvoffload_transfer_bytes_total", "remote", "load") > 0
+    assert counted.count("kvoffload_transfer_bytes_total", "disk", "load") == 0
     assert second.offload.counters.snapshot().count("kvoffload_load_blocks_total", "loaded") > 0
 
 
@@ -153,6 +161,8 @@ def test_r17_a_dead_store_costs_its_hits_and_nothing_else(
         assert second.copied(Direction.LOAD) == 0
         assert time.monotonic() - began < PATIENCE_S  # the client alone takes up to a minute for each call
         second.run(text(2, 10 * BLOCK))
+        if (what, how) == ("master", "stop"):
+            second.step_until(lambda: second.offload.gauges().remote is TierState.FAILING)
         assert second.offload.reset()
         second.engine.close()
     finally:
