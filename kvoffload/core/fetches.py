@@ -100,11 +100,11 @@ class Fetches:
 
     def cause(self, missing: BlockKey | None, cause: MissCause | None) -> MissCause | None:
         """Return why a block misses that is not on the host, given what the host knows of it."""
-        if missing is not None and any(missing in tier.pool.index for tier in self._state.below):
-            if self._state.shape.count_states((missing,)):
-                return MissCause.NO_STATE
-            is_on_disk = self._state.disk is not None and missing in self._state.disk.pool.index
-            return MissCause.ON_DISK if is_on_disk else MissCause.IN_REMOTE
+        for tier in self._state.below:
+            if missing is not None and missing in tier.pool.index.parts[missing[0]]:
+                if self._state.shape.count_states((missing,)):
+                    return MissCause.NO_STATE
+                return MissCause.ON_DISK if tier.tier is Tier.DISK else MissCause.IN_REMOTE
         disk = self._state.disk
         if cause in (MissCause.NEVER_SEEN, MissCause.EVICTED) and disk is not None and not disk.is_open:
             return MissCause.TIER_OPENING
@@ -179,7 +179,7 @@ class Fetches:
         """Return the tiers from which something could be fetched now."""
         if self._state.degraded is not None or self._state.stall.is_on:
             return []
-        return [tier for tier in self._state.below if tier.has_blocks and tier.is_usable]
+        return [tier for tier in self._state.below if tier.is_usable and tier.has_blocks]
 
     def _search(
         self,

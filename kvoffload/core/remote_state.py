@@ -41,7 +41,7 @@ class RemoteState(DiskState):
     @property
     def is_usable(self) -> bool:
         """Whether a copy may be begun."""
-        return bool(self.namespace) and super().is_usable
+        return bool(self.namespace) and not (self.is_closed or self.failing or self.abandoned)
 
     @property
     def has_blocks(self) -> bool:

@@ -72,7 +72,9 @@ def read_gauges(
 
 def _disk_gauges(disk: DiskState, jobs: Jobs, memory: HostMemory) -> TierGauges:
     slots = {label_of(each): disk.pool.count(each) for each in SlotState}
-    slots[label_of(SlotState.QUARANTINED)] -= disk.pool.capacity - disk.capacity  # those without space on disk
+    slots[label_of(SlotState.QUARANTINED)] -= (
+        disk.pool.capacity - disk.capacity
+    )  # those without space on disk
     return TierGauges(
         state=_state(disk),
         slots=slots,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from kvoffload.core.machine import SlotState
 from kvoffload.core.remote_state import MOST_ASKED
 from kvoffload.model import facts
@@ -10,7 +12,7 @@ from kvoffload.model.events import LookupDeferred
 from kvoffload.model.ids import BlockKey
 from kvoffload.model.transfer import Direction
 from tests.core.remote_world import RemoteWorld
-from tests.core.world import FAILED, full, keys_of, window
+from tests.core.world import FAILED, Req, World, full, keys_of, window
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
 TEXT = "abcdefghijklmnop"  # four blocks, of which a lookup finds three
@@ -216,6 +218,27 @@ def test_r17_a_store_that_is_lost_is_not_asked_and_nothing_is_copied() -> None:
         other.run(request)
         first.share("ABCDEFGHIJKLMNOP")
         assert "x" not in first.in_store("ABCDEFGHIJKLMNOP")
+
+
+def test_r17_a_lost_store_costs_a_lookup_at_most_five_calls() -> None:
+    def calls_of_lookup(world: World, request: Req) -> int:
+        calls = 0
+
+        def seen(_frame: object, event: str, _argument: object) -> None:
+            nonlocal calls
+            calls += event == "call"
+
+        sys.setprofile(seen)
+        try:
+            world.core.lookup(request.name, 0, may_wait=True)
+        finally:
+            sys.setprofile(None)
+        return calls
+
+    plain, lost = World(), RemoteWorld()
+    lost.fails()
+    without = calls_of_lookup(plain, plain.add("new", TEXT))
+    assert calls_of_lookup(lost, lost.add("new", TEXT)) <= without + 5
 
 
 def test_a_store_that_comes_back_is_used_again() -> None:
