@@ -27,7 +27,7 @@ class MooncakeAddress:
 
     @property
     def caution(self) -> str:
-        """What who uses the store should know."""
+        """What an operator should know before using it."""
         return (
             f"Mooncake has no authentication and no encryption: whoever reaches {self} can read and write all KV in it, and "
             "each store node and each engine listens for transfers on all addresses of its machine"
@@ -51,7 +51,7 @@ class BucketAddress:
 
     @property
     def caution(self) -> str:
-        """What who uses the store should know; nothing."""
+        """What an operator should know before using it: nothing."""
         return ""
 
     def __str__(self) -> str:

@@ -45,7 +45,7 @@ class Breaker:
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
     def takes_probe(self, now: float) -> bool:
-        """Whether a probe is due; who is answered yes must make it."""
+        """Whether a probe is due; the caller must make it then."""
         if self.is_closed or self._is_probing or now < self._probe_at:
             return False
         self._is_probing = True

@@ -7,8 +7,8 @@ A store's client blocks for as long as it likes: a minute was seen. So a call ha
 but memory of its thread's. The second uses what came, and is run only if the call is still waited for. A call that does not return in
 time has failed, opens the breaker, and costs its thread until it returns.
 
-The owner's thread alone writes the breaker and ends calls; it waits for nothing. Either thread may end a call, and whoever takes its
-token does.
+The owner's thread alone writes the breaker and reports ends; it waits for nothing. Either thread may end a call: the one that takes
+its token does.
 """
 
 from __future__ import annotations

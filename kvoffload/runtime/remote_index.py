@@ -7,9 +7,9 @@
 
 Engines of equal fingerprints share the generation that the store names, a random value. An engine that was reset may have other
 weights than those by which it is named, so it goes on in a generation of its own, until its process ends. What it and others wrote
-before would be right for its next life, but a reset promises that it is not found, so the store gets a new value for all who begin
-then, and for those who look again. If the store loses the value, the next who looks makes a new one: that costs hits, and finds
-nothing old.
+before would be right for its next life, but a reset promises that it is not found, so the store gets a new value for engines
+that begin then, and for those that look again. If the store loses the value, the next engine that looks makes a new one: that
+costs hits, and finds nothing old.
 
 No hook waits for the store, but for a reset, and that no longer than a call may take. If the store is gone then, the value is
 replaced when it is back.

@@ -59,7 +59,7 @@ class RemoteWorld(World):
         return self.core.state.remote
 
     def add(self, name: str, text: str, *, reads_cache: bool = True, answers: bool = True) -> Req:
-        """As of any world; unless told otherwise, the store answers at once."""
+        """As of any world; the store answers at once, or when the test says so."""
         request = super().add(name, text, reads_cache=reads_cache)
         self.asked += self.core.take_asks()
         if answers:
