@@ -389,6 +389,22 @@ ALERTS = (
         "1m",
     ),
     Alert(
+        "RemoteFailing",
+        "warning",
+        'sum without (state) (kvoffload_tier_state{tier="remote", state="failing"}) > 0\n'
+        "  or\n"
+        'sum without (state) (kvoffload_tier_state{tier="remote", state="opening"}) > 0\n',
+        "The store that engines share is not reached",
+        "the scheduler or a rank does not reach it, or its calls fail.",
+        "Requests compute what they would have found there; nothing else is affected, and the store is tried again after 1 s, 2 s, "
+        "and up to 60 s. The log line `remote_fails` has the reason, and `remote_works` says that it is over. Mooncake: look whether "
+        "its master and its store nodes run, and whether the ports are reachable from the engine. S3: a status of 401 or 403 means "
+        "that the credentials in the engine's environment are refused. `kvoffload doctor` tries the store from where it is run. A "
+        "store that answers slowly: raise `remote_timeout_s`, which is also how long requests may wait for it.",
+        "disk",
+        "2m",
+    ),
+    Alert(
         "DiskCorrupt",
         "warning",
         'increase(kvoffload_evicted_blocks_total{tier="disk", cause="corrupt"}[1h]) > 0',

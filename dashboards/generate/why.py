@@ -43,7 +43,7 @@ _LOOKUPS = Row(
             "a start. declined_lease_limit: the device pool is small for so many copies. lost: the engine reused blocks before "
             "they were stored; try store_policy eager. load_declined: hits shorter than min_load_tokens. not_accepted: the "
             "engine took less than was found, as where another connector's hit comes first. stalled: KVOffloadCopiesStalled in "
-            "the runbook. no_state: see the row on recurrent states. on_disk: it could not be waited for; the next request finds it. "
+            "the runbook. no_state: see the row on recurrent states. on_disk, in_remote: it could not be waited for; the next request finds it. "
             "tier_opening: as after a start, see `Disk`. never_seen: prompts do not repeat.",
             units.LOOKUPS_PER_SECOND,
             (

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 
+from kvoffload.core.disk_state import DiskState
 from kvoffload.core.job import Job
 from kvoffload.core.machine import JobState, RequestState, SlotState
 from kvoffload.core.request import has_table
@@ -21,7 +22,7 @@ def audit(state: CoreState, stores: Stores) -> list[str]:
     """Return every violated law as one line of text. Reads only; costs time in the size of the pool."""
     laws = (_totals, _slots, _records)
     problems = [problem for law in laws for problem in law(state)]
-    problems += state.disk.pool.problems() if state.disk is not None and state.disk.is_open else []
+    problems += [problem for tier in state.below if tier.is_open for problem in tier.pool.problems()]
     return problems + list(_offers(state, stores)) + state.pool.problems()
 
 
@@ -53,7 +54,7 @@ def _records(state: CoreState) -> Iterator[str]:
         _requests,
         _indexes,
         _drained,
-        _disk,
+        _lower_tiers,
     ):
         yield from law(state)
 
@@ -114,7 +115,7 @@ def _pins(state: CoreState) -> Iterator[str]:
     for record in state.requests.live.values():
         expected.update(record.hit.slots if record.hit is not None else ())
     for job in state.jobs.open.values():
-        is_spill = job.tier is Tier.DISK and job.direction is Direction.STORE
+        is_spill = job.tier is not Tier.HOST and job.direction is Direction.STORE
         if (job.loads_for is not None or is_spill) and not job.settled:
             expected.update(job.slots)
     yield from _differences("pins", expected, state.pool.pins())
@@ -143,7 +144,7 @@ def _jobs(state: CoreState) -> Iterator[str]:
         if not job.waiting:
             yield f"job {job.job} is open although no rank copies"
     found = Counter((job.tier, job.direction, job.state) for job in opened)
-    for tier, direction, job_state in product((Tier.HOST, Tier.DISK), Direction, _OPEN):
+    for tier, direction, job_state in product((Tier.HOST, Tier.DISK, Tier.REMOTE), Direction, _OPEN):
         number = found[tier, direction, job_state]
         if number != jobs.count(direction, job_state, tier):
             yield f"{number} {tier.value} {direction.value} jobs are {job_state.name}, another number is counted"
@@ -156,7 +157,7 @@ def _jobs(state: CoreState) -> Iterator[str]:
 
 def fills_host(job: Job) -> bool:
     """Whether a job brings blocks to the host."""
-    return job.is_store or (job.tier is Tier.DISK and job.direction is Direction.LOAD)
+    return job.is_store or (job.tier is not Tier.HOST and job.direction is Direction.LOAD)
 
 
 def _filling(state: CoreState) -> Iterator[str]:
@@ -229,30 +230,34 @@ def _indexes(state: CoreState) -> Iterator[str]:
         yield "the keys watched for eviction and the requests that watch disagree"
 
 
-def _disk(state: CoreState) -> Iterator[str]:
-    """The disk's slots, keys under way and checksums are those of open jobs and of blocks that can be found."""
+def _lower_tiers(state: CoreState) -> Iterator[str]:
+    """Each lower tier's slots, keys under way and checksums are those of open jobs and of blocks that can be found."""
+    for tier in state.below:
+        yield from _lower_tier(state, tier)
     disk = state.disk
-    if disk is None:
-        return
-    jobs = [job for job in state.jobs.open.values() if job.tier is Tier.DISK]
-    if sum(job.state is JobState.ABANDONED for job in jobs) != disk.abandoned:
-        yield f"{disk.abandoned} abandoned jobs on the disk are counted, another number is open"
-    going = {way: [job for job in jobs if job.direction is way and not job.settled] for way in Direction}
-    for what, keys, way in (
-        ("spilled", disk.spilling, Direction.STORE),
-        ("fetched", disk.fetching, Direction.LOAD),
-    ):
-        if {key: job for job in going[way] for key in job.keys} != keys:
-            yield f"keys that are being {what} and open jobs disagree"
-    filling = [place for job in going[Direction.STORE] for place in job.places]
-    if len(filling) != disk.pool.count(SlotState.FILLING):
-        yield "filling slots of the disk and open spills disagree"
-    reading = Counter(place for job in going[Direction.LOAD] for place in job.places)
-    yield from _differences("pins of the disk", reading, disk.pool.pins())
-    if len(disk.sums) != len(disk.pool.index) or any(
-        slot not in disk.sums for slot in disk.pool.index.values()
+    if disk is not None and (
+        len(disk.sums) != len(disk.pool.index)
+        or any(slot not in disk.sums for slot in disk.pool.index.values())
     ):
         yield f"{len(disk.sums)} slots of the disk have checksums, {len(disk.pool.index)} can be found"
+
+
+def _lower_tier(state: CoreState, tier: DiskState) -> Iterator[str]:
+    name, jobs = tier.tier.value, [job for job in state.jobs.open.values() if job.tier is tier.tier]
+    if sum(job.state is JobState.ABANDONED for job in jobs) != tier.abandoned:
+        yield f"{tier.abandoned} abandoned jobs on tier {name} are counted, another number is open"
+    going = {way: [job for job in jobs if job.direction is way and not job.settled] for way in Direction}
+    for what, keys, way in (
+        ("spilled", tier.spilling, Direction.STORE),
+        ("fetched", tier.fetching, Direction.LOAD),
+    ):
+        if {key: job for job in going[way] for key in job.keys} != keys:
+            yield f"keys that are being {what} and open jobs disagree on tier {name}"
+    filling = [place for job in going[Direction.STORE] for place in job.places]
+    if len(filling) != tier.pool.count(SlotState.FILLING):
+        yield f"filling slots and open spills disagree on tier {name}"
+    reading = Counter(place for job in going[Direction.LOAD] for place in job.places)
+    yield from _differences(f"pins of tier {name}", reading, tier.pool.pins())
 
 
 def _drained(state: CoreState) -> Iterator[str]:

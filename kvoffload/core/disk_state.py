@@ -12,15 +12,17 @@ from kvoffload.core.copy_bound import CopyBound
 from kvoffload.core.eviction import LruOrder
 from kvoffload.core.host_pool import HostPool
 from kvoffload.core.job import Job
-from kvoffload.model.disk import DiskRecord, Put, Strike
+from kvoffload.model.disk import DiskRecord, Put, Strike, Use
 from kvoffload.model.ids import BlockKey, Rank, SlotId
+from kvoffload.model.transfer import Tier
 
 
 class DiskState:
     """`Spills` and `Fetches` write it, and the facts that restore it.
 
     Args:
-        after_hits: a block is written to the disk when it was found again so often.
+        after_hits: a block is written to the tier when it was found again so often.
+        tier: which it is.
 
     Attributes:
         pool: the disk's slots, also those that have no space on disk and so are never handed out.
@@ -37,9 +39,13 @@ class DiskState:
         candidates: keys that were used again and may be worth a spill, in the order in which the host evicts them; `waiting`
             has the same.
         records: what the index must record, in order.
+        namespace: under which blocks are in a remote store.
     """
 
-    def __init__(self, after_hits: int) -> None:
+    namespace = ""
+
+    def __init__(self, after_hits: int, tier: Tier = Tier.DISK) -> None:
+        self.tier = tier
         self._after_hits = after_hits
         self._hits: dict[BlockKey, int] = {}
         self.pool = HostPool(LruOrder())
@@ -92,6 +98,26 @@ class DiskState:
         for key in keys:
             self._hits.pop(key, None)
         return len(self.waiting.intersection(keys))
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether any block can be found."""
+        return bool(self.sums)
+
+    def expected(self, places: Sequence[SlotId]) -> tuple[tuple[int, ...], ...]:
+        """Return the checksums of what these slots must hold."""
+        return tuple([self.sums[place] for place in places])
+
+    def put(self, job: Job) -> None:
+        """Note that every rank has written a job's blocks."""
+        sums = zip(*[job.sums[rank] for rank in sorted(job.sums)], strict=True)
+        puts = list(map(Put, job.places, job.keys, sums))
+        self.sums.update({put.slot: put.sums for put in puts})
+        self.records += reversed(puts)  # so that the next process, too, evicts a prefix's head last
+
+    def read(self, places: Sequence[SlotId]) -> None:
+        """Note that every rank has read these slots for a request."""
+        self.records += [Use(place) for place in places]
 
     def strike(self, slot: SlotId) -> None:
         """What a slot holds is not to be found any more."""

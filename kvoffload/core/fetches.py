@@ -17,37 +17,36 @@ from typing import NamedTuple
 
 from kvoffload.core.disk_state import DiskState
 from kvoffload.core.job import Job, Offer
-from kvoffload.core.layered_index import ON_DEVICE, LayeredIndex, as_negative
+from kvoffload.core.layered_index import ON_DEVICE, LayeredIndex, place_below
 from kvoffload.core.machine import JobState
 from kvoffload.core.match import longest_match
 from kvoffload.core.request import PendingHit, RequestRecord
 from kvoffload.core.state import CoreState
 from kvoffload.core.stores import Stores
 from kvoffload.model.causes import CopyOutcome, DiskOutcome, EvictionCause, MissCause, StoreOutcome
-from kvoffload.model.disk import Use
 from kvoffload.model.events import DiskCopyEnded, DiskCopyScheduled
 from kvoffload.model.ids import BlockKey, SlotId
 from kvoffload.model.transfer import Direction, JobReport, Tier
 
 
 class _Found(NamedTuple):
-    """What the disk adds to a prefix."""
+    """What lower tiers add to a prefix."""
 
-    keys: list[BlockKey]  #: that only the disk has, heads first
+    keys: dict[BlockKey, DiskState]  #: that only these have, heads first
     tokens: int  #: that they make the hit longer by
     host_slots: Sequence[SlotId]  #: what the host has of the same prefix
 
 
-_NOTHING = _Found([], 0, ())
+_NOTHING = _Found({}, 0, ())
 
 
 class Fetches:
     """Plans fetches and ends them."""
 
-    def __init__(self, state: CoreState, disk: DiskState, stores: Stores) -> None:
+    def __init__(self, state: CoreState, stores: Stores) -> None:
         self._state = state
-        self._disk = disk
         self._stores = stores
+        self._tiers = {tier.tier: tier for tier in state.below}
 
     @property
     def budget(self) -> int:
@@ -55,33 +54,33 @@ class Fetches:
         return max(self._state.pool.capacity // 4, 1)
 
     def seen(self, record: RequestRecord) -> None:
-        """Fetch what only the disk has of an arriving request's prefix."""
-        state, disk = self._state, self._disk
-        if not (disk.sums and self._can_fetch and record.persists and record.reads_cache):
+        """Fetch what only lower tiers have of an arriving request's prefix."""
+        state, tiers = self._state, self._usable()
+        if not (tiers and record.persists and record.reads_cache):
             return
         limit = record.prompt_tokens - 1
         on_host = longest_match(state.shape, record.keys, state.pool.index, 0, limit)
         if on_host.missing is None:
             return
-        index = LayeredIndex(state.pool.index, disk.pool.index, state.device)
-        found = self._search(record, index, 0, on_host.tokens)
+        index = LayeredIndex(state.pool.index, [tier.pool.index for tier in tiers], state.device)
+        found = self._search(tiers, record, index, 0, on_host.tokens)
         if found.keys:
             self._fetch(record, found, on_host.slots)
 
     def look(self, record: RequestRecord, hit: PendingHit) -> bool:
-        """Fetch what the disk adds to a lookup's hit; return whether something is on its way that the request could use."""
-        state, disk = self._state, self._disk
-        if not (disk.sums and self._can_fetch) or hit.missing is None:
+        """Fetch what lower tiers add to a lookup's hit; return whether something is on its way that the request could use."""
+        state, tiers, missing = self._state, self._usable(), hit.missing
+        if not tiers or missing is None:
             return False
-        if state.shape.is_one_full_group and hit.missing not in disk.pool.index:
+        if state.shape.is_one_full_group and not any(missing in tier.pool.index for tier in tiers):
             return False
-        index = LayeredIndex(state.pool.index, disk.pool.index)
-        found = self._search(record, index, hit.device_tokens, hit.tokens)
+        index = LayeredIndex(state.pool.index, [tier.pool.index for tier in tiers])
+        found = self._search(tiers, record, index, hit.device_tokens, hit.tokens)
         if not found.keys:
             return False
         if record.asks_disk:
             self._fetch(record, found, hit.slots)
-        jobs = {disk.fetching[key] for key in found.keys if key in disk.fetching}
+        jobs = {tier.fetching[key] for key, tier in found.keys.items() if key in tier.fetching}
         for job in jobs:
             job.wanted[record] = None
         return bool(jobs)
@@ -101,44 +100,54 @@ class Fetches:
 
     def cause(self, missing: BlockKey | None, cause: MissCause | None) -> MissCause | None:
         """Return why a block misses that is not on the host, given what the host knows of it."""
-        if missing is not None and missing in self._disk.pool.index:
-            return MissCause.NO_STATE if self._state.shape.count_states((missing,)) else MissCause.ON_DISK
-        if cause in (MissCause.NEVER_SEEN, MissCause.EVICTED) and not (
-            self._disk.is_open or self._disk.is_closed
-        ):
+        for tier in self._state.below:
+            if missing is not None and missing in tier.pool.index.parts[missing[0]]:
+                if self._state.shape.count_states((missing,)):
+                    return MissCause.NO_STATE
+                return MissCause.ON_DISK if tier.tier is Tier.DISK else MissCause.IN_REMOTE
+        disk = self._state.disk
+        is_opening = disk is not None and not (disk.is_open or disk.is_closed)
+        if is_opening and cause in (MissCause.NEVER_SEEN, MissCause.EVICTED):
             return MissCause.TIER_OPENING
         return cause
 
-    def plan(self, keys: list[BlockKey], record: RequestRecord | None = None, tokens: int = 0) -> None:
-        """Bring blocks from the disk to the host, which has room for them.
+    def plan(
+        self, tier: DiskState, keys: list[BlockKey], record: RequestRecord | None = None, tokens: int = 0
+    ) -> None:
+        """Bring blocks from a lower tier to the host, which has room for them.
 
         Args:
-            keys: of blocks on the disk, heads first.
+            tier: which has them.
+            keys: of the blocks, heads first.
             record: the request that asks for them, None for a warm start.
             tokens: that they make its hit longer by.
         """
-        state, disk = self._state, self._disk
-        places = [disk.pool.index[key] for key in keys]
+        state = self._state
+        places = [tier.pool.index[key] for key in keys]
         slots, evicted = state.pool.reserve(keys)
-        job = state.jobs.plan(Direction.LOAD, Tier.DISK)
+        job = state.jobs.plan(Direction.LOAD, tier.tier)
         job.keys, job.slots, job.places = keys, list(slots), places
-        job.expected = tuple([disk.sums[place] for place in places])
+        job.expected, job.namespace = tier.expected(places), tier.namespace
         if record is not None:
             job.wanted[record] = None
-        disk.pool.pin(places)
+        tier.pool.pin(places)
         started = dict.fromkeys(keys, job)
-        disk.fetching.update(started)
+        tier.fetching.update(started)
         state.in_flight.keys.update(started)
         name = None if record is None else record.request
-        state.tally.events.append(DiskCopyScheduled(job.job, job.direction, len(keys), name, tokens))
+        state.tally.events.append(
+            DiskCopyScheduled(job.job, job.direction, len(keys), name, tokens, job.tier)
+        )
         if evicted:
             self._stores.evicted(evicted)
 
     def reported(self, job: Job, part: JobReport) -> None:
         """A rank's copy has ended. What one rank cannot read no rank may use (R4)."""
         job.copy_s = max(job.copy_s, part.copy_s)
-        if part.outcome is CopyOutcome.CORRUPT:
-            self._strike(job, part.corrupt)
+        job.missing.update(part.missing)
+        if part.corrupt or part.missing:
+            self._strike(job, part.corrupt, MissCause.CORRUPT)
+            self._strike(job, part.missing)
         if part.outcome is not CopyOutcome.DONE and not job.settled:
             is_corrupt = part.outcome is CopyOutcome.CORRUPT
             self._failed(job, DiskOutcome.CORRUPT if is_corrupt else DiskOutcome.FAILED)
@@ -167,20 +176,30 @@ class Fetches:
         if not job.settled:
             self._failed(job, DiskOutcome.CANCELLED)
 
-    @property
-    def _can_fetch(self) -> bool:
-        return self._disk.is_usable and self._state.degraded is None and not self._state.stall.is_on
+    def _usable(self) -> list[DiskState]:
+        """Return the tiers from which something could be fetched now."""
+        if self._state.degraded is not None or self._state.stall.is_on:
+            return []
+        return [tier for tier in self._state.below if tier.is_usable and tier.has_blocks]
 
-    def _search(self, record: RequestRecord, index: LayeredIndex, device_tokens: int, tokens: int) -> _Found:
-        """Return what the disk adds to a prefix. A longer one than may be fetched for one request is cut to a length of use.
+    def _search(
+        self,
+        tiers: Sequence[DiskState],
+        record: RequestRecord,
+        index: LayeredIndex,
+        device_tokens: int,
+        tokens: int,
+    ) -> _Found:
+        """Return what tiers add to a prefix. A longer one than may be fetched for one request is cut to a length of use.
 
         Args:
+            tiers: below the host.
             record: whose prefix.
             index: of all that need not be computed.
             device_tokens: tokens before which nothing is looked for.
             tokens: that need no fetch.
         """
-        state, disk = self._state, self._disk
+        state = self._state
         limit, alignment = record.prompt_tokens - 1, state.shape.alignment
         room = self.budget - record.fetched_blocks
         # With one group the host has all up to there; windows of others may reach back behind it.
@@ -188,12 +207,14 @@ class Fetches:
         least = max(record.least_tokens, state.policy.min_load_tokens)
         while True:
             reached, slots, *_ = longest_match(state.shape, record.keys, index, start, limit)
-            places = [as_negative(slot) for slot in slots if slot < 0]
+            places = [place_below(slot, len(tiers)) for slot in slots if slot < 0]
             gain = min(reached - tokens, len(places) * alignment)
-            if gain < max(disk.least_tokens, 1) or reached - device_tokens < least:
+            worth = max([tiers[level].least_tokens for level, _ in places], default=0)
+            if gain < max(worth, 1) or reached - device_tokens < least:
                 return _NOTHING
             if len(places) <= room:
-                keys = [key for place in places if (key := disk.pool.key(place)) is not None]
+                named = [(tiers[level].pool.key(place), tiers[level]) for level, place in places]
+                keys = {key: tier for key, tier in named if key is not None}
                 return _Found(keys, gain, [slot for slot in slots if 0 <= slot < ON_DEVICE])
             surplus = (reached - start) * (len(places) - room) // len(places)
             limit = reached - max(surplus - surplus % alignment, alignment)
@@ -206,50 +227,68 @@ class Fetches:
             return
         kept = list(dict.fromkeys([*head, *found.host_slots]))
         state.pool.use(kept[::-1], {})
-        room = min(state.pool.room - len(kept), self.budget - len(self._disk.fetching))
-        if room > 0:
-            some = keys[:room]
-            self.plan(some, record, found.tokens * len(some) // len(found.keys))
+        under_way = sum([len(tier.fetching) for tier in state.below])
+        room = max(min(state.pool.room - len(kept), self.budget - under_way), 0)
+        for tier in state.below:
+            if some := [key for key in keys[:room] if found.keys[key] is tier]:
+                self.plan(tier, some, record, found.tokens * len(some) // len(found.keys))
 
     def _arrived(self, job: Job) -> None:
-        """Every rank has read: the host has the blocks."""
-        state = self._state
-        for duplicate in self._settle(job, DiskOutcome.DONE):
+        """Every rank has read: the host has the blocks, but for those that some rank could not get (R4)."""
+        state, lost = self._state, job.corrupt | job.missing
+        self._settle(job)
+        if lost:
+            self._lost(job, sorted(lost), DiskOutcome.CORRUPT if job.corrupt else DiskOutcome.FAILED)
+        came = [position for position in range(len(job.keys)) if position not in lost]
+        for duplicate in self._end(job, came, DiskOutcome.DONE):
             state.tally.count_stores(StoreOutcome.IN_FLIGHT)
             state.evictions.add(duplicate)
-        state.pool.fill(job.slots[::-1])
-        state.misses.arrived(job.keys)
+        state.pool.fill([job.slots[position] for position in reversed(came)])
+        state.misses.arrived([job.keys[position] for position in came])
         for record in job.wanted:
-            record.fetched_blocks += len(job.keys)
+            record.fetched_blocks += len(came)
         if job.wanted:  # a warm start is no use
-            self._disk.records += [Use(place) for place in reversed(job.places)]
+            self._tiers[job.tier].read([job.places[position] for position in reversed(came)])
 
     def _failed(self, job: Job, outcome: DiskOutcome) -> None:
         """The blocks will not come."""
-        self._stores.again += self._settle(job, outcome)
-        for slot in job.slots:
-            self._state.pool.invalidate(slot)
+        self._settle(job)
+        self._lost(job, range(len(job.keys)), outcome)
+
+    def _settle(self, job: Job) -> None:
+        job.settled = True
+        self._tiers[job.tier].pool.unpin(job.places)
+
+    def _lost(self, job: Job, positions: Sequence[int], outcome: DiskOutcome) -> None:
+        """These blocks will not come, and the requests that wait for them ask for no other."""
+        self._stores.again += self._end(job, positions, outcome)
+        for position in positions:
+            self._state.pool.invalidate(job.slots[position])
         if outcome is not DiskOutcome.CANCELLED:
             for record in job.wanted:
                 record.asks_disk = False
 
-    def _settle(self, job: Job, outcome: DiskOutcome) -> list[Offer]:
-        job.settled = True
-        self._disk.pool.unpin(job.places)
-        for key in job.keys:
-            del self._disk.fetching[key]
-        ended = DiskCopyEnded(job.job, job.direction, len(job.slots), outcome, job.copy_s)
+    def _end(self, job: Job, positions: Sequence[int], outcome: DiskOutcome) -> list[Offer]:
+        """Count the outcome of these blocks; return the offers that waited for it."""
+        if not positions:
+            return []
+        keys = [job.keys[position] for position in positions]
+        for key in keys:
+            del self._tiers[job.tier].fetching[key]
+        ended = DiskCopyEnded(job.job, job.direction, len(keys), outcome, job.copy_s, job.tier)
         self._state.tally.events.append(ended)
-        return self._state.in_flight.forget(job.keys)
+        return self._state.in_flight.forget(keys)
 
-    def _strike(self, job: Job, positions: tuple[int, ...]) -> None:
-        """These places cannot be read, or do not hold what they should: they are not found again."""
-        disk, struck = self._disk, 0
+    def _strike(self, job: Job, positions: Sequence[int], cause: MissCause | None = None) -> None:
+        """These places cannot be read, or do not hold what they should: their blocks are not found there again."""
+        tier, struck = self._tiers[job.tier], 0
         for position in positions:
             place, key = job.places[position], job.keys[position]
-            if disk.pool.indexed_key(place) != key:
+            if tier.pool.indexed_key(place) != key:
                 continue  # another rank has reported it, or a reset came
-            disk.strike(place)
-            struck += disk.pool.invalidate(place)
-            self._state.misses.note((key,), MissCause.CORRUPT)
-        self._state.tally.evicted_from_disk(EvictionCause.CORRUPT, struck)
+            tier.strike(place)
+            struck += tier.pool.invalidate(place)
+            if cause is not None:
+                self._state.misses.note((key,), cause)
+        if tier.tier is Tier.DISK:
+            self._state.tally.evicted_from_disk(EvictionCause.CORRUPT, struck)

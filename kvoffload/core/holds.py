@@ -24,9 +24,11 @@ _FINISHING = RequestState.FINISHING
 class Holds:
     """The only caller of the pool's `hold` and `release`, and the only writer of `RequestRecord.held`."""
 
-    def __init__(self, pool: HostPool, groups: tuple[GroupSpec, ...], disk: DiskState | None = None) -> None:
+    def __init__(
+        self, pool: HostPool, groups: tuple[GroupSpec, ...], below: tuple[DiskState, ...] = ()
+    ) -> None:
         self._pool = pool
-        self._disk = disk
+        self._below = below
         self._block_tokens = [group.block_tokens for group in groups]
 
     def add(self, record: RequestRecord, slots: Sequence[SlotId]) -> None:
@@ -44,9 +46,11 @@ class Holds:
 
     def release(self, record: RequestRecord) -> None:
         """Release all that a request holds; its deepest blocks become evictable first."""
-        if self._disk is not None and record.loaded_tokens and record.persists:
+        if self._below and record.loaded_tokens and record.persists:
             found = self._slots_deepest_first(record, record.loaded_tokens)
-            self._disk.reuse([key for slot in found if (key := self._pool.key(slot)) is not None])
+            keys = [key for slot in found if (key := self._pool.key(slot)) is not None]
+            for tier in self._below:
+                tier.reuse(keys)
         if record.shares or record.found_tokens:
             self._release_and_use(record)
             record.shares = False

@@ -14,7 +14,7 @@ from kvoffload.core.machine import JOB, JobEvent, JobState
 from kvoffload.core.request import RequestRecord
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, JobId, Rank, SlotId
-from kvoffload.model.transfer import Direction, DiskJob, Tier, TransferJob, TransferPlan
+from kvoffload.model.transfer import Direction, DiskJob, RemoteJob, Tier, TransferJob, TransferPlan
 
 _PLANNED, _SUBMITTED, _ABANDONED = JobState.PLANNED, JobState.SUBMITTED, JobState.ABANDONED
 _SUBMIT, _FINISH, _FAIL = JobEvent.SUBMIT, JobEvent.FINISH, JobEvent.FAIL
@@ -58,9 +58,11 @@ class Job(Struct, eq=False):
         failed: what the first failing rank reported.
         corrupt: positions that some rank found corrupt.
         settled: its outcome is known; only the ends of copies are pending.
-        tier: the lower end of its copies: HOST for those between device and host, DISK for those between host and disk.
-        places: of a job on the disk, the disk's slots, in the order of `slots`.
-        keys: of a job on the disk, in the same order.
+        tier: the lower end of its copies: HOST for those between device and host, a tier below for those between host and it.
+        places: of a job on a tier below, that tier's slots, in the order of `slots`.
+        keys: of a job on a tier below, in the same order.
+        namespace: of a job on a remote store, the namespace of its blocks.
+        missing: of a job on a remote store, positions of which the store has no value.
         sums: of a spill, each rank's checksums as far as reported.
         expected: of a fetch, each place's checksums.
         wanted: of a fetch, the requests that wait for it.
@@ -89,6 +91,8 @@ class Job(Struct, eq=False):
     wanted: dict[RequestRecord, None] = {}
     copy_s: float = 0.0
     stuck: set[int] = set()
+    namespace: str = ""
+    missing: set[int] = set()
 
     @property
     def is_store(self) -> bool:
@@ -115,7 +119,7 @@ class Jobs:
         """The number of the job that was planned last."""
         self._counts = {
             (tier, direction): [0] * len(JobState)
-            for tier in (Tier.HOST, Tier.DISK)
+            for tier in (Tier.HOST, Tier.DISK, Tier.REMOTE)
             for direction in Direction
         }
         self.open: dict[JobId, Job] = {}
@@ -124,8 +128,8 @@ class Jobs:
         """What the step's plan will have, loads and stores in the order in which they were planned."""
         self.withdrawn: list[JobId] = []
         """Submitted fetches that are not wanted any more, as far as the workers do not know."""
-        self.open_on_disk = 0
-        """Those of the open jobs that copy between host and disk."""
+        self.open_below = 0
+        """Those of the open jobs that copy between host and a lower tier."""
         self.pending = 0
         """Jobs that are planned or submitted. Abandoned ones are not waited for."""
 
@@ -136,7 +140,7 @@ class Jobs:
         self.open[job.job] = job
         self.planned.append(job)
         self.pending += 1
-        self.open_on_disk += tier is Tier.DISK
+        self.open_below += tier is not Tier.HOST
         self._counts[tier, direction][job.state] += 1
         return job
 
@@ -144,9 +148,9 @@ class Jobs:
         """Return how many open jobs of a tier and a direction are in a state."""
         return self._counts[tier, direction][state]
 
-    def on_disk(self) -> list[JobId]:
-        """Return the open jobs that copy between host and disk."""
-        return [job.job for job in self.open.values() if job.tier is Tier.DISK]
+    def below(self) -> list[JobId]:
+        """Return the open jobs that copy between the host and a tier below it."""
+        return [job.job for job in self.open.values() if job.tier is not Tier.HOST]
 
     @property
     def is_loading(self) -> bool:
@@ -155,11 +159,10 @@ class Jobs:
         return bool(counts[_PLANNED] or counts[_SUBMITTED])
 
     @property
-    def pending_on_disk(self) -> int:
-        """Those of the pending jobs that copy between host and disk."""
-        return sum(
-            [self._counts[Tier.DISK, way][state] for way in Direction for state in (_PLANNED, _SUBMITTED)]
-        )
+    def pending_below(self) -> int:
+        """Those of the pending jobs that copy between host and a lower tier."""
+        states = [counts for (tier, _), counts in self._counts.items() if tier is not Tier.HOST]
+        return sum([counts[_PLANNED] + counts[_SUBMITTED] for counts in states])
 
     def submit(self) -> TransferPlan:
         """Hand what is planned to the workers; return what these need of it.
@@ -169,17 +172,23 @@ class Jobs:
         loads: list[TransferJob] = []
         stores: list[TransferJob] = []
         disk: list[DiskJob] = []
+        remote: list[RemoteJob] = []
         for job in self.planned:
             if job.tier is Tier.DISK:
                 disk.append(
                     DiskJob(job.job, job.direction, tuple(job.slots), tuple(job.places), job.expected)
                 )
                 continue
+            if job.tier is Tier.REMOTE:
+                remote.append(
+                    RemoteJob(job.job, job.direction, tuple(job.slots), tuple(job.keys), job.namespace)
+                )
+                continue
             record = job.loads_for
             request = None if record is None else record.request
             part = TransferJob(job.job, job.direction, tuple(job.slots), tuple(job.blocks), request)
             (stores if record is None else loads).append(part)
-        plan = TransferPlan(tuple(loads), tuple(stores), tuple(disk), tuple(self.withdrawn))
+        plan = TransferPlan(tuple(loads), tuple(stores), tuple(disk), tuple(self.withdrawn), tuple(remote))
         moved = JOB.steps[_SUBMIT][_PLANNED]
         for job in self.planned:
             counts = self._counts[job.tier, job.direction]
@@ -202,7 +211,7 @@ class Jobs:
         self.planned.remove(job)
         self.pending -= 1
         del self.open[job.job]
-        self.open_on_disk -= job.tier is Tier.DISK
+        self.open_below -= job.tier is not Tier.HOST
 
     def close(self, job: Job) -> None:
         """Every rank has ended: the job is done or failed, and leaves the table."""
@@ -211,7 +220,7 @@ class Jobs:
         self._counts[job.tier, job.direction][was] -= 1
         self.pending -= was is _SUBMITTED
         del self.open[job.job]
-        self.open_on_disk -= job.tier is Tier.DISK
+        self.open_below -= job.tier is not Tier.HOST
 
     def _move(self, job: Job, event: JobEvent) -> None:
         after, counts = JOB.steps[event][job.state], self._counts[job.tier, job.direction]

@@ -14,46 +14,54 @@ ON_DEVICE = SlotId(sys.maxsize)
 
 
 class LayeredIndex:
-    """The slots that hold a key: those of the host as they are, those of the disk as negative numbers.
+    """The slots that hold a key: those of the host as they are, those of the first lower tier that has it as numbers below zero.
+
+    `place_below` reads such a number.
 
     Args:
-        host, disk: the keys that can hit.
+        host, below: the keys that can hit.
         device: asked last, for blocks that need no slot; None where the search begins behind what the device has.
     """
 
-    def __init__(self, host: KeyIndex, disk: KeyIndex, device: BlockPool | None = None) -> None:
-        self.parts = _Parts(host, disk, device)
+    def __init__(self, host: KeyIndex, below: Sequence[KeyIndex], device: BlockPool | None = None) -> None:
+        self.parts = _Parts(host, below, device)
 
 
 class _Parts(Sequence["_Part"]):
-    def __init__(self, host: KeyIndex, disk: KeyIndex, device: BlockPool | None) -> None:
-        self._host, self._disk, self._device = host, disk, device
+    def __init__(self, host: KeyIndex, below: Sequence[KeyIndex], device: BlockPool | None) -> None:
+        self._host, self._below, self._device = host, below, device
 
     def __len__(self) -> int:
         return len(self._host.parts)
 
     def __getitem__(self, byte: int) -> _Part:  # type: ignore[override]  # a search takes no slices
-        return _Part(self._host.parts[byte], self._disk.parts[byte], self._device)
+        return _Part(self._host.parts[byte], [index.parts[byte] for index in self._below], self._device)
 
 
 class _Part:
-    __slots__ = ("_device", "_disk", "_host")
+    __slots__ = ("_below", "_device", "_host")
 
     def __init__(
-        self, host: dict[BlockKey, SlotId], disk: dict[BlockKey, SlotId], device: BlockPool | None
+        self,
+        host: dict[BlockKey, SlotId],
+        below: Sequence[dict[BlockKey, SlotId]],
+        device: BlockPool | None,
     ) -> None:
-        self._host, self._disk, self._device = host, disk, device
+        self._host, self._below, self._device = host, below, device
 
     def get(self, key: BlockKey, /) -> SlotId | None:
         slot = self._host.get(key)
         if slot is not None:
             return slot
-        place = self._disk.get(key)
         if self._device is not None and self._device.block_of(key) is not None:
             return ON_DEVICE
-        return None if place is None else as_negative(place)
+        for level, part in enumerate(self._below):
+            if (place := part.get(key)) is not None:
+                return SlotId(-1 - place * len(self._below) - level)
+        return None
 
 
-def as_negative(place: SlotId) -> SlotId:
-    """Return the negative number that stands for a slot of the disk, or that slot for such a number."""
-    return SlotId(-1 - place)
+def place_below(number: SlotId, levels: int) -> tuple[int, SlotId]:
+    """Return which of so many tiers below the host, and which slot there, a number below zero stands for."""
+    place, level = divmod(-1 - number, levels)
+    return level, SlotId(place)

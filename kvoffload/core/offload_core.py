@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvoffload.core.audit import audit, audit_at_rest
-from kvoffload.core.disk_tier import DiskTier
 from kvoffload.core.fingerprint import fingerprint
 from kvoffload.core.job import Offer
 from kvoffload.core.loads import Loads
+from kvoffload.core.lower_tiers import LowerTiers
 from kvoffload.core.machine import JobState, RequestEvent, RequestState, SlotState
 from kvoffload.core.pending_hits import PendingHits
 from kvoffload.core.planners import make_planner
+from kvoffload.core.remote_state import MOST_ASKED, RemoteState
 from kvoffload.core.request import RequestRecord
 from kvoffload.core.state import CoreState, LoadResults, Policy
 from kvoffload.core.stores import Stores
@@ -55,8 +56,8 @@ class OffloadCore:
     def __init__(self, shape: EngineShape, policy: Policy, device: BlockPool) -> None:
         self.state = CoreState(shape, policy, device)
         self._stores = Stores(self.state)
-        self._disk = None if self.state.disk is None else DiskTier(self.state, self.state.disk, self._stores)
-        self._hits = PendingHits(self.state, None if self._disk is None else self._disk.fetches)
+        self._below = LowerTiers(self.state, self._stores) if self.state.below else None
+        self._hits = PendingHits(self.state, None if self._below is None else self._below.fetches)
         self._loads = Loads(self.state, self._hits)
         self._planner = make_planner(self.state, self._stores)
         self._new: dict[RequestRecord, None] = {}  # given a block table since the last step
@@ -73,8 +74,10 @@ class OffloadCore:
         live[fact.request] = record = RequestRecord(
             fact.request, fact.prompt_tokens, keys, fact.reads_cache, persists=fact.persists
         )
-        if self._disk is not None:
-            self._disk.fetches.seen(record)
+        if self._below is not None:
+            self._below.fetches.seen(record)
+        if self.state.remote is not None:
+            self._ask_remote(self.state.remote, record)
 
     def lookup(
         self,
@@ -164,8 +167,8 @@ class OffloadCore:
             self._hits.drop(record, PinDropCause.REQUEST_ENDED)
         if state.jobs.planned:
             self._loads.cancel_planned(record)
-        if self._disk is not None and record.state is _SEEN:
-            self._disk.fetches.leaves(record)
+        if self._below is not None and record.state is _SEEN:
+            self._below.fetches.leaves(record)
         self._new.pop(record, None)
         self._table_ended(record)
         state.requests.move(record, RequestEvent.END)
@@ -217,8 +220,8 @@ class OffloadCore:
             if self._stores.again or self._stores.for_room or self._stores.states_for_room:
                 self._stores.next_step()
             self._planner.step(fact, advanced)
-            if self._disk is not None and (self._disk.candidates or self._disk.warm_start.keys):
-                self._disk.step()
+            if self._below is not None:
+                self._below.step()
 
     def plan(self) -> TransferPlan:
         """Return the copies decided since the last call; they count as submitted."""
@@ -289,7 +292,7 @@ class OffloadCore:
         state, report = self.state, fact.report
         if state.growing or state.ready.get(report.rank) != report.ready_slots:
             self._ready(report)
-        parts = report.jobs if self._disk is None else self._disk.reported(report)
+        parts = report.jobs if self._below is None else self._below.reported(report)
         for part in parts:
             job = state.jobs.open.get(part.job)
             if job is None or not job.reported(report.rank, part.outcome, part.corrupt):
@@ -321,8 +324,8 @@ class OffloadCore:
         if job is None or job.state is not JobState.SUBMITTED:
             return
         state.jobs.abandon(job)
-        if job.tier is Tier.DISK and self._disk is not None:
-            self._disk.abandoned(job)
+        if job.tier is not Tier.HOST and self._below is not None:
+            self._below.abandoned(job)
             return
         state.stall.abandoned(job)
         self._look_at_stall()
@@ -347,10 +350,10 @@ class OffloadCore:
     def disk_restored(self, fact: facts.DiskRestored) -> None:
         """A part of the disk's index was read. With the last part the tier can be used."""
         disk = self.state.disk
-        if disk is None or self._disk is None:
+        if disk is None or self._below is None:
             return
         disk.restore(fact.slots, fact.puts, [SlotId(slot) for slot in fact.free])
-        self._disk.warm_start.restored(fact.puts)
+        self._below.restored(fact.puts)
         if fact.is_last:
             disk.is_open = True
             self.state.tally.events.append(DiskOpened(disk.capacity, len(disk.pool.index)))
@@ -361,6 +364,51 @@ class OffloadCore:
         if disk is not None and not disk.is_closed:
             disk.is_closed = True
             self.state.tally.events.append(DiskClosed())
+
+    def _ask_remote(self, remote: RemoteState, record: RequestRecord) -> None:
+        """Have the remote store asked for what no tier above it has of a request's prefix."""
+        if (
+            not (remote.is_usable and record.reads_cache and record.persists)
+            or self.state.degraded is not None
+        ):
+            return
+        above = [self.state.pool.index, *(tier.pool.index for tier in self.state.below if tier is not remote)]
+        keys = [key for group in record.keys for key in group if not any(key in index for index in above)]
+        if keys:
+            record.awaits_answer = True
+            remote.asks.append((record.request, tuple(keys[:MOST_ASKED])))
+
+    def remote_opened(self, fact: facts.RemoteOpened) -> None:
+        """The remote store can be asked; under another namespace than before, nothing found so far is there."""
+        remote = self.state.remote
+        if remote is None or self._below is None:
+            return
+        if remote.namespace not in ("", fact.namespace):
+            self._below.forget(Tier.REMOTE)
+        remote.namespace, remote.is_open, remote.is_closed = fact.namespace, True, False
+
+    def remote_lost(self, _: facts.RemoteLost) -> None:
+        """The remote store does not answer: no request asks it, and nothing is copied to it or from it."""
+        if self.state.remote is not None:
+            self.state.remote.is_closed = True
+
+    def remote_answered(self, fact: facts.RemoteAnswered) -> None:
+        """The remote store said which of a request's blocks it has."""
+        remote, record = self.state.remote, self.state.requests.live.get(fact.request)
+        if record is not None:
+            record.awaits_answer = False
+        if remote is not None and fact.namespace == remote.namespace:
+            remote.note(fact.found, fact.missing)
+            if record is not None and record.state is _SEEN and self._below is not None:
+                self._below.fetches.seen(record)
+
+    def take_asks(self) -> list[tuple[RequestId, tuple[BlockKey, ...]]]:
+        """Return what the remote store must be asked since the last call, and forget it."""
+        remote = self.state.remote
+        if remote is None or not remote.asks:
+            return []
+        asks, remote.asks = remote.asks, []
+        return asks
 
     def take_disk_records(self) -> list[DiskRecord]:
         """Return what the disk's index must record since the last call, and forget it. A reset begins the index anew."""
@@ -404,8 +452,8 @@ class OffloadCore:
             state.shared.ended(record)
         for record in (*live, *state.requests.finishing):
             state.holds.release(record)
-        if self._disk is not None:
-            self._disk.reset()
+        if self._below is not None:
+            self._below.reset()
         dropped = state.pool.forget_all()
         state.misses.reset(dropped)
         self._stores.stop(StoreOutcome.BEFORE_RESET, planned=StoreOutcome.CANCELLED)
@@ -421,8 +469,8 @@ class OffloadCore:
         state.degraded = fact.cause
         state.tally.events.append(OffloadingDegraded(fact.cause, fact.detail))
         self._loads.cancel_planned()
-        if self._disk is not None:
-            self._disk.stop()
+        if self._below is not None:
+            self._below.stop()
         if fact.cause is DegradeCause.HANDLER_RAISED:  # the last fact that this gets
             self._loads.fail_open()
         self._stores.stop(StoreOutcome.DEGRADED, planned=StoreOutcome.DEGRADED)
@@ -432,12 +480,12 @@ class OffloadCore:
     @property
     def has_work(self) -> bool:
         """Whether steps are needed for something to come to its end. Abandoned copies do not count (R16)."""
-        return self._has_work(self.state.jobs.pending) or (self._disk is not None and self._disk.is_due)
+        return self._has_work(self.state.jobs.pending) or (self._below is not None and self._below.is_due)
 
     @property
     def has_host_work(self) -> bool:
-        """As `has_work`, leaving out what only the disk has to do."""
-        return self._has_work(self.state.jobs.pending - self.state.jobs.pending_on_disk)
+        """As `has_work`, leaving out what only lower tiers have to do."""
+        return self._has_work(self.state.jobs.pending - self.state.jobs.pending_below)
 
     def _has_work(self, jobs: int) -> bool:
         results = self.state.results

@@ -48,7 +48,7 @@ class PendingHits:
             self.drop(record, PinDropCause.LOOKED_UP_AGAIN)
         slots = hit.slots
         if self._fetches is not None and hit.missing is not None and record.persists:
-            if self._fetches.look(record, hit) and may_wait:
+            if (self._fetches.look(record, hit) or record.awaits_answer) and may_wait:
                 state.tally.events.append(LookupDeferred(record.request, None))
                 return None
             cause = self._fetches.cause(hit.missing, hit.cause)

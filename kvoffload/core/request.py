@@ -57,9 +57,10 @@ class RequestRecord(Struct, eq=False):
         least_tokens: shorter hits are recomputed; its first lookup decides, 0 before it.
         junction: tokens after which the engine is asked for a recurrent state, without which a prefix that is on
             device and host was not found; 0 for none. Its last lookup decides.
-        persists: its blocks may be written to the disk, and found there.
-        fetched_blocks: blocks that were fetched from the disk for it.
+        persists: its blocks may be written to lower tiers, and found there.
+        fetched_blocks: blocks that were fetched from lower tiers for it.
         asks_disk: False where a fetch of its failed, so that it asks for no other.
+        awaits_answer: the remote store was asked for its blocks and has not answered.
     """
 
     request: RequestId
@@ -90,6 +91,7 @@ class RequestRecord(Struct, eq=False):
     persists: bool = True
     fetched_blocks: int = 0
     asks_disk: bool = True
+    awaits_answer: bool = False
 
     @property
     def is_live(self) -> bool:

@@ -17,7 +17,6 @@ from kvoffload.core.disk_state import DiskState
 from kvoffload.core.job import Job
 from kvoffload.core.state import CoreState
 from kvoffload.model.causes import CopyOutcome, DiskOutcome, EvictionCause, MissCause
-from kvoffload.model.disk import Put
 from kvoffload.model.events import DiskCopyEnded, DiskCopyScheduled
 from kvoffload.model.ids import BlockKey, Rank
 from kvoffload.model.transfer import Direction, JobReport, Tier
@@ -51,6 +50,7 @@ class Spills:
         job.sums[rank] = part.sums
         job.copy_s = max(job.copy_s, part.copy_s)
         job.stuck.update(part.stuck)
+        job.missing.update(part.missing)
         if part.outcome is CopyOutcome.CORRUPT:
             self._quarantine(job, part.corrupt)
         if part.outcome is not CopyOutcome.DONE and not job.settled:
@@ -103,25 +103,26 @@ class Spills:
         for place in places:
             if place in disk.sums:
                 disk.strike(place)
-        state.tally.evicted_from_disk(EvictionCause.SPACE, len(evicted))
-        job = state.jobs.plan(Direction.STORE, Tier.DISK)
-        job.keys, job.places = keys, list(places)
+        if disk.tier is Tier.DISK:
+            state.tally.evicted_from_disk(EvictionCause.SPACE, len(evicted))
+        job = state.jobs.plan(Direction.STORE, disk.tier)
+        job.keys, job.places, job.namespace = keys, list(places), disk.namespace
         job.slots = [state.pool.index[key] for key in keys]
         state.pool.pin(job.slots)
         disk.spilling.update(dict.fromkeys(keys, job))
         self._open_slots += len(keys)
-        state.tally.events.append(DiskCopyScheduled(job.job, job.direction, len(keys)))
+        state.tally.events.append(DiskCopyScheduled(job.job, job.direction, len(keys), tier=job.tier))
 
     def _arrived(self, job: Job) -> None:
         """Every rank has written: the blocks can be found on the disk, also by the next process."""
         disk = self._disk
         disk.bound.ended(job, self._state.jobs.last, is_load_open=self._is_load_open())
         self._settle(job, DiskOutcome.DONE)
-        disk.pool.fill(job.places[::-1])
-        sums = zip(*[job.sums[rank] for rank in sorted(job.sums)], strict=True)
-        puts = list(map(Put, job.places, job.keys, sums))
-        disk.sums.update({put.slot: put.sums for put in puts})
-        disk.records += reversed(puts)  # so that the next process, too, evicts a prefix's head last
+        lacking = {job.places[position] for position in job.missing}
+        for place in lacking:
+            disk.pool.invalidate(place)
+        disk.pool.fill([place for place in reversed(job.places) if place not in lacking])
+        disk.put(job)
 
     def _failed(self, job: Job, outcome: DiskOutcome) -> None:
         self._settle(job, outcome)
@@ -142,7 +143,7 @@ class Spills:
         for key in job.keys:
             del self._disk.spilling[key]
         self._open_slots -= len(job.slots)
-        ended = DiskCopyEnded(job.job, job.direction, len(job.slots), outcome, job.copy_s)
+        ended = DiskCopyEnded(job.job, job.direction, len(job.slots), outcome, job.copy_s, job.tier)
         self._state.tally.events.append(ended)
 
     def _copies_ended(self, job: Job) -> None:

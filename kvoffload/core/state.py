@@ -15,6 +15,7 @@ from kvoffload.core.in_flight_stores import InFlightStores
 from kvoffload.core.job import Jobs
 from kvoffload.core.leases import Leases
 from kvoffload.core.miss_memory import MissMemory
+from kvoffload.core.remote_state import RemoteState
 from kvoffload.core.request import Requests
 from kvoffload.core.shared_loads import SharedLoads
 from kvoffload.core.stale_blocks import StaleBlocks
@@ -35,6 +36,7 @@ class Policy:
         min_load_tokens: shorter hits are recomputed instead.
         prefix_junctions: ask the engine for recurrent states whose absence shortened hits.
         spill_after_hits: how often a block is found again before it is written to the disk; None without a disk.
+        share_after_hits: how often before it is written to the remote store; None without one.
         merge_steps: the few blocks that a decoding batch completes may wait for those of so many steps in all.
     """
 
@@ -44,6 +46,7 @@ class Policy:
     merge_steps: int = 1
     prefix_junctions: bool = True
     spill_after_hits: int | None = None
+    share_after_hits: int | None = None
 
 
 class LoadResults(Struct):
@@ -67,11 +70,18 @@ class CoreState:
         self.policy = policy
         self.device = device
         self.disk = None if policy.spill_after_hits is None else DiskState(policy.spill_after_hits)
+        self.remote = (
+            None
+            if policy.share_after_hits is None
+            else RemoteState(policy.share_after_hits, map(Rank, range(shape.ranks)))
+        )
+        self.below = tuple([tier for tier in (self.disk, self.remote) if tier is not None])
+        """The tiers below the host, in the order in which they are looked into."""
         self.pool = HostPool(EVICTION_POLICIES[policy.eviction_policy]())
         self.requests = Requests()
         self.jobs = Jobs(shape.ranks)
         self.leases = Leases(device)
-        self.holds = Holds(self.pool, shape.groups, self.disk)
+        self.holds = Holds(self.pool, shape.groups, self.below)
         self.tables = StaleBlocks(shape.groups)
         self.in_flight = InFlightStores()
         self.shared = SharedLoads()

@@ -278,10 +278,8 @@ class Stores:
         self._hold(job)
         state.pool.fill(job.slots[::-1])
         state.misses.arrived([offer.key for offer in job.offers])
-        if state.disk is not None:
-            state.disk.stored(
-                [offer.key for offer in job.offers if offer.record is None or offer.record.persists]
-            )
+        for tier in state.below:
+            tier.stored([offer.key for offer in job.offers if offer.record is None or offer.record.persists])
         for duplicate in state.in_flight.end(job):
             state.tally.count_stores(StoreOutcome.IN_FLIGHT)
             state.evictions.add(duplicate)
@@ -364,11 +362,8 @@ class Stores:
             self.again += again
 
     def _without_spill(self, keys: Sequence[BlockKey]) -> int:
-        """Count those of evicted blocks that should have been on the disk before."""
-        disk = self._state.disk
-        if disk is None:
-            return 0
-        lost = disk.evicted(keys)
+        """Count those of evicted blocks that should have been on a tier below before."""
+        lost = max([tier.evicted(keys) for tier in self._state.below], default=0)
         self._state.tally.evicted(EvictionCause.SPILL_BEHIND, lost)
         return lost
 

@@ -64,4 +64,4 @@ class WarmStart:
             if key in disk.pool.index and key not in state.pool.index and key not in state.in_flight.keys:
                 keys.append(key)
         if keys:
-            self._fetches.plan(keys[::-1])
+            self._fetches.plan(disk, keys[::-1])

@@ -38,6 +38,7 @@ class MissCause(Cause):
     OPTED_OUT = "opted_out"  # the request asked not to read cached blocks
     STALLED = "stalled"  # copies were stalled, so no load was started
     ON_DISK = "on_disk"  # it is on the disk, and could not be waited for
+    IN_REMOTE = "in_remote"  # a remote store has it, and it could not be waited for
     TIER_OPENING = "tier_opening"  # the disk's index was not read yet
     DEGRADED = "degraded"  # offloading is off because an invariant was broken
 

@@ -71,6 +71,9 @@ class OffloadConfig:
         spill_after_hits: how often a block is found again before it is written to the disk.
         drain_s: seconds for which the disk may keep an engine without requests stepping, at its start and before it stops.
         disk_identity: a name that changes with the weights, where they cannot be read to tell them from others.
+        remote_url: of a store that engines share, below host and disk; None for none.
+        share_after_hits: how often a block is found again before it is written there.
+        remote_timeout_s: seconds after which a call there counts as failed.
         otlp_endpoint: URL of a collector that gets OpenTelemetry spans, None for none.
     """
 
@@ -93,6 +96,9 @@ class OffloadConfig:
     spill_after_hits: int = 1
     drain_s: float = 3.0
     disk_identity: str | None = None
+    remote_url: str | None = None
+    share_after_hits: int = 1
+    remote_timeout_s: float = 2.0
 
     def disk_share(self, ranks: int) -> int:
         """Return the bytes on disk that each of `ranks` workers may use."""
@@ -180,6 +186,7 @@ def _shown(value: object) -> str:
         text = repr(value)
     except (ValueError, RecursionError):  # more digits than Python writes, or nested deeper than it reads
         return f"a {type(value).__name__} that is too large to show"
+    text = re.sub(r"//[^/\s]*@", "//...@", text)  # credentials in a URL
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
@@ -257,6 +264,12 @@ def _url(value: object) -> str:
     return value
 
 
+def _remote(value: object) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"(mooncake|s3)://[^\s/@]+(/\S*)?(\?\S*)?", value):
+        raise ValueError
+    return value
+
+
 _BYTES = 'a positive number of bytes, such as 8589934592 or "8GiB"'
 _PARSERS: dict[str, tuple[str, Callable[[object], object]]] = {
     "host_bytes": (_BYTES, parse_bytes),
@@ -277,6 +290,12 @@ _PARSERS: dict[str, tuple[str, Callable[[object], object]]] = {
     "spill_after_hits": ("a number of hits, 0 or more", _hits),
     "drain_s": ("a positive number of seconds", _seconds),
     "disk_identity": ("a name of at most 200 characters", _name),
+    "remote_url": (
+        '"mooncake://HOST:PORT?protocol=tcp" or "s3://BUCKET/PREFIX", without credentials',
+        _remote,
+    ),
+    "share_after_hits": ("a number of hits, 0 or more", _hits),
+    "remote_timeout_s": ("a positive number of seconds", _seconds),
     "otlp_endpoint": ('a URL such as "http://localhost:4318/v1/traces"', _url),
 }
 _PARSERS_OF_VLLM: dict[str, tuple[str, Callable[[object], object]]] = {

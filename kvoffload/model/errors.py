@@ -56,3 +56,7 @@ class DeviceLost(CopyError):
 
 class DiskError(KVOffloadError):
     """Raised when files of the disk tier cannot be used; the operator must act, and the engine goes on without the tier."""
+
+
+class RemoteError(KVOffloadError):
+    """Raised when a remote store does not do what it was asked, or cannot be reached."""

@@ -160,14 +160,15 @@ class RankReported(Event, frozen=True):
 
 
 class DiskCopyScheduled(Event, frozen=True):
-    """Blocks are to be copied between host and disk.
+    """Blocks are to be copied between host and a lower tier.
 
     Args:
         job: the job.
-        direction: STORE to the disk, LOAD from it.
+        direction: STORE to the tier, LOAD from it.
         blocks: how many.
         request: of a fetch, the request that looked for them; None for a warm start.
         tokens: of a fetch, what it makes that request's hit longer by.
+        tier: which.
     """
 
     job: JobId
@@ -175,16 +176,18 @@ class DiskCopyScheduled(Event, frozen=True):
     blocks: int
     request: RequestId | None = None
     tokens: int = 0
+    tier: Tier = Tier.DISK
 
 
 class DiskCopyEnded(Event, frozen=True):
-    """The outcome of a copy between host and disk is known; `copy_s` are the seconds of the slowest rank that has reported."""
+    """The outcome of a copy between host and a lower tier is known; `copy_s` are the seconds of the slowest rank that has reported."""
 
     job: JobId
     direction: Direction
     blocks: int
     outcome: DiskOutcome
     copy_s: float = 0.0
+    tier: Tier = Tier.DISK
 
 
 class JobAbandoned(Event, frozen=True):

@@ -159,6 +159,36 @@ class DiskClosed(Fact, frozen=True):
     """The disk's index cannot be read or written any more."""
 
 
+class RemoteOpened(Fact, frozen=True):
+    """A remote store can be asked.
+
+    Args:
+        namespace: under which this engine's blocks are found there and written from now on.
+    """
+
+    namespace: str
+
+
+class RemoteLost(Fact, frozen=True):
+    """The remote store does not answer the scheduler."""
+
+
+class RemoteAnswered(Fact, frozen=True):
+    """A remote store was asked for a request's blocks, or could not be.
+
+    Args:
+        request: which.
+        namespace: that was asked in.
+        found: what it says it has: a hint.
+        missing: what it says it lacks.
+    """
+
+    request: RequestId
+    namespace: str
+    found: tuple[BlockKey, ...] = ()
+    missing: tuple[BlockKey, ...] = ()
+
+
 class CacheReset(Fact, frozen=True):
     """The operator asked to invalidate everything computed so far."""
 

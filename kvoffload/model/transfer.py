@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import TypeAlias
 
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.disk import DiskFile
-from kvoffload.model.ids import DeviceBlockId, JobId, Rank, RequestId, SlotId
+from kvoffload.model.ids import BlockKey, DeviceBlockId, JobId, Rank, RequestId, SlotId
 from kvoffload.model.message import Message
 
 
@@ -25,6 +26,7 @@ class Tier(Enum):
     DEVICE = "device"
     HOST = "host"
     DISK = "disk"
+    REMOTE = "remote"
 
     __hash__ = object.__hash__  # as that of a cause
 
@@ -63,6 +65,32 @@ class DiskJob(Message, frozen=True):
     sums: tuple[tuple[int, ...], ...] = ()
 
 
+class RemoteJob(Message, frozen=True):
+    """One job between host and a remote store: slot `slots[i]` holds the block `keys[i]` once every rank has ended it well.
+
+    Args:
+        job: its number.
+        direction: which way it copies, as seen from the host: STORE to the remote store, LOAD from it.
+        slots: host slots.
+        keys: of the blocks, in the same order.
+        namespace: of the blocks in the store.
+    """
+
+    job: JobId
+    direction: Direction
+    slots: tuple[SlotId, ...]
+    keys: tuple[BlockKey, ...]
+    namespace: str
+
+    @property
+    def blocks(self) -> tuple[DeviceBlockId, ...]:
+        """It touches no device block."""
+        return ()
+
+
+AnyJob: TypeAlias = TransferJob | DiskJob | RemoteJob
+
+
 class TransferPlan(Message, frozen=True):
     """The copies decided in one step. Workers submit loads before stores.
 
@@ -70,20 +98,22 @@ class TransferPlan(Message, frozen=True):
         loads, stores: between device and host.
         disk: between host and disk.
         withdrawn: fetches of earlier plans whose slots need not be read any more, as far as no read has begun.
+        remote: between host and a remote store.
     """
 
     loads: tuple[TransferJob, ...] = ()
     stores: tuple[TransferJob, ...] = ()
     disk: tuple[DiskJob, ...] = ()
     withdrawn: tuple[JobId, ...] = ()
+    remote: tuple[RemoteJob, ...] = ()
 
     @property
-    def jobs(self) -> tuple[TransferJob | DiskJob, ...]:
-        return (*self.loads, *self.stores, *self.disk)
+    def jobs(self) -> tuple[AnyJob, ...]:
+        return (*self.loads, *self.stores, *self.disk, *self.remote)
 
     @property
     def is_empty(self) -> bool:
-        return not (self.loads or self.stores or self.disk or self.withdrawn)
+        return not (self.jobs or self.withdrawn)
 
 
 NOTHING = TransferPlan()
@@ -104,6 +134,8 @@ class JobReport(Message, frozen=True):
         corrupt: positions in the job whose bytes were found corrupt (empty otherwise).
         sums: of a spill that ended well: a checksum of this rank's shard of each block.
         stuck: positions of a spill whose place may still change, because a write to it has not returned.
+        missing: positions of a fetch from a remote store, or of a spill to it, of which the store has no value. The other
+            positions of a job that ended well are done.
     """
 
     job: JobId
@@ -115,6 +147,7 @@ class JobReport(Message, frozen=True):
     corrupt: tuple[int, ...] = ()
     sums: tuple[int, ...] = ()
     stuck: tuple[int, ...] = ()
+    missing: tuple[int, ...] = ()
 
 
 class TransferReport(Message, frozen=True):
@@ -131,6 +164,7 @@ class TransferReport(Message, frozen=True):
         lost: why the rank's device executes nothing more for this process, None while it works.
         disk_works: this rank's slot file did not fail to open, no call on it hangs, and not too many have failed.
         disk_file: this rank's slot file, once it is open.
+        remote_works: this rank reaches the remote store, and its calls there are answered.
     """
 
     rank: Rank
@@ -143,3 +177,4 @@ class TransferReport(Message, frozen=True):
     lost: str | None = None
     disk_works: bool = True
     disk_file: DiskFile | None = None
+    remote_works: bool = False

@@ -6,6 +6,7 @@ from kvoffload.bus.bus import Bus
 from kvoffload.core.disk_state import DiskState
 from kvoffload.core.job import Jobs
 from kvoffload.core.machine import JobState, SlotState
+from kvoffload.core.remote_state import RemoteState
 from kvoffload.core.state import CoreState
 from kvoffload.model.causes import DegradeCause
 from kvoffload.model.transfer import Direction, Tier
@@ -65,6 +66,7 @@ def read_gauges(
         info=info,
         slot_bytes=memory.block_bytes,
         disk=_disk_gauges(state.disk, state.jobs, memory) if state.disk is not None else TierGauges(),
+        remote=TierState.OFF if state.remote is None else _remote_state(state.remote),
     )
 
 
@@ -92,6 +94,12 @@ def _state(disk: DiskState) -> TierState:
     if not disk.is_open:
         return TierState.OPENING
     return TierState.OPEN if disk.is_usable else TierState.FAILING
+
+
+def _remote_state(remote: RemoteState) -> TierState:
+    if not remote.namespace:
+        return TierState.OPENING
+    return TierState.OPEN if remote.is_usable else TierState.FAILING
 
 
 def _unix(since: Since | None) -> float:

@@ -1,4 +1,4 @@
-"""For how long the disk keeps an engine without requests stepping."""
+"""For how long lower tiers keep an engine without requests stepping."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _LATE_STEPS = 4  # in which what ended meanwhile is reported, also where steps a
 
 
 class IdleSteps:
-    """Bounds the steps that only the disk needs, from the start of an engine and from the end of its last request.
+    """Bounds the steps that only lower tiers need, from the start of an engine and from the end of its last request.
 
     Engines do not announce a shutdown: they end their requests, step while anything has work, and stop. So what is spilled
     within this time is all that a shutdown spills, and no shutdown takes longer.
@@ -30,7 +30,7 @@ class IdleSteps:
         self._since = self._now()
 
     def are_allowed(self) -> bool:
-        """Whether the engine may go on stepping for the disk alone. Where it may not, copies end unseen."""
+        """Whether the engine may go on stepping for lower tiers alone. Where it may not, copies end unseen."""
         if self._since is None:  # the engine begins to serve
             self._since = self._now()
         if self._now() - self._since < self._limit_s:

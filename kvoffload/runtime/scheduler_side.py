@@ -7,7 +7,7 @@ are calls on the core.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import TypeVar
 
@@ -26,6 +26,7 @@ from kvoffload.model.errors import ConfigError
 from kvoffload.model.events import Event
 from kvoffload.model.ids import BlockKey, Rank, RequestId
 from kvoffload.model.transfer import NOTHING, TransferPlan, TransferReport
+from kvoffload.remote.address import RemotePlace
 from kvoffload.runtime.awaited_loads import AwaitedLoads, LoadAnswers
 from kvoffload.runtime.broken_core import BrokenCore
 from kvoffload.runtime.clocks import Clocks
@@ -39,6 +40,7 @@ from kvoffload.runtime.observers import Observers
 from kvoffload.runtime.open_copies import OpenCopies
 from kvoffload.runtime.pin_ages import PinAges
 from kvoffload.runtime.portal import Portal
+from kvoffload.runtime.remote_index import RemoteIndex
 from kvoffload.runtime.resets import Resets
 from kvoffload.runtime.watchdog import Watchdog
 from kvoffload.telemetry.counters import Counters
@@ -51,11 +53,12 @@ from kvoffload.telemetry.provenance import describe_run, info_labels
 from kvoffload.telemetry.spans import make_spans
 
 T = TypeVar("T")
+Ask = tuple[RequestId, tuple[BlockKey, ...]]
 
 log = get_logger("scheduler")
 _UNKNOWN = EngineIdentity()
-_DISK_PATIENCE = 10
-"""Times `transfer_timeout_s` in which some job on the disk must begin or end. A worker ends calls that hang itself, after one."""
+_PATIENCE_BELOW = 10
+"""Times `transfer_timeout_s` in which some job on a tier below the host must begin or end. A worker ends calls that hang itself, after one."""
 
 # CPython 3.11 takes ten times as long to reach an enum's member through its class.
 _SEEN, _LOOKUP, _ALLOCATED = Hook.SEEN, Hook.LOOKUP, Hook.ALLOCATED
@@ -74,13 +77,14 @@ class SchedulerSide:
         merge_steps: steps over which a decoding batch's stores may be collected into one job, at least 1.
         identity: of the engine; journals and metrics carry it.
         disk: where the disk's files belong, None without a disk; needs a portal.
+        remote: where blocks belong in a store that engines share, None without one; needs a portal.
 
     Raises:
         ConfigError: the engine promises too little for the settings, the journal's file cannot be written, or what spans
             need is not installed.
     """
 
-    _disk_moved_at = inf  # when a job on the disk last began or ended
+    _below_moved_at = inf  # when a job on a tier below the host last began or ended
 
     def __init__(
         self,
@@ -93,13 +97,18 @@ class SchedulerSide:
         merge_steps: int = 1,
         identity: EngineIdentity = _UNKNOWN,
         disk: DiskPlace | None = None,
+        remote: RemotePlace | None = None,
     ) -> None:
         self._clocks = clocks or Clocks()
         now, self._precise = self._clocks.monotonic, self._clocks.precise
         self.shape, self._timeout_s = shape, config.transfer_timeout_s
         self._spans = make_spans(config, shape, self._clocks.unix)
         self.sends_spans = self._spans is not None
-        self.core = OffloadCore(shape, _policy(config, shape, merge_steps, has_disk=disk is not None), device)
+        self.core = OffloadCore(
+            shape,
+            _policy(config, shape, merge_steps, has_disk=disk is not None, has_remote=remote is not None),
+            device,
+        )
         state = self.core.state
         self._tally, self._jobs, self._live = state.tally, state.jobs, state.requests.live
         self.provenance, self._info = (
@@ -124,7 +133,10 @@ class SchedulerSide:
             AwaitedLoads(self._copies.open),
             Degradation(self.journal, config.journal_path),
         )
-        self._disk, self._disk_state = _disk_index(disk, portal, shape, config), state.disk
+        (self._disk, self._remote), self._disk_state = (
+            _open_below(disk, remote, shape, config, portal, now),
+            state.disk,
+        )
         self._pins, self._resets = PinAges(self._clocks), Resets(self._jobs, self.bus.publish)
         self._store_shares = dict.fromkeys(map(Rank, range(shape.ranks)), 1.0)  # as each rank last reported
         self._memory, self._idle = HostMemory(), IdleSteps(config.drain_s, now)
@@ -153,6 +165,9 @@ class SchedulerSide:
         bus.handle(facts.InvariantBroken, core.law_broken)
         bus.handle(facts.DiskRestored, core.disk_restored)
         bus.handle(facts.DiskClosed, core.disk_closed)
+        bus.handle(facts.RemoteOpened, core.remote_opened)
+        bus.handle(facts.RemoteLost, core.remote_lost)
+        bus.handle(facts.RemoteAnswered, core.remote_answered)
         bus.on_state_error(self._broken.handler_raised)
 
     def _subscribe(self, portal: Portal | None) -> None:
@@ -173,6 +188,9 @@ class SchedulerSide:
         if self._spans is not None:
             self._spans.trace_parent = trace_parent
         self.bus.dispatch([fact])
+        if self._remote is not None:
+            for ask in self._ask("seen", self.core.take_asks, list[Ask]()):
+                self._remote.ask(*ask)
         spent = self._spent
         spent[_SEEN] = spent.get(_SEEN, 0.0) + self._precise() - began
 
@@ -252,7 +270,7 @@ class SchedulerSide:
             self._stop_waiting(fact.request)
         self.bus.dispatch([fact])
         if not self._live:
-            if self._disk is not None:
+            if self.core.state.below:
                 self._idle.begin()
             self.benefit.idle()
             if not self._jobs.pending:
@@ -275,10 +293,10 @@ class SchedulerSide:
         batch: list[object] = [fact]
         if self._first_tokens.admitted:
             batch[:0] = self._first_tokens.look()
-        disk = self._disk
-        overdue_at = self._disk_moved_at + _DISK_PATIENCE * self._timeout_s
-        if disk is not None and (disk.due or self._idle.late_steps or overdue_at <= began):
-            self._look_at_disk(disk, batch, is_overdue=overdue_at <= began)
+        disk, overdue_at = self._disk, self._below_moved_at + _PATIENCE_BELOW * self._timeout_s
+        is_due = self._remote is not None or (disk is not None and disk.due)
+        if is_due or overdue_at <= began or self._idle.late_steps:
+            batch += self._look_below(is_overdue=overdue_at <= began)
         self.bus.dispatch(batch)
         jobs = self._jobs
         plan = (
@@ -292,16 +310,21 @@ class SchedulerSide:
         spent.clear()
         return plan
 
-    def _look_at_disk(self, disk: DiskIndex, batch: list[object], *, is_overdue: bool) -> None:
-        """Wait no longer for copies of a disk on which nothing ends (R16), and add what the core must learn of the index."""
+    def _look_below(self, *, is_overdue: bool) -> list[facts.Fact]:
+        """Return what the core must learn of the tiers below the host; wait no longer where no job on them ends (R16)."""
         if self._idle.late_steps:
             self._idle.late_steps -= 1
         elif is_overdue:
-            self._disk_moved_at = inf
-            for job in self._jobs.on_disk():
+            self._below_moved_at = inf
+            for job in self._jobs.below():
                 self.bus.dispatch([facts.JobOverdue(job)])
-        if disk.due:
-            batch.append(disk.next_fact())
+        found = list[facts.Fact]()
+        if self._disk is not None and self._disk.due:
+            found.append(self._disk.next_fact())
+        if self._remote is not None:
+            self._remote.poll()
+            found += self._remote.take_due()
+        return found
 
     def _plan(self, began: float) -> TransferPlan:
         """Return the step's plan, and note its jobs as being with the workers."""
@@ -313,8 +336,8 @@ class SchedulerSide:
         if plan.loads:
             self._awaited.submitted(plan.loads)
         self._copies.submitted((*plan.loads, *plan.stores), self._clocks.monotonic())
-        if plan.disk:
-            self._disk_moved_at = began
+        if plan.disk or plan.remote:
+            self._below_moved_at = began
         try:
             events = self._tally.take()
         except Exception as error:
@@ -327,11 +350,11 @@ class SchedulerSide:
 
     def reported(self, reports: Sequence[TransferReport]) -> LoadAnswers:
         """Ranks reported what ended; return the loads that the engine must learn of."""
-        began, on_disk = self._precise(), self._jobs.open_on_disk
+        began, below = self._precise(), self._jobs.open_below
         for report in reports:
             self._rank_reported(report)
-        if self._jobs.open_on_disk != on_disk:
-            self._disk_moved_at = began
+        if self._jobs.open_below != below:
+            self._below_moved_at = began
         if self._disk is not None and self._disk.awaits_files:
             self._disk.ranks_reported(reports)
         if self._disk_state is not None and self._disk_state.records:
@@ -372,12 +395,13 @@ class SchedulerSide:
             return True
         if self._broken.error is not None:
             return self._copies.oldest is not None
-        if self._disk is None or self._live:
+        if not self.core.state.below or self._live:
             return self._ask("has_work", lambda: self.core.has_work, False)
         if self._ask("has_work", lambda: self.core.has_host_work, False):
             return True
-        is_disk_at_work = self._disk.is_opening or self._ask("has_work", lambda: self.core.has_work, False)
-        return is_disk_at_work and self._idle.are_allowed()
+        is_opening = self._disk is not None and self._disk.is_opening
+        has_lower_work = is_opening or self._ask("has_work", lambda: self.core.has_work, False)
+        return has_lower_work and self._idle.are_allowed()
 
     @property
     def disk_identity(self) -> KVIdentity | None:
@@ -395,6 +419,8 @@ class SchedulerSide:
         began = self._precise()
         self.bus.dispatch([facts.CacheReset()])
         is_forgotten = self._disk is None or self._disk.reset()
+        if self._remote is not None:
+            self._remote.reset()
         self._spent[_RESET] = self._spent.get(_RESET, 0.0) + self._precise() - began
         has_ended = self._copies.oldest is None if self._broken.error is not None else not self._jobs.pending
         return has_ended and is_forgotten
@@ -426,6 +452,8 @@ class SchedulerSide:
         if self._disk is not None:
             self._record_disk()
             self._disk.close()
+        if self._remote is not None:
+            self._remote.close()
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -455,15 +483,34 @@ class SchedulerSide:
         log.error("journal_stopped", error=str(error), note="the engine and the ring in memory continue")
 
 
-def _disk_index(
-    place: DiskPlace | None, portal: Portal | None, shape: EngineShape, config: OffloadConfig
-) -> DiskIndex | None:
-    if place is None or portal is None:
-        return None
-    return DiskIndex(place, shape.ranks, portal, closes_in_s=config.drain_s)
+def _open_below(
+    disk: DiskPlace | None,
+    remote: RemotePlace | None,
+    shape: EngineShape,
+    config: OffloadConfig,
+    portal: Portal | None,
+    now: Callable[[], float],
+) -> tuple[DiskIndex | None, RemoteIndex | None]:
+    """Begin to open the tiers below the host."""
+    timeout_s = config.remote_timeout_s
+    return (
+        None
+        if disk is None or portal is None
+        else DiskIndex(disk, shape.ranks, portal, closes_in_s=config.drain_s),
+        None
+        if remote is None or portal is None
+        else RemoteIndex(remote, shape.ranks, portal, now, timeout_s),
+    )
 
 
-def _policy(config: OffloadConfig, shape: EngineShape, merge_steps: int, *, has_disk: bool = False) -> Policy:
+def _policy(
+    config: OffloadConfig,
+    shape: EngineShape,
+    merge_steps: int,
+    *,
+    has_disk: bool = False,
+    has_remote: bool = False,
+) -> Policy:
     """Return what the operator chose, as the core wants it.
 
     Raises:
@@ -474,6 +521,10 @@ def _policy(config: OffloadConfig, shape: EngineShape, merge_steps: int, *, has_
         raise ConfigError(
             ["disk_path is set, but this engine's adapter has no disk below the host; leave it out"]
         )
+    if config.remote_url is not None and not has_remote:
+        raise ConfigError(
+            ["remote_url is set, but this engine's adapter has no remote store below the host; leave it out"]
+        )
     least = config.min_load_tokens if isinstance(config.min_load_tokens, int) else shape.alignment
     return Policy(
         config.store_policy,
@@ -482,4 +533,5 @@ def _policy(config: OffloadConfig, shape: EngineShape, merge_steps: int, *, has_
         merge_steps,
         config.prefix_junctions,
         config.spill_after_hits if has_disk else None,
+        config.share_after_hits if has_remote else None,
     )

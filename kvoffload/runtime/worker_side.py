@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvoffload.disk.slot_file import SlotShape
@@ -10,6 +11,8 @@ from kvoffload.logs import get_logger
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.ids import Rank
 from kvoffload.model.transfer import TransferPlan, TransferReport
+from kvoffload.remote.calls import RemoteCalls
+from kvoffload.remote.store import open_store
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.worker_disk import WorkerDisk
 from kvoffload.transfer.arena import Arena
@@ -18,9 +21,11 @@ from kvoffload.transfer.factory import make_allocator, make_checksums, make_copi
 from kvoffload.transfer.host_memory import slots_for
 from kvoffload.transfer.layout import check_pieces, digest_of
 from kvoffload.transfer.pump import TransferPump
+from kvoffload.transfer.remote_copies import RemoteCopies
 
 if TYPE_CHECKING:
     from kvoffload.disk.folder import DiskPlace
+    from kvoffload.remote.address import RemoteAddress
     from kvoffload.transfer.checksums import Checksums
     from kvoffload.transfer.layout import DeviceLayout
     from kvoffload.transfer.ports import Clock, Copier, Fence
@@ -29,6 +34,7 @@ log = get_logger("worker")
 
 _STORE_BYTES_IN_FLIGHT = 64 * 2**20  # a few milliseconds of copying: what a load may find before it
 _DISK_THREADS = 4  # what a disk needs at a time to be busy
+_REMOTE_THREADS = 2  # a store's client spreads a batch itself
 _DRAIN_S = 5.0  # beyond the transfer time-out
 _PINNING_S = 10.0  # of an engine's start
 
@@ -43,6 +49,7 @@ class WorkerSide:
         clock: time, for the coroutine.
         copier: moves the bytes; by default the one for the tensors' device.
         disk: where the disk's files belong, None without a disk.
+        remote: a store that engines share, None without one.
     """
 
     def __init__(
@@ -55,6 +62,7 @@ class WorkerSide:
         clock: Clock | None = None,
         copier: Copier | None = None,
         disk: DiskPlace | None = None,
+        remote: RemoteAddress | None = None,
     ) -> None:
         self._rank = rank
         self._ranks = ranks
@@ -64,6 +72,8 @@ class WorkerSide:
         self._copier = copier
         self._place = disk
         self._disk: WorkerDisk | None = None
+        self._address = remote
+        self._remote: RemoteCopies | None = None
         self._pump: TransferPump | None = None
         self._tasks: list[Future[None]] = []
         self._unprepared: tuple[Arena, float] | None = None  # waits for the first step, since when
@@ -99,6 +109,8 @@ class WorkerSide:
         self._pump = pump
         if self._place is not None:
             self._disk = self._open_disk(self._place, arena, checksums)
+        if self._address is not None:
+            self._remote = self._open_remote(self._address, arena, checksums)
         began = self._clock.monotonic()
         if layout.is_cuda:
             self._portal.spawn(arena.prepare_for, _PINNING_S).result()
@@ -141,6 +153,8 @@ class WorkerSide:
             self._disk.submit(plan.disk)
         if plan.withdrawn and self._disk is not None:
             self._disk.withdraw(plan.withdrawn)
+        if plan.remote and self._remote is not None:
+            self._remote.submit(plan.remote)
 
     def take_report(self) -> TransferReport | None:
         """Return what ended since the last call, or None. Never waits."""
@@ -148,7 +162,8 @@ class WorkerSide:
         if not self._portal.is_alive:
             pump.coroutine_lost("the portal's thread is gone")
         pump.poll()
-        return pump.take_report(self._disk.take() if self._disk is not None else None)
+        disk = self._disk.take() if self._disk is not None else None
+        return pump.take_report(disk, self._remote.take() if self._remote is not None else None)
 
     def close(self) -> None:
         """Drain the copies that were started and give the memory back."""
@@ -157,6 +172,8 @@ class WorkerSide:
         pump, self._pump = self._pump, None
         if self._disk is not None:
             self._disk.close()
+        if self._remote is not None:
+            self._remote.close()
         for task in self._tasks:
             task.cancel()
         # Where the portal is gone, copies may still run on memory of ours: another one sees them to their end.
@@ -180,6 +197,17 @@ class WorkerSide:
             timeout_s=self._config.transfer_timeout_s,
             checksums=checksums,
         )
+
+    def _open_remote(self, address: RemoteAddress, arena: Arena, checksums: Checksums | None) -> RemoteCopies:
+        timeout_s = self._config.remote_timeout_s
+        calls = RemoteCalls(
+            partial(open_store, address, timeout_s),
+            self._portal.new_executor("remote", threads=_REMOTE_THREADS),
+            self._clock.monotonic,
+            timeout_s,
+            rank=self._rank,
+        )
+        return RemoteCopies(self._rank, self._ranks, calls, arena, self._clock, checksums=checksums)
 
     async def _prepare(self, arena: Arena, began: float) -> None:
         """Make host memory ready, and log one line when all of it is; the arena logs a refusal."""

@@ -95,6 +95,9 @@ class Metric:
 # A further tier is served once it is named here. A copy between host and disk has the tier "disk": to it, it is a store.
 _TIER = Label("tier", Tier, served=(Tier.HOST, Tier.DISK))
 _LOWER_TIER = Label("tier", Tier, served=(Tier.DISK,))
+# Of a remote store its state and the copies are known, and neither slots nor size.
+_COPY_TIERS = Label("tier", Tier, served=(Tier.HOST, Tier.DISK, Tier.REMOTE))
+_LOWER_TIERS = Label("tier", Tier, served=(Tier.DISK, Tier.REMOTE))
 _DIRECTION = Label("direction", Direction)
 # The states in which a job still holds memory.
 _OPEN_JOB = Label("state", JobState, served=(JobState.PLANNED, JobState.SUBMITTED, JobState.ABANDONED))
@@ -156,17 +159,17 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_store_blocks_total", "Offered blocks by final outcome.", Kind.COUNTER, (Label("outcome", StoreOutcome),), "blocks"),
     Metric("kvoffload_load_scheduled_blocks_total", "Blocks scheduled to load; each gets one outcome in the end.", Kind.COUNTER, (), "blocks"),
     Metric("kvoffload_load_blocks_total", "Blocks scheduled to load, by final outcome.", Kind.COUNTER, (Label("outcome", LoadOutcome),), "blocks"),
-    Metric("kvoffload_tier_scheduled_blocks_total", "Blocks scheduled to be copied between the host and a tier below it; each gets one outcome in the end.", Kind.COUNTER, (_LOWER_TIER, _DIRECTION), "blocks"),
-    Metric("kvoffload_tier_blocks_total", "Blocks scheduled to be copied between the host and a tier below it, by final outcome.", Kind.COUNTER, (_LOWER_TIER, _DIRECTION, Label("outcome", DiskOutcome)), "blocks"),
+    Metric("kvoffload_tier_scheduled_blocks_total", "Blocks scheduled to be copied between the host and a tier below it; each gets one outcome in the end.", Kind.COUNTER, (_LOWER_TIERS, _DIRECTION), "blocks"),
+    Metric("kvoffload_tier_blocks_total", "Blocks scheduled to be copied between the host and a tier below it, by final outcome.", Kind.COUNTER, (_LOWER_TIERS, _DIRECTION, Label("outcome", DiskOutcome)), "blocks"),
     # --- recurrent states, of models that have them ---
     Metric("kvoffload_state_blocks_total", "Blocks of recurrent states among those stored and loaded.", Kind.COUNTER, (_DIRECTION,), "blocks"),
     Metric("kvoffload_junctions_asked_total", "Requests admitted whose prefix was on device and host but for a recurrent state at its end, which the engine was asked to keep.", Kind.COUNTER, (), "junctions"),
     Metric("kvoffload_junctions_made_total", "Of the groups' recurrent states that were asked for, those that the engine kept and offered, one a request.", Kind.COUNTER, (), "junctions"),
     # --- copies, per rank ---
-    Metric("kvoffload_transfers_total", "Copies of single ranks that ended, by outcome.", Kind.COUNTER, (_TIER, _DIRECTION, Label("outcome", CopyOutcome)), "copies"),
-    Metric("kvoffload_transfer_bytes_total", "Bytes copied between the tier and the one above it, all ranks together.", Kind.COUNTER, (_TIER, _DIRECTION), "bytes"),
-    Metric("kvoffload_transfer_seconds", "Time from a copy's start to its end, per rank and successful job.", Kind.HISTOGRAM, (_TIER, _DIRECTION), "seconds", _COPY_BUCKETS),
-    Metric("kvoffload_transfer_queue_seconds", "Time from a job's submission to its copy's start, per rank and successful job.", Kind.HISTOGRAM, (_TIER, _DIRECTION), "seconds", _COPY_BUCKETS),
+    Metric("kvoffload_transfers_total", "Copies of single ranks that ended, by outcome.", Kind.COUNTER, (_COPY_TIERS, _DIRECTION, Label("outcome", CopyOutcome)), "copies"),
+    Metric("kvoffload_transfer_bytes_total", "Bytes copied between the tier and the one above it, all ranks together.", Kind.COUNTER, (_COPY_TIERS, _DIRECTION), "bytes"),
+    Metric("kvoffload_transfer_seconds", "Time from a copy's start to its end, per rank and successful job.", Kind.HISTOGRAM, (_COPY_TIERS, _DIRECTION), "seconds", _COPY_BUCKETS),
+    Metric("kvoffload_transfer_queue_seconds", "Time from a job's submission to its copy's start, per rank and successful job.", Kind.HISTOGRAM, (_COPY_TIERS, _DIRECTION), "seconds", _COPY_BUCKETS),
     Metric("kvoffload_open_jobs", "Jobs that have not ended on every rank.", Kind.GAUGE, (_TIER, _DIRECTION, _OPEN_JOB), "jobs"),
     Metric("kvoffload_oldest_job_timestamp_seconds", "Unix time at which the oldest open job was submitted, abandoned jobs excluded; 0 without one.", Kind.GAUGE, (), "seconds"),
     Metric("kvoffload_store_bound_ratio", "Current limit on store bytes in flight as a share of its maximum, on the slowest rank. Halved when stores are slow or run beside loads, then recovers.", Kind.GAUGE, (), "ratio"),
@@ -175,7 +178,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_copies_stalled", "1 while no new copy starts because copies do not end: abandoned copies hold over an eighth of the device pool (and belong to more than one job), or three jobs in a row were abandoned.", Kind.GAUGE, (), "flag"),
     Metric("kvoffload_written_off_blocks_total", "Blocks of abandoned jobs; their host slots are never used again.", Kind.COUNTER, (_DIRECTION,), "blocks"),
     # --- the tiers' slots ---
-    Metric("kvoffload_tier_state", "1 for the state of the tier, 0 for the others.", Kind.GAUGE, (_LOWER_TIER, Label("state", TierState)), "flag"),
+    Metric("kvoffload_tier_state", "1 for the state of the tier, 0 for the others.", Kind.GAUGE, (_LOWER_TIERS, Label("state", TierState)), "flag"),
     Metric("kvoffload_capacity_slots", "Slots that are ready on every rank.", Kind.GAUGE, (_TIER,), "slots"),
     Metric("kvoffload_slots", "Slots by state; the states sum to the capacity.", Kind.GAUGE, (_TIER, Label("state", SlotState)), "slots"),
     Metric("kvoffload_slot_bytes", "Bytes of one slot, all ranks together; slots times this are the tier's bytes.", Kind.GAUGE, (_TIER,), "bytes"),

@@ -35,7 +35,7 @@ _MISS_CAUSES = {cause: (cause.value,) for cause in MissCause}
 _FOUND = {found: (found.value,) for found in Found}
 _COPIES = {
     (tier, direction): (tier.value, direction.value)
-    for tier in (Tier.HOST, Tier.DISK)
+    for tier in (Tier.HOST, Tier.DISK, Tier.REMOTE)
     for direction in Direction
 }
 _ENDS = {
@@ -254,10 +254,10 @@ class Counters:
         self._add("kvoffload_lookups_deferred_total", _FETCH if event.owner is None else _OTHERS_LOAD, 1)
 
     def _count_disk_scheduled(self, event: events.DiskCopyScheduled) -> None:
-        self._add("kvoffload_tier_scheduled_blocks_total", _COPIES[Tier.DISK, event.direction], event.blocks)
+        self._add("kvoffload_tier_scheduled_blocks_total", _COPIES[event.tier, event.direction], event.blocks)
 
     def _count_disk_ended(self, event: events.DiskCopyEnded) -> None:
-        labels = (*_COPIES[Tier.DISK, event.direction], event.outcome.value)
+        labels = (*_COPIES[event.tier, event.direction], event.outcome.value)
         self._add("kvoffload_tier_blocks_total", labels, event.blocks)
 
     def _add(self, name: str, labels: Labels, amount: int) -> None:

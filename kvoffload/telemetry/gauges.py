@@ -67,6 +67,7 @@ class GaugeSnapshot:
         info: the label values of `kvoffload_info`; None if not known.
         slot_bytes: one host slot on all ranks together.
         disk: the tier below the host.
+        remote: what the store does that engines share.
     """
 
     slots: Mapping[str, int] = field(default_factory=dict)
@@ -85,6 +86,7 @@ class GaugeSnapshot:
     info: Labels | None = None
     slot_bytes: int = 0
     disk: TierGauges = field(default_factory=TierGauges)
+    remote: TierState = TierState.OFF
 
     def numbers(self) -> dict[str, dict[Labels, float]]:
         """Return the series of every metric that is not counted from events, by name. A missing one is 0."""
@@ -100,7 +102,10 @@ class GaugeSnapshot:
                 for name, count in slots.items()
             },
             "kvoffload_slot_bytes": {(host,): self.slot_bytes, (disk,): self.disk.slot_bytes},
-            "kvoffload_tier_state": {(disk, self.disk.state.value): 1},
+            "kvoffload_tier_state": {
+                (disk, self.disk.state.value): 1,
+                (Tier.REMOTE.value, self.remote.value): 1,
+            },
             "kvoffload_host_bytes": {(part.value,): size for part, size in self.host_bytes.items()},
             "kvoffload_info": {self.info: 1} if self.info is not None else {},
             "kvoffload_capacity_slots": {(host,): self.capacity_slots, (disk,): self.disk.capacity_slots},

@@ -24,7 +24,9 @@ class TierState(Enum):
     """What a tier below the host does."""
 
     OFF = "off"  # the settings have none
-    OPENING = "opening"  # some rank's file is not open, or the index was not read yet
+    OPENING = (
+        "opening"  # some rank's file is not open, the index was not read yet, or a store was not reached yet
+    )
     OPEN = "open"
     FAILING = "failing"  # a call hangs or too many have failed: nothing is copied until it works again
     CLOSED = "closed"  # its index cannot be read or written: it is left alone until the engine starts again

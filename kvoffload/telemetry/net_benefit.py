@@ -19,7 +19,7 @@ from kvoffload.model import events, facts
 from kvoffload.model.causes import CopyOutcome, DiskOutcome, LoadOutcome
 from kvoffload.model.ids import JobId, RequestId
 from kvoffload.model.message import Message
-from kvoffload.model.transfer import Direction
+from kvoffload.model.transfer import Direction, Tier
 from kvoffload.telemetry.break_even import BreakEven
 from kvoffload.telemetry.labels import LoadWait
 from kvoffload.telemetry.prefill_rate import PrefillRate
@@ -197,7 +197,7 @@ class NetBenefit:
             self._price()
 
     def _fetch_scheduled(self, event: events.DiskCopyScheduled) -> None:
-        if event.tokens and event.request is not None:
+        if event.tokens and event.request is not None and event.tier is Tier.DISK:
             self._fetches[event.job] = _Load(event.request, event.tokens, self._now())
 
     def _fetch_ended(self, event: events.DiskCopyEnded) -> None:

@@ -95,7 +95,7 @@ def conservation(snapshot: Snapshot, *, drained: bool = False) -> list[str]:
     problems += _check_outcomes(
         snapshot, "kvoffload_tier_scheduled_blocks_total", "kvoffload_tier_blocks_total", drained
     )
-    for tier in (Tier.HOST, Tier.DISK):
+    for tier in (Tier.HOST, Tier.DISK, Tier.REMOTE):
         for direction in Direction:
             problems += _check_copies(snapshot, tier.value, direction.value)
     problems += [

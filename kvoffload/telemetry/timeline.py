@@ -31,6 +31,8 @@ _LANES = {
     (Tier.HOST, Direction.LOAD): (What.LOAD, "loads"),
     (Tier.DISK, Direction.STORE): (What.SPILL, "spills to disk"),
     (Tier.DISK, Direction.LOAD): (What.FETCH, "fetches from disk"),
+    (Tier.REMOTE, Direction.STORE): (What.SPILL, "writes to the store"),
+    (Tier.REMOTE, Direction.LOAD): (What.FETCH, "fetches from the store"),
 }
 _NOTED: dict[type[events.Event], Track] = {
     events.BlocksEvicted: HOST,

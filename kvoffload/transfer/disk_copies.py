@@ -27,7 +27,6 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 from xxhash import xxh3_64
 
 from kvoffload.disk.system import aligned_buffer
@@ -35,7 +34,7 @@ from kvoffload.logs import get_logger
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.transfer import Direction, JobReport
 from kvoffload.transfer.host_copier import choose_copy
-from kvoffload.transfer.runs import CopyRuns
+from kvoffload.transfer.slot_pages import pages_from, pages_to
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
     from kvoffload.transfer.arena import Arena
     from kvoffload.transfer.checksums import Checksums
     from kvoffload.transfer.ports import Clock
-    from kvoffload.transfer.runs import Numbers
 
 SYNC_PERIOD_S = 1.0
 _MOST_ERRORS = 8  # in a row, after which the disk is not asked again
@@ -275,7 +273,7 @@ class DiskCopies:
     def _write(self, copy: _SlotCopy) -> bool:
         """Write a host slot to its place; return whether the copy is this thread's to end."""
         job, slot, buffer = copy.owner.job, copy.owner.job.slots[copy.position], self._buffer()
-        self._to_disk(self._pages(slot, buffer))
+        self._to_disk(pages_to(buffer, self._arena, slot))
         # After the copy: what the slot holds now it held during the copy too.
         if self._checksums is not None and not self._checksums.is_as_stored(slot):
             return self._found_corrupt(copy)
@@ -305,8 +303,7 @@ class DiskCopies:
         copy.outcome = CopyOutcome.DONE if is_right else CopyOutcome.CORRUPT
         if is_right:
             slot = job.slots[copy.position]
-            pages = self._pages(slot, buffer)
-            self._to_host(CopyRuns(pages.target, pages.source, pages.size))
+            self._to_host(pages_from(buffer, self._arena, slot))
             if self._checksums is not None:
                 self._checksums.take(slot)
         return True
@@ -334,17 +331,6 @@ class DiskCopies:
         if buffer is None:
             buffer = self._buffers.buffer = aligned_buffer(self._file.shape.pitch)
         return buffer
-
-    def _pages(self, slot: int, buffer: memoryview) -> CopyRuns:
-        """Return the copies of a host slot's pages into a buffer."""
-        geometry = self._arena.geometry
-        source: Numbers = geometry.host_base[slot // geometry.chunk_slots] + (
-            slot % geometry.chunk_slots * geometry.page
-        )
-        ends = np.cumsum(geometry.page)
-        return CopyRuns(
-            source, np.frombuffer(buffer, np.uint8).ctypes.data + ends - geometry.page, geometry.page
-        )
 
     def _close_if_unused(self) -> None:
         if self._is_closed and not (self._active or self._is_syncing):

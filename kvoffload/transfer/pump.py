@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from kvoffload.transfer.jobs import OpenJob
     from kvoffload.transfer.lanes import EndedBatch, Lane
     from kvoffload.transfer.ports import Clock, Copier, Fence
+    from kvoffload.transfer.remote_copies import RemoteReport
     from kvoffload.transfer.runs import CopyRuns, Numbers
 
 log = get_logger("transfer")
@@ -179,22 +180,28 @@ class TransferPump:
         finally:
             self._reaping.release()
 
-    def take_report(self, disk: DiskReport | None = None) -> TransferReport | None:
+    def take_report(
+        self, disk: DiskReport | None = None, remote: RemoteReport | None = None
+    ) -> TransferReport | None:
         """Return what ended since the last call and the slots that are ready, None when there is nothing new.
 
         Args:
             disk: what the rank's disk reports.
+            remote: what the rank reports of a remote store.
         """
         reports = self._ledger.take_reports()
         works, file = True, None
         if disk is not None:
             reports, works, file = (*reports, *disk.jobs), disk.works, disk.file
+        if remote is not None:
+            reports = (*reports, *remote.jobs)
         # Asked in this order, so that the last slots are there when no more are on their way.
         is_growing = self._arena.is_growing
         ready_slots = max(self._arena.ready_slots, self._reported[0])
         lost = self._lost or self._lanes.lost
         state = ready_slots, is_growing, lost
-        if not reports and state == self._reported and (disk is None or not disk.is_new):
+        is_new = any(news.is_new for news in (disk, remote) if news is not None)
+        if not (reports or is_new) and state == self._reported:
             return None
         self._reported = state
         return TransferReport(
@@ -208,6 +215,7 @@ class TransferPump:
             lost,
             works,
             file,
+            remote is not None and remote.works,
         )
 
     def coroutine_lost(self, reason: str) -> None:

@@ -14,6 +14,7 @@ from kvoffload.engine.plugin import EngineFacts, SchedulerPlugin, WorkerPlugin
 from kvoffload.model.config import OffloadConfig, parse_config
 from kvoffload.model.engine import EngineIdentity, EngineShape, Promises
 from kvoffload.model.ids import Rank
+from kvoffload.remote.address import RemotePlace, parse_address
 from kvoffload.runtime.clocks import Clocks
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.scheduler_side import SchedulerSide
@@ -63,6 +64,7 @@ class ReferencePlugin:
         self._portal = portal or Portal("kvoffload")
         self._config = OffloadConfig()
         self._disk: DiskPlace | None = None
+        self._remote: RemotePlace | None = None
         self.offload: SchedulerSide | None = None
         self.workers: list[WorkerSide] = []
 
@@ -75,7 +77,8 @@ class ReferencePlugin:
         self._config = parse_config(engine.plugin_config)
         device = PoolDevice()
         shape = shape_of(engine, self._promises)
-        self._disk = _disk_of(engine, shape, self._config)
+        identity = _identity_of(engine, shape, self._config)
+        self._disk, self._remote = _disk_of(self._config, identity), _remote_of(self._config, identity)
         self.offload = SchedulerSide(
             shape,
             self._config,
@@ -84,6 +87,7 @@ class ReferencePlugin:
             clocks=self._clocks,
             identity=_IDENTITY,
             disk=self._disk,
+            remote=self._remote,
         )
         return ReferenceScheduler(self.offload, device, self._portal.close)
 
@@ -98,6 +102,7 @@ class ReferencePlugin:
             clock=self._clock,
             copier=copier,
             disk=self._disk,
+            remote=self._remote.address if self._remote is not None else None,
         )
         self.workers.append(worker)
 
@@ -107,11 +112,9 @@ class ReferencePlugin:
         return ReferenceWorker(worker, examine_layout)
 
 
-def _disk_of(engine: EngineFacts, shape: EngineShape, config: OffloadConfig) -> DiskPlace | None:
-    """Return where the disk's files belong. The weights are drawn from a seed, which the model's settings have."""
-    if config.disk_path is None:
-        return None
-    identity = KVIdentity(
+def _identity_of(engine: EngineFacts, shape: EngineShape, config: OffloadConfig) -> KVIdentity:
+    """Return what makes KV usable by another engine. The weights are drawn from a seed, which the model's settings have."""
+    return KVIdentity(
         engine=f"{_IDENTITY.name} {_IDENTITY.version}",
         weights=engine.model if config.disk_identity is None else f"{engine.model}, {config.disk_identity}",
         keys="sha256 kv-block-chain",
@@ -119,7 +122,18 @@ def _disk_of(engine: EngineFacts, shape: EngineShape, config: OffloadConfig) -> 
         settings={"device": engine.device},
         groups=groups_of(shape),
     )
-    return DiskPlace(config.disk_path, lambda: identity)
+
+
+def _disk_of(config: OffloadConfig, identity: KVIdentity) -> DiskPlace | None:
+    """Return where the disk's files belong."""
+    return None if config.disk_path is None else DiskPlace(config.disk_path, lambda: identity)
+
+
+def _remote_of(config: OffloadConfig, identity: KVIdentity) -> RemotePlace | None:
+    """Return where blocks belong in a store that engines share."""
+    if config.remote_url is None:
+        return None
+    return RemotePlace(parse_address(config.remote_url), lambda: identity.fingerprint)
 
 
 def plugin() -> ReferencePlugin:

@@ -40,7 +40,16 @@ from kvoffload.model.ids import (
     SlotId,
     block_key,
 )
-from kvoffload.model.transfer import Direction, DiskJob, JobReport, TransferJob, TransferPlan, TransferReport
+from kvoffload.model.transfer import (
+    AnyJob,
+    Direction,
+    DiskJob,
+    JobReport,
+    RemoteJob,
+    TransferJob,
+    TransferPlan,
+    TransferReport,
+)
 
 DONE, FAILED, CORRUPT = CopyOutcome.DONE, CopyOutcome.FAILED, CopyOutcome.CORRUPT
 GARBAGE = BlockKey(b"garbage")
@@ -89,6 +98,9 @@ def handle(core: OffloadCore, fact: facts.Fact) -> None:
         facts.InvariantBroken: core.law_broken,
         facts.DiskRestored: core.disk_restored,
         facts.DiskClosed: core.disk_closed,
+        facts.RemoteOpened: core.remote_opened,
+        facts.RemoteLost: core.remote_lost,
+        facts.RemoteAnswered: core.remote_answered,
     }
     handlers[type(fact)](fact)
 
@@ -245,7 +257,7 @@ class Req:
 class Copy:
     """A submitted job, and the ranks whose copy has not ended."""
 
-    job: TransferJob | DiskJob
+    job: AnyJob
     running: set[Rank]
 
     @property
@@ -438,7 +450,8 @@ class World:
         plan = self.core.plan()
         for job in plan.jobs:
             assert job.slots
-            assert len(job.places if isinstance(job, DiskJob) else job.blocks) == len(job.slots)
+            others = job.places if isinstance(job, DiskJob) else job.blocks
+            assert isinstance(job, RemoteJob) or len(others) == len(job.slots)
             self.copies[job.job] = Copy(job, set(self.ranks))
         self._settle()
         return plan

@@ -54,6 +54,7 @@ def test_every_check_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
         "settings",
         "journal",
         "span collector",
+        "remote store",
         "python",
         "packages",
         "gpu",

@@ -9,12 +9,12 @@ from collections.abc import Callable
 import pytest
 
 from kvoffload.core.disk_state import DiskState
-from kvoffload.core.disk_tier import DiskTier
 from kvoffload.core.host_pool import HostPool
 from kvoffload.core.in_flight_stores import InFlightStores
 from kvoffload.core.job import Job
 from kvoffload.core.leases import Leases
 from kvoffload.core.loads import Loads
+from kvoffload.core.lower_tiers import LowerTiers
 from kvoffload.core.pending_hits import PendingHits
 from kvoffload.core.shared_loads import SharedLoads
 from kvoffload.core.spills import Spills
@@ -93,7 +93,7 @@ BREAKS: dict[str, tuple[str, type, str, object]] = {
         "_copies_ended",
         lambda self, job: self._disk.pool.drained(job.places),
     ),
-    "R10 a spill or a fetch survives a reset": ("spills", DiskTier, "stop", lambda self: None),
+    "R10 a spill or a fetch survives a reset": ("spills", LowerTiers, "stop", lambda self, tier=None: None),
     "R14 a key is fetched for each request": (
         "sharing a fetch",
         DiskState,

@@ -38,6 +38,9 @@ KEYS = [
     "spill_after_hits",
     "drain_s",
     "disk_identity",
+    "remote_url",
+    "share_after_hits",
+    "remote_timeout_s",
     "otlp_endpoint",
 ]
 
@@ -76,6 +79,9 @@ def test_everything_can_be_set() -> None:
         "spill_after_hits": 0,
         "drain_s": 1.5,
         "disk_identity": "v7",
+        "remote_url": "mooncake://localhost:50051?protocol=rdma",
+        "share_after_hits": 2,
+        "remote_timeout_s": 0.5,
         "otlp_endpoint": "http://localhost:4318/v1/traces",
     }
     assert list(raw) == KEYS
@@ -101,6 +107,9 @@ def test_everything_can_be_set() -> None:
         0,
         1.5,
         "v7",
+        "mooncake://localhost:50051?protocol=rdma",
+        2,
+        0.5,
     )
 
 
@@ -197,6 +206,9 @@ BAD: dict[str, list[object]] = {
     "spill_after_hits": [-1, 1.0, "1", True, None],
     "drain_s": [0, -1, "1", True, None],
     "disk_identity": ["", " ", 7, None],
+    "remote_url": ["", "redis://host:1", "s3://", "s3:/bucket", "mooncake://a b:1", 7, None],
+    "share_after_hits": [-1, 1.0, "1", True, None],
+    "remote_timeout_s": [0, -1, "1", True, None],
 }
 
 
@@ -204,6 +216,12 @@ BAD: dict[str, list[object]] = {
 def test_a_bad_value_names_the_key_the_value_and_what_is_allowed(key: str, value: object) -> None:
     (problem,) = problems({key: value})
     assert problem.startswith(f"{key} is {value!r}; it must be ")
+
+
+def test_credentials_in_a_url_are_refused_and_not_repeated() -> None:
+    (problem,) = problems({"remote_url": "s3://name:secret@bucket/prefix"})
+    assert problem.startswith("remote_url is 's3://...@bucket/prefix'; it must be ")
+    assert "without credentials" in problem
 
 
 @pytest.mark.parametrize("value", ["reading", "replay", None])
@@ -367,7 +385,7 @@ def test_no_value_is_too_large_or_too_deep_to_be_refused(key: str, value: object
 def test_no_key_is_too_large_to_be_refused(key: object) -> None:
     (problem,) = problems({key: 1})
     assert problem.startswith("unknown key ")
-    assert len(problem) < 600
+    assert len(problem) < 700
 
 
 @pytest.mark.parametrize("raw", [None, 3, "host_bytes", ["host_bytes"], [["host_bytes", 1]], True])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants.mutant import BUS, CUDA, DISK, ENGINE, RUNTIME, TRANSFER, Mutant
+from tests.mutants.mutant import BUS, CUDA, DISK, ENGINE, REMOTE, RUNTIME, TRANSFER, Mutant
 
 _CORE = "kvoffload/core/offload_core.py"
 _HITS = "kvoffload/core/pending_hits.py"
@@ -31,6 +31,9 @@ _DISK_COPIES = "kvoffload/transfer/disk_copies.py"
 _FORMAT = "kvoffload/disk/index_format.py"
 _WEIGHTS = "kvoffload/disk/weights.py"
 _VLLM_IDENTITY = "plugins/kvoffload_vllm/kv_identity.py"
+_REMOTE_STATE = "kvoffload/core/remote_state.py"
+_REMOTE_CALLS = "kvoffload/remote/calls.py"
+_REMOTE_COPIES = "kvoffload/transfer/remote_copies.py"
 
 _DISK_CORE = ("tests/core/test_disk.py",)
 _COPIES_OF_DISK = ("tests/transfer/test_disk_copies.py",)
@@ -320,7 +323,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(17, _DISK_COPIES, "== job.sums[copy.position][self._rank]", "is not None", DISK),
     Mutant(4, _SPILLS, "if job.waiting:", "if False:", _DISK_CORE),
     Mutant(4, _FETCHES, "if job.waiting:", "if False:", _DISK_CORE),
-    Mutant(10, "kvoffload/core/disk_tier.py", "        self.stop()\n", "        pass\n", _DISK_CORE),
+    Mutant(10, "kvoffload/core/lower_tiers.py", "        self.stop(tier)\n", "        pass\n", _DISK_CORE),
     Mutant(16, _SPILLS, "self._disk.pool.quarantine(job.places[position])", "pass", _DISK_CORE),
     Mutant(16, _SPILLS, "self._disk.pool.quarantine(place)", "pass", _DISK_CORE),
     Mutant(16, _FETCHES, "self._state.pool.quarantine(slot)", "pass", _DISK_CORE),
@@ -347,7 +350,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(17, _DISK_COPIES, "not self._checksums.is_as_stored(slot)", "False", DISK),
     Mutant(17, _DISK_COPIES, "self._checksums.take(slot)", "pass", DISK),
     Mutant(17, _SPILLS, "sum(map(pool.quarantine, corrupt))", "len(corrupt)", DISK),
-    Mutant(15, _SPILLS, "disk.records += reversed(puts)", "disk.records += puts", DISK),
+    Mutant(
+        15, "kvoffload/core/disk_state.py", "self.records += reversed(puts)", "self.records += puts", DISK
+    ),
     Mutant(15, _SPILLS, "return list(keys)[::-1]", "return list(keys)", DISK),
     Mutant(14, _FETCHES, "if job.wanted or job.settled:", "if job.settled:", DISK),
     Mutant(17, _WARM_START, "state.pool.count(SlotState.EMPTY)", "state.pool.room", DISK),
@@ -358,4 +363,30 @@ MUTANTS: tuple[Mutant, ...] = (
         18, _VLLM_IDENTITY, "request.lora_request is None and named", "request.lora_request is None", _OPENING
     ),
     Mutant(18, _WEIGHTS, "before.st_ctime_ns > self.loaded_ns", "False", ("tests/disk/test_weights.py",)),
+    # The remote store.
+    Mutant(17, _REMOTE_COPIES, "elif is_whole(", "elif True or is_whole(", REMOTE),
+    Mutant(
+        17,
+        _REMOTE_COPIES,
+        "if self._checksums is not None:\n                self._checksums.take(slot)",
+        "",
+        REMOTE,
+    ),
+    Mutant(
+        17,
+        _REMOTE_CALLS,
+        "if call.claim():\n            self._use",
+        "if True:\n            self._use",
+        REMOTE,
+    ),
+    Mutant(
+        17,
+        _FETCHES,
+        "lost = self._state, job.corrupt | job.missing",
+        "lost = self._state, job.corrupt",
+        REMOTE,
+    ),
+    Mutant(18, _REMOTE_STATE, 'self.namespace = ""\n        self.asks.clear()', "self.asks.clear()", REMOTE),
+    Mutant(18, _CORE, "fact.namespace == remote.namespace", "True", REMOTE),
+    Mutant(14, _REMOTE_STATE, "if key not in index and key not in self.spilling]", "]", REMOTE),
 )

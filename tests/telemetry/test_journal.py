@@ -147,6 +147,7 @@ def test_the_ring_keeps_the_last_messages() -> None:
                     "lost": None,
                     "disk_works": True,
                     "disk_file": None,
+                    "remote_works": False,
                 },
             },
         ),

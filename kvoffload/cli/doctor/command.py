@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         KVOffloadError: what was given cannot be read.
     """
     with signals.importing():
-        from kvoffload.checks import disk, memory, numa, outputs, pools, software
+        from kvoffload.checks import disk, memory, numa, outputs, pools, remote, software
         from kvoffload.checks.check import Verdict, run_checks
         from kvoffload.checks.machine import Machine
         from kvoffload.cli.doctor.given import settings_of, setup_of
@@ -78,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
         *pools.CHECKS,
         *disk.CHECKS,
         *outputs.CHECKS,
+        *remote.CHECKS,
         *(check for doctor in doctors for check in doctor.checks(args)),
         *adapters.lost_checks(),
     ]

@@ -1,0 +1,56 @@
+"""The store that engines share: whether its client is installed, whether it answers, and who else can read it."""
+
+from __future__ import annotations
+
+from kvoffload.checks.check import Check, Finding, Setup, go, no_go, not_known, warn
+from kvoffload.checks.machine import Machine
+from kvoffload.model.errors import ConfigError, RemoteError
+from kvoffload.remote.address import BucketAddress, MooncakeAddress, parse_address
+
+_PATIENCE_S = 2.0
+
+
+def _remote(setup: Setup, _: Machine) -> Finding:
+    if setup.config is None:
+        return not_known("the settings cannot be used")
+    url = setup.config.remote_url
+    if url is None:
+        return go("none: what this engine computes is its own")
+    try:
+        address = parse_address(url)
+    except ConfigError as error:
+        return no_go(str(error), "correct remote_url")
+    return _mooncake(address) if isinstance(address, MooncakeAddress) else _bucket(address)
+
+
+def _mooncake(address: MooncakeAddress) -> Finding:
+    try:
+        import mooncake.store
+    except ImportError as error:
+        return no_go(
+            f"the Mooncake client cannot be loaded: {error}",
+            "pip install 'kvoffload[mooncake]' (on a GPU the client's wheel for its CUDA), and install libibverbs1",
+        )
+    from kvoffload.remote.mooncake import own_address
+
+    del mooncake
+    try:
+        own_address(address, _PATIENCE_S)
+    except RemoteError as error:
+        return warn(f"{error}: nothing would be shared", "start the master, or change remote_url")
+    return warn(address.caution, "keep its ports in a network that only engines and stores are in")
+
+
+def _bucket(address: BucketAddress) -> Finding:
+    try:
+        from kvoffload.remote.bucket import BucketStore
+
+        BucketStore(address, _PATIENCE_S).read("kvo1/probe")
+    except RemoteError as error:
+        if isinstance(error.__cause__, ImportError):
+            return no_go(str(error), "pip install 'kvoffload[s3]'")
+        return warn(f"{error}: nothing would be shared", "check AWS_ENDPOINT, AWS_REGION and the credentials")
+    return go(f"{address} answers")
+
+
+CHECKS = (Check("remote store", _remote),)

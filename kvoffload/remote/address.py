@@ -1,0 +1,113 @@
+"""Where a remote store is: the setting `remote_url`, read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from urllib.parse import parse_qsl, urlsplit
+
+from kvoffload.model.errors import ConfigError
+
+_FORMS = '"mooncake://HOST:PORT?protocol=tcp" or "s3://BUCKET/PREFIX"'
+_PROTOCOLS = ("tcp", "rdma")
+
+
+@dataclass(frozen=True, slots=True)
+class MooncakeAddress:
+    """The master of a Mooncake Store.
+
+    Args:
+        host, port: where the master listens.
+        protocol: "tcp" or "rdma".
+    """
+
+    host: str
+    port: int
+    protocol: str = "tcp"
+
+    @property
+    def caution(self) -> str:
+        """What an operator should know before using it."""
+        return (
+            f"Mooncake has no authentication and no encryption: whoever reaches {self} can read and write all KV in it, and "
+            "each store node and each engine listens for transfers on all addresses of its machine"
+        )
+
+    def __str__(self) -> str:
+        return f"mooncake://{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class BucketAddress:
+    """A part of an S3 bucket. Endpoint, region and credentials come from the environment (`AWS_*`).
+
+    Args:
+        bucket: its name.
+        prefix: before the names of all objects, empty or ending in a slash.
+    """
+
+    bucket: str
+    prefix: str = ""
+
+    @property
+    def caution(self) -> str:
+        """What an operator should know before using it: nothing."""
+        return ""
+
+    def __str__(self) -> str:
+        return f"s3://{self.bucket}/{self.prefix}"
+
+
+RemoteAddress = MooncakeAddress | BucketAddress
+
+
+def parse_address(url: str) -> RemoteAddress:
+    """Return where a store is.
+
+    Raises:
+        ConfigError: the URL has another form, or contains credentials, which the message does not repeat.
+    """
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        raise _wrong() from None
+    if "@" in parts.netloc:
+        raise ConfigError(
+            [
+                "remote_url contains credentials; pass them by the environment (S3: AWS_ACCESS_KEY_ID and others)"
+            ]
+        )
+    if parts.scheme == "mooncake" and parts.hostname and port and parts.path in ("", "/"):
+        return MooncakeAddress(parts.hostname, port, _protocol(parts.query))
+    if parts.scheme == "s3" and parts.netloc and not parts.query:
+        prefix = parts.path.strip("/")
+        return BucketAddress(parts.netloc, f"{prefix}/" if prefix else "")
+    raise _wrong()
+
+
+def _protocol(query: str) -> str:
+    options = dict(parse_qsl(query, keep_blank_values=True))
+    protocol = options.pop("protocol", "tcp")
+    if options or protocol not in _PROTOCOLS:
+        raise ConfigError(
+            [f"remote_url: Mooncake has one option, protocol, which is {' or '.join(_PROTOCOLS)}"]
+        )
+    return protocol
+
+
+def _wrong() -> ConfigError:
+    return ConfigError([f"remote_url has an unknown form; it must be {_FORMS}"])
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePlace:
+    """Where an engine's blocks belong in a remote store.
+
+    Args:
+        address: of the store.
+        identify: returns the fingerprint of the engine's KV; may read all weights, so it is called on a thread.
+    """
+
+    address: RemoteAddress
+    identify: Callable[[], str]

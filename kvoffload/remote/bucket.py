@@ -1,0 +1,245 @@
+"""An S3 bucket as a remote store: one put is one object, a pack of values with an index before them.
+
+    <prefix>kvo1/<fingerprint>/<generation>/<rank>of<ranks>/<time>-<random>-<size of the index>
+    | index: count, then key, offset and length of each value; XXH3 | values ... |
+
+Objects are dear and blocks small, so a block has no object of its own, and its key no name to ask the bucket for. Instead each
+connection keeps a catalogue: it lists the packs that were written since it last looked, reads their indices, and answers from
+them. A pack that is gone, by the bucket's own rules on lifetime, is forgotten when a read finds it gone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import struct
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import NamedTuple
+
+from xxhash import xxh3_64_digest
+
+from kvoffload.model.errors import RemoteError
+from kvoffload.model.ids import BlockKey
+from kvoffload.remote.address import BucketAddress
+from kvoffload.remote.store import MISSING
+from kvoffload.remote.values import FORMAT, Shard
+
+MOST_BLOCKS = 2**20
+"""In the catalogue of a connection; the oldest packs are forgotten first."""
+_LOOK_PERIOD_S = 1.0  # between two listings
+_CLOCKS_DIFFER_MS = 600_000  # at most, those of the machines that write
+_ENTRY = struct.Struct("<HQQ")
+_COUNT = struct.Struct("<I")
+_SUM_BYTES = 8
+_STATUS = re.compile(r"status code: (\d{3}[A-Za-z ]*)")
+_NAME = re.compile(r"[0-9a-f]{12}-[0-9a-f]{16}-([0-9]{1,9})")
+_INSTALL = "the object store's client cannot be loaded ({}); install kvoffload[s3]"
+
+
+class _Place(NamedTuple):
+    pack: str
+    start: int
+    size: int
+
+
+class _Catalogue:
+    """Where the values of one shard lie, as far as the bucket was listed."""
+
+    def __init__(self) -> None:
+        self.places: dict[BlockKey, _Place] = {}
+        self.packs: dict[str, list[BlockKey]] = {}  # the oldest first
+        self.looked_at = float("-inf")
+
+    def add(self, pack: str, places: dict[BlockKey, _Place]) -> None:
+        self.packs[pack] = list(places)
+        self.places.update(places)
+        while len(self.places) > MOST_BLOCKS and len(self.packs) > 1:
+            self.forget(next(iter(self.packs)))
+
+    def forget(self, pack: str) -> None:
+        for key in self.packs.pop(pack, ()):
+            if self.places[key].pack == pack:
+                del self.places[key]
+
+    def since(self) -> int:
+        """Return the time, in milliseconds, from which on there may be packs that are not known."""
+        newest = max((int(pack.rpartition("/")[2][:12], 16) for pack in self.packs), default=0)
+        return max(newest - _CLOCKS_DIFFER_MS, 0)
+
+
+class BucketStore:
+    """A connection to a bucket.
+
+    Args:
+        address: of the part that is ours.
+        timeout_s: seconds that a request may take.
+
+    Raises:
+        RemoteError: the client is not installed, or the settings in the environment do not fit together.
+    """
+
+    def __init__(self, address: BucketAddress, timeout_s: float) -> None:
+        try:
+            import obstore
+            from obstore.exceptions import AlreadyExistsError, BaseError
+            from obstore.store import S3Store
+        except ImportError as error:
+            raise RemoteError(_INSTALL.format(error)) from error
+        self._obstore = obstore
+        self._failure, self._exists = BaseError, AlreadyExistsError
+        self._address = address
+        self._lock = threading.Lock()
+        self._catalogues: dict[Shard, _Catalogue] = {}
+        limit = timedelta(seconds=timeout_s)
+        allows_http = (
+            os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true"
+        )  # its own look is lost beside other options
+        with self._translated():
+            self._bucket = S3Store(
+                address.bucket,
+                prefix=address.prefix.rstrip("/") or None,
+                client_options={"timeout": limit, "connect_timeout": limit, "allow_http": allows_http},
+                retry_config={"max_retries": 1, "retry_timeout": limit},
+            )
+
+    def ask(self, shard: Shard, keys: Sequence[BlockKey]) -> list[bool]:
+        places = self._looked(shard).places
+        return [key in places for key in keys]
+
+    def get(self, shard: Shard, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[int]:
+        catalogue = self._looked(shard)
+        by_pack: dict[str, list[tuple[int, _Place]]] = {}
+        for position, key in enumerate(keys):
+            if (place := catalogue.places.get(key)) is not None:
+                by_pack.setdefault(place.pack, []).append((position, place))
+        arrived = dict.fromkeys(range(len(keys)), MISSING)
+        for pack, parts in by_pack.items():
+            if (found := self._get_from(pack, parts, buffers)) is not None:
+                arrived.update(found)
+                continue
+            with self._lock:
+                catalogue.forget(pack)
+        return list(arrived.values())
+
+    def put(self, shard: Shard, keys: Sequence[BlockKey], values: Sequence[memoryview]) -> list[bool]:
+        catalogue = self._catalogue(shard)
+        new = {key: value for key, value in zip(keys, values, strict=True) if key not in catalogue.places}
+        if new:
+            index, entries = _index_of(new)
+            pack = f"{_folder(shard)}{time.time_ns() // 10**6:012x}-{secrets.token_hex(8)}-{len(index)}"
+            with self._translated():
+                self._obstore.put(self._bucket, pack, b"".join([index, *new.values()]))
+            with self._lock:
+                catalogue.add(pack, {key: _Place(pack, *place) for key, *place in entries})
+        return [True] * len(keys)
+
+    def read(self, name: str) -> bytes | None:
+        with self._translated(), suppress(FileNotFoundError):
+            return bytes(self._obstore.get(self._bucket, name).bytes())
+        return None
+
+    def create(self, name: str, data: bytes) -> None:
+        with self._translated(), suppress(self._exists):
+            self._obstore.put(self._bucket, name, data, mode="create")
+
+    def replace(self, name: str, data: bytes) -> None:
+        with self._translated():
+            self._obstore.put(self._bucket, name, data)
+
+    def register(self, buffer: memoryview) -> None:
+        """Any memory serves."""
+
+    def close(self) -> None:
+        """There is no connection to end."""
+
+    # -- the catalogue ------------------------------------------------------------------------------------------
+
+    def _catalogue(self, shard: Shard) -> _Catalogue:
+        with self._lock:
+            return self._catalogues.setdefault(shard, _Catalogue())
+
+    def _looked(self, shard: Shard) -> _Catalogue:
+        """Return the shard's catalogue, with what the bucket had a moment ago."""
+        catalogue, now = self._catalogue(shard), time.monotonic()
+        with self._lock:
+            is_recent = now - catalogue.looked_at < _LOOK_PERIOD_S
+            since, known = catalogue.since(), set(catalogue.packs)
+        if is_recent:
+            return catalogue
+        folder = _folder(shard)
+        with self._translated():
+            pages = list(self._obstore.list(self._bucket, folder, offset=f"{folder}{since:012x}"))
+        for pack in [entry["path"] for page in pages for entry in page]:
+            if pack not in known:
+                self._read_index(catalogue, pack)
+        catalogue.looked_at = now
+        return catalogue
+
+    def _read_index(self, catalogue: _Catalogue, pack: str) -> None:
+        if (name := _NAME.fullmatch(pack.rpartition("/")[2])) is None:
+            return  # another writer's
+        with self._translated(), suppress(FileNotFoundError):
+            index = bytes(self._obstore.get_range(self._bucket, pack, start=0, length=int(name[1])))
+            with self._lock:
+                catalogue.add(pack, _places_in(pack, index))
+
+    def _get_from(
+        self, pack: str, parts: list[tuple[int, _Place]], buffers: Sequence[memoryview]
+    ) -> dict[int, int] | None:
+        """Read values of one pack, neighbours as one; return the bytes that arrived by position, None if the pack is gone."""
+        starts, sizes = [place.start for _, place in parts], [place.size for _, place in parts]
+        try:
+            with self._translated():
+                found = self._obstore.get_ranges(self._bucket, pack, starts=starts, lengths=sizes)
+        except FileNotFoundError:
+            return None
+        arrived = dict[int, int]()
+        for (position, _), data in zip(parts, found, strict=True):
+            arrived[position] = len(data)
+            if len(data) == len(buffers[position]):
+                buffers[position][:] = memoryview(data)
+        return arrived
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        """Name only the kind of an error and the status: a server's answer may repeat a credential's name."""
+        try:
+            yield
+        except self._failure as error:
+            status = _STATUS.search(str(error))
+            reason = f"{type(error).__name__}, {status[1]}" if status else type(error).__name__
+            raise RemoteError(f"{self._address} fails: {reason}") from None
+
+
+def _folder(shard: Shard) -> str:
+    return f"{FORMAT}/{shard.namespace}/{shard.part}/"
+
+
+def _index_of(values: Mapping[BlockKey, memoryview]) -> tuple[bytes, list[tuple[BlockKey, int, int]]]:
+    """Return a pack's index, and what it says: each value's key, offset and length."""
+    size = _COUNT.size + sum(_ENTRY.size + len(key) for key in values) + _SUM_BYTES
+    entries, start = list[tuple[BlockKey, int, int]](), size
+    for key, value in values.items():
+        entries.append((key, start, len(value)))
+        start += len(value)
+    parts = [_ENTRY.pack(len(key), *place) + key for key, *place in entries]
+    index = b"".join([_COUNT.pack(len(entries)), *parts])
+    return index + xxh3_64_digest(index), entries
+
+
+def _places_in(pack: str, index: bytes) -> dict[BlockKey, _Place]:
+    """Return where a pack's values lie; nothing for an index that is not whole."""
+    places: dict[BlockKey, _Place] = {}
+    if xxh3_64_digest(index[:-_SUM_BYTES]) != index[-_SUM_BYTES:]:
+        return places
+    at = _COUNT.size
+    for _ in range(_COUNT.unpack_from(index)[0]):
+        length, start, size = _ENTRY.unpack_from(index, at)
+        at += _ENTRY.size + length
+        places[BlockKey(index[at - length : at])] = _Place(pack, start, size)
+    return places

@@ -1,0 +1,221 @@
+"""Calls to one store, each with a time limit, behind a circuit breaker.
+
+    the owner's thread   submit ─▶ queues, reads first ─┐                            ┌─▶ ended ─▶ poll: the caller learns of it
+                                                        └─▶ a thread: call, then use ─┘
+
+A store's client blocks for as long as it likes: a minute was seen. So a call has two parts. The first may hang, and touches nothing
+but memory of its thread's. The second uses what came, and is run only if the call is still waited for. A call that does not return in
+time has failed, opens the breaker, and costs its thread until it returns.
+
+The owner's thread alone writes the breaker and reports ends; it waits for nothing. Either thread may end a call: the one that takes
+its token does.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvoffload.logs import get_logger
+from kvoffload.remote.breaker import Breaker
+from kvoffload.remote.store import RemoteStore
+
+_PROBE = "kvo1/probe"  # need not be there
+
+log = get_logger("remote")
+
+Ended = Callable[[Any, float], None]
+"""Gets what a call brought, None for one that failed, and the seconds it took."""
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    work: Callable[[RemoteStore], Any]
+    use: Callable[[Any], Any] | None
+    ended: Ended
+    accepted_at: float
+    is_probe: bool = False
+    was_made: bool = False
+    began: float = 0.0
+    took: float = 0.0
+    result: Any = None
+    error: str | None = None
+    is_stuck: bool = False
+    token: list[None] = field(default_factory=lambda: [None])
+
+    def claim(self) -> bool:
+        """Take the token; False where it is taken."""
+        try:
+            self.token.pop()
+        except IndexError:
+            return False
+        return True
+
+
+class RemoteCalls:
+    """The calls of one side of the engine: the scheduler's, or a rank's.
+
+    Args:
+        connect: opens the store; may block and raise.
+        executor: its threads make the calls, and may wait for ever.
+        monotonic: time in seconds, on any thread.
+        timeout_s: seconds after which a call has failed.
+        who: fields for the log.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], RemoteStore],
+        executor: Executor,
+        monotonic: Callable[[], float],
+        timeout_s: float,
+        **who: object,
+    ) -> None:
+        self._connect = connect
+        self._executor = executor
+        self._monotonic = monotonic
+        self._timeout_s = timeout_s
+        self._log = log.bind(**who)
+        self._breaker = Breaker()
+        self._store: RemoteStore | None = None
+        self._reads: deque[_Call] = deque()
+        self._writes: deque[_Call] = deque()
+        self._active: dict[int, _Call] = {}  # by thread
+        self._ended: deque[_Call] = deque()
+        self._is_closed = False
+
+    # -- the owner's thread -------------------------------------------------------------------------------------
+
+    @property
+    def works(self) -> bool:
+        """Whether calls are made."""
+        return self._breaker.is_closed and not self._is_closed
+
+    def submit(
+        self,
+        work: Callable[[RemoteStore], Any],
+        ended: Ended,
+        use: Callable[[Any], Any] | None = None,
+        *,
+        is_write: bool = False,
+    ) -> None:
+        """Queue a call; `poll` ends it.
+
+        Args:
+            work: what may hang; it touches only memory of its thread's.
+            ended: what the owner's thread does with what it brought.
+            use: what the calling thread does with it before, unless the call was too late; its answer is then the result.
+            is_write: it waits for all calls that are none.
+        """
+        call = _Call(work, use, ended, self._monotonic())
+        (self._writes if is_write else self._reads).append(call)
+        if self.works:
+            self._executor.submit(self._run_next)
+
+    def poll(self) -> None:
+        """End what has ended and what takes too long, and have the store tried again when it is time. Never waits."""
+        now = self._monotonic()
+        for call in tuple(self._active.values()):
+            if call.began + self._timeout_s <= now and call.claim():
+                call.is_stuck, call.error = True, f"a call has not returned for {self._timeout_s:g} s"
+                self._ended.append(call)
+        self._take_ended(now)
+        if not self.works:
+            self._fail_queued()
+            if not self._is_closed and self._breaker.takes_probe(now):
+                self._executor.submit(self._run, _Call(_probe, None, _ignore, now, is_probe=True))
+
+    def close(self) -> None:
+        """Make no more calls, and have the connection closed when the last one has returned. Waits for nothing."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._fail_queued()
+            self._executor.submit(self._disconnect)
+            self._executor.shutdown(wait=False)
+
+    def _take_ended(self, now: float) -> None:
+        while self._ended:
+            call = self._ended.popleft()
+            worked = self._breaker.is_closed
+            if call.error is None and call.was_made:
+                self._breaker.worked(is_probe=call.is_probe)
+            elif call.error is not None:
+                self._breaker.failed(now, is_probe=call.is_probe, hangs=call.is_stuck)
+            if self._breaker.is_closed and not worked:
+                self._log.info("remote_works")
+            elif worked and not self._breaker.is_closed:
+                self._log.error(
+                    "remote_fails", reason=call.error, note="the engine goes on without the remote store"
+                )
+            call.ended(call.result if call.error is None else None, call.took)
+
+    def _fail_queued(self) -> None:
+        for queue in (self._reads, self._writes):
+            while (call := _next_of(queue)) is not None:
+                call.ended(None, 0.0)
+
+    # -- threads that may wait for the store --------------------------------------------------------------------
+
+    def _run_next(self) -> None:
+        """Make one call, a read before any write. There are as many calls of this as calls are queued."""
+        call = _next_of(self._reads) or _next_of(self._writes)
+        if call is None:  # it was failed while it was queued
+            return
+        if (
+            call.accepted_at + self._timeout_s <= self._monotonic() and call.claim()
+        ):  # the store is slow, not dead
+            self._ended.append(call)
+            return
+        self._run(call)
+
+    def _run(self, call: _Call) -> None:
+        call.began, call.was_made = self._monotonic(), True
+        thread = threading.get_ident()
+        self._active[thread] = call
+        error, result = None, None
+        try:
+            result = call.work(self._connected())
+        except Exception as raised:  # whatever it is, the call ends
+            error = str(raised) or repr(raised)
+        if call.claim():
+            self._use(call, result, error)
+        else:
+            self._log.warning("remote_call_returned", after_s=round(self._monotonic() - call.began, 1))
+        del self._active[thread]
+
+    def _use(self, call: _Call, result: object, error: str | None) -> None:
+        """The call is this thread's to end."""
+        try:
+            call.result = result if call.use is None or error is not None else call.use(result)
+        except Exception as raised:
+            error = repr(raised)
+        call.error, call.took = error, self._monotonic() - call.began
+        self._ended.append(call)
+
+    def _connected(self) -> RemoteStore:
+        if self._store is None:
+            self._store = self._connect()
+        return self._store
+
+    def _disconnect(self) -> None:
+        if self._store is not None and not self._active:  # a client closed under a running call may crash
+            self._store.close()
+
+
+def _probe(store: RemoteStore) -> None:
+    store.read(_PROBE)
+
+
+def _ignore(_: object, __: float) -> None:
+    pass
+
+
+def _next_of(queue: deque[_Call]) -> _Call | None:
+    try:
+        return queue.popleft()
+    except IndexError:
+        return None

@@ -1,0 +1,123 @@
+"""Mooncake Store as a remote store: a value is an object, read and written by batches without a copy in Python.
+
+What its client does that this file is about (0.3.13, seen):
+* Without a master, connecting takes 90 s, and any call of an open connection 4.3 s; under a master that is stopped 30 s, under a
+  node that is stopped 60 s. So the master's port is tried first, and who calls has a limit of its own.
+* An object is immutable: a put of a name that is there does nothing and is answered as done.
+* After a node's death the master says for ten seconds that its objects are there.
+* An object in a hard pin is not evicted; the generation is in one.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from contextlib import closing
+
+import numpy as np
+
+from kvoffload.model.errors import RemoteError
+from kvoffload.model.ids import BlockKey
+from kvoffload.remote.address import MooncakeAddress
+from kvoffload.remote.store import FAILED, MISSING
+from kvoffload.remote.values import Shard
+
+_NOT_FOUND = -704
+_NO_ANSWER = -800  # and below: a transfer that broke off, a call that nobody answered
+_OWN_BUFFER = 16 * 2**20  # of the client's, for small objects
+_INSTALL = (
+    "the Mooncake client cannot be loaded ({}); install kvoffload[mooncake], or on a GPU the client's wheel for its CUDA, "
+    "and the package libibverbs1"
+)
+
+
+class MooncakeStore:
+    """A connection to a Mooncake Store. It lends the store no memory.
+
+    Args:
+        address: of the master.
+        timeout_s: seconds that the master's port may take to answer.
+
+    Raises:
+        RemoteError: the client is not installed, or no master answers.
+    """
+
+    def __init__(self, address: MooncakeAddress, timeout_s: float) -> None:
+        try:
+            from mooncake.store import MooncakeDistributedStore, ReplicateConfig
+        except ImportError as error:
+            raise RemoteError(_INSTALL.format(error)) from error
+        own = own_address(address, timeout_s)
+        self._client = MooncakeDistributedStore()
+        self._pinned = ReplicateConfig()
+        self._pinned.with_hard_pin = True
+        master = f"{address.host}:{address.port}"
+        code = self._client.setup(own, "P2PHANDSHAKE", 0, _OWN_BUFFER, address.protocol, "", master)
+        if code:
+            raise RemoteError(f"the Mooncake master at {address} refuses the connection (code {code})")
+
+    def ask(self, shard: Shard, keys: Sequence[BlockKey]) -> list[bool]:
+        codes = self._client.batch_is_exist([shard.name(key) for key in keys])
+        if codes and min(codes) < 0:
+            raise RemoteError(f"the Mooncake master does not answer (code {min(codes)})")
+        return [code == 1 for code in codes]
+
+    def get(self, shard: Shard, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[int]:
+        names = [shard.name(key) for key in keys]
+        codes = self._client.batch_get_into(names, _addresses(buffers), [len(buffer) for buffer in buffers])
+        if all(code <= _NO_ANSWER for code in codes):
+            raise RemoteError(f"Mooncake delivers nothing (code {codes[0]})")
+        return [code if code >= 0 else MISSING if code == _NOT_FOUND else FAILED for code in codes]
+
+    def put(self, shard: Shard, keys: Sequence[BlockKey], values: Sequence[memoryview]) -> list[bool]:
+        names = [shard.name(key) for key in keys]
+        codes = self._client.batch_put_from(names, _addresses(values), [len(value) for value in values])
+        if all(code <= _NO_ANSWER for code in codes):
+            raise RemoteError(f"Mooncake takes nothing (code {codes[0]})")
+        return [not code for code in codes]
+
+    def read(self, name: str) -> bytes | None:
+        code = self._client.is_exist(name)
+        if code == 0:
+            return None
+        data: bytes = self._client.get(name) if code == 1 else b""
+        if not data:
+            raise RemoteError(f"Mooncake does not deliver {name} (code {code})")
+        return data
+
+    def create(self, name: str, data: bytes) -> None:
+        _check(self._client.put(name, data, self._pinned), name)
+
+    def replace(self, name: str, data: bytes) -> None:
+        _check(self._client.upsert(name, data, self._pinned), name)
+
+    def register(self, buffer: memoryview) -> None:
+        code = self._client.register_buffer(_addresses([buffer])[0], len(buffer))
+        if code:
+            raise RemoteError(f"Mooncake cannot use {len(buffer)} bytes of memory (code {code})")
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def own_address(address: MooncakeAddress, timeout_s: float) -> str:
+    """Return the address from which this machine reaches the master.
+
+    Raises:
+        RemoteError: the master's port does not answer.
+    """
+    try:
+        with closing(socket.create_connection((address.host, address.port), timeout_s)) as connection:
+            own: str = connection.getsockname()[0]
+    except OSError as error:
+        raise RemoteError(f"no Mooncake master answers at {address}: {error}") from error
+    return own
+
+
+def _addresses(buffers: Sequence[memoryview]) -> list[int]:
+    return [int(np.frombuffer(buffer, np.uint8).ctypes.data) for buffer in buffers]
+
+
+def _check(code: int, name: str) -> None:
+    if code:
+        raise RemoteError(f"Mooncake does not take {name} (code {code})")

@@ -1,0 +1,190 @@
+"""A remote store on the scheduler's side: which generation engines share there, and which of a request's blocks it has.
+
+    connected ─▶ generation: read, or made by the first engine ─▶ RemoteOpened
+    a request arrives ─▶ its keys are asked for ─▶ RemoteAnswered
+    every 30 s ─▶ generation read again ─▶ RemoteOpened, if it is another
+    reset ─▶ a private generation at once ─▶ RemoteOpened; the shared one is replaced in the store
+
+Engines of equal fingerprints share the generation that the store names, a random value. An engine that was reset may have other
+weights than those by which it is named, so it goes on in a generation of its own, until its process ends. What it and others wrote
+before would be right for its next life, but a reset promises that it is not found, so the store gets a new value for engines
+that begin then, and for those that look again. If the store loses the value, the next engine that looks makes a new one: that
+costs hits, and finds nothing old.
+
+No hook waits for the store, but for a reset, and that no longer than a call may take. If the store is gone then, the value is
+replaced when it is back.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+
+from kvoffload.logs import get_logger
+from kvoffload.model import facts
+from kvoffload.model.errors import KVOffloadError, RemoteError
+from kvoffload.model.ids import BlockKey, RequestId
+from kvoffload.remote.address import RemotePlace
+from kvoffload.remote.calls import RemoteCalls
+from kvoffload.remote.store import RemoteStore, open_store
+from kvoffload.remote.values import Shard, generation_name
+from kvoffload.runtime.portal import Portal
+
+LOOK_PERIOD_S = 30.0
+"""Between two looks at the shared generation."""
+_GENERATION = re.compile(rb"[0-9a-f]{32}")
+
+log = get_logger("remote")
+
+
+class RemoteIndex:
+    """What one engine's scheduler knows from a remote store.
+
+    Args:
+        place: where it is, and whose blocks they are.
+        ranks: of the engine.
+        portal: gives the threads that may wait for the store.
+        monotonic: time in seconds.
+        timeout_s: of a call.
+    """
+
+    def __init__(
+        self,
+        place: RemotePlace,
+        ranks: int,
+        portal: Portal,
+        monotonic: Callable[[], float],
+        timeout_s: float,
+    ) -> None:
+        self._ranks, self._monotonic, self._timeout_s = ranks, monotonic, timeout_s
+        executor = portal.new_executor("remote-index", threads=2)
+        connect = partial(open_store, place.address, timeout_s)
+        self._calls = RemoteCalls(connect, executor, monotonic, timeout_s, side="scheduler")
+        self.due: list[facts.Fact] = []
+        """What the core must learn."""
+        self._fingerprint: str | None = None
+        self._generation: str | None = None
+        self._private: str | None = None
+        self._looks_at = float("-inf")
+        self._is_lost = self._must_replace = self._is_replacing = False
+        self._identified = _begin(portal, place.identify)
+        if place.address.caution:
+            log.warning("remote_not_protected", note=place.address.caution)
+
+    def poll(self) -> None:
+        """Do what is due, and take what has come. Never waits."""
+        self._calls.poll()
+        if self._fingerprint is None and self._identified.done():
+            self._take_identity()
+        works = self._calls.works
+        if works and self._must_replace and not self._is_replacing:
+            self._replace()
+        if works and self._fingerprint is not None and self._monotonic() >= self._looks_at:
+            self._looks_at = self._monotonic() + LOOK_PERIOD_S
+            self._calls.submit(partial(_shared_generation, self._fingerprint), self._generation_read)
+        if works is self._is_lost and self._namespace is not None:
+            self._is_lost = not works
+            self.due.append(facts.RemoteOpened(self._namespace) if works else facts.RemoteLost())
+
+    def take_due(self) -> list[facts.Fact]:
+        """Return what the core must learn since the last call."""
+        due, self.due = self.due, []
+        return due
+
+    def ask(self, request: RequestId, keys: tuple[BlockKey, ...]) -> None:
+        """Ask for a request's blocks. The last rank's are asked for: whether the others are there shows when they are read."""
+        namespace = self._namespace or ""
+        shard = Shard(namespace, self._ranks - 1, self._ranks)
+
+        def answered(found: Sequence[bool] | None, _: float) -> None:
+            answers = list(zip(keys, found or (), strict=False))
+            has = tuple([key for key, is_there in answers if is_there])
+            lacks = tuple([key for key, is_there in answers if not is_there])
+            self.due.append(facts.RemoteAnswered(request, namespace, has, lacks))
+
+        self._calls.submit(lambda store: store.ask(shard, keys), answered)
+
+    def reset(self) -> None:
+        """Find nothing of before again, neither in this life nor in the next ones. Waits for the store no longer than a call may take."""
+        self._private = secrets.token_hex(16)
+        if self._namespace is not None:
+            self.due.append(facts.RemoteOpened(self._namespace))
+        self._must_replace = True
+        if self._calls.works and (replaced := self._replace()) is not None:
+            with suppress(TimeoutError, KVOffloadError):
+                replaced.result(self._timeout_s)
+
+    def close(self) -> None:
+        """End the connection; a store that hangs is not waited for."""
+        self._calls.close()
+
+    @property
+    def _namespace(self) -> str | None:
+        generation = self._private or self._generation
+        return (
+            None if self._fingerprint is None or generation is None else f"{self._fingerprint}/{generation}"
+        )
+
+    def _take_identity(self) -> None:
+        try:
+            self._fingerprint = self._identified.result()
+        except KVOffloadError as error:
+            log.error(
+                "remote_not_opened", reason=str(error), note="the engine goes on without the remote store"
+            )
+            self._identified = Future()  # which never ends
+
+    def _generation_read(self, generation: str | None, _: float) -> None:
+        if generation is None:
+            self._looks_at = self._monotonic()
+            return
+        was, self._generation = self._generation, generation
+        if self._private is None and was != generation and self._namespace is not None:
+            log.info("remote_opened", namespace=self._namespace)
+            self.due.append(facts.RemoteOpened(self._namespace))
+
+    def _replace(self) -> Future[None] | None:
+        """Give the store another generation for those who begin later."""
+        if self._fingerprint is None:
+            return None
+        name, done = generation_name(self._fingerprint), Future[None]()
+        self._is_replacing = True
+
+        def replace(store: RemoteStore) -> bool:
+            try:
+                store.replace(name, secrets.token_hex(16).encode())
+            finally:
+                done.set_result(None)
+            return True
+
+        def replaced(is_done: bool | None, _: float) -> None:
+            self._is_replacing, self._must_replace = False, not is_done
+            if is_done:
+                log.info("remote_generation_replaced")
+
+        self._calls.submit(replace, replaced)
+        return done
+
+
+def _shared_generation(fingerprint: str, store: RemoteStore) -> str:
+    """Return the generation that the store names, made if there is none."""
+    name = generation_name(fingerprint)
+    data = store.read(name)
+    if data is None:
+        store.create(name, secrets.token_hex(16).encode())
+        data = store.read(name)
+    if data is None or not _GENERATION.fullmatch(data):
+        raise RemoteError(f"{name} in the store is no generation")
+    return data.decode()
+
+
+def _begin(portal: Portal, identify: Callable[[], str]) -> Future[str]:
+    """Have the fingerprint found out on a thread of its own: it may take all weights to be read."""
+    executor = portal.new_executor("remote-identity")
+    future = executor.submit(identify)
+    executor.shutdown(wait=False)
+    return future

@@ -1,0 +1,226 @@
+"""Copies between the host slots of one rank and a remote store, in batches.
+
+A batch goes through a buffer of the calling thread's, which the store's client knows. So a value is checked before it comes near a
+host slot, and a call that hangs has nothing but this buffer under it: its host slots are free for anything else.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvoffload.disk.system import aligned_buffer
+from kvoffload.logs import get_logger
+from kvoffload.model.causes import CopyOutcome
+from kvoffload.model.transfer import Direction, JobReport
+from kvoffload.remote.values import TRAILER_BYTES, Shard, is_whole, seal
+from kvoffload.transfer.host_copier import choose_copy
+from kvoffload.transfer.layout import digest_of
+from kvoffload.transfer.slot_pages import pages_from, pages_to
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvoffload.model.transfer import RemoteJob
+    from kvoffload.remote.calls import RemoteCalls
+    from kvoffload.remote.store import RemoteStore
+    from kvoffload.transfer.arena import Arena
+    from kvoffload.transfer.checksums import Checksums
+    from kvoffload.transfer.ports import Clock
+
+MOST_BLOCKS = 64
+"""Of a batch: more gain nothing."""
+_MOST_BYTES = 32 * 2**20  # of a batch: the buffer of a thread
+_LINE = 64
+
+log = get_logger("remote")
+
+
+class RemoteReport(NamedTuple):
+    """What a rank reports of a remote store.
+
+    Args:
+        jobs: those that ended since the last report.
+        works: calls are made.
+        is_new: something of this was not reported before.
+    """
+
+    jobs: tuple[JobReport, ...]
+    works: bool
+    is_new: bool
+
+
+class _Got(NamedTuple):
+    """Of a batch, by position: values that are right, wrong, and not there; and host slots that were found corrupt."""
+
+    whole: list[int]
+    wrong: list[int]
+    missing: list[int]
+
+
+@dataclass(slots=True, eq=False)
+class _OpenJob:
+    job: RemoteJob
+    accepted_at: float
+    open_batches: int
+    copy_s: float = 0.0
+    whole: int = 0
+    wrong: list[int] = field(default_factory=list)
+    missing: list[int] = field(default_factory=list)
+
+
+class RemoteCopies:
+    """Fetches from a store and spills to it, of one rank.
+
+    Args:
+        rank, ranks: which of how many.
+        calls: to the store; `close` closes them.
+        arena: the rank's host memory.
+        clock: time.
+        checksums: of the host slots, None where none are kept.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        ranks: int,
+        calls: RemoteCalls,
+        arena: Arena,
+        clock: Clock,
+        *,
+        checksums: Checksums | None = None,
+    ) -> None:
+        self._rank, self._ranks = rank, ranks
+        self._calls = calls
+        self._arena = arena
+        self._clock = clock
+        self._checksums = checksums
+        self._layout = digest_of(arena.layout)
+        self._value_bytes = arena.layout.slot_bytes + TRAILER_BYTES
+        self._pitch = -(-self._value_bytes // _LINE) * _LINE
+        self._batch = max(min(MOST_BLOCKS, _MOST_BYTES // self._pitch), 1)
+        self._to_buffer, self._to_host = choose_copy(), choose_copy(arena_is_target=True)
+        self._buffers = threading.local()
+        self._reports: list[JobReport] = []
+        self._reported: bool | None = None
+
+    # -- the hook's thread --------------------------------------------------------------------------------------
+
+    def submit(self, jobs: Iterable[RemoteJob]) -> None:
+        """Queue jobs; those that cannot be started end as failed."""
+        for job in jobs:
+            positions = range(len(job.slots))
+            batches = [positions[start : start + self._batch] for start in positions[:: self._batch]]
+            opened = _OpenJob(job, self._clock.monotonic(), len(batches))
+            is_put = job.direction is Direction.STORE
+            work = self._put if is_put else self._get
+            use = None if is_put else partial(self._fill, job)
+            for batch in batches:
+                ended = partial(self._batch_ended, opened, batch)
+                self._calls.submit(partial(work, job, batch), ended, use, is_write=is_put)
+
+    def take(self) -> RemoteReport:
+        """Return what ended since the last call. Never waits."""
+        self._calls.poll()
+        reports, self._reports = tuple(self._reports), []
+        works = self._calls.works
+        is_new = bool(reports) or works is not self._reported
+        self._reported = works
+        return RemoteReport(reports, works, is_new)
+
+    def close(self) -> None:
+        """Take no more jobs. Waits for nothing."""
+        self._calls.close()
+
+    def _batch_ended(self, opened: _OpenJob, batch: Sequence[int], got: _Got | None, seconds: float) -> None:
+        opened.open_batches -= 1
+        opened.copy_s += seconds
+        if got is None:
+            opened.missing += batch
+        else:
+            opened.whole += len(got.whole)
+            opened.wrong += got.wrong
+            opened.missing += got.missing
+        if not opened.open_batches:
+            self._reports.append(self._report(opened))
+
+    def _report(self, opened: _OpenJob) -> JobReport:
+        job, is_put = opened.job, opened.job.direction is Direction.STORE
+        outcome = CopyOutcome.DONE if opened.whole else CopyOutcome.FAILED
+        if opened.wrong and (is_put or not opened.whole):
+            outcome = CopyOutcome.CORRUPT
+        waited = self._clock.monotonic() - opened.accepted_at - opened.copy_s
+        return JobReport(
+            job=job.job,
+            direction=job.direction,
+            outcome=outcome,
+            copied_bytes=opened.whole * self._arena.layout.slot_bytes,
+            queue_s=max(waited, 0.0),
+            copy_s=opened.copy_s,
+            corrupt=tuple(sorted(opened.wrong)),
+            missing=tuple(sorted(opened.missing)),
+        )
+
+    # -- threads that may wait for the store --------------------------------------------------------------------
+
+    def _put(self, job: RemoteJob, batch: Sequence[int], store: RemoteStore) -> _Got:
+        """Write host slots, but for those that do not hold what was stored there."""
+        shard, buffers = self._shard(job), self._values(store, len(batch))
+        right, wrong = list[int](), list[int]()
+        for position, value in zip(batch, buffers, strict=True):
+            slot = job.slots[position]
+            self._to_buffer(pages_to(value, self._arena, slot))
+            # After the copy: what the slot holds now it held during the copy too.
+            is_right = self._checksums is None or self._checksums.is_as_stored(slot)
+            (right if is_right else wrong).append(position)
+            seal(value, shard.name(job.keys[position]), self._layout)
+        if wrong:
+            log.error(
+                "blocks_corrupt", job=job.job, blocks=len(wrong), slots=[job.slots[each] for each in wrong]
+            )
+        values = [value for position, value in zip(batch, buffers, strict=True) if position in right]
+        taken = store.put(shard, [job.keys[position] for position in right], values) if right else []
+        missing = [position for position, is_taken in zip(right, taken, strict=True) if not is_taken]
+        return _Got([position for position in right if position not in missing], wrong, missing)
+
+    def _get(self, job: RemoteJob, batch: Sequence[int], store: RemoteStore) -> _Got:
+        """Read values into the thread's buffer, and see which are right."""
+        shard, buffers = self._shard(job), self._values(store, len(batch))
+        keys = [job.keys[position] for position in batch]
+        got = _Got([], [], [])
+        for position, arrived, value in zip(batch, store.get(shard, keys, buffers), buffers, strict=True):
+            if arrived < 0:
+                got.missing.append(position)
+            elif is_whole(value, arrived, shard.name(job.keys[position]), self._layout):
+                got.whole.append(position)
+            else:
+                got.wrong.append(position)
+        return got
+
+    def _fill(self, job: RemoteJob, got: _Got) -> _Got:
+        """Copy the values that are right from the thread's buffer into their host slots."""
+        first = min([*got.whole, *got.wrong, *got.missing])
+        buffers = self._values(None, len(got.whole) + len(got.wrong) + len(got.missing))
+        for position in got.whole:
+            slot = job.slots[position]
+            self._to_host(pages_from(buffers[position - first], self._arena, slot))
+            if self._checksums is not None:
+                self._checksums.take(slot)
+        return got
+
+    def _values(self, store: RemoteStore | None, count: int) -> list[memoryview]:
+        """Return memory of the calling thread's for so many values; the first time, the store is made to know it."""
+        buffer: memoryview | None = getattr(self._buffers, "buffer", None)
+        if buffer is None:
+            buffer = aligned_buffer(self._batch * self._pitch)
+            assert store is not None, "a call comes before what uses its values"
+            store.register(buffer)
+            self._buffers.buffer = buffer
+        starts = range(0, count * self._pitch, self._pitch)
+        return [buffer[start : start + self._value_bytes] for start in starts]
+
+    def _shard(self, job: RemoteJob) -> Shard:
+        return Shard(job.namespace, self._rank, self._ranks)

@@ -1,0 +1,311 @@
+"""A store that engines share: what is written to it, what is found in it, and what every failure costs."""
+
+from __future__ import annotations
+
+import sys
+
+from kvoffload.core.machine import SlotState
+from kvoffload.core.remote_state import MOST_ASKED
+from kvoffload.model import facts
+from kvoffload.model.causes import DiskOutcome, MissCause
+from kvoffload.model.events import LookupDeferred
+from kvoffload.model.ids import BlockKey
+from kvoffload.model.transfer import Direction
+from tests.core.remote_world import RemoteWorld
+from tests.core.world import FAILED, Req, World, full, keys_of, window
+
+LOAD, STORE = Direction.LOAD, Direction.STORE
+TEXT = "abcdefghijklmnop"  # four blocks, of which a lookup finds three
+
+
+def two(**settings: int) -> tuple[RemoteWorld, RemoteWorld]:
+    """Two engines with one store; the first has written a text."""
+    first = RemoteWorld(**settings)  # type: ignore[arg-type]  # of the world
+    first.share(TEXT)
+    return first, RemoteWorld(store=first.store, **settings)  # type: ignore[arg-type]
+
+
+def test_what_is_found_again_is_written_once_and_nothing_else() -> None:
+    world = RemoteWorld()
+    world.serve("once", TEXT)
+    world.drain()
+    assert world.in_store(TEXT) == "...."
+    world.share(TEXT)
+    assert world.in_store(TEXT) == "xxx."
+    assert world.copied(STORE) == 3
+    world.share(TEXT)
+    assert world.copied(STORE) == 3
+
+
+def test_another_engine_finds_it_and_does_not_write_it_again() -> None:
+    _, other = two(ranks=2)
+    request = other.add("late", TEXT)
+    assert other.lookup(request) is None
+    assert other.reported(LookupDeferred)[-1] == LookupDeferred(request.name, None)
+    other.idle_step()
+    other.finish()
+    assert other.admit(request) == 12
+    other.step()
+    other.finish()
+    other.run(request)
+    other.end(request)
+    other.drain()
+    other.share(TEXT)
+    assert other.copied(LOAD) == 3
+    assert other.copied(STORE) == 0
+
+
+def test_a_lookup_waits_for_the_answer_and_no_longer() -> None:
+    _, other = two()
+    request = other.add("late", TEXT, answers=False)
+    assert other.asked == [(request.name, tuple(keys_of(TEXT, full())))]
+    assert other.lookup(request) is None
+    assert other.remote_jobs(LOAD) == []
+    other.tell(facts.RemoteAnswered(request.name, other.remote.namespace))  # it could not be asked
+    assert other.admit(request) == 0
+    assert other.miss() is MissCause.NEVER_SEEN
+    other.run(request)
+
+
+def test_an_answer_that_comes_when_its_request_is_gone_is_a_hint_all_the_same() -> None:
+    _, other = two()
+    request = other.add("gone", TEXT, answers=False)
+    other.end(request)
+    other.answer()
+    assert len(other.remote.pool.index) == 3
+
+
+def test_what_the_store_says_twice_is_one_hint() -> None:
+    _, other = two()
+    other.add("one", TEXT)
+    other.add("two", TEXT)
+    pool = other.remote.pool
+    assert pool.capacity - pool.count(SlotState.EMPTY) == len(pool.index) == 3
+
+
+def test_what_host_and_device_have_is_not_asked_for() -> None:
+    world = RemoteWorld()
+    world.serve("once", TEXT)
+    world.add("again", TEXT, answers=False)
+    assert world.asked == []
+    world.add("longer", TEXT + "qrst", answers=False)
+    assert [len(keys) for _, keys in world.asked] == [1]
+
+
+def test_so_many_keys_are_asked_for_at_most() -> None:
+    world = RemoteWorld()
+    world.add("long", "x" * 4 * (MOST_ASKED + 10), answers=False)
+    assert [len(keys) for _, keys in world.asked] == [MOST_ASKED]
+
+
+def test_r14_one_prefix_is_fetched_once() -> None:
+    _, other = two(host=32)
+    requests = [other.add(f"late{number}", TEXT) for number in range(4)]
+    assert [other.lookup(each) for each in requests] == [None] * 4
+    other.idle_step()
+    assert [other.lookup(each) for each in requests] == [None] * 4
+    assert len(other.remote_jobs(LOAD)) == 1
+    other.finish()
+    assert other.admit(requests[0]) == 12
+
+
+def test_where_nobody_can_wait_the_next_one_finds_it() -> None:
+    _, other = two(host=32)
+    first = other.add("first", TEXT)
+    assert other.admit(first, may_wait=False) == 0
+    assert other.miss() is MissCause.IN_REMOTE
+    other.step()
+    other.finish()
+    other.run(first)
+    other.end(first)
+    other.drain()
+    other.device.forget_keys()
+    assert other.admit(other.add("second", TEXT), may_wait=False) == 12
+
+
+def test_a_window_is_found_too() -> None:
+    groups = full(), window(6, group=1)
+    first = RemoteWorld(*groups, host=64)
+    first.share(TEXT + "qrst")
+    other = RemoteWorld(*groups, host=64, store=first.store)
+    request = other.add("late", TEXT + "qrst")
+    assert other.lookup(request) is None
+    other.idle_step()
+    other.finish()
+    assert other.admit(request)
+    other.step()
+    other.finish()
+    other.run(request)
+
+
+# -- failures ---------------------------------------------------------------------------------------------------
+
+
+def test_r17_a_value_that_is_gone_costs_what_lies_behind_it_and_one_fetch() -> None:
+    first, other = two(host=32)
+    del first.store[first.remote.namespace, keys_of(TEXT, full())[1], 0]
+    request = other.add("late", TEXT, answers=False)
+    keys = tuple(keys_of(TEXT, full())[:3])
+    other.tell(facts.RemoteAnswered(request.name, other.remote.namespace, keys))  # the store lies
+    assert other.lookup(request) is None
+    other.idle_step()
+    other.finish()
+    assert other.on_host(TEXT) == "x.x."
+    assert other.admit(request) == 4
+    assert (other.copied(LOAD), other.copied(LOAD, DiskOutcome.FAILED)) == (2, 1)
+    other.step()
+    other.finish()
+    other.run(request)
+    other.end(request)
+    assert keys[1] not in other.remote.pool.index
+
+
+def test_r4_r17_another_writers_value_on_one_rank_is_used_by_none() -> None:
+    first, other = two(host=32, ranks=2)
+    first.spoil(TEXT[:8], rank=1)
+    request = other.add("late", TEXT)
+    other.lookup(request)
+    other.idle_step()
+    other.finish()
+    assert other.on_host(TEXT) == "x.x."
+    assert (other.copied(LOAD), other.copied(LOAD, DiskOutcome.CORRUPT)) == (2, 1)
+    assert other.admit(request) == 4
+    other.step()
+    other.finish()
+    other.run(request)
+    other.end(request)
+    other.drain()
+
+
+def test_r17_a_fetch_that_fails_costs_its_request_one_wait() -> None:
+    _, other = two(host=32)
+    request = other.add("late", TEXT)
+    assert other.lookup(request) is None
+    other.idle_step()
+    [job] = other.remote_jobs(LOAD)
+    other.report(0, job, FAILED)
+    assert other.admit(request) == 0
+    other.run(request)
+    other.end(request)
+    other.drain()
+
+
+def test_r17_a_put_that_fails_leaves_no_hint() -> None:
+    world = RemoteWorld(ranks=2)
+    world.serve("once", TEXT)
+    request = world.add("again", TEXT)
+    world.admit(request)
+    world.step()
+    world.finish()
+    world.run(request)
+    world.end(request)
+    world.idle_step()
+    [job] = world.remote_jobs(STORE)
+    world.report(0, job)
+    world.report(1, job, FAILED)
+    assert len(world.remote.pool.index) == 0
+    world.drain()
+
+
+def test_r17_a_store_that_is_lost_is_not_asked_and_nothing_is_copied() -> None:
+    for lose in (RemoteWorld.fails, lambda world: world.tell(facts.RemoteLost())):
+        first, other = two(host=32)
+        lose(other)
+        lose(first)
+        request = other.add("late", TEXT, answers=False)
+        assert other.asked == []
+        assert other.admit(request) == 0
+        other.run(request)
+        first.share("ABCDEFGHIJKLMNOP")
+        assert "x" not in first.in_store("ABCDEFGHIJKLMNOP")
+
+
+def test_r17_a_lost_store_costs_a_lookup_at_most_five_calls() -> None:
+    def calls_of_lookup(world: World, request: Req) -> int:
+        calls = 0
+
+        def seen(_frame: object, event: str, _argument: object) -> None:
+            nonlocal calls
+            calls += event == "call"
+
+        sys.setprofile(seen)
+        try:
+            world.core.lookup(request.name, 0, may_wait=True)
+        finally:
+            sys.setprofile(None)
+        return calls
+
+    plain, lost = World(), RemoteWorld()
+    lost.fails()
+    without = calls_of_lookup(plain, plain.add("new", TEXT))
+    assert calls_of_lookup(lost, lost.add("new", TEXT)) <= without + 5
+
+
+def test_a_store_that_comes_back_is_used_again() -> None:
+    _, other = two(host=32)
+    other.fails()
+    other.fails(works=True)
+    other.tell(facts.RemoteLost())
+    other.tell(facts.RemoteOpened(other.remote.namespace))
+    assert other.lookup(other.add("late", TEXT)) is None
+    other.idle_step()
+    assert len(other.remote_jobs(LOAD)) == 1
+
+
+def test_before_it_is_reached_nothing_is_asked() -> None:
+    world = RemoteWorld(opens=False)
+    world.share(TEXT)
+    assert (world.asked, world.store) == ([], {})
+
+
+# -- resets and generations -------------------------------------------------------------------------------------
+
+
+def test_r10_r18_nothing_of_before_a_reset_is_found_whatever_is_under_way() -> None:
+    _, other = two(host=32)
+    request = other.add("late", TEXT)
+    other.lookup(request)
+    other.idle_step()
+    other.reset()
+    other.finish()
+    assert other.on_host(TEXT) == "...."
+    assert other.admit(request) == 0
+    other.run(request)
+    other.end(request)
+    other.drain()
+    assert other.copied(LOAD) == 0
+    other.add("too early", "a text that the host lacks", answers=False)
+    assert other.asked == []
+    other.tell(facts.RemoteOpened("print/its own"))
+    assert len(other.remote.pool.index) == 0
+    other.add("later", "another text, which the host lacks")
+    assert len(other.remote.pool.index) == 0
+
+
+def test_r18_a_put_under_way_at_a_reset_leaves_no_hint() -> None:
+    world = RemoteWorld()
+    world.serve("once", TEXT)
+    request = world.add("again", TEXT)
+    world.admit(request)
+    world.step()
+    world.finish()
+    world.run(request)
+    world.end(request)
+    world.idle_step()
+    assert len(world.remote_jobs(STORE)) == 1
+    world.reset()
+    world.tell(facts.RemoteOpened("print/its own"))
+    world.finish()
+    assert len(world.remote.pool.index) == 0
+    assert world.in_store(TEXT) == "...."
+
+
+def test_r18_another_generation_forgets_what_the_one_before_had() -> None:
+    _, other = two(host=32)
+    other.add("late", TEXT)
+    assert len(other.remote.pool.index) == 3
+    other.tell(facts.RemoteOpened("print/two"))
+    assert len(other.remote.pool.index) == 0
+    key = BlockKey(b"of the one before")
+    other.tell(facts.RemoteAnswered(other.requests["late"].name, "print/one", (key,)))
+    assert len(other.remote.pool.index) == 0

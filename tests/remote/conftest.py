@@ -1,0 +1,33 @@
+"""Real stores, one of each kind for all tests that do not harm it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.remote.servers import Bucket, Mooncake
+
+
+@pytest.fixture(scope="session")
+def mooncake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mooncake]:
+    server = Mooncake(tmp_path_factory.mktemp("mooncake"))
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="session")
+def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
+    server = Bucket(tmp_path_factory.mktemp("bucket"))
+    yield server
+    server.kill()
+
+
+@pytest.fixture(params=["mooncake", "bucket"])
+def url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Of a store of either kind; the environment lets it be reached."""
+    server: Mooncake | Bucket = request.getfixturevalue(request.param)
+    if isinstance(server, Bucket):
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+    return server.url

@@ -1,0 +1,75 @@
+"""A store in memory whose answers the test gives; for what a real one cannot be made to do at will."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvoffload.model.errors import RemoteError
+from kvoffload.model.ids import BlockKey
+from kvoffload.remote.store import MISSING
+from kvoffload.remote.values import Shard
+from kvoffload.testing import ThreadGate
+
+
+class FakeStore:
+    """Has what was put.
+
+    Attributes:
+        values: by name.
+        fails: every call raises.
+        is_full: it takes no value.
+        gate: every call waits there, if there is one.
+        calls: what was called, in order.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.fails = self.is_full = self.is_closed = False
+        self.gate: ThreadGate | None = None
+        self.calls: list[str] = []
+
+    def _begin(self, call: str) -> None:
+        self.calls.append(call)
+        if self.gate is not None:
+            self.gate.arrive()
+        if self.fails:
+            raise RemoteError("the test says so")
+
+    def ask(self, shard: Shard, keys: Sequence[BlockKey]) -> list[bool]:
+        self._begin("ask")
+        return [shard.name(key) in self.values for key in keys]
+
+    def get(self, shard: Shard, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[int]:
+        self._begin("get")
+        arrived = []
+        for key, buffer in zip(keys, buffers, strict=True):
+            value = self.values.get(shard.name(key))
+            if value is not None:
+                buffer[: len(value)] = value
+            arrived.append(MISSING if value is None else len(value))
+        return arrived
+
+    def put(self, shard: Shard, keys: Sequence[BlockKey], values: Sequence[memoryview]) -> list[bool]:
+        self._begin("put")
+        if not self.is_full:
+            for key, value in zip(keys, values, strict=True):
+                self.values.setdefault(shard.name(key), bytes(value))
+        return [not self.is_full] * len(keys)
+
+    def read(self, name: str) -> bytes | None:
+        self._begin("read")
+        return self.values.get(name)
+
+    def create(self, name: str, data: bytes) -> None:
+        self._begin("create")
+        self.values.setdefault(name, data)
+
+    def replace(self, name: str, data: bytes) -> None:
+        self._begin("replace")
+        self.values[name] = data
+
+    def register(self, buffer: memoryview) -> None:
+        pass
+
+    def close(self) -> None:
+        self.is_closed = True

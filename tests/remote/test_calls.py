@@ -1,0 +1,180 @@
+"""Calls to a store: a time limit each, a breaker, and single probes while it is open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvoffload.model.errors import RemoteError
+from kvoffload.remote.calls import RemoteCalls
+from kvoffload.remote.store import RemoteStore
+from kvoffload.runtime.portal import DaemonExecutor
+from kvoffload.testing import FakeClock, ManualExecutor, ThreadGate
+from tests.remote.fake_store import FakeStore
+
+TIMEOUT_S = 2.0
+
+
+class Rig:
+    """Calls of one side, on an executor that the test runs."""
+
+    def __init__(self, executor: ManualExecutor | DaemonExecutor | None = None) -> None:
+        self.clock = FakeClock()
+        self.store = FakeStore()
+        self.executor = executor or ManualExecutor()
+        self.refuses = False
+        self.calls = RemoteCalls(self._connect, self.executor, self.clock.monotonic, TIMEOUT_S)
+        self.answers: list[object] = []
+
+    def _connect(self) -> RemoteStore:
+        if self.refuses:
+            raise RemoteError("refused")
+        return self.store
+
+    def call(self, name: str = "kvo1/name", *, is_write: bool = False, use: Callable | None = None) -> None:
+        self.calls.submit(lambda store: store.read(name) or b"none", self._ended, use, is_write=is_write)
+
+    def _ended(self, result: object, _: float) -> None:
+        self.answers.append(result)
+
+    def turn(self, seconds: float = 0.0) -> None:
+        """Time passes, and what is queued runs."""
+        self.clock.jump(seconds)
+        self.calls.poll()
+        assert isinstance(self.executor, ManualExecutor)
+        self.executor.run_all()
+        self.calls.poll()
+
+    def open(self) -> None:
+        self.turn()
+        assert self.calls.works
+        self.store.calls.clear()
+
+
+def test_nothing_is_called_before_a_probe_has_worked() -> None:
+    rig = Rig()
+    rig.call()
+    rig.turn()
+    assert rig.answers == [None]
+    assert rig.calls.works
+    rig.call()
+    rig.turn()
+    assert rig.answers == [None, b"none"]
+
+
+def test_three_failures_in_a_row_open_the_breaker_and_probes_come_ever_more_rarely() -> None:
+    rig = Rig()
+    rig.open()
+    rig.store.fails = True
+    for number in range(3):
+        assert rig.calls.works, number
+        rig.call()
+        rig.turn()
+    assert not rig.calls.works
+    rig.store.calls.clear()
+    for _ in range(100):
+        rig.call()
+    rig.turn()
+    assert rig.store.calls == []
+    probes = []
+    for second in range(1, 16):
+        rig.turn(1.0)
+        probes += [second] * len(rig.store.calls)
+        rig.store.calls.clear()
+    assert probes == [1, 3, 7, 15]
+    assert rig.answers == [None] * 103
+
+
+def test_failures_between_successes_do_not_open_it() -> None:
+    rig = Rig()
+    rig.open()
+    for _ in range(3):
+        for rig.store.fails in (True, True, False):
+            rig.call()
+            rig.turn()
+    assert rig.calls.works
+
+
+def test_a_probe_that_works_closes_it() -> None:
+    rig = Rig()
+    rig.refuses = True
+    rig.turn()
+    assert not rig.calls.works
+    rig.refuses = False
+    rig.turn(1.0)
+    assert rig.calls.works
+
+
+def test_a_store_that_answers_and_delivers_nothing_is_not_probed_more_often_again() -> None:
+    rig = Rig()
+    rig.open()
+    pauses = []
+    for _ in range(3):
+        rig.store.fails = True
+        for _ in range(3):
+            rig.call()
+            rig.turn()
+        rig.store.fails = False
+        pause = 0
+        while not rig.calls.works:
+            rig.turn(1.0)
+            pause += 1
+        pauses.append(pause)
+    assert pauses == [1, 2, 4]
+
+
+def test_reads_come_before_writes() -> None:
+    rig = Rig()
+    rig.open()
+    rig.store.values.update({"write": b"write", "read": b"read"})
+    rig.call("write", is_write=True)
+    rig.call("read")
+    rig.turn()
+    assert rig.answers == [b"read", b"write"]
+
+
+def test_what_waits_too_long_in_the_queue_fails_and_the_store_is_not_blamed() -> None:
+    rig = Rig()
+    rig.open()
+    rig.call()
+    rig.clock.jump(TIMEOUT_S)
+    rig.turn()
+    assert rig.answers == [None]
+    assert rig.store.calls == []
+    assert rig.calls.works
+
+
+def test_a_call_that_hangs_fails_in_time_and_what_it_brings_is_not_used() -> None:
+    rig = Rig(DaemonExecutor("calls", 2))
+    rig.calls.poll()
+    while not rig.calls.works:
+        rig.calls.poll()
+    rig.store.gate = gate = ThreadGate()
+    used: list[object] = []
+    rig.call(use=used.append)
+    gate.wait_for_arrivals(1)
+    rig.clock.jump(TIMEOUT_S)
+    rig.calls.poll()
+    assert rig.answers == [None]
+    assert not rig.calls.works
+    rig.store.gate = None
+    gate.open()
+    while rig.calls._active:
+        pass
+    rig.calls.poll()
+    assert (rig.answers, used) == ([None], [])
+    rig.clock.jump(1.0)
+    while not rig.calls.works:
+        rig.calls.poll()
+    rig.calls.close()
+
+
+def test_closing_waits_for_nothing_and_closes_the_connection_after_the_last_call() -> None:
+    rig = Rig()
+    rig.open()
+    rig.call()
+    rig.calls.close()
+    assert rig.answers == [None]
+    assert isinstance(rig.executor, ManualExecutor)
+    rig.executor.run_all()
+    assert rig.store.is_closed
+    assert not rig.calls.works

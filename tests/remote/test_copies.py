@@ -1,0 +1,148 @@
+"""Copies between real host memory and a store in memory: only bytes that are right come into a host slot."""
+
+from __future__ import annotations
+
+import asyncio
+from random import Random
+
+import pytest
+
+from kvoffload.model.causes import CopyOutcome
+from kvoffload.model.ids import BlockKey, JobId, SlotId
+from kvoffload.model.transfer import Direction, JobReport, RemoteJob
+from kvoffload.remote.calls import RemoteCalls
+from kvoffload.remote.values import Shard
+from kvoffload.testing import FakeClock, FakeDevice, ManualExecutor
+from kvoffload.transfer import remote_copies
+from kvoffload.transfer.arena import Arena
+from kvoffload.transfer.factory import make_checksums
+from kvoffload.transfer.host_memory import MmapAllocator
+from kvoffload.transfer.remote_copies import RemoteCopies
+from tests.remote.fake_store import FakeStore
+
+DONE, FAILED, CORRUPT = CopyOutcome.DONE, CopyOutcome.FAILED, CopyOutcome.CORRUPT
+PAGES = [640, 96, 5000]
+KEYS = tuple(BlockKey(bytes([number]) * 5) for number in range(8))
+SHARD = Shard("print/one", 1, 2)
+
+
+class Rig:
+    """Twelve host slots in chunks of five."""
+
+    def __init__(self, verify: str = "off") -> None:
+        self.device = FakeDevice(4, PAGES)
+        memory = MmapAllocator(ManualExecutor(held=False))
+        self.arena = Arena(self.device.layout, 12, memory, chunk_bytes=5 * self.device.layout.slot_bytes)
+        asyncio.run(self.arena.prepare())
+        self.store, clock = FakeStore(), FakeClock()
+        self.executor = ManualExecutor()
+        self.checksums = make_checksums(verify, self.arena, executor=ManualExecutor(held=False))
+        calls = RemoteCalls(lambda: self.store, self.executor, clock.monotonic, 2.0)
+        self.copies = RemoteCopies(1, 2, calls, self.arena, clock, checksums=self.checksums)
+        self.take()
+        assert self.copies.take().works
+        self._jobs = 0
+
+    def take(self) -> tuple[JobReport, ...]:
+        first = self.copies.take().jobs
+        self.executor.run_all()
+        return first + self.copies.take().jobs
+
+    def copy(self, way: Direction, slots: list[int], keys: tuple[BlockKey, ...]) -> JobReport:
+        self._jobs += 1
+        places = tuple(map(SlotId, slots))
+        self.copies.submit([RemoteJob(JobId(self._jobs), way, places, keys, "print/one")])
+        [report] = self.take()
+        return report
+
+    def fill(self, slot: int) -> bytes:
+        for region, size in enumerate(PAGES):
+            self.arena.page(slot, region)[:] = Random(slot * 10 + region).randbytes(size)
+        if self.checksums is not None:
+            self.checksums.take(slot)
+        return self.slot(slot)
+
+    def slot(self, slot: int) -> bytes:
+        return b"".join(self.arena.page(slot, region).tobytes() for region in range(len(PAGES)))
+
+
+def test_what_was_put_comes_back_into_other_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_copies, "MOST_BLOCKS", 3)
+    rig = Rig()
+    were = [rig.fill(slot) for slot in (0, 3, 4, 5)]
+    put = rig.copy(Direction.STORE, [0, 3, 4, 5], KEYS[:4])
+    assert (put.outcome, put.missing, put.copied_bytes) == (DONE, (), 4 * sum(PAGES))
+    got = rig.copy(Direction.LOAD, [11, 6, 2, 1], KEYS[:4])
+    assert (got.outcome, got.missing, got.corrupt) == (DONE, (), ())
+    assert [rig.slot(slot) for slot in (11, 6, 2, 1)] == were
+    assert rig.store.calls.count("put") == rig.store.calls.count("get") == 2
+
+
+@pytest.mark.parametrize("harm", ["flip", "cut", "swap", "longer trailer"])
+def test_r17_bytes_that_are_not_the_blocks_do_not_come_near_a_host_slot(harm: str) -> None:
+    rig = Rig()
+    for slot in range(3):
+        rig.fill(slot)
+    rig.copy(Direction.STORE, [0, 1, 2], KEYS[:3])
+    first, second = SHARD.name(KEYS[0]), SHARD.name(KEYS[1])
+    value = rig.store.values[second]
+    rig.store.values[second] = {
+        "flip": value[:77] + bytes([value[77] ^ 1]) + value[78:],
+        "cut": value[:-100],
+        "swap": rig.store.values[first],
+        "longer trailer": value[:-1] + bytes([value[-1] ^ 1]),
+    }[harm]
+    before = rig.slot(7)
+    report = rig.copy(Direction.LOAD, [6, 7, 8], KEYS[:3])
+    assert (report.outcome, report.corrupt, report.missing) == (DONE, (1,), ())
+    assert rig.slot(7) == before
+    assert (rig.slot(6), rig.slot(8)) == (rig.slot(0), rig.slot(2))
+    alone = rig.copy(Direction.LOAD, [9], KEYS[1:2])
+    assert (alone.outcome, alone.corrupt) == (CORRUPT, (0,))
+
+
+def test_what_is_missing_is_named_and_the_rest_comes() -> None:
+    rig = Rig()
+    rig.fill(0)
+    rig.copy(Direction.STORE, [0], KEYS[:1])
+    report = rig.copy(Direction.LOAD, [1, 2], (KEYS[5], KEYS[0]))
+    assert (report.outcome, report.missing) == (DONE, (0,))
+    assert rig.slot(2) == rig.slot(0)
+    nothing = rig.copy(Direction.LOAD, [1], KEYS[5:6])
+    assert (nothing.outcome, nothing.missing) == (FAILED, (0,))
+
+
+def test_a_store_that_is_full_takes_nothing_and_that_is_said() -> None:
+    rig = Rig()
+    rig.store.is_full = True
+    report = rig.copy(Direction.STORE, [0, 1], KEYS[:2])
+    assert (report.outcome, report.missing) == (FAILED, (0, 1))
+    assert rig.copies.take().works
+
+
+def test_a_store_that_fails_fails_the_job() -> None:
+    rig = Rig()
+    rig.store.fails = True
+    for way in (Direction.STORE, Direction.LOAD, Direction.LOAD):
+        report = rig.copy(way, [0, 1], KEYS[:2])
+        assert (report.outcome, report.missing) == (FAILED, (0, 1))
+    assert not rig.copies.take().works
+
+
+def test_a_host_slot_that_has_rotted_is_not_written() -> None:
+    rig = Rig("full")
+    rig.fill(0)
+    rig.fill(1)
+    rig.arena.page(1, 0)[3] ^= 1
+    report = rig.copy(Direction.STORE, [0, 1], KEYS[:2])
+    assert (report.outcome, report.corrupt) == (CORRUPT, (1,))
+    assert list(rig.store.values) == [SHARD.name(KEYS[0])]
+
+
+def test_a_slot_that_a_fetch_has_filled_has_a_checksum() -> None:
+    rig = Rig("full")
+    rig.fill(0)
+    rig.copy(Direction.STORE, [0], KEYS[:1])
+    rig.copy(Direction.LOAD, [5], KEYS[:1])
+    assert rig.checksums is not None
+    assert rig.checksums.is_as_stored(5)

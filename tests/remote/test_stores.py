@@ -1,0 +1,191 @@
+"""Both kinds of store, the real ones, by the port: what was put is there, and what is not is said for each key."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvoffload.disk.system import aligned_buffer
+from kvoffload.model.errors import RemoteError
+from kvoffload.model.ids import BlockKey
+from kvoffload.remote.address import parse_address
+from kvoffload.remote.store import FAILED, MISSING, RemoteStore, open_store
+from kvoffload.remote.values import TRAILER_BYTES, Shard, generation_name, is_whole, seal
+from tests.remote.servers import CREDENTIALS, Bucket, Mooncake
+
+TIMEOUT_S = 5.0
+SIZE = 5000 + TRAILER_BYTES
+KEYS = [BlockKey(bytes([number]) * 33) for number in range(20)]
+LAYOUT = b"layout"
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[RemoteStore]:
+    opened = open_store(parse_address(url), TIMEOUT_S)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def shard() -> Shard:
+    """One that no other test writes."""
+    return Shard(f"fingerprint/{secrets.token_hex(16)}", 1, 2)
+
+
+def values(store: RemoteStore, count: int, *, size: int = SIZE) -> list[memoryview]:
+    """Memory for values, of random bytes."""
+    buffer = aligned_buffer(count * size)
+    buffer[:] = secrets.token_bytes(len(buffer))
+    store.register(buffer)
+    return [buffer[at * size : (at + 1) * size] for at in range(count)]
+
+
+def test_what_was_put_is_found_and_arrives(url: str, store: RemoteStore, shard: Shard) -> None:
+    written = values(store, len(KEYS))
+    for key, value in zip(KEYS, written, strict=True):
+        seal(value, shard.name(key), LAYOUT)
+    assert store.put(shard, KEYS, written) == [True] * len(KEYS)
+    reader = open_store(parse_address(url), TIMEOUT_S)
+    assert reader.ask(shard, [*KEYS, BlockKey(b"none")]) == [True] * len(KEYS) + [False]
+    read = values(reader, len(KEYS))
+    arrived = reader.get(shard, KEYS, read)
+    assert read == written
+    for key, value, size in zip(KEYS, read, arrived, strict=True):
+        assert is_whole(value, size, shard.name(key), LAYOUT)
+        assert not is_whole(value, size - 1, shard.name(key), LAYOUT)
+        assert not is_whole(value, size, shard.name(BlockKey(b"another")), LAYOUT)
+        assert not is_whole(value, size, shard.name(key), b"another layout")
+        value[17] ^= 1
+        assert not is_whole(value, size, shard.name(key), LAYOUT)
+    reader.close()
+
+
+def test_what_is_missing_costs_what_is_there_nothing(store: RemoteStore, shard: Shard) -> None:
+    written = values(store, 2)
+    store.put(shard, KEYS[:2], written)
+    read = values(store, 4)
+    assert store.get(shard, [KEYS[2], KEYS[0], KEYS[3], KEYS[1]], read) == [MISSING, SIZE, MISSING, SIZE]
+    assert [read[1], read[3]] == written
+
+
+def test_another_rank_or_generation_finds_nothing(store: RemoteStore, shard: Shard) -> None:
+    store.put(shard, KEYS[:1], values(store, 1))
+    for other in (
+        Shard(shard.namespace, 0, 2),
+        Shard(shard.namespace, 1, 3),
+        Shard("fingerprint/other", 1, 2),
+    ):
+        assert store.ask(other, KEYS[:1]) == [False]
+
+
+def test_what_is_there_is_not_written_over(store: RemoteStore, shard: Shard) -> None:
+    first, second, read = values(store, 3)
+    store.put(shard, KEYS[:1], [first])
+    assert store.put(shard, KEYS[:1], [second]) == [True]
+    store.get(shard, KEYS[:1], [read])
+    assert read == first
+
+
+def test_values_of_another_size_do_not_pass(url: str, store: RemoteStore, shard: Shard) -> None:
+    """Another writer's under our names, or ours cut short."""
+    [short], [long] = values(store, 1, size=SIZE - 7), values(store, 1, size=SIZE + 7)
+    store.put(shard, KEYS[:2], [short, long])
+    reader = open_store(parse_address(url), TIMEOUT_S)
+    read = values(reader, 2)
+    first, second = reader.get(shard, KEYS[:2], read)
+    assert first == SIZE - 7
+    assert second in (FAILED, SIZE + 7)
+    reader.close()
+
+
+def test_a_small_object_is_created_once_and_replaced(store: RemoteStore, shard: Shard) -> None:
+    name = generation_name(secrets.token_hex(16))
+    assert store.read(name) is None
+    store.create(name, b"first")
+    store.create(name, b"second")
+    assert store.read(name) == b"first"
+    store.replace(name, b"the third")
+    assert store.read(name) == b"the third"
+
+
+def test_calls_leave_other_threads_running(store: RemoteStore, shard: Shard) -> None:
+    """A call that kept the interpreter's lock would keep the engine."""
+    turns, is_over = 0, threading.Event()
+
+    def count() -> None:
+        nonlocal turns
+        while not is_over.wait(0.001):
+            turns += 1
+
+    size = 2**20 + TRAILER_BYTES
+    written = values(store, 16, size=size)
+    thread = threading.Thread(target=count)
+    thread.start()
+    before = turns
+    began = time.monotonic()
+    while time.monotonic() < began + 0.5:
+        store.put(shard, [BlockKey(secrets.token_bytes(16)) for _ in written][:4], written[:4])
+    is_over.set()
+    thread.join()
+    assert turns - before > 5
+
+
+def test_a_pack_that_is_gone_is_missing_and_forgotten(
+    bucket: Bucket, shard: Shard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the bucket's own rules on lifetime delete it."""
+    import obstore
+    from obstore.store import S3Store
+
+    for name, value in bucket.environment.items():
+        monkeypatch.setenv(name, value)
+    store = open_store(parse_address(bucket.url), TIMEOUT_S)
+    store.put(shard, KEYS, values(store, len(KEYS)))
+    there = S3Store("blocks", prefix="of/tests")
+    [pack] = [entry["path"] for page in obstore.list(there, f"kvo1/{shard.namespace}") for entry in page]
+    obstore.delete(there, pack)
+    assert store.get(shard, KEYS[:2], values(store, 2)) == [MISSING, MISSING]
+    assert store.ask(shard, KEYS[:2]) == [False, False]
+
+
+def test_refused_credentials_are_an_error_that_does_not_repeat_them(
+    bucket: Bucket, shard: Shard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in bucket.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    store = open_store(parse_address(bucket.url), TIMEOUT_S)
+    with pytest.raises(RemoteError) as refused:
+        store.put(shard, KEYS[:1], values(store, 1))
+    text = str(refused.value)
+    assert "blocks" in text
+    assert not any(secret in text for secret in (*CREDENTIALS.values(), "wrong"))
+
+
+def test_no_server_is_an_error_soon(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(RemoteError, match="no Mooncake master answers"):
+        open_store(parse_address("mooncake://127.0.0.1:1"), TIMEOUT_S)
+    assert time.monotonic() - began < TIMEOUT_S  # the client alone waits for 90 s
+
+
+def test_a_dead_node_fails_gets_and_a_dead_master_calls(tmp_path: Path, shard: Shard) -> None:
+    server = Mooncake(tmp_path)
+    store = open_store(parse_address(server.url), TIMEOUT_S)
+    try:
+        written = values(store, 4)
+        store.put(shard, KEYS[:4], written)
+        server.node.kill()
+        with pytest.raises(RemoteError, match="delivers nothing"):
+            store.get(shard, KEYS[:4], written)
+        server.master.kill()
+        with pytest.raises(RemoteError, match="does not answer"):
+            store.ask(shard, KEYS)
+    finally:
+        server.kill()
+        store.close()
