@@ -27,6 +27,10 @@ class LowerTiers:
         self._spills = {tier.tier: Spills(state, tier) for tier in state.below}
         self.fetches = Fetches(state, stores)
         self._warm_start = None if state.disk is None else WarmStart(state, state.disk, self.fetches)
+        self.queues = [tier.candidates for tier in state.below]
+        """While one of them has something, `step` is to be called."""
+        if self._warm_start is not None:
+            self.queues.append(self._warm_start.keys)
 
     @property
     def is_due(self) -> bool:

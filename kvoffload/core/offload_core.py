@@ -57,6 +57,7 @@ class OffloadCore:
         self.state = CoreState(shape, policy, device)
         self._stores = Stores(self.state)
         self._below = LowerTiers(self.state, self._stores) if self.state.below else None
+        self._queues = () if self._below is None else tuple(self._below.queues)
         self._hits = PendingHits(self.state, None if self._below is None else self._below.fetches)
         self._loads = Loads(self.state, self._hits)
         self._planner = make_planner(self.state, self._stores)
@@ -220,8 +221,10 @@ class OffloadCore:
             if self._stores.again or self._stores.for_room or self._stores.states_for_room:
                 self._stores.next_step()
             self._planner.step(fact, advanced)
-            if self._below is not None:
-                self._below.step()
+            for queue in self._queues:
+                if queue and self._below is not None:
+                    self._below.step()
+                    break
 
     def plan(self) -> TransferPlan:
         """Return the copies decided since the last call; they count as submitted."""
