@@ -122,8 +122,8 @@ def test_json_names_stay(small: list[str], capsys: pytest.CaptureFixture[str]) -
         "without_offloading": PLAY,
         "with_offloading": PLAY,
         "offloading": [
-            "benefit", "declined_blocks", "evicted_blocks", "host_slots", "loaded_blocks", "loaded_bytes", "missed_blocks",
-            "offered_blocks", "stored_blocks", "stored_bytes",
+            "benefit", "declined_blocks", "disk_read_bytes", "disk_tokens", "disk_written_bytes", "evicted_blocks",
+            "host_slots", "loaded_blocks", "loaded_bytes", "missed_blocks", "offered_blocks", "stored_blocks", "stored_bytes",
         ],
         "agreement": [
             "first_mismatches", "logprob_limit", "mismatches", "tokens", "worst_logprob_difference",
