@@ -74,6 +74,8 @@ def test_every_entry_point_can_be_loaded(metadata: importlib.metadata.Distributi
             doctor = point.load()
             assert doctor.HELP
             assert all(map(callable, (doctor.add_arguments, doctor.find_settings, doctor.checks)))
+        elif group == "kvoffload.gpu_checks":
+            assert callable(point.load().lines)
         elif not group.startswith("vllm."):
             assert callable(point.load()), point
 

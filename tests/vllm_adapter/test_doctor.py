@@ -92,7 +92,7 @@ def test_property_any_configuration_gets_its_findings(changes: dict[str, Any], i
     args = argparse.Namespace(
         kv_transfer_config=json.dumps(transfer), enable_prefix_caching=None,
         page_bytes=None, block_bytes=None, ranks=1, device_blocks=None, model=None,
-        state_block_tokens=None, prefix_cache_retention_interval=0,
+        state_block_tokens=None, prefix_cache_retention_interval=0, replicas=1, block_tokens=None,
     )  # fmt: skip
     known, settings = setup_of(settings_of([], [doctor], args), [doctor], args)
     for answer in run_checks([settings, *doctor.checks(args), *memory.CHECKS], known, NOWHERE):
