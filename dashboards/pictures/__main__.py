@@ -45,8 +45,8 @@ def _take(page: Path, target: Path, browser: str) -> None:
 
 
 def main() -> int:
-    """Take every picture anew, or those of the dashboards or of the report alone."""
-    parser = argparse.ArgumentParser(description="take the pictures of dashboards and report anew")
+    """Take every picture, or those of the dashboards or of the report alone."""
+    parser = argparse.ArgumentParser(description="take the pictures of dashboards and report")
     parser.add_argument("which", nargs="?", choices=("boards", "report"), help="take these alone")
     which = parser.parse_args().which
     browser = shutil.which(BROWSER)

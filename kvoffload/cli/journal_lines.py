@@ -181,7 +181,7 @@ def _duration(text: str) -> float:
 
 
 def _of_request(records: Iterator[Record], request: str) -> Iterator[Record]:
-    """Yield a request's lines and those of its loads, numbered anew: what lies between is not missing."""
+    """Yield a request's lines and those of its loads, renumbered: what lies between is not missing."""
     from kvoffload.telemetry.records import Summary
 
     jobs: set[object] = set()

@@ -414,7 +414,7 @@ class OffloadCore:
         return asks
 
     def take_disk_records(self) -> list[DiskRecord]:
-        """Return what the disk's index must record since the last call, and forget it. A reset begins the index anew."""
+        """Return what the disk's index must record since the last call, and forget it. A reset removes the index."""
         disk = self.state.disk
         if disk is None or not disk.records:
             return []

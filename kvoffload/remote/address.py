@@ -29,7 +29,7 @@ class MooncakeAddress:
     def caution(self) -> str:
         """What an operator should know before using it."""
         return (
-            f"Mooncake has no authentication and no encryption: whoever reaches {self} can read and write all KV in it, and "
+            f"Mooncake has no authentication and no encryption: anyone who reaches {self} can read and write all KV in it, and "
             "each store node and each engine listens for transfers on all addresses of its machine"
         )
 

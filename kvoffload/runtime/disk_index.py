@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 RESET_S = 5.0
 SYNC_PERIOD_S = 1.0
-_PART = 2048  # blocks or slots that the core takes over in a step: about a millisecond
+_PART = 2048  # blocks or slots that the core takes over in a step: some milliseconds
 
 log = get_logger("disk")
 

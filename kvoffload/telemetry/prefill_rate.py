@@ -40,7 +40,7 @@ class PrefillRate:
         self._is_over = False
         self.is_timing = False
         """Whether a run is open, so that steps that do not prefill concern this too."""
-        self._rate: float | None = 0.0  # None: to be computed anew
+        self._rate: float | None = 0.0  # None: to be computed again
 
     @property
     def seconds_per_token(self) -> float:

@@ -9,7 +9,7 @@ _LONGEST_S = (
 
 
 class Backoff:
-    """Intervals that double while nothing happens and start anew when something does."""
+    """Intervals that double while nothing happens and start again when something does."""
 
     def __init__(self, first_s: float = _FIRST_S, longest_s: float = _LONGEST_S) -> None:
         self._first_s = first_s

@@ -200,7 +200,7 @@ class TransferPump:
         ready_slots = max(self._arena.ready_slots, self._reported[0])
         lost = self._lost or self._lanes.lost
         state = ready_slots, is_growing, lost
-        is_new = any(news.is_new for news in (disk, remote) if news is not None)
+        is_new = any(part.is_new for part in (disk, remote) if part is not None)
         if not (reports or is_new) and state == self._reported:
             return None
         self._reported = state

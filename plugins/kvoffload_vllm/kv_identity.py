@@ -117,7 +117,7 @@ def _check_weights(model: ModelConfig, load: LoadConfig) -> Iterator[str]:
         reason = "the model is a file and not a folder"
     if reason is not None:
         yield (
-            f"disk_path: the weights of {model.model} cannot be told from others, because {reason}; set disk_identity to "
+            f"disk_path: the weights of {model.model} cannot be identified, because {reason}; set disk_identity to "
             "a name that changes with the weights"
         )
 

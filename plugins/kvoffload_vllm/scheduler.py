@@ -114,7 +114,7 @@ class VllmScheduler:
         if not self._state_tokens:
             return self.offload.lookup(name, device_tokens, request.num_tokens, new_keys)
         # vLLM ends a chunk there, and keeps the state: it is where the device has the prefix, but no state of it. It is
-        # set anew before each lookup, and read after it.
+        # set before each lookup, and read after it.
         kept = getattr(request, "shared_prefix_boundary", None)
         found = self.offload.lookup(name, device_tokens, request.num_tokens, new_keys, kept or 0)
         if kept is not None and found is not None:

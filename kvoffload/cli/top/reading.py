@@ -97,7 +97,7 @@ class History:
 
     Args:
         readings: oldest first; never empty.
-        restarts: how often the engine began anew while it was watched.
+        restarts: how often the engine restarted while it was watched.
     """
 
     readings: tuple[Reading, ...]
@@ -113,7 +113,7 @@ class History:
         return Change(self.now, self.readings[0] if len(self.readings) > 1 else None)
 
     def after(self, reading: Reading) -> History:
-        """Return the history with one more reading; a restart begins it anew."""
+        """Return the history with one more reading; a restart clears it."""
         if has_restarted(reading, self.now):
             return History((reading,), self.restarts + 1)
         return History((*self.readings, reading)[-_KEPT:], self.restarts)
@@ -146,7 +146,7 @@ def parse_page(text: str, at: float) -> dict[str, Reading]:
 
 
 def has_restarted(now: Reading, before: Reading) -> bool:
-    """Whether a counter has become smaller: the engine began anew."""
+    """Whether a counter has become smaller: the engine restarted."""
     counters = [metric.name for metric in CATALOGUE if metric.kind is Kind.COUNTER]
     return any(now.total(name) < before.total(name) for name in counters)
 

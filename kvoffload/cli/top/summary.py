@@ -88,7 +88,7 @@ class Summary:
     Args:
         engine: its name; empty where the server does not name it.
         window_s: seconds that rates and percentiles cover; 0 after one reading.
-        restarts: how often it began anew while it was watched.
+        restarts: how often it restarted while it was watched.
         info: versions and settings.
         off_because: causes for which offloading is off.
         found_tokens, missed_tokens: prompt tokens looked up on the host.
