@@ -71,7 +71,7 @@ def summarize(payload: Mapping[str, Any]) -> dict[str, int | float]:
         - _count(payload, "kvoffload_load_blocks_total", "cancelled"),
         "stored_mib": round(_count(payload, "kvoffload_transfer_bytes_total", "host,store") / _MIB, 1),
         "loaded_mib": round(_count(payload, "kvoffload_transfer_bytes_total", "host,load") / _MIB, 1),
-        "evicted_blocks": _total(payload, "kvoffload_evicted_blocks_total"),
+        "evicted_blocks": _total(payload, "kvoffload_evicted_blocks_total", "host,"),
     }
 
 
@@ -90,5 +90,7 @@ def _count(payload: Mapping[str, Any], name: str, joined: str) -> int:
     return int(payload.get(COUNTS, {}).get(name, {}).get(joined, 0))
 
 
-def _total(payload: Mapping[str, Any], name: str) -> int:
-    return int(sum(payload.get(COUNTS, {}).get(name, {}).values()))
+def _total(payload: Mapping[str, Any], name: str, first: str = "") -> int:
+    """Return the sum of a counter's series whose joined labels begin so."""
+    series = payload.get(COUNTS, {}).get(name, {})
+    return int(sum(value for joined, value in series.items() if joined.startswith(first)))

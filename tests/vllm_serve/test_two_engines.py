@@ -74,7 +74,7 @@ def test_two_engines_behind_two_api_servers(tmp_path: Path) -> None:
             metrics = client.scrape(server)
             assert metrics("kvoffload_load_blocks_total", "loaded") == sum(loaded)
             assert metrics("kvoffload_lookup_tokens_total", "hit") == sum(loaded) * BLOCK
-            assert by_engine(server, "kvoffload_capacity_slots") == [SLOTS, SLOTS]
+            assert by_engine(server, "kvoffload_capacity_slots", "host") == [SLOTS, SLOTS]
             assert metrics("kvoffload_degraded") == metrics("kvoffload_engine_surprises_total") == 0
         assert found >= sum(loaded) * BLOCK > 0
         assert server.stop() == 0
