@@ -13,7 +13,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,17 +81,16 @@ def _digest_of(folder: Path, memory: Path, loaded_ns: int | None, now_ns: Callab
 @contextmanager
 def _alone(memory: Path) -> Iterator[None]:
     """Wait for other processes that digest, which may be the same files: engines of a server begin at once."""
-    try:
+    lock = None
+    with suppress(OSError):  # without a lock it only takes longer
         memory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(memory.with_name(f"{memory.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    except OSError:
-        yield  # it only takes longer
-        return
-    try:
         fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
         yield
     finally:
-        os.close(lock)
+        if lock is not None:
+            os.close(lock)
 
 
 def _files(folder: Path) -> Iterator[Path]:

@@ -10,21 +10,23 @@ from typing import TYPE_CHECKING
 
 from kvoffload.checks.check import Setup
 from kvoffload.checks.startup import examine, examine_rank, warn
+from kvoffload.disk.folder import DiskPlace
 from kvoffload.logs import ROOT
 from kvoffload.model.config import OffloadConfig, check_promises, parse_config
 from kvoffload.model.engine import EngineIdentity
 from kvoffload.model.errors import ConfigError
 from kvoffload.model.ids import Rank
+from kvoffload.remote.address import RemotePlace, parse_address
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.scheduler_side import SchedulerSide
 from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.telemetry.spans import check_installed
-from kvoffload_vllm.disk_opening import DiskOpening, WorkersPlace
 from kvoffload_vllm.doctor import RECOMPUTE, load_failures, recurrent_states
 from kvoffload_vllm.events import find_wire, publishes_events
 from kvoffload_vllm.failure_policy import find_failure_policy
 from kvoffload_vllm.groups import VllmGroups, vllm_groups
 from kvoffload_vllm.host_events import HostEvents
+from kvoffload_vllm.identification import Identification, WorkersPlace
 from kvoffload_vllm.kv_identity import find_identity, find_problems
 from kvoffload_vllm.pool_device import VllmDevice
 from kvoffload_vllm.scheduler import VllmScheduler
@@ -50,7 +52,7 @@ def make_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> V
     """
     join_logging()
     groups, config = _check(vllm_config, kv_cache_config)
-    disk = _open_disk(vllm_config, config, groups)
+    identification = _identification(vllm_config, config, groups)
     device, portal = VllmDevice(groups.partly_hashed), Portal("kvoffload")
     offload = SchedulerSide(
         groups.shape,
@@ -59,7 +61,8 @@ def make_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> V
         portal=portal,
         merge_steps=_MERGE_STEPS,
         identity=_identity(vllm_config),
-        disk=None if disk is None else disk.place,
+        disk=_disk(config, identification, _replica(vllm_config)),
+        remote=_remote(config, identification),
     )
     keys = KeyMaker(groups.hash_ratios, groups.ids)
     if groups.shape.state_key_ends:
@@ -69,7 +72,7 @@ def make_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> V
     if publishes_events(vllm_config):
         host_events = HostEvents(groups, offload.core.state.pool.index, find_wire(kv_cache_config), device)
     return VllmScheduler(
-        offload, device, keys, groups.ids, StatsSender(offload), portal.close, host_events, disk
+        offload, device, keys, groups.ids, StatsSender(offload), portal.close, host_events, identification
     )
 
 
@@ -85,7 +88,8 @@ def make_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Vllm
     parallel, portal = vllm_config.parallel_config, Portal("kvoffload")
     disk = None if config.disk_path is None else WorkersPlace(config.disk_path, _replica(vllm_config))
     place = None if disk is None else disk.place
-    offload = WorkerSide(Rank(parallel.rank), parallel.world_size, config, portal, disk=place)
+    store = None if config.remote_url is None else parse_address(config.remote_url)
+    offload = WorkerSide(Rank(parallel.rank), parallel.world_size, config, portal, disk=place, remote=store)
     local_ranks = getattr(parallel, "local_world_size", None)
 
     def examine_layout(layout: DeviceLayout) -> list[Answer]:
@@ -118,18 +122,37 @@ def _replica(vllm_config: VllmConfig) -> int:
     return int(vllm_config.parallel_config.data_parallel_index)
 
 
-def _open_disk(vllm_config: VllmConfig, config: OffloadConfig, groups: VllmGroups) -> DiskOpening | None:
-    """Return what opens the disk, None where the settings have none.
+def _identification(
+    vllm_config: VllmConfig, config: OffloadConfig, groups: VllmGroups
+) -> Identification | None:
+    """Return what finds out what the KV depends on, None where the settings have no tier below the host.
 
     Raises:
-        ConfigError: what this engine computes could not be found after a restart.
+        ConfigError: no other process could find what this engine computes.
     """
-    root, by_hand = config.disk_path, config.disk_identity
-    if root is None:
+    from vllm import envs
+
+    if config.disk_path is None and config.remote_url is None:
         return None
+    by_hand = config.disk_identity
     if problems := find_problems(vllm_config, has_identity=by_hand is not None):
         raise ConfigError(problems)
-    return DiskOpening(root, lambda: find_identity(vllm_config, groups, root, by_hand), _replica(vllm_config))
+    memory = config.disk_path or Path(envs.VLLM_CACHE_ROOT, "kvoffload")
+    return Identification(lambda: find_identity(vllm_config, groups, memory, by_hand))
+
+
+def _disk(config: OffloadConfig, identification: Identification | None, replica: int) -> DiskPlace | None:
+    """Return where the disk's files belong, None without a disk."""
+    if config.disk_path is None or identification is None:
+        return None
+    return DiskPlace(config.disk_path, identification.identify, replica)
+
+
+def _remote(config: OffloadConfig, identification: Identification | None) -> RemotePlace | None:
+    """Return where blocks belong in a store that engines share, None without one. Data-parallel engines share them too."""
+    if config.remote_url is None or identification is None:
+        return None
+    return RemotePlace(parse_address(config.remote_url), lambda: identification.identify().fingerprint)
 
 
 def _check(

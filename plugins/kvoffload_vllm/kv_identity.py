@@ -1,4 +1,4 @@
-"""What vLLM's KV depends on beside its keys: the name of its folder on disk, or why it can have none."""
+"""What vLLM's KV depends on beside its keys: its name on the tiers below the host, or why it can have none."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _NAMES = ("model", "model_weights", "tokenizer", "revision", "tokenizer_revision
 
 
 def find_problems(vllm_config: VllmConfig, *, has_identity: bool) -> list[str]:
-    """Return every reason why what this engine computes cannot be found after a restart.
+    """Return every reason why no other process could find what this engine computes, on a disk or in a shared store.
 
     Args:
         vllm_config: of the engine.
@@ -52,8 +52,8 @@ def find_problems(vllm_config: VllmConfig, *, has_identity: bool) -> list[str]:
     problems = [*_check_seed(vllm_config)]
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         problems.append(
-            "disk_path needs scales of the KV cache that each start has alike, and calculate_kv_scales measures them; "
-            "take them from the checkpoint"
+            "disk_path and remote_url need scales of the KV cache that each start has alike, and calculate_kv_scales "
+            "measures them; take them from the checkpoint"
         )
     if not has_identity:
         for model, load in _models(vllm_config):
@@ -69,7 +69,7 @@ def find_identity(
     Args:
         vllm_config: of the engine.
         groups: its groups.
-        root: `disk_path`, where digests are remembered.
+        root: folder in which digests are remembered.
         by_hand: `disk_identity`.
 
     Raises:
@@ -87,7 +87,7 @@ def find_identity(
         )
     except DiskError:
         raise
-    except Exception as error:  # of vLLM or the hub; without an identity there is no disk
+    except Exception as error:  # of vLLM or the hub; without an identity there is no tier below the host
         raise DiskError(f"what this engine's KV depends on cannot be determined: {error!r}") from error
 
 
@@ -98,8 +98,8 @@ def _check_seed(vllm_config: VllmConfig) -> Iterator[str]:
     is_fixed = hasattr(kv_cache_utils, "get_none_hash_seed") and algorithm in _SEEDED
     if not is_fixed and "PYTHONHASHSEED" not in os.environ:
         yield (
-            f"disk_path needs block hashes that every start makes alike, and this vLLM begins those of {algorithm} with a "
-            "random seed; set PYTHONHASHSEED to a number in the environment of all its processes"
+            "disk_path and remote_url need block hashes that every start makes alike, and this vLLM begins those of "
+            f"{algorithm} with a random seed; set PYTHONHASHSEED to one number in the environment of all processes"
         )
 
 
@@ -117,8 +117,8 @@ def _check_weights(model: ModelConfig, load: LoadConfig) -> Iterator[str]:
         reason = "the model is a file and not a folder"
     if reason is not None:
         yield (
-            f"disk_path: the weights of {model.model} cannot be identified, because {reason}; set disk_identity to "
-            "a name that changes with the weights"
+            f"disk_path and remote_url: the weights of {model.model} cannot be identified, because {reason}; set "
+            "disk_identity to a name that changes with the weights"
         )
 
 
@@ -160,7 +160,7 @@ def _keys(vllm_config: VllmConfig) -> str:
 
 
 def _parallel(vllm_config: VllmConfig) -> dict[str, int]:
-    """Return how a model is spread. Data-parallel engines each hold all of it, and each has a folder of its own."""
+    """Return how a model is spread. Data-parallel engines each hold all of it, so they have one identity."""
     sizes = ("tensor", "pipeline", "prefill_context", "decode_context")
     parallel = vllm_config.parallel_config
     return {size: getattr(parallel, f"{size}_parallel_size", 1) for size in sizes}

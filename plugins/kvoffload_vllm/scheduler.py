@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvoffload.runtime.scheduler_side import SchedulerSide
-    from kvoffload_vllm.disk_opening import DiskOpening
     from kvoffload_vllm.host_events import HostEvents
+    from kvoffload_vllm.identification import Identification
     from kvoffload_vllm.pool_device import VllmDevice
     from kvoffload_vllm.stats import KVOffloadStats, StatsSender
 
@@ -49,7 +49,7 @@ class VllmScheduler:
         stats: makes of the counters what vLLM carries to its own metrics.
         closed: called when vLLM has stopped, after all else.
         host_events: makes vLLM's KV cache events, None where they are not published.
-        disk: opens the disk, None without one.
+        identification: finds out what the KV depends on, None without a tier below the host.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class VllmScheduler:
         stats: StatsSender,
         closed: Callable[[], object],
         host_events: HostEvents | None = None,
-        disk: DiskOpening | None = None,
+        identification: Identification | None = None,
     ) -> None:
         self.offload = offload
         self._device = device
@@ -70,7 +70,7 @@ class VllmScheduler:
         self._stats = stats
         self._closed = closed
         self.host_events = host_events
-        self._disk = disk
+        self._identification = identification
         shape = offload.shape
         self._least_block = min(group.block_tokens for group in shape.groups)
         self._state_tokens = {
@@ -96,7 +96,7 @@ class VllmScheduler:
         tracked = Tracked(request, len(hashes), hashes[-1] if hashes else None)
         self._tracked[request.request_id] = tracked
         known = self._keys.keys(hashes, 0)
-        lasts = self._disk is None or persists(request)
+        lasts = self._identification is None or persists(request)
         fact = facts.RequestSeen(request.request_id, request.num_tokens, known, reads, lasts)
         self.offload.seen(
             fact, partial(_output_tokens, request), tracked.trace_parent if self.offload.sends_spans else None
@@ -159,7 +159,7 @@ class VllmScheduler:
         if self.offload.has_answers:
             self._ended_loads = self._ended_loads.and_also(self.offload.take_answers())
         ended, self._ended_loads = self._ended_loads, NONE_ENDED
-        disk = None if self._disk is None else self._disk.step(self.offload)
+        disk = None if self._identification is None else self._identification.step(self.offload)
         if plan is NOTHING and ended is NONE_ENDED and disk is None:
             return NO_PLAN
         return KVOffloadMetadata(plan, ended, disk)
@@ -186,8 +186,8 @@ class VllmScheduler:
 
     def close(self) -> None:
         """The engine stops."""
-        if self._disk is not None:
-            self._disk.close()
+        if self._identification is not None:
+            self._identification.close()
         self.offload.close()
         self._closed()
 

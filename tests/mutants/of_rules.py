@@ -37,7 +37,7 @@ _REMOTE_COPIES = "kvoffload/transfer/remote_copies.py"
 
 _DISK_CORE = ("tests/core/test_disk.py",)
 _COPIES_OF_DISK = ("tests/transfer/test_disk_copies.py",)
-_OPENING = ("tests/vllm_adapter/test_disk_opening.py",)
+_OPENING = ("tests/vllm_adapter/test_identification.py",)
 _FILES = ("tests/disk/test_index_format.py", "tests/disk/test_slot_file.py")
 
 MUTANTS: tuple[Mutant, ...] = (

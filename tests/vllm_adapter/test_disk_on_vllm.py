@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import random
@@ -203,22 +202,6 @@ def test_a_second_engine_is_refused_by_the_holders_name_and_serves_without_a_dis
 # -- LoRA: vLLM's hashes know an adapter by its name and path ------------------------------------------------------------
 
 
-def write_adapter(folder: Path, seed: int) -> None:
-    import torch
-    from safetensors.torch import save_file
-
-    folder.mkdir(exist_ok=True)
-    chance = torch.Generator().manual_seed(seed)
-    weights = {}
-    for layer in range(2):
-        name = f"base_model.model.model.layers.{layer}.self_attn.v_proj"
-        weights[f"{name}.lora_A.weight"] = torch.randn(8, 128, generator=chance) * 0.3
-        weights[f"{name}.lora_B.weight"] = torch.randn(64, 8, generator=chance) * 0.3
-    save_file(weights, folder / "adapter_model.safetensors")
-    settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["v_proj"], "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps(settings))
-
-
 def test_r18_an_adapter_with_other_bytes_at_the_same_path_finds_nothing(tmp_path: Path) -> None:
     from vllm.lora.request import LoRARequest
 
@@ -227,7 +210,7 @@ def test_r18_an_adapter_with_other_bytes_at_the_same_path_finds_nothing(tmp_path
     checkpoints.make("qwen3", tmp_path / "qwen3")
     answers = []
     for seed in range(2):
-        write_adapter(tmp_path / "adapter", seed)
+        checkpoints.make_adapter(tmp_path / "adapter", seed)
         with living("qwen3", tmp_path, enable_lora=True, max_lora_rank=8) as life:
             for number in range(3):
                 life.rig.ask(f"{name}a{number}", asked, lora_request=adapter)

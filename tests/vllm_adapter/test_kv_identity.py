@@ -85,6 +85,28 @@ def test_another_setting_is_another_folder(
     assert first.fingerprint != second.fingerprint
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"num_gpu_blocks_override": 64}, {"gpu_memory_utilization": 0.5}, {"max_num_seqs": 3}],
+    ids=str,
+)
+def test_an_engine_with_other_room_is_the_same(
+    checkpoint: Path, settings: Callable[..., Any], tmp_path: Path, options: dict[str, Any]
+) -> None:
+    first, second = (find(settings(checkpoint, **more), tmp_path) for more in ({}, options))
+    assert first == second
+
+
+def test_data_parallel_engines_are_the_same(
+    checkpoint: Path, settings: Callable[..., Any], tmp_path: Path
+) -> None:
+    config = settings(checkpoint)
+    alone = find(config, tmp_path)
+    config.parallel_config.data_parallel_size = 2
+    config.parallel_config.data_parallel_index = config.parallel_config.data_parallel_rank = 1
+    assert find(config, tmp_path) == alone
+
+
 def test_another_seed_of_the_hashes_is_another_folder(
     checkpoint: Path, settings: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

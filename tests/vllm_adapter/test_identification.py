@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvoffload.disk.identity import KVIdentity
-from kvoffload_vllm.disk_opening import DiskOpening, WorkersPlace
+from kvoffload_vllm.identification import Identification, WorkersPlace
 from kvoffload_vllm.kv_identity import persists
 
 IDENTITY = KVIdentity("engine", "weights", "keys", {"tensor": 2})
@@ -20,22 +21,41 @@ def offload(identity: KVIdentity | None) -> Any:
     return SimpleNamespace(disk_identity=identity)
 
 
-def test_the_identity_is_looked_for_from_the_first_step_on_and_sent_once_it_is_known(tmp_path: Path) -> None:
-    opening = DiskOpening(tmp_path, lambda: IDENTITY, 1)
+def test_the_identity_is_looked_for_from_the_first_step_on_and_sent_once_the_disk_has_it() -> None:
+    identification = Identification(lambda: IDENTITY)
     with ThreadPoolExecutor() as pool:
-        found = pool.submit(opening.place.identify)
+        found = pool.submit(identification.identify)
         assert not found.done()
-        assert opening.step(offload(None)) is None
+        assert identification.step(offload(None)) is None
         assert found.result() is IDENTITY
-    assert opening.place.replica == 1
-    assert [opening.step(offload(IDENTITY)) for _ in range(2)] == [IDENTITY, None]
+    assert [identification.step(offload(IDENTITY)) for _ in range(2)] == [IDENTITY, None]
 
 
-def test_an_engine_that_ends_before_its_first_step_looks_for_nothing(tmp_path: Path) -> None:
-    opening = DiskOpening(tmp_path, lambda: pytest.fail("looked for"), 0)
-    opening.close()
+def test_the_weights_are_read_once_for_both_tiers() -> None:
+    calls, begun = list[int](), Barrier(2)
+
+    def find() -> KVIdentity:
+        calls.append(1)
+        return IDENTITY
+
+    identification = Identification(find)
+    identification.step(offload(None))
+
+    def ask() -> KVIdentity:
+        begun.wait()
+        return identification.identify()
+
+    with ThreadPoolExecutor() as pool:
+        disk, remote = pool.submit(ask), pool.submit(ask)
+        assert disk.result() is remote.result()
+    assert calls == [1]
+
+
+def test_an_engine_that_ends_before_its_first_step_looks_for_nothing() -> None:
+    identification = Identification(lambda: pytest.fail("looked for"))
+    identification.close()
     with pytest.raises(CancelledError):
-        opening.place.identify()
+        identification.identify()
 
 
 def test_a_worker_waits_for_the_identity(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
-"""How the disk opens on vLLM: the scheduler's side finds out what the KV depends on, and the workers are sent it.
+"""Finds out what the KV depends on, once for all tiers below the host: on the scheduler's side.
 
-    made ─▶ first step ─▶ identity known, folder locked ─▶ sent to the workers ─▶ their files are open ─▶ the index is read
+    made ─▶ first step ─▶ identity known ─▶ disk: folder locked ─▶ sent to the workers ─▶ their files are open ─▶ the index is read
+                                         └▶ remote store: its generation is read ─▶ each job brings the namespace to the workers
 
 Only the scheduler's process has the seed of the block hashes, and only after it was made. So that side alone reads the weights,
-on the index's thread, and whatever it makes of them is what the workers have.
+on a thread of the tier that asks first, and the workers use the identity that it has found.
 """
 
 from __future__ import annotations
@@ -22,24 +23,38 @@ if TYPE_CHECKING:
     from kvoffload.runtime.scheduler_side import SchedulerSide
 
 
-class DiskOpening:
+class Identification:
     """Finds out on the scheduler's side what the KV depends on.
 
     Args:
-        root: `disk_path`.
         find: returns the identity of the engine's KV, once vLLM hashes blocks; may read all weights.
-        replica: the engine's number among data-parallel ones.
     """
 
-    def __init__(self, root: Path, find: Callable[[], KVIdentity], replica: int) -> None:
+    def __init__(self, find: Callable[[], KVIdentity]) -> None:
         self._find = find
+        self._found: KVIdentity | None = None
+        self._finding = threading.Lock()
         self._stepped = threading.Event()
         self._is_closed = False
         self._is_sent = False
-        self.place = DiskPlace(root, self._identify, replica)
+
+    def identify(self) -> KVIdentity:
+        """Return the identity; on a tier's thread, which waits for the first step and for the weights to be read.
+
+        Raises:
+            CancelledError: the engine stops before.
+            DiskError: the identity cannot be determined.
+        """
+        self._stepped.wait()
+        with self._finding:
+            if self._is_closed:
+                raise CancelledError
+            if self._found is None:
+                self._found = self._find()
+            return self._found
 
     def step(self, offload: SchedulerSide) -> KVIdentity | None:
-        """A step begins: return the identity once, when this engine has locked the folder that is named by it."""
+        """A step begins: return the identity once, when this engine has locked the disk's folder that is named by it."""
         if self._is_sent:
             return None
         self._stepped.set()
@@ -51,12 +66,6 @@ class DiskOpening:
         """The engine stops, perhaps before its first step."""
         self._is_closed = True
         self._stepped.set()
-
-    def _identify(self) -> KVIdentity:
-        self._stepped.wait()
-        if self._is_closed:
-            raise CancelledError
-        return self._find()
 
 
 class WorkersPlace:
