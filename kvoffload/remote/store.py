@@ -1,4 +1,4 @@
-"""The port behind which a remote store is reached, and what opens one."""
+"""The port behind which a remote store is reached."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvoffload.model.ids import BlockKey
-from kvoffload.remote.address import MooncakeAddress, RemoteAddress
 from kvoffload.remote.values import Shard
 
 MISSING = -1
@@ -44,22 +43,3 @@ class RemoteStore(Protocol):
 
     def close(self) -> None:
         """End the connection. No other call may be running."""
-
-
-def open_store(address: RemoteAddress, timeout_s: float) -> RemoteStore:
-    """Connect to a store. Blocks.
-
-    Args:
-        address: of it.
-        timeout_s: seconds that a store may take to take the connection.
-
-    Raises:
-        RemoteError: it does not answer, refuses, or its client is not installed.
-    """
-    if isinstance(address, MooncakeAddress):
-        from kvoffload.remote.mooncake import MooncakeStore
-
-        return MooncakeStore(address, timeout_s)
-    from kvoffload.remote.bucket import BucketStore
-
-    return BucketStore(address, timeout_s)

@@ -30,7 +30,8 @@ from kvoffload.model.errors import KVOffloadError, RemoteError
 from kvoffload.model.ids import BlockKey, RequestId
 from kvoffload.remote.address import RemotePlace
 from kvoffload.remote.calls import RemoteCalls
-from kvoffload.remote.store import RemoteStore, open_store
+from kvoffload.remote.connect import open_store
+from kvoffload.remote.store import RemoteStore
 from kvoffload.remote.values import Shard, generation_name
 from kvoffload.runtime.portal import Portal
 

@@ -12,7 +12,7 @@ from kvoffload.model.config import OffloadConfig
 from kvoffload.model.ids import Rank
 from kvoffload.model.transfer import TransferPlan, TransferReport
 from kvoffload.remote.calls import RemoteCalls
-from kvoffload.remote.store import open_store
+from kvoffload.remote.connect import open_store
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.worker_disk import WorkerDisk
 from kvoffload.transfer.arena import Arena

@@ -14,7 +14,8 @@ from kvoffload.disk.system import aligned_buffer
 from kvoffload.model.errors import RemoteError
 from kvoffload.model.ids import BlockKey
 from kvoffload.remote.address import parse_address
-from kvoffload.remote.store import FAILED, MISSING, RemoteStore, open_store
+from kvoffload.remote.connect import open_store
+from kvoffload.remote.store import FAILED, MISSING, RemoteStore
 from kvoffload.remote.values import TRAILER_BYTES, Shard, generation_name, is_whole, seal
 from tests.remote.servers import CREDENTIALS, Bucket, Mooncake
 
