@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 
-from kvoffload.core.disk_state import DiskState
 from kvoffload.core.job import Job
 from kvoffload.core.machine import JobState, RequestState, SlotState
 from kvoffload.core.request import has_table
 from kvoffload.core.state import CoreState
 from kvoffload.core.stores import Stores
+from kvoffload.core.tier_state import TierState
 from kvoffload.model.ids import SlotId
 from kvoffload.model.transfer import Direction, Tier
 
@@ -242,7 +242,7 @@ def _lower_tiers(state: CoreState) -> Iterator[str]:
         yield f"{len(disk.sums)} slots of the disk have checksums, {len(disk.pool.index)} can be found"
 
 
-def _lower_tier(state: CoreState, tier: DiskState) -> Iterator[str]:
+def _lower_tier(state: CoreState, tier: TierState) -> Iterator[str]:
     name, jobs = tier.tier.value, [job for job in state.jobs.open.values() if job.tier is tier.tier]
     if sum(job.state is JobState.ABANDONED for job in jobs) != tier.abandoned:
         yield f"{tier.abandoned} abandoned jobs on tier {name} are counted, another number is open"

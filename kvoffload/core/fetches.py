@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvoffload.core.disk_state import DiskState
 from kvoffload.core.job import Job, Offer
 from kvoffload.core.layered_index import ON_DEVICE, LayeredIndex, place_below
 from kvoffload.core.machine import JobState
@@ -23,6 +22,7 @@ from kvoffload.core.match import longest_match
 from kvoffload.core.request import PendingHit, RequestRecord
 from kvoffload.core.state import CoreState
 from kvoffload.core.stores import Stores
+from kvoffload.core.tier_state import TierState
 from kvoffload.model.causes import CopyOutcome, DiskOutcome, EvictionCause, MissCause, StoreOutcome
 from kvoffload.model.events import DiskCopyEnded, DiskCopyScheduled
 from kvoffload.model.ids import BlockKey, SlotId
@@ -32,7 +32,7 @@ from kvoffload.model.transfer import Direction, JobReport, Tier
 class _Found(NamedTuple):
     """What lower tiers add to a prefix."""
 
-    keys: dict[BlockKey, DiskState]  #: that only these have, heads first
+    keys: dict[BlockKey, TierState]  #: that only these have, heads first
     tokens: int  #: that they make the hit longer by
     host_slots: Sequence[SlotId]  #: what the host has of the same prefix
 
@@ -78,7 +78,7 @@ class Fetches:
         found = self._search(tiers, record, index, hit.device_tokens, hit.tokens)
         if not found.keys:
             return False
-        if record.asks_disk:
+        if record.asks_below:
             self._fetch(record, found, hit.slots)
         jobs = {tier.fetching[key] for key, tier in found.keys.items() if key in tier.fetching}
         for job in jobs:
@@ -112,7 +112,7 @@ class Fetches:
         return cause
 
     def plan(
-        self, tier: DiskState, keys: list[BlockKey], record: RequestRecord | None = None, tokens: int = 0
+        self, tier: TierState, keys: list[BlockKey], record: RequestRecord | None = None, tokens: int = 0
     ) -> None:
         """Bring blocks from a lower tier to the host, which has room for them.
 
@@ -176,7 +176,7 @@ class Fetches:
         if not job.settled:
             self._failed(job, DiskOutcome.CANCELLED)
 
-    def _usable(self) -> list[DiskState]:
+    def _usable(self) -> list[TierState]:
         """Return the tiers from which something could be fetched now."""
         if self._state.degraded is not None or self._state.stall.is_on:
             return []
@@ -184,7 +184,7 @@ class Fetches:
 
     def _search(
         self,
-        tiers: Sequence[DiskState],
+        tiers: Sequence[TierState],
         record: RequestRecord,
         index: LayeredIndex,
         device_tokens: int,
@@ -266,7 +266,7 @@ class Fetches:
             self._state.pool.invalidate(job.slots[position])
         if outcome is not DiskOutcome.CANCELLED:
             for record in job.wanted:
-                record.asks_disk = False
+                record.asks_below = False
 
     def _end(self, job: Job, positions: Sequence[int], outcome: DiskOutcome) -> list[Offer]:
         """Count the outcome of these blocks; return the offers that waited for it."""
@@ -281,14 +281,14 @@ class Fetches:
 
     def _strike(self, job: Job, positions: Sequence[int], cause: MissCause | None = None) -> None:
         """These places cannot be read, or do not hold what they should: their blocks are not found there again."""
-        tier, struck = self._tiers[job.tier], 0
+        tier, removed = self._tiers[job.tier], 0
         for position in positions:
             place, key = job.places[position], job.keys[position]
             if tier.pool.indexed_key(place) != key:
                 continue  # another rank has reported it, or a reset came
             tier.strike(place)
-            struck += tier.pool.invalidate(place)
+            removed += tier.pool.invalidate(place)
             if cause is not None:
                 self._state.misses.note((key,), cause)
         if tier.tier is Tier.DISK:
-            self._state.tally.evicted_from_disk(EvictionCause.CORRUPT, struck)
+            self._state.tally.evicted_from_disk(EvictionCause.CORRUPT, removed)

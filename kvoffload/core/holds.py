@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
 
-from kvoffload.core.disk_state import DiskState
 from kvoffload.core.host_pool import HostPool
 from kvoffload.core.machine import RequestState
 from kvoffload.core.request import RequestRecord
+from kvoffload.core.tier_state import TierState
 from kvoffload.model.groups import GroupSpec
 from kvoffload.model.ids import BlockKey, SlotId
 
@@ -25,7 +25,7 @@ class Holds:
     """The only caller of the pool's `hold` and `release`, and the only writer of `RequestRecord.held`."""
 
     def __init__(
-        self, pool: HostPool, groups: tuple[GroupSpec, ...], below: tuple[DiskState, ...] = ()
+        self, pool: HostPool, groups: tuple[GroupSpec, ...], below: tuple[TierState, ...] = ()
     ) -> None:
         self._pool = pool
         self._below = below

@@ -1,4 +1,4 @@
-"""The tiers below the host: spills, fetches, and what ends both."""
+"""The tiers below the host: the facts about them, spills, fetches, and what ends both."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ from collections.abc import Sequence
 
 from kvoffload.core.fetches import Fetches
 from kvoffload.core.job import Job
-from kvoffload.core.machine import JobState
+from kvoffload.core.machine import JobState, RequestState
+from kvoffload.core.remote_state import MOST_ASKED
+from kvoffload.core.request import RequestRecord
 from kvoffload.core.spills import Spills
 from kvoffload.core.state import CoreState
 from kvoffload.core.stores import Stores
 from kvoffload.core.warm_start import WarmStart
+from kvoffload.model import facts
 from kvoffload.model.causes import EvictionCause
-from kvoffload.model.disk import Put
-from kvoffload.model.events import RankReported
-from kvoffload.model.ids import Rank
+from kvoffload.model.disk import DiskRecord
+from kvoffload.model.events import DiskClosed, DiskOpened, RankReported
+from kvoffload.model.ids import BlockKey, Rank, RequestId, SlotId
 from kvoffload.model.transfer import Direction, JobReport, Tier, TransferReport
 
 
 class LowerTiers:
-    """Hands a job on a lower tier to `Spills` or `Fetches`, which planned it."""
+    """Handles what is reported of lower tiers, and hands a job on one to `Spills` or `Fetches`, which planned it."""
 
     def __init__(self, state: CoreState, stores: Stores) -> None:
         self._state = state
@@ -47,10 +50,83 @@ class LowerTiers:
             if tier.candidates:
                 self._spills[tier.tier].step()
 
-    def restored(self, puts: tuple[Put, ...]) -> None:
-        """The disk has these blocks from an earlier process."""
-        if self._warm_start is not None:
-            self._warm_start.restored(puts)
+    # -- facts --------------------------------------------------------------------------------------------------
+
+    def disk_restored(self, fact: facts.DiskRestored) -> None:
+        """A part of the disk's index was read. With the last part the disk can be used."""
+        disk = self._state.disk
+        if disk is None or self._warm_start is None:
+            return
+        disk.restore(fact.slots, fact.puts, [SlotId(slot) for slot in fact.free])
+        self._warm_start.restored(fact.puts)
+        if fact.is_last:
+            disk.is_open = True
+            self._state.tally.events.append(DiskOpened(disk.capacity, len(disk.pool.index)))
+
+    def disk_closed(self, _: facts.DiskClosed) -> None:
+        """What is on the disk is not looked for any more, and nothing is written to it."""
+        disk = self._state.disk
+        if disk is not None and not disk.is_closed:
+            disk.is_closed = True
+            self._state.tally.events.append(DiskClosed())
+
+    def remote_opened(self, fact: facts.RemoteOpened) -> None:
+        """The remote store can be asked; under another namespace than before, nothing found so far is there."""
+        remote = self._state.remote
+        if remote is None:
+            return
+        if remote.namespace not in ("", fact.namespace):
+            self.forget(Tier.REMOTE)
+        remote.namespace, remote.is_open, remote.is_closed = fact.namespace, True, False
+
+    def remote_lost(self, _: facts.RemoteLost) -> None:
+        """The remote store does not answer: no request asks it, and nothing is copied to it or from it."""
+        if self._state.remote is not None:
+            self._state.remote.is_closed = True
+
+    def remote_answered(self, fact: facts.RemoteAnswered) -> None:
+        """The remote store said which of a request's blocks it has."""
+        remote, record = self._state.remote, self._state.requests.live.get(fact.request)
+        if record is not None:
+            record.awaits_answer = False
+        if remote is not None and fact.namespace == remote.namespace:
+            remote.note(fact.found, fact.missing)
+            if record is not None and record.state is RequestState.SEEN:
+                self.fetches.seen(record)
+
+    # -- requests and reports -----------------------------------------------------------------------------------
+
+    def request_seen(self, record: RequestRecord) -> None:
+        """Fetch what lower tiers have of an arriving request's prefix, and have the remote store asked for the rest."""
+        self.fetches.seen(record)
+        state, remote = self._state, self._state.remote
+        if remote is None or not (remote.is_usable and record.reads_cache and record.persists):
+            return
+        if state.degraded is not None:
+            return
+        above = [state.pool.index, *(tier.pool.index for tier in state.below if tier is not remote)]
+        keys = [key for group in record.keys for key in group if not any(key in index for index in above)]
+        if keys:
+            record.awaits_answer = True
+            remote.asks.append((record.request, tuple(keys[:MOST_ASKED])))
+
+    def take_asks(self) -> list[tuple[RequestId, tuple[BlockKey, ...]]]:
+        """Return what the remote store must be asked since the last call, and forget it."""
+        remote = self._state.remote
+        if remote is None or not remote.asks:
+            return []
+        asks = remote.asks.copy()
+        remote.asks.clear()
+        return asks
+
+    def take_disk_records(self) -> list[DiskRecord]:
+        """Return what the disk's index must record since the last call, and forget it."""
+        disk = self._state.disk
+        if disk is None or not disk.records:
+            return []
+        records = disk.records.copy()
+        disk.records.clear()
+        return records
 
     def reported(self, report: TransferReport) -> Sequence[JobReport]:
         """Take from a rank's report what concerns lower tiers; return the ends of other copies."""

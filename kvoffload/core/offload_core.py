@@ -17,20 +17,16 @@ from kvoffload.core.lower_tiers import LowerTiers
 from kvoffload.core.machine import JobState, RequestEvent, RequestState, SlotState
 from kvoffload.core.pending_hits import PendingHits
 from kvoffload.core.planners import make_planner
-from kvoffload.core.remote_state import MOST_ASKED, RemoteState
 from kvoffload.core.request import RequestRecord
 from kvoffload.core.state import CoreState, LoadResults, Policy
 from kvoffload.core.stores import Stores
 from kvoffload.model import facts
 from kvoffload.model.causes import DegradeCause, EvictionCause, PinDropCause, RejectionCause, StoreOutcome
-from kvoffload.model.disk import DiskRecord
 from kvoffload.model.engine import BlockPool, EngineShape
 from kvoffload.model.events import (
     CapacityGrown,
     CopiesResumed,
     CopiesStalled,
-    DiskClosed,
-    DiskOpened,
     FactRejected,
     JobAbandoned,
     JunctionMade,
@@ -56,9 +52,10 @@ class OffloadCore:
     def __init__(self, shape: EngineShape, policy: Policy, device: BlockPool) -> None:
         self.state = CoreState(shape, policy, device)
         self._stores = Stores(self.state)
-        self._below = LowerTiers(self.state, self._stores) if self.state.below else None
-        self._queues = () if self._below is None else tuple(self._below.queues)
-        self._hits = PendingHits(self.state, None if self._below is None else self._below.fetches)
+        self.below = LowerTiers(self.state, self._stores) if self.state.below else None
+        """Of the tiers below the host, None without any; it handles the facts about them."""
+        self._queues = () if self.below is None else tuple(self.below.queues)
+        self._hits = PendingHits(self.state, None if self.below is None else self.below.fetches)
         self._loads = Loads(self.state, self._hits)
         self._planner = make_planner(self.state, self._stores)
         self._new: dict[RequestRecord, None] = {}  # given a block table since the last step
@@ -75,10 +72,8 @@ class OffloadCore:
         live[fact.request] = record = RequestRecord(
             fact.request, fact.prompt_tokens, keys, fact.reads_cache, persists=fact.persists
         )
-        if self._below is not None:
-            self._below.fetches.seen(record)
-        if self.state.remote is not None:
-            self._ask_remote(self.state.remote, record)
+        if self.below is not None:
+            self.below.request_seen(record)
 
     def lookup(
         self,
@@ -168,8 +163,8 @@ class OffloadCore:
             self._hits.drop(record, PinDropCause.REQUEST_ENDED)
         if state.jobs.planned:
             self._loads.cancel_planned(record)
-        if self._below is not None and record.state is _SEEN:
-            self._below.fetches.leaves(record)
+        if self.below is not None and record.state is _SEEN:
+            self.below.fetches.leaves(record)
         self._new.pop(record, None)
         self._table_ended(record)
         state.requests.move(record, RequestEvent.END)
@@ -222,8 +217,8 @@ class OffloadCore:
                 self._stores.next_step()
             self._planner.step(fact, advanced)
             for queue in self._queues:
-                if queue and self._below is not None:
-                    self._below.step()
+                if queue and self.below is not None:
+                    self.below.step()
                     break
 
     def plan(self) -> TransferPlan:
@@ -295,7 +290,7 @@ class OffloadCore:
         state, report = self.state, fact.report
         if state.growing or state.ready.get(report.rank) != report.ready_slots:
             self._ready(report)
-        parts = report.jobs if self._below is None else self._below.reported(report)
+        parts = report.jobs if self.below is None else self.below.reported(report)
         for part in parts:
             job = state.jobs.open.get(part.job)
             if job is None or not job.reported(report.rank, part.outcome, part.corrupt):
@@ -327,8 +322,8 @@ class OffloadCore:
         if job is None or job.state is not JobState.SUBMITTED:
             return
         state.jobs.abandon(job)
-        if job.tier is not Tier.HOST and self._below is not None:
-            self._below.abandoned(job)
+        if job.tier is not Tier.HOST and self.below is not None:
+            self.below.abandoned(job)
             return
         state.stall.abandoned(job)
         self._look_at_stall()
@@ -349,78 +344,6 @@ class OffloadCore:
             self.state.tally.events.append(CopiesStalled(stall.blocks, stall.limit, stall.jobs_in_a_row))
         else:
             self.state.tally.events.append(CopiesResumed(stall.blocks))
-
-    def disk_restored(self, fact: facts.DiskRestored) -> None:
-        """A part of the disk's index was read. With the last part the tier can be used."""
-        disk = self.state.disk
-        if disk is None or self._below is None:
-            return
-        disk.restore(fact.slots, fact.puts, [SlotId(slot) for slot in fact.free])
-        self._below.restored(fact.puts)
-        if fact.is_last:
-            disk.is_open = True
-            self.state.tally.events.append(DiskOpened(disk.capacity, len(disk.pool.index)))
-
-    def disk_closed(self, _: facts.DiskClosed) -> None:
-        """What is on the disk is not looked for any more, and nothing is written to it."""
-        disk = self.state.disk
-        if disk is not None and not disk.is_closed:
-            disk.is_closed = True
-            self.state.tally.events.append(DiskClosed())
-
-    def _ask_remote(self, remote: RemoteState, record: RequestRecord) -> None:
-        """Have the remote store asked for what no tier above it has of a request's prefix."""
-        if (
-            not (remote.is_usable and record.reads_cache and record.persists)
-            or self.state.degraded is not None
-        ):
-            return
-        above = [self.state.pool.index, *(tier.pool.index for tier in self.state.below if tier is not remote)]
-        keys = [key for group in record.keys for key in group if not any(key in index for index in above)]
-        if keys:
-            record.awaits_answer = True
-            remote.asks.append((record.request, tuple(keys[:MOST_ASKED])))
-
-    def remote_opened(self, fact: facts.RemoteOpened) -> None:
-        """The remote store can be asked; under another namespace than before, nothing found so far is there."""
-        remote = self.state.remote
-        if remote is None or self._below is None:
-            return
-        if remote.namespace not in ("", fact.namespace):
-            self._below.forget(Tier.REMOTE)
-        remote.namespace, remote.is_open, remote.is_closed = fact.namespace, True, False
-
-    def remote_lost(self, _: facts.RemoteLost) -> None:
-        """The remote store does not answer: no request asks it, and nothing is copied to it or from it."""
-        if self.state.remote is not None:
-            self.state.remote.is_closed = True
-
-    def remote_answered(self, fact: facts.RemoteAnswered) -> None:
-        """The remote store said which of a request's blocks it has."""
-        remote, record = self.state.remote, self.state.requests.live.get(fact.request)
-        if record is not None:
-            record.awaits_answer = False
-        if remote is not None and fact.namespace == remote.namespace:
-            remote.note(fact.found, fact.missing)
-            if record is not None and record.state is _SEEN and self._below is not None:
-                self._below.fetches.seen(record)
-
-    def take_asks(self) -> list[tuple[RequestId, tuple[BlockKey, ...]]]:
-        """Return what the remote store must be asked since the last call, and forget it."""
-        remote = self.state.remote
-        if remote is None or not remote.asks:
-            return []
-        asks, remote.asks = remote.asks, []
-        return asks
-
-    def take_disk_records(self) -> list[DiskRecord]:
-        """Return what the disk's index must record since the last call, and forget it. A reset removes the index."""
-        disk = self.state.disk
-        if disk is None or not disk.records:
-            return []
-        records = disk.records.copy()
-        disk.records.clear()
-        return records
 
     def take_results(self) -> LoadResults:
         """Return the loads that ended since the last call, and forget them."""
@@ -455,8 +378,8 @@ class OffloadCore:
             state.shared.ended(record)
         for record in (*live, *state.requests.finishing):
             state.holds.release(record)
-        if self._below is not None:
-            self._below.reset()
+        if self.below is not None:
+            self.below.reset()
         dropped = state.pool.forget_all()
         state.misses.reset(dropped)
         self._stores.stop(StoreOutcome.BEFORE_RESET, planned=StoreOutcome.CANCELLED)
@@ -472,8 +395,8 @@ class OffloadCore:
         state.degraded = fact.cause
         state.tally.events.append(OffloadingDegraded(fact.cause, fact.detail))
         self._loads.cancel_planned()
-        if self._below is not None:
-            self._below.stop()
+        if self.below is not None:
+            self.below.stop()
         if fact.cause is DegradeCause.HANDLER_RAISED:  # the last fact that this gets
             self._loads.fail_open()
         self._stores.stop(StoreOutcome.DEGRADED, planned=StoreOutcome.DEGRADED)
@@ -483,7 +406,7 @@ class OffloadCore:
     @property
     def has_work(self) -> bool:
         """Whether steps are needed for something to come to its end. Abandoned copies do not count (R16)."""
-        return self._has_work(self.state.jobs.pending) or (self._below is not None and self._below.is_due)
+        return self._has_work(self.state.jobs.pending) or (self.below is not None and self.below.is_due)
 
     @property
     def has_host_work(self) -> bool:

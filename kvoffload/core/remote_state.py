@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvoffload.core.disk_state import DiskState
-from kvoffload.core.job import Job
 from kvoffload.core.machine import SlotState
-from kvoffload.model.ids import BlockKey, Rank, RequestId, SlotId
+from kvoffload.core.tier_state import TierState
+from kvoffload.model.ids import BlockKey, Rank, RequestId
 from kvoffload.model.transfer import Tier
 
 MOST_HINTS = 2**17
@@ -19,29 +18,22 @@ MOST_ASKED = 4096
 """Keys of one request: Mooncake's master takes some 9 microseconds for each."""
 
 
-class RemoteState(DiskState):
-    """`Spills` and `Fetches` write it, and the facts about the store.
+class RemoteState(TierState):
+    """The remote store. `is_open` once its namespace is known, `is_closed` while it does not answer.
 
     Args:
-        after_hits: a block is written to the store when it was found again so often.
+        after_hits: as of `TierState`.
         ranks: none of which has reached the store yet.
 
     Attributes:
-        namespace: under which this engine's blocks are in the store, empty before that is known.
         asks: what the store must be asked: a request and keys.
     """
 
     def __init__(self, after_hits: int, ranks: Iterable[Rank]) -> None:
-        super().__init__(after_hits, Tier.REMOTE)
+        super().__init__(Tier.REMOTE, after_hits)
         self.pool.grow(MOST_HINTS)
         self.failing = set(ranks)
-        self.namespace = ""
         self.asks: list[tuple[RequestId, tuple[BlockKey, ...]]] = []
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether a copy may be begun."""
-        return bool(self.namespace) and not (self.is_closed or self.failing or self.abandoned)
 
     @property
     def has_blocks(self) -> bool:
@@ -58,22 +50,9 @@ class RemoteState(DiskState):
         places, _ = self.pool.reserve(new[: self.pool.room])
         self.pool.fill(places[::-1])
 
-    def expected(self, places: Sequence[SlotId]) -> tuple[tuple[int, ...], ...]:
-        """Values bring their checksums with them."""
-        return ()
-
-    def put(self, job: Job) -> None:
-        """The store has its own index."""
-
-    def read(self, places: Sequence[SlotId]) -> None:
-        """The store has its own order of eviction."""
-
-    def strike(self, slot: SlotId) -> None:
-        """The store has its own index."""
-
     def forget_all(self) -> int:
-        """Nothing of this namespace is to be found any more."""
-        self.namespace = ""
+        """Forget all hints and the namespace; return 0, as the store keeps its blocks."""
+        self.namespace, self.is_open = "", False  # what is written now has no name yet
         self.asks.clear()
         super().forget_all()
         return 0

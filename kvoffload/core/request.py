@@ -59,7 +59,7 @@ class RequestRecord(Struct, eq=False):
             device and host was not found; 0 for none. Its last lookup decides.
         persists: its blocks may be written to lower tiers, and found there.
         fetched_blocks: blocks that were fetched from lower tiers for it.
-        asks_disk: False where a fetch of its failed, so that it asks for no other.
+        asks_below: False where a fetch of its failed, so that it asks for no other.
         awaits_answer: the remote store was asked for its blocks and has not answered.
     """
 
@@ -90,7 +90,7 @@ class RequestRecord(Struct, eq=False):
     junction: int = 0
     persists: bool = True
     fetched_blocks: int = 0
-    asks_disk: bool = True
+    asks_below: bool = True
     awaits_answer: bool = False
 
     @property

@@ -1,21 +1,21 @@
-"""Spills: blocks that were used again are written to the disk, behind everything else.
+"""Spills: blocks that were used again are written to a tier below the host, behind everything else.
 
     reuse ─▶ candidates ─▶ step ─▶ Jobs.submit ─▶ reported ─▶ _arrived │ _failed
                 │                      overdue ─▶ abandoned ─────────────┘
                 └─ the host has evicted it: dropped (`spill_behind`)
 
 Candidates wait in the order in which the host evicts: what was used longest ago first, and of a prefix the deepest. So the blocks
-that the host evicts next have been written by then, if spills keep up, and the disk, too, evicts a prefix's head last.
+that the host evicts next have been written by then, if spills keep up, and the tier, too, evicts a prefix's head last.
 
-A host slot is pinned while it is read. A place on the disk is struck from the index before it is written again, and put into
-it after every rank has written it. If the strike is lost the checksums tell.
+A host slot is pinned while it is read. A place on the disk is removed from the index before it is written again, and put into
+it after every rank has written it. If the removal is lost, the checksums show it.
 """
 
 from __future__ import annotations
 
-from kvoffload.core.disk_state import DiskState
 from kvoffload.core.job import Job
 from kvoffload.core.state import CoreState
+from kvoffload.core.tier_state import TierState
 from kvoffload.model.causes import CopyOutcome, DiskOutcome, EvictionCause, MissCause
 from kvoffload.model.events import DiskCopyEnded, DiskCopyScheduled
 from kvoffload.model.ids import BlockKey, Rank
@@ -25,23 +25,23 @@ from kvoffload.model.transfer import Direction, JobReport, Tier
 class Spills:
     """Plans spills and ends them."""
 
-    def __init__(self, state: CoreState, disk: DiskState) -> None:
+    def __init__(self, state: CoreState, tier: TierState) -> None:
         self._state = state
-        self._disk = disk
+        self._tier = tier
         self._open_slots = 0
 
     @property
     def are_due(self) -> bool:
         """Whether steps are needed for something to be spilled."""
-        disk = self._disk
-        return bool(disk.candidates and disk.is_usable and disk.pool.room) and self._state.degraded is None
+        tier = self._tier
+        return bool(tier.candidates and tier.is_usable and tier.pool.room) and self._state.degraded is None
 
     def step(self) -> None:
         """Plan what may be spilled now: nothing while a load or a fetch is under way."""
-        if not self._disk.candidates or not self._disk.is_usable or self._is_load_open():
+        if not self._tier.candidates or not self._tier.is_usable or self._is_load_open():
             return
-        limit = self._disk.bound.slots(self._state.pool.capacity)
-        room = min(limit - self._open_slots, self._disk.pool.room)
+        limit = self._tier.bound.slots(self._state.pool.capacity)
+        room = min(limit - self._open_slots, self._tier.pool.room)
         if keys := self._next_keys(room):
             self._plan(keys)
 
@@ -68,7 +68,7 @@ class Spills:
         if not job.settled:
             self._failed(job, DiskOutcome.ABANDONED)
         for place in job.places:
-            self._disk.pool.quarantine(place)
+            self._tier.pool.quarantine(place)
 
     def cancel(self, job: Job) -> None:
         """Take back a spill that no worker knows of."""
@@ -83,51 +83,51 @@ class Spills:
             self._failed(job, DiskOutcome.CANCELLED)
 
     def _is_load_open(self) -> bool:
-        return bool(self._state.jobs.is_loading or self._disk.fetching)
+        return bool(self._state.jobs.is_loading or self._tier.fetching)
 
     def _next_keys(self, count: int) -> list[BlockKey]:
-        """Take up to so many candidates that the host has and the disk lacks; return them heads first."""
-        disk, keys = self._disk, dict[BlockKey, None]()
-        on_host, on_disk = self._state.pool.index.parts, disk.pool.index.parts
-        while disk.candidates and len(keys) < count:
-            key = disk.candidates.popleft()
-            disk.waiting.discard(key)
-            if key in on_host[key[0]] and key not in on_disk[key[0]] and key not in disk.spilling:
+        """Take up to so many candidates that the host has and the tier lacks; return them heads first."""
+        tier, keys = self._tier, dict[BlockKey, None]()
+        on_host, on_tier = self._state.pool.index.parts, tier.pool.index.parts
+        while tier.candidates and len(keys) < count:
+            key = tier.candidates.popleft()
+            tier.waiting.discard(key)
+            if key in on_host[key[0]] and key not in on_tier[key[0]] and key not in tier.spilling:
                 keys[key] = None
         return list(keys)[::-1]
 
     def _plan(self, keys: list[BlockKey]) -> None:
-        """Write these blocks, heads first, to the disk, which has room for them."""
-        state, disk = self._state, self._disk
-        places, evicted = disk.pool.reserve(keys)
-        for place in places:
-            if place in disk.sums:
-                disk.strike(place)
-        if disk.tier is Tier.DISK:
+        """Write these blocks, heads first, to the tier, which has room for them."""
+        state, tier = self._state, self._tier
+        places, evicted = tier.pool.reserve(keys)
+        if evicted:
+            for place in places:
+                tier.strike(place)
+        if tier.tier is Tier.DISK:
             state.tally.evicted_from_disk(EvictionCause.SPACE, len(evicted))
-        job = state.jobs.plan(Direction.STORE, disk.tier)
-        job.keys, job.places, job.namespace = keys, list(places), disk.namespace
+        job = state.jobs.plan(Direction.STORE, tier.tier)
+        job.keys, job.places, job.namespace = keys, list(places), tier.namespace
         job.slots = [state.pool.index[key] for key in keys]
         state.pool.pin(job.slots)
-        disk.spilling.update(dict.fromkeys(keys, job))
+        tier.spilling.update(dict.fromkeys(keys, job))
         self._open_slots += len(keys)
         state.tally.events.append(DiskCopyScheduled(job.job, job.direction, len(keys), tier=job.tier))
 
     def _arrived(self, job: Job) -> None:
-        """Every rank has written: the blocks can be found on the disk, also by the next process."""
-        disk = self._disk
-        disk.bound.ended(job, self._state.jobs.last, is_load_open=self._is_load_open())
+        """Every rank has written: the blocks can be found on the tier, also by the next process."""
+        tier = self._tier
+        tier.bound.ended(job, self._state.jobs.last, is_load_open=self._is_load_open())
         self._settle(job, DiskOutcome.DONE)
         lacking = {job.places[position] for position in job.missing}
         for place in lacking:
-            disk.pool.invalidate(place)
-        disk.pool.fill([place for place in reversed(job.places) if place not in lacking])
-        disk.put(job)
+            tier.pool.invalidate(place)
+        tier.pool.fill([place for place in reversed(job.places) if place not in lacking])
+        tier.put(job)
 
     def _failed(self, job: Job, outcome: DiskOutcome) -> None:
         self._settle(job, outcome)
         for place in job.places:
-            self._disk.pool.invalidate(place)
+            self._tier.pool.invalidate(place)
 
     def _quarantine(self, job: Job, positions: tuple[int, ...]) -> None:
         """These host slots do not hold what was stored there: they are lost, as those of a corrupt load are."""
@@ -141,7 +141,7 @@ class Spills:
         job.settled = True
         self._state.pool.unpin(job.slots)
         for key in job.keys:
-            del self._disk.spilling[key]
+            del self._tier.spilling[key]
         self._open_slots -= len(job.slots)
         ended = DiskCopyEnded(job.job, job.direction, len(job.slots), outcome, job.copy_s, job.tier)
         self._state.tally.events.append(ended)
@@ -149,5 +149,5 @@ class Spills:
     def _copies_ended(self, job: Job) -> None:
         """No rank touches the places any more, but those under a write that hangs."""
         for position in job.stuck:
-            self._disk.pool.quarantine(job.places[position])
-        self._disk.pool.drained(job.places)
+            self._tier.pool.quarantine(job.places[position])
+        self._tier.pool.drained(job.places)

@@ -8,7 +8,6 @@ are calls on the core.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import inf
 from typing import TypeVar
 
 from kvoffload.bus.bus import Bus
@@ -20,7 +19,6 @@ from kvoffload.logs import get_logger
 from kvoffload.model import facts
 from kvoffload.model.causes import DegradeCause
 from kvoffload.model.config import AUTO, OffloadConfig, check_promises
-from kvoffload.model.disk import DiskRecord
 from kvoffload.model.engine import BlockPool, EngineIdentity, EngineShape
 from kvoffload.model.errors import ConfigError
 from kvoffload.model.events import Event
@@ -35,7 +33,7 @@ from kvoffload.runtime.degradation import Degradation
 from kvoffload.runtime.disk_index import DiskIndex
 from kvoffload.runtime.gauges import read_gauges
 from kvoffload.runtime.host_memory import HostMemory
-from kvoffload.runtime.idle_steps import IdleSteps
+from kvoffload.runtime.lower_tiers_side import LowerTiersSide
 from kvoffload.runtime.observers import Observers
 from kvoffload.runtime.open_copies import OpenCopies
 from kvoffload.runtime.pin_ages import PinAges
@@ -53,12 +51,8 @@ from kvoffload.telemetry.provenance import describe_run, info_labels
 from kvoffload.telemetry.spans import make_spans
 
 T = TypeVar("T")
-Ask = tuple[RequestId, tuple[BlockKey, ...]]
-
 log = get_logger("scheduler")
 _UNKNOWN = EngineIdentity()
-_PATIENCE_BELOW = 10
-"""Times `transfer_timeout_s` in which some job on a tier below the host must begin or end. A worker ends calls that hang itself, after one."""
 
 # CPython 3.11 takes ten times as long to reach an enum's member through its class.
 _SEEN, _LOOKUP, _ALLOCATED = Hook.SEEN, Hook.LOOKUP, Hook.ALLOCATED
@@ -83,8 +77,6 @@ class SchedulerSide:
         ConfigError: the engine promises too little for the settings, the journal's file cannot be written, or what spans
             need is not installed.
     """
-
-    _below_moved_at = inf  # when a job on a tier below the host last began or ended
 
     def __init__(
         self,
@@ -133,17 +125,14 @@ class SchedulerSide:
             AwaitedLoads(self._copies.open),
             Degradation(self.journal, config.journal_path),
         )
-        (self._disk, self._remote), self._disk_state = (
-            _open_below(disk, remote, shape, config, portal, now),
-            state.disk,
-        )
         self._pins, self._resets = PinAges(self._clocks), Resets(self._jobs, self.bus.publish)
         self._store_shares = dict.fromkeys(map(Rank, range(shape.ranks)), 1.0)  # as each rank last reported
-        self._memory, self._idle = HostMemory(), IdleSteps(config.drain_s, now)
+        self._memory = HostMemory()
         self._broken = BrokenCore(
             self.core, self.bus, self._copies, self._degradation, (self._pins, self._resets)
         )
         self._ask = self._broken.ask
+        self._below = _lower_tiers_side(disk, remote, self.core, self._broken, config, portal, now)
         self._conservation = Conservation(self.core, device, self.counters, self.bus.publish, self._broken)
         self.benefit = NetBenefit(shape.alignment, shape.ranks, self._copies, now)
         self._first_tokens, self._chooses_least = FirstTokens(now), config.min_load_tokens == AUTO
@@ -163,11 +152,12 @@ class SchedulerSide:
         bus.handle(facts.JobOverdue, core.job_overdue)
         bus.handle(facts.CacheReset, core.cache_reset)
         bus.handle(facts.InvariantBroken, core.law_broken)
-        bus.handle(facts.DiskRestored, core.disk_restored)
-        bus.handle(facts.DiskClosed, core.disk_closed)
-        bus.handle(facts.RemoteOpened, core.remote_opened)
-        bus.handle(facts.RemoteLost, core.remote_lost)
-        bus.handle(facts.RemoteAnswered, core.remote_answered)
+        if (below := core.below) is not None:
+            bus.handle(facts.DiskRestored, below.disk_restored)
+            bus.handle(facts.DiskClosed, below.disk_closed)
+            bus.handle(facts.RemoteOpened, below.remote_opened)
+            bus.handle(facts.RemoteLost, below.remote_lost)
+            bus.handle(facts.RemoteAnswered, below.remote_answered)
         bus.on_state_error(self._broken.handler_raised)
 
     def _subscribe(self, portal: Portal | None) -> None:
@@ -188,9 +178,8 @@ class SchedulerSide:
         if self._spans is not None:
             self._spans.trace_parent = trace_parent
         self.bus.dispatch([fact])
-        if self._remote is not None:
-            for ask in self._ask("seen", self.core.take_asks, list[Ask]()):
-                self._remote.ask(*ask)
+        if self._below is not None and self._below.asks:
+            self._below.ask()
         spent = self._spent
         spent[_SEEN] = spent.get(_SEEN, 0.0) + self._precise() - began
 
@@ -215,7 +204,7 @@ class SchedulerSide:
         now = self._clocks.monotonic()
         since = self._deferred_since.get(request)
         least = self.benefit.least_load_tokens() if self._chooses_least else 0
-        from_disk = self._disk is not None and self._chooses_least
+        from_disk = self._below is not None and self._chooses_least
         answer: int | None = 0
         events: list[Event] = []
         if self._broken.error is None:
@@ -270,8 +259,8 @@ class SchedulerSide:
             self._stop_waiting(fact.request)
         self.bus.dispatch([fact])
         if not self._live:
-            if self.core.state.below:
-                self._idle.begin()
+            if self._below is not None:
+                self._below.rest()
             self.benefit.idle()
             if not self._jobs.pending:
                 self._ask("audit", self._conservation.at_rest, None)
@@ -293,38 +282,21 @@ class SchedulerSide:
         batch: list[object] = [fact]
         if self._first_tokens.admitted:
             batch[:0] = self._first_tokens.look()
-        disk, overdue_at = self._disk, self._below_moved_at + _PATIENCE_BELOW * self._timeout_s
-        is_due = self._remote is not None or (disk is not None and disk.due)
-        if is_due or overdue_at <= began or self._idle.late_steps:
-            batch += self._look_below(is_overdue=overdue_at <= began)
+        below = self._below
+        if below is not None and (below.is_polled or below.due or below.overdue_at <= began):
+            batch += below.take_facts(began)
         self.bus.dispatch(batch)
         jobs = self._jobs
         plan = (
             self._plan(began) if (jobs.planned or jobs.withdrawn) and self._broken.error is None else NOTHING
         )
         spent = self._spent
-        if self._disk_state is not None and self._disk_state.records:
-            self._record_disk()
+        if below is not None and below.records:
+            below.record()
         spent[_STEP] = spent.get(_STEP, 0.0) + self._precise() - began
         self.counters.hooks(spent)
         spent.clear()
         return plan
-
-    def _look_below(self, *, is_overdue: bool) -> list[facts.Fact]:
-        """Return what the core must learn of the tiers below the host; wait no longer where no job on them ends (R16)."""
-        if self._idle.late_steps:
-            self._idle.late_steps -= 1
-        elif is_overdue:
-            self._below_moved_at = inf
-            for job in self._jobs.below():
-                self.bus.dispatch([facts.JobOverdue(job)])
-        found = list[facts.Fact]()
-        if self._disk is not None and self._disk.due:
-            found.append(self._disk.next_fact())
-        if self._remote is not None:
-            self._remote.poll()
-            found += self._remote.take_due()
-        return found
 
     def _plan(self, began: float) -> TransferPlan:
         """Return the step's plan, and note its jobs as being with the workers."""
@@ -336,8 +308,8 @@ class SchedulerSide:
         if plan.loads:
             self._awaited.submitted(plan.loads)
         self._copies.submitted((*plan.loads, *plan.stores), self._clocks.monotonic())
-        if plan.disk or plan.remote:
-            self._below_moved_at = began
+        if self._below is not None and (plan.disk or plan.remote):
+            self._below.moved(began)
         try:
             events = self._tally.take()
         except Exception as error:
@@ -350,15 +322,11 @@ class SchedulerSide:
 
     def reported(self, reports: Sequence[TransferReport]) -> LoadAnswers:
         """Ranks reported what ended; return the loads that the engine must learn of."""
-        began, below = self._precise(), self._jobs.open_below
+        began, open_below = self._precise(), self._jobs.open_below
         for report in reports:
             self._rank_reported(report)
-        if self._jobs.open_below != below:
-            self._below_moved_at = began
-        if self._disk is not None and self._disk.awaits_files:
-            self._disk.ranks_reported(reports)
-        if self._disk_state is not None and self._disk_state.records:
-            self._record_disk()
+        if self._below is not None:
+            self._below.reported(reports, began, has_moved=self._jobs.open_below != open_below)
         if reports:
             self._look_after_reports()
         answers = self.take_answers() if self.has_answers else LoadAnswers()
@@ -395,32 +363,26 @@ class SchedulerSide:
             return True
         if self._broken.error is not None:
             return self._copies.oldest is not None
-        if not self.core.state.below or self._live:
+        if self._below is None or self._live:
             return self._ask("has_work", lambda: self.core.has_work, False)
-        if self._ask("has_work", lambda: self.core.has_host_work, False):
-            return True
-        is_opening = self._disk is not None and self._disk.is_opening
-        has_lower_work = is_opening or self._ask("has_work", lambda: self.core.has_work, False)
-        return has_lower_work and self._idle.are_allowed()
+        return self._ask("has_work", lambda: self.core.has_host_work, False) or self._below.has_work
 
     @property
     def disk_identity(self) -> KVIdentity | None:
         """What the KV in the disk's folder depends on; None before this process has locked the folder."""
-        return None if self._disk is None else self._disk.identity
+        return None if self._below is None else self._below.disk_identity
 
     # -- what operators ask -------------------------------------------------------------------------------------
 
     def reset(self) -> bool:
-        """Find nothing computed so far ever again, at once; return whether no copy of before is left running.
+        """Find nothing computed so far ever again, at once; return whether no copy from before is left running.
 
         The answer is the metric `kvoffload_reset_draining_jobs` being 0, and the log's `reset_started` naming no open
         job; when the last of them has ended, `reset_ended` is logged. Calling it again is harmless.
         """
         began = self._precise()
         self.bus.dispatch([facts.CacheReset()])
-        is_forgotten = self._disk is None or self._disk.reset()
-        if self._remote is not None:
-            self._remote.reset()
+        is_forgotten = self._below is None or self._below.reset()
         self._spent[_RESET] = self._spent.get(_RESET, 0.0) + self._precise() - began
         has_ended = self._copies.oldest is None if self._broken.error is not None else not self._jobs.pending
         return has_ended and is_forgotten
@@ -449,11 +411,8 @@ class SchedulerSide:
         """Stop the observers. Open jobs are the workers' to drain."""
         self.bus.close()
         self._observers.wait()
-        if self._disk is not None:
-            self._record_disk()
-            self._disk.close()
-        if self._remote is not None:
-            self._remote.close()
+        if self._below is not None:
+            self._below.close()
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -466,12 +425,6 @@ class SchedulerSide:
         if not (self._jobs.pending or self._live):
             self._ask("audit", self._conservation.at_rest, None)
 
-    def _record_disk(self) -> None:
-        """Hand what happened on the disk to its index."""
-        records = self._ask("disk", self.core.take_disk_records, list[DiskRecord]())
-        if records and self._disk is not None:
-            self._disk.append(records)
-
     def _stop_waiting(self, request: RequestId) -> None:
         """A request no longer waits for another request's load, or for a fetch."""
         since = self._waiting_since.pop(request, None)
@@ -483,24 +436,26 @@ class SchedulerSide:
         log.error("journal_stopped", error=str(error), note="the engine and the ring in memory continue")
 
 
-def _open_below(
+def _lower_tiers_side(
     disk: DiskPlace | None,
     remote: RemotePlace | None,
-    shape: EngineShape,
+    core: OffloadCore,
+    broken: BrokenCore,
     config: OffloadConfig,
     portal: Portal | None,
     now: Callable[[], float],
-) -> tuple[DiskIndex | None, RemoteIndex | None]:
-    """Begin to open the tiers below the host."""
-    timeout_s = config.remote_timeout_s
-    return (
-        None
-        if disk is None or portal is None
-        else DiskIndex(disk, shape.ranks, portal, closes_in_s=config.drain_s),
-        None
-        if remote is None or portal is None
-        else RemoteIndex(remote, shape.ranks, portal, now, timeout_s),
-    )
+) -> LowerTiersSide | None:
+    """Begin to open the tiers below the host; return None without any."""
+    if core.below is None:
+        return None
+    assert portal is not None, "a tier below the host needs a portal"
+    ranks, timeout_s = core.state.shape.ranks, config.remote_timeout_s
+    index = None if disk is None else DiskIndex(disk, ranks, portal, closes_in_s=config.drain_s)
+    store = None if remote is None else RemoteIndex(remote, ranks, portal, now, timeout_s)
+    return LowerTiersSide(
+        core.below, core.state, broken, index, store, now,
+        timeout_s=config.transfer_timeout_s, drain_s=config.drain_s,
+    )  # fmt: skip
 
 
 def _policy(

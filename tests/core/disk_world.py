@@ -208,7 +208,7 @@ class DiskWorld(World):
                 assert is_right, f"place {place} can hit, but holds {held.get(place)!r}"
 
     def _write_index(self) -> None:
-        records = self.core.take_disk_records()
+        records = self.core.below.take_disk_records() if self.core.below is not None else []
         if records:
             self.synced = self.index.copy()
         for record in records:

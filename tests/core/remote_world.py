@@ -61,7 +61,7 @@ class RemoteWorld(World):
     def add(self, name: str, text: str, *, reads_cache: bool = True, answers: bool = True) -> Req:
         """As of any world; the store answers at once, or when the test says so."""
         request = super().add(name, text, reads_cache=reads_cache)
-        self.asked += self.core.take_asks()
+        self.asked += self.core.below.take_asks() if self.core.below is not None else []
         if answers:
             self.answer()
         return request

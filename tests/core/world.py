@@ -96,12 +96,15 @@ def handle(core: OffloadCore, fact: facts.Fact) -> None:
         facts.JobOverdue: core.job_overdue,
         facts.CacheReset: core.cache_reset,
         facts.InvariantBroken: core.law_broken,
-        facts.DiskRestored: core.disk_restored,
-        facts.DiskClosed: core.disk_closed,
-        facts.RemoteOpened: core.remote_opened,
-        facts.RemoteLost: core.remote_lost,
-        facts.RemoteAnswered: core.remote_answered,
     }
+    if (below := core.below) is not None:
+        handlers |= {
+            facts.DiskRestored: below.disk_restored,
+            facts.DiskClosed: below.disk_closed,
+            facts.RemoteOpened: below.remote_opened,
+            facts.RemoteLost: below.remote_lost,
+            facts.RemoteAnswered: below.remote_answered,
+        }
     handlers[type(fact)](fact)
 
 

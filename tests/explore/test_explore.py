@@ -91,7 +91,7 @@ BREAKS: dict[str, tuple[str, type, str, object]] = {
         "spills",
         Spills,
         "_copies_ended",
-        lambda self, job: self._disk.pool.drained(job.places),
+        lambda self, job: self._tier.pool.drained(job.places),
     ),
     "R10 a spill or a fetch survives a reset": ("spills", LowerTiers, "stop", lambda self, tier=None: None),
     "R14 a key is fetched for each request": (

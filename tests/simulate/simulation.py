@@ -162,10 +162,10 @@ class Simulation:
             self._reading.pop(task)
 
     def reset(self) -> None:
-        """Reset the caches; once the answer is yes, no engine finds anything of before."""
+        """Reset the caches; once the answer is yes, no engine finds anything from before."""
         self.engine.reset_prefix_cache()
-        index = self.offload._disk
-        self._was_reset |= index is not None and index.reset()
+        below = self.offload._below
+        self._was_reset |= below is not None and below.reset()
 
     def end_life(self, how: str) -> None:
         """The engine is to end, and another one to start."""

@@ -1,0 +1,167 @@
+"""The tiers below the host on the scheduler's side: their indexes, and for how long an engine steps for them alone.
+
+    step ─▶ what the core must learn: of an index, of the store, of jobs that nothing moves ─▶ records for the disk's index
+    report ─▶ slot files that were opened, records
+    last request ended ─▶ steps for spills and a warm start, for `drain_s` at most
+
+Engines do not announce a shutdown: they end their requests, step while anything has work, and stop. So what is spilled within
+`drain_s` is all that a shutdown spills, and no shutdown takes longer. The same seconds let an engine that just started read the
+disk's index before its first request.
+
+The attributes are for the hooks, which ask them before they call anything.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from math import inf
+
+from kvoffload.core.lower_tiers import LowerTiers
+from kvoffload.core.state import CoreState
+from kvoffload.disk.identity import KVIdentity
+from kvoffload.model import facts
+from kvoffload.model.disk import DiskRecord
+from kvoffload.model.ids import BlockKey, RequestId
+from kvoffload.model.transfer import TransferReport
+from kvoffload.runtime.broken_core import BrokenCore
+from kvoffload.runtime.disk_index import DiskIndex
+from kvoffload.runtime.remote_index import RemoteIndex
+
+Ask = tuple[RequestId, tuple[BlockKey, ...]]
+
+_PATIENCE = 10
+"""Times `transfer_timeout_s` in which some job must begin or end. A worker ends calls that hang itself, after one."""
+
+_LATE_STEPS = 4
+"""In which what ended while no step was made is reported, also where steps are scheduled ahead of reports."""
+
+
+class LowerTiersSide:
+    """What `SchedulerSide` knows of the tiers below the host.
+
+    Args:
+        tiers: the core's.
+        state: the core's.
+        broken: asks a core that may raise.
+        disk: its index, None without one.
+        remote: the store's, None without one.
+        now: monotonic seconds.
+        timeout_s: `transfer_timeout_s`.
+        drain_s: seconds for which the engine may step for these tiers alone.
+
+    Attributes:
+        due: what the core must learn of the disk's index.
+        is_polled: every step asks for facts.
+        asks: what the store must be asked.
+        records: what the disk's index must record.
+        overdue_at: when the open jobs are overdue, if none begins or ends before.
+    """
+
+    def __init__(
+        self,
+        tiers: LowerTiers,
+        state: CoreState,
+        broken: BrokenCore,
+        disk: DiskIndex | None,
+        remote: RemoteIndex | None,
+        now: Callable[[], float],
+        *,
+        timeout_s: float,
+        drain_s: float,
+    ) -> None:
+        self._tiers = tiers
+        self._jobs = state.jobs
+        self._broken = broken
+        self.disk = disk
+        self._remote = remote
+        self._now = now
+        self._patience_s = _PATIENCE * timeout_s
+        self._drain_s = drain_s
+        self._idle_since: float | None = None
+        self._late_steps = 0
+        self.due: deque[facts.Fact] = deque() if disk is None else disk.due
+        self.is_polled = remote is not None
+        self.asks: list[Ask] = [] if state.remote is None else state.remote.asks
+        self.records: list[DiskRecord] = [] if state.disk is None else state.disk.records
+        self.overdue_at = inf
+
+    @property
+    def disk_identity(self) -> KVIdentity | None:
+        """What the KV in the disk's folder depends on; None before this process has locked the folder."""
+        return None if self.disk is None else self.disk.identity
+
+    def ask(self) -> None:
+        """Have the store asked what it has for requests that arrived."""
+        for request, keys in self._broken.ask("seen", self._tiers.take_asks, list[Ask]()):
+            if self._remote is not None:
+                self._remote.ask(request, keys)
+
+    def take_facts(self, now: float) -> list[facts.Fact]:
+        """Return what the core must learn; of jobs none of which moves, that they are overdue (R16)."""
+        found = list[facts.Fact]()
+        if self.overdue_at <= now and self._late_steps:
+            self._late_steps -= 1
+        elif self.overdue_at <= now:
+            self.overdue_at = inf
+            found += map(facts.JobOverdue, self._jobs.below())
+        if self.disk is not None and self.disk.due:
+            found.append(self.disk.next_fact())
+        if self._remote is not None:
+            self._remote.poll()
+            found += self._remote.take_due()
+        return found
+
+    def moved(self, now: float) -> None:
+        """Jobs on these tiers have begun, or ended: the others have the whole time again."""
+        self.overdue_at = now + self._patience_s
+
+    def reported(self, reports: Sequence[TransferReport], now: float, *, has_moved: bool) -> None:
+        """Ranks reported; jobs on these tiers have ended, if that `has_moved` them."""
+        if has_moved:
+            self.moved(now)
+        if self.disk is not None and self.disk.awaits_files:
+            self.disk.ranks_reported(reports)
+        if self.records:
+            self.record()
+
+    def record(self) -> None:
+        """Hand what happened on the disk to its index."""
+        records = self._broken.ask("disk", self._tiers.take_disk_records, list[DiskRecord]())
+        if records and self.disk is not None:
+            self.disk.append(records)
+
+    def rest(self) -> None:
+        """The last request has ended."""
+        self._idle_since = self._now()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether an engine without requests must keep stepping for these tiers. Later, copies end unseen."""
+        is_opening = self.disk is not None and self.disk.is_opening
+        if not (is_opening or self._jobs.pending or self._broken.ask("has_work", self._is_due, False)):
+            return False
+        if self._idle_since is None:  # the engine begins to serve
+            self._idle_since = self._now()
+        if self._now() - self._idle_since < self._drain_s:
+            return True
+        self._late_steps = _LATE_STEPS
+        return False
+
+    def reset(self) -> bool:
+        """Have nothing of these tiers found again; return whether that is done."""
+        is_done = self.disk is None or self.disk.reset()
+        if self._remote is not None:
+            self._remote.reset()
+        return is_done
+
+    def close(self) -> None:
+        """Write what is to be recorded, and wait for no tier that hangs."""
+        if self.disk is not None:
+            self.record()
+            self.disk.close()
+        if self._remote is not None:
+            self._remote.close()
+
+    def _is_due(self) -> bool:
+        return self._tiers.is_due
