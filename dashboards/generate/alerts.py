@@ -382,7 +382,7 @@ ALERTS = (
         "copies between host and disk fail or do not return.",
         "Requests recompute what could not be read, and what could not be written is missed later. The log has the error: "
         "`disk_call_failed` with the system's words, or `disk_call_hangs` when a call did not return in `transfer_timeout_s`; "
-        "then nothing is copied until it returns. After several errors in a row a rank writes `disk_given_up` and asks the disk "
+        "then nothing is copied until it returns. After several errors in a row a rank writes `disk_stopped` and asks the disk "
         "no more. Look at `dmesg`, `smartctl -a` and the free space of the file system. With network storage, look at the "
         "network. Restart the engine to use a mended disk again.",
         "disk",
@@ -410,7 +410,7 @@ ALERTS = (
         'increase(kvoffload_evicted_blocks_total{tier="disk", cause="corrupt"}[1h]) > 0',
         "The disk did not hold what was written",
         "{{ $value | humanize }} blocks read from the disk were wrong or unreadable in the last hour.",
-        "Each block is compared with the checksum of its write before any request uses it; these did not match, were struck from "
+        "Each block is compared with the checksum of its write before any request uses it; these did not match, were removed from "
         "the index, and recomputed. A few just after the machine lost power are normal: their data had not reached the disk. "
         "Otherwise look for errors of the disk (`dmesg`, `smartctl -a`, bad memory of a controller) and for another program "
         "that writes to the folder. If it goes on, replace the disk.",

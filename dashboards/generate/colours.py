@@ -10,7 +10,7 @@ GREEN, RED, ORANGE, YELLOW, BLUE, GREY = "#5aa64b", "#d44a3a", "#e8862e", "#e5c3
 
 COLOURS: dict[str, str] = {
     # lookups, and where tokens came from
-    "hit": GREEN, "miss": GREY, "host": GREEN, "disk": "#2f8f8f", "device": BLUE, "nothing": GREY, "host, as vLLM counts": "#8fce7f",
+    "hit": GREEN, "miss": GREY, "host": GREEN, "disk": "#2f8f8f", "remote": "#1f6f8f", "device": BLUE, "nothing": GREY, "host, as vLLM counts": "#8fce7f",
     # why blocks missed
     "never_seen": "#b8b8b8", "no_state": "#c4a24a", "behind_miss": "#d6d6d6", "partial_block": "#8c8c8c", "last_token": "#a3a08c",
     "read_ahead": "#75736a", "evicted": ORANGE, "storing": "#7fb3ea", "declined_host_full": "#c4601a",

@@ -6,7 +6,7 @@ from dashboards.generate import units
 from dashboards.generate.colours import GREEN, GREY, ORANGE, RED, YELLOW
 from dashboards.generate.promql import SERIES, each, growth, one, quantile, rate, series, total
 from dashboards.generate.words import Board, Kind, Panel, Query, Row
-from kvoffload.model.causes import DiskOutcome
+from kvoffload.model.causes import TierOutcome
 from kvoffload.telemetry.catalogue import BY_NAME
 from kvoffload.telemetry.labels import TierState
 
@@ -48,7 +48,7 @@ def _speed(way: str) -> Query:
 def _outcomes(way: str) -> Query:
     selected = series("kvoffload_tier_blocks_total", tier=_DISK, direction=way)
     return Query(
-        rate(selected, "outcome"), "{{outcome}}", tuple(outcome.value for outcome in DiskOutcome), SERIES
+        rate(selected, "outcome"), "{{outcome}}", tuple(outcome.value for outcome in TierOutcome), SERIES
     )
 
 

@@ -23,8 +23,8 @@ from kvoffload.core.request import PendingHit, RequestRecord
 from kvoffload.core.state import CoreState
 from kvoffload.core.stores import Stores
 from kvoffload.core.tier_state import TierState
-from kvoffload.model.causes import CopyOutcome, DiskOutcome, EvictionCause, MissCause, StoreOutcome
-from kvoffload.model.events import DiskCopyEnded, DiskCopyScheduled
+from kvoffload.model.causes import CopyOutcome, EvictionCause, MissCause, StoreOutcome, TierOutcome
+from kvoffload.model.events import TierCopyEnded, TierCopyScheduled
 from kvoffload.model.ids import BlockKey, SlotId
 from kvoffload.model.transfer import Direction, JobReport, Tier
 
@@ -136,7 +136,7 @@ class Fetches:
         state.in_flight.keys.update(started)
         name = None if record is None else record.request
         state.tally.events.append(
-            DiskCopyScheduled(job.job, job.direction, len(keys), name, tokens, job.tier)
+            TierCopyScheduled(job.job, job.direction, len(keys), name, tokens, job.tier)
         )
         if evicted:
             self._stores.evicted(evicted)
@@ -150,7 +150,7 @@ class Fetches:
             self._strike(job, part.missing)
         if part.outcome is not CopyOutcome.DONE and not job.settled:
             is_corrupt = part.outcome is CopyOutcome.CORRUPT
-            self._failed(job, DiskOutcome.CORRUPT if is_corrupt else DiskOutcome.FAILED)
+            self._failed(job, TierOutcome.CORRUPT if is_corrupt else TierOutcome.FAILED)
         if job.waiting:
             return
         if not job.settled:
@@ -161,7 +161,7 @@ class Fetches:
     def abandoned(self, job: Job) -> None:
         """A rank does not report: its host slots are never handed out again (R16)."""
         if not job.settled:
-            self._failed(job, DiskOutcome.ABANDONED)
+            self._failed(job, TierOutcome.ABANDONED)
         for slot in job.slots:
             self._state.pool.quarantine(slot)
 
@@ -174,7 +174,7 @@ class Fetches:
     def stop(self, job: Job) -> None:
         """What is under way is not to be found, however it ends."""
         if not job.settled:
-            self._failed(job, DiskOutcome.CANCELLED)
+            self._failed(job, TierOutcome.CANCELLED)
 
     def _usable(self) -> list[TierState]:
         """Return the tiers from which something could be fetched now."""
@@ -238,19 +238,20 @@ class Fetches:
         state, lost = self._state, job.corrupt | job.missing
         self._settle(job)
         if lost:
-            self._lost(job, sorted(lost), DiskOutcome.CORRUPT if job.corrupt else DiskOutcome.FAILED)
+            self._lost(job, sorted(lost), TierOutcome.CORRUPT if job.corrupt else TierOutcome.FAILED)
         came = [position for position in range(len(job.keys)) if position not in lost]
-        for duplicate in self._end(job, came, DiskOutcome.DONE):
+        for duplicate in self._end(job, came, TierOutcome.DONE):
             state.tally.count_stores(StoreOutcome.IN_FLIGHT)
             state.evictions.add(duplicate)
         state.pool.fill([job.slots[position] for position in reversed(came)])
         state.misses.arrived([job.keys[position] for position in came])
         for record in job.wanted:
             record.fetched_blocks += len(came)
+            record.fetched_from = job.tier
         if job.wanted:  # a warm start is no use
             self._tiers[job.tier].read([job.places[position] for position in reversed(came)])
 
-    def _failed(self, job: Job, outcome: DiskOutcome) -> None:
+    def _failed(self, job: Job, outcome: TierOutcome) -> None:
         """The blocks will not come."""
         self._settle(job)
         self._lost(job, range(len(job.keys)), outcome)
@@ -259,23 +260,23 @@ class Fetches:
         job.settled = True
         self._tiers[job.tier].pool.unpin(job.places)
 
-    def _lost(self, job: Job, positions: Sequence[int], outcome: DiskOutcome) -> None:
+    def _lost(self, job: Job, positions: Sequence[int], outcome: TierOutcome) -> None:
         """These blocks will not come, and the requests that wait for them ask for no other."""
         self._stores.again += self._end(job, positions, outcome)
         for position in positions:
             self._state.pool.invalidate(job.slots[position])
-        if outcome is not DiskOutcome.CANCELLED:
+        if outcome is not TierOutcome.CANCELLED:
             for record in job.wanted:
                 record.asks_below = False
 
-    def _end(self, job: Job, positions: Sequence[int], outcome: DiskOutcome) -> list[Offer]:
+    def _end(self, job: Job, positions: Sequence[int], outcome: TierOutcome) -> list[Offer]:
         """Count the outcome of these blocks; return the offers that waited for it."""
         if not positions:
             return []
         keys = [job.keys[position] for position in positions]
         for key in keys:
             del self._tiers[job.tier].fetching[key]
-        ended = DiskCopyEnded(job.job, job.direction, len(keys), outcome, job.copy_s, job.tier)
+        ended = TierCopyEnded(job.job, job.direction, len(keys), outcome, job.copy_s, job.tier)
         self._state.tally.events.append(ended)
         return self._state.in_flight.forget(keys)
 

@@ -45,7 +45,7 @@ class MissMemory:
                 part.pop(key, None)
 
     def reset(self, dropped: Mapping[BlockKey, object]) -> None:
-        """All keys known until now are of before the reset."""
+        """All keys known until now are from before the reset."""
         self._causes.clear()
         self._before_reset = dropped
 

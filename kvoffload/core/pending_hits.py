@@ -97,6 +97,7 @@ class PendingHits:
                 end - tokens,
                 cause if missed else None,
                 fetched,
+                record.fetched_from,
             )
         )
         return hit

@@ -10,6 +10,7 @@ from msgspec import Struct
 from kvoffload.core.machine import REQUEST, RequestEvent, RequestState
 from kvoffload.model.causes import MissCause
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, RequestId, SlotId
+from kvoffload.model.transfer import Tier
 
 # CPython 3.11 takes ten times as long to reach an enum's member through its class.
 _LOADING, _RUNNING, _FINISHING = RequestState.LOADING, RequestState.RUNNING, RequestState.FINISHING
@@ -59,6 +60,7 @@ class RequestRecord(Struct, eq=False):
             device and host was not found; 0 for none. Its last lookup decides.
         persists: its blocks may be written to lower tiers, and found there.
         fetched_blocks: blocks that were fetched from lower tiers for it.
+        fetched_from: the tier that brought some of them last.
         asks_below: False where a fetch of its failed, so that it asks for no other.
         awaits_answer: the remote store was asked for its blocks and has not answered.
     """
@@ -90,6 +92,7 @@ class RequestRecord(Struct, eq=False):
     junction: int = 0
     persists: bool = True
     fetched_blocks: int = 0
+    fetched_from: Tier = Tier.DISK
     asks_below: bool = True
     awaits_answer: bool = False
 

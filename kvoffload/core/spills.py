@@ -16,8 +16,8 @@ from __future__ import annotations
 from kvoffload.core.job import Job
 from kvoffload.core.state import CoreState
 from kvoffload.core.tier_state import TierState
-from kvoffload.model.causes import CopyOutcome, DiskOutcome, EvictionCause, MissCause
-from kvoffload.model.events import DiskCopyEnded, DiskCopyScheduled
+from kvoffload.model.causes import CopyOutcome, EvictionCause, MissCause, TierOutcome
+from kvoffload.model.events import TierCopyEnded, TierCopyScheduled
 from kvoffload.model.ids import BlockKey, Rank
 from kvoffload.model.transfer import Direction, JobReport, Tier
 
@@ -55,7 +55,7 @@ class Spills:
             self._quarantine(job, part.corrupt)
         if part.outcome is not CopyOutcome.DONE and not job.settled:
             is_corrupt = part.outcome is CopyOutcome.CORRUPT
-            self._failed(job, DiskOutcome.CORRUPT if is_corrupt else DiskOutcome.FAILED)
+            self._failed(job, TierOutcome.CORRUPT if is_corrupt else TierOutcome.FAILED)
         if job.waiting:
             return
         if not job.settled:
@@ -66,21 +66,21 @@ class Spills:
     def abandoned(self, job: Job) -> None:
         """A rank does not report: its places are never handed out again (R16)."""
         if not job.settled:
-            self._failed(job, DiskOutcome.ABANDONED)
+            self._failed(job, TierOutcome.ABANDONED)
         for place in job.places:
             self._tier.pool.quarantine(place)
 
     def cancel(self, job: Job) -> None:
         """Take back a spill that no worker knows of."""
         if not job.settled:
-            self._failed(job, DiskOutcome.CANCELLED)
+            self._failed(job, TierOutcome.CANCELLED)
         self._copies_ended(job)
         self._state.jobs.cancel(job)
 
     def stop(self, job: Job) -> None:
         """What is under way is not to be found, however it ends."""
         if not job.settled:
-            self._failed(job, DiskOutcome.CANCELLED)
+            self._failed(job, TierOutcome.CANCELLED)
 
     def _is_load_open(self) -> bool:
         return bool(self._state.jobs.is_loading or self._tier.fetching)
@@ -111,20 +111,20 @@ class Spills:
         state.pool.pin(job.slots)
         tier.spilling.update(dict.fromkeys(keys, job))
         self._open_slots += len(keys)
-        state.tally.events.append(DiskCopyScheduled(job.job, job.direction, len(keys), tier=job.tier))
+        state.tally.events.append(TierCopyScheduled(job.job, job.direction, len(keys), tier=job.tier))
 
     def _arrived(self, job: Job) -> None:
         """Every rank has written: the blocks can be found on the tier, also by the next process."""
         tier = self._tier
         tier.bound.ended(job, self._state.jobs.last, is_load_open=self._is_load_open())
-        self._settle(job, DiskOutcome.DONE)
+        self._settle(job, TierOutcome.DONE)
         lacking = {job.places[position] for position in job.missing}
         for place in lacking:
             tier.pool.invalidate(place)
         tier.pool.fill([place for place in reversed(job.places) if place not in lacking])
         tier.put(job)
 
-    def _failed(self, job: Job, outcome: DiskOutcome) -> None:
+    def _failed(self, job: Job, outcome: TierOutcome) -> None:
         self._settle(job, outcome)
         for place in job.places:
             self._tier.pool.invalidate(place)
@@ -137,13 +137,13 @@ class Spills:
         )
         self._state.tally.evicted(EvictionCause.CORRUPT, sum(map(pool.quarantine, corrupt)))
 
-    def _settle(self, job: Job, outcome: DiskOutcome) -> None:
+    def _settle(self, job: Job, outcome: TierOutcome) -> None:
         job.settled = True
         self._state.pool.unpin(job.slots)
         for key in job.keys:
             del self._tier.spilling[key]
         self._open_slots -= len(job.slots)
-        ended = DiskCopyEnded(job.job, job.direction, len(job.slots), outcome, job.copy_s, job.tier)
+        ended = TierCopyEnded(job.job, job.direction, len(job.slots), outcome, job.copy_s, job.tier)
         self._state.tally.events.append(ended)
 
     def _copies_ended(self, job: Job) -> None:

@@ -74,18 +74,14 @@ class LoadOutcome(Cause):
     CANCELLED = "cancelled"  # the request ended, or its hit was gone, before the copy was submitted
 
 
-class DiskOutcome(Cause):
-    """How a copy of blocks between host and disk ended."""
+class TierOutcome(Cause):
+    """How a copy of blocks between host and a lower tier ended."""
 
     DONE = "done"
     FAILED = "failed"
-    CORRUPT = (
-        "corrupt"  # the bytes read were not those that were written: the disk's, or with `verify` the host's
-    )
+    CORRUPT = "corrupt"  # not the bytes that were written: the tier's, or with `verify` the host's
     ABANDONED = "abandoned"
-    CANCELLED = (
-        "cancelled"  # a reset came, the requests that waited for it ended, or offloading was switched off
-    )
+    CANCELLED = "cancelled"  # a reset came, its requests ended, or offloading was switched off
 
 
 class CopyOutcome(Cause):
@@ -111,6 +107,7 @@ class Found(Cause):
     """What the last lookup before a request's first token found."""
 
     DISK = "disk"  # some of it was fetched from the disk for this request
+    REMOTE = "remote"  # the same from the remote store
     HOST = "host"  # alone or in addition to what the device held
     DEVICE = "device"
     NOTHING = "nothing"

@@ -8,7 +8,6 @@ from __future__ import annotations
 from kvoffload.model.causes import (
     CopyOutcome,
     DegradeCause,
-    DiskOutcome,
     EvictionCause,
     Found,
     LoadOutcome,
@@ -16,6 +15,7 @@ from kvoffload.model.causes import (
     PinDropCause,
     RejectionCause,
     StoreOutcome,
+    TierOutcome,
 )
 from kvoffload.model.ids import JobId, Rank, RequestId, SlotId
 from kvoffload.model.message import Message
@@ -66,7 +66,8 @@ class LookupAnswered(Event, frozen=True):
         hit_tokens: tokens in the hit positions.
         miss_tokens: tokens in the missed positions.
         cause: why the first missing position missed; None when nothing missed.
-        fetched_tokens: of the hit, what was fetched from the disk for this request; with several groups their blocks' share.
+        fetched_tokens: of the hit, what was fetched from a lower tier for this request; with several groups their blocks' share.
+        fetched_from: the tier; of several the one that brought blocks last.
     """
 
     request: RequestId
@@ -77,6 +78,7 @@ class LookupAnswered(Event, frozen=True):
     miss_tokens: int
     cause: MissCause | None
     fetched_tokens: int = 0
+    fetched_from: Tier = Tier.DISK
 
 
 class JunctionAsked(Event, frozen=True):
@@ -159,7 +161,7 @@ class RankReported(Event, frozen=True):
     tier: Tier = Tier.HOST
 
 
-class DiskCopyScheduled(Event, frozen=True):
+class TierCopyScheduled(Event, frozen=True):
     """Blocks are to be copied between host and a lower tier.
 
     Args:
@@ -179,13 +181,13 @@ class DiskCopyScheduled(Event, frozen=True):
     tier: Tier = Tier.DISK
 
 
-class DiskCopyEnded(Event, frozen=True):
+class TierCopyEnded(Event, frozen=True):
     """The outcome of a copy between host and a lower tier is known; `copy_s` are the seconds of the slowest rank that has reported."""
 
     job: JobId
     direction: Direction
     blocks: int
-    outcome: DiskOutcome
+    outcome: TierOutcome
     copy_s: float = 0.0
     tier: Tier = Tier.DISK
 

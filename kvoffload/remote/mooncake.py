@@ -23,7 +23,7 @@ from kvoffload.remote.store import FAILED, MISSING
 from kvoffload.remote.values import Shard
 
 _NOT_FOUND = -704
-_NO_ANSWER = -800  # and below: a transfer that broke off, a call that nobody answered
+_NO_ANSWER = -800  # and below: a transfer that broke off, a call without an answer
 _OWN_BUFFER = 16 * 2**20  # of the client's, for small objects
 _INSTALL = (
     "the Mooncake client cannot be loaded ({}); install kvoffload[mooncake], or on a GPU the client's wheel for its CUDA, "

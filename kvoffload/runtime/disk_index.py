@@ -125,7 +125,7 @@ class DiskIndex:
             self._do(lambda: self._append(records))
 
     def reset(self) -> bool:
-        """Remove the index; return whether nothing of before can be found any more.
+        """Remove the index; return whether nothing from before can be found any more.
 
         An index that was not read yet is removed then. It is of the weights on disk, whatever the reset was for.
         """

@@ -110,7 +110,7 @@ class RemoteIndex:
         self._calls.submit(lambda store: store.ask(shard, keys), answered)
 
     def reset(self) -> None:
-        """Find nothing of before again, neither in this life nor in the next ones. Waits for the store no longer than a call may take."""
+        """Find nothing from before again, in this process and in later ones. Waits for the store no longer than a call may take."""
         self._private = secrets.token_hex(16)
         if self._namespace is not None:
             self.due.append(facts.RemoteOpened(self._namespace))

@@ -12,7 +12,7 @@ from kvoffload.model.ids import JobId
 
 
 class Resets:
-    """Follows the jobs of before the last reset. Nothing that they bring is found; their memory is theirs until they end.
+    """Follows the jobs from before the last reset. Nothing that they bring is found; their memory is theirs until they end.
 
     Args:
         jobs: the open ones.

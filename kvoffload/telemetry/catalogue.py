@@ -10,7 +10,6 @@ from kvoffload.core.machine import JobState, SlotState
 from kvoffload.model.causes import (
     CopyOutcome,
     DegradeCause,
-    DiskOutcome,
     EvictionCause,
     Found,
     LoadOutcome,
@@ -18,6 +17,7 @@ from kvoffload.model.causes import (
     PinDropCause,
     RejectionCause,
     StoreOutcome,
+    TierOutcome,
 )
 from kvoffload.model.transfer import Direction, Tier
 from kvoffload.telemetry.labels import (
@@ -94,7 +94,6 @@ class Metric:
 
 # A further tier is served once it is named here. A copy between host and disk has the tier "disk": to it, it is a store.
 _TIER = Label("tier", Tier, served=(Tier.HOST, Tier.DISK))
-_LOWER_TIER = Label("tier", Tier, served=(Tier.DISK,))
 # Of a remote store its state and the copies are known, and neither slots nor size.
 _COPY_TIERS = Label("tier", Tier, served=(Tier.HOST, Tier.DISK, Tier.REMOTE))
 _LOWER_TIERS = Label("tier", Tier, served=(Tier.DISK, Tier.REMOTE))
@@ -152,7 +151,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_lookup_tokens_total", "Tokens in the block positions looked up.", Kind.COUNTER, (_RESULT,), "tokens"),
     Metric("kvoffload_miss_blocks_total", "Looked-up block positions that did not hit, by cause; the causes sum to the missed blocks.", Kind.COUNTER, (Label("cause", MissCause),), "blocks"),
     Metric("kvoffload_lookups_deferred_total", "Lookups answered with 'not yet', because another request was loading the same prefix, or because blocks were being fetched from a tier below the host.", Kind.COUNTER, (Label("reason", LoadWait, served=(LoadWait.OTHERS_LOAD, LoadWait.FETCH)),), "lookups"),
-    Metric("kvoffload_fetched_tokens_total", "Tokens of hits on the host that had been fetched from the tier for the request that found them.", Kind.COUNTER, (_LOWER_TIER,), "tokens"),
+    Metric("kvoffload_fetched_tokens_total", "Tokens of hits on the host that had been fetched from the tier for the request that found them.", Kind.COUNTER, (_LOWER_TIERS,), "tokens"),
     Metric("kvoffload_pin_dropped_blocks_total", "Blocks that a lookup pinned and that were released without a load.", Kind.COUNTER, (Label("cause", PinDropCause),), "blocks"),
     # --- outcomes of offers and loads ---
     Metric("kvoffload_offered_blocks_total", "Computed blocks offered to the host; each gets one outcome in the end.", Kind.COUNTER, (), "blocks"),
@@ -160,7 +159,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_load_scheduled_blocks_total", "Blocks scheduled to load; each gets one outcome in the end.", Kind.COUNTER, (), "blocks"),
     Metric("kvoffload_load_blocks_total", "Blocks scheduled to load, by final outcome.", Kind.COUNTER, (Label("outcome", LoadOutcome),), "blocks"),
     Metric("kvoffload_tier_scheduled_blocks_total", "Blocks scheduled to be copied between the host and a tier below it; each gets one outcome in the end.", Kind.COUNTER, (_LOWER_TIERS, _DIRECTION), "blocks"),
-    Metric("kvoffload_tier_blocks_total", "Blocks scheduled to be copied between the host and a tier below it, by final outcome.", Kind.COUNTER, (_LOWER_TIERS, _DIRECTION, Label("outcome", DiskOutcome)), "blocks"),
+    Metric("kvoffload_tier_blocks_total", "Blocks scheduled to be copied between the host and a tier below it, by final outcome.", Kind.COUNTER, (_LOWER_TIERS, _DIRECTION, Label("outcome", TierOutcome)), "blocks"),
     # --- recurrent states, of models that have them ---
     Metric("kvoffload_state_blocks_total", "Blocks of recurrent states among those stored and loaded.", Kind.COUNTER, (_DIRECTION,), "blocks"),
     Metric("kvoffload_junctions_asked_total", "Requests admitted whose prefix was on device and host but for a recurrent state at its end, which the engine was asked to keep.", Kind.COUNTER, (), "junctions"),

@@ -38,6 +38,7 @@ _COPIES = {
     for tier in (Tier.HOST, Tier.DISK, Tier.REMOTE)
     for direction in Direction
 }
+_ONE_TIER = {tier: (tier.value,) for tier in Tier}
 _ENDS = {
     (*copy, outcome): (*series, outcome.value) for copy, series in _COPIES.items() for outcome in CopyOutcome
 }
@@ -177,8 +178,8 @@ class Counters:
             events.JobAbandoned: self._count_abandoned,
             events.FirstTokenReached: self._count_first_token,
             events.LookupDeferred: self._count_deferred,
-            events.DiskCopyScheduled: self._count_disk_scheduled,
-            events.DiskCopyEnded: self._count_disk_ended,
+            events.TierCopyScheduled: self._count_tier_scheduled,
+            events.TierCopyEnded: self._count_tier_ended,
             events.HitDropped: self._adder("kvoffload_pin_dropped_blocks_total", "blocks", "cause"),
             events.BlocksOffered: self._adder("kvoffload_offered_blocks_total", "blocks"),
             events.StoreEnded: self._adder("kvoffload_store_blocks_total", "blocks", "outcome"),
@@ -233,7 +234,9 @@ class Counters:
                 self._misses[_MISS_CAUSES[event.cause]] += 1
                 self._misses[_BEHIND] += event.miss_blocks - 1
             if event.fetched_tokens:
-                self._counts["kvoffload_fetched_tokens_total"][(_DISK,)] += event.fetched_tokens
+                self._counts["kvoffload_fetched_tokens_total"][_ONE_TIER[event.fetched_from]] += (
+                    event.fetched_tokens
+                )
         finally:
             self._edition += 1
 
@@ -253,10 +256,10 @@ class Counters:
     def _count_deferred(self, event: events.LookupDeferred) -> None:
         self._add("kvoffload_lookups_deferred_total", _FETCH if event.owner is None else _OTHERS_LOAD, 1)
 
-    def _count_disk_scheduled(self, event: events.DiskCopyScheduled) -> None:
+    def _count_tier_scheduled(self, event: events.TierCopyScheduled) -> None:
         self._add("kvoffload_tier_scheduled_blocks_total", _COPIES[event.tier, event.direction], event.blocks)
 
-    def _count_disk_ended(self, event: events.DiskCopyEnded) -> None:
+    def _count_tier_ended(self, event: events.TierCopyEnded) -> None:
         labels = (*_COPIES[event.tier, event.direction], event.outcome.value)
         self._add("kvoffload_tier_blocks_total", labels, event.blocks)
 

@@ -13,9 +13,13 @@ from kvoffload.model import facts
 from kvoffload.model.causes import Found
 from kvoffload.model.events import FirstTokenReached, LookupAnswered
 from kvoffload.model.ids import RequestId
+from kvoffload.model.transfer import Tier
 
 HasToken = Callable[[], object]
 """What it returns is true once there is a token."""
+
+
+_FOUND = {Tier.DISK: Found.DISK, Tier.REMOTE: Found.REMOTE}
 
 
 class FirstTokens:
@@ -46,7 +50,7 @@ class FirstTokens:
     def _settled(self, event: LookupAnswered) -> None:
         if event.request in self.waiting:
             found = Found.DEVICE if event.device_tokens else Found.NOTHING
-            host = Found.DISK if event.fetched_tokens else Found.HOST
+            host = _FOUND[event.fetched_from] if event.fetched_tokens else Found.HOST
             self.admitted[event.request] = host if event.hit_tokens else found
 
     def _ended(self, fact: facts.RequestEnded) -> None:

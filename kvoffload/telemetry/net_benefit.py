@@ -16,7 +16,7 @@ from typing import Protocol
 
 from kvoffload.bus.bus import Bus
 from kvoffload.model import events, facts
-from kvoffload.model.causes import CopyOutcome, DiskOutcome, LoadOutcome
+from kvoffload.model.causes import CopyOutcome, LoadOutcome, TierOutcome
 from kvoffload.model.ids import JobId, RequestId
 from kvoffload.model.message import Message
 from kvoffload.model.transfer import Direction, Tier
@@ -92,8 +92,8 @@ class NetBenefit:
         bus.count(events.LoadScheduled, self._load_scheduled)
         bus.count(events.RankReported, self._copied)
         bus.count(events.LoadEnded, self._load_ended)
-        bus.count(events.DiskCopyScheduled, self._fetch_scheduled)
-        bus.count(events.DiskCopyEnded, self._fetch_ended)
+        bus.count(events.TierCopyScheduled, self._fetch_scheduled)
+        bus.count(events.TierCopyEnded, self._fetch_ended)
 
     def least_load_tokens(self) -> int:
         """Return the shortest hit that is worth a load by recent measurements; 0 without any."""
@@ -196,13 +196,13 @@ class NetBenefit:
             self._break_even.loaded(self._now(), load.tokens, waited_s, copy_s)
             self._price()
 
-    def _fetch_scheduled(self, event: events.DiskCopyScheduled) -> None:
+    def _fetch_scheduled(self, event: events.TierCopyScheduled) -> None:
         if event.tokens and event.request is not None and event.tier is Tier.DISK:
             self._fetches[event.job] = _Load(event.request, event.tokens, self._now())
 
-    def _fetch_ended(self, event: events.DiskCopyEnded) -> None:
+    def _fetch_ended(self, event: events.TierCopyEnded) -> None:
         fetch = self._fetches.pop(event.job, None)
-        if fetch is not None and event.outcome is DiskOutcome.DONE:
+        if fetch is not None and event.outcome is TierOutcome.DONE:
             now, self._has_fetched = self._now(), True
             self._disk_break_even.loaded(now, fetch.tokens, now - fetch.since, event.copy_s)
             self._price()

@@ -44,7 +44,7 @@ _SPANNED: tuple[type, ...] = (
     events.StoreScheduled,
     events.LoadScheduled,
     events.LoadEnded,
-    events.DiskCopyScheduled,
+    events.TierCopyScheduled,
     events.RankReported,
     events.BlocksEvicted,
     events.JobAbandoned,

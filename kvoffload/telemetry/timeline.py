@@ -97,7 +97,7 @@ class Timeline:
         self._on_event: dict[type, Callable[[float, Any], Drawn]] = {
             events.StoreScheduled: self._on_scheduled,
             events.LoadScheduled: self._on_load_scheduled,
-            events.DiskCopyScheduled: self._on_disk_scheduled,
+            events.TierCopyScheduled: self._on_disk_scheduled,
             events.RankReported: self._on_reported,
             **self._requests.on_event(),
             **dict.fromkeys(_NOTED, self._on_noted),
@@ -153,7 +153,7 @@ class Timeline:
         self._slots.loaded(event.job, event.slots)
         return self._requests.on_load_scheduled(at, event)
 
-    def _on_disk_scheduled(self, at: float, event: events.DiskCopyScheduled) -> Drawn:
+    def _on_disk_scheduled(self, at: float, event: events.TierCopyScheduled) -> Drawn:
         self._remember(event.job, _Scheduled(at, event.blocks, event.request))
         return iter(())
 

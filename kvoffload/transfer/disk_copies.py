@@ -228,11 +228,6 @@ class DiskCopies:
         return self._failure is None and not any(copy.is_stuck for copy in tuple(self._active.values()))
 
     @property
-    def failure(self) -> str | None:
-        """Why the disk is not asked any more, None while it is."""
-        return self._failure
-
-    @property
     def has_work(self) -> bool:
         """Whether jobs are open or reports wait to be taken."""
         return self._open > 0
@@ -323,7 +318,7 @@ class DiskCopies:
         if self._errors >= _MOST_ERRORS and self._failure is None:
             self._failure = f"{self._errors} calls failed in a row: {error}"
             log.error(
-                "disk_given_up", rank=self._rank, reason=self._failure, note="the engine goes on without it"
+                "disk_stopped", rank=self._rank, reason=self._failure, note="the engine goes on without it"
             )
 
     def _buffer(self) -> memoryview:

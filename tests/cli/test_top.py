@@ -49,11 +49,11 @@ from kvoffload.model import events
 from kvoffload.model.causes import (
     CopyOutcome,
     DegradeCause,
-    DiskOutcome,
     Found,
     LoadOutcome,
     MissCause,
     StoreOutcome,
+    TierOutcome,
 )
 from kvoffload.model.ids import JobId, Rank, RequestId
 from kvoffload.model.transfer import Direction, Tier
@@ -286,7 +286,7 @@ def test_a_disk_is_shown_where_there_is_one(engine: Engine) -> None:
             JobId(2), Rank(0), Direction.STORE, CopyOutcome.DONE, 3 * 2**20, 0.0, 0.1, Tier.DISK
         )
     )
-    engine._bus.publish(events.DiskCopyEnded(JobId(3), Direction.LOAD, 2, DiskOutcome.CORRUPT))
+    engine._bus.publish(events.TierCopyEnded(JobId(3), Direction.LOAD, 2, TierOutcome.CORRUPT))
     engine._bus.publish(events.LookupAnswered(A, 0, 3, 0, 48, 0, None, fetched_tokens=32))
     engine.first_token(Found.DISK, 0.2)
     shown = texts(before, engine.reading(1))

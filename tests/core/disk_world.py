@@ -14,9 +14,9 @@ from kvoffload.core.disk_state import DiskState
 from kvoffload.core.offload_core import OffloadCore
 from kvoffload.core.state import Policy
 from kvoffload.model import facts
-from kvoffload.model.causes import CopyOutcome, DiskOutcome
+from kvoffload.model.causes import CopyOutcome, TierOutcome
 from kvoffload.model.disk import Put, Strike
-from kvoffload.model.events import DiskCopyEnded
+from kvoffload.model.events import TierCopyEnded
 from kvoffload.model.groups import GroupSpec
 from kvoffload.model.ids import BlockKey, JobId, Rank, SlotId
 from kvoffload.model.transfer import Direction, DiskJob, JobReport, TransferReport
@@ -238,11 +238,11 @@ class DiskWorld(World):
 
     def evicted(self) -> int:
         """Blocks that left the host, less those that came from the disk."""
-        return super().evicted() - self.disk_copies(Direction.LOAD, DiskOutcome.DONE)
+        return super().evicted() - self.disk_copies(Direction.LOAD, TierOutcome.DONE)
 
-    def disk_copies(self, direction: Direction, outcome: DiskOutcome) -> int:
+    def disk_copies(self, direction: Direction, outcome: TierOutcome) -> int:
         """Blocks copied so far."""
-        ended = self.reported(DiskCopyEnded)
+        ended = self.reported(TierCopyEnded)
         return sum(each.blocks for each in ended if (each.direction, each.outcome) == (direction, outcome))
 
     def serve(self, name: str, text: str, *, drains: bool = True) -> Req:

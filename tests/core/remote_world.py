@@ -10,8 +10,8 @@ from kvoffload.core.offload_core import OffloadCore
 from kvoffload.core.remote_state import RemoteState
 from kvoffload.core.state import Policy
 from kvoffload.model import facts
-from kvoffload.model.causes import CopyOutcome, DiskOutcome
-from kvoffload.model.events import DiskCopyEnded
+from kvoffload.model.causes import CopyOutcome, TierOutcome
+from kvoffload.model.events import TierCopyEnded
 from kvoffload.model.groups import GroupSpec
 from kvoffload.model.ids import BlockKey, JobId, Rank
 from kvoffload.model.transfer import Direction, JobReport, RemoteJob, TransferReport
@@ -132,9 +132,9 @@ class RemoteWorld(World):
         """Blocks that left the host, less those that came from the store."""
         return super().evicted() - self.copied(Direction.LOAD)
 
-    def copied(self, direction: Direction, outcome: DiskOutcome = DiskOutcome.DONE) -> int:
+    def copied(self, direction: Direction, outcome: TierOutcome = TierOutcome.DONE) -> int:
         """Blocks copied to the store or from it so far."""
-        ended = self.reported(DiskCopyEnded)
+        ended = self.reported(TierCopyEnded)
         return sum(each.blocks for each in ended if (each.direction, each.outcome) == (direction, outcome))
 
     def remote_jobs(self, direction: Direction) -> list[JobId]:

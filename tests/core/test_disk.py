@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from kvoffload.core.machine import SlotState
 from kvoffload.model import facts
-from kvoffload.model.causes import DiskOutcome, EvictionCause, MissCause
+from kvoffload.model.causes import EvictionCause, MissCause, TierOutcome
 from kvoffload.model.events import (
     BlocksEvicted,
     DiskBlocksEvicted,
-    DiskCopyScheduled,
     DiskOpened,
     LookupDeferred,
+    TierCopyScheduled,
 )
 from kvoffload.model.ids import JobId
 from kvoffload.model.transfer import Direction
@@ -111,7 +111,7 @@ def test_r14_one_prefix_on_the_disk_is_fetched_once() -> None:
     assert len(world.disk_jobs(LOAD)) == 1
     world.finish()
     assert world.admit(requests[0]) == 12
-    assert world.disk_copies(LOAD, DiskOutcome.DONE) == 3
+    assert world.disk_copies(LOAD, TierOutcome.DONE) == 3
 
 
 def test_where_nobody_can_wait_the_next_one_finds_it() -> None:
@@ -203,7 +203,7 @@ def test_r4_one_rank_that_cannot_write_fails_the_spill() -> None:
     world.report(0, job, FAILED)
     world.report(1, job)
     assert (world.on_disk(TEXT), world.index) == ("....", {})
-    assert world.disk_copies(STORE, DiskOutcome.FAILED) == 3
+    assert world.disk_copies(STORE, TierOutcome.FAILED) == 3
     assert world.disk.pool.room == 32
 
 
@@ -214,7 +214,7 @@ def test_r17_host_bytes_that_changed_are_not_written_and_their_slots_are_lost() 
     world.rot(1, bad)
     world.report(0, job)
     world.report(1, job)
-    assert world.disk_copies(STORE, DiskOutcome.CORRUPT) == 3
+    assert world.disk_copies(STORE, TierOutcome.CORRUPT) == 3
     assert (world.on_disk(TEXT), world.index) == ("....", {})
     assert world.on_host(TEXT) == "x.xx"
     assert world.core.state.pool.state(bad) is SlotState.QUARANTINED
@@ -265,7 +265,7 @@ def test_r17_corrupt_bytes_are_struck_and_nobody_is_served_them() -> None:
     assert world.lookup(request) is None
     world.idle_step()
     world.finish()
-    assert world.disk_copies(LOAD, DiskOutcome.CORRUPT) == 3
+    assert world.disk_copies(LOAD, TierOutcome.CORRUPT) == 3
     assert world.on_disk(TEXT) == "xx.."
     assert world.admit(request) == 0
     world.run(request)
@@ -501,7 +501,7 @@ def test_events_name_the_direction_and_the_request() -> None:
     world.only_on_disk(TEXT)
     request = world.add("late", TEXT)
     world.lookup(request)
-    scheduled = world.reported(DiskCopyScheduled)
+    scheduled = world.reported(TierCopyScheduled)
     assert [(each.direction, each.blocks, each.request) for each in scheduled] == [
         (STORE, 3, None),
         (LOAD, 3, request.name),

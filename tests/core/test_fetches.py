@@ -5,8 +5,8 @@ from __future__ import annotations
 from kvoffload.core.copy_bound import CopyBound
 from kvoffload.core.job import Job
 from kvoffload.core.machine import SlotState
-from kvoffload.model.causes import DiskOutcome, MissCause
-from kvoffload.model.events import DiskCopyScheduled
+from kvoffload.model.causes import MissCause, TierOutcome
+from kvoffload.model.events import TierCopyScheduled
 from kvoffload.model.ids import JobId, Rank, SlotId
 from kvoffload.model.transfer import Direction
 from tests.core.disk_world import DiskWorld
@@ -17,8 +17,8 @@ TEXT = "abcdefghijklmnop"  # four blocks, of which a lookup finds three
 OTHER = "ABCDEFGHIJKLMNOP"
 
 
-def fetches(world: DiskWorld) -> list[DiskCopyScheduled]:
-    return [each for each in world.reported(DiskCopyScheduled) if each.direction is LOAD]
+def fetches(world: DiskWorld) -> list[TierCopyScheduled]:
+    return [each for each in world.reported(TierCopyScheduled) if each.direction is LOAD]
 
 
 # -- with its request -------------------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ def test_a_request_that_goes_before_its_lookup_takes_its_fetch_along() -> None:
     world.only_on_disk(TEXT)
     request = world.add("late", TEXT)
     world.end(request)
-    assert world.disk_copies(LOAD, DiskOutcome.CANCELLED) == 3
+    assert world.disk_copies(LOAD, TierOutcome.CANCELLED) == 3
     assert world.idle_step().disk == ()
     assert world.copies == {}
     assert world.on_disk(TEXT) == "xxx."
@@ -122,7 +122,7 @@ def test_a_request_that_was_admitted_leaves_its_fetch_for_the_next_one() -> None
     world.step()
     world.end(hasty)
     world.finish()
-    assert world.disk_copies(LOAD, DiskOutcome.DONE) == 3
+    assert world.disk_copies(LOAD, TierOutcome.DONE) == 3
 
 
 def test_what_the_disk_adds_is_computed_where_it_is_shorter_than_the_break_even() -> None:

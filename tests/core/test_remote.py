@@ -7,7 +7,7 @@ import sys
 from kvoffload.core.machine import SlotState
 from kvoffload.core.remote_state import MOST_ASKED
 from kvoffload.model import facts
-from kvoffload.model.causes import DiskOutcome, MissCause
+from kvoffload.model.causes import MissCause, TierOutcome
 from kvoffload.model.events import LookupDeferred
 from kvoffload.model.ids import BlockKey
 from kvoffload.model.transfer import Direction
@@ -152,7 +152,7 @@ def test_r17_a_value_that_is_gone_costs_what_lies_behind_it_and_one_fetch() -> N
     other.finish()
     assert other.on_host(TEXT) == "x.x."
     assert other.admit(request) == 4
-    assert (other.copied(LOAD), other.copied(LOAD, DiskOutcome.FAILED)) == (2, 1)
+    assert (other.copied(LOAD), other.copied(LOAD, TierOutcome.FAILED)) == (2, 1)
     other.step()
     other.finish()
     other.run(request)
@@ -168,7 +168,7 @@ def test_r4_r17_another_writers_value_on_one_rank_is_used_by_none() -> None:
     other.idle_step()
     other.finish()
     assert other.on_host(TEXT) == "x.x."
-    assert (other.copied(LOAD), other.copied(LOAD, DiskOutcome.CORRUPT)) == (2, 1)
+    assert (other.copied(LOAD), other.copied(LOAD, TierOutcome.CORRUPT)) == (2, 1)
     assert other.admit(request) == 4
     other.step()
     other.finish()

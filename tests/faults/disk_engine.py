@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kvoffload.engine import Engine, SamplingParams
-from kvoffload.model.events import DiskCopyEnded
+from kvoffload.model.events import TierCopyEnded
 from kvoffload_reference.plugin import ReferencePlugin
 from tests.engine.tiny import assert_same, taken
 from tests.reference.rig import BLOCK, TOLERANCE, config_of, plain, slot_bytes, text
@@ -48,7 +48,7 @@ class Driven:
         self.engine = Engine(config, self.plugin, clock=time.monotonic)
         assert self.plugin.offload is not None
         self.offload = self.plugin.offload
-        self.offload.bus.count(DiskCopyEnded, self._note)
+        self.offload.bus.count(TierCopyEnded, self._note)
         disk, until = self.offload.core.state.disk, time.monotonic() + opens_in_s
         assert disk is not None
         while not (disk.is_open or disk.is_closed) and time.monotonic() < until:
@@ -82,7 +82,7 @@ class Driven:
         self.engine.close()
         return {}
 
-    def _note(self, event: DiskCopyEnded) -> None:
+    def _note(self, event: TierCopyEnded) -> None:
         what = f"{event.direction.value} {event.outcome.value}"
         self.copies[what] = self.copies.get(what, 0) + event.blocks
 

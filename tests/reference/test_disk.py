@@ -11,8 +11,8 @@ from typing import Any, Unpack
 import pytest
 
 from kvoffload.disk.slot_file import SlotFile, SlotFileInUse, open_slot_file
-from kvoffload.model.causes import DiskOutcome, EvictionCause, MissCause
-from kvoffload.model.events import DiskCopyEnded, Event
+from kvoffload.model.causes import EvictionCause, MissCause, TierOutcome
+from kvoffload.model.events import Event, TierCopyEnded
 from kvoffload.model.transfer import Direction
 from kvoffload.runtime import worker_disk
 from tests.reference.rig import BLOCK, KINDS, Options, Rig, rig, slot_bytes, text
@@ -39,19 +39,19 @@ def start(tmp_path: Path) -> Iterator[StartEngine]:
             options.setdefault("host_blocks", 48 if kind == "full" else 192)
             made = running.enter_context(rig(kind, **options))
             made.events = []  # type: ignore[attr-defined]
-            made.offload.bus.count(DiskCopyEnded, made.events.append)  # type: ignore[attr-defined]
+            made.offload.bus.count(TierCopyEnded, made.events.append)  # type: ignore[attr-defined]
             made.drain()  # the index is read, and the core takes it over
             return made
 
         yield begin
 
 
-def copied(made: Rig, direction: Direction, outcome: DiskOutcome = DiskOutcome.DONE) -> int:
+def copied(made: Rig, direction: Direction, outcome: TierOutcome = TierOutcome.DONE) -> int:
     events: list[Event] = made.events  # type: ignore[attr-defined]
     return sum(
         each.blocks
         for each in events
-        if isinstance(each, DiskCopyEnded) and (each.direction, each.outcome) == (direction, outcome)
+        if isinstance(each, TierCopyEnded) and (each.direction, each.outcome) == (direction, outcome)
     )
 
 
@@ -106,7 +106,7 @@ def test_r17_a_bit_that_flipped_in_host_memory_is_not_written_to_the_disk(start:
         made.workers[0].pump._arena.page(slot, 0)[-1] ^= 1
     made.run(PROMPT)  # found on the device
     settle(made)
-    assert copied(made, Direction.STORE, DiskOutcome.CORRUPT) > 0
+    assert copied(made, Direction.STORE, TierOutcome.CORRUPT) > 0
     assert copied(made, Direction.STORE) == 0
     assert made.count("evicted_blocks", "host", EvictionCause.CORRUPT.value) > 0
 
@@ -185,7 +185,7 @@ def test_flipped_bits_on_the_disk_cost_a_computation_and_no_wrong_token(
     path.write_bytes(data)
     made = start()
     made.run(PROMPT)
-    assert copied(made, Direction.LOAD, DiskOutcome.CORRUPT) > 0
+    assert copied(made, Direction.LOAD, TierOutcome.CORRUPT) > 0
     assert copied(made, Direction.LOAD) == 0
     made.assert_clean()
 
@@ -228,7 +228,7 @@ def test_with_less_room_the_most_recently_used_are_found_and_the_rest_gives_its_
     assert copied(made, Direction.LOAD) == new
     made.run(MORE[0])
     assert copied(made, Direction.LOAD) == new
-    assert copied(made, Direction.LOAD, DiskOutcome.CORRUPT) == 0
+    assert copied(made, Direction.LOAD, TierOutcome.CORRUPT) == 0
     made.assert_clean()
 
 
@@ -299,7 +299,7 @@ def test_r16_a_rank_that_never_reports_a_job_on_the_disk_costs_its_places_and_no
     made.step()
     made.clock.jump(10 * made.offload._timeout_s)
     made.run(text(99, 10 * BLOCK))
-    assert copied(made, Direction.STORE, DiskOutcome.ABANDONED) > 0
+    assert copied(made, Direction.STORE, TierOutcome.ABANDONED) > 0
     monkeypatch.undo()
     settle(made)
     made.assert_clean()
@@ -349,7 +349,7 @@ def test_copies_that_ended_while_no_step_was_made_are_not_written_off(start: Sta
     made.run(PROMPT)
     settle(made)
     assert copied(made, Direction.STORE) > 0
-    assert copied(made, Direction.STORE, DiskOutcome.ABANDONED) == 0
+    assert copied(made, Direction.STORE, TierOutcome.ABANDONED) == 0
     made.assert_clean()
 
 
@@ -374,7 +374,7 @@ def test_requests_that_go_before_they_are_admitted_leave_nothing_behind(start: S
         made.step()
         made.engine.abort(gone.request_id)
         made.step()
-    assert copied(made, Direction.LOAD, DiskOutcome.CANCELLED) > 0
+    assert copied(made, Direction.LOAD, TierOutcome.CANCELLED) > 0
     made.portal.disks[0].release()
     made.run(PROMPT)
     made.assert_clean()

@@ -24,9 +24,9 @@ import pytest
 from kvoffload.disk.index_log import IndexLog
 from kvoffload.engine import Engine, SamplingParams
 from kvoffload.engine.runner import Runner
-from kvoffload.model.causes import DiskOutcome
+from kvoffload.model.causes import TierOutcome
 from kvoffload.model.disk import DiskRecord, Put, Strike
-from kvoffload.model.events import DiskCopyEnded
+from kvoffload.model.events import TierCopyEnded
 from kvoffload.model.transfer import Direction
 from kvoffload_reference.plugin import ReferencePlugin
 from tests.engine.tiny import assert_same, taken
@@ -60,15 +60,15 @@ class Served:
         )
         assert self.plugin.offload is not None
         self.fetched = 0
-        self.plugin.offload.bus.count(DiskCopyEnded, self._copied)
+        self.plugin.offload.bus.count(TierCopyEnded, self._copied)
         disk = self.plugin.offload.core.state.disk
         assert disk is not None
         self.disk = disk
         while not disk.is_open:
             self.engine.step()
 
-    def _copied(self, event: DiskCopyEnded) -> None:
-        if (event.direction, event.outcome) == (Direction.LOAD, DiskOutcome.DONE):
+    def _copied(self, event: TierCopyEnded) -> None:
+        if (event.direction, event.outcome) == (Direction.LOAD, TierOutcome.DONE):
             self.fetched += event.blocks
 
     def run(self, prompt: Sequence[int]) -> None:

@@ -16,6 +16,7 @@ def test_each_request_is_counted_by_what_was_found() -> None:
     assert {labels[0]: one.samples for labels, one in counted.items()} == {
         "host": 1,
         "disk": 0,
+        "remote": 0,
         "device": 1,
         "nothing": 1,
     }

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvoffload.engine import Engine, SamplingParams
-from kvoffload.model.causes import DiskOutcome
-from kvoffload.model.events import DiskCopyEnded
+from kvoffload.model.causes import TierOutcome
+from kvoffload.model.events import TierCopyEnded
 from kvoffload.model.transfer import Direction
 from kvoffload.runtime import remote_index
 from kvoffload.runtime.scheduler_side import SchedulerSide
@@ -35,8 +35,8 @@ class Served:
         settings = {"remote_url": url, "remote_timeout_s": 5.0, **extra}
         config = config_of(kind, ranks=ranks, host_blocks=400, extra=settings)
         self.engine = Engine(config, self.plugin, clock=time.monotonic)
-        self.copies: list[DiskCopyEnded] = []
-        self.offload.bus.count(DiskCopyEnded, self.copies.append)
+        self.copies: list[TierCopyEnded] = []
+        self.offload.bus.count(TierCopyEnded, self.copies.append)
 
     @property
     def offload(self) -> SchedulerSide:
@@ -75,7 +75,7 @@ class Served:
         self.run()
         self.step_until(lambda: self.copied(Direction.STORE) > 0)
 
-    def copied(self, way: Direction, outcome: DiskOutcome = DiskOutcome.DONE) -> int:
+    def copied(self, way: Direction, outcome: TierOutcome = TierOutcome.DONE) -> int:
         return sum(each.blocks for each in self.copies if (each.direction, each.outcome) == (way, outcome))
 
 
@@ -112,7 +112,10 @@ def test_r18_the_second_engine_finds_what_the_first_has_written(
     )
     assert counted.count("kvoffload_transfer_bytes_total", "remote", "load") > 0
     assert counted.count("kvoffload_transfer_bytes_total", "disk", "load") == 0
-    assert second.offload.counters.snapshot().count("kvoffload_load_blocks_total", "loaded") > 0
+    assert counted.count("kvoffload_fetched_tokens_total", "remote") > 0
+    assert counted.count("kvoffload_fetched_tokens_total", "disk") == 0
+    assert counted.distributions["kvoffload_first_token_seconds"][("remote",)].samples == 1
+    assert counted.count("kvoffload_load_blocks_total", "loaded") > 0
 
 
 def test_r18_other_weights_other_ranks_and_before_a_reset_find_nothing(start: StartEngine, url: str) -> None:

@@ -21,7 +21,7 @@ from kvoffload.bus.observers import run_observer
 from kvoffload.engine import Engine
 from kvoffload.logs import ROOT
 from kvoffload.model.causes import StoreOutcome
-from kvoffload.model.events import DiskCopyEnded, DiskOpened, Event
+from kvoffload.model.events import DiskOpened, Event, TierCopyEnded
 from kvoffload.model.facts import Fact, JobOverdue
 from kvoffload.model.transfer import Tier
 from kvoffload.runtime.clocks import Clocks
@@ -109,7 +109,7 @@ class Simulation:
         if self._keep is not None:
             self._follow(self._keep)
         self.offload.bus.count(JobOverdue, self._note_overdue)  # also of a core that has raised
-        self.offload.bus.count(DiskCopyEnded, self._note_disk_copy)
+        self.offload.bus.count(TierCopyEnded, self._note_disk_copy)
         self.offload.bus.count(DiskOpened, partial(self._check_opened, was_reset=self._was_reset))
         self._was_reset = False
         for name in scenario.observers:
@@ -419,7 +419,7 @@ class Simulation:
         if left:
             raise AssertionError("; ".join(left))
 
-    def _note_disk_copy(self, event: DiskCopyEnded) -> None:
+    def _note_disk_copy(self, event: TierCopyEnded) -> None:
         self.disk_copies[f"{event.direction.value} {event.outcome.value}"] += event.blocks
 
     def _check_opened(self, event: DiskOpened, *, was_reset: bool) -> None:

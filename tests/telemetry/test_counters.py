@@ -12,21 +12,19 @@ from msgspec.structs import replace
 from kvoffload.bus.bus import Bus
 from kvoffload.model.causes import (
     CopyOutcome,
-    DiskOutcome,
     EvictionCause,
     LoadOutcome,
     MissCause,
     PinDropCause,
     RejectionCause,
     StoreOutcome,
+    TierOutcome,
 )
 from kvoffload.model.events import (
     BlocksEvicted,
     BlocksOffered,
     BlocksZeroed,
     DiskBlocksEvicted,
-    DiskCopyEnded,
-    DiskCopyScheduled,
     Event,
     FactRejected,
     HitDropped,
@@ -38,6 +36,8 @@ from kvoffload.model.events import (
     RankReported,
     ResetStarted,
     StoreEnded,
+    TierCopyEnded,
+    TierCopyScheduled,
 )
 from kvoffload.model.ids import JobId, Rank, RequestId
 from kvoffload.model.transfer import Direction, Tier
@@ -79,10 +79,10 @@ def test_copies_of_the_tiers_are_counted_apart() -> None:
 
 
 def test_what_was_scheduled_with_the_disk_has_an_outcome_in_the_end() -> None:
-    planned = DiskCopyScheduled(JOB, Direction.STORE, 3)
+    planned = TierCopyScheduled(JOB, Direction.STORE, 3)
     assert conservation(count(planned)) == []
     assert len(conservation(count(planned), drained=True)) == 1
-    ended = DiskCopyEnded(JOB, Direction.STORE, 3, DiskOutcome.DONE)
+    ended = TierCopyEnded(JOB, Direction.STORE, 3, TierOutcome.DONE)
     assert conservation(count(planned, ended), drained=True) == []
     assert len(conservation(count(planned, ended, ended))) == 1
 
@@ -98,13 +98,13 @@ def test_a_full_hit_has_no_cause() -> None:
         (LookupDeferred(A, A), "kvoffload_lookups_deferred_total", ("others_load",), 1),
         (LookupDeferred(A, None), "kvoffload_lookups_deferred_total", ("fetch",), 1),
         (
-            DiskCopyScheduled(JOB, Direction.STORE, 5),
+            TierCopyScheduled(JOB, Direction.STORE, 5),
             "kvoffload_tier_scheduled_blocks_total",
             ("disk", "store"),
             5,
         ),
         (
-            DiskCopyEnded(JOB, Direction.LOAD, 5, DiskOutcome.CORRUPT),
+            TierCopyEnded(JOB, Direction.LOAD, 5, TierOutcome.CORRUPT),
             "kvoffload_tier_blocks_total",
             ("disk", "load", "corrupt"),
             5,
@@ -246,10 +246,10 @@ def test_a_counter_that_raised_leaves_the_edition_even() -> None:
 def test_property_miss_causes_sum_to_the_missed_blocks(stream: list[Event]) -> None:
     offered = sum(event.blocks for event in stream if isinstance(event, StoreEnded))
     scheduled = sum(event.blocks for event in stream if isinstance(event, LoadEnded))
-    with_disk = sum(event.blocks for event in stream if isinstance(event, DiskCopyEnded))
-    totals = BlocksOffered | LoadScheduled | DiskCopyScheduled
+    with_disk = sum(event.blocks for event in stream if isinstance(event, TierCopyEnded))
+    totals = BlocksOffered | LoadScheduled | TierCopyScheduled
     stream = [event for event in stream if not isinstance(event, totals)]
-    begun = [DiskCopyScheduled(JOB, Direction.LOAD, with_disk), *stream]
+    begun = [TierCopyScheduled(JOB, Direction.LOAD, with_disk), *stream]
     snapshot = count(BlocksOffered(offered), LoadScheduled(JOB, A, scheduled, 0), *begun)
     assert conservation(snapshot, drained=True) == []
 

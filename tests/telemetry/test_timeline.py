@@ -279,8 +279,8 @@ def test_a_store_whose_slots_were_all_taken_again_is_forgotten() -> None:
 
 
 def test_copies_with_the_disk_have_lanes_of_their_own_and_no_arrows() -> None:
-    spill = events.DiskCopyScheduled(JobId(1), Direction.STORE, 3)
-    fetch = events.DiskCopyScheduled(JobId(2), Direction.LOAD, 2, A)
+    spill = events.TierCopyScheduled(JobId(1), Direction.STORE, 3)
+    fetch = events.TierCopyScheduled(JobId(2), Direction.LOAD, 2, A)
     picture = Picture(
         journal(
             (0, spill),

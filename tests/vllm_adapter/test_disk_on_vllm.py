@@ -18,8 +18,8 @@ import pytest
 
 from kvoffload.disk.folder import lock_folder
 from kvoffload.logs import ROOT
-from kvoffload.model.causes import DiskOutcome
-from kvoffload.model.events import DiskCopyEnded
+from kvoffload.model.causes import TierOutcome
+from kvoffload.model.events import TierCopyEnded
 from kvoffload.model.transfer import Direction
 from tests.vllm_adapter.engine_rig import MARKS, Asked, Reported, Rig, check_same, offloading
 from tests.vllm_stock import checkpoints, engines
@@ -46,14 +46,14 @@ class Life:
     """An engine with a disk that is open, or that it was refused."""
 
     rig: Rig
-    copies: list[DiskCopyEnded]
+    copies: list[TierCopyEnded]
     restored: int
 
     def fetched(self) -> int:
         return sum(
             copy.blocks
             for copy in self.copies
-            if (copy.direction, copy.outcome) == (Direction.LOAD, DiskOutcome.DONE)
+            if (copy.direction, copy.outcome) == (Direction.LOAD, TierOutcome.DONE)
         )
 
     def on_disk(self) -> int:
@@ -85,7 +85,7 @@ def living(
             kind, folder, HOST_BLOCKS[kind], extra=extra, checkpoint=checkpoint, **options
         ) as rig:
             life = Life(rig, [], 0)
-            rig.side.bus.count(DiskCopyEnded, life.copies.append)
+            rig.side.bus.count(TierCopyEnded, life.copies.append)
             rig.until(lambda: life.disk.is_open or life.disk.is_closed)
             life.restored = life.on_disk()
             yield life

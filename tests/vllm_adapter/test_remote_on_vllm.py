@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from kvoffload.model.causes import DiskOutcome
-from kvoffload.model.events import DiskCopyEnded
+from kvoffload.model.causes import TierOutcome
+from kvoffload.model.events import TierCopyEnded
 from kvoffload.model.transfer import Direction, Tier
 from tests.remote.servers import Bucket
 from tests.vllm_adapter.engine_rig import MARKS, Asked, Reported, Rig, check_same, offloading
@@ -44,10 +44,10 @@ class Sharing:
     """An engine that has reached the store."""
 
     rig: Rig
-    copies: list[DiskCopyEnded]
+    copies: list[TierCopyEnded]
 
     def copied(self, direction: Direction) -> int:
-        assert all((copy.tier, copy.outcome) == (Tier.REMOTE, DiskOutcome.DONE) for copy in self.copies)
+        assert all((copy.tier, copy.outcome) == (Tier.REMOTE, TierOutcome.DONE) for copy in self.copies)
         return sum(copy.blocks for copy in self.copies if copy.direction is direction)
 
     def ask(self, name: str, asked: Asked, **options: Any) -> Reported:
@@ -68,8 +68,8 @@ def sharing(model: Path, folder: Path, url: str) -> Iterator[Sharing]:
         with offloading(
             "qwen3", folder, HOST_BLOCKS, extra=extra, checkpoint=model, enable_lora=True, max_lora_rank=8
         ) as rig:
-            copies: list[DiskCopyEnded] = []
-            rig.side.bus.count(DiskCopyEnded, copies.append)
+            copies: list[TierCopyEnded] = []
+            rig.side.bus.count(TierCopyEnded, copies.append)
             remote: Any = rig.side.core.state.remote
             while not remote.is_usable:
                 rig.run({"first": Asked((1, 2, 3), 1)})

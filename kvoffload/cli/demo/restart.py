@@ -65,7 +65,7 @@ class RestartResult:
         killed_in_turn: number of the turn that was under way, from 1.
         variants: by name: without offloading, with host memory, with a disk below it.
         sooner: median time to first token after the restart, recomputed over with the disk.
-        before: what the engine with the disk had counted when it was last heard of before it was killed.
+        before: the last counts of the engine with the disk before it was killed.
         disk_blocks: blocks that the next process found on the disk.
         after: what that process counted.
         agreements: outputs since the restart compared with those without offloading.

@@ -24,7 +24,7 @@ _MIB = 2**20
 
 COLOURS: dict[str, str] = {
     # where tokens of prompts came from
-    "host": "#5aa64b", "disk": "#2f8f8f", "device": "#4a86d0", "nothing": "#9a9a9a", "hit": "#5aa64b", "miss": "#9a9a9a",
+    "host": "#5aa64b", "disk": "#2f8f8f", "remote": "#1f6f8f", "device": "#4a86d0", "nothing": "#9a9a9a", "hit": "#5aa64b", "miss": "#9a9a9a",
     # the host's slots, from the bottom; the rest is empty
     "pinned": "#5aa64b", "ready": "#4a86d0", "filling": "#7fb3ea", "draining": "#a06bc9", "quarantined": "#d44a3a",
     # directions of copies
@@ -34,6 +34,7 @@ COLOURS: dict[str, str] = {
 _TIERS = {"device": "device", "host": "host", "miss": "not found"}
 _FOUND = {
     Found.DISK: "on the disk",
+    Found.REMOTE: "in the remote store",
     Found.HOST: "on the host",
     Found.DEVICE: "on the device only",
     Found.NOTHING: "nothing",

@@ -248,8 +248,8 @@ def _break_even(tokens: int) -> str:
 def _first_tokens(summary: Summary, room: _Room) -> Table:
     table = _section(room, "first token, by what was found", "p50", "p99")
     for found, times in summary.first_token.items():
-        if found == Found.DISK.value and summary.disk is None:
-            continue
+        if times.p50_s is None and found in (Found.DISK.value, Found.REMOTE.value):
+            continue  # most engines have no such tier
         table.add_row(f"  {found}", *_times(times))
     return table
 
