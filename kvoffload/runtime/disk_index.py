@@ -33,7 +33,6 @@ from kvoffload.model.transfer import TransferReport
 from kvoffload.runtime.portal import Portal
 
 if TYPE_CHECKING:
-    from pathlib import Path
 
     from kvoffload.disk.folder import DiskPlace, TierFolder
     from kvoffload.disk.identity import KVIdentity
@@ -51,7 +50,6 @@ log = get_logger("disk")
 class _Opened:
     """What the thread has open."""
 
-    folder: Path
     index: IndexLog | None  # None after a reset
     entries: int
     is_dirty: bool = False
@@ -80,7 +78,7 @@ class DiskIndex:
         """What the core must learn, a fact a step: `next_fact`."""
         self.awaits_files = True
         """Whether ranks have not opened their slot files yet."""
-        self._is_begun = self._was_reset = self._is_handed_over = False
+        self._is_closed = self._was_reset = self._is_handed_over = False
         self._files: dict[Rank, DiskFile] = {}
         self.identity: KVIdentity | None = None
         self._folder: TierFolder | None = None
@@ -102,7 +100,7 @@ class DiskIndex:
                 continue
             self._files[report.rank] = report.disk_file
             if len(self._files) == self._ranks:
-                self._is_begun, self.awaits_files = True, False
+                self.awaits_files = False
                 self._do(self._open)
                 self._syncing = self._portal.spawn(self._sync_now_and_then)
 
@@ -127,12 +125,15 @@ class DiskIndex:
     def reset(self) -> bool:
         """Remove the index; return whether nothing from before can be found any more.
 
-        An index that was not read yet is removed then. It is of the weights on disk, whatever the reset was for.
+        Before the folder is locked, nobody waits: it is removed then. This process has put nothing there, and what others have
+        put is of the weights on disk, whatever the reset was for.
         """
         self._was_reset = True
-        if not self._is_begun:
+        if self._is_closed:
             return True
         done = self._do(self._reset)
+        if self.identity is None:
+            return True
         with suppress(TimeoutError):
             return bool(done.result(RESET_S))
         return False
@@ -141,7 +142,7 @@ class DiskIndex:
         """Write what was handed in, sync and close; a disk that hangs is waited for no longer than `closes_in_s`."""
         if self._syncing is not None:
             self._syncing.cancel()
-        self._is_begun = False
+        self._is_closed = True
         closed = self._do(self._close)
         if self._folder is not None:  # otherwise the weights may still be read
             with suppress(TimeoutError):
@@ -202,7 +203,7 @@ class DiskIndex:
         were = len(entries)
         entries, free = entries.fit(capacity, slots)
         index = start_index(folder, IndexHeader(generation, ids, slots), entries)
-        self._opened = _Opened(folder, index, len(entries))
+        self._opened = _Opened(index, len(entries))
         is_cut = found is not None and found.is_cut
         log.info(
             "disk_opened",
@@ -239,9 +240,11 @@ class DiskIndex:
     def _reset(self) -> bool:
         from kvoffload.disk.index_log import remove_index
 
+        if self._folder is None:
+            return False
+        remove_index(self._folder.path)
         opened = self._opened
         if opened is not None and opened.index is not None:
-            remove_index(opened.folder)
             opened.index.close()
             opened.index, opened.is_dirty = None, False
         return True

@@ -161,8 +161,9 @@ def test_r18_a_reset_before_the_index_was_read_reaches_it(start: StartEngine, tm
     leave_on_disk(made)
     start(folder="another")
     extra = {"disk_path": tmp_path / "disk", "disk_bytes_per_rank": 4096 + 400 * (slot_bytes("full") + 4096)}
-    with rig("full", host_blocks=48, extra=extra) as second:
+    with rig("full", host_blocks=48, extra=extra, starts_ready=False) as second:
         assert second.offload.reset()
+        assert not list(tmp_path.glob("disk/*/replica0/index")), "a process killed now leaves it to the next"
         leave_on_disk(second)
         assert second.offload.core.state.disk is not None
         assert second.offload.core.state.disk.is_open
@@ -238,7 +239,7 @@ def test_a_folder_in_use_leaves_the_second_engine_without_a_disk(
     made = start()
     leave_on_disk(made)
     extra = {"disk_path": tmp_path / "disk", "disk_bytes_per_rank": 2**20}
-    with rig("full", host_blocks=48, extra=extra) as second:
+    with rig("full", host_blocks=48, extra=extra, starts_ready=False) as second:
         second.run(PROMPT)
         second.run(PROMPT)
         second.assert_clean()

@@ -165,7 +165,7 @@ class Simulation:
         """Reset the caches; once the answer is yes, no engine finds anything from before."""
         self.engine.reset_prefix_cache()
         below = self.offload._below
-        self._was_reset |= below is not None and below.reset()
+        self._was_reset |= below is not None and below.reset() and below.disk_identity is not None
 
     def end_life(self, how: str) -> None:
         """The engine is to end, and another one to start."""

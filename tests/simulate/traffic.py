@@ -80,7 +80,8 @@ async def turn(
     world: Simulation, prompt: list[int], new_tokens: int, patience: float | int | None = None
 ) -> None:
     """One request: its tokens are right, and none is missing unless it was abandoned. It is asked again if the engine dies."""
-    await world.is_open.wait()
+    while not world.is_open.is_set():  # it may have been cleared again before this task runs
+        await world.is_open.wait()
     life, should = world.life, world.expected(prompt, new_tokens)
     stream = world.engine.submit(prompt, SamplingParams(new_tokens))
     found: list[int] = []
