@@ -13,6 +13,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from contextlib import closing
+from typing import Any
 
 import numpy as np
 
@@ -43,13 +44,10 @@ class MooncakeStore:
     """
 
     def __init__(self, address: MooncakeAddress, timeout_s: float) -> None:
-        try:
-            from mooncake.store import MooncakeDistributedStore, ReplicateConfig
-        except ImportError as error:
-            raise RemoteError(_INSTALL.format(error)) from error
+        client = load_client()
         own = own_address(address, timeout_s)
-        self._client = MooncakeDistributedStore()
-        self._pinned = ReplicateConfig()
+        self._client = client.MooncakeDistributedStore()
+        self._pinned = client.ReplicateConfig()
         self._pinned.with_hard_pin = True
         master = f"{address.host}:{address.port}"
         code = self._client.setup(own, "P2PHANDSHAKE", 0, _OWN_BUFFER, address.protocol, "", master)
@@ -98,6 +96,19 @@ class MooncakeStore:
 
     def close(self) -> None:
         self._client.close()
+
+
+def load_client() -> Any:  # noqa: ANN401  # a module without types
+    """Return the client's module.
+
+    Raises:
+        RemoteError: it is not installed, or a library that it needs is not.
+    """
+    try:
+        import mooncake.store
+    except ImportError as error:
+        raise RemoteError(_INSTALL.format(error)) from error
+    return mooncake.store
 
 
 def own_address(address: MooncakeAddress, timeout_s: float) -> str:

@@ -13,14 +13,14 @@ from tests.remote.servers import Bucket, Mooncake
 def mooncake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mooncake]:
     server = Mooncake(tmp_path_factory.mktemp("mooncake"))
     yield server
-    server.kill()
+    server.close()
 
 
 @pytest.fixture(scope="session")
 def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
     server = Bucket(tmp_path_factory.mktemp("bucket"))
     yield server
-    server.kill()
+    server.close()
 
 
 @pytest.fixture(params=["mooncake", "bucket"])

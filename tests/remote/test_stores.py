@@ -17,7 +17,7 @@ from kvoffload.remote.address import parse_address
 from kvoffload.remote.connect import open_store
 from kvoffload.remote.store import FAILED, MISSING, RemoteStore
 from kvoffload.remote.values import TRAILER_BYTES, Shard, generation_name, is_whole, seal
-from tests.remote.servers import CREDENTIALS, Bucket, Mooncake
+from tests.remote.servers import Bucket, Mooncake
 
 TIMEOUT_S = 5.0
 SIZE = 5000 + TRAILER_BYTES
@@ -147,7 +147,7 @@ def test_a_pack_that_is_gone_is_missing_and_forgotten(
         monkeypatch.setenv(name, value)
     store = open_store(parse_address(bucket.url), TIMEOUT_S)
     store.put(shard, KEYS, values(store, len(KEYS)))
-    there = S3Store("blocks", prefix="of/tests")
+    there = S3Store("blocks", prefix="kvoffload")
     [pack] = [entry["path"] for page in obstore.list(there, f"kvo1/{shard.namespace}") for entry in page]
     obstore.delete(there, pack)
     assert store.get(shard, KEYS[:2], values(store, 2)) == [MISSING, MISSING]
@@ -159,13 +159,14 @@ def test_refused_credentials_are_an_error_that_does_not_repeat_them(
 ) -> None:
     for name, value in bucket.environment.items():
         monkeypatch.setenv(name, value)
+    credentials = [bucket.environment[name] for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")]
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     store = open_store(parse_address(bucket.url), TIMEOUT_S)
     with pytest.raises(RemoteError) as refused:
         store.put(shard, KEYS[:1], values(store, 1))
     text = str(refused.value)
     assert "blocks" in text
-    assert not any(secret in text for secret in (*CREDENTIALS.values(), "wrong"))
+    assert not any(secret in text for secret in (*credentials, "wrong"))
 
 
 def test_no_server_is_an_error_soon(tmp_path: Path) -> None:
@@ -188,5 +189,5 @@ def test_a_dead_node_fails_gets_and_a_dead_master_calls(tmp_path: Path, shard: S
         with pytest.raises(RemoteError, match="does not answer"):
             store.ask(shard, KEYS)
     finally:
-        server.kill()
+        server.close()
         store.close()

@@ -169,4 +169,4 @@ def test_r17_a_dead_store_costs_its_hits_and_nothing_else(
         assert second.offload.reset()
         second.engine.close()
     finally:
-        server.kill()
+        server.close()

@@ -36,7 +36,7 @@ def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
     yield server.url
-    server.kill()
+    server.close()
 
 
 @dataclass

