@@ -130,12 +130,15 @@ class Spills:
             self._tier.pool.invalidate(place)
 
     def _quarantine(self, job: Job, positions: tuple[int, ...]) -> None:
-        """These host slots do not hold what was stored there: they are lost, as those of a corrupt load are."""
-        pool, corrupt = self._state.pool, [job.slots[position] for position in positions]
-        self._state.misses.note(
-            [key for slot in corrupt if (key := pool.indexed_key(slot)) is not None], MissCause.CORRUPT
-        )
-        self._state.tally.evicted(EvictionCause.CORRUPT, sum(map(pool.quarantine, corrupt)))
+        """These host slots do not hold what was stored there: they are lost, as those of a corrupt load are.
+
+        The slots of a spill that failed already may hold other blocks by now, and those may be right.
+        """
+        pool = self._state.pool
+        bad = [(job.slots[position], job.keys[position]) for position in positions]
+        corrupt = [(slot, key) for slot, key in bad if pool.indexed_key(slot) == key]
+        self._state.misses.note([key for _, key in corrupt], MissCause.CORRUPT)
+        self._state.tally.evicted(EvictionCause.CORRUPT, sum([pool.quarantine(slot) for slot, _ in corrupt]))
 
     def _settle(self, job: Job, outcome: TierOutcome) -> None:
         job.settled = True

@@ -33,7 +33,6 @@ from kvoffload.model.transfer import TransferReport
 from kvoffload.runtime.portal import Portal
 
 if TYPE_CHECKING:
-
     from kvoffload.disk.folder import DiskPlace, TierFolder
     from kvoffload.disk.identity import KVIdentity
     from kvoffload.disk.index_format import Entries

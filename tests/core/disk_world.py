@@ -124,11 +124,11 @@ class DiskWorld(World):
         self._tell_report(rank, move(rank, copy.job, outcome, corrupt, stuck))
 
     def _spill(
-        self, rank: int, job: DiskJob, outcome: CopyOutcome, _: tuple[int, ...], stuck: tuple[int, ...]
+        self, rank: int, job: DiskJob, outcome: CopyOutcome, corrupt: tuple[int, ...], stuck: tuple[int, ...]
     ) -> JobReport:
         sums = []
-        bad = [at for at, slot in enumerate(job.slots) if (rank, slot) in self.rotten]
-        if bad and outcome is DONE:
+        bad = [at for at, slot in enumerate(job.slots) if (rank, slot) in self.rotten or at in corrupt]
+        if bad and outcome is not FAILED:
             return JobReport(job.job, job.direction, CORRUPT, 0, 0.0, 0.0, corrupt=tuple(bad))
         for slot, place in zip(job.slots, job.places, strict=True):
             # After a reset the slot may have been emptied under the spill, which comes to nothing.

@@ -15,7 +15,7 @@ from kvoffload.model.events import (
 from kvoffload.model.ids import JobId
 from kvoffload.model.transfer import Direction
 from tests.core.disk_world import DiskWorld
-from tests.core.world import DONE, FAILED, full, window
+from tests.core.world import CORRUPT, DONE, FAILED, full, window
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
 TEXT = "abcdefghijklmnop"  # four blocks, of which a lookup finds three
@@ -417,6 +417,14 @@ def test_r10_a_spill_under_way_at_a_reset_is_not_found_later() -> None:
     world.report(0, job)
     assert (world.on_disk(TEXT), world.index) == ("....", {})
     assert world.disk.pool.room == 32
+
+
+def test_a_spill_that_read_emptied_slots_after_a_reset_costs_no_slot() -> None:
+    world = DiskWorld()
+    job = spilling(world)
+    world.reset()
+    world.report(0, job, CORRUPT, corrupt=(0, 1, 2))
+    assert world.core.state.pool.count(SlotState.QUARANTINED) == 0
 
 
 def test_r10_a_spill_that_was_planned_at_a_reset_is_taken_back() -> None:

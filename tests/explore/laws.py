@@ -94,12 +94,15 @@ def _check_tables(scene: Scene) -> None:
 
 
 def _check_eviction_order(scene: Scene, before: Before) -> None:
-    """R15: of a prefix in a full group the head goes last."""
+    """R15: of a prefix in a full group the head goes last, unless its bytes were corrupt."""
     if scene.world.resets != before.resets:
         return
     pool = scene.world.core.state.pool
     index = pool.index
-    gone = [key for slot, key in before.evictable.items() if pool.key(slot) != key]
+    good = {
+        slot: key for slot, key in before.evictable.items() if pool.state(slot) is not SlotState.QUARANTINED
+    }
+    gone = [key for slot, key in good.items() if pool.key(slot) != key]
     stayed = [key for slot, key in before.evictable.items() if index.get(key) == slot and slot in pool._order]
     for head in gone:
         text, group = head[:-4], int.from_bytes(head[-4:], "big")

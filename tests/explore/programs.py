@@ -72,7 +72,8 @@ def _of_copies(scene: Scene) -> Iterator[Action]:
             yield ("report", rank, job, "done")
             if scene.left.get("fail"):
                 yield ("report", rank, job, "fail")
-            if scene.left.get("corrupt") and copy.job.direction is not Direction.STORE:
+            is_read = copy.job.direction is not Direction.STORE or isinstance(copy.job, DiskJob)
+            if scene.left.get("corrupt") and is_read:
                 yield ("report", rank, job, "corrupt")
             if scene.left.get("hang") and isinstance(copy.job, DiskJob):
                 yield ("report", rank, job, "hang")

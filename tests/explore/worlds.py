@@ -131,10 +131,19 @@ WORLDS: Mapping[str, SmallWorld] = {
     "lazy load": SmallWorld(policy="lazy", served=(LONG,), often={"reset": 1, "corrupt": 1}, device=18),
     # With a disk below the host: spills, fetches, and the next process. A host of 8 slots has room for a fetch of 2.
     "spills": SmallWorld(
-        texts=_ONE, often=dict.fromkeys(("fail", "late", "reset", "hang"), 1), host=3, disk=2, after_hits=0
+        texts=_ONE,
+        often=dict.fromkeys(("fail", "late", "reset", "hang", "corrupt"), 1),
+        host=3,
+        disk=2,
+        after_hits=0,
     ),
     "spills on two ranks": SmallWorld(
-        texts=_ONE, often=dict.fromkeys(("fail", "late", "hang"), 1), ranks=2, host=2, disk=2, after_hits=0
+        texts=_ONE,
+        often=dict.fromkeys(("fail", "late", "hang", "corrupt"), 1),
+        ranks=2,
+        host=2,
+        disk=2,
+        after_hits=0,
     ),
     "a spill over another": SmallWorld(
         texts={"a": SHORT, "b": OTHER}, often={"restart": 1, "spoil": 1}, device=8, disk=1, after_hits=0
