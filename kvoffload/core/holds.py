@@ -3,19 +3,22 @@
 They are released together and deepest first, when the request has lost its block table or ended, and its last store has
 ended. Released one store at a time, a prefix's head would be evicted before its tail, which is of no use alone. For the
 same reason blocks that the request used and another request stored, which are not held, count as used at that moment.
+
+A recurrent state is used only by a request that stores it or loads it. A conversation reads the state of its last turn once,
+on the device, and leaves a deeper one: if that were a use, states that no turn reads again would push others out.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import islice
 
 from kvoffload.core.host_pool import HostPool
 from kvoffload.core.machine import RequestState
 from kvoffload.core.request import RequestRecord
 from kvoffload.core.tier_state import TierState
-from kvoffload.model.groups import GroupSpec
+from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import BlockKey, SlotId
 
 _FINISHING = RequestState.FINISHING
@@ -29,7 +32,7 @@ class Holds:
     ) -> None:
         self._pool = pool
         self._below = below
-        self._block_tokens = [group.block_tokens for group in groups]
+        self._groups = groups
 
     def add(self, record: RequestRecord, slots: Sequence[SlotId]) -> None:
         """Hold slots for a request, unless it has ended and no end of a job will release them."""
@@ -47,7 +50,7 @@ class Holds:
     def release(self, record: RequestRecord) -> None:
         """Release all that a request holds; its deepest blocks become evictable first."""
         if self._below and record.loaded_tokens and record.persists:
-            found = self._slots_deepest_first(record, record.loaded_tokens)
+            found = self._slots_deepest_first(record, record.loaded_tokens, state=record.loaded_tokens)
             keys = [key for slot in found if (key := self._pool.key(slot)) is not None]
             for tier in self._below:
                 tier.reuse(keys)
@@ -65,8 +68,8 @@ class Holds:
 
     def _release_and_use(self, record: RequestRecord) -> None:
         """Release held slots and mark shared ones as used, in one order, so that a shared head is as recent as a tail."""
-        used = self._slots_deepest_first(record, record.confirmed_tokens)
         held = Counter(record.held)
+        used = self._slots_deepest_first(record, record.confirmed_tokens, held)
         if held:
             reached = set(used)
             # Worthless, or deeper than this incarnation has come.
@@ -74,23 +77,36 @@ class Holds:
             self._pool.release([slot for slot in beyond for _ in range(held.pop(slot))])
         self._pool.use(used, held)
 
-    def _slots_deepest_first(self, record: RequestRecord, tokens: int) -> list[SlotId]:
-        """Return the slots that have the whole blocks of a request's first tokens."""
+    def _slots_deepest_first(
+        self, record: RequestRecord, tokens: int, held: Container[SlotId | None] = (), state: int = 0
+    ) -> list[SlotId]:
+        """Return the slots that have the whole blocks of a request's first tokens.
+
+        Of recurrent groups these are those in `held`, and the one after `state` tokens.
+        """
         if not tokens:
             return []
         parts = self._pool.index.parts
-        keys: list[BlockKey]
-        if len(record.keys) == 1:
-            keys = record.keys[0][: tokens // self._block_tokens[0]]
+        keys: Sequence[BlockKey]
+        if len(record.keys) == 1 and self._groups[0].kind is not AttentionKind.RECURRENT:
+            keys = record.keys[0][: tokens // self._groups[0].block_tokens]
         else:
-            places = [
-                (place * size, key)
-                for group, size in zip(record.keys, self._block_tokens, strict=True)
-                for place, key in enumerate(islice(group, tokens // size))
-            ]
+            places = list[tuple[int, BlockKey]]()
+            for group, of_group in zip(self._groups, record.keys, strict=True):
+                size = group.block_tokens
+                whole: Iterable[tuple[int, BlockKey]] = enumerate(islice(of_group, tokens // size))
+                if group.kind is AttentionKind.RECURRENT:
+                    whole = self._states(whole, held, state // size - 1)
+                places += [(place * size, key) for place, key in whole]
             places.sort(key=_depth)
             keys = [key for _, key in places]
         return [slot for key in reversed(keys) if (slot := parts[key[0]].get(key)) is not None]
+
+    def _states(
+        self, places: Iterable[tuple[int, BlockKey]], held: Container[SlotId | None], last: int
+    ) -> Iterable[tuple[int, BlockKey]]:
+        index = self._pool.index
+        return [one for one in places if one[0] == last or index.get(one[1]) in held]
 
 
 def _depth(place: tuple[int, BlockKey]) -> int:

@@ -15,6 +15,7 @@ from tests.core.disk_world import DiskWorld
 from tests.core.world import FAILED, Req, World, full, key_at, keys_of, recurrent, window
 
 TEXT = "abcdefghijklm"
+OTHER = "nopqrstuvwxyz"
 PROMISES = Promises(hands_off_states=True)
 
 
@@ -346,6 +347,40 @@ def test_a_failed_store_of_a_state_costs_its_prefix_only() -> None:
     assert world.admit(world.add("b", TEXT)) == 12
 
 
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_r15_a_state_is_used_by_a_load_and_not_by_the_devices_own_hit(is_loaded: bool) -> None:
+    """Otherwise the states of a conversation's old turns, which no turn reads again, would push out others' newest."""
+    world = make(host=24)
+    world.states_end = (8,)
+    for name, text in (("first", TEXT), ("between", OTHER)):
+        served(world, name, text)
+    if is_loaded:
+        world.device.forget_keys()
+    world.states_end = (12,)
+    again = served(world, "again", TEXT)
+    assert again.computed > 8
+    order = [world.core.state.pool.key(slot) for slot in world.core.state.pool._order]
+    state, state_between, head, head_between = (
+        order.index(key_at(text, end, group)) for group, end in ((0, 8), (1, 4)) for text in (TEXT, OTHER)
+    )
+    assert (state > state_between) == is_loaded
+    assert head > head_between
+
+
+def served(world: World, name: str, text: str) -> Req:
+    """A request's whole life, with a block a step."""
+    request = world.add(name, text)
+    world.admit(request)
+    world.step()
+    world.finish()
+    compute(world, request, len(text))
+    world.step(request, tokens=1)
+    world.drain()
+    world.end(request)
+    world.drain()
+    return request
+
+
 # -- on the disk ----------------------------------------------------------------------------------------------------------
 
 
@@ -372,6 +407,16 @@ def fetch(world: DiskWorld, request: Req) -> JobId:
     world.idle_step()
     [job] = world.disk_jobs(Direction.LOAD)
     return job
+
+
+def test_of_several_states_the_one_that_was_found_is_written() -> None:
+    world = DiskWorld(recurrent(), full(group=1), promises=PROMISES, after_hits=1, host=32, disk=400)
+    world.states_end = (4, 8)
+    served(world, "first", TEXT)
+    world.states_end = ()
+    served(world, "again", TEXT)
+    world.settle()
+    assert (world.on_disk(TEXT), world.on_disk(TEXT, group=1)) == (".x.", "xx.")
 
 
 def test_a_state_and_the_attention_before_it_are_fetched_together() -> None:
