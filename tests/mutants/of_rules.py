@@ -349,7 +349,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "if False:",
         _FILES,
     ),
-    Mutant(18, _INDEX, "            remove_index(self._folder.path)\n", "            pass\n", DISK),
+    Mutant(18, _INDEX, "        remove_index(self._folder.path)\n", "        pass\n", DISK),
     Mutant(17, _DISK_COPIES, "not self._checksums.is_as_stored(slot)", "False", DISK),
     Mutant(17, _DISK_COPIES, "self._checksums.take(slot)", "pass", DISK),
     Mutant(17, _SPILLS, "sum(map(pool.quarantine, corrupt))", "len(corrupt)", DISK),
