@@ -15,9 +15,10 @@ Hits are compared size by size. `FEWER` names the sizes at which ours are fewer,
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -112,6 +113,9 @@ class OneThread(TransferPump):
         super().submit_loads(jobs, fence)
 
 
+Connector = Callable[[checkpoints.Kind, Path, int, str], AbstractContextManager[Counted]]
+
+
 @contextmanager
 def ours(kind: checkpoints.Kind, folder: Path, host_blocks: int, policy: str) -> Iterator[Counted]:
     with (
@@ -132,17 +136,21 @@ def peers(kind: checkpoints.Kind, folder: Path, host_blocks: int, policy: str) -
         yield Counted(llm)
 
 
+@cache
+def saved(whose: Connector, kind: checkpoints.Kind, folder: Path, size: int, policy: str) -> Saved:
+    """What an engine with this connector saves. Two tests ask for the smallest hosts."""
+    with whose(kind, folder, size, policy) as counted:
+        return counted.saved(SEEDS)
+
+
 def side_by_side(
     kind: checkpoints.Kind, folder: Path, policy: str, sizes: Sequence[int]
 ) -> Mapping[int, tuple[Saved, Saved]]:
     """By host size: ours and the peer's."""
-    table = {}
-    for size in sizes:
-        with ours(kind, folder, size, policy) as mine:
-            saved = mine.saved(SEEDS)
-        with peers(kind, folder, size, policy) as other:
-            table[size] = (saved, other.saved(SEEDS))
-    return table
+    return {
+        size: (saved(ours, kind, folder, size, policy), saved(peers, kind, folder, size, policy))
+        for size in sizes
+    }
 
 
 @pytest.fixture(scope="module")
@@ -196,6 +204,5 @@ def test_on_a_host_smaller_than_the_device_lazy_saves_more_than_any_eager(
     size = {"qwen3": 32, "gemma3": 64}[kind]
     assert size < DEVICE_BLOCKS[kind]
     eager = side_by_side(kind, folder, "eager", (size,))[size]
-    with ours(kind, folder, size, "lazy") as mine:
-        lazy = mine.saved(SEEDS)
+    lazy = saved(ours, kind, folder, size, "lazy")
     assert all(lazy.hits > other.hits and lazy.tokens > other.tokens for other in eager), (lazy, eager)

@@ -60,7 +60,7 @@ class Shape:
 
 # Gemma 3's layers: two of a sliding window, one of full attention, and the same again. LFM2's: twice three short
 # convolutions, of which a rank has a share of the channels, and one of full attention.
-SHAPES = (Shape((4, 2), 1, (2, 1)), Shape((4, 2), 2, (2, 1)), Shape((8,), 2, (2,), "lfm2"))
+SHAPES = (Shape((4, 2), 2, (2, 1)), Shape((8,), 2, (2,), "lfm2"))
 
 
 def _requests() -> dict[str, Asked]:

@@ -72,7 +72,7 @@ def ask(
         return list(pool.map(one, range(len(prompts))))
 
 
-def check_same(replies: Sequence[Reply], expected: Sequence[Reply]) -> None:
+def check_same(replies: Sequence[Reply], expected: Sequence[Reply | engines.Answer]) -> None:
     pairs = zip(replies, expected, strict=True)
     different = [at for at, (reply, right) in enumerate(pairs) if not reply.agrees_with(right)]
     assert not different, [(replies[at], expected[at]) for at in different]

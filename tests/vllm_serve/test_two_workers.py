@@ -30,8 +30,8 @@ from tests.vllm_serve.serve_rig import (
     shared_memory,
 )
 from tests.vllm_stock import checkpoints, client, engines
-from tests.vllm_stock.client import Metrics, Reply
-from tests.vllm_stock.engines import Server
+from tests.vllm_stock.client import Metrics
+from tests.vllm_stock.engines import Answer, Server
 
 pytestmark = MARKS
 
@@ -49,11 +49,11 @@ EXTERNAL_HITS = "vllm:external_prefix_cache_hits_total"
 
 @dataclass(frozen=True)
 class Expected:
-    """What a server without the connector answers."""
+    """What an engine with one worker and without the connector answers."""
 
-    families: list[Reply]
-    lone: list[Reply]
-    long: list[Reply]
+    families: list[Answer]
+    lone: list[Answer]
+    long: list[Answer]
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +62,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Expected:
-    with engines.serving(checkpoint, tmp_path_factory.mktemp("plain") / "log", **OPTIONS) as plain:
-        return Expected(ask(plain, FAMILIES), ask(plain, LONE), ask(plain, LONG, LONG_ANSWER))
+def expected(checkpoint: Path) -> Expected:
+    with engines.in_process(checkpoint) as plain:
+        return Expected(
+            engines.generate(plain, FAMILIES, 8),
+            engines.generate(plain, LONE, 8),
+            engines.generate(plain, LONG, LONG_ANSWER),
+        )
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +82,9 @@ def server(
         yield running
 
 
-def test_answers_are_those_of_a_server_without_it(server: Server, expected: Expected) -> None:
+def test_answers_are_those_of_one_worker_without_it(server: Server, expected: Expected) -> None:
     before = settled(server)
+    assert server.complete("some text", 4)["choices"][0]["text"]
     for _ in range(3):
         check_same(ask(server, FAMILIES), expected.families)
     assert settled(server)(EXTERNAL_HITS) > before(EXTERNAL_HITS)
@@ -167,7 +172,7 @@ def test_after_a_reset_in_full_run_nothing_old_is_found(server: Server, expected
     assert settled(server)(EXTERNAL_HITS) > before(EXTERNAL_HITS)  # What was computed since is found.
 
 
-def test_told_to_end_amid_transfers_it_ends_in_order(server: Server) -> None:
+def test_ended_amid_transfers_it_ends_in_order(server: Server) -> None:
     assert any("Worker_TP1" in name for name in processes(server).values())
     shared = shared_memory(server)
     with burst(server) as replies:

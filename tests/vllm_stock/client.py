@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client.parser import text_string_to_metric_families
 
 if TYPE_CHECKING:
-    from tests.vllm_stock.engines import Server
+    from tests.vllm_stock.engines import Answer, Server
 
 _DATA, _END = b"data: ", b"[DONE]"
 _THEIRS = frozenset({"engine", "model_name"})  # labels that every series of a server has
@@ -37,7 +37,7 @@ class Reply:
     cached_tokens: int
     first_token_s: float
 
-    def agrees_with(self, other: Reply, limit: float = 1e-3) -> bool:
+    def agrees_with(self, other: Reply | Answer, limit: float = 1e-3) -> bool:
         """Whether both are the same: tokens exactly, log-probabilities within a limit."""
         if self.tokens != other.tokens or len(self.logprobs) != len(other.logprobs):
             return False

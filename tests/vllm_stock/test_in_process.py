@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
+from functools import cache
+from pathlib import Path
 
 import pytest
 
 from tests.vllm_stock import checkpoints, engines
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = [
     pytest.mark.vllm,
@@ -30,12 +28,22 @@ def prompts() -> list[list[int]]:
     return [*own, *(shared + tail for tail in own)]
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.getbasetemp() / "checkpoints"
+
+
+@cache
+def computed(checkpoint: Path) -> list[engines.Answer]:
+    """What an engine without prefix caching answers."""
+    with engines.in_process(checkpoint, enable_prefix_caching=False) as llm:
+        return engines.generate(llm, prompts(), COUNT)
+
+
 @pytest.mark.parametrize("kind", checkpoints.KINDS)
-def test_same_tokens_with_and_without_prefix_caching(kind: checkpoints.Kind, tmp_path: Path) -> None:
-    checkpoint = checkpoints.make(kind, tmp_path / kind)
-    asked = prompts()
-    with engines.in_process(checkpoint, enable_prefix_caching=False) as plain:
-        expected = engines.generate(plain, asked, COUNT)
+def test_same_tokens_with_and_without_prefix_caching(kind: checkpoints.Kind, folder: Path) -> None:
+    checkpoint, asked = checkpoints.make(kind, folder / kind), prompts()
+    expected = computed(checkpoint)
     with engines.in_process(checkpoint, enable_prefix_caching=True) as caching:
         first = engines.generate(caching, asked, COUNT)
         again = engines.generate(caching, asked, COUNT)
@@ -50,19 +58,14 @@ def test_same_tokens_with_and_without_prefix_caching(kind: checkpoints.Kind, tmp
 
 
 @pytest.mark.parametrize("kind", checkpoints.KINDS)
-def test_tokens_are_those_of_the_model_itself(kind: checkpoints.Kind, tmp_path: Path) -> None:
-    checkpoint = checkpoints.make(kind, tmp_path / kind)
-    prompt = prompts()[2]
-    with engines.in_process(checkpoint) as llm:
-        (answer,) = engines.generate(llm, [prompt], COUNT)
-    assert list(answer.tokens) == by_transformers(checkpoint, prompt)
+def test_tokens_are_those_of_the_model_itself(kind: checkpoints.Kind, folder: Path) -> None:
+    checkpoint = checkpoints.make(kind, folder / kind)
+    assert list(computed(checkpoint)[2].tokens) == by_transformers(checkpoint, prompts()[2])
 
 
-def test_two_steps_in_flight_change_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint = checkpoints.make("gemma3", tmp_path / "gemma3")
-    asked = prompts()
-    with engines.in_process(checkpoint) as plain:
-        expected = engines.generate(plain, asked, COUNT)
+def test_two_steps_in_flight_change_no_token(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint, asked = checkpoints.make("gemma3", folder / "gemma3"), prompts()
+    expected = computed(checkpoint)
     for name, value in engines.TWO_STEPS.items():
         monkeypatch.setenv(name, value)
     with engines.in_process(checkpoint) as overlapping:

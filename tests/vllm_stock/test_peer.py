@@ -34,14 +34,21 @@ def prompts() -> list[list[int]]:
     return [[draw.randrange(256) for _ in range(600)] for _ in range(3)]
 
 
-@pytest.mark.parametrize("inline", [False, True], ids=["thread", "inline"])
 @pytest.mark.parametrize("kind", checkpoints.KINDS)
-def test_hits_on_the_host_and_the_same_tokens(kind: checkpoints.Kind, inline: bool, tmp_path: Path) -> None:
-    from tests.vllm_stock import peer
-
+def test_hits_on_the_host_and_the_same_tokens(kind: checkpoints.Kind, tmp_path: Path) -> None:
     checkpoint = checkpoints.make(kind, tmp_path / kind)
     with engines.in_process(checkpoint, **SMALL[kind]) as plain:
         expected = ask_twice(plain)
+    assert [answer.cached for answer in expected] == [0] * 6  # The device alone keeps none of them.
+    for inline in (False, True):  # copies on the peer's thread, and within the hook that orders them
+        check_hits(kind, checkpoint, inline, expected)
+
+
+def check_hits(
+    kind: checkpoints.Kind, checkpoint: Path, inline: bool, expected: list[engines.Answer]
+) -> None:
+    from tests.vllm_stock import peer
+
     with engines.in_process(
         checkpoint, kv_transfer_config=peer.kv_transfer(1 << 26, inline=inline), **SMALL[kind]
     ) as offloading:
@@ -50,7 +57,6 @@ def test_hits_on_the_host_and_the_same_tokens(kind: checkpoints.Kind, inline: bo
         assert engines.held_blocks(offloading) == 0
 
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
-    assert [answer.cached for answer in expected] == [0] * 6  # The device alone keeps none of them.
     assert sum(answer.cached for answer in answers) >= 3 * 512
 
 

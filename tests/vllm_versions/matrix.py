@@ -30,7 +30,7 @@ SUITE = "tests/vllm_versions"
 MORE = (
     "tests/vllm_adapter/test_on_vllm.py",
     "tests/vllm_adapter/test_layout_on_engine.py",
-    "tests/vllm_adapter/test_news_on_vllm.py",
+    "tests/vllm_adapter/test_stats_and_events_on_vllm.py",
 )
 """Also run where the connector starts: memory, keys, metrics and events are translated correctly."""
 

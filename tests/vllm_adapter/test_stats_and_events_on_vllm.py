@@ -136,7 +136,7 @@ def test_events_are_vllms_own() -> None:
 
 
 def test_events_say_what_vllms_own_say() -> None:
-    """What the block pool tells of the same blocks, but for where they lie."""
+    """Compare with what the block pool reports of the same blocks; only where they lie differs."""
     from vllm.lora.request import LoRARequest
     from vllm.v1.core.block_pool import BlockPool
 
