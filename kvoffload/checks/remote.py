@@ -5,9 +5,14 @@ from __future__ import annotations
 from kvoffload.checks.check import Check, Finding, Setup, go, no_go, not_known, warn
 from kvoffload.checks.machine import Machine
 from kvoffload.model.errors import ConfigError, RemoteError
-from kvoffload.remote.address import BucketAddress, MooncakeAddress, parse_address
+from kvoffload.remote.address import BucketAddress, MooncakeAddress, RemoteAddress, parse_address
 
 _PATIENCE_S = 2.0
+
+
+def unreachable(address: RemoteAddress) -> Finding | None:
+    """Return why nothing would be shared in a store; None where it answers."""
+    return _no_mooncake(address) if isinstance(address, MooncakeAddress) else _no_bucket(address)
 
 
 def _remote(setup: Setup, _: Machine) -> Finding:
@@ -20,37 +25,40 @@ def _remote(setup: Setup, _: Machine) -> Finding:
         address = parse_address(url)
     except ConfigError as error:
         return no_go(str(error), "correct remote_url")
-    return _mooncake(address) if isinstance(address, MooncakeAddress) else _bucket(address)
+    if (problem := unreachable(address)) is not None:
+        return problem
+    if address.caution:
+        return warn(address.caution, "keep its ports in a network that only engines and stores are in")
+    return go(f"{address} answers")
 
 
-def _mooncake(address: MooncakeAddress) -> Finding:
+def _no_mooncake(address: MooncakeAddress) -> Finding | None:
     try:
-        import mooncake.store
-    except ImportError as error:
+        from kvoffload.remote.mooncake import load_client, own_address
+
+        load_client()
+    except (ImportError, RemoteError) as error:
         return no_go(
-            f"the Mooncake client cannot be loaded: {error}",
+            f"the Mooncake client cannot be loaded: {error.__cause__ or error}",
             "pip install 'kvoffload[mooncake]' (on a GPU the client's wheel for its CUDA), and install libibverbs1",
         )
-    from kvoffload.remote.mooncake import own_address
-
-    del mooncake
     try:
         own_address(address, _PATIENCE_S)
     except RemoteError as error:
         return warn(f"{error}: nothing would be shared", "start the master, or change remote_url")
-    return warn(address.caution, "keep its ports in a network that only engines and stores are in")
+    return None
 
 
-def _bucket(address: BucketAddress) -> Finding:
+def _no_bucket(address: BucketAddress) -> Finding | None:
+    from kvoffload.remote.bucket import BucketStore
+
     try:
-        from kvoffload.remote.bucket import BucketStore
-
         BucketStore(address, _PATIENCE_S).read("kvo1/probe")
     except RemoteError as error:
         if isinstance(error.__cause__, ImportError):
             return no_go(str(error), "pip install 'kvoffload[s3]'")
         return warn(f"{error}: nothing would be shared", "check AWS_ENDPOINT, AWS_REGION and the credentials")
-    return go(f"{address} answers")
+    return None
 
 
 CHECKS = (Check("remote store", _remote),)

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from kvoffload.cli.demo.compare import compare
+from kvoffload.cli.demo.engine_process import Served
 from kvoffload.cli.demo.play import Play
-from kvoffload.cli.demo.restart import RestartResult, Variant, render
-from kvoffload.cli.demo.restart_engine import Served
+from kvoffload.cli.demo.processes import Variant
+from kvoffload.cli.demo.restart import RestartResult, render
 from kvoffload.cli.demo.results import Quantiles
 from kvoffload.cli.exits import Exit
 from kvoffload.cli.main import main

@@ -7,4 +7,7 @@ audit           are all laws kept            compare        are the outputs the 
 report          the numbers and plots, as a page
 results         the numbers, also as JSON    table          the numbers as a table
 session         all of it, in order
+restart         engines that are killed half-way, and what the next ones find on a disk
+shared          engines that share a store, and what one of them finds there
+processes       engines in processes of their own; engine_process is such a process, store the local store
 """

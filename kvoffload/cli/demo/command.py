@@ -23,6 +23,23 @@ add_arguments = options.add_arguments
 
 
 @contextmanager
+def _tiers_for(asked: DemoOptions) -> Iterator[DemoOptions]:
+    """Make what the tiers below the host need: the disk's folder, or a store.
+
+    Raises:
+        CommandError: it cannot be made or reached.
+    """
+    with _folder_for(asked) as asked:
+        if asked.remote is None:
+            yield asked
+            return
+        from kvoffload.cli.demo.store import store_for
+
+        with store_for(asked.remote) as url:
+            yield replace(asked, offload={**asked.offload, "remote_url": url})
+
+
+@contextmanager
 def _folder_for(asked: DemoOptions) -> Iterator[DemoOptions]:
     """Put the disk's files into a folder of their own, which is removed at the end.
 
@@ -59,13 +76,15 @@ def run(args: argparse.Namespace) -> int:
     with signals.importing():
         from kvoffload.cli.demo.restart import run_restart
         from kvoffload.cli.demo.session import run_demo
+        from kvoffload.cli.demo.shared import run_shared
         from kvoffload.engine import ConfigError, EngineError, PluginError, RequestRefused
         from kvoffload.logs import configure
 
     configure(level=logging.WARNING)
     try:
-        with _folder_for(asked) as asked:
-            return signals.run_async((run_restart if asked.restart else run_demo)(asked, screen))
+        with _tiers_for(asked) as asked:
+            run_it = run_restart if asked.restart else run_shared if asked.remote else run_demo
+            return signals.run_async(run_it(asked, screen))
     except (ConfigError, PluginError, RequestRefused) as error:
         raise CommandError(str(error)) from error
     except EngineError as error:

@@ -12,11 +12,18 @@ from kvoffload.checks.json_option import read_settings
 from kvoffload.cli.demo.address import Address, parse_address
 from kvoffload.cli.exits import CommandError
 from kvoffload.cli.parser import positive, seconds
+from kvoffload.model.errors import ConfigError
+from kvoffload.remote.address import parse_address as parse_store
 
 Attention = Literal["full", "sliding_window", "chunked_local", "recurrent"]
 
 _REACH_TOKENS = 256  # the default of a window or chunk
 _HOST_BYTES, _DISK_BYTES = "256MiB", "1GiB"
+LEAST_BEFORE = 2
+"""Turns before engines are killed, or others continue: what was not found again is not written below the host."""
+_LEAST_TURNS = LEAST_BEFORE + 1
+LOCAL_STORES = ("mooncake", "s3")
+"""Kinds of stores that the demo can start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +51,8 @@ class DemoOptions:
         serve_for_s: seconds to serve them after the run.
         disk: folder for the disk below the host; None for none.
         restart: kill the engine half-way, and start it again on what is left.
+        remote: the store that engines share: its URL, or the kind of a local one; None for none.
+        engines: that share it.
     """
 
     documents: tuple[Path, ...] = ()
@@ -66,6 +75,8 @@ class DemoOptions:
     serve_for_s: float = 0.0
     disk: Path | None = None
     restart: bool = False
+    remote: str | None = None
+    engines: int = 2
 
     @property
     def message_tokens(self) -> int:
@@ -96,6 +107,7 @@ def demo_options(args: argparse.Namespace) -> DemoOptions:
     if args.serve_for and args.serve_metrics is None:
         raise CommandError("--serve-for needs --serve-metrics")
     _check_restart(args)
+    _check_remote(args)
     alike = {
         one.name: value for one in fields(DemoOptions) if (value := vars(args).get(one.name)) is not None
     }
@@ -104,7 +116,9 @@ def demo_options(args: argparse.Namespace) -> DemoOptions:
         documents=tuple(args.document),
         attention=attention,
         reach_tokens=reach,
-        offload=_offload_settings(args.host_bytes, args.store_policy, args.disk, args.config),
+        offload=_offload_settings(
+            args.host_bytes, args.store_policy, args.disk, args.config, has_store=args.remote is not None
+        ),
         as_json=args.json,
         metrics=args.serve_metrics,
         serve_for_s=args.serve_for,
@@ -166,6 +180,18 @@ def _add_offloading(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="with --disk: kill the engine half-way (SIGKILL), start it again, and compare what comes after",
     )
+    add(
+        "--remote",
+        metavar="URL",
+        help="have engines share this store (remote_url), and compare what one of them finds that another has written; "
+        '"mooncake" and "s3" start a local one for the time of the demo',
+    )
+    add(
+        "--engines",
+        metavar="N",
+        type=positive,
+        help=f"with --remote: engines, each in a process of its own (default: {DemoOptions().engines})",
+    )
     add("--config", metavar="KEY=VALUE", action="append", default=[],
         help="any other setting of kvoffload, or a JSON object of them; may be repeated")  # fmt: skip
 
@@ -194,13 +220,20 @@ def _attention(window: int | None, chunk: int | None, *, recurrent: bool) -> tup
 
 
 def _offload_settings(
-    host_bytes: str | None, store_policy: str | None, disk: Path | None, given: Sequence[str]
+    host_bytes: str | None,
+    store_policy: str | None,
+    disk: Path | None,
+    given: Sequence[str],
+    *,
+    has_store: bool,
 ) -> dict[str, object]:
     typed = {"host_bytes": host_bytes, "store_policy": store_policy}
     settings = {key: value for key, value in typed.items() if value is not None}
     others = read_settings(given, "--config")
     for key in settings.keys() & others.keys():
         raise CommandError(f"{key} is set twice: by --{key.replace('_', '-')} and by --config")
+    if has_store and "remote_url" in others:
+        raise CommandError("remote_url is set twice: by --remote and by --config")
     sizes = {"host_bytes", "host_bytes_per_rank", "cpu_bytes_to_use", "cpu_bytes_to_use_per_rank"}
     default = {} if sizes & (settings.keys() | others.keys()) else {"host_bytes": _HOST_BYTES}
     if disk is not None:
@@ -216,12 +249,43 @@ def _check_restart(args: argparse.Namespace) -> None:
         return
     if args.disk is None:
         raise CommandError("--restart needs --disk: without a disk nothing is left after a restart")
-    if args.turns < 3:
-        raise CommandError(
-            "--restart needs at least 3 --turns: two before it, as only what is found again is written, and one after"
-        )
+    _check_in_processes(
+        args, "--restart", "two before it, as only what is found again is written, and one after"
+    )
+
+
+def _check_remote(args: argparse.Namespace) -> None:
+    if args.remote is None:
+        if args.engines is not None:
+            raise CommandError("--engines needs --remote: without a store engines share nothing")
+        return
+    if args.engines == 1:
+        raise CommandError("--engines must be at least 2: one engine shares with no other")
+    for name, given in (("--disk", args.disk), ("--restart", args.restart or None)):
+        if given is not None:
+            raise CommandError(
+                f"{name} does not go with --remote, whose engines have host memory and the store alone"
+            )
+    turns = "two on the first engine, as only what is found again is written, and one on the next"
+    _check_in_processes(args, "--remote", turns)
+    if args.remote not in LOCAL_STORES:
+        _check_url(args.remote)
+
+
+def _check_in_processes(args: argparse.Namespace, option: str, turns: str) -> None:
+    """Check what demos with several processes have in common."""
+    if args.turns < _LEAST_TURNS:
+        raise CommandError(f"{option} needs at least {_LEAST_TURNS} --turns: {turns}")
     for name, given in (("--report", args.report), ("--serve-metrics", args.serve_metrics)):
         if given is not None:
             raise CommandError(
-                f"{name} does not go with --restart, which runs three engines in processes of their own"
+                f"{name} does not go with {option}, which runs engines in processes of their own"
             )
+
+
+def _check_url(url: str) -> None:
+    try:
+        parse_store(url)
+    except ConfigError as error:
+        kinds = " or ".join(f'"{kind}"' for kind in LOCAL_STORES)
+        raise CommandError(f"--remote: {error}; {kinds} starts a local store") from error
