@@ -352,7 +352,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(18, _INDEX, "        remove_index(self._folder.path)\n", "        pass\n", DISK),
     Mutant(17, _DISK_COPIES, "not self._checksums.is_as_stored(slot)", "False", DISK),
     Mutant(17, _DISK_COPIES, "self._checksums.take(slot)", "pass", DISK),
-    Mutant(17, _SPILLS, "sum(map(pool.quarantine, corrupt))", "len(corrupt)", DISK),
+    Mutant(17, _SPILLS, "if pool.indexed_key(slot) == key", "", DISK),
+    Mutant(17, _SPILLS, "sum([pool.quarantine(slot) for slot, _ in corrupt])", "len(corrupt)", DISK),
     Mutant(
         15, "kvoffload/core/disk_state.py", "self.records += reversed(puts)", "self.records += puts", DISK
     ),
