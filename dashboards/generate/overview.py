@@ -220,12 +220,18 @@ _WORTH = Row(
         ),
         Panel(
             "Break-even length",
-            "Hits of at least this many tokens are faster to load than to compute. 0 until measured; 1,000,000 means that no "
-            "length is.",
+            "Hits of at least this many tokens are faster to load than to compute; of disk and remote, what the tier adds to a "
+            "hit, fetched and loaded. 0 until measured; 1,000,000 means that no length is.",
             "close to the usual length of hits, loading gains little: loads wait for something (see `Loads: time in the "
             "queue`), or computing is fast. With min_load_tokens at auto, shorter hits are not loaded.",
             units.TOKENS,
-            (one(f"max({series('kvoffload_break_even_tokens')})", "break-even", SERIES),),
+            (
+                one(f"max({series('kvoffload_break_even_tokens')})", "break-even", SERIES),
+                *(
+                    one(f"max({series('kvoffload_fetch_break_even_tokens', tier=tier)})", tier, SERIES)
+                    for tier in ("disk", "remote")
+                ),
+            ),
         ),
         Panel(
             "Prefill rate",

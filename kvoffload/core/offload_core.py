@@ -7,7 +7,7 @@ of that fact's class, and its statements are the order in which things happen.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvoffload.core.audit import audit, audit_at_rest
 from kvoffload.core.fingerprint import fingerprint
@@ -85,7 +85,7 @@ class OffloadCore:
         tokens: int = 0,
         new_keys: Sequence[Sequence[BlockKey]] = (),
         least_tokens: int = 0,
-        least_disk_tokens: int = 0,
+        least_fetch_tokens: Mapping[Tier, int] | None = None,
     ) -> int | None:
         """Return the tokens that the host adds to the device's hit; None for "not yet".
 
@@ -101,11 +101,12 @@ class OffloadCore:
             new_keys: per group, keys of whole blocks not given before.
             least_tokens: shorter hits are declined, where this is above the policy's number; a request's first lookup
                 decides for it.
-            least_disk_tokens: what the disk adds to a hit is not fetched where it is shorter.
+            least_fetch_tokens: by lower tier; what it adds to a hit is not fetched where it is shorter.
         """
         state = self.state
-        if state.disk is not None:
-            state.disk.least_tokens = least_disk_tokens
+        if least_fetch_tokens:
+            for tier in state.below:
+                tier.least_tokens = least_fetch_tokens[tier.tier]
         record = state.requests.live.get(request)
         if record is not None and record.state is _RUNNING:
             self._preempt(record)

@@ -204,7 +204,7 @@ class SchedulerSide:
         now = self._clocks.monotonic()
         since = self._deferred_since.get(request)
         least = self.benefit.least_load_tokens() if self._chooses_least else 0
-        from_disk = self._below is not None and self._chooses_least
+        chooses_fetch = self._below is not None and self._chooses_least
         answer: int | None = 0
         events: list[Event] = []
         if self._broken.error is None:
@@ -217,7 +217,7 @@ class SchedulerSide:
                     tokens=tokens,
                     new_keys=new_keys,
                     least_tokens=least,
-                    least_disk_tokens=self.benefit.least_disk_tokens() if from_disk else 0,
+                    least_fetch_tokens=self.benefit.least_fetch_tokens() if chooses_fetch else None,
                 )
                 if self._tally.events or self._tally.has_sums:
                     events = self._tally.take()

@@ -191,6 +191,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_interference_seconds_total", "Time that copies added to the engine's steps, by comparing decoding steps with and without copies. An estimate.", Kind.COUNTER, (_DIRECTION,), "seconds"),
     Metric("kvoffload_prefill_tokens_per_second", "Prefill rate: tokens per second of the time that prefilling adds to the engine's steps, median of the last measurements; 0 until measured.", Kind.GAUGE, (), "tokens"),
     Metric("kvoffload_break_even_tokens", "Hits of at least this many tokens are faster to load than to compute; 0 until measured, 1000000 if no length is.", Kind.GAUGE, (), "tokens"),
+    Metric("kvoffload_fetch_break_even_tokens", "What a tier below the host adds to a hit is faster to fetch and load than to compute from this many tokens on; 0 until measured, 1000000 if no length is.", Kind.GAUGE, (_LOWER_TIERS,), "tokens"),
     Metric("kvoffload_net_benefit_negative", "1 after a minute in which waiting and interference cost over 1 % more than was saved, until a minute with a gain.", Kind.GAUGE, (), "flag"),
     # --- health ---
     Metric("kvoffload_info", "1; its labels are the versions and settings of the engine.", Kind.GAUGE, _INFO, "flag"),

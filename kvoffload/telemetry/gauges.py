@@ -17,6 +17,7 @@ BENEFIT = (
     "kvoffload_interference_seconds_total",
     "kvoffload_prefill_tokens_per_second",
     "kvoffload_break_even_tokens",
+    "kvoffload_fetch_break_even_tokens",
     "kvoffload_net_benefit_negative",
 )
 """The metrics of `NetBenefit`."""

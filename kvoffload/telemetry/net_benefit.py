@@ -48,6 +48,9 @@ class _Load(Message, frozen=True):
     since: float
 
 
+_BELOW = Tier.DISK, Tier.REMOTE
+
+
 class NetBenefit:
     """Adds the seconds up, on one thread; any thread may read `series`.
 
@@ -64,7 +67,8 @@ class NetBenefit:
         self._now = now
         self._rate = PrefillRate(_LEAST_BLOCKS * block_tokens)
         self._times = StepTimes()
-        self._break_even, self._disk_break_even = BreakEven(), BreakEven()
+        self._break_even = BreakEven()
+        self._fetch_break_even = {tier: BreakEven() for tier in _BELOW}
         self._loads: dict[JobId, _Load] = {}
         self._fetches: dict[JobId, _Load] = {}
         self._copy_s: dict[JobId, float] = {}
@@ -80,7 +84,7 @@ class NetBenefit:
         self._decoded = self._copies = 0
         self._period_began = self._judge_s = -math.inf
         self._period_net_s = 0.0
-        self._is_negative = self._has_fetched = False
+        self._is_negative = False
         self._publish: Callable[[events.NetBenefitTurned], None] = lambda event: None
 
     def subscribe(self, bus: Bus) -> None:
@@ -99,9 +103,10 @@ class NetBenefit:
         """Return the shortest hit that is worth a load by recent measurements; 0 without any."""
         return self._break_even.least(self._now())
 
-    def least_disk_tokens(self) -> int:
-        """Return the fewest tokens that are worth a fetch from the disk and the load behind it; 0 without measurements."""
-        return self._disk_break_even.least(self._now())
+    def least_fetch_tokens(self) -> dict[Tier, int]:
+        """Return for each lower tier the fewest tokens that are worth a fetch and the load behind it; 0 without measurements."""
+        now = self._now()
+        return {tier: each.least(now) for tier, each in self._fetch_break_even.items()}
 
     @property
     def net_s(self) -> float:
@@ -119,6 +124,9 @@ class NetBenefit:
             },
             "kvoffload_prefill_tokens_per_second": {(): 1 / rate if rate else 0.0},
             "kvoffload_break_even_tokens": {(): self._break_even.tokens},
+            "kvoffload_fetch_break_even_tokens": {
+                (tier.value,): each.tokens for tier, each in self._fetch_break_even.items()
+            },
             "kvoffload_net_benefit_negative": {(): float(self._is_negative)},
         }
 
@@ -197,14 +205,16 @@ class NetBenefit:
             self._price()
 
     def _fetch_scheduled(self, event: events.TierCopyScheduled) -> None:
-        if event.tokens and event.request is not None and event.tier is Tier.DISK:
+        if event.tokens and event.request is not None:
             self._fetches[event.job] = _Load(event.request, event.tokens, self._now())
 
     def _fetch_ended(self, event: events.TierCopyEnded) -> None:
         fetch = self._fetches.pop(event.job, None)
         if fetch is not None and event.outcome is TierOutcome.DONE:
-            now, self._has_fetched = self._now(), True
-            self._disk_break_even.loaded(now, fetch.tokens, now - fetch.since, event.copy_s)
+            now = self._now()
+            waited_s = now - fetch.since
+            copy_s = min(event.copy_s, waited_s)  # threads that copy side by side may add up to more
+            self._fetch_break_even[event.tier].loaded(now, fetch.tokens, waited_s, copy_s)
             self._price()
 
     def _lose_wait(self, load: _Load) -> float:
@@ -219,8 +229,8 @@ class NetBenefit:
         if rate:
             self._unpriced_tokens = 0
         self._break_even.weigh(rate)
-        if self._has_fetched:
-            self._disk_break_even.weigh(rate, self._break_even)
+        for each in self._fetch_break_even.values():
+            each.weigh(rate, self._break_even)
 
     def _copying(self) -> int:
         """Return the directions of the open copies, as one of `Copies`."""

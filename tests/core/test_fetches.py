@@ -8,7 +8,7 @@ from kvoffload.core.machine import SlotState
 from kvoffload.model.causes import MissCause, TierOutcome
 from kvoffload.model.events import TierCopyScheduled
 from kvoffload.model.ids import JobId, Rank, SlotId
-from kvoffload.model.transfer import Direction
+from kvoffload.model.transfer import Direction, Tier
 from tests.core.disk_world import DiskWorld
 from tests.core.world import full, key_at, recurrent, window
 
@@ -128,13 +128,13 @@ def test_a_request_that_was_admitted_leaves_its_fetch_for_the_next_one() -> None
 def test_what_the_disk_adds_is_computed_where_it_is_shorter_than_the_break_even() -> None:
     world = DiskWorld(host=32)
     world.only_on_disk(TEXT)
-    world.least_from_disk = 13
+    world.least_from[Tier.DISK] = 13
     world.lookup(world.add("first", "unknown"))
     request = world.add("late", TEXT)
     assert world.admit(request) == 0
     assert world.miss() is MissCause.ON_DISK
     assert fetches(world) == []
-    world.least_from_disk = 12
+    world.least_from[Tier.DISK] = 12
     assert world.lookup(world.add("next", TEXT)) is None
 
 

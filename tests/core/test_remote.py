@@ -10,7 +10,7 @@ from kvoffload.model import facts
 from kvoffload.model.causes import MissCause, TierOutcome
 from kvoffload.model.events import LookupDeferred
 from kvoffload.model.ids import BlockKey
-from kvoffload.model.transfer import Direction
+from kvoffload.model.transfer import Direction, Tier
 from tests.core.remote_world import RemoteWorld
 from tests.core.world import FAILED, Req, World, full, keys_of, window
 
@@ -53,6 +53,18 @@ def test_another_engine_finds_it_and_does_not_write_it_again() -> None:
     other.share(TEXT)
     assert other.copied(LOAD) == 3
     assert other.copied(STORE) == 0
+
+
+def test_what_the_store_adds_is_computed_where_it_is_shorter_than_its_own_break_even() -> None:
+    _, other = two()
+    other.least_from = {Tier.DISK: 1000, Tier.REMOTE: 13}
+    other.lookup(other.add("first", "unknown"))
+    request = other.add("late", TEXT)
+    assert other.admit(request) == 0
+    assert other.miss() is MissCause.IN_REMOTE
+    assert other.copied(LOAD) == 0
+    other.least_from[Tier.REMOTE] = 12
+    assert other.lookup(other.add("next", TEXT)) is None
 
 
 def test_a_lookup_waits_for_the_answer_and_no_longer() -> None:

@@ -46,6 +46,7 @@ from kvoffload.model.transfer import (
     DiskJob,
     JobReport,
     RemoteJob,
+    Tier,
     TransferJob,
     TransferPlan,
     TransferReport,
@@ -304,7 +305,7 @@ class World:
         self.results: list[tuple[str, bool]] = []
         self.preempted: list[RequestId] = []
         self.persists = True
-        self.least_from_disk = 0
+        self.least_from = {Tier.DISK: 0, Tier.REMOTE: 0}
         self.steps = 0
         self.states_end: Collection[int] | None = None
         """The tokens after which a recurrent state is kept and handed off; None for every end of a block."""
@@ -362,7 +363,7 @@ class World:
             tokens=len(request.text),
             new_keys=self._new_keys(request),
             least_tokens=least,
-            least_disk_tokens=self.least_from_disk,
+            least_fetch_tokens=self.least_from,
         )
         self._settle()
         return answer

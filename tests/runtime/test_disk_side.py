@@ -10,7 +10,7 @@ import pytest
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.config import AUTO, OffloadConfig
 from kvoffload.model.ids import RequestId
-from kvoffload.model.transfer import Direction, JobReport, TransferPlan
+from kvoffload.model.transfer import Direction, JobReport, Tier, TransferPlan
 from tests.operations import calls
 from tests.runtime.parts import RELOAD, TIMEOUT_S, Side, loading
 from tests.runtime.test_hook_calls import counted
@@ -85,7 +85,7 @@ def test_auto_computes_what_the_disk_takes_longer_for(side: Side) -> None:
         leave_on_disk(side, prefix)
     measure(side)
     fetched(side, "slow", "a", seconds=1.0)
-    assert side.side.benefit.least_disk_tokens() > RELOAD
+    assert side.side.benefit.least_fetch_tokens()[Tier.DISK] > RELOAD
     assert side.side.lookup(side.seen("computes", "b"), 0) == 0
     assert side.step().disk == ()
     assert side.side.lookup(side.seen("on the host", "slow-is-on-the-host"), 0) == 0
@@ -96,7 +96,7 @@ def test_auto_fetches_what_the_disk_is_faster_with(side: Side) -> None:
         leave_on_disk(side, prefix)
     measure(side)
     fetched(side, "fast", "a", seconds=0.01)
-    assert 0 < side.side.benefit.least_disk_tokens() <= RELOAD
+    assert 0 < side.side.benefit.least_fetch_tokens()[Tier.DISK] <= RELOAD
     fetched(side, "also fast", "b", seconds=0.01)
 
 
