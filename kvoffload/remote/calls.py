@@ -85,7 +85,8 @@ class RemoteCalls:
         self._reads: deque[_Call] = deque()
         self._writes: deque[_Call] = deque()
         self._active: dict[int, _Call] = {}  # by thread
-        self._ended: deque[_Call] = deque()
+        self.ended: deque[_Call] = deque()
+        """Those that `poll` has not taken yet."""
         self._is_closed = False
 
     # -- the owner's thread -------------------------------------------------------------------------------------
@@ -122,7 +123,7 @@ class RemoteCalls:
         for call in tuple(self._active.values()):
             if call.began + self._timeout_s <= now and call.claim():
                 call.is_stuck, call.error = True, f"a call has not returned for {self._timeout_s:g} s"
-                self._ended.append(call)
+                self.ended.append(call)
         self._take_ended(now)
         if not self.works:
             self._fail_queued()
@@ -138,8 +139,8 @@ class RemoteCalls:
             self._executor.shutdown(wait=False)
 
     def _take_ended(self, now: float) -> None:
-        while self._ended:
-            call = self._ended.popleft()
+        while self.ended:
+            call = self.ended.popleft()
             worked = self._breaker.is_closed
             if call.error is None and call.was_made:
                 self._breaker.worked(is_probe=call.is_probe)
@@ -168,7 +169,7 @@ class RemoteCalls:
         if (
             call.accepted_at + self._timeout_s <= self._monotonic() and call.claim()
         ):  # the store is slow, not dead
-            self._ended.append(call)
+            self.ended.append(call)
             return
         self._run(call)
 
@@ -194,7 +195,7 @@ class RemoteCalls:
         except Exception as raised:
             error = repr(raised)
         call.error, call.took = error, self._monotonic() - call.began
-        self._ended.append(call)
+        self.ended.append(call)
 
     def _connected(self) -> RemoteStore:
         if self._store is None:

@@ -14,7 +14,7 @@ The attributes are for the hooks, which ask them before they call anything.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from math import inf
 
 from kvoffload.core.lower_tiers import LowerTiers
@@ -32,6 +32,9 @@ Ask = tuple[RequestId, tuple[BlockKey, ...]]
 
 _PATIENCE = 10
 """Times `transfer_timeout_s` in which some job must begin or end. A worker ends calls that hang itself, after one."""
+
+_POLL_S = 0.02
+"""Between two polls of a store that was reached, where no call has ended: for its time limits, which are longer by far."""
 
 _LATE_STEPS = 4
 """In which what ended while no step was made is reported, also where steps are scheduled ahead of reports."""
@@ -52,7 +55,8 @@ class LowerTiersSide:
 
     Attributes:
         due: what the core must learn of the disk's index.
-        is_polled: every step asks for facts.
+        ended: calls of the store that have ended; the next step asks for facts.
+        polls_at: when a step asks for facts although none has.
         asks: what the store must be asked.
         records: what the disk's index must record.
         overdue_at: when the open jobs are overdue, if none begins or ends before.
@@ -81,7 +85,8 @@ class LowerTiersSide:
         self._idle_since: float | None = None
         self._late_steps = 0
         self.due: deque[facts.Fact] = deque() if disk is None else disk.due
-        self.is_polled = remote is not None
+        self.ended: Sized = () if remote is None else remote.ended
+        self.polls_at = inf if remote is None else -inf
         self.asks: list[Ask] = [] if state.remote is None else state.remote.asks
         self.records: list[DiskRecord] = [] if state.disk is None else state.disk.records
         self.overdue_at = inf
@@ -110,6 +115,7 @@ class LowerTiersSide:
         if self._remote is not None:
             self._remote.poll()
             found += self._remote.take_due()
+            self.polls_at = now + _POLL_S if self._remote.is_opened else -inf
         return found
 
     def moved(self, now: float) -> None:
@@ -153,6 +159,7 @@ class LowerTiersSide:
         is_done = self.disk is None or self.disk.reset()
         if self._remote is not None:
             self._remote.reset()
+            self.polls_at = -inf
         return is_done
 
     def close(self) -> None:

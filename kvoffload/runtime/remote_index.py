@@ -67,6 +67,8 @@ class RemoteIndex:
         self._calls = RemoteCalls(connect, executor, monotonic, timeout_s, side="scheduler")
         self.due: list[facts.Fact] = []
         """What the core must learn."""
+        self.ended = self._calls.ended
+        """While it has something, `poll` is due."""
         self._fingerprint: str | None = None
         self._generation: str | None = None
         self._private: str | None = None
@@ -90,6 +92,11 @@ class RemoteIndex:
         if works is self._is_lost and self._namespace is not None:
             self._is_lost = not works
             self.due.append(facts.RemoteOpened(self._namespace) if works else facts.RemoteLost())
+
+    @property
+    def is_opened(self) -> bool:
+        """Whether the store was reached."""
+        return self._namespace is not None
 
     def take_due(self) -> list[facts.Fact]:
         """Return what the core must learn since the last call."""

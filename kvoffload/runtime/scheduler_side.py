@@ -283,7 +283,9 @@ class SchedulerSide:
         if self._first_tokens.admitted:
             batch[:0] = self._first_tokens.look()
         below = self._below
-        if below is not None and (below.is_polled or below.due or below.overdue_at <= began):
+        if below is not None and (
+            below.ended or below.due or below.polls_at <= began or below.overdue_at <= began
+        ):
             batch += below.take_facts(began)
         self.bus.dispatch(batch)
         jobs = self._jobs

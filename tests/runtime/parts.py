@@ -17,6 +17,7 @@ from kvoffload.model.engine import EngineShape
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, Rank, RequestId
 from kvoffload.model.transfer import JobReport, TransferPlan, TransferReport
+from kvoffload.remote.address import RemotePlace
 from kvoffload.runtime.clocks import Clocks
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.scheduler_side import SchedulerSide
@@ -62,7 +63,7 @@ class Pool:
 
 
 class Side:
-    """One side, with 50 host slots by default. `prefix` names what requests have in common. A disk needs a portal."""
+    """One side, with 50 host slots by default. `prefix` names what requests have in common. A disk or a store needs a portal."""
 
     def __init__(
         self,
@@ -72,6 +73,7 @@ class Side:
         config: OffloadConfig | None = None,
         ranks: int = 1,
         disk: Path | None = None,
+        remote: RemotePlace | None = None,
     ) -> None:
         self.clock = FakeClock(100.0)
         self.precise = FakeClock()
@@ -84,8 +86,10 @@ class Side:
             portal=self.portal,
             clocks=Clocks(self.clock.monotonic, self.clock.monotonic, self.precise.monotonic),
             disk=None if disk is None else DiskPlace(disk, lambda: IDENTITY),
+            remote=remote,
         )
         self._file = None if disk is None else DiskFile(b"a file's own id.", 100, 100)
+        self._has_remote = remote is not None
         self.steps = 0
         self._blocks = 0
         self._slots = slots
@@ -125,7 +129,9 @@ class Side:
         self.side.ended(facts.RequestEnded(RequestId(name), 0, ((),), holds_blocks=False))
 
     def report(self, *jobs: JobReport, rank: int = 0) -> tuple[list[RequestId], list[RequestId]]:
-        report = TransferReport(Rank(rank), jobs, self._slots, disk_file=self._file)
+        report = TransferReport(
+            Rank(rank), jobs, self._slots, disk_file=self._file, remote_works=self._has_remote
+        )
         answers = self.side.reported([report])
         return answers.loaded, answers.failed
 
