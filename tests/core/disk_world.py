@@ -19,7 +19,7 @@ from kvoffload.model.disk import Put, Strike
 from kvoffload.model.events import TierCopyEnded
 from kvoffload.model.groups import GroupSpec
 from kvoffload.model.ids import BlockKey, JobId, Rank, SlotId
-from kvoffload.model.transfer import Direction, DiskJob, JobReport, TransferReport
+from kvoffload.model.transfer import Direction, DiskJob, JobReport, Tier
 from tests.core.world import CORRUPT, DONE, FAILED, GARBAGE, Req, World, keys_of
 
 
@@ -49,7 +49,6 @@ class DiskWorld(World):
         self.after_hits = after_hits
         self.places: list[dict[SlotId, BlockKey]]
         self.failing: set[int] = set()
-        self.last_reports = {}
         self.places = before.places if before is not None else [{} for _ in range(settings.get("ranks", 1))]
         self.index: OrderedDict[SlotId, Put] = OrderedDict(before.index if before is not None else ())
         self.synced = self.index.copy()
@@ -111,11 +110,13 @@ class DiskWorld(World):
         job: JobId,
         outcome: CopyOutcome = DONE,
         corrupt: tuple[int, ...] = (),
+        *,
         stuck: tuple[int, ...] = (),
+        **others: Any,  # noqa: ANN401  # of other tiers' jobs
     ) -> None:
         copy = self.copies[job]
         if not isinstance(copy.job, DiskJob):
-            super().report(rank, job, outcome, corrupt)
+            super().report(rank, job, outcome, corrupt, **others)
             return
         copy.running.remove(Rank(rank))
         if not copy.running:
@@ -157,21 +158,13 @@ class DiskWorld(World):
         found = tuple(sorted(wrong)) if outcome is CORRUPT else ()
         return JobReport(job.job, job.direction, outcome, 0, 0.0, 0.0, found)
 
-    def ready_up_to(self, slots: int, *, is_growing: bool = False) -> None:
-        self.ready, self.is_growing = slots, is_growing
-        for rank in self.ranks:
-            self._tell_report(rank)
-
     def disk_fails(self, rank: int = 0, *, works: bool = False) -> None:
         """A rank says that its disk fails, or works again."""
         (self.failing.discard if works else self.failing.add)(rank)
         self._tell_report(rank)
 
-    def _tell_report(self, rank: int, *parts: JobReport) -> None:
-        works = rank not in self.failing
-        report = TransferReport(Rank(rank), parts, self.ready, is_growing=self.is_growing, disk_works=works)
-        self.last_reports[Rank(rank)] = report
-        self.tell(facts.TransferReported(report))
+    def _reachable(self, rank: int) -> dict[str, Any]:
+        return {**super()._reachable(rank), "disk_works": rank not in self.failing}
 
     def spoil(self, rank: int, text: str) -> None:
         """The disk loses the last block of a text; only the checksum will tell."""
@@ -242,8 +235,9 @@ class DiskWorld(World):
 
     def disk_copies(self, direction: Direction, outcome: TierOutcome) -> int:
         """Blocks copied so far."""
+        wanted = Tier.DISK, direction, outcome
         ended = self.reported(TierCopyEnded)
-        return sum(each.blocks for each in ended if (each.direction, each.outcome) == (direction, outcome))
+        return sum(each.blocks for each in ended if (each.tier, each.direction, each.outcome) == wanted)
 
     def serve(self, name: str, text: str, *, drains: bool = True) -> Req:
         """As of any world; what the disk has of the text is waited for. Unless it `drains`, what is to be spilled waits."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from kvoffload.core.offload_core import OffloadCore
@@ -13,11 +13,29 @@ from kvoffload.model import facts
 from kvoffload.model.causes import CopyOutcome, TierOutcome
 from kvoffload.model.events import TierCopyEnded
 from kvoffload.model.groups import GroupSpec
-from kvoffload.model.ids import BlockKey, JobId, Rank
-from kvoffload.model.transfer import Direction, JobReport, RemoteJob, TransferReport
+from kvoffload.model.ids import BlockKey, JobId, Rank, RequestId
+from kvoffload.model.transfer import Direction, JobReport, RemoteJob, Tier
+from tests.core.disk_world import DiskWorld
 from tests.core.world import CORRUPT, DONE, FAILED, GARBAGE, Req, World, keys_of
 
-Store = dict[tuple[str, BlockKey, int], BlockKey]
+
+class Value(NamedTuple):
+    """What the store has under a name: a block's bytes, and the writer's resets when they were computed."""
+
+    held: BlockKey
+    age: int
+
+
+class Ask(NamedTuple):
+    """A question that the store has not answered."""
+
+    request: RequestId
+    keys: tuple[BlockKey, ...]
+    namespace: str
+
+
+Store = dict[tuple[str, BlockKey, int], Value]
+"""By namespace, key and rank."""
 
 
 class RemoteWorld(World):
@@ -25,9 +43,11 @@ class RemoteWorld(World):
 
     Args:
         groups: as of the world.
-        store: what engines have written; a rank's value is the key of the block whose bytes it has.
-        after_hits: `share_after_hits`.
-        opens: the store is reached at once.
+        store: what engines have written.
+        share_after_hits: the setting.
+        hints: kept of what the store has.
+        is_reached: the store answers from the start.
+        namespace: under which the engine finds what others wrote.
         settings: as of the world.
     """
 
@@ -35,97 +55,123 @@ class RemoteWorld(World):
         self,
         *groups: GroupSpec,
         store: Store | None = None,
-        after_hits: int = 1,
-        opens: bool = True,
+        share_after_hits: int = 1,
+        hints: int = 64,
+        is_reached: bool = True,
+        namespace: str = "print/0",
         **settings: Any,  # noqa: ANN401  # the world's own
     ) -> None:
-        self.after_hits = after_hits
+        self.share_after_hits, self.hints = share_after_hits, hints
         self.store: Store = {} if store is None else store
-        self.works = True
-        self.asked: list[tuple[str, tuple[BlockKey, ...]]] = []
+        self.namespace = namespace
+        """What the core finds blocks under, once it has learnt of it."""
+        self.unreached: set[int] = set()
+        self.asked: list[Ask] = []
         super().__init__(*groups, **settings)
-        if opens:
-            self.tell(facts.RemoteOpened("print/one"))
+        if is_reached:
+            self.reach()
 
     def _make_core(self, policy: Policy) -> OffloadCore:
-        with patch(
-            "kvoffload.core.remote_state.MOST_HINTS", 64
-        ):  # the audit looks at each of them after every fact
-            return super()._make_core(replace(policy, share_after_hits=self.after_hits))
+        with patch("kvoffload.core.remote_state.MOST_HINTS", self.hints):  # every audit looks at each of them
+            return super()._make_core(replace(policy, share_after_hits=self.share_after_hits))
 
     @property
     def remote(self) -> RemoteState:
         assert self.core.state.remote is not None
         return self.core.state.remote
 
+    def reach(self) -> None:
+        """The core learns that the store answers, and under which namespace."""
+        self.tell(facts.RemoteOpened(self.namespace))
+
+    def reset(self) -> None:
+        """From now on nothing is found but what this engine writes."""
+        super().reset()
+        self.namespace = f"print/own {self.resets}"
+
     def add(self, name: str, text: str, *, reads_cache: bool = True, answers: bool = True) -> Req:
         """As of any world; the store answers at once, or when the test says so."""
         request = super().add(name, text, reads_cache=reads_cache)
-        self.asked += self.core.below.take_asks() if self.core.below is not None else []
+        asks = self.core.below.take_asks() if self.core.below is not None else []
+        self.asked += [Ask(*ask, self.namespace) for ask in asks]
         if answers:
             self.answer()
         return request
 
     def answer(self) -> None:
         """The store says what it has of all it was asked for."""
-        asked, self.asked = self.asked, []
-        last = len(self.ranks) - 1
-        for request, keys in asked:
-            namespace = self.remote.namespace
-            has = tuple(key for key in keys if (namespace, key, last) in self.store)
-            lacks = tuple(key for key in keys if key not in has)
-            self.tell(facts.RemoteAnswered(request, namespace, has, lacks))  # type: ignore[arg-type]
+        while self.asked:
+            self.answer_one(0)
+
+    def answer_one(self, number: int, how: str = "true") -> None:
+        """The store answers one question: "true", it "lies" that it has everything, or the call "fails"."""
+        ask, last = self.asked.pop(number), len(self.ranks) - 1
+        has = [key for key in ask.keys if how == "lies" or (ask.namespace, key, last) in self.store]
+        lacks = [key for key in ask.keys if key not in has]
+        if how == "fails":
+            has, lacks = [], []
+        self.tell(facts.RemoteAnswered(ask.request, ask.namespace, tuple(has), tuple(lacks)))
 
     def report(
-        self, rank: int, job: JobId, outcome: CopyOutcome = DONE, corrupt: tuple[int, ...] = ()
+        self,
+        rank: int,
+        job: JobId,
+        outcome: CopyOutcome = DONE,
+        corrupt: tuple[int, ...] = (),
+        *,
+        takes: int | None = None,
+        **others: Any,  # noqa: ANN401  # of other tiers' jobs
     ) -> None:
+        """As of any world. Of a put a store that is full `takes` the first values alone."""
         copy = self.copies[job]
         if not isinstance(copy.job, RemoteJob):
-            super().report(rank, job, outcome, corrupt)
+            super().report(rank, job, outcome, corrupt, **others)
             return
         copy.running.remove(Rank(rank))
         if not copy.running:
             del self.copies[job]
-        move = self._put if copy.job.direction is Direction.STORE else self._get
-        self._tell_report(rank, move(rank, copy.job, outcome))
+        if copy.job.direction is Direction.STORE:
+            part = self._put(rank, copy.job, outcome, len(copy.job.keys) if takes is None else takes)
+        else:
+            part = self._get(rank, copy.job, outcome, corrupt)
+        self._tell_report(rank, part)
 
-    def _put(self, rank: int, job: RemoteJob, outcome: CopyOutcome) -> JobReport:
-        if outcome is DONE:
-            for slot, key in zip(job.slots, job.keys, strict=True):
-                self.store.setdefault((job.namespace, key, rank), self.host[rank][slot])
-        return JobReport(job.job, job.direction, outcome, 0, 0.0, 0.0)
-
-    def _get(self, rank: int, job: RemoteJob, outcome: CopyOutcome) -> JobReport:
-        wrong, missing = list[int](), list[int]()
-        for at, (slot, key) in enumerate(zip(job.slots, job.keys, strict=True)):
-            held = self.store.get((job.namespace, key, rank))
-            if held is None or outcome is FAILED:
-                missing.append(at)
-            elif held != key:
-                wrong.append(at)
-            self.host[rank][slot] = key if held == key and outcome is DONE else GARBAGE
-            self.host_age[slot] = self.resets
-            self.rotten.discard((rank, slot))
-        if len(wrong) + len(missing) == len(job.keys):
-            outcome = CORRUPT if wrong else FAILED
+    def _put(self, rank: int, job: RemoteJob, outcome: CopyOutcome, takes: int) -> JobReport:
+        """Write values. A call that fails may have written them all the same."""
+        wrong = [at for at, slot in enumerate(job.slots) if (rank, slot) in self.rotten]
+        right = [at for at in range(len(job.slots)) if at not in wrong]
+        for at in right[:takes]:
+            slot = job.slots[at]
+            # After a reset the slot may have been emptied under the put, which comes to nothing.
+            value = Value(self.host[rank].get(slot, GARBAGE), self.host_age.get(slot, 0))
+            self.store.setdefault((job.namespace, job.keys[at], rank), value)
+        missing = right if outcome is FAILED else right[takes:]
+        outcome = CORRUPT if wrong else FAILED if len(missing) == len(right) else DONE
         return JobReport(job.job, job.direction, outcome, 0, 0.0, 0.0, tuple(wrong), missing=tuple(missing))
 
-    def ready_up_to(self, slots: int, *, is_growing: bool = False) -> None:
-        self.ready, self.is_growing = slots, is_growing
-        for rank in self.ranks:
-            self._tell_report(rank)
+    def _get(self, rank: int, job: RemoteJob, outcome: CopyOutcome, corrupt: tuple[int, ...]) -> JobReport:
+        """Read values: the right ones come to their slots."""
+        wrong, missing = list[int](), list[int]()
+        for at, (slot, key) in enumerate(zip(job.slots, job.keys, strict=True)):
+            value = self.store.get((job.namespace, key, rank))
+            self.host[rank][slot], self.host_age[slot] = GARBAGE, 0
+            self.rotten.discard((rank, slot))
+            if value is None or outcome is FAILED:
+                missing.append(at)
+            elif value.held != key or at in corrupt:
+                wrong.append(at)
+            else:
+                self.host[rank][slot], self.host_age[slot] = value
+        outcome = DONE if len(wrong) + len(missing) < len(job.keys) else CORRUPT if wrong else FAILED
+        return JobReport(job.job, job.direction, outcome, 0, 0.0, 0.0, tuple(wrong), missing=tuple(missing))
 
-    def _tell_report(self, rank: int, *parts: JobReport) -> None:
-        report = TransferReport(
-            Rank(rank), parts, self.ready, is_growing=self.is_growing, remote_works=self.works
-        )
-        self.last_reports[Rank(rank)] = report
-        self.tell(facts.TransferReported(report))
+    def _reachable(self, rank: int) -> dict[str, Any]:
+        return {**super()._reachable(rank), "remote_works": rank not in self.unreached}
 
-    def fails(self, *, works: bool = False) -> None:
-        """Every rank says that the store does not answer, or answers again."""
-        self.works = works
-        for rank in self.ranks:
+    def fails(self, *ranks: int, works: bool = False) -> None:
+        """Ranks, all unless they are named, report that the store does not answer, or answers again."""
+        for rank in ranks or self.ranks:
+            (self.unreached.discard if works else self.unreached.add)(rank)
             self._tell_report(rank)
 
     def evicted(self) -> int:
@@ -134,8 +180,9 @@ class RemoteWorld(World):
 
     def copied(self, direction: Direction, outcome: TierOutcome = TierOutcome.DONE) -> int:
         """Blocks copied to the store or from it so far."""
+        wanted = Tier.REMOTE, direction, outcome
         ended = self.reported(TierCopyEnded)
-        return sum(each.blocks for each in ended if (each.direction, each.outcome) == (direction, outcome))
+        return sum(each.blocks for each in ended if (each.tier, each.direction, each.outcome) == wanted)
 
     def remote_jobs(self, direction: Direction) -> list[JobId]:
         return [
@@ -150,11 +197,11 @@ class RemoteWorld(World):
         keys = keys_of(text, self.groups[0])
         return "".join("x" if (namespace, key, rank) in self.store else "." for key in keys)
 
-    def spoil(self, text: str, rank: int = 0) -> None:
+    def overwrite(self, text: str, rank: int = 0) -> None:
         """Another writer wrote under the name of the text's last block."""
-        self.store[self.remote.namespace, keys_of(text, self.groups[0])[-1], rank] = GARBAGE
+        self.store[self.remote.namespace, keys_of(text, self.groups[0])[-1], rank] = Value(GARBAGE, 0)
 
-    def serve(self, name: str, text: str) -> Req:
+    def serve(self, name: str, text: str, *, drains: bool = True) -> Req:
         request = self.add(name, text)
         while self.admit(request) is None:
             self.idle_step()
@@ -163,7 +210,8 @@ class RemoteWorld(World):
         self.finish()
         self.run(request)
         self.end(request)
-        self.drain()
+        if drains:
+            self.drain()
         return request
 
     def share(self, text: str) -> None:
@@ -173,3 +221,7 @@ class RemoteWorld(World):
         for _ in range(10):
             self.idle_step()
             self.finish()
+
+
+class TieredWorld(DiskWorld, RemoteWorld):
+    """A world with a disk and a store below its host."""

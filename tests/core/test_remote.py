@@ -70,7 +70,7 @@ def test_what_the_store_adds_is_computed_where_it_is_shorter_than_its_own_break_
 def test_a_lookup_waits_for_the_answer_and_no_longer() -> None:
     _, other = two()
     request = other.add("late", TEXT, answers=False)
-    assert other.asked == [(request.name, tuple(keys_of(TEXT, full())))]
+    assert other.asked == [(request.name, tuple(keys_of(TEXT, full())), other.namespace)]
     assert other.lookup(request) is None
     assert other.remote_jobs(LOAD) == []
     other.tell(facts.RemoteAnswered(request.name, other.remote.namespace))  # it could not be asked
@@ -101,13 +101,13 @@ def test_what_host_and_device_have_is_not_asked_for() -> None:
     world.add("again", TEXT, answers=False)
     assert world.asked == []
     world.add("longer", TEXT + "qrst", answers=False)
-    assert [len(keys) for _, keys in world.asked] == [1]
+    assert [len(ask.keys) for ask in world.asked] == [1]
 
 
 def test_so_many_keys_are_asked_for_at_most() -> None:
     world = RemoteWorld()
     world.add("long", "x" * 4 * (MOST_ASKED + 10), answers=False)
-    assert [len(keys) for _, keys in world.asked] == [MOST_ASKED]
+    assert [len(ask.keys) for ask in world.asked] == [MOST_ASKED]
 
 
 def test_r14_one_prefix_is_fetched_once() -> None:
@@ -174,7 +174,7 @@ def test_r17_a_value_that_is_gone_costs_what_lies_behind_it_and_one_fetch() -> N
 
 def test_r4_r17_another_writers_value_on_one_rank_is_used_by_none() -> None:
     first, other = two(host=32, ranks=2)
-    first.spoil(TEXT[:8], rank=1)
+    first.overwrite(TEXT[:8], rank=1)
     request = other.add("late", TEXT)
     other.lookup(request)
     other.idle_step()
@@ -265,7 +265,7 @@ def test_a_store_that_comes_back_is_used_again() -> None:
 
 
 def test_before_it_is_reached_nothing_is_asked() -> None:
-    world = RemoteWorld(opens=False)
+    world = RemoteWorld(is_reached=False)
     world.share(TEXT)
     assert (world.asked, world.store) == ([], {})
 

@@ -128,12 +128,12 @@ def left_behind(core: OffloadCore) -> dict[str, object]:
         "offers to make again": core._stores.again,
         "new tables": core._new,
     }
-    if state.disk is not None:
+    for tier in state.below:
         kept |= {
-            "pins of the disk": state.disk.pool.pins(),
-            "spills": state.disk.spilling,
-            "fetches": state.disk.fetching,
-            "abandoned jobs on the disk": state.disk.abandoned,
+            f"pins of {tier.tier.value}": tier.pool.pins(),
+            f"spills to {tier.tier.value}": tier.spilling,
+            f"fetches from {tier.tier.value}": tier.fetching,
+            f"abandoned jobs on {tier.tier.value}": tier.abandoned,
         }
     return {what: there for what, there in kept.items() if there}
 
@@ -484,7 +484,7 @@ class World:
         """Every rank has so many slots ready, and no more are on their way unless `is_growing`."""
         self.ready, self.is_growing = slots, is_growing
         for rank in self.ranks:
-            self.tell(facts.TransferReported(TransferReport(rank, (), slots, is_growing=is_growing)))
+            self._tell_report(rank)
 
     def open_jobs(self, direction: Direction | None = None) -> list[JobId]:
         return [job for job, copy in self.copies.items() if direction in (None, copy.job.direction)]
@@ -506,9 +506,13 @@ class World:
 
     def _tell_report(self, rank: int, *parts: JobReport) -> None:
         self.last_reports[Rank(rank)] = TransferReport(
-            Rank(rank), parts, self.ready, is_growing=self.is_growing
+            Rank(rank), parts, self.ready, is_growing=self.is_growing, **self._reachable(rank)
         )
         self.tell(facts.TransferReported(self.last_reports[Rank(rank)]))
+
+    def _reachable(self, rank: int) -> dict[str, Any]:
+        """Return what a rank reports of each tier below its host."""
+        return {}
 
     def repeat_report(self, rank: int) -> None:
         """A rank says once more what it said last; nothing may change."""

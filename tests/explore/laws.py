@@ -18,7 +18,9 @@ from kvoffload.model.transfer import Direction, Tier, TransferPlan
 from tests.core.world import key_at, left_behind
 
 if TYPE_CHECKING:
+    from kvoffload.core.tier_state import TierState
     from tests.core.disk_world import DiskWorld
+    from tests.core.remote_world import RemoteWorld
     from tests.explore.scene import Scene
 
 _MOST_FETCHES = 3
@@ -34,18 +36,22 @@ class Before:
         evictable: slots that may be evicted, with their keys.
         pinned: keys of slots that a lookup or a load keeps.
         resets: so far.
+        unusable: tiers below the host with which nothing can be begun, and the jobs that are open on them.
     """
 
     evictable: dict[SlotId, BlockKey]
     pinned: dict[SlotId, BlockKey]
     resets: int
+    unusable: dict[Tier, set[JobId]]
 
     @classmethod
     def of(cls, scene: Scene) -> Before:
-        pool = scene.world.core.state.pool
+        state = scene.world.core.state
+        pool = state.pool
         evictable = {slot: key for slot in pool._order if (key := pool.key(slot)) is not None}
         pinned = {slot: key for slot in pool.pins() if (key := pool.key(slot)) is not None}
-        return cls(evictable, pinned, scene.world.resets)
+        unusable = {tier.tier: _open_on(scene, tier.tier) for tier in state.below if not _answers(tier)}
+        return cls(evictable, pinned, scene.world.resets, unusable)
 
 
 def check(scene: Scene, before: Before) -> None:
@@ -56,8 +62,11 @@ def check(scene: Scene, before: Before) -> None:
     _check_tables(scene)
     _check_eviction_order(scene, before)
     _check_written_off(scene)
+    _check_tiers(scene, before)
     if scene.disk_world is not None:
         _check_disk(scene, scene.disk_world)
+    if scene.remote_world is not None:
+        _check_store(scene.remote_world)
 
 
 def _check_pins(scene: Scene, before: Before) -> None:
@@ -118,17 +127,48 @@ def _check_written_off(scene: Scene) -> None:
         assert pool.state(slot) is SlotState.QUARANTINED, f"R16: slot {slot} is {pool.state(slot).name} again"
 
 
+def _open_on(scene: Scene, tier: Tier) -> set[JobId]:
+    return {job.job for job in scene.world.core.state.jobs.open.values() if job.tier is tier}
+
+
+def _answers(tier: TierState) -> bool:
+    return tier.is_open and not (tier.is_closed or tier.failing or tier.abandoned)
+
+
+def _check_tiers(scene: Scene, before: Before) -> None:
+    """R14, R17: what holds for all tiers below the host."""
+    state = scene.world.core.state
+    jobs = [job for job in state.jobs.open.values() if job.tier is not Tier.HOST and not job.settled]
+    ways = Counter(
+        (key, job.tier if job.direction is Direction.STORE else None) for job in jobs for key in job.keys
+    )
+    assert max(ways.values(), default=1) == 1, f"R14: a key is under way twice: {ways}"
+    fetched, budget = sum(len(tier.fetching) for tier in state.below), max(state.pool.capacity // 4, 1)
+    assert fetched <= budget, f"{fetched} blocks are fetched, {budget} may be"
+    for tier in state.below:
+        if tier.tier in before.unusable and not _answers(tier):
+            began = len(_open_on(scene, tier.tier)) - len(before.unusable[tier.tier])
+            assert began <= 0, f"R17: a copy was begun with {tier.tier.value}, which cannot be used"
+
+
+def _check_store(world: RemoteWorld) -> None:
+    """R17, R18: what holds between the store and the jobs on it."""
+    state, remote = world.core.state, world.remote
+    for job in state.jobs.open.values():
+        is_there = job.tier is not Tier.REMOTE or job.settled or job.namespace == remote.namespace != ""
+        assert is_there, (
+            f"R18: job {job.job} is of the generation {job.namespace!r}, not {remote.namespace!r}"
+        )
+    assert not remote.pool.index or remote.namespace, "R18: blocks are known of no generation"
+    assert not remote.asks, "what the store is to be asked was not taken"
+
+
 def _check_disk(scene: Scene, world: DiskWorld) -> None:
-    """R4, R14, R16, R17: what holds between the disk, its index and the jobs on it."""
+    """R4, R16: what holds between the disk, its index and the jobs on it."""
     state, disk = world.core.state, world.disk
     jobs = [job for job in state.jobs.open.values() if job.tier is Tier.DISK]
-    for way in Direction:
-        keys = Counter(key for job in jobs if job.direction is way and not job.settled for key in job.keys)
-        assert max(keys.values(), default=1) == 1, f"R14: a key is under way twice: {keys}"
     written = {place for job in jobs if job.direction is Direction.STORE for place in job.places}
     assert written.isdisjoint(world.index), f"places {written} are written, and in the index {world.index}"
-    budget = max(state.pool.capacity // 4, 1)
-    assert len(disk.fetching) <= budget, f"{len(disk.fetching)} blocks are fetched, {budget} may be"
     for place in scene.places_written_off:
         is_off = disk.pool.state(place) in (SlotState.DRAINING, SlotState.QUARANTINED)
         assert is_off, f"R16: place {place} is handed out again"
@@ -154,8 +194,8 @@ def check_lookup(scene: Scene, name: str, answer: int | None, *, is_patient: boo
     pinned = set(record.hit.slots) if record.hit is not None else set()
     assert bool(pinned) == bool(answer), f"R1: answered {answer}, pinned {pinned}"
     assert not is_patient or others.isdisjoint(pinned), "R14: loads what another request is loading"
-    fetches = state.disk is not None and bool(state.disk.fetching)
-    assert answer is not None or others or state.shared.owners or fetches, (
+    below = record.awaits_answer or any(tier.fetching for tier in state.below)
+    assert answer is not None or others or state.shared.owners or below, (
         "R14: 'not yet' with nothing to wait for"
     )
 
@@ -164,9 +204,8 @@ def check_reset(scene: Scene) -> None:
     """R10: the index is empty at once."""
     state = scene.world.core.state
     assert not state.pool.index, "R10: something can hit right after a reset"
-    assert state.disk is None or not state.disk.pool.index, (
-        "R10: something is on the disk right after a reset"
-    )
+    for tier in state.below:
+        assert not tier.pool.index, f"R10: something is found in {tier.tier.value} right after a reset"
 
 
 def check_repeated(scene: Scene, rank: Rank) -> None:
@@ -205,6 +244,8 @@ def check_end(scene: Scene) -> None:
     no work. R11: when the last copy has ended too, everything was released.
     """
     world, core = scene.world, scene.world.core
+    if scene.remote_world is not None:
+        scene.remote_world.answer()
     world.drain()
     for request in world.running():
         world.preempt(request)
@@ -234,7 +275,7 @@ def check_end(scene: Scene) -> None:
 def _check_nothing_is_left(scene: Scene) -> None:
     core = scene.world.core
     pool = core.state.pool
-    for each in [pool, *([core.state.disk.pool] if core.state.disk is not None else [])]:
+    for each in [pool, *(tier.pool for tier in core.state.below)]:
         rest = sum(each.count(at) for at in (SlotState.EMPTY, SlotState.READY, SlotState.QUARANTINED))
         assert rest == each.capacity, "R11: slots are missing"
     assert not core.state.tally.open_offers, "R11: an offer has no outcome"

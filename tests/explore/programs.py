@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kvoffload.model import facts
 from kvoffload.model.ids import JobId, Rank, SlotId
-from kvoffload.model.transfer import Direction, DiskJob
+from kvoffload.model.transfer import Direction, DiskJob, RemoteJob, TransferJob
 from tests.core.disk_world import DiskWorld
-from tests.core.world import CORRUPT, DONE, FAILED, Req
+from tests.core.remote_world import RemoteWorld, Value
+from tests.core.world import CORRUPT, DONE, FAILED, GARBAGE, Copy, Req
 from tests.explore import laws
 from tests.explore.scene import Scene
 
@@ -30,11 +31,12 @@ def actions(scene: Scene) -> Iterator[Action]:
         yield ("step", *(request.name for request in running))
     yield ("step",)
     yield from _of_copies(scene)
-    if scene.disk_world is not None:
-        yield from _of_disk(scene, scene.disk_world)
-    for trouble in ("reset", "forget", "grow", "degrade"):
-        if scene.left.get(trouble):
-            yield (trouble,)
+    yield from _of_lower_tiers(scene)
+    yield from _troubles(scene, "reset", "forget", "grow", "degrade")
+
+
+def _troubles(scene: Scene, *kinds: str) -> Iterator[Action]:
+    yield from ((kind,) for kind in kinds if scene.left.get(kind))
 
 
 def _is_over(scene: Scene, name: str) -> bool:
@@ -69,17 +71,35 @@ def _of_waiting(scene: Scene, name: str, request: Req) -> Iterator[Action]:
 def _of_copies(scene: Scene) -> Iterator[Action]:
     for job, copy in scene.world.copies.items():
         for rank in sorted(copy.running):
-            yield ("report", rank, job, "done")
-            if scene.left.get("fail"):
-                yield ("report", rank, job, "fail")
-            is_read = copy.job.direction is not Direction.STORE or isinstance(copy.job, DiskJob)
-            if scene.left.get("corrupt") and is_read:
-                yield ("report", rank, job, "corrupt")
-            if scene.left.get("hang") and isinstance(copy.job, DiskJob):
-                yield ("report", rank, job, "hang")
+            yield from (("report", rank, job, how) for how in _ends(scene, copy))
     if scene.left.get("late"):
         for job in scene.world.submitted():
             yield ("late", job)
+
+
+def _ends(scene: Scene, copy: Copy) -> Iterator[str]:
+    """Yield how a rank's copy can end."""
+    is_store = copy.job.direction is Direction.STORE
+    yield "done"
+    if scene.left.get("fail"):
+        yield "fail"
+    if scene.left.get("corrupt") and (not is_store or isinstance(copy.job, DiskJob)):
+        yield "corrupt"
+    if scene.left.get("hang") and isinstance(copy.job, DiskJob):
+        yield "hang"
+    if scene.left.get("full") and isinstance(copy.job, RemoteJob) and is_store:
+        yield "full"
+
+
+def _of_lower_tiers(scene: Scene) -> Iterator[Action]:
+    if scene.disk_world is not None:
+        yield from _of_disk(scene, scene.disk_world)
+    if scene.remote_world is not None:
+        yield from _of_store(scene, scene.remote_world)
+    if scene.left.get("restart"):
+        yield ("restart", "whole")
+        if scene.disk_world is not None and scene.disk_world.synced != scene.disk_world.index:
+            yield ("restart", "cut")
 
 
 def _of_disk(scene: Scene, world: DiskWorld) -> Iterator[Action]:
@@ -89,12 +109,23 @@ def _of_disk(scene: Scene, world: DiskWorld) -> Iterator[Action]:
         yield ("works", rank)
     if scene.left.get("spoil"):
         yield from (("spoil", rank, place) for place in sorted(world.index) for rank in world.ranks)
-    if scene.left.get("close"):
-        yield ("close",)
-    if scene.left.get("restart"):
-        yield ("restart", "whole")
-        if world.synced != world.index:
-            yield ("restart", "cut")
+    yield from _troubles(scene, "close")
+
+
+def _of_store(scene: Scene, world: RemoteWorld) -> Iterator[Action]:
+    for number in range(len(world.asked)):
+        yield ("answer", number, "true")
+        ends = {"lie": "lies", "mute": "fails"}
+        yield from (("answer", number, how) for trouble, how in ends.items() if scene.left.get(trouble))
+    if not world.remote.is_usable or world.remote.namespace != world.namespace:
+        yield ("reach",)
+    for trouble in ("evict", "overwrite"):
+        if scene.left.get(trouble):
+            yield from ((trouble, number) for number in range(len(world.store)))
+    if scene.left.get("lose"):
+        yield ("lose",)
+        yield from (("lose", rank) for rank in world.ranks)
+    yield from _troubles(scene, "empty", "rename")
 
 
 def act(scene: Scene, action: Action) -> None:
@@ -180,6 +211,9 @@ def _report(scene: Scene, rank: int, job: int, outcome: str) -> None:
         scene.spend(outcome)
     if outcome == "hang":
         _hang(scene, rank, JobId(job))
+    elif outcome == "full":
+        assert isinstance(scene.world, RemoteWorld)
+        scene.world.report(rank, JobId(job), takes=len(scene.world.copies[JobId(job)].job.slots) - 1)
     else:
         scene.world.report(rank, JobId(job), _OUTCOMES[outcome], (0,) if outcome == "corrupt" else ())
     laws.check_repeated(scene, Rank(rank))
@@ -204,7 +238,7 @@ def _late(scene: Scene, job: int) -> None:
     is_store = copy.direction is Direction.STORE
     if isinstance(copy, DiskJob) and is_store:
         scene.places_written_off.update(copy.places)
-    elif isinstance(copy, DiskJob) or is_store:
+    if isinstance(copy, TransferJob) is is_store:  # a copy to a host slot
         scene.written_off.update(copy.slots)
 
 
@@ -250,6 +284,57 @@ def _close(scene: Scene) -> None:
     scene.world.tell(facts.DiskClosed())
 
 
+def _answer(scene: Scene, number: int, how: str) -> None:
+    if how != "true":
+        scene.spend("lie" if how == "lies" else "mute")
+    assert isinstance(scene.world, RemoteWorld)
+    scene.world.answer_one(number, how)
+
+
+def _reach(scene: Scene) -> None:
+    """Scheduler and ranks find the store answering."""
+    assert isinstance(scene.world, RemoteWorld)
+    scene.world.reach()
+    scene.world.fails(works=True)
+
+
+def _lose(scene: Scene, *ranks: int) -> None:
+    """The store does not answer the scheduler, or one of the ranks."""
+    scene.spend("lose")
+    assert isinstance(scene.world, RemoteWorld)
+    if ranks:
+        scene.world.fails(*ranks)
+    else:
+        scene.world.tell(facts.RemoteLost())
+
+
+def _evict(scene: Scene, number: int) -> None:
+    scene.spend("evict")
+    assert isinstance(scene.world, RemoteWorld)
+    del scene.world.store[sorted(scene.world.store)[number]]
+
+
+def _overwrite(scene: Scene, number: int) -> None:
+    """Another writer uses a name of ours."""
+    scene.spend("overwrite")
+    assert isinstance(scene.world, RemoteWorld)
+    scene.world.store[sorted(scene.world.store)[number]] = Value(GARBAGE, 0)
+
+
+def _empty(scene: Scene) -> None:
+    """The store has restarted with nothing."""
+    scene.spend("empty")
+    assert isinstance(scene.world, RemoteWorld)
+    scene.world.store.clear()
+
+
+def _rename(scene: Scene) -> None:
+    """Engines share another generation from now on; this one has not looked yet."""
+    scene.spend("rename")
+    assert isinstance(scene.world, RemoteWorld)
+    scene.world.namespace += " renamed"
+
+
 def _restart(scene: Scene, how: str) -> None:
     scene.spend("restart")
     scene.restart(loses_tail=how == "cut")
@@ -275,4 +360,11 @@ _ACTS: dict[str, Callable[..., None]] = {
     "spoil": _spoil,
     "close": _close,
     "restart": _restart,
+    "answer": _answer,
+    "reach": _reach,
+    "lose": _lose,
+    "evict": _evict,
+    "overwrite": _overwrite,
+    "empty": _empty,
+    "rename": _rename,
 }

@@ -15,7 +15,9 @@ from kvoffload.core.miss_memory import MissMemory
 from kvoffload.core.state import Policy
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.ids import BlockKey, JobId, RequestId, SlotId
+from kvoffload.model.transfer import RemoteJob
 from tests.core.disk_world import DiskWorld
+from tests.core.remote_world import RemoteWorld
 from tests.core.world import Copy, World
 from tests.explore.worlds import SmallWorld
 
@@ -59,9 +61,13 @@ class Scene:
         """The world, where it has a disk."""
         return self.world if isinstance(self.world, DiskWorld) else None
 
+    @property
+    def remote_world(self) -> RemoteWorld | None:
+        """The world, where it has a store."""
+        return self.world if isinstance(self.world, RemoteWorld) else None
+
     def restart(self, *, loses_tail: bool) -> None:
         """The engine dies with all of its requests, which come again."""
-        assert isinstance(self.world, DiskWorld)
         self.world = self.kind.restarted(self.world, loses_tail=loses_tail)
         self.world.checks_each_fact = False
         self.unseen = list(self.kind.texts)
@@ -88,6 +94,8 @@ class Scene:
         _forget_bytes(world)
         if self.disk_world is not None:
             _forget_places(self.disk_world)
+        if self.remote_world is not None:
+            _forget_values(self.remote_world)
 
     def digest(self) -> bytes:
         """Return 16 bytes that are the same for equal scenes."""
@@ -136,3 +144,12 @@ def _forget_places(world: DiskWorld) -> None:
         for place in [place for place in held if place not in found]:
             del held[place]
     world.disk_rotten = {(rank, place) for rank, place in world.disk_rotten if place in world.index}
+
+
+def _forget_values(world: RemoteWorld) -> None:
+    """No engine looks under the names of generations that have ended."""
+    jobs = [copy.job.namespace for copy in world.copies.values() if isinstance(copy.job, RemoteJob)]
+    asked = [ask.namespace for ask in world.asked]
+    used = {world.namespace, world.remote.namespace, f"print/{world.resets}", *jobs, *asked}
+    for name in [name for name in world.store if name[0] not in used]:
+        del world.store[name]

@@ -7,8 +7,10 @@ import re
 from collections.abc import Callable
 
 import pytest
+from msgspec import structs
 
 from kvoffload.core.disk_state import DiskState
+from kvoffload.core.fetches import Fetches
 from kvoffload.core.host_pool import HostPool
 from kvoffload.core.in_flight_stores import InFlightStores
 from kvoffload.core.job import Job
@@ -16,10 +18,12 @@ from kvoffload.core.leases import Leases
 from kvoffload.core.loads import Loads
 from kvoffload.core.lower_tiers import LowerTiers
 from kvoffload.core.pending_hits import PendingHits
+from kvoffload.core.remote_state import RemoteState
 from kvoffload.core.shared_loads import SharedLoads
 from kvoffload.core.spills import Spills
 from kvoffload.core.stale_blocks import StaleBlocks
 from kvoffload.core.stores import Stores
+from tests.core.world import DONE
 from tests.explore.programs import Action, act, actions, replay
 from tests.explore.report import as_test
 from tests.explore.scene import Scene
@@ -47,6 +51,8 @@ def test_a_world_is_explored_to_its_last_state() -> None:
 
 
 # -- that it bites ----------------------------------------------------------------------------------------------
+
+_FETCHED = Fetches.reported
 
 BREAKS: dict[str, tuple[str, type, str, object]] = {
     "R1 a hit is not pinned until it is consumed": (
@@ -99,6 +105,30 @@ BREAKS: dict[str, tuple[str, type, str, object]] = {
         DiskState,
         "fetching",
         property(lambda self: {}, lambda self, value: None),
+    ),
+    "R17 what the store does not have counts as fetched": (
+        "sharing a fetch from the store",
+        Fetches,
+        "reported",
+        lambda self, job, part: _FETCHED(self, job, structs.replace(part, outcome=DONE, missing=())),
+    ),
+    "R17 a store that does not answer is used": (
+        "a store that is lost",
+        RemoteState,
+        "is_usable",
+        property(lambda self: self.is_open),
+    ),
+    "R18 what is known of one generation is looked for in the next": (
+        "a store that is lost",
+        LowerTiers,
+        "forget",
+        lambda self, tier: None,
+    ),
+    "R14 a lookup waits for an answer that has come": (
+        "puts",
+        LowerTiers,
+        "remote_answered",
+        lambda self, fact: self._state.remote.note(fact.found, fact.missing),
     ),
     "R9 a load is never answered": ("a load", Loads, "_answer", lambda self, *_, **__: None),
     "R10 a store in flight survives a reset": (

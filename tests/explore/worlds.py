@@ -8,6 +8,7 @@ from typing import Any
 
 from kvoffload.model.groups import GroupSpec
 from tests.core.disk_world import DiskWorld
+from tests.core.remote_world import RemoteWorld, Store, TieredWorld
 from tests.core.world import World, full, recurrent, window
 
 LONG, SHORT, OTHER = "abcdefghi", "abcde", "xyzuvwrst"
@@ -24,8 +25,11 @@ class SmallWorld:
         often: how many times each kind of trouble may happen; what is not named never does.
         served: what was computed and stored before, and has left the device since.
         ranks, device, host, policy, merge_steps: as in `World`. With "grow", only one slot is ready at first.
-        disk, after_hits: as in `DiskWorld`; without places there is no disk.
+        disk: as in `DiskWorld`; without places there is no disk.
         on_disk: what an earlier process left on the disk. With "open", its index is read while it is explored.
+        hints: as in `RemoteWorld`; without any there is no store.
+        in_store: what another engine has written to the store.
+        after_hits: how often a block must be found again to be written to the disk or the store.
     """
 
     groups: tuple[GroupSpec, ...] = (full(),)
@@ -38,21 +42,30 @@ class SmallWorld:
     policy: str = "eager"
     merge_steps: int = 1
     disk: int = 0
-    after_hits: int = 1
     on_disk: tuple[str, ...] = ()
+    hints: int = 0
+    in_store: tuple[str, ...] = ()
+    after_hits: int = 1
 
     def build(self) -> World:
         """Return the world before anything of the exploration has happened."""
-        world = self._after(self._first_life()) if self.disk else World(*self.groups, **self._settings)
+        world = self._after(self._first_life(), self._other_engine())
         for number, text in enumerate(self.served):
             world.serve(f"before {number}", text)
         world.device.forget_keys()
         return world
 
-    def restarted(self, before: DiskWorld, *, loses_tail: bool) -> DiskWorld:
+    def restarted(self, before: World, *, loses_tail: bool) -> World:
         """Return the world in which the engine has died and another one begins to read its index."""
-        before.die(loses_tail=loses_tail)
-        return self._after(before, opens=False)
+        disk, store = None, None
+        if isinstance(before, DiskWorld):
+            before.die(loses_tail=loses_tail)
+            disk = before
+        if isinstance(before, RemoteWorld):
+            store = before.store
+        world = self._after(disk, store, resets=before.resets, is_known=False)
+        world.resets = before.resets
+        return world
 
     def _first_life(self) -> DiskWorld | None:
         if not self.on_disk:
@@ -63,15 +76,27 @@ class SmallWorld:
             world.serve_again(f"first {number}", text)
         return world
 
-    def _after(self, before: DiskWorld | None, *, opens: bool = True) -> DiskWorld:
-        return DiskWorld(
-            *self.groups,
-            disk=self.disk,
-            after_hits=self.after_hits,
-            before=before,
-            opens=opens and "open" not in self.often,
-            **self._settings,
-        )
+    def _other_engine(self) -> Store | None:
+        if not self.in_store:
+            return None
+        settings = {**self._settings, "device": 32, "host": 32}
+        world = RemoteWorld(*self.groups, share_after_hits=0, **settings)
+        for text in self.in_store:
+            world.share(text)
+        return world.store
+
+    def _after(
+        self, disk: DiskWorld | None, store: Store | None, *, resets: int = 0, is_known: bool = True
+    ) -> World:
+        settings = self._settings
+        if self.disk:
+            opens = is_known and "open" not in self.often
+            settings |= {"disk": self.disk, "after_hits": self.after_hits, "before": disk, "opens": opens}
+        if self.hints:
+            settings |= {"hints": self.hints, "share_after_hits": self.after_hits, "store": store}
+            settings |= {"namespace": f"print/{resets}", "is_reached": is_known}
+        kinds = (World, DiskWorld), (RemoteWorld, TieredWorld)
+        return kinds[self.hints > 0][self.disk > 0](*self.groups, **settings)
 
     @property
     def _settings(self) -> dict[str, Any]:
@@ -182,6 +207,71 @@ WORLDS: Mapping[str, SmallWorld] = {
         often=dict.fromkeys(("open", "reset", "close", "restart", "degrade"), 1),
         host=8,
         disk=3,
+        after_hits=0,
+    ),
+    # With a store that engines share: it is asked when a request comes, and what it says may be untrue or late.
+    "puts": SmallWorld(
+        texts=_ONE, often=dict.fromkeys(("fail", "late", "reset", "full"), 1), host=3, hints=3, after_hits=0
+    ),
+    "puts on two ranks": SmallWorld(
+        texts=_ONE, often=dict.fromkeys(("fail", "full", "lose"), 1), ranks=2, host=3, hints=2, after_hits=0
+    ),
+    "puts beside another writer": SmallWorld(
+        texts={"a": SHORT, "b": OTHER},
+        often=dict.fromkeys(("overwrite", "mute"), 1),
+        device=8,
+        host=4,
+        hints=1,
+        in_store=(LONG, OTHER),
+        after_hits=0,
+    ),
+    "a fetch from the store": SmallWorld(
+        texts=_ONE,
+        often=dict.fromkeys(("fail", "late", "reset", "corrupt", "evict", "mute"), 1),
+        host=8,
+        hints=3,
+        in_store=(LONG,),
+    ),
+    "a fetch from the store on two ranks": SmallWorld(
+        texts=_ONE,
+        often=dict.fromkeys(("fail", "late", "evict", "overwrite"), 1),
+        ranks=2,
+        host=8,
+        hints=3,
+        in_store=(LONG,),
+    ),
+    "sharing a fetch from the store": SmallWorld(
+        often=dict.fromkeys(("lie", "fail", "evict"), 1), host=8, hints=3, in_store=(LONG,)
+    ),
+    "a store that is lost": SmallWorld(
+        texts=_ONE,
+        often={"lose": 2, "empty": 1, "rename": 1, "restart": 1, "reset": 1},
+        host=8,
+        hints=3,
+        in_store=(LONG,),
+        after_hits=0,
+    ),
+    "a window's fetch from the store": SmallWorld(
+        _WINDOW, _ONE, {"lie": 1, "evict": 1, "reset": 1}, device=7, host=8, hints=4, in_store=(LONG,)
+    ),
+    "a state's fetch from the store": SmallWorld(
+        _STATES, _ONE, {"fail": 1, "evict": 1, "preempt": 1}, device=10, host=12, hints=5, in_store=(LONG,)
+    ),
+    "disk and store": SmallWorld(
+        texts=_ONE,
+        on_disk=(SHORT,),
+        in_store=(LONG,),
+        often=dict.fromkeys(("fail", "late", "corrupt", "evict", "spoil", "reset", "restart"), 1),
+        host=12,
+        disk=2,
+        hints=3,
+    ),
+    "spills to both": SmallWorld(
+        texts=_ONE,
+        often=dict.fromkeys(("fail", "lose", "reset", "hang"), 1),
+        host=3,
+        disk=2,
+        hints=2,
         after_hits=0,
     ),
     # The engine and the operator do what they should not.
