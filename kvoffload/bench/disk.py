@@ -1,8 +1,9 @@
 """`kvoffload bench disk`: the disk tier's copies against the disk itself, and an engine that comes back after a crash.
 
-Each repeat writes and reads one file with plain direct I/O, in order, and then spills and fetches as many bytes through the real
-`DiskCopies` and slot file, in random order, from and to scattered host slots, checksums included. So other load on the machine
-affects both. Every fetched byte is compared with what was spilled before anything is timed.
+Each repeat writes and reads a file with plain direct I/O, in order, and then spills and fetches as many bytes through the real
+`DiskCopies` and slot file, from and to scattered host slots, checksums included. So other load on the machine affects both. Places in
+the file are scattered; small blocks are measured side by side too, as the core hands places out while it has neighbours.
+Every fetched byte is compared with what was spilled before anything is timed.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ if TYPE_CHECKING:
 
 HELP = "the disk tier's copies against the disk's own speed, and an engine that starts again after a SIGKILL"
 
-THREADS = 4
 _GOAL, _GOAL_FROM_KIB = 0.8, 1024
 _PIECE = 2**20
+_POOL = 4  # times the places that one pass names
 _GIB = 2**30
 _HOOK_TURNS = 10
 _NEVER = 2**30  # hits before a block is written
@@ -71,8 +72,8 @@ def run(args: argparse.Namespace) -> int:
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded; the demo says why
     method = (
-        f"{args.repeats} repeats of {args.mib} MiB each way, {THREADS} threads, in turns with one pass over a file with direct I/O "
-        f"in pieces of 1 MiB by as many threads, fdatasync included; median [95 % interval]. Restart: {args.conversations} "
+        f"{args.repeats} repeats of {args.mib} MiB each way, in turns with one pass over a file with direct I/O in pieces "
+        f"of 1 MiB by as many threads and from the same kind of memory, fdatasync included; median [95 % interval]. Restart: {args.conversations} "
         "conversations on the reference engine, killed (SIGKILL) in the third of five turns"
     )
     return give_out("disk", args, method, _measure(args), "numpy", "xxhash")
@@ -95,32 +96,39 @@ def measure(folder: Path, block_kib: int, size: int, repeats: int) -> Iterator[L
     from kvoffload.bench.copy_rig import Rig
     from kvoffload.disk.slot_file import SlotShape, open_slot_file
 
-    block = block_kib * 1024
+    block, path = block_kib * 1024, folder / "slots"
     with Rig("cpu", block // _REGIONS, size, regions=_REGIONS) as rig:
-        shape = SlotShape(0, 1, block, bytes(16))
-        file = open_slot_file(folder / f"slots{block_kib}", shape, rig.count)
-        tier = _Tier(file, rig)
-        plain: dict[str, list[float]] = {way: [] for way in _WAYS}
-        through: dict[str, list[float]] = {way: [] for way in _WAYS}
-        cpu: dict[str, list[float]] = {way: [] for way in _WAYS}
-        for repeat in range(repeats + 1):
-            tier.shuffle()
-            for way in _WAYS:
-                alone = _timed(lambda way=way: tier.plain_pass(way))  # type: ignore[misc]
-                tiered = _timed(tier.spill if way == "spill" else tier.fetch)
-                if repeat:  # the first warms up, and compares every byte
-                    plain[way].append(rig.size / alone[0] / 1e9)
-                    through[way].append(rig.size / tiered[0] / 1e9)
-                    cpu[way].append(tiered[1] / rig.size * _GIB)
-            if not repeat:
-                tier.check()
-        tier.close()
+        tier = _Tier(open_slot_file(path, SlotShape(0, 1, block, bytes(16)), _POOL * rig.count), rig)
+        try:
+            for is_scattered in (True, False) if block_kib < _GOAL_FROM_KIB else (True,):
+                tier.is_scattered = is_scattered
+                what = f"blocks of {block_kib} KiB" + ("" if is_scattered else " side by side")
+                yield from _lines(tier, what, repeats, _GOAL if block_kib >= _GOAL_FROM_KIB else None)
+        finally:
+            tier.close()
+            path.unlink()
+
+
+def _lines(tier: _Tier, what: str, repeats: int, goal: float | None) -> Iterator[Line]:
+    plain: dict[str, list[float]] = {way: [] for way in _WAYS}
+    through: dict[str, list[float]] = {way: [] for way in _WAYS}
+    cpu: dict[str, list[float]] = {way: [] for way in _WAYS}
+    for repeat in range(repeats + 1):
+        tier.shuffle()
+        for way in _WAYS:
+            alone = _timed(lambda way=way: tier.plain_pass(way))  # type: ignore[misc]
+            tiered = _timed(tier.spill if way == "spill" else tier.fetch)
+            if repeat:  # the first warms up, and compares every byte
+                plain[way].append(tier.size / alone[0] / 1e9)
+                through[way].append(tier.size / tiered[0] / 1e9)
+                cpu[way].append(tiered[1] / tier.size * _GIB)
+        if not repeat:
+            tier.check()
     for way in _WAYS:
-        what = f"{way} of blocks of {block_kib} KiB"
-        goal = _GOAL if block_kib >= _GOAL_FROM_KIB else None
-        yield line(f"{what}, over the disk's own direct I/O", ratios(through[way], plain[way]), at_least=goal)
-        yield line(what, through[way], " GB/s")
-        yield line(f"{what}, processor time a GiB", cpu[way], " s")
+        ratio = ratios(through[way], plain[way])
+        yield line(f"{way} of {what}, over the disk's own direct I/O", ratio, at_least=goal)
+        yield line(f"{way} of {what}", through[way], " GB/s")
+        yield line(f"{way} of {what}, processor time a GiB", cpu[way], " s")
 
 
 def _timed(work: Callable[[], object]) -> tuple[float, float]:
@@ -135,14 +143,16 @@ class _Tier:
     """Copies of one rank between a rig's host slots and a file; and the file's disk alone."""
 
     def __init__(self, file: SlotFile, rig: Rig) -> None:
+        from kvoffload.bench.copy_rig import WatchedExecutor
         from kvoffload.disk.system import aligned_buffer
-        from kvoffload.runtime.portal import DaemonExecutor
         from kvoffload.transfer.clock import SystemClock
-        from kvoffload.transfer.disk_copies import DiskCopies
+        from kvoffload.transfer.disk_copies import THREADS, DiskCopies
 
+        self.size = rig.size
+        self.is_scattered = True
         self._file = file
         self._rig = rig
-        self._threads = DaemonExecutor("bench-disk", THREADS)
+        self._threads = WatchedExecutor(THREADS)
         self._copies = DiskCopies(0, file, rig.arena, self._threads, SystemClock(), timeout_s=600)
         self._buffers = [aligned_buffer(_PIECE) for _ in range(THREADS)]
         self._draw = random.Random(0)
@@ -150,11 +160,20 @@ class _Tier:
         self._slots: list[int] = []
         self._places: list[int] = []
         self._sums: tuple[tuple[int, ...], ...] = ()
+        self._pass_over(
+            "spill", _POOL * self.size
+        )  # a file system makes space ready when it is first written
 
     def shuffle(self) -> None:
         """Choose other slots and places for the next copies."""
-        self._slots = self._draw.sample(range(self._rig.blocks), self._rig.count)
-        self._places = self._draw.sample(range(self._file.slots), self._rig.count)
+        count, draw = self._rig.count, self._draw
+        self._slots = draw.sample(range(self._rig.blocks), count)
+        first = draw.randrange(self._file.slots - count + 1)
+        self._places = (
+            draw.sample(range(self._file.slots), count)
+            if self.is_scattered
+            else [*range(first, first + count)]
+        )
 
     def spill(self) -> None:
         """Write the slots to their places, and have them on the disk."""
@@ -167,16 +186,20 @@ class _Tier:
 
     def plain_pass(self, way: str) -> None:
         """Write or read as many bytes of the file in order, with direct I/O and nothing else."""
-        descriptor, size = self._file.fileno(), self._rig.size
+        self._pass_over(way, self.size)
+
+    def _pass_over(self, way: str, size: int) -> None:
+        descriptor, threads = self._file.fileno(), len(self._buffers)
         call = os.pwritev if way == "spill" else os.preadv
 
         def share(thread: int) -> None:
-            for offset in range(thread * _PIECE, size, THREADS * _PIECE):
+            for offset in range(thread * _PIECE, size, threads * _PIECE):
                 piece = self._buffers[thread][: min(_PIECE, size - offset)]
                 call(descriptor, [piece], offset + 4096)
 
-        for done in [self._threads.submit(share, thread) for thread in range(THREADS)]:
+        for done in [self._threads.submit(share, thread) for thread in range(threads)]:
             done.result()
+        self._threads.wait()
         if way == "spill":
             self._file.sync()
 
@@ -209,9 +232,8 @@ class _Tier:
         way = Direction.STORE if is_spill else Direction.LOAD
         slots, places = tuple(map(SlotId, self._slots)), tuple(map(SlotId, self._places))
         self._copies.submit([DiskJob(JobId(self._jobs), way, slots, places, () if is_spill else self._sums)])
-        while not (reports := self._copies.take_reports()):
-            time.sleep(1e-4)
-        (report,) = reports
+        self._threads.wait()
+        (report,) = self._copies.take_reports()
         if report.outcome is not CopyOutcome.DONE:
             raise CommandError(f"a {way.value} of the disk ended as {report.outcome.value}")
         return report.sums

@@ -15,6 +15,7 @@ from kvoffload.remote.calls import RemoteCalls
 from kvoffload.remote.connect import open_store
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.worker_disk import WorkerDisk
+from kvoffload.transfer import disk_copies
 from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.clock import SystemClock
 from kvoffload.transfer.factory import make_allocator, make_checksums, make_copier
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 log = get_logger("worker")
 
 _STORE_BYTES_IN_FLIGHT = 64 * 2**20  # a few milliseconds of copying: what a load may find before it
-_DISK_THREADS = 4  # what a disk needs at a time to be busy
 _REMOTE_THREADS = 2  # a store's client spreads a batch itself
 _DRAIN_S = 5.0  # beyond the transfer time-out
 _PINNING_S = 10.0  # of an engine's start
@@ -192,7 +192,7 @@ class WorkerSide:
             shape,
             self._config.disk_share(self._ranks),
             arena,
-            self._portal.new_executor("disk", threads=_DISK_THREADS),
+            self._portal.new_executor("disk", threads=disk_copies.THREADS),
             self._clock,
             timeout_s=self._config.transfer_timeout_s,
             checksums=checksums,

@@ -21,6 +21,7 @@ from kvoffload.model.transfer import Direction
 from kvoffload.transfer.ports import TicketState
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from concurrent.futures import Executor, Future
 
     from kvoffload.transfer.runs import Numbers
@@ -84,13 +85,17 @@ class Checksums:
         """
         return ChecksumTicket(self._executor.submit(self._work[direction], slots))
 
-    def take(self, slot: int) -> None:
-        """Take the checksum of a slot that a fetch has filled. The calling thread reads it."""
-        self._take(np.array([slot]))
+    def take(self, *slots: int) -> None:
+        """Take the checksums of slots that a fetch has filled. The calling thread reads them."""
+        self._take(np.array(slots))
 
     def is_as_stored(self, slot: int) -> bool:
         """Whether a slot holds what it held when its block arrived. The calling thread reads it."""
-        return not self._compare(np.array([slot]))
+        return not self.changed((slot,))
+
+    def changed(self, slots: Sequence[int]) -> Positions:
+        """Return where in `slots` are those that do not hold what they held when their blocks arrived. The calling thread reads them."""
+        return self._compare(np.array(slots))
 
     def _take(self, slots: Numbers) -> Positions:
         self._known[slots] = self._digests(slots)

@@ -172,7 +172,7 @@ class RemoteCopies:
         right, wrong = list[int](), list[int]()
         for position, value in zip(batch, buffers, strict=True):
             slot = job.slots[position]
-            self._to_buffer(pages_to(value, self._arena, slot))
+            self._to_buffer(pages_to(value, self._arena, (slot,)))
             # After the copy: what the slot holds now it held during the copy too.
             is_right = self._checksums is None or self._checksums.is_as_stored(slot)
             (right if is_right else wrong).append(position)
@@ -206,7 +206,7 @@ class RemoteCopies:
         buffers = self._values(None, len(got.whole) + len(got.wrong) + len(got.missing))
         for position in got.whole:
             slot = job.slots[position]
-            self._to_host(pages_from(buffers[position - first], self._arena, slot))
+            self._to_host(pages_from(buffers[position - first], self._arena, (slot,)))
             if self._checksums is not None:
                 self._checksums.take(slot)
         return got

@@ -1,4 +1,4 @@
-"""The pages of a host slot, as copies into one piece of memory: what lower tiers read and write."""
+"""The pages of host slots, as copies into one piece of memory: what lower tiers read and write."""
 
 from __future__ import annotations
 
@@ -9,21 +9,26 @@ import numpy as np
 from kvoffload.transfer.runs import CopyRuns
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvoffload.transfer.arena import Arena
-    from kvoffload.transfer.runs import Numbers
 
 
-def pages_to(buffer: memoryview, arena: Arena, slot: int) -> CopyRuns:
-    """Return the copies that gather a slot's pages in a buffer, region by region."""
-    geometry = arena.geometry
-    source: Numbers = geometry.host_base[slot // geometry.chunk_slots] + (
-        slot % geometry.chunk_slots * geometry.page
-    )
-    ends = np.cumsum(geometry.page)
-    return CopyRuns(source, np.frombuffer(buffer, np.uint8).ctypes.data + ends - geometry.page, geometry.page)
+def pages_to(
+    buffer: memoryview, arena: Arena, slots: Sequence[int], places: Sequence[int] = (0,)
+) -> CopyRuns:
+    """Return the copies that gather slots in a buffer, at these places in it, each region by region."""
+    geometry, numbers = arena.geometry, np.array(slots, np.int64)[:, None]
+    chunks = numbers // geometry.chunk_slots
+    source = geometry.host_base[chunks[:, 0]] + (numbers - chunks * geometry.chunk_slots) * geometry.page
+    first = np.frombuffer(buffer, np.uint8).ctypes.data + np.cumsum(geometry.page) - geometry.page
+    target = first + np.array(places, np.int64)[:, None]
+    return CopyRuns(source.ravel(), target.ravel(), np.tile(geometry.page, len(slots)))
 
 
-def pages_from(buffer: memoryview, arena: Arena, slot: int) -> CopyRuns:
-    """Return the copies that put a buffer's bytes into a slot's pages."""
-    pages = pages_to(buffer, arena, slot)
+def pages_from(
+    buffer: memoryview, arena: Arena, slots: Sequence[int], places: Sequence[int] = (0,)
+) -> CopyRuns:
+    """Return the copies that put what a buffer has at these places into the pages of slots."""
+    pages = pages_to(buffer, arena, slots, places)
     return CopyRuns(pages.target, pages.source, pages.size)

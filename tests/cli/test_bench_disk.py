@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ def test_each_way_is_held_against_the_disk_itself(tmp_path: Path, capsys: pytest
     assert main([*SMALL, "--dir", str(tmp_path), "--json"]) == 0
     reported = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert [(line["what"], line["unit"]) for line in reported["lines"]] == [
-        (f"{way} of blocks of 64 KiB{part}", unit)
+        (f"{way} of blocks of 64 KiB{places}{part}", unit)
+        for places in ("", " side by side")
         for way in ("spill", "fetch")
         for part, unit in (
             (", over the disk's own direct I/O", "x"),
@@ -34,9 +36,9 @@ def test_wrong_bytes_are_not_timed(
 ) -> None:
     read = SlotFile.read
 
-    def flipped(file: SlotFile, slot: int, data: memoryview) -> None:
+    def flipped(file: SlotFile, slot: int, data: Sequence[memoryview]) -> None:
         read(file, slot, data)
-        data[100] ^= 1
+        data[0][100] ^= 1
 
     monkeypatch.setattr(SlotFile, "read", flipped)
     assert main([*SMALL, "--dir", str(tmp_path)]) == 2

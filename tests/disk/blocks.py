@@ -54,7 +54,7 @@ class Writer:
         for file in self.files:
             data = shard(self.header.generation, key, file.shape.rank, file.shape.slot_bytes)
             self._buffer[: len(data)] = data
-            file.write(slot, self._buffer)
+            file.write(slot, [self._buffer])
             sums.append(xxh3_64_intdigest(data))
         record = Put(slot, key, tuple(sums))
         self.append([record])
@@ -115,7 +115,7 @@ def found_blocks(folder: Path, slots: int) -> dict[bytes, bool]:
 def _matches(files: list[SlotFile], generation: bytes, put: Put) -> bool:
     for file, expected in zip(files, put.sums, strict=True):
         buffer = aligned_buffer(file.shape.pitch)
-        file.read(put.slot, buffer)
+        file.read(put.slot, [buffer])
         data = bytes(buffer[: file.shape.slot_bytes])
         if xxh3_64_intdigest(data) != expected:
             return False

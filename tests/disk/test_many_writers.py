@@ -42,7 +42,7 @@ def write_until_killed(folder: Path, to_test: Connection) -> None:
             for file in files:
                 data = shard(log.header.generation, key, file.shape.rank)
                 buffer[: len(data)] = data
-                file.write(slot, buffer)
+                file.write(slot, [buffer])
                 sums.append(xxh3_64_intdigest(data))
             with lock:
                 log.append([Put(slot, key, tuple(sums))])

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -36,12 +37,12 @@ def opened(tmp_path: Path) -> Iterator[Callable[..., SlotFile]]:
 def write(file: SlotFile, slot: int, data: bytes) -> None:
     buffer = aligned_buffer(file.shape.pitch)
     buffer[: len(data)] = data
-    file.write(slot, buffer)
+    file.write(slot, [buffer])
 
 
 def read(file: SlotFile, slot: int) -> bytes:
     buffer = aligned_buffer(file.shape.pitch)
-    file.read(slot, buffer)
+    file.read(slot, [buffer])
     return bytes(buffer[: file.shape.slot_bytes])
 
 
@@ -67,6 +68,32 @@ def test_slots_larger_than_a_piece_are_whole(opened: Callable[..., SlotFile]) ->
     write(file, 1, some_bytes(1, shape.slot_bytes))
     assert read(file, 0) == some_bytes(0, shape.slot_bytes)
     assert read(file, 1) == some_bytes(1, shape.slot_bytes)
+
+
+@pytest.mark.parametrize("most", [PAGE, 3 * PAGE, 2**30])
+def test_calls_that_transfer_less_than_asked_for_are_gone_on_with(
+    opened: Callable[..., SlotFile], monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """Two slots in 1,100 pieces: more than a call takes."""
+    file = opened(3, SlotShape(0, 1, 550 * PAGE, b"a rank's layout."))
+    for name in ("pwritev", "preadv"):
+        real = getattr(os, name)
+
+        def call(descriptor: int, parts: list[memoryview], offset: int, real: Any = real) -> int:  # noqa: ANN401
+            few, left = list[memoryview](), most
+            while parts and left:
+                few.append(parts[0][:left])
+                left, parts = left - len(few[-1]), parts[1:]
+            return int(real(descriptor, few, offset))
+
+        monkeypatch.setattr(os, name, call)
+    written, found = aligned_buffer(1100 * PAGE), aligned_buffer(1100 * PAGE)
+    written[:] = some_bytes(0, 1100 * PAGE)
+    file.write(1, [written[start : start + PAGE] for start in range(0, len(written), PAGE)])
+    file.read(1, [found[: 100 * PAGE], found[100 * PAGE :]])
+    assert found == written
+    with pytest.raises(IndexError, match="slot 3 is not among the 3"):
+        file.write(2, [written])
 
 
 def test_its_space_is_taken_at_once_and_for_this_user_alone(

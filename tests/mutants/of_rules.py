@@ -28,6 +28,7 @@ _FETCHES = "kvoffload/core/fetches.py"
 _WARM_START = "kvoffload/core/warm_start.py"
 _INDEX = "kvoffload/runtime/disk_index.py"
 _DISK_COPIES = "kvoffload/transfer/disk_copies.py"
+_DISK_JOBS = "kvoffload/transfer/disk_jobs.py"
 _FORMAT = "kvoffload/disk/index_format.py"
 _WEIGHTS = "kvoffload/disk/weights.py"
 _VLLM_IDENTITY = "plugins/kvoffload_vllm/kv_identity.py"
@@ -323,7 +324,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(18, _INDEX, "done = self._do(self._reset)", "return True", DISK),
     Mutant(14, _FETCHES, "if key not in state.in_flight.keys]", "]", DISK),
     Mutant(17, _SPILLS, "                tier.strike(place)\n", "                pass\n", DISK),
-    Mutant(17, _DISK_COPIES, "== job.sums[copy.position][self._rank]", "is not None", DISK),
+    Mutant(17, _DISK_COPIES, "== job.sums[position][self._rank]", "is not None", DISK),
     Mutant(4, _SPILLS, "if job.waiting:", "if False:", _DISK_CORE),
     Mutant(4, _FETCHES, "if job.waiting:", "if False:", _DISK_CORE),
     Mutant(10, "kvoffload/core/lower_tiers.py", "        self.stop(tier)\n", "        pass\n", _DISK_CORE),
@@ -336,7 +337,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         17,
         _DISK_COPIES,
-        "return False  # the host slot may be another block's by now",
+        "return False  # the host slots may be other blocks' by now",
         "pass",
         _COPIES_OF_DISK,
     ),
@@ -350,8 +351,11 @@ MUTANTS: tuple[Mutant, ...] = (
         _FILES,
     ),
     Mutant(18, _INDEX, "        remove_index(self._folder.path)\n", "        pass\n", DISK),
-    Mutant(17, _DISK_COPIES, "not self._checksums.is_as_stored(slot)", "False", DISK),
-    Mutant(17, _DISK_COPIES, "self._checksums.take(slot)", "pass", DISK),
+    Mutant(17, _DISK_COPIES, "self._checksums.changed(slots)", "()", DISK),
+    Mutant(17, _DISK_COPIES, "self._checksums.take(*right)", "pass", DISK),
+    Mutant(16, _DISK_COPIES, "copy.claim()  # a read that returns", "pass  #", _COPIES_OF_DISK),
+    Mutant(16, _DISK_JOBS, "return bool(self.token)", "return True", _COPIES_OF_DISK),
+    Mutant(16, _DISK_JOBS, "self.stuck += copy.under_call", "pass", _COPIES_OF_DISK),
     Mutant(17, _SPILLS, "if pool.indexed_key(slot) == key", "", DISK),
     Mutant(17, _SPILLS, "sum([pool.quarantine(slot) for slot, _ in corrupt])", "len(corrupt)", DISK),
     Mutant(

@@ -153,7 +153,7 @@ def _quarantined_slot_comes_back() -> list[Patch]:
 
 
 def _disk_is_not_compared() -> list[Patch]:
-    return [(disk_copies, "_checksum", lambda data: 0)]
+    return [(disk_copies, "_checksum", lambda pieces, size: 0)]
 
 
 def _reset_leaves_the_index() -> list[Patch]:

@@ -23,7 +23,7 @@ def test_seeds_with_a_disk_end_well_and_have_seen_something() -> None:
             total += world.disk_copies + Counter(lives=world.life)
     assert total["lives"] > 40
     for what in ("store done", "store failed", "load done", "restored"):
-        assert total[what] > 5, total
+        assert total[what] >= 3, total
 
 
 def test_disks_and_what_happens_to_them_differ() -> None:

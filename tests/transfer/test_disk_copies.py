@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
+from typing import Any
 
+import numpy as np
 import pytest
 from xxhash import xxh3_64_intdigest
 
 from kvoffload.disk.slot_file import SlotFile, SlotShape, open_slot_file
+from kvoffload.disk.system import aligned_buffer
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.errors import DiskError
 from kvoffload.model.ids import JobId, SlotId
@@ -34,9 +37,15 @@ class Rig:
     """Twelve host slots in chunks of five, and a file of eight."""
 
     def __init__(
-        self, folder: Path, executor: ManualExecutor | DaemonExecutor, *, verify: str = "off"
+        self,
+        folder: Path,
+        executor: ManualExecutor | DaemonExecutor,
+        *,
+        verify: str = "off",
+        pages: Sequence[int] = PAGES,
     ) -> None:
-        self.device = FakeDevice(4, PAGES)
+        self.pages = pages
+        self.device = FakeDevice(4, pages)
         size = self.device.layout.slot_bytes
         memory = MmapAllocator(ManualExecutor(held=False))
         self.arena = Arena(self.device.layout, 12, memory, chunk_bytes=5 * size)
@@ -60,13 +69,18 @@ class Rig:
 
     def fill(self, slot: int, seed: int) -> bytes:
         """Give a host slot bytes of its own; return all of them in a row."""
-        parts = [Random(seed * 10 + region).randbytes(size) for region, size in enumerate(PAGES)]
+        parts = [Random(seed * 10 + region).randbytes(size) for region, size in enumerate(self.pages)]
         for region, part in enumerate(parts):
             self.arena.page(slot, region)[:] = part
         return b"".join(parts)
 
     def slot(self, slot: int) -> bytes:
-        return b"".join(self.arena.page(slot, region).tobytes() for region in range(len(PAGES)))
+        return b"".join(self.arena.page(slot, region).tobytes() for region in range(len(self.pages)))
+
+    def place(self, place: int) -> bytes:
+        buffer = aligned_buffer(self.shape.pitch)
+        self.file.read(place, [buffer])
+        return bytes(buffer[: self.shape.slot_bytes])
 
     def spill(self, slots: list[int], places: list[int]) -> JobId:
         return self._submit(Direction.STORE, slots, places, ())
@@ -113,6 +127,47 @@ def test_what_was_spilled_is_fetched_into_other_slots(rig: Rig) -> None:
     assert rig.reports()[fetch].outcome is DONE
     assert [rig.slot(slot) for slot in (1, 2, 6, 10)] == data
     assert not rig.copies.has_work
+
+
+def test_adjacent_places_are_one_call(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, int, int]] = []
+    for name in ("write", "read"):
+        real = getattr(rig.file, name)
+
+        def call(slot: int, data: Sequence[memoryview], name: str = name, real: Any = real) -> None:  # noqa: ANN401
+            calls.append((name, slot, sum(map(len, data)) // rig.shape.pitch))
+            real(slot, data)
+
+        monkeypatch.setattr(rig.file, name, call)
+    slots, places = [0, 4, 5, 11, 7], [3, 1, 2, 7, 6]
+    data = [rig.fill(slot, seed=slot) for slot in slots]
+    spill = rig.spill(slots, places)
+    report = rig.reports()[spill]
+    assert report.sums == tuple(map(xxh3_64_intdigest, data))
+    fetch = rig.fetch([1, 2, 6, 10, 8], places, list(report.sums))
+    assert rig.reports()[fetch].outcome is DONE
+    assert [rig.slot(slot) for slot in (1, 2, 6, 10, 8)] == data
+    assert calls == [("write", 1, 3), ("write", 6, 2), ("read", 1, 3), ("read", 6, 2)]
+
+
+def test_long_aligned_pages_are_written_from_where_they_lie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(tmp_path, ManualExecutor(held=False), pages=[2**17, 2**20 + 4096])
+    data, written, write = [rig.fill(slot, seed=slot) for slot in (3, 9)], list[int](), rig.file.write
+
+    def record(slot: int, pieces: Sequence[memoryview]) -> None:
+        written.extend(np.frombuffer(piece, np.uint8).ctypes.data for piece in pieces)
+        write(slot, pieces)
+
+    monkeypatch.setattr(rig.file, "write", record)
+    spill = rig.spill([3, 9], [5, 6])
+    sums = rig.reports()[spill].sums
+    pages = [rig.arena.page(slot, region) for slot in (3, 9) for region in range(2)]
+    assert written == [np.frombuffer(page, np.uint8).ctypes.data for page in pages]
+    fetch = rig.fetch([0, 1], [5, 6], list(sums))
+    assert rig.reports()[fetch].outcome is DONE
+    assert [rig.slot(0), rig.slot(1)] == data
 
 
 def test_r17_a_place_with_other_bytes_is_found_corrupt_and_the_host_slot_keeps_its_own(rig: Rig) -> None:
@@ -180,29 +235,36 @@ def test_fetches_go_before_spills(held: Rig) -> None:
     rig.spill([0], [0])
     rig.executor.run_all()  # type: ignore[union-attr]
     [known] = rig.reports()[JobId(0)].sums
-    spill = rig.spill([0, 0], [1, 2])
+    spill = rig.spill([0, 2], [1, 2])
     fetch = rig.fetch([1], [0], [known])
-    rig.executor.run_next()  # type: ignore[union-attr]
-    assert list(rig.reports()) == [fetch]
     rig.executor.run_all()  # type: ignore[union-attr]
-    assert list(rig.reports()) == [spill]
+    assert list(rig.reports()) == [fetch, spill]
 
 
-def test_a_withdrawn_fetch_begins_no_more_reads(held: Rig) -> None:
+def test_a_withdrawn_fetch_begins_no_more_reads(held: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = held
-    kept = [rig.fill(slot, seed=slot) for slot in range(3)]
+    data = [rig.fill(slot, seed=slot) for slot in range(3)]
     rig.spill([0, 1], [0, 1])
     rig.executor.run_all()  # type: ignore[union-attr]
     known = list(rig.reports()[JobId(0)].sums)
-    fetch, other = rig.fetch([2, 1], [0, 1], known), rig.fetch([2], [0], known[:1])
-    rig.executor.run_next()  # type: ignore[union-attr]
-    assert rig.slot(2) == kept[0]
+    first, second, other = (
+        rig.fetch([2], [0], known[:1]),
+        rig.fetch([1], [1], known[1:]),
+        rig.fetch([3], [0], known[:1]),
+    )
     rig.fill(1, seed=7)
-    rig.copies.withdraw((fetch,))
+    real = rig.file.read
+
+    def read(slot: int, into: Sequence[memoryview]) -> None:
+        rig.copies.withdraw((first, second))
+        real(slot, into)
+
+    monkeypatch.setattr(rig.file, "read", read)
     rig.executor.run_all()  # type: ignore[union-attr]
-    reports = rig.reports()
-    assert (reports[fetch].outcome, reports[other].outcome) == (FAILED, DONE)
-    assert rig.slot(1) != kept[1]
+    outcomes = {job: report.outcome for job, report in rig.reports().items()}
+    assert outcomes == {first: DONE, second: FAILED, other: DONE}
+    assert (rig.slot(2), rig.slot(3)) == (data[0], data[0])
+    assert rig.slot(1) != data[1]
     assert not rig.copies.has_work
 
 
@@ -210,18 +272,17 @@ def test_the_copy_time_of_a_job_is_from_its_first_call_to_its_last(held: Rig) ->
     rig = held
     real = rig.file.write
 
-    def write(slot: int, data: memoryview) -> None:
+    def write(slot: int, data: Sequence[memoryview]) -> None:
         rig.clock.jump(0.5)
         real(slot, data)
 
     rig.file.write = write  # type: ignore[method-assign]
-    job = rig.spill([0, 1], [0, 1])
+    job = rig.spill([0, 1], [0, 2])
     rig.clock.jump(3.0)
-    rig.executor.run_next()  # type: ignore[union-attr]
+    rig.executor.run_all()  # type: ignore[union-attr]
     rig.clock.jump(0.25)
-    rig.executor.run_next()  # type: ignore[union-attr]
     report = rig.reports()[job]
-    assert (report.copy_s, report.queue_s) == (1.25, 3.0)
+    assert (report.copy_s, report.queue_s) == (1.0, 3.25)
 
 
 def failing(rig: Rig, name: str, number: int) -> Callable[[], None]:
@@ -301,37 +362,87 @@ def wait_for(rig: Rig, job: JobId) -> JobReport:
     return found[job]
 
 
+def wait_until_closed(rig: Rig) -> None:
+    again = None
+    while again is None:
+        try:
+            again = open_slot_file(rig.path, rig.shape, 8)
+        except DiskError:
+            os.sched_yield()
+    again.close()
+
+
 def test_a_read_that_hangs_fails_with_all_that_is_queued_and_touches_no_host_slot(
     threaded: Rig, gate: ThreadGate
 ) -> None:
     rig = threaded
-    kept = [rig.fill(slot, seed=slot) for slot in range(4)]
+    kept = [rig.fill(slot, seed=slot) for slot in range(6)]
     zeros = xxh3_64_intdigest(bytes(rig.shape.slot_bytes))  # of places that were never written
-    fetch = rig.fetch([0, 1, 2, 3], [0, 1, 2, 3], [zeros] * 4)
+    fetches = [rig.fetch([2 * job, 2 * job + 1], [2 * job, 7], [zeros] * 2) for job in range(3)]
     gate.wait_for_arrivals(2)
     assert rig.reports() == {}
     rig.clock.jump(TIMEOUT_S)
-    report = rig.reports()[fetch]
-    assert (report.outcome, report.stuck) == (FAILED, ())
+    reports = rig.reports()
+    assert [(reports[fetch].outcome, reports[fetch].stuck) for fetch in fetches] == [(FAILED, ())] * 3
     assert not rig.copies.is_working
     late = rig.spill([0], [5])
     assert rig.reports()[late].outcome is FAILED
     gate.open()
     while not rig.copies.is_working:
         os.sched_yield()
-    assert [rig.slot(slot) for slot in range(4)] == kept
+    assert gate.arrivals == 2
+    assert [rig.slot(slot) for slot in range(6)] == kept
     assert rig.reports() == {}
     again = rig.spill([0], [0])
     assert wait_for(rig, again).outcome is DONE
 
 
-def test_a_write_that_hangs_names_its_place(threaded: Rig, gate: ThreadGate) -> None:
-    rig = threaded
-    spill = rig.spill([0, 1, 2, 3], [4, 5, 6, 7])
-    gate.wait_for_arrivals(2)
+def test_a_write_that_hangs_names_its_places_and_no_others_are_written_after_it(
+    threaded: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, gate, write = threaded, ThreadGate(), threaded.file.write
+    data = [rig.fill(slot, seed=slot) for slot in range(4)]
+
+    def hang(slot: int, pieces: Sequence[memoryview]) -> None:
+        if slot == 4:
+            gate.arrive()
+        write(slot, pieces)
+
+    monkeypatch.setattr(rig.file, "write", hang)
+    spill = rig.spill([0, 1, 2, 3], [4, 7, 5, 0])
+    gate.wait_for_arrivals(1)
     rig.clock.jump(TIMEOUT_S)
     report = rig.reports()[spill]
-    assert (report.outcome, report.stuck) == (FAILED, (0, 1))
+    assert (report.outcome, report.stuck) == (FAILED, (0, 2))
+    gate.open()
+    while not rig.copies.is_working:
+        os.sched_yield()
+    assert [rig.place(place) for place in (0, 4, 5)] == [data[3], data[0], data[2]]
+    assert rig.place(7) == bytes(rig.shape.slot_bytes)
+    rig.copies.close()
+
+
+def test_a_read_that_returns_after_the_end_touches_no_host_memory(threaded: Rig, gate: ThreadGate) -> None:
+    rig = threaded
+    kept = rig.fill(0, seed=0)
+    rig.fetch([0], [0], [xxh3_64_intdigest(bytes(rig.shape.slot_bytes))])
+    gate.wait_for_arrivals(1)
+    rig.copies.close()
+    gate.open()
+    wait_until_closed(rig)
+    assert rig.slot(0) == kept
+
+
+def test_every_job_ends_however_threads_come_to_rest(threaded: Rig) -> None:
+    rig = threaded
+    for number in range(200):
+        job = rig.spill([number % 12], [number % 8])
+        if number % 3 == 0:
+            wait_for(rig, job)
+    while rig.copies.has_work:
+        rig.reports()
+        os.sched_yield()
+    rig.copies.close()
 
 
 def test_closing_waits_for_no_call_and_the_last_one_closes_the_file(threaded: Rig, gate: ThreadGate) -> None:
@@ -342,13 +453,7 @@ def test_closing_waits_for_no_call_and_the_last_one_closes_the_file(threaded: Ri
     with pytest.raises(DiskError, match="in use"):
         open_slot_file(rig.path, rig.shape, 8)
     gate.open()
-    again = None
-    while again is None:
-        try:
-            again = open_slot_file(rig.path, rig.shape, 8)
-        except DiskError:
-            os.sched_yield()
-    again.close()
+    wait_until_closed(rig)
 
 
 def test_what_was_written_is_synced_once_a_second(rig: Rig) -> None:
@@ -370,21 +475,3 @@ def test_what_was_written_is_synced_once_a_second(rig: Rig) -> None:
     rig.clock.jump(5)
     rig.reports()
     assert len(syncs) == 2
-
-
-def test_a_jobs_copy_time_is_from_its_first_call_to_the_end_of_its_last(
-    held: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write = held.file.write
-
-    def slowly(slot: int, data: memoryview) -> None:
-        asyncio.run(held.clock.advance(0.5))
-        write(slot, data)
-
-    monkeypatch.setattr(held.file, "write", slowly)
-    held.spill([0, 1], [0, 1])
-    asyncio.run(held.clock.advance(0.25))  # in the queue
-    assert isinstance(held.executor, ManualExecutor)
-    held.executor.run_all()
-    report = held.reports()[JobId(0)]
-    assert (report.queue_s, report.copy_s) == (0.25, 1.0)

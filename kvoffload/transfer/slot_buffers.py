@@ -1,0 +1,77 @@
+"""The bytes of host slots in memory that direct I/O takes.
+
+    to the disk      long aligned pages: where they lie          other pages: gathered in a buffer of the calling thread's
+    from the disk    always the buffer, as a read that hangs must not have a host slot under it
+
+A write that hangs may have one: what it still reads goes to a place that is not used again. Without the copy, spills of blocks of
+4 MiB took a third of the processor time. Short pages are gathered, because a call of the hash library for each of them would
+keep the interpreter's lock most of the time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+from kvoffload.disk.slot_file import PIECE_BYTES
+from kvoffload.disk.system import PAGE, aligned_buffer
+from kvoffload.transfer.host_copier import choose_copy
+from kvoffload.transfer.slot_pages import pages_from, pages_to
+
+if TYPE_CHECKING:
+    from kvoffload.transfer.arena import Arena
+
+Pieces: TypeAlias = Sequence[memoryview]
+"""A slot's bytes, and at the end of the last piece some that fill it up to a whole page."""
+
+_LONG = 2**16  # bytes of a page from which on the hash library releases the interpreter's lock
+
+
+class SlotBuffers:
+    """Gathers slots to be written, and scatters what was read. Callable from several threads at once.
+
+    Args:
+        arena: where the slots are.
+        pitch: bytes of a slot on the disk.
+
+    Attributes:
+        at_once: slots that a thread's buffer has room for.
+    """
+
+    def __init__(self, arena: Arena, pitch: int) -> None:
+        self._arena = arena
+        self._pitch = pitch
+        self.at_once = max(PIECE_BYTES // pitch, 1)
+        sizes = [region.page_bytes for region in arena.layout.regions]
+        self._is_in_place = not any(size % PAGE for size in sizes) and min(sizes) > _LONG
+        self._to_disk = choose_copy()
+        self._to_host = choose_copy(arena_is_target=True)
+        self._threads = threading.local()
+
+    def gather(self, slots: Sequence[int]) -> list[Pieces]:
+        """Return the bytes of slots, valid until the thread's next call."""
+        if self._is_in_place:
+            return [self._pages(slot) for slot in slots]
+        places = range(0, len(slots) * self._pitch, self._pitch)
+        self._to_disk(pages_to(self._buffer(), self._arena, slots, places))
+        return self.room(len(slots))
+
+    def room(self, count: int) -> list[Pieces]:
+        """Return memory for so many slots, valid until the thread's next call."""
+        buffer, pitch = self._buffer(), self._pitch
+        return [(buffer[start : start + pitch],) for start in range(0, count * pitch, pitch)]
+
+    def scatter(self, slots: Mapping[int, int]) -> None:
+        """Copy what was read into `room`: to each slot what its value, an index, has there."""
+        places = [index * self._pitch for index in slots.values()]
+        self._to_host(pages_from(self._buffer(), self._arena, list(slots), places))
+
+    def _pages(self, slot: int) -> Pieces:
+        return [self._arena.page(slot, region) for region in range(len(self._arena.layout.regions))]
+
+    def _buffer(self) -> memoryview:
+        buffer: memoryview | None = getattr(self._threads, "buffer", None)
+        if buffer is None:
+            buffer = self._threads.buffer = aligned_buffer(self.at_once * self._pitch)
+        return buffer
