@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
 
+from kvoffload.core.counts import count, uncount
 from kvoffload.core.eviction import EvictionPolicy
 from kvoffload.core.key_index import KeyIndex
 from kvoffload.core.machine import SLOT, SlotEvent, SlotState
@@ -138,21 +139,22 @@ class HostPool:
         # Nothing below can fail.
         evicted = self._evict(missing) if missing > 0 else ()
         # Freed slots first, so that the arena's far end is touched last.
-        slots = sorted([self._freed.pop() for _ in range(min(len(keys), len(self._freed)))])
-        fresh = self._fresh
-        self._fresh += len(keys) - len(slots)
-        slots += cast(
-            "Sequence[SlotId]", range(fresh, self._fresh)
-        )  # a `SlotId` of its own would be a call a slot
-        self._move_all(slots, SlotEvent.RESERVE)
-        for slot, key in zip(slots, keys, strict=True):
+        left, fresh = max(len(self._freed) - len(keys), 0), self._fresh
+        freed, self._freed[left:] = sorted(self._freed[left:]), ()
+        self._fresh += len(keys) - len(freed)
+        for slot, key in zip(freed, keys, strict=False):
             self._keys[slot] = key
+        self._keys[fresh : self._fresh] = keys[len(freed) :]
+        # A `SlotId` of its own would be a call a slot.
+        slots = freed + cast("list[SlotId]", list(range(fresh, self._fresh)))
+        self._move_all(slots, SlotEvent.RESERVE)
         return slots, evicted
 
     def fill(self, slots: Sequence[SlotId]) -> None:
         """These slots' bytes are whole on every rank: they can hit from now on, the last of them as the most recent."""
         self._move_all(slots, SlotEvent.FILL)
-        self.index.add([(key, slot) for slot in slots if (key := self._keys[slot]) is not None])
+        keys = cast("Iterable[BlockKey]", map(self._keys.__getitem__, slots))
+        self.index.add(zip(keys, slots, strict=True))
         self._order.add(self._not_held(slots))
 
     def pin(self, slots: Sequence[SlotId]) -> None:
@@ -171,8 +173,7 @@ class HostPool:
                 raise IllegalTransition("slot", SlotState(self._states[slot]), SlotEvent.PIN)
         if new := [slot for slot in once if slot not in pins]:
             self._take_from_order(new)
-        for slot in slots:
-            pins[slot] = pins.get(slot, 0) + 1
+        count(pins, slots)
 
     def unpin(self, slots: Sequence[SlotId]) -> None:
         """Undo one pin of each slot; the deepest ones become evictable first.
@@ -180,7 +181,7 @@ class HostPool:
         Raises:
             KeyError: one of them is not pinned; nothing has changed.
         """
-        free = self._last_pinned(slots)
+        free = uncount(self._pins, slots[::-1])
         if not free:
             return
         if bytes(map(self._states.__getitem__, free)).translate(None, _ONLY_PINNED):
@@ -189,27 +190,15 @@ class HostPool:
         self._move_all(free, SlotEvent.UNPIN)
         self._order.add(self._not_held(free))
 
-    def hold(self, slots: Iterable[SlotId]) -> None:
+    def hold(self, slots: Sequence[SlotId]) -> None:
         """Keep slots out of the eviction order while a request counts on them."""
-        holds, states, ready = self._holds, self._states, list[SlotId]()
-        for slot in slots:
-            count = holds.get(slot, 0)
-            if count == 0 and states[slot] == _READY:
-                ready.append(slot)
-            holds[slot] = count + 1
-        if ready:
-            self._order.remove(ready)
+        if ready := self._ready(tuple(dict.fromkeys(slots))):
+            self._order.remove(self._not_held(ready))
+        count(self._holds, slots)
 
-    def release(self, slots: Iterable[SlotId]) -> None:
+    def release(self, slots: Sequence[SlotId]) -> None:
         """Undo one `hold` of each slot. The caller names a request's slots deepest first."""
-        holds, states, free = self._holds, self._states, list[SlotId]()
-        for slot in slots:
-            count = holds.pop(slot)
-            if count > 1:
-                holds[slot] = count - 1
-            elif states[slot] == _READY:
-                free.append(slot)
-        self._order.add(free)
+        self._order.add(self._ready(uncount(self._holds, slots)))
 
     def use(self, slots: Sequence[SlotId], held: Mapping[SlotId, int]) -> int:
         """Note a use of each slot in this order, and undo so many holds of those in `held`. The last use of a slot counts.
@@ -306,21 +295,13 @@ class HostPool:
         self._move_all(slots, SlotEvent.PIN)
         self._order.remove(self._not_held(slots))
 
-    def _last_pinned(self, slots: Sequence[SlotId]) -> Sequence[SlotId]:
-        """Undo one pin of each; return those that have none left, the last one first."""
-        pins, deepest_first = self._pins, slots[::-1]
-        if sum(map(pins.__getitem__, slots)) == len(slots):
-            for slot in slots:
-                del pins[slot]
-            return deepest_first
-        free = []
-        for slot in deepest_first:
-            count = pins.pop(slot)
-            if count > 1:
-                pins[slot] = count - 1
-            else:
-                free.append(slot)
-        return free
+    def _ready(self, slots: Sequence[SlotId]) -> Sequence[SlotId]:
+        """Return those of the slots that are READY."""
+        states = bytes(map(self._states.__getitem__, slots))
+        ready = states.count(_READY)
+        if ready == len(slots):
+            return slots
+        return [slot for slot, state in zip(slots, states, strict=True) if state == _READY] if ready else ()
 
     def _not_held(self, slots: Sequence[SlotId]) -> Sequence[SlotId]:
         """Those that no running request counts on: READY, they are in the eviction order."""

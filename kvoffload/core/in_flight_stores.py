@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kvoffload.core.job import Job, Offer
 from kvoffload.model.ids import BlockKey, DeviceBlockId
@@ -23,30 +23,23 @@ class InFlightStores:
         self.duplicates: dict[BlockKey, list[Offer]] = {}
         """By key: offers of other blocks with that key."""
 
-    def started(self, job: Job, offers: Iterable[Offer]) -> None:
-        """A job took these offers."""
-        blocks, keys = self.blocks, self.keys
-        for key, block, *_ in offers:
-            blocks[block] = job
-            keys[key] = job
+    def started(self, job: Job, keys: Iterable[BlockKey], blocks: Iterable[DeviceBlockId]) -> None:
+        """A job took these keys, which these blocks hold."""
+        self.keys.update(dict.fromkeys(keys, job))
+        self.blocks.update(dict.fromkeys(blocks, job))
 
     def wait(self, duplicate: Offer) -> None:
         """Another block with the same key is being stored: this offer is settled by how that ends."""
         self.duplicates.setdefault(duplicate.key, []).append(duplicate)
 
-    def end(self, job: Job) -> list[Offer]:
-        """The job's outcome is known: forget its keys and return the duplicates that waited for them."""
-        return self.forget([offer.key for offer in job.offers])
-
-    def forget(self, keys: Iterable[BlockKey]) -> list[Offer]:
+    def forget(self, keys: Sequence[BlockKey]) -> list[Offer]:
         """No job brings these keys to the host any more: return the duplicates that waited for them."""
-        waited: list[Offer] = []
         in_flight, duplicates = self.keys, self.duplicates
         for key in keys:
             del in_flight[key]
-            if duplicates and key in duplicates:
-                waited += duplicates.pop(key)
-        return waited
+        if not duplicates:
+            return []
+        return [offer for key in keys if key in duplicates for offer in duplicates.pop(key)]
 
     def copies_ended(self, job: Job) -> None:
         """The last copy of the job's blocks has ended."""

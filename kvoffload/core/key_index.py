@@ -25,17 +25,20 @@ _Saved = tuple[list[tuple[int, _Part]], list[tuple[BlockKey, bool]] | None]
 _BYTES = 256
 _MOST = 2048
 """Keys of a part while it can be split: to split or to copy so many takes a fraction of a millisecond."""
+_LOOK_AFTER = 256
+"""Keys that are added between two looks at how long the parts are; one may be longer by so many."""
 
 
 class KeyIndex(Mapping[BlockKey, SlotId]):
     """The slot of each key that can hit. Only the pool writes; `parts[key[0]]` is the dict that has a key, if any has."""
 
-    __slots__ = ("_all", "_changes", "parts")
+    __slots__ = ("_all", "_changes", "_unlooked", "parts")
 
     def __init__(self, pairs: Iterable[tuple[BlockKey, SlotId]] = ()) -> None:
         self._all: list[_Part] = [{}]
         self.parts = self._all * _BYTES
         self._changes: list[tuple[BlockKey, bool]] | None = None
+        self._unlooked = 0
         self.add(pairs)
 
     # -- questions, which change nothing ------------------------------------------------------------------------
@@ -55,6 +58,14 @@ class KeyIndex(Mapping[BlockKey, SlotId]):
     def __len__(self) -> int:
         return sum(map(len, self._all))
 
+    def isdisjoint(self, keys: Iterable[BlockKey]) -> bool:
+        """Return whether none of these keys is there."""
+        parts = self.parts
+        for key in keys:  # noqa: SIM110  # a generator takes twice as long
+            if key in parts[key[0]]:
+                return False
+        return True
+
     # -- changes ------------------------------------------------------------------------------------------------
 
     def watch(self) -> list[tuple[BlockKey, bool]]:
@@ -64,14 +75,14 @@ class KeyIndex(Mapping[BlockKey, SlotId]):
 
     def add(self, pairs: Iterable[tuple[BlockKey, SlotId]]) -> None:
         """Add keys, in this order."""
-        parts, changes = self.parts, self._changes
+        parts, pairs = self.parts, list(pairs)
         for key, slot in pairs:
-            part = parts[key[0]]
-            part[key] = slot
-            if len(part) > _MOST and parts[key[0] ^ 1] is part:
-                self._split(part, key[0])
-            if changes is not None:
-                changes.append((key, True))
+            parts[key[0]][key] = slot
+        self._unlooked += len(pairs)
+        if self._unlooked >= _LOOK_AFTER:
+            self._split_long()
+        if self._changes is not None:
+            self._changes += [(key, True) for key, _ in pairs]
 
     def remove(self, keys: Collection[BlockKey]) -> None:
         """Remove keys, all of which are there."""
@@ -92,6 +103,13 @@ class KeyIndex(Mapping[BlockKey, SlotId]):
 
     # -- inside -------------------------------------------------------------------------------------------------
 
+    def _split_long(self) -> None:
+        """Split parts until none is too long that can be split."""
+        self._unlooked = 0
+        for part in self._all:  # which grows
+            while len(part) > _MOST and self.parts[(byte := next(iter(part))[0]) ^ 1] is part:
+                self._split(part, byte)
+
     def _split(self, part: _Part, byte: int) -> None:
         """Give the keys of the upper half of the bytes that share a part to a new one."""
         width = sum(each is part for each in self.parts)
@@ -110,5 +128,6 @@ class KeyIndex(Mapping[BlockKey, SlotId]):
 
     def __setstate__(self, saved: _Saved) -> None:
         runs, self._changes = saved
+        self._unlooked = 0
         self._all = [part for _, part in runs]
         self.parts = [part for width, part in runs for _ in range(width)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from kvoffload.core.counts import count, uncount
 from kvoffload.model.engine import BlockPool
 from kvoffload.model.ids import DeviceBlockId
 
@@ -23,9 +24,7 @@ class Leases:
     def take(self, blocks: Sequence[DeviceBlockId]) -> None:
         """Lease blocks. Changes the engine's reference counts."""
         self._device.lease(blocks)
-        counts = self._counts
-        for block in blocks:
-            counts[block] = counts.get(block, 0) + 1
+        count(self._counts, blocks)
 
     def release(self, blocks: Sequence[DeviceBlockId]) -> None:
         """Release blocks, the deepest first. Changes the engine's reference counts.
@@ -33,11 +32,5 @@ class Leases:
         Raises:
             KeyError: one of them is not leased; nothing has changed.
         """
-        counts = self._counts
-        for block in blocks:
-            counts[block]  # all of them, before the first changes
-        for block in blocks:
-            count = counts.pop(block)
-            if count > 1:
-                counts[block] = count - 1
+        uncount(self._counts, blocks)
         self._device.release(blocks[::-1])

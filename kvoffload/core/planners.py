@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import count, repeat
+from operator import itemgetter
 from typing import Protocol
 
 from kvoffload.core.job import Offer
@@ -23,6 +25,7 @@ from kvoffload.model.ids import NULL_BLOCK, BlockKey, DeviceBlockId, GroupId
 
 _RUNNING = RequestState.RUNNING
 _Fields = tuple[BlockKey, DeviceBlockId, RequestRecord, int, GroupId, int]
+_POSITION: Callable[[Offer], int] = itemgetter(5)
 _offer: Callable[[_Fields], Offer] = partial(tuple.__new__, Offer)
 """Once a block: a named tuple's own call takes three times as long."""
 
@@ -236,14 +239,15 @@ def _confirmed(state: CoreState, record: RequestRecord) -> list[Offer]:
         if end <= first:
             continue
         offered[number] = end
-        incarnation = record.incarnation
-        found, loaded = record.found_tokens // size, record.loaded_tokens // size
-        offers += [
-            _offer((keys[position], blocks[position], record, incarnation, number, position))
-            for position in range(first, end)
+        owner = repeat(record), repeat(record.incarnation), repeat(number)
+        loaded = min(record.loaded_tokens // size, end)
+        if first < loaded:
+            found = min(record.found_tokens // size, end)
+            places = zip(keys[first:found], blocks[first:found], *owner, count(first))
             # Behind the window of the device's own hit the engine never held a block.
-            if position >= loaded or (position < found and blocks[position] != NULL_BLOCK)
-        ]
+            offers += [_offer(place) for place in places if place[1] != NULL_BLOCK]
+            first = loaded
+        offers += map(_offer, zip(keys[first:end], blocks[first:end], *owner, count(first)))
     if len(groups) > 1:
         _sort_by_depth(offers, state)
     return offers
@@ -262,4 +266,7 @@ def _handed_off(state: CoreState, record: RequestRecord) -> Iterator[Offer]:
 
 def _sort_by_depth(offers: list[Offer], state: CoreState) -> None:
     sizes = [group.block_tokens for group in state.shape.groups]
-    offers.sort(key=lambda offer: offer.position * sizes[offer.group])
+    if len(set(sizes)) == 1:
+        offers.sort(key=_POSITION)
+    else:
+        offers.sort(key=lambda offer: offer.position * sizes[offer.group])

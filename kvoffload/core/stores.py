@@ -12,8 +12,10 @@ Every offer gets exactly one outcome; until then it is in `RequestRecord.waiting
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
+from itertools import groupby
+from operator import itemgetter
 
 from kvoffload.core.job import Job, Offer, owner
 from kvoffload.core.machine import RequestState
@@ -27,6 +29,10 @@ from kvoffload.model.transfer import Direction
 
 _STORED, _ALREADY_CACHED = StoreOutcome.STORED, StoreOutcome.ALREADY_CACHED
 _FINISHING = RequestState.FINISHING
+_KEY: Callable[[Offer], BlockKey] = itemgetter(0)
+_BLOCK: Callable[[Offer], DeviceBlockId] = itemgetter(1)
+_TABLE: Callable[[Offer], tuple[RequestRecord | None, int]] = itemgetter(2, 3)
+"""Whose block table an offer was made from."""
 
 
 class Wait(Enum):
@@ -115,6 +121,14 @@ class Stores:
             for offer in offers:
                 self._settle(offer.key, StoreOutcome.DEGRADED)
             return
+        keys, in_flight = list(map(_KEY, offers)), self._state.in_flight
+        if not (in_flight.keys.keys().isdisjoint(keys) and self._state.pool.index.isdisjoint(keys)):
+            offers = self._fresh(offers)
+        if offers:
+            self._admit(offers, last_chance=last_chance)
+
+    def _fresh(self, offers: Sequence[Offer]) -> list[Offer]:
+        """Return the offers of what the host does not have; what is on its way there waits for how that ends."""
         parts, in_flight = self._state.pool.index.parts, self._state.in_flight
         fresh: list[Offer] = []
         cached: list[Offer] = []
@@ -129,11 +143,29 @@ class Stores:
                 fresh.append(offer)
         if cached:
             self._already_cached(cached)
-        if fresh:
-            self._admit(fresh, last_chance=last_chance)
+        return fresh
 
     def _admit(self, offers: Sequence[Offer], *, last_chance: bool) -> None:
-        """Accept the offers whose device block holds its key, as far as there is room; of one key the first of them.
+        """Accept the offers whose device block holds its key, as far as there is room. Mostly that is all of them."""
+        state = self._state
+        keys, blocks = list(map(_KEY, offers)), list(map(_BLOCK, offers))
+        # The last check of all is against the engine's own knowledge of the blocks (R7).
+        held = state.device.keys_of(blocks)
+        if (
+            not state.generation
+            and held == keys
+            and len(keys) <= min(state.pool.room, self.room)
+            and state.in_flight.blocks.keys().isdisjoint(blocks)
+            and len(set(keys)) == len(keys)
+        ):
+            self._accept(offers)
+        else:
+            self._admit_some(offers, held, last_chance=last_chance)
+
+    def _admit_some(
+        self, offers: Sequence[Offer], held: Sequence[BlockKey | None], *, last_chance: bool
+    ) -> None:
+        """Accept what can be accepted, of one key the first offer.
 
         A duplicate of an accepted offer waits; one of a declined offer is decided on in its own place, so that a head
         comes before its tail.
@@ -143,13 +175,11 @@ class Stores:
         duplicates: list[Offer] = []
         read, host_room, lease_room = state.in_flight.blocks, state.pool.room, self.room
         room = min(host_room, lease_room)
-        held = state.device.keys_of([offer.block for offer in offers])
         for offer, holds in zip(offers, held, strict=True):
             key = offer.key
             if key in accepted:
                 duplicates.append(offer)
                 continue
-            # The last check of all is against the engine's own knowledge of the block (R7).
             is_known = holds == key and offer.block not in read and not state.generation
             verdict = offer if is_known else self._by_block(offer, holds)
             if not isinstance(verdict, Offer):
@@ -215,17 +245,17 @@ class Stores:
         job = self._batch
         if job is None:
             job = self._batch = state.jobs.plan(Direction.STORE)
-        slots, evicted = state.pool.reserve([offer.key for offer in offers])
+        keys, blocks = list(map(_KEY, offers)), list(map(_BLOCK, offers))
+        slots, evicted = state.pool.reserve(keys)
         job.slots += slots
         job.offers += offers
-        state.in_flight.started(job, offers)
+        state.in_flight.started(job, keys, blocks)
         if evicted:
             self.evicted(evicted)
-        blocks = [offer.block for offer in offers]
         state.leases.take(blocks)
         job.blocks += blocks
         self.leased_blocks += len(blocks)
-        for record, incarnation in dict.fromkeys([(offer.record, offer.incarnation) for offer in offers]):
+        for record, incarnation in dict.fromkeys(map(_TABLE, offers)):
             if record is None or record in job.concerns:
                 continue
             if record.incarnation == incarnation and record.state < _FINISHING:
@@ -277,34 +307,31 @@ class Stores:
         job.settled = True
         self._hold(job)
         state.pool.fill(job.slots[::-1])
-        state.misses.arrived([offer.key for offer in job.offers])
+        keys = list(map(_KEY, job.offers))
+        state.misses.arrived(keys)
         for tier in state.below:
             tier.stored([offer.key for offer in job.offers if offer.record is None or offer.record.persists])
-        for duplicate in state.in_flight.end(job):
+        for duplicate in state.in_flight.forget(keys):
             state.tally.count_stores(StoreOutcome.IN_FLIGHT)
             state.evictions.add(duplicate)
         state.tally.count_stores(_STORED, len(job.offers))
         shape = state.shape
-        if shape.state_key_ends and (states := shape.count_states(offer.key for offer in job.offers)):
+        if shape.state_key_ends and (states := shape.count_states(keys)):
             state.tally.events.append(StatesCopied(Direction.STORE, states))
 
     def _hold(self, job: Job) -> None:
         """The requests whose blocks arrived count on them. Not every block arrives after those before it."""
-        stored: dict[RequestRecord, list[SlotId]] = {}
         sizes = [group.block_tokens for group in self._state.shape.groups]
-        for (_, _, record, incarnation, group, position), slot in zip(job.offers, job.slots, strict=True):
+        first = end = 0
+        for (record, incarnation), offers in groupby(job.offers, _TABLE):
+            tokens = [offer.position * sizes[offer.group] for offer in offers]
+            first, end = end, end + len(tokens)
             if record is None or record not in job.concerns:
                 continue
-            first_token = position * sizes[group]
-            if first_token < record.held_to or incarnation != record.incarnation:
+            if tokens[0] < record.held_to or incarnation != record.incarnation or tokens != sorted(tokens):
                 record.shares = True
-            record.held_to = first_token
-            if record in stored:
-                stored[record].append(slot)
-            else:
-                stored[record] = [slot]
-        for record, slots in stored.items():
-            self._state.holds.add(record, slots)
+            record.held_to = tokens[-1]
+            self._state.holds.add(record, job.slots[first:end])
 
     def _failed(self, job: Job, outcome: StoreOutcome) -> None:
         """The blocks will not come: their slots are worthless at once, and the duplicates that waited may try."""
@@ -313,7 +340,7 @@ class Stores:
             self._state.pool.invalidate(slot)
         for offer in job.offers:
             self._settle(offer.key, outcome)
-        self.again += self._state.in_flight.end(job)
+        self.again += self._state.in_flight.forget(list(map(_KEY, job.offers)))
 
     def _copies_ended(self, job: Job) -> None:
         """No rank touches the job's memory any more: release it."""

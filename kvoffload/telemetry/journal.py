@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -24,7 +23,7 @@ from kvoffload.bus.guard import call_guarded
 from kvoffload.model.facts import StepScheduled
 from kvoffload.telemetry.journal_file import JournalFile
 from kvoffload.telemetry.journal_reader import BEGUN
-from kvoffload.telemetry.records import compact, to_plain
+from kvoffload.telemetry.records import SHORTER, to_plain
 
 _BATCH = 1024  # entries written in one go
 _AT_A_TIME = 64  # messages that are shortened; one by one, each would find the processor's caches cold
@@ -44,9 +43,6 @@ class Entry(NamedTuple):
 
 _Batch = tuple[int, float, list[object]]
 """How many messages were recorded before it, its time, and its messages."""
-
-# Once a message: a named tuple's own call takes three times as long.
-_entry: Callable[[tuple[int, float, object]], Entry] = partial(tuple.__new__, Entry)
 
 
 class Journal:
@@ -76,10 +72,10 @@ class Journal:
     ) -> None:
         self._now = now
         self._ring_size = ring_size
-        self._ring: deque[Entry] = deque(maxlen=ring_size)
+        self._ring: deque[tuple[int, float, object]] = deque(maxlen=ring_size)
         self._young: list[_Batch] = []  # not yet shortened
-        self._young_messages = 0
         self._at_a_time = 1 if path is not None else _AT_A_TIME
+        self._shorten_at = self._at_a_time
         self._recorded = 0
         self._ends_idle = False
         self._file = JournalFile(path, max_bytes) if path is not None else None
@@ -95,26 +91,26 @@ class Journal:
 
     def record(self, batch: list[object]) -> None:
         """Keep a batch of messages; the list is the journal's from now on."""
-        self._young.append((self._recorded, self._now(), batch))
-        self._recorded += len(batch)
-        self._young_messages += len(batch)
-        if self._young_messages >= self._at_a_time:
+        recorded = self._recorded
+        self._young.append((recorded, self._now(), batch))
+        self._recorded = recorded = recorded + len(batch)
+        if recorded >= self._shorten_at:
             self._shorten()
 
     def tail(self, count: int) -> list[str]:
         """Return the last `count` lines, oldest first, from any thread."""
         # In this order: what moves on meanwhile is in both, and its number shows it.
         young, entries = list(self._young), list(self._ring)
-        last, ends_idle = entries[-1].sequence if entries else 0, self._ends_idle
+        last, ends_idle = entries[-1][0] if entries else 0, self._ends_idle
         for before, time, batch in young:
             for sequence, message in enumerate(list(batch), before + 1):
                 if sequence > last:
                     if (is_idle := _is_idle_step(message)) and ends_idle:
                         entries.pop()
                     ends_idle = is_idle
-                    entries.append(Entry(sequence, time, message))
+                    entries.append((sequence, time, message))
         count = min(count, self._ring_size)
-        return [line_of(entry) for entry in entries[max(len(entries) - count, 0) :]]
+        return [line_of(Entry(*entry)) for entry in entries[max(len(entries) - count, 0) :]]
 
     async def run(self) -> None:
         """Write the file until the bus is closed; returns at once without one. A write error ends only the file."""
@@ -133,24 +129,21 @@ class Journal:
 
     def _shorten(self) -> None:
         """Move what was recorded on to the ring, without what may not be held for long."""
-        ring, feed, ends_idle = self._ring, self._feed, self._ends_idle
-        kept = iter(compact([message for _, _, batch in self._young for message in batch]))
-        for sequence, time, batch in self._young:
-            for message in batch:
-                sequence += 1
-                is_idle = type(message) is StepScheduled and not (
-                    message.progress or message.preempted or message.handed_out
-                )
+        ring, ends_idle, shorter = self._ring, self._ends_idle, SHORTER
+        for before, time, batch in self._young:
+            for sequence, message in enumerate(batch, before + 1):
+                shorten = shorter[type(message)]
+                is_idle = shorten is not None and _is_idle_step(message)
                 if is_idle and ends_idle:
                     ring.pop()
                 ends_idle = is_idle
-                entry = _entry((sequence, time, next(kept)))
-                ring.append(entry)
-                if feed is not None:
-                    feed.offer(entry)
+                kept = message if shorten is None or is_idle else shorten(message)
+                ring.append((sequence, time, kept))
+                if self._feed is not None:
+                    self._feed.offer(Entry(sequence, time, kept))
         self._ends_idle = ends_idle
         self._young.clear()
-        self._young_messages = 0
+        self._shorten_at = self._recorded + self._at_a_time
 
     def head(self, sequence: int) -> str:
         """Return the first line of a file whose lines go on behind this one; empty without provenance."""

@@ -12,6 +12,7 @@ _JOB = "kvoffload/core/job.py"
 _REQUEST = "kvoffload/core/request.py"
 _POOL = "kvoffload/core/host_pool.py"
 _LEASES = "kvoffload/core/leases.py"
+_COUNTS = "kvoffload/core/counts.py"
 _HOLDS = "kvoffload/core/holds.py"
 _STALE = "kvoffload/core/stale_blocks.py"
 _WATCH = "kvoffload/core/eviction_watch.py"
@@ -53,7 +54,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(1, _CORE, "self._hits.drop(record, PinDropCause.REQUEST_ENDED)"),
     Mutant(1, _POOL, "self._order.remove(self._not_held(slots))"),
-    Mutant(1, _POOL, "pins[slot] = pins.get(slot, 0) + 1", "pins[slot] = 1"),
+    Mutant(1, _COUNTS, "counts[item] = counts.get(item, 0) + 1", "counts[item] = 1"),
     # What engines do.
     Mutant(2, _LOADS, "if hit is None or length > hit.tokens:", "if False:"),
     Mutant(2, _LOADS, "self._state.pool.unpin(hit.slots)\n        if rest", "if rest"),
@@ -67,6 +68,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(3, _STORES, "if block in state.in_flight.blocks:", "if False:"),
     Mutant(3, _STORES, "and offer.block not in read and", "and"),
     Mutant(3, _STORES, "elif key in keys_in_flight:", "elif False:"),
+    Mutant(3, _STORES, "in_flight.keys.keys().isdisjoint(keys) and ", ""),
+    Mutant(3, _STORES, "            and state.in_flight.blocks.keys().isdisjoint(blocks)\n", ""),
+    Mutant(3, _STORES, "            and len(set(keys)) == len(keys)\n", ""),
     Mutant(3, _STORES, "if key in accepted:", "if False:"),
     Mutant(3, _STORES, "                in_flight.wait(offer)", "                pass"),
     Mutant(3, _STORES, "state.in_flight.wait(duplicate)"),
@@ -99,9 +103,10 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(5, _LEASES, "self._device.lease(blocks)"),
     Mutant(5, _LEASES, "self._device.release(blocks[::-1])"),
     Mutant(5, _LEASES, "self._device.release(blocks[::-1])", "self._device.release(blocks)"),
-    Mutant(5, _LEASES, "counts[block]  # all of them, before the first changes"),
-    Mutant(5, _LEASES, "counts[block] = count - 1"),
+    Mutant(5, _COUNTS, "if sum(map(counts.__getitem__, items)) == len(items):", "if False:"),
+    Mutant(5, _COUNTS, "counts[item] = left"),
     Mutant(5, _STORES, "self._lease_limit - self.leased_blocks", "self._state.shape.device_blocks"),
+    Mutant(5, _STORES, "            and len(keys) <= min(state.pool.room, self.room)\n", ""),
     Mutant(5, _STORES, "state.leases.release(job.blocks)"),
     Mutant(5, _STORES, "            self._state.pool.drained(job.slots)\n", "            pass\n"),
     Mutant(5, _STORES, "            state.pool.drained(batch.slots)\n", "\n"),
@@ -118,6 +123,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(7, _CORE, "handed_out([*fact.handed_out, *grown])", "handed_out(grown)"),
     Mutant(7, _CORE, "handed_out([*fact.handed_out, *grown])", "handed_out(fact.handed_out)"),
     Mutant(7, _CORE, "self._handed_out(self._new_blocks(fact), since_reset=record.stores)"),
+    Mutant(7, _STORES, "            and held == keys\n", ""),
     Mutant(7, _STORES, "holds == key and offer.block", "offer.block"),
     Mutant(7, _STORES, "if holds != offer.key:", "if holds is None:"),
     Mutant(7, _STORES, "block = state.device.block_of(offer.key) or NULL_BLOCK", "block = NULL_BLOCK"),
@@ -127,7 +133,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(8, _STORES, "self.again += again"),
     Mutant(8, _STORES, "state.evictions.add(duplicate)"),
     Mutant(8, _STORES, "state.evictions.add(offer)"),
-    Mutant(8, _STORES, "self._state.holds.add(record, slots)"),
+    Mutant(8, _STORES, "self._state.holds.add(record, job.slots[first:end])"),
     Mutant(8, _LOADS, "self._state.holds.add(record, pool.pinned(job.slots))", "pool.pinned(job.slots)"),
     # Failed loads.
     Mutant(9, _LOADS, "record.load_failed = True"),
@@ -160,6 +166,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(10, _CORE, "self._separate_grown(fact)"),
     Mutant(10, _STORES, "if state.generation and not self._is_since_reset(offer, block):", "if False:"),
     Mutant(10, _STORES, " and not state.generation\n", "\n"),
+    Mutant(10, _STORES, "not state.generation\n            and", "True and"),
     # The end.
     Mutant(
         11,
@@ -236,14 +243,13 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(14, "kvoffload/core/shared_loads.py", "owners.remove(record)", "owners.clear()"),
     Mutant(14, _SIDE, "may_wait=since is None or now - since < self._timeout_s", "may_wait=True", RUNTIME),
     # The order of eviction.
-    Mutant(
-        15, _POOL, "pins, deepest_first = self._pins, slots[::-1]", "pins, deepest_first = self._pins, slots"
-    ),
+    Mutant(15, _POOL, "uncount(self._pins, slots[::-1])", "uncount(self._pins, slots)"),
     Mutant(15, _POOL, "reversed(dict.fromkeys(reversed(slots)))", "dict.fromkeys(slots)"),
     Mutant(15, _STORES, "state.pool.fill(job.slots[::-1])", "state.pool.fill(job.slots)"),
     Mutant(15, _STORES, "for offer in reversed(offers):", "for offer in offers:"),
-    Mutant(15, _STORES, "first_token < record.held_to or incarnation", "incarnation"),
-    Mutant(15, _STORES, "record.held_to or incarnation != record.incarnation:", "record.held_to:"),
+    Mutant(15, _STORES, " or tokens != sorted(tokens):", ":"),
+    Mutant(15, _STORES, "tokens[0] < record.held_to or incarnation", "incarnation"),
+    Mutant(15, _STORES, "record.held_to or incarnation != record.incarnation or", "record.held_to or"),
     Mutant(15, _HOLDS, "self._pool.release(record.held[::-1])", "self._pool.release(record.held)"),
     Mutant(15, _HOLDS, "if record.shares or record.found_tokens:", "if False:"),
     Mutant(15, _HOLDS, "if record.shares or record.found_tokens:", "if record.shares:"),
