@@ -401,8 +401,50 @@ ALERTS = (
         "its master and its store nodes run, and whether the ports are reachable from the engine. S3: a status of 401 or 403 means "
         "that the credentials in the engine's environment are refused. `kvoffload doctor` tries the store from where it is run. A "
         "store that answers slowly: raise `remote_timeout_s`, which is also how long requests may wait for it.",
-        "disk",
+        "remote",
         "2m",
+    ),
+    Alert(
+        "RemoteCorrupt",
+        "warning",
+        'increase(kvoffload_tier_blocks_total{tier="remote", direction="load", outcome="corrupt"}[1h]) > 0',
+        "The shared store did not hold what was written",
+        "{{ $value | humanize }} fetched blocks did not match their checksum, length or name in the last hour.",
+        "Each value is compared with its own trailer on every rank before a request uses it; these did not match, and their blocks "
+        "were recomputed. So nothing wrong was served. Either something else writes under these names (Mooncake has no "
+        "authentication: look at who reaches its ports; S3: look at who may write to the prefix), or the store or the network "
+        "changes bytes. If it goes on, give the engines another bucket, prefix or store, and keep the old one to look at.",
+        "remote",
+    ),
+    Alert(
+        "RemoteUntrue",
+        "warning",
+        "sum without (outcome) (rate(kvoffload_tier_blocks_total"
+        '{tier="remote", direction="load", outcome="failed"}[15m]))\n'
+        "  > 0.1 * sum without (outcome) (rate(kvoffload_tier_blocks_total"
+        '{tier="remote", direction="load", outcome!="cancelled"}[15m]))\n',
+        "The shared store does not deliver what it says it has",
+        "over a tenth of the blocks fetched from the store did not come.",
+        "What the store says is a hint: a block can be evicted before it is read, or lie on a node that is gone. Each costs its "
+        "request a wait and then the computation. Mooncake: a node's death explains it for the first seconds; for longer, the store "
+        "is too small for what is written and evicts what was just found: add nodes, or raise `share_after_hits`. S3: the "
+        "bucket's rules on lifetime remove packs that are still used. Calls that fail without opening the breaker count too: "
+        "the log has `remote_fails` and `remote_call_returned`.",
+        "remote",
+        "15m",
+    ),
+    Alert(
+        "RemoteSlow",
+        "info",
+        "rate(kvoffload_remote_ask_seconds_sum[15m]) > 0.1 * rate(kvoffload_remote_ask_seconds_count[15m])",
+        "The shared store answers slowly",
+        "asking it takes more than 0.1 s on average.",
+        "Each request that arrives waits for this answer, also where the store has nothing for it. `Prefill saved by the store` and "
+        "`Time that requests wait for asking` on the dashboard say whether that is worth it. Mooncake answers within a few "
+        "milliseconds: look at the master's load and the network. A bucket is listed at most once a second, which takes longer "
+        "the more packs are new: raise `share_after_hits`, or use a bucket nearer to the engines.",
+        "remote",
+        "30m",
     ),
     Alert(
         "DiskCorrupt",

@@ -2,7 +2,8 @@
 
 from dashboards.generate.disk import DISK
 from dashboards.generate.overview import OVERVIEW
+from dashboards.generate.remote import REMOTE
 from dashboards.generate.transfers import TRANSFERS
 from dashboards.generate.why import WHY
 
-BOARDS = (OVERVIEW, WHY, TRANSFERS, DISK)
+BOARDS = (OVERVIEW, WHY, TRANSFERS, DISK, REMOTE)

@@ -25,6 +25,9 @@ COLOURS: dict[str, str] = {
     "cancelled": "#c9a0dc", "offered": "#2f5f9e", "scheduled": "#2e6e2a", "open offers": "#7fb3ea",
     "open loads": "#8fce7f", "states stored": "#2f5f9e", "states loaded": "#2e6e2a",
     "junctions asked for": YELLOW, "junctions made": "#9fd08f", "avoidable": ORANGE, "declined": "#b8c9dd", "others_load": "#7fb3ea", "fetch": "#2f8f8f",
+    # what a store that engines share says, and what it does
+    "found": GREEN, "missing": GREY, "none": RED, "ask p50": "#7fb3ea", "ask p99": BLUE,
+    "off": GREY, "opening": YELLOW, "open": GREEN, "failing": ORANGE, "closed": RED,
     # directions and jobs
     "store": BLUE, "load": GREEN, "store planned": "#c9d9ee", "store submitted": BLUE, "store abandoned": "#b02a2a",
     "load planned": "#cfe6c8", "load submitted": GREEN, "load abandoned": "#e2685a",

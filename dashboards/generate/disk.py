@@ -2,54 +2,19 @@
 
 from __future__ import annotations
 
-from dashboards.generate import units
-from dashboards.generate.colours import GREEN, GREY, ORANGE, RED, YELLOW
-from dashboards.generate.promql import SERIES, each, growth, one, quantile, rate, series, total
+from dashboards.generate import tiers, units
+from dashboards.generate.promql import SERIES, each, growth, one, rate, series, total
 from dashboards.generate.words import Board, Kind, Panel, Query, Row
-from kvoffload.model.causes import TierOutcome
 from kvoffload.telemetry.catalogue import BY_NAME
-from kvoffload.telemetry.labels import TierState
 
 _DISK = "disk"
-_COPY, _QUEUE = "kvoffload_transfer_seconds", "kvoffload_transfer_queue_seconds"
-_BYTES, _SLOT_BYTES = "kvoffload_transfer_bytes_total", series("kvoffload_slot_bytes", tier=_DISK)
+_SLOT_BYTES = series("kvoffload_slot_bytes", tier=_DISK)
 _FETCHED = series("kvoffload_fetched_tokens_total", tier=_DISK)
-_WRITTEN, _READ = (series(_BYTES, tier=_DISK, direction=way) for way in ("store", "load"))
-_STATES = {"off": GREY, "opening": YELLOW, "open": GREEN, "failing": ORANGE, "closed": RED}
+_WRITTEN, _READ = (series(tiers.BYTES, tier=_DISK, direction=way) for way in ("store", "load"))
 
 
 def _bytes(slots: str) -> str:
     return f"sum(({slots}) * on (instance, engine) group_left () ({_SLOT_BYTES}))"
-
-
-def _worst_state() -> str:
-    """The number of the worst state that any of the chosen engines is in."""
-    states = [state.value for state in TierState]
-    numbered = (
-        f"{number} * max({series('kvoffload_tier_state', tier=_DISK, state=name)})"
-        for number, name in enumerate(states)
-    )
-    return " or ".join(f"({one} > 0)" for one in reversed(list(numbered)[1:])) + " or vector(0)"
-
-
-def _quantiles(name: str) -> tuple[Query, ...]:
-    return tuple(
-        one(quantile(at, name, tier=_DISK, direction=way), f"{way} {words}", SERIES)
-        for way in ("store", "load")
-        for at, words in ((0.5, "p50"), (0.99, "p99"))
-    )
-
-
-def _speed(way: str) -> Query:
-    busy = rate(series(_COPY, "_sum", tier=_DISK, direction=way))
-    return one(f"{rate(series(_BYTES, tier=_DISK, direction=way))} / ({busy} > 0)", way, SERIES)
-
-
-def _outcomes(way: str) -> Query:
-    selected = series("kvoffload_tier_blocks_total", tier=_DISK, direction=way)
-    return Query(
-        rate(selected, "outcome"), "{{outcome}}", tuple(outcome.value for outcome in TierOutcome), SERIES
-    )
 
 
 def _open_jobs() -> Query:
@@ -69,14 +34,11 @@ _GLANCE = Row(
             "FAILING, CLOSED, or opening for long: KVOffloadDiskFailing, KVOffloadDiskClosed and KVOffloadDiskNotOpened in the "
             "runbook. The engine goes on without the disk.",
             units.COUNT,
-            (Query(_worst_state(), "state", expects=SERIES),),
+            (tiers.worst_state(_DISK),),
             Kind.NUMBER,
             width=4,
-            limits=tuple(enumerate(_STATES.values())),
-            texts={
-                str(number): name.upper() if name in ("failing", "closed") else name
-                for number, name in enumerate(_STATES)
-            },
+            limits=tiers.STATE_LIMITS,
+            texts=tiers.STATE_TEXTS,
         ),
         Panel(
             "Tokens from the disk",
@@ -166,7 +128,7 @@ _COPIES = Row(
             "All ranks together.",
             "stores without loads for hours: see `Written for each byte read`.",
             units.BYTES_PER_SECOND,
-            (each(_BYTES, "direction", SERIES, tier=_DISK),),
+            (each(tiers.BYTES, "direction", SERIES, tier=_DISK),),
         ),
         Panel(
             "Speed of the disk while copying",
@@ -174,7 +136,7 @@ _COPIES = Row(
             "far below `kvoffload bench disk` on an idle machine: something else uses the disk, or it wears out. In the runbook: "
             "KVOffloadDiskSlow.",
             units.BYTES_PER_SECOND,
-            (_speed("store"), _speed("load")),
+            (tiers.speed(_DISK, "store"), tiers.speed(_DISK, "load")),
         ),
         Panel(
             "Time that requests wait for fetches",
@@ -189,7 +151,7 @@ _COPIES = Row(
             "failed, corrupt, abandoned: KVOffloadDiskFailing and KVOffloadDiskCorrupt in the runbook. Requests recompute these "
             "blocks.",
             units.BLOCKS_PER_SECOND,
-            (_outcomes("load"),),
+            (tiers.outcomes(_DISK, "load"),),
             Kind.STACK,
         ),
         Panel(
@@ -197,7 +159,7 @@ _COPIES = Row(
             "Blocks to be written to the disk, by how that ended.",
             "failed: the disk is full or broken, see the log. cancelled: a reset came.",
             units.BLOCKS_PER_SECOND,
-            (_outcomes("store"),),
+            (tiers.outcomes(_DISK, "store"),),
             Kind.STACK,
         ),
         Panel(
@@ -213,29 +175,21 @@ _COPIES = Row(
             "Percentiles, per rank and job. They come from buckets, so they are coarse.",
             "loads of seconds: long prefixes on a slow disk. Requests wait for them.",
             units.SECONDS,
-            _quantiles(_COPY),
+            tiers.quantiles(_DISK, tiers.COPY),
         ),
         Panel(
             "Time in the disk's queue",
             "Percentiles of the time before a copy begins. Fetches come before spills.",
             "loads wait long: more requests return at once than the disk can serve.",
             units.SECONDS,
-            _quantiles(_QUEUE),
+            tiers.quantiles(_DISK, tiers.QUEUE),
         ),
         Panel(
             "Blocks under way to and from the disk",
             "Blocks that were scheduled and have no outcome yet.",
             "not 0 on an idle engine: a call hangs (see `Open jobs with the disk`), or the counters are wrong (report it).",
             units.BLOCKS,
-            tuple(
-                one(
-                    f"sum({series('kvoffload_tier_scheduled_blocks_total', tier=_DISK, direction=way)})"
-                    f" - sum({series('kvoffload_tier_blocks_total', tier=_DISK, direction=way)})",
-                    way,
-                    SERIES,
-                )
-                for way in ("store", "load")
-            ),
+            tiers.under_way(_DISK),
         ),
     ),
 )

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any
 
 from dashboards.observe.prometheus import END_S, ObserveError, end
+from kvoffload.model.errors import RemoteError
+from kvoffload.remote.local import LocalBucket
 
-# The conversations outgrow host memory after some turns: prompts are found again at first, and evicted later, in whatever
-# order they are served.
+# The conversations outgrow host memory after some turns, and then the disk: prompts are found again on the host at first, later on
+# the disk, and at last in the store.
 _WORKLOAD = ["--model", "tiny", "--conversations", "12", "--turns", "8", "--first-tokens", "384"]
-_WORKLOAD += ["--turn-tokens", "96", "--answer-tokens", "24", "--host-bytes", "18MiB"]
-_WORKLOAD += ["--disk", ".", "--config", "disk_bytes=64MiB"]
+_WORKLOAD += ["--turn-tokens", "96", "--answer-tokens", "24", "--host-bytes", "14MiB"]
+_WORKLOAD += ["--disk", ".", "--config", "disk_bytes=11MiB"]
 _SERVE_S = 600
 _URL = "metrics are at "
 
@@ -63,10 +67,16 @@ def run_demo() -> Iterator[Demo]:
     """
     command = [sys.executable, "-m", "kvoffload.cli", "demo", "--json", *_WORKLOAD]
     command += ["--serve-metrics", "0", "--serve-for", str(_SERVE_S)]
-    with tempfile.TemporaryDirectory(prefix="kvoffload-observe-") as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="kvoffload-observe-") as folder,
+        tempfile.TemporaryDirectory(prefix="kvoffload-store-") as store_folder,
+        closing(_store(Path(store_folder))) as store,
+    ):
+        command += ["--config", f"remote_url={store.url}"]
         process = subprocess.Popen(
             command,
             cwd=folder,
+            env={**os.environ, **store.environment},
             text=True,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -77,6 +87,13 @@ def run_demo() -> Iterator[Demo]:
             yield Demo(_address(process, process.stderr), process, process.stderr)
         finally:
             end(process)
+
+
+def _store(folder: Path) -> LocalBucket:
+    try:
+        return LocalBucket(folder)
+    except RemoteError as error:
+        raise ObserveError(str(error)) from error
 
 
 def _address(process: subprocess.Popen[str], errors: IO[str]) -> str:

@@ -1,4 +1,4 @@
-"""`make screenshot`: pictures of the three dashboards and of a demo's report, each of a real run, as a browser shows them."""
+"""`make screenshot`: pictures of the dashboards and of a demo's report, each of a real run, as a browser shows them."""
 
 from __future__ import annotations
 

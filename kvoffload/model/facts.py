@@ -181,12 +181,16 @@ class RemoteAnswered(Fact, frozen=True):
         namespace: that was asked in.
         found: what it says it has: a hint.
         missing: what it says it lacks.
+        unanswered: blocks of which it said nothing, as the call failed or was not made.
+        seconds: that the call took.
     """
 
     request: RequestId
     namespace: str
     found: tuple[BlockKey, ...] = ()
     missing: tuple[BlockKey, ...] = ()
+    unanswered: int = 0
+    seconds: float = 0.0
 
 
 class CacheReset(Fact, frozen=True):

@@ -108,11 +108,12 @@ class RemoteIndex:
         namespace = self._namespace or ""
         shard = Shard(namespace, self._ranks - 1, self._ranks)
 
-        def answered(found: Sequence[bool] | None, _: float) -> None:
+        def answered(found: Sequence[bool] | None, seconds: float) -> None:
             answers = list(zip(keys, found or (), strict=False))
             has = tuple([key for key, is_there in answers if is_there])
             lacks = tuple([key for key, is_there in answers if not is_there])
-            self.due.append(facts.RemoteAnswered(request, namespace, has, lacks))
+            unanswered = len(keys) - len(answers)
+            self.due.append(facts.RemoteAnswered(request, namespace, has, lacks, unanswered, seconds))
 
         self._calls.submit(lambda store: store.ask(shard, keys), answered)
 

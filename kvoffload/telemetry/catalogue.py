@@ -21,6 +21,7 @@ from kvoffload.model.causes import (
 )
 from kvoffload.model.transfer import Direction, Tier
 from kvoffload.telemetry.labels import (
+    Answer,
     Hook,
     HostBytes,
     LoadWait,
@@ -160,6 +161,9 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_load_blocks_total", "Blocks scheduled to load, by final outcome.", Kind.COUNTER, (Label("outcome", LoadOutcome),), "blocks"),
     Metric("kvoffload_tier_scheduled_blocks_total", "Blocks scheduled to be copied between the host and a tier below it; each gets one outcome in the end.", Kind.COUNTER, (_LOWER_TIERS, _DIRECTION), "blocks"),
     Metric("kvoffload_tier_blocks_total", "Blocks scheduled to be copied between the host and a tier below it, by final outcome.", Kind.COUNTER, (_LOWER_TIERS, _DIRECTION, Label("outcome", TierOutcome)), "blocks"),
+    # --- the store that engines share ---
+    Metric("kvoffload_remote_asked_blocks_total", "Blocks of arriving requests of which the store that engines share was asked whether it has them, by its answer; none: the call failed or took too long.", Kind.COUNTER, (Label("answer", Answer),), "blocks"),
+    Metric("kvoffload_remote_ask_seconds", "Time of a call that asks the store that engines share for one request's blocks, if it was answered; the request waits for it.", Kind.HISTOGRAM, (), "seconds", _COPY_BUCKETS),
     # --- recurrent states, of models that have them ---
     Metric("kvoffload_state_blocks_total", "Blocks of recurrent states among those stored and loaded.", Kind.COUNTER, (_DIRECTION,), "blocks"),
     Metric("kvoffload_junctions_asked_total", "Requests admitted whose prefix was on device and host but for a recurrent state at its end, which the engine was asked to keep.", Kind.COUNTER, (), "junctions"),

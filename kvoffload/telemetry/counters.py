@@ -14,12 +14,12 @@ from functools import partial
 from typing import Any
 
 from kvoffload.bus.bus import Bus
-from kvoffload.model import events
+from kvoffload.model import events, facts
 from kvoffload.model.causes import Cause, CopyOutcome, Found, MissCause
 from kvoffload.model.transfer import Direction, Tier
 from kvoffload.telemetry.catalogue import BY_NAME, CATALOGUE, Kind, Metric
 from kvoffload.telemetry.gauges import ASKED_COUNTERS
-from kvoffload.telemetry.labels import Hook, LoadWait, LookupResult, subscriber_label
+from kvoffload.telemetry.labels import Answer, Hook, LoadWait, LookupResult, subscriber_label
 from kvoffload.telemetry.snapshot import Distribution, Labels, Snapshot
 
 _ATTEMPTS = 1000  # copies of a snapshot; one is enough unless the counting thread was interrupted just then
@@ -42,6 +42,7 @@ _ONE_TIER = {tier: (tier.value,) for tier in Tier}
 _ENDS = {
     (*copy, outcome): (*series, outcome.value) for copy, series in _COPIES.items() for outcome in CopyOutcome
 }
+_FOUND_THERE, _MISSING_THERE, _NO_ANSWER = ((answer.value,) for answer in Answer)
 _FETCH, _OTHERS_LOAD = (LoadWait.FETCH.value,), (LoadWait.OTHERS_LOAD.value,)
 
 
@@ -171,7 +172,7 @@ class Counters:
         }
         return Snapshot(counts, distributions)
 
-    def _by_event(self) -> dict[type[events.Event], Callable[[Any], None]]:
+    def _by_event(self) -> dict[type, Callable[[Any], None]]:
         return {
             events.LookupAnswered: self._count_lookup,
             events.RankReported: self._count_copy,
@@ -180,6 +181,7 @@ class Counters:
             events.LookupDeferred: self._count_deferred,
             events.TierCopyScheduled: self._count_tier_scheduled,
             events.TierCopyEnded: self._count_tier_ended,
+            facts.RemoteAnswered: self._count_answer,
             events.HitDropped: self._adder("kvoffload_pin_dropped_blocks_total", "blocks", "cause"),
             events.BlocksOffered: self._adder("kvoffload_offered_blocks_total", "blocks"),
             events.StoreEnded: self._adder("kvoffload_store_blocks_total", "blocks", "outcome"),
@@ -268,6 +270,19 @@ class Counters:
         self._edition += 1
         try:
             self._counts[name][labels] += amount
+        finally:
+            self._edition += 1
+
+    def _count_answer(self, fact: facts.RemoteAnswered) -> None:
+        asked = self._counts["kvoffload_remote_asked_blocks_total"]
+        self.changes += 1
+        self._edition += 1
+        try:
+            asked[_FOUND_THERE] += len(fact.found)
+            asked[_MISSING_THERE] += len(fact.missing)
+            asked[_NO_ANSWER] += fact.unanswered
+            if not fact.unanswered:
+                self._histograms["kvoffload_remote_ask_seconds"][()].observe(fact.seconds)
         finally:
             self._edition += 1
 

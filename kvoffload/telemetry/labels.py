@@ -32,6 +32,16 @@ class TierState(Enum):
     CLOSED = "closed"  # its index cannot be read or written: it is left alone until the engine starts again
 
 
+class Answer(Enum):
+    """What a store that engines share says of a block."""
+
+    FOUND = "found"
+    MISSING = "missing"
+    NONE = "none"  # the call failed, took too long, or was not made
+
+    __hash__ = object.__hash__  # as that of a cause
+
+
 class LoadWait(Enum):
     """What a request waited for before it could compute."""
 

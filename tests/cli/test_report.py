@@ -236,6 +236,36 @@ def test_a_journal_that_is_cut_off_is_shown_as_far_as_it_goes(
     assert account.counted.total("kvoffload_offered_blocks_total") == 7
 
 
+def test_a_store_that_engines_share_has_its_tiles_and_its_plot(tmp_path: Path) -> None:
+    journal = tmp_path / "journal.jsonl"
+    copy = {
+        "event": "RankReported", "job": 1, "rank": 0, "direction": "load", "outcome": "done",
+        "copied_bytes": 2**20, "queue_s": 0.0, "copy_s": 0.5, "tier": "remote",
+    }  # fmt: skip
+    found = {"event": "LookupAnswered", "request": "a", "device_tokens": 0, "hit_blocks": 3, "miss_blocks": 0}
+    found |= {
+        "hit_tokens": 48,
+        "miss_tokens": 0,
+        "cause": None,
+        "fetched_tokens": 1048,
+        "fetched_from": "remote",
+    }
+    asked = {"event": "RemoteAnswered", "request": "a", "namespace": "x", "found": 3, "missing": 4}
+    first = {"event": "FirstTokenReached", "request": "a", "found": "remote", "seconds": 0.25}
+    messages = [asked, {**asked, "found": 0, "missing": 0, "unanswered": 5}, copy, found, first]
+    lines = [{"seq": number, "t": float(number), **message} for number, message in enumerate(messages, 1)]
+    journal.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert main(["report", str(journal)]) == Exit.OK
+    page = (tmp_path / "journal.jsonl.html").read_text()
+    assert "Transfers with the shared store" in page
+    assert "Transfers with the disk" not in page
+    tiles = dict(re.findall(r"<dt>([^<]*)</dt><dd>([^<]*)</dd>", page))
+    assert tiles["first token p50, found in the store"] == "250 ms"
+    assert tiles["bytes written to, read from store"] == "0 B / 1.0 MiB"
+    assert tiles["blocks asked for that the store had"] == "25.0%"
+    assert tiles["tokens fetched from the store"] == "1,048"
+
+
 def test_processes_that_share_a_file_are_told_apart(tmp_path: Path) -> None:
     journal = tmp_path / "journal.jsonl"
     store = {"event": "StoreScheduled", "job": 1, "blocks": 3, "slots": [0, 1, 2]}

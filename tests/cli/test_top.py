@@ -45,7 +45,7 @@ from kvoffload.cli.top.words import (
     size,
     sparkline,
 )
-from kvoffload.model import events
+from kvoffload.model import events, facts
 from kvoffload.model.causes import (
     CopyOutcome,
     DegradeCause,
@@ -55,7 +55,7 @@ from kvoffload.model.causes import (
     StoreOutcome,
     TierOutcome,
 )
-from kvoffload.model.ids import JobId, Rank, RequestId
+from kvoffload.model.ids import BlockKey, JobId, Rank, RequestId
 from kvoffload.model.transfer import Direction, Tier
 from kvoffload.telemetry.catalogue import BY_NAME
 from kvoffload.telemetry.counters import Counters
@@ -297,6 +297,45 @@ def test_a_disk_is_shown_where_there_is_one(engine: Engine) -> None:
     assert [line for line in shown if line.startswith("disk 175.0 ms")]
     engine.state = replace(engine.state, disk=TierGauges(TierState.CLOSED))
     assert "disk: closed 0 B 0 blocks" in texts(engine.reading(2))
+
+
+def test_a_store_that_engines_share_is_shown_where_there_is_one(engine: Engine) -> None:
+    assert not [line for line in texts(engine.reading(0)) if "store:" in line]
+    engine.state = replace(
+        engine.state,
+        remote=TierState.OPEN,
+        benefit={"kvoffload_prefill_tokens_per_second": {(): 16.0}},
+    )
+    before = engine.reading(0)
+    keys = (BlockKey(b"one"), BlockKey(b"two"))
+    engine._bus.publish(facts.RemoteAnswered(A, "print/one", keys, keys[:1], 0, 0.02))
+    engine._bus.publish(events.TierCopyEnded(JobId(3), Direction.LOAD, 2, TierOutcome.DONE, 0.1, Tier.REMOTE))
+    engine._bus.publish(
+        events.TierCopyEnded(JobId(4), Direction.STORE, 5, TierOutcome.FAILED, 0.1, Tier.REMOTE)
+    )
+    engine._bus.publish(
+        events.LookupAnswered(A, 0, 2, 0, 32, 0, None, fetched_tokens=32, fetched_from=Tier.REMOTE)
+    )
+    shown = texts(before, engine.reading(1))
+    assert "shared store: open blocks per second" in shown
+    for line in (
+        "asked: found 2 2.0",
+        "asked: missing 1 1.0",
+        "asked: none 0 0",
+        "fetched 2 2.0",
+        "store failed 5 5.0",
+        "tokens fetched 32 32.0",
+        "worth, in seconds 2.00",
+    ):
+        assert line in shown, (line, shown)
+    assert [line for line in shown if line.startswith("time to ask, p50, p99 17.5 ms")]
+    [copies] = [place for place, line in enumerate(shown) if line.startswith("copies with the store")]
+    assert shown[copies + 1].split()[-1] == "-"  # how many jobs are open is not known
+    engine._bus.publish(facts.RemoteAnswered(A, "print/one", unanswered=3))
+    engine.state = replace(engine.state, remote=TierState.FAILING)
+    shown = texts(before, engine.reading(2))
+    assert "shared store: failing blocks per second" in shown
+    assert "asked: none 3 1.5" in shown
 
 
 def test_it_shows_whether_it_is_worth_it(engine: Engine) -> None:

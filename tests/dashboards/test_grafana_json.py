@@ -48,7 +48,7 @@ def check_board(board: dict[str, Any]) -> None:
 
 
 def test_there_are_four() -> None:
-    assert [path.stem for path in FILES] == ["disk", "overview", "transfers", "why"]
+    assert [path.stem for path in FILES] == ["disk", "overview", "remote", "transfers", "why"]
 
 
 def test_it_is_of_grafanas_types(board: dict[str, Any]) -> None:
@@ -116,7 +116,7 @@ def test_a_panel_carries_unit_and_description(board: dict[str, Any]) -> None:
 
 def test_boards_can_be_told_apart_and_link_to_each_other() -> None:
     boards = [json.loads(path.read_text()) for path in FILES]
-    assert len({board["uid"] for board in boards}) == len({board["title"] for board in boards}) == 4
+    assert len({board["uid"] for board in boards}) == len({board["title"] for board in boards}) == 5
     assert all(board["links"][0]["tags"] == board["tags"] == ["kvoffload"] for board in boards)
 
 

@@ -39,7 +39,8 @@ from kvoffload.model.events import (
     TierCopyEnded,
     TierCopyScheduled,
 )
-from kvoffload.model.ids import JobId, Rank, RequestId
+from kvoffload.model.facts import Fact, RemoteAnswered
+from kvoffload.model.ids import BlockKey, JobId, Rank, RequestId
 from kvoffload.model.transfer import Direction, Tier
 from kvoffload.telemetry import counters as counters_module
 from kvoffload.telemetry.catalogue import BY_NAME
@@ -51,7 +52,7 @@ from tests.telemetry.streams import any_event
 A, JOB = RequestId("a"), JobId(1)
 
 
-def count(*published: Event) -> Snapshot:
+def count(*published: Event | Fact) -> Snapshot:
     bus, counters = Bus(), Counters()
     counters.subscribe(bus)
     start = counters.snapshot()
@@ -128,6 +129,18 @@ def test_a_full_hit_has_no_cause() -> None:
 )
 def test_each_event_adds_to_its_series(event: Event, name: str, labels: tuple[str, ...], amount: int) -> None:
     assert count(event).counts == {name: {labels: amount}}
+
+
+def test_the_stores_answers_are_counted_and_timed() -> None:
+    keys = tuple(map(BlockKey, (b"one", b"two", b"three")))
+    change = count(
+        RemoteAnswered(A, "print/one", keys[:2], keys[2:], 0, 0.25),
+        RemoteAnswered(A, "print/one", unanswered=7, seconds=2.0),
+    )
+    assert change.counts == {
+        "kvoffload_remote_asked_blocks_total": {("found",): 2, ("missing",): 1, ("none",): 7}
+    }
+    assert change.distributions["kvoffload_remote_ask_seconds"][()].total == 0.25
 
 
 def test_an_abandoned_job_writes_its_blocks_off() -> None:

@@ -35,7 +35,7 @@ def demo_page(result: DemoResult, without: Play, with_: Play, account: Account) 
             figures.hit_ratio(account),
             figures.occupancy(account, "As it was whenever it changed."),
             figures.transfers(account),
-            *figures.disk_transfers(account),
+            *figures.lower_transfers(account),
             figures.misses(account),
             figures.stores(account),
         ],

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvoffload.bus.bus import Bus
-from kvoffload.model import events
+from kvoffload.model import events, facts
 from kvoffload.model.causes import CopyOutcome, Found, StoreOutcome
 from kvoffload.model.events import Event
 from kvoffload.model.facts import Fact
@@ -16,6 +16,7 @@ from kvoffload.model.ids import JobId, SlotId
 from kvoffload.model.transfer import Direction, Tier
 from kvoffload.telemetry.counters import Counters
 from kvoffload.telemetry.journal_reader import Record
+from kvoffload.telemetry.labels import Answer
 from kvoffload.telemetry.records import Summary
 from kvoffload.telemetry.snapshot import Snapshot
 
@@ -76,6 +77,7 @@ class Account:
         lookups: every answered lookup.
         first_tokens: every first token.
         copies: every reported copy.
+        asked: blocks of which the shared store was asked, by its answer.
         occupancy: the host's slots over time.
         capacity: slots of the host, None where it is not known.
         counted: the metrics' counters.
@@ -91,6 +93,7 @@ class Account:
     lookups: list[Lookup] = field(default_factory=list)
     first_tokens: list[FirstToken] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
+    asked: Counter[Answer] = field(default_factory=Counter)
     occupancy: list[Occupancy] = field(default_factory=list)
     capacity: int | None = None
     counted: Snapshot = field(default_factory=lambda: Counters().snapshot())
@@ -103,6 +106,10 @@ class Account:
     def copies_of(self, tier: Tier, direction: Direction) -> list[Copy]:
         """Return the copies to a tier, or from it."""
         return [copy for copy in self.copies if copy.tier is tier and copy.direction is direction]
+
+    def uses(self, tier: Tier) -> bool:
+        """Whether anything was copied to it or from it."""
+        return any(copy.tier is tier for copy in self.copies)
 
     def copied_bytes(self, direction: Direction, tier: Tier = Tier.HOST) -> int:
         """Return the bytes that were copied to a tier, or from it."""
@@ -216,6 +223,8 @@ class _Reader:
         account, message = self.account, record.message
         if isinstance(message, Summary):
             self.sample()  # an engine's fact: it ends the events of the fact before
+            if message.name == facts.RemoteAnswered.__name__:
+                self._on_answer(message.fields)
         self._count_line(record)
         account.events[message.name if isinstance(message, Summary) else type(message).__name__] += 1
         self._bus.publish(message)
@@ -246,6 +255,10 @@ class _Reader:
 
     def _on_lookup(self, at: float, event: events.LookupAnswered) -> None:
         self.account.lookups.append(Lookup(at, event.device_tokens, event.hit_tokens, event.miss_tokens))
+
+    def _on_answer(self, fields: Mapping[str, Any]) -> None:
+        asked = {Answer.FOUND: "found", Answer.MISSING: "missing", Answer.NONE: "unanswered"}
+        self.account.asked.update({answer: fields.get(field, 0) for answer, field in asked.items()})
 
     def _on_first_token(self, at: float, event: events.FirstTokenReached) -> None:
         self.account.first_tokens.append(FirstToken(at, event.found, event.seconds))

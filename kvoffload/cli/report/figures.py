@@ -34,11 +34,12 @@ COLOURS: dict[str, str] = {
 _TIERS = {"device": "device", "host": "host", "miss": "not found"}
 _FOUND = {
     Found.DISK: "on the disk",
-    Found.REMOTE: "in the remote store",
+    Found.REMOTE: "in the shared store",
     Found.HOST: "on the host",
     Found.DEVICE: "on the device only",
     Found.NOTHING: "nothing",
 }
+LOWER_TIERS = {Tier.DISK: "disk", Tier.REMOTE: "shared store"}
 _MOST_DOTS = 2000  # of one colour
 _CLOCK_STEPS = (15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
 _STATES = ("pinned", "ready", "filling", "draining", "quarantined")
@@ -195,12 +196,19 @@ def transfers(account: Account) -> Figure:
     return _transfers(account, Tier.HOST, "transfers", "Transfers", text)
 
 
-def disk_transfers(account: Account) -> list[Figure]:
-    """Plot the bytes copied between host and disk, over time; nothing where there is no disk."""
-    if not any(copy.tier is Tier.DISK for copy in account.copies):
-        return []
-    text = "Loads go from the disk to the host, stores from the host to the disk."
-    return [_transfers(account, Tier.DISK, "disk-transfers", "Transfers with the disk", text)]
+def lower_transfers(account: Account) -> list[Figure]:
+    """Plot the bytes copied between the host and each tier below it that the journal has copies of, over time."""
+    return [
+        _transfers(
+            account,
+            tier,
+            f"{tier.value}-transfers",
+            f"Transfers with the {name}",
+            f"Loads go from the {name} to the host, stores from the host to the {name}.",
+        )
+        for tier, name in LOWER_TIERS.items()
+        if account.uses(tier)
+    ]
 
 
 def _transfers(account: Account, tier: Tier, name: str, title: str, text: str) -> Figure:

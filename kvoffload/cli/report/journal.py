@@ -10,6 +10,7 @@ from kvoffload.cli.report.account import Account, by_label
 from kvoffload.cli.report.page import Page, size_of
 from kvoffload.model.causes import Found
 from kvoffload.model.transfer import Direction, Tier
+from kvoffload.telemetry.labels import Answer
 from kvoffload.telemetry.provenance import as_line
 
 _SLOTS_BY_EVENTS = "Derived from events: a slot counts as pinned while a load reads it."
@@ -33,7 +34,7 @@ def journal_page(account: Account, lines: Lines) -> Page:
             figures.hit_ratio(account),
             figures.occupancy(account, _SLOTS_BY_EVENTS),
             figures.transfers(account),
-            *figures.disk_transfers(account),
+            *figures.lower_transfers(account),
             figures.misses(account),
             figures.stores(account),
         ],
@@ -93,12 +94,6 @@ def _tiles(account: Account) -> dict[str, str]:
     found = host + sum(one.device_tokens for one in account.lookups)
     asked = found + sum(one.missed_tokens for one in account.lookups)
     stored, loaded = (by_label(account.counted, f"kvoffload_{way}_blocks_total") for way in ("store", "load"))
-    disk = [size_of(account.copied_bytes(way, Tier.DISK)) for way in (Direction.STORE, Direction.LOAD)]
-    on_disk = {
-        "first token p50, found on the disk": figures.median_ms(account, Found.DISK),
-        "bytes written to, read from disk": " / ".join(disk),
-    }
-    has_disk = any(copy.tier is Tier.DISK for copy in account.copies)
     return {
         "first token p50, found on the host": figures.median_ms(account, Found.HOST),
         "first token p50, nothing found": figures.median_ms(account, Found.NOTHING),
@@ -106,8 +101,26 @@ def _tiles(account: Account) -> dict[str, str]:
         "prefill tokens avoided": f"{host:,}",
         "blocks stored": f"{stored.get('stored', 0):,}",
         "blocks loaded": f"{loaded.get('loaded', 0):,}",
-        "bytes stored, loaded": " / ".join(
-            size_of(account.copied_bytes(way)) for way in (Direction.STORE, Direction.LOAD)
-        ),
-        **(on_disk if has_disk else {}),
+        "bytes stored, loaded": _bytes(account, Tier.HOST),
+        **_below(account),
     }
+
+
+def _below(account: Account) -> dict[str, str]:
+    """Return the tiles of the tiers below the host that the journal has copies of."""
+    tiles: dict[str, str] = {}
+    if account.uses(Tier.DISK):
+        tiles["first token p50, found on the disk"] = figures.median_ms(account, Found.DISK)
+        tiles["bytes written to, read from disk"] = _bytes(account, Tier.DISK)
+    if asked := account.asked.total():
+        tiles["first token p50, found in the store"] = figures.median_ms(account, Found.REMOTE)
+        tiles["bytes written to, read from store"] = _bytes(account, Tier.REMOTE)
+        tiles["blocks asked for that the store had"] = f"{account.asked[Answer.FOUND] / asked:.1%}"
+        fetched = account.counted.count("kvoffload_fetched_tokens_total", Tier.REMOTE.value)
+        tiles["tokens fetched from the store"] = f"{fetched:,}"
+    return tiles
+
+
+def _bytes(account: Account, tier: Tier) -> str:
+    ways = (Direction.STORE, Direction.LOAD)
+    return " / ".join(size_of(account.copied_bytes(way, tier)) for way in ways)

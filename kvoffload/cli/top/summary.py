@@ -10,10 +10,10 @@ from kvoffload.core.machine import SlotState
 from kvoffload.model.causes import Found, MissCause
 from kvoffload.model.transfer import Direction, Tier
 from kvoffload.telemetry.catalogue import BY_NAME
-from kvoffload.telemetry.labels import HostBytes, LookupResult, TierState, label_of
+from kvoffload.telemetry.labels import Answer, HostBytes, LookupResult, TierState, label_of
 
 _HIT, _MISS = (result.value for result in LookupResult)
-_HOST, _DISK = Tier.HOST.value, Tier.DISK.value
+_HOST, _DISK, _REMOTE = Tier.HOST.value, Tier.DISK.value, Tier.REMOTE.value
 _TOKENS = "kvoffload_lookup_tokens_total"
 _LOSSES = ("kvoffload_load_wait_seconds_total", "kvoffload_interference_seconds_total")
 _SAVED = "kvoffload_prefill_seconds_saved_total"
@@ -48,12 +48,18 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Copies in one direction."""
+    """Copies in one direction.
+
+    Args:
+        bytes: copied.
+        copy, queue: times of a job.
+        open_jobs: now; None where the engine does not say.
+    """
 
     bytes: Flow
     copy: Percentiles
     queue: Percentiles
-    open_jobs: int
+    open_jobs: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +83,29 @@ class LowerTier:
     slot_bytes: float
     evicted_blocks: Flow
     fetched_tokens: Flow
+    copies: Mapping[str, Copies]
+    blocks: Mapping[str, Flow]
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """The store that engines share, where the engine has one.
+
+    Args:
+        state: what it does.
+        asked_blocks: of arriving requests, by the store's answer.
+        ask: time of a call that asks.
+        fetched_tokens: of hits, what was fetched from it.
+        saved_s: seconds that computing these tokens would have taken, at the rate now; None while it is not measured.
+        copies: by direction.
+        blocks: of these copies, by direction and outcome.
+    """
+
+    state: str
+    asked_blocks: Mapping[str, Flow]
+    ask: Percentiles
+    fetched_tokens: Flow
+    saved_s: Number
     copies: Mapping[str, Copies]
     blocks: Mapping[str, Flow]
 
@@ -110,6 +139,7 @@ class Summary:
         resets: since the start.
         troubles: what went wrong, by its name.
         disk: None where the engine has none.
+        store: None where the engine shares none.
     """
 
     engine: str
@@ -142,6 +172,7 @@ class Summary:
     resets: float
     troubles: Mapping[str, float]
     disk: LowerTier | None = None
+    store: Store | None = None
 
 
 def summarize(engine: str, history: History, unix_now: float) -> Summary:
@@ -187,17 +218,14 @@ def summarize(engine: str, history: History, unix_now: float) -> Summary:
         resets=now.total("kvoffload_resets_total"),
         troubles={words: number for name, words in _TROUBLES.items() if (number := now.total(name))},
         disk=_disk(window),
+        store=_store(window),
     )
 
 
 def _disk(window: Change) -> LowerTier | None:
-    now = window.now
-    state = next(
-        (one for one in TierState if now.number("kvoffload_tier_state", _DISK, one.value)), TierState.OFF
-    )
+    now, state = window.now, _state(window, _DISK)
     if state is TierState.OFF:
         return None
-    blocks = now.numbers.get("kvoffload_tier_blocks_total", {})
     return LowerTier(
         state.value,
         _slots(window, _DISK),
@@ -206,12 +234,37 @@ def _disk(window: Change) -> LowerTier | None:
         _evicted(window, _DISK),
         _flow(window, "kvoffload_fetched_tokens_total", _DISK),
         {way.value: _copies(window, _DISK, way.value) for way in Direction},
-        {
-            " ".join(labels[1:]): _flow(window, "kvoffload_tier_blocks_total", *labels)
-            for labels in blocks
-            if labels[0] == _DISK and blocks[labels]
-        },
+        _blocks(window, _DISK),
     )
+
+
+def _store(window: Change) -> Store | None:
+    state = _state(window, _REMOTE)
+    if state is TierState.OFF:
+        return None
+    fetched = _flow(window, "kvoffload_fetched_tokens_total", _REMOTE)
+    return Store(
+        state.value,
+        {each.value: _flow(window, "kvoffload_remote_asked_blocks_total", each.value) for each in Answer},
+        _percentiles(window, "kvoffload_remote_ask_seconds"),
+        fetched,
+        _ratio(fetched.total, window.now.total("kvoffload_prefill_tokens_per_second")),
+        {way.value: _copies(window, _REMOTE, way.value) for way in Direction},
+        _blocks(window, _REMOTE),
+    )
+
+
+def _state(window: Change, tier: str) -> TierState:
+    states = (state for state in TierState if window.now.number("kvoffload_tier_state", tier, state.value))
+    return next(states, TierState.OFF)
+
+
+def _blocks(window: Change, tier: str) -> dict[str, Flow]:
+    """Return the blocks of copies with a tier that are not 0, by direction and outcome."""
+    name = "kvoffload_tier_blocks_total"
+    series = window.now.numbers.get(name, {})
+    ours = [labels for labels in series if labels[0] == tier and series[labels]]
+    return {" ".join(labels[1:]): _flow(window, name, *labels) for labels in ours}
 
 
 def _slots(window: Change, tier: str) -> dict[str, float]:
@@ -253,11 +306,12 @@ def _by_label(window: Change, name: str) -> dict[str, Flow]:
 
 def _copies(window: Change, tier: str, way: str) -> Copies:
     jobs = window.now.numbers.get("kvoffload_open_jobs", {})
+    ours = [number for labels, number in jobs.items() if labels[:2] == (tier, way)]
     return Copies(
         _flow(window, "kvoffload_transfer_bytes_total", tier, way),
         _percentiles(window, "kvoffload_transfer_seconds", tier, way),
         _percentiles(window, "kvoffload_transfer_queue_seconds", tier, way),
-        int(sum(number for labels, number in jobs.items() if labels[:2] == (tier, way))),
+        int(sum(ours)) if ours else None,
     )
 
 

@@ -25,6 +25,7 @@ from kvoffload.cli.top.words import (
 )
 from kvoffload.model.causes import Found
 from kvoffload.telemetry.break_even import NEVER_TOKENS
+from kvoffload.telemetry.labels import Answer
 
 _HEADING, _ALARM, _QUIET = "bold", "bold red", "dim"
 _ROWS = 8  # of a list of causes or outcomes
@@ -94,6 +95,7 @@ def details(engine: Engine, width: int) -> RenderableType:
     right = (
         _copies(summary.copies, changes, room, "copies", "host"),
         *_disk(summary, changes, room),
+        *_store(summary, changes, room),
         _misses(summary, room),
         _by_label("offered blocks, by outcome", summary.stores, room),
         _by_label("loaded blocks, by outcome", summary.loads, room),
@@ -289,10 +291,38 @@ def _disk(summary: Summary, changes: Sequence[Change], room: _Room) -> list[Tabl
             table.add_row(f"  {state}", count(slots), bar(slots, disk.capacity_slots, room.bar), style=style)
     table.add_row("  evicted", count(disk.evicted_blocks.total), _rate(disk.evicted_blocks))
     table.add_row("  tokens fetched", count(disk.fetched_tokens.total), _rate(disk.fetched_tokens))
-    for name, flow in disk.blocks.items():
+    _add_failures(table, disk.blocks)
+    return [table, _copies(disk.copies, changes, room, "copies with the disk", "disk")]
+
+
+def _store(summary: Summary, changes: Sequence[Change], room: _Room) -> list[Table]:
+    store = summary.store
+    if store is None:
+        return []
+    table = _section(room, f"shared store: {store.state}", "blocks", "per second")
+    if store.state in _TROUBLED:
+        table.columns[0].header_style = _ALARM
+    for answer, flow in store.asked_blocks.items():
+        is_wrong = answer == Answer.NONE.value and flow.total
+        table.add_row(
+            f"  asked: {answer}", count(flow.total), _rate(flow), style=_ALARM if is_wrong else None
+        )
+    for name in ("load done", "store done"):
+        if (done := store.blocks.get(name)) is not None:
+            table.add_row(
+                "  fetched" if name.startswith("load") else "  written", count(done.total), _rate(done)
+            )
+    _add_failures(table, store.blocks)
+    table.add_row("  tokens fetched", count(store.fetched_tokens.total), _rate(store.fetched_tokens))
+    table.add_row("  worth, in seconds", seconds(store.saved_s), "")
+    table.add_row("  time to ask, p50, p99", *_times(store.ask))
+    return [table, _copies(store.copies, changes, room, "copies with the store", "remote")]
+
+
+def _add_failures(table: Table, blocks: Mapping[str, Flow]) -> None:
+    for name, flow in blocks.items():
         if name.endswith(_FAILED):
             table.add_row(f"  {name}", count(flow.total), _rate(flow), style=_ALARM)
-    return [table, _copies(disk.copies, changes, room, "copies with the disk", "disk")]
 
 
 def _copies(
