@@ -16,6 +16,7 @@ from kvoffload.model.config import OffloadConfig, check_promises, parse_config
 from kvoffload.model.engine import EngineIdentity
 from kvoffload.model.errors import ConfigError
 from kvoffload.model.ids import Rank
+from kvoffload.model.transfer import Tier
 from kvoffload.remote.address import RemotePlace, parse_address
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.scheduler_side import SchedulerSide
@@ -25,12 +26,12 @@ from kvoffload_vllm.doctor import RECOMPUTE, load_failures, recurrent_states
 from kvoffload_vllm.events import find_wire, publishes_events
 from kvoffload_vllm.failure_policy import find_failure_policy
 from kvoffload_vllm.groups import VllmGroups, vllm_groups
-from kvoffload_vllm.host_events import HostEvents
 from kvoffload_vllm.identification import Identification, WorkersPlace
 from kvoffload_vllm.kv_identity import find_identity, find_problems
 from kvoffload_vllm.pool_device import VllmDevice
 from kvoffload_vllm.scheduler import VllmScheduler
 from kvoffload_vllm.stats import StatsSender
+from kvoffload_vllm.tier_events import TierEvents
 from kvoffload_vllm.tracked import KeyMaker
 from kvoffload_vllm.worker import VllmWorker
 
@@ -68,11 +69,13 @@ def make_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> V
     if groups.shape.state_key_ends:
         interval = getattr(vllm_config.cache_config, "prefix_cache_retention_interval", 0)
         warn(examine([recurrent_states(groups.shape.alignment, interval)], Setup(config=config)))
-    host_events = None
+    tier_events = None
     if publishes_events(vllm_config):
-        host_events = HostEvents(groups, offload.core.state.pool.index, find_wire(kv_cache_config), device)
+        state = offload.core.state
+        indexes = {Tier.HOST: state.pool.index, **{tier.tier: tier.pool.index for tier in state.below}}
+        tier_events = TierEvents(groups, indexes, find_wire(kv_cache_config), device)
     return VllmScheduler(
-        offload, device, keys, groups.ids, StatsSender(offload), portal.close, host_events, identification
+        offload, device, keys, groups.ids, StatsSender(offload), portal.close, tier_events, identification
     )
 
 

@@ -167,7 +167,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._scheduler.has_work
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        events = self._scheduler.host_events
+        events = self._scheduler.tier_events
         return events.take() if events is not None else ()
 
     def reset_cache(self) -> bool | None:

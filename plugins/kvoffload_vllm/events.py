@@ -1,19 +1,21 @@
-"""KV cache events for routers: which blocks have come to the host, and which have left it.
+"""KV cache events for routers: which blocks have come to the host or to a tier below it, and which have left it.
 
 What an event says of a block beyond its hash is known only while its request lives, and a block may be stored long after.
-So a note of it is taken when it is computed, and kept while the device holds it; here, not in the core, and only where
-vLLM publishes events, as token ids are in it.
+So a note of it is taken when it is computed or loaded, and kept while it may still come to a tier; here, not in the core, and only
+where vLLM publishes events, as token ids are in it. A block that comes before its note, from a disk or a store where another process
+has put it, is published when the note is taken.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvoffload.model.ids import BlockKey
+from kvoffload.model.transfer import Tier
 from kvoffload_vllm.groups import VllmGroups
 from kvoffload_vllm.tracked import RequestLike
 
@@ -23,8 +25,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _GROUP_BYTES = 4
-_MEDIUM = "CPU"
-_LOCAL = "LOCAL"  # the block is on the machine that reports it
+_HOST, _STORAGE = "CPU", "STORAGE"
+_LOCAL, _REMOTE = "LOCAL", "REMOTE"  # to the machine that reports it
 _TOKEN = "i"  # four bytes a token
 
 
@@ -56,7 +58,7 @@ class BlockNotes:
 
     Args:
         limit: up to so many notes none is dropped.
-        is_needed: whether a block with this hash may yet come to the host.
+        is_needed: whether a block with this hash may yet come to a tier.
     """
 
     def __init__(self, limit: int, is_needed: Callable[[bytes], bool]) -> None:
@@ -72,7 +74,7 @@ class BlockNotes:
         return block_hash in self._notes
 
     def get(self, block_hash: bytes) -> BlockNote | None:
-        """Return a block's note; it is kept, as the block may leave the host and come again."""
+        """Return a block's note; it is kept, as the block may leave a tier and come again."""
         return self._notes.get(block_hash)
 
     def add(self, block_hash: bytes, note: BlockNote) -> None:
@@ -98,20 +100,28 @@ class NoteTaker:
     Args:
         groups: the groups that are offloaded.
         wire: how vLLM writes events.
-        is_on_device: whether the device holds a key. What it does not hold can no longer be stored, and a copy that is
-            under way keeps it from forgetting.
+        is_held: whether a key lies where it can be copied to a tier from: on the device, whose copies under way keep it
+            from forgetting, or on the host.
+
+    Attributes:
+        awaited: keys that came to tiers without a note, and to how many.
+        late: those of them whose note was taken since.
     """
 
-    def __init__(self, groups: VllmGroups, wire: Wire, is_on_device: Callable[[BlockKey], bool]) -> None:
+    def __init__(self, groups: VllmGroups, wire: Wire, is_held: Callable[[BlockKey], bool]) -> None:
+        self.awaited: Counter[BlockKey] = Counter()
+        self.late: list[BlockKey] = []
         self._wire = wire
         self._hash_tokens = groups.sizes.hash_tokens
+        self._suffixes: dict[int, list[bytes]] = {}
         self._notes: dict[int, BlockNotes] = {}
         self._notes_of_group: dict[int, BlockNotes] = {}
         for ratio in dict.fromkeys(groups.hash_ratios):
             numbers = [
                 number for number, own in zip(groups.ids, groups.hash_ratios, strict=True) if own == ratio
             ]
-            is_needed = _any_of(numbers, is_on_device)
+            is_needed = _any_of(numbers, is_held)
+            self._suffixes[ratio] = [_suffix(number) for number in numbers]
             self._notes[ratio] = BlockNotes(groups.shape.device_blocks, is_needed)
             self._notes_of_group.update(dict.fromkeys(numbers, self._notes[ratio]))
 
@@ -122,6 +132,12 @@ class NoteTaker:
         """Return a block's note."""
         block_hash, number = split_key(key)
         return self._notes_of_group[number].get(block_hash)
+
+    def gone(self, key: BlockKey) -> None:
+        """Note that a key has left a tier to which it came without a note."""
+        self.awaited[key] -= 1
+        if self.awaited[key] < 1:
+            del self.awaited[key]
 
     def take(self, request: RequestLike, first: int, computed_tokens: int) -> int:
         """Note the blocks that hold a request's computed tokens.
@@ -161,26 +177,43 @@ class NoteTaker:
             parent = hashes[position * ratio - 1] if position else None
             packed = array(_TOKEN, request.all_token_ids[start:end]).tobytes()
             notes.add(block_hash, BlockNote(parent, packed, adapter, extra_keys))
+            if self.awaited:
+                self._look_for_awaited(block_hash, ratio)
+
+    def _look_for_awaited(self, block_hash: bytes, ratio: int) -> None:
+        for suffix in self._suffixes[ratio]:
+            if (key := BlockKey(block_hash + suffix)) in self.awaited:
+                del self.awaited[key]
+                self.late.append(key)
 
 
 class EventMaker:
-    """Makes vLLM's events.
+    """Makes vLLM's events of one tier.
 
     Args:
         groups: the groups that are offloaded.
         notes: what is known of blocks.
         wire: how vLLM writes events.
+        tier: where the blocks are.
     """
 
-    def __init__(self, groups: VllmGroups, notes: NoteTaker, wire: Wire) -> None:
+    def __init__(self, groups: VllmGroups, notes: NoteTaker, wire: Wire, tier: Tier = Tier.HOST) -> None:
         specs = zip(groups.ids, groups.shape.groups, strict=True)
         self._tokens = {number: spec.block_tokens for number, spec in specs}
         self._notes = notes
         self._wire = wire
+        self._place = {
+            "medium": wire.host if tier is Tier.HOST else wire.storage,
+            "locality": _REMOTE if tier is Tier.REMOTE else _LOCAL,
+        }
         self._left_out: set[BlockKey] = set()
 
+    def has_left_out(self, key: BlockKey) -> bool:
+        """Whether a block is there that was not published, for want of a note."""
+        return key in self._left_out
+
     def events(self, ledger: Iterable[tuple[BlockKey, bool]]) -> Iterator[KVCacheEvent]:
-        """Yield an event a group for the blocks that left the host, and one for each block that came, parents first.
+        """Yield an event a group for the blocks that left the tier, and one for each block that came, parents first.
 
         A block without a note is left out, and so is its end: with no parent it would read as a prompt's first.
 
@@ -195,8 +228,9 @@ class EventMaker:
             elif (note := self._notes.get(key)) is not None:
                 came[key] = note
                 self._left_out.discard(key)
-            else:
+            elif key not in self._left_out:
                 self._left_out.add(key)
+                self._notes.awaited[key] += 1
         for number, hashes in gone.items():
             yield self._removed(number, hashes)
         for key in _parents_first(came):
@@ -205,16 +239,14 @@ class EventMaker:
     def _note_gone(self, key: BlockKey, gone: dict[int, list[bytes]]) -> None:
         if key in self._left_out:
             self._left_out.discard(key)
+            self._notes.gone(key)
             return
         block_hash, number = split_key(key)
         gone.setdefault(number, []).append(block_hash)
 
     def _removed(self, number: int, hashes: Iterable[bytes]) -> KVCacheEvent:
         return self._wire.removed(
-            block_hashes=list(map(self._wire.hash, hashes)),
-            medium=self._wire.medium,
-            group_idx=number,
-            locality=_LOCAL,
+            block_hashes=list(map(self._wire.hash, hashes)), group_idx=number, **self._place
         )
 
     def _stored(self, key: BlockKey, note: BlockNote) -> KVCacheEvent:
@@ -229,11 +261,10 @@ class EventMaker:
             lora_id=lora_id,
             lora_name=lora_name,
             extra_keys=[note.extra_keys],
-            medium=self._wire.medium,
             group_idx=number,
             kv_cache_spec_kind=kind,
             kv_cache_spec_sliding_window=window,
-            locality=_LOCAL,
+            **self._place,
         )
 
 
@@ -247,7 +278,7 @@ class Wire:
         extra_keys: returns, for a request and its tokens from one up to another, what else their hash covers; goes
             through the request's media, from a number on, and returns the next one too.
         kinds: per number of a group, what its attention is called, and its window if it has one.
-        medium: how host memory is called.
+        host, storage: how host memory, and a disk or a store, are called.
     """
 
     stored: Callable[..., Any]
@@ -255,7 +286,8 @@ class Wire:
     hash: Callable[[bytes], Any]
     extra_keys: Callable[[Any, int, int, int], tuple[tuple[Any, ...] | None, int]]
     kinds: Mapping[int, tuple[str, int | None]]
-    medium: str = _MEDIUM
+    host: str = _HOST
+    storage: str = _STORAGE
 
 
 def find_wire(kv_cache_config: KVCacheConfig) -> Wire:
@@ -283,7 +315,8 @@ def find_wire(kv_cache_config: KVCacheConfig) -> Wire:
             number: (get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec))
             for number, spec in enumerate(specs)
         },
-        medium=getattr(kv_events, "MEDIUM_CPU", _MEDIUM),
+        host=getattr(kv_events, "MEDIUM_CPU", _HOST),
+        storage=getattr(kv_events, "MEDIUM_STORAGE", _STORAGE),
     )
 
 
@@ -298,9 +331,14 @@ def split_key(key: BlockKey) -> tuple[bytes, int]:
     return key[:-_GROUP_BYTES], int.from_bytes(key[-_GROUP_BYTES:], "big")
 
 
+def _suffix(number: int) -> bytes:
+    """Return what a group's keys have behind the hash."""
+    return number.to_bytes(_GROUP_BYTES, "big")
+
+
 def _any_of(numbers: Sequence[int], holds: Callable[[BlockKey], bool]) -> Callable[[bytes], bool]:
     """Return whether any of these groups has a block with a hash."""
-    suffixes = [number.to_bytes(_GROUP_BYTES, "big") for number in numbers]
+    suffixes = [_suffix(number) for number in numbers]
     return lambda block_hash: any(holds(BlockKey(block_hash + suffix)) for suffix in suffixes)
 
 

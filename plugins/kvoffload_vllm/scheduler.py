@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvoffload.runtime.scheduler_side import SchedulerSide
-    from kvoffload_vllm.host_events import HostEvents
     from kvoffload_vllm.identification import Identification
     from kvoffload_vllm.pool_device import VllmDevice
     from kvoffload_vllm.stats import KVOffloadStats, StatsSender
+    from kvoffload_vllm.tier_events import TierEvents
 
 _Table = tuple[tuple[DeviceBlockId, ...], ...]
 _Keys = tuple[tuple[BlockKey, ...], ...]
@@ -48,7 +48,7 @@ class VllmScheduler:
         groups: vLLM's numbers of the groups that are offloaded.
         stats: makes of the counters what vLLM carries to its own metrics.
         closed: called when vLLM has stopped, after all else.
-        host_events: makes vLLM's KV cache events, None where they are not published.
+        tier_events: makes vLLM's KV cache events, None where they are not published.
         identification: finds out what the KV depends on, None without a tier below the host.
     """
 
@@ -60,7 +60,7 @@ class VllmScheduler:
         groups: tuple[int, ...],
         stats: StatsSender,
         closed: Callable[[], object],
-        host_events: HostEvents | None = None,
+        tier_events: TierEvents | None = None,
         identification: Identification | None = None,
     ) -> None:
         self.offload = offload
@@ -69,7 +69,7 @@ class VllmScheduler:
         self._groups = groups
         self._stats = stats
         self._closed = closed
-        self.host_events = host_events
+        self.tier_events = tier_events
         self._identification = identification
         shape = offload.shape
         self._least_block = min(group.block_tokens for group in shape.groups)
@@ -213,8 +213,8 @@ class VllmScheduler:
             self._due.drop(tracked)
         if not tracked.is_rewritten:
             confirmed = min(request.num_computed_tokens - request.num_output_placeholders, request.num_tokens)
-            if self.host_events is not None:
-                self.host_events.note(request, tracked.noted, confirmed)
+            if self.tier_events is not None:
+                self.tier_events.note(request, tracked.noted, confirmed)
             if tracked.hashes != len(request.block_hashes):
                 new_keys = tracked.new_keys(self._keys)
         self.offload.ended(facts.RequestEnded(request.request_id, confirmed, new_keys, holds_blocks))
@@ -285,7 +285,7 @@ class VllmScheduler:
         lacking = self._least_block - confirmed % self._least_block
         tracked.boundary = confirmed + lacking
         self._due.put(tracked, lacking if tokens <= 1 else 1)
-        if self.host_events is not None:
-            tracked.noted = self.host_events.note(request, tracked.noted, confirmed)
+        if self.tier_events is not None:
+            tracked.noted = self.tier_events.note(request, tracked.noted, confirmed)
         new_keys = tracked.new_keys(self._keys) if tracked.hashes != len(request.block_hashes) else ()
         return _make_progress((request.request_id, confirmed, new_blocks, new_keys))

@@ -6,10 +6,13 @@ from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
-from kvoffload.model.ids import BlockKey
+from kvoffload.core.key_index import KeyIndex
+from kvoffload.model.ids import BlockKey, SlotId
+from kvoffload.model.transfer import Tier
 from kvoffload_vllm.events import EventMaker, NoteTaker, Wire, publishes_events, split_key
 from kvoffload_vllm.groups import BlockSizes, VllmGroups, vllm_groups
 from kvoffload_vllm.support import Features
+from kvoffload_vllm.tier_events import TierEvents
 from kvoffload_vllm.tracked import KeyMaker
 from tests.vllm_adapter.stand_ins import cache_config, full, group, spec, vllm_config, window
 
@@ -217,3 +220,69 @@ def test_only_an_engine_that_publishes_events_has_any() -> None:
 def test_a_key_is_a_hash_and_vllms_number_of_the_group() -> None:
     _, (_, small) = reported(request())
     assert split_key(small[2]) == (b"\x02", 2)
+
+
+def test_a_disk_and_a_store_are_storage_here_and_elsewhere() -> None:
+    known = groups()
+    notes = NoteTaker(known, WIRE, lambda key: False)
+    notes.take(request(), 0, 8)
+    large, _ = KeyMaker(known.hash_ratios, known.ids).keys(request().block_hashes, 0)
+    for tier, place in ((Tier.DISK, ("STORAGE", "LOCAL")), (Tier.REMOTE, ("STORAGE", "REMOTE"))):
+        maker = EventMaker(known, notes, WIRE, tier)
+        for came in (True, False):
+            ((_, fields),) = maker.events([(large[0], came)])
+            assert (fields["medium"], fields["locality"]) == place
+
+
+def tiers() -> tuple[TierEvents, dict[Tier, KeyIndex], tuple[BlockKey, ...]]:
+    known, indexes = groups(), {tier: KeyIndex() for tier in (Tier.HOST, Tier.DISK, Tier.REMOTE)}
+    device = SimpleNamespace(block_of=lambda key: None)
+    large, _ = KeyMaker(known.hash_ratios, known.ids).keys(request().block_hashes, 0)
+    return TierEvents(known, indexes, WIRE, device), indexes, large  # type: ignore[arg-type]
+
+
+def test_each_tier_reports_what_came_to_it_and_left_it() -> None:
+    published, indexes, large = tiers()
+    published.note(request(), 0, 8)
+    assert list(published.take()) == []
+    for index in indexes.values():
+        index.add([(large[0], SlotId(0))])
+    indexes[Tier.HOST].remove([large[0]])
+    found = [(kind, fields["medium"], fields["locality"]) for kind, fields in published.take()]
+    assert found == [
+        ("removed", "CPU", "LOCAL"),
+        ("stored", "STORAGE", "LOCAL"),
+        ("stored", "STORAGE", "REMOTE"),
+    ]
+
+
+def test_a_block_that_came_before_its_note_is_reported_with_it() -> None:
+    """As an earlier process left it on the disk, or another engine wrote it to the store."""
+    published, indexes, large = tiers()
+    for tier in (Tier.DISK, Tier.REMOTE):
+        indexes[tier].add([(large[0], SlotId(0)), (large[1], SlotId(1))])
+    assert list(published.take()) == []
+    indexes[Tier.REMOTE].remove([large[0]])
+    assert list(published.take()) == []
+    published.note(request(), 0, 8)
+    found = [(fields["block_hashes"], fields["locality"]) for _, fields in published.take()]
+    assert found == [(["01"], "LOCAL"), (["03"], "LOCAL"), (["03"], "REMOTE")]
+    assert list(published.take()) == []
+
+
+def test_notes_of_blocks_on_the_host_are_kept_while_they_may_be_written_further_down() -> None:
+    published, indexes, large = tiers()
+    indexes[Tier.HOST].add([(large[0], SlotId(0))])
+    assert published._notes._notes[2]._is_needed(bytes([1]))
+    assert not published._notes._notes[2]._is_needed(bytes([3]))
+
+
+def test_what_leaves_before_its_note_leaves_nothing() -> None:
+    published, indexes, large = tiers()
+    for tier in (Tier.DISK, Tier.REMOTE):
+        indexes[tier].add([(large[0], SlotId(0))])
+    list(published.take())
+    for tier in (Tier.DISK, Tier.REMOTE):
+        indexes[tier].remove([large[0]])
+    assert list(published.take()) == []
+    assert not published._notes.awaited

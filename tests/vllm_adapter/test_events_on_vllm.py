@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 
+from tests.remote.servers import Bucket
 from tests.vllm_adapter.engine_rig import MARKS, Asked, Rig, offloading
 from tests.vllm_stock import checkpoints
 
@@ -123,5 +124,54 @@ def test_lazy_stores_are_told_in_full(folder: Path) -> None:
                 assert (event.parent_block_hash is None) == (tuple(event.token_ids) in heads)
                 assert event.parent_block_hash not in hashes[number:]
         assert sum(len(stored_on_host(batch)) for batch in batches) > 40
-        assert len(rig.connector._scheduler.host_events._notes) < 2 * 95
+        assert len(rig.connector._scheduler.tier_events._notes) < 2 * 95
         rig.check_clean()
+
+
+def told(batches: Sequence[Any], medium: str, locality: str) -> list[Any]:
+    events = [one for batch in batches for one in batch.events if type(one).__name__ != "AllBlocksCleared"]
+    return [one for one in events if (one.medium, one.locality) == (medium, locality)]
+
+
+def test_blocks_on_the_disk_and_in_the_store_are_told_with_their_medium(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was found again is written to both. A reset of both caches takes all of it back."""
+    (bucket_folder := tmp_path / "bucket").mkdir()
+    server = Bucket(bucket_folder)
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    extra = {
+        "disk_path": str(tmp_path / "disk"),
+        "disk_bytes": 2**24,
+        "disk_identity": "events",
+        "remote_url": server.url,
+        "remote_timeout_s": 10.0,
+    }
+    try:
+        with publishing("qwen3", folder, 64, extra=extra) as (rig, batches):
+            state = rig.side.core.state
+            while not all(tier.is_usable for tier in state.below):
+                rig.run({"warm": Asked((1, 2, 3), 1)})
+            batches.clear()
+            asked = Asked(prompt(1), 4)
+            for number in range(3):
+                assert rig.scheduler.reset_prefix_cache()
+                rig.run({f"r{number}": asked})
+            places = [("CPU", "LOCAL"), ("STORAGE", "LOCAL"), ("STORAGE", "REMOTE")]
+            stored = {place: {one.block_hashes[0]: one for one in told(batches, *place)} for place in places}
+            on_host = stored["CPU", "LOCAL"]
+            assert len(on_host) == 8
+            for place in places[1:]:
+                assert stored[place].keys() == on_host.keys()
+                for block_hash, one in stored[place].items():
+                    mine = on_host[block_hash]
+                    assert (one.token_ids, one.parent_block_hash) == (mine.token_ids, mine.parent_block_hash)
+            batches.clear()
+            assert rig.scheduler.reset_prefix_cache(reset_connector=True)
+            rig.run({"after": Asked(prompt(2), 1)})
+            for place in places:
+                gone = [one for one in told(batches, *place) if type(one).__name__ == "BlockRemoved"]
+                assert {each for one in gone for each in one.block_hashes} == on_host.keys()
+    finally:
+        server.close()
