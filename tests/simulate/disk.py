@@ -69,12 +69,14 @@ class SimThread:
     Args:
         loop: its timers resume the thread.
         ended: called when a work has ended.
+        owner: the executor that it belongs to.
     """
 
     _here = threading.local()
 
-    def __init__(self, loop: SimLoop, ended: Callable[[], None]) -> None:
+    def __init__(self, loop: SimLoop, ended: Callable[[], None], owner: object) -> None:
         self._loop = loop
+        self.owner = owner
         self._ended = ended
         self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
         self._work: Callable[[], None] | None = None
@@ -85,6 +87,10 @@ class SimThread:
     @classmethod
     def current(cls) -> SimThread | None:
         return getattr(cls._here, "thread", None)
+
+    @property
+    def now(self) -> float:
+        return self._loop.now
 
     @property
     def is_idle(self) -> bool:
@@ -155,8 +161,8 @@ class SimExecutor(Executor):
     """
 
     def __init__(self, loop: SimLoop, draws: random.Random, threads: int, problems: list[str]) -> None:
-        self._loop, self._draws, self._problems = loop, draws, problems
-        self._threads = [SimThread(loop, self._next) for _ in range(threads)]
+        self.loop, self._draws, self._problems = loop, draws, problems
+        self.threads = [SimThread(loop, self._next, self) for _ in range(threads)]
         self._queue: deque[Callable[[], None]] = deque()
         self._is_killed = False
 
@@ -184,29 +190,17 @@ class SimExecutor(Executor):
 
     def kill(self) -> None:
         self._is_killed = True
-        for thread in self._threads:
+        for thread in self.threads:
             thread.kill()
 
     def release(self) -> None:
         """What hangs goes on."""
-        for thread in self._threads:
+        for thread in self.threads:
             if thread.hangs:
                 thread.resume()
 
-    def drive(self, future: Future[Any], timeout: float | None) -> None:
-        """Let time pass for these threads alone until a work is done, as when the engine's thread waits for them."""
-        until = self._loop.now + (1e9 if timeout is None else timeout)
-        while not future.done():
-            timers = [thread for thread in self._threads if thread.timer is not None]
-            first = min(timers, key=lambda thread: thread.timer.when(), default=None)  # type: ignore[union-attr]
-            if first is None or first.timer is None or first.timer.when() > until:
-                self._loop.now = until
-                raise TimeoutError
-            self._loop.now = max(self._loop.now, first.timer.when())
-            first.resume()
-
     def _next(self) -> None:
-        idle = [thread for thread in self._threads if thread.is_idle]
+        idle = [thread for thread in self.threads if thread.is_idle]
         if idle and self._queue:
             idle[0].start(self._queue.popleft(), self._draws.random() * 0.0005)
 
@@ -217,8 +211,21 @@ class _Waited(Future[Any]):
         self._executor = executor
 
     def result(self, timeout: float | None = None) -> Any:  # noqa: ANN401
-        self._executor.drive(self, timeout)
+        _drive(self._executor.loop, self._executor.threads, self, timeout)
         return super().result(0)
+
+
+def _drive(loop: SimLoop, threads: Sequence[SimThread], future: Future[Any], timeout: float | None) -> None:
+    """Let time pass for these threads alone until a work is done, as when the engine's thread waits for them."""
+    until = loop.now + (1e9 if timeout is None else timeout)
+    while not future.done():
+        timers = [thread for thread in threads if thread.timer is not None]
+        first = min(timers, key=lambda thread: thread.timer.when(), default=None)  # type: ignore[union-attr]
+        if first is None or first.timer is None or first.timer.when() > until:
+            loop.now = until
+            raise TimeoutError
+        loop.now = max(loop.now, first.timer.when())
+        first.resume()
 
 
 class DiskPortal(SimPortal):
@@ -260,6 +267,10 @@ class DiskPortal(SimPortal):
         for executor in self._executors:
             executor.kill()
         self.close()
+
+    def drive(self, future: Future[Any], timeout: float | None) -> None:
+        """Let time pass for the threads alone, as when the engine's thread waits for them."""
+        _drive(self.loop, [thread for each in self._executors for thread in each.threads], future, timeout)
 
     def release(self) -> None:
         """Calls that hang return."""

@@ -19,13 +19,17 @@ from kvoffload.core.stores import Stores
 from kvoffload.model.causes import CopyOutcome, LoadOutcome, StoreOutcome
 from kvoffload.model.facts import StepScheduled
 from kvoffload.model.ids import BlockKey, SlotId
+from kvoffload.remote.breaker import Breaker
+from kvoffload.remote.values import Shard
 from kvoffload.runtime.awaited_loads import AwaitedLoads, LoadAnswers
 from kvoffload.runtime.disk_index import DiskIndex
 from kvoffload.runtime.open_copies import OpenCopies
-from kvoffload.transfer import disk_copies
+from kvoffload.runtime.remote_index import RemoteIndex
+from kvoffload.transfer import disk_copies, remote_copies
 from kvoffload.transfer.lanes import Lane
 from kvoffload.transfer.ports import TicketState
 from kvoffload.transfer.pump import TransferPump
+from kvoffload.transfer.remote_copies import RemoteCopies, _Got
 from kvoffload.transfer.wakeup import Wakeup
 from kvoffload_reference.pool_device import PoolDevice
 from kvoffload_reference.worker import ReferenceWorker
@@ -158,6 +162,32 @@ def _disk_is_not_compared() -> list[Patch]:
 
 def _reset_leaves_the_index() -> list[Patch]:
     return [(DiskIndex, "_reset", lambda self: True)]
+
+
+def _store_is_not_compared() -> list[Patch]:
+    return [(remote_copies, "is_whole", lambda value, arrived, name, layout: arrived == len(value))]
+
+
+def _hint_is_believed() -> list[Patch]:
+    real = RemoteCopies._get
+
+    def get(self: RemoteCopies, job: Any, batch: Any, store: Any) -> Any:  # noqa: ANN401
+        real(self, job, batch, store)
+        return _Got(list(batch), [], [])
+
+    return [(RemoteCopies, "_get", get)]
+
+
+def _generation_is_not_in_the_name() -> list[Patch]:
+    return [(Shard, "name", lambda self, key: f"{key.hex()}/{self.part}")]
+
+
+def _generation_stays_at_a_reset() -> list[Patch]:
+    return [(RemoteIndex, "reset", _nothing)]
+
+
+def _dead_store_is_called_on() -> list[Patch]:
+    return [(Breaker, "failed", _nothing)]
 
 
 def _state_offered_before_the_steps_facts() -> list[Patch]:

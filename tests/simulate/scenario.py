@@ -14,6 +14,7 @@ from kvoffload.engine.groups import make_groups
 from tests.simulate.copier import Odds
 from tests.simulate.counting import VOCABULARY
 from tests.simulate.disk import DISK_TROUBLES, DiskOdds
+from tests.simulate.store import STORE_TROUBLES, StoreOdds
 
 LONGEST = 32  # tokens of a request, new ones included
 _CELL_BYTES = 8
@@ -48,6 +49,7 @@ class Scenario:
         has_journal: a journal's file is written, on a disk that is slow.
         has_full_disk: and that refuses to write now and then.
         disk: how the calls on the disk below the host go; None without one.
+        store: how the calls on a store that engines share go; None without one.
     """
 
     seed: int
@@ -67,6 +69,7 @@ class Scenario:
     has_journal: bool
     has_full_disk: bool
     disk: DiskOdds | None = None
+    store: StoreOdds | None = None
 
     @property
     def timeout_s(self) -> float:
@@ -111,7 +114,9 @@ def draw(seed: int) -> Scenario:
     )
     if seed % 4 == 1:
         scenario = _with_recurrence(scenario)
-    return _with_disk(scenario) if seed % 5 < 2 else scenario
+    if seed % 5 < 2:
+        scenario = _with_disk(scenario)
+    return _with_store(scenario) if seed % 5 in (1, 2) else scenario
 
 
 def _with_disk(scenario: Scenario) -> Scenario:
@@ -134,6 +139,39 @@ def _with_disk(scenario: Scenario) -> Scenario:
         engine=with_plugin(scenario.engine, settings),
         acts=tuple(acts),
         disk=DiskOdds(**trouble, usual_s=usual_s),
+    )
+
+
+def _with_store(scenario: Scenario) -> Scenario:
+    """Return the scenario with a store that engines share, and with what happens to stores."""
+    draws = scenario.draws("store")
+    trouble = STORE_TROUBLES[draws.choice([*STORE_TROUBLES, "none", "some"])]
+    usual_s = draws.choice([0.0, 0.001, 0.01, scenario.timeout_s / 3])
+    timeout_s = scenario.timeout_s * draws.choice([0.5, 1.0, 3.0])
+    settings = {
+        "remote_url": "s3://simulated/engines",
+        "remote_timeout_s": timeout_s,
+        "share_after_hits": draws.choice([0, 0, 0, 0, 1, 2]),
+        "host_bytes_per_rank": draws.choice([15, 30, 60, 60]) * _slot_bytes(scenario.engine),
+    }
+    acts = list(scenario.acts)
+    often = [
+        "restart",
+        "restart",
+        "others_write",
+        "others_write",
+        "store_evicts",
+        "store_dies",
+        "store_returns",
+    ]
+    often += ["store_restarts", "store_fills"]
+    for act in draws.choices(often, k=draws.choice([0, 1, 2, 4, 6])):
+        acts.insert(draws.randint(0, len(acts)), act)
+    return replace(
+        scenario,
+        engine=with_plugin(scenario.engine, settings),
+        acts=tuple(acts),
+        store=StoreOdds(**trouble, usual_s=usual_s, timeout_s=timeout_s),
     )
 
 

@@ -22,7 +22,7 @@ from kvoffload.engine import Engine
 from kvoffload.logs import ROOT
 from kvoffload.model.causes import StoreOutcome
 from kvoffload.model.events import DiskOpened, Event, TierCopyEnded
-from kvoffload.model.facts import Fact, JobOverdue
+from kvoffload.model.facts import Fact, JobOverdue, RemoteOpened
 from kvoffload.model.transfer import Tier
 from kvoffload.runtime.clocks import Clocks
 from kvoffload.telemetry.journal import Entry, line_of
@@ -34,10 +34,11 @@ from tests.simulate.counting import CountingRunner, expected
 from tests.simulate.disk import DiskPortal, SimDisk, in_place_of_os
 from tests.simulate.loop import SimClock, SimLoop, SimPortal, Stuck
 from tests.simulate.scenario import Scenario, draw, with_plugin
+from tests.simulate.store import Awaited, SimStore, in_place_of_clients
 from tests.simulate.traffic import Conversation, Operator, turn
 
 if TYPE_CHECKING:
-    from kvoffload.core.disk_state import DiskState
+    from kvoffload.core.tier_state import TierState
     from kvoffload.model.ids import Rank
     from kvoffload.runtime.scheduler_side import SchedulerSide
 
@@ -54,6 +55,7 @@ class Simulation:
         keep: takes every line of a journal in which nothing is missing.
         folder: for the journal's file, where the scenario has one.
         copier: what copies on each rank.
+        disk, store: below the host, None without one. With either, engines die and others start on what they left.
     """
 
     def __init__(
@@ -63,15 +65,18 @@ class Simulation:
         folder: Path | None = None,
         copier: type[ChaosCopier] = ChaosCopier,
         disk: SimDisk | None = None,
+        store: SimStore | None = None,
     ) -> None:
         self.scenario = scenario
-        self._copier, self._keep, self._folder, self._disk = copier, keep, folder, disk
+        self._copier, self._keep, self._folder, self._disk, self._store = copier, keep, folder, disk, store
         draws = scenario.draws
         self.loop = SimLoop(draws("order") if scenario.is_shuffled else None)
         self._time = draws("time")
         self._switches = draws("switches")
         self.steps = self.requests = self.life = self._abandoned = 0
-        self.disk_copies = Counter[str]()
+        self.copies_below = Counter[str]()
+        self._namespaces: dict[str, None] = {}
+        self._reset_namespaces: dict[str, int] = {}
         self._is_stepping = self._is_over = False
         self._complaints: list[str] = []
         self.loop.set_exception_handler(self._complain)
@@ -89,10 +94,11 @@ class Simulation:
         """Start an engine, the first or the one after a death."""
         self.copiers: list[ChaosCopier] = []
         now, scenario = self.loop.time, self.scenario
-        if self._disk is None:
+        if self._disk is None and self._store is None:
             self.portal = SimPortal(self.loop)
         else:
             self.portal = DiskPortal(self.loop, scenario.draws(f"threads {self.life}"), self._complaints)
+            Awaited.portal = self.portal
         self.plugin = ReferencePlugin(
             portal=self.portal,
             clocks=Clocks(now, now, now),
@@ -109,7 +115,8 @@ class Simulation:
         if self._keep is not None:
             self._follow(self._keep)
         self.offload.bus.count(JobOverdue, self._note_overdue)  # also of a core that has raised
-        self.offload.bus.count(TierCopyEnded, self._note_disk_copy)
+        self.offload.bus.count(TierCopyEnded, self._note_copy_below)
+        self.offload.bus.count(RemoteOpened, self._check_namespace)
         self.offload.bus.count(DiskOpened, partial(self._check_opened, was_reset=self._was_reset))
         self._was_reset = False
         for name in scenario.observers:
@@ -144,13 +151,23 @@ class Simulation:
         assert self._disk is not None
         return self._disk
 
+    @property
+    def store(self) -> SimStore:
+        assert self._store is not None
+        return self._store
+
+    @property
+    def has_lives(self) -> bool:
+        """Whether engines die and others start."""
+        return isinstance(self.portal, DiskPortal)
+
     def is_ending(self, life: int) -> bool:
         """Whether that engine is about to die, or has."""
         return self.life != life or bool(self._end)
 
     async def reading(self, read: Coroutine[object, object, None]) -> None:
         """Read a stream; the engine's death cancels it."""
-        if self._disk is None:
+        if not self.has_lives:
             await read
             return
         task = self.loop.create_task(read)
@@ -165,7 +182,9 @@ class Simulation:
         """Reset the caches; once the answer is yes, no engine finds anything from before."""
         self.engine.reset_prefix_cache()
         below = self.offload._below
+        replaced = self._store.replaced if self._store is not None else 0
         self._was_reset |= below is not None and below.reset() and below.disk_identity is not None
+        self._reset_namespaces |= dict.fromkeys(self._namespaces, replaced)
 
     def end_life(self, how: str) -> None:
         """The engine is to end, and another one to start."""
@@ -217,7 +236,7 @@ class Simulation:
 
     def _run(self, play: asyncio.Task[None]) -> None:
         """Run the loop to the end; engines die and start while it rests."""
-        while self._disk is not None and not play.done():
+        while self.has_lives and not play.done():
             self._is_dying.clear()
             dying = self.loop.create_task(self._is_dying.wait())
             self.loop.run_until_complete(asyncio.wait([play, dying], return_when=asyncio.FIRST_COMPLETED))
@@ -229,16 +248,18 @@ class Simulation:
     def _restart(self) -> None:
         assert isinstance(self.portal, DiskPortal)
         self._check()
+        self._namespaces.clear()
         old = self.engine
         if self._end == "stop":
             self.engine.close()
         self.portal.kill()
         for copier in self.copiers:
             copier.die()
-        self.disk.process_dies()
-        if self._end == "power fails":
-            self.disk.power_fails()
-        self.disk.is_gone = False
+        if self._disk is not None:
+            self._disk.process_dies()
+            if self._end == "power fails":
+                self._disk.power_fails()
+            self._disk.is_gone = False
         self._graves += [old, self.plugin]
         self._end = ""
         self.life += 1
@@ -252,7 +273,7 @@ class Simulation:
                 traffic.create_task(Operator(self).run())
                 for number in range(self.scenario.conversations):
                     traffic.create_task(Conversation(self, number).run())
-            if self._disk is not None:
+            if self.has_lives:
                 await self._live_again()
             await self._settle()
             await self._ask_all()
@@ -270,6 +291,8 @@ class Simulation:
         """What was found again is spilled; the next engines find it, if the disk has kept it."""
         draws = self.scenario.draws("lives")
         for how in draws.choices(["kill", "kill", "power fails", "stop"], k=draws.randint(1, 3)):
+            if self._store is not None and draws.random() < 0.8:
+                self._store.comes_back()
             await self._ask_all()
             await self._ask_all()
             await self.until(lambda: not self.engine.has_work)
@@ -286,11 +309,7 @@ class Simulation:
         """Everything ends but what hangs, which is then released; late ends are reported."""
         await self.until(lambda: not self.engine.has_work)
         self._check_drained()
-        for copier in self.copiers:
-            copier.release()
-        if isinstance(self.portal, DiskPortal):
-            self.disk.heals()
-            self.portal.release()
+        self._release()
         for _ in range(4):
             await asyncio.sleep(self.scenario.timeout_s / 3)
             self.step()  # an engine with nothing to do hears of the ends in its next step
@@ -373,6 +392,7 @@ class Simulation:
 
     def _check(self) -> None:
         problems = [*self.runner.wrong, *self.engine.audit()]
+        problems += self._store.problems if self._store is not None else ()
         # Of a core that has raised, the first line says so.
         problems += self.offload.audit()[1:] if self.is_cut_off else self.offload.core.audit()
         if self.steps % 8 == 0:
@@ -413,18 +433,25 @@ class Simulation:
             kept = slots.keys() - {"empty", "ready", "quarantined"}
             left += [f"{slots[name]} slots are {name}" for name in sorted(kept) if slots[name]]
             left += [f"job {job} is open" for job in core.jobs.open]
-            left += [f"{what} is left of the disk" for what in _left_of_disk(core.disk)]
+            left += [f"{what} is left of {tier.tier.value}" for tier in core.below for what in _left_of(tier)]
             left += [f"request {record.request} is not gone" for record in core.requests.finishing]
             left += conservation(self.offload.counters.snapshot(), drained=True)
         if left:
             raise AssertionError("; ".join(left))
 
-    def _note_disk_copy(self, event: TierCopyEnded) -> None:
-        self.disk_copies[f"{event.direction.value} {event.outcome.value}"] += event.blocks
+    def _note_copy_below(self, event: TierCopyEnded) -> None:
+        self.copies_below[f"{event.tier.value} {event.direction.value} {event.outcome.value}"] += event.blocks
+
+    def _check_namespace(self, fact: RemoteOpened) -> None:
+        """R18: what was reset is not found, by later engines if the store has taken another generation by then."""
+        replaced = self._reset_namespaces.get(fact.namespace)
+        if replaced is not None and (self.store.replaced > replaced or fact.namespace in self._namespaces):
+            self._complaints.append(f"{fact.namespace}, of before a reset, is looked at")
+        self._namespaces[fact.namespace] = None
 
     def _check_opened(self, event: DiskOpened, *, was_reset: bool) -> None:
         """R18: what was reset is not found, unless a disk that claims to have removed it has not."""
-        self.disk_copies["restored"] += event.blocks
+        self.copies_below["restored"] += event.blocks
         if was_reset and event.blocks and not self.disk.has_lied:
             self._complaints.append(f"{event.blocks} blocks of before a reset are found")
 
@@ -450,18 +477,25 @@ class Simulation:
             self._complaints.append(f"{context.get('message')}: {context.get('exception')!r}")
 
     def _close(self) -> None:
-        for copier in self.copiers:
-            copier.release()
-        if isinstance(self.portal, DiskPortal):
-            self.disk.heals()
-            self.portal.release()
+        self._release()
         with suppress(Stuck):
             self.engine.close()
         if isinstance(self.portal, DiskPortal):
             self.portal.kill()
             SimPortal.close(self.portal)
-            self.disk.process_dies()
+        if self._disk is not None:
+            self._disk.process_dies()
         self.loop.close()
+
+    def _release(self) -> None:
+        """What hangs ends, and nothing goes wrong any more."""
+        for copier in self.copiers:
+            copier.release()
+        for below in (self._disk, self._store):
+            if below is not None:
+                below.heals()
+        if isinstance(self.portal, DiskPortal):
+            self.portal.release()
 
 
 def simulate(seed: int, journal: Path | None = None, copier: type[ChaosCopier] = ChaosCopier) -> Simulation:
@@ -485,11 +519,15 @@ def simulate(seed: int, journal: Path | None = None, copier: type[ChaosCopier] =
             root = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=_MEMORY)))
             disk = SimDisk(root / "disk", scenario.draws("calls on the disk"), scenario.disk)
             stack.enter_context(in_place_of_os(disk))
+        store = None
+        if scenario.store is not None:
+            store = SimStore(scenario.draws("calls on the store"), scenario.store)
+            stack.enter_context(in_place_of_clients(store))
         keep = None
         if journal is not None:
             file = stack.enter_context(journal.open("w", encoding="utf-8"))
             keep = partial(print, file=file)
-        simulation = Simulation(scenario, keep, folder, copier, disk)
+        simulation = Simulation(scenario, keep, folder, copier, disk, store)
         simulation.run()
     return simulation
 
@@ -498,11 +536,9 @@ def _journal_settings(folder: Path | None, life: int) -> dict[str, object]:
     return {"journal_path": folder / f"journal{life}"} if folder is not None else {}
 
 
-def _left_of_disk(disk: DiskState | None) -> list[str]:
-    """What jobs keep on the disk."""
-    if disk is None:
-        return []
-    kept = {"spill": disk.spilling, "fetch": disk.fetching, "pin": disk.pool.pins(), "hang": disk.abandoned}
+def _left_of(tier: TierState) -> list[str]:
+    """What jobs keep on a tier below the host."""
+    kept = {"spill": tier.spilling, "fetch": tier.fetching, "pin": tier.pool.pins(), "hang": tier.abandoned}
     return [what for what, there in kept.items() if there]
 
 

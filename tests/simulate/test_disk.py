@@ -20,9 +20,9 @@ def test_seeds_with_a_disk_end_well_and_have_seen_something() -> None:
     for seed in SEEDS:
         if draw(seed).disk is not None:
             world = simulate(seed)
-            total += world.disk_copies + Counter(lives=world.life)
+            total += world.copies_below + Counter(lives=world.life)
     assert total["lives"] > 40
-    for what in ("store done", "store failed", "load done", "restored"):
+    for what in ("disk store done", "disk store failed", "disk load done", "restored"):
         assert total[what] >= 3, total
 
 

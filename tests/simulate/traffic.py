@@ -154,6 +154,24 @@ class Operator:
     async def _disk_is_gone(self) -> None:
         self._world.disk.is_gone = True
 
+    async def _others_write(self) -> None:
+        self._world.store.others_write()
+
+    async def _store_evicts(self) -> None:
+        self._world.store.evict()
+
+    async def _store_dies(self) -> None:
+        self._world.store.is_dead = True
+
+    async def _store_returns(self) -> None:
+        self._world.store.comes_back()
+
+    async def _store_restarts(self) -> None:
+        self._world.store.restart()
+
+    async def _store_fills(self) -> None:
+        self._world.store.is_full = True
+
     async def _corrupt(self) -> None:
         """A byte of a host slot without a running copy changes by itself, on one rank."""
         world, pool = self._world, self._world.offload.core.state.pool

@@ -1,0 +1,281 @@
+"""A store that engines share and that misbehaves by the draw; it outlives them, and others write to it under the same names.
+
+Its calls take their time on the loop, on threads of which one runs at a time (`tests/simulate/disk.py`). The engine's own thread may
+not call it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+from unittest import mock
+
+from kvoffload.core import remote_state
+from kvoffload.model.errors import RemoteError
+from kvoffload.model.ids import BlockKey
+from kvoffload.remote.store import FAILED, MISSING
+from kvoffload.remote.values import Shard
+from kvoffload.runtime import remote_index, worker_side
+from tests.simulate.disk import DiskPortal, SimThread
+
+if TYPE_CHECKING:
+    import random
+
+STORE_TROUBLES: dict[str, dict[str, float]] = {
+    "none": {},
+    "some": {
+        "error": 0.03, "late": 0.03, "untrue": 0.05, "gone": 0.05, "cut": 0.02, "flip": 0.02, "mixed": 0.02,
+        "full": 0.05, "lost": 0.03,
+    },
+    "failing": {"error": 0.3, "torn": 0.1, "late": 0.1, "gone": 0.1},
+    "lying": {"untrue": 0.3, "cut": 0.1, "flip": 0.3, "mixed": 0.2, "lost": 0.1},
+    "hanging": {"hang": 0.05, "late": 0.1},
+}  # fmt: skip
+_FREE_FAILURES = 12
+"""In a row: three open a breaker, and some calls are queued by then. The next are probes, at least a second apart."""
+_PROBES_S = 0.9
+_HINTS = 100
+
+
+@dataclass(frozen=True)
+class StoreOdds:
+    """How the store's calls go; each a probability, times in seconds.
+
+    Args:
+        error: nothing is done, and the call raises.
+        torn: a part is done, and the call raises.
+        late: it takes about as long as its time limit, or twice as long.
+        hang: the call returns when the run is over.
+        untrue: the store says the opposite of whether it has a block.
+        gone: the store does not deliver a value.
+        cut: it delivers the beginning of a value.
+        flip: it delivers a value with another bit.
+        mixed: it delivers another block's value.
+        full: it does not take a value.
+        lost: it says that it has taken a value, and has not.
+        usual_s: how long most calls take, at most.
+        timeout_s: what late is measured by.
+    """
+
+    error: float = 0.0
+    torn: float = 0.0
+    late: float = 0.0
+    hang: float = 0.0
+    untrue: float = 0.0
+    gone: float = 0.0
+    cut: float = 0.0
+    flip: float = 0.0
+    mixed: float = 0.0
+    full: float = 0.0
+    lost: float = 0.0
+    usual_s: float = 0.001
+    timeout_s: float = 1.0
+
+
+class SimStore:
+    """The store, and every connection to it.
+
+    Args:
+        draws: decides.
+        odds: of what.
+        problems: takes what no engine may do.
+    """
+
+    def __init__(self, draws: random.Random, odds: StoreOdds) -> None:
+        self._draws = draws
+        self._odds = odds
+        self.problems: list[str] = []
+        self.values: dict[str, bytes] = {}
+        self._written: dict[str, bytes] = {}
+        """All that was ever put: what another engine may write again."""
+        self._asked: dict[str, None] = {}
+        self.is_dead = self.is_full = False
+        self.replaced = 0
+        """Times that engines shared another generation from then on."""
+        self._failures: dict[object, list[float]] = {}  # in a row, by the executor that made the calls
+
+    def token_hex(self, size: int) -> str:
+        """In place of the module `secrets`."""
+        return self._draws.randbytes(size).hex()
+
+    def connect(self, address: object, timeout_s: float) -> SimStore:
+        """In place of `open_store`."""
+        self._call()
+        return self
+
+    # -- the port -------------------------------------------------------------------------------------------------
+
+    def ask(self, shard: Shard, keys: Sequence[BlockKey]) -> list[bool]:
+        self._call()
+        names = [shard.name(key) for key in keys]
+        self._asked.update(dict.fromkeys(names))
+        return [(name in self.values) is not self._happens("untrue") for name in names]
+
+    def get(self, shard: Shard, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[int]:
+        self._call()
+        return [self._deliver(shard.name(key), buffer) for key, buffer in zip(keys, buffers, strict=True)]
+
+    def put(self, shard: Shard, keys: Sequence[BlockKey], values: Sequence[memoryview]) -> list[bool]:
+        is_torn = self._call() == "torn"
+        taken = []
+        for key, value in zip(keys, values, strict=True):
+            if is_torn and self._draws.random() < 0.5:
+                continue
+            is_taken = not (self.is_full or self._happens("full"))
+            if is_taken and not self._happens("lost"):
+                name = shard.name(key)
+                self._written.setdefault(name, bytes(value))
+                self.values.setdefault(name, bytes(value))
+            taken.append(is_taken)
+        self._raise_if(is_torn)
+        return taken
+
+    def read(self, name: str) -> bytes | None:
+        self._call()
+        return self.values.get(name)
+
+    def create(self, name: str, data: bytes) -> None:
+        is_torn = self._call() == "torn"
+        self.values.setdefault(name, data)
+        self._raise_if(is_torn)
+
+    def replace(self, name: str, data: bytes) -> None:
+        is_torn = self._call() == "torn"
+        self.values[name] = data
+        self.replaced += 1
+        self._raise_if(is_torn)
+
+    def register(self, buffer: memoryview) -> None:
+        """Any memory serves."""
+
+    def close(self) -> None:
+        """There is no connection to end."""
+
+    # -- what becomes of it ---------------------------------------------------------------------------------------
+
+    def restart(self) -> None:
+        """It has lost all, the generation too."""
+        self.values.clear()
+        self.comes_back()
+
+    def comes_back(self) -> None:
+        """It answers again, and has room."""
+        self.is_dead = self.is_full = False
+
+    def evict(self) -> None:
+        """It drops some values."""
+        for name in self._some(list(self.values)):
+            del self.values[name]
+
+    def others_write(self) -> None:
+        """Other engines put what an engine of ours has put, and strangers something else, under names that ours know."""
+        for name in self._some([*self._written, *self._asked]):
+            value = self._written.get(name, b"")
+            others = list(self._written.values())
+            strange = [
+                b"",
+                value[:-1],
+                value + b"x",
+                self._flipped(value),
+                self._draws.choice(others or [b""]),
+            ]
+            self.values[name] = self._draws.choice([value, value, value, *strange])
+
+    def heals(self) -> None:
+        """Nothing goes wrong any more: the run is over."""
+        self._odds = StoreOdds()
+        self.comes_back()
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _call(self) -> str:
+        """Let a call take its time; return its fate."""
+        thread = SimThread.current()
+        assert thread is not None, "the engine's thread calls the store"
+        fate, seconds = self._fate(), self._draws.uniform(0, self._odds.usual_s)
+        self._note(thread, fails=self.is_dead or fate in ("error", "torn", "hang"))
+        if fate == "late":
+            seconds = self._odds.timeout_s * self._draws.choice([0.9, 1.1, 2.0])
+        thread.park(None if fate == "hang" else seconds)
+        self._raise_if(self.is_dead or fate == "error")
+        return fate
+
+    def _fate(self) -> str:
+        left = self._draws.random()
+        for fate in ("error", "torn", "late", "hang"):
+            left -= getattr(self._odds, fate)
+            if left < 0:
+                return fate
+        return "done"
+
+    def _note(self, thread: SimThread, *, fails: bool) -> None:
+        """A store that fails is left alone, but for probes."""
+        failures = self._failures.setdefault(thread.owner, [])
+        if not fails:
+            failures.clear()
+            return
+        now = thread.now
+        if len(failures) > _FREE_FAILURES and now - failures[-1] < _PROBES_S:
+            self.problems.append(
+                f"{len(failures)} calls have failed, and the next one comes {now - failures[-1]:.3f} s later"
+            )
+        failures.append(now)
+
+    def _deliver(self, name: str, buffer: memoryview) -> int:
+        value = self.values.get(name)
+        if value is None:
+            return MISSING
+        if self._happens("gone"):
+            return self._draws.choice([MISSING, FAILED])
+        if self._happens("mixed"):
+            value = self._draws.choice(list(self.values.values()))
+        if self._happens("cut"):
+            value = value[: self._draws.randrange(len(value) + 1)]
+        if self._happens("flip"):
+            value = self._flipped(value)
+        size = min(len(value), len(buffer))
+        buffer[:size] = value[:size]
+        return len(value)
+
+    def _flipped(self, value: bytes) -> bytes:
+        data = bytearray(value)
+        if data:
+            data[self._draws.randrange(len(data))] ^= 1 << self._draws.randrange(8)
+        return bytes(data)
+
+    def _happens(self, fate: str) -> bool:
+        odds: float = getattr(self._odds, fate)
+        return odds > 0 and self._draws.random() < odds
+
+    def _some(self, names: list[str]) -> list[str]:
+        share = self._draws.choice([0.1, 0.5, 1.0])
+        return [name for name in dict.fromkeys(names) if self._draws.random() < share]
+
+    def _raise_if(self, fails: bool) -> None:
+        if fails:
+            raise RemoteError("the store does not answer")
+
+
+class Awaited(Future[Any]):
+    """What the engine's thread waits for: meanwhile time passes for its portal's threads."""
+
+    portal: ClassVar[DiskPortal]
+
+    def result(self, timeout: float | None = None) -> Any:  # noqa: ANN401
+        self.portal.drive(self, timeout)
+        return super().result(0)
+
+
+@contextmanager
+def in_place_of_clients(store: SimStore) -> Iterator[None]:
+    """Run with a simulated store at every address."""
+    with ExitStack() as stack:
+        for module in (remote_index, worker_side):
+            stack.enter_context(mock.patch.object(module, "open_store", store.connect))
+        stack.enter_context(mock.patch.object(remote_state, "MOST_HINTS", _HINTS))  # audits look at each
+        stack.enter_context(mock.patch.object(remote_index, "secrets", store))
+        stack.enter_context(mock.patch.object(remote_index, "Future", Awaited))
+        yield
