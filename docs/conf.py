@@ -27,6 +27,7 @@ include_patterns = [
         "kvoffload/*.md",
         "kvoffload/**/*.md",
         "plugins/**/*.md",
+        "tests/*.md",
         "tests/faults/*.md",
     ),
 ]

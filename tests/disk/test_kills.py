@@ -5,7 +5,6 @@ KVOFFLOAD_KILLS=200 makes more of them.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 from multiprocessing.connection import Connection
@@ -16,6 +15,7 @@ import pytest
 
 from kvoffload.model.ids import SlotId
 from tests.disk.blocks import Writer, found_blocks, key_of
+from tests.disk.fork_server import forking
 
 SLOTS = 24
 KILLS = int(os.environ.get("KVOFFLOAD_KILLS", "12"))
@@ -78,8 +78,7 @@ def listen(from_writer: Connection, expected: Expected, least: int | None = None
 @pytest.mark.slow
 @pytest.mark.timeout(60 + KILLS)
 def test_after_a_kill_at_any_moment_what_was_put_is_found(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.disk.blocks"])
+    context = forking()
     expected = Expected()
     for seed in range(KILLS):
         from_writer, to_test = context.Pipe(duplex=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import threading
@@ -19,6 +18,7 @@ from kvoffload.disk.system import aligned_buffer
 from kvoffload.model.disk import Put, Strike
 from kvoffload.model.ids import SlotId
 from tests.disk.blocks import found_blocks, key_of, open_files, shard
+from tests.disk.fork_server import forking
 
 WRITERS = 32
 SLOTS = 2 * WRITERS
@@ -58,8 +58,7 @@ def write_until_killed(folder: Path, to_test: Connection) -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("seed", range(KILLS))
 def test_what_32_writers_put_before_they_were_killed_is_found(tmp_path: Path, seed: int) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.disk.blocks"])
+    context = forking()
     from_writers, to_test = context.Pipe(duplex=False)
     process = context.Process(target=write_until_killed, args=(tmp_path, to_test))
     process.start()

@@ -6,7 +6,6 @@ works. `make disk-kills` makes 200 such ends and 20 of the engine with its model
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import threading
@@ -29,6 +28,7 @@ from kvoffload.model.disk import DiskRecord, Put, Strike
 from kvoffload.model.events import TierCopyEnded
 from kvoffload.model.transfer import Direction
 from kvoffload_reference.plugin import ReferencePlugin
+from tests.disk.fork_server import forking
 from tests.engine.tiny import assert_same, taken
 from tests.reference.rig import BLOCK, TOLERANCE, config_of, plain, slot_bytes, text
 from tests.simulate.counting import VOCABULARY, CountingRunner, expected
@@ -180,8 +180,7 @@ def _collect(source: Connection, into: list[Any]) -> None:
 def test_after_an_end_at_any_moment_the_next_engine_finds_what_was_put_and_answers_right(
     tmp_path: Path, counting: bool, kills: int
 ) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.reference.test_disk_kills"])
+    context = forking()
     lives = Lives(tmp_path, context, counting=counting)
     for seed in range(SEED, SEED + kills):
         try:

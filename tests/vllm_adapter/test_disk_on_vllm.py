@@ -75,14 +75,18 @@ class Life:
 
 @contextmanager
 def living(
-    kind: checkpoints.Kind, folder: Path, checkpoint: Path | None = None, **options: Any
+    kind: checkpoints.Kind,
+    folder: Path,
+    checkpoint: Path | None = None,
+    host_blocks: int | None = None,
+    **options: Any,
 ) -> Iterator[Life]:
     """An engine that keeps its blocks in `folder`. For the weights it counts as begun now."""
     extra = {"disk_path": str(folder / "disk"), "disk_bytes": "32MiB", **options.pop("extra", {})}
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("kvoffload_vllm.kv_identity._process_began_ns", time.time_ns)
         with offloading(
-            kind, folder, HOST_BLOCKS[kind], extra=extra, checkpoint=checkpoint, **options
+            kind, folder, host_blocks or HOST_BLOCKS[kind], extra=extra, checkpoint=checkpoint, **options
         ) as rig:
             life = Life(rig, [], 0)
             rig.side.bus.count(TierCopyEnded, life.copies.append)

@@ -69,6 +69,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
         *(rf"test_states_control\[{scene}\]" for scene in SCENES.values() if scene != "failed"),
         "test_states_of_a_shared_prefix",
     ),
+    "disk, found after a restart": ("test_what_was_put_is_found_after_a_restart",),
     "layouts, metrics, events": ("tests/vllm_adapter/.*",),
 }
 """Each column's title, and the tests that it stands for: every pattern must be met."""
