@@ -26,7 +26,6 @@ from kvoffload.transfer.layout import DeviceLayout, DeviceRegion
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvoffload.transfer.cuda_driver import Event
 
 PTX = b"""
 .version 6.3
@@ -144,7 +143,7 @@ class Decode:
             ]
         )
 
-    def copier(self) -> CudaCopier[int, Event]:
+    def copier(self) -> CudaCopier:
         """Return a copier as an engine on this device would get it."""
         copier = CudaCopier(NvidiaDriver(self._device, lambda: self.stream))
         learn(copier, self._device)

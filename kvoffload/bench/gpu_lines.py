@@ -27,7 +27,6 @@ from kvoffload.transfer.short_copies import ENGINE_ONLY
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from kvoffload.transfer.cuda_driver import Event
 
 _PAGES = {4 << 10: None, 64 << 10: 0.9, 1 << 20: 0.95}  # and the goal: part of a large copy's speed one way
 _BOTH_WAYS = 0.9
@@ -95,7 +94,7 @@ class GpuLines:
 
     # -- what is measured ---------------------------------------------------------------------------------------
 
-    def _bytes(self, path: str, copier: CudaCopier[int, Event], page: int = 4096, size: int = 0) -> Line:
+    def _bytes(self, path: str, copier: CudaCopier, page: int = 4096, size: int = 0) -> Line:
         """Carry random bytes to the device and back to another place.
 
         Raises:
@@ -233,7 +232,7 @@ class GpuLines:
         ]
         return len(ways) * self._size / self._seconds(copies, self.copier)
 
-    def _seconds(self, copies: Sequence[tuple[Direction, CopyRuns]], copier: CudaCopier[int, Event]) -> float:
+    def _seconds(self, copies: Sequence[tuple[Direction, CopyRuns]], copier: CudaCopier) -> float:
         """Return the device's seconds of the longest of some batches that run together.
 
         Raises:

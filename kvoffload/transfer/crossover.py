@@ -20,7 +20,7 @@ import math
 import time
 from dataclasses import dataclass, field
 from statistics import median
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -34,11 +34,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvoffload.transfer.cuda_copier import CudaCopier, CudaDriver, Scratch
+    from kvoffload.transfer.cuda_copier import CudaCopier
+    from kvoffload.transfer.cuda_driver import CudaScratch, Event, NvidiaDriver
     from kvoffload.transfer.short_copies import Limits
-
-StreamT = TypeVar("StreamT")
-EventT = TypeVar("EventT")
 
 log = get_logger("transfer")
 
@@ -52,7 +50,7 @@ _MARGIN = 1.5  # of the time that enqueuing took before, for the copies that cov
 _MOST_COVERS = 64
 
 
-def learn(copier: CudaCopier[StreamT, EventT], device: str) -> None:
+def learn(copier: CudaCopier, device: str) -> None:
     """Measure the device, and let the copier use what was found. Never raises.
 
     Args:
@@ -79,9 +77,9 @@ def learn(copier: CudaCopier[StreamT, EventT], device: str) -> None:
 
 
 def measure(
-    driver: CudaDriver[StreamT, EventT],
-    stream: StreamT,
-    scratch: Scratch,
+    driver: NvidiaDriver,
+    stream: int,
+    scratch: CudaScratch,
     rest: Callable[[], None] = lambda: time.sleep(2e-4),
 ) -> Limits:
     """Return for each direction the bytes of a run below which the kernel is faster, 0 where it never is.
@@ -103,10 +101,10 @@ def measure(
 
 
 @dataclass
-class _Trial(Generic[StreamT, EventT]):
-    driver: CudaDriver[StreamT, EventT]
-    stream: StreamT
-    scratch: Scratch
+class _Trial:
+    driver: NvidiaDriver
+    stream: int
+    scratch: CudaScratch
     rest: Callable[[], None]
     deadline: float = math.inf
     cover_s: float = math.inf  # that one covering copy takes
@@ -173,7 +171,7 @@ class _Trial(Generic[StreamT, EventT]):
         numbers = (self.scratch.host.ctypes.data, self.scratch.device, len(self.scratch.host) // 2)
         return CopyRuns(*(np.array([number], np.int64) for number in numbers))
 
-    def _wait(self, end: EventT) -> None:
+    def _wait(self, end: Event) -> None:
         deadline = time.monotonic() + _PATIENCE_S
         while not self.driver.has_passed(end):
             if time.monotonic() > deadline:

@@ -26,7 +26,7 @@ import contextlib
 import threading
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 from kvoffload.logs import get_logger
 from kvoffload.model.errors import DeviceLost
@@ -36,115 +36,16 @@ from kvoffload.transfer.short_copies import ENGINE_ONLY, split
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from contextlib import AbstractContextManager
 
-    import numpy as np
-    from numpy.typing import NDArray
-
+    from kvoffload.transfer.cuda_driver import Event, NvidiaDriver
     from kvoffload.transfer.ports import Fence
     from kvoffload.transfer.runs import CopyRuns
     from kvoffload.transfer.short_copies import Limits
-
-StreamT = TypeVar("StreamT")
-EventT = TypeVar("EventT")
 
 log = get_logger("transfer")
 
 _EVENTS_AHEAD = 64
 _SLICES_BESIDE = 16  # that the coroutine's thread enqueues before it looks at other batches
-
-
-class Scratch(Protocol):
-    """Memory of our own to measure on."""
-
-    @property
-    def device(self) -> int:
-        """Address of device memory, half as much as there is of the host's."""
-        ...
-
-    @property
-    def host(self) -> NDArray[np.uint8]:
-        """Pinned host memory, registered as the arena is."""
-        ...
-
-
-class CudaDriver(Protocol[StreamT, EventT]):
-    """The few things that the copier asks of CUDA, on one device. Callable from any thread."""
-
-    @property
-    def slice_copies(self) -> int:
-        """Copies that are enqueued in about a millisecond."""
-        ...
-
-    def stream(self, *, urgent: bool) -> StreamT:
-        """Return a new stream, of the highest or the lowest priority."""
-        ...
-
-    def event(self, *, timed: bool) -> EventT:
-        """Return an event without other references."""
-        ...
-
-    def record_current(self, event: EventT) -> None:
-        """Record `event` on the calling thread's current stream of this device."""
-        ...
-
-    def record(self, event: EventT, stream: StreamT) -> None:
-        """Record `event` on `stream`."""
-        ...
-
-    def wait(self, stream: StreamT, event: EventT) -> None:
-        """Make later work of `stream` wait for `event`; the calling thread does not."""
-        ...
-
-    def has_passed(self, event: EventT) -> bool:
-        """Whether all work before `event` is done.
-
-        Raises:
-            DeviceLost: it runs nothing more of this process.
-            Exception: the question was refused, which says nothing about the work.
-        """
-        ...
-
-    def seconds_between(self, start: EventT, end: EventT) -> float:
-        """Return the seconds between two timed events that have passed."""
-        ...
-
-    def copy(self, direction: Direction, runs: CopyRuns, stream: StreamT) -> None:
-        """Enqueue all copies on `stream`, for the copy engine.
-
-        Raises:
-            CopyError: the driver refused; some of them may have been enqueued.
-        """
-        ...
-
-    def prepare_kernel(self, stream: StreamT) -> None:
-        """Take what `copy_by_kernel` needs on `stream`.
-
-        Raises:
-            Exception: there is no such kernel here.
-        """
-        ...
-
-    def copy_by_kernel(self, runs: CopyRuns, stream: StreamT) -> object:
-        """Enqueue all copies on `stream` as one kernel, prepared for it; return what must live until it has run.
-
-        Raises:
-            BufferError: too many are under way; nothing was enqueued.
-            Exception: it cannot be launched.
-        """
-        ...
-
-    def scratch(self, size: int, stream: StreamT) -> AbstractContextManager[Scratch]:
-        """Lend `size` bytes of the device and twice as many of the host, for work of `stream` only.
-
-        Raises:
-            Exception: they cannot be had, or a kernel cannot reach the host's.
-        """
-        ...
-
-    def close(self) -> None:
-        """Release streams and events. Never waits for work."""
-        ...
 
 
 @dataclass(slots=True)
@@ -162,7 +63,7 @@ class _Enqueued:
     left: deque[CopyRuns] = field(default_factory=deque)
 
 
-class CudaTicket(Generic[StreamT, EventT]):
+class CudaTicket:
     """One batch on a stream, between two events.
 
     Args:
@@ -176,17 +77,17 @@ class CudaTicket(Generic[StreamT, EventT]):
 
     def __init__(
         self,
-        driver: CudaDriver[StreamT, EventT],
+        driver: NvidiaDriver,
         direction: Direction,
-        stream: StreamT,
-        start: EventT,
-        end: EventT,
+        stream: int,
+        start: Event,
+        end: Event,
         enqueued: _Enqueued,
     ) -> None:
         self._driver = driver
         self._direction = direction
         self._stream = stream
-        self._events: tuple[EventT, EventT] | None = (start, end)
+        self._events: tuple[Event, Event] | None = (start, end)
         self._enqueued = enqueued
         self._submitter = threading.get_ident()
         self._has_end = False
@@ -254,18 +155,18 @@ class CudaTicket(Generic[StreamT, EventT]):
         return self._seconds
 
 
-class CudaCopier(Generic[StreamT, EventT]):
+class CudaCopier:
     """Submits batches to the device: long copies to the copy engine, short ones to a kernel where that is faster.
 
     Args:
-        driver: CUDA, or a fake of it.
+        driver: of the device.
 
     Attributes:
         kernel_below: for each direction the bytes of a run from which the copy engine copies it; 0 at first, and again
             should the kernel not be launched (`crossover.py`).
     """
 
-    def __init__(self, driver: CudaDriver[StreamT, EventT]) -> None:
+    def __init__(self, driver: NvidiaDriver) -> None:
         self.driver = driver
         self.kernel_below: Limits = ENGINE_ONLY
         self._streams = {
@@ -291,9 +192,7 @@ class CudaCopier(Generic[StreamT, EventT]):
         self.driver.record_current(event)
         return event
 
-    def submit(
-        self, direction: Direction, runs: CopyRuns, fences: Sequence[Fence]
-    ) -> CudaTicket[StreamT, EventT]:
+    def submit(self, direction: Direction, runs: CopyRuns, fences: Sequence[Fence]) -> CudaTicket:
         """Enqueue a batch behind `fences`, of a large load the first slice.
 
         Raises:
@@ -316,7 +215,7 @@ class CudaCopier(Generic[StreamT, EventT]):
         """Release streams and events. What still runs on the streams ends by itself."""
         self.driver.close()
 
-    def _prepared(self, direction: Direction, runs: CopyRuns, stream: StreamT) -> _Enqueued:
+    def _prepared(self, direction: Direction, runs: CopyRuns, stream: int) -> _Enqueued:
         """Give short copies to the kernel, and leave the others, a load's in slices."""
         enqueued = _Enqueued()
         rest = self._copy_short(direction, runs, stream, enqueued)
@@ -324,9 +223,7 @@ class CudaCopier(Generic[StreamT, EventT]):
         enqueued.left.extend(rest.part(start, start + size) for start in range(0, len(rest), size))
         return enqueued
 
-    def _copy_short(
-        self, direction: Direction, runs: CopyRuns, stream: StreamT, enqueued: _Enqueued
-    ) -> CopyRuns:
+    def _copy_short(self, direction: Direction, runs: CopyRuns, stream: int, enqueued: _Enqueued) -> CopyRuns:
         """Give short copies to the kernel; return those that are left, all where it does not work."""
         below = self.kernel_below[direction]
         if not below:

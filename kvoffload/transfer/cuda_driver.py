@@ -84,7 +84,12 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class CudaScratch:
-    """Addresses of what is lent; `cuda_copier.Scratch` says what they mean."""
+    """Memory of our own to measure on.
+
+    Args:
+        device: address of device memory, half as much as there is of the host's.
+        host: pinned host memory, registered as the arena is.
+    """
 
     device: int
     host: NDArray[np.uint8]
@@ -100,7 +105,7 @@ class _Threads(threading.local):
 
 
 class NvidiaDriver:
-    """One CUDA device. Made on the engine's thread.
+    """One CUDA device. Made on the engine's thread; its methods are callable from any.
 
     Args:
         device: torch's name of it, such as "cuda:0".
@@ -134,6 +139,7 @@ class NvidiaDriver:
 
     @property
     def slice_copies(self) -> int:
+        """Copies that are enqueued in about a millisecond."""
         return _CALLS if self._batch is None else _SLICE
 
     @property
@@ -163,6 +169,7 @@ class NvidiaDriver:
         return text.value.decode()
 
     def stream(self, *, urgent: bool) -> int:
+        """Return the handle of a new stream, of the highest or the lowest priority."""
         self.enter()
         lowest, highest, made = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
         self.library.cuCtxGetStreamPriorityRange(ctypes.byref(lowest), ctypes.byref(highest))
@@ -173,6 +180,7 @@ class NvidiaDriver:
         return made.value
 
     def event(self, *, timed: bool) -> Event:
+        """Return an event without other references."""
         try:
             return Event(self._spare[timed].popleft(), self._spare[timed])
         except IndexError:
@@ -180,17 +188,26 @@ class NvidiaDriver:
             return self._new_event(timed=timed)
 
     def record_current(self, event: Event) -> None:
+        """Record `event` on the calling thread's current stream of this device."""
         self.record(event, self._current_stream())
 
     def record(self, event: Event, stream: int) -> None:
+        """Record `event` on `stream`."""
         self.enter()
         self.library.cuEventRecord(event.handle, stream)
 
     def wait(self, stream: int, event: Event) -> None:
+        """Make later work of `stream` wait for `event`; the calling thread does not."""
         self.enter()
         self.library.cuStreamWaitEvent(stream, event.handle, 0)
 
     def has_passed(self, event: Event) -> bool:
+        """Whether all work before `event` is done.
+
+        Raises:
+            DeviceLost: the device runs nothing more of this process.
+            CudaError: the question was refused, which says nothing about the work.
+        """
         self.enter()
         code = self.library.query_event(event.handle)
         if code not in (0, NOT_READY):
@@ -198,12 +215,18 @@ class NvidiaDriver:
         return code == 0
 
     def seconds_between(self, start: Event, end: Event) -> float:
+        """Return the seconds between two timed events that have passed."""
         self.enter()
         milliseconds = ctypes.c_float()
         self.library.cuEventElapsedTime(ctypes.byref(milliseconds), start.handle, end.handle)
         return milliseconds.value / 1000
 
     def copy(self, direction: Direction, runs: CopyRuns, stream: int) -> None:
+        """Enqueue all copies on `stream`, for the copy engine.
+
+        Raises:
+            CopyError: the driver refused; some of them may have been enqueued.
+        """
         self.enter()
         if self._batch is not None:
             self._copy_in_batches(self._batch, direction, runs, stream)
@@ -215,6 +238,11 @@ class NvidiaDriver:
             copy(target, source, size, stream)
 
     def prepare_kernel(self, stream: int) -> None:
+        """Take what `copy_by_kernel` needs on `stream`.
+
+        Raises:
+            Exception: there is no such kernel here.
+        """
         from kvoffload.transfer.page_kernel import PageKernel  # triton need not be installed
 
         self.enter()
@@ -222,12 +250,24 @@ class NvidiaDriver:
             self._kernels[stream] = PageKernel(self, stream)
 
     def copy_by_kernel(self, runs: CopyRuns, stream: int) -> object:
+        """Enqueue all copies on `stream` as one kernel, prepared for it; return what must live until it has run.
+
+        Raises:
+            BufferError: too many are under way; nothing was enqueued.
+            Exception: it cannot be launched.
+        """
         self.enter()
         return self._kernels[stream].enqueue(runs)
 
     @contextmanager
     def scratch(self, size: int, stream: int) -> Iterator[CudaScratch]:
-        """Lend memory of the driver's own pool: torch's would keep it, and may lend what another stream still uses."""
+        """Lend `size` bytes of the device and twice as many of the host, for work of `stream` only.
+
+        They come from the driver's own pool: torch's would keep them, and may lend what another stream still uses.
+
+        Raises:
+            Exception: they cannot be had, or a kernel cannot reach the host's.
+        """
         is_idle = True
         with self.relaxed():
             host = self.pinned(2 * size)

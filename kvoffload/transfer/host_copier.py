@@ -26,7 +26,7 @@ import numpy as np
 from kvoffload.model.errors import CopyError
 from kvoffload.model.transfer import Direction
 from kvoffload.transfer.host_pieces import HostTicket, PieceQueue, no_longer_than
-from kvoffload.transfer.runs import CopyRuns
+from kvoffload.transfer.runs import CopyRuns, Memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -161,7 +161,7 @@ def copy_by_index(runs: CopyRuns, rest: Callable[[CopyRuns], None]) -> None:
     units = no_longer_than(runs, unit)
     start = int(min(units.source.min(), units.target.min()))
     span = int(max(units.source.max(), units.target.max())) - start + 1
-    memory = np.asarray(_Memory(start, span, unit))
+    memory = np.asarray(Memory(start, span, unit))
     sources, targets = units.source - start, units.target - start
     whole = len(units) // _ROWS * _ROWS
     for first in range(0, whole, _ROWS):
@@ -169,19 +169,6 @@ def copy_by_index(runs: CopyRuns, rest: Callable[[CopyRuns], None]) -> None:
         memory[targets[rows]] = memory[sources[rows]]
     if whole < len(units):
         rest(CopyRuns(units.source[whole:], units.target[whole:], units.size[whole:]))
-
-
-class _Memory:
-    """An array, to numpy, whose element `i` is the `unit` bytes from address `start + i`: elements overlap."""
-
-    def __init__(self, start: int, span: int, unit: int) -> None:
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (start, False),
-            "shape": (span,),
-            "strides": (1,),
-            "typestr": f"|V{unit}",
-        }
 
 
 class _VectorCopy:

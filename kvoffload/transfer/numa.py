@@ -13,10 +13,13 @@ import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvoffload.logs import get_logger
 
-ReadText = Callable[[str], str | None]
+if TYPE_CHECKING:
+    from kvoffload.transfer.host_memory import ReadText
+
 Syscall = Callable[..., int]
 
 log = get_logger("transfer")

@@ -53,6 +53,27 @@ class Geometry:
         row = np.array([starts], np.int64)
         return replace(self, host_base=np.concatenate((self.host_base, row)))
 
+    def page_addresses(self, slots: Numbers) -> Numbers:
+        """Return the address of each slot's page in each region, [slots, regions]."""
+        places: Numbers = (slots % self.chunk_slots)[:, None]
+        return self.host_base[slots // self.chunk_slots] + places * self.page
+
+
+class Memory:
+    """To numpy an array of this process's memory: element `i` is the `width` bytes from address `start + i`.
+
+    Elements overlap; numpy reads and writes those that it is asked for.
+    """
+
+    def __init__(self, start: int, count: int, width: int) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (start, False),
+            "shape": (count,),
+            "typestr": f"|V{width}",
+            "strides": (1,),
+        }
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyRuns:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import numpy as np
 
 from kvoffload.transfer.host_copier import choose_copy
-from kvoffload.transfer.runs import CopyRuns, Geometry
+from kvoffload.transfer.runs import CopyRuns, Memory
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -112,7 +112,7 @@ class GatheredDigests:
         geometry, size, seen = self._arena.geometry, self._size, scratch.data
         places = np.cumsum(geometry.page) - geometry.page  # of the pages in a gathered slot
         for start in range(0, len(slots), self._at_once):
-            sources = _page_addresses(geometry, slots[start : start + self._at_once])
+            sources = geometry.page_addresses(slots[start : start + self._at_once])
             count = len(sources)
             targets = scratch.ctypes.data + np.arange(count)[:, None] * size + places
             self._copy(CopyRuns(sources.ravel(), targets.ravel(), np.tile(geometry.page, count)))
@@ -169,7 +169,7 @@ class SampledDigests:
     def _digests(self, slots: Numbers) -> Iterator[int]:
         for start in range(0, len(slots), self._at_once):
             part = slots[start : start + self._at_once]
-            pages = _page_addresses(self._arena.geometry, part)
+            pages = self._arena.geometry.page_addresses(part)
             rows = [_gathered(some.addresses(pages, part), some.width) for some in self._lines]
             for place in range(len(part)):
                 state = self._hasher()
@@ -178,27 +178,8 @@ class SampledDigests:
                 yield state.intdigest()
 
 
-class _Memory:
-    """The lines of this process's memory from `low` to `high`, one at every byte; numpy reads those it is asked for."""
-
-    def __init__(self, low: int, high: int, width: int) -> None:
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (low, True),
-            "shape": (high - low + 1,),
-            "typestr": f"|V{width}",
-            "strides": (1,),
-        }
-
-
 def _gathered(addresses: Numbers, width: int) -> NDArray[np.uint8]:
     """Return the bytes of the lines at `addresses`, [slots, lines], as [slots, bytes]."""
     low = int(addresses.min())
-    lines = np.asarray(_Memory(low, int(addresses.max()), width))
+    lines = np.asarray(Memory(low, int(addresses.max()) - low + 1, width))
     return lines[addresses.ravel() - low].view(np.uint8).reshape(len(addresses), -1)
-
-
-def _page_addresses(geometry: Geometry, slots: Numbers) -> Numbers:
-    """Return the address of each slot's page in each region, [slots, regions]."""
-    places: Numbers = (slots % geometry.chunk_slots)[:, None]
-    return geometry.host_base[slots // geometry.chunk_slots] + places * geometry.page

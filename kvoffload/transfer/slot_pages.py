@@ -18,9 +18,8 @@ def pages_to(
     buffer: memoryview, arena: Arena, slots: Sequence[int], places: Sequence[int] = (0,)
 ) -> CopyRuns:
     """Return the copies that gather slots in a buffer, at these places in it, each region by region."""
-    geometry, numbers = arena.geometry, np.array(slots, np.int64)[:, None]
-    chunks = numbers // geometry.chunk_slots
-    source = geometry.host_base[chunks[:, 0]] + (numbers - chunks * geometry.chunk_slots) * geometry.page
+    geometry = arena.geometry
+    source = geometry.page_addresses(np.array(slots, np.int64))
     first = np.frombuffer(buffer, np.uint8).ctypes.data + np.cumsum(geometry.page) - geometry.page
     target = first + np.array(places, np.int64)[:, None]
     return CopyRuns(source.ravel(), target.ravel(), np.tile(geometry.page, len(slots)))

@@ -49,8 +49,8 @@ class Device(FakeCuda):
         return max(float(runs.total_bytes), float(len(runs) * self.wins_from[self.direction])) * 0.99
 
 
-def learned(device: Device) -> CudaCopier[Stream, object]:
-    copier: CudaCopier[Stream, object] = CudaCopier(device)  # type: ignore[arg-type]
+def learned(device: Device) -> CudaCopier:
+    copier: CudaCopier = CudaCopier(device)  # type: ignore[arg-type]
     learn(copier, "cuda:0")
     return copier
 
@@ -130,7 +130,7 @@ def test_copies_that_cover_the_enqueueing_come_before_the_timed_ones() -> None:
 
     device.seconds = second
     with device.scratch(0, stream) as scratch:
-        trial = _Trial(device, stream, scratch, lambda: None, cover_s=0.25)
+        trial = _Trial(device, stream, scratch, lambda: None, cover_s=0.25)  # type: ignore[arg-type]
         trial.enqueue_s[False] = 1.0
         start = device.time
         runs = CopyRuns(*(np.zeros(0, np.int64) for _ in range(3)))
@@ -149,7 +149,7 @@ class Batch:
 
     def __init__(self, below: int = KIB) -> None:
         self.cuda = FakeCuda()
-        self.copier: CudaCopier[Stream, object] = CudaCopier(self.cuda)  # type: ignore[arg-type]
+        self.copier: CudaCopier = CudaCopier(self.cuda)  # type: ignore[arg-type]
         self.copier.kernel_below = {Direction.LOAD: 0, Direction.STORE: below}
         self.loads, self.stores = self.cuda.streams
         size = np.array([64] * 40 + [4096] * 2, np.int64)

@@ -91,7 +91,7 @@ def no_fence(patch: pytest.MonkeyPatch) -> None:
 def loads_wait_for_nothing(patch: pytest.MonkeyPatch) -> None:
     real = CudaCopier.submit
 
-    def submit(self: CudaCopier[Any, Any], way: Direction, runs: Any, fences: Sequence[object]) -> Any:  # noqa: ANN401
+    def submit(self: CudaCopier, way: Direction, runs: Any, fences: Sequence[object]) -> Any:  # noqa: ANN401
         return real(self, way, runs, () if way is Direction.LOAD else fences)
 
     patch.setattr(CudaCopier, "submit", submit)
@@ -123,7 +123,7 @@ def an_end_event_before_the_last_slice(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(cuda_driver, "_SLICE", 1)
     enqueue = CudaTicket.enqueue
 
-    def and_end(self: CudaTicket[Any, Any], slices: int) -> None:
+    def and_end(self: CudaTicket, slices: int) -> None:
         enqueue(self, slices)
         if not self._has_end:
             self.end()
