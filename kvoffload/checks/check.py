@@ -24,48 +24,38 @@ class Verdict(StrEnum):
 FAILING = frozenset([Verdict.WARNING, Verdict.NO_GO])
 
 
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes of an engine, as far as they are known before its start; None or empty where nothing is.
+
+    Args:
+        ranks: workers of the engine on this machine.
+        block_bytes: one rank's bytes of one block, in all tensors together.
+        page_bytes: one rank's bytes of one block, in each tensor of the KV cache; of one tensor where no more is known.
+        device_blocks: blocks of the device's KV cache.
+        block_tokens: tokens of a block.
+    """
+
+    ranks: int | None = None
+    block_bytes: int | None = None
+    page_bytes: tuple[int, ...] = ()
+    device_blocks: int | None = None
+    block_tokens: int | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """What is known of the engine before its start; None or empty where nothing is.
+class Setup(Sizes):
+    """What is known of the engine before its start.
 
     Args:
         config: the operator's settings; None where they cannot be used.
-        ranks: workers of the engine on this machine.
-        device_blocks: blocks of the device's KV cache.
-        page_bytes: one rank's bytes of one block, in each tensor of the KV cache; of one tensor where no more is known.
-        block_bytes: one rank's bytes of one block, in all tensors together.
         pins: whether host memory is pinned, which a CUDA device makes it.
         replicas: data-parallel engines on this machine, each with a disk_bytes of its own.
-        block_tokens: tokens of a block.
     """
 
     config: OffloadConfig | None
-    ranks: int | None = None
-    device_blocks: int | None = None
-    page_bytes: tuple[int, ...] = ()
-    block_bytes: int | None = None
     pins: bool | None = None
     replicas: int = 1
-    block_tokens: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Sizes of an engine, as far as they are known before its start.
-
-    Args:
-        ranks: workers of the engine on this machine.
-        block_bytes: one rank's bytes of one block.
-        page_bytes: one rank's bytes of one block, in each tensor of the KV cache.
-        device_blocks: blocks of the device's KV cache.
-        block_tokens: tokens of a block.
-    """
-
-    ranks: int | None = None
-    block_bytes: int | None = None
-    page_bytes: tuple[int, ...] = ()
-    device_blocks: int | None = None
-    block_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
