@@ -5,7 +5,7 @@ It stands alone and knows no plugin. One request's way:
     admission   is it servable at all                     capacity   how many blocks can it come to hold
     scheduler   waits, runs, loads, loses its blocks      tables     its blocks: admit, grow, recycle, release
     block_pool  reference counts and the prefix index     prefix     what of it the device still holds
-    runner      batch_input -> model -> sampling          stream     the caller's end
+    runner      batch_input -> model -> likeliest token   stream     the caller's end
 """
 
 from kvoffload.engine.config import EngineConfig, ModelConfig, SamplingParams

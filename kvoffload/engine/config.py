@@ -116,20 +116,13 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request samples. A temperature of 0 is greedy."""
+    """How one request samples: the likeliest token each time."""
 
     max_new_tokens: int = 16
-    temperature: float = 0.0
-    seed: int = 0  # of the request's own generator; used with a temperature
     stop_tokens: frozenset[int] = frozenset()  # the stop token itself is still returned
 
     def __post_init__(self) -> None:
-        _raise_if_any(self._problems())
-
-    def _problems(self) -> Iterator[str]:
-        yield from _not_positive(self, "max_new_tokens")
-        if self.temperature < 0:
-            yield f"temperature must be 0 (greedy) or positive, not {self.temperature}"
+        _raise_if_any(_not_positive(self, "max_new_tokens"))
 
 
 def _not_positive(config: object, names: str) -> Iterator[str]:

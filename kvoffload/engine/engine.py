@@ -270,7 +270,6 @@ class Engine:
 
     def _close_stream(self, request: Request, error: BaseException | None) -> None:
         request.stats.finished_s = self._clock()
-        self.runner.forget(request)
         self._open.pop(request.request_id)[1].finish(error)
 
 

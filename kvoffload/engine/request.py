@@ -28,7 +28,7 @@ class Token(NamedTuple):
     """One generated token."""
 
     token_id: int
-    logprob: float  # natural logarithm; of the model's distribution, before any temperature
+    logprob: float  # natural logarithm
 
 
 @dataclass(slots=True)

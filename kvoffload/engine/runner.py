@@ -12,12 +12,11 @@ from kvoffload.engine.batch_input import BatchInput, InputMaker, RecurrentInput
 from kvoffload.engine.errors import ConfigError
 from kvoffload.engine.model import Transformer
 from kvoffload.engine.recurrence import recur
-from kvoffload.engine.sampling import Sampler
+from kvoffload.engine.request import Token
 
 if TYPE_CHECKING:
     from kvoffload.engine.config import EngineConfig
     from kvoffload.engine.plugin import GroupFacts
-    from kvoffload.engine.request import Request, Token
     from kvoffload.engine.scheduler import Batch
 
 
@@ -33,7 +32,6 @@ class Runner:
         self._device = usable_device(config.device)
         self._model = Transformer(config.model, config.max_model_len, self._device)
         self._input_maker = InputMaker(groups, self._device, getattr(torch, config.model.dtype))
-        self._sampler = Sampler()
         self.kv_tensors = _allocate_kv(config, num_blocks, self._device)
 
     def rank_tensors(self, rank: int) -> list[torch.Tensor]:
@@ -50,12 +48,9 @@ class Runner:
 
     @torch.inference_mode()
     def sample(self, batch: Batch, logits: torch.Tensor) -> list[Token]:
-        """One token for each chunk that samples, in order."""
-        return self._sampler.sample([c.request for c in batch.chunks if c.samples], logits)
-
-    def forget(self, request: Request) -> None:
-        """Drop what is kept for a request that has ended."""
-        self._sampler.forget(request)
+        """The likeliest token for each chunk that samples, in order, with its log-probability."""
+        picked, chosen = logits.log_softmax(dim=-1).max(dim=-1)
+        return [Token(*pair) for pair in zip(chosen.tolist(), picked.tolist(), strict=True)]
 
     def _paged_attention(self, inputs: BatchInput) -> _PagedAttention:
         return _PagedAttention(self.kv_tensors, inputs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvoffload.engine import PluginError, PoolExhausted, SamplingParams
@@ -156,6 +156,7 @@ TURNS = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 8), st.integers(0,
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=settings().max_examples // 2)  # of each kind of attention
 @given(turns=TURNS, num_blocks=st.integers(34, 60), data=st.data())
 def test_random_traffic_with_the_plugin_drains_clean_and_equals_traffic_without(
     kind: str, turns: list[tuple[int, int, int]], num_blocks: int, data: st.DataObject

@@ -12,7 +12,6 @@ from kvoffload.engine import Engine, RequestRefused, SamplingParams, Token, Toke
 from tests.engine.tiny import KINDS, alone, assert_idle, assert_same, drain, run, taken, tiny_engine, tokens
 
 if TYPE_CHECKING:
-    from kvoffload.engine.request import Request
     from kvoffload.engine.scheduler import Batch
 
 
@@ -186,6 +185,3 @@ class _NoForward:
 
     def sample(self, batch: Batch, logits: object) -> list[Token]:
         return [Token(1, 0.0) for chunk in batch.chunks if chunk.samples]
-
-    def forget(self, request: Request) -> None:
-        pass

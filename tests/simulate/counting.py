@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kvoffload.engine.groups import first_visible
-from kvoffload.engine.request import Token
+from kvoffload.engine.request import Request, RequestState, Token
 from kvoffload.engine.runner import Runner
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from kvoffload.engine.config import EngineConfig
     from kvoffload.engine.plugin import GroupFacts
-    from kvoffload.engine.request import Request
     from kvoffload.engine.scheduler import Batch, Chunk
 
 VOCABULARY = 2**31 - 1
@@ -100,14 +99,14 @@ class CountingRunner(Runner):
         self._pages: list[NDArray[np.uint64]] = [tensor.numpy().view(np.uint64) for tensor in self.kv_tensors]
         self.weights = 0
         self.wrong: list[str] = []
-        self._numbers: dict[str, list[int]] = {}
+        self._numbers: dict[Request, list[int]] = {}
         self._sampled: list[Token] = []
 
     def launch(self, batch: Batch) -> torch.Tensor:
-        for chunk in batch.chunks:
-            request = chunk.request
-            known = self._numbers.get(request.request_id, [])
-            self._numbers[request.request_id] = chain(request.tokens, self.weights, known)
+        live = {one: known for one, known in self._numbers.items() if one.state is not RequestState.ENDED}
+        for request in (chunk.request for chunk in batch.chunks):
+            live[request] = chain(request.tokens, self.weights, live.get(request, []))
+        self._numbers = live
         for chunk in batch.chunks:
             self._write(chunk)
         states = list(map(self._continue_states, batch.chunks))
@@ -119,11 +118,8 @@ class CountingRunner(Runner):
     def sample(self, batch: Batch, logits: torch.Tensor) -> list[Token]:
         return self._sampled
 
-    def forget(self, request: Request) -> None:
-        self._numbers.pop(request.request_id, None)
-
     def _write(self, chunk: Chunk) -> None:
-        numbers = np.array(self._numbers[chunk.request.request_id][chunk.start : chunk.end], np.uint64)
+        numbers = np.array(self._numbers[chunk.request][chunk.start : chunk.end], np.uint64)
         for group in self._attention:
             places = self._places(chunk, group, chunk.start)
             for tensor, pages in enumerate(self._pages):
@@ -131,7 +127,7 @@ class CountingRunner(Runner):
 
     def _continue_states(self, chunk: Chunk) -> int:
         """Read the state that each recurrent group goes on from, and write the next; return the sum of those written."""
-        numbers, total = self._numbers[chunk.request.request_id], 0
+        numbers, total = self._numbers[chunk.request], 0
         for group in self._recurrent:
             table = chunk.request.tables[group.index]
             write = table[(chunk.end - 1) // self._size]
@@ -150,7 +146,7 @@ class CountingRunner(Runner):
 
     def _read(self, chunk: Chunk) -> int:
         """Read what the chunk's tokens see; return what the last one makes of it."""
-        numbers = np.array(self._numbers[chunk.request.request_id][: chunk.end], np.uint64)
+        numbers = np.array(self._numbers[chunk.request][: chunk.end], np.uint64)
         total = 0
         for group in self._attention:
             first = first_visible(group, chunk.start)
