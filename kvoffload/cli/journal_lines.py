@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvoffload.cli.exits import CommandError, Exit, say
+from kvoffload.cli.partial_file import STDOUT
 
 if TYPE_CHECKING:
     from kvoffload.telemetry.journal_reader import JournalError, Reading, Record
@@ -47,8 +48,8 @@ class Part:
         return ", ".join(word for word in words if word)
 
 
-def add_journal_argument(parser: argparse.ArgumentParser) -> None:
-    """Add the journal and the options that choose a part of it; `part_of` reads them."""
+def add_journal_arguments(parser: argparse.ArgumentParser, suffix: str) -> None:
+    """Add the journal, the options that choose a part of it, and where the result goes; `opened` reads them."""
     add = parser.add_argument
     add(
         "journal",
@@ -61,17 +62,22 @@ def add_journal_argument(parser: argparse.ArgumentParser) -> None:
     add("--until", metavar="TIME", help="skip lines after this time")
     add("--last", metavar="DURATION", type=_duration, help="only the end of the journal: 90s, 10m, 2h, 1d")
     add("--request", metavar="ID", help="only lines of this request and of its loads")
+    default = f"(default: JOURNAL{suffix})"
+    add("-o", "--output", metavar="FILE", type=Path, help=f'where to; "-" for standard output {default}')
 
 
-def part_of(args: argparse.Namespace) -> Part:
-    """Return the part that the options ask for.
+def opened(args: argparse.Namespace, suffix: str) -> tuple[Lines, Path]:
+    """Return the lines that the options ask for, and where the result goes.
 
     Raises:
-        CommandError: `--last` and `--since` are both given.
+        CommandError: `--last` and `--since` are both given, or the result would replace the journal.
     """
     if args.last is not None and args.since is not None:
         raise CommandError("--last and --since both say where to begin; give one of the two")
-    return Part(args.since, args.until, args.last, args.request)
+    output: Path = args.output or Path(f"{args.journal}{suffix}")
+    if output.exists() and args.journal.exists() and output.samefile(args.journal):
+        raise CommandError(f"{output} is the journal itself")
+    return Lines(args.journal, Part(args.since, args.until, args.last, args.request)), output
 
 
 @dataclass(slots=True)
@@ -115,17 +121,9 @@ class Lines:
             asked = f" in this part: {self.part}" if str(self.part) else ""
             raise CommandError(f"{self.path} has no lines{asked}" if asked else f"{self.path} is empty")
 
-    def check_is_other(self, output: Path) -> None:
-        """Make sure that the result does not replace the journal.
-
-        Raises:
-            CommandError: it would.
-        """
-        if output.exists() and self.path.exists() and output.samefile(self.path):
-            raise CommandError(f"{output} is the journal itself")
-
-    def report(self, where: object) -> int:
-        """Print how much of the journal is where, and return the command's exit code."""
+    def report(self, output: Path) -> int:
+        """Print how much of the journal is in the output, and return the command's exit code."""
+        where = "standard output" if output == STDOUT else output
         lines = "1 line" if self.count == 1 else f"{self.count:,} lines"
         say(f"{lines} of {self.path} are in {where}")
         if self.problem is None:

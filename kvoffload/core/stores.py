@@ -109,9 +109,8 @@ class Stores:
         """The step's plan is about to take the store job: report it, and let the next offer open another one."""
         job = self._batch
         if job is not None:
-            event = StoreScheduled(job.job, len(job.slots), tuple(job.slots))
             self._batch = None
-            self._state.tally.events.append(event)
+            self._state.tally.events.append(StoreScheduled(job.job, len(job.slots)))
 
     # -- deciding -----------------------------------------------------------------------------------------------
 

@@ -138,7 +138,6 @@ class StoreScheduled(Event, frozen=True):
 
     job: JobId
     blocks: int
-    slots: tuple[SlotId, ...] = ()
 
 
 class StoreEnded(Event, frozen=True):

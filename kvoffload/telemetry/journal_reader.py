@@ -164,7 +164,7 @@ def _parse(line: str, reading: Reading) -> Record | None:
             "the line is longer than any" if long else "the line is cut off: its writer stopped in the middle"
         )
     try:
-        values = json.loads(line, parse_constant=_refuse_constant)
+        values = json.loads(line, parse_constant=_finite, parse_float=_finite)
     except ValueError as error:
         raise ValueError(f"not JSON: {error}") from error
     if not isinstance(values, dict):
@@ -181,5 +181,7 @@ def _parse(line: str, reading: Reading) -> Record | None:
     return Record(sequence, float(time), from_plain(name, values)) if is_wanted else None
 
 
-def _refuse_constant(text: str) -> float:
-    raise ValueError(f"{text} is no number")
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text} is no number")
+    return number

@@ -134,10 +134,6 @@ class SpanCanvas:
             alone.end(when)
         return iter(())
 
-    def flow(self, name: str, *places: tuple[Track, float]) -> Iterator[TraceEvent]:
-        """Draw nothing: spans have no arrows. The journal's timeline shows which stores a load used."""
-        return iter(())
-
     def _context(self, track: Track, args: Mapping[str, object]) -> Context:
         """Return the parent of a span: its request; a store has none."""
         if (request := self._open.get(track)) is not None:

@@ -6,18 +6,19 @@ slots. The rest is ids, counts, enums, numbers, and free text without bytes lite
 
 from __future__ import annotations
 
-import math
 import re
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache, partial
+from functools import partial
 from operator import attrgetter
 from types import NoneType, UnionType
-from typing import Any, NamedTuple, NewType, cast
+from typing import Any, NamedTuple, NewType
 
-from kvoffload.model import events, facts
+import msgspec
+
+from kvoffload.model import events
 from kvoffload.model.events import Event
 from kvoffload.model.ids import SlotId
 from kvoffload.model.message import Message
@@ -66,11 +67,13 @@ def from_plain(name: str, values: Mapping[str, object]) -> Event | Summary:
         values = _without_gone(name, values)
     renamed = _RENAMED_FIELDS.get(name, {})
     values = {renamed.get(field, field): value for field, value in values.items()}
-    decoders = _decoders(cls)
     required = set(cls.__struct_fields__[: len(cls.__struct_fields__) - len(cls.__struct_defaults__)])
-    if wrong := (values.keys() - decoders.keys()) | (required - values.keys()):
+    if wrong := (values.keys() - set(cls.__struct_fields__)) | (required - values.keys()):
         raise ValueError(f"{name} has missing or unknown fields: {', '.join(sorted(wrong))}")
-    return cls(**{field: decoders[field](value) for field, value in values.items()})
+    try:
+        return msgspec.convert(values, cls)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 def _is_gone(name: str, values: Mapping[str, object]) -> bool:
@@ -191,63 +194,11 @@ def _lengths(groups: Iterable[Sized]) -> list[int]:
     return list(map(len, groups))
 
 
-def _decoders(cls: type[Message]) -> dict[str, Convert]:
-    hints = typing.get_type_hints(cls)
-    return {name: _decoder(name, hints[name]) for name in cls.__struct_fields__}
-
-
-def _decoder(name: str, hint: object) -> Convert:
-    is_written, plain = _is_written(hint), cast("Any", plain_type(optional_of(hint) or hint))
-    convert = tuple if typing.get_origin(plain) is tuple else plain
-
-    def decode(value: Any) -> object:  # noqa: ANN401  # what JSON knows
-        if not is_written(value):
-            raise ValueError(f"{name} is {value!r}, not {getattr(plain, '__name__', plain)}")
-        return None if value is None else convert(value)
-
-    return decode
-
-
 def _check_summary(name: str, values: Mapping[str, object]) -> None:
-    """Refuse a fact's summary with fields that `_writer` does not make; readers rely on their types."""
-    for field, is_written in _written(name).items():
-        if field in values and not is_written(values[field]):
+    """Refuse a summary in which a field that readers use has another type."""
+    for field, is_right in _READ_OF_SUMMARIES.items():
+        if field in values and not is_right(values[field]):
             raise ValueError(f"{field} of {name} is {values[field]!r}")
-
-
-@cache
-def _written(name: str) -> Mapping[str, Convert]:
-    cls = _FACTS.get(name)
-    if cls is None:
-        return {}
-    hints = typing.get_type_hints(cls)
-    return {field: _is_written(hints[field]) for field in cls.__struct_fields__}
-
-
-def _is_written(hint: object) -> Convert:
-    """Return whether a value is what `_writer` makes of a field of this type."""
-    if optional := optional_of(hint):
-        is_present = _is_written(optional)
-        return lambda value: value is None or is_present(value)
-    plain = plain_type(hint)
-    if typing.get_origin(plain) is tuple:
-        item = typing.get_args(plain)[0]
-        if item is SlotId or typing.get_origin(item) is tuple:
-            return lambda value: type(value) is list and all(type(one) is int for one in value)
-        if plain_type(item) is str:
-            return lambda value: type(value) is list and all(type(one) is str for one in value)
-        return lambda value: type(value) is int
-    if isinstance(plain, type) and issubclass(plain, Message):
-        return lambda value: type(value) is dict
-    return _is_one_of(cast("type[Any]", plain))
-
-
-def _is_one_of(plain: type[Any]) -> Convert:
-    if issubclass(plain, Enum):
-        values = [member.value for member in plain]
-        return lambda value: value in values
-    allowed = {bytes: (int,), float: (int, float)}.get(plain, (plain,))
-    return lambda value: type(value) in allowed and (plain is not float or math.isfinite(value))
 
 
 def optional_of(hint: object) -> object:
@@ -283,7 +234,16 @@ _GONE_EVENTS = {
     "JobAbandoned": ("direction", "check"),
     "HitDropped": ("cause", "preempted"),
 }
-_GONE_FIELDS = {"StoreEnded": ("job", None), "LookupAnswered": ("cause", "not_checked")}
+_GONE_FIELDS = {
+    "StoreEnded": ("job", None),
+    "StoreScheduled": ("slots", None),
+    "LookupAnswered": ("cause", "not_checked"),
+}
+_READ_OF_SUMMARIES: dict[str, Convert] = {
+    "request": lambda value: type(value) is str,
+    "job": lambda value: type(value) is int,
+    "preempted": lambda value: type(value) is list and all(type(one) is str for one in value),
+}
 _FORMS: dict[type, _Form] = {}
 
 
@@ -300,7 +260,4 @@ _EVENTS: dict[str, type[Event]] = {
     name: cls
     for name, cls in vars(events).items()
     if isinstance(cls, type) and issubclass(cls, Event) and cls is not Event
-}
-_FACTS: dict[str, type[facts.Fact]] = {
-    name: cls for name, cls in vars(facts).items() if isinstance(cls, type) and issubclass(cls, facts.Fact)
 }

@@ -17,7 +17,6 @@ from kvoffload.model.ids import JobId, RequestId
 from kvoffload.model.transfer import Direction, Tier
 from kvoffload.telemetry.journal_reader import Record
 from kvoffload.telemetry.records import Summary
-from kvoffload.telemetry.timeline_flows import Place, SlotHistory
 from kvoffload.telemetry.timeline_requests import RequestRows, args_of
 from kvoffload.telemetry.trace import Canvas, Rows, Trace, TraceEvent, Track, What
 
@@ -93,7 +92,6 @@ class Timeline:
         self._jobs: dict[JobId, _Scheduled] = {}
         self._step: tuple[float, dict[str, Any]] | None = None
         self._requests = RequestRows(trace)
-        self._slots = SlotHistory()
         self._on_event: dict[type, Callable[[float, Any], Drawn]] = {
             events.StoreScheduled: self._on_scheduled,
             events.LoadScheduled: self._on_load_scheduled,
@@ -144,13 +142,11 @@ class Timeline:
 
     def _on_scheduled(self, at: float, event: events.StoreScheduled) -> Drawn:
         self._remember(event.job, _Scheduled(at, event.blocks))
-        self._slots.stored(event.job, event.slots)
         self._trace.scheduled(event.job)
         return iter(())
 
     def _on_load_scheduled(self, at: float, event: events.LoadScheduled) -> Drawn:
         self._remember(event.job, _Scheduled(at, event.blocks, event.request))
-        self._slots.loaded(event.job, event.slots)
         return self._requests.on_load_scheduled(at, event)
 
     def _on_disk_scheduled(self, at: float, event: events.TierCopyScheduled) -> Drawn:
@@ -159,9 +155,7 @@ class Timeline:
 
     def _remember(self, job: JobId, scheduled: _Scheduled) -> None:
         if len(self._jobs) >= _JOBS:
-            oldest = next(iter(self._jobs))
-            del self._jobs[oldest]
-            self._slots.forget_load(oldest)
+            del self._jobs[next(iter(self._jobs))]
         self._jobs[job] = scheduled
 
     def _on_reported(self, at: float, event: events.RankReported) -> Drawn:
@@ -189,16 +183,6 @@ class Timeline:
         began = max(copied - event.copy_s, start)
         yield from self._trace.span(track, What.QUEUED, "queued", start, began)
         yield from self._trace.span(track, What.COPY, "copy", began, copied, bytes=event.copied_bytes)
-        if event.tier is Tier.HOST:
-            yield from self._arrows(event, (track, (began + copied) / 2))
-
-    def _arrows(self, event: events.RankReported, place: Place) -> Drawn:
-        """Draw an arrow from every store that filled slots of this load, on the same rank."""
-        if event.direction is Direction.STORE:
-            self._slots.drawn(event.job, event.rank, place)
-            return
-        for store, source in self._slots.sources(event.job, event.rank):
-            yield from self._trace.flow(f"store {store} to load {event.job}", source, place)
 
     # -- the rest -----------------------------------------------------------------------------------------------
 

@@ -87,9 +87,6 @@ class Canvas(Protocol):
     def instant(self, track: Track, name: str, at: float, /, **args: object) -> Iterator[TraceEvent]:
         """Draw something that took no time."""
 
-    def flow(self, name: str, *places: tuple[Track, float]) -> Iterator[TraceEvent]:
-        """Draw an arrow from the span at the first place to the span at the second. Both lines must have been used."""
-
 
 class Trace:
     """The events of one trace; a `Canvas`.
@@ -102,7 +99,6 @@ class Trace:
         self._origin = origin
         self._groups: dict[str, int] = {}
         self._tracks: dict[Track, int] = {}
-        self._flows = 0
 
     def begin(self, track: Track, request: str, at: float) -> None:
         """Draw nothing: a row of requests shows what they did."""
@@ -125,12 +121,6 @@ class Trace:
         """Draw something that took no time."""
         yield from self._names(track)
         yield {**self._event(track, "i", name, at, args), "s": "t"}
-
-    def flow(self, name: str, *places: tuple[Track, float]) -> Iterator[TraceEvent]:
-        """Draw an arrow from the span at the first place to the span at the second. Both lines must have been used."""
-        self._flows += 1
-        for phase, (track, at) in zip("sf", places, strict=True):
-            yield {**self._event(track, phase, name, at, {}), "id": self._flows, "bp": "e"}
 
     def _event(self, track: Track, phase: str, name: str, at: float, args: dict[str, object]) -> TraceEvent:
         return {

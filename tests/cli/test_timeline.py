@@ -54,20 +54,6 @@ def test_everything_that_happened_is_drawn_once(journal: Path, trace: list[dict[
 
 
 @pytest.mark.slow
-def test_every_load_has_an_arrow_from_a_store(trace: list[dict[str, Any]]) -> None:
-    loads = {event["name"] for event in trace if event["ph"] == "X" and event["name"].startswith("load ")}
-    assert {event["name"].partition(" to ")[2] for event in trace if event["ph"] == "f"} == loads
-    for event in trace:
-        if event["ph"] in "sf":
-            assert any(
-                copy["name"] == "copy"
-                and (copy["pid"], copy["tid"]) == (event["pid"], event["tid"])
-                and copy["ts"] <= event["ts"] <= copy["ts"] + copy["dur"]
-                for copy in trace
-            )
-
-
-@pytest.mark.slow
 def test_spans_of_one_line_nest(trace: list[dict[str, Any]]) -> None:
     """A viewer draws nonsense, without a word, where spans of one line overlap and none contains the other."""
     lines: dict[tuple[int, int], list[tuple[float, float]]] = {}

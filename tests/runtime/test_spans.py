@@ -368,7 +368,7 @@ def test_an_engine_may_be_followed_for_as_long_as_it_runs(
     spans_ = side.side._spans
     assert spans_ is not None
     canvas, drawn = spans_._canvas, spans_._timeline
-    for table in (canvas._contexts, canvas._evicted_for, drawn._jobs, drawn._slots._sources):
+    for table in (canvas._contexts, canvas._evicted_for, drawn._jobs):
         assert len(table) <= 8
     assert not canvas._open
     side.close()

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from kvoffload.model import events
 from kvoffload.model.causes import CopyOutcome, EvictionCause, LoadOutcome, PinDropCause
-from kvoffload.model.ids import JobId, Rank, RequestId, SlotId
+from kvoffload.model.ids import JobId, Rank, RequestId
 from kvoffload.model.transfer import Direction, Tier
 from kvoffload.telemetry.journal_reader import Record
 from kvoffload.telemetry.records import Summary
@@ -242,43 +242,7 @@ def test_rows_are_given_in_the_order_of_ends() -> None:
     assert rows.place("g", "other", 0, 9) == 0
 
 
-def slots(*numbers: int) -> tuple[SlotId, ...]:
-    return tuple(SlotId(number) for number in numbers)
-
-
-def arrows(picture: Picture) -> list[str]:
-    return [event["name"] for event in picture.drawn if event["ph"] == "f"]
-
-
-def test_arrows_lead_from_the_last_store_into_a_slot_to_the_loads_that_used_it() -> None:
-    store, load = Direction.STORE, Direction.LOAD
-    lines: list[tuple[float, object]] = []
-    for number, taken in enumerate([slots(0, 1), slots(2), slots(1)]):
-        lines += [(number, events.StoreScheduled(JobId(number), len(taken), taken))]
-        lines += [(number + 0.5, reported(number, store, 0.1, 0.2, rank)) for rank in (0, 1)]
-    lines += [(5, events.LoadScheduled(JobId(7), A, 2, 32, slots(0, 1)))]
-    lines += [(6, reported(7, load, 0.1, 0.2, rank)) for rank in (0, 1)]
-    picture = Picture(journal(*lines))
-    assert arrows(picture) == ["store 0 to load 7", "store 2 to load 7"] * 2
-    ends = [event for event in picture.drawn if event["ph"] in "sf"]
-    for begin, end in zip(ends[::2], ends[1::2], strict=True):
-        assert begin["id"] == end["id"]
-        assert begin["ts"] < end["ts"]
-        assert picture.line(begin).replace("stores", "loads") == picture.line(end)
-    assert len({event["id"] for event in ends}) == 4
-
-
-def test_a_store_whose_slots_were_all_taken_again_is_forgotten() -> None:
-    again = slots(3)
-    lines: list[tuple[float, object]] = []
-    for number in range(3):
-        lines += [(number, events.StoreScheduled(JobId(number), 1, again))]
-        lines += [(number + 0.5, reported(number, Direction.STORE, 0.1, 0.2))]
-    lines += [(5, events.LoadScheduled(JobId(9), A, 1, 16, again)), (6, reported(9, Direction.LOAD, 0, 0.1))]
-    assert arrows(Picture(journal(*lines))) == ["store 2 to load 9"]
-
-
-def test_copies_with_the_disk_have_lanes_of_their_own_and_no_arrows() -> None:
+def test_copies_with_the_disk_have_lanes_of_their_own() -> None:
     spill = events.TierCopyScheduled(JobId(1), Direction.STORE, 3)
     fetch = events.TierCopyScheduled(JobId(2), Direction.LOAD, 2, A)
     picture = Picture(
