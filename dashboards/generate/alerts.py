@@ -405,6 +405,19 @@ ALERTS = (
         "2m",
     ),
     Alert(
+        "RemoteNotWritten",
+        "warning",
+        'sum without (outcome) (increase(kvoffload_tier_blocks_total{tier="remote", direction="store", outcome="failed"}[15m])) > 0\n'
+        "  unless\n"
+        'sum without (outcome) (increase(kvoffload_tier_blocks_total{tier="remote", direction="store", outcome="done"}[15m])) > 0\n',
+        "The store that engines share takes no blocks",
+        "no block was written to it in 15 minutes, and {{ $value | humanize }} were not.",
+        "What is in the store is read as before; what engines compute now is not shared. The log line `remote_write_refused` has the "
+        "reason: a status of 507, or Mooncake's code -200, says that the store is full; 403 that the credentials may only read. "
+        "Without that line the store fails as a whole: see KVOffloadRemoteFailing.",
+        "remote",
+    ),
+    Alert(
         "RemoteCorrupt",
         "warning",
         'increase(kvoffload_tier_blocks_total{tier="remote", direction="load", outcome="corrupt"}[1h]) > 0',

@@ -5,7 +5,8 @@
 
 Objects are dear and blocks small, so a block has no object of its own, and its key no name to ask the bucket for. Instead each
 connection keeps a catalogue: it lists the packs that were written since it last looked, reads their indices, and answers from
-them. A pack that is gone, by the bucket's own rules on lifetime, is forgotten when a read finds it gone.
+them. A pack that is gone, by the bucket's own rules on lifetime, is forgotten when a read finds it gone, and so is one that another
+writer has cut short.
 """
 
 from __future__ import annotations
@@ -26,19 +27,29 @@ from xxhash import xxh3_64_digest
 from kvoffload.model.errors import RemoteError
 from kvoffload.model.ids import BlockKey
 from kvoffload.remote.address import BucketAddress
-from kvoffload.remote.store import MISSING
+from kvoffload.remote.store import MISSING, Refusals
 from kvoffload.remote.values import FORMAT, Shard
 
 MOST_BLOCKS = 2**20
 """In the catalogue of a connection; the oldest packs are forgotten first."""
 _LOOK_PERIOD_S = 1.0  # between two listings
 _CLOCKS_DIFFER_MS = 600_000  # at most, those of the machines that write
+_GAP_BYTES = 2**20  # between values that are read as one
 _ENTRY = struct.Struct("<HQQ")
 _COUNT = struct.Struct("<I")
 _SUM_BYTES = 8
 _STATUS = re.compile(r"status code: (\d{3}[A-Za-z ]*)")
+_REASON = re.compile(r"kind: (\w+)[^{]*source: reqwest|InvalidCertificate\(\s*(\w+)|\"(dns error)\"")
 _NAME = re.compile(r"[0-9a-f]{12}-[0-9a-f]{16}-([0-9]{1,9})")
 _INSTALL = "the object store's client cannot be loaded ({}); install kvoffload[s3]"
+
+
+class _AnsweredError(RemoteError):
+    """Raised when the server answers, and refuses."""
+
+
+class _BeyondEndError(Exception):
+    """Raised when an object ends before the range that is read."""
 
 
 class _Place(NamedTuple):
@@ -63,13 +74,22 @@ class _Catalogue:
 
     def forget(self, pack: str) -> None:
         for key in self.packs.pop(pack, ()):
-            if self.places[key].pack == pack:
+            place = self.places.get(key)
+            if place is not None and place.pack == pack:  # two writers may have put one key
                 del self.places[key]
 
-    def since(self) -> int:
-        """Return the time, in milliseconds, from which on there may be packs that are not known."""
+    def condemn(self, pack: str) -> None:
+        """Look for nothing in a pack that has not what its index says, and do not read the index again."""
+        self.forget(pack)
+        self.packs[pack] = []
+
+    def since(self, now: int) -> int:
+        """Return the time, in milliseconds, from which on there may be packs that are not known.
+
+        A writer whose clock is ahead must not hide what others write, so no pack counts as newer than now.
+        """
         newest = max((int(pack.rpartition("/")[2][:12], 16) for pack in self.packs), default=0)
-        return max(newest - _CLOCKS_DIFFER_MS, 0)
+        return max(min(newest, now) - _CLOCKS_DIFFER_MS, 0)
 
 
 class BucketStore:
@@ -93,6 +113,7 @@ class BucketStore:
         self._obstore = obstore
         self._failure, self._exists = BaseError, AlreadyExistsError
         self._address = address
+        self._refusals = Refusals()
         self._lock = threading.Lock()
         self._catalogues: dict[Shard, _Catalogue] = {}
         limit = timedelta(seconds=timeout_s)
@@ -119,11 +140,15 @@ class BucketStore:
                 by_pack.setdefault(place.pack, []).append((position, place))
         arrived = dict.fromkeys(range(len(keys)), MISSING)
         for pack, parts in by_pack.items():
-            if (found := self._get_from(pack, parts, buffers)) is not None:
-                arrived.update(found)
+            found = self._get_from(pack, parts, buffers)
+            if found is None:
+                with self._lock:
+                    catalogue.forget(pack)
                 continue
-            with self._lock:
-                catalogue.forget(pack)
+            arrived.update(found)
+            if any(found[position] < place.size for position, place in parts):
+                with self._lock:
+                    catalogue.condemn(pack)
         return list(arrived.values())
 
     def put(self, shard: Shard, keys: Sequence[BlockKey], values: Sequence[memoryview]) -> list[bool]:
@@ -131,9 +156,14 @@ class BucketStore:
         new = {key: value for key, value in zip(keys, values, strict=True) if key not in catalogue.places}
         if new:
             index, entries = _index_of(new)
-            pack = f"{_folder(shard)}{time.time_ns() // 10**6:012x}-{secrets.token_hex(8)}-{len(index)}"
-            with self._translated():
-                self._obstore.put(self._bucket, pack, b"".join([index, *new.values()]))
+            pack = f"{_folder(shard)}{_now_ms():012x}-{secrets.token_hex(8)}-{len(index)}"
+            try:
+                with self._translated():
+                    self._obstore.put(self._bucket, pack, b"".join([index, *new.values()]))
+            except _AnsweredError as error:
+                self._refusals.note(str(error))
+                return [key not in new for key in keys]
+            self._refusals.note(None)
             with self._lock:
                 catalogue.add(pack, {key: _Place(pack, *place) for key, *place in entries})
         return [True] * len(keys)
@@ -168,42 +198,56 @@ class BucketStore:
         catalogue, now = self._catalogue(shard), time.monotonic()
         with self._lock:
             is_recent = now - catalogue.looked_at < _LOOK_PERIOD_S
-            since, known = catalogue.since(), set(catalogue.packs)
+            since, known = catalogue.since(_now_ms()), set(catalogue.packs)
         if is_recent:
             return catalogue
         folder = _folder(shard)
         with self._translated():
             pages = list(self._obstore.list(self._bucket, folder, offset=f"{folder}{since:012x}"))
-        for pack in [entry["path"] for page in pages for entry in page]:
+        for pack, size in [(entry["path"], entry["size"]) for page in pages for entry in page]:
             if pack not in known:
-                self._read_index(catalogue, pack)
+                self._read_index(catalogue, pack, size)
         catalogue.looked_at = now
         return catalogue
 
-    def _read_index(self, catalogue: _Catalogue, pack: str) -> None:
+    def _read_index(self, catalogue: _Catalogue, pack: str, size: int) -> None:
         if (name := _NAME.fullmatch(pack.rpartition("/")[2])) is None:
             return  # another writer's
-        with self._translated(), suppress(FileNotFoundError):
-            index = bytes(self._obstore.get_range(self._bucket, pack, start=0, length=int(name[1])))
-            with self._lock:
-                catalogue.add(pack, _places_in(pack, index))
+        places = _places_in(pack, self._read_range(pack, 0, int(name[1])) or b"")
+        is_whole = all(place.start + place.size <= size for place in places.values())
+        with self._lock:
+            catalogue.add(pack, places if is_whole else {})
 
     def _get_from(
         self, pack: str, parts: list[tuple[int, _Place]], buffers: Sequence[memoryview]
     ) -> dict[int, int] | None:
         """Read values of one pack, neighbours as one; return the bytes that arrived by position, None if the pack is gone."""
-        starts, sizes = [place.start for _, place in parts], [place.size for _, place in parts]
+        arrived = dict[int, int]()
+        fitting = [part for part in parts if part[1].size == len(buffers[part[0]])]
+        for run in _runs(fitting):
+            start, end = run[0][1].start, max(place.start + place.size for _, place in run)
+            if (data := self._read_range(pack, start, end - start)) is None:
+                return None
+            for position, place in run:
+                value = data[place.start - start :][: place.size]
+                arrived[position] = len(value)
+                if len(value) == place.size:
+                    buffers[position][:] = value
+        # What cannot be the value is not read: another writer's may have any size.
+        return arrived | {position: place.size for position, place in parts if position not in arrived}
+
+    def _read_range(self, pack: str, start: int, size: int) -> memoryview | None:
+        """Return as much of a pack's bytes there as it has; None if it is gone.
+
+        The client's own `get_ranges` panics where an object ends before the range.
+        """
         try:
             with self._translated():
-                found = self._obstore.get_ranges(self._bucket, pack, starts=starts, lengths=sizes)
+                return memoryview(self._obstore.get_range(self._bucket, pack, start=start, length=size))
         except FileNotFoundError:
             return None
-        arrived = dict[int, int]()
-        for (position, _), data in zip(parts, found, strict=True):
-            arrived[position] = len(data)
-            if len(data) == len(buffers[position]):
-                buffers[position][:] = memoryview(data)
-        return arrived
+        except _BeyondEndError:
+            return memoryview(b"")
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
@@ -211,13 +255,38 @@ class BucketStore:
         try:
             yield
         except self._failure as error:
-            status = _STATUS.search(str(error))
-            reason = f"{type(error).__name__}, {status[1]}" if status else type(error).__name__
-            raise RemoteError(f"{self._address} fails: {reason}") from None
+            text = str(error)
+            if (status := _STATUS.search(text)) is None:
+                raise RemoteError(f"{self._address} fails: {_reason(error)}") from None
+            if status[1].startswith("416"):
+                raise _BeyondEndError from None
+            raise _AnsweredError(f"{self._address} fails: {type(error).__name__}, {status[1]}") from None
+
+
+def _reason(error: Exception) -> str:
+    """Return the words of an error that are of the client's own vocabulary."""
+    words = [word for found in _REASON.findall(str(error)) for word in found if word]
+    return ", ".join([type(error).__name__, *words])
 
 
 def _folder(shard: Shard) -> str:
     return f"{FORMAT}/{shard.namespace}/{shard.part}/"
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 10**6
+
+
+def _runs(parts: list[tuple[int, _Place]]) -> list[list[tuple[int, _Place]]]:
+    """Return values of one pack, those that lie close to each other in one list."""
+    runs = list[list[tuple[int, _Place]]]()
+    end = 0
+    for part in sorted(parts, key=lambda part: part[1].start):
+        if not runs or part[1].start - end > _GAP_BYTES:
+            runs.append([])
+        runs[-1].append(part)
+        end = part[1].start + part[1].size
+    return runs
 
 
 def _index_of(values: Mapping[BlockKey, memoryview]) -> tuple[bytes, list[tuple[BlockKey, int, int]]]:
@@ -232,7 +301,7 @@ def _index_of(values: Mapping[BlockKey, memoryview]) -> tuple[bytes, list[tuple[
     return index + xxh3_64_digest(index), entries
 
 
-def _places_in(pack: str, index: bytes) -> dict[BlockKey, _Place]:
+def _places_in(pack: str, index: bytes | memoryview) -> dict[BlockKey, _Place]:
     """Return where a pack's values lie; nothing for an index that is not whole."""
     places: dict[BlockKey, _Place] = {}
     if xxh3_64_digest(index[:-_SUM_BYTES]) != index[-_SUM_BYTES:]:
@@ -241,5 +310,5 @@ def _places_in(pack: str, index: bytes) -> dict[BlockKey, _Place]:
     for _ in range(_COUNT.unpack_from(index)[0]):
         length, start, size = _ENTRY.unpack_from(index, at)
         at += _ENTRY.size + length
-        places[BlockKey(index[at - length : at])] = _Place(pack, start, size)
+        places[BlockKey(bytes(index[at - length : at]))] = _Place(pack, start, size)
     return places

@@ -81,6 +81,7 @@ class RemoteCalls:
         self._timeout_s = timeout_s
         self._log = log.bind(**who)
         self._breaker = Breaker()
+        self._was_logged: bool | None = None  # as working, or as failing
         self._store: RemoteStore | None = None
         self._reads: deque[_Call] = deque()
         self._writes: deque[_Call] = deque()
@@ -141,18 +142,23 @@ class RemoteCalls:
     def _take_ended(self, now: float) -> None:
         while self.ended:
             call = self.ended.popleft()
-            worked = self._breaker.is_closed
             if call.error is None and call.was_made:
                 self._breaker.worked(is_probe=call.is_probe)
             elif call.error is not None:
                 self._breaker.failed(now, is_probe=call.is_probe, hangs=call.is_stuck)
-            if self._breaker.is_closed and not worked:
-                self._log.info("remote_works")
-            elif worked and not self._breaker.is_closed:
-                self._log.error(
-                    "remote_fails", reason=call.error, note="the engine goes on without the remote store"
-                )
+            if self._breaker.is_closed is not self._was_logged:
+                self._log_change(call)
             call.ended(call.result if call.error is None else None, call.took)
+
+    def _log_change(self, call: _Call) -> None:
+        """The breaker has opened or closed, or a store was not reached at the start."""
+        self._was_logged = self._breaker.is_closed
+        if self._was_logged:
+            self._log.info("remote_works")
+        else:
+            self._log.error(
+                "remote_fails", reason=call.error, note="the engine goes on without the remote store"
+            )
 
     def _fail_queued(self) -> None:
         for queue in (self._reads, self._writes):
@@ -180,7 +186,7 @@ class RemoteCalls:
         error, result = None, None
         try:
             result = call.work(self._connected())
-        except Exception as raised:  # whatever it is, the call ends
+        except BaseException as raised:  # the call ends; a panic of a client in Rust is no Exception
             error = str(raised) or repr(raised)
         if call.claim():
             self._use(call, result, error)

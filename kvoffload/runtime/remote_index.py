@@ -2,17 +2,19 @@
 
     connected ─▶ generation: read, or made by the first engine ─▶ RemoteOpened
     a request arrives ─▶ its keys are asked for ─▶ RemoteAnswered
-    every 30 s ─▶ generation read again ─▶ RemoteOpened, if it is another
-    reset ─▶ a private generation at once ─▶ RemoteOpened; the shared one is replaced in the store
+    every 30 s ─▶ generation read again ─▶ RemoteOpened, if the store had lost it and another engine has made one
+    reset ─▶ a private generation at once ─▶ RemoteOpened; the store gets another one for engines that begin later
 
 Engines of equal fingerprints share the generation that the store names, a random value. An engine that was reset may have other
-weights than those by which it is named, so it goes on in a generation of its own, until its process ends. What it and others wrote
-before would be right for its next life, but a reset promises that it is not found, so the store gets a new value for engines
-that begin then, and for those that look again. If the store loses the value, the next engine that looks makes a new one: that
-costs hits, and finds nothing old.
+weights than those by which it is named, so it goes on in a generation of its own, until its process ends. Its next life looks like
+any engine that begins, and must find nothing of before: so the reset replaces the value in the store, and says in it that it did.
+
+An engine that runs keeps its generation when it sees that: it has its hits as before, and brings nothing that it computed or found
+before the reset into the generation of those that begin after it. Where the store has lost the value, the next engine that looks
+makes a new one and the others follow, except those that have seen a reset.
 
 No hook waits for the store, but for a reset, and that no longer than a call may take. If the store is gone then, the value is
-replaced when it is back.
+replaced when it is back; an engine that begins in between finds what was there.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
+from typing import NamedTuple
 
 from kvoffload.logs import get_logger
 from kvoffload.model import facts
@@ -37,9 +40,15 @@ from kvoffload.runtime.portal import Portal
 
 LOOK_PERIOD_S = 30.0
 """Between two looks at the shared generation."""
-_GENERATION = re.compile(rb"[0-9a-f]{32}")
+_GENERATION = re.compile(rb"([0-9a-f]{32})( after a reset)?")
+_AFTER_RESET = b" after a reset"
 
 log = get_logger("remote")
+
+
+class _Generation(NamedTuple):
+    name: str
+    is_after_reset: bool
 
 
 class RemoteIndex:
@@ -71,9 +80,10 @@ class RemoteIndex:
         """While it has something, `poll` is due."""
         self._fingerprint: str | None = None
         self._generation: str | None = None
-        self._private: str | None = None
+        self._is_fixed = False  # it is private, or others were reset since it was read
         self._looks_at = float("-inf")
-        self._is_lost = self._must_replace = self._is_replacing = False
+        self._must_replace = self._is_replacing = False
+        self._opened: str | None = None  # the core can use this namespace
         self._identified = _begin(portal, place.identify)
         if place.address.caution:
             log.warning("remote_not_protected", note=place.address.caution)
@@ -86,12 +96,15 @@ class RemoteIndex:
         works = self._calls.works
         if works and self._must_replace and not self._is_replacing:
             self._replace()
-        if works and self._fingerprint is not None and self._monotonic() >= self._looks_at:
+        is_due = not self._is_fixed and self._monotonic() >= self._looks_at
+        if works and self._fingerprint is not None and is_due:
             self._looks_at = self._monotonic() + LOOK_PERIOD_S
             self._calls.submit(partial(_shared_generation, self._fingerprint), self._generation_read)
-        if works is self._is_lost and self._namespace is not None:
-            self._is_lost = not works
-            self.due.append(facts.RemoteOpened(self._namespace) if works else facts.RemoteLost())
+        usable = self._namespace if works else None
+        if usable != self._opened:
+            self._opened = usable
+            self._looks_at = float("-inf")  # a store that was lost may have lost the generation
+            self.due.append(facts.RemoteLost() if usable is None else facts.RemoteOpened(usable))
 
     @property
     def is_opened(self) -> bool:
@@ -119,13 +132,17 @@ class RemoteIndex:
 
     def reset(self) -> None:
         """Find nothing from before again, in this process and in later ones. Waits for the store no longer than a call may take."""
-        self._private = secrets.token_hex(16)
-        if self._namespace is not None:
-            self.due.append(facts.RemoteOpened(self._namespace))
+        self._generation, self._is_fixed = secrets.token_hex(16), True
         self._must_replace = True
+        is_done = False
         if self._calls.works and (replaced := self._replace()) is not None:
-            with suppress(TimeoutError, KVOffloadError):
-                replaced.result(self._timeout_s)
+            with suppress(TimeoutError):
+                is_done = replaced.result(self._timeout_s)
+        if not is_done:
+            log.warning(
+                "remote_generation_not_replaced",
+                note="the store does not answer; until it does, an engine that begins finds what was there before this reset",
+            )
 
     def close(self) -> None:
         """End the connection; a store that hangs is not waited for."""
@@ -133,10 +150,9 @@ class RemoteIndex:
 
     @property
     def _namespace(self) -> str | None:
-        generation = self._private or self._generation
-        return (
-            None if self._fingerprint is None or generation is None else f"{self._fingerprint}/{generation}"
-        )
+        if self._fingerprint is None or self._generation is None:
+            return None
+        return f"{self._fingerprint}/{self._generation}"
 
     def _take_identity(self) -> None:
         try:
@@ -147,27 +163,33 @@ class RemoteIndex:
             )
             self._identified = Future()  # which never ends
 
-    def _generation_read(self, generation: str | None, _: float) -> None:
-        if generation is None:
+    def _generation_read(self, found: _Generation | None, _: float) -> None:
+        if found is None:
             self._looks_at = self._monotonic()
-            return
-        was, self._generation = self._generation, generation
-        if self._private is None and was != generation and self._namespace is not None:
+        elif not self._is_fixed and found.name != self._generation:
+            if self._generation is not None and found.is_after_reset:
+                self._is_fixed = True
+                log.info(
+                    "remote_generation_kept", note="another engine was reset; it has left this generation"
+                )
+                return
+            self._generation = found.name
             log.info("remote_opened", namespace=self._namespace)
-            self.due.append(facts.RemoteOpened(self._namespace))
 
-    def _replace(self) -> Future[None] | None:
+    def _replace(self) -> Future[bool] | None:
         """Give the store another generation for those who begin later."""
         if self._fingerprint is None:
             return None
-        name, done = generation_name(self._fingerprint), Future[None]()
+        name, done = generation_name(self._fingerprint), Future[bool]()
         self._is_replacing = True
 
         def replace(store: RemoteStore) -> bool:
+            is_done = False
             try:
-                store.replace(name, secrets.token_hex(16).encode())
+                store.replace(name, secrets.token_hex(16).encode() + _AFTER_RESET)
+                is_done = True
             finally:
-                done.set_result(None)
+                done.set_result(is_done)
             return True
 
         def replaced(is_done: bool | None, _: float) -> None:
@@ -179,16 +201,16 @@ class RemoteIndex:
         return done
 
 
-def _shared_generation(fingerprint: str, store: RemoteStore) -> str:
+def _shared_generation(fingerprint: str, store: RemoteStore) -> _Generation:
     """Return the generation that the store names, made if there is none."""
     name = generation_name(fingerprint)
     data = store.read(name)
     if data is None:
         store.create(name, secrets.token_hex(16).encode())
         data = store.read(name)
-    if data is None or not _GENERATION.fullmatch(data):
+    if data is None or (found := _GENERATION.fullmatch(data)) is None:
         raise RemoteError(f"{name} in the store is no generation")
-    return data.decode()
+    return _Generation(found[1].decode(), found[2] is not None)
 
 
 def _begin(portal: Portal, identify: Callable[[], str]) -> Future[str]:

@@ -16,7 +16,12 @@ DISK = (
     "tests/transfer/test_disk_copies.py",
     "tests/reference/test_disk.py",
 )
-REMOTE = ("tests/core/test_remote.py", "tests/remote/test_calls.py", "tests/remote/test_copies.py")
+REMOTE = (
+    "tests/core/test_remote.py",
+    "tests/remote/test_calls.py",
+    "tests/remote/test_copies.py",
+    "tests/remote/test_index.py",
+)
 CUDA = ("tests/transfer/test_cuda_life.py", "tests/transfer/test_cuda_driver.py")
 TRANSFER = ("tests/transfer/test_pump.py", "tests/transfer/test_pump_cancellation.py")
 

@@ -35,6 +35,7 @@ _WEIGHTS = "kvoffload/disk/weights.py"
 _VLLM_IDENTITY = "plugins/kvoffload_vllm/kv_identity.py"
 _REMOTE_STATE = "kvoffload/core/remote_state.py"
 _REMOTE_CALLS = "kvoffload/remote/calls.py"
+_REMOTE_INDEX = "kvoffload/runtime/remote_index.py"
 _REMOTE_COPIES = "kvoffload/transfer/remote_copies.py"
 
 _DISK_CORE = ("tests/core/test_disk.py",)
@@ -401,6 +402,14 @@ MUTANTS: tuple[Mutant, ...] = (
         REMOTE,
     ),
     Mutant(18, _REMOTE_STATE, 'self.namespace, self.is_open = "", False', "pass", REMOTE),
+    Mutant(
+        18, _REMOTE_INDEX, "if self._generation is not None and found.is_after_reset:", "if False:", REMOTE
+    ),
+    Mutant(
+        18, _REMOTE_INDEX, "self._generation, self._is_fixed = secrets.token_hex(16), True", "pass", REMOTE
+    ),
+    Mutant(18, _REMOTE_INDEX, "secrets.token_hex(16).encode() + _AFTER_RESET", "b'0' * 32", REMOTE),
+    Mutant(17, _REMOTE_CALLS, "except BaseException as raised:", "except Exception as raised:", REMOTE),
     Mutant(18, "kvoffload/core/lower_tiers.py", "fact.namespace == remote.namespace", "True", REMOTE),
     Mutant(14, _REMOTE_STATE, "if key not in index and key not in self.spilling]", "]", REMOTE),
 )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
 from tests.remote.servers import Bucket, Mooncake
+from tests.remote.sharing import Served, StartEngine
 
 
 @pytest.fixture(scope="session")
@@ -28,6 +30,17 @@ def url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Of a store of either kind; the environment lets it be reached."""
     server: Mooncake | Bucket = request.getfixturevalue(request.param)
     if isinstance(server, Bucket):
-        for name, value in server.environment.items():
-            monkeypatch.setenv(name, value)
+        server.reach(monkeypatch)
     return server.url
+
+
+@pytest.fixture
+def start() -> Iterator[StartEngine]:
+    with ExitStack() as running:
+
+        def begin(url: str, kind: str = "full", **settings: object) -> Served:
+            made = Served(url, kind, **settings)  # type: ignore[arg-type]
+            running.callback(made.engine.close)
+            return made
+
+        yield begin

@@ -2,22 +2,53 @@
 
 from __future__ import annotations
 
+import subprocess
 from ctypes.util import find_library
 from pathlib import Path
 
 import pytest
 
-from kvoffload.remote.local import LocalBucket, LocalMooncake
-
-__all__ = ["Bucket", "Mooncake"]
-
-Bucket = LocalBucket
+from kvoffload.remote.local import LocalBucket, LocalMooncake, free_port
 
 
 class Mooncake(LocalMooncake):
-    """A master and one store node."""
+    """A master, with these options, and one store node."""
 
-    def __init__(self, folder: Path, node_bytes: int = 2**28) -> None:
+    def __init__(self, folder: Path, *options: object, node_bytes: int = 2**28) -> None:
         if find_library("ibverbs") is None:
             pytest.skip("libibverbs1 is not installed: make tools")
-        super().__init__(folder, node_bytes)
+        super().__init__(folder, node_bytes, options)
+
+
+class Bucket(LocalBucket):
+    """SeaweedFS with one bucket."""
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """What must not be repeated."""
+        return tuple(self.environment[name] for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"))
+
+    def reach(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Have this process's environment reach it."""
+        for name, value in self.environment.items():
+            monkeypatch.setenv(name, value)
+
+
+class SecureBucket(Bucket):
+    """One with TLS, and a certificate that its own key has signed.
+
+    Attributes:
+        certificate: where it is.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.certificate, key, port = folder / "certificate.pem", folder / "key.pem", free_port()
+        extensions = "subjectAltName=IP:127.0.0.1", "basicConstraints=critical,CA:FALSE"
+        command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=kvoffload tests"]
+        command += ["-keyout", str(key), "-out", str(self.certificate)]
+        command += [part for extension in extensions for part in ("-addext", extension)]
+        subprocess.run(command, check=True, capture_output=True)
+        files = f"-s3.cert.file={self.certificate}", f"-s3.key.file={key}"
+        super().__init__(folder, (*files, f"-s3.port.https={port}"))
+        secure = {"AWS_ENDPOINT": f"https://127.0.0.1:{port}", "AWS_ALLOW_HTTP": "false"}
+        self.environment = {**self.environment, **secure}

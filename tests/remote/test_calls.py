@@ -168,6 +168,22 @@ def test_a_call_that_hangs_fails_in_time_and_what_it_brings_is_not_used() -> Non
     rig.calls.close()
 
 
+def test_a_client_that_panics_fails_its_call_at_once() -> None:
+    class PanicError(BaseException):
+        """As those of clients in Rust."""
+
+    def panic(_: RemoteStore) -> None:
+        raise PanicError
+
+    rig = Rig()
+    rig.open()
+    rig.calls.submit(panic, rig._ended)
+    rig.turn()
+    assert rig.answers == [None]
+    assert not rig.calls._active
+    assert rig.calls.works
+
+
 def test_closing_waits_for_nothing_and_closes_the_connection_after_the_last_call() -> None:
     rig = Rig()
     rig.open()

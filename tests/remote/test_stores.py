@@ -8,7 +8,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import obstore
 import pytest
+from obstore.store import S3Store
 
 from kvoffload.disk.system import aligned_buffer
 from kvoffload.model.errors import RemoteError
@@ -136,37 +138,82 @@ def test_calls_leave_other_threads_running(store: RemoteStore, shard: Shard) -> 
     assert turns - before > 5
 
 
-def test_a_pack_that_is_gone_is_missing_and_forgotten(
-    bucket: Bucket, shard: Shard, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As the bucket's own rules on lifetime delete it."""
-    import obstore
-    from obstore.store import S3Store
+@pytest.fixture
+def there(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> S3Store:
+    """The bucket as others write to it."""
+    bucket.reach(monkeypatch)
+    return S3Store("blocks", prefix="kvoffload")
 
-    for name, value in bucket.environment.items():
-        monkeypatch.setenv(name, value)
-    store = open_store(parse_address(bucket.url), TIMEOUT_S)
-    store.put(shard, KEYS, values(store, len(KEYS)))
-    there = S3Store("blocks", prefix="kvoffload")
-    [pack] = [entry["path"] for page in obstore.list(there, f"kvo1/{shard.namespace}") for entry in page]
+
+def packs_of(there: S3Store, shard: Shard) -> list[str]:
+    pages = obstore.list(there, f"kvo1/{shard.namespace}/")
+    return [entry["path"] for page in pages for entry in page]
+
+
+def test_a_pack_that_is_gone_is_missing_and_forgotten(bucket: Bucket, there: S3Store, shard: Shard) -> None:
+    """As the bucket's own rules on lifetime delete it; what two writers have put, is gone twice."""
+    first, second = (open_store(parse_address(bucket.url), TIMEOUT_S) for _ in range(2))
+    for writer in (first, second):
+        writer.put(shard, KEYS, values(writer, len(KEYS)))
+    assert first.ask(shard, KEYS[:2]) == [True, True]
+    first_pack, second_pack = packs_of(there, shard)
+    for pack in (second_pack, first_pack):
+        obstore.delete(there, pack)
+        assert first.get(shard, KEYS[:2], values(first, 2)) == [MISSING, MISSING]
+    assert first.ask(shard, KEYS[:2]) == [False, False]
+
+
+@pytest.mark.parametrize("left", [0, 5, 400, SIZE + 2000])
+def test_r17_a_pack_that_was_cut_costs_its_values_and_no_other_pack(
+    bucket: Bucket, there: S3Store, shard: Shard, left: int
+) -> None:
+    """The client's own read of several ranges panics there."""
+    store, late = (open_store(parse_address(bucket.url), TIMEOUT_S) for _ in range(2))
+    written = values(store, 4)
+    store.put(shard, KEYS[:3], written[:3])
+    [cut] = packs_of(there, shard)
+    store.put(shard, KEYS[3:4], written[3:])
+    obstore.put(there, cut, bytes(obstore.get(there, cut).bytes())[:left])
+    read = values(store, 4)
+    arrived = store.get(shard, KEYS[:4], read)
+    assert arrived[3] == SIZE
+    assert read[3] == written[3]
+    assert all(arrived[at] < SIZE or read[at] == written[at] for at in range(3))
+    assert arrived[2] < SIZE
+    assert store.get(shard, KEYS[2:3], read[:1]) == [MISSING]  # and its index is not read again
+    assert late.ask(shard, KEYS[:4]) == [False, False, False, True]
+    assert store.put(shard, KEYS[2:3], written[2:3]) == [True]
+    assert len(packs_of(there, shard)) == 3
+
+
+def test_a_writer_with_a_wrong_clock_does_not_hide_what_others_write(
+    bucket: Bucket, there: S3Store, shard: Shard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, late = (open_store(parse_address(bucket.url), TIMEOUT_S) for _ in range(2))
+    store.put(shard, KEYS[:1], values(store, 1))
+    [pack] = packs_of(there, shard)
+    folder, _, name = pack.rpartition("/")
+    data = bytes(obstore.get(there, pack).bytes())
     obstore.delete(there, pack)
-    assert store.get(shard, KEYS[:2], values(store, 2)) == [MISSING, MISSING]
-    assert store.ask(shard, KEYS[:2]) == [False, False]
+    obstore.put(there, f"{folder}/ffffffffffff{name[12:]}", data)
+    assert late.ask(shard, KEYS[:2]) == [True, False]
+    store.put(shard, KEYS[1:2], values(store, 1))
+    monkeypatch.setattr("kvoffload.remote.bucket._LOOK_PERIOD_S", 0.0)
+    assert late.ask(shard, KEYS[:2]) == [True, True]
 
 
 def test_refused_credentials_are_an_error_that_does_not_repeat_them(
     bucket: Bucket, shard: Shard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in bucket.environment.items():
-        monkeypatch.setenv(name, value)
-    credentials = [bucket.environment[name] for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")]
+    bucket.reach(monkeypatch)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     store = open_store(parse_address(bucket.url), TIMEOUT_S)
-    with pytest.raises(RemoteError) as refused:
-        store.put(shard, KEYS[:1], values(store, 1))
+    assert store.put(shard, KEYS[:1], values(store, 1)) == [False]
+    with pytest.raises(RemoteError, match="403") as refused:
+        store.ask(shard, KEYS[:1])
     text = str(refused.value)
     assert "blocks" in text
-    assert not any(secret in text for secret in (*credentials, "wrong"))
+    assert not any(secret in text for secret in (*bucket.secrets, "wrong"))
 
 
 def test_no_server_is_an_error_soon(tmp_path: Path) -> None:

@@ -49,6 +49,16 @@ def test_every_fault_that_is_promised_has_a_row() -> None:
             "wall clock",
         ),
         *("disk is full", "too little room", "eio", "on it hangs", "torn", "bit flips", "index loses bytes"),
+        *(
+            "killed, or stops",
+            "comes back empty",
+            "is cut",
+            "another writer",
+            "store is full",
+            "lease",
+            "credentials",
+            "certificate",
+        ),
         *("missing", "swapped", "another model", "parallel shape", "power fails", "32 writers", "is removed"),
     ):
         assert word in reported, word
@@ -56,7 +66,8 @@ def test_every_fault_that_is_promised_has_a_row() -> None:
 
 def test_every_test_of_a_fault_is_in_the_table() -> None:
     named = set(re.findall(r"::(\w+)`", PAGE))
-    for file in sorted((ROOT / "tests" / "faults").glob("test_*.py")):
+    remote = ROOT / "tests" / "remote" / "test_faults.py"
+    for file in [*sorted((ROOT / "tests" / "faults").glob("test_*.py")), remote]:
         if file.name == "test_resets.py":  # described below the table
             continue
         tests = {name for name in names_in(str(file.relative_to(ROOT))) if name.startswith("test_")}

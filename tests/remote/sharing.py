@@ -1,0 +1,75 @@
+"""Engines that share a real store, for tests of what they find in it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from kvoffload.engine import Engine, SamplingParams
+from kvoffload.model.causes import TierOutcome
+from kvoffload.model.events import TierCopyEnded
+from kvoffload.model.transfer import Direction
+from kvoffload.runtime.scheduler_side import SchedulerSide
+from kvoffload_reference.plugin import ReferencePlugin
+from tests.engine.tiny import assert_same, taken
+from tests.reference.rig import BLOCK, TOLERANCE, config_of, plain, text
+
+PROMPT = text(1, 10 * BLOCK)
+NEW_TOKENS = 4
+PATIENCE_S = 30.0
+
+
+class Served:
+    """A real engine with the plugin, on real threads, beside a real store."""
+
+    def __init__(self, url: str | None, kind: str = "full", *, ranks: int = 1, **extra: object) -> None:
+        self.kind = kind
+        self.plugin = ReferencePlugin()
+        settings = {"remote_url": url, "remote_timeout_s": 5.0, **extra} if url is not None else extra
+        config = config_of(kind, ranks=ranks, host_blocks=400, extra=settings)
+        self.engine = Engine(config, self.plugin, clock=time.monotonic)
+        self.copies: list[TierCopyEnded] = []
+        self.offload.bus.count(TierCopyEnded, self.copies.append)
+
+    @property
+    def offload(self) -> SchedulerSide:
+        assert self.plugin.offload is not None
+        return self.plugin.offload
+
+    @property
+    def namespace(self) -> str:
+        state = self.offload.core.state.remote
+        assert state is not None
+        return state.namespace
+
+    def step_until(self, is_so: Callable[[], bool]) -> None:
+        until = time.monotonic() + PATIENCE_S
+        while not is_so():
+            assert time.monotonic() < until
+            self.engine.step()
+
+    def opened(self) -> Served:
+        state = self.offload.core.state.remote
+        assert state is not None
+        self.step_until(lambda: state.is_usable)
+        return self
+
+    def run(self, prompt: Sequence[int] = PROMPT) -> None:
+        """Serve one request that finds nothing on the device."""
+        assert self.engine.pool.reset_prefix_cache()
+        stream = self.engine.submit(prompt, SamplingParams(NEW_TOKENS))
+        while self.engine.has_work:
+            self.engine.step()
+        assert_same(taken(stream), plain(self.kind, tuple(prompt), NEW_TOKENS), TOLERANCE)
+        assert self.offload.audit() == []
+
+    def share(self) -> None:
+        self.run()
+        self.run()
+        self.step_until(lambda: self.copied(Direction.STORE) > 0)
+
+    def copied(self, way: Direction, outcome: TierOutcome = TierOutcome.DONE) -> int:
+        return sum(each.blocks for each in self.copies if (each.direction, each.outcome) == (way, outcome))
+
+
+StartEngine = Callable[..., Served]

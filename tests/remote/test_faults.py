@@ -1,0 +1,395 @@
+"""What a real store's failures cost: its hits. Never a wrong token, a request that waits too long, or an end that does.
+
+`Served.run` compares every answer with an engine's without offloading, and every step ends in time or the test fails.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import obstore
+import pytest
+from obstore.store import S3Store
+
+from kvoffload.model.causes import TierOutcome
+from kvoffload.model.ids import BlockKey
+from kvoffload.model.transfer import Direction
+from kvoffload.remote.values import TRAILER_BYTES, Shard
+from kvoffload.runtime import remote_index
+from kvoffload.telemetry.labels import TierState
+from kvoffload.testing import ThreadGate
+from kvoffload.testing.logs import capture_logs
+from tests.reference.rig import BLOCK, slot_bytes, text
+from tests.remote.proxy import Proxy
+from tests.remote.servers import Bucket, Mooncake, SecureBucket
+from tests.remote.sharing import PATIENCE_S, PROMPT, Served, StartEngine
+
+if TYPE_CHECKING:
+    from mooncake.store import MooncakeDistributedStore
+
+P = ParamSpec("P")
+T = TypeVar("T")
+LOAD, STORE = Direction.LOAD, Direction.STORE
+SIZE = slot_bytes("full") + TRAILER_BYTES
+TIMEOUT_S = 1.5
+PROMPTS = [text(seed, 10 * BLOCK) for seed in range(10, 14)]
+
+
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that is gone is noticed without a request, and what was written to a bucket is seen at once."""
+    monkeypatch.setattr(remote_index, "LOOK_PERIOD_S", 0.05)
+    monkeypatch.setattr("kvoffload.remote.bucket._LOOK_PERIOD_S", 0.0)
+
+
+@pytest.fixture
+def proxy(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """Between all engines and the bucket."""
+    bucket.reach(monkeypatch)
+    made = Proxy(bucket.port)
+    monkeypatch.setenv("AWS_ENDPOINT", made.endpoint)
+    yield made
+    made.end()
+
+
+def state_of(engine: Served) -> TierState:
+    return engine.offload.gauges().remote
+
+
+def until(engine: Served, state: TierState) -> None:
+    engine.step_until(lambda: state_of(engine) is state)
+
+
+def share(engine: Served, prompt: tuple[int, ...]) -> None:
+    had = engine.copied(STORE)
+    engine.run(prompt)
+    engine.run(prompt)
+    engine.step_until(lambda: engine.copied(STORE) >= had + 9)
+
+
+def check_found(engine: Served, prompt: tuple[int, ...]) -> None:
+    had = engine.copied(LOAD)
+    engine.run(prompt)
+    assert engine.copied(LOAD) > had
+
+
+def meet(first: Served, second: Served) -> None:
+    """Serve other prompts until one engine finds what the other has shared."""
+    had, until = second.copied(LOAD), time.monotonic() + PATIENCE_S
+    for seed in itertools.count(100):
+        assert time.monotonic() < until
+        for engine in (first, first, second):
+            engine.run(text(seed, 10 * BLOCK))
+        if second.copied(LOAD) > had:
+            return
+
+
+def check_gone_and_back(
+    first: Served, second: Served, fail: Callable[[], object], restore: Callable[[], object]
+) -> list[dict[str, Any]]:
+    """Two engines share until the store fails, compute while it does, and share again after it; return what was logged."""
+    for prompt in PROMPTS[:2]:
+        share(first, prompt)
+    check_found(second, PROMPTS[0])
+    loaded = second.copied(LOAD)
+    with capture_logs() as lines:
+        fail()
+        second.run(PROMPTS[1])
+        for engine in (first, second):
+            until(engine, TierState.FAILING)
+            engine.run(PROMPTS[2])
+        assert second.copied(LOAD) == loaded
+        restore()
+        meet(first, second)
+    events = [line["event"] for line in lines]
+    assert events.count("remote_fails") >= 2
+    assert events.count("remote_works") >= 2
+    return lines
+
+
+@pytest.mark.parametrize("what", ["refused", "silent", "cut", "unavailable"])
+def test_r17_s3_that_fails_is_left_alone_and_used_again(
+    start: StartEngine, proxy: Proxy, bucket: Bucket, what: str
+) -> None:
+    first, second = (
+        start("s3://blocks/kvoffload", remote_timeout_s=TIMEOUT_S, disk_identity=what).opened()
+        for _ in range(2)
+    )
+    gate = ThreadGate()
+
+    def fail() -> None:
+        proxy.cuts = what in ("refused", "cut")
+        proxy.gate = gate if what == "silent" else None
+        proxy.refuse = lambda _: {"refused": 0, "unavailable": 503}.get(what)
+
+    def restore() -> None:
+        gate.open()
+        proxy.restore()
+
+    lines = check_gone_and_back(first, second, fail, restore)
+    reasons = " ".join(str(line.get("reason")) for line in lines)
+    assert {"unavailable": "503", "silent": "has not returned"}.get(what, "") in reasons
+    assert not any(secret in str(lines) for secret in bucket.secrets)
+
+
+def test_r17_s3_that_is_slow_is_used_within_its_time(start: StartEngine, proxy: Proxy) -> None:
+    first, second = (start("s3://blocks/kvoffload", disk_identity="slow").opened() for _ in range(2))
+    proxy.seconds = 0.2
+    share(first, PROMPT)
+    check_found(second, PROMPT)
+    assert state_of(second) is TierState.OPEN
+
+
+@pytest.mark.parametrize("what", ["node", "master"])
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_r17_mooncake_that_is_gone_is_left_alone_and_used_again(
+    start: StartEngine, tmp_path: Path, what: str, how: str
+) -> None:
+    server = Mooncake(tmp_path, "--client_ttl", 1)
+    try:
+        first, second = (start(server.url, remote_timeout_s=TIMEOUT_S).opened() for _ in range(2))
+        fail = getattr(getattr(server, what), how)
+        restore = getattr(server, f"start_{what}") if how == "kill" else getattr(server, what).go_on
+        check_gone_and_back(first, second, fail, restore)
+        getattr(getattr(server, what), how)()
+        second.run(PROMPTS[3])
+        began = time.monotonic()
+        second.offload.reset()
+        second.engine.close()
+        assert time.monotonic() - began < PATIENCE_S  # the client alone takes up to a minute for each call
+    finally:
+        server.close()
+
+
+def test_r17_a_full_mooncake_store_takes_nothing_and_is_read(start: StartEngine, tmp_path: Path) -> None:
+    server = Mooncake(tmp_path, "--default_kv_lease_ttl", 60_000, node_bytes=2**24)  # nothing is evicted
+    try:
+        first, second = (start(server.url).opened() for _ in range(2))
+        share(first, PROMPTS[0])
+        check_found(second, PROMPTS[0])  # what was read has a lease
+        fill(server)
+        check_refused(first, "-200")
+        check_found(start(server.url).opened(), PROMPTS[0])
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("status", [403, 507])
+def test_r17_a_bucket_that_takes_nothing_is_read(start: StartEngine, proxy: Proxy, status: int) -> None:
+    """Its credentials may only read, or it is full."""
+    first, second = (
+        start("s3://blocks/kvoffload", disk_identity=f"full {status}").opened() for _ in range(2)
+    )
+    share(first, PROMPTS[0])
+    proxy.refuse = lambda method: status if method == "PUT" else None
+    check_refused(first, str(status))
+    check_found(second, PROMPTS[0])
+    proxy.restore()
+    share(first, PROMPTS[2])
+
+
+def check_refused(engine: Served, reason: str) -> None:
+    """Blocks that were found again are not taken, which is logged once; the store stays open."""
+    with capture_logs() as lines:
+        for prompt in PROMPTS[1:3]:
+            had = engine.copied(STORE, TierOutcome.FAILED)
+            engine.run(prompt)
+            engine.run(prompt)
+            engine.step_until(lambda had=had: engine.copied(STORE, TierOutcome.FAILED) > had)  # type: ignore[misc]
+    refusals = [line["reason"] for line in lines if line["event"] == "remote_write_refused"]
+    assert len(refusals) == 1
+    assert reason in refusals[0]
+    assert state_of(engine) is TierState.OPEN
+
+
+def fill(server: Mooncake) -> None:
+    """Leave no room for a block; what is pinned is not evicted."""
+    from mooncake.store import ReplicateConfig
+
+    store, pinned, size = other_writer(server), ReplicateConfig(), 2**20
+    pinned.with_hard_pin = True
+    while size > SIZE // 2:
+        if store.put(secrets.token_hex(8), bytes(size), pinned) != 0:
+            size //= 2
+    store.close()
+
+
+def other_writer(server: Mooncake) -> MooncakeDistributedStore:
+    from mooncake.store import MooncakeDistributedStore
+
+    store = MooncakeDistributedStore()
+    assert store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 2**24, "tcp", "", f"127.0.0.1:{server.port}") == 0
+    return store
+
+
+def test_r17_a_lease_that_ends_during_a_read_costs_the_read(start: StartEngine, tmp_path: Path) -> None:
+    server = Mooncake(tmp_path, "--default_kv_lease_ttl", 200)
+    try:
+        first, second = (start(server.url, disk_identity="lease").opened() for _ in range(2))
+        share(first, PROMPT)
+        server.node.stop()
+        later = threading.Timer(1.0, server.node.go_on)
+        later.start()
+        second.run(PROMPT)
+        later.join()
+        assert second.copied(LOAD) == 0
+        assert second.copied(LOAD, TierOutcome.FAILED) > 0
+        assert state_of(second) is TierState.OPEN
+        share(first, PROMPTS[1])
+        check_found(second, PROMPTS[1])
+    finally:
+        server.close()
+
+
+def names_of(engine: Served) -> tuple[Shard, list[BlockKey]]:
+    remote = engine.offload.core.state.remote
+    assert remote is not None
+    return Shard(engine.namespace, 0, 1), [key for key, _ in remote.pool.index.items()]
+
+
+@pytest.mark.parametrize("harm", ["cut", "another writer's"])
+def test_r17_values_of_another_writer_in_mooncake_are_not_used(
+    start: StartEngine, tmp_path: Path, harm: str
+) -> None:
+    server = Mooncake(tmp_path, "--default_kv_lease_ttl", 500)
+    try:
+        first, second = (start(server.url).opened() for _ in range(2))
+        share(first, PROMPT)
+        shard, keys = names_of(first)
+        writer = other_writer(server)
+        for name in map(shard.name, keys):
+            while writer.remove(name) != 0:
+                pass  # until the lease has ended
+            assert writer.put(name, secrets.token_bytes(SIZE - 9 if harm == "cut" else SIZE)) == 0
+        writer.close()
+        check_corrupt(second)
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("harm", ["cut", "another writer's"])
+def test_r17_values_of_another_writer_in_a_bucket_are_not_used(
+    start: StartEngine, bucket: Bucket, monkeypatch: pytest.MonkeyPatch, harm: str
+) -> None:
+    bucket.reach(monkeypatch)
+    first, second = (start(bucket.url, disk_identity=harm).opened() for _ in range(2))
+    share(first, PROMPT)
+    there = S3Store("blocks", prefix="kvoffload")
+    if harm == "cut":
+        second.run(PROMPTS[1])  # it has read the index then
+    [pages] = obstore.list(there, f"kvo1/{first.namespace}/")
+    for entry in pages:
+        pack = bytes(obstore.get(there, entry["path"]).bytes())
+        size = int(entry["path"].rpartition("-")[2])
+        data = pack[: size + 99] if harm == "cut" else pack[:size] + secrets.token_bytes(len(pack) - size)
+        obstore.put(there, entry["path"], data)
+    check_corrupt(second)
+
+
+def check_corrupt(engine: Served) -> None:
+    engine.run(PROMPT)
+    assert engine.copied(LOAD) == 0
+    counted = engine.offload.counters.snapshot()
+    wrong = [
+        counted.count("kvoffload_tier_blocks_total", "remote", "load", each) for each in ("corrupt", "failed")
+    ]
+    assert sum(wrong) > 0
+    assert state_of(engine) is TierState.OPEN
+
+
+def test_r17_a_certificate_that_is_not_trusted_costs_the_tier(
+    start: StartEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = SecureBucket(tmp_path)
+    server.reach(monkeypatch)
+    try:
+        with capture_logs() as lines:
+            engine = start(server.url)
+            engine.step_until(lambda: [line for line in lines if line["event"] == "remote_fails"] != [])
+            engine.run()
+        assert all("UnknownIssuer" in line["reason"] for line in lines if line["event"] == "remote_fails")
+        assert state_of(engine) is TierState.OPENING
+        monkeypatch.setenv("SSL_CERT_FILE", str(server.certificate))
+        share(start(server.url).opened(), PROMPT)
+    finally:
+        server.close()
+
+
+def test_r17_refused_credentials_cost_the_tier_and_are_not_logged(
+    start: StartEngine, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket.reach(monkeypatch)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong" * 5)
+    with capture_logs() as lines:
+        engine = start(bucket.url)
+        engine.step_until(lambda: len([line for line in lines if line["event"] == "remote_fails"]) == 2)
+        engine.run()
+    assert "403" in str(lines)
+    assert not any(secret in str(lines) for secret in (*bucket.secrets, "wrong"))
+    assert state_of(engine) is TierState.OPENING
+
+
+def test_r17_a_store_that_is_dead_for_good_is_called_by_probes_alone(
+    start: StartEngine, proxy: Proxy
+) -> None:
+    engine = start("s3://blocks/kvoffload", disk_identity="dead", remote_timeout_s=TIMEOUT_S).opened()
+    proxy.refuse = lambda _: 503
+    until(engine, TierState.FAILING)
+    engine.run(PROMPTS[0])
+    began, before = time.monotonic(), len(proxy.requests)
+    for seed in range(100, 108):
+        engine.run(text(seed, 10 * BLOCK))
+    probes = 1 + int(
+        math.log2(1 + time.monotonic() - began)
+    )  # after 1, 2, 4 seconds and so on, on the scheduler's side
+    made = proxy.requests[before:]
+    assert all(each.endswith("kvo1/probe") for each in made)
+    assert len(made) <= 2 * probes  # the client tries each once more
+    began = time.monotonic()
+    engine.engine.close()
+    assert time.monotonic() - began < PATIENCE_S
+
+
+def test_r17_a_dead_store_costs_a_lookup_at_most_five_calls(start: StartEngine, proxy: Proxy) -> None:
+    dead = start("s3://blocks/kvoffload", disk_identity="dead", remote_timeout_s=TIMEOUT_S).opened()
+    without = start(None)
+    proxy.refuse = lambda _: 503
+    until(dead, TierState.FAILING)
+    assert calls_of_lookups(dead) <= calls_of_lookups(without) + 5
+
+
+def calls_of_lookups(engine: Served) -> int:
+    """Return the most Python calls that a lookup makes."""
+    most = 0
+
+    def counted(hook: Callable[P, T]) -> Callable[P, T]:
+        def call(*arguments: P.args, **named: P.kwargs) -> T:
+            nonlocal most
+            calls = 0
+
+            def seen(_frame: object, event: str, _argument: object) -> None:
+                nonlocal calls
+                calls += event == "call"
+
+            sys.setprofile(seen)
+            try:
+                return hook(*arguments, **named)
+            finally:
+                sys.setprofile(None)
+                most = max(most, calls)
+
+        return call
+
+    side = engine.offload
+    side.lookup = counted(side.lookup)  # type: ignore[method-assign]
+    for seed in range(3):
+        engine.run(text(200 + seed, 10 * BLOCK))
+    return most

@@ -1,0 +1,151 @@
+"""Which generation engines share, as each one's scheduler sees it, on a store in memory and a clock of the test's."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import pytest
+
+from kvoffload.model import facts
+from kvoffload.model.ids import BlockKey, RequestId
+from kvoffload.remote.address import BucketAddress, RemotePlace
+from kvoffload.remote.values import generation_name
+from kvoffload.runtime import remote_index
+from kvoffload.runtime.portal import Portal
+from kvoffload.runtime.remote_index import LOOK_PERIOD_S, RemoteIndex
+from kvoffload.testing import FakeClock, ManualExecutor
+from kvoffload.testing.logs import capture_logs
+from tests.remote.fake_store import FakeStore
+
+NAME = generation_name("print")
+
+
+class InlinePortal(Portal):
+    """Whatever it is handed has run when it returns."""
+
+    def new_executor(self, purpose: str, threads: int = 1) -> ManualExecutor:
+        return ManualExecutor(held=False)
+
+
+class World:
+    """One store, and engines that share it."""
+
+    def __init__(self) -> None:
+        self.clock, self.store = FakeClock(), FakeStore()
+        self.engines: list[RemoteIndex] = []
+
+    def start(self, identity: Future[str] | None = None) -> RemoteIndex:
+        """An engine; with an identity, one that does not know yet what it serves."""
+        place = RemotePlace(BucketAddress("blocks"), lambda: "print")
+        engine = RemoteIndex(place, 1, InlinePortal("inline"), self.clock.monotonic, 2.0)
+        if identity is not None:
+            engine._identified = identity
+        self.engines.append(engine)
+        self.step()
+        return engine
+
+    def step(self, seconds: float = 0.0) -> None:
+        self.clock.jump(seconds)
+        for engine in self.engines:
+            for _ in range(3):  # a probe, what was waiting for it, its end
+                engine.poll()
+
+
+def generation(engine: RemoteIndex) -> str:
+    """Return what the core was last told to use, "" for nothing."""
+    changes = [each for each in engine.due if not isinstance(each, facts.RemoteAnswered)]
+    return changes[-1].namespace if changes and isinstance(changes[-1], facts.RemoteOpened) else ""
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    made = World()
+    monkeypatch.setattr(remote_index, "open_store", lambda *_: made.store)
+    return made
+
+
+def test_engines_of_one_fingerprint_share_what_the_first_has_made(world: World) -> None:
+    first, second = world.start(), world.start()
+    assert generation(first) == generation(second) == f"print/{world.store.values[NAME].decode()}"
+
+
+def test_r18_an_engine_that_was_reset_leaves_the_others_and_those_that_begin_later_share_apart(
+    world: World,
+) -> None:
+    first, second = world.start(), world.start()
+    shared = generation(first)
+    with capture_logs() as lines:
+        first.reset()
+        world.step(LOOK_PERIOD_S)
+    assert [line["event"] for line in lines].count("remote_generation_kept") == 1
+    late, later = world.start(), world.start()
+    assert generation(second) == shared
+    assert len({shared, generation(first), generation(late)}) == 3
+    assert generation(later) == generation(late)
+
+
+def test_r18_who_has_seen_a_reset_brings_nothing_to_those_that_began_after_it(world: World) -> None:
+    first, second = world.start(), world.start()
+    shared = generation(second)
+    first.reset()
+    world.step(LOOK_PERIOD_S)
+    late = world.start()
+    del world.store.values[NAME]
+    world.step(LOOK_PERIOD_S)
+    assert generation(late) not in (shared, generation(first))
+    assert generation(second) == shared
+
+
+def test_a_generation_that_the_store_has_lost_is_made_again_and_all_meet_there(world: World) -> None:
+    first, second = world.start(), world.start()
+    was = generation(first)
+    del world.store.values[NAME]
+    world.step(LOOK_PERIOD_S)
+    assert generation(first) == generation(second) == generation(world.start()) != was
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"another writer's", b"0" * 31, b"0" * 33, b"0" * 32 + b" after a reset."]
+)
+def test_what_is_no_generation_is_not_used(world: World, data: bytes) -> None:
+    world.store.values[NAME] = data
+    assert generation(world.start()) == ""
+
+
+def test_r18_a_reset_before_the_identity_is_known_is_one_too(world: World) -> None:
+    known = Future[str]()
+    first, second = world.start(), world.start(known)
+    second.reset()
+    known.set_result("print")
+    world.step()
+    assert generation(second) not in ("", generation(first))
+    assert generation(world.start()) not in (generation(first), generation(second))
+
+
+def test_a_reset_that_the_store_does_not_take_is_made_up_for_when_it_is_back(world: World) -> None:
+    first = world.start()
+    was, world.store.fails = generation(first), True
+    with capture_logs() as lines:
+        first.reset()
+    assert "remote_generation_not_replaced" in [line["event"] for line in lines]
+    for _ in range(4):
+        world.step()
+    assert generation(first) == ""  # three failures in a row
+    world.store.fails = False
+    world.step(1.0)
+    assert generation(world.start()) != was
+
+
+def test_a_store_that_is_lost_during_a_reset_is_not_reported_open(world: World) -> None:
+    first = world.start()
+    world.store.fails = True
+    for _ in range(3):
+        first.ask(RequestId("asks"), (BlockKey(b"key"),))
+        world.step()
+    assert generation(first) == ""
+    first.reset()
+    world.step()
+    assert generation(first) == ""
+    world.store.fails = False
+    world.step(1.0)
+    assert generation(first) != ""
