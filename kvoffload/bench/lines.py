@@ -24,6 +24,8 @@ class Line:
         target: what was wanted, in words; empty where nothing was.
         is_met: whether it is so; None without a target.
         is_check: whether something is wrong where it is not so, and not only slow.
+        curve: the same over time, a number a second.
+        marks: of the curve, the second in which something was done, and the one in which it was over.
     """
 
     what: str
@@ -34,6 +36,8 @@ class Line:
     target: str = ""
     is_met: bool | None = None
     is_check: bool = False
+    curve: Sequence[int] = ()
+    marks: Sequence[int] = ()
 
     @property
     def found(self) -> str:
@@ -52,11 +56,20 @@ class Line:
             return ""
         return "pass" if self.is_met else "fail" if self.is_check else "miss"
 
+    @property
+    def over_time(self) -> str:
+        """The curve, with a bar at each mark; empty without one."""
+        shown = [
+            ("| " if second in self.marks else "") + f"{each:,}" for second, each in enumerate(self.curve)
+        ]
+        return " ".join(shown)
+
     def to_plain(self) -> dict[str, object]:
         """The fields for JSON, numbers to five digits."""
         return {
             name: float(f"{value:.5g}") if isinstance(value, float) else value
             for name, value in asdict(self).items()
+            if value or name not in ("curve", "marks")
         }
 
 
@@ -112,6 +125,8 @@ def table(lines: Sequence[Line]) -> Iterator[str]:
     width, room = (max(len(getattr(one, name)) for one in lines) for name in ("what", "found"))
     for one in lines:
         yield f"{one.what:<{width}}  {one.found:>{room}}  {one.target:<14}  {one.verdict}".rstrip()
+        if one.curve:
+            yield f"    each second: {one.over_time}"
 
 
 def markdown(results: Sequence[Mapping[str, Any]]) -> str:
@@ -126,12 +141,13 @@ def markdown(results: Sequence[Mapping[str, Any]]) -> str:
         for result in benches:
             for one in (Line(**plain) for plain in result["lines"]):
                 word = _IN_DOCUMENTS[one.verdict]
-                parts.append(f"| `{result['bench']}` | {one.what} | {one.found} | {one.target} | {word} |")
+                found = f"{one.found}<br>each second: {one.over_time}" if one.curve else one.found
+                parts.append(f"| `{result['bench']}` | {one.what} | {found} | {one.target} | {word} |")
         parts.append("")
     return "\n".join(parts)
 
 
-_ORDER = ("engine", "serve", "hooks", "queue", "copy", "disk", "gpu-check", "verify", "scale")
+_ORDER = ("engine", "serve", "hooks", "queue", "copy", "disk", "remote", "gpu-check", "verify", "scale")
 _IN_DOCUMENTS = {"": "", "pass": "met", "miss": "**missed**", "fail": "**failed**"}
 
 

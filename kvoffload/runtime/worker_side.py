@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 log = get_logger("worker")
 
 _STORE_BYTES_IN_FLIGHT = 64 * 2**20  # a few milliseconds of copying: what a load may find before it
-_REMOTE_THREADS = 2  # a store's client spreads a batch itself
+REMOTE_THREADS = 2  # a store's client spreads a batch itself
 _DRAIN_S = 5.0  # beyond the transfer time-out
 _PINNING_S = 10.0  # of an engine's start
 
@@ -202,7 +202,7 @@ class WorkerSide:
         timeout_s = self._config.remote_timeout_s
         calls = RemoteCalls(
             partial(open_store, address, timeout_s),
-            self._portal.new_executor("remote", threads=_REMOTE_THREADS),
+            self._portal.new_executor("remote", threads=REMOTE_THREADS),
             self._clock.monotonic,
             timeout_s,
             rank=self._rank,

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvoffload.remote.store import RemoteStore
     from kvoffload.transfer.arena import Arena
     from kvoffload.transfer.checksums import Checksums
+    from kvoffload.transfer.layout import DeviceLayout
     from kvoffload.transfer.ports import Clock
 
 MOST_BLOCKS = 64
@@ -72,6 +73,11 @@ class _OpenJob:
     missing: list[int] = field(default_factory=list)
 
 
+def batch_blocks(layout: DeviceLayout) -> int:
+    """Return the most blocks that one call of a store moves."""
+    return max(min(MOST_BLOCKS, _MOST_BYTES // (layout.slot_bytes + TRAILER_BYTES + _LINE)), 1)
+
+
 class RemoteCopies:
     """Fetches from a store and spills to it, of one rank.
 
@@ -101,7 +107,7 @@ class RemoteCopies:
         self._layout = digest_of(arena.layout)
         self._value_bytes = arena.layout.slot_bytes + TRAILER_BYTES
         self._pitch = -(-self._value_bytes // _LINE) * _LINE
-        self._batch = max(min(MOST_BLOCKS, _MOST_BYTES // self._pitch), 1)
+        self._batch = batch_blocks(arena.layout)
         self._to_buffer, self._to_host = choose_copy(), choose_copy(arena_is_target=True)
         self._buffers = threading.local()
         self._reports: list[JobReport] = []

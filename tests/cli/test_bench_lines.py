@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -61,6 +63,13 @@ def test_the_page_has_a_table_a_machine_and_what_offloading_costs_first() -> Non
         "y, 2 cores, 1 GiB, Python 3, kvoffload 0, 2026-01-01:",
         "| `copy` | a copy | 1.00x | at least 1x | met |",
     ]
+
+
+def test_a_curve_is_shown_second_by_second_with_what_happened() -> None:
+    one = replace(line("while it fails", [0.5]), curve=(1200, 30, 900), marks=(1, 2))
+    assert list(table([one]))[1].strip() == "each second: 1,200 | 30 | 900"
+    assert Line(**json.loads(json.dumps(one.to_plain()))).over_time == one.over_time
+    assert "curve" not in line("at once", [1.0]).to_plain()
 
 
 def test_what_is_kept_comes_back() -> None:

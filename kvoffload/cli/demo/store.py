@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 
 from kvoffload.checks.remote import unreachable
@@ -32,8 +32,7 @@ def store_for(remote: str) -> Iterator[str]:
     Raises:
         CommandError: what it needs is not installed, it does not start, or it does not answer.
     """
-    # Mooncake's client writes a page of messages at each start.
-    with _environment({"MC_LOG_LEVEL": os.environ.get("MC_LOG_LEVEL", "ERROR")}):
+    with quiet_client():
         if remote in _MAKE:
             with _local(remote) as url:
                 _check(remote, url)
@@ -55,12 +54,17 @@ def _local(kind: str) -> Iterator[str]:
             store.close()
             shutil.rmtree(folder, ignore_errors=True)
 
-        with closing(store), signals.undone_on_exit(undo), _environment(store.environment):
+        with closing(store), signals.undone_on_exit(undo), environment(store.environment):
             yield store.url
 
 
+def quiet_client() -> AbstractContextManager[None]:
+    """Have Mooncake's client write errors only; by default it writes a page of messages at each start."""
+    return environment({"MC_LOG_LEVEL": os.environ.get("MC_LOG_LEVEL", "ERROR")})
+
+
 @contextmanager
-def _environment(names: Mapping[str, str]) -> Iterator[None]:
+def environment(names: Mapping[str, str]) -> Iterator[None]:
     """Have these variables for this process and those that it starts."""
     before = {name: os.environ.get(name) for name in names}
     os.environ.update(names)

@@ -1,0 +1,323 @@
+"""Engines that share a store: what it brings the second one, what it costs the hooks, and what it costs while it fails.
+
+* A second engine serves prompts that another engine computed and wrote to the store, in turns with an engine that recomputes them.
+* Conversations that outgrow the host are played by four engines in turns: without a store, with an empty one that nothing is written
+  to, with one that works, and with one that is dead.
+* An engine serves a ring of prompts that fits neither its device nor its host, so that each comes from the store. Its tokens are
+  counted in windows of a second while something is done to the store, and after that is over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import random
+import statistics
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvoffload.bench.lines import Line, line, ratios
+from kvoffload.bench.remote import STORES, started
+from kvoffload.bench.remote_failures import FAILURES, Begin, LocalStore
+from kvoffload.cli.demo.conversations import make_conversations
+from kvoffload.cli.demo.engines import PLUGIN, engine_config
+from kvoffload.cli.demo.options import DemoOptions
+from kvoffload.cli.demo.play import Player, idle, warm_up
+from kvoffload.cli.exits import CommandError
+from kvoffload.cli.signals import run_async
+from kvoffload.engine import Engine, SamplingParams
+from kvoffload.engine.plugin import load_plugin
+from kvoffload.telemetry.labels import TierState
+
+if TYPE_CHECKING:
+    from kvoffload.runtime.scheduler_side import SchedulerSide
+
+_NODE_BYTES = 2**29
+_PATIENCE_S = 120.0
+_NEVER = 2**30  # hits before a block is written
+_HOOK_TURNS = 10
+_ANSWER = 4
+_RING, _RING_TOKENS, _CLIENTS = 32, 320, 2
+_HOST_SHARE = 3  # of the ring; fetches may fill a quarter of the host: a prompt of each client
+_FLOAT_BYTES = 4  # of the engine's KV
+
+
+def measure_engines(args: argparse.Namespace) -> Iterator[Line]:
+    """Measure on each store that was asked for.
+
+    Raises:
+        CommandError: a store does not start, or brings nothing where it should.
+    """
+    for store in args.store:
+        with started(store, _NODE_BYTES) as server:
+            yield from run_async(_second_engine(STORES[store], server, args))
+    with started(args.store[0], _NODE_BYTES) as works, started(args.store[0], _NODE_BYTES) as dies:
+        yield from run_async(_hooks(works, dies))
+    without = run_async(_without_a_store(args))
+    floor = _mean(without)
+    yield replace(
+        line(
+            f"tokens on a ring of {_RING} prompts that outgrows device and host, without a store",
+            [floor],
+            "/s",
+        ),
+        curve=without,
+    )
+    for store in args.store:
+        for what, begin in FAILURES[store].items():
+            with started(store, _NODE_BYTES) as server:
+                found = run_async(_failing(server, begin, args))
+            yield from _curve_lines(f"{STORES[store]}, {what}", found, floor)
+
+
+# -- what it brings -------------------------------------------------------------------------------------------------
+
+
+async def _second_engine(name: str, server: LocalStore, args: argparse.Namespace) -> list[Line]:
+    """Have one engine write prompts to the store, and another begin on them."""
+    tokens = 1280 if args.model == "small" else 512
+    options = DemoOptions(
+        conversations=args.conversations,
+        turns=1,
+        first_tokens=tokens,
+        answer_tokens=_ANSWER,
+        model=args.model,
+    )
+    settings = {"host_bytes": "256MiB", "remote_url": server.url, "share_after_hits": 0}
+    prompts = _prompts(args.conversations, tokens)
+    async with _served(options, settings) as (first, side):
+        for prompt in prompts:
+            await _first_token_s(first, prompt)
+        await _until(first, lambda: _moved(side, "store") >= args.conversations * (tokens // 16 - 1))
+    taken: dict[str, list[float]] = {"recomputed": [], "shared": []}
+    async with _served(options, settings) as (second, side), _served(options, {}) as (plain, _):
+        for number, prompt in enumerate(prompts):
+            both = [("recomputed", plain), ("shared", second)]
+            for which, engine in both[:: 1 if number % 2 else -1]:
+                taken[which].append(1e3 * await _first_token_s(engine, prompt))
+        fetched = _moved(side, "load")
+    if not fetched:
+        raise CommandError(f"nothing was fetched from {name}, so there is nothing to time")
+    what = f"first token of a prefix that another engine computed, {name}"
+    return [
+        line(f"{what}: sooner than recomputed", ratios(taken["recomputed"], taken["shared"]), at_least=3),
+        line(f"{what}: recomputed", taken["recomputed"], " ms"),
+        line(f"{what}: with the store", taken["shared"], " ms"),
+    ]
+
+
+# -- what it costs --------------------------------------------------------------------------------------------------
+
+
+async def _hooks(works: LocalStore, dies: LocalStore) -> list[Line]:
+    """Play conversations that outgrow the host, with and without a store."""
+    options = DemoOptions(
+        conversations=12, turns=_HOOK_TURNS, first_tokens=384, turn_tokens=96, answer_tokens=24, model="tiny"
+    )
+    text = random.Random(options.seed).randbytes(options.conversations * options.message_tokens)
+    conversations = make_conversations(text, options)
+    urls = {"idle": works.url, "working": works.url, "dead": dies.url}
+    settings: dict[str, dict[str, object]] = {
+        name: {"host_bytes": "18MiB", "remote_url": url} for name, url in urls.items()
+    }
+    settings["idle"] |= {"share_after_hits": _NEVER, "disk_identity": "another"}
+    spent: dict[str, list[float]] = {name: [] for name in ("none", *settings)}
+    async with (
+        _served(options, {"host_bytes": "18MiB"}) as none,
+        _served(options, settings["idle"]) as rests,
+        _served(options, settings["working"]) as busy,
+        _served(options, settings["dead"]) as dead,
+    ):
+        dies.close()
+        await _until(dead[0], lambda: dead[1].gauges().remote is TierState.FAILING)
+        served = dict(zip(spent, (none, rests, busy, dead), strict=True))
+        players: dict[str, Player] = {}
+        for name, (engine, _) in served.items():
+            script = players["none"].answers if players else None
+            players[name] = Player(engine, conversations, options, lambda: None, script)
+        for number in range(options.turns):
+            for name, player in players.items():
+                before = _hook_seconds(served[name][1])
+                await player.play_round(number)
+                spent[name].append(_hook_seconds(served[name][1]) - before)
+        if not _moved(busy[1], "load"):
+            raise CommandError("nothing was fetched from the store, so the tier did not work")
+    what = "time in the scheduler's hooks with a store, over without; reference engine"
+    none_s = spent["none"]
+    return [
+        line(f"{what}, idle", ratios(spent["idle"], none_s), at_most=1.05),
+        line(f"{what}, while it works", ratios(spent["working"], none_s)),
+        line(f"{what}, while the store is dead", ratios(spent["dead"], none_s)),
+    ]
+
+
+def _hook_seconds(side: SchedulerSide) -> float:
+    return sum(
+        each.total for each in side.counters.snapshot().distributions["kvoffload_hook_seconds"].values()
+    )
+
+
+# -- while it fails -------------------------------------------------------------------------------------------------
+
+
+async def _without_a_store(args: argparse.Namespace) -> list[int]:
+    """Return the tokens of each second without a store."""
+    options = _ring_options(args)
+    async with _served(options, {"host_bytes": _ring_host(options)}) as (engine, _), _ring(engine) as tokens:
+        await _counted(tokens, args.seconds)
+        return (await _counted(tokens, args.seconds))[-args.seconds :]
+
+
+async def _failing(server: LocalStore, begin: Begin, args: argparse.Namespace) -> tuple[list[int], int, int]:
+    """Do something to a store while an engine uses it.
+
+    Returns:
+        The tokens of each second, and the seconds at which it began and was over.
+    """
+    options = _ring_options(args)
+    settings = {"host_bytes": _ring_host(options), "remote_url": server.url, "share_after_hits": 0}
+    async with _served(options, settings) as (engine, side), _ring(engine) as tokens:
+        await _until(None, lambda: _moved(side, "load") >= _RING * _RING_TOKENS // 16 // 2)  # half the ring
+        unheeded = len(tokens)  # whole seconds only
+        await _counted(tokens, args.seconds)
+        begins = len(tokens) - 1  # the second that has just begun
+        end = await asyncio.to_thread(begin, server)
+        await _counted(tokens, args.seconds)
+        await asyncio.to_thread(end)
+        ends = len(tokens) - 1
+        await _counted(tokens, args.seconds)
+        return tokens[unheeded:-1], begins - unheeded, ends - unheeded
+
+
+def _ring_options(args: argparse.Namespace) -> DemoOptions:
+    return DemoOptions(
+        conversations=_RING, turns=1, first_tokens=_RING_TOKENS, answer_tokens=_ANSWER, model=args.model
+    )
+
+
+def _ring_host(options: DemoOptions) -> int:
+    """Return the bytes of a host that holds a part of the ring."""
+    model = engine_config(options).model
+    token_bytes = 2 * model.layers * model.kv_heads * model.head_dim * _FLOAT_BYTES
+    return _RING * _RING_TOKENS * token_bytes // _HOST_SHARE
+
+
+@asynccontextmanager
+async def _ring(engine: Engine) -> AsyncIterator[list[int]]:
+    """Have clients serve a ring of prompts; the list gets the tokens of each second, the last one still under way."""
+    prompts, tokens, now = (
+        itertools.cycle(_prompts(_RING, _RING_TOKENS)),
+        [0],
+        asyncio.get_running_loop().time,
+    )
+
+    async def serve() -> None:
+        for prompt in prompts:
+            async with engine.submit(prompt, SamplingParams(_ANSWER)) as stream:
+                brought = len(prompt)
+                async for _ in stream:
+                    tokens[-1] += brought + 1
+                    brought = 0
+
+    async def tick() -> None:
+        began = now()
+        while True:
+            await asyncio.sleep(began + len(tokens) - now())
+            tokens.append(0)
+
+    tasks = [asyncio.create_task(one) for one in (tick(), *(serve() for _ in range(_CLIENTS)))]
+    try:
+        yield tokens
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _counted(tokens: list[int], seconds: int) -> list[int]:
+    """Wait until so many seconds more were counted; return all that were."""
+    end = len(tokens) + seconds
+    while len(tokens) < end:  # noqa: ASYNC110  # a list has no event for it
+        await asyncio.sleep(0.01)
+    return tokens[:-1]
+
+
+def _curve_lines(what: str, found: tuple[list[int], int, int], floor: float) -> Iterator[Line]:
+    """Return what a failure costs, with the curve beside the first line."""
+    tokens, begins, ends = found
+    before, meanwhile = _mean(tokens[:begins]), _mean(tokens[begins:ends])
+    yield replace(
+        line(f"tokens/s over those before, {what}", [meanwhile / before]),
+        curve=tuple(tokens),
+        marks=(begins, ends),
+    )
+    yield line(f"tokens/s over those without a store, {what}", [meanwhile / floor])
+    yield line(f"tokens/s afterwards over those before, {what}", [_mean(tokens[ends:]) / before])
+
+
+def _mean(tokens: list[int]) -> float:
+    """Return the tokens of a second.
+
+    Raises:
+        CommandError: there are none.
+    """
+    if not any(tokens):
+        raise CommandError(
+            f"no token came within {len(tokens)} seconds: the machine is too busy to measure anything"
+        )
+    return statistics.fmean(tokens)
+
+
+# -- engines --------------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def _served(
+    options: DemoOptions, settings: Mapping[str, object]
+) -> AsyncIterator[tuple[Engine, SchedulerSide]]:
+    """Run an engine; one with a store is given when the store can be used."""
+    plugin = load_plugin(PLUGIN)
+    async with Engine(engine_config(options, settings), plugin) as engine:
+        side: SchedulerSide | None = getattr(plugin, "offload", None)
+        assert side is not None, plugin
+        await warm_up(engine, options.first_tokens, options.seed)
+        if "remote_url" in settings:
+            await _until(engine, lambda: side.gauges().remote is TierState.OPEN)
+        yield engine, side
+
+
+async def _first_token_s(engine: Engine, prompt: list[int]) -> float:
+    async with engine.submit(prompt, SamplingParams(_ANSWER)) as stream:
+        async for _ in stream:
+            pass
+    await idle(engine)
+    assert stream.stats.first_token_s is not None
+    return stream.stats.first_token_s - stream.stats.arrived_s
+
+
+async def _until(engine: Engine | None, is_so: Callable[[], bool]) -> None:
+    """Wait until something is so; an engine without requests is made to step.
+
+    Raises:
+        CommandError: it takes too long.
+    """
+    now = asyncio.get_running_loop().time
+    until = now() + _PATIENCE_S
+    while not is_so():
+        if now() > until:
+            raise CommandError(f"the store is not as it should be after {_PATIENCE_S:g} s")
+        if engine is not None:
+            engine.step()
+        await asyncio.sleep(0.01)
+
+
+def _moved(side: SchedulerSide, way: str) -> float:
+    return side.counters.snapshot().count("kvoffload_tier_blocks_total", "remote", way, "done")
+
+
+def _prompts(count: int, tokens: int) -> list[list[int]]:
+    draw = random.Random(0)
+    return [draw.choices(range(256), k=tokens) for _ in range(count)]
