@@ -131,21 +131,25 @@ class RemoteWorld(World):
         if not copy.running:
             del self.copies[job]
         if copy.job.direction is Direction.STORE:
-            part = self._put(rank, copy.job, outcome, len(copy.job.keys) if takes is None else takes)
+            part = self._put(rank, copy.job, outcome, corrupt, len(copy.job.keys) if takes is None else takes)
         else:
             part = self._get(rank, copy.job, outcome, corrupt)
         self._tell_report(rank, part)
 
-    def _put(self, rank: int, job: RemoteJob, outcome: CopyOutcome, takes: int) -> JobReport:
+    def _put(
+        self, rank: int, job: RemoteJob, outcome: CopyOutcome, corrupt: tuple[int, ...], takes: int
+    ) -> JobReport:
         """Write values. A call that fails may have written them all the same."""
-        wrong = [at for at, slot in enumerate(job.slots) if (rank, slot) in self.rotten]
+        wrong = [at for at, slot in enumerate(job.slots) if (rank, slot) in self.rotten or at in corrupt]
         right = [at for at in range(len(job.slots)) if at not in wrong]
         for at in right[:takes]:
             slot = job.slots[at]
             # After a reset the slot may have been emptied under the put, which comes to nothing.
             value = Value(self.host[rank].get(slot, GARBAGE), self.host_age.get(slot, 0))
             self.store.setdefault((job.namespace, job.keys[at], rank), value)
-        missing = right if outcome is FAILED else right[takes:]
+        missing = right[takes:]
+        if outcome is FAILED:
+            wrong, missing = [], list(range(len(job.slots)))
         outcome = CORRUPT if wrong else FAILED if len(missing) == len(right) else DONE
         return JobReport(job.job, job.direction, outcome, 0, 0.0, 0.0, tuple(wrong), missing=tuple(missing))
 

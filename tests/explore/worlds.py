@@ -211,7 +211,11 @@ WORLDS: Mapping[str, SmallWorld] = {
     ),
     # With a store that engines share: it is asked when a request comes, and what it says may be untrue or late.
     "puts": SmallWorld(
-        texts=_ONE, often=dict.fromkeys(("fail", "late", "reset", "full"), 1), host=3, hints=3, after_hits=0
+        texts=_ONE,
+        often=dict.fromkeys(("fail", "late", "reset", "full", "corrupt"), 1),
+        host=3,
+        hints=3,
+        after_hits=0,
     ),
     "puts on two ranks": SmallWorld(
         texts=_ONE, often=dict.fromkeys(("fail", "full", "lose"), 1), ranks=2, host=3, hints=2, after_hits=0
