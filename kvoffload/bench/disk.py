@@ -53,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--mib", type=positive, default=128, help="copied in each repeat, in MiB")
     add("--repeats", type=positive, default=7, help="measurements of each size")
+    add("--index-blocks", type=positive, default=1_000_000, help="in the index that is opened")
     add("--conversations", type=positive, default=10, help="that return after a restart")
     add(
         "--model",
@@ -80,11 +81,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace) -> Iterator[Line]:
+    from kvoffload.bench.disk_opening import opening
+
     try:
         with tempfile.TemporaryDirectory(prefix="kvoffload-bench-", dir=args.dir) as folder:
             for block_kib in args.block_kib:
                 yield from measure(Path(folder), block_kib, args.mib * 2**20, args.repeats)
             if not args.copies_only:
+                yield from opening(Path(folder), args.index_blocks, args.repeats)
                 yield from run_async(_hooks(Path(folder)))
                 yield from _restart(Path(folder), args)
     except OSError as error:

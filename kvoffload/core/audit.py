@@ -234,12 +234,11 @@ def _lower_tiers(state: CoreState) -> Iterator[str]:
     """Each lower tier's slots, keys under way and checksums are those of open jobs and of blocks that can be found."""
     for tier in state.below:
         yield from _lower_tier(state, tier)
-    disk = state.disk
-    if disk is not None and (
-        len(disk.sums) != len(disk.pool.index)
-        or any(slot not in disk.sums for slot in disk.pool.index.values())
-    ):
-        yield f"{len(disk.sums)} slots of the disk have checksums, {len(disk.pool.index)} can be found"
+    if state.disk is not None:
+        has = {slot for slot, sums in enumerate(state.disk.sums) if sums is not None}
+        found = set(state.disk.pool.index.values())
+        if has != found or state.disk.has_blocks != bool(found):
+            yield f"{len(has)} slots of the disk have checksums, {len(found)} can be found"
 
 
 def _lower_tier(state: CoreState, tier: TierState) -> Iterator[str]:

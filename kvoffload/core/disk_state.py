@@ -24,47 +24,60 @@ class DiskState(TierState):
 
     Attributes:
         capacity: slots that have space, as far as the index was read.
-        sums: the checksums of the block in each slot that can hit, one a rank.
+        sums: for each slot the checksums of the block in it that can hit, one a rank; None for others. A dict would now and
+            then copy itself inside a hook.
         records: what the index must record, in order.
     """
 
     def __init__(self, after_hits: int) -> None:
         super().__init__(Tier.DISK, after_hits)
         self.capacity = 0
-        self.sums: dict[SlotId, tuple[int, ...]] = {}
+        self.sums: list[tuple[int, ...] | None] = []
+        self._blocks = 0
         self.records: list[DiskRecord] = []
 
     @property
     def has_blocks(self) -> bool:
-        return bool(self.sums)
+        return self._blocks > 0
 
     def restore(self, slots: int, puts: Sequence[Put], free: Sequence[SlotId]) -> None:
         """Take over a part of the index of an earlier process."""
-        known = self.pool.index
-        blocks = {put.slot: put.key for put in puts if put.key not in known}
-        twice = [put.slot for put in puts if put.slot not in blocks]
+        known = self.pool.index.parts
+        new = [put for put in puts if put.key not in known[put.key[0]]]
+        blocks = {put.slot: put.key for put in new}
+        twice = () if len(new) == len(puts) else [put.slot for put in puts if put.slot not in blocks]
         self.pool.adopt(slots, blocks, (*free, *twice))
+        self.sums += [None] * (slots - len(self.sums))
         self.capacity += len(puts) + len(free)
-        self.sums.update({put.slot: put.sums for put in puts if put.slot in blocks})
+        self._has(new)
 
     def expected(self, places: Sequence[SlotId]) -> tuple[tuple[int, ...], ...]:
-        return tuple([self.sums[place] for place in places])
+        return tuple([self.sums[place] or () for place in places])
 
     def put(self, job: Job) -> None:
         sums = zip(*[job.sums[rank] for rank in sorted(job.sums)], strict=True)
         puts = list(map(Put, job.places, job.keys, sums))
-        self.sums.update({put.slot: put.sums for put in puts})
+        self._has(puts)
         self.records += reversed(puts)  # so that the next process, too, evicts a prefix's head last
 
     def read(self, places: Sequence[SlotId]) -> None:
         self.records += [Use(place) for place in places]
 
     def strike(self, place: SlotId) -> None:
-        if self.sums.pop(place, None) is not None:
+        if self.sums[place] is not None:
+            self.sums[place] = None
+            self._blocks -= 1
             self.records.append(Strike(place))
 
     def forget_all(self) -> int:
         """Forget all blocks; return how many. The index is removed, so nothing is recorded."""
-        self.sums.clear()
+        self.sums = [None] * len(self.sums)
+        self._blocks = 0
         self.records.clear()
         return super().forget_all()
+
+    def _has(self, puts: Sequence[Put]) -> None:
+        """Note the checksums of blocks in slots that had none."""
+        for put in puts:
+            self.sums[put.slot] = put.sums
+        self._blocks += len(puts)

@@ -109,6 +109,7 @@ class HostPool:
             free: slots that hold nothing.
         """
         slots, counts = list(blocks), self._counts
+        self.index.expect(capacity)
         if more := self.grow(capacity):
             self._states[-more:] = bytes([_QUARANTINED]) * more
             counts[_EMPTY] -= more

@@ -73,6 +73,15 @@ class KeyIndex(Mapping[BlockKey, SlotId]):
         self._changes = []
         return self._changes
 
+    def expect(self, count: int) -> None:
+        """Split for so many keys while there are few, so that adding them splits nothing: the parts would all do so at once."""
+        width, parts = _BYTES, self.parts
+        while width > 1 and count > _MOST * _BYTES // width:
+            for byte in range(0, _BYTES, width):
+                if parts[byte] is parts[byte + width - 1]:
+                    self._split(parts[byte], byte)
+            width //= 2
+
     def add(self, pairs: Iterable[tuple[BlockKey, SlotId]]) -> None:
         """Add keys, in this order."""
         parts, pairs = self.parts, list(pairs)

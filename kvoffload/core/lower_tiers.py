@@ -17,7 +17,7 @@ from kvoffload.model import facts
 from kvoffload.model.causes import EvictionCause
 from kvoffload.model.disk import DiskRecord
 from kvoffload.model.events import DiskClosed, DiskOpened, RankReported
-from kvoffload.model.ids import BlockKey, Rank, RequestId, SlotId
+from kvoffload.model.ids import BlockKey, Rank, RequestId
 from kvoffload.model.transfer import Direction, JobReport, Tier, TransferReport
 
 
@@ -57,7 +57,7 @@ class LowerTiers:
         disk = self._state.disk
         if disk is None or self._warm_start is None:
             return
-        disk.restore(fact.slots, fact.puts, [SlotId(slot) for slot in fact.free])
+        disk.restore(fact.slots, fact.puts, fact.free)
         self._warm_start.restored(fact.puts)
         if fact.is_last:
             disk.is_open = True

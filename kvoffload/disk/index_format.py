@@ -19,13 +19,13 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from kvoffload.model.disk import DiskRecord, Put, Strike
-from kvoffload.model.ids import BlockKey, SlotId
+from kvoffload.model.ids import SlotId
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -86,9 +86,10 @@ class Entries:
         """Return entries as records."""
         part, size = slice(start, end), self.keys.dtype.itemsize
         raw = self.keys[part].tobytes()  # of one entry alone it takes ten times as long
-        keys = [BlockKey(raw[place : place + size]) for place in range(0, len(raw), size)]
-        slots = map(SlotId, self.slots[part].tolist())
-        return list(map(Put, slots, keys, map(tuple, self.sums[part].tolist())))
+        keys: list[Any] = [raw[place : place + size] for place in range(0, len(raw), size)]
+        slots = cast("list[SlotId]", self.slots[part].tolist())
+        sums: Iterable[tuple[int, ...]] = zip(*self.sums[part].T.tolist(), strict=True)
+        return list(map(Put, slots, keys, sums))
 
     def fit(self, capacity: int, slots: int) -> tuple[Entries, list[SlotId]]:
         """Return the most recently used entries that `capacity` slots can hold, and the free ones of these slots.
@@ -107,7 +108,7 @@ class Entries:
         """Return the slots up to a number that hold nothing."""
         held = np.zeros(slots, np.bool_)
         held[self.slots] = True
-        return [SlotId(slot) for slot in np.flatnonzero(~held).tolist()]
+        return cast("list[SlotId]", np.flatnonzero(~held).tolist())
 
     def newest(self, count: int) -> Entries:
         """Return the most recently used entries."""

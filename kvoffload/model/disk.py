@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from kvoffload.model.ids import BlockKey, SlotId
 from kvoffload.model.message import Message
 
 
-class Put(NamedTuple):
-    """Every rank has written a block into a slot of its file."""
+class Put(Message, frozen=True, gc=False):
+    """Every rank has written a block into a slot of its file.
+
+    An engine that starts takes over a million of them: the collector of garbage must not count them.
+
+    Args:
+        slot: which.
+        key: of the block.
+        sums: a checksum of each rank's shard.
+    """
 
     slot: SlotId
     key: BlockKey
-    sums: tuple[int, ...]  #: a checksum of each rank's shard
+    sums: tuple[int, ...]
 
 
-class Strike(NamedTuple):
+class Strike(Message, frozen=True, gc=False):
     """A slot's block is not to be found any more."""
 
     slot: SlotId
 
 
-class Use(NamedTuple):
+class Use(Message, frozen=True, gc=False):
     """A slot's block was read, and is the most recently used."""
 
     slot: SlotId

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from kvoffload.model.causes import DegradeCause
 from kvoffload.model.disk import Put
-from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, JobId, RequestId
+from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, JobId, RequestId, SlotId
 from kvoffload.model.message import Message
 from kvoffload.model.transfer import TransferReport
 
@@ -143,7 +143,7 @@ class DiskRestored(Fact, frozen=True):
     """A part of the disk's index was read; all parts together name each slot once.
 
     Args:
-        slots: slots of each rank's file.
+        slots: slots of each rank's file, as far as they are known so far.
         puts: blocks that slots hold, the least recently used first.
         free: slots that hold nothing.
         is_last: the tier is whole, and can be used.
@@ -151,7 +151,7 @@ class DiskRestored(Fact, frozen=True):
 
     slots: int
     puts: tuple[Put, ...] = ()
-    free: tuple[int, ...] = ()
+    free: tuple[SlotId, ...] = ()
     is_last: bool = False
 
 

@@ -14,7 +14,7 @@ disk, by which the folder is named and which the next process begins with.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 RESET_S = 5.0
 SYNC_PERIOD_S = 1.0
 _PART = 2048  # blocks or slots that the core takes over in a step: some milliseconds
+_GROWTH = 2**16  # slots that it makes in a step
 
 log = get_logger("disk")
 
@@ -73,8 +74,8 @@ class DiskIndex:
         self._portal = portal
         self._closes_in_s = closes_in_s
         self._executor = portal.new_executor("disk-index")
-        self.due: deque[facts.Fact] = deque()
-        """What the core must learn, a fact a step: `next_fact`."""
+        self.due: deque[Callable[[], facts.Fact]] = deque()
+        """What makes the facts that the core must learn, one a step: `next_fact`."""
         self.awaits_files = True
         """Whether ranks have not opened their slot files yet."""
         self._is_closed = self._was_reset = self._is_handed_over = False
@@ -105,7 +106,7 @@ class DiskIndex:
 
     def next_fact(self) -> facts.Fact:
         """Return what the core must learn next, of what is `due`. After a reset, slots are free whatever they held."""
-        fact = self.due.popleft()
+        fact = self.due.popleft()()
         self._is_handed_over |= isinstance(fact, facts.DiskRestored) and fact.is_last
         if self._was_reset and isinstance(fact, facts.DiskRestored) and fact.puts:
             return replace(fact, puts=(), free=tuple([put.slot for put in fact.puts]))
@@ -264,17 +265,22 @@ class DiskIndex:
         if self._failure is None:
             self._failure = reason
             log.error("disk_closed", reason=reason, note="the engine goes on without it")
-            self.due.append(facts.DiskClosed())
+            self.due.append(facts.DiskClosed)
 
 
-def _parts(entries: Entries, free: Sequence[SlotId], slots: int) -> list[facts.Fact]:
-    """Return what the core takes over: blocks, then free slots, and the end."""
-    parts: list[facts.Fact] = [
-        facts.DiskRestored(slots, tuple(entries.puts(start, start + _PART)))
-        for start in range(0, len(entries), _PART)
-    ]
-    parts += [
-        facts.DiskRestored(slots, free=tuple(free[start : start + _PART]))
-        for start in range(0, len(free), _PART)
-    ]
-    return [*parts, facts.DiskRestored(slots, is_last=True)]
+def _parts(entries: Entries, free: Sequence[SlotId], slots: int) -> Iterator[Callable[[], facts.Fact]]:
+    """Yield what makes the facts that the core takes over: its slots, blocks, free slots, and the end.
+
+    They are made one by one: a million records at a time would have the collector of garbage hold the engine up.
+    """
+    for count in range(_GROWTH, slots, _GROWTH):
+        yield partial(facts.DiskRestored, count)
+    for start in range(0, len(entries), _PART):
+        yield partial(_blocks, entries, start, slots)
+    for start in range(0, len(free), _PART):
+        yield partial(facts.DiskRestored, slots, free=tuple(free[start : start + _PART]))
+    yield partial(facts.DiskRestored, slots, is_last=True)
+
+
+def _blocks(entries: Entries, start: int, slots: int) -> facts.Fact:
+    return facts.DiskRestored(slots, tuple(entries.puts(start, start + _PART)))

@@ -84,7 +84,7 @@ class LowerTiersSide:
         self._drain_s = drain_s
         self._idle_since: float | None = None
         self._late_steps = 0
-        self.due: deque[facts.Fact] = deque() if disk is None else disk.due
+        self.due: deque[Callable[[], facts.Fact]] = deque() if disk is None else disk.due
         self.ended: Sized = () if remote is None else remote.ended
         self.polls_at = inf if remote is None else -inf
         self.asks: list[Ask] = [] if state.remote is None else state.remote.asks

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvoffload.bench.disk_opening import opening
 from kvoffload.cli.main import main
 from kvoffload.disk.slot_file import SlotFile
 
@@ -29,6 +30,12 @@ def test_each_way_is_held_against_the_disk_itself(tmp_path: Path, capsys: pytest
     ]
     assert all(line["median"] > 0 for line in reported["lines"])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_index_is_opened_as_an_engine_does(tmp_path: Path) -> None:
+    lines = list(opening(tmp_path, 100_000, 1))
+    assert [line.unit for line in lines] == [" s", " s", " ms", " s"]
+    assert all(line.median for line in lines)
 
 
 def test_wrong_bytes_are_not_timed(

@@ -41,6 +41,19 @@ def test_the_index_tells_what_comes_and_leaves() -> None:
     assert not index
 
 
+@pytest.mark.parametrize("there", [0, 5_000])
+def test_what_is_expected_splits_nothing_when_it_comes(there: int) -> None:
+    keys = random_keys(40_000)
+    index = index_of(keys[:there])
+    index.expect(len(keys))
+    before = len(sizes(index))
+    index.add([(key, SlotId(slot)) for slot, key in enumerate(keys)])
+    assert len(sizes(index)) == before == 32
+    assert index == {key: slot for slot, key in enumerate(keys)}
+    index.expect(2)
+    assert len(sizes(index)) == before
+
+
 def test_it_is_a_mapping_in_one_dict_and_in_many() -> None:
     keys = random_keys(20_000)
     index, model = KeyIndex(), dict[BlockKey, SlotId]()
