@@ -89,13 +89,13 @@ def reported(
         ),
     ],
 )
-def test_rare_events_are_told_at_their_level(
+def test_rare_events_are_logged_at_their_level(
     caplog: pytest.LogCaptureFixture, event: Event, line: str
 ) -> None:
     assert reported(caplog, event) == [line]
 
 
-def test_what_happens_in_every_step_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_happens_in_every_step_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     every_step = [
         BlocksOffered(1),
         LoadEnded(JOB, A, 2, LoadOutcome.LOADED),
@@ -104,7 +104,7 @@ def test_what_happens_in_every_step_is_not_told(caplog: pytest.LogCaptureFixture
     assert reported(caplog, *every_step) == []
 
 
-def test_what_deserves_no_line_wakes_nobody() -> None:
+def test_what_deserves_no_line_wakes_no_observer() -> None:
     bus = Bus()
     feed = LogObserver(Hand()).subscribe(bus)
     bus.publish(StoreEnded(StoreOutcome.STORED, 2))
@@ -116,7 +116,7 @@ def test_what_deserves_no_line_wakes_nobody() -> None:
     assert bus.statistics().feeds[0][0] == "log"
 
 
-def test_a_surprise_is_told_once_a_cause(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rejected_fact_is_logged_once_a_cause(caplog: pytest.LogCaptureFixture) -> None:
     lines = reported(
         caplog,
         FactRejected(RejectionCause.UNKNOWN_JOB),
@@ -126,7 +126,7 @@ def test_a_surprise_is_told_once_a_cause(caplog: pytest.LogCaptureFixture) -> No
     assert [line.split()[2] for line in lines] == ["cause=unknown_job", "cause=unknown_request"]
 
 
-def test_repeated_failures_are_told_seldom_with_their_number(caplog: pytest.LogCaptureFixture) -> None:
+def test_repeated_failures_are_logged_seldom_with_their_number(caplog: pytest.LogCaptureFixture) -> None:
     clock = Hand()
     observer = LogObserver(clock)
     failed = LoadEnded(JOB, A, 2, LoadOutcome.FAILED)
@@ -142,7 +142,7 @@ def test_repeated_failures_are_told_seldom_with_their_number(caplog: pytest.LogC
     assert "held_back" not in line
 
 
-def test_removals_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_removals_are_published(caplog: pytest.LogCaptureFixture) -> None:
     try:
         raise RuntimeError("at 1")
     except RuntimeError as error:

@@ -125,8 +125,8 @@ class DiskIndex:
     def reset(self) -> bool:
         """Remove the index; return whether nothing from before can be found any more.
 
-        Before the folder is locked, nobody waits: it is removed then. This process has put nothing there, and what others have
-        put is of the weights on disk, whatever the reset was for.
+        Before the folder is locked there is nothing to wait for: the index is removed then. This process has put nothing there,
+        and what others have put is of the weights on disk, whatever the reset was for.
         """
         self._was_reset = True
         if self._is_closed:

@@ -212,7 +212,7 @@ def test_afterwards_is_when_recorders_have_the_batch(caplog: pytest.LogCaptureFi
     assert calls == ["counter", "recorder", "afterwards", "recorder"]
 
 
-def test_a_feed_that_nobody_reads_any_more_is_forgotten_but_its_numbers_stay() -> None:
+def test_a_feed_without_a_reader_is_forgotten_but_its_numbers_stay() -> None:
     bus = Bus()
     feed = bus.observe("watcher", [Base], 1)
     bus.publish(Base(1))

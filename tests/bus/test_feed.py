@@ -47,7 +47,7 @@ async def test_a_full_feed_drops_the_new_event_and_counts_it() -> None:
     assert feed.statistics()[:4] == (6, 3, 3, 0)
 
 
-async def test_nowait_tells_empty_from_ended() -> None:
+async def test_nowait_distinguishes_empty_from_ended() -> None:
     feed = Feed[int]("watcher", 1)
     with pytest.raises(anyio.WouldBlock):
         feed.nowait()

@@ -16,7 +16,7 @@ SMALL = ["bench", "engine", "--model", "tiny", "--pairs", "1", "--repeats", "2"]
 
 
 @pytest.mark.slow
-def test_every_part_is_measured_told_and_saved(
+def test_every_part_is_measured_printed_and_saved(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_steps, "STEPS", 5)

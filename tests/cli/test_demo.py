@@ -323,7 +323,7 @@ def test_sigterm_drains_and_says_so_though_sigint_is_ignored(
     check_drained(*err.splitlines())
 
 
-def test_an_engine_that_stops_is_told_with_the_journal(
+def test_an_engine_that_stops_is_reported_with_the_journal(
     small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kvoffload.engine import EngineStopped

@@ -266,7 +266,7 @@ def test_a_store_that_engines_share_has_its_tiles_and_its_plot(tmp_path: Path) -
     assert tiles["tokens fetched from the store"] == "1,048"
 
 
-def test_processes_that_share_a_file_are_told_apart(tmp_path: Path) -> None:
+def test_processes_that_share_a_file_are_distinguished(tmp_path: Path) -> None:
     journal = tmp_path / "journal.jsonl"
     store = {"event": "StoreScheduled", "job": 1, "blocks": 3, "slots": [0, 1, 2]}
     lines = [{"seq": 1, "t": 1.0, **store}, {"seq": 2, "t": 1.0, **store}, {"seq": 1, "t": 2.0, **store}]

@@ -615,7 +615,7 @@ def test_the_terminal_is_given_back_however_it_ends(engine: Engine, how: str) ->
 
 
 @pytest.mark.slow
-def test_keys_are_heard_while_nobody_answers() -> None:
+def test_keys_work_while_no_server_answers() -> None:
     with on_terminal("127.0.0.1:1") as terminal:
         terminal.read_until("trying again")
         os.write(terminal.master, b"x")

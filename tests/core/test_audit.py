@@ -203,7 +203,7 @@ def test_sums_wait_while_jobs_are_planned() -> None:
 
 
 @pytest.mark.parametrize("law", LAWS)
-def test_a_broken_law_is_told(law: str) -> None:
+def test_a_broken_law_is_reported(law: str) -> None:
     breaks, reported = LAWS[law]
     world = scene()
     breaks(Broken(world))
@@ -310,7 +310,7 @@ def drained() -> World:
 
 
 @pytest.mark.parametrize("law", AT_REST)
-def test_what_is_left_over_is_told_at_rest(law: str) -> None:
+def test_what_is_left_over_is_reported_at_rest(law: str) -> None:
     breaks, reported = AT_REST[law]
     world = drained()
     slots = [SlotId(slot) for slot in range(world.core.state.pool.capacity)]
@@ -327,7 +327,7 @@ def test_at_rest_only_the_given_slots_are_looked_at() -> None:
     assert world.core.audit_at_rest([SlotId(9)]) != []
 
 
-def test_a_copy_that_was_given_up_is_rest_and_its_request_may_keep_slots() -> None:
+def test_with_an_abandoned_copy_alone_the_engine_is_at_rest_and_its_request_may_keep_slots() -> None:
     """No request waits for it. What its request holds may be neither evicted nor missed."""
     world = World()
     first = world.add("first", TEXT)

@@ -114,7 +114,7 @@ def test_r14_one_prefix_on_the_disk_is_fetched_once() -> None:
     assert world.disk_copies(LOAD, TierOutcome.DONE) == 3
 
 
-def test_where_nobody_can_wait_the_next_one_finds_it() -> None:
+def test_where_no_request_can_wait_the_next_one_finds_it() -> None:
     world = DiskWorld(host=32)
     world.only_on_disk(TEXT)
     first = world.add("first", TEXT)
@@ -257,7 +257,7 @@ def test_a_place_under_a_write_that_hangs_is_never_handed_out_again() -> None:
     assert world.disk.pool.room == 3
 
 
-def test_r17_corrupt_bytes_are_struck_and_nobody_is_served_them() -> None:
+def test_r17_corrupt_bytes_are_removed_and_never_served() -> None:
     world = DiskWorld(ranks=2, host=32)
     world.only_on_disk(TEXT)
     world.spoil(1, TEXT[:12])

@@ -29,7 +29,7 @@ def sizes(index: KeyIndex) -> list[int]:
     return [len(part) for part in {id(part): part for part in index.parts}.values()]
 
 
-def test_the_index_tells_what_comes_and_leaves() -> None:
+def test_the_index_reports_what_comes_and_leaves() -> None:
     index = KeyIndex()
     one, two = BlockKey(b"1"), BlockKey(b"2")
     index.add([(one, SlotId(0))])

@@ -121,7 +121,7 @@ def test_r14_one_prefix_is_fetched_once() -> None:
     assert other.admit(requests[0]) == 12
 
 
-def test_where_nobody_can_wait_the_next_one_finds_it() -> None:
+def test_where_no_request_can_wait_the_next_one_finds_it() -> None:
     _, other = two(host=32)
     first = other.add("first", TEXT)
     assert other.admit(first, may_wait=False) == 0

@@ -174,7 +174,7 @@ def test_r10_what_was_new_after_one_reset_is_old_after_the_next() -> None:
     assert not world.core.state.pool.index
 
 
-def test_r10_blocks_computed_after_the_reset_are_stored_by_whoever_finds_them() -> None:
+def test_r10_blocks_computed_after_the_reset_are_stored_by_the_request_that_finds_them() -> None:
     world = World(host=0)
     world.reset()
     world.end(computed(world))
@@ -293,7 +293,7 @@ def test_r11_a_preempted_request_settles_what_waited() -> None:
     world.end(request)
 
 
-def test_r11_a_preemption_is_heard_of_at_the_next_lookup() -> None:
+def test_r11_a_preemption_is_noticed_at_the_next_lookup() -> None:
     world = World(host=0)
     request = computed(world)
     world.preempt(request)
@@ -489,7 +489,7 @@ def test_r16_a_request_that_has_ended_waits_with_its_slots_for_no_copy_that_is_s
     assert not world.core.state.pool.holds()
 
 
-def test_r16_a_job_that_has_ended_or_was_not_submitted_is_not_given_up() -> None:
+def test_r16_a_job_that_has_ended_or_was_not_submitted_is_not_abandoned() -> None:
     world = World()
     world.serve("first", TEXT)
     world.device.forget_keys()

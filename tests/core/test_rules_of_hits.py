@@ -240,7 +240,7 @@ def test_r2_a_draft_that_reads_ahead_costs_the_last_matched_block() -> None:
         facts.StepScheduled(0, (facts.Progress(RequestId("nobody"), 4, ((DeviceBlockId(1),),)),)),
     ],
 )
-def test_r2_news_of_an_unknown_request_is_survived(fact: facts.Fact) -> None:
+def test_r2_a_fact_of_an_unknown_request_is_survived(fact: facts.Fact) -> None:
     world = World()
     world.tell(fact)
     assert surprises(world) == [RejectionCause.UNKNOWN_REQUEST]
@@ -480,7 +480,7 @@ def test_r9_destinations_stay_leased_until_every_rank_has_ended() -> None:
     assert world.device.leased.total() == 0
 
 
-def test_r9_a_load_that_is_given_up_keeps_its_blocks_from_reuse() -> None:
+def test_r9_a_load_that_is_abandoned_keeps_its_blocks_from_reuse() -> None:
     world = cached(device=16)
     request = loading(world)
     (job,) = world.open_jobs(Direction.LOAD)
@@ -536,7 +536,7 @@ def test_r14_who_waits_goes_on_when_the_owner_does_not(how: str) -> None:
     assert world.admit(waits) == (12 if how == "ends" else 0)
 
 
-def test_r14_nobody_waits_for_a_load_that_failed_when_its_slots_are_filled_anew() -> None:
+def test_r14_no_request_waits_for_a_load_that_failed_when_its_slots_are_filled_again() -> None:
     world = cached(host=3)
     loading(world)
     world.finish(outcome=FAILED)
@@ -546,7 +546,7 @@ def test_r14_nobody_waits_for_a_load_that_failed_when_its_slots_are_filled_anew(
     assert world.admit(world.add("b", TEXT)) == 12
 
 
-def test_r14_once_the_owner_runs_nobody_waits_for_it() -> None:
+def test_r14_once_the_owner_runs_no_request_waits_for_it() -> None:
     world = cached()
     loading(world)
     waits = world.add("b", TEXT)
@@ -558,7 +558,7 @@ def test_r14_once_the_owner_runs_nobody_waits_for_it() -> None:
     assert world.admit(waits) == 12
 
 
-def test_r14_an_owner_that_was_given_blocks_anew_keeps_nobody_waiting() -> None:
+def test_r14_an_owner_that_was_given_blocks_again_keeps_no_request_waiting() -> None:
     # Preempted and given blocks again within a step, without a lookup: its loaded blocks have no owner.
     world = cached()
     owner = loading(world)
@@ -571,7 +571,7 @@ def test_r14_an_owner_that_was_given_blocks_anew_keeps_nobody_waiting() -> None:
     assert world.admit(world.add("b", TEXT)) == 12
 
 
-def test_r14_nobody_waits_for_a_load_from_before_a_reset() -> None:
+def test_r14_no_request_waits_for_a_load_from_before_a_reset() -> None:
     # Slots that drained after the reset and were filled anew still had the old load's owner.
     world = cached(host=3)
     loading(world)
@@ -595,7 +595,7 @@ def test_r14_who_may_not_wait_loads_by_itself() -> None:
     assert world.results == [("a", True), ("b", True)]
 
 
-def test_r14_an_engine_that_cannot_wait_is_never_told_to() -> None:
+def test_r14_an_engine_that_cannot_wait_never_has_to() -> None:
     world = World(promises=Promises(can_wait=False))
     world.serve("first", TEXT)
     world.device.forget_keys()
@@ -627,7 +627,7 @@ def test_r14_one_that_would_not_wait_is_waited_for_when_the_first_owner_is_gone(
     assert world.admit(waits) == 12
 
 
-def test_a_request_that_ends_while_it_loads_is_told_of_exactly_once() -> None:
+def test_a_request_that_ends_while_it_loads_is_reported_exactly_once() -> None:
     world = cached()
     request = loading(world)
     world.end(request)
@@ -669,7 +669,7 @@ def test_a_prompt_that_the_device_holds_whole_misses_nothing() -> None:
 
 
 @pytest.mark.parametrize("state", ["waiting", "loading"])
-def test_news_that_a_request_without_a_running_table_was_preempted_changes_nothing(state: str) -> None:
+def test_a_preemption_of_a_request_without_a_running_table_changes_nothing(state: str) -> None:
     world = cached()
     request = world.add("a", TEXT)
     if state == "loading":

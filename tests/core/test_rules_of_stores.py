@@ -854,7 +854,7 @@ def tail_looked_up(world: World) -> Req:
 
 
 @pytest.mark.parametrize("how", ["takes nothing", "takes less", "ends", "is looked up again"])
-def test_r15_a_tail_behind_the_devices_own_hit_is_let_go_of_before_its_head(how: str) -> None:
+def test_r15_a_tail_behind_the_devices_own_hit_is_released_before_its_head(how: str) -> None:
     # The lookup pinned the tail alone; let go of, it was younger than the head that only the device had been asked for.
     world = World()
     request = tail_looked_up(world)
@@ -871,7 +871,7 @@ def test_r15_a_tail_behind_the_devices_own_hit_is_let_go_of_before_its_head(how:
 
 
 @pytest.mark.parametrize("when", ["before it loads", "while it loads", "when it has loaded"])
-def test_r15_a_tail_that_was_loaded_for_nobody_is_let_go_of_before_its_head(when: str) -> None:
+def test_r15_a_tail_that_was_loaded_for_no_request_is_released_before_its_head(when: str) -> None:
     world = World()
     request = tail_looked_up(world)
     world.allocate(request, 8)
@@ -894,7 +894,7 @@ def test_r15_a_head_that_the_host_lost_is_no_hindrance() -> None:
     assert world.on_host(LONG) == "..xx"
 
 
-def test_r15_slots_that_went_bad_meanwhile_are_let_go_of_too() -> None:
+def test_r15_slots_that_went_bad_meanwhile_are_released_too() -> None:
     world = World()
     world.serve("first", LONG[:9])
     request = world.add("again", LONG)

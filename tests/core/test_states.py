@@ -189,7 +189,7 @@ def test_a_held_slot_leaves_the_pool_like_any_other(end: str, held: bool) -> Non
     assert pool.problems() == []
 
 
-def test_a_held_slot_can_be_pinned_and_comes_back_to_whoever_holds_it() -> None:
+def test_a_held_slot_can_be_pinned_and_comes_back_to_its_holder() -> None:
     pool, slot = pool_with(SlotState.READY)
     pool.hold([slot])
     pool.pin((slot,))

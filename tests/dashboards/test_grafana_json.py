@@ -114,7 +114,7 @@ def test_a_panel_carries_unit_and_description(board: dict[str, Any]) -> None:
         assert "When it looks wrong" in panel["description"], panel["title"]
 
 
-def test_boards_can_be_told_apart_and_link_to_each_other() -> None:
+def test_boards_can_be_distinguished_and_link_to_each_other() -> None:
     boards = [json.loads(path.read_text()) for path in FILES]
     assert len({board["uid"] for board in boards}) == len({board["title"] for board in boards}) == 5
     assert all(board["links"][0]["tags"] == board["tags"] == ["kvoffload"] for board in boards)

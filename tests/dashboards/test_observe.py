@@ -57,7 +57,7 @@ def test_every_rule_is_healthy_and_has_recorded(observed: Observed) -> None:
     )
 
 
-def test_a_sound_demo_alarms_nobody(observed: Observed) -> None:
+def test_a_sound_demo_raises_no_alert(observed: Observed) -> None:
     assert firing(observed.prometheus) == []
 
 
@@ -67,7 +67,7 @@ def test_every_metric_of_the_catalogue_is_there_with_all_its_series(observed: Ob
         assert len(observed.prometheus.query(name)) == max(len(metric.series), 1), name
 
 
-def test_prometheus_saw_what_the_demo_tells(observed: Observed) -> None:
+def test_prometheus_saw_what_the_demo_reports(observed: Observed) -> None:
     """What was counted between the first scrape and the last covers the demo's own table; the warm-up comes on top."""
     seen = observed.prometheus.query("sum by (outcome) (kvoffload_load_blocks_total)")
     loaded = {one.labels["outcome"]: one.values[0] for one in seen}
@@ -81,7 +81,7 @@ def test_a_bad_query_is_an_error_with_its_reason(observed: Observed) -> None:
         observed.prometheus.query("rate(")
 
 
-def test_a_variable_that_nobody_fills_in_is_an_error() -> None:
+def test_a_variable_without_a_value_is_an_error() -> None:
     assert substitute('a{instance=~"$instance"}[$__rate_interval]', "5s", "1h") == 'a{instance=~".*"}[5s]'
     with pytest.raises(ValueError, match="left in"):
         substitute("a[$__interval]", "5s", "1h")

@@ -60,7 +60,7 @@ def test_the_folder_is_open_to_this_user_alone(tmp_path: Path) -> None:
     assert (folder / "lock").stat().st_mode & 0o777 == 0o600
 
 
-def test_groups_are_told_apart_by_all_that_their_blocks_depend_on() -> None:
+def test_groups_are_distinguished_by_all_that_their_blocks_depend_on() -> None:
     full = GroupSpec(GroupId(0), AttentionKind.FULL, 16)
     window = GroupSpec(GroupId(1), AttentionKind.SLIDING_WINDOW, 16, 128)
     shape = EngineShape((full, window), ranks=1, device_blocks=8, step_tokens=16)

@@ -115,7 +115,7 @@ def test_its_space_is_taken_at_once_and_for_this_user_alone(
         SlotShape(1, 2, 6000, b"another layout.."),
     ],
 )
-def test_a_file_of_another_shape_is_made_anew(opened: Callable[..., SlotFile], other: SlotShape) -> None:
+def test_a_file_of_another_shape_is_made_again(opened: Callable[..., SlotFile], other: SlotShape) -> None:
     first = opened().id
     assert opened(4, other).id != first
 
@@ -131,7 +131,7 @@ def test_every_byte_of_the_header_counts(opened: Callable[..., SlotFile], tmp_pa
     assert len(ids) == 11
 
 
-def test_a_file_that_was_cut_short_is_made_anew(opened: Callable[..., SlotFile], tmp_path: Path) -> None:
+def test_a_file_that_was_cut_short_is_made_again(opened: Callable[..., SlotFile], tmp_path: Path) -> None:
     first = opened().id
     os.truncate(tmp_path / "slots", PAGE + 3 * SHAPE.pitch)
     again = opened()

@@ -103,7 +103,7 @@ def test_strict_wants_everything_known(capsys: pytest.CaptureFixture[str]) -> No
     assert main(["doctor", "--strict", "--config", "host_bytes=1MiB"]) == 1
 
 
-def test_bad_settings_are_told_all_at_once_and_nothing_is_guessed_from_them(
+def test_bad_settings_are_listed_all_at_once_and_nothing_is_guessed_from_them(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "settings.json"

@@ -141,7 +141,7 @@ def test_gpus_are_found() -> None:
     assert found.cuda > 11000
 
 
-def test_a_choice_of_gpus_is_told(tmp_path: Path) -> None:
+def test_a_choice_of_gpus_is_reported(tmp_path: Path) -> None:
     where = machine(tmp_path, gpus=lambda: H200, version=VERSIONS.get, environ={"CUDA_VISIBLE_DEVICES": "1"})
     assert "CUDA_VISIBLE_DEVICES=1 is not applied here" in ask(GPU, setup(), where)[1]
 

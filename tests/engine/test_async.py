@@ -140,7 +140,7 @@ def test_a_refused_prompt_leaves_nothing_behind() -> None:
     play(story())
 
 
-def test_stopping_tells_open_requests_and_refuses_new_ones() -> None:
+def test_stopping_fails_open_requests_and_refuses_new_ones() -> None:
     async def story() -> None:
         engine = engine_in_loop()
         async with engine:

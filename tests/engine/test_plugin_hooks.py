@@ -41,7 +41,7 @@ def test_who_has_to_ask_later_is_skipped_and_keeps_his_place() -> None:
     assert len(taken(last)) == 2
 
 
-def test_allocation_is_told_also_without_external_tokens_and_every_request_ends_once() -> None:
+def test_allocation_is_reported_also_without_external_tokens_and_every_request_ends_once() -> None:
     engine, plugin = engine_with_plugin()
     run(engine, tokens(10))
     waiting = engine.submit(tokens(10, seed=1))
@@ -54,7 +54,7 @@ def test_allocation_is_told_also_without_external_tokens_and_every_request_ends_
     assert plugin.workers[0].calls[:-1] == ["loads", "stores", "output"] * engine.statistics().steps
 
 
-def test_a_preemption_is_told_before_blocks_are_allocated_again() -> None:
+def test_a_preemption_is_reported_before_blocks_are_allocated_again() -> None:
     engine, plugin = engine_with_plugin()
     stream = engine.submit(tokens(10), SamplingParams(5))
     engine.step()
@@ -68,7 +68,7 @@ def test_a_preemption_is_told_before_blocks_are_allocated_again() -> None:
     assert len(taken(stream)) == 5
 
 
-def test_who_ended_is_not_told_as_preempted() -> None:
+def test_an_ended_request_is_not_reported_as_preempted() -> None:
     engine, plugin = engine_with_plugin()
     stream = engine.submit(tokens(10))
     engine.step()
@@ -78,7 +78,7 @@ def test_who_ended_is_not_told_as_preempted() -> None:
     assert plugin.scheduler.steps[-1].preempted == ()
 
 
-def test_new_blocks_are_told_once_each_and_confirmed_tokens_lag_a_step() -> None:
+def test_new_blocks_are_reported_once_each_and_confirmed_tokens_lag_a_step() -> None:
     engine, plugin = engine_with_plugin()
     run(engine, tokens(20), 6)
     facts = [step.progress[0] for step in plugin.scheduler.steps if step.progress]

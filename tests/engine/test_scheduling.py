@@ -144,7 +144,7 @@ def test_statistics_of_a_request_add_up() -> None:
     assert stats.arrived_s < stats.first_token_s < stats.finished_s
 
 
-def test_the_audit_sees_a_block_that_nobody_gave_back() -> None:
+def test_the_audit_sees_a_block_that_was_not_given_back() -> None:
     engine = tiny_engine()
     engine.submit(tokens(10))
     engine.step()

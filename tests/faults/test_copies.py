@@ -84,7 +84,7 @@ def test_a_lost_device_switches_offloading_off_and_the_engine_goes_on(
 # -- one rank of two ------------------------------------------------------------------------------------------------------
 
 
-def test_a_store_that_one_rank_fails_is_found_by_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_that_one_rank_fails_is_never_found(caplog: pytest.LogCaptureFixture) -> None:
     with rig(ranks=2) as made:
         made.hold()
         made.run_requests(text(1, 20))
@@ -134,7 +134,7 @@ def test_an_engine_that_takes_a_leased_block_back_is_noticed(caplog: pytest.LogC
 
 @pytest.mark.parametrize("end", ["fail", "tear", "finish"])
 @pytest.mark.parametrize("direction", ["load", "store"])
-def test_an_end_that_comes_after_its_job_was_given_up(
+def test_an_end_that_comes_after_its_job_was_abandoned(
     direction: str, end: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Device blocks come back, since nothing touches them any more; host slots stay written off, good or bad."""

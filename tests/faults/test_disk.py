@@ -230,8 +230,8 @@ def test_a_folder_of_another_parallel_shape_is_another_folder(engine: Process) -
     assert fetched(engine("serve", *ALL)) == 0
 
 
-def test_missing_files_are_made_anew(engine: Process) -> None:
-    folder = engine.root / "test_missing_files_are_made_anew"
+def test_missing_files_are_made_again(engine: Process) -> None:
+    folder = engine.root / "test_missing_files_are_made_again"
     for name in ("slots0", "index"):
         engine("close")
         [path] = folder.glob(f"*/replica0/{name}")

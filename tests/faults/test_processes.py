@@ -116,7 +116,7 @@ def shared_memory(process: int) -> set[Path]:
     return {Path(line[5]) for line in words if len(line) > 5 and line[5].startswith("/dev/shm/")}
 
 
-def test_told_to_end_it_sees_its_copies_to_their_end(demos: Iterator[Demo]) -> None:
+def test_after_a_sigterm_it_waits_for_its_copies(demos: Iterator[Demo]) -> None:
     made = next(demos)
     made.process.send_signal(signal.SIGTERM)
     made.read_until("interrupted: open requests are cancelled, and submitted copies drain")

@@ -230,7 +230,7 @@ def test_a_removed_key_is_called_removed_whatever_it_was_set_to(value: object) -
     assert problem.startswith("journal_for was removed with `kvoffload replay-journal`; leave it out")
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_all_problems_are_listed_at_once() -> None:
     found = problems({"host_byte": 1, "store_policy": "x", "verify": "y", "nonsense": 1, "host_bytes": 2**20})
     assert len(found) == 4
 

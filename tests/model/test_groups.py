@@ -116,7 +116,7 @@ def test_what_a_step_hands_out() -> None:
     assert shape(5).turnover_blocks == 5
 
 
-def test_a_shape_that_cannot_be_tells_all_that_is_wrong() -> None:
+def test_the_error_of_an_impossible_shape_lists_all_that_is_wrong() -> None:
     group = GroupSpec(GroupId(1), FULL, 4)
     with pytest.raises(EngineContractError, match=r"numbered.*0 ranks.*match_tokens is 6"):
         EngineShape((group,), 0, 8, 8, match_tokens=6)

@@ -49,7 +49,7 @@ def test_blocks_that_were_leased_are_evicted_from_the_prefixs_tail() -> None:
         assert places == sorted(places, reverse=True)
 
 
-def test_every_key_and_block_is_told_once_and_only_when_there_is_news() -> None:
+def test_every_key_and_block_is_reported_once_and_only_when_it_is_new() -> None:
     with rig() as made:
         reported = received(made, facts.RequestSeen, facts.StepScheduled, facts.RequestEnded)
         stream = made.engine.submit(text(1, 10), SamplingParams(12))
@@ -86,7 +86,7 @@ def test_a_preempted_request_is_looked_up_with_what_it_has_generated() -> None:
 
 
 @pytest.mark.parametrize("state", ["waiting", "loading", "running", "preempted"])
-def test_how_a_request_ends_is_told_as_it_is(state: str) -> None:
+def test_how_a_request_ends_is_reported_as_it_is(state: str) -> None:
     with rig(max_requests=1) as made:
         made.run(text(1, 25), 6)
         made.forget_device()
@@ -127,7 +127,7 @@ def test_the_pool_is_lent_as_it_is() -> None:
     assert device.free_blocks() == 5
 
 
-def test_a_preempted_requests_newest_block_is_looked_up_though_no_step_told_of_it() -> None:
+def test_a_preempted_requests_newest_block_is_looked_up_though_no_step_reported_it() -> None:
     with rig(num_blocks=60) as made:
         made.submit(text(1, 10), 16)
         made.drain()

@@ -191,7 +191,7 @@ def test_flipped_bits_on_the_disk_cost_a_computation_and_no_wrong_token(
     made.assert_clean()
 
 
-def test_files_swapped_between_ranks_are_made_anew(start: StartEngine, tmp_path: Path) -> None:
+def test_files_swapped_between_ranks_are_made_again(start: StartEngine, tmp_path: Path) -> None:
     made = start(ranks=2)
     leave_on_disk(made)
     start(folder="another")

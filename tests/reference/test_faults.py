@@ -155,7 +155,7 @@ def test_an_observer_that_raises_is_removed_and_counted(
         made.assert_clean()
 
 
-def test_an_observer_that_never_returns_loses_events_and_holds_nobody_up(
+def test_an_observer_that_never_returns_loses_events_and_holds_up_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def stay(self: LogObserver, event: object) -> None:
@@ -262,7 +262,7 @@ def test_a_second_rank_that_cannot_start_stops_the_first() -> None:
     assert_no_threads_but(before)
 
 
-def test_a_journal_is_written_and_let_go(tmp_path: Path) -> None:
+def test_a_journal_is_written_and_released(tmp_path: Path) -> None:
     from kvoffload.telemetry.journal_reader import read_journal
 
     path = tmp_path / "journal"

@@ -90,7 +90,7 @@ def test_a_block_whose_store_is_open_is_not_stored_again() -> None:
         made.assert_clean()
 
 
-def test_a_block_whose_store_was_given_up_is_not_stored_again_while_that_copy_may_run() -> None:
+def test_a_block_whose_store_was_abandoned_is_not_stored_again_while_that_copy_may_run() -> None:
     with rig() as made:
         made.hold()
         made.submit(text(1, 21), 3)
@@ -153,7 +153,7 @@ def test_stores_that_never_end_take_a_quarter_of_the_pool_at_most() -> None:
         made.assert_clean(lost_blocks=lost)
 
 
-def test_a_request_that_needs_the_blocks_lost_to_such_a_store_is_told_so() -> None:
+def test_a_request_that_needs_the_blocks_lost_to_such_a_store_gets_an_error() -> None:
     with rig(num_blocks=11, step_tokens=8) as made:
         made.hold()
         made.submit(text(1, 16), 1)

@@ -202,7 +202,7 @@ def test_a_file_that_cannot_be_written_is_said(tmp_path: Path, caplog: pytest.Lo
 # -- the oldest job, and the watchdog -----------------------------------------------------------------------------------------
 
 
-def test_the_oldest_job_is_told_while_there_is_one() -> None:
+def test_the_oldest_job_is_reported_while_there_is_one() -> None:
     side = Side()
     assert side.side.gauges().oldest_job_s == 0
     first = side.clock.monotonic()
@@ -220,7 +220,7 @@ def test_the_oldest_job_is_told_while_there_is_one() -> None:
     assert side.side.gauges().oldest_job_s == 0
 
 
-def test_a_job_that_was_given_up_is_nobodys_oldest() -> None:
+def test_an_abandoned_job_is_not_the_oldest() -> None:
     side = Side()
     loading(side)
     side.clock.jump(TIMEOUT_S)

@@ -222,7 +222,7 @@ def test_a_loss_is_said_once_and_so_is_its_end(caplog: pytest.LogCaptureFixture)
     assert caplog.text.count("net_benefit_positive") == 1
 
 
-def test_a_loss_too_small_to_matter_is_not_told() -> None:
+def test_a_loss_too_small_to_matter_is_not_reported() -> None:
     side = Side()
     measure_prefill(side)
     plan = loading(side)
@@ -293,7 +293,7 @@ def test_a_number_is_not_touched_by_what_is_measured() -> None:
     assert side.side.lookup(side.seen("b"), 0) == RELOAD
 
 
-def test_an_engine_that_tells_no_tokens_has_no_estimate() -> None:
+def test_an_engine_that_reports_no_tokens_has_no_estimate() -> None:
     side = Side()
     arrived(side, loading(side))
     side.side.step(facts.StepScheduled(99))

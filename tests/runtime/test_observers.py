@@ -39,7 +39,7 @@ def test_one_that_raises_is_removed_counted_and_said(
     assert side.side.counters.snapshot().count("kvoffload_bus_removed_total", "log") == 1
 
 
-def test_a_counter_that_raises_is_told_of_without_a_portal_too(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_counter_that_raises_is_logged_without_a_portal_too(caplog: pytest.LogCaptureFixture) -> None:
     side = Side()
 
     def fail(fact: facts.CacheReset) -> None:
@@ -80,7 +80,7 @@ def test_a_journal_that_cannot_be_written_any_more_is_counted_and_said(
     assert side.side.counters.snapshot().total("kvoffload_journal_write_errors_total") == 1
 
 
-def test_nobody_waits_for_observers_whose_loop_is_gone() -> None:
+def test_observers_whose_loop_is_gone_are_not_waited_for() -> None:
     side = Side(portal=True)
     assert side.portal is not None
     side.portal.is_dead = True

@@ -47,7 +47,7 @@ def test_nothing_runs_before_the_first_use(portal: Portal) -> None:
     assert portal.is_alive
 
 
-def test_a_coroutine_that_raises_tells_its_future(portal: Portal) -> None:
+def test_a_coroutine_that_raises_fails_its_future(portal: Portal) -> None:
     async def fail() -> None:
         raise ValueError("why")
 
@@ -82,7 +82,7 @@ def test_close_cancels_waits_and_is_final(portal: Portal) -> None:
         executor.submit(print)
 
 
-def test_a_sleeping_coroutine_that_nobody_holds_is_not_collected(portal: Portal) -> None:
+def test_a_sleeping_coroutine_without_references_is_not_collected(portal: Portal) -> None:
     begun, ended = Future[None](), Future[None]()
     portal.spawn(forever, begun, ended)
     begun.result(PATIENCE_S)
@@ -196,7 +196,7 @@ def test_copies_run_beside_each_other_and_one_that_hangs_does_not_hold_up_the_ne
     hanging.result(PATIENCE_S)
 
 
-def test_work_that_raises_tells_its_future_and_the_thread_goes_on() -> None:
+def test_work_that_raises_fails_its_future_and_the_thread_goes_on() -> None:
     executor = DaemonExecutor("one", 1)
     failing = executor.submit(int, "x")
     assert executor.submit(int, "1").result(PATIENCE_S) == 1

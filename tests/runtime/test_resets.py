@@ -59,7 +59,7 @@ def test_copies_of_after_a_reset_are_not_waited_for() -> None:
     assert draining(side) == 0
 
 
-def test_a_copy_that_is_given_up_is_not_waited_for() -> None:
+def test_a_copy_that_is_abandoned_is_not_waited_for() -> None:
     side = Side()
     loading(side)
     reported = received(side)

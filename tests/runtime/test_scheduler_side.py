@@ -73,7 +73,7 @@ def test_a_request_that_ends_while_it_waits_leaves_nothing() -> None:
 # -- pins' ages -------------------------------------------------------------------------------------------------
 
 
-def test_the_oldest_pin_is_told_while_there_is_one() -> None:
+def test_the_oldest_pin_is_reported_while_there_is_one() -> None:
     side = Side()
     side.stored()
     side.seen("a")

@@ -131,7 +131,7 @@ def children(found: Sequence[ReadableSpan], parent: ReadableSpan) -> dict[str, R
 # -- contents -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_request_with_a_load_is_told_from_its_lookup_to_its_end(traced: Traced) -> None:
+def test_a_request_with_a_load_has_spans_from_its_lookup_to_its_end(traced: Traced) -> None:
     side, _ = traced
     side.stored()
     request = seen(side, "a")
@@ -202,7 +202,7 @@ def test_a_store_has_its_queue_its_copy_and_the_evictions_that_made_room(make: C
     assert attributes(second)["kvoffload.bytes"] == 64
 
 
-def test_a_miss_is_told_with_its_cause(traced: Traced) -> None:
+def test_a_miss_is_reported_with_its_cause(traced: Traced) -> None:
     side, _ = traced
     request = seen(side, "a", prefix="new")
     side.side.lookup(request, 0)
@@ -469,7 +469,7 @@ def test_an_exporter_that_blocks_changes_nothing_and_what_does_not_fit_is_counte
     assert attributes(of_request(found, "late")["request"])["kvoffload.end"] == "ended"
 
 
-def test_nobody_waits_long_for_a_collector_at_the_end(make: Callable[..., Side]) -> None:
+def test_a_collector_is_not_waited_for_long_at_the_end(make: Callable[..., Side]) -> None:
     side = make(InMemorySpanExporter())
     executor(side)._held = True
     side.stored()
@@ -558,7 +558,7 @@ def test_a_collector_gets_them_over_http(monkeypatch: pytest.MonkeyPatch) -> Non
     assert side.side.counters.snapshot().total("kvoffload_span_export_errors_total") == 0
 
 
-def test_nothing_is_watched_that_nobody_asked_for() -> None:
+def test_nothing_is_watched_without_being_asked_for() -> None:
     side = Side(portal=True)
     assert "spans" not in side.side.gauges().dropped
     side.close()

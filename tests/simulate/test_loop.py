@@ -42,7 +42,7 @@ def test_sleepers_wake_in_the_order_of_their_times() -> None:
     assert woken == [1.0, 2.0, 3.0]
 
 
-def test_a_wait_that_nothing_can_end_is_told_and_not_waited_for() -> None:
+def test_a_wait_that_nothing_can_end_is_reported_and_not_waited_for() -> None:
     async def wait() -> None:
         await asyncio.Event().wait()
 

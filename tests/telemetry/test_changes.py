@@ -49,7 +49,7 @@ def copied(seconds: float) -> RankReported:
     return RankReported(JobId(1), Rank(0), Direction.STORE, CopyOutcome.DONE, 10, 0.5, seconds)
 
 
-def test_at_first_every_gauge_is_told_and_no_counter() -> None:
+def test_at_first_every_gauge_is_sent_and_no_counter() -> None:
     first = Engine().first
     assert first is not None
     gauges = {name for name, metric in BY_NAME.items() if metric.kind is Kind.GAUGE}
@@ -59,7 +59,7 @@ def test_at_first_every_gauge_is_told_and_no_counter() -> None:
     assert not first.samples
 
 
-def test_a_step_without_news_tells_nothing_until_a_second_is_over() -> None:
+def test_a_step_without_changes_sends_nothing_until_a_second_is_over() -> None:
     engine = Engine()
     assert [engine.step() for _ in range(3)] == [None, None, None]
     engine.now_s = 1.0
@@ -68,13 +68,13 @@ def test_a_step_without_news_tells_nothing_until_a_second_is_over() -> None:
     assert engine.step() is None
 
 
-def test_nothing_at_all_is_never_told() -> None:
+def test_an_empty_change_is_never_sent() -> None:
     engine = Engine()
     engine.now_s = 5.0
     assert engine.changes.take() is None
 
 
-def test_times_of_hooks_go_with_other_news() -> None:
+def test_times_of_hooks_go_with_other_changes() -> None:
     engine = Engine()
     engine.step()
     change = engine.step(BlocksOffered(3), copied(0.25))
@@ -87,7 +87,7 @@ def test_times_of_hooks_go_with_other_news() -> None:
     }
 
 
-def test_gauges_are_told_when_they_change_also_back_to_nothing() -> None:
+def test_gauges_are_sent_when_they_change_also_back_to_nothing() -> None:
     engine = Engine()
     engine.state = GaugeSnapshot({"ready": 2}, 2, degraded=DegradeCause.LAW_BROKEN)
     change = engine.step(BlocksOffered(1))
@@ -114,7 +114,7 @@ def test_what_feeds_dropped_is_a_counter() -> None:
     assert reported == [{("journal",): 5}, {("journal",): 2}]
 
 
-def test_an_observer_that_was_removed_is_news_by_itself() -> None:
+def test_an_observer_that_was_removed_is_a_change_by_itself() -> None:
     engine = Engine()
     engine.counters.removed("log")
     engine.counters.journal_failed()
@@ -126,7 +126,7 @@ def test_an_observer_that_was_removed_is_news_by_itself() -> None:
     }
 
 
-def test_samples_that_nobody_takes_do_not_pile_up() -> None:
+def test_samples_that_are_not_taken_do_not_pile_up() -> None:
     engine = Engine()
     limit = counters_module._KEPT
     for _ in range(limit + 10):

@@ -277,7 +277,7 @@ def test_property_miss_causes_sum_to_the_missed_blocks(stream: list[Event]) -> N
         ([BlocksZeroed(-1)], False, "counters never shrink"),
     ],
 )
-def test_broken_laws_are_told(events: list[Event], drained: bool, problem: str) -> None:
+def test_broken_laws_are_reported(events: list[Event], drained: bool, problem: str) -> None:
     (reported,) = conservation(count(*events), drained=drained)
     assert problem in reported
 

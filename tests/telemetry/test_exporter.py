@@ -149,7 +149,7 @@ def test_a_second_collector_in_one_registry_is_refused() -> None:
         registry.register(KVOffloadCollector(Counters()))
 
 
-def test_a_state_that_does_not_add_up_is_told() -> None:
+def test_a_state_that_does_not_add_up_is_reported() -> None:
     assert STATE.problems() == []
     assert GaugeSnapshot(capacity_slots=1).problems() == [
         "slots of the host by state sum to 0, but the capacity is 1"
@@ -201,7 +201,7 @@ def test_a_collector_that_raises_is_an_error_to_the_scraper() -> None:
     assert caught.value.code == 500
 
 
-def test_a_scraper_that_hangs_holds_up_nobody(server: MetricsServer) -> None:
+def test_a_scraper_that_hangs_holds_up_nothing(server: MetricsServer) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as hanging:
         hanging.sendall(b"GET /metr")
         with urllib.request.urlopen(server.url, timeout=10) as answer:

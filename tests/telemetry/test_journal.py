@@ -200,7 +200,7 @@ def test_every_class_has_a_form(cls: type) -> None:
     assert set(_form(cls).names).isdisjoint({"seq", "t", "event"})
 
 
-def test_a_field_that_nobody_foresaw_is_an_error_and_not_written() -> None:
+def test_a_field_of_an_unknown_type_is_an_error_and_not_written() -> None:
     from kvoffload.telemetry.records import _writer
 
     assert _writer(bytes)[0](b"secret") == 6

@@ -219,12 +219,12 @@ def test_a_report_of_a_job_that_the_journal_does_not_have_is_drawn_by_its_own_ti
     assert picture.spans("rank 0/loads")[0] == ("load 9", 14, 20)
 
 
-def test_dropped_lines_are_told() -> None:
+def test_dropped_lines_are_reported() -> None:
     records = [*journal((0, step(1))), *journal((0.5, step(2)), first=12)]
     assert Picture(records).args("lines dropped") == {"lines": 10}
 
 
-def test_a_second_process_in_the_same_file_begins_anew() -> None:
+def test_a_second_process_in_the_same_file_begins_again() -> None:
     scheduled = events.StoreScheduled(JobId(0), 1)
     records = [
         *journal((0, scheduled)),

@@ -54,7 +54,7 @@ async def test_a_cancelled_sleeper_is_not_woken() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_sleep_of_nothing_takes_no_time_and_a_jump_wakes_nobody() -> None:
+async def test_a_sleep_of_nothing_takes_no_time_and_a_jump_wakes_no_sleeper() -> None:
     clock = FakeClock()
     await clock.sleep(0)
     task = asyncio.create_task(clock.sleep(1.0))
@@ -101,7 +101,7 @@ def test_a_gate_for_threads_counts_and_holds() -> None:
     assert len(passed) == 3
 
 
-def test_an_executor_runs_when_told() -> None:
+def test_an_executor_runs_when_the_test_says_so() -> None:
     executor, ran = ManualExecutor(), list[int]()
     first, second, third = (executor.submit(ran.append, number) for number in range(3))
     assert (ran, executor.waiting) == ([], 3)

@@ -203,7 +203,7 @@ def test_what_the_kernel_reads_lives_until_the_batch_has_ended() -> None:
     assert alive() is None
 
 
-def test_a_kernel_that_does_not_start_is_given_up_and_its_batch_goes_through_the_engine() -> None:
+def test_a_kernel_that_does_not_start_is_switched_off_and_its_batch_goes_through_the_engine() -> None:
     batch = Batch()
     batch.cuda.kernel_error = RuntimeError("out of resources")
     with capture_logs() as logs:

@@ -29,7 +29,7 @@ class Bench:
         return CopyRuns(self.source.ctypes.data + starts, self.target.ctypes.data + starts, sizes)
 
 
-def test_a_copy_waits_for_the_fence_and_nobody_waits_for_the_copy() -> None:
+def test_a_copy_waits_for_the_fence_and_no_thread_waits_for_the_copy() -> None:
     bench = Bench()
     bench.cuda.main.operations.append(("kernel", None))
     ticket = bench.copier.submit(Direction.STORE, bench.runs(), (bench.copier.fence(),))

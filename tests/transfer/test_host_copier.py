@@ -39,7 +39,7 @@ def test_a_ticket_is_pending_until_the_bytes_have_arrived() -> None:
     assert (target == source).all()
 
 
-def test_a_copy_that_raises_is_told_by_the_query() -> None:
+def test_a_copy_that_raises_fails_the_query() -> None:
     def copy(runs: CopyRuns) -> None:
         raise CopyError("torn")
 

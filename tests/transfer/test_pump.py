@@ -159,7 +159,7 @@ async def test_the_hook_does_not_wait_for_the_coroutine() -> None:
         assert rig.outcomes() == {1: DONE}
 
 
-async def test_a_report_tells_what_is_new_and_nothing_else() -> None:
+async def test_a_report_has_what_is_new_and_nothing_else() -> None:
     rig = Rig()
     assert rig.pump.take_report() is None
     async with running(rig):
@@ -230,7 +230,7 @@ async def test_a_coroutine_runs_once() -> None:
         assert rig.pump.is_alive
 
 
-async def test_ready_slots_are_told_as_they_grow() -> None:
+async def test_ready_slots_are_reported_as_they_grow() -> None:
     rig = Rig()
     growth = asyncio.create_task(rig.arena.prepare())
     await growth

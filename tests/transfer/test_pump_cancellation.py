@@ -131,7 +131,7 @@ async def test_a_closing_pump_takes_no_more_jobs() -> None:
         assert rig.copier.tickets == []
 
 
-async def test_drain_tells_what_it_leaves_behind_and_passes_its_cancellation_on() -> None:
+async def test_drain_returns_what_it_leaves_behind_and_passes_its_cancellation_on() -> None:
     rig = Rig()
     async with running(rig):
         rig.pump.submit_loads([load(1, [1], [1])])

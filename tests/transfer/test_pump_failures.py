@@ -191,7 +191,7 @@ async def test_when_the_coroutine_dies_the_hook_does_its_work() -> None:
         rig.assert_nothing_held()
 
 
-async def test_when_the_loop_is_gone_the_hook_is_told_and_fails_what_waited() -> None:
+async def test_when_the_loop_is_gone_the_hook_notices_and_fails_what_waited() -> None:
     rig = Rig()
     await rig.arena.prepare()
     rig.pump.submit_stores([store(1, [1], [1])])

@@ -142,7 +142,7 @@ async def test_a_failed_batch_says_nothing_of_the_way() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_report_tells_how_far_stores_are_held_back() -> None:
+async def test_a_report_has_how_far_stores_are_held_back() -> None:
     """Of four blocks in flight two are left when a store has met a load."""
     rig = Rig(blocks_in_flight=4)
     async with running(rig):

@@ -13,7 +13,7 @@ from tests.vllm_adapter.engine_rig import MARKS
 pytestmark = MARKS
 
 
-def test_both_connectors_are_measured_and_told(
+def test_both_connectors_are_measured_and_printed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from kvoffload_vllm import bench_queue

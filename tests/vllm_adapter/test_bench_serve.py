@@ -13,7 +13,7 @@ from tests.vllm_adapter.engine_rig import MARKS
 pytestmark = MARKS
 
 
-def test_every_engine_is_measured_and_told(
+def test_every_engine_is_measured_and_printed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from kvoffload_vllm import bench_serve

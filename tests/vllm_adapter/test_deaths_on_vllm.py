@@ -146,7 +146,7 @@ def life(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Life]:
         check_log(front)
 
 
-def test_an_engine_told_to_end_sees_its_copies_to_their_end(life: Life) -> None:
+def test_an_engine_that_gets_sigterm_waits_for_its_copies(life: Life) -> None:
     """vLLM aborts the requests at once without `--shutdown-timeout`; their blocks wait for the copies."""
     held = life.start_loads()
     os.kill(life.engine, signal.SIGTERM)
@@ -182,7 +182,7 @@ def test_a_killed_worker_takes_its_engine_along(life: Life) -> None:
     life.check_over()
 
 
-def test_a_worker_told_to_end_sees_its_copies_to_their_end(life: Life) -> None:
+def test_a_worker_that_gets_sigterm_waits_for_its_copies(life: Life) -> None:
     reported, other = life.start_loads()
     os.kill(reported.process, signal.SIGTERM)
     life.check_closing(reported)

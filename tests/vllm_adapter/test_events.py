@@ -65,7 +65,7 @@ def events(maker: EventMaker, *ledger: tuple[BlockKey, bool]) -> list[Any]:
     return list(maker.events(ledger))
 
 
-def test_a_block_that_came_is_told_with_its_tokens_and_parent() -> None:
+def test_a_block_that_came_is_published_with_its_tokens_and_parent() -> None:
     maker, (large, small) = reported(request())
     first, second, third = events(maker, (large[0], True), (large[1], True), (small[3], True))
     assert first[1]["token_ids"] == [100, 101, 102, 103]
@@ -76,7 +76,7 @@ def test_a_block_that_came_is_told_with_its_tokens_and_parent() -> None:
     assert (third[1]["block_size"], third[1]["group_idx"], third[1]["token_ids"]) == (2, 2, [106, 107])
 
 
-def test_parents_are_told_before_their_children() -> None:
+def test_parents_are_published_before_their_children() -> None:
     """Slots are filled deepest first, which is the order in which they become evictable, and jobs one after another."""
     maker, (large, small) = reported(request())
     order = [small[1], small[0], large[1], small[3], large[0], small[2]]
@@ -87,7 +87,7 @@ def test_parents_are_told_before_their_children() -> None:
     assert reported_of == [(2, "00"), (2, "01"), (0, "01"), (0, "03"), (2, "02"), (2, "03")]
 
 
-def test_a_group_is_told_by_its_kind_and_window() -> None:
+def test_a_group_is_published_by_its_kind_and_window() -> None:
     maker, (large, small) = reported(request())
     kinds = [
         (fields["kv_cache_spec_kind"], fields["kv_cache_spec_sliding_window"])
@@ -96,7 +96,7 @@ def test_a_group_is_told_by_its_kind_and_window() -> None:
     assert kinds == [("full_attention", None), ("sliding_window", 4)]
 
 
-def test_what_else_a_blocks_hash_covers_is_told() -> None:
+def test_what_else_a_blocks_hash_covers_is_published() -> None:
     maker, (large, small) = reported(request(salt="s", images=[("cat", 1), ("dog", 7)]))
     fields = [event for _, event in events(maker, *[(key, True) for key in (*large, *small)])]
     assert [one["extra_keys"] for one in fields] == [
@@ -109,13 +109,13 @@ def test_what_else_a_blocks_hash_covers_is_told() -> None:
     ]
 
 
-def test_the_adapter_of_a_block_is_told() -> None:
+def test_the_adapter_of_a_block_is_published() -> None:
     maker, (large, _) = reported(request(lora_request=SimpleNamespace(adapter_id=7, name="poems")))
     ((_, fields),) = events(maker, (large[0], True))
     assert (fields["lora_id"], fields["lora_name"]) == (7, "poems")
 
 
-def test_blocks_that_left_are_told_by_group() -> None:
+def test_blocks_that_left_are_published_by_group() -> None:
     maker, (large, small) = reported(request())
     one, other = events(maker, (large[0], False), (small[0], False), (large[1], False))
     assert one == (
@@ -132,7 +132,7 @@ def test_of_a_block_that_came_and_left_the_last_holds() -> None:
     assert [kind for kind, _ in events(maker, (key, False), (key, True))] == ["stored"]
 
 
-def test_a_block_that_comes_again_is_told_in_full_again() -> None:
+def test_a_block_that_comes_again_is_published_in_full_again() -> None:
     maker, (large, _) = reported(request())
     for came in (True, False, True):
         ((_, fields),) = events(maker, (large[0], came))

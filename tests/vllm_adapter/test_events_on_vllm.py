@@ -69,7 +69,7 @@ def stored_on_host(batch: Any) -> list[Any]:
     return [one for one in batch.events if one.medium == "CPU" and type(one).__name__ == "BlockStored"]
 
 
-def test_a_router_keeps_what_it_is_told(folder: Path) -> None:
+def test_a_router_keeps_what_is_published(folder: Path) -> None:
     """Eager, with a host that holds all: no block is announced before its parent, and each names its group."""
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
@@ -109,7 +109,7 @@ def test_a_router_keeps_what_it_is_told(folder: Path) -> None:
         assert kinds == {("full_attention", None), ("sliding_window", checkpoints.WINDOW)}
 
 
-def test_lazy_stores_are_told_in_full(folder: Path) -> None:
+def test_lazy_stores_are_published_in_full(folder: Path) -> None:
     """A block is stored when the device is about to forget it: its request may have gone long before."""
     options: dict[str, Any] = {"num_gpu_blocks_override": 96, "max_num_batched_tokens": 64}
     with publishing("qwen3", folder, 64, extra={"store_policy": "lazy"}, **options) as (rig, batches):

@@ -66,7 +66,7 @@ def start_loading(hands: Hands, asked: Asked) -> Any:
     return held.loads[0]
 
 
-def test_an_error_that_comes_after_its_load_was_given_up(hands: Hands) -> None:
+def test_an_error_that_comes_after_its_load_was_abandoned(hands: Hands) -> None:
     rig, held = hands
     asked = Asked(prompt(1), 6)
     expected = truth(rig, asked)

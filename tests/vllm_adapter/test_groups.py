@@ -193,7 +193,7 @@ def test_a_recurrent_group_never_reads_ahead() -> None:
 # -- settings -------------------------------------------------------------------------------------------------------
 
 
-def test_every_problem_is_told_at_once() -> None:
+def test_every_problem_is_listed_at_once() -> None:
     reported = problems(
         group(spec("Odd")),
         group(full()),

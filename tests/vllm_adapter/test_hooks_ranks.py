@@ -117,7 +117,7 @@ def test_a_request_goes_on_when_the_last_rank_has_ended(
     assert ranks_reported(after) == []
 
 
-def test_a_report_that_was_not_fetched_grows_and_tells_what_is_true_now() -> None:
+def test_a_report_that_was_not_fetched_grows_and_has_the_present_state() -> None:
     from kvoffload_vllm.worker import VllmWorker
 
     reported = [
@@ -157,7 +157,7 @@ def test_r13_a_step_begins_when_it_is_bound() -> None:
     assert called == ["begin_step", "start_loads", "start_stores"]
 
 
-def test_ranks_that_end_in_one_step_are_both_heard() -> None:
+def test_ranks_that_end_in_one_step_are_both_noted() -> None:
     workers = Workers()
     workers.step(**load())
     for one in workers.copies:
@@ -168,7 +168,7 @@ def test_ranks_that_end_in_one_step_are_both_heard() -> None:
 
 
 @pytest.mark.parametrize("ended", [(), (0,), (1,)])
-def test_a_load_given_up_is_told_once_by_each_rank(ended: Sequence[int]) -> None:
+def test_an_abandoned_load_is_reported_once_by_each_rank(ended: Sequence[int]) -> None:
     """A rank where it has ended has reported it; a later end is not reported again."""
     workers = Workers()
     workers.step(**load())
@@ -186,7 +186,7 @@ def test_a_load_given_up_is_told_once_by_each_rank(ended: Sequence[int]) -> None
     assert ranks_reported(after) == late, "the core gives the memory back when it hears of the end"
 
 
-def test_a_load_without_a_copy_is_told_by_every_rank() -> None:
+def test_a_load_without_a_copy_is_reported_by_every_rank() -> None:
     workers = Workers()
     assert workers.step(ended=ended_loads(loaded=[REQUEST])).finished_recving == {REQUEST}
     end = workers.step(ended=ended_loads(failed=[REQUEST]))

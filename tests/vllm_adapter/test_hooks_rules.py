@@ -81,7 +81,7 @@ def test_r9_a_failed_load_is_recomputed(hands: Hands) -> None:
     assert gained.count("kvoffload_miss_blocks_total", "load_failed") > 0
 
 
-def test_r9_whoever_waited_for_a_failed_load_goes_on(hands: Hands) -> None:
+def test_r9_requests_that_waited_for_a_failed_load_go_on(hands: Hands) -> None:
     rig, held = hands
     asked = {name: Asked((*prompt(2), number), 6) for number, name in enumerate("abc")}
     expected = {name: truth(rig, one) for name, one in asked.items()}
@@ -216,7 +216,7 @@ def test_r2_fewer_tokens_accepted(hands: Hands) -> None:
         assert gained.count("kvoffload_engine_surprises_total", "tokens_without_pin") == 0
 
 
-def test_r2_tokens_that_nobody_found(hands: Hands) -> None:
+def test_r2_tokens_that_no_lookup_found(hands: Hands) -> None:
     rig, _ = hands
     asked = Asked(prompt(12))
     expected = truth(rig, asked)

@@ -310,7 +310,7 @@ def refused(folder: Path, **options: Any) -> str:
     return str(error.value)
 
 
-def test_everything_wrong_is_told_at_once(folder: Path) -> None:
+def test_everything_wrong_is_listed_at_once(folder: Path) -> None:
     checkpoints.make("qwen3", folder / "qwen3")
     wrong = transfer_config(64, store_polcy="lazy", min_load_tokens=-1)
     text = refused(

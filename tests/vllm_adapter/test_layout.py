@@ -206,7 +206,7 @@ def test_a_slab_is_one_region() -> None:
 # -- what cannot be described ---------------------------------------------------------------------------------------
 
 
-def test_bytes_that_nobody_describes_are_noticed() -> None:
+def test_bytes_without_a_description_are_noticed() -> None:
     raw = torch.zeros(2 * BLOCKS * 64, dtype=torch.int8)
     view = bytes_view(raw, (BLOCKS, 64), (64, 1), 0)
     with pytest.raises(EngineContractError, match="has 896 bytes, but 448 are described by its 1 regions"):

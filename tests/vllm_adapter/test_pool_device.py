@@ -14,7 +14,7 @@ from kvoffload.model.transfer import TransferReport
 from kvoffload_vllm.pool_device import VllmDevice
 
 
-def test_a_block_with_fewer_references_than_leases_is_told() -> None:
+def test_a_block_with_fewer_references_than_leases_is_reported() -> None:
     device = VllmDevice()
     assert isinstance(device, AuditsLeases)
     leases = {DeviceBlockId(1): 1, DeviceBlockId(2): 2}

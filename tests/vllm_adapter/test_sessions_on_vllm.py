@@ -126,7 +126,7 @@ def test_the_core_knows_a_sessions_hashes_as_they_are_now(computed: int) -> None
         assert not scheduler.offload.core.state.requests.live
 
 
-def test_a_session_that_ends_with_rewritten_hashes_tells_none_of_them() -> None:
+def test_a_session_that_ends_with_rewritten_hashes_reports_none_of_them() -> None:
     with adapter(BLOCK) as (scheduler, _):
         request = session(tokens(1, 100))
         scheduler.new_request(request)

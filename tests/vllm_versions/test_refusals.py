@@ -46,7 +46,7 @@ def test_it_is_the_version_that_was_asked_for() -> None:
     assert vllm.__version__ == os.environ["KVOFFLOAD_VLLM"]
 
 
-def test_a_hybrid_model_where_its_failed_loads_cannot_be_told(folder: Path) -> None:
+def test_a_hybrid_model_where_its_failed_loads_cannot_be_reported(folder: Path) -> None:
     if is_too_old() or recovers_several_groups():
         pytest.skip("this version recovers them, or is refused altogether")
     with (
