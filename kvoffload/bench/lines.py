@@ -147,7 +147,19 @@ def markdown(results: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(parts)
 
 
-_ORDER = ("engine", "serve", "hooks", "queue", "copy", "disk", "remote", "gpu-check", "verify", "scale", "trace")
+_ORDER = (
+    "engine",
+    "serve",
+    "hooks",
+    "queue",
+    "copy",
+    "disk",
+    "remote",
+    "gpu-check",
+    "verify",
+    "scale",
+    "trace",
+)
 _IN_DOCUMENTS = {"": "", "pass": "met", "miss": "**missed**", "fail": "**failed**"}
 
 
