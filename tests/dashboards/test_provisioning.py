@@ -61,10 +61,8 @@ def test_grafana_finds_prometheus_and_the_dashboards() -> None:
     assert listens == [f"--web.listen-address={source['url'].removeprefix('http://')}"]
     assert source["type"] == "prometheus"
     (provider,) = load(PROVISIONING / "dashboards" / "kvoffload.yml")["providers"]
-    assert (
-        sorted(path.suffix for path in resolve("grafana", provider["options"]["path"]).iterdir())
-        == [".json"] * 4
-    )
+    found = resolve("grafana", provider["options"]["path"]).iterdir()
+    assert {path.suffix for path in found} == {".json"}
     home = COMPOSE["services"]["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
     assert resolve("grafana", home).exists()
 
