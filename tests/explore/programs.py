@@ -83,7 +83,7 @@ def _ends(scene: Scene, copy: Copy) -> Iterator[str]:
     yield "done"
     if scene.left.get("fail"):
         yield "fail"
-    if scene.left.get("corrupt") and (not is_store or isinstance(copy.job, DiskJob)):
+    if scene.left.get("corrupt") and not (is_store and isinstance(copy.job, TransferJob)):
         yield "corrupt"
     if scene.left.get("hang") and isinstance(copy.job, DiskJob):
         yield "hang"

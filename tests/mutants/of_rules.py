@@ -401,6 +401,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "lost = self._state, job.corrupt",
         REMOTE,
     ),
+    Mutant(
+        17,
+        "kvoffload/remote/breaker.py",
+        "self.is_closed, self._failures = False, 0",
+        "self._failures = 0",
+        REMOTE,
+    ),
+    Mutant(17, "kvoffload/core/lower_tiers.py", "not (remote.is_usable and ", "not (", REMOTE),
     Mutant(18, _REMOTE_STATE, 'self.namespace, self.is_open = "", False', "pass", REMOTE),
     Mutant(
         18, _REMOTE_INDEX, "if self._generation is not None and found.is_after_reset:", "if False:", REMOTE
