@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from tests.vllm_adapter.engine_rig import Asked, Reported, check_same, plain
 from tests.vllm_adapter.test_disk_on_vllm import KINDS, Life, living
@@ -89,9 +90,11 @@ class Traffic:
             "host_blocks": self.host_blocks,
             "extra": {"disk_bytes": "64MiB"},
         }
+        environment = {}
         if self.ranks > 1:
             options |= {"tensor_parallel_size": self.ranks, "distributed_executor_backend": "mp"}
-        with living(self.kind, self.folder, **options) as life:
+            environment = engines.TWO_WORKERS["environment"]
+        with patch.dict("os.environ", environment), living(self.kind, self.folder, **options) as life:
             self.counts["restored"] += life.restored
             yield life
             life.rig.finish()
