@@ -10,17 +10,16 @@ from dashboards.generate.promql import (
     SERIES,
     alerts,
     each,
+    each_quantile,
     growth,
     of_engine,
     one,
-    quantile,
     quantile_of,
     rate,
     series,
     share,
 )
 from dashboards.generate.words import Board, Kind, Panel, Query, Row
-from kvoffload.model.causes import Found
 from kvoffload.telemetry.labels import HostBytes
 
 _HITS = series("kvoffload_lookup_tokens_total", result="hit")
@@ -276,13 +275,7 @@ _WORTH = Row(
             "requests with hits on the host should be faster than similar ones without. If not, loading is slower than "
             "computing: see `Loads: time of a copy`, and raise min_load_tokens.",
             units.SECONDS,
-            (
-                Query(
-                    quantile(0.5, "kvoffload_first_token_seconds", "found"),
-                    "{{found}}",
-                    tuple(found.value for found in Found),
-                ),
-            ),
+            (each_quantile(0.5, "kvoffload_first_token_seconds", "found"),),
         ),
         Panel(
             "Time to first token, p99",
@@ -290,13 +283,7 @@ _WORTH = Row(
             "host far above nothing: loads wait, see `Loads: time in the queue`. All of them high: the engine is overloaded, "
             "see `Requests running and waiting`.",
             units.SECONDS,
-            (
-                Query(
-                    quantile(0.99, "kvoffload_first_token_seconds", "found"),
-                    "{{found}}",
-                    tuple(found.value for found in Found),
-                ),
-            ),
+            (each_quantile(0.99, "kvoffload_first_token_seconds", "found"),),
         ),
         Panel(
             "Bytes copied",

@@ -93,6 +93,12 @@ def quantile_of(at: float, buckets: str, by: str = "") -> str:
     return f"histogram_quantile({at}, {rate(buckets, f'le, {by}' if by else 'le')})"
 
 
+def each_quantile(at: float, name: str, label: str) -> Query:
+    """A quantile of a histogram by one of its labels: one series a value, named by it."""
+    names = next(one.values for one in _metric(name).labels if one.name == label)
+    return Query(quantile(at, name, label), f"{{{{{label}}}}}", names)
+
+
 def each(name: str, label: str, expects: Expect = ACTIVITY, **labels: str) -> Query:
     """A counter's rate, or a gauge, by one of its labels: one series a value, named by it."""
     metric = _metric(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dashboards.generate import units
-from dashboards.generate.promql import SERIES, each, one, quantile, rate, series, total
+from dashboards.generate.promql import SERIES, each, each_quantile, one, quantile, rate, series, total
 from dashboards.generate.words import Board, Kind, Panel, Query, Row
 from kvoffload.telemetry.catalogue import BY_NAME
 
@@ -204,13 +204,7 @@ _COST = Row(
             "The 99th percentile of the time that a step spends in each hook.",
             "over a millisecond at low load: other processes use the cores, often the engine's own.",
             units.SECONDS,
-            (
-                Query(
-                    quantile(0.99, "kvoffload_hook_seconds", "hook"),
-                    "{{hook}}",
-                    BY_NAME["kvoffload_hook_seconds"].labels[0].values,
-                ),
-            ),
+            (each_quantile(0.99, "kvoffload_hook_seconds", "hook"),),
             width=12,
         ),
         Panel(
