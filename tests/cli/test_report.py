@@ -260,7 +260,7 @@ def test_a_store_that_engines_share_has_its_tiles_and_its_plot(tmp_path: Path) -
     assert "Transfers with the shared store" in page
     assert "Transfers with the disk" not in page
     tiles = dict(re.findall(r"<dt>([^<]*)</dt><dd>([^<]*)</dd>", page))
-    assert tiles["first token p50, found in the store"] == "250 ms"
+    assert tiles["first token p50, found in the store"] == "250.0 ms"
     assert tiles["bytes written to, read from store"] == "0 B / 1.0 MiB"
     assert tiles["blocks asked for that the store had"] == "25.0%"
     assert tiles["tokens fetched from the store"] == "1,048"
