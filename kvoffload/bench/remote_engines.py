@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvoffload.bench.lines import Line, line, ratios
+from kvoffload.bench.lines import Line, line, not_run, ratios
 from kvoffload.bench.remote import STORES, started
 from kvoffload.bench.remote_failures import FAILURES, Begin, LocalStore
 from kvoffload.cli.demo.conversations import make_conversations
@@ -68,9 +68,13 @@ def measure_engines(args: argparse.Namespace) -> Iterator[Line]:
     )
     for store in args.store:
         for what, begin in FAILURES[store].items():
-            with started(store, _NODE_BYTES) as server:
-                found = run_async(_failing(server, begin, args))
-            yield from _curve_lines(f"{STORES[store]}, {what}", found, floor)
+            name = f"{STORES[store]}, {what}"
+            try:
+                with started(store, _NODE_BYTES) as server:
+                    found = run_async(_failing(server, begin, args))
+                yield from _curve_lines(name, found, floor)
+            except CommandError as error:  # what the others have found is kept
+                yield not_run(f"tokens/s, {name}", error)
 
 
 # -- what it brings -------------------------------------------------------------------------------------------------
