@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,13 @@ def test_reuse_time_and_equality() -> None:
     assert found["workload"]["kv_to_cache"] >= 3
     assert found["with_offloading"]["returning_reused_share"] >= 0.9
     assert found["returning_ttft_ratio"] >= 3
+
+
+def test_returning_turns_after_a_kill_come_sooner_with_the_disk(tmp_path: Path) -> None:
+    found = _run("demo", "--disk", str(tmp_path), "--restart", "--conversations", "3", "--turns", "3")
+    assert found["passed"]
+    assert found["after"]["fetched"] > 0
+    assert found["sooner"] >= 3
 
 
 def test_offloading_costs_nothing_where_nothing_repeats() -> None:

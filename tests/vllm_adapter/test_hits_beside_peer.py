@@ -179,7 +179,6 @@ def test_eager_hits_are_at_least_the_peers(kind: checkpoints.Kind, folder: Path)
         ("granite4", "eager", 256),
         ("granite4", "lazy", 256),
         ("qwen3_next", "eager", 96),
-        ("qwen3_next", "lazy", 96),
     ],
 )
 def test_hits_of_a_model_with_recurrent_layers_are_at_least_the_peers(
