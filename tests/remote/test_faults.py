@@ -40,6 +40,7 @@ T = TypeVar("T")
 LOAD, STORE = Direction.LOAD, Direction.STORE
 SIZE = slot_bytes("full") + TRAILER_BYTES
 TIMEOUT_S = 1.5
+pytestmark = pytest.mark.timeout(240)  # of which a fault waits, and a busy machine
 PROMPTS = [text(seed, 10 * BLOCK) for seed in range(10, 14)]
 
 
