@@ -323,5 +323,5 @@ def _moved(side: SchedulerSide, way: str) -> float:
 
 
 def _prompts(count: int, tokens: int) -> list[list[int]]:
-    draw = random.Random(0)
+    draw = random.Random(1)  # another seed than the warm-up's, which would be the first prompt
     return [draw.choices(range(256), k=tokens) for _ in range(count)]
