@@ -170,7 +170,13 @@ class LocalBucket:
         grpc = {f"{name}.port.grpc": free_port() for name in ports}
         options = [*options, *(f"-{name}.port={port}" for name, port in ports.items())]
         options += [f"-{name}={port}" for name, port in grpc.items()]
-        options += ["-s3.port.iceberg=0", "-s3.port.lance=0", "-webdav=false", "-admin.ui=false"]
+        options += [
+            "-s3.port.iceberg=0",
+            "-s3.port.lance=0",
+            "-webdav=false",
+            "-admin.ui=false",
+            "-master.telemetry=false",
+        ]
         options += ["-bucket=blocks", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
         credentials = {
             "AWS_ACCESS_KEY_ID": secrets.token_hex(10),
