@@ -281,7 +281,7 @@ def test_r17_values_of_another_writer_in_a_bucket_are_not_used(
     start: StartEngine, bucket: Bucket, monkeypatch: pytest.MonkeyPatch, harm: str
 ) -> None:
     bucket.reach(monkeypatch)
-    first, second = (start(bucket.url, disk_identity=harm).opened() for _ in range(2))
+    first, second = (start(bucket.url, disk_identity=f"values {harm}").opened() for _ in range(2))
     share(first, PROMPT)
     there = S3Store("blocks", prefix="kvoffload")
     if harm == "cut":
