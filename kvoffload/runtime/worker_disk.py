@@ -79,9 +79,9 @@ class WorkerDisk:
         self._copies.submit(jobs)
 
     def withdraw(self, jobs: Collection[JobId]) -> None:
-        """End fetches that no request wants any more."""
-        assert self._copies is not None, "the file is not open"
-        self._copies.withdraw(jobs)
+        """End fetches that no request wants any more. Before the file is open all of them are another tier's."""
+        if self._copies is not None:
+            self._copies.withdraw(jobs)
 
     def take(self) -> DiskReport | None:
         """Return what the disk reports, None before it is known whether the file can be opened. Never waits."""

@@ -1,0 +1,21 @@
+"""A rank's disk before its file is open."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+from kvoffload.disk.folder import DiskPlace
+from kvoffload.disk.slot_file import SlotShape
+from kvoffload.model.ids import JobId
+from kvoffload.runtime.worker_disk import WorkerDisk
+from kvoffload.testing import FakeClock, ManualExecutor
+
+
+def test_a_fetch_from_a_store_may_be_withdrawn_while_the_disk_opens(tmp_path: Path) -> None:
+    nothing = cast("Any", None)  # for an open file alone
+    place = DiskPlace(tmp_path, lambda: nothing)
+    shape, threads = SlotShape(0, 1, 4096, bytes(16)), ManualExecutor(held=True)
+    disk = WorkerDisk(place, shape, 1 << 20, nothing, threads, FakeClock(), timeout_s=1.0)
+    disk.withdraw([JobId(3)])
+    assert disk.take() is None
