@@ -15,6 +15,8 @@ from kvoffload.core.tier_state import TierState
 from kvoffload.model.ids import SlotId
 from kvoffload.model.transfer import Direction, Tier
 
+_CAN_HIT = (SlotState.READY, SlotState.PINNED)
+_WITHOUT_KEY = (SlotState.EMPTY, SlotState.QUARANTINED)
 _OPEN = (JobState.PLANNED, JobState.SUBMITTED, JobState.ABANDONED)
 
 
@@ -100,13 +102,13 @@ def _slots(state: CoreState) -> Iterator[str]:
 
 def _some_slots(state: CoreState, slots: Iterable[SlotId]) -> Iterator[str]:
     """A slot that can hit is in the index under its key; one without bytes has no key."""
-    pool = state.pool
+    pool, parts = state.pool, state.pool.index.parts
     for slot in slots:
-        key, indexed = pool.key(slot), pool.indexed_key(slot)
-        if indexed is not None and pool.index.get(indexed) != slot:
-            yield f"slot {slot} is {pool.state(slot).name} but not indexed"
-        if (key is None) != (pool.state(slot) in (SlotState.EMPTY, SlotState.QUARANTINED)):
-            yield f"slot {slot} is {pool.state(slot).name} and has {'no' if key is None else 'a'} key"
+        key, slot_state = pool.key(slot), pool.state(slot)
+        if (key is None) != (slot_state in _WITHOUT_KEY):
+            yield f"slot {slot} is {slot_state.name} and has {'no' if key is None else 'a'} key"
+        elif key is not None and slot_state in _CAN_HIT and parts[key[0]].get(key) != slot:
+            yield f"slot {slot} is {slot_state.name} but not indexed"
 
 
 def _pins(state: CoreState) -> Iterator[str]:

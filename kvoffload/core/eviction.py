@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from kvoffload.model.ids import SlotId
@@ -18,10 +18,10 @@ class EvictionPolicy(Protocol):
     def grow(self, capacity: int) -> None:
         """Slots with lower numbers than this may come from now on. Memory is taken here, not in `add`, which is in a step."""
 
-    def add(self, slots: Iterable[SlotId]) -> None:
+    def add(self, slots: Sequence[SlotId]) -> None:
         """Take slots in, the last of them as the most recently used."""
 
-    def remove(self, slots: Iterable[SlotId]) -> None:
+    def remove(self, slots: Sequence[SlotId]) -> None:
         """Let slots go: they are in use, evicted or written off."""
 
     def take(self, count: int) -> Sequence[SlotId]:
@@ -53,21 +53,19 @@ class LruOrder:
         for links in (self._after, self._before):
             links[-1:-1] = [_ABSENT] * (capacity + 1 - len(links))
 
-    def add(self, slots: Iterable[SlotId]) -> None:
+    def add(self, slots: Sequence[SlotId]) -> None:
         after, before = self._after, self._before
-        last, count = before[-1], 0
+        last = before[-1]
         for slot in slots:
             after[last] = slot
             before[slot] = last
             last = slot
-            count += 1
         after[last] = _END
         before[_END] = last
-        self.count += count
+        self.count += len(slots)
 
-    def remove(self, slots: Iterable[SlotId]) -> None:
+    def remove(self, slots: Sequence[SlotId]) -> None:
         after, before = self._after, self._before
-        count = 0
         for slot in slots:
             following, preceding = after[slot], before[slot]
             if following == _ABSENT:
@@ -75,8 +73,7 @@ class LruOrder:
             after[preceding] = following
             before[following] = preceding
             after[slot] = _ABSENT
-            count += 1
-        self.count -= count
+        self.count -= len(slots)
 
     def take(self, count: int) -> Sequence[SlotId]:
         after, taken = self._after, list[SlotId]()

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
-from itertools import islice
+from itertools import groupby, islice
 
 from kvoffload.core.host_pool import HostPool
+from kvoffload.core.job import TABLE, Job
 from kvoffload.core.machine import RequestState
 from kvoffload.core.request import RequestRecord
 from kvoffload.core.tier_state import TierState
@@ -35,11 +36,30 @@ class Holds:
         self._groups = groups
 
     def add(self, record: RequestRecord, slots: Sequence[SlotId]) -> None:
-        """Hold slots for a request, unless it has ended and no end of a job will release them."""
-        state = record.state
-        if state < _FINISHING or (state is _FINISHING and not record.has_abandoned):
-            self._pool.hold(slots)
-            record.held += slots
+        """Hold slots for a request that has not ended."""
+        self._pool.hold(slots)
+        record.held += slots
+
+    def arrived(self, job: Job) -> None:
+        """Hold a store's slots for the requests whose blocks these are. Not every block arrives after those before it.
+
+        A request that has ended gets none if no end of a job will release them.
+        """
+        sizes, held = [group.block_tokens for group in self._groups], list[SlotId]()
+        first = end = 0
+        for (record, incarnation), offers in groupby(job.offers, TABLE):
+            tokens = [offer.position * sizes[offer.group] for offer in offers]
+            first, end = end, end + len(tokens)
+            if record is None or record not in job.concerns:
+                continue
+            if tokens[0] < record.held_to or incarnation != record.incarnation or tokens != sorted(tokens):
+                record.shares = True
+            record.held_to = tokens[-1]
+            if record.state < _FINISHING or (record.state is _FINISHING and not record.has_abandoned):
+                slots = job.slots[first:end]
+                record.held += slots
+                held += slots
+        self._pool.hold(held)
 
     def release_if_over(self, record: RequestRecord) -> None:
         """Release a request's slots if it has no block table, or has ended, and no store of its is under way."""
@@ -51,7 +71,7 @@ class Holds:
         """Release all that a request holds; its deepest blocks become evictable first."""
         if self._below and record.loaded_tokens and record.persists:
             found = self._slots_deepest_first(record, record.loaded_tokens, state=record.loaded_tokens)
-            keys = [key for slot in found if (key := self._pool.key(slot)) is not None]
+            keys = self._pool.keys(found)
             for tier in self._below:
                 tier.reuse(keys)
         if record.shares or record.found_tokens:

@@ -7,7 +7,6 @@ keep it out of the eviction order (a running request stored or hit it, so that a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import cast
 
 from kvoffload.core.counts import count, uncount
 from kvoffload.core.eviction import EvictionPolicy
@@ -60,6 +59,11 @@ class HostPool:
     def key(self, slot: SlotId) -> BlockKey | None:
         """Return the key of a slot that is not empty."""
         return self._keys[slot]
+
+    def keys(self, slots: Iterable[SlotId]) -> list[BlockKey]:
+        """Return the keys of those of the slots that have one, in their order."""
+        keys = self._keys
+        return [key for slot in slots if (key := keys[slot]) is not None]
 
     def indexed_key(self, slot: SlotId) -> BlockKey | None:
         """Return the key under which a slot can hit, None for one that cannot."""
@@ -134,28 +138,29 @@ class HostPool:
         Raises:
             ValueError: more keys than `room`; nothing has changed.
         """
-        missing = len(keys) - self._counts[_EMPTY]
+        wanted = len(keys)
+        missing = wanted - self._counts[_EMPTY]
         if missing > self._order.count:
             raise ValueError(f"{len(keys)} slots asked for, {self.room} to be had")
         # Nothing below can fail.
         evicted = self._evict(missing) if missing > 0 else ()
         # Freed slots first, so that the arena's far end is touched last.
-        left, fresh = max(len(self._freed) - len(keys), 0), self._fresh
-        freed, self._freed[left:] = sorted(self._freed[left:]), ()
-        self._fresh += len(keys) - len(freed)
-        for slot, key in zip(freed, keys, strict=False):
+        slots, fresh = self._freed[-wanted:] if wanted else [], self._fresh
+        del self._freed[len(self._freed) - len(slots) :]
+        slots.sort()
+        for slot, key in zip(slots, keys, strict=False):
             self._keys[slot] = key
-        self._keys[fresh : self._fresh] = keys[len(freed) :]
-        # A `SlotId` of its own would be a call a slot.
-        slots = freed + cast("list[SlotId]", list(range(fresh, self._fresh)))
+        if more := wanted - len(slots):
+            self._fresh = end = fresh + more
+            self._keys[fresh:end] = keys[-more:]
+            slots += range(fresh, end)  # type: ignore[arg-type]  # a `SlotId` of its own would be a call a slot
         self._move_all(slots, SlotEvent.RESERVE)
         return slots, evicted
 
     def fill(self, slots: Sequence[SlotId]) -> None:
         """These slots' bytes are whole on every rank: they can hit from now on, the last of them as the most recent."""
         self._move_all(slots, SlotEvent.FILL)
-        keys = cast("Iterable[BlockKey]", map(self._keys.__getitem__, slots))
-        self.index.add(zip(keys, slots, strict=True))
+        self.index.add(zip(map(self._keys.__getitem__, slots), slots, strict=True))  # type: ignore[arg-type]  # it had one
         self._order.add(self._not_held(slots))
 
     def pin(self, slots: Sequence[SlotId]) -> None:
@@ -288,8 +293,9 @@ class HostPool:
             raise IllegalTransition("slot", SlotState(wrong[0]), event)
         for slot in slots:
             states[slot] = after
-        self._counts[before[0]] -= len(slots)
-        self._counts[after] += len(slots)
+        moved = len(slots)
+        self._counts[before[0]] -= moved
+        self._counts[after] += moved
 
     def _take_from_order(self, slots: Sequence[SlotId]) -> None:
         """Slots that can hit are pinned, each for the first time; if one cannot, nothing changes."""
@@ -307,7 +313,9 @@ class HostPool:
     def _not_held(self, slots: Sequence[SlotId]) -> Sequence[SlotId]:
         """Those that no running request counts on: READY, they are in the eviction order."""
         holds = self._holds
-        return slots if holds.keys().isdisjoint(slots) else [slot for slot in slots if slot not in holds]
+        if holds.keys().isdisjoint(slots):
+            return slots
+        return [slot for slot in slots if slot not in holds]
 
     def _evict(self, count: int) -> Sequence[BlockKey]:
         """Free the slots that are evicted next, for `reserve`; return their keys."""

@@ -6,6 +6,8 @@ A job's *outcome* is known when every rank has ended well, when one has failed (
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import itemgetter
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -33,6 +35,10 @@ class Offer(NamedTuple):
     incarnation: int = 0
     group: GroupId = GroupId(0)
     position: int = 0
+
+
+TABLE: Callable[[Offer], tuple[RequestRecord | None, int]] = itemgetter(2, 3)
+"""Return whose block table an offer was made from: the request and its incarnation."""
 
 
 def owner(offer: Offer) -> RequestRecord | None:

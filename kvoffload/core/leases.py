@@ -23,8 +23,8 @@ class Leases:
 
     def take(self, blocks: Sequence[DeviceBlockId]) -> None:
         """Lease blocks. Changes the engine's reference counts."""
-        self._device.lease(blocks)
         count(self._counts, blocks)
+        self._device.lease(blocks)
 
     def release(self, blocks: Sequence[DeviceBlockId]) -> None:
         """Release blocks, the deepest first. Changes the engine's reference counts.

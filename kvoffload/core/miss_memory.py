@@ -40,7 +40,7 @@ class MissMemory:
     def arrived(self, keys: Iterable[BlockKey]) -> None:
         """These keys are on the host now."""
         causes, parts = self._causes, self._parts
-        for key in keys:
+        for key in keys if causes else ():
             if (part := causes.get(key[0] % parts)) is not None:
                 part.pop(key, None)
 

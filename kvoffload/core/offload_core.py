@@ -70,7 +70,7 @@ class OffloadCore:
             return
         keys = tuple([list(each) for each in fact.keys])
         live[fact.request] = record = RequestRecord(
-            fact.request, fact.prompt_tokens, keys, fact.reads_cache, persists=fact.persists
+            fact.request, fact.prompt_tokens, keys, fact.reads_cache, fact.persists
         )
         if self.below is not None:
             self.below.request_seen(record)

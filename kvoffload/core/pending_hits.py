@@ -84,22 +84,15 @@ class PendingHits:
             cause = MissCause.NOT_ACCEPTED
         found = -(-(tokens - device_tokens) // alignment)
         missed = -(-(end - tokens) // alignment)
-        fetched = 0
+        events = self._state.tally.events
+        answered = record.request, device_tokens, found, missed, tokens - device_tokens, end - tokens
+        if not missed:
+            cause = None
         if record.fetched_blocks and slots:
             fetched = (tokens - device_tokens) * min(record.fetched_blocks, len(slots)) // len(slots)
-        self._state.tally.events.append(
-            LookupAnswered(
-                record.request,
-                device_tokens,
-                found,
-                missed,
-                tokens - device_tokens,
-                end - tokens,
-                cause if missed else None,
-                fetched,
-                record.fetched_from,
-            )
-        )
+            events.append(LookupAnswered(*answered, cause, fetched, record.fetched_from))
+        else:
+            events.append(LookupAnswered(*answered, cause))
         return hit
 
     def drop(self, record: RequestRecord, cause: PinDropCause) -> None:

@@ -24,6 +24,7 @@ from kvoffload.model.groups import AttentionKind
 from kvoffload.model.ids import NULL_BLOCK, BlockKey, DeviceBlockId, GroupId
 
 _RUNNING = RequestState.RUNNING
+_RECURRENT = AttentionKind.RECURRENT
 _Fields = tuple[BlockKey, DeviceBlockId, RequestRecord, int, GroupId, int]
 _POSITION: Callable[[Offer], int] = itemgetter(5)
 _offer: Callable[[_Fields], Offer] = partial(tuple.__new__, Offer)
@@ -230,25 +231,25 @@ def _confirmed(state: CoreState, record: RequestRecord) -> list[Offer]:
     groups, offers = state.shape.groups, list[Offer]()
     assert record.table is not None, record
     confirmed_tokens, offered = record.confirmed_tokens, record.offered
-    for group, blocks, keys in zip(groups, record.table, record.keys, strict=True):
+    owner = repeat(record), repeat(record.incarnation)
+    for group in groups:
         number, size = group.group, group.block_tokens
-        first, end = offered[number], confirmed_tokens // size
-        if end <= first or group.kind is AttentionKind.RECURRENT:
+        first = offered[number]
+        if confirmed_tokens < (first + 1) * size or group.kind is _RECURRENT:
             continue
-        end = min(end, len(blocks), len(keys))
+        blocks, keys = record.table[number], record.keys[number]
+        end = min(confirmed_tokens // size, len(blocks), len(keys))
         if end <= first:
             continue
         offered[number] = end
-        owner = repeat(record), repeat(record.incarnation), repeat(number)
-        loaded = min(record.loaded_tokens // size, end)
-        if first < loaded:
+        if first < (loaded := min(record.loaded_tokens // size, end)):
             found = min(record.found_tokens // size, end)
-            places = zip(keys[first:found], blocks[first:found], *owner, count(first))
+            places = zip(keys[first:found], blocks[first:found], *owner, repeat(number), count(first))
             # Behind the window of the device's own hit the engine never held a block.
             offers += [_offer(place) for place in places if place[1] != NULL_BLOCK]
             first = loaded
-        offers += map(_offer, zip(keys[first:end], blocks[first:end], *owner, count(first)))
-    if len(groups) > 1:
+        offers += map(_offer, zip(keys[first:end], blocks[first:end], *owner, repeat(number), count(first)))
+    if offers and len(groups) > 1:
         _sort_by_depth(offers, state)
     return offers
 

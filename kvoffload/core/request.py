@@ -38,6 +38,7 @@ class RequestRecord(Struct, eq=False):
         prompt_tokens: tokens before the first new one.
         keys: per group, the keys of its whole blocks so far.
         reads_cache: False when it asked not to read cached blocks.
+        persists: its blocks may be written to lower tiers, and found there.
         incarnation: the number of its block tables so far; jobs and offers of an earlier one settle memory only.
         table: per group, the device block of each position; None without a table. `StaleBlocks` writes it.
         hit: what its last lookup found, pinned until consumed. `PendingHits` writes it.
@@ -58,7 +59,6 @@ class RequestRecord(Struct, eq=False):
         least_tokens: shorter hits are recomputed; its first lookup decides, 0 before it.
         junction: tokens after which the engine is asked for a recurrent state, without which a prefix that is on
             device and host was not found; 0 for none. Its last lookup decides.
-        persists: its blocks may be written to lower tiers, and found there.
         fetched_blocks: blocks that were fetched from lower tiers for it.
         fetched_from: the tier that brought some of them last.
         asks_below: False where a fetch of its failed, so that it asks for no other.
@@ -69,6 +69,7 @@ class RequestRecord(Struct, eq=False):
     prompt_tokens: int
     keys: tuple[list[BlockKey], ...]
     reads_cache: bool = True
+    persists: bool = True
     state: RequestState = RequestState.SEEN
     incarnation: int = 0
     table: list[list[DeviceBlockId]] | None = None
@@ -90,7 +91,6 @@ class RequestRecord(Struct, eq=False):
     stores: bool = True
     least_tokens: int = 0
     junction: int = 0
-    persists: bool = True
     fetched_blocks: int = 0
     fetched_from: Tier = Tier.DISK
     asks_below: bool = True

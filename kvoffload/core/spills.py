@@ -103,11 +103,12 @@ class Spills:
         if evicted:
             for place in places:
                 tier.strike(place)
-        if tier.tier is Tier.DISK:
-            state.tally.evicted_from_disk(EvictionCause.SPACE, len(evicted))
+            if tier.tier is Tier.DISK:
+                state.tally.evicted_from_disk(EvictionCause.SPACE, len(evicted))
         job = state.jobs.plan(Direction.STORE, tier.tier)
         job.keys, job.places, job.namespace = keys, list(places), tier.namespace
-        job.slots = [state.pool.index[key] for key in keys]
+        on_host = state.pool.index.parts
+        job.slots = [on_host[key[0]][key] for key in keys]
         state.pool.pin(job.slots)
         tier.spilling.update(dict.fromkeys(keys, job))
         self._open_slots += len(keys)

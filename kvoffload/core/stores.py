@@ -14,10 +14,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum
-from itertools import groupby
 from operator import itemgetter
 
-from kvoffload.core.job import Job, Offer, owner
+from kvoffload.core.job import TABLE, Job, Offer, owner
 from kvoffload.core.machine import RequestState
 from kvoffload.core.request import Place, RequestRecord
 from kvoffload.core.state import CoreState
@@ -31,8 +30,6 @@ _STORED, _ALREADY_CACHED = StoreOutcome.STORED, StoreOutcome.ALREADY_CACHED
 _FINISHING = RequestState.FINISHING
 _KEY: Callable[[Offer], BlockKey] = itemgetter(0)
 _BLOCK: Callable[[Offer], DeviceBlockId] = itemgetter(1)
-_TABLE: Callable[[Offer], tuple[RequestRecord | None, int]] = itemgetter(2, 3)
-"""Whose block table an offer was made from."""
 
 
 class Wait(Enum):
@@ -254,7 +251,7 @@ class Stores:
         state.leases.take(blocks)
         job.blocks += blocks
         self.leased_blocks += len(blocks)
-        for record, incarnation in dict.fromkeys(map(_TABLE, offers)):
+        for record, incarnation in dict.fromkeys(map(TABLE, offers)):
             if record is None or record in job.concerns:
                 continue
             if record.incarnation == incarnation and record.state < _FINISHING:
@@ -304,7 +301,7 @@ class Stores:
         """Every rank has copied: the blocks can hit. The deepest become evictable first."""
         state = self._state
         job.settled = True
-        self._hold(job)
+        state.holds.arrived(job)
         state.pool.fill(job.slots[::-1])
         keys = list(map(_KEY, job.offers))
         state.misses.arrived(keys)
@@ -317,20 +314,6 @@ class Stores:
         shape = state.shape
         if shape.state_key_ends and (states := shape.count_states(keys)):
             state.tally.events.append(StatesCopied(Direction.STORE, states))
-
-    def _hold(self, job: Job) -> None:
-        """The requests whose blocks arrived count on them. Not every block arrives after those before it."""
-        sizes = [group.block_tokens for group in self._state.shape.groups]
-        first = end = 0
-        for (record, incarnation), offers in groupby(job.offers, _TABLE):
-            tokens = [offer.position * sizes[offer.group] for offer in offers]
-            first, end = end, end + len(tokens)
-            if record is None or record not in job.concerns:
-                continue
-            if tokens[0] < record.held_to or incarnation != record.incarnation or tokens != sorted(tokens):
-                record.shares = True
-            record.held_to = tokens[-1]
-            self._state.holds.add(record, job.slots[first:end])
 
     def _failed(self, job: Job, outcome: StoreOutcome) -> None:
         """The blocks will not come: their slots are worthless at once, and the duplicates that waited may try."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvoffload.model.engine import BlockPool
     from kvoffload.runtime.broken_core import BrokenCore
 
-_SLOTS_AT_REST = 64  # some hundred microseconds in all: the next request may be a moment away
+_SLOTS_AT_REST = 16  # some ten microseconds in all: the next request may be a moment away
 
 
 class Conservation:

@@ -201,8 +201,6 @@ class SchedulerSide:
             full_tokens: tokens whose blocks of full attention the device holds, where it lacks a recurrent state.
         """
         began = self._precise()
-        now = self._clocks.monotonic()
-        since = self._deferred_since.get(request)
         least = self.benefit.least_load_tokens() if self._chooses_least else 0
         chooses_fetch = self._below is not None and self._chooses_least
         answer: int | None = 0
@@ -212,7 +210,7 @@ class SchedulerSide:
                 answer = self.core.lookup(
                     request,
                     device_tokens,
-                    may_wait=since is None or now - since < self._timeout_s,
+                    may_wait=not self._deferred_since or self._has_patience(request),
                     full_tokens=full_tokens,
                     tokens=tokens,
                     new_keys=new_keys,
@@ -224,6 +222,7 @@ class SchedulerSide:
             except Exception as error:
                 self._broken.raised(error, "lookup")
         if answer is None:
+            now = self._clocks.monotonic()
             self._deferred_since.setdefault(request, now)
             self._waiting_since.setdefault(request, now)
         elif self._waiting_since:
@@ -233,6 +232,11 @@ class SchedulerSide:
         spent = self._spent
         spent[_LOOKUP] = spent.get(_LOOKUP, 0.0) + self._precise() - began
         return answer
+
+    def _has_patience(self, request: RequestId) -> bool:
+        """Whether a request may be answered "not yet" again."""
+        since = self._deferred_since.get(request)
+        return since is None or self._clocks.monotonic() - since < self._timeout_s
 
     def junction(self, request: RequestId) -> int:
         """Return the tokens after which a looked-up request should hand its recurrent states off; 0 for nowhere."""

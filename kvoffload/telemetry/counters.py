@@ -228,13 +228,15 @@ class Counters:
         self.changes += 1
         self._edition += 1
         try:
-            self._lookup_blocks[_HIT] += event.hit_blocks
-            self._lookup_blocks[_MISS] += event.miss_blocks
-            self._lookup_tokens[_HIT] += event.hit_tokens
-            self._lookup_tokens[_MISS] += event.miss_tokens
-            if event.miss_blocks and event.cause is not None:
-                self._misses[_MISS_CAUSES[event.cause]] += 1
-                self._misses[_BEHIND] += event.miss_blocks - 1
+            if hits := event.hit_blocks:
+                self._lookup_blocks[_HIT] += hits
+                self._lookup_tokens[_HIT] += event.hit_tokens
+            if misses := event.miss_blocks:
+                self._lookup_blocks[_MISS] += misses
+                self._lookup_tokens[_MISS] += event.miss_tokens
+                if event.cause is not None:
+                    self._misses[_MISS_CAUSES[event.cause]] += 1
+                    self._misses[_BEHIND] += misses - 1
             if event.fetched_tokens:
                 self._counts["kvoffload_fetched_tokens_total"][_ONE_TIER[event.fetched_from]] += (
                     event.fetched_tokens

@@ -23,7 +23,7 @@ from kvoffload.bus.guard import call_guarded
 from kvoffload.model.facts import StepScheduled
 from kvoffload.telemetry.journal_file import JournalFile
 from kvoffload.telemetry.journal_reader import BEGUN
-from kvoffload.telemetry.records import SHORTER, to_plain
+from kvoffload.telemetry.records import compact, to_plain
 
 _BATCH = 1024  # entries written in one go
 _AT_A_TIME = 64  # messages that are shortened; one by one, each would find the processor's caches cold
@@ -129,15 +129,17 @@ class Journal:
 
     def _shorten(self) -> None:
         """Move what was recorded on to the ring, without what may not be held for long."""
-        ring, ends_idle, shorter = self._ring, self._ends_idle, SHORTER
+        ring, ends_idle = self._ring, self._ends_idle
+        short = iter(compact([message for _, _, batch in self._young for message in batch]))
         for before, time, batch in self._young:
             for sequence, message in enumerate(batch, before + 1):
-                shorten = shorter[type(message)]
-                is_idle = shorten is not None and _is_idle_step(message)
+                kept = next(short)
+                is_idle = type(message) is StepScheduled and not (
+                    message.progress or message.preempted or message.handed_out
+                )
                 if is_idle and ends_idle:
                     ring.pop()
                 ends_idle = is_idle
-                kept = message if shorten is None or is_idle else shorten(message)
                 ring.append((sequence, time, kept))
                 if self._feed is not None:
                     self._feed.offer(Entry(sequence, time, kept))

@@ -37,10 +37,20 @@ class Summary:
     fields: Mapping[str, object]
 
 
-def compact(message: object) -> object:
-    """Return what may be held for long: a message as it is if it holds no content, else as `Kept`."""
-    shorten = SHORTER[type(message)]
-    return message if shorten is None else shorten(message)
+def compact(messages: Iterable[Any]) -> list[object]:
+    """Return what may be held for long: each message as it is if it holds no content, else as `Kept`.
+
+    Inline, for every fact: names are put to its values, and what is small is written, only when somebody reads them.
+    """
+    kept, forms = list(messages), _BULKY
+    for index, message in enumerate(kept):
+        if (form := forms[type(message)]) is not None:
+            values: list[Any] = list(form.values(message))
+            for place, write in form.bulky:
+                value = values[place]
+                values[place] = list(map(len, value)) if write is _lengths else write(value)
+            kept[index] = _kept((form, values))
+    return kept
 
 
 def to_plain(message: Any) -> dict[str, object]:  # noqa: ANN401  # one of any class
@@ -113,17 +123,6 @@ class _Form:
         for place, write in self._small:
             values[place] = write(values[place])
         return Summary(self.name, dict(zip(self.names, values, strict=True)))
-
-    def shorten(self, message: object) -> Kept:
-        """Return what may be held for long of a message that holds content.
-
-        Inline, for most facts: names are put to its values, and what is small is written, only when the line is read.
-        """
-        values: list[Any] = list(self.values(message))
-        for place, write in self.bulky:
-            value = values[place]
-            values[place] = list(map(len, value)) if write is _lengths else write(value)
-        return _kept((self, values))
 
     def summarise(self, message: object) -> Summary:
         values = list(self.values(message))
@@ -247,15 +246,15 @@ _READ_OF_SUMMARIES: dict[str, Convert] = {
 _FORMS: dict[type, _Form] = {}
 
 
-class _Shorter(dict[type, Callable[[Any], object] | None]):
-    def __missing__(self, cls: type) -> Callable[[Any], object] | None:
+class _Bulky(dict[type, _Form | None]):
+    def __missing__(self, cls: type) -> _Form | None:
         form = _form(cls)
-        shorten = self[cls] = form.shorten if form.bulky else None
-        return shorten
+        bulky = self[cls] = form if form.bulky else None
+        return bulky
 
 
-SHORTER: Mapping[type, Callable[[Any], object] | None] = _Shorter()
-"""Per class, what makes of a message that holds content one that may be held for long; None for a class without content."""
+_BULKY = _Bulky()
+"""The forms of classes that hold content, None for the others."""
 _EVENTS: dict[str, type[Event]] = {
     name: cls
     for name, cls in vars(events).items()

@@ -144,7 +144,7 @@ class SpanObserver:
     def _offer(self, message: object, trace_parent: str | None) -> None:
         assert self._feed is not None
         self._offered += 1
-        self._feed.offer(Entry(self._offered, self._now(), compact(message), trace_parent))
+        self._feed.offer(Entry(self._offered, self._now(), compact((message,))[0], trace_parent))
 
     # -- on the executor's ------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import compress
 from operator import attrgetter
@@ -239,16 +239,8 @@ class VllmScheduler:
     ) -> tuple[facts.Progress, ...]:
         """Return progress of requests that completed a block or state, got a block, or first run since their allocation."""
         scheduled, gained = output.num_scheduled_tokens, self._new_blocks_of(output, states)
-        for tracked in self._due.take():
-            request = tracked.request
-            request_id = request.request_id
-            if request_id in gained:
-                continue
-            lacking = tracked.boundary - request.num_computed_tokens + request.num_output_placeholders
-            if lacking <= 0 and request_id in scheduled:
-                gained[request_id] = ()
-            else:
-                self._due.put(tracked, max(lacking, 1))
+        if due_now := self._due.take():
+            self._look_at(due_now, scheduled, gained)
         known = self._tracked
         progress = [
             self._progress_of(known[name], blocks, scheduled.get(name, 1))
@@ -261,6 +253,21 @@ class VllmScheduler:
                 if request_id not in gained and (due := known.get(request_id)) is not None:
                     self._due.put(due, 1)
         return tuple(progress)
+
+    def _look_at(
+        self, due: Iterable[Tracked], scheduled: Mapping[str, int], gained: dict[str, _Table]
+    ) -> None:
+        """Add the requests that may have completed a block to those that gained something; put the others aside again."""
+        for tracked in due:
+            request = tracked.request
+            request_id = request.request_id
+            if request_id in gained:
+                continue
+            lacking = tracked.boundary - request.num_computed_tokens + request.num_output_placeholders
+            if lacking <= 0 and request_id in scheduled:
+                gained[request_id] = ()
+            else:
+                self._due.put(tracked, max(lacking, 1))
 
     def _new_blocks_of(
         self, output: SchedulerOutput, states: Sequence[facts.StateHandedOff]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import repeat
+from operator import add
 from typing import Any, Protocol
 
 from msgspec import Struct
@@ -40,10 +42,10 @@ class KeyMaker:
 
     def keys(self, hashes: Sequence[bytes], first: int) -> tuple[tuple[BlockKey, ...], ...]:
         """Return, per group, the keys that the hashes from number `first` on complete."""
-        keys = [
-            tuple([end + suffix for end in hashes[(first // ratio + 1) * ratio - 1 :: ratio]])
-            for ratio, suffix in self._groups
-        ]
+        keys: list[tuple[bytes, ...]] = []
+        for ratio, suffix in self._groups:
+            ends = hashes[first:] if ratio == 1 else hashes[(first // ratio + 1) * ratio - 1 :: ratio]
+            keys.append(tuple(map(add, ends, repeat(suffix))))
         return tuple(keys)  # type: ignore[arg-type]  # a `BlockKey` of its own would be a call a key
 
 

@@ -120,7 +120,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(6, _CAPACITY, "group.chunk_tokens + self.in_flight_tokens", "group.chunk_tokens", ENGINE),
     # Stale blocks.
     Mutant(7, _STALE, "record.table[group][position] = NULL_BLOCK"),
-    Mutant(7, _STALE, "self._note(record, group, end)"),
+    Mutant(7, _STALE, "self._note(record, ends)"),
     Mutant(7, _CORE, "handed_out([*fact.handed_out, *grown])", "handed_out(grown)"),
     Mutant(7, _CORE, "handed_out([*fact.handed_out, *grown])", "handed_out(fact.handed_out)"),
     Mutant(7, _CORE, "self._handed_out(self._new_blocks(fact), since_reset=record.stores)"),
@@ -134,7 +134,12 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(8, _STORES, "self.again += again"),
     Mutant(8, _STORES, "state.evictions.add(duplicate)"),
     Mutant(8, _STORES, "state.evictions.add(offer)"),
-    Mutant(8, _STORES, "self._state.holds.add(record, job.slots[first:end])"),
+    Mutant(
+        8,
+        _HOLDS,
+        "                record.held += slots\n                held += slots\n",
+        "                pass\n",
+    ),
     Mutant(8, _LOADS, "self._state.holds.add(record, pool.pinned(job.slots))", "pool.pinned(job.slots)"),
     # Failed loads.
     Mutant(9, _LOADS, "record.load_failed = True"),
@@ -242,15 +247,21 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(14, _LOADS, "        state.shared.ended(record)\n", "\n"),
     Mutant(14, "kvoffload/core/shared_loads.py", "owners.remove(record)", "owners.clear()"),
-    Mutant(14, _SIDE, "may_wait=since is None or now - since < self._timeout_s", "may_wait=True", RUNTIME),
+    Mutant(
+        14,
+        _SIDE,
+        "may_wait=not self._deferred_since or self._has_patience(request)",
+        "may_wait=True",
+        RUNTIME,
+    ),
     # The order of eviction.
     Mutant(15, _POOL, "uncount(self._pins, slots[::-1])", "uncount(self._pins, slots)"),
     Mutant(15, _POOL, "reversed(dict.fromkeys(reversed(slots)))", "dict.fromkeys(slots)"),
     Mutant(15, _STORES, "state.pool.fill(job.slots[::-1])", "state.pool.fill(job.slots)"),
     Mutant(15, _STORES, "for offer in reversed(offers):", "for offer in offers:"),
-    Mutant(15, _STORES, " or tokens != sorted(tokens):", ":"),
-    Mutant(15, _STORES, "tokens[0] < record.held_to or incarnation", "incarnation"),
-    Mutant(15, _STORES, "record.held_to or incarnation != record.incarnation or", "record.held_to or"),
+    Mutant(15, _HOLDS, " or tokens != sorted(tokens):", ":"),
+    Mutant(15, _HOLDS, "tokens[0] < record.held_to or incarnation", "incarnation"),
+    Mutant(15, _HOLDS, "record.held_to or incarnation != record.incarnation or", "record.held_to or"),
     Mutant(15, _HOLDS, "self._pool.release(record.held[::-1])", "self._pool.release(record.held)"),
     Mutant(15, _HOLDS, "if record.shares or record.found_tokens:", "if False:"),
     Mutant(15, _HOLDS, "if record.shares or record.found_tokens:", "if record.shares:"),
@@ -282,7 +293,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         7,
         _STALE,
-        "self.places.setdefault(block, set()).add((record, group, position))\n\n    def forget",
+        "self.places[block] = (*self.places.get(block, ()), place)\n\n    def forget",
         "\n    def forget",
     ),
     Mutant(

@@ -19,18 +19,18 @@ from tests.runtime.parts import BLOCK, RELOAD, Side
 RUNNING = 16
 
 MOST_CALLS = {
-    "a step in which nothing happens": 26,
-    "a step in which 16 requests get a block each": 185,
+    "a step in which nothing happens": 25,
+    "a step in which 16 requests get a block each": 166,
     "a step that offers a block and plans its store": 123,
-    "a request is seen": 27,
-    "a lookup that misses": 23,
+    "a request is seen": 24,
+    "a lookup that misses": 21,
     "a lookup that hits": 97,
-    "an allocation without a load": 31,
-    "an allocation with a load": 161,
-    "a step that plans a load": 58,
+    "an allocation without a load": 30,
+    "an allocation with a load": 128,
+    "a step that plans a load": 48,
     "a report of a store": 99,
     "a report of a load": 173,
-    "a request ends": 38,
+    "a request ends": 32,
 }
 
 
