@@ -36,7 +36,7 @@ def start(tmp_path: Path) -> Iterator[StartEngine]:
                 **options.pop("extra", {}),
             }
             options["extra"] = extra
-            options.setdefault("host_blocks", 48 if kind == "full" else 192)
+            options.setdefault("host_blocks", {"full": 48, "recurrent": 160}.get(kind, 192))
             made = running.enter_context(rig(kind, **options))
             made.events = []  # type: ignore[attr-defined]
             made.offload.bus.count(TierCopyEnded, made.events.append)  # type: ignore[attr-defined]
