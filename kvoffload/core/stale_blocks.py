@@ -11,8 +11,7 @@ only the states that were handed off, at their positions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import count, repeat
+from collections.abc import Iterable, Sequence
 
 from kvoffload.core.request import RequestRecord
 from kvoffload.model.groups import AttentionKind, GroupSpec
@@ -30,8 +29,8 @@ class StaleBlocks:
         self._recurrent = {
             number for number, group in enumerate(groups) if group.kind is AttentionKind.RECURRENT
         }
-        self.places: dict[DeviceBlockId, tuple[Place, ...]] = {}
-        """Per block of a group that recycles blocks: where tables name it; mostly in one place."""
+        self.places: dict[DeviceBlockId, set[Place]] = {}
+        """Per block of a group that recycles blocks: where tables name it."""
 
     def handed_out(self, blocks: Iterable[DeviceBlockId]) -> int:
         """The engine handed these ids out: zero them wherever a table names them; return how many positions."""
@@ -48,42 +47,37 @@ class StaleBlocks:
         if self._recycling and record.table is not None:
             self.forget(record)
         record.table = [[] if group in self._recurrent else list(row) for group, row in enumerate(tables)]
-        if self._recycling:
-            self._note(record, dict.fromkeys(self._recycling, 0))
+        for group in self._recycling:
+            self._note(record, group, 0)
 
     def extended(self, record: RequestRecord, new_blocks: Sequence[Sequence[DeviceBlockId]]) -> None:
         """The engine continued a request's table. Call `handed_out` first."""
         table = record.table
         assert table is not None, record
-        ends = {group: len(table[group]) for group in self._recycling if new_blocks[group]}
+        ends = [len(table[group]) for group in self._recycling]
         for group, (blocks, more) in enumerate(zip(table, new_blocks, strict=True)):
             if group not in self._recurrent:
                 blocks += more
-        if ends:
-            self._note(record, ends)
+        for group, end in zip(self._recycling, ends, strict=True):
+            self._note(record, group, end)
 
     def put(self, record: RequestRecord, group: int, position: int, block: DeviceBlockId) -> None:
         """The engine handed off a state that lies in this block. Call `handed_out` first."""
         assert record.table is not None, record
         row = record.table[group]
         row += [NULL_BLOCK] * (position + 1 - len(row))
-        place = record, group, position
-        self._drop(place, row[position])
+        self._drop((record, group, position), row[position])
         row[position] = block
-        self.places[block] = (*self.places.get(block, ()), place)
+        self.places.setdefault(block, set()).add((record, group, position))
 
     def forget(self, record: RequestRecord) -> None:
         """The engine took a request's table back."""
         table, record.table = record.table, None
         if table is None:
             return
-        places = self.places
         for group in self._recycling:
-            named = list(map(places.pop, table[group], repeat(())))
-            if max(map(len, named), default=0) > 1:
-                for block, others in zip(table[group], named, strict=True):
-                    if len(others) > 1:
-                        places[block] = tuple([place for place in others if place[0] is not record])
+            for position, block in enumerate(table[group]):
+                self._drop((record, group, position), block)
 
     def problems(self, records: Iterable[RequestRecord]) -> list[str]:
         """Return where the reverse index and the tables disagree. Reads only."""
@@ -104,22 +98,14 @@ class StaleBlocks:
     def _drop(self, place: Place, block: DeviceBlockId) -> None:
         if block == NULL_BLOCK:
             return
-        named = tuple([each for each in self.places.pop(block) if each != place])
-        if named:
-            self.places[block] = named
+        named = self.places[block]
+        named.discard(place)
+        if not named:
+            del self.places[block]
 
-    def _note(self, record: RequestRecord, firsts: Mapping[int, int]) -> None:
-        """Note what a table names from these positions on, by group."""
+    def _note(self, record: RequestRecord, group: int, first: int) -> None:
         assert record.table is not None, record
-        places, found = self.places, list[tuple[DeviceBlockId, Place]]()
-        for group, first in firsts.items():
-            named = zip(repeat(record), repeat(group), count(first))
-            found += zip(record.table[group][first:], named, strict=False)
-        fresh = dict(found)
-        if len(fresh) == len(found) and places.keys().isdisjoint(fresh):
-            places.update(zip(fresh, zip(fresh.values()), strict=True))
-            places.pop(NULL_BLOCK, None)
-            return
-        for block, place in found:
-            if block != NULL_BLOCK:
-                places[block] = (*places.get(block, ()), place)
+        places, blocks = self.places, record.table[group]
+        for position in range(first, len(blocks)):
+            if blocks[position] != NULL_BLOCK:
+                places.setdefault(blocks[position], set()).add((record, group, position))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import secrets
 import sys
 import threading
@@ -137,7 +138,9 @@ def test_r17_s3_that_fails_is_left_alone_and_used_again(
 
     lines = check_gone_and_back(first, second, fail, restore)
     reasons = " ".join(str(line.get("reason")) for line in lines)
-    assert {"unavailable": "503", "silent": "has not returned"}.get(what, "") in reasons
+    # Of a call that hangs the client's own limit may come first.
+    expected = {"unavailable": "503", "silent": "has not returned|Timeout"}.get(what, "")
+    assert re.search(expected, reasons)
     assert not any(secret in str(lines) for secret in bucket.secrets)
 
 
@@ -345,6 +348,10 @@ def test_r17_a_store_that_is_dead_for_good_is_called_by_probes_alone(
     proxy.refuse = lambda _: 503
     until(engine, TierState.FAILING)
     engine.run(PROMPTS[0])
+    assert engine.offload._below is not None
+    assert engine.offload._below._remote is not None
+    calls = engine.offload._below._remote._calls
+    engine.step_until(lambda: not calls._active)  # those that began before the breaker opened
     began, before = time.monotonic(), len(proxy.requests)
     for seed in range(100, 108):
         engine.run(text(seed, 10 * BLOCK))
@@ -352,7 +359,7 @@ def test_r17_a_store_that_is_dead_for_good_is_called_by_probes_alone(
         math.log2(1 + time.monotonic() - began)
     )  # after 1, 2, 4 seconds and so on, on the scheduler's side
     made = proxy.requests[before:]
-    assert all(each.endswith("kvo1/probe") for each in made)
+    assert [each for each in made if not each.endswith("kvo1/probe")] == []
     assert len(made) <= 2 * probes  # the client tries each once more
     began = time.monotonic()
     engine.engine.close()
