@@ -74,7 +74,7 @@ disk-traffic: $(VENV)/wheel/ready vllm-env  ## mix traffic on vLLMs with a disk,
 	$(AGAINST_WHEEL) $(VLLM) -m tests.vllm_adapter.disk_traffic $(ARGS)
 
 sharing-ranks: $(VENV)/wheel/ready vllm-env  ## share a store between vLLMs of two ranks each (long)
-	KVOFFLOAD_TWO_RANKS=1 $(AGAINST_WHEEL) $(VLLM) -m pytest -m vllm tests/vllm_adapter/test_remote_on_vllm.py -k two_ranks $(ARGS)
+	$(AGAINST_WHEEL) $(VLLM) -m pytest -m vllm tests/vllm_adapter/sharing_ranks.py $(ARGS)
 
 vllm-versions: $(VENV)/wheel/ready kernel-env  ## run a smaller suite on several versions of vLLM
 	@$(PYTHON) tests/vllm_stock/install.py --versions all $(VLLM_ENV_ARGS)

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
-from pathlib import Path
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from kvoffload.bench.lines import Line, line, ratios
+from kvoffload.bench.remote_store import STORES, started
 from kvoffload.bench.results import add_output_arguments, give_out
-from kvoffload.cli import signals
 from kvoffload.cli.parser import positive
 
 if TYPE_CHECKING:
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
 
 HELP = "the remote store's copies against the store's own client, engines that share a store, and stores that fail"
 
-STORES = {"mooncake": "Mooncake", "s3": "SeaweedFS (S3)"}
 _GOAL, _GOAL_FROM_KIB = 0.7, 1024
 _WAYS = ("put", "get")
 _SPACE, _LEAST_SPACE = 4, 2**28  # memory of a Mooncake node: times what a repeat writes, and at least
@@ -74,7 +71,7 @@ def _measure(args: argparse.Namespace) -> Iterator[Line]:
             for block_kib in args.block_kib:
                 yield from measure(store, server, block_kib, args.mib * 2**20, args.repeats)
     if not args.copies_only:
-        from kvoffload.bench.remote_engines import measure_engines
+        from kvoffload.bench.remote_engines import measure_engines  # it loads torch
 
         yield from measure_engines(args)
 
@@ -116,19 +113,3 @@ def _client_of(server: LocalMooncake | LocalBucket, rig: Rig) -> ClientWay:
     from kvoffload.remote.local import LocalMooncake
 
     return MooncakeClient(server, rig) if isinstance(server, LocalMooncake) else BucketClient(server, rig)
-
-
-@contextmanager
-def started(store: str, node_bytes: int) -> Iterator[LocalMooncake | LocalBucket]:
-    """Start a store; while it runs, the environment has what reaches it."""
-    from kvoffload.cli.demo.store import environment, quiet_client
-    from kvoffload.remote.local import LocalBucket, LocalMooncake
-
-    with (
-        tempfile.TemporaryDirectory(prefix="kvoffload-bench-", ignore_cleanup_errors=True) as folder,
-        quiet_client(),
-    ):
-        at = Path(folder)
-        server = LocalMooncake(at, node_bytes) if store == "mooncake" else LocalBucket(at)
-        with closing(server), signals.undone_on_exit(server.close), environment(server.environment):
-            yield server

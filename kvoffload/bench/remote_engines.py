@@ -20,8 +20,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvoffload.bench.lines import Line, line, not_run, ratios
-from kvoffload.bench.remote import STORES, started
 from kvoffload.bench.remote_failures import FAILURES, Begin, LocalStore
+from kvoffload.bench.remote_store import STORES, started
 from kvoffload.cli.demo.conversations import make_conversations
 from kvoffload.cli.demo.engines import PLUGIN, engine_config
 from kvoffload.cli.demo.options import DemoOptions

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from kvoffload.checks.gpus import Gpus, find_gpus
 
 if TYPE_CHECKING:
-    from kvoffload.transfer.host_memory import ReadText
+    from kvoffload.transfer.ports import ReadText
 
 _LARGEST_FILE = 1 << 20
 

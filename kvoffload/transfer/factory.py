@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
     from kvoffload.transfer.arena import Arena
     from kvoffload.transfer.checksums import Checksums
-    from kvoffload.transfer.host_memory import HostAllocator, ReadText
+    from kvoffload.transfer.host_memory import HostAllocator
     from kvoffload.transfer.layout import DeviceLayout
-    from kvoffload.transfer.ports import Clock, Copier
+    from kvoffload.transfer.ports import Clock, Copier, ReadText
 
 
 def make_copier(

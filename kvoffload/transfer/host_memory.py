@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 
     from kvoffload.transfer.layout import DeviceLayout
     from kvoffload.transfer.numa import PreferredNode
-
-ReadText = Callable[[str], str | None]
-"""Returns a file's text, None where it cannot be read."""
+    from kvoffload.transfer.ports import ReadText
 
 _KEPT: list[object] = []  # memory that a device may still reach
 _NO_LIMIT = 2**60  # version 1 writes no limit as a number that no machine has

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from kvoffload.logs import get_logger
 
 if TYPE_CHECKING:
-    from kvoffload.transfer.host_memory import ReadText
+    from kvoffload.transfer.ports import ReadText
 
 Syscall = Callable[..., int]
 

@@ -1,7 +1,8 @@
-"""What the transfer side is handed: a clock and a copier."""
+"""What the transfer side is handed: a clock, a copier, and what reads the machine's files."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
@@ -16,6 +17,10 @@ HELD_COPIES = 256
 
 Fence: TypeAlias = object
 """What a copier recorded on the hook's own thread and what a copy waits for; opaque to everyone else."""
+
+
+ReadText: TypeAlias = Callable[[str], str | None]
+"""Returns a file's text, None where it cannot be read."""
 
 
 class Clock(Protocol):

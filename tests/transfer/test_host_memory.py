@@ -6,7 +6,8 @@ import pytest
 
 from kvoffload.model.errors import ConfigError
 from kvoffload.testing import FakeDevice
-from kvoffload.transfer.host_memory import ReadText, available_bytes, slots_for
+from kvoffload.transfer.host_memory import available_bytes, slots_for
+from kvoffload.transfer.ports import ReadText
 
 LAYOUT = FakeDevice(4, [4096, 1024]).layout
 MIB = 2**20

@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.remote.servers import Bucket, Mooncake
+
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.vllm_adapter.engine_rig import Hands
 
 
@@ -20,3 +24,20 @@ def hands(engine: Hands) -> Iterator[Hands]:
     yield rig, held
     held.copier.release()
     rig.check_clean()
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    (folder := tmp_path / "bucket").mkdir()
+    server = Bucket(folder)
+    server.reach(monkeypatch)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def mooncake(tmp_path: Path) -> Iterator[Mooncake]:
+    (folder := tmp_path / "mooncake").mkdir()
+    server = Mooncake(folder)
+    yield server
+    server.close()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,23 +31,6 @@ PROMPTS = OF_FIRST, ABORTED, BEFORE_RESET, OF_SECOND = [
     {name: draw()} for name in ("first", "aborted", "reset", "second")
 ]
 Answers = dict[str, Reported]
-
-
-@pytest.fixture
-def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
-    (folder := tmp_path / "bucket").mkdir()
-    server = Bucket(folder)
-    server.reach(monkeypatch)
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def mooncake(tmp_path: Path) -> Iterator[Mooncake]:
-    (folder := tmp_path / "mooncake").mkdir()
-    server = Mooncake(folder)
-    yield server
-    server.close()
 
 
 def test_r18_a_fresh_engine_finds_the_first_ones_prefix_and_no_adapters_or_other_weights(
@@ -171,23 +152,3 @@ def test_r17_r18_engines_share_at_the_same_time_and_not_with_those_of_other_weig
         found = check_not_found(both[0], OF_SECOND)
         assert found["second"].tokens != expected["second"].tokens
         stop(both[:1])
-
-
-@pytest.mark.timeout(1800)
-@pytest.mark.skipif("KVOFFLOAD_TWO_RANKS" not in os.environ, reason="takes minutes: make sharing-ranks")
-@pytest.mark.parametrize("kind", ["mooncake", "bucket"])
-def test_r18_two_ranks_share_with_two_ranks_and_not_with_one(
-    request: pytest.FixtureRequest, kind: str, tmp_path: Path
-) -> None:
-    url = request.getfixturevalue(kind).url
-    model = checkpoints.make("qwen3", tmp_path / "qwen3")
-    with apart(2) as both:
-        first, second = both
-        expected = answers(first, model, tmp_path)
-        assert len({*start(both, model, tmp_path, url, 2)}) == 1
-        share_in_turns(both, expected)
-        share(second, OF_FIRST, expected)
-        first.do("stop")
-        first.do("start", model, tmp_path, url, 1)
-        check_same(check_not_found(first, OF_FIRST), expected)
-        stop(both)
