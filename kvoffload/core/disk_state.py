@@ -6,6 +6,7 @@ A slot of the disk stands for the same slot in every rank's file.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from kvoffload.core.job import Job
 from kvoffload.core.tier_state import TierState
@@ -33,12 +34,7 @@ class DiskState(TierState):
         super().__init__(Tier.DISK, after_hits)
         self.capacity = 0
         self.sums: list[tuple[int, ...] | None] = []
-        self._blocks = 0
         self.records: list[DiskRecord] = []
-
-    @property
-    def has_blocks(self) -> bool:
-        return self._blocks > 0
 
     def restore(self, slots: int, puts: Sequence[Put], free: Sequence[SlotId]) -> None:
         """Take over a part of the index of an earlier process."""
@@ -52,7 +48,7 @@ class DiskState(TierState):
         self._has(new)
 
     def expected(self, places: Sequence[SlotId]) -> tuple[tuple[int, ...], ...]:
-        return tuple([self.sums[place] or () for place in places])
+        return tuple([cast("tuple[int, ...]", self.sums[place]) for place in places])
 
     def put(self, job: Job) -> None:
         sums = zip(*[job.sums[rank] for rank in sorted(job.sums)], strict=True)
@@ -66,13 +62,11 @@ class DiskState(TierState):
     def strike(self, place: SlotId) -> None:
         if self.sums[place] is not None:
             self.sums[place] = None
-            self._blocks -= 1
             self.records.append(Strike(place))
 
     def forget_all(self) -> int:
         """Forget all blocks; return how many. The index is removed, so nothing is recorded."""
         self.sums = [None] * len(self.sums)
-        self._blocks = 0
         self.records.clear()
         return super().forget_all()
 
@@ -80,4 +74,3 @@ class DiskState(TierState):
         """Note the checksums of blocks in slots that had none."""
         for put in puts:
             self.sums[put.slot] = put.sums
-        self._blocks += len(puts)

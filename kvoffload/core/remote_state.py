@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvoffload.core.machine import SlotState
 from kvoffload.core.tier_state import TierState
 from kvoffload.model.ids import BlockKey, Rank, RequestId
 from kvoffload.model.transfer import Tier
@@ -34,11 +33,6 @@ class RemoteState(TierState):
         self.pool.grow(MOST_HINTS)
         self.failing = set(ranks)
         self.asks: list[tuple[RequestId, tuple[BlockKey, ...]]] = []
-
-    @property
-    def has_blocks(self) -> bool:
-        """Whether the store is believed to have any block."""
-        return bool(self.pool.count(SlotState.READY) or self.pool.count(SlotState.PINNED))
 
     def note(self, found: Sequence[BlockKey], missing: Sequence[BlockKey]) -> None:
         """Take over what the store says: the first of `found` are kept where there is no room for all."""

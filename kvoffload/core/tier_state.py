@@ -12,6 +12,7 @@ from kvoffload.core.copy_bound import CopyBound
 from kvoffload.core.eviction import LruOrder
 from kvoffload.core.host_pool import HostPool
 from kvoffload.core.job import Job
+from kvoffload.core.machine import SlotState
 from kvoffload.model.ids import BlockKey, Rank, SlotId
 from kvoffload.model.transfer import Tier
 
@@ -62,7 +63,7 @@ class TierState:
     @property
     def has_blocks(self) -> bool:
         """Whether any block can be found."""
-        raise NotImplementedError
+        return bool(self.pool.count(SlotState.READY) or self.pool.count(SlotState.PINNED))
 
     def reuse(self, keys: Sequence[BlockKey]) -> None:
         """Note that these blocks were found again, a prefix's head last."""
