@@ -6,9 +6,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from dashboards.generate.alerts import render_rules, render_runbook
+from dashboards.generate.alerts import ALERTS
 from dashboards.generate.boards import BOARDS
 from dashboards.generate.grafana import places, render
+from dashboards.generate.rules import render_rules, render_runbook
 
 FOLDER = Path(__file__).resolve().parent.parent
 
@@ -17,6 +18,6 @@ FILES: dict[Path, Callable[[], str]] = {
         FOLDER / "grafana" / "dashboards" / f"{board.name}.json": partial(render, board, places(BOARDS))
         for board in BOARDS
     },
-    FOLDER / "rules" / "alerts.yml": render_rules,
-    FOLDER / "RUNBOOK.md": render_runbook,
+    FOLDER / "rules" / "alerts.yml": partial(render_rules, ALERTS),
+    FOLDER / "RUNBOOK.md": partial(render_runbook, ALERTS),
 }

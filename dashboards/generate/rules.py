@@ -1,0 +1,104 @@
+"""An alert: its rule, and the runbook's paragraph, which the alert carries too.
+
+Rules keep the labels of their series: an alert is about one engine, and can be routed by namespace, pod or cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+# Ranks report their memory with the engine's steps: what an idle engine last reported may be old.
+STEPS = "and sum without (hook) (rate(kvoffload_hook_seconds_count[5m])) > 0"
+_HEAD = """# Written by `make dashboards` from generate/; do not edit.
+# critical: look now. warning: today. info: when there is time; nothing is broken.
+# Set the external labels `kvoffload_runbook_url` and `grafana_url` in prometheus.yml, so that an alert links to your copies.
+"""
+_WHERE = "{{ or $labels.pod $labels.instance }}{{ with $labels.engine }}, engine {{ . }}{{ end }}"
+_RUNBOOK = '{{ or $externalLabels.kvoffload_runbook_url "RUNBOOK.md" }}'
+_GRAFANA = '{{ or $externalLabels.grafana_url "http://127.0.0.1:3000" }}'
+_VARIABLES = ("namespace", "pod", "instance", "engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """One alert.
+
+    Args:
+        name: of the rule, without its prefix.
+        severity: critical, warning or info.
+        expr: fires while it has a series.
+        summary: what is wrong, without a full stop.
+        description: the same with its numbers; the engine's name is put before it.
+        runbook: what it means and what to do.
+        board: the dashboard that shows it.
+        wait: how long it must hold.
+    """
+
+    name: str
+    severity: str
+    expr: str
+    summary: str
+    description: str
+    runbook: str
+    board: str = "overview"
+    wait: str = ""
+
+    @property
+    def full_name(self) -> str:
+        """The name that Prometheus shows."""
+        return f"KVOffload{self.name}"
+
+    def to_rule(self) -> dict[str, object]:
+        """Return it as Prometheus' file of rules holds it."""
+        filters = "&".join(
+            f"{{{{ with $labels.{name} }}}}var-{name}={{{{ urlquery . }}}}{{{{ end }}}}"
+            for name in _VARIABLES
+        )
+        annotations = {
+            "summary": self.summary,
+            "description": f"{_WHERE}: {self.description}",
+            "runbook": self.runbook,
+            "runbook_url": f"{_RUNBOOK}#{self.full_name.lower()}",
+            "dashboard_url": f"{_GRAFANA}/d/kvoffload-{self.board}?{filters}",
+        }
+        waits = {"for": self.wait} if self.wait else {}
+        labels = {"severity": self.severity}
+        return {
+            "alert": self.full_name,
+            "expr": self.expr,
+            **waits,
+            "labels": labels,
+            "annotations": annotations,
+        }
+
+
+def render_rules(alerts: Sequence[Alert]) -> str:
+    """Return Prometheus' file of alerting rules."""
+    groups = [{"name": "kvoffload_alerts", "rules": [alert.to_rule() for alert in alerts]}]
+    dumper = type("Dumper", (yaml.SafeDumper,), {})
+    yaml.add_representer(str, _represent, Dumper=dumper)
+    return f"{_HEAD}{yaml.dump({'groups': groups}, Dumper=dumper, sort_keys=False, width=118, allow_unicode=True)}"
+
+
+def render_runbook(alerts: Sequence[Alert]) -> str:
+    """Return the runbook: a section for each alert."""
+    return "\n".join(_sections(alerts))
+
+
+def _sections(alerts: Sequence[Alert]) -> Iterator[str]:
+    yield (
+        "# Runbook\n\n"
+        "What to do when one of kvoffload's alerts fires. Written by `make dashboards` from `generate/`; the alerts\n"
+        "carry the same paragraphs. In all of these cases the engine goes on: at worst it recomputes what it could have loaded.\n"
+    )
+    for alert in alerts:
+        yield f"## {alert.full_name}\n\n*{alert.severity}*: {alert.summary}.\n\n{alert.runbook}\n"
+
+
+def _represent(dumper: Any, text: str) -> object:  # noqa: ANN401  # the library has no types
+    """Write expressions of several lines as they are."""
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
