@@ -53,12 +53,11 @@ def test_what_cannot_be_is_said_before_an_engine_starts(
 
 
 def test_the_table_says_what_was_not_written_and_why() -> None:
-    times = Quantiles(3, 0.2, 0.4)
-    variant = Variant(times, None, 900, 10, 20)
+    slow, fast = (Variant(Quantiles(3, p50, 2 * p50), None, 900, 10, 20) for p50 in (12.8, 3.2))
     nothing = compare(Play((), 0.0), Play((), 0.0))
     result = RestartResult(
         killed_in_turn=3,
-        variants={"without": variant, "host": variant, "disk": variant},
+        variants={"without": slow, "host": slow, "disk": fast},
         sooner=4.0,
         before=Served(stored=10, spilled=6, dropped=1, written_bytes=2**20),
         disk_blocks=6,
@@ -67,7 +66,9 @@ def test_the_table_says_what_was_not_written_and_why() -> None:
         broken_laws=("disk: a law",),
     )
     lines = render(result)
-    assert lines[0].endswith("200 -> 200 ms (4.0x). Outputs DIFFER, or laws are BROKEN.")
+    assert lines[0].endswith("12,800 -> 3,200 ms (4.0x). Outputs DIFFER, or laws are BROKEN.")
     assert "not written 3 not found again yet, or still to be written; 1 evicted first" in lines
     assert "after it    6 blocks were found on the disk, 5 of them fetched (512.0 KiB)" in lines
     assert "audit       disk: a law" in lines
+    [times] = [line for line in lines if line.startswith("first token")]
+    assert times.split("p50/p99")[1].split() == ["12,800/25,600", "ms"] * 2 + ["3,200/6,400", "ms"]

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from kvoffload.cli.demo.compare import compare
 from kvoffload.cli.demo.conversations import Conversation, TurnId
 from kvoffload.cli.demo.engine_process import Failed, Played, Ready, Round, Served, serve
 from kvoffload.cli.demo.options import DemoOptions
-from kvoffload.cli.demo.play import Turn
-from kvoffload.cli.demo.results import Agreement, Quantiles
+from kvoffload.cli.demo.play import Play, Turn
+from kvoffload.cli.demo.results import SCHEMA, Agreement, Quantiles, to_json
 from kvoffload.cli.demo.summary import quantiles
 from kvoffload.cli.demo.table import milliseconds
-from kvoffload.cli.exits import CommandError
+from kvoffload.cli.exits import CommandError, Exit
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from multiprocessing.context import SpawnProcess
 
+    from kvoffload.cli.demo.screen import Screen
+
 _END_S = 10.0
-_LABEL, _NUMBER = 35, 15
+_LABEL, _VALUE = 35, 15  # widths, at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,52 @@ class Variant:
     computed_tokens: int
     device_tokens: int
     host_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContinuedResult:
+    """The result of a demo whose conversations continue on other engines, or after a restart.
+
+    Args:
+        variants: by the engine's name; the first one has no offloading.
+        agreements: outputs compared with those of the first one, by the names of the others.
+        broken_laws: as text.
+    """
+
+    kind: ClassVar[str]
+    variants: Mapping[str, Variant]
+    agreements: Mapping[str, Agreement]
+    broken_laws: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether outputs agree and no law is broken."""
+        return not self.broken_laws and all(each.holds for each in self.agreements.values())
+
+    def verdict(self, what: str, other: str) -> str:
+        """Return the report's first line: how much sooner `what` came on an engine, and whether that is worth anything."""
+        plain, offloaded = (
+            self.variants[name].first_ttft_s.p50 for name in (next(iter(self.variants)), other)
+        )
+        outcome = "Outputs are identical." if self.passed else "Outputs DIFFER, or laws are BROKEN."
+        times = f"{1e3 * plain:,.0f} -> {1e3 * offloaded:,.0f} ms ({plain / offloaded:.1f}x)"
+        return f"{what}: {times}. {outcome}"
+
+    def problems(self) -> list[str]:
+        """Return a line for each law that is broken, and for each engine whose outputs differ."""
+        lines = [f"audit       {problem}" for problem in self.broken_laws]
+        lines += [
+            f"outputs     {name}: {each.mismatches} of {each.tokens:,} tokens differ"
+            for name, each in self.agreements.items()
+            if not each.holds
+        ]
+        return lines
+
+    def show(self, lines: Sequence[str], screen: Screen, *, as_json: bool) -> int:
+        """Print these lines, or one JSON object: the fields, `schema`, `kind` and `passed`; return the exit code."""
+        plain = {"schema": SCHEMA, "kind": self.kind, "passed": self.passed, **asdict(self)}
+        screen.result(to_json(plain) if as_json else "\n".join(lines))
+        return Exit.OK if self.passed else Exit.FAILED
 
 
 class EngineProcess:
@@ -110,18 +159,48 @@ async def started(
             engine.kill()
 
 
-async def play_round(
-    engines: Mapping[str, EngineProcess], number: int, script: dict[TurnId, tuple[int, ...]]
-) -> dict[str, Played]:
-    """Have every engine play a round, one after the other; answers of the first go into all prompts."""
-    played = {name: await engine.play(Round(number, script)) for name, engine in engines.items()}
-    first = next(iter(played.values()))
-    script.update({turn.turn: tuple(token.token_id for token in turn.answer) for turn in first.turns})
-    return played
+async def play_rounds(
+    engines: Mapping[str, EngineProcess],
+    numbers: range,
+    script: dict[TurnId, tuple[int, ...]],
+    say: Callable[[str], None],
+) -> tuple[dict[str, list[Turn]], list[str]]:
+    """Have the engines play rounds in turns; answers of the first go into all prompts.
+
+    Returns:
+        Each engine's turns, and the laws that are broken.
+    """
+    turns: dict[str, list[Turn]] = {name: [] for name in engines}
+    problems: list[str] = []
+    for number in numbers:
+        say(f"turn {number + 1} of {numbers.stop}")
+        played = {name: await engine.play(Round(number, script)) for name, engine in engines.items()}
+        first = next(iter(played.values()))
+        script.update({turn.turn: tuple(token.token_id for token in turn.answer) for turn in first.turns})
+        for name, one in played.items():
+            turns[name] += one.turns
+            problems += [f"{name}: {problem}" for problem in one.problems]
+    return turns, problems
 
 
-def variant_of(first: int, turns: Sequence[Turn]) -> Variant:
-    """Return the numbers of turns; `first` is the number of the first ones."""
+def compared(
+    first: int, turns: Mapping[str, Sequence[Turn]]
+) -> tuple[dict[str, Variant], dict[str, Agreement]]:
+    """Return each engine's numbers, and how the others' outputs compare with those of the first engine.
+
+    Args:
+        first: number of the first turns.
+        turns: by the engine's name.
+    """
+    plays = {name: Play(tuple(played), 0.0) for name, played in turns.items()}
+    plain, *others = plays
+    return (
+        {name: _variant(first, played) for name, played in turns.items()},
+        {name: compare(plays[plain], plays[name]) for name in others},
+    )
+
+
+def _variant(first: int, turns: Sequence[Turn]) -> Variant:
     later = [turn.ttft_s for turn in turns if turn.turn.turn > first]
     return Variant(
         first_ttft_s=quantiles([turn.ttft_s for turn in turns if turn.turn.turn == first]),
@@ -132,43 +211,35 @@ def variant_of(first: int, turns: Sequence[Turn]) -> Variant:
     )
 
 
-def table(heads: Sequence[str], variants: Mapping[str, Variant], first: str) -> list[str]:
-    """Return the variants side by side; `first` names the first turn."""
-    shown = list(variants.values())
-    later = [milliseconds(each.later_ttft_s) for each in shown if each.later_ttft_s]
-    counts = {
-        "tokens computed": "computed_tokens",
-        "prompt tokens found on the device": "device_tokens",
-        "prompt tokens found on the host": "host_tokens",
+def table(
+    heads: Sequence[str], variants: Collection[Variant], first: str, more: Mapping[str, Sequence[int]]
+) -> list[str]:
+    """Return variants side by side.
+
+    Args:
+        heads: names of them.
+        variants: of the engines.
+        first: names the first turn.
+        more: further rows: a number for each variant.
+    """
+    later = [milliseconds(each.later_ttft_s) for each in variants if each.later_ttft_s]
+    numbers = {
+        "tokens computed": [each.computed_tokens for each in variants],
+        "prompt tokens found on the device": [each.device_tokens for each in variants],
+        "prompt tokens found on the host": [each.host_tokens for each in variants],
+        **more,
     }
-    return [
-        row("", *heads),
-        "-" * (_LABEL + len(heads) * _NUMBER),
-        row(f"first token, {first}, p50/p99", *(milliseconds(each.first_ttft_s) for each in shown)),
-        *([row("first token, later turns, p50/p99", *later)] if later else []),
-        *(row(label, *(f"{getattr(each, name):,}" for each in shown)) for label, name in counts.items()),
+    rows = {
+        f"first token, {first}, p50/p99": [milliseconds(each.first_ttft_s) for each in variants],
+        **({"first token, later turns, p50/p99": later} if later else {}),
+        **{label: [f"{number:,}" for number in row] for label, row in numbers.items()},
+    }
+    width = max(_VALUE, *(len(value) + 1 for row in (heads, *rows.values()) for value in row))
+    lines = [
+        f"{label:<{_LABEL}}" + "".join(f"{value:>{width}}" for value in row)
+        for label, row in {"": heads, **rows}.items()
     ]
-
-
-def row(label: str, *values: str) -> str:
-    """Return a line of the table: a label, and a value for each engine."""
-    return f"{label:<{_LABEL}}" + "".join(f"{value:>{_NUMBER}}" for value in values)
-
-
-def outcome(*, passed: bool) -> str:
-    """Return the end of the verdict."""
-    return "Outputs are identical." if passed else "Outputs DIFFER, or laws are BROKEN."
-
-
-def problems_of(laws: Sequence[str], agreements: Mapping[str, Agreement]) -> list[str]:
-    """Return a line for each law that is broken, and for each engine whose outputs differ."""
-    lines = [f"audit       {problem}" for problem in laws]
-    lines += [
-        f"outputs     {name}: {each.mismatches} of {each.tokens:,} tokens differ"
-        for name, each in agreements.items()
-        if not each.holds
-    ]
-    return lines
+    return [lines[0], "-" * len(lines[0]), *lines[1:]]
 
 
 def _start(
