@@ -128,14 +128,6 @@ def concluded(name: str, finding: Finding) -> Check:
     return Check(name, find)
 
 
-def size_text(count: int) -> str:
-    """Return a number of bytes with a unit."""
-    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size:
-            return f"{count / size:,.1f} {unit}"
-    return f"{count} bytes"
-
-
 def _find(check: Check, setup: Setup, machine: Machine) -> Finding:
     try:
         return check.find(setup, machine)

@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvoffload.checks.check import Check, Finding, Setup, go, no_go, not_known, size_text, warn
+from kvoffload.checks.check import Check, Finding, Setup, go, no_go, not_known, warn
+from kvoffload.model.config import size_text
 
 if TYPE_CHECKING:
     from kvoffload.checks.machine import Machine

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from kvoffload.checks.check import Check, Finding, Setup, go, no_go, not_known, size_text, warn
+from kvoffload.checks.check import Check, Finding, Setup, go, no_go, not_known, warn
 from kvoffload.checks.machine import Machine
+from kvoffload.model.config import size_text
 from kvoffload.transfer.footprint import arena_bytes
 from kvoffload.transfer.host_memory import cgroups, machine_left
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvoffload.checks.check import Check, Finding, Setup, go, not_known, size_text, warn
+from kvoffload.checks.check import Check, Finding, Setup, go, not_known, warn
 from kvoffload.checks.machine import Machine
 from kvoffload.checks.memory import needed_bytes
+from kvoffload.model.config import size_text
 
 _NODES = "/sys/devices/system/node"
 _BIND = (

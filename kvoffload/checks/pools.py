@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from kvoffload.checks.check import Check, Finding, Setup, go, no_go, not_known, size_text, warn
+from kvoffload.checks.check import Check, Finding, Setup, go, no_go, not_known, warn
 from kvoffload.checks.machine import Machine
+from kvoffload.model.config import size_text
 
 SPEEDS = ((2 * 2**20, 0.85), (64 * 2**10, 0.8), (4 * 2**10, 0.5))
 """By page size, the measured speed of scattered host copies relative to one large memcpy (`kvoffload/bench/README.md`)."""

@@ -133,6 +133,14 @@ def parse_bytes(value: object) -> int:
     return number
 
 
+def size_text(number: float) -> str:
+    """Return a number of bytes with a unit."""
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if number >= size:
+            return f"{number / size:,.1f} {unit}"
+    return f"{number:.0f} B"
+
+
 def parse_config(raw: Mapping[str, object]) -> OffloadConfig:
     """Return the settings in `raw`; missing keys have their defaults.
 

@@ -17,13 +17,12 @@ from kvoffload.checks.check import (
     go,
     no_go,
     not_known,
-    size_text,
     warn,
 )
 from kvoffload.checks.json_option import read_object
 from kvoffload.checks.machine import Machine
 from kvoffload.checks.software import entry_point_problem, version_numbers
-from kvoffload.model.config import parse_bytes
+from kvoffload.model.config import parse_bytes, size_text
 from kvoffload_vllm.model_sizes import CACHE_DTYPES, DTYPES, Estimate, Options, estimate
 from kvoffload_vllm.register import NAME
 from kvoffload_vllm.support import NEEDED, NEWEST_RUN, VERSIONS

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvoffload.checks.check import size_text
 from kvoffload.checks.json_option import read_object
+from kvoffload.model.config import size_text
 from kvoffload.model.errors import ConfigError
 
 FULL, SLIDING = "full_attention", "sliding_attention"

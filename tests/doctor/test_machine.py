@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from kvoffload.checks import numa, pools, software
-from kvoffload.checks.check import Setup, size_text
+from kvoffload.checks.check import Setup
 from kvoffload.checks.gpus import Gpu, Gpus, find_gpus
 from kvoffload.checks.machine import Machine, reader
-from kvoffload.model.config import OffloadConfig
+from kvoffload.model.config import OffloadConfig, size_text
 from tests.doctor.trees import GIB, H200, ask, machine, setup
 
 (NUMA,) = numa.CHECKS

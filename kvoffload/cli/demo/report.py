@@ -10,7 +10,8 @@ from kvoffload.cli.demo.table import NOTE, compared, head
 from kvoffload.cli.report import figures
 from kvoffload.cli.report.figures import Sample, Table
 from kvoffload.cli.report.journal import describe
-from kvoffload.cli.report.page import Page, size_of
+from kvoffload.cli.report.page import Page
+from kvoffload.model.config import size_text
 
 if TYPE_CHECKING:
     from kvoffload.cli.demo.play import Play
@@ -62,8 +63,8 @@ def _tiles(result: DemoResult) -> dict[str, str]:
         "net seconds saved, as estimated": f"{benefit.net_s:.1f}",
         "blocks stored": f"{offloading.stored_blocks:,}",
         "blocks loaded": f"{offloading.loaded_blocks.get('loaded', 0):,}",
-        "moved to the host": size_of(offloading.stored_bytes),
-        "moved back": size_of(offloading.loaded_bytes),
+        "moved to the host": size_text(offloading.stored_bytes),
+        "moved back": size_text(offloading.loaded_bytes),
     }
 
 

@@ -14,7 +14,7 @@ from kvoffload.cli.demo.documents import read_text
 from kvoffload.cli.demo.engine_process import Round, Served
 from kvoffload.cli.demo.options import LEAST_BEFORE, DemoOptions
 from kvoffload.cli.demo.processes import ContinuedResult, compared, play_rounds, started, table
-from kvoffload.cli.report.page import size_of
+from kvoffload.model.config import size_text
 
 if TYPE_CHECKING:
     from kvoffload.cli.demo.screen import Screen
@@ -103,8 +103,8 @@ def render(result: RestartResult) -> list[str]:
     """Return the report's lines; the verdict comes first."""
     before, after = result.before, result.after
     missing = before.stored - before.spilled - before.dropped
-    spilled = f"{before.spilled:,} of them written to the disk ({size_of(before.written_bytes)})"
-    fetched = f"{after.fetched:,} of them fetched ({size_of(after.read_bytes)})"
+    spilled = f"{before.spilled:,} of them written to the disk ({size_text(before.written_bytes)})"
+    fetched = f"{after.fetched:,} of them fetched ({size_text(after.read_bytes)})"
     return [
         result.verdict("First token of turns that return after a SIGKILL", _DISK),
         "",

@@ -17,7 +17,7 @@ from kvoffload.cli.demo.engine_process import Ready, Served
 from kvoffload.cli.demo.options import LEAST_BEFORE, DemoOptions
 from kvoffload.cli.demo.processes import ContinuedResult, compared, play_rounds, started, table
 from kvoffload.cli.exits import CommandError
-from kvoffload.cli.report.page import size_of
+from kvoffload.model.config import size_text
 from kvoffload.telemetry.labels import TierState
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def render(result: SharedResult) -> list[str]:
     slowest = min(result.sooner, key=lambda name: result.sooner[name])
     fetched = [result.others[name].fetched_tokens if name in result.others else 0 for name in variants]
     missing = first.stored - first.spilled - first.dropped
-    written = f"{first.spilled:,} of them written to the store ({size_of(first.written_bytes)})"
+    written = f"{first.spilled:,} of them written to the store ({size_text(first.written_bytes)})"
     begun = result.continued_in_turn - 1
     of_these = {"  of these, fetched from the store": fetched}
     lines = [
@@ -115,7 +115,7 @@ def render(result: SharedResult) -> list[str]:
         f"not written {missing:,} not found again yet, or still to be written; {first.dropped:,} evicted first",
     ]
     lines += [
-        f"{name:<12}{other.fetched:,} blocks were fetched from the store ({size_of(other.read_bytes)}), "
+        f"{name:<12}{other.fetched:,} blocks were fetched from the store ({size_text(other.read_bytes)}), "
         f"{other.spilled:,} written to it"
         for name, other in result.others.items()
     ]

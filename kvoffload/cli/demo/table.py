@@ -13,8 +13,8 @@ from kvoffload.cli.demo.results import (
     Quantiles,
     Workload,
 )
-from kvoffload.cli.report.page import size_of
 from kvoffload.model.causes import MissCause
+from kvoffload.model.config import size_text
 
 _LABEL, _NUMBER = 42, 19
 _TEXT_LABEL = 20  # of a row whose value is a text
@@ -86,12 +86,12 @@ def compared(result: DemoResult) -> Iterator[Row]:
 def _offloading(result: OffloadResult) -> Iterator[str]:
     yield _row("offloading", "device to host", "host to device")
     yield _RULE
-    yield _row("bytes moved", size_of(result.stored_bytes), size_of(result.loaded_bytes))
+    yield _row("bytes moved", size_text(result.stored_bytes), size_text(result.loaded_bytes))
     loaded = result.loaded_blocks.get("loaded", 0)
     yield _row("blocks moved", f"{result.stored_blocks:,}", f"{loaded:,}")
     yield _list("evicted", result.evicted_blocks, f"of {result.host_slots:,} host blocks")
     if result.disk_written_bytes or result.disk_read_bytes:
-        moved = f"{size_of(result.disk_written_bytes)} written, {size_of(result.disk_read_bytes)} read"
+        moved = f"{size_text(result.disk_written_bytes)} written, {size_text(result.disk_read_bytes)} read"
         yield _text("disk", f"{moved}; {result.disk_tokens:,} tokens of hits were fetched from it")
     yield _list("stores declined", result.declined_blocks, f"of {result.offered_blocks:,} offered")
     yield _misses(result.missed_blocks)

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from kvoffload.cli.journal_lines import Lines
 from kvoffload.cli.report import figures
 from kvoffload.cli.report.account import Account, by_label
-from kvoffload.cli.report.page import Page, size_of
+from kvoffload.cli.report.page import Page
 from kvoffload.model.causes import Found
+from kvoffload.model.config import size_text
 from kvoffload.model.transfer import Direction, Tier
 from kvoffload.telemetry.labels import Answer
 from kvoffload.telemetry.provenance import as_line
@@ -59,7 +60,7 @@ def describe(provenance: Mapping[str, object]) -> Iterator[str]:
 
 
 def _setting(name: str, value: object) -> str:
-    return f"{name} {size_of(value) if isinstance(value, int) and 'bytes' in name else value}"
+    return f"{name} {size_text(value) if isinstance(value, int) and 'bytes' in name else value}"
 
 
 def _part(lines: Lines) -> list[str]:
@@ -123,4 +124,4 @@ def _below(account: Account) -> dict[str, str]:
 
 def _bytes(account: Account, tier: Tier) -> str:
     ways = (Direction.STORE, Direction.LOAD)
-    return " / ".join(size_of(account.copied_bytes(way, tier)) for way in ways)
+    return " / ".join(size_text(account.copied_bytes(way, tier)) for way in ways)

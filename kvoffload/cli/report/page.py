@@ -138,14 +138,6 @@ def _table(table: Table, name: str) -> str:
     )
 
 
-def size_of(number: int) -> str:
-    """Return a number of bytes for people."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if number >= size:
-            return f"{number / size:,.1f} {unit}"
-    return f"{number} B"
-
-
 # -- style: one column, light and dark by the reader's own setting, readable from 320 pixels on --------------------
 
 _LIGHT = {

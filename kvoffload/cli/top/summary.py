@@ -15,6 +15,7 @@ from kvoffload.telemetry.labels import Answer, HostBytes, LookupResult, TierStat
 _HIT, _MISS = (result.value for result in LookupResult)
 _HOST, _DISK, _REMOTE = Tier.HOST.value, Tier.DISK.value, Tier.REMOTE.value
 _TOKENS = "kvoffload_lookup_tokens_total"
+_MISSES, _FIRST_TOKEN = "kvoffload_miss_blocks_total", "kvoffload_first_token_seconds"
 _LOSSES = ("kvoffload_load_wait_seconds_total", "kvoffload_interference_seconds_total")
 _SAVED = "kvoffload_prefill_seconds_saved_total"
 _TROUBLES = {
@@ -178,39 +179,33 @@ class Summary:
 def summarize(engine: str, history: History, unix_now: float) -> Summary:
     """Return an engine's numbers."""
     now, window = history.now, history.window
-    hits, misses = window.added(_TOKENS, _HIT), window.added(_TOKENS, _MISS)
-    all_hits, all_misses = now.number(_TOKENS, _HIT), now.number(_TOKENS, _MISS)
+    found, missed = (_flow(window, _TOKENS, result) for result in (_HIT, _MISS))
     saved, waited, interference = (_total(window, name) for name in (_SAVED, *_LOSSES))
-    causes = _by_label(window, "kvoffload_miss_blocks_total")
     pinned = now.number("kvoffload_oldest_pin_timestamp_seconds")
     return Summary(
         engine=engine,
         window_s=window.seconds,
         restarts=history.restarts,
         info=_info(window),
-        off_because=tuple(
-            labels[0] for labels, flag in now.numbers.get("kvoffload_degraded", {}).items() if flag
-        ),
-        found_tokens=_flow(window, _TOKENS, _HIT),
-        missed_tokens=_flow(window, _TOKENS, _MISS),
-        hit_ratio=_ratio(all_hits, all_hits + all_misses),
-        hit_ratio_lately=_ratio(hits, hits + misses) if window.before is not None else None,
+        off_because=tuple(_by_label(window, "kvoffload_degraded")),
+        found_tokens=found,
+        missed_tokens=missed,
+        hit_ratio=_ratio(found.total, found.total + missed.total),
+        hit_ratio_lately=_ratio_lately(found, missed),
         saved_s=saved,
         waited_s=waited,
         interference_s=interference,
         net_s=_less(saved, waited, interference),
         net_is_negative=bool(now.total("kvoffload_net_benefit_negative")),
         break_even_tokens=int(now.total("kvoffload_break_even_tokens")),
-        first_token={
-            found.value: _percentiles(window, "kvoffload_first_token_seconds", found.value) for found in Found
-        },
+        first_token={each.value: _percentiles(window, _FIRST_TOKEN, each.value) for each in Found},
         host_bytes={part.value: now.number("kvoffload_host_bytes", part.value) for part in HostBytes},
         slots=_slots(window, _HOST),
         capacity_slots=now.number("kvoffload_capacity_slots", _HOST),
         evicted_blocks=_evicted(window, _HOST),
         copies={way.value: _copies(window, _HOST, way.value) for way in Direction},
-        missed_lookups={name: flow for name, flow in causes.items() if name != MissCause.BEHIND_MISS.value},
-        behind_miss_blocks=_flow(window, "kvoffload_miss_blocks_total", MissCause.BEHIND_MISS.value),
+        missed_lookups=_missed_lookups(window),
+        behind_miss_blocks=_flow(window, _MISSES, MissCause.BEHIND_MISS.value),
         stores=_by_label(window, "kvoffload_store_blocks_total"),
         loads=_by_label(window, "kvoffload_load_blocks_total"),
         hooks_share=window.total_rate("kvoffload_hook_seconds_sum"),
@@ -304,6 +299,12 @@ def _by_label(window: Change, name: str) -> dict[str, Flow]:
     return {labels[0]: _flow(window, name, *labels) for labels in ordered if series[labels]}
 
 
+def _missed_lookups(window: Change) -> dict[str, Flow]:
+    causes = _by_label(window, _MISSES)
+    causes.pop(MissCause.BEHIND_MISS.value, None)
+    return causes
+
+
 def _copies(window: Change, tier: str, way: str) -> Copies:
     jobs = window.now.numbers.get("kvoffload_open_jobs", {})
     ours = [number for labels, number in jobs.items() if labels[:2] == (tier, way)]
@@ -323,6 +324,12 @@ def _info(window: Change) -> dict[str, str]:
     for labels in window.now.numbers.get("kvoffload_info", {}):
         return dict(zip(BY_NAME["kvoffload_info"].label_names, labels, strict=True))
     return {}
+
+
+def _ratio_lately(found: Flow, missed: Flow) -> Number:
+    if found.per_s is None or missed.per_s is None:
+        return None
+    return _ratio(found.per_s, found.per_s + missed.per_s)
 
 
 def _ratio(part: float, whole: float) -> Number:

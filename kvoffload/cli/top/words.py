@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvoffload.model.config import size_text
+
 _UNKNOWN = "-"
 _LEVELS = "▁▂▃▄▅▆▇█"
 
@@ -34,13 +36,7 @@ def share(ratio: float | None) -> str:
 
 def size(number: float | None) -> str:
     """A number of bytes."""
-    if number is None:
-        return _UNKNOWN
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if number < 1024:
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1024
-    return f"{number:,.1f} TiB"
+    return _UNKNOWN if number is None else size_text(number)
 
 
 def duration(seconds: float | None) -> str:
