@@ -112,13 +112,13 @@ def _some_slots(state: CoreState, slots: Iterable[SlotId]) -> Iterator[str]:
 
 
 def _pins(state: CoreState) -> Iterator[str]:
-    """Every pin belongs to a pending hit or to a load without an outcome."""
+    """Every pin belongs to a pending hit, to a load without an outcome, or to a spill that some rank may still read for."""
     expected: Counter[SlotId] = Counter()
     for record in state.requests.live.values():
         expected.update(record.hit.slots if record.hit is not None else ())
     for job in state.jobs.open.values():
         is_spill = job.tier is not Tier.HOST and job.direction is Direction.STORE
-        if (job.loads_for is not None or is_spill) and not job.settled:
+        if is_spill or (job.loads_for is not None and not job.settled):
             expected.update(job.slots)
     yield from _differences("pins", expected, state.pool.pins())
 

@@ -7,7 +7,8 @@
 Candidates wait in the order in which the host evicts: what was used longest ago first, and of a prefix the deepest. So the blocks
 that the host evicts next have been written by then, if spills keep up, and the tier, too, evicts a prefix's head last.
 
-A host slot is pinned while it is read. A place on the disk is removed from the index before it is written again, and put into
+A host slot is pinned until every rank's copy has ended, also after a reset: a rank that still reads it writes what it finds
+under the old block's name, and on a store that is how others find it. A place on the disk is removed from the index before it is written again, and put into
 it after every rank has written it. If the removal is lost, the checksums show it.
 """
 
@@ -143,7 +144,6 @@ class Spills:
 
     def _settle(self, job: Job, outcome: TierOutcome) -> None:
         job.settled = True
-        self._state.pool.unpin(job.slots)
         for key in job.keys:
             del self._tier.spilling[key]
         self._open_slots -= len(job.slots)
@@ -151,7 +151,8 @@ class Spills:
         self._state.tally.events.append(ended)
 
     def _copies_ended(self, job: Job) -> None:
-        """No rank touches the places any more, but those under a write that hangs."""
+        """No rank reads the host slots any more, or touches the places, but those under a write that hangs."""
+        self._state.pool.unpin(job.slots)
         for position in job.stuck:
             self._tier.pool.quarantine(job.places[position])
         self._tier.pool.drained(job.places)

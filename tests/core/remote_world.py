@@ -144,8 +144,7 @@ class RemoteWorld(World):
         right = [at for at in range(len(job.slots)) if at not in wrong]
         for at in right[:takes]:
             slot = job.slots[at]
-            # After a reset the slot may have been emptied under the put, which comes to nothing.
-            value = Value(self.host[rank].get(slot, GARBAGE), self.host_age.get(slot, 0))
+            value = Value(self.host[rank][slot], self.host_age[slot])
             self.store.setdefault((job.namespace, job.keys[at], rank), value)
         missing = right[takes:]
         if outcome is FAILED:

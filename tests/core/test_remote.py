@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 from kvoffload.core.machine import SlotState
 from kvoffload.core.remote_state import MOST_ASKED
 from kvoffload.model import facts
 from kvoffload.model.causes import MissCause, TierOutcome
 from kvoffload.model.events import LookupDeferred
-from kvoffload.model.ids import BlockKey
+from kvoffload.model.ids import BlockKey, JobId
 from kvoffload.model.transfer import Direction, Tier
 from tests.core.remote_world import RemoteWorld
 from tests.core.world import FAILED, Req, World, full, keys_of, window
@@ -310,6 +311,45 @@ def test_r18_a_put_under_way_at_a_reset_leaves_no_hint() -> None:
     world.finish()
     assert len(world.remote.pool.index) == 0
     assert world.in_store(TEXT) == "...."
+
+
+def putting() -> tuple[RemoteWorld, JobId, Callable[[], set[SlotState]]]:
+    """Two ranks that write the same blocks, and the states of the host slots that they read."""
+    world = RemoteWorld(ranks=2)
+    world.serve("once", TEXT)
+    world.serve("again", TEXT, drains=False)
+    world.idle_step()
+    [job] = world.remote_jobs(STORE)
+    slots = world.copies[job].job.slots
+    return world, job, lambda: {world.core.state.pool.state(slot) for slot in slots}
+
+
+def test_r18_slots_that_a_put_reads_are_not_filled_after_a_reset_until_every_rank_has_read_them() -> None:
+    world, job, states = putting()
+    world.reset()
+    assert states() == {SlotState.DRAINING}
+    world.report(0, job)
+    assert states() == {SlotState.DRAINING}
+    world.report(1, job)
+    assert states() == {SlotState.EMPTY}
+
+
+def test_r4_slots_of_a_put_that_one_rank_has_failed_are_not_evicted_until_the_others_have_read_them() -> None:
+    world, job, states = putting()
+    world.report(0, job, FAILED)
+    assert states() == {SlotState.PINNED}
+    world.report(1, job)
+    assert states() == {SlotState.READY}
+
+
+def test_r16_slots_of_a_put_that_a_rank_never_reports_are_not_handed_out_again() -> None:
+    world, job, states = putting()
+    world.overdue(job)
+    world.report(0, job)
+    world.reset()
+    assert states() == {SlotState.DRAINING}
+    world.report(1, job)
+    assert states() == {SlotState.EMPTY}
 
 
 def test_r18_another_generation_forgets_what_the_one_before_had() -> None:

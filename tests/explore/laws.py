@@ -127,6 +127,9 @@ def _check_written_off(scene: Scene) -> None:
         assert pool.state(slot) is SlotState.QUARANTINED, f"R16: slot {slot} is {pool.state(slot).name} again"
 
 
+_KEPT = {SlotState.PINNED, SlotState.DRAINING, SlotState.QUARANTINED}
+
+
 def _open_on(scene: Scene, tier: Tier) -> set[JobId]:
     return {job.job for job in scene.world.core.state.jobs.open.values() if job.tier is tier}
 
@@ -143,6 +146,13 @@ def _check_tiers(scene: Scene, before: Before) -> None:
         (key, job.tier if job.direction is Direction.STORE else None) for job in jobs for key in job.keys
     )
     assert max(ways.values(), default=1) == 1, f"R14: a key is under way twice: {ways}"
+    read = [
+        state.pool.state(slot)
+        for job in state.jobs.open.values()
+        if job.tier is not Tier.HOST and job.direction is Direction.STORE
+        for slot in job.slots
+    ]
+    assert {*read} <= _KEPT, f"R4, R10: host slots that a spill may still read are {read}"
     fetched, budget = sum(len(tier.fetching) for tier in state.below), max(state.pool.capacity // 4, 1)
     assert fetched <= budget, f"{fetched} blocks are fetched, {budget} may be"
     for tier in state.below:
