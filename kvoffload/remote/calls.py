@@ -4,8 +4,9 @@
                                                         └─▶ a thread: call, then use ─┘
 
 A store's client blocks for as long as it likes: a minute was seen. So a call has two parts. The first may hang, and touches nothing
-but memory of its thread's. The second uses what came, and is run only if the call is still waited for. A call that does not return in
-time has failed, opens the breaker, and costs its thread until it returns.
+but memory of its thread's, unless it makes sure by `check_awaited` that what it read was still its own. The second uses what came,
+and is run only if the call is still waited for. A call that does not return in time has failed, opens the breaker, and costs its
+thread until it returns.
 
 The owner's thread alone writes the breaker and reports ends; it waits for nothing. Either thread may end a call: the one that takes
 its token does.
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvoffload.logs import get_logger
+from kvoffload.model.errors import RemoteError
 from kvoffload.remote.breaker import Breaker
 from kvoffload.remote.store import RemoteStore
 
@@ -89,6 +91,7 @@ class RemoteCalls:
         self.ended: deque[_Call] = deque()
         """Those that `poll` has not taken yet."""
         self._is_closed = False
+        self._closing = threading.Lock()
 
     # -- the owner's thread -------------------------------------------------------------------------------------
 
@@ -185,6 +188,8 @@ class RemoteCalls:
         self._active[thread] = call
         error, result = None, None
         try:
+            if self._is_closed:  # after the note: `_disconnect` looks who is active
+                raise RemoteError("the connection was closed")
             result = call.work(self._connected())
         except BaseException as raised:  # the call ends; a panic of a client in Rust is no Exception
             error = str(raised) or repr(raised)
@@ -193,6 +198,17 @@ class RemoteCalls:
         else:
             self._log.warning("remote_call_returned", after_s=round(self._monotonic() - call.began, 1))
         del self._active[thread]
+        if self._is_closed:
+            self._disconnect()
+
+    def check_awaited(self) -> None:
+        """Within a call: make sure that it has not been ended, so that memory lent to it is still its own.
+
+        Raises:
+            RemoteError: it was too late.
+        """
+        if not self._active[threading.get_ident()].token:
+            raise RemoteError("the call was too late")
 
     def _use(self, call: _Call, result: object, error: str | None) -> None:
         """The call is this thread's to end."""
@@ -209,8 +225,11 @@ class RemoteCalls:
         return self._store
 
     def _disconnect(self) -> None:
-        if self._store is not None and not self._active:  # a client closed under a running call may crash
-            self._store.close()
+        with self._closing:
+            if self._active or self._store is None:  # a client closed under a running call may crash
+                return
+            store, self._store = self._store, None
+        store.close()
 
 
 def _probe(store: RemoteStore) -> None:

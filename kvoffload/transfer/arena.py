@@ -11,6 +11,8 @@ No size is rounded to a power of two; a region starts on a cache line.
 from __future__ import annotations
 
 import ctypes
+import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from kvoffload.logs import get_logger
@@ -19,7 +21,7 @@ from kvoffload.transfer.clock import SystemClock
 from kvoffload.transfer.runs import Geometry, geometry_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from kvoffload.transfer.host_memory import HostAllocator, HostChunk
     from kvoffload.transfer.layout import DeviceLayout
@@ -66,6 +68,8 @@ class Arena:
         self._geometry = geometry_of(layout, self._chunk_slots)
         self._ready_slots = 0
         self._closed = False
+        self._lock = threading.Lock()
+        self._holders = 0
 
     @property
     def is_growing(self) -> bool:
@@ -124,13 +128,39 @@ class Arena:
         address = int(self._geometry.host_base[chunk, region]) + place * size
         return memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
 
+    @contextmanager
+    def held(self) -> Iterator[bool]:
+        """Keep all memory meanwhile, also if `close` is called; yield False where it was called before. For any thread."""
+        with self._lock:
+            is_open = not self._closed
+            self._holders += is_open
+        try:
+            yield is_open
+        finally:
+            with self._lock:
+                self._holders -= is_open
+            if is_open:
+                self._release_unheld()
+
     def close(self) -> None:
-        """Give all memory back. The caller makes sure that no copy runs. Closing twice does nothing."""
-        self._closed = True
-        self._ready_slots = 0
-        self._geometry = geometry_of(self.layout, self._chunk_slots)
-        while self._chunks:
-            self._chunks.pop().release()
+        """Give all memory back, or have its last holder do so. The caller makes sure that no copy of its own runs.
+
+        Closing twice does nothing.
+        """
+        with self._lock:
+            self._closed = True
+        self._release_unheld()
+
+    def _release_unheld(self) -> None:
+        """Give the memory back of an arena that is closed, unless someone holds it."""
+        with self._lock:
+            if not self._closed or self._holders:
+                return
+            chunks, self._chunks = self._chunks, []
+            self._ready_slots = 0
+            self._geometry = geometry_of(self.layout, self._chunk_slots)
+        for chunk in chunks:
+            chunk.release()
 
     async def _grow(self) -> None:
         """Make one more chunk ready.

@@ -99,6 +99,7 @@ class DiskCopies:
     ) -> None:
         self._rank = rank
         self._file = file
+        self._arena = arena
         self._executor = executor
         self._clock = clock
         self._timeout_s = timeout_s
@@ -212,8 +213,10 @@ class DiskCopies:
         copy.began = self._clock.monotonic()
         thread = threading.get_ident()
         self._active[thread] = copy
+        way = self._write if copy.owner.job.direction is Direction.STORE else self._read
         try:
-            is_ours = self._write(copy) if copy.owner.job.direction is Direction.STORE else self._read(copy)
+            # After the note: `close` first says that it was called, then looks who is active.
+            is_ours = not self._is_closed and way(copy)
         except Exception as error:  # whatever it is, the job ends
             is_ours = copy.claim()
             self._note_error(error)
@@ -230,18 +233,20 @@ class DiskCopies:
         """Write host slots to their places; return whether the copy is this thread's to end."""
         job, positions = copy.owner.job, copy.positions
         slots = [job.slots[position] for position in positions]
-        data = self._buffers.gather(slots)
-        sums = [_checksum(each, self._file.shape.slot_bytes) for each in data]
-        # After both: what the slots hold now they held when the bytes were copied, or the checksum was taken.
-        wrong = () if self._checksums is None else self._checksums.changed(slots)
-        if wrong:
-            copy.corrupt = [positions[index] for index in wrong]
-            log.error(
-                "blocks_corrupt", job=job.job, blocks=len(wrong), slots=[slots[index] for index in wrong]
-            )
-        right = [index for index in range(len(slots)) if index not in wrong]
-        if not self._call(copy, self._file.write, right, data):
-            return False
+        with self._arena.held() as is_open:  # the disk may take the bytes from where they lie
+            if not is_open:
+                return False
+            data = self._buffers.gather(slots)
+            sums = [_checksum(each, self._file.shape.slot_bytes) for each in data]
+            # After both: what the slots hold now they held when the bytes were copied, or the checksum was taken.
+            wrong = () if self._checksums is None else self._checksums.changed(slots)
+            if wrong:
+                copy.corrupt = [positions[index] for index in wrong]
+                bad = [slots[index] for index in wrong]
+                log.error("blocks_corrupt", job=job.job, blocks=len(wrong), slots=bad)
+            right = [index for index in range(len(slots)) if index not in wrong]
+            if not self._call(copy, self._file.write, right, data):
+                return False
         self._is_synced = False
         copy.sums = {positions[index]: sums[index] for index in right}
         return copy.claim()
@@ -256,13 +261,14 @@ class DiskCopies:
         for index, position in enumerate(positions):
             if _checksum(data[index], self._file.shape.slot_bytes) == job.sums[position][self._rank]:
                 right[job.slots[position]] = index
-        if not copy.claim():
-            return False  # the host slots may be other blocks' by now
-        copy.corrupt = [position for position in positions if job.slots[position] not in right]
-        if right:
-            self._buffers.scatter(right)
-        if right and self._checksums is not None:
-            self._checksums.take(*right)
+        with self._arena.held() as is_open:
+            if not (is_open and copy.claim()):
+                return False  # the host slots may be other blocks' by now
+            copy.corrupt = [position for position in positions if job.slots[position] not in right]
+            if right:
+                self._buffers.scatter(right)
+            if right and self._checksums is not None:
+                self._checksums.take(*right)
         return True
 
     def _call(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvoffload.disk.system import aligned_buffer
 from kvoffload.logs import get_logger
 from kvoffload.model.causes import CopyOutcome
+from kvoffload.model.errors import RemoteError
 from kvoffload.model.transfer import Direction, JobReport
 from kvoffload.remote.values import TRAILER_BYTES, Shard, is_whole, seal
 from kvoffload.transfer.host_copier import choose_copy
@@ -175,22 +176,32 @@ class RemoteCopies:
     def _put(self, job: RemoteJob, batch: Sequence[int], store: RemoteStore) -> _Got:
         """Write host slots, but for those that do not hold what was stored there."""
         shard, buffers = self._shard(job), self._values(store, len(batch))
-        right, wrong = list[int](), list[int]()
-        for position, value in zip(batch, buffers, strict=True):
-            slot = job.slots[position]
-            self._to_buffer(pages_to(value, self._arena, (slot,)))
-            # After the copy: what the slot holds now it held during the copy too.
-            is_right = self._checksums is None or self._checksums.is_as_stored(slot)
-            (right if is_right else wrong).append(position)
-            seal(value, shard.name(job.keys[position]), self._layout)
-        if wrong:
-            log.error(
-                "blocks_corrupt", job=job.job, blocks=len(wrong), slots=[job.slots[each] for each in wrong]
-            )
-        values = [value for position, value in zip(batch, buffers, strict=True) if position in right]
+        wrong = self._gather(job, batch, buffers)
+        # After the copies: the slots were not other blocks' meanwhile, whose bytes would get these blocks' names.
+        self._calls.check_awaited()
+        right = [position for position in batch if position not in wrong]
+        values = [value for position, value in zip(batch, buffers, strict=True) if position not in wrong]
         taken = store.put(shard, [job.keys[position] for position in right], values) if right else []
         missing = [position for position, is_taken in zip(right, taken, strict=True) if not is_taken]
         return _Got([position for position in right if position not in missing], wrong, missing)
+
+    def _gather(self, job: RemoteJob, batch: Sequence[int], buffers: Sequence[memoryview]) -> list[int]:
+        """Make values of host slots; return the positions of those that do not hold what was stored there."""
+        shard, wrong = self._shard(job), list[int]()
+        with self._arena.held() as is_open:
+            if not is_open:
+                raise RemoteError("the host's memory is gone")
+            for position, value in zip(batch, buffers, strict=True):
+                slot = job.slots[position]
+                self._to_buffer(pages_to(value, self._arena, (slot,)))
+                # After the copy: what the slot holds now it held during the copy too.
+                if self._checksums is not None and not self._checksums.is_as_stored(slot):
+                    wrong.append(position)
+                seal(value, shard.name(job.keys[position]), self._layout)
+        if wrong:
+            bad = [job.slots[position] for position in wrong]
+            log.error("blocks_corrupt", job=job.job, blocks=len(wrong), slots=bad)
+        return wrong
 
     def _get(self, job: RemoteJob, batch: Sequence[int], store: RemoteStore) -> _Got:
         """Read values into the thread's buffer, and see which are right."""
@@ -210,11 +221,12 @@ class RemoteCopies:
         """Copy the values that are right from the thread's buffer into their host slots."""
         first = min([*got.whole, *got.wrong, *got.missing])
         buffers = self._values(None, len(got.whole) + len(got.wrong) + len(got.missing))
-        for position in got.whole:
-            slot = job.slots[position]
-            self._to_host(pages_from(buffers[position - first], self._arena, (slot,)))
-            if self._checksums is not None:
-                self._checksums.take(slot)
+        with self._arena.held() as is_open:
+            for position in got.whole if is_open else ():
+                slot = job.slots[position]
+                self._to_host(pages_from(buffers[position - first], self._arena, (slot,)))
+                if self._checksums is not None:
+                    self._checksums.take(slot)
         return got
 
     def _values(self, store: RemoteStore | None, count: int) -> list[memoryview]:

@@ -372,6 +372,14 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(17, _DISK_COPIES, "self._checksums.changed(slots)", "()", DISK),
     Mutant(17, _DISK_COPIES, "self._checksums.take(*right)", "pass", DISK),
     Mutant(16, _DISK_COPIES, "copy.claim()  # a read that returns", "pass  #", _COPIES_OF_DISK),
+    Mutant(17, _DISK_COPIES, "not self._is_closed and way(copy)", "way(copy)", _COPIES_OF_DISK),
+    Mutant(
+        16,
+        "kvoffload/transfer/arena.py",
+        "not self._closed or self._holders",
+        "not self._closed",
+        _COPIES_OF_DISK,
+    ),
     Mutant(16, _DISK_JOBS, "return bool(self.token)", "return True", _COPIES_OF_DISK),
     Mutant(16, _DISK_JOBS, "self.stuck += copy.under_call", "pass", _COPIES_OF_DISK),
     Mutant(17, _SPILLS, "if pool.indexed_key(slot) == key", "", DISK),
@@ -394,7 +402,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         17,
         _REMOTE_COPIES,
-        "if self._checksums is not None:\n                self._checksums.take(slot)",
+        "if self._checksums is not None:\n                    self._checksums.take(slot)",
         "",
         REMOTE,
     ),
@@ -428,6 +436,8 @@ MUTANTS: tuple[Mutant, ...] = (
         18, _REMOTE_INDEX, "self._generation, self._is_fixed = secrets.token_hex(16), True", "pass", REMOTE
     ),
     Mutant(18, _REMOTE_INDEX, "secrets.token_hex(16).encode() + _AFTER_RESET", "b'0' * 32", REMOTE),
+    Mutant(17, _REMOTE_COPIES, "        self._calls.check_awaited()\n", "", REMOTE),
+    Mutant(17, _REMOTE_CALLS, "            if self._is_closed:", "            if False:", REMOTE),
     Mutant(17, _REMOTE_CALLS, "except BaseException as raised:", "except Exception as raised:", REMOTE),
     Mutant(18, "kvoffload/core/lower_tiers.py", "fact.namespace == remote.namespace", "True", REMOTE),
     Mutant(14, _REMOTE_STATE, "if key not in index and key not in self.spilling]", "]", REMOTE),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from kvoffload.model.errors import RemoteError
 from kvoffload.remote.calls import RemoteCalls
@@ -10,6 +12,9 @@ from kvoffload.remote.store import RemoteStore
 from kvoffload.runtime.portal import DaemonExecutor
 from kvoffload.testing import FakeClock, ManualExecutor, ThreadGate
 from tests.remote.fake_store import FakeStore
+
+if TYPE_CHECKING:
+    import pytest
 
 TIMEOUT_S = 2.0
 
@@ -194,3 +199,33 @@ def test_closing_waits_for_nothing_and_closes_the_connection_after_the_last_call
     rig.executor.run_all()
     assert rig.store.is_closed
     assert not rig.calls.works
+
+
+def test_the_call_that_ends_last_closes_the_connection() -> None:
+    rig = Rig(DaemonExecutor("calls", 2))
+    while not rig.calls.works:
+        rig.calls.poll()
+    rig.store.gate = gate = ThreadGate()
+    rig.call()
+    gate.wait_for_arrivals(1)
+    rig.calls.close()
+    assert not rig.store.is_closed
+    gate.open()
+    while not rig.store.is_closed:
+        os.sched_yield()
+
+
+def test_a_call_that_began_as_the_connection_was_closed_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    rig.open()
+    rig.call()
+
+    def close() -> float:
+        rig.calls.close()  # the thread has taken the call, and is not yet seen to be active
+        return 0.0
+
+    monkeypatch.setattr(rig.calls, "_monotonic", close)
+    assert isinstance(rig.executor, ManualExecutor)
+    rig.executor.run_all()
+    assert rig.store.calls == []
+    assert rig.store.is_closed

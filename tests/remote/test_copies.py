@@ -34,11 +34,11 @@ class Rig:
         memory = MmapAllocator(ManualExecutor(held=False))
         self.arena = Arena(self.device.layout, 12, memory, chunk_bytes=5 * self.device.layout.slot_bytes)
         asyncio.run(self.arena.prepare())
-        self.store, clock = FakeStore(), FakeClock()
+        self.store, self.clock = FakeStore(), FakeClock()
         self.executor = ManualExecutor()
         self.checksums = make_checksums(verify, self.arena, executor=ManualExecutor(held=False))
-        calls = RemoteCalls(lambda: self.store, self.executor, clock.monotonic, 2.0)
-        self.copies = RemoteCopies(1, 2, calls, self.arena, clock, checksums=self.checksums)
+        calls = RemoteCalls(lambda: self.store, self.executor, self.clock.monotonic, 2.0)
+        self.copies = RemoteCopies(1, 2, calls, self.arena, self.clock, checksums=self.checksums)
         self.take()
         assert self.copies.take().works
         self._jobs = 0
@@ -99,6 +99,51 @@ def test_r17_bytes_that_are_not_the_blocks_do_not_come_near_a_host_slot(harm: st
     assert (rig.slot(6), rig.slot(8)) == (rig.slot(0), rig.slot(2))
     alone = rig.copy(Direction.LOAD, [9], KEYS[1:2])
     assert (alone.outcome, alone.corrupt) == (CORRUPT, (0,))
+
+
+@pytest.mark.parametrize("verify", ["off", "full"])
+def test_r17_a_put_that_was_ended_before_it_read_its_slots_writes_nothing(
+    verify: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other blocks may be in the slots by then, with checksums of their own."""
+    rig, ended = Rig(verify), list[JobReport]()
+    rig.fill(0)
+
+    def hang(_: memoryview) -> None:
+        rig.clock.jump(2.0)
+        ended.extend(rig.copies.take().jobs)
+
+    monkeypatch.setattr(rig.store, "register", hang)
+    rig.copies.submit([RemoteJob(JobId(1), Direction.STORE, (SlotId(0),), KEYS[:1], "print/one")])
+    rig.executor.run_all()
+    assert [report.outcome for report in ended] == [FAILED]
+    assert rig.store.values == {}
+
+
+@pytest.mark.parametrize("way", Direction)
+def test_host_memory_stays_until_the_copies_that_read_or_write_it_have_ended(
+    way: Direction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, found = Rig("full"), list[bytes]()
+    assert rig.checksums is not None
+    kept = rig.fill(0)
+    rig.copy(Direction.STORE, [0], KEYS[:1])
+    name = "is_as_stored" if way is Direction.STORE else "take"
+    real = getattr(rig.checksums, name)
+
+    def close(slot: int) -> bool:
+        rig.arena.close()
+        found.append(rig.slot(slot))
+        return bool(real(slot))
+
+    monkeypatch.setattr(rig.checksums, name, close)
+    rig.copy(way, [0 if way is Direction.STORE else 1], KEYS[:1])
+    assert found == [kept]
+    assert rig.arena.ready_slots == 0
+    late = rig.copy(Direction.STORE, [0], KEYS[1:2])
+    assert late.outcome is FAILED
+    rig.copy(Direction.LOAD, [1], KEYS[:1])
+    assert len(found) == 1
 
 
 def test_what_is_missing_is_named_and_the_rest_comes() -> None:

@@ -433,6 +433,61 @@ def test_a_read_that_returns_after_the_end_touches_no_host_memory(threaded: Rig,
     assert rig.slot(0) == kept
 
 
+@pytest.mark.parametrize("way", Direction)
+def test_host_memory_stays_until_the_copies_that_read_or_write_it_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: Direction
+) -> None:
+    rig, gate = Rig(tmp_path, DaemonExecutor("disk", 2), verify="full", pages=[2**17]), ThreadGate()
+    assert rig.checksums is not None
+    name = "changed" if way is Direction.STORE else "take"
+    real, found = getattr(rig.checksums, name), list[bytes]()
+
+    def wait(*slots: Any) -> Any:  # noqa: ANN401
+        gate.arrive()
+        found.append(rig.slot(0))
+        return real(*slots)
+
+    monkeypatch.setattr(rig.checksums, name, wait)
+    kept = rig.fill(0, seed=0) if way is Direction.STORE else bytes(rig.shape.slot_bytes)
+    if way is Direction.STORE:
+        rig.spill([0], [0])
+    else:
+        rig.fetch([0], [0], [xxh3_64_intdigest(kept)])
+    gate.wait_for_arrivals(1)
+    rig.copies.close()
+    rig.arena.close()
+    gate.open()
+    wait_until_closed(rig)
+    assert found == [kept]
+    assert rig.arena.ready_slots == 0
+
+
+def test_a_copy_that_finds_the_host_memory_gone_touches_nothing(held: Rig) -> None:
+    rig = held
+    rig.spill([0], [0])
+    rig.fetch([1], [1], [xxh3_64_intdigest(bytes(rig.shape.slot_bytes))])
+    rig.arena.close()
+    rig.executor.run_all()  # type: ignore[union-attr]
+    assert rig.reports() == {}
+
+
+def test_a_copy_that_began_as_the_file_was_closed_does_not_touch_its_descriptor(
+    held: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The descriptor may be another file's by then."""
+    rig, calls = held, list[int]()
+    monkeypatch.setattr(rig.file, "write", lambda slot, _: calls.append(slot))
+    rig.spill([0], [0])
+
+    def close() -> float:
+        rig.copies.close()  # the thread has taken the copy, and is not yet seen to be active
+        return 0.0
+
+    monkeypatch.setattr(rig.clock, "monotonic", close)
+    rig.executor.run_all()  # type: ignore[union-attr]
+    assert calls == []
+
+
 def test_every_job_ends_however_threads_come_to_rest(threaded: Rig) -> None:
     rig = threaded
     for number in range(200):
