@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dashboards.observe.checks import Finding, check_panels, check_rules, firing, wait_for_scrapes
 from dashboards.observe.demo import run_demo
 from dashboards.observe.prometheus import ObserveError, run_prometheus
+from kvoffload.remote.local import free_port
 
 
 def main() -> int:
@@ -42,12 +43,12 @@ def observe(targets: list[str], *, with_demo: bool = True) -> list[Finding]:
         ObserveError: one of the programs fails.
     """
     with ExitStack() as stack:
-        demo = stack.enter_context(run_demo()) if with_demo else None
-        scraped = [*targets, *([demo.address] if demo else [])]
+        address = f"127.0.0.1:{free_port()}"
+        scraped = [*targets, *([address] if with_demo else [])]
         prometheus = stack.enter_context(run_prometheus(scraped))
         start = time.time()
-        if demo is not None:
-            demo.result()
+        if with_demo:
+            stack.enter_context(run_demo(address)).result()
         wait_for_scrapes(prometheus, scraped)
         findings = [*check_panels(prometheus, start, time.time()), *check_rules(prometheus)]
         print(f"alerts that fire: {', '.join(firing(prometheus)) or 'none'}")

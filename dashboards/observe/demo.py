@@ -23,7 +23,7 @@ _WORKLOAD = ["--model", "tiny", "--conversations", "12", "--turns", "8", "--firs
 _WORKLOAD += ["--turn-tokens", "96", "--answer-tokens", "24", "--host-bytes", "14MiB"]
 _WORKLOAD += ["--disk", ".", "--config", "disk_bytes=11MiB"]
 _SERVE_S = 600
-_URL = "metrics are at "
+_SERVES = "metrics are at "
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +31,10 @@ class Demo:
     """A running demo.
 
     Args:
-        address: HOST:PORT of its metrics.
         process: the command.
         errors: its standard error, of which the first lines have been read.
     """
 
-    address: str
     process: subprocess.Popen[str]
     errors: IO[str]
 
@@ -59,14 +57,16 @@ class Demo:
 
 
 @contextmanager
-def run_demo() -> Iterator[Demo]:
-    """Start the demo and wait until it serves metrics; end it with the `with` block.
+def run_demo(address: str) -> Iterator[Demo]:
+    """Start the demo and wait until it serves metrics at HOST:PORT; end it with the `with` block.
+
+    What is to see all of the conversations must watch the address before: they begin at once.
 
     Raises:
         ObserveError: it does not start.
     """
     command = [sys.executable, "-m", "kvoffload.cli", "demo", "--json", *_WORKLOAD]
-    command += ["--serve-metrics", "0", "--serve-for", str(_SERVE_S)]
+    command += ["--serve-metrics", address, "--serve-for", str(_SERVE_S)]
     with (
         tempfile.TemporaryDirectory(prefix="kvoffload-observe-") as folder,
         tempfile.TemporaryDirectory(prefix="kvoffload-store-") as store_folder,
@@ -84,7 +84,8 @@ def run_demo() -> Iterator[Demo]:
         )
         try:
             assert process.stderr is not None
-            yield Demo(_address(process, process.stderr), process, process.stderr)
+            _wait_until_served(process, process.stderr)
+            yield Demo(process, process.stderr)
         finally:
             end(process)
 
@@ -96,12 +97,12 @@ def _store(folder: Path) -> LocalBucket:
         raise ObserveError(str(error)) from error
 
 
-def _address(process: subprocess.Popen[str], errors: IO[str]) -> str:
+def _wait_until_served(process: subprocess.Popen[str], errors: IO[str]) -> None:
     said = []
     for line in errors:
         said.append(line)
-        if _URL in line:
-            return line.split(_URL)[1].strip().removeprefix("http://").removesuffix("/metrics")
+        if _SERVES in line:
+            return
     raise ObserveError(f"the demo did not start (exit code {process.wait(END_S)}):\n{''.join(said)[-2000:]}")
 
 

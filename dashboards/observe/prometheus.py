@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -16,6 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from kvoffload.remote.local import free_port
 
 SCRAPE_S = 1
 _RULES = Path(__file__).resolve().parent.parent / "rules"
@@ -104,7 +105,7 @@ def run_prometheus(targets: Sequence[str]) -> Iterator[Prometheus]:
     if program is None:
         raise ObserveError("there is no program `prometheus`: `make tools` installs it")
     with tempfile.TemporaryDirectory(prefix="kvoffload-observe-") as folder:
-        home, port = Path(folder), _free_port()
+        home, port = Path(folder), free_port()
         (home / "prometheus.yml").write_text(json.dumps(_config(targets)))  # JSON is YAML
         command = [
             *(program, f"--config.file={home / 'prometheus.yml'}", f"--storage.tsdb.path={home / 'data'}"),
@@ -142,12 +143,6 @@ def _config(targets: Sequence[str]) -> dict[str, object]:
         "rule_files": [str(_RULES / "recording.yml"), str(_RULES / "alerts.yml")],
         "scrape_configs": [{"job_name": "observed", "static_configs": [{"targets": list(targets)}]}],
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _wait_until_ready(server: Prometheus, process: subprocess.Popen[bytes]) -> None:

@@ -14,6 +14,7 @@ from dashboards.observe.checks import wait_for_scrapes
 from dashboards.observe.demo import run_demo
 from dashboards.observe.prometheus import SCRAPE_S, ObserveError, Prometheus, run_prometheus
 from dashboards.observe.substitute import substitute
+from kvoffload.remote.local import free_port
 
 BOARDS = FOLDER / "grafana" / "dashboards"
 _SOURCES = Path(__file__).with_name("grafana")
@@ -43,10 +44,11 @@ def take_boards(folder: Path, browser: str) -> list[Path]:
         ObserveError: a program is missing or fails, or a page reports an error.
     """
     _build()
-    with run_demo() as demo, run_prometheus([demo.address]) as prometheus:
+    address = f"127.0.0.1:{free_port()}"
+    with run_prometheus([address]) as prometheus, run_demo(address) as demo:
         start = time.time()
         demo.result()
-        wait_for_scrapes(prometheus, [demo.address])
+        wait_for_scrapes(prometheus, [address])
         boards = capture(prometheus, start, time.time())
     return [_take(board, folder, browser) for board in boards]
 

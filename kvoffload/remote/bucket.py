@@ -33,7 +33,8 @@ from kvoffload.remote.values import FORMAT, Shard
 
 MOST_BLOCKS = 2**20
 """In the catalogue of a connection; the oldest packs are forgotten first."""
-_LOOK_PERIOD_S = 1.0  # between two listings
+LOOK_PERIOD_S = 1.0
+"""Between two listings: what others have written since the last one is not found yet."""
 _CLOCKS_DIFFER_MS = 600_000  # at most, those of the machines that write
 _GAP_BYTES = 2**20  # between values that are read as one
 _ENTRY = struct.Struct("<HQQ")
@@ -198,7 +199,7 @@ class BucketStore:
         """Return the shard's catalogue, with what the bucket had a moment ago."""
         catalogue, now = self._catalogue(shard), time.monotonic()
         with self._lock:
-            is_recent = now - catalogue.looked_at < _LOOK_PERIOD_S
+            is_recent = now - catalogue.looked_at < LOOK_PERIOD_S
             since, known = catalogue.since(_now_ms()), set(catalogue.packs)
         if is_recent:
             return catalogue

@@ -15,6 +15,7 @@ from dashboards.observe.checks import Finding, check_panels, check_rules, firing
 from dashboards.observe.demo import run_demo
 from dashboards.observe.prometheus import ObserveError, Prometheus, run_prometheus
 from dashboards.observe.substitute import substitute
+from kvoffload.remote.local import free_port
 from kvoffload.telemetry.catalogue import CATALOGUE, Kind
 
 pytestmark = [pytest.mark.slow, pytest.mark.tools("prometheus"), pytest.mark.timeout(240)]
@@ -33,10 +34,11 @@ def observed() -> Iterator[Observed]:
     # Before the mark is looked at, as this is made for the whole module.
     if shutil.which("prometheus") is None:
         pytest.skip("needs prometheus: make tools")
-    with run_demo() as demo, run_prometheus([demo.address]) as prometheus:
+    address = f"127.0.0.1:{free_port()}"
+    with run_prometheus([address]) as prometheus, run_demo(address) as demo:
         start = time.time()
         result = demo.result()
-        wait_for_scrapes(prometheus, [demo.address])
+        wait_for_scrapes(prometheus, [address])
         yield Observed(prometheus, start, result, list(check_panels(prometheus, start, time.time())))
 
 

@@ -49,7 +49,7 @@ PROMPTS = [text(seed, 10 * BLOCK) for seed in range(10, 14)]
 def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that is gone is noticed without a request, and what was written to a bucket is seen at once."""
     monkeypatch.setattr(remote_index, "LOOK_PERIOD_S", 0.05)
-    monkeypatch.setattr("kvoffload.remote.bucket._LOOK_PERIOD_S", 0.0)
+    monkeypatch.setattr("kvoffload.remote.bucket.LOOK_PERIOD_S", 0.0)
 
 
 @pytest.fixture

@@ -198,7 +198,7 @@ def test_a_writer_with_a_wrong_clock_does_not_hide_what_others_write(
     obstore.put(there, f"{folder}/ffffffffffff{name[12:]}", data)
     assert late.ask(shard, KEYS[:2]) == [True, False]
     store.put(shard, KEYS[1:2], values(store, 1))
-    monkeypatch.setattr("kvoffload.remote.bucket._LOOK_PERIOD_S", 0.0)
+    monkeypatch.setattr("kvoffload.remote.bucket.LOOK_PERIOD_S", 0.0)
     assert late.ask(shard, KEYS[:2]) == [True, True]
 
 

@@ -63,7 +63,7 @@ def sharing(model: Path, folder: Path, url: str, workers: int = 1, **options: An
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("kvoffload_vllm.kv_identity._process_began_ns", time.time_ns)
         patched.setattr("vllm.envs.VLLM_CACHE_ROOT", str(folder), raising=False)
-        patched.setattr("kvoffload.remote.bucket._LOOK_PERIOD_S", 0.0)
+        patched.setattr("kvoffload.remote.bucket.LOOK_PERIOD_S", 0.0)
         with offloading("qwen3", folder, HOST_BLOCKS, extra=extra, checkpoint=model, **options) as rig:
             copies: list[TierCopyEnded] = []
             rig.side.bus.count(TierCopyEnded, copies.append)

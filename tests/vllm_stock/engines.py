@@ -9,7 +9,6 @@ import gc
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 from unittest.mock import patch
+
+from kvoffload.remote.local import free_port
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -205,7 +206,7 @@ def serving(
     **options: object,
 ) -> Iterator[Server]:
     """A `vllm serve` on a free port, ready; ended with the block. Underscores in options become dashes."""
-    port = _free_port()
+    port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint)]
     named = {**OPTIONS, "host": "127.0.0.1", "port": port, "served_model_name": "small", **options}
     with log.open("wb") as output:
@@ -234,9 +235,3 @@ def _arguments(options: Mapping[str, Any]) -> list[str]:
         else:
             words += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
     return words
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

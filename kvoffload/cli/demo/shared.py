@@ -7,6 +7,7 @@ Each engine is a process of its own: they share the store and nothing else.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -18,6 +19,7 @@ from kvoffload.cli.demo.options import LEAST_BEFORE, DemoOptions
 from kvoffload.cli.demo.processes import ContinuedResult, compared, play_rounds, started, table
 from kvoffload.cli.exits import CommandError
 from kvoffload.model.config import size_text
+from kvoffload.remote.bucket import LOOK_PERIOD_S
 from kvoffload.telemetry.labels import TierState
 
 if TYPE_CHECKING:
@@ -75,6 +77,7 @@ async def play_shared(options: DemoOptions, screen: Screen) -> SharedResult:
         _, problems = await play_rounds(
             {_FIRST: first}, range(half), script, lambda turn: screen.progress(f"{_FIRST}: {turn}")
         )
+        await asyncio.sleep(LOOK_PERIOD_S)  # a bucket may have been listed just before the last writes
         turns, later_problems = await play_rounds(
             engines, range(half, options.turns), script, lambda turn: screen.progress(f"the others: {turn}")
         )
