@@ -155,10 +155,10 @@ class LowerTiersSide:
         return False
 
     def reset(self) -> bool:
-        """Have nothing of these tiers found again; return whether that is done."""
+        """Have nothing of these tiers found again; return whether that holds for later processes, too."""
         is_done = self.disk is None or self.disk.reset()
         if self._remote is not None:
-            self._remote.reset()
+            is_done &= self._remote.reset()
             self.polls_at = -inf
         return is_done
 

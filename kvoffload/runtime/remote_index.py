@@ -6,15 +6,17 @@
     reset ─▶ a private generation at once ─▶ RemoteOpened; the store gets another one for engines that begin later
 
 Engines of equal fingerprints share the generation that the store names, a random value. An engine that was reset may have other
-weights than those by which it is named, so it goes on in a generation of its own, until its process ends. Its next life looks like
-any engine that begins, and must find nothing of before: so the reset replaces the value in the store, and says in it that it did.
+weights than those by which it is named, so it goes on in a generation of its own, until its process ends. The next engine that
+starts may be its own next process, and must find nothing computed before the reset. So the reset replaces the value in the store,
+and marks it.
 
 An engine that runs keeps its generation when it sees that: it has its hits as before, and brings nothing that it computed or found
 before the reset into the generation of those that begin after it. Where the store has lost the value, the next engine that looks
 makes a new one and the others follow, except those that have seen a reset.
 
-No hook waits for the store, but for a reset, and that no longer than a call may take. If the store is gone then, the value is
-replaced when it is back; an engine that begins in between finds what was there.
+No hook waits for the store, except a reset, for no longer than a call may take. If the store does not take the value, the reset
+answers that it is not done; the value is replaced when the store is back, and from then on another reset is done at once. So is
+that of an engine which has not shared anything yet.
 """
 
 from __future__ import annotations
@@ -81,6 +83,7 @@ class RemoteIndex:
         self._fingerprint: str | None = None
         self._generation: str | None = None
         self._is_fixed = False  # it is private, or others were reset since it was read
+        self._has_shared = False  # what it wrote may be in the generation that the store names
         self._looks_at = float("-inf")
         self._must_replace = self._is_replacing = False
         self._opened: str | None = None  # the core can use this namespace
@@ -130,19 +133,22 @@ class RemoteIndex:
 
         self._calls.submit(lambda store: store.ask(shard, keys), answered)
 
-    def reset(self) -> None:
-        """Find nothing from before again, in this process and in later ones. Waits for the store no longer than a call may take."""
+    def reset(self) -> bool:
+        """Find nothing from before again, in this process; return whether that holds for later ones, too.
+
+        Waits for the store no longer than a call may take. Where it does not hold yet, `poll` sees to it.
+        """
         self._generation, self._is_fixed = secrets.token_hex(16), True
         self._must_replace = True
-        is_done = False
         if self._calls.works and (replaced := self._replace()) is not None:
             with suppress(TimeoutError):
-                is_done = replaced.result(self._timeout_s)
-        if not is_done:
+                self._has_shared &= not replaced.result(self._timeout_s)
+        if self._has_shared:
             log.warning(
                 "remote_generation_not_replaced",
                 note="the store does not answer; until it does, an engine that begins finds what was there before this reset",
             )
+        return not self._has_shared
 
     def close(self) -> None:
         """End the connection; a store that hangs is not waited for."""
@@ -173,7 +179,7 @@ class RemoteIndex:
                     "remote_generation_kept", note="another engine was reset; it has left this generation"
                 )
                 return
-            self._generation = found.name
+            self._generation, self._has_shared = found.name, True
             log.info("remote_opened", namespace=self._namespace)
 
     def _replace(self) -> Future[bool] | None:
@@ -195,6 +201,7 @@ class RemoteIndex:
         def replaced(is_done: bool | None, _: float) -> None:
             self._is_replacing, self._must_replace = False, not is_done
             if is_done:
+                self._has_shared = False
                 log.info("remote_generation_replaced")
 
         self._calls.submit(replace, replaced)

@@ -381,10 +381,11 @@ class SchedulerSide:
     # -- what operators ask -------------------------------------------------------------------------------------
 
     def reset(self) -> bool:
-        """Find nothing computed so far ever again, at once; return whether no copy from before is left running.
+        """Find nothing computed so far ever again, at once; return whether all of it is done.
 
-        The answer is the metric `kvoffload_reset_draining_jobs` being 0, and the log's `reset_started` naming no open
-        job; when the last of them has ended, `reset_ended` is logged. Calling it again is harmless.
+        It is not while a copy from before runs: the metric `kvoffload_reset_draining_jobs` counts those, and when the last of
+        them has ended, `reset_ended` is logged. Nor is it while a later process could find what the disk or the store has
+        from before; the log says so. Calling it again is harmless, and tries again.
         """
         began = self._precise()
         self.bus.dispatch([facts.CacheReset()])

@@ -435,6 +435,14 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         18, _REMOTE_INDEX, "self._generation, self._is_fixed = secrets.token_hex(16), True", "pass", REMOTE
     ),
+    Mutant(18, _REMOTE_INDEX, "return not self._has_shared", "return True", REMOTE),
+    Mutant(
+        18,
+        _REMOTE_INDEX,
+        "self._generation, self._has_shared = found.name, True",
+        "self._generation = found.name",
+        REMOTE,
+    ),
     Mutant(18, _REMOTE_INDEX, "secrets.token_hex(16).encode() + _AFTER_RESET", "b'0' * 32", REMOTE),
     Mutant(17, _REMOTE_COPIES, "        self._calls.check_awaited()\n", "", REMOTE),
     Mutant(17, _REMOTE_CALLS, "            if self._is_closed:", "            if False:", REMOTE),

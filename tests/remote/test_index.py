@@ -75,7 +75,7 @@ def test_r18_an_engine_that_was_reset_leaves_the_others_and_those_that_begin_lat
     first, second = world.start(), world.start()
     shared = generation(first)
     with capture_logs() as lines:
-        first.reset()
+        assert first.reset()
         world.step(LOOK_PERIOD_S)
     assert [line["event"] for line in lines].count("remote_generation_kept") == 1
     late, later = world.start(), world.start()
@@ -115,7 +115,7 @@ def test_what_is_no_generation_is_not_used(world: World, data: bytes) -> None:
 def test_r18_a_reset_before_the_identity_is_known_is_one_too(world: World) -> None:
     known = Future[str]()
     first, second = world.start(), world.start(known)
-    second.reset()
+    assert second.reset()  # it has written nothing yet
     known.set_result("print")
     world.step()
     assert generation(second) not in ("", generation(first))
@@ -126,14 +126,16 @@ def test_a_reset_that_the_store_does_not_take_is_made_up_for_when_it_is_back(wor
     first = world.start()
     was, world.store.fails = generation(first), True
     with capture_logs() as lines:
-        first.reset()
+        assert not first.reset()
     assert "remote_generation_not_replaced" in [line["event"] for line in lines]
     for _ in range(4):
         world.step()
     assert generation(first) == ""  # three failures in a row
+    assert not first.reset()
     world.store.fails = False
     world.step(1.0)
     assert generation(world.start()) != was
+    assert first.reset()
 
 
 def test_a_store_that_is_lost_during_a_reset_is_not_reported_open(world: World) -> None:

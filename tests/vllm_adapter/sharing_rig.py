@@ -57,7 +57,8 @@ class Sharing:
 @contextmanager
 def sharing(model: Path, folder: Path, url: str, workers: int = 1, **options: Any) -> Iterator[Sharing]:
     """An engine without a disk. For the weights it counts as begun now."""
-    extra = {"remote_url": url, "remote_timeout_s": 10.0}
+    # Ranks spin while they wait for each other: beside four of them on two cores a call took 16 s.
+    extra = {"remote_url": url, "remote_timeout_s": 10.0 if workers == 1 else 60.0}
     if workers > 1:
         options["tensor_parallel_size"] = workers
     with pytest.MonkeyPatch.context() as patched:
