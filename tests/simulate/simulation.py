@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import count
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -78,6 +79,7 @@ class Simulation:
         self.copies_below = Counter[str]()
         self._namespaces: dict[str, None] = {}
         self._reset_namespaces: dict[str, int] = {}
+        self._left_namespaces: dict[str, None] = {}  # by this engine
         self._is_stepping = self._is_over = False
         self._complaints: list[str] = []
         self.loop.set_exception_handler(self._complain)
@@ -186,6 +188,7 @@ class Simulation:
         replaced = self._store.replaced if self._store is not None else 0
         self._was_reset |= below is not None and below.reset() and below.disk_identity is not None
         self._reset_namespaces |= dict.fromkeys(self._namespaces, replaced)
+        self._left_namespaces |= self._namespaces
 
     def end_life(self, how: str) -> None:
         """The engine is to end, and another one to start."""
@@ -250,6 +253,7 @@ class Simulation:
         assert isinstance(self.portal, DiskPortal)
         self._check()
         self._namespaces.clear()
+        self._left_namespaces.clear()
         old = self.engine
         if self._end == "stop":
             self.engine.close()
@@ -447,10 +451,10 @@ class Simulation:
 
     def _check_namespace(self, fact: RemoteOpened) -> None:
         """R18: what was reset is not found, by later engines if the store has taken another generation by then."""
-        replaced = self._reset_namespaces.get(fact.namespace)
-        if replaced is not None and (self.store.replaced > replaced or fact.namespace in self._namespaces):
-            self._complaints.append(f"{fact.namespace}, of before a reset, is looked at")
-        self._namespaces[fact.namespace] = None
+        name = fact.namespace
+        if name in self._left_namespaces or self.store.replaced > self._reset_namespaces.get(name, inf):
+            self._complaints.append(f"{name}, of before a reset, is looked at")
+        self._namespaces[name] = None
 
     def _check_opened(self, event: DiskOpened, *, was_reset: bool) -> None:
         """R18: what was reset is not found, unless a disk that claims to have removed it has not."""
