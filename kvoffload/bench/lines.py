@@ -141,7 +141,8 @@ def markdown(results: Sequence[Mapping[str, Any]]) -> str:
         for result in benches:
             for one in (Line(**plain) for plain in result["lines"]):
                 word = _IN_DOCUMENTS[one.verdict]
-                found = f"{one.found}<br>each second: {one.over_time}" if one.curve else one.found
+                curve = one.over_time.replace("|", r"\|")  # a bar ends a cell
+                found = f"{one.found}<br>each second: {curve}" if one.curve else one.found
                 parts.append(f"| `{result['bench']}` | {one.what} | {found} | {one.target} | {word} |")
         parts.append("")
     return "\n".join(parts)

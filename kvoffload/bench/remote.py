@@ -16,8 +16,8 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from kvoffload.bench.lines import Line, line, ratios
-from kvoffload.bench.remote_store import STORES, started
 from kvoffload.bench.results import add_output_arguments, give_out
+from kvoffload.cli.demo.store import local_store
 from kvoffload.cli.parser import positive
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 HELP = "the remote store's copies against the store's own client, engines that share a store, and stores that fail"
 
+STORES = {"mooncake": "Mooncake", "s3": "SeaweedFS (S3)"}
 _GOAL, _GOAL_FROM_KIB = 0.7, 1024
 _WAYS = ("put", "get")
 _SPACE, _LEAST_SPACE = 4, 2**28  # memory of a Mooncake node: times what a repeat writes, and at least
@@ -52,7 +53,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure and print.
 
     Raises:
-        CommandError: a store is not installed or does not start, bytes are wrong, or the results cannot be written.
+        RemoteError: a store is not installed or does not start.
+        CommandError: bytes are wrong, or the results cannot be written.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded; the demo says why
     method = (
@@ -67,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _measure(args: argparse.Namespace) -> Iterator[Line]:
     for store in args.store:
-        with started(store, max(_SPACE * args.mib * 2**20, _LEAST_SPACE)) as server:
+        with local_store(store, max(_SPACE * args.mib * 2**20, _LEAST_SPACE)) as server:
             for block_kib in args.block_kib:
                 yield from measure(store, server, block_kib, args.mib * 2**20, args.repeats)
     if not args.copies_only:

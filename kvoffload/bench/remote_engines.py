@@ -20,12 +20,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvoffload.bench.lines import Line, line, not_run, ratios
+from kvoffload.bench.remote import STORES
 from kvoffload.bench.remote_failures import FAILURES, Begin, LocalStore
-from kvoffload.bench.remote_store import STORES, started
 from kvoffload.cli.demo.conversations import make_conversations
 from kvoffload.cli.demo.engines import PLUGIN, engine_config
 from kvoffload.cli.demo.options import DemoOptions
 from kvoffload.cli.demo.play import Player, idle, warm_up
+from kvoffload.cli.demo.store import local_store
 from kvoffload.cli.exits import CommandError
 from kvoffload.cli.signals import run_async
 from kvoffload.engine import Engine, SamplingParams
@@ -49,12 +50,13 @@ def measure_engines(args: argparse.Namespace) -> Iterator[Line]:
     """Measure on each store that was asked for.
 
     Raises:
-        CommandError: a store does not start, or brings nothing where it should.
+        RemoteError: a store does not start.
+        CommandError: it brings nothing where it should.
     """
     for store in args.store:
-        with started(store, _NODE_BYTES) as server:
+        with local_store(store, _NODE_BYTES) as server:
             yield from run_async(_second_engine(STORES[store], server, args))
-    with started(args.store[0], _NODE_BYTES) as works, started(args.store[0], _NODE_BYTES) as dies:
+    with local_store(args.store[0], _NODE_BYTES) as works, local_store(args.store[0], _NODE_BYTES) as dies:
         yield from run_async(_hooks(works, dies))
     without = run_async(_without_a_store(args))
     floor = _mean(without)
@@ -70,7 +72,7 @@ def measure_engines(args: argparse.Namespace) -> Iterator[Line]:
         for what, begin in FAILURES[store].items():
             name = f"{STORES[store]}, {what}"
             try:
-                with started(store, _NODE_BYTES) as server:
+                with local_store(store, _NODE_BYTES) as server:
                     found = run_async(_failing(server, begin, args))
                 yield from _curve_lines(name, found, floor)
             except CommandError as error:  # what the others have found is kept

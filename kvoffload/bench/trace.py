@@ -39,6 +39,7 @@ BLOCK_TOKENS = 512
 _BATCH = 64  # keys of one call for values
 _GROUP = GroupSpec(GroupId(0), AttentionKind.FULL, BLOCK_TOKENS)
 _DEVICE_BLOCKS = 4096
+_CORE_ENGINES, _CORE_REQUESTS = 64, 4000  # a part of the trace: the core decides about each block
 _MANY = 1000
 _GBIT = 1e9 / 8
 _SPEEDS = (10, 25, 100, 400)
@@ -70,9 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the bench's options."""
     parser.add_argument("--trace", type=Path, required=True, metavar="FILE", help="JSON lines")
     number = partial(parser.add_argument, type=positive)
-    number("--engines", nargs="+", default=[8, 64, 1000], help="on paper (default 8 64 1000)")
-    number("--core", nargs="*", default=[8, 64], help="with the real core (default 8 64)")
-    number("--core-requests", default=4000, help="the first of the trace, for the core (default 4000)")
+    engines = f"on paper, and up to {_CORE_ENGINES} of them with the real core (default 8 64 1000)"
+    number("--engines", nargs="+", default=[8, 64, 1000], help=engines)
     number("--host-gib", default=256, help="host memory of an engine (default 256)")
     number("--disk-gib", default=2048, help="disk of an engine (default 2048)")
     number("--kv-bytes", default=327_680, help="a token's KV (default: Llama 3.1 70B in bfloat16)")
@@ -323,8 +323,8 @@ def _measure(args: argparse.Namespace, prompts: Sequence[Prompt]) -> Iterator[Li
         yield _hit(what, count)
         if tiers.share_after is not None and not tiers.disk:
             yield from _network(what, args, prompts, engines, count)
-    few = prompts[: args.core_requests]
-    for engines, tiers in product(args.core, setups):
+    few = prompts[:_CORE_REQUESTS]
+    for engines, tiers in product((number for number in args.engines if number <= _CORE_ENGINES), setups):
         for name, kind in (("core", CoreEngine), ("paper", PaperEngine)):
             what = f"{name}, the first {len(few)} requests, {engines} engines, in turn, {tiers.name}"
             yield _hit(what, play(kind, tiers, few, engines))

@@ -47,11 +47,12 @@ def test_the_table_of_a_terminal() -> None:
     assert rows == ["short        1.00x", "much longer  2.00x  at most 1x      miss"]
 
 
-def test_the_page_has_a_table_a_machine_and_what_offloading_costs_first() -> None:
-    def reported(bench: str, cpu: str, found: Line) -> dict[str, Any]:
-        about = {"cpu": cpu, "cores": 2, "memory_gib": 1, "python": "3", "kvoffload": "0"}
-        return {"bench": bench, "date": "2026-01-01", "machine": about, "lines": [found.to_plain()]}
+def reported(bench: str, cpu: str, found: Line) -> dict[str, Any]:
+    about = {"cpu": cpu, "cores": 2, "memory_gib": 1, "python": "3", "kvoffload": "0"}
+    return {"bench": bench, "date": "2026-01-01", "machine": about, "lines": [found.to_plain()]}
 
+
+def test_the_page_has_a_table_a_machine_and_what_offloading_costs_first() -> None:
     one, other = line("a cost", [0.9], at_least=1), line("a copy", [1.0], at_least=1)
     page = markdown(
         [reported("copy", "x", other), reported("engine", "x", one), reported("copy", "y", other)]
@@ -69,6 +70,7 @@ def test_a_curve_is_shown_second_by_second_with_what_happened() -> None:
     one = replace(line("while it fails", [0.5]), curve=(1200, 30, 900), marks=(1, 2))
     assert list(table([one]))[1].strip() == "each second: 1,200 | 30 | 900"
     assert Line(**json.loads(json.dumps(one.to_plain()))).over_time == one.over_time
+    assert r"<br>each second: 1,200 \| 30 \| 900 |" in markdown([reported("remote", "x", one)])
     assert "curve" not in line("at once", [1.0]).to_plain()
 
 

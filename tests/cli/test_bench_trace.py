@@ -70,11 +70,12 @@ def test_a_conversation_stays_where_it_is(trace: Path) -> None:
 
 
 def test_it_prints_hits_and_what_the_network_carries(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["bench", "trace", "--trace", str(trace), "--engines", "2", "--core", "2", "--json"]
+    command = ["bench", "trace", "--trace", str(trace), "--engines", "2", "--json"]
     assert main(command) == 0
     printed = json.loads(capsys.readouterr().out)
     lines = {line["what"]: line["median"] for line in printed["lines"]}
     assert lines["2 engines, in turn, host, store of all: read from the store"] > 0
+    assert lines["core, the first 120 requests, 2 engines, in turn, host, store of all: tokens hit"] > 0
     assert lines["speed of an engine's network from which a fetch beats computing"] == pytest.approx(26.214)
     assert str(trace) not in json.dumps(printed)
 

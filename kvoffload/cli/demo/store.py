@@ -1,12 +1,12 @@
-"""The store of `demo --remote`: one that runs, or a local one that is started for the time of the demo."""
+"""The store of `demo --remote`, which runs already or is started for the demo; benches start theirs here too."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
 
 from kvoffload.checks.remote import unreachable
@@ -17,14 +17,10 @@ from kvoffload.model.errors import RemoteError
 from kvoffload.remote.address import parse_address
 from kvoffload.remote.local import LocalBucket, LocalMooncake
 
-_MAKE: Mapping[str, Callable[[Path], LocalBucket | LocalMooncake]] = dict(
-    zip(LOCAL_STORES, (LocalMooncake, LocalBucket), strict=True)
-)
-
 
 @contextmanager
 def store_for(remote: str) -> Iterator[str]:
-    """Give the URL of a store that answers; a local one and its files are gone afterwards.
+    """Give the URL of a store that answers.
 
     Args:
         remote: a URL, or one of `LOCAL_STORES`.
@@ -32,39 +28,50 @@ def store_for(remote: str) -> Iterator[str]:
     Raises:
         CommandError: what it needs is not installed, it does not start, or it does not answer.
     """
-    with quiet_client():
-        if remote in _MAKE:
-            with _local(remote) as url:
-                _check(remote, url)
-                yield url
-        else:
-            _check(remote, remote)
-            yield remote
+    with ExitStack() as opened:
+        opened.enter_context(_quiet_client())
+        try:
+            url = opened.enter_context(local_store(remote)).url if remote in LOCAL_STORES else remote
+        except RemoteError as error:
+            raise CommandError(f"--remote {remote}: {error}") from error
+        if (problem := unreachable(parse_address(url))) is not None:
+            raise CommandError(f"--remote {remote}: {problem.text}; {problem.remedy}")
+        yield url
 
 
 @contextmanager
-def _local(kind: str) -> Iterator[str]:
-    with tempfile.TemporaryDirectory(prefix="kvoffload-demo-", ignore_cleanup_errors=True) as folder:
-        try:
-            store = _MAKE[kind](Path(folder))
-        except RemoteError as error:
-            raise CommandError(f"--remote {kind}: {error}") from error
+def local_store(kind: str, node_bytes: int = 2**28) -> Iterator[LocalMooncake | LocalBucket]:
+    """Run a store on this machine, with the environment variables that reach it; its files are removed afterwards.
+
+    Args:
+        kind: one of `LOCAL_STORES`.
+        node_bytes: memory of Mooncake's node.
+
+    Raises:
+        RemoteError: it is not installed, or does not start.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="kvoffload-store-", ignore_cleanup_errors=True) as folder,
+        _quiet_client(),
+    ):
+        at = Path(folder)
+        store = LocalMooncake(at, node_bytes) if kind == "mooncake" else LocalBucket(at)
 
         def undo() -> None:
             store.close()
             shutil.rmtree(folder, ignore_errors=True)
 
-        with closing(store), signals.undone_on_exit(undo), environment(store.environment):
-            yield store.url
+        with closing(store), signals.undone_on_exit(undo), _environment(store.environment):
+            yield store
 
 
-def quiet_client() -> AbstractContextManager[None]:
+def _quiet_client() -> AbstractContextManager[None]:
     """Have Mooncake's client write errors only; by default it writes a page of messages at each start."""
-    return environment({"MC_LOG_LEVEL": os.environ.get("MC_LOG_LEVEL", "ERROR")})
+    return _environment({"MC_LOG_LEVEL": os.environ.get("MC_LOG_LEVEL", "ERROR")})
 
 
 @contextmanager
-def environment(names: Mapping[str, str]) -> Iterator[None]:
+def _environment(names: Mapping[str, str]) -> Iterator[None]:
     """Have these variables for this process and those that it starts."""
     before = {name: os.environ.get(name) for name in names}
     os.environ.update(names)
@@ -75,8 +82,3 @@ def environment(names: Mapping[str, str]) -> Iterator[None]:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
-
-
-def _check(remote: str, url: str) -> None:
-    if (problem := unreachable(parse_address(url))) is not None:
-        raise CommandError(f"--remote {remote}: {problem.text}; {problem.remedy}")
