@@ -4,6 +4,7 @@ import importlib.util
 import os
 import shutil
 import signal
+from ctypes.util import find_library
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -32,8 +33,8 @@ def reasons_to_skip(item: pytest.Item) -> list[str]:
         reasons.append("needs a CUDA device")
     if item.get_closest_marker("vllm") and importlib.util.find_spec("vllm") is None:
         reasons.append("needs an environment with vLLM")
-    programs = [name for mark in item.iter_markers("tools") for name in mark.args]
-    missing = [name for name in programs if shutil.which(name) is None]
+    needed = [name for mark in item.iter_markers("tools") for name in mark.args]
+    missing = [name for name in needed if shutil.which(name) is None and find_library(name) is None]
     if missing:
         reasons.append(f"needs {', '.join(missing)}: make tools")
     return reasons

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from ctypes.util import find_library
 
 import pytest
 
@@ -16,7 +15,7 @@ from kvoffload.remote.values import Shard
 SMALL = ["bench", "remote", "--copies-only", "--mib", "1", "--block-kib", "64", "--repeats", "2"]
 
 
-@pytest.mark.skipif(find_library("ibverbs") is None, reason="libibverbs1 is not installed: make tools")
+@pytest.mark.tools("ibverbs")
 def test_each_way_is_held_against_the_stores_own_client_and_a_socket(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
+from playwright.sync_api import sync_playwright
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -15,13 +16,7 @@ if TYPE_CHECKING:
 
     from playwright.sync_api import Browser, Page
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
-_BROWSER = shutil.which("chromium-headless-shell")
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(_BROWSER is None, reason="needs chromium-headless-shell; `make tools` installs it"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.tools("chromium-headless-shell")]
 
 # Long enough that the host has memory before it is over, on a busy machine too.
 _DEMO = (
@@ -46,8 +41,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=_BROWSER, args=["--no-sandbox"])
+    with sync_playwright() as playwright:
+        program = shutil.which("chromium-headless-shell")
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         yield browser
         browser.close()
 

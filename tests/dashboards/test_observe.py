@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,9 +30,6 @@ class Observed:
 
 @pytest.fixture(scope="module")
 def observed() -> Iterator[Observed]:
-    # Before the mark is looked at, as this is made for the whole module.
-    if shutil.which("prometheus") is None:
-        pytest.skip("needs prometheus: make tools")
     address = f"127.0.0.1:{free_port()}"
     with run_prometheus([address]) as prometheus, run_demo(address) as demo:
         start = time.time()

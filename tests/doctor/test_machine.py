@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -123,7 +122,7 @@ int nvmlDeviceGetPciInfo_v3(void *device, pci *info) {
 """
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+@pytest.mark.tools("cc")
 def test_gpus_are_asked_of_the_vendors_library(tmp_path: Path) -> None:
     for name, outcome in (("good", 0), ("refuses", 9)):
         command = ["cc", "-shared", "-fPIC", f"-DINIT={outcome}", "-x", "c", "-", "-o", str(tmp_path / name)]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
-
-pytest.importorskip("opentelemetry.sdk", reason="needs the packages of the extra otel")
+from typing import TYPE_CHECKING
 
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from kvoffload.engine import SamplingParams
 from kvoffload.telemetry import spans
 from tests.reference.rig import Rig, text
+
+if TYPE_CHECKING:
+    import pytest
 
 TRACE, PARENT = 0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331
 

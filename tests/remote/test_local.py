@@ -27,7 +27,6 @@ time.sleep(3600)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other kernels do not end a child with its parent")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_server_ends_with_the_process_that_started_it(number: signal.Signals, tmp_path: Path) -> None:
     command = [sys.executable, "-c", _HOLDS_A_SERVER, str(tmp_path)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import subprocess
 import sys
 import threading
@@ -242,7 +241,6 @@ print("end")
     assert (ended.returncode, ended.stdout) == (0, "end\n")
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_starts_afresh_and_the_parent_goes_on() -> None:
     code = """
 import os, sys, threading

@@ -1,12 +1,8 @@
 import re
-import shutil
 import subprocess
-
-import pytest
 
 from tests.tooling.scripts import ROOT
 
-pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = set(re.findall(r"^([a-z][a-z-]*):", MAKEFILE, flags=re.MULTILINE))
 

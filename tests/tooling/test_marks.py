@@ -5,8 +5,8 @@ import pytest
 from tests.conftest import reasons_to_skip
 
 
-def test_a_missing_program_is_named(request: pytest.FixtureRequest) -> None:
-    request.node.add_marker(pytest.mark.tools("sh", "no-such-program"))
+def test_a_missing_program_or_library_is_named(request: pytest.FixtureRequest) -> None:
+    request.node.add_marker(pytest.mark.tools("sh", "c", "no-such-program"))
     assert reasons_to_skip(request.node) == ["needs no-such-program: make tools"]
 
 

@@ -9,7 +9,6 @@ import mmap
 import os
 import re
 import resource
-import sys
 from pathlib import Path
 
 import pytest
@@ -230,7 +229,6 @@ async def test_half_a_tebibyte_holds_the_start_up_for_seconds_and_no_step_waits_
     arena.close()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel's own files")
 async def test_memory_stays_out_of_forked_children_and_core_dumps() -> None:
     arena = Arena(LAYOUT, 3, MmapAllocator(ManualExecutor(held=False)))
     await arena.prepare()

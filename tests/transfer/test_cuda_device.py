@@ -79,7 +79,6 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
         pytest.skip("this driver gives no batched copies")
     limits = BY_KERNEL if request.param == "kernel" else ENGINE_ONLY
     if limits is BY_KERNEL:
-        pytest.importorskip("triton")
         gpu.copier.use_kernel(limits)
         gpu.copier.kernel_below = limits
         # Compiles it: a test that watches the order must not wait for that.
@@ -159,7 +158,6 @@ def test_another_thread_can_submit(gpu: Gpu) -> None:
 
 def test_the_kernel_copies_any_bytes_and_no_other() -> None:
     """Runs of any length, either end aligned or not, both directions, on the scratch memory that measuring uses."""
-    pytest.importorskip("triton")
     driver = device_driver()
     stream = driver.stream(urgent=False)
     driver.prepare_kernel(stream)
@@ -185,7 +183,6 @@ def test_the_kernel_copies_any_bytes_and_no_other() -> None:
 
 
 def test_the_crossover_is_measured_and_leaves_the_memory_as_it_was() -> None:
-    pytest.importorskip("triton")
     driver = device_driver()
     stream = driver.stream(urgent=False)
     driver.prepare_kernel(stream)

@@ -24,18 +24,18 @@ def allocate(node: PreferredNode | None) -> HostChunk:
 
 
 def policy_of(address: int) -> str:
-    """Return what the kernel says of the mapping that holds `address`."""
+    """Return what the kernel says of the mapping that holds `address`; nothing if it knows no nodes."""
+    if not MAPS.exists():
+        return ""
     lines = [line.split() for line in MAPS.read_text().splitlines()]
     return max((int(start, 16), policy) for start, policy, *_ in lines if int(start, 16) <= address)[1]
 
 
-@pytest.mark.skipif(not MAPS.exists(), reason="this kernel does not tell where memory lies")
 def test_the_kernel_prefers_the_node_for_the_chunk() -> None:
+    """Containers may forbid it; the log then says so, and the chunk is as good as without a node."""
     with capture_logs() as logs:
         chunk = allocate(PreferredNode(0))
-    if not logs[0]["is_preferred"]:
-        pytest.skip(f"this machine does not allow it: {logs[0]['reason']}")
-    assert policy_of(chunk.address) == "prefer:0"
+    assert (policy_of(chunk.address) == "prefer:0") is logs[0]["is_preferred"]
     assert not any((ctypes.c_ubyte * SIZE).from_address(chunk.address))
     chunk.release()
     other = allocate(None)
