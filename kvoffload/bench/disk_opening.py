@@ -32,7 +32,7 @@ _GOAL_S, _GOAL_STEP_MS = 5.0, 10.0
 
 
 def opening(folder: Path, blocks: int, repeats: int) -> Iterator[Line]:
-    """Write an index of so many blocks, and open it as an engine does.
+    """Write an index of `blocks` blocks, and open it as an engine does.
 
     Raises:
         CommandError: it could not be opened.

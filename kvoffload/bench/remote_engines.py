@@ -1,4 +1,4 @@
-"""Engines that share a store: what it brings the second one, what it costs the hooks, and what it costs while it fails.
+"""Engines that share a store: what the second engine gains, what the hooks lose, and what an engine loses while the store fails.
 
 * A second engine serves prompts that another engine computed and wrote to the store, in turns with an engine that recomputes them.
 * Conversations that outgrow the host are played by four engines in turns: without a store, with an empty one that nothing is written
@@ -178,10 +178,10 @@ async def _without_a_store(args: argparse.Namespace) -> list[int]:
 
 
 async def _failing(server: LocalStore, begin: Begin, args: argparse.Namespace) -> tuple[list[int], int, int]:
-    """Do something to a store while an engine uses it.
+    """Make a store fail for a while, and count the tokens of an engine that uses it.
 
     Returns:
-        The tokens of each second, and the seconds at which it began and was over.
+        The tokens of each second, and the seconds in which the failure began and ended.
     """
     options = _ring_options(args)
     settings = {"host_bytes": _ring_host(options), "remote_url": server.url, "share_after_hits": 0}
@@ -244,7 +244,7 @@ async def _ring(engine: Engine) -> AsyncIterator[list[int]]:
 
 
 async def _counted(tokens: list[int], seconds: int) -> list[int]:
-    """Wait until so many seconds more were counted; return all that were."""
+    """Wait for `seconds` more full seconds; return the tokens of all full seconds."""
     end = len(tokens) + seconds
     while len(tokens) < end:  # noqa: ASYNC110  # a list has no event for it
         await asyncio.sleep(0.01)
@@ -284,7 +284,7 @@ def _mean(tokens: list[int]) -> float:
 async def _served(
     options: DemoOptions, settings: Mapping[str, object]
 ) -> AsyncIterator[tuple[Engine, SchedulerSide]]:
-    """Run an engine; one with a store is given when the store can be used."""
+    """Run an engine; if it has a store, wait until the store can be used."""
     plugin = load_plugin(PLUGIN)
     async with Engine(engine_config(options, settings), plugin) as engine:
         side: SchedulerSide | None = getattr(plugin, "offload", None)
@@ -305,7 +305,7 @@ async def _first_token_s(engine: Engine, prompt: list[int]) -> float:
 
 
 async def _until(engine: Engine | None, is_so: Callable[[], bool]) -> None:
-    """Wait until something is so; an engine without requests is made to step.
+    """Wait for a condition, stepping an engine that has no requests.
 
     Raises:
         CommandError: it takes too long.

@@ -1,8 +1,8 @@
 """Three ways to the same bytes: the tier's, the store's own client, and a bare socket.
 
-The tier's is what an engine uses: `RemoteCalls` and `RemoteCopies` between scattered host slots and the store, checksums included. The
+The tier is what an engine uses: `RemoteCalls` and `RemoteCopies` between scattered host slots and the store, checksums included. The
 client is called from as many threads with values of the same sizes in batches of the same length, from and to memory it knows,
-and nothing is done with the bytes. The socket moves as many bytes to or from another process.
+and the bytes are not used. The socket moves the same number of bytes to or from another process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from kvoffload.bench.copy_rig import Rig
     from kvoffload.remote.local import LocalBucket
 
-TIMEOUT_S = 60.0  # of a call: a slow one is measured, not given up
+TIMEOUT_S = 60.0  # of a call: long enough to measure a slow one
 _KEY_BYTES = 33
 _POLL_S = 1e-4
 REGIONS = 8  # pages of a block
@@ -97,7 +97,7 @@ class TierWay:
         """Put, clear the slots, get, and compare every byte.
 
         Raises:
-            CommandError: one differs; nothing of it is worth timing.
+            CommandError: a byte differs, so there is nothing to time.
         """
         self.put()
         pages = [self._rig.arena.page(slot, region) for slot in self._slots for region in range(REGIONS)]
@@ -168,7 +168,7 @@ class ClientWay:
         call(start, [buffer[at * self._value_bytes :][: self._value_bytes] for at in range(count)])
 
     def _register(self, buffer: memoryview) -> None:
-        """Make memory known."""
+        """Register memory that puts and gets use."""
 
     def _put(self, start: int, values: Sequence[memoryview]) -> None:
         raise NotImplementedError
@@ -178,7 +178,7 @@ class ClientWay:
 
 
 class MooncakeClient(ClientWay):
-    """A connection of its own; `remove_all` is for a store that nobody else uses."""
+    """Its own connection; `clear` removes everything, so the store must have no other user."""
 
     def __init__(self, server: LocalMooncake, rig: Rig) -> None:
         super().__init__(rig)
@@ -214,7 +214,7 @@ class MooncakeClient(ClientWay):
 
 
 class BucketClient(ClientWay):
-    """A connection of its own; a batch is one object, and a get reads its values as ranges, as the tier has it."""
+    """Its own connection; a batch is one object, whose values a get reads as ranges, as the tier does."""
 
     def __init__(self, server: LocalBucket, rig: Rig) -> None:
         import obstore
@@ -244,7 +244,7 @@ class BucketClient(ClientWay):
 
 
 class SocketWay:
-    """As many bytes, to and from another process over the loopback, on as many connections."""
+    """The same number of bytes to and from another process over the loopback, on as many connections as the tier has threads."""
 
     def __init__(self, size: int) -> None:
         self._share = size // REMOTE_THREADS

@@ -288,7 +288,7 @@ def play(
     *,
     is_sticky: bool = False,
 ) -> Counter[str]:
-    """Play requests on so many engines; return what was counted, in tokens, blocks and calls."""
+    """Play requests on `engines` engines; return the counts of tokens, blocks and calls."""
     store: set[BlockKey] = set()
     all_of_them: dict[int, PaperEngine | CoreEngine] = {}
     for number, prompt in zip(route(prompts, engines, is_sticky=is_sticky), prompts, strict=True):

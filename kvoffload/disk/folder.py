@@ -1,4 +1,4 @@
-"""Where the files of an engine's disk tier lie: a folder for what makes KV usable, and in it one for each replica.
+"""Where an engine's disk tier keeps its files: a folder for each fingerprint, and in it one for each replica.
 
 disk_path/                       weights.json: digests of weight files
     <fingerprint>/               identity.json: what the fingerprint is of, for people
@@ -38,7 +38,7 @@ class DiskPlace:
     replica: int = 0
 
     def make_folder(self) -> Path:
-        """Return the folder, made where it was missing.
+        """Return the folder; create it if it is missing.
 
         Raises:
             DiskError: it cannot be made, or the weights cannot be read.
@@ -79,10 +79,10 @@ def slot_path(folder: Path, rank: int) -> Path:
 
 
 def make_folder(root: Path, identity: KVIdentity, replica: int) -> Path:
-    """Return the folder of one engine's files, made where it was missing and open to this user alone.
+    """Return the folder of one engine's files; create it, open to this user alone, if it is missing.
 
     Raises:
-        DiskError: it cannot be made, or a name on the way below `root` leads elsewhere.
+        DiskError: it cannot be made, or a folder below `root` is a link.
     """
     folder = tier_folder(root, identity, replica)
     try:
@@ -122,7 +122,7 @@ def lock_folder(folder: Path) -> TierFolder:
 
 
 def _describe(path: Path, identity: KVIdentity) -> None:
-    """Write down what a fingerprint is of; the name alone tells a person nothing."""
+    """Write for people what the fingerprint was computed from."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OURS, 0o600)
     except FileExistsError:

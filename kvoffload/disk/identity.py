@@ -1,4 +1,4 @@
-"""What makes KV usable by another process, and its fingerprint: lower tiers are named by it."""
+"""The identity of an engine's KV, and its fingerprint, under which lower tiers keep it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from hashlib import sha256
 from kvoffload.model.engine import EngineShape
 
 FORMAT = 1
-"""Raised with every change of what the tier's files mean."""
+"""Incremented when the meaning of the tier's files changes."""
 
 _DIGITS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class KVIdentity:
-    """All that two engines must share for one to use the other's KV. How a rank's blocks lie is in its slot file's header.
+    """What must be equal for one engine to use another's KV. The layout of a rank's blocks is in its slot file's header.
 
     Args:
         engine: name and version, as engines change how they lay out KV.
@@ -25,7 +25,7 @@ class KVIdentity:
             not enough: other weights under the same name have other KV.
         keys: hash algorithm of the keys and the seed that their chain begins with.
         parallel: how the model is spread over ranks.
-        settings: what else changes the numbers: types of weights and of KV, quantisation, overrides of the model.
+        settings: other settings that change the values: types of weights and of KV, quantisation, overrides of the model.
         groups: kind, tokens a block and reach of each KV cache group.
     """
 
@@ -43,12 +43,12 @@ class KVIdentity:
         return sha256(parts.encode()).hexdigest()[:_DIGITS]
 
     def as_parts(self) -> dict[str, object]:
-        """Return all that the fingerprint is of."""
+        """Return everything that enters the fingerprint."""
         return {**asdict(self), "format": FORMAT}
 
 
 def groups_of(shape: EngineShape) -> tuple[tuple[str, int, int | None, bool], ...]:
-    """Return what of an engine's groups its blocks depend on."""
+    """Return the properties of the groups that the bytes of a block depend on."""
     return tuple(
         (group.kind.value, group.block_tokens, group.reach_tokens, group.reads_ahead)
         for group in shape.groups

@@ -7,8 +7,8 @@
 
 A log of what happened, in order: a slot was given a block (put), lost it (strike), or had it read (use). The checksum of
 a batch covers its number and the log's generation, so neither an older log's bytes nor a batch in another place can pass.
-Reading stops at the first batch that is not whole. What is lost with it costs hits, never truth: a slot whose strike is
-lost is still indexed under its old block, whose checksums its bytes do not have.
+Reading stops at the first incomplete batch. What is lost with it costs hits, never correctness: a slot whose strike is lost is still
+indexed under its old block, but its bytes do not have that block's checksums.
 
 Records of one kind lie side by side, so that a million of them are read by a few thousand calls and sorted by numpy.
 """
@@ -42,12 +42,12 @@ _NUMBER = struct.Struct("<Q")
 _ID_BYTES = 16
 _PUT, _STRIKE, _USE = 1, 2, 3
 _MOST_RECORDS = 4096
-"""Of a batch of a rewritten index: what one flipped bit can cost."""
+"""In a batch of a rewritten index: a flipped bit costs no more than these."""
 
 
 @dataclass(frozen=True, slots=True)
 class IndexHeader:
-    """What an index is about.
+    """What an index describes.
 
     Args:
         generation: 16 random bytes, new after each reset. Compared for equality only.
@@ -85,7 +85,7 @@ class Entries:
     def puts(self, start: int = 0, end: int | None = None) -> list[Put]:
         """Return entries as records."""
         part, size = slice(start, end), self.keys.dtype.itemsize
-        raw = self.keys[part].tobytes()  # of one entry alone it takes ten times as long
+        raw = self.keys[part].tobytes()  # entry by entry it takes ten times as long
         keys: list[Any] = [raw[place : place + size] for place in range(0, len(raw), size)]
         slots = cast("list[SlotId]", self.slots[part].tolist())
         sums: Iterable[tuple[int, ...]] = zip(*self.sums[part].T.tolist(), strict=True)
@@ -94,7 +94,7 @@ class Entries:
     def fit(self, capacity: int, slots: int) -> tuple[Entries, list[SlotId]]:
         """Return the most recently used entries that `capacity` slots can hold, and the free ones of these slots.
 
-        Every entry stays where it is, so the slots that may hold a block need not be neighbours.
+        Every entry stays where it is, so the slots that may hold a block need not be adjacent.
 
         Args:
             capacity: slots that may hold a block.
@@ -123,10 +123,10 @@ class IndexContents:
     Args:
         header: what it is about.
         entries: the blocks that can be found.
-        records: records read, from which its growth shows.
-        end: bytes up to the end of the last whole batch.
-        batches: whole batches.
-        is_cut: whether bytes follow that are no whole batch.
+        records: records read; they show how much it has grown.
+        end: bytes up to the end of the last complete batch.
+        batches: complete batches.
+        is_cut: whether an incomplete batch follows.
     """
 
     header: IndexHeader
@@ -151,7 +151,7 @@ def encode_batch(header: IndexHeader, number: int, records: Iterable[DiskRecord]
 
 
 def encode_index(header: IndexHeader, entries: Entries) -> tuple[bytes, int]:
-    """Return a whole index that says the same with fewest records, and the number of its batches."""
+    """Return an index of these contents with the fewest records, and the number of its batches."""
     parts, key_bytes = [encode_header(header)], entries.keys.dtype.itemsize
     records = np.empty(len(entries), _put_type(len(header.files), key_bytes))
     records["slot"], records["key"], records["sums"] = entries.slots, entries.keys, entries.sums
@@ -162,7 +162,7 @@ def encode_index(header: IndexHeader, entries: Entries) -> tuple[bytes, int]:
 
 
 def read_index(data: bytes) -> IndexContents | None:
-    """Return what an index says, up to its first batch that is not whole; None where it has no whole header."""
+    """Return the contents of an index up to its first incomplete batch; None if its header is incomplete."""
     header = _read_header(data)
     if header is None:
         return None
@@ -212,7 +212,7 @@ def _read_header(data: bytes) -> IndexHeader | None:
 
 
 def _read_batch(header: IndexHeader, number: int, data: bytes, start: int) -> memoryview | None:
-    """Return the runs of the batch that begins here, None where none is whole."""
+    """Return the runs of the batch that begins here, None if it is incomplete."""
     if start + _BATCH.size > len(data):
         return None
     magic, size, its_number, checksum = _BATCH.unpack_from(data, start)
@@ -224,7 +224,7 @@ def _read_batch(header: IndexHeader, number: int, data: bytes, start: int) -> me
 
 
 class _Collector:
-    """Takes the runs of an index in order, and finds which blocks are left of them."""
+    """Takes the runs of an index in order, and keeps the blocks that remain."""
 
     def __init__(self, header: IndexHeader) -> None:
         self._ranks = len(header.files)
@@ -234,7 +234,7 @@ class _Collector:
         self.records = 0
 
     def take(self, data: memoryview) -> bool:
-        """Take the runs of a batch; False, and nothing is taken, where they make no sense."""
+        """Take the runs of a batch; if they are inconsistent, take nothing and return False."""
         taken, records, key_bytes, start = [], self.records, self._key_bytes, 0
         while start < len(data):
             if start + _RUN.size > len(data):

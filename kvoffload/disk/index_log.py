@@ -1,7 +1,7 @@
 """The index in its file. Everything here may wait for the disk; one thread at a time calls it, and never an engine's.
 
-The file is only ever appended to. What makes it smaller, begins a new generation or follows a change of the slot files
-writes a new file beside it, makes that durable, and renames it: at each moment one whole index has the name.
+The file is only appended to. To compact it, to begin a new generation or after a change of the slot files, a new file is written beside
+it, synced and renamed: the name refers to one complete index at any time.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class IndexLog:
         self._batches = batches
 
     def append(self, records: Sequence[DiskRecord]) -> None:
-        """Write records, in order; they outlive this process, and after `sync` a power failure too.
+        """Append records in order. They survive this process, and after `sync` a power failure too.
 
         Raises:
-            OSError: the disk is full, failing or gone. The index may end in front of these records, and in no other way.
+            OSError: the disk is full, failing or gone. The index may lack these records; it is not damaged otherwise.
         """
         if not records:
             return
@@ -69,11 +69,11 @@ class IndexLog:
         os.fdatasync(self._descriptor)
 
     def is_mostly_garbage(self, entries: int) -> bool:
-        """Whether `rewritten` would make it much smaller, if so many entries are left of its records."""
+        """Whether `rewritten` would make it much smaller, given the number of entries that its records leave."""
         return self.records - entries > max(entries, _LEAST_GARBAGE)
 
     def rewritten(self) -> IndexLog:
-        """Return an index that says the same with fewest records, in place of this one, which is closed.
+        """Replace this index by one of the same contents with the fewest records; close this one and return that one.
 
         Raises:
             OSError: the disk is full, failing or gone; this index stays as it is.
@@ -91,12 +91,12 @@ class IndexLog:
 
 
 def new_generation() -> bytes:
-    """Return a random generation, which no other engine and no other time has."""
+    """Return a new random generation."""
     return secrets.token_bytes(GENERATION_BYTES)
 
 
 def load_index(folder: Path) -> IndexContents | None:
-    """Return what the index in a folder says; None where there is none, or none with a whole header.
+    """Return the contents of a folder's index; None if it is missing or its header is incomplete.
 
     Raises:
         OSError: the disk is failing or gone, or the name leads elsewhere.
@@ -112,12 +112,12 @@ def load_index(folder: Path) -> IndexContents | None:
 
 
 def start_index(folder: Path, header: IndexHeader, entries: Entries | None = None) -> IndexLog:
-    """Return an index with these entries alone, durable and in place of the one that the folder had.
+    """Replace the folder's index by one of these entries, synced, and return it.
 
     Args:
         folder: where; the caller has it locked.
         header: what the index is about.
-        entries: what it says; by default nothing.
+        entries: its contents; by default nothing.
 
     Raises:
         OSError: the disk is full, failing or gone; the folder's index is the old one or the new one.

@@ -44,7 +44,7 @@ _CHECKSUM = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class SlotShape:
-    """What the slots of a file are; a file of another shape is replaced.
+    """The shape of a file's slots; a file of another shape is replaced.
 
     Args:
         rank, ranks: whose shards of blocks they hold.
@@ -121,7 +121,7 @@ class SlotFile:
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def keep_space(self, slots: Iterable[int]) -> None:
-        """Have disk space for these slots alone; the bytes of all others are lost.
+        """Keep disk space for these slots only; the bytes of all others are lost.
 
         Raises:
             OSError: the file system cannot make holes, or has too little space.
@@ -187,9 +187,9 @@ def _behind(parts: list[memoryview], count: int) -> list[memoryview]:
 
 
 def open_slot_file(path: Path, shape: SlotShape, slots: int) -> SlotFile:
-    """Open and lock a slot file, which has its space on disk then; one that does not fit is replaced by one with a new id.
+    """Open and lock a slot file, and allocate its disk space; one of another shape is replaced by one with a new id.
 
-    A file with more slots than asked for keeps them all: `keep_space` frees those that shall not be used.
+    A file with more slots than asked for keeps them all; `keep_space` frees those that are not to be used.
 
     Args:
         path: of the file; its folder exists.
@@ -215,7 +215,7 @@ def open_slot_file(path: Path, shape: SlotShape, slots: int) -> SlotFile:
 
 
 def _open_own(path: Path) -> int:
-    """Open a file that is no link, belongs to this user and is readable by no one else."""
+    """Open a file that is not a link, belongs to this user and is not readable by others."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o600)
     try:
@@ -247,7 +247,7 @@ def _prepare(descriptor: int, path: Path, shape: SlotShape, slots: int) -> SlotF
 
 
 def _allocate(descriptor: int, path: Path, size: int, keep: int) -> None:
-    """Have the disk's space for all of a file of this size; if there is too little, take none beyond what it has."""
+    """Allocate disk space for a file of this size; if there is too little, allocate nothing more."""
     os.ftruncate(descriptor, keep)
     try:
         os.posix_fallocate(descriptor, 0, size)

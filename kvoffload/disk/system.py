@@ -8,7 +8,7 @@ import os
 from contextlib import suppress
 
 PAGE = 4096
-"""Direct I/O wants addresses, offsets and lengths in multiples of a device's sector; no disk's is larger."""
+"""Direct I/O wants addresses, offsets and lengths in multiples of a device's sector, which is never larger than this."""
 
 _HUGE_PAGE, _LARGE = 2**21, 2**20
 _KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02  # of linux/falloc.h

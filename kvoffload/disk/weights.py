@@ -1,7 +1,7 @@
-"""Which weights a model has: a snapshot's commit, or a digest of all bytes of its folder.
+"""The identity of a model's weights: a snapshot's commit, or a digest of all bytes of its folder.
 
-A digest takes as long as reading the weights, so it belongs on a thread of its own, and it is remembered: by inode, size and
-time of change, which no program can set. A file that changed a moment ago could change again within the same tick of the
+A digest takes as long as reading the weights, so it is computed on a separate thread and remembered by inode, size and time of change
+(ctime), which no program can set. A file that changed a moment ago could change again within the same tick of the
 clock, so its digest is not remembered.
 """
 
@@ -46,7 +46,7 @@ def snapshot_commit(folder: Path) -> str | None:
 def weights_identity(
     folder: Path, memory: Path, *, loaded_ns: int | None = None, now_ns: Callable[[], int] = time.time_ns
 ) -> str:
-    """Return what tells a model's weights from all others. May read all of their bytes.
+    """Return the identity of a model's weights; may read all of their bytes.
 
     Args:
         folder: of the model.
@@ -80,7 +80,7 @@ def _digest_of(folder: Path, memory: Path, loaded_ns: int | None, now_ns: Callab
 
 @contextmanager
 def _alone(memory: Path) -> Iterator[None]:
-    """Wait for other processes that digest, which may be the same files: engines of a server begin at once."""
+    """Let one process at a time compute digests: the engines of a server start together and read the same files."""
     lock = None
     with suppress(OSError):  # without a lock it only takes longer
         memory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -127,7 +127,7 @@ class _Reader:
             place, mark = f"{before.st_dev}:{before.st_ino}", [before.st_size, before.st_ctime_ns]
             if (found := self.known.get(place)) is not None and found[:2] == mark:
                 return str(found[2])
-            state, left = xxh3_128(), before.st_size  # no further: a file that grows could be read for ever
+            state, left = xxh3_128(), before.st_size  # no further: a growing file could be read for ever
             while chunk := file.read(min(_CHUNK, left)):
                 state.update(chunk)
                 left -= len(chunk)

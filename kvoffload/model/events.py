@@ -96,7 +96,7 @@ class JunctionMade(Event, frozen=True):
 
 
 class StatesCopied(Event, frozen=True):
-    """A job ended well; so many of its blocks are recurrent states."""
+    """A job ended well; `blocks` of its blocks are recurrent states."""
 
     direction: Direction
     blocks: int
@@ -192,7 +192,7 @@ class TierCopyEnded(Event, frozen=True):
 
 
 class JobAbandoned(Event, frozen=True):
-    """A copy did not end in time. Its device blocks stay leased until it ends; its slots are written off for good."""
+    """A copy did not end in time. Its device blocks stay leased until it ends; its slots are never used again."""
 
     job: JobId
     direction: Direction
@@ -200,7 +200,7 @@ class JobAbandoned(Event, frozen=True):
 
 
 class CopiesStalled(Event, frozen=True):
-    """Too many copies were abandoned: no new copy starts.
+    """Too many copies were abandoned, so no new copy starts.
 
     Args:
         blocks: device blocks under abandoned copies.
@@ -214,7 +214,7 @@ class CopiesStalled(Event, frozen=True):
 
 
 class CopiesResumed(Event, frozen=True):
-    """Abandoned copies have ended, so new copies start again; `blocks` are still under abandoned copies."""
+    """Enough abandoned copies have ended, so new copies start again. `blocks` device blocks are still under the others."""
 
     blocks: int
 
@@ -246,11 +246,11 @@ class CapacityGrown(Event, frozen=True):
 
 
 class DiskOpened(Event, frozen=True):
-    """The disk's index was read as a whole, and the disk can be used.
+    """All of the disk's index was read, and the disk can be used.
 
     Args:
-        slots: that every rank's file has.
-        blocks: that can be found in them.
+        slots: slots of every rank's file.
+        blocks: blocks that can be found in them.
     """
 
     slots: int

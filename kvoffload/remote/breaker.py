@@ -27,7 +27,7 @@ class Breaker:
         self._is_probing = False
 
     def worked(self, *, is_probe: bool = False) -> None:
-        """A call was answered. A probe is too little to shorten the pause: a store may answer, and yet deliver nothing."""
+        """A call was answered. An answered probe does not shorten the pause: a store may answer and still deliver nothing."""
         self._failures = 0
         if is_probe:
             self.is_closed, self._is_probing = True, False
@@ -45,7 +45,7 @@ class Breaker:
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
     def takes_probe(self, now: float) -> bool:
-        """Whether a probe is due; the caller must make it then."""
+        """Whether a probe is due; if so, the caller must make it."""
         if self.is_closed or self._is_probing or now < self._probe_at:
             return False
         self._is_probing = True

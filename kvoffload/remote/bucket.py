@@ -3,10 +3,9 @@
     <prefix>kvo1/<fingerprint>/<generation>/<rank>of<ranks>/<time>-<random>-<size of the index>
     | index: count, then key, offset and length of each value; XXH3 | values ... |
 
-Objects are dear and blocks small, so a block has no object of its own, and its key no name to ask the bucket for. Instead each
-connection keeps a catalogue: it lists the packs that were written since it last looked, reads their indices, and answers from
-them. A pack that is gone, by the bucket's own rules on lifetime, is forgotten when a read finds it gone, and so is one that another
-writer has cut short.
+Objects are expensive and blocks are small, so many blocks share an object, and the bucket cannot be asked for a block by name. Instead
+each connection keeps a catalogue: it lists the packs written since its last listing, reads their indexes, and answers from them. A pack
+that has expired by the bucket's rules, or that another writer has cut short, is forgotten when a read finds it so.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from kvoffload.remote.store import MISSING, Refusals
 from kvoffload.remote.values import FORMAT, Shard
 
 MOST_BLOCKS = 2**20
-"""In the catalogue of a connection; the oldest packs are forgotten first."""
+"""Blocks in a connection's catalogue; the oldest packs are forgotten first."""
 LOOK_PERIOD_S = 1.0
-"""Between two listings: what others have written since the last one is not found yet."""
-_CLOCKS_DIFFER_MS = 600_000  # at most, those of the machines that write
+"""Seconds between two listings: what others have written since the last one is not found yet."""
+_CLOCKS_DIFFER_MS = 600_000  # most that the clocks of two writers differ
 _GAP_BYTES = 2**20  # between values that are read as one
 _ENTRY = struct.Struct("<HQQ")
 _COUNT = struct.Struct("<I")
@@ -81,12 +80,12 @@ class _Catalogue:
                 del self.places[key]
 
     def condemn(self, pack: str) -> None:
-        """Look for nothing in a pack that has not what its index says, and do not read the index again."""
+        """Stop using a pack whose bytes do not match its index, and do not read that index again."""
         self.forget(pack)
         self.packs[pack] = []
 
     def since(self, now: int) -> int:
-        """Return the time, in milliseconds, from which on there may be packs that are not known.
+        """Return the time in milliseconds from which on there may be unknown packs.
 
         A writer whose clock is ahead must not hide what others write, so no pack counts as newer than now.
         """
@@ -196,7 +195,7 @@ class BucketStore:
             return self._catalogues.setdefault(shard, _Catalogue())
 
     def _looked(self, shard: Shard) -> _Catalogue:
-        """Return the shard's catalogue, with what the bucket had a moment ago."""
+        """Return the shard's catalogue; list the bucket first, unless that was done a moment ago."""
         catalogue, now = self._catalogue(shard), time.monotonic()
         with self._lock:
             is_recent = now - catalogue.looked_at < LOOK_PERIOD_S
@@ -239,7 +238,7 @@ class BucketStore:
         return arrived | {position: place.size for position, place in parts if position not in arrived}
 
     def _read_range(self, pack: str, start: int, size: int) -> memoryview | None:
-        """Return as much of a pack's bytes there as it has; None if it is gone.
+        """Return the pack's bytes in this range, fewer if the pack ends before; None if it is gone.
 
         The client's own `get_ranges` panics where an object ends before the range.
         """
@@ -266,7 +265,7 @@ class BucketStore:
 
 
 def _reason(error: Exception) -> str:
-    """Return the words of an error that are of the client's own vocabulary."""
+    """Return the words of an error that the client itself uses."""
     words = [word for found in _REASON.findall(str(error)) for word in found if word]
     return ", ".join([type(error).__name__, *words])
 
@@ -285,7 +284,7 @@ def _now_ms() -> int:
 
 
 def _runs(parts: list[tuple[int, _Place]]) -> list[list[tuple[int, _Place]]]:
-    """Return values of one pack, those that lie close to each other in one list."""
+    """Group the values of one pack: those that lie close to each other are one list."""
     runs = list[list[tuple[int, _Place]]]()
     end = 0
     for part in sorted(parts, key=lambda part: part[1].start):
@@ -309,7 +308,7 @@ def _index_of(values: Mapping[BlockKey, memoryview]) -> tuple[bytes, list[tuple[
 
 
 def _places_in(pack: str, index: bytes | memoryview) -> dict[BlockKey, _Place]:
-    """Return where a pack's values lie; nothing for an index that is not whole."""
+    """Return where a pack's values lie; nothing if the index is incomplete."""
     places: dict[BlockKey, _Place] = {}
     if xxh3_64_digest(index[:-_SUM_BYTES]) != index[-_SUM_BYTES:]:
         return places

@@ -3,10 +3,9 @@
     the owner's thread   submit ─▶ queues, reads first ─┐                            ┌─▶ ended ─▶ poll: the caller learns of it
                                                         └─▶ a thread: call, then use ─┘
 
-A store's client blocks for as long as it likes: a minute was seen. So a call has two parts. The first may hang, and touches nothing
-but memory of its thread's, unless it makes sure by `check_awaited` that what it read was still its own. The second uses what came,
-and is run only if the call is still waited for. A call that does not return in time has failed, opens the breaker, and costs its
-thread until it returns.
+A store's client blocks without a limit: a minute was seen. So a call has two parts. The first may hang; it touches only its own thread's
+memory, and what it reads from other memory counts only if `check_awaited` passes afterwards. The second uses the result, and runs only if
+the call is still awaited. A call that does not return in time has failed, opens the breaker, and occupies its thread until it returns.
 
 The owner's thread alone writes the breaker and reports ends; it waits for nothing. Either thread may end a call: the one that takes
 its token does.
@@ -31,7 +30,7 @@ _PROBE = "kvo1/probe"  # need not be there
 log = get_logger("remote")
 
 Ended = Callable[[Any, float], None]
-"""Gets what a call brought, None for one that failed, and the seconds it took."""
+"""Receives a call's result, None if it failed, and the seconds it took."""
 
 
 @dataclass(slots=True, eq=False)
@@ -111,10 +110,10 @@ class RemoteCalls:
         """Queue a call; `poll` ends it.
 
         Args:
-            work: what may hang; it touches only memory of its thread's.
-            ended: what the owner's thread does with what it brought.
-            use: what the calling thread does with it before, unless the call was too late; its answer is then the result.
-            is_write: it waits for all calls that are none.
+            work: the part that may hang; it touches only its own thread's memory.
+            ended: called on the owner's thread with the result.
+            use: called before that on the calling thread, unless the call was too late; its answer becomes the result.
+            is_write: it waits for all queued reads.
         """
         call = _Call(work, use, ended, self._monotonic())
         (self._writes if is_write else self._reads).append(call)
@@ -122,7 +121,7 @@ class RemoteCalls:
             self._executor.submit(self._run_next)
 
     def poll(self) -> None:
-        """End what has ended and what takes too long, and have the store tried again when it is time. Never waits."""
+        """End calls that have returned or take too long, and queue a probe when one is due. Never waits."""
         now = self._monotonic()
         for call in tuple(self._active.values()):
             if call.began + self._timeout_s <= now and call.claim():
@@ -171,7 +170,7 @@ class RemoteCalls:
     # -- threads that may wait for the store --------------------------------------------------------------------
 
     def _run_next(self) -> None:
-        """Make one call, a read before any write. There are as many calls of this as calls are queued."""
+        """Make one queued call, a read before any write. The executor runs this once for each queued call."""
         call = _next_of(self._reads) or _next_of(self._writes)
         if call is None:  # it was failed while it was queued
             return
@@ -202,7 +201,7 @@ class RemoteCalls:
             self._disconnect()
 
     def check_awaited(self) -> None:
-        """Within a call: make sure that it has not been ended, so that memory lent to it is still its own.
+        """Within a call: check that it was not ended, so that memory lent to it is still its own.
 
         Raises:
             RemoteError: it was too late.
@@ -211,7 +210,7 @@ class RemoteCalls:
             raise RemoteError("the call was too late")
 
     def _use(self, call: _Call, result: object, error: str | None) -> None:
-        """The call is this thread's to end."""
+        """End a call whose token this thread has taken."""
         try:
             call.result = result if call.use is None or error is not None else call.use(result)
         except Exception as raised:

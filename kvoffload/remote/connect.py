@@ -11,7 +11,7 @@ def open_store(address: RemoteAddress, timeout_s: float) -> RemoteStore:
 
     Args:
         address: of it.
-        timeout_s: seconds that a store may take to take the connection.
+        timeout_s: seconds that a store may take to accept the connection.
 
     Raises:
         RemoteError: it does not answer, refuses, or its client is not installed.

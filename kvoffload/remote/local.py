@@ -1,7 +1,7 @@
 """Stores on this machine for a demo, a bench or a test: each from its wheel, on free ports of the loopback.
 
-Their files lie in a folder of the caller's. Their processes end with `close`, or with the thread that started them, so nothing is
-left running however this process ends.
+Their files lie in a folder of the caller. Their processes end with `close`, or with the thread that started them, so none outlives this
+process.
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ class Server:
             raise
 
     def stop(self) -> None:
-        """Let it run no more, as on a machine that hangs."""
+        """Suspend it, as on a machine that hangs."""
         self.process.send_signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """Let it run again."""
+        """Resume it."""
         self.process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
@@ -128,7 +128,7 @@ class LocalMooncake:
             raise
 
     def start_master(self) -> None:
-        """Start a master, empty; there must be none."""
+        """Start an empty master; none may be running."""
         ports = "--rpc_port", self.port, "--metrics_port", free_port()
         hosts = "--rpc_address", "127.0.0.1", "--metrics_host", "127.0.0.1"
         listens = partial(_listens, self.port)
@@ -136,7 +136,7 @@ class LocalMooncake:
         self.master = Server(*command, log=self._folder / "master.log", is_ready=listens)
 
     def start_node(self) -> None:
-        """Start a store node, empty."""
+        """Start an empty store node."""
         log = self._folder / "node.log"
         command = sys.executable, "-m", "kvoffload.remote.local_node", f"127.0.0.1:{self.port}"
         self.node = Server(
@@ -158,7 +158,7 @@ class LocalBucket:
 
     Attributes:
         url: for `remote_url`.
-        environment: variables with which its clients reach it: the endpoint, and credentials that were drawn for it.
+        environment: variables that its clients need: the endpoint and random credentials.
 
     Raises:
         RemoteError: SeaweedFS is not installed, or does not start.

@@ -10,7 +10,7 @@ _OWN_BUFFER = 2**24
 
 
 def main(master: str, node_bytes: int) -> None:
-    """Lend the store so many bytes of memory."""
+    """Lend the store memory until this process is killed."""
     from mooncake.store import MooncakeDistributedStore
 
     store = MooncakeDistributedStore()

@@ -1,11 +1,11 @@
 """Mooncake Store as a remote store: a value is an object, read and written by batches without a copy in Python.
 
-What its client does that this file is about (0.3.13, seen):
+What this file must know of its client (observed with 0.3.13):
 * Without a master, connecting takes 90 s, and any call of an open connection 4.3 s; under a master that is stopped 30 s, under a
-  node that is stopped 60 s. So the master's port is tried first, and who calls has a limit of its own.
-* An object is immutable: a put of a name that is there does nothing and is answered as done.
-* After a node's death the master says for ten seconds that its objects are there.
-* An object in a hard pin is not evicted; the generation is in one.
+  node that is stopped 60 s. So the master's port is tried first, and callers have their own time limit.
+* An object is immutable: a put under an existing name does nothing and is answered as done.
+* For ten seconds after a node has died, the master still reports its objects.
+* A hard-pinned object is not evicted; the generation is one.
 """
 
 from __future__ import annotations

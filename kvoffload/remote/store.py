@@ -25,7 +25,7 @@ class Refusals:
         self._logged: str | None = None
 
     def note(self, reason: str | None) -> None:
-        """A put was answered: with None it was taken."""
+        """Note a put's answer: None if the value was accepted."""
         if reason is not None and reason != self._logged:
             log.warning("remote_write_refused", reason=reason, note="what is in the store is read as before")
         self._logged = reason
@@ -34,7 +34,7 @@ class Refusals:
 class RemoteStore(Protocol):
     """One connection to a store. Calls block, some for a minute where the store is dead; threads may call at the same time.
 
-    What a call cannot do for one key is its answer for that key. A call that fails as a whole raises `RemoteError`.
+    What fails for one key is the answer for that key; a call that fails for all of them raises `RemoteError`.
     """
 
     def ask(self, shard: Shard, keys: Sequence[BlockKey]) -> list[bool]:
@@ -44,9 +44,9 @@ class RemoteStore(Protocol):
         """Read values into buffers of the values' size; return for each the bytes that arrived, or `MISSING` or `FAILED`."""
 
     def put(self, shard: Shard, keys: Sequence[BlockKey], values: Sequence[memoryview]) -> list[bool]:
-        """Write values; return which of them the store has now. What it had before stays as it is.
+        """Write values; return which of them the store has now. Values that it had already stay as they are.
 
-        A store that answers and takes none, as one that is full, has not failed: what it has can be read.
+        A store that answers but accepts nothing, because it is full for instance, has not failed: it can still be read.
         """
 
     def read(self, name: str) -> bytes | None:
@@ -56,10 +56,10 @@ class RemoteStore(Protocol):
         """Write a small object that the store keeps as long as it can; if there is one of this name, it may stay."""
 
     def replace(self, name: str, data: bytes) -> None:
-        """Write a small object in the place of the one that may be there."""
+        """Write a small object, replacing one of the same name."""
 
     def register(self, buffer: memoryview) -> None:
-        """Make memory known that later calls read and write. It must outlive the connection."""
+        """Register memory that later calls read and write. It must outlive the connection."""
 
     def close(self) -> None:
         """End the connection. No other call may be running."""

@@ -1,10 +1,10 @@
-"""What a store holds for a rank's shard of a block: the bytes of its host slot, and a trailer that tells whether they are right.
+"""The value of a rank's shard of a block: the bytes of its host slot, and a trailer to verify them.
 
     |<----------- slot_bytes ----------->|<--------- TRAILER_BYTES --------->|
     | the slot's pages, region by region | magic, length, XXH3, whose it is  |
 
-The store's own word that a value is there, or whole, is not taken for it: another writer may use our names, a value may be cut, and
-a store may mix values up. A value is a shard's only if its length, checksum and name say so.
+A store's claim to have a value is not trusted: another writer may use our names, a value may be truncated, and a store may confuse values.
+A value is used only if its length, checksum and name match.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TRAILER_BYTES = _TRAILER.size
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Whose values: of which KV, and of which rank's part of it.
+    """Which KV, and which rank's part of it, values are of.
 
     Args:
         namespace: fingerprint and generation: all that makes KV usable by another engine, and a random value.
@@ -64,13 +64,13 @@ def seal(value: memoryview, name: str, layout: bytes) -> None:
 
 
 def is_whole(value: memoryview, arrived: int, name: str, layout: bytes) -> bool:
-    """Whether these bytes, of which so many have arrived, are the value of that name."""
+    """Whether these bytes, of which `arrived` were received, are the value of that name."""
     size = len(value) - TRAILER_BYTES
     return arrived == len(value) and value[size:] == _trailer(value[:size], name, layout)
 
 
 def _trailer(data: memoryview, name: str, layout: bytes) -> bytes:
     checksum = xxh3_64()
-    checksum.update(data)  # a streamed hash lets go of the interpreter's lock
+    checksum.update(data)  # a streamed hash releases the interpreter's lock
     whose = xxh3_128(name.encode() + layout).digest()
     return _TRAILER.pack(_MAGIC, 1, len(data), checksum.intdigest(), whose)

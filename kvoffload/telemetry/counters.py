@@ -139,7 +139,7 @@ class Counters:
         return self._counts
 
     def keep_samples(self) -> None:
-        """From now on keep histograms' raw samples too, so many of each series, until they are taken."""
+        """From now on keep histograms' raw samples too, a bounded number of each series, until they are taken."""
         for series in self._histograms.values():
             for one in series.values():
                 one.kept = []

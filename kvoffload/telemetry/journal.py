@@ -170,7 +170,7 @@ def _is_idle_step(message: object) -> bool:
 
 
 def take_waiting(feed: Feed[M], most: int) -> Iterator[M]:
-    """Yield what waits in a feed, at most so many."""
+    """Yield what waits in a feed, at most `most` messages."""
     for _ in range(most):
         try:
             yield feed.nowait()

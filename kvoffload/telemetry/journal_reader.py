@@ -50,7 +50,7 @@ class JournalError(KVOffloadError):
 
     Args:
         path: of the file.
-        line: the first bad line; 0 where the file as a whole cannot be read.
+        line: the first bad line; 0 if the whole file cannot be read.
         problem: in words.
     """
 
@@ -61,7 +61,7 @@ class JournalError(KVOffloadError):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a reader of a journal wants, and wants to know meanwhile.
+    """What to read of a journal, and whom to tell about progress.
 
     Args:
         since: unix time; earlier lines are skipped unread.

@@ -245,7 +245,7 @@ def _number(value: object) -> int:
 
 
 def _remember(table: dict[K, V], key: K, value: V) -> None:
-    """Keep the last so many."""
+    """Add a value; drop the oldest one beyond `_REMEMBERED`."""
     if len(table) >= _REMEMBERED:
         del table[next(iter(table))]
     table[key] = value

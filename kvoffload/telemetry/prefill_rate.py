@@ -39,14 +39,14 @@ class PrefillRate:
         self._usual_s = 0.0
         self._is_over = False
         self.is_timing = False
-        """Whether a run is open, so that steps that do not prefill concern this too."""
+        """Whether a run is open, so that steps without prefill must be reported too."""
         self._rate: float | None = 0.0  # None: to be computed again
 
     @property
     def seconds_per_token(self) -> float:
         """Seconds that prefilling adds per token; 0 until something was measured. Any thread may ask.
 
-        It is computed when somebody asks, because a hook has no time for a median.
+        Computed when it is read, because a median takes too long for a hook.
         """
         rate = self._rate
         if rate is None:

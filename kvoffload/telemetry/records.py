@@ -38,9 +38,9 @@ class Summary:
 
 
 def compact(messages: Iterable[Any]) -> list[object]:
-    """Return what may be held for long: each message as it is if it holds no content, else as `Kept`.
+    """Return messages in a form that can be kept: those without content unchanged, others as `Kept`.
 
-    Inline, for every fact: names are put to its values, and what is small is written, only when somebody reads them.
+    This runs inline for every fact, so values get their names, and short ones their text, only when they are read.
     """
     kept, forms = list(messages), _BULKY
     for index, message in enumerate(kept):

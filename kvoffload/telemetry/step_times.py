@@ -34,7 +34,7 @@ class StepTimes:
         self._slowdown = [0.0] * len(Copies)
 
     def usual_s(self, tokens: int) -> float:
-        """Return the time of a step that decodes so many tokens without copies; 0 while unknown."""
+        """Return the time of a step that decodes this many tokens without copies; 0 while unknown."""
         return self._quiet_s[min(max(tokens, 1).bit_length(), _SIZES - 1)]
 
     def slowdown(self, copies: int) -> float:
@@ -42,7 +42,7 @@ class StepTimes:
         return max(self._slowdown[copies], 0.0)
 
     def observe(self, seconds: float, tokens: int, copies: int) -> None:
-        """Take note of a step that only decoded so many tokens (at least 1) and took so long."""
+        """Note the time of a step that only decoded, at least one token."""
         if seconds <= 0:
             return
         size = tokens.bit_length()

@@ -115,7 +115,7 @@ class Rider:
         return bool(self._scheduler.has_requests())
 
     def ask(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[str]:
-        """Ask for so many tokens of each prompt; return the requests' names."""
+        """Ask for `tokens` tokens of each prompt; return the requests' names."""
         from vllm import SamplingParams
 
         wanted = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
@@ -274,7 +274,7 @@ def open_riders(
 
 
 def draw_prompts(draw: random.Random, count: int) -> list[list[int]]:
-    """Return so many prompts of 64 to 127 tokens."""
+    """Return `count` prompts of 64 to 127 tokens."""
     return [draw.choices(range(2, VOCABULARY), k=draw.randrange(64, 128)) for _ in range(count)]
 
 

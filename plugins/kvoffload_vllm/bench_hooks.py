@@ -47,7 +47,7 @@ _MANY = 128
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One model with so many running requests, one phase.
+    """One phase of one model with a number of running requests.
 
     Args:
         model, running, phase: which.

@@ -103,7 +103,7 @@ def _measure_case(riders: Sequence[Rider], waiting: int, pairs: int, draw: rando
 
 
 def _steps_us(rider: Rider, waiting: int, draw: random.Random) -> float:
-    """Return the mean microseconds in hooks of the steps in which all that can run decode and so many wait."""
+    """Return the mean microseconds in hooks of steps in which all running requests decode and `waiting` others wait."""
     names = rider.ask(draw_prompts(draw, RUNNING), 2 * _STEPS)
     took: list[float] = []
     names += rider.ask([draw.choices(range(2, VOCABULARY), k=_WAITING_TOKENS) for _ in range(waiting)], 1)

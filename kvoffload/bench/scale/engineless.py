@@ -194,7 +194,7 @@ class Engineless:
         self.device.keys.update(zip(table, keys, strict=False))
 
     def fill(self, draw: random.Random, count: int, at_once: int = 64) -> float:
-        """Put so many fresh blocks on the host, in place of the oldest; return the most processor time of `at_once`."""
+        """Put `count` fresh blocks on the host, in place of the oldest; return the most processor time that `at_once` of them took."""
         longest = 0.0
         for placed in range(0, count, at_once):
             keys = fresh_keys(draw, min(at_once, count - placed))

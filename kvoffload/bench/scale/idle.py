@@ -43,7 +43,7 @@ def measure(tracked: Sequence[int], pairs: int) -> Iterator[Line]:
 
 
 def _holding(requests: int, room_for: int) -> Engineless:
-    """A side on which so many requests run; all that can be stored of them has been."""
+    """Return a side on which `requests` requests run, with everything stored that can be."""
     draw = random.Random(0)
     rig = Engineless(_SLOTS + 2 * room_for, device_blocks=4 * room_for + 4096)
     for number in range(requests):

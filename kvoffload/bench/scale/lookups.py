@@ -22,7 +22,7 @@ _WARM_UP = 5
 
 
 def measure(blocks: Sequence[int], samples: int) -> Iterator[Line]:
-    """Measure prompts of so many blocks each, and a miss."""
+    """Measure prompts of each of these numbers of blocks, and a miss."""
     for count in blocks:
         took = _times(count, samples)
         for name, what in (

@@ -1,4 +1,4 @@
-"""The laws that can be checked from outside once nothing runs."""
+"""Checks the laws that can be checked from outside an idle engine."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ add_arguments = options.add_arguments
 
 @contextmanager
 def _tiers_for(asked: DemoOptions) -> Iterator[DemoOptions]:
-    """Make what the tiers below the host need: the disk's folder, or a store.
+    """Make the disk's folder or the store, if the demo has a tier below the host.
 
     Raises:
         CommandError: it cannot be made or reached.

@@ -48,8 +48,8 @@ class Ready:
     """The engine takes requests.
 
     Args:
-        disk_blocks: that the disk has from before.
-        remote: what the store does that engines share.
+        disk_blocks: blocks found on the disk.
+        remote: state of the store that engines share.
     """
 
     disk_blocks: int
@@ -60,16 +60,16 @@ class Ready:
 class Served:
     """A turn was served. The engine has counted these blocks, bytes and tokens.
 
-    After a restart everything counts, as a warm start reads the disk before the engine takes requests; with a store nothing that
-    came before them, as the warm-up's prompt is found again too.
+    After a restart they include what a warm start read from the disk before the engine took requests. With a store they begin after the
+    warm-up, whose prompt is found again too.
 
     Args:
         stored: blocks that came to the host.
         spilled: blocks that were written to the tier below the host.
-        dropped: blocks that the host evicted before they could be.
+        dropped: blocks that the host evicted before they were written.
         fetched: blocks that were read from that tier.
         fetched_tokens: tokens of hits that were fetched from it.
-        written_bytes, read_bytes: of it.
+        written_bytes, read_bytes: to and from it.
     """
 
     stored: int = 0
@@ -103,7 +103,7 @@ def serve(
     conversations: Sequence[Conversation],
     offload: Mapping[str, object] | None,
 ) -> None:
-    """Serve rounds until the demo ends or the pipe does. What this process is started with.
+    """Serve rounds until the demo ends or the pipe does: the process's main function.
 
     Args:
         pipe: to the demo.
@@ -149,7 +149,7 @@ async def _next(pipe: Connection) -> Round | None:
 
 
 async def _become_ready(engine: Engine, side: SchedulerSide | None, options: DemoOptions) -> None:
-    """Warm up, until host memory is there and the tiers below it are open: ranks report with steps."""
+    """Warm up until host memory is ready and the tiers below it are open; ranks report them with steps."""
     clock = asyncio.get_running_loop().time
     deadline = clock() + _PATIENCE_S
     while True:

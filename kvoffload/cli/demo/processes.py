@@ -31,13 +31,13 @@ _LABEL, _VALUE = 35, 15  # widths, at least
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """The turns that one engine continued conversations with, which another engine or an earlier life had begun.
+    """One engine's turns of conversations that another engine, or its own earlier life, had begun.
 
     Args:
         first_ttft_s: of each conversation's first turn on it.
         later_ttft_s: of the turns after those; None without any.
-        computed_tokens: that ran through the model.
-        device_tokens, host_tokens: of prompts, that did not need to.
+        computed_tokens: tokens that ran through the model.
+        device_tokens, host_tokens: prompt tokens reused from device and host.
     """
 
     first_ttft_s: Quantiles
@@ -68,7 +68,7 @@ class ContinuedResult:
         return not self.broken_laws and all(each.holds for each in self.agreements.values())
 
     def verdict(self, what: str, other: str) -> str:
-        """Return the report's first line: how much sooner `what` came on an engine, and whether that is worth anything."""
+        """Return the report's first line: how much sooner `what` came on an engine, and whether outputs agree."""
         plain, offloaded = (
             self.variants[name].first_ttft_s.p50 for name in (next(iter(self.variants)), other)
         )
@@ -108,7 +108,7 @@ class EngineProcess:
         return found
 
     async def play(self, asked: Round) -> Played:
-        """Have a round played."""
+        """Let the engine play a round."""
         self._pipe.send(asked)
         while not isinstance(found := await self._next(), Played):
             self.counted = found
@@ -116,7 +116,7 @@ class EngineProcess:
         return found
 
     async def play_and_kill(self, asked: Round, turns: int) -> None:
-        """Have a round begun, and kill the process after so many turns of it."""
+        """Start a round, and kill the process after `turns` turns of it."""
         self._pipe.send(asked)
         for _ in range(turns):
             self.counted = await self._next()
@@ -128,7 +128,7 @@ class EngineProcess:
         self._process.join()
 
     async def end(self) -> None:
-        """Let it end by itself."""
+        """Let the process end in order."""
         self._pipe.send(None)
         await asyncio.to_thread(self._process.join, _END_S)
 
@@ -148,7 +148,7 @@ async def started(
     conversations: Sequence[Conversation],
     settings: Mapping[str, Mapping[str, object] | None],
 ) -> AsyncIterator[tuple[dict[str, EngineProcess], dict[str, Ready]]]:
-    """Start an engine for each of the settings; whatever happens, none of them is left."""
+    """Run an engine for each of the settings; none of them outlives the context."""
     engines: dict[str, EngineProcess] = {}
     try:
         for name, offload in settings.items():
@@ -165,7 +165,7 @@ async def play_rounds(
     script: dict[TurnId, tuple[int, ...]],
     say: Callable[[str], None],
 ) -> tuple[dict[str, list[Turn]], list[str]]:
-    """Have the engines play rounds in turns; answers of the first go into all prompts.
+    """Let the engines play rounds in turns; all prompts have the first engine's answers.
 
     Returns:
         Each engine's turns, and the laws that are broken.

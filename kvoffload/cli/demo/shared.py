@@ -1,7 +1,7 @@
 """`demo --remote`: conversations that one engine began continue on others, which share a store with it.
 
 The first engine serves half of the turns. Then every conversation continues on each of the other engines, and on one without
-offloading, which has to compute all of it. Those take turns round by round, so that other load on the machine affects all of them.
+offloading, which has to compute all of it. These engines take turns round by round, so that other load on the machine affects all of them.
 Each engine is a process of its own: they share the store and nothing else.
 """
 

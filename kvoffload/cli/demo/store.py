@@ -20,7 +20,7 @@ from kvoffload.remote.local import LocalBucket, LocalMooncake
 
 @contextmanager
 def store_for(remote: str) -> Iterator[str]:
-    """Give the URL of a store that answers.
+    """Yield the URL of a store that answers.
 
     Args:
         remote: a URL, or one of `LOCAL_STORES`.
@@ -66,13 +66,13 @@ def local_store(kind: str, node_bytes: int = 2**28) -> Iterator[LocalMooncake | 
 
 
 def _quiet_client() -> AbstractContextManager[None]:
-    """Have Mooncake's client write errors only; by default it writes a page of messages at each start."""
+    """Limit the messages of Mooncake's client to errors; by default it writes a page of them at each start."""
     return _environment({"MC_LOG_LEVEL": os.environ.get("MC_LOG_LEVEL", "ERROR")})
 
 
 @contextmanager
 def _environment(names: Mapping[str, str]) -> Iterator[None]:
-    """Have these variables for this process and those that it starts."""
+    """Set these environment variables for a while, also for processes that are started meanwhile."""
     before = {name: os.environ.get(name) for name in names}
     os.environ.update(names)
     try:

@@ -351,7 +351,7 @@ def _clock(seconds: float) -> str:
 
 
 def _thinned(samples: list[FirstToken]) -> list[FirstToken]:
-    """Return at most so many samples as a page can show, evenly chosen."""
+    """Return evenly chosen samples, at most as many as a page can show."""
     return samples[:: -(-len(samples) // _MOST_DOTS)]
 
 
