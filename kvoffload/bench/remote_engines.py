@@ -1,4 +1,4 @@
-"""Engines that share a store: what the second engine gains, what the hooks lose, and what an engine loses while the store fails.
+"""Engines that share a store: what the second engine gains, what the store costs the hooks, and what it costs while it fails.
 
 * A second engine serves prompts that another engine computed and wrote to the store, in turns with an engine that recomputes them.
 * Conversations that outgrow the host are played by four engines in turns: without a store, with an empty one that nothing is written

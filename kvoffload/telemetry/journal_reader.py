@@ -61,7 +61,7 @@ class JournalError(KVOffloadError):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What to read of a journal, and whom to tell about progress.
+    """What to read of a journal, and what to call on the way.
 
     Args:
         since: unix time; earlier lines are skipped unread.

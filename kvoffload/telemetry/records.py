@@ -40,7 +40,7 @@ class Summary:
 def compact(messages: Iterable[Any]) -> list[object]:
     """Return messages in a form that can be kept: those without content unchanged, others as `Kept`.
 
-    This runs inline for every fact, so values get their names, and short ones their text, only when they are read.
+    This runs inline for every fact, so values are named, and small ones formatted, only when they are read.
     """
     kept, forms = list(messages), _BULKY
     for index, message in enumerate(kept):

@@ -1,7 +1,8 @@
 """Host memory for the slots of one rank.
 
-The arena is made in chunks, so that a large one is of use before all of it is touched and pinned. Within a chunk memory
-is region-major: all slots' pages of region 0, then all of region 1, so that neighbouring slots are neighbours in memory.
+The arena is made in chunks, so that a large one can be used before all of it is touched and pinned. Within a chunk
+memory is region-major: all slots' pages of region 0, then all of region 1, so that neighbouring slots are neighbours in
+memory.
 
     chunk 0: slots 0..k-1      | region 0: s0 s1 .. | region 1: s0 s1 .. |      chunk 1: slots k..2k-1   ...
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 _LINE = 64
 CHUNK_BYTES = 64 * 2**20
-"""About 6 ms of pinning, in which the driver may let nothing else in: short beside a step, long beside a call."""
+"""Takes about 6 ms to pin, in which the driver may block all other calls: short beside a step, long beside a call."""
 
 _RETRY_S = 1.0  # after memory that was busy; doubles
 _LONGEST_RETRY_S = 30.0
@@ -130,7 +131,7 @@ class Arena:
 
     @contextmanager
     def held(self) -> Iterator[bool]:
-        """Keep all memory meanwhile, also if `close` is called; yield False where it was called before. For any thread."""
+        """Keep all memory within the context, even if `close` is called; yield False if it was called before. For any thread."""
         with self._lock:
             is_open = not self._closed
             self._holders += is_open
@@ -143,7 +144,7 @@ class Arena:
                 self._release_unheld()
 
     def close(self) -> None:
-        """Give all memory back, or have its last holder do so. The caller makes sure that no copy of its own runs.
+        """Release all memory, or leave that to its last holder. None of the caller's copies may be running.
 
         Closing twice does nothing.
         """
@@ -152,7 +153,7 @@ class Arena:
         self._release_unheld()
 
     def _release_unheld(self) -> None:
-        """Give the memory back of an arena that is closed, unless someone holds it."""
+        """Release the memory of a closed arena, unless it is held."""
         with self._lock:
             if not self._closed or self._holders:
                 return

@@ -1,11 +1,9 @@
-"""What a rank knows of the bytes in its host slots: a checksum each, taken when they arrived, compared when they were read.
+"""Checksums of a rank's host slots: taken when a store or a fetch has filled a slot, compared when a load or a spill has read it.
 
-They arrive with a store or a fetch; a load or a spill reads them.
-
-A load is compared after its copy, not before. What the host holds then it held during the copy too, unless it was wrong
-and has become right again: so there is no moment between check and copy in which bytes could change unnoticed, and loads
-are started by the hook as ever. That a bad block's bytes lie on the device by then does no harm: its load has not been
-reported, its blocks are leased until it is, and the bytes are no worse than what a failed copy leaves there.
+A load is compared after its copy, not before, so no byte can change unnoticed in between: what the host holds after the
+copy it held during the copy (unless it was wrong and has become right again). The hook still starts loads at once. By
+then a bad block's bytes lie on the device, which does no harm: its load is not reported yet, its blocks are leased
+until it is, and a failed copy leaves no better bytes.
 
 Not noticed: bytes that were wrong when the store arrived, and bytes that change on their way to the device.
 """
@@ -43,7 +41,7 @@ class ChecksumTicket:
     def __init__(self, work: Future[Positions]) -> None:
         self._work = work
         self.corrupt: Positions = ()
-        """Of a load that has ended: where in the slots that were handed in the bytes are not those that were stored."""
+        """Of an ended load: positions of slots whose bytes are not those that were stored."""
 
     def query(self) -> TicketState:
         """Return whether the slots have been read.
@@ -63,7 +61,7 @@ class ChecksumTicket:
 class Checksums:
     """The checksums of one rank's slots, and the only writer of them.
 
-    A slot's checksum is written before its store or fetch is reported and read after that, so no two threads meet over it.
+    A slot's checksum is written before its store or fetch is reported and read after that, so two threads never access it at once.
 
     Args:
         digests: reads slots.
@@ -90,11 +88,11 @@ class Checksums:
         self._take(np.array(slots))
 
     def is_as_stored(self, slot: int) -> bool:
-        """Whether a slot holds what it held when its block arrived. The calling thread reads it."""
+        """Whether a slot still holds the bytes that arrived. The calling thread reads them."""
         return not self.changed((slot,))
 
     def changed(self, slots: Sequence[int]) -> Positions:
-        """Return where in `slots` are those that do not hold what they held when their blocks arrived. The calling thread reads them."""
+        """Return the positions in `slots` of those that no longer hold the bytes that arrived. The calling thread reads them."""
         return self._compare(np.array(slots))
 
     def _take(self, slots: Numbers) -> Positions:
@@ -102,5 +100,5 @@ class Checksums:
         return ()
 
     def _compare(self, slots: Numbers) -> Positions:
-        """A slot of which no block was ever seen to arrive compares as unequal."""
+        """A slot that was never seen to be filled compares as unequal."""
         return tuple(np.flatnonzero(self._digests(slots) != self._known[slots]).tolist())

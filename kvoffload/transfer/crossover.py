@@ -1,8 +1,8 @@
-"""Which copies go through a kernel instead of the copy engine: those shorter than where the engine begins to win.
+"""Measures below which size copies go through a kernel instead of the copy engine.
 
-Where that is differs from device to device and from one direction to the other, so it is measured: when the copier is made,
-before the engine warms up, on a few megabytes of scratch memory, for some seconds at most. Ranks that start together measure
-together. If the kernel cannot be had, moves a wrong byte, or does not win, everything goes through the copy engine.
+The size differs by device and direction. It is measured when the copier is made, before the engine warms up, on a few
+megabytes of scratch memory, for some seconds at most. Ranks that start together measure together. If the kernel is not
+available, moves a wrong byte, or is not faster, everything goes through the copy engine.
 
 What is timed is the device alone, by its own events. Large copies that lie before the first event keep it busy until the
 timed copies have been enqueued, so no pause of the enqueuing thread shows in their time.
@@ -113,7 +113,7 @@ class _Trial:
     )  # before, by kernel or not
 
     def check(self) -> None:
-        """Have the kernel carry random bytes to the device and back, elsewhere."""
+        """Copy random bytes to the device and back to another place by the kernel, and compare them."""
         size = len(self.scratch.host) // 2
         there, back = self.scratch.host[:size], self.scratch.host[size:]
         there[:] = np.random.default_rng(0).integers(0, 256, size, np.uint8)

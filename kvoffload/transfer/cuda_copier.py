@@ -10,14 +10,14 @@ which one that is. A store must read after the forward pass has written, a load 
 read or zeroed: both wait for it. A host slot needs no fence: it is loaded only after its store was seen to end.
 
 The start event lies behind the waits, so what the two events measure is copying alone. Nothing here waits for the device.
-Both events exist before anything is enqueued. Where the end event cannot be recorded behind copies, the batch stays
-pending, and recording is tried again each time that it is asked.
+Both events exist before anything is enqueued. If the end event cannot be recorded behind the copies, the batch stays pending, and each
+query tries to record it again.
 
 A load is submitted on the engine's thread, and enqueueing one copy takes the driver about half a microsecond. So only a
-first slice of a large load is enqueued there; the rest follows when the batch is asked where it stands, which the transfer
-coroutine does at once: a few slices at a time on its thread, one on the engine's. Nothing depends on the rest's order among
-later batches: the stream has waited for the load's fences, its blocks are leased until the last slice has ended, and the
-end event lies behind that one.
+first slice of a large load is enqueued there; each query enqueues more of the rest, a few slices on the transfer
+coroutine's thread, which queries at once, one on the engine's. Later batches may overtake the rest: the stream has
+waited for the load's fences, its blocks are leased until the last slice has ended, and the end event lies behind that
+one.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class CudaTicket:
     def query(self) -> TicketState:
         """Return where the batch stands, after enqueueing some of what is left of it.
 
-        A question that the driver refuses is asked again later.
+        A query that the driver refuses is repeated later.
 
         Raises:
             DeviceLost: the device runs nothing more.
@@ -126,7 +126,7 @@ class CudaTicket:
         return TicketState.DONE if self._enqueued.is_whole else TicketState.FAILED
 
     def enqueue(self, slices: int) -> None:
-        """Enqueue some of what is left. After a refusal nothing more is, but some of the copies may run."""
+        """Enqueue some of what is left. After a refusal nothing more is enqueued, but some of the copies may run."""
         left = self._enqueued.left
         while left and slices:
             slices -= 1

@@ -84,7 +84,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class CudaScratch:
-    """Memory of our own to measure on.
+    """Memory to measure on.
 
     Args:
         device: address of device memory, half as much as there is of the host's.
@@ -284,7 +284,7 @@ class NvidiaDriver:
 
     @contextmanager
     def relaxed(self) -> Iterator[None]:
-        """Keep what the engine's thread does from spoiling a graph that another thread captures meanwhile."""
+        """Keep calls of the engine's thread from spoiling a graph that another thread is capturing."""
         self.enter()
         before = self._exchange_capture_mode(RELAXED)
         try:
@@ -319,7 +319,7 @@ class NvidiaDriver:
         return address.value
 
     def register(self, address: int, size: int) -> None:
-        """Pin host memory, as it lies: no rounding, no second copy.
+        """Pin host memory in place: no rounding, no second copy.
 
         Raises:
             CudaError: the driver refuses.
@@ -403,7 +403,7 @@ class NvidiaDriver:
         return place.value
 
     def _comes_to_rest(self, stream: int) -> bool:
-        """Wait for the stream; False where it does not end soon. An error of the device is no rest either."""
+        """Wait until the stream is idle; False if that takes too long or the device fails."""
         deadline = time.monotonic() + _PATIENCE_S
         with contextlib.suppress(CudaError, DeviceLost):
             end = self.event(timed=False)

@@ -24,8 +24,8 @@ def make_copier(
 ) -> Copier:
     """Return the copier for the layout's device. Called on the engine's thread, with the device in use.
 
-    On CUDA it is measured here which copies a kernel does: later the engine warms up, captures graphs and serves, and
-    both would disturb each other.
+    On CUDA this measures which copies a kernel does: before the engine warms up, captures graphs and serves, as each
+    would disturb the other.
 
     Args:
         layout: what will be copied.
@@ -89,7 +89,7 @@ def node_for(pci_address: str, read: ReadText = read_file) -> PreferredNode | No
 
 
 def make_checksums(verify: str, arena: Arena, *, executor: Executor) -> Checksums | None:
-    """Return what watches over the bytes of the arena's slots, None for "off".
+    """Return the checksums of the arena's slots, None for "off".
 
     Args:
         verify: the setting.

@@ -1,4 +1,4 @@
-"""How much host memory this process may have, and how it is got."""
+"""How much host memory this process may use, and how it is allocated."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class MmapAllocator:
     Args:
         executor: its threads do the work.
         pin: makes the memory known to a device, where it should be.
-        node: where the memory should lie, None for wherever the kernel puts it.
+        node: where the memory should lie, None for the kernel's choice.
     """
 
     def __init__(self, executor: Executor, pin: Pin | None = None, node: PreferredNode | None = None) -> None:

@@ -161,7 +161,7 @@ class PieceQueue:
                 self._copy(Direction.STORE, piece)
         finally:
             turn.release()
-        return True  # look again: who came meanwhile found the lock taken and has left
+        return True  # look again: a thread that found the lock taken has left
 
     def _copy(self, direction: Direction, piece: _Piece) -> None:
         piece.ticket.begin(self._clock.monotonic())

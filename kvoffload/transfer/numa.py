@@ -1,8 +1,9 @@
 """Host memory on the GPU's own NUMA node: what lies on another one comes over a second, slower bus.
 
-It is a preference (`MPOL_PREFERRED`): where the node is full the kernel takes another. Where the kernel refuses to be asked,
-as under the default profile of Docker, the touching thread runs on the node's processors meanwhile: a page lies where the
-thread that first touches it runs. Where that is refused too, memory lies where it would have lain.
+It is a preference (`MPOL_PREFERRED`): if the node is full, the kernel takes another. If the kernel refuses the call, as
+under Docker's default profile, the thread that touches the memory runs on the node's processors while it does so: a
+page is placed on the node of the thread that first touches it. If that is refused too, the kernel places the memory as
+usual.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class PreferredNode:
 
     @contextmanager
     def claim(self, address: int, size: int) -> Iterator[None]:
-        """Ask for the pages of a mapping that the caller touches inside. Logs what came of the first; raises nothing."""
+        """Ask for the pages of a mapping that the caller touches within the context. Logs the first outcome; raises nothing."""
         try:
             problem = self._prefer(address, size)
         except Exception as error:  # where memory lies is not worth the memory

@@ -1,4 +1,4 @@
-"""What the transfer side is handed: a clock, a copier, and what reads the machine's files."""
+"""What is handed to the transfer side: a clock, a copier, and a reader of the machine's files."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ class TransferPump:
     # --- the hook's thread ---
 
     def fence(self) -> Fence:
-        """Return what stands for all that the calling thread has enqueued on the device so far, None if it cannot be had."""
+        """Return a fence behind all that the calling thread has enqueued on the device so far, or None after an error."""
         try:
             return self._copier.fence()
         except Exception as error:  # a later fence serves as well
@@ -350,7 +350,7 @@ class TransferPump:
         accepted = self._ledger.accept(jobs, self._clock.monotonic())
         try:
             fence = fence or self._copier.fence()
-        except Exception as error:  # the caller is the engine: it must not stumble over a copier
+        except Exception as error:  # the caller is the engine: a copier's error must not reach it
             self._note_lost(error)
             self._fail(accepted, f"no fence: {error!r}")
             return []
@@ -377,7 +377,7 @@ class TransferPump:
     def _reap(self) -> bool:
         """Notice which batches have ended; return whether any has."""
         now = self._clock.monotonic()
-        is_load_pending = bool(self._lanes.loads)  # before its lane is looked at: it was while the stores ran
+        is_load_pending = bool(self._lanes.loads)  # before its lane is reaped: it was while the stores ran
         copied = [found for lane in self._lanes.copies for found in lane.reap(now)]
         self._note_stores(copied, now, is_load_pending=is_load_pending)
         read = [found for lane in self._lanes.readings for found in lane.reap(now)]
@@ -444,7 +444,7 @@ class TransferPump:
                 self._bound.batch_ended(found.batch, found.copy_s, now, is_load_pending=is_load_pending)
 
     def _read(self, copied: EndedBatch) -> bool:
-        """Have the checksums of a batch read whose copies have ended well; False where nothing was begun."""
+        """Start reading the checksums of a batch whose copies have ended well; False if nothing was started."""
         if self._checksums is None:
             return False
         batch = copied.batch

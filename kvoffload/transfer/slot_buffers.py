@@ -3,9 +3,9 @@
     to the disk      long aligned pages: where they lie          other pages: gathered in a buffer of the calling thread's
     from the disk    always the buffer, as a read that hangs must not have a host slot under it
 
-A write that hangs may have one: what it still reads goes to a place that is not used again. Without the copy, spills of blocks of
-4 MiB took a third of the processor time. Short pages are gathered, because a call of the hash library for each of them would
-keep the interpreter's lock most of the time.
+A write may use the host slot itself: if it hangs, what it still reads goes to a place that is not used again. Without
+the copy to a buffer, spills of blocks of 4 MiB took a third of the processor time. Short pages are gathered, because a
+call of the hash library for each of them would keep the interpreter's lock most of the time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvoffload.transfer.arena import Arena
 
 Pieces: TypeAlias = Sequence[memoryview]
-"""A slot's bytes, and at the end of the last piece some that fill it up to a whole page."""
+"""A slot's bytes; the end of the last piece is padding to a whole page."""
 
 _LONG = 2**16  # bytes of a page from which on the hash library releases the interpreter's lock
 
@@ -58,7 +58,7 @@ class SlotBuffers:
         return self.room(len(slots))
 
     def room(self, count: int) -> list[Pieces]:
-        """Return memory for so many slots, valid until the thread's next call."""
+        """Return memory for `count` slots, valid until the thread's next call."""
         buffer, pitch = self._buffer(), self._pitch
         return [(buffer[start : start + pitch],) for start in range(0, count * pitch, pitch)]
 

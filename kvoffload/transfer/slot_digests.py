@@ -1,4 +1,4 @@
-"""Digests of host slots: what is read of each, and how it is read without keeping the engine's thread waiting.
+"""Digests of host slots: what is read of each, and how, without making the engine's thread wait.
 
 A slot's bytes lie in as many pages as there are regions, and most pages are small. The hash library keeps the
 interpreter's lock for pieces of up to 64 KiB, which it reads in microseconds from a cache but not from memory. So:
@@ -12,8 +12,7 @@ place is left out; in one slot it is always the same.
 
     page of 8 KiB    | . . # . . . . . | . . . . . # . . |      two stretches, one line of each
 
-So a sample notices for certain that a whole page holds other bytes, or any 8 KiB of one; a single changed byte it notices
-in one case of 64.
+So a sample always detects that a page, or any 8 KiB of one, holds other bytes; it detects a single changed byte in one case of 64.
 """
 
 from __future__ import annotations

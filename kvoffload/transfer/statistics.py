@@ -1,4 +1,4 @@
-"""What a pump can say of itself."""
+"""Statistics of a pump."""
 
 from __future__ import annotations
 

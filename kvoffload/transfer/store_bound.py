@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _FLOOR = 8  # parts of the ceiling: a batch or two, or the coroutine's own pace would starve the stores
 _STEP = 8  # an undisturbed batch raises the bound by this part of the ceiling
-_SLOW = 2.0  # times the best: what a copy takes by itself varies by less
+_SLOW = 2.0  # times the best: undisturbed copies vary by less
 _LOCK_S = 0.01  # what waits for the interpreter's lock may add to the time of a batch that is enqueued in several calls
 _FORGET = 0.98  # of the best speed, with each batch: a faster moment is no measure for good
 

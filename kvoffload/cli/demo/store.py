@@ -72,7 +72,7 @@ def _quiet_client() -> AbstractContextManager[None]:
 
 @contextmanager
 def _environment(names: Mapping[str, str]) -> Iterator[None]:
-    """Set these environment variables for a while, also for processes that are started meanwhile."""
+    """Set environment variables for this process and its children, and restore them afterwards."""
     before = {name: os.environ.get(name) for name in names}
     os.environ.update(names)
     try:
