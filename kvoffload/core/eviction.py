@@ -25,7 +25,7 @@ class EvictionPolicy(Protocol):
         """Let slots go: they are in use, evicted or written off."""
 
     def take(self, count: int) -> Sequence[SlotId]:
-        """Remove and return so many slots, all there are at most, the next victim first."""
+        """Remove and return up to `count` slots, the next victim first."""
 
     count: int
     """How many slots there are."""

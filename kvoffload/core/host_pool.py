@@ -207,7 +207,7 @@ class HostPool:
         self._order.add(self._ready(uncount(self._holds, slots)))
 
     def use(self, slots: Sequence[SlotId], held: Mapping[SlotId, int]) -> int:
-        """Note a use of each slot in this order, and undo so many holds of those in `held`. The last use of a slot counts.
+        """Note a use of each slot in this order, and undo as many holds of each slot as `held` says. The last use of a slot counts.
 
         Returns:
             How many of them may be evicted, the last one last.

@@ -29,7 +29,7 @@ class InFlightStores:
         self.blocks.update(dict.fromkeys(blocks, job))
 
     def wait(self, duplicate: Offer) -> None:
-        """Another block with the same key is being stored: this offer is settled by how that ends."""
+        """Another block with the same key is being stored: keep this offer until that store ends."""
         self.duplicates.setdefault(duplicate.key, []).append(duplicate)
 
     def forget(self, keys: Sequence[BlockKey]) -> list[Offer]:

@@ -24,9 +24,9 @@ _Saved = tuple[list[tuple[int, _Part]], list[tuple[BlockKey, bool]] | None]
 
 _BYTES = 256
 _MOST = 2048
-"""Keys of a part while it can be split: to split or to copy so many takes a fraction of a millisecond."""
+"""Most keys of a part while it can be split: splitting or copying it takes a fraction of a millisecond."""
 _LOOK_AFTER = 256
-"""Keys that are added between two looks at how long the parts are; one may be longer by so many."""
+"""Keys added between two checks of the parts' lengths; a part may be longer by that many."""
 
 
 class KeyIndex(Mapping[BlockKey, SlotId]):
@@ -74,7 +74,7 @@ class KeyIndex(Mapping[BlockKey, SlotId]):
         return self._changes
 
     def expect(self, count: int) -> None:
-        """Split for so many keys while there are few, so that adding them splits nothing: the parts would all do so at once."""
+        """Split for `count` keys while there are few: otherwise all parts would have to be split at the same time."""
         width, parts = _BYTES, self.parts
         while width > 1 and count > _MOST * _BYTES // width:
             for byte in range(0, _BYTES, width):

@@ -62,6 +62,6 @@ class _Part:
 
 
 def place_below(number: SlotId, levels: int) -> tuple[int, SlotId]:
-    """Return which of so many tiers below the host, and which slot there, a number below zero stands for."""
+    """Return which of the tiers below the host, and which slot there, a negative number stands for."""
     place, level = divmod(-1 - number, levels)
     return level, SlotId(place)

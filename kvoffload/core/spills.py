@@ -87,7 +87,7 @@ class Spills:
         return bool(self._state.jobs.is_loading or self._tier.fetching)
 
     def _next_keys(self, count: int) -> list[BlockKey]:
-        """Take up to so many candidates that the host has and the tier lacks; return them heads first."""
+        """Take up to `count` candidates that the host has and the tier lacks; return them heads first."""
         tier, keys = self._tier, dict[BlockKey, None]()
         on_host, on_tier = self._state.pool.index.parts, tier.pool.index.parts
         while tier.candidates and len(keys) < count:

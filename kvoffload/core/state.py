@@ -37,7 +37,7 @@ class Policy:
         prefix_junctions: ask the engine for recurrent states whose absence shortened hits.
         spill_after_hits: how often a block is found again before it is written to the disk; None without a disk.
         share_after_hits: how often before it is written to the remote store; None without one.
-        merge_steps: the few blocks that a decoding batch completes may wait for those of so many steps in all.
+        merge_steps: most steps whose blocks are stored together, if a decoding batch completes only a few in each.
     """
 
     store_policy: str = "eager"

@@ -16,7 +16,7 @@ from kvoffload.model.events import (
 
 
 class Tally:
-    """Collects events until the runtime takes them. Counts about single blocks are added up meanwhile.
+    """Collects events until the runtime takes them, and adds up the counts of single blocks.
 
     Args:
         planned: jobs that the step's plan will have. While there are any, sums wait: they follow the jobs they are about.

@@ -20,7 +20,7 @@ class PinAges:
         self._clocks = clocks
         self._since: dict[RequestId, Since] = {}
         self.oldest: Since | None = None
-        """Start of the oldest pin, or None. Replaced as a whole, so other threads may read it."""
+        """Start of the oldest pin, or None. Replaced, never changed, so other threads may read it."""
 
     def subscribe(self, bus: Bus) -> None:
         """Follow the pins from now on."""
