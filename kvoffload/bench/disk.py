@@ -15,7 +15,6 @@ import resource
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,9 +27,6 @@ from kvoffload.cli.signals import run_async
 if TYPE_CHECKING:
     from kvoffload.bench.copy_rig import Rig
     from kvoffload.disk.slot_file import SlotFile
-    from kvoffload.engine.plugin import EnginePlugin
-    from kvoffload.runtime.scheduler_side import SchedulerSide
-    from kvoffload.telemetry.snapshot import Snapshot
 
 HELP = "the disk tier's copies against the disk's own speed, and an engine that starts again after a SIGKILL"
 
@@ -38,8 +34,6 @@ _GOAL, _GOAL_FROM_KIB = 0.8, 1024
 _PIECE = 2**20
 _POOL = 4  # times the places that one pass names
 _GIB = 2**30
-_HOOK_TURNS = 10
-_NEVER = 2**30  # hits before a block is written
 _REGIONS = 8  # pages of a block
 _WAYS = ("spill", "fetch")
 
@@ -244,60 +238,25 @@ class _Tier:
 
 
 async def _hooks(folder: Path) -> list[Line]:
-    """Play conversations that outgrow the host without a disk, with one that writes nothing, and with one that works."""
-    from kvoffload.cli.demo.conversations import make_conversations
-    from kvoffload.cli.demo.engines import PLUGIN, engine_config
-    from kvoffload.cli.demo.options import DemoOptions
-    from kvoffload.cli.demo.play import Player, warm_up
-    from kvoffload.engine import Engine
-    from kvoffload.engine.plugin import load_plugin
+    """Measure hooks without a disk, with one that writes nothing, and with one that works."""
+    from kvoffload.bench.tier_hooks import HOST, NEVER, OUTGROWS, hook_seconds, moved, served
 
-    options = DemoOptions(
-        conversations=12, turns=_HOOK_TURNS, first_tokens=384, turn_tokens=96, answer_tokens=24, model="tiny"
-    )
-    text = random.Random(options.seed).randbytes(options.conversations * options.message_tokens)
-    conversations = make_conversations(text, options)
-    disk = {"disk_bytes": "64MiB"}
-    settings: dict[str, dict[str, object]] = {
-        "none": {},
-        "idle": {**disk, "disk_path": str(folder / "idle"), "spill_after_hits": _NEVER},
-        "working": {**disk, "disk_path": str(folder / "working")},
-    }
-    plugins = {name: load_plugin(PLUGIN) for name in settings}
-    players: dict[str, Player] = {}
-    spent: dict[str, list[float]] = {name: [] for name in settings}
-    async with AsyncExitStack() as running:
-        for name, extra in settings.items():
-            config = engine_config(options, {"host_bytes": "18MiB", **extra})
-            engine = await running.enter_async_context(Engine(config, plugins[name]))
-            for _ in range(3):  # the index is read, and the core takes it over
-                await warm_up(engine, options.first_tokens, options.seed)
-            first = next(iter(players.values()), None)
-            script = first.answers if first is not None else None
-            players[name] = Player(engine, conversations, options, lambda: None, script)
-        for number in range(options.turns):
-            for name, player in players.items():
-                before = _hook_seconds(plugins[name])
-                await player.play_round(number)
-                spent[name].append(_hook_seconds(plugins[name]) - before)
-        moved = _counted(plugins["working"])
-    if not moved.count("kvoffload_tier_blocks_total", "disk", "load", "done"):
-        raise CommandError("nothing was fetched from the disk, so the tier did not work")
+    disk = {**HOST, "disk_bytes": "64MiB"}
+    idle = {**disk, "disk_path": str(folder / "idle"), "spill_after_hits": NEVER}
+    works = {**disk, "disk_path": str(folder / "working")}
+    async with (
+        served(OUTGROWS, HOST) as without,
+        served(OUTGROWS, idle) as rests,
+        served(OUTGROWS, works) as busy,
+    ):
+        spent = await hook_seconds({"none": without, "idle": rests, "working": busy})
+        if not moved(busy[1], "disk", "load"):
+            raise CommandError("nothing was fetched from the disk, so the tier did not work")
     what = "time in the scheduler's hooks with the disk, over without; reference engine"
     return [
         line(f"{what}, idle", ratios(spent["idle"], spent["none"]), at_most=1.05),
         line(f"{what}, while it works", ratios(spent["working"], spent["none"]), at_most=1.15),
     ]
-
-
-def _hook_seconds(plugin: EnginePlugin) -> float:
-    return sum(each.total for each in _counted(plugin).distributions["kvoffload_hook_seconds"].values())
-
-
-def _counted(plugin: EnginePlugin) -> Snapshot:
-    side: SchedulerSide | None = getattr(plugin, "offload", None)
-    assert side is not None, plugin
-    return side.counters.snapshot()
 
 
 def _restart(folder: Path, args: argparse.Namespace) -> Iterator[Line]:

@@ -14,32 +14,24 @@ import asyncio
 import itertools
 import random
 import statistics
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from kvoffload.bench.lines import Line, line, not_run, ratios
 from kvoffload.bench.remote import STORES
 from kvoffload.bench.remote_failures import FAILURES, Begin, LocalStore
-from kvoffload.cli.demo.conversations import make_conversations
-from kvoffload.cli.demo.engines import PLUGIN, engine_config
+from kvoffload.bench.tier_hooks import HOST, NEVER, OUTGROWS, hook_seconds, moved, served, until
+from kvoffload.cli.demo.engines import engine_config
 from kvoffload.cli.demo.options import DemoOptions
-from kvoffload.cli.demo.play import Player, idle, warm_up
+from kvoffload.cli.demo.play import idle
 from kvoffload.cli.demo.store import local_store
 from kvoffload.cli.exits import CommandError
 from kvoffload.cli.signals import run_async
 from kvoffload.engine import Engine, SamplingParams
-from kvoffload.engine.plugin import load_plugin
 from kvoffload.telemetry.labels import TierState
 
-if TYPE_CHECKING:
-    from kvoffload.runtime.scheduler_side import SchedulerSide
-
 _NODE_BYTES = 2**29
-_PATIENCE_S = 120.0
-_NEVER = 2**30  # hits before a block is written
-_HOOK_TURNS = 10
 _ANSWER = 4
 _RING, _RING_TOKENS, _CLIENTS = 32, 320, 2
 _HOST_SHARE = 3  # of the ring; fetches may fill a quarter of the host: a prompt of each client
@@ -94,17 +86,17 @@ async def _second_engine(name: str, server: LocalStore, args: argparse.Namespace
     )
     settings = {"host_bytes": "256MiB", "remote_url": server.url, "share_after_hits": 0}
     prompts = _prompts(args.conversations, tokens)
-    async with _served(options, settings) as (first, side):
+    async with served(options, settings) as (first, side):
         for prompt in prompts:
             await _first_token_s(first, prompt)
-        await _until(first, lambda: _moved(side, "store") >= args.conversations * (tokens // 16 - 1))
+        await until(first, lambda: moved(side, "remote", "store") >= args.conversations * (tokens // 16 - 1))
     taken: dict[str, list[float]] = {"recomputed": [], "shared": []}
-    async with _served(options, settings) as (second, side), _served(options, {}) as (plain, _):
+    async with served(options, settings) as (second, side), served(options, {}) as (plain, _):
         for number, prompt in enumerate(prompts):
             both = [("recomputed", plain), ("shared", second)]
             for which, engine in both[:: 1 if number % 2 else -1]:
                 taken[which].append(1e3 * await _first_token_s(engine, prompt))
-        fetched = _moved(side, "load")
+        fetched = moved(side, "remote", "load")
     if not fetched:
         raise CommandError(f"nothing was fetched from {name}, so there is nothing to time")
     what = f"first token of a prefix that another engine computed, {name}"
@@ -119,37 +111,19 @@ async def _second_engine(name: str, server: LocalStore, args: argparse.Namespace
 
 
 async def _hooks(works: LocalStore, dies: LocalStore) -> list[Line]:
-    """Play conversations that outgrow the host, with and without a store."""
-    options = DemoOptions(
-        conversations=12, turns=_HOOK_TURNS, first_tokens=384, turn_tokens=96, answer_tokens=24, model="tiny"
-    )
-    text = random.Random(options.seed).randbytes(options.conversations * options.message_tokens)
-    conversations = make_conversations(text, options)
-    urls = {"idle": works.url, "working": works.url, "dead": dies.url}
-    settings: dict[str, dict[str, object]] = {
-        name: {"host_bytes": "18MiB", "remote_url": url} for name, url in urls.items()
-    }
-    settings["idle"] |= {"share_after_hits": _NEVER, "disk_identity": "another"}
-    spent: dict[str, list[float]] = {name: [] for name in ("none", *settings)}
+    """Measure hooks without a store, with an idle one, with one that works, and with a dead one."""
+    working = {**HOST, "remote_url": works.url}
+    idle = {**working, "share_after_hits": NEVER, "disk_identity": "another"}
     async with (
-        _served(options, {"host_bytes": "18MiB"}) as none,
-        _served(options, settings["idle"]) as rests,
-        _served(options, settings["working"]) as busy,
-        _served(options, settings["dead"]) as dead,
+        served(OUTGROWS, HOST) as none,
+        served(OUTGROWS, idle) as rests,
+        served(OUTGROWS, working) as busy,
+        served(OUTGROWS, {**HOST, "remote_url": dies.url}) as dead,
     ):
         dies.close()
-        await _until(dead[0], lambda: dead[1].gauges().remote is TierState.FAILING)
-        served = dict(zip(spent, (none, rests, busy, dead), strict=True))
-        players: dict[str, Player] = {}
-        for name, (engine, _) in served.items():
-            script = players["none"].answers if players else None
-            players[name] = Player(engine, conversations, options, lambda: None, script)
-        for number in range(options.turns):
-            for name, player in players.items():
-                before = _hook_seconds(served[name][1])
-                await player.play_round(number)
-                spent[name].append(_hook_seconds(served[name][1]) - before)
-        if not _moved(busy[1], "load"):
+        await until(dead[0], lambda: dead[1].gauges().remote is TierState.FAILING)
+        spent = await hook_seconds({"none": none, "idle": rests, "working": busy, "dead": dead})
+        if not moved(busy[1], "remote", "load"):
             raise CommandError("nothing was fetched from the store, so the tier did not work")
     what = "time in the scheduler's hooks with a store, over without; reference engine"
     none_s = spent["none"]
@@ -160,19 +134,13 @@ async def _hooks(works: LocalStore, dies: LocalStore) -> list[Line]:
     ]
 
 
-def _hook_seconds(side: SchedulerSide) -> float:
-    return sum(
-        each.total for each in side.counters.snapshot().distributions["kvoffload_hook_seconds"].values()
-    )
-
-
 # -- while it fails -------------------------------------------------------------------------------------------------
 
 
 async def _without_a_store(args: argparse.Namespace) -> list[int]:
     """Return the tokens of each second without a store."""
     options = _ring_options(args)
-    async with _served(options, {"host_bytes": _ring_host(options)}) as (engine, _), _ring(engine) as tokens:
+    async with served(options, {"host_bytes": _ring_host(options)}) as (engine, _), _ring(engine) as tokens:
         await _counted(tokens, args.seconds)
         return (await _counted(tokens, args.seconds))[-args.seconds :]
 
@@ -185,8 +153,10 @@ async def _failing(server: LocalStore, begin: Begin, args: argparse.Namespace) -
     """
     options = _ring_options(args)
     settings = {"host_bytes": _ring_host(options), "remote_url": server.url, "share_after_hits": 0}
-    async with _served(options, settings) as (engine, side), _ring(engine) as tokens:
-        await _until(None, lambda: _moved(side, "load") >= _RING * _RING_TOKENS // 16 // 2)  # half the ring
+    async with served(options, settings) as (engine, side), _ring(engine) as tokens:
+        await until(
+            None, lambda: moved(side, "remote", "load") >= _RING * _RING_TOKENS // 16 // 2
+        )  # half the ring
         unheeded = len(tokens)  # whole seconds only
         await _counted(tokens, args.seconds)
         begins = len(tokens) - 1  # the second that has just begun
@@ -280,21 +250,6 @@ def _mean(tokens: list[int]) -> float:
 # -- engines --------------------------------------------------------------------------------------------------------
 
 
-@asynccontextmanager
-async def _served(
-    options: DemoOptions, settings: Mapping[str, object]
-) -> AsyncIterator[tuple[Engine, SchedulerSide]]:
-    """Run an engine; if it has a store, wait until the store can be used."""
-    plugin = load_plugin(PLUGIN)
-    async with Engine(engine_config(options, settings), plugin) as engine:
-        side: SchedulerSide | None = getattr(plugin, "offload", None)
-        assert side is not None, plugin
-        await warm_up(engine, options.first_tokens, options.seed)
-        if "remote_url" in settings:
-            await _until(engine, lambda: side.gauges().remote is TierState.OPEN)
-        yield engine, side
-
-
 async def _first_token_s(engine: Engine, prompt: list[int]) -> float:
     async with engine.submit(prompt, SamplingParams(_ANSWER)) as stream:
         async for _ in stream:
@@ -302,26 +257,6 @@ async def _first_token_s(engine: Engine, prompt: list[int]) -> float:
     await idle(engine)
     assert stream.stats.first_token_s is not None
     return stream.stats.first_token_s - stream.stats.arrived_s
-
-
-async def _until(engine: Engine | None, is_so: Callable[[], bool]) -> None:
-    """Wait for a condition, stepping an engine that has no requests.
-
-    Raises:
-        CommandError: it takes too long.
-    """
-    now = asyncio.get_running_loop().time
-    until = now() + _PATIENCE_S
-    while not is_so():
-        if now() > until:
-            raise CommandError(f"the store is not as it should be after {_PATIENCE_S:g} s")
-        if engine is not None:
-            engine.step()
-        await asyncio.sleep(0.01)
-
-
-def _moved(side: SchedulerSide, way: str) -> float:
-    return side.counters.snapshot().count("kvoffload_tier_blocks_total", "remote", way, "done")
 
 
 def _prompts(count: int, tokens: int) -> list[list[int]]:

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 _SCOPE = "kvoffload"
-_REQUESTS = "requests"  # the group of requests' tracks
 _REMEMBERED = 4096  # requests that may still have copies, and stores that have not reported
 _PROTOCOLS = ("http/protobuf", "grpc")
 _INSIDE = (What.QUEUED, What.COPY)

@@ -68,12 +68,11 @@ class ManualPortal(Portal):
         return True
 
 
-class _Running(Future[Any]):
-    """Waiting for it runs the loop."""
+class TaskFuture(Future[Any]):
+    """What a task on the caller's own loop returns; cancelling it cancels the task."""
 
-    def __init__(self, portal: ManualPortal, task: asyncio.Task[Any]) -> None:
+    def __init__(self, task: asyncio.Task[Any]) -> None:
         super().__init__()
-        self._portal = portal
         self._task = task
         task.add_done_callback(self._take)
 
@@ -81,22 +80,29 @@ class _Running(Future[Any]):
         self._task.cancel()
         return super().cancel()
 
+    def _take(self, task: asyncio.Task[Any]) -> None:
+        error: BaseException | None = CancelledError() if task.cancelled() else task.exception()
+        if self.cancelled():
+            return
+        if error is not None:
+            self.set_exception(error)
+        else:
+            self.set_result(task.result())
+
+
+class _Running(TaskFuture):
+    """Waiting for it runs the loop."""
+
+    def __init__(self, portal: ManualPortal, task: asyncio.Task[Any]) -> None:
+        super().__init__(task)
+        self._portal = portal
+
     def result(self, timeout: float | None = None) -> Any:  # noqa: ANN401
         end = self._portal.clock.monotonic() + (timeout or 0)
         self._portal.advance(0)
         while not self.done() and (timeout is None or self._portal.clock.monotonic() < end):
             self._portal.advance()
         return super().result(0)
-
-    def _take(self, task: asyncio.Task[Any]) -> None:
-        if self.cancelled():
-            return
-        if task.cancelled():
-            self.set_exception(CancelledError())
-        elif (error := task.exception()) is not None:
-            self.set_exception(error)
-        else:
-            self.set_result(task.result())
 
 
 async def _all_ended(tasks: set[asyncio.Task[Any]]) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from kvoffload.runtime.portal import Portal, PortalClosed
 from kvoffload.testing import ManualExecutor
+from tests.runtime.manual_portal import TaskFuture
 
 if TYPE_CHECKING:
     import random
@@ -127,29 +128,14 @@ class SimPortal(Portal):
         return True
 
 
-class _Spawned(Future[Any]):
+class _Spawned(TaskFuture):
     """Waiting for it, which is done outside the loop, runs the loop."""
 
     def __init__(self, loop: SimLoop, task: asyncio.Task[Any]) -> None:
-        super().__init__()
+        super().__init__(task)
         self._loop = loop
-        self._task = task
-        task.add_done_callback(self._take)
-
-    def cancel(self) -> bool:
-        self._task.cancel()
-        return super().cancel()
 
     def result(self, timeout: float | None = None) -> Any:  # noqa: ANN401
         if not self.done():
             self._loop.run_until_complete(asyncio.wait([self._task], timeout=timeout))
         return super().result(0)
-
-    def _take(self, task: asyncio.Task[Any]) -> None:
-        error: BaseException | None = CancelledError() if task.cancelled() else task.exception()
-        if self.cancelled():
-            return
-        if error is not None:
-            self.set_exception(error)
-        else:
-            self.set_result(task.result())
