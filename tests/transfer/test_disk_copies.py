@@ -479,7 +479,10 @@ def test_a_copy_that_began_as_the_file_was_closed_does_not_touch_its_descriptor(
     monkeypatch.setattr(rig.file, "write", lambda slot, _: calls.append(slot))
     rig.spill([0], [0])
 
+    monotonic = rig.clock.monotonic
+
     def close() -> float:
+        monkeypatch.setattr(rig.clock, "monotonic", monotonic)  # a second close would see the copy as active
         rig.copies.close()  # the thread has taken the copy, and is not yet seen to be active
         return 0.0
 
