@@ -16,14 +16,14 @@ from kvoffload.core.state import Policy
 from kvoffload.model import facts
 from kvoffload.model.causes import CopyOutcome, TierOutcome
 from kvoffload.model.disk import Put, Strike
-from kvoffload.model.events import TierCopyEnded
 from kvoffload.model.groups import GroupSpec
 from kvoffload.model.ids import BlockKey, JobId, Rank, SlotId
 from kvoffload.model.transfer import Direction, DiskJob, JobReport, Tier
-from tests.core.world import CORRUPT, DONE, FAILED, GARBAGE, Req, World, keys_of
+from tests.core.lower_world import LowerWorld
+from tests.core.world import CORRUPT, DONE, FAILED, GARBAGE, keys_of
 
 
-class DiskWorld(World):
+class DiskWorld(LowerWorld):
     """A world with `disk` places. It opens with what `before` left on its disk, or with an empty disk.
 
     Ages go on where those of `before` ended, so that what it computed before a reset stays from before the reset.
@@ -175,11 +175,7 @@ class DiskWorld(World):
         self.disk_rotten.add((rank, place))
 
     def disk_jobs(self, direction: Direction) -> list[JobId]:
-        return [
-            number
-            for number, copy in self.copies.items()
-            if isinstance(copy.job, DiskJob) and copy.job.direction is direction
-        ]
+        return self.jobs_of(DiskJob, direction)
 
     # -- what must hold -----------------------------------------------------------------------------------------
 
@@ -235,23 +231,7 @@ class DiskWorld(World):
 
     def disk_copies(self, direction: Direction, outcome: TierOutcome) -> int:
         """Blocks copied so far."""
-        wanted = Tier.DISK, direction, outcome
-        ended = self.reported(TierCopyEnded)
-        return sum(each.blocks for each in ended if (each.tier, each.direction, each.outcome) == wanted)
-
-    def serve(self, name: str, text: str, *, drains: bool = True) -> Req:
-        """As of any world; what the disk has of the text is waited for. Unless it `drains`, what is to be spilled waits."""
-        request = self.add(name, text)
-        while self.admit(request) is None:
-            self.idle_step()
-            self.finish()
-        self.step()
-        self.finish()
-        self.run(request)
-        self.end(request)
-        if drains:
-            self.drain()
-        return request
+        return self.copies_of(Tier.DISK, direction, outcome)
 
     def serve_again(self, name: str, text: str) -> None:
         """Serve a text a second time, so that its blocks are worth a spill, and let all copies end."""

@@ -11,12 +11,12 @@ from kvoffload.core.remote_state import RemoteState
 from kvoffload.core.state import Policy
 from kvoffload.model import facts
 from kvoffload.model.causes import CopyOutcome, TierOutcome
-from kvoffload.model.events import TierCopyEnded
 from kvoffload.model.groups import GroupSpec
 from kvoffload.model.ids import BlockKey, JobId, Rank, RequestId
 from kvoffload.model.transfer import Direction, JobReport, RemoteJob, Tier
 from tests.core.disk_world import DiskWorld
-from tests.core.world import CORRUPT, DONE, FAILED, GARBAGE, Req, World, keys_of
+from tests.core.lower_world import LowerWorld
+from tests.core.world import CORRUPT, DONE, FAILED, GARBAGE, Req, keys_of
 
 
 class Value(NamedTuple):
@@ -38,7 +38,7 @@ Store = dict[tuple[str, BlockKey, int], Value]
 """By namespace, key and rank."""
 
 
-class RemoteWorld(World):
+class RemoteWorld(LowerWorld):
     """A world with a store, which it may share with another.
 
     Args:
@@ -183,16 +183,10 @@ class RemoteWorld(World):
 
     def copied(self, direction: Direction, outcome: TierOutcome = TierOutcome.DONE) -> int:
         """Blocks copied to the store or from it so far."""
-        wanted = Tier.REMOTE, direction, outcome
-        ended = self.reported(TierCopyEnded)
-        return sum(each.blocks for each in ended if (each.tier, each.direction, each.outcome) == wanted)
+        return self.copies_of(Tier.REMOTE, direction, outcome)
 
     def remote_jobs(self, direction: Direction) -> list[JobId]:
-        return [
-            number
-            for number, copy in self.copies.items()
-            if isinstance(copy.job, RemoteJob) and copy.job.direction is direction
-        ]
+        return self.jobs_of(RemoteJob, direction)
 
     def in_store(self, text: str, rank: int = 0) -> str:
         """Which blocks of a text the store has: one character a block, x or a dot."""
@@ -203,19 +197,6 @@ class RemoteWorld(World):
     def overwrite(self, text: str, rank: int = 0) -> None:
         """Another writer wrote under the name of the text's last block."""
         self.store[self.remote.namespace, keys_of(text, self.groups[0])[-1], rank] = Value(GARBAGE, 0)
-
-    def serve(self, name: str, text: str, *, drains: bool = True) -> Req:
-        request = self.add(name, text)
-        while self.admit(request) is None:
-            self.idle_step()
-            self.finish()
-        self.step()
-        self.finish()
-        self.run(request)
-        self.end(request)
-        if drains:
-            self.drain()
-        return request
 
     def share(self, text: str) -> None:
         """Have a text computed, found again and written to the store."""

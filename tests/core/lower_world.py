@@ -1,0 +1,40 @@
+"""What worlds with a disk and worlds with a store have in common."""
+
+from __future__ import annotations
+
+from kvoffload.model.causes import TierOutcome
+from kvoffload.model.events import TierCopyEnded
+from kvoffload.model.ids import JobId
+from kvoffload.model.transfer import Direction, DiskJob, RemoteJob, Tier
+from tests.core.world import Req, World
+
+
+class LowerWorld(World):
+    """A world with a tier below its host."""
+
+    def jobs_of(self, kind: type[DiskJob | RemoteJob], direction: Direction) -> list[JobId]:
+        return [
+            number
+            for number, copy in self.copies.items()
+            if isinstance(copy.job, kind) and copy.job.direction is direction
+        ]
+
+    def copies_of(self, tier: Tier, direction: Direction, outcome: TierOutcome) -> int:
+        """Blocks copied to or from the tier so far."""
+        wanted = tier, direction, outcome
+        ended = self.reported(TierCopyEnded)
+        return sum(each.blocks for each in ended if (each.tier, each.direction, each.outcome) == wanted)
+
+    def serve(self, name: str, text: str, *, drains: bool = True) -> Req:
+        """As of any world; what a tier has of the text is waited for. Unless it `drains`, what is to be spilled waits."""
+        request = self.add(name, text)
+        while self.admit(request) is None:
+            self.idle_step()
+            self.finish()
+        self.step()
+        self.finish()
+        self.run(request)
+        self.end(request)
+        if drains:
+            self.drain()
+        return request
