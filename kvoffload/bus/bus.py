@@ -2,7 +2,7 @@
 
 A hook dispatches one fact. The fact's class has exactly one state handler, which runs inline. The handler's events follow
 the fact in the same batch, then whatever subscribers publish. Every subscriber sees the messages in that order, and no
-handler or subscriber runs inside another. When the batch is over, recorders get it whole.
+handler or subscriber runs inside another. When the batch is over, it is kept whole for the recorder.
 
 One thread dispatches and subscribes: the engine's. Feeds carry messages to others.
 """
@@ -18,7 +18,9 @@ from kvoffload.bus.guard import call_guarded
 M = TypeVar("M")
 
 Handler = Callable[[Any], object]
-Recorder = Callable[[list[object]], object]
+Batch = tuple[int, float, list[object]]
+"""How many messages were published before it, its time, and its messages."""
+Recorder = Callable[[list[Batch]], object]
 StateErrorCallback = Callable[[Exception, object], object]
 RemovedCallback = Callable[[str, Exception], object]
 
@@ -80,7 +82,10 @@ class Bus:
         self._source: EventSource = source or _NoEvents()
         self._handlers: dict[type, Handler] = {}
         self._counters: list[tuple[type, Handler]] = []
-        self._recorders: tuple[Recorder, ...] = ()
+        self._recorder: Recorder | None = None
+        self._now: Callable[[], float] = float
+        self._kept: list[Batch] = []
+        self._at_a_time = self._record_at = 0
         self._offers: list[tuple[tuple[type, ...], Handler]] = []
         self._feeds: dict[str, Feed[Any]] = {}
         self._routes = _Routes(self._resolve)  # derived from the above, forgotten when it changes
@@ -113,9 +118,23 @@ class Bus:
         self._counters.append((cls, counter))
         self._routes.clear()
 
-    def record(self, recorder: Recorder) -> None:
-        """Call `recorder` with each whole batch, which it may keep; once it raises, never again."""
-        self._recorders += (recorder,)
+    def record(self, recorder: Recorder, now: Callable[[], float], at_a_time: int = 1) -> list[Batch]:
+        """Call `recorder` with the batches published since the last call once they have so many messages.
+
+        To keep a batch takes no call of Python, and a recorder that gets many at a time finds its code in the processor's
+        caches. A bus has one recorder; once it raises, it is not called again.
+
+        Args:
+            recorder: takes the batches and may keep them, but not their list.
+            now: the clock that gives each batch its time.
+            at_a_time: messages.
+
+        Returns:
+            The batches that the recorder will get next, which other threads may copy.
+        """
+        self._recorder, self._now, self._at_a_time = recorder, now, at_a_time
+        self._record_at = self._published + at_a_time
+        return self._kept
 
     def observe(self, name: str, classes: Sequence[type[M]], capacity: int) -> Feed[M]:
         """Return a feed of the messages of `classes`; with no class, one that only its owner fills.
@@ -166,12 +185,12 @@ class Bus:
                         self._raised(react, message, exc)
         finally:
             self._batch = None
-            self._published += len(batch)
-        for recorder in self._recorders:
-            try:
-                recorder(batch)
-            except Exception as exc:
-                self._remove(recorder, exc)
+            before = self._published
+            self._published = published = before + len(batch)
+        if self._recorder is not None:
+            self._kept.append((before, self._now(), batch))
+            if published >= self._record_at:
+                self._record(self._recorder)
         if self._after:
             self._run_after()
 
@@ -197,6 +216,15 @@ class Bus:
             raise exc
         call_guarded(self._state_error, exc, message)
 
+    def _record(self, recorder: Recorder) -> None:
+        self._record_at = self._published + self._at_a_time
+        try:
+            recorder(self._kept)
+        except Exception as exc:
+            self._recorder = None
+            self._note_removed(recorder, exc)
+        self._kept.clear()
+
     def _run_after(self) -> None:
         while self._after:
             call_guarded(self._after.pop(0))
@@ -207,10 +235,12 @@ class Bus:
         return (*handler, *[each for wanted, each in subscribers if issubclass(cls, wanted)])
 
     def _remove(self, subscriber: Handler, exc: Exception) -> None:
-        name = getattr(subscriber, "__qualname__", type(subscriber).__qualname__)
         self._counters = [entry for entry in self._counters if entry[1] != subscriber]
-        self._recorders = tuple(recorder for recorder in self._recorders if recorder != subscriber)
-        self._removed_counters.append(name)
         self._routes.clear()
+        self._note_removed(subscriber, exc)
+
+    def _note_removed(self, subscriber: Handler, exc: Exception) -> None:
+        name = getattr(subscriber, "__qualname__", type(subscriber).__qualname__)
+        self._removed_counters.append(name)
         if self._removed is not None:
             call_guarded(self._removed, name, exc)

@@ -321,7 +321,8 @@ class SchedulerSide:
         except Exception as error:
             self._broken.raised(error, "take_events")
         else:
-            self.bus.dispatch(events)
+            if events:
+                self.bus.dispatch(events)
         return plan
 
     # -- reports ------------------------------------------------------------------------------------------------

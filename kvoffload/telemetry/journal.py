@@ -1,7 +1,7 @@
 """The journal: the last messages in memory for error reports, and all of them in a file on request.
 
-Recording is one append per batch, inline, so that sequence numbers have no gaps. Every 64 messages move to a ring in a shorter
-form; they become text only when read. A task of the observers' loop writes the file in a worker thread, behind a feed, so
+The bus keeps each batch inline, so that sequence numbers have no gaps. Every 64 messages move to a ring in a shorter form; they
+become text only when read. A task of the observers' loop writes the file in a worker thread, behind a feed, so
 that neither the engine nor another observer waits for a disk. If the feed is full, lines are dropped and the file's sequence
 numbers have a gap. Each file begins with the provenance.
 """
@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import anyio
 import anyio.to_thread
 
-from kvoffload.bus.bus import Bus
+from kvoffload.bus.bus import Batch, Bus
 from kvoffload.bus.feed import Feed
 from kvoffload.bus.guard import call_guarded
 from kvoffload.model.facts import StepScheduled
@@ -39,10 +39,6 @@ class Entry(NamedTuple):
     sequence: int
     time: float
     message: object
-
-
-_Batch = tuple[int, float, list[object]]
-"""How many messages were recorded before it, its time, and its messages."""
 
 
 class Journal:
@@ -72,12 +68,9 @@ class Journal:
     ) -> None:
         self._now = now
         self._ring_size = ring_size
-        self._ring: deque[tuple[int, float, object]] = deque(maxlen=ring_size)
-        self._young: list[_Batch] = []  # not yet shortened
-        self._at_a_time = 1 if path is not None else _AT_A_TIME
-        self._shorten_at = self._at_a_time
-        self._recorded = 0
-        self._ends_idle = False
+        self._ring: deque[Batch] = deque()  # the oldest batch has the oldest message that is kept
+        self._in_ring = 0  # messages
+        self._young: list[Batch] = []  # not yet shortened; the bus appends to it
         self._file = JournalFile(path, max_bytes) if path is not None else None
         self._provenance = provenance
         self._feed: Feed[Entry] | None = None
@@ -87,30 +80,16 @@ class Journal:
         """Record every fact and event from now on; `capacity` lines may wait for the file."""
         if self._file is not None:
             self._feed = bus.observe("journal", (), capacity)
-        bus.record(self.record)
-
-    def record(self, batch: list[object]) -> None:
-        """Keep a batch of messages; the list is the journal's from now on."""
-        recorded = self._recorded
-        self._young.append((recorded, self._now(), batch))
-        self._recorded = recorded = recorded + len(batch)
-        if recorded >= self._shorten_at:
-            self._shorten()
+        self._young = bus.record(self.record, self._now, _AT_A_TIME if self._file is None else 1)
 
     def tail(self, count: int) -> list[str]:
         """Return the last `count` lines, oldest first, from any thread."""
         # In this order: what moves on meanwhile is in both, and its number shows it.
-        young, entries = list(self._young), list(self._ring)
-        last, ends_idle = entries[-1][0] if entries else 0, self._ends_idle
-        for before, time, batch in young:
-            for sequence, message in enumerate(list(batch), before + 1):
-                if sequence > last:
-                    if (is_idle := _is_idle_step(message)) and ends_idle:
-                        entries.pop()
-                    ends_idle = is_idle
-                    entries.append((sequence, time, message))
-        count = min(count, self._ring_size)
-        return [line_of(Entry(*entry)) for entry in entries[max(len(entries) - count, 0) :]]
+        young, old = list(self._young), list(self._ring)
+        last, batches = old[-1][0] if old else -1, deque(old)
+        _extend(batches, [batch for batch in young if batch[0] > last])
+        entries, count = list(_entries(batches)), min(count, self._ring_size)
+        return [line_of(entry) for entry in entries[max(len(entries) - count, 0) :]]
 
     async def run(self) -> None:
         """Write the file until the bus is closed; returns at once without one. A write error ends only the file."""
@@ -127,25 +106,20 @@ class Journal:
             self._feed.abandon()
             self._file.close()
 
-    def _shorten(self) -> None:
-        """Move what was recorded on to the ring, without what may not be held for long."""
-        ring, ends_idle = self._ring, self._ends_idle
-        short = iter(compact([message for _, _, batch in self._young for message in batch]))
-        for before, time, batch in self._young:
-            for sequence, message in enumerate(batch, before + 1):
-                kept = next(short)
-                is_idle = type(message) is StepScheduled and not (
-                    message.progress or message.preempted or message.handed_out
-                )
-                if is_idle and ends_idle:
-                    ring.pop()
-                ends_idle = is_idle
-                ring.append((sequence, time, kept))
-                if self._feed is not None:
-                    self._feed.offer(Entry(sequence, time, kept))
-        self._ends_idle = ends_idle
-        self._young.clear()
-        self._shorten_at = self._recorded + self._at_a_time
+    def record(self, batches: list[Batch]) -> None:
+        """Move batches to the ring, without what may not be held for long."""
+        short, end = compact([message for _, _, messages in batches for message in messages]), 0
+        kept: list[Batch] = []
+        for before, time, messages in batches:
+            begin, end = end, end + len(messages)
+            kept.append((before, time, short[begin:end]))
+        ring = self._ring
+        self._in_ring += _extend(ring, kept)
+        while self._in_ring - len(ring[0][2]) >= self._ring_size:
+            self._in_ring -= len(ring.popleft()[2])
+        if self._feed is not None:
+            for entry in _entries(kept):
+                self._feed.offer(entry)
 
     def head(self, sequence: int) -> str:
         """Return the first line of a file whose lines go on behind this one; empty without provenance."""
@@ -159,14 +133,35 @@ class Journal:
         file.append("".join(f"{line_of(entry)}\n" for entry in batch), head)
 
 
-def _is_idle_step(message: object) -> bool:
-    """Whether a message is a step in which nothing happened; it holds nothing that may not be held for long.
+def _extend(ring: deque[Batch], batches: Iterable[Batch]) -> int:
+    """Append batches; return by how many messages the ring grew.
 
-    Of several such steps in a row only the last stays: an engine that waits must not push what led to it out of the ring.
+    Of several steps in a row in which nothing happened only the last stays: an engine that waits must not push what led to
+    it out of the ring.
     """
-    return type(message) is StepScheduled and not (
-        message.progress or message.preempted or message.handed_out
-    )
+    before: object = ring[-1][2][0] if ring and len(ring[-1][2]) == 1 else None
+    added = 0
+    for batch in batches:
+        messages = batch[2]
+        alone = messages[0] if len(messages) == 1 else None
+        if (
+            type(alone) is StepScheduled
+            and alone.is_idle
+            and type(before) is StepScheduled
+            and before.is_idle
+        ):
+            ring.pop()
+        else:
+            added += len(messages)
+        ring.append(batch)
+        before = alone
+    return added
+
+
+def _entries(batches: Iterable[Batch]) -> Iterator[Entry]:
+    for before, time, messages in batches:
+        for sequence, message in enumerate(messages, before + 1):
+            yield Entry(sequence, time, message)
 
 
 def take_waiting(feed: Feed[M], most: int) -> Iterator[M]:

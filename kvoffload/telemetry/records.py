@@ -44,7 +44,7 @@ def compact(messages: Iterable[Any]) -> list[object]:
     """
     kept, forms = list(messages), _BULKY
     for index, message in enumerate(kept):
-        if (form := forms[type(message)]) is not None:
+        if (form := forms[type(message)]) is not None and any(form.content(message)):
             values: list[Any] = list(form.values(message))
             for place, write in form.bulky:
                 value = values[place]
@@ -116,6 +116,11 @@ class _Form:
         )
         writers = [(place, *_writer(hints[name])) for place, name in enumerate(self.names)]
         self.bulky = tuple((place, write) for place, write, is_bulky in writers if is_bulky)
+        bulky = [self.names[place] for place, _ in self.bulky]
+        # Given two names or more it returns a tuple.
+        self.content: Callable[[object], Iterable[object]] = (
+            attrgetter(*bulky, bulky[0]) if bulky else lambda message: ()
+        )
         self._small = tuple((place, write) for place, write, is_bulky in writers if not is_bulky)
 
     def summary(self, values: list[object]) -> Summary:

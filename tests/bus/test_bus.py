@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.bus.bus import Bus
+from kvoffload.bus.bus import Batch, Bus
 from kvoffload.bus.feed import Feed
 
 
@@ -53,12 +53,15 @@ def test_handler_then_counters_then_feeds_then_recorders() -> None:
     bus, calls = Bus(), list[str]()
     feed = bus.observe("watcher", [Base], 1)
     bus.record(
-        lambda batch: calls.append(f"recorder, {feed.statistics().waiting} waiting, {len(batch)} recorded")
+        lambda batches: calls.append(
+            f"recorder, {feed.statistics().waiting} waiting, {len(batches)} batches"
+        ),
+        float,
     )
     bus.count(Base, lambda _: calls.append(f"counter, {feed.statistics().waiting} waiting"))
     bus.handle(Base, lambda _: calls.append("state"))
     bus.publish(Base())
-    assert calls == ["state", "counter, 0 waiting", "recorder, 1 waiting, 1 recorded"]
+    assert calls == ["state", "counter, 0 waiting", "recorder, 1 waiting, 1 batches"]
     assert feed.nowait() == Base()
 
 
@@ -80,12 +83,26 @@ def test_what_a_handler_left_follows_its_fact_in_one_batch() -> None:
     bus, seen, batches = Bus(left), list[object](), list[list[object]]()
     bus.handle(Base, lambda _: left.events.extend([Other(1), Other(2)]))
     bus.count(object, seen.append)
-    bus.record(batches.append)
+    bus.record(lambda kept: batches.extend([messages for _, _, messages in kept]), float)
     bus.publish(Base())
     bus.dispatch([Other(3), Base(1)])
     assert seen == [Base(), Other(1), Other(2), Other(3), Base(1), Other(1), Other(2)]
     assert batches == [seen[:3], seen[3:]]
     assert bus.statistics().published == 7
+
+
+def test_a_recorder_gets_many_messages_at_a_time_with_their_numbers_and_times() -> None:
+    bus, recorded, clock = Bus(), list[list[Batch]](), iter([0.5, 1.5, 2.5])
+    bus.publish(Base(0))
+    kept = bus.record(lambda batches: recorded.append(list(batches)), lambda: next(clock), at_a_time=3)
+    bus.dispatch([Base(1), Base(2)])
+    assert kept == [(1, 0.5, [Base(1), Base(2)])]
+    assert not recorded
+    bus.dispatch([Base(3), Base(4)])
+    assert recorded == [[(1, 0.5, [Base(1), Base(2)]), (3, 1.5, [Base(3), Base(4)])]]
+    assert not kept
+    bus.dispatch([Base(5), Base(6)])
+    assert kept == [(5, 2.5, [Base(5), Base(6)])]
 
 
 def test_a_subscription_holds_for_classes_seen_before_it() -> None:
@@ -139,7 +156,7 @@ def test_what_a_state_error_leads_to_follows_in_the_same_batch() -> None:
     bus, batches = Bus(), list[list[object]]()
     bus.on_state_error(lambda _error, message: bus.publish(Other(message.number)))  # type: ignore[attr-defined]
     bus.handle(Base, _raise)
-    bus.record(batches.append)
+    bus.record(lambda kept: batches.extend([messages for _, _, messages in kept]), float)
     bus.publish(Base(1))
     assert batches == [[Base(1), Other(1)]]
 
@@ -174,11 +191,11 @@ def test_a_raising_subscriber_is_removed_and_the_others_still_run(kind: str, is_
     if kind == "count":
         bus.count(Base, _raise)
     else:
-        bus.record(_raise_of_batch)
+        bus.record(_raise_of_batches, float)
     bus.count(Base, received.append)
     bus.publish(Base(1))
     bus.publish(Base(2))
-    name = "_raise" if kind == "count" else "_raise_of_batch"
+    name = "_raise" if kind == "count" else "_raise_of_batches"
     assert received == [Base(1), Base(2)]
     assert removed == ([(name, "handler of 1")] if is_reported else [])
     assert bus.statistics().removed_counters == (name,)
@@ -205,7 +222,7 @@ def test_afterwards_is_when_recorders_have_the_batch(caplog: pytest.LogCaptureFi
         calls.append("counter")
 
     bus.count(Base, ask)
-    bus.record(lambda _: calls.append("recorder"))
+    bus.record(lambda _: calls.append("recorder"), float)
     with caplog.at_level(logging.ERROR):
         bus.publish(Base())
     bus.publish(Other())
@@ -251,6 +268,7 @@ def _raise(message: Base) -> None:
     raise RuntimeError(f"handler of {message.number}")
 
 
-def _raise_of_batch(batch: list[object]) -> None:
-    assert isinstance(batch[0], Base)
-    _raise(batch[0])
+def _raise_of_batches(batches: list[Batch]) -> None:
+    message = batches[0][2][0]
+    assert isinstance(message, Base)
+    _raise(message)

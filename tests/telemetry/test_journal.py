@@ -8,6 +8,7 @@ import os
 import stat
 import tempfile
 from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 
 import anyio
@@ -64,17 +65,25 @@ class Ticks:
         return self.now
 
 
+def journal_of(bus: Bus, now: Callable[[], float] | None = None, ring_size: int = 1024) -> Journal:
+    journal = Journal(now or Ticks(), ring_size=ring_size)
+    journal.subscribe(bus)
+    return journal
+
+
 def lines(*messages: object) -> list[dict[str, object]]:
-    journal = Journal(Ticks())
+    bus = Bus()
+    journal = journal_of(bus)
     for message in messages:
-        journal.record([message])
+        bus.publish(message)
     return [json.loads(line) for line in journal.tail(1000)]
 
 
 def test_the_ring_keeps_the_last_messages() -> None:
-    journal = Journal(Ticks(), ring_size=3)
+    bus = Bus()
+    journal = journal_of(bus, ring_size=3)
     for number in range(10):
-        journal.record([BlocksOffered(number)])
+        bus.publish(BlocksOffered(number))
     assert journal.tail(2) == [
         '{"seq":9,"t":4.5,"event":"BlocksOffered","blocks":8}',
         '{"seq":10,"t":5.0,"event":"BlocksOffered","blocks":9}',
@@ -169,9 +178,10 @@ def test_the_ring_holds_no_key_while_it_waits_to_be_read() -> None:
         "RequestSeen",
         {"request": "a", "prompt_tokens": 33, "keys": [2, 0], "reads_cache": True, "persists": True},
     )
-    journal = Journal(Ticks())
+    bus = Bus()
+    journal = journal_of(bus)
     for _ in range(1000):
-        journal.record([RequestSeen(A, 33, KEYS)])
+        bus.publish(RequestSeen(A, 33, KEYS))
     assert len(journal._ring) > 900
     assert "secret" not in repr(list(journal._ring))
     assert len(journal._young) < 64  # these wait to be shortened together
@@ -591,27 +601,29 @@ def test_a_journal_that_is_not_there_is_a_clear_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("steps", [1, 10, 62, 63, 64, 65, 128, 300])
 def test_what_was_shortened_and_what_was_not_are_one_journal(steps: int) -> None:
-    journal = Journal(lambda: 0.0, ring_size=1000)
-    journal.record([BlocksOffered(1)])
+    bus = Bus()
+    journal = journal_of(bus, lambda: 0.0, ring_size=1000)
+    bus.publish(BlocksOffered(1))
     for step in range(steps):
-        journal.record([StepScheduled(step)])
+        bus.publish(StepScheduled(step))
     kept = [json.loads(line) for line in journal.tail(3)]
     assert [(line["seq"], line["event"]) for line in kept] == [
         (1, "BlocksOffered"),
         (steps + 1, "StepScheduled"),
     ]
     for blocks in range(steps):
-        journal.record([BlocksOffered(blocks)])
+        bus.publish(BlocksOffered(blocks))
         kept = [json.loads(line) for line in journal.tail(1000)]
         assert [line["seq"] for line in kept] == [1, *range(steps + 1, steps + blocks + 3)]
 
 
 def test_steps_that_tell_nothing_do_not_push_the_rest_out_of_the_ring() -> None:
-    journal = Journal(lambda: 0.0, ring_size=3)
-    journal.record([BlocksOffered(1)])
+    bus = Bus()
+    journal = journal_of(bus, lambda: 0.0, ring_size=3)
+    bus.publish(BlocksOffered(1))
     for step in range(10):
-        journal.record([StepScheduled(step)])
-    journal.record([BlocksOffered(2)])
+        bus.publish(StepScheduled(step))
+    bus.publish(BlocksOffered(2))
     kept = [json.loads(line) for line in journal.tail(3)]
     assert [(line["event"], line.get("step")) for line in kept] == [
         ("BlocksOffered", None),
