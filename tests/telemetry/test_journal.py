@@ -7,8 +7,8 @@ import json
 import os
 import stat
 import tempfile
-from contextlib import suppress
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import anyio
