@@ -15,7 +15,7 @@ import itertools
 import random
 import statistics
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 from kvoffload.bench.lines import Line, line, not_run, ratios
@@ -48,8 +48,7 @@ def measure_engines(args: argparse.Namespace) -> Iterator[Line]:
     for store in args.store:
         with local_store(store, _NODE_BYTES) as server:
             yield from run_async(_second_engine(STORES[store], server, args))
-    with local_store(args.store[0], _NODE_BYTES) as works, local_store(args.store[0], _NODE_BYTES) as dies:
-        yield from run_async(_hooks(works, dies))
+    yield from run_async(_hooks(args.store[0]))
     without = run_async(_without_a_store(args))
     floor = _mean(without)
     yield replace(
@@ -89,7 +88,11 @@ async def _second_engine(name: str, server: LocalStore, args: argparse.Namespace
     async with served(options, settings) as (first, side):
         for prompt in prompts:
             await _first_token_s(first, prompt)
-        await until(first, lambda: moved(side, "remote", "store") >= args.conversations * (tokens // 16 - 1))
+        await until(
+            first,
+            "all blocks to be written",
+            lambda: moved(side, "remote", "store") >= args.conversations * (tokens // 16 - 1),
+        )
     taken: dict[str, list[float]] = {"recomputed": [], "shared": []}
     async with served(options, settings) as (second, side), served(options, {}) as (plain, _):
         for number, prompt in enumerate(prompts):
@@ -110,18 +113,19 @@ async def _second_engine(name: str, server: LocalStore, args: argparse.Namespace
 # -- what it costs --------------------------------------------------------------------------------------------------
 
 
-async def _hooks(works: LocalStore, dies: LocalStore) -> list[Line]:
+async def _hooks(kind: str) -> list[Line]:
     """Measure hooks without a store, with an idle one, with one that works, and with a dead one."""
-    working = {**HOST, "remote_url": works.url}
-    idle = {**working, "share_after_hits": NEVER, "disk_identity": "another"}
-    async with (
-        served(OUTGROWS, HOST) as none,
-        served(OUTGROWS, idle) as rests,
-        served(OUTGROWS, working) as busy,
-        served(OUTGROWS, {**HOST, "remote_url": dies.url}) as dead,
-    ):
+    async with AsyncExitStack() as opened:
+        # First: an engine reads the endpoint of a bucket from the environment, where the store that works replaces it.
+        dies = opened.enter_context(local_store(kind, _NODE_BYTES))
+        dead = await opened.enter_async_context(served(OUTGROWS, {**HOST, "remote_url": dies.url}))
         dies.close()
-        await until(dead[0], lambda: dead[1].gauges().remote is TierState.FAILING)
+        await until(dead[0], "the store to fail", lambda: dead[1].gauges().remote is TierState.FAILING)
+        working = {**HOST, "remote_url": opened.enter_context(local_store(kind, _NODE_BYTES)).url}
+        idle = {**working, "share_after_hits": NEVER, "disk_identity": "another"}
+        none = await opened.enter_async_context(served(OUTGROWS, HOST))
+        rests = await opened.enter_async_context(served(OUTGROWS, idle))
+        busy = await opened.enter_async_context(served(OUTGROWS, working))
         spent = await hook_seconds({"none": none, "idle": rests, "working": busy, "dead": dead})
         if not moved(busy[1], "remote", "load"):
             raise CommandError("nothing was fetched from the store, so the tier did not work")
@@ -155,8 +159,10 @@ async def _failing(server: LocalStore, begin: Begin, args: argparse.Namespace) -
     settings = {"host_bytes": _ring_host(options), "remote_url": server.url, "share_after_hits": 0}
     async with served(options, settings) as (engine, side), _ring(engine) as tokens:
         await until(
-            None, lambda: moved(side, "remote", "load") >= _RING * _RING_TOKENS // 16 // 2
-        )  # half the ring
+            None,
+            "half the ring to be fetched",
+            lambda: moved(side, "remote", "load") >= _RING * _RING_TOKENS // 16 // 2,
+        )
         unheeded = len(tokens)  # whole seconds only
         await _counted(tokens, args.seconds)
         begins = len(tokens) - 1  # the second that has just begun

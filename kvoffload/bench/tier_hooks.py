@@ -41,23 +41,23 @@ async def served(options: DemoOptions, settings: Mapping[str, object]) -> AsyncI
         assert side is not None, plugin
         await warm_up(engine, options.first_tokens, options.seed)
         if "disk_path" in settings:
-            await until(engine, lambda: side.gauges().disk.state is TierState.OPEN)
+            await until(engine, "the disk to open", lambda: side.gauges().disk.state is TierState.OPEN)
         if "remote_url" in settings:
-            await until(engine, lambda: side.gauges().remote is TierState.OPEN)
+            await until(engine, "the store to answer", lambda: side.gauges().remote is TierState.OPEN)
         yield engine, side
 
 
-async def until(engine: Engine | None, holds: Callable[[], bool]) -> None:
+async def until(engine: Engine | None, what: str, holds: Callable[[], bool]) -> None:
     """Wait for a condition, stepping an engine that has no requests.
 
     Raises:
-        CommandError: it takes too long.
+        CommandError: it takes too long; the message says `what`.
     """
     now = asyncio.get_running_loop().time
     end = now() + _PATIENCE_S
     while not holds():
         if now() > end:
-            raise CommandError(f"the tier below the host is not as it should be after {_PATIENCE_S:g} s")
+            raise CommandError(f"waited in vain for {what}: {_PATIENCE_S:g} s")
         if engine is not None:
             engine.step()
         await asyncio.sleep(0.01)
