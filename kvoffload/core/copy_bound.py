@@ -1,6 +1,6 @@
 """The limit on blocks that the disk's background copies hold at a time, adapted to how they disturb other work.
 
-What the bound on stores does for the bus (`transfer/store_bound.py`), with what the core knows: a spill that ends while a load
+Like the bound on stores for the bus (`transfer/store_bound.py`), with the core's observations: a spill that ends while a load
 or a fetch is open ran beside it, and one that takes twice as long a block as the best of its size shares the disk with other
 work. Either halves the limit, once for all spills planned before; a spill without either raises it by an eighth.
 """

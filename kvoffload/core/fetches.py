@@ -1,4 +1,4 @@
-"""Fetches: a lookup that goes on below the host brings what it finds there to the host, which answers from then on.
+"""Fetches: blocks that a lookup finds below the host are copied to the host, where the next lookup finds them.
 
     seen, look ─▶ plan ─▶ Jobs.submit ─▶ reported ─▶ _arrived │ _failed
                             overdue ─▶ abandoned ─────────────┘
@@ -7,7 +7,7 @@
 A fetch begins when its request arrives, for what neither the device nor the host has then; a lookup adds what has changed. A key
 is fetched once, whichever request asks (R14). Until it has arrived a lookup answers "not yet"; then the host has it like any
 other block. Fetches fill at most a quarter of the host at a time, and for one request in all, so what is longer is fetched head
-first and the rest is computed. A fetch that fails costs its requests one wait: they ask for no other.
+first and the rest is computed. A fetch that fails costs its requests one wait: no other is planned for them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Fetches:
 
     @property
     def budget(self) -> int:
-        """Host slots that fetches may fill, and blocks that they may bring for one request."""
+        """Most host slots that fetches may fill at a time, and most blocks that they may bring for one request."""
         return max(self._state.pool.capacity // 4, 1)
 
     def seen(self, record: RequestRecord) -> None:
@@ -172,7 +172,7 @@ class Fetches:
         self._state.jobs.cancel(job)
 
     def stop(self, job: Job) -> None:
-        """What is under way is not to be found, however it ends."""
+        """Do not let the blocks of open fetches be found, however they end."""
         if not job.settled:
             self._failed(job, TierOutcome.CANCELLED)
 
@@ -190,7 +190,7 @@ class Fetches:
         device_tokens: int,
         tokens: int,
     ) -> _Found:
-        """Return what tiers add to a prefix. A longer one than may be fetched for one request is cut to a length of use.
+        """Return what tiers add to a prefix, cut to a usable length if it is longer than may be fetched for one request.
 
         Args:
             tiers: below the host.

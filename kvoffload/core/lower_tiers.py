@@ -22,7 +22,7 @@ from kvoffload.model.transfer import Direction, JobReport, Tier, TransferReport
 
 
 class LowerTiers:
-    """Handles what is reported of lower tiers, and hands a job on one to `Spills` or `Fetches`, which planned it."""
+    """Handles facts about lower tiers, and passes a job on one to `Spills` or `Fetches`, whichever planned it."""
 
     def __init__(self, state: CoreState, stores: Stores) -> None:
         self._state = state
@@ -31,7 +31,7 @@ class LowerTiers:
         self.fetches = Fetches(state, stores)
         self._warm_start = None if state.disk is None else WarmStart(state, state.disk, self.fetches)
         self.queues = [tier.candidates for tier in state.below]
-        """While one of them has something, `step` is to be called."""
+        """While one of them has work, `step` must be called."""
         if self._warm_start is not None:
             self.queues.append(self._warm_start.keys)
 
@@ -43,7 +43,7 @@ class LowerTiers:
         return any(spills.are_due for spills in self._spills.values())
 
     def step(self) -> None:
-        """Plan what requests do not wait for: a warm start, then spills."""
+        """Plan copies that no request waits for: a warm start, then spills."""
         if self._warm_start is not None and self._warm_start.keys:
             self._warm_start.step()
         for tier in self._state.below:
@@ -64,7 +64,7 @@ class LowerTiers:
             self._state.tally.events.append(DiskOpened(disk.capacity, len(disk.pool.index)))
 
     def disk_closed(self, _: facts.DiskClosed) -> None:
-        """What is on the disk is not looked for any more, and nothing is written to it."""
+        """The disk is neither searched nor written any more."""
         disk = self._state.disk
         if disk is not None and not disk.is_closed:
             disk.is_closed = True
@@ -129,7 +129,7 @@ class LowerTiers:
         return records
 
     def reported(self, report: TransferReport) -> Sequence[JobReport]:
-        """Take from a rank's report what concerns lower tiers; return the ends of other copies."""
+        """Handle the parts of a rank's report that concern lower tiers; return the others."""
         rank = report.rank
         for tier in self._state.below:
             works = report.disk_works if tier.tier is Tier.DISK else report.remote_works
@@ -164,7 +164,7 @@ class LowerTiers:
         self._state.tally.evicted_from_disk(EvictionCause.RESET, self._tiers[tier].forget_all())
 
     def stop(self, tier: Tier | None = None) -> None:
-        """What is under way is not to be found, and what no worker knows of is taken back; None for on all tiers."""
+        """Do not let open copies be found, and cancel those that no worker knows of; None means all tiers."""
         if self._warm_start is not None and tier is not Tier.REMOTE:
             self._warm_start.stop()
         for job in list(self._state.jobs.open.values()):

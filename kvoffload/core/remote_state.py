@@ -1,7 +1,7 @@
-"""What is believed of a remote store: which blocks it has, as it said or as every rank has written them.
+"""Which blocks a remote store is believed to have: those that it reported, and those that every rank has written.
 
-The store has an index of its own, and others write to it and evict from it. So a slot of this pool stands for no place in the store
-but for a hint, and the pool bounds how many there are. A fetch that finds nothing forgets the hint.
+The store has an index of its own, and others write to it and evict from it. So a slot of this pool stands for a hint, not for a place in
+the store, and the pool's size bounds the hints. A fetch that finds nothing forgets the hint.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RemoteState(TierState):
         self.asks: list[tuple[RequestId, tuple[BlockKey, ...]]] = []
 
     def note(self, found: Sequence[BlockKey], missing: Sequence[BlockKey]) -> None:
-        """Take over what the store says: the first of `found` are kept where there is no room for all."""
+        """Keep what the store reported; if there is no room for all of `found`, the first of them."""
         index = self.pool.index
         for key in missing:
             if (place := index.get(key)) is not None:

@@ -4,7 +4,7 @@
                 │                      overdue ─▶ abandoned ─────────────┘
                 └─ the host has evicted it: dropped (`spill_behind`)
 
-Candidates wait in the order in which the host evicts: what was used longest ago first, and of a prefix the deepest. So the blocks
+Candidates wait in the order in which the host evicts: least recently used first, and within a prefix the deepest first. So the blocks
 that the host evicts next have been written by then, if spills keep up, and the tier, too, evicts a prefix's head last.
 
 A host slot is pinned until every rank's copy has ended, also after a reset: a rank that still reads it writes what it finds
@@ -79,7 +79,7 @@ class Spills:
         self._state.jobs.cancel(job)
 
     def stop(self, job: Job) -> None:
-        """What is under way is not to be found, however it ends."""
+        """Do not let the blocks of open spills be found, however they end."""
         if not job.settled:
             self._failed(job, TierOutcome.CANCELLED)
 
@@ -151,7 +151,7 @@ class Spills:
         self._state.tally.events.append(ended)
 
     def _copies_ended(self, job: Job) -> None:
-        """No rank reads the host slots any more, or touches the places, but those under a write that hangs."""
+        """No rank reads the host slots any more, or touches the places, except those under a write that hangs."""
         self._state.pool.unpin(job.slots)
         for position in job.stuck:
             self._tier.pool.quarantine(job.places[position])

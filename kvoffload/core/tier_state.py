@@ -18,11 +18,11 @@ from kvoffload.model.transfer import Tier
 
 
 class TierState:
-    """`Spills` and `Fetches` write it, and the facts about the tier.
+    """Written by `Spills`, `Fetches` and the facts about the tier.
 
     Args:
         tier: which it is.
-        after_hits: a block is written to the tier when it was found again so often.
+        after_hits: a block is written to the tier when it was found again this often.
 
     Attributes:
         pool: the tier's slots.
@@ -30,13 +30,13 @@ class TierState:
         is_closed: the tier cannot be used any more, or not for now.
         failing: ranks whose calls fail or hang.
         abandoned: jobs on the tier that some rank never reported.
-        bound: on blocks that spills and a warm start have under way.
-        least_tokens: what the tier adds to a hit is computed where it is shorter.
+        bound: on the blocks of open spills and of a warm start.
+        least_tokens: additions to a hit that are shorter are computed instead.
         spilling: keys that a job is bringing to the tier.
         fetching: keys that a job is bringing from it.
         candidates: keys that were used again and may be worth a spill, in the order in which the host evicts them; `waiting`
             has the same.
-        namespace: under which the blocks are in a store that engines share.
+        namespace: of the blocks in a store that engines share.
     """
 
     namespace = ""
@@ -90,7 +90,7 @@ class TierState:
         return len(self.waiting.intersection(keys))
 
     def expected(self, places: Sequence[SlotId]) -> tuple[tuple[int, ...], ...]:
-        """Return the checksums of what these slots must hold; nothing where values bring theirs."""
+        """Return the checksums of the blocks in these slots; nothing if values contain theirs."""
         return ()
 
     def put(self, job: Job) -> None:

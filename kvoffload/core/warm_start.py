@@ -1,4 +1,4 @@
-"""After a restart the most recently used blocks on the disk come to the host before a request asks for them.
+"""Warm start: after a restart, the most recently used blocks on the disk are fetched before a request asks for them.
 
 They fill free slots alone, a quarter of the host at most, a few at a time, and only while nothing else is loaded or fetched.
 The least recently used of them come first: both pools then keep the order in which these blocks were used.
@@ -16,7 +16,7 @@ from kvoffload.model.disk import Put
 from kvoffload.model.ids import BlockKey
 
 _MOST = 2**16
-"""Blocks that are remembered for it."""
+"""Most blocks that are remembered for it."""
 
 
 class WarmStart:

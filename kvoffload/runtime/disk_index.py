@@ -5,10 +5,10 @@
     what the core records ─▶ appended ─▶ synced once a second
     reset ─▶ the index is removed, before the reset is answered; this process finds its own blocks without one
 
-No hook waits for it, but for a reset, and that no longer than `RESET_S`. If the disk fails, the index is left as it is: what it
-says is checked against the bytes anyway. After a reset it must not be left, so if it cannot be removed, the reset answers that
-it is not done. Nothing is recorded from then on: a reset may mean that the engine has other weights in memory than those on
-disk, by which the folder is named and which the next process begins with.
+No hook waits for it, except a reset, and that for at most `RESET_S`. If the disk fails, the index stays as it is: its
+checksums are compared with the bytes anyway. After a reset it must not stay, so if it cannot be removed, the reset answers
+that it is not done. Nothing is recorded from then on: a reset may mean that the engine has other weights in memory than
+those on disk, by which the folder is named and which the next process begins with.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 RESET_S = 5.0
 SYNC_PERIOD_S = 1.0
-_PART = 2048  # blocks or slots that the core takes over in a step: some milliseconds
+_PART = 2048  # blocks or slots that the core takes over in a step, which takes some milliseconds
 _GROWTH = 2**16  # slots that it makes in a step
 
 log = get_logger("disk")
@@ -75,7 +75,7 @@ class DiskIndex:
         self._closes_in_s = closes_in_s
         self._executor = portal.new_executor("disk-index")
         self.due: deque[Callable[[], facts.Fact]] = deque()
-        """What makes the facts that the core must learn, one a step: `next_fact`."""
+        """Functions that make the facts for the core, one a step: `next_fact`."""
         self.awaits_files = True
         """Whether ranks have not opened their slot files yet."""
         self._is_closed = self._was_reset = self._is_handed_over = False
@@ -105,7 +105,7 @@ class DiskIndex:
                 self._syncing = self._portal.spawn(self._sync_now_and_then)
 
     def next_fact(self) -> facts.Fact:
-        """Return what the core must learn next, of what is `due`. After a reset, slots are free whatever they held."""
+        """Return the next fact of those `due`. After a reset all slots are free, whatever they held."""
         fact = self.due.popleft()()
         self._is_handed_over |= isinstance(fact, facts.DiskRestored) and fact.is_last
         if self._was_reset and isinstance(fact, facts.DiskRestored) and fact.puts:
@@ -114,7 +114,7 @@ class DiskIndex:
 
     @property
     def is_opening(self) -> bool:
-        """Whether the core is to learn more of the index."""
+        """Whether more facts about the index are to come."""
         return bool(self.due) or not (self._is_handed_over or self._failure is not None)
 
     def append(self, records: Sequence[DiskRecord]) -> None:
@@ -150,7 +150,7 @@ class DiskIndex:
         self._executor.shutdown(wait=False)
 
     async def _sync_now_and_then(self) -> None:
-        """Have what was written made durable, until cancelled."""
+        """Sync what was written once a second, until cancelled."""
         while True:
             await anyio.sleep(SYNC_PERIOD_S)
             opened = self._opened
@@ -269,9 +269,9 @@ class DiskIndex:
 
 
 def _parts(entries: Entries, free: Sequence[SlotId], slots: int) -> Iterator[Callable[[], facts.Fact]]:
-    """Yield what makes the facts that the core takes over: its slots, blocks, free slots, and the end.
+    """Yield functions that make the facts for the core: slots, blocks, free slots, and the end.
 
-    They are made one by one: a million records at a time would have the collector of garbage hold the engine up.
+    They are made one by one: with a million records alive the garbage collector would stop the engine for longer.
     """
     for count in range(_GROWTH, slots, _GROWTH):
         yield partial(facts.DiskRestored, count)

@@ -1,12 +1,11 @@
-"""The tiers below the host on the scheduler's side: their indexes, and for how long an engine steps for them alone.
+"""The tiers below the host on the scheduler's side: their indexes, and the steps that an engine makes for them alone.
 
     step ─▶ what the core must learn: of an index, of the store, of jobs that nothing moves ─▶ records for the disk's index
     report ─▶ slot files that were opened, records
     last request ended ─▶ steps for spills and a warm start, for `drain_s` at most
 
-Engines do not announce a shutdown: they end their requests, step while anything has work, and stop. So what is spilled within
-`drain_s` is all that a shutdown spills, and no shutdown takes longer. The same seconds let an engine that just started read the
-disk's index before its first request.
+Engines do not announce a shutdown: they end their requests, step while anything has work, and stop. So a shutdown spills what it can
+within `drain_s`, and takes no longer. The same seconds let an engine that just started read the disk's index before its first request.
 
 The attributes are for the hooks, which ask them before they call anything.
 """
@@ -31,10 +30,10 @@ from kvoffload.runtime.remote_index import RemoteIndex
 Ask = tuple[RequestId, tuple[BlockKey, ...]]
 
 _PATIENCE = 10
-"""Times `transfer_timeout_s` in which some job must begin or end. A worker ends calls that hang itself, after one."""
+"""Multiples of `transfer_timeout_s` within which some job must begin or end. Workers end hanging calls themselves, after one."""
 
 _POLL_S = 0.02
-"""Between two polls of a store that was reached, where no call has ended: for its time limits, which are longer by far."""
+"""Seconds between two polls of a store while no call has ended: the polls are for time limits, which are much longer."""
 
 _LATE_STEPS = 4
 """In which what ended while no step was made is reported, also where steps are scheduled ahead of reports."""
@@ -57,7 +56,7 @@ class LowerTiersSide:
         due: what the core must learn of the disk's index.
         ended: calls of the store that have ended; the next step asks for facts.
         polls_at: when a step asks for facts although none has.
-        asks: what the store must be asked.
+        asks: questions for the store.
         records: what the disk's index must record.
         overdue_at: when the open jobs are overdue, if none begins or ends before.
     """
@@ -97,13 +96,13 @@ class LowerTiersSide:
         return None if self.disk is None else self.disk.identity
 
     def ask(self) -> None:
-        """Have the store asked what it has for requests that arrived."""
+        """Ask the store which blocks it has for requests that arrived."""
         for request, keys in self._broken.ask("seen", self._tiers.take_asks, list[Ask]()):
             if self._remote is not None:
                 self._remote.ask(request, keys)
 
     def take_facts(self, now: float) -> list[facts.Fact]:
-        """Return what the core must learn; of jobs none of which moves, that they are overdue (R16)."""
+        """Return the facts for the core; if no job begins or ends in time, that the open ones are overdue (R16)."""
         found = list[facts.Fact]()
         if self.overdue_at <= now and self._late_steps:
             self._late_steps -= 1
@@ -119,7 +118,7 @@ class LowerTiersSide:
         return found
 
     def moved(self, now: float) -> None:
-        """Jobs on these tiers have begun, or ended: the others have the whole time again."""
+        """Jobs on these tiers have begun or ended: the time limit of the others starts again."""
         self.overdue_at = now + self._patience_s
 
     def reported(self, reports: Sequence[TransferReport], now: float, *, has_moved: bool) -> None:
@@ -132,7 +131,7 @@ class LowerTiersSide:
             self.record()
 
     def record(self) -> None:
-        """Hand what happened on the disk to its index."""
+        """Pass records to the disk's index."""
         records = self._broken.ask("disk", self._tiers.take_disk_records, list[DiskRecord]())
         if records and self.disk is not None:
             self.disk.append(records)
@@ -143,7 +142,7 @@ class LowerTiersSide:
 
     @property
     def has_work(self) -> bool:
-        """Whether an engine without requests must keep stepping for these tiers. Later, copies end unseen."""
+        """Whether an engine without requests must keep stepping for these tiers. After that nothing notices the ends of copies."""
         is_opening = self.disk is not None and self.disk.is_opening
         if not (is_opening or self._jobs.pending or self._broken.ask("has_work", self._is_due, False)):
             return False
@@ -155,7 +154,7 @@ class LowerTiersSide:
         return False
 
     def reset(self) -> bool:
-        """Have nothing of these tiers found again; return whether that holds for later processes, too."""
+        """Invalidate what these tiers have; return whether that holds for later processes too."""
         is_done = self.disk is None or self.disk.reset()
         if self._remote is not None:
             is_done &= self._remote.reset()

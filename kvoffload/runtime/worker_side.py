@@ -130,7 +130,7 @@ class WorkerSide:
         return slots
 
     def begin_step(self, plan: TransferPlan) -> None:
-        """Note that a step begins: what the calling thread has put on the device so far is what its loads wait for (R13).
+        """Note that a step begins: its loads wait for what the calling thread has enqueued on the device so far (R13).
 
         The step's own forward pass does not touch their blocks, so an engine may launch it before `start_loads`.
         """
@@ -176,11 +176,11 @@ class WorkerSide:
             self._remote.close()
         for task in self._tasks:
             task.cancel()
-        # Where the portal is gone, copies may still run on memory of ours: another one sees them to their end.
+        # If the portal is gone, copies may still run on our memory: another portal waits for their end.
         portal = self._portal if self._portal.is_alive else Portal("kvoffload-drain")
         try:
             portal.spawn(pump.close).result(self._config.transfer_timeout_s + _DRAIN_S)
-        except Exception as error:  # the engine is on its way out, and others are to be closed after us
+        except Exception as error:  # the engine is stopping, and others are to be closed after this
             log.error("worker_not_closed", rank=self._rank, error=repr(error), exc_info=error)
         if portal is not self._portal:
             portal.close()
@@ -222,7 +222,7 @@ class WorkerSide:
             )
 
     def _coroutine_ended(self, pump: TransferPump) -> None:
-        """Unless this side is closing, the coroutine was not asked to end."""
+        """Unless this side is closing, the coroutine has ended unexpectedly."""
         if self._pump is pump:
             pump.coroutine_lost("the transfer coroutine ended")
 
