@@ -35,7 +35,7 @@ def _numa(setup: Setup, machine: Machine) -> Finding:
     if len(runs_on) > 1 and len(usable) > 1:
         return warn(
             f"this process may run on nodes {_listed(runs_on)}: a GPU's host memory is requested on its own node, but if "
-            "the kernel refuses that (log host_memory_node), it is wherever it is touched first, and copies are slower",
+            "the kernel refuses that (log host_memory_node), it lies where it is touched first, and copies are slower",
             _BIND,
         )
     return _compare_free(setup, machine, usable if len(usable) == 1 else runs_on)

@@ -4,7 +4,7 @@ A portal is a background thread with an event loop, and a few more threads for c
 that never ends must not keep the process from ending. Everything starts when it is first used, so that a portal that is
 merely made costs nothing and a fork before that is harmless.
 
-A fork copies the memory of the threads but not the threads. In the child a portal forgets what it had and starts afresh
+A fork copies the memory of the threads but not the threads. In the child a portal forgets its threads and starts new ones
 at its next use; the parent's loop is kept, untouched, because closing it would unregister the parent's descriptors.
 """
 

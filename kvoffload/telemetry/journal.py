@@ -84,7 +84,7 @@ class Journal:
 
     def tail(self, count: int) -> list[str]:
         """Return the last `count` lines, oldest first, from any thread."""
-        # In this order: what moves on meanwhile is in both, and its number shows it.
+        # In this order: a message that moves on in between is in both, and its number shows it.
         young, old = list(self._young), list(self._ring)
         last, batches = old[-1][0] if old else -1, deque(old)
         _extend(batches, [batch for batch in young if batch[0] > last])

@@ -140,7 +140,7 @@ class ManualExecutor(Executor):
         self._work.popleft()()
 
     def run_all(self) -> None:
-        """Run every call, also those that come in meanwhile."""
+        """Run every call, also those that are added while it runs."""
         while self._work:
             self.run_next()
 

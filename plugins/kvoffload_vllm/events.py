@@ -57,7 +57,7 @@ class BlockNotes:
     Groups whose blocks have one size share them: blocks that end with the same token have one hash.
 
     Args:
-        limit: up to so many notes none is dropped.
+        limit: up to this many notes, none is dropped.
         is_needed: whether a block with this hash may yet come to a tier.
     """
 
@@ -81,7 +81,7 @@ class BlockNotes:
         """Keep a note of a block that has none."""
         self._notes[block_hash] = note
         self._order.append(block_hash)
-        # To look at two for each that is added finds what is no longer needed before there are twice as many.
+        # Looking at two for each one added finds those no longer needed before there are twice as many.
         for _ in range(2):
             if len(self._notes) > self._limit:
                 self._drop_oldest()
@@ -209,7 +209,7 @@ class EventMaker:
         self._left_out: set[BlockKey] = set()
 
     def has_left_out(self, key: BlockKey) -> bool:
-        """Whether a block is there that was not published, for want of a note."""
+        """Whether a block is on the tier but was not published, because it had no note."""
         return key in self._left_out
 
     def events(self, ledger: Iterable[tuple[BlockKey, bool]]) -> Iterator[KVCacheEvent]:

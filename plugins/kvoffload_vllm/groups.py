@@ -66,7 +66,7 @@ class VllmGroups:
 
     @property
     def partly_hashed(self) -> dict[int, int]:
-        """The block tokens of the groups, by vLLM's number, in which a part of a block can have a hash of its own."""
+        """Block tokens, by vLLM's group number, of the groups in which a part of a block can have its own hash."""
         specs = zip(self.ids, self.hash_ratios, self.shape.groups, strict=True)
         return {number: spec.block_tokens for number, ratio, spec in specs if ratio > 1}
 

@@ -108,7 +108,7 @@ class DueSteps:
         return sum(map(len, self._due.values()))
 
     def put(self, tracked: Tracked, steps: int) -> None:
-        """Put a request aside for so many steps, at least one. Wherever it was, it is no longer."""
+        """Set a request aside for `steps` steps, at least one, in place of where it was."""
         if tracked.due > self._step:
             self.drop(tracked)
         tracked.due = self._step + steps

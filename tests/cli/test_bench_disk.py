@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from kvoffload.bench import tier_hooks
 from kvoffload.bench.disk_opening import opening
+from kvoffload.cli.exits import CommandError
 from kvoffload.cli.main import main
 from kvoffload.disk.slot_file import SlotFile
 
@@ -55,3 +58,9 @@ def test_wrong_bytes_are_not_timed(
 def test_a_folder_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--dir", "/nosuch"]) == 2
     assert "--dir /nosuch: No such file or directory" in capsys.readouterr().err
+
+
+def test_a_wait_in_vain_says_for_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_hooks, "_PATIENCE_S", 0.0)
+    with pytest.raises(CommandError, match="waited in vain for the disk to open: 0 s"):
+        asyncio.run(tier_hooks.until(None, "the disk to open", lambda: False))
