@@ -134,7 +134,9 @@ class BucketStore:
         return [key in places for key in keys]
 
     def get(self, shard: Shard, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[int]:
-        catalogue = self._looked(shard)
+        catalogue = self._catalogue(shard)
+        if not catalogue.places.keys() >= set(keys):  # a listing may take as long as the read of a value
+            self._looked(shard)
         by_pack: dict[str, list[tuple[int, _Place]]] = {}
         for position, key in enumerate(keys):
             if (place := catalogue.places.get(key)) is not None:
@@ -222,7 +224,10 @@ class BucketStore:
     def _get_from(
         self, pack: str, parts: list[tuple[int, _Place]], buffers: Sequence[memoryview]
     ) -> dict[int, int] | None:
-        """Read values of one pack, neighbours as one; return the bytes that arrived by position, None if the pack is gone."""
+        """Read values of one pack, neighbours as one; return the bytes that arrived by position, None if the pack is gone.
+
+        numpy copies them without the interpreter's lock, a memoryview with it.
+        """
         arrived = dict[int, int]()
         fitting = [part for part in parts if part[1].size == len(buffers[part[0]])]
         for run in _runs(fitting):
@@ -233,7 +238,7 @@ class BucketStore:
                 value = data[place.start - start :][: place.size]
                 arrived[position] = len(value)
                 if len(value) == place.size:
-                    buffers[position][:] = value
+                    np.frombuffer(buffers[position], np.uint8)[:] = np.frombuffer(value, np.uint8)
         # What cannot be the value is not read: another writer's may have any size.
         return arrived | {position: place.size for position, place in parts if position not in arrived}
 

@@ -11,10 +11,12 @@ No size is rounded to a power of two; a region starts on a cache line.
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from itertools import groupby
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
 
 from kvoffload.logs import get_logger
 from kvoffload.model.errors import HostMemoryBusy, HostMemoryError
@@ -24,9 +26,13 @@ from kvoffload.transfer.runs import Geometry, geometry_of
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from numpy.typing import NDArray
+
     from kvoffload.transfer.host_memory import HostAllocator, HostChunk
     from kvoffload.transfer.layout import DeviceLayout
     from kvoffload.transfer.ports import Clock
+
+    Pages: TypeAlias = NDArray[np.uint8]  # [regions, slots, page]: regions whose pages have one size
 
 _LINE = 64
 CHUNK_BYTES = 64 * 2**20
@@ -66,6 +72,7 @@ class Arena:
         self._clock = clock or SystemClock()
         self._chunk_slots = max(1, chunk_bytes // layout.slot_bytes)
         self._chunks: list[HostChunk] = []
+        self._pages: list[list[Pages]] = []  # of each chunk, regions in order
         self._geometry = geometry_of(layout, self._chunk_slots)
         self._ready_slots = 0
         self._closed = False
@@ -121,13 +128,22 @@ class Arena:
                 await self._clock.sleep(self._clock.monotonic() - begun)
 
     def page(self, slot: int, region: int) -> memoryview:
-        """Return the bytes of one slot in one region, for checksums and tests; writable, valid until `close`."""
-        if not 0 <= slot < self._ready_slots:
-            raise IndexError(f"slot {slot} is not among the {self._ready_slots} ready slots")
-        chunk, place = divmod(slot, self._chunk_slots)
-        size = self.layout.regions[region].page_bytes
-        address = int(self._geometry.host_base[chunk, region]) + place * size
-        return memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
+        """Return the bytes of one slot in one region, for tests; writable, valid until `close`."""
+        return self.pages(slot)[region]
+
+    def pages(self, slot: int) -> list[memoryview]:
+        """Return the bytes of one slot, region by region; writable, valid until `close`."""
+        return [page.data for pages in self._pages_of(slot) for page in pages]
+
+    def read(self, slot: int, target: memoryview) -> None:
+        """Copy a slot's bytes to the beginning of `target`, region by region."""
+        for pages, part in self._beside(slot, target):
+            part[:] = pages  # numpy copies without the interpreter's lock, which it takes once for all pages
+
+    def write(self, slot: int, source: memoryview) -> None:
+        """Copy the beginning of `source` to a slot, region by region."""
+        for pages, part in self._beside(slot, source):
+            pages[:] = part
 
     @contextmanager
     def held(self) -> Iterator[bool]:
@@ -152,12 +168,26 @@ class Arena:
             self._closed = True
         self._release_unheld()
 
+    def _beside(self, slot: int, memory: memoryview) -> Iterator[tuple[Pages, Pages]]:
+        """Yield a slot's pages with the part of `memory` that they have there."""
+        flat, start = np.frombuffer(memory, np.uint8), 0
+        for pages in self._pages_of(slot):
+            yield pages, flat[start : start + pages.size].reshape(pages.shape)
+            start += pages.size
+
+    def _pages_of(self, slot: int) -> list[Pages]:
+        """Return a slot's pages, [regions, page]."""
+        if not 0 <= slot < self._ready_slots:
+            raise IndexError(f"slot {slot} is not among the {self._ready_slots} ready slots")
+        chunk, place = divmod(slot, self._chunk_slots)
+        return [pages[:, place] for pages in self._pages[chunk]]
+
     def _release_unheld(self) -> None:
         """Release the memory of a closed arena, unless it is held."""
         with self._lock:
             if not self._closed or self._holders:
                 return
-            chunks, self._chunks = self._chunks, []
+            chunks, self._chunks, self._pages = self._chunks, [], []
             self._ready_slots = 0
             self._geometry = geometry_of(self.layout, self._chunk_slots)
         for chunk in chunks:
@@ -190,8 +220,10 @@ class Arena:
             chunk.release()
             return
         self._chunks.append(chunk)
-        starts = [chunk.address + offset for offset in region_offsets(_page_bytes(self.layout), count)[:-1]]
+        sizes = _page_bytes(self.layout)
+        starts = [chunk.address + offset for offset in region_offsets(sizes, count)[:-1]]
         self._geometry = self._geometry.with_chunk(starts)
+        self._pages.append(_pages_at(starts, sizes, count))
         self._ready_slots += count  # last: who sees the slots must find their addresses
 
 
@@ -201,6 +233,29 @@ def region_offsets(page_bytes: Sequence[int], count: int) -> list[int]:
     for size in page_bytes:
         offsets.append(offsets[-1] + (size * count + _LINE - 1) // _LINE * _LINE)
     return offsets
+
+
+def _pages_at(starts: Sequence[int], sizes: Sequence[int], count: int) -> list[Pages]:
+    """Return a chunk's memory as arrays, each of regions that follow each other and have pages of one size."""
+    found: list[Pages] = []
+    for size, group in groupby(zip(starts, sizes, strict=True), key=lambda region: region[1]):
+        first, *others = [start for start, _ in group]
+        step = others[0] - first if others else 0
+        found.append(np.asarray(_Bytes(first, (1 + len(others), count, size), (step, size, 1))))
+    return found
+
+
+class _Bytes:
+    """To numpy an array of this process's memory."""
+
+    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (address, False),
+            "shape": shape,
+            "typestr": "|u1",
+            "strides": strides,
+        }
 
 
 def _page_bytes(layout: DeviceLayout) -> list[int]:

@@ -18,9 +18,7 @@ from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.errors import RemoteError
 from kvoffload.model.transfer import Direction, JobReport
 from kvoffload.remote.values import TRAILER_BYTES, Shard, is_whole, seal
-from kvoffload.transfer.host_copier import choose_copy
 from kvoffload.transfer.layout import digest_of
-from kvoffload.transfer.slot_pages import pages_from, pages_to
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -109,7 +107,6 @@ class RemoteCopies:
         self._value_bytes = arena.layout.slot_bytes + TRAILER_BYTES
         self._pitch = -(-self._value_bytes // _LINE) * _LINE
         self._batch = batch_blocks(arena.layout)
-        self._to_buffer, self._to_host = choose_copy(), choose_copy(arena_is_target=True)
         self._buffers = threading.local()
         self._reports: list[JobReport] = []
         self._reported: bool | None = None
@@ -193,7 +190,7 @@ class RemoteCopies:
                 raise RemoteError("the host's memory is gone")
             for position, value in zip(batch, buffers, strict=True):
                 slot = job.slots[position]
-                self._to_buffer(pages_to(value, self._arena, (slot,)))
+                self._arena.read(slot, value)
                 # After the copy: what the slot holds now it held during the copy too.
                 if self._checksums is not None and not self._checksums.is_as_stored(slot):
                     wrong.append(position)
@@ -224,7 +221,7 @@ class RemoteCopies:
         with self._arena.held() as is_open:
             for position in got.whole if is_open else ():
                 slot = job.slots[position]
-                self._to_host(pages_from(buffers[position - first], self._arena, (slot,)))
+                self._arena.write(slot, buffers[position - first])
                 if self._checksums is not None:
                     self._checksums.take(slot)
         return got

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from kvoffload.disk.slot_file import PIECE_BYTES
 from kvoffload.disk.system import PAGE, aligned_buffer
-from kvoffload.transfer.host_copier import choose_copy
-from kvoffload.transfer.slot_pages import pages_from, pages_to
 
 if TYPE_CHECKING:
     from kvoffload.transfer.arena import Arena
@@ -45,30 +43,27 @@ class SlotBuffers:
         self.at_once = max(PIECE_BYTES // pitch, 1)
         sizes = [region.page_bytes for region in arena.layout.regions]
         self._is_in_place = not any(size % PAGE for size in sizes) and min(sizes) > _LONG
-        self._to_disk = choose_copy()
-        self._to_host = choose_copy(arena_is_target=True)
         self._threads = threading.local()
 
-    def gather(self, slots: Sequence[int]) -> list[Pieces]:
+    def gather(self, slots: Sequence[int]) -> Sequence[Pieces]:
         """Return the bytes of slots, valid until the thread's next call."""
         if self._is_in_place:
-            return [self._pages(slot) for slot in slots]
-        places = range(0, len(slots) * self._pitch, self._pitch)
-        self._to_disk(pages_to(self._buffer(), self._arena, slots, places))
-        return self.room(len(slots))
+            return [self._arena.pages(slot) for slot in slots]
+        room = self.room(len(slots))
+        for slot, (value,) in zip(slots, room, strict=True):
+            self._arena.read(slot, value)
+        return room
 
-    def room(self, count: int) -> list[Pieces]:
+    def room(self, count: int) -> list[tuple[memoryview]]:
         """Return memory for `count` slots, valid until the thread's next call."""
         buffer, pitch = self._buffer(), self._pitch
         return [(buffer[start : start + pitch],) for start in range(0, count * pitch, pitch)]
 
     def scatter(self, slots: Mapping[int, int]) -> None:
         """Copy what was read into `room`: to each slot what its value, an index, has there."""
-        places = [index * self._pitch for index in slots.values()]
-        self._to_host(pages_from(self._buffer(), self._arena, list(slots), places))
-
-    def _pages(self, slot: int) -> Pieces:
-        return [self._arena.page(slot, region) for region in range(len(self._arena.layout.regions))]
+        buffer = self._buffer()
+        for slot, index in slots.items():
+            self._arena.write(slot, buffer[index * self._pitch :])
 
     def _buffer(self) -> memoryview:
         buffer: memoryview | None = getattr(self._threads, "buffer", None)

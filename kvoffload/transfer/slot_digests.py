@@ -80,8 +80,8 @@ class InPlaceDigests:
 
     def _digest(self, slot: int) -> int:
         state = self._hasher()
-        for region in range(len(self._arena.layout.regions)):
-            state.update(self._arena.page(slot, region))
+        for page in self._arena.pages(slot):
+            state.update(page)
         return state.intdigest()
 
 

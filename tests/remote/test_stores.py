@@ -163,6 +163,27 @@ def test_a_pack_that_is_gone_is_missing_and_forgotten(bucket: Bucket, there: S3S
     assert first.ask(shard, KEYS[:2]) == [False, False]
 
 
+def test_what_is_known_is_read_without_a_listing(
+    bucket: Bucket, shard: Shard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A listing takes a round trip, and fetches are for what was asked for; what is not known is looked for."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("the bucket is listed")
+
+    bucket.reach(monkeypatch)
+    store = open_store(parse_address(bucket.url), TIMEOUT_S)
+    written = values(store, 2)
+    store.put(shard, KEYS[:2], written)
+    monkeypatch.setattr("kvoffload.remote.bucket.LOOK_PERIOD_S", 0.0)
+    monkeypatch.setattr(obstore, "list", refuse)
+    read = values(store, 2)
+    assert store.get(shard, KEYS[:2], read) == [SIZE, SIZE]
+    assert read == written
+    with pytest.raises(AssertionError, match="is listed"):
+        store.get(shard, KEYS[1:3], read)
+
+
 @pytest.mark.parametrize("left", [0, 5, 400, SIZE + 2000])
 def test_r17_a_pack_that_was_cut_costs_its_values_and_no_other_pack(
     bucket: Bucket, there: S3Store, shard: Shard, left: int

@@ -277,3 +277,24 @@ def _lockable() -> int:
     status = Path("/proc/self/status").read_text()
     capable = int(re.search(r"^CapEff:\s*(\w+)", status, re.M)[1], 16) >> 14 & 1  # type: ignore[index]  # CAP_IPC_LOCK
     return 4 << 30 if capable or soft == resource.RLIM_INFINITY else soft
+
+
+async def test_a_slots_pages_are_read_and_written_in_the_order_of_the_regions() -> None:
+    """Regions whose pages have one size are copied by one call each time, so sizes change and come back, across a chunk's end."""
+    sizes = [96, 96, 40, 96, 40, 40]
+    arena = Arena(
+        FakeDevice(4, sizes).layout, 4, MmapAllocator(ManualExecutor(held=False)), chunk_bytes=3 * 408
+    )
+    await arena.prepare()
+    contents = [bytes((slot + at) % 256 for at in range(408)) for slot in range(4)]
+    for slot, content in enumerate(contents):
+        arena.write(slot, memoryview(content + b"behind it"))
+    for slot, content in enumerate(contents):
+        assert b"".join(arena.pages(slot)) == content
+        assert [len(page) for page in arena.pages(slot)] == sizes
+        found = bytearray(b"." * 410)
+        arena.read(slot, memoryview(found))
+        assert found == content + b".."
+    arena.close()
+    with pytest.raises(IndexError, match="slot 3"):
+        arena.write(3, memoryview(contents[3]))
