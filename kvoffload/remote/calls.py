@@ -7,17 +7,22 @@ A store's client blocks without a limit: a minute was seen. So a call has two pa
 memory, and what it reads from other memory counts only if `check_awaited` passes afterwards. The second uses the result, and runs only if
 the call is still awaited. A call that does not return in time has failed, opens the breaker, and occupies its thread until it returns.
 
+A thread that returns from a client in C++ while the interpreter ends aborts the process. So the exit of a process waits for a moment
+until no thread is in a call, unless one is known to hang.
+
 The owner's thread alone writes the breaker and reports ends; it waits for nothing. Either thread may end a call: the one that takes
 its token does.
 """
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from kvoffload.logs import get_logger
@@ -26,6 +31,8 @@ from kvoffload.remote.breaker import Breaker
 from kvoffload.remote.store import RemoteStore
 
 _PROBE = "kvo1/probe"  # need not be there
+_EXIT_S = 1.0
+"""How long the exit of the process may wait for calls; those of one machine take milliseconds."""
 
 log = get_logger("remote")
 
@@ -87,10 +94,12 @@ class RemoteCalls:
         self._reads: deque[_Call] = deque()
         self._writes: deque[_Call] = deque()
         self._active: dict[int, _Call] = {}  # by thread
+        self._submitted: set[Future[None]] = set()
         self.ended: deque[_Call] = deque()
         """Those that `poll` has not taken yet."""
         self._is_closed = False
         self._closing = threading.Lock()
+        atexit.register(self._exit)
 
     # -- the owner's thread -------------------------------------------------------------------------------------
 
@@ -118,7 +127,7 @@ class RemoteCalls:
         call = _Call(work, use, ended, self._monotonic())
         (self._writes if is_write else self._reads).append(call)
         if self.works:
-            self._executor.submit(self._run_next)
+            self._execute(self._run_next)
 
     def poll(self) -> None:
         """End calls that have returned or take too long, and queue a probe when one is due. Never waits."""
@@ -131,15 +140,26 @@ class RemoteCalls:
         if not self.works:
             self._fail_queued()
             if not self._is_closed and self._breaker.takes_probe(now):
-                self._executor.submit(self._run, _Call(_probe, None, _ignore, now, is_probe=True))
+                self._execute(partial(self._run, _Call(_probe, None, _ignore, now, is_probe=True)))
 
     def close(self) -> None:
         """Make no more calls, and have the connection closed when the last one has returned. Waits for nothing."""
         if not self._is_closed:
             self._is_closed = True
             self._fail_queued()
-            self._executor.submit(self._disconnect)
+            self._execute(self._disconnect)
             self._executor.shutdown(wait=False)
+
+    def _execute(self, work: Callable[[], None]) -> None:
+        running = self._executor.submit(work)
+        self._submitted.add(running)
+        running.add_done_callback(self._submitted.discard)
+
+    def _exit(self) -> None:
+        """The interpreter ends: begin no call, and wait until none runs."""
+        self._is_closed = True
+        if not any(call.is_stuck for call in tuple(self._active.values())):
+            wait(tuple(self._submitted), _EXIT_S)
 
     def _take_ended(self, now: float) -> None:
         while self.ended:
@@ -225,10 +245,12 @@ class RemoteCalls:
 
     def _disconnect(self) -> None:
         with self._closing:
-            if self._active or self._store is None:  # a client closed under a running call may crash
+            if self._active:  # a client closed under a running call may crash
                 return
             store, self._store = self._store, None
-        store.close()
+        if store is not None:
+            store.close()
+        atexit.unregister(self._exit)
 
 
 def _probe(store: RemoteStore) -> None:

@@ -77,6 +77,7 @@ class Server:
     def stop(self) -> None:
         """Suspend it, as on a machine that hangs."""
         self.process.send_signal(signal.SIGSTOP)
+        os.waitpid(self.process.pid, os.WUNTRACED)  # until it has stopped
 
     def go_on(self) -> None:
         """Resume it."""

@@ -1,8 +1,11 @@
 """Mooncake Store as a remote store: a value is an object, read and written by batches without a copy in Python.
 
 What this file must know of its client (observed with 0.3.13):
-* Without a master, connecting takes 90 s, and any call of an open connection 4.3 s; under a master that is stopped 30 s, under a
-  node that is stopped 60 s. So the master's port is tried first, and callers have their own time limit.
+* Connecting holds the interpreter's lock, so the whole process stops: without a master for 90 s, under a master that is stopped for
+  600 s. So the connection first makes sure that a master answers.
+* Without a master, any call of an open connection takes 4.3 s; under a master that is stopped 30 s, under a node that is stopped 60 s.
+  Other threads run meanwhile, and callers have their own time limit.
+* A thread that returns from a call while the interpreter ends aborts the process.
 * An object is immutable: a put under an existing name does nothing and is answered as done.
 * For ten seconds after a node has died, the master still reports its objects.
 * A hard-pinned object is not evicted; the generation is one.
@@ -12,7 +15,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 
 import numpy as np
@@ -25,6 +28,7 @@ from kvoffload.remote.values import Shard
 
 _NOT_FOUND = -704
 _NO_ANSWER = -800  # and below: a transfer that broke off, a call without an answer
+_NO_REQUEST = bytes(32)
 _OWN_BUFFER = 16 * 2**20  # of the client's, for small objects
 _INSTALL = (
     "the Mooncake client cannot be loaded ({}); install kvoffload[mooncake], or on a GPU the client's wheel for its CUDA, "
@@ -37,7 +41,7 @@ class MooncakeStore:
 
     Args:
         address: of the master.
-        timeout_s: seconds that the master's port may take to answer.
+        timeout_s: seconds that the master may take to answer.
 
     Raises:
         RemoteError: the client is not installed, or no master answers.
@@ -118,11 +122,15 @@ def own_address(address: MooncakeAddress, timeout_s: float) -> str:
     """Return the address from which this machine reaches the master.
 
     Raises:
-        RemoteError: the master's port does not answer.
+        RemoteError: no master answers there.
     """
     try:
         with closing(socket.create_connection((address.host, address.port), timeout_s)) as connection:
             own: str = connection.getsockname()[0]
+            # The kernel accepts connections for a process that is stopped. One that runs ends those that speak no protocol of its own.
+            with suppress(ConnectionResetError):
+                connection.sendall(_NO_REQUEST)
+                connection.recv(1)
     except OSError as error:
         raise RemoteError(f"no Mooncake master answers at {address}: {error}") from error
     return own

@@ -33,7 +33,8 @@ class Front:
         self._engine: Any = None
         self._asked = itertools.count()
 
-    async def start(self, workers: int) -> dict[str, Any]:
+    async def start(self, workers: int, **extra: Any) -> dict[str, Any]:
+        """Start an engine with these settings of the connector too."""
         from vllm.config import KVTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -45,6 +46,7 @@ class Front:
             disk_path=str(self._folder / "disk"),
             disk_bytes="16MiB",
             transfer_timeout_s=_LONG_S,
+            **extra,
         )
         connector["kv_connector_module_path"] = "tests.vllm_adapter.gated_connector"
         options = {**engines.OPTIONS, "num_gpu_blocks_override": DEVICE_BLOCKS["qwen3"]}

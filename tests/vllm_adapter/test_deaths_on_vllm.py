@@ -21,6 +21,7 @@ import pytest
 
 from kvoffload.disk.index_log import load_index
 from kvoffload.telemetry.journal_file import JournalFile
+from tests.remote.servers import Mooncake
 from tests.vllm_adapter.copy_gate import CLOSED, CLOSING, CopyGate, HeldCopy
 from tests.vllm_adapter.deaths_rig import Front, fronting
 from tests.vllm_adapter.engine_rig import MARKS
@@ -56,8 +57,11 @@ class Life:
     def begin(self) -> None:
         """Start an engine that serves what every one of them serves, from the device and from the host."""
         self.gate.forget()
+        opened = self._times_opened()
         self.front.do("start", workers=RANKS)
-        right = [one["tokens"] for one in self._ask(salt="truth")]
+        right = None
+        while right is None or self._times_opened() == opened:
+            right = [one["tokens"] for one in self._ask(salt="truth")]
         assert right == (self.answers or right)
         is_first, self.answers = not self.answers, right
         found = [one["cached"] for one in self._check_served()]
@@ -76,6 +80,10 @@ class Life:
         (folder,) = self.folder.glob("disk/*/replica0")
         index = load_index(folder)
         return len(index.entries) if index is not None else 0
+
+    def _times_opened(self) -> int:
+        """Return how many engines have opened the disk."""
+        return self.front.log.read_text().count("disk_opened")
 
     def start_loads(self) -> list[HeldCopy]:
         """Ask for what only the host has; return the load of each worker, which has begun and waits."""
@@ -195,8 +203,11 @@ def test_a_worker_that_gets_sigterm_waits_for_its_copies(life: Life) -> None:
     life.check_over()
 
 
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize("seed", range(KILLS))
-def test_after_a_kill_at_any_moment_the_next_engine_finds_what_was_put(life: Life, seed: int) -> None:
+def test_after_a_kill_at_any_moment_the_next_engine_finds_what_was_put(
+    life: Life, seed: int, how: signal.Signals
+) -> None:
     """KVOFFLOAD_VLLM_KILLS=3 makes more of them; the seed is in the test's name."""
     chance = random.Random(seed)
     turns = [
@@ -208,7 +219,28 @@ def test_after_a_kill_at_any_moment_the_next_engine_finds_what_was_put(life: Lif
     time.sleep(chance.uniform(0, 1.5))
     names = ["VLLM::EngineCore", "VLLM::Worker_TP0", "VLLM::Worker_TP1"]
     victim = chance.choice(names)
-    os.kill(next(process for process, name in life.processes.items() if name == victim), signal.SIGKILL)
+    os.kill(next(process for process, name in life.processes.items() if name == victim), how)
     life.front.hear()
     life.check_over()
     life.check_served(turns)
+
+
+def test_an_engine_ends_while_a_call_to_a_store_hangs(life: Life, mooncake: Mooncake) -> None:
+    """The call would return after 30 s, which is logged."""
+    life.front.do("stop")
+    life.front.do("start", workers=RANKS, remote_url=mooncake.url, remote_timeout_s=1.0)
+    log = life.front.log
+    while "remote_opened" not in log.read_text():
+        life.front.do("ask", prompts=PROMPTS)
+    mooncake.master.stop()
+    seed = 1000
+    while "a call has not returned" not in log.read_text():
+        life.front.do("ask", prompts=draw(seed := seed + 1, 1, 200))
+    (engine,) = [one for one, name in processes(life.front).items() if name == "VLLM::EngineCore"]
+    os.kill(engine, signal.SIGTERM)
+    until(lambda: set(processes(life.front)) == {life.front.process.pid}, 60)
+    assert "remote_call_returned" not in log.read_text()
+    life.front.do("stop")
+    check_log(life.front)
+    life.gate.open()
+    life.begin()

@@ -42,7 +42,7 @@ V2_RUNNER = {
     "TRITON_INTERPRET": "1",
     "CUDA_VISIBLE_DEVICES": "",  # vLLM accepts Triton without a driver only if no device is visible
 }
-PART_OF_V2 = ("0.32.0", "qwen3 and (runners or reloaded or preempted)")
+PART_OF_V2 = ("0.32.0", "bucket or qwen3 and (runners or reloaded or preempted)")
 """What --check runs with it: a version, and pytest's expression for tests of the suite."""
 
 TOO_OLD = ("0.27.1",)
@@ -70,6 +70,10 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
         "test_states_of_a_shared_prefix",
     ),
     "disk, found after a restart": ("test_what_was_put_is_found_after_a_restart",),
+    "store, found by another engine": (
+        r"test_what_one_engine_has_written_another_one_finds\[mooncake\]",
+        r"test_what_one_engine_has_written_another_one_finds\[bucket\]",
+    ),
     "layouts, metrics, events": ("tests/vllm_adapter/.*",),
 }
 """Each column's title, and the tests that it stands for: every pattern must be met."""

@@ -1,0 +1,100 @@
+"""Engines and processes end while calls to a real Mooncake run or hang."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvoffload.model.errors import RemoteError
+from kvoffload.model.transfer import Direction
+from kvoffload.remote.address import MooncakeAddress
+from kvoffload.remote.calls import RemoteCalls
+from kvoffload.remote.mooncake import own_address
+from tests.reference.rig import BLOCK, text
+from tests.remote.servers import Mooncake
+from tests.remote.sharing import Served
+
+HANGS_S = 60.0  # Mooncake's own limit, 30 s, comes first
+IN_CALLS = """
+import sys, time
+from kvoffload.remote.address import parse_address
+from kvoffload.remote.calls import RemoteCalls
+from kvoffload.remote.connect import open_store
+from kvoffload.runtime.portal import DaemonExecutor
+
+calls = RemoteCalls(
+    lambda: open_store(parse_address(sys.argv[1]), 10.0), DaemonExecutor("calls", 4), time.monotonic, 10.0
+)
+while not calls.works:
+    calls.poll()
+answers = []
+for _ in range(20_000):
+    calls.submit(lambda store: store.read("kvo1/none"), lambda answer, _: answers.append(answer))
+while not answers:
+    calls.poll()
+if sys.argv[2] == "closed":
+    calls.close()
+"""
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Mooncake]:
+    made = Mooncake(tmp_path)
+    yield made
+    made.close()
+
+
+def calls_of(engine: Served) -> list[RemoteCalls]:
+    """Return the scheduler's, and the rank's."""
+    below, (worker,) = engine.offload._below, engine.plugin.workers
+    assert below is not None
+    assert below._remote is not None
+    assert worker._remote is not None
+    return [below._remote._calls, worker._remote._calls]
+
+
+@pytest.mark.timeout(120)
+def test_r17_closing_waits_for_no_call_that_hangs(server: Mooncake) -> None:
+    engine = Served(server.url, disk_identity="hangs", remote_timeout_s=HANGS_S).opened()
+    engine.share()
+    engine.engine.submit(text(5, 10 * BLOCK))
+    server.master.stop()
+    calls = calls_of(engine)
+    for each in calls:  # whatever is asked for or copied hangs
+        each.submit(lambda store: store.read("kvo1/none"), lambda _, __: None)
+    engine.step_until(lambda: all(each._active for each in calls))
+    engine.engine.close()
+    assert all(each._active for each in calls)
+    server.master.go_on()
+
+
+@pytest.mark.timeout(120)
+def test_r17_an_engine_that_starts_under_a_master_that_is_stopped_serves_and_shares_later(
+    server: Mooncake,
+) -> None:
+    """Mooncake's client would hold the interpreter's lock for ten minutes."""
+    server.master.stop()
+    with pytest.raises(RemoteError, match="no Mooncake master answers at"):
+        own_address(MooncakeAddress("127.0.0.1", server.port), 0.2)
+    engine = Served(server.url, disk_identity="starts", remote_timeout_s=0.2)
+    engine.run()
+    server.master.go_on()
+    engine.opened()
+    engine.share()
+    assert engine.copied(Direction.STORE) > 0
+    engine.engine.close()
+
+
+@pytest.mark.parametrize("how", ["closed", "open"])
+def test_a_process_that_ends_in_the_middle_of_calls_is_not_aborted(server: Mooncake, how: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", IN_CALLS, server.url, how],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
