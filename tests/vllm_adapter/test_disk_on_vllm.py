@@ -63,6 +63,15 @@ class Life:
     def disk(self) -> Any:
         return self.rig.side.core.state.disk
 
+    def wait_for_disk(self) -> None:
+        """Step until the disk is open, or refused. An engine without requests steps for `drain_s`: after that, serve."""
+        rig, asked = self.rig, {"opens": Asked((1, 2, 3), 1)}
+
+        def serve() -> bool:
+            return not rig.scheduler.has_requests() and rig.run(asked) == {}
+
+        rig.until(lambda: self.disk.is_open or self.disk.is_closed or serve())
+
     def push_out(self) -> None:
         """Leave what was found again on the disk alone."""
         self.rig.run(OTHERS)
@@ -90,7 +99,7 @@ def living(
         ) as rig:
             life = Life(rig, [], 0)
             rig.side.bus.count(TierCopyEnded, life.copies.append)
-            rig.until(lambda: life.disk.is_open or life.disk.is_closed)
+            life.wait_for_disk()
             life.restored = life.on_disk()
             yield life
 
