@@ -6,6 +6,7 @@
  *   hang-writes 1   the same of writes                   torn 1     a write leaves its second half as it was, and says all is done
  *   flip 1     reads have another bit                    short 1    reads and writes do half of what they are asked for
  *   slow 50    every call takes so many milliseconds
+ *   clock-back 60   the wall clock is so many seconds behind; beside `hang`, from when a call hangs on
  *
  * A direct transfer is halved in multiples of 4 KiB. Every call that did not do as it was told leaves a byte in
  * FAILING_DISK_ORDERS.done.
@@ -27,6 +28,8 @@
 #include <unistd.h>
 
 enum { PIECE = 4096 };
+
+static volatile int hangs;
 
 #define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
 
@@ -94,6 +97,7 @@ static int stopped(const char *hang, int is_write)
         pause_ms(ordered("slow"));
     if (hang && ordered(hang)) {
         note();
+        hangs = 1;
         while (ordered(hang))
             pause_ms(10);
     }
@@ -102,6 +106,19 @@ static int stopped(const char *hang, int is_write)
     if (ordered("error"))
         return fails(EIO);
     return is_write && ordered("full") ? fails(ENOSPC) : 0;
+}
+
+int clock_gettime(clockid_t clock, struct timespec *now)
+{
+    static int (*real)(clockid_t, struct timespec *);
+    if (!real)
+        real = REAL(clock_gettime);
+    int code = real(clock, now);
+    if (!code && clock == CLOCK_REALTIME && ordered("clock-back") && (hangs || !ordered("hang"))) {
+        now->tv_sec -= ordered("clock-back");
+        note();
+    }
+    return code;
 }
 
 static size_t half_of(size_t size)

@@ -205,6 +205,26 @@ def test_after_a_read_that_hung_the_disk_is_asked_again(engine: Process) -> None
     assert fetched(state) > 0
 
 
+def test_a_clock_that_is_set_back_changes_nothing(engine: Process) -> None:
+    """By a year, so that the disk's files are from the future, and while a call hangs, whose time-out must end all the same."""
+    year = "clock-back 31536000"
+    engine.order(year, "hang 1")
+    assert not engine("serve", 0)["is_usable"]
+    before = engine.harmed
+    engine.order(year)
+    for _ in range(200):
+        if engine("serve", 1)["is_usable"]:
+            break
+    assert fetched(engine("serve", *ALL)) > 0
+    assert engine.harmed > before, "the clock was not set"
+    engine("close")
+    folder = engine.root / "test_a_clock_that_is_set_back_changes_nothing"
+    assert engine("start", str(folder))["blocks"] > 0
+    state = engine("serve", *ALL)
+    assert fetched(state) > 0
+    assert fetched(state, "corrupt") == 0
+
+
 def test_a_disk_that_is_removed_while_it_serves_costs_its_hits(engine: Process) -> None:
     engine("serve", 0)
     engine.order("gone 1")
