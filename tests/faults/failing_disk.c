@@ -100,6 +100,7 @@ static int stopped(const char *hang, int is_write)
         hangs = 1;
         while (ordered(hang))
             pause_ms(10);
+        hangs = 0;
     }
     if (ordered("gone"))
         return fails(ENODEV);

@@ -208,8 +208,10 @@ def test_after_a_read_that_hung_the_disk_is_asked_again(engine: Process) -> None
 def test_a_clock_that_is_set_back_changes_nothing(engine: Process) -> None:
     """By a year, so that the disk's files are from the future, and while a call hangs, whose time-out must end all the same."""
     year = "clock-back 31536000"
+    logged = len(engine.log)
     engine.order(year, "hang 1")
     assert not engine("serve", 0)["is_usable"]
+    assert "disk_call_hangs" in engine.log[logged:]
     before = engine.harmed
     engine.order(year)
     for _ in range(200):
