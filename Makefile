@@ -21,7 +21,7 @@ WHEEL := $(CURDIR)/$(VENV)/wheel
 AGAINST_WHEEL := KVOFFLOAD_WHEEL=$(WHEEL) PYTHONPATH=$(WHEEL) PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test-fast check format wheel test test-vllm quick-others recurrent-matrix disk-traffic sharing-ranks vllm-versions lint types imports size coverage deep disk-kills simulate explore mutants soak vllm-demo grafana observe bench-hooks bench-queue bench-serve docs site dashboards screenshot lock venv vllm-env kernel-env tools clean
+.PHONY: help demo quick test-fast check format wheel test test-vllm quick-others recurrent-matrix disk-traffic store-traffic sharing-ranks vllm-versions lint types imports size coverage deep disk-kills simulate explore mutants soak vllm-demo grafana observe bench-hooks bench-queue bench-serve docs site dashboards screenshot lock venv vllm-env kernel-env tools clean
 .DELETE_ON_ERROR:
 
 help:
@@ -72,6 +72,9 @@ recurrent-matrix: $(VENV)/wheel/ready vllm-env  ## test recurrent models in ever
 
 disk-traffic: $(VENV)/wheel/ready vllm-env  ## mix traffic on vLLMs with a disk, two ranks too (long)
 	$(AGAINST_WHEEL) $(VLLM) -m tests.vllm_adapter.disk_traffic $(ARGS)
+
+store-traffic: $(VENV)/wheel/ready vllm-env  ## mix traffic on two vLLMs that share a store (long)
+	$(AGAINST_WHEEL) $(VLLM) -m tests.vllm_adapter.store_traffic $(ARGS)
 
 sharing-ranks: $(VENV)/wheel/ready vllm-env  ## share a store between vLLMs of two ranks each (long)
 	$(AGAINST_WHEEL) $(VLLM) -m pytest -m vllm tests/vllm_adapter/sharing_ranks.py $(ARGS)

@@ -1,0 +1,101 @@
+"""Mixed traffic on two stock vLLMs that share a Mooncake at the same time, through aborts, a reset of one, and its restart.
+
+Every answer must be that of an engine without a connector, and at the end the audit must find nothing.
+
+    python -m tests.vllm_adapter.store_traffic [--seeds 1 2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+from pathlib import Path
+
+from kvoffload.model.transfer import Direction
+from kvoffload.remote.local import LocalMooncake
+from tests.vllm_adapter.disk_traffic import conversations
+from tests.vllm_adapter.engine_rig import Asked, check_same
+from tests.vllm_adapter.sharing_rig import Apart, apart
+from tests.vllm_adapter.test_remote_on_vllm import Answers, start, stop
+from tests.vllm_stock import checkpoints
+
+ROUNDS = 240
+RESETS_AT, RESTARTS_AT = 80, 160
+AT_ONCE = 5
+
+
+class Traffic:
+    """Two engines, and what both are asked."""
+
+    def __init__(self, seed: int) -> None:
+        self._draw = random.Random(seed)
+        self.turns = {f"c{turn[0]}t{turn[1]}": asked for turn, asked in conversations(seed, 16).items()}
+        self.expected: Answers = {}
+        self.compared = self.aborted = 0
+
+    def serve(self, engines: list[Apart], *, resets: Apart | None = None) -> None:
+        """Serve requests on these engines at once, some to be aborted, while another one is reset."""
+        drawn = [self._deal() for _ in engines]
+        for engine, (asked, abort_after) in zip(engines, drawn, strict=True):
+            engine.begin("ask", asked, abort_after)
+        if resets is not None:
+            assert resets.do("reset")
+        for engine, (asked, abort_after) in zip(engines, drawn, strict=True):
+            answers = engine.end()
+            if abort_after is not None:
+                self.aborted += len(asked)
+                continue
+            assert answers.keys() == asked.keys()
+            check_same(answers, self.expected)
+            self.compared += len(asked)
+
+    def _deal(self) -> tuple[dict[str, Asked], int | None]:
+        names = self._draw.sample(list(self.turns), AT_ONCE)
+        abort_after = self._draw.randrange(4) if self._draw.random() < 0.15 else None
+        return {name: self.turns[name] for name in names}, abort_after
+
+
+def run(folder: Path, seed: int) -> str:
+    """Play the traffic of one seed; return what was seen."""
+    (place := folder / "mooncake").mkdir()
+    model, server = checkpoints.make("qwen3", folder / "qwen3"), LocalMooncake(place)
+    loaded = []
+    with apart(2) as both:
+        first, second = both
+        traffic = Traffic(seed)
+        first.do("start", model, folder, None)
+        traffic.expected = first.do("ask", traffic.turns)
+        first.do("stop")
+        shared = start(both, model, folder, server.url)
+        assert len({*shared}) == 1
+        for number in range(ROUNDS):
+            if number == RESETS_AT:
+                traffic.serve([second], resets=first)
+            elif number == RESTARTS_AT:
+                loaded.append(first.do("copied", Direction.LOAD))
+                stop([first])
+                first.do("start", model, folder, server.url)
+            else:
+                traffic.serve(both)
+        loaded += [engine.do("copied", Direction.LOAD) for engine in both]
+        assert all(loaded), loaded
+        stop(both)
+    server.close()
+    return (
+        f"seed {seed}: {traffic.compared} answers compared, {traffic.aborted} requests aborted; blocks from the store: "
+        f"{loaded[0]} and after its restart {loaded[1]} on the engine that was reset, {loaded[2]} on the other one\n"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="mixed traffic on two vLLMs that share a store")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
+    for seed in parser.parse_args().seeds:
+        with tempfile.TemporaryDirectory(prefix="kvoffload-traffic-") as folder:
+            sys.stdout.write(run(Path(folder), seed))
+
+
+if __name__ == "__main__":
+    main()
