@@ -161,7 +161,8 @@ class HostPool:
         """These slots' bytes are whole on every rank: they can hit from now on, the last of them as the most recent."""
         self._move_all(slots, SlotEvent.FILL)
         self.index.add(zip(map(self._keys.__getitem__, slots), slots, strict=True))  # type: ignore[arg-type]  # it had one
-        self._order.add(self._not_held(slots))
+        if unheld := self._not_held(slots):
+            self._order.add(unheld)
 
     def pin(self, slots: Sequence[SlotId]) -> None:
         """Keep slots that can hit from eviction; the caller owns the pins and undoes each once.
@@ -170,16 +171,17 @@ class HostPool:
             IllegalTransition: one of them cannot hit; nothing has changed.
         """
         pins, once = self._pins, dict.fromkeys(slots, 1)
-        if len(once) == len(slots) and pins.keys().isdisjoint(slots):
-            self._take_from_order(slots)
-            pins.update(once)
-            return
-        for slot in pins.keys() & slots:
+        again = pins.keys() & slots
+        for slot in again:
             if self._states[slot] != _PINNED:
                 raise IllegalTransition("slot", SlotState(self._states[slot]), SlotEvent.PIN)
-        if new := [slot for slot in once if slot not in pins]:
-            self._take_from_order(new)
-        count(pins, slots)
+        if new := [slot for slot in once if slot not in again]:
+            self._move_all(new, SlotEvent.PIN)
+            self._order.remove(self._not_held(new))
+        if again or len(once) < len(slots):
+            count(pins, slots)
+        else:
+            pins.update(once)
 
     def unpin(self, slots: Sequence[SlotId]) -> None:
         """Undo one pin of each slot; the deepest ones become evictable first.
@@ -194,7 +196,8 @@ class HostPool:
             self.drained(free)
             free = self.pinned(free)
         self._move_all(free, SlotEvent.UNPIN)
-        self._order.add(self._not_held(free))
+        if unheld := self._not_held(free):
+            self._order.add(unheld)
 
     def hold(self, slots: Sequence[SlotId]) -> None:
         """Keep slots out of the eviction order while a request counts on them."""
@@ -296,11 +299,6 @@ class HostPool:
         moved = len(slots)
         self._counts[before[0]] -= moved
         self._counts[after] += moved
-
-    def _take_from_order(self, slots: Sequence[SlotId]) -> None:
-        """Slots that can hit are pinned, each for the first time; if one cannot, nothing changes."""
-        self._move_all(slots, SlotEvent.PIN)
-        self._order.remove(self._not_held(slots))
 
     def _ready(self, slots: Sequence[SlotId]) -> Sequence[SlotId]:
         """Return those of the slots that are READY."""

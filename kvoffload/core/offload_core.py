@@ -227,7 +227,8 @@ class OffloadCore:
         state = self.state
         if not (state.jobs.planned or state.jobs.withdrawn):
             return NOTHING
-        self._stores.schedule()
+        if self._stores.batch is not None:
+            self._stores.schedule(self._stores.batch)
         return state.jobs.submit()
 
     def _preempt_all(self, requests: Iterable[RequestId]) -> None:

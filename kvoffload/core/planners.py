@@ -72,7 +72,8 @@ class EagerPlanner:
         self._paced_by = (attention or state.shape.groups)[0]
 
     def allocated(self, record: RequestRecord) -> None:
-        self._due[record] = None
+        if record.state is _RUNNING:
+            self._due[record] = None
 
     def loaded(self, record: RequestRecord) -> None:
         self._due[record] = None

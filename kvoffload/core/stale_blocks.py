@@ -54,12 +54,13 @@ class StaleBlocks:
         """The engine continued a request's table. Call `handed_out` first."""
         table = record.table
         assert table is not None, record
-        ends = [len(table[group]) for group in self._recycling]
-        for group, (blocks, more) in enumerate(zip(table, new_blocks, strict=True)):
-            if group not in self._recurrent:
-                blocks += more
-        for group, end in zip(self._recycling, ends, strict=True):
-            self._note(record, group, end)
+        for group, more in enumerate(new_blocks):
+            if not more or group in self._recurrent:
+                continue
+            end = len(table[group])
+            table[group] += more
+            if group in self._recycling:
+                self._note(record, group, end)
 
     def put(self, record: RequestRecord, group: int, position: int, block: DeviceBlockId) -> None:
         """The engine handed off a state that lies in this block. Call `handed_out` first."""

@@ -48,7 +48,8 @@ class Stores:
     def __init__(self, state: CoreState) -> None:
         self._state = state
         self._lease_limit = state.shape.lease_limit
-        self._batch: Job | None = None
+        self.batch: Job | None = None
+        """The step's job, which takes what is accepted; None before anything is."""
         self.for_room: dict[RequestRecord, deque[Place]] = {}
         """Per request, the places whose offers wait for room."""
         self.states_for_room: dict[RequestRecord, deque[Place]] = {}
@@ -102,12 +103,10 @@ class Stores:
             self._settle(record.keys[group][position], outcome)
         self._stop_waiting(record)
 
-    def schedule(self) -> None:
+    def schedule(self, job: Job) -> None:
         """The step's plan is about to take the store job: report it, and let the next offer open another one."""
-        job = self._batch
-        if job is not None:
-            self._batch = None
-            self._state.tally.events.append(StoreScheduled(job.job, len(job.slots)))
+        self.batch = None
+        self._state.tally.events.append(StoreScheduled(job.job, len(job.slots)))
 
     # -- deciding -----------------------------------------------------------------------------------------------
 
@@ -238,9 +237,9 @@ class Stores:
     def _accept(self, offers: Sequence[Offer]) -> None:
         """Reserve slots for offers, lease their blocks, and add them to the step's job. There is room for all."""
         state = self._state
-        job = self._batch
+        job = self.batch
         if job is None:
-            job = self._batch = state.jobs.plan(Direction.STORE)
+            job = self.batch = state.jobs.plan(Direction.STORE)
         keys, blocks = list(map(_KEY, offers)), list(map(_BLOCK, offers))
         slots, evicted = state.pool.reserve(keys)
         job.slots += slots
@@ -283,7 +282,7 @@ class Stores:
     def stop(self, outcome: StoreOutcome, planned: StoreOutcome) -> None:
         """Nothing that is under way or waits may be found later: settle it all, the step's own job as `planned`."""
         state = self._state
-        batch, self._batch = self._batch, None
+        batch, self.batch = self.batch, None
         for job in tuple(state.jobs.open.values()):
             if job.is_store and not job.settled:
                 self._failed(job, planned if job is batch else outcome)

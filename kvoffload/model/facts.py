@@ -88,7 +88,8 @@ class StepScheduled(Fact, frozen=True):
 
     Args:
         step: its number.
-        progress: requests that gained something, and those that run for the first time since their allocation.
+        progress: requests that gained something, and those that run for the first time since a load without being allocated
+            again.
         preempted: requests that lost their blocks since the last step.
         handed_out: new blocks that are in no table, such as copy-on-write targets.
         prefill_tokens: tokens that the step computes for requests that compute several in it.

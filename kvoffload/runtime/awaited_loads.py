@@ -26,6 +26,10 @@ class LoadAnswers(Struct):
     abandoned: list[JobId] = []
 
 
+NO_ANSWERS = LoadAnswers()
+"""What most steps have. It stays empty."""
+
+
 class AwaitedLoads:
     """Requests that were allocated with external tokens and not answered since, each with its job once that is submitted.
 

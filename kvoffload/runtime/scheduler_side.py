@@ -25,7 +25,7 @@ from kvoffload.model.events import Event
 from kvoffload.model.ids import BlockKey, Rank, RequestId
 from kvoffload.model.transfer import NOTHING, TransferPlan, TransferReport
 from kvoffload.remote.address import RemotePlace
-from kvoffload.runtime.awaited_loads import AwaitedLoads, LoadAnswers
+from kvoffload.runtime.awaited_loads import NO_ANSWERS, AwaitedLoads, LoadAnswers
 from kvoffload.runtime.broken_core import BrokenCore
 from kvoffload.runtime.clocks import Clocks
 from kvoffload.runtime.conservation import Conservation
@@ -316,12 +316,12 @@ class SchedulerSide:
         self._copies.submitted((*plan.loads, *plan.stores), self._clocks.monotonic())
         if self._below is not None and (plan.disk or plan.remote):
             self._below.moved(began)
-        try:
-            events = self._tally.take()
-        except Exception as error:
-            self._broken.raised(error, "take_events")
-        else:
-            if events:
+        if self._tally.events or self._tally.has_sums:
+            try:
+                events = self._tally.take()
+            except Exception as error:
+                self._broken.raised(error, "take_events")
+            else:
                 self.bus.dispatch(events)
         return plan
 
@@ -331,37 +331,31 @@ class SchedulerSide:
         """Ranks reported what ended; return the loads that the engine must learn of."""
         began, open_below = self._precise(), self._jobs.open_below
         for report in reports:
-            self._rank_reported(report)
+            if report.jobs:
+                self._copies.reported(report)
+            if report.rank in self._store_shares:
+                self._store_shares[report.rank] = report.store_share
+            self.bus.dispatch([facts.TransferReported(report)])
+            if report.lost is not None:
+                self.bus.dispatch([facts.InvariantBroken(DegradeCause.TRANSFER_DEAD, report.lost)])
         if self._below is not None:
             self._below.reported(reports, began, has_moved=self._jobs.open_below != open_below)
         if reports:
             self._look_after_reports()
-        answers = self.take_answers() if self.has_answers else LoadAnswers()
+        answers = self.take_answers()
         spent = self._spent
         spent[_REPORT] = spent.get(_REPORT, 0.0) + self._precise() - began
         return answers
 
-    def _rank_reported(self, report: TransferReport) -> None:
-        if report.jobs:
-            self._copies.reported(report)
-        if report.rank in self._store_shares:
-            self._store_shares[report.rank] = report.store_share
-        self.bus.dispatch([facts.TransferReported(report)])
-        if report.lost is not None:
-            self.bus.dispatch([facts.InvariantBroken(DegradeCause.TRANSFER_DEAD, report.lost)])
-
     def take_answers(self) -> LoadAnswers:
         """Return the loads that ended since the last call; some end without a report."""
+        ended = self.core.state.results
+        if not (ended.loaded or ended.failed or self._degradation.cause):
+            return NO_ANSWERS
         results = self._ask("take_results", self.core.take_results, LoadResults())
         if self._degradation.cause is not None:
             results.failed += self._awaited  # what a broken core planned is not to be trusted
         return self._awaited.answer(results)
-
-    @property
-    def has_answers(self) -> bool:
-        """Whether `take_answers` could return anything."""
-        results = self.core.state.results
-        return bool(results.loaded or results.failed or self._degradation.cause)
 
     @property
     def has_work(self) -> bool:

@@ -69,6 +69,7 @@ class NetBenefit:
         self._times = StepTimes()
         self._break_even = BreakEven()
         self._fetch_break_even = {tier: BreakEven() for tier in _BELOW}
+        self._is_weighed = True  # nothing was measured since the break-even lengths were computed
         self._loads: dict[JobId, _Load] = {}
         self._fetches: dict[JobId, _Load] = {}
         self._copy_s: dict[JobId, float] = {}
@@ -101,10 +102,12 @@ class NetBenefit:
 
     def least_load_tokens(self) -> int:
         """Return the shortest hit that is worth a load by recent measurements; 0 without any."""
+        self._weigh()
         return self._break_even.least(self._now())
 
     def least_fetch_tokens(self) -> dict[Tier, int]:
         """Return for each lower tier the fewest tokens that are worth a fetch and the load behind it; 0 without measurements."""
+        self._weigh()
         now = self._now()
         return {tier: each.least(now) for tier, each in self._fetch_break_even.items()}
 
@@ -115,6 +118,7 @@ class NetBenefit:
 
     def series(self) -> dict[str, dict[Labels, float]]:
         """Return the series of this class's metrics, by name."""
+        self._weigh()
         rate = self._rate.seconds_per_token
         return {
             "kvoffload_prefill_seconds_saved_total": {(): self._saved_s},
@@ -172,7 +176,7 @@ class NetBenefit:
     def _ended(self, fact: facts.RequestEnded) -> None:
         if self._loads:
             for job in [job for job, load in self._loads.items() if load.request == fact.request]:
-                self._lose_wait(self._loads.pop(job))
+                self._waited_s[LoadWait.OWN_LOAD] += self._now() - self._loads.pop(job).since
 
     # -- loads ------------------------------------------------------------------------------------------------------
 
@@ -198,7 +202,8 @@ class NetBenefit:
         load = self._loads.pop(event.job, None)
         if load is None:
             return
-        waited_s = self._lose_wait(load)
+        waited_s = self._now() - load.since
+        self._waited_s[LoadWait.OWN_LOAD] += waited_s
         if event.outcome is LoadOutcome.LOADED:
             self._unpriced_tokens += load.tokens
             self._break_even.loaded(self._now(), load.tokens, waited_s, copy_s)
@@ -217,17 +222,20 @@ class NetBenefit:
             self._fetch_break_even[event.tier].loaded(now, fetch.tokens, waited_s, copy_s)
             self._price()
 
-    def _lose_wait(self, load: _Load) -> float:
-        waited_s = self._now() - load.since
-        self._waited_s[LoadWait.OWN_LOAD] += waited_s
-        return waited_s
-
     def _price(self) -> None:
         """Price loaded tokens, also those from before the first measurement."""
         rate = self._rate.seconds_per_token
         self._saved_s += self._unpriced_tokens * rate
         if rate:
             self._unpriced_tokens = 0
+        self._is_weighed = False
+
+    def _weigh(self) -> None:
+        """Compute the break-even lengths; only when somebody asks, because a hook has no time for a median."""
+        if self._is_weighed:
+            return
+        self._is_weighed = True
+        rate = self._rate.seconds_per_token
         self._break_even.weigh(rate)
         for each in self._fetch_break_even.values():
             each.weigh(rate, self._break_even)

@@ -12,6 +12,7 @@ from kvoffload.model import facts
 from kvoffload.model.groups import AttentionKind
 from kvoffload.model.ids import BlockKey, DeviceBlockId, RequestId
 from kvoffload.model.transfer import NOTHING
+from kvoffload.runtime.awaited_loads import NO_ANSWERS
 from kvoffload_vllm.kv_identity import persists
 from kvoffload_vllm.metadata import NO_PLAN, NONE_ENDED, KVOffloadMetadata, KVOffloadWorkerMetadata
 from kvoffload_vllm.tracked import DueSteps, KeyMaker, Tracked
@@ -127,8 +128,11 @@ class VllmScheduler:
         if tracked is None or tracked.is_rewritten:
             tracked = self._start_anew(request, tracked)
         tracked.boundary = tracked.noted = 0
-        if tracked.due:
-            self._due.drop(tracked)  # its first step reports it
+        if not external_tokens:
+            # Its first step confirms nothing, so only the keys of a session's next input are reported with it.
+            self._due.put(tracked, 2 if tracked.hashes == len(request.block_hashes) else 1)
+        elif tracked.due:
+            self._due.drop(tracked)  # it is allocated again when its load has ended
         # Behind these, the table's blocks were handed out for this allocation.
         known = max(tracked.found_tokens, request.num_computed_tokens)
         block_ids = blocks.get_block_ids()
@@ -156,8 +160,9 @@ class VllmScheduler:
         )
         self._step += 1
         plan = self.offload.step(fact)
-        if self.offload.has_answers:
-            self._ended_loads = self._ended_loads.and_also(self.offload.take_answers())
+        answers = self.offload.take_answers()
+        if answers is not NO_ANSWERS:
+            self._ended_loads = self._ended_loads.and_also(answers)
         ended, self._ended_loads = self._ended_loads, NONE_ENDED
         disk = None if self._identification is None else self._identification.step(self.offload)
         if plan is NOTHING and ended is NONE_ENDED and disk is None:
@@ -237,22 +242,27 @@ class VllmScheduler:
     def _progress(
         self, output: SchedulerOutput, states: Sequence[facts.StateHandedOff]
     ) -> tuple[facts.Progress, ...]:
-        """Return progress of requests that completed a block or state, got a block, or first run since their allocation."""
-        scheduled, gained = output.num_scheduled_tokens, self._new_blocks_of(output, states)
+        """Return progress of requests that completed a block or a state, or got a block."""
+        scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
+        resumed, groups, known = cached.resumed_req_ids, self._groups, self._tracked
+        gained: dict[str, _Table] = dict.fromkeys([state.request for state in states], ())
+        tables = cached.new_block_ids
+        # Most have no new block, so Python's own loops find those that do. Of a resumed request vLLM gives the whole table,
+        # which was reported when it was allocated.
+        for request_id, blocks in compress(zip(cached.req_ids, tables, strict=True), tables):
+            if request_id not in resumed:
+                gained[request_id] = tuple([blocks[group] for group in groups])
         if due_now := self._due.take():
             self._look_at(due_now, scheduled, gained)
-        known = self._tracked
-        progress = [
-            self._progress_of(known[name], blocks, scheduled.get(name, 1))
-            for name, blocks in gained.items()
-            if name in known
-        ]
         if output.total_num_scheduled_tokens > len(scheduled):
-            # These get more than one token, so a count of steps does not show when they complete a block.
-            for request_id in [name for name, tokens in scheduled.items() if tokens > 1]:
-                if request_id not in gained and (due := known.get(request_id)) is not None:
-                    self._due.put(due, 1)
-        return tuple(progress)
+            self._look_again_at_prefills(scheduled, gained)
+        return tuple(
+            [
+                self._progress_of(known[name], blocks, scheduled.get(name, 1))
+                for name, blocks in gained.items()
+                if name in known
+            ]
+        )
 
     def _look_at(
         self, due: Iterable[Tracked], scheduled: Mapping[str, int], gained: dict[str, _Table]
@@ -269,22 +279,15 @@ class VllmScheduler:
             else:
                 self._due.put(tracked, max(lacking, 1))
 
-    def _new_blocks_of(
-        self, output: SchedulerOutput, states: Sequence[facts.StateHandedOff]
-    ) -> dict[str, _Table]:
-        """Return the requests for which vLLM itself reports something new, with the blocks that continue their tables."""
-        cached = output.scheduled_cached_reqs
-        ids, tables = cached.req_ids, cached.new_block_ids
-        # Most have no new block, so Python's own loops find those that do.
-        gained: dict[str, _Table] = dict.fromkeys([state.request for state in states], ())
-        for request_id, blocks in compress(zip(ids, tables, strict=True), tables):
-            gained[request_id] = tuple([blocks[group] for group in self._groups])
-        # For these vLLM gives the whole table, which was reported when it was allocated.
-        for request_id in cached.resumed_req_ids:
-            gained[request_id] = ()
-        for new in output.scheduled_new_reqs:
-            gained[new.req_id] = ()
-        return gained
+    def _look_again_at_prefills(self, scheduled: Mapping[str, int], gained: Mapping[str, _Table]) -> None:
+        """Put requests aside for one step that get several tokens: a count of steps does not show when they complete a block.
+
+        Those that were allocated for this step have been put aside.
+        """
+        for request_id in [name for name, tokens in scheduled.items() if tokens > 1]:
+            tracked = None if request_id in gained else self._tracked.get(request_id)
+            if tracked is not None and tracked.boundary:
+                self._due.put(tracked, 1)
 
     def _progress_of(self, tracked: Tracked, new_blocks: _Table, tokens: int) -> facts.Progress:
         request = tracked.request

@@ -58,7 +58,7 @@ class Tracked(Struct, eq=False):
         last_hash: the last of them. It covers the others, so it changes if any of them was rewritten.
         noted: block hashes noted for events, of the table that the request has now.
         found_tokens: what the device held at the last lookup.
-        boundary: confirmed tokens from which on there is something new to report.
+        boundary: confirmed tokens from which on there is something new to report; 0 before the first report on its table.
         due: the step in which it is looked at again, 0 for none; `DueSteps` writes it.
     """
 

@@ -54,7 +54,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "hit = record.hit\n        if hit is None:",
     ),
     Mutant(1, _CORE, "self._hits.drop(record, PinDropCause.REQUEST_ENDED)"),
-    Mutant(1, _POOL, "self._order.remove(self._not_held(slots))"),
+    Mutant(1, _POOL, "self._order.remove(self._not_held(new))"),
     Mutant(1, _COUNTS, "counts[item] = counts.get(item, 0) + 1", "counts[item] = 1"),
     # What engines do.
     Mutant(2, _LOADS, "if hit is None or length > hit.tokens:", "if False:"),

@@ -11,6 +11,7 @@ from kvoffload.model.config import OffloadConfig
 from kvoffload.model.groups import GroupSpec
 from kvoffload.model.ids import JobId, RequestId
 from kvoffload.model.transfer import NOTHING, Direction, TransferPlan
+from kvoffload.runtime.awaited_loads import NO_ANSWERS
 from kvoffload.runtime.clocks import Clocks
 from kvoffload.runtime.scheduler_side import SchedulerSide
 from kvoffload.testing import FakeClock
@@ -65,8 +66,8 @@ class SideWorld(World):
         self._settle()
 
     def _settle(self) -> None:
-        if self.side.has_answers:
-            answers = self.side.take_answers()
+        answers = self.side.take_answers()
+        if answers is not NO_ANSWERS:
             self._loads_ended(LoadResults(answers.loaded, answers.failed))
 
     def lookup(self, request: Req, *, may_wait: bool = True, least: int = 0) -> int | None:

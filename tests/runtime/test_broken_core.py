@@ -70,7 +70,7 @@ def test_a_plan_that_raises_leaves_nothing_to_wait_for(monkeypatch: pytest.Monke
     side.seen("a")
     side.side.lookup(RequestId("a"), 0)
     side.allocated("a", RELOAD)
-    monkeypatch.setattr(side.side.core._stores, "schedule", boom)
+    monkeypatch.setattr(side.side.core.state.jobs, "submit", boom)
     assert side.step().is_empty
     assert side.side.take_answers().failed == ["a"]
     assert side.side.take_answers() == LoadAnswers()

@@ -32,7 +32,7 @@ LIVES = 64
 
 MOST_CALLS = {
     "a fresh request's life": 200,
-    "a returning request's life": 220,  # should be 200
+    "a returning request's life": 200,
     "a lookup that misses": 15,
     "a lookup that hits": 25,
     "a step in which nothing happens": 18,
