@@ -20,7 +20,7 @@ _STALE_S = 60.0
 
 
 class BreakEven:
-    """Follows loads, on one thread; any thread may read `tokens`."""
+    """Follows loads, on one thread; any thread may call `weigh` and read `tokens`."""
 
     def __init__(self) -> None:
         self._fixed_s: deque[float] = deque(maxlen=_LOADS)
@@ -55,10 +55,11 @@ class BreakEven:
             seconds_per_token: of prefill; 0 if that is not known.
             then: the loads that follow those measured here, if any do.
         """
-        if not self._fixed_s or not seconds_per_token:
+        fixed, copied_tokens = sorted(self._fixed_s), self._copied_tokens  # the other thread may clear both
+        if not (fixed and copied_tokens and seconds_per_token):
             return
-        self.fixed_s = fixed_s = sorted(self._fixed_s)[len(self._fixed_s) // 2]
-        self.token_s = token_s = self._copy_s / self._copied_tokens
+        self.fixed_s = fixed_s = fixed[len(fixed) // 2]
+        self.token_s = token_s = self._copy_s / copied_tokens
         if then is not None:
             fixed_s, token_s = fixed_s + then.fixed_s, token_s + then.token_s
         gain = seconds_per_token - token_s
