@@ -190,10 +190,14 @@ static int registration(Address low, size_t size) {
     }
     return 0;
 }
+static int is_mapped(Address low, size_t size) {
+    Address first = low & ~(Address)4095;
+    return !msync((void *)first, low + size - first, MS_ASYNC); /* it does nothing else */
+}
 static char *reach(Address address, size_t size) {
     Allocation *found = allocation_of(address, size);
     if (found) return found->shadow + (address - found->low);
-    return registration(address, size) == 1 || pageable_is_fine ? (char *)address : NULL;
+    return registration(address, size) == 1 || (pageable_is_fine && is_mapped(address, size)) ? (char *)address : NULL;
 }
 static int is_usable(Address address, size_t size) { return reach(address, size) != NULL; }
 
@@ -219,7 +223,7 @@ static int is_filled(const char *at, size_t size, uint64_t seed) {
 static void fault(Stream *stream, Op *op, int code) {
     faults++;
     broken[stream->device] = code;
-    say("fault: %s of operation %llu reaches [%llx, %llx) or [%llx, %llx), which is neither device nor registered memory\n",
+    say("fault: %s of operation %llu reaches [%llx, %llx) or [%llx, %llx), which is neither device nor host memory\n",
         kinds[op->kind], (unsigned long long)op->number, (unsigned long long)op->source,
         (unsigned long long)(op->source + op->size), (unsigned long long)op->target, (unsigned long long)(op->target + op->size));
 }

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
+from mmap import mmap
 
+import numpy as np
 import pytest
 
-from kvoffload.transfer.cuda_copier import CudaTicket
-from tests.cuda_emulator import Emulator, build
+from kvoffload.model.transfer import Direction
+from kvoffload.transfer.cuda_copier import CudaCopier, CudaTicket
+from kvoffload.transfer.cuda_driver import NvidiaDriver
+from kvoffload.transfer.runs import CopyRuns
+from tests.cuda_emulator import Emulator, Engine, build
 from tests.simulate.campaign import play
 from tests.simulate.emulated import simulate_on
 
@@ -47,3 +52,16 @@ def test_batches_without_an_end_event_show_in_one_of_the_first_seeds(
 ) -> None:
     monkeypatch.setattr(CudaTicket, "end", lambda self: setattr(self, "_has_end", True))
     assert any(play(seed, partial(simulate_on, emulator)).problem for seed in range(40))
+
+
+def test_a_copy_that_reaches_memory_after_its_release_is_a_fault_and_no_crash(emulator: Emulator) -> None:
+    emulator.reset(stepped=True)
+    emulator.accept_pageable()
+    engine, memory = Engine(emulator, 0, blocks=1), mmap(-1, 4096)
+    start = np.frombuffer(memory, np.uint8).ctypes.data
+    source, target, size = (np.array([value], np.int64) for value in (start, start + 64, 64))
+    copier = CudaCopier(NvidiaDriver("cuda:0", lambda: engine.stream))
+    copier.submit(Direction.STORE, CopyRuns(source, target, size), [copier.fence()])
+    memory.close()
+    emulator.step()
+    assert emulator.faults == 1
