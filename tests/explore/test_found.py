@@ -84,6 +84,16 @@ FOUND: dict[str, tuple[str, list[Action]]] = {
             ("step", "c"),
         ],
     ),
+    "the index noted the use of a block that a rank had found wrong for an earlier fetch": (
+        "a fetch on two ranks",
+        [
+            ("step",),
+            ("report", 0, 0, "fail"),
+            ("add", "a"),
+            ("step",),
+            ("report", 1, 0, "corrupt"),
+        ],
+    ),
 }
 
 
