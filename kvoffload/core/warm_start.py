@@ -1,7 +1,8 @@
 """Warm start: after a restart, the most recently used blocks on the disk are fetched before a request asks for them.
 
 They fill free slots alone, a quarter of the host at most, a few at a time, and only while nothing else is loaded or fetched.
-The least recently used of them come first: both pools then keep the order in which these blocks were used.
+The least recently used of them come first: both pools then keep the order in which these blocks were used. What a request looks
+for is left to it: a deeper block that came after the prefix's head would be evicted after it (R15).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections import deque
 from kvoffload.core.disk_state import DiskState
 from kvoffload.core.fetches import Fetches
 from kvoffload.core.machine import SlotState
+from kvoffload.core.request import RequestRecord
 from kvoffload.core.state import CoreState
 from kvoffload.model.disk import Put
 from kvoffload.model.ids import BlockKey
@@ -29,6 +31,7 @@ class WarmStart:
         self.keys: deque[BlockKey] = deque(maxlen=_MOST)
         """What is left to be fetched, the most recently used last."""
         self._is_trimmed = False
+        self._left: set[BlockKey] = set()
 
     @property
     def is_due(self) -> bool:
@@ -40,9 +43,15 @@ class WarmStart:
         """The disk has these blocks, the most recently used last, and behind all before."""
         self.keys.extend([put.key for put in puts])
 
+    def leave_to(self, record: RequestRecord) -> None:
+        """Fetch nothing of an arriving request's prefix: it fetches what it can use."""
+        if self.keys:
+            self._left.update(*record.keys)
+
     def stop(self) -> None:
         """Fetch nothing more."""
         self.keys.clear()
+        self._left.clear()
 
     def step(self) -> None:
         """Plan what may be fetched now."""
@@ -61,7 +70,12 @@ class WarmStart:
         most = min(free, disk.bound.slots(state.pool.capacity))
         while self.keys and len(keys) < most:
             key = self.keys.popleft()
-            if key in disk.pool.index and key not in state.pool.index and key not in state.in_flight.keys:
+            if key in disk.pool.index and not self._is_elsewhere(key):
                 keys.append(key)
         if keys:
             self._fetches.plan(disk, keys[::-1])
+
+    def _is_elsewhere(self, key: BlockKey) -> bool:
+        """Return whether the host has a block, or gets it in another way."""
+        state = self._state
+        return key in state.pool.index or key in state.in_flight.keys or key in self._left

@@ -172,6 +172,15 @@ def test_a_warm_start_keeps_the_order_of_use_on_host_and_disk() -> None:
     assert world.on_host(OTHER) == "xx.."
 
 
+def test_r15_a_warm_start_leaves_a_prefix_to_the_request_that_looks_for_it() -> None:
+    first = DiskWorld(host=32)
+    first.only_on_disk(TEXT, OTHER)
+    world = DiskWorld(before=first, host=32)
+    world.end(world.add("late", TEXT))
+    world.settle()
+    assert (world.on_host(TEXT), world.on_host(OTHER)) == ("....", "xxx.")
+
+
 def test_a_warm_start_evicts_nothing() -> None:
     first = DiskWorld(host=16)
     first.only_on_disk(TEXT)

@@ -389,6 +389,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(15, _SPILLS, "return list(keys)[::-1]", "return list(keys)", DISK),
     Mutant(14, _FETCHES, "if job.wanted or job.settled:", "if job.settled:", DISK),
+    Mutant(15, _WARM_START, " or key in self._left", "", DISK),
     Mutant(17, _WARM_START, "state.pool.count(SlotState.EMPTY)", "state.pool.room", DISK),
     Mutant(16, "kvoffload/runtime/lower_tiers_side.py", "< self._drain_s", "< 1e9", DISK),
     Mutant(18, "kvoffload/disk/index_format.py", ".newest(capacity)", "", DISK),
