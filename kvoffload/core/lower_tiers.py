@@ -98,7 +98,7 @@ class LowerTiers:
 
     def request_seen(self, record: RequestRecord) -> None:
         """Fetch what lower tiers have of an arriving request's prefix, and have the remote store asked for the rest."""
-        if self._warm_start is not None:
+        if self._warm_start is not None and self._warm_start.keys:
             self._warm_start.leave_to(record)
         self.fetches.seen(record)
         state, remote = self._state, self._state.remote

@@ -45,8 +45,7 @@ class WarmStart:
 
     def leave_to(self, record: RequestRecord) -> None:
         """Fetch nothing of an arriving request's prefix: it fetches what it can use."""
-        if self.keys:
-            self._left.update(*record.keys)
+        self._left.update(*record.keys)
 
     def stop(self) -> None:
         """Fetch nothing more."""
