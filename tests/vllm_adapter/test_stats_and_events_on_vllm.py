@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvoffload.model.ids import BlockKey
@@ -34,7 +35,6 @@ class Offload:
 
 
 def through_the_wire(data: Any) -> Any:
-    msgspec = pytest.importorskip("msgspec")
     return msgspec.msgpack.decode(msgspec.msgpack.encode(data))
 
 
@@ -130,7 +130,6 @@ def test_events_are_vllms_own() -> None:
     assert [one.kv_cache_spec_kind for one in (second, windowed)] == ["full_attention", "sliding_window"]
     assert [one.kv_cache_spec_sliding_window for one in (second, windowed)] == [None, 80]
     assert [one.extra_keys for one in (first, second)] == [[("s",)], [None]]
-    msgspec = pytest.importorskip("msgspec")
     batch = msgspec.msgpack.encode(KVEventBatch(ts=0.0, events=reported))
     assert msgspec.msgpack.decode(batch, type=KVEventBatch).events == reported
 
