@@ -399,6 +399,7 @@ class OffloadCore:
         self._loads.cancel_planned()
         if self.below is not None:
             self.below.stop()
+            state.jobs.withdrawn.clear()  # from now on no plan takes anything to the workers
         if fact.cause is DegradeCause.HANDLER_RAISED:  # the last fact that this gets
             self._loads.fail_open()
         self._stores.stop(StoreOutcome.DEGRADED, planned=StoreOutcome.DEGRADED)

@@ -84,6 +84,10 @@ FOUND: dict[str, tuple[str, list[Action]]] = {
             ("step", "c"),
         ],
     ),
+    "R12 a fetch of a request that had ended was withdrawn after offloading was switched off": (
+        "a disk that opens",
+        [("open",), ("open",), ("add", "a"), ("step",), ("end", "a"), ("degrade",), ("step",)],
+    ),
     "the index noted the use of a block that a rank had found wrong for an earlier fetch": (
         "a fetch on two ranks",
         [
