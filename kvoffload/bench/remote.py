@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from kvoffload.bench.lines import Line, line, ratios
 from kvoffload.bench.results import add_output_arguments, give_out
+from kvoffload.cli.demo.options import LOCAL_STORES
 from kvoffload.cli.demo.store import local_store
 from kvoffload.cli.parser import positive
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 HELP = "the remote store's copies against the store's own client, engines that share a store, and stores that fail"
 
-STORES = {"mooncake": "Mooncake", "s3": "SeaweedFS (S3)"}
 _GOAL, _GOAL_FROM_KIB = 0.7, 1024
 _WAYS = ("put", "get")
 _SPACE, _LEAST_SPACE = 4, 2**28  # memory of a Mooncake node: times what a repeat writes, and at least
@@ -36,7 +36,7 @@ _SPACE, _LEAST_SPACE = 4, 2**28  # memory of a Mooncake node: times what a repea
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the bench's options."""
     add = parser.add_argument
-    add("--store", choices=STORES, nargs="+", default=list(STORES), help="which stores")
+    add("--store", choices=LOCAL_STORES, nargs="+", default=list(LOCAL_STORES), help="which stores")
     add(
         "--block-kib", type=positive, nargs="+", default=[64, 256, 1024, 4096], help="sizes of blocks, in KiB"
     )
@@ -101,7 +101,7 @@ def measure(
                         speeds[one, name].append(rig.size / (time.perf_counter() - began) / 1e9)
             client.clear()
     for one in _WAYS:
-        what = f"{one} of blocks of {block_kib} KiB, {STORES[store]}"
+        what = f"{one} of blocks of {block_kib} KiB, {LOCAL_STORES[store]}"
         through, goal = speeds[one, "tier"], _GOAL if block_kib >= _GOAL_FROM_KIB else None
         yield line(
             f"{what}, over the store's own client", ratios(through, speeds[one, "client"]), at_least=goal

@@ -19,11 +19,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 from kvoffload.bench.lines import Line, line, not_run, ratios
-from kvoffload.bench.remote import STORES
 from kvoffload.bench.remote_failures import FAILURES, Begin, LocalStore
 from kvoffload.bench.tier_hooks import HOST, NEVER, OUTGROWS, hook_seconds, moved, served, until
 from kvoffload.cli.demo.engines import engine_config
-from kvoffload.cli.demo.options import DemoOptions
+from kvoffload.cli.demo.options import LOCAL_STORES, DemoOptions
 from kvoffload.cli.demo.play import idle
 from kvoffload.cli.demo.store import local_store
 from kvoffload.cli.exits import CommandError
@@ -47,7 +46,7 @@ def measure_engines(args: argparse.Namespace) -> Iterator[Line]:
     """
     for store in args.store:
         with local_store(store, _NODE_BYTES) as server:
-            yield from run_async(_second_engine(STORES[store], server, args))
+            yield from run_async(_second_engine(LOCAL_STORES[store], server, args))
     yield from run_async(_hooks(args.store[0]))
     without = run_async(_without_a_store(args))
     floor = _mean(without)
@@ -61,7 +60,7 @@ def measure_engines(args: argparse.Namespace) -> Iterator[Line]:
     )
     for store in args.store:
         for what, begin in FAILURES[store].items():
-            name = f"{STORES[store]}, {what}"
+            name = f"{LOCAL_STORES[store]}, {what}"
             try:
                 with local_store(store, _NODE_BYTES) as server:
                     found = run_async(_failing(server, begin, args))

@@ -13,6 +13,7 @@ import secrets
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -123,7 +124,7 @@ class TierWay:
             raise CommandError(f"a {way.value} of the store ended as {report.outcome.value}, {lost}")
 
 
-class ClientWay:
+class ClientWay(ABC):
     """The store's own client, called in batches from as many threads as the tier has.
 
     Args:
@@ -148,9 +149,9 @@ class ClientWay:
     def close(self) -> None:
         self._threads.shutdown()
 
+    @abstractmethod
     def clear(self) -> None:
         """Remove everything from the store."""
-        raise NotImplementedError
 
     def _each(self, call: Callable[[int, Sequence[memoryview]], None]) -> None:
         starts = range(0, self._blocks, self._batch)
@@ -167,14 +168,14 @@ class ClientWay:
         count = min(self._batch, self._blocks - start)
         call(start, [buffer[at * self._value_bytes :][: self._value_bytes] for at in range(count)])
 
-    def _register(self, buffer: memoryview) -> None:
+    def _register(self, buffer: memoryview) -> None:  # noqa: B027  # not every client needs it
         """Register memory that puts and gets use."""
 
-    def _put(self, start: int, values: Sequence[memoryview]) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _put(self, start: int, values: Sequence[memoryview]) -> None: ...
 
-    def _get(self, start: int, values: Sequence[memoryview]) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _get(self, start: int, values: Sequence[memoryview]) -> None: ...
 
 
 class MooncakeClient(ClientWay):

@@ -57,7 +57,7 @@ class DiskState(TierState):
         self.records += reversed(puts)  # so that the next process, too, evicts a prefix's head last
 
     def read(self, places: Sequence[SlotId]) -> None:
-        # A rank that had failed a fetch before this one may have found a place's bytes wrong meanwhile, and struck it.
+        # A late report of an earlier fetch may have named a place corrupt, which removed its block from the index.
         self.records += [Use(place) for place in places if self.sums[place] is not None]
 
     def strike(self, place: SlotId) -> None:

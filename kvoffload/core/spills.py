@@ -7,9 +7,9 @@
 Candidates wait in the order in which the host evicts: least recently used first, and within a prefix the deepest first. So the blocks
 that the host evicts next have been written by then, if spills keep up, and the tier, too, evicts a prefix's head last.
 
-A host slot is pinned until every rank's copy has ended, also after a reset: a rank that still reads it writes what it finds
-under the old block's name, and on a store that is how others find it. A place on the disk is removed from the index before it is written again, and put into
-it after every rank has written it. If the removal is lost, the checksums show it.
+A host slot is pinned until every rank's copy has ended, also after a reset: a rank that still reads it writes what it finds under
+the old block's name, and on a store others find it there. A place on the disk is removed from the index before it is written again,
+and put into it after every rank has written it. If the removal is lost, the checksums show it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
 """A circuit breaker: a store that fails is left alone, and tried again by single calls.
 
-CLOSED ─3 failures in a row, or 1 hang─▶ OPEN ─pause─▶ one probe ─it worked─▶ CLOSED
-                                          ▲                 └─it failed─▶ OPEN, the pause doubled
+CLOSED ─3 failures in a row, or 1 hang─▶ OPEN ─pause─▶ one probe ─it worked─▶ ON TRIAL ─1 answer─▶ CLOSED
+                                          ▲                 └─it failed─▶ OPEN      └─1 failure─▶ OPEN
+
+The pause doubles each time, until a call is answered that is no probe. A probe alone shows little: a store's master may answer it
+and name values that its dead nodes do not deliver, and each call for them costs a request its wait.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ class Breaker:
         self._is_probing = False
 
     def worked(self, *, is_probe: bool = False) -> None:
-        """A call was answered. An answered probe does not shorten the pause: a store may answer and still deliver nothing."""
+        """A call was answered."""
         self._failures = 0
         if is_probe:
             self.is_closed, self._is_probing = True, False
@@ -39,7 +42,8 @@ class Breaker:
         self._failures += 1
         if is_probe:
             self._is_probing = False
-        if is_probe or (self.is_closed and (hangs or self._failures >= _MOST_FAILURES)):
+        is_on_trial = self._pause_s > _FIRST_PAUSE_S  # since the breaker was open only probes were answered
+        if is_probe or (self.is_closed and (hangs or is_on_trial or self._failures >= _MOST_FAILURES)):
             self.is_closed, self._failures = False, 0
             self._probe_at = now + self._pause_s
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)

@@ -231,7 +231,7 @@ class NetBenefit:
         self._is_weighed = False
 
     def _weigh(self) -> None:
-        """Compute the break-even lengths; only when somebody asks, because a hook has no time for a median."""
+        """Compute the break-even lengths if they are out of date. Loads only mark them so: a median in a hook is too slow."""
         if self._is_weighed:
             return
         self._is_weighed = True

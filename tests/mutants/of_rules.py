@@ -37,7 +37,9 @@ _REMOTE_STATE = "kvoffload/core/remote_state.py"
 _REMOTE_CALLS = "kvoffload/remote/calls.py"
 _REMOTE_INDEX = "kvoffload/runtime/remote_index.py"
 _REMOTE_COPIES = "kvoffload/transfer/remote_copies.py"
+_BREAKER = "kvoffload/remote/breaker.py"
 
+_FOUND = ("tests/explore/test_found.py",)
 _DISK_CORE = ("tests/core/test_disk.py",)
 _COPIES_OF_DISK = ("tests/transfer/test_disk_copies.py",)
 _OPENING = ("tests/vllm_adapter/test_identification.py",)
@@ -389,6 +391,10 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(15, _SPILLS, "return list(keys)[::-1]", "return list(keys)", DISK),
     Mutant(14, _FETCHES, "if job.wanted or job.settled:", "if job.settled:", DISK),
+    Mutant(12, _CORE, "state.jobs.withdrawn.clear()", "pass", _FOUND),
+    Mutant(
+        17, "kvoffload/core/disk_state.py", "in places if self.sums[place] is not None]", "in places]", _FOUND
+    ),
     Mutant(15, _WARM_START, " or key in self._left", "", DISK),
     Mutant(17, _WARM_START, "state.pool.count(SlotState.EMPTY)", "state.pool.room", DISK),
     Mutant(16, "kvoffload/runtime/lower_tiers_side.py", "< self._drain_s", "< 1e9", DISK),
@@ -423,11 +429,12 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         17,
-        "kvoffload/remote/breaker.py",
+        _BREAKER,
         "self.is_closed, self._failures = False, 0",
         "self._failures = 0",
         REMOTE,
     ),
+    Mutant(17, _BREAKER, "hangs or is_on_trial or", "hangs or", REMOTE),
     Mutant(17, "kvoffload/core/lower_tiers.py", "not (remote.is_usable and ", "not (", REMOTE),
     Mutant(18, _REMOTE_STATE, 'self.namespace, self.is_open = "", False', "pass", REMOTE),
     Mutant(

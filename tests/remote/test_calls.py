@@ -109,22 +109,42 @@ def test_a_probe_that_works_closes_it() -> None:
     assert rig.calls.works
 
 
-def test_a_store_that_answers_and_delivers_nothing_is_not_probed_more_often_again() -> None:
+def test_a_store_that_answers_probes_and_delivers_nothing_gets_one_call_between_ever_longer_pauses() -> None:
     rig = Rig()
     rig.open()
-    pauses = []
+    pauses, calls = [], []
     for _ in range(3):
         rig.store.fails = True
+        rig.store.calls.clear()
         for _ in range(3):
             rig.call()
             rig.turn()
+        calls.append(len(rig.store.calls))
         rig.store.fails = False
         pause = 0
         while not rig.calls.works:
             rig.turn(1.0)
             pause += 1
         pauses.append(pause)
-    assert pauses == [1, 2, 4]
+    assert (calls, pauses) == ([3, 1, 1], [1, 2, 4])
+
+
+def test_an_answer_after_the_probe_ends_the_trial() -> None:
+    rig = Rig()
+    rig.open()
+    rig.store.fails = True
+    for _ in range(3):
+        rig.call()
+        rig.turn()
+    rig.store.fails = False
+    rig.turn(1.0)
+    rig.call()
+    rig.turn()
+    rig.store.fails = True
+    for _ in range(2):
+        rig.call()
+        rig.turn()
+    assert rig.calls.works
 
 
 def test_reads_come_before_writes() -> None:

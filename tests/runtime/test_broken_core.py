@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from kvoffload.core.machine import SlotState
 from kvoffload.model import facts
 from kvoffload.model.causes import DegradeCause
-from kvoffload.model.ids import RequestId
+from kvoffload.model.ids import DeviceBlockId, RequestId
 from kvoffload.runtime.awaited_loads import LoadAnswers
 from kvoffload.telemetry.snapshot import conservation
 from tests.operations import replace_handler
@@ -75,6 +77,27 @@ def test_a_plan_that_raises_leaves_nothing_to_wait_for(monkeypatch: pytest.Monke
     assert side.side.take_answers().failed == ["a"]
     assert side.side.take_answers() == LoadAnswers()
     assert not side.side.has_work
+    assert not side.pool.leased
+
+
+def test_r5_blocks_leased_for_a_job_that_never_came_to_be_are_released(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    side = Side()
+    side.seen("a")
+    side.allocated("a")
+    for position, block in enumerate(side.last_table):
+        side.pool.names[block] = f"p{position}".encode()  # type: ignore[assignment]
+    leases = side.side.core.state.leases
+    take = leases.take
+
+    def take_and_raise(blocks: Sequence[DeviceBlockId]) -> None:
+        take(blocks)
+        boom()
+
+    monkeypatch.setattr(leases, "take", take_and_raise)
+    side.step(("a", RELOAD))
+    assert side.side.gauges().degraded is DegradeCause.HANDLER_RAISED
     assert not side.pool.leased
 
 

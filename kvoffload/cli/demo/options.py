@@ -22,8 +22,8 @@ _HOST_BYTES, _DISK_BYTES = "256MiB", "1GiB"
 LEAST_BEFORE = 2
 """Turns before engines are killed, or others continue: what was not found again is not written below the host."""
 _LEAST_TURNS = LEAST_BEFORE + 1
-LOCAL_STORES = ("mooncake", "s3")
-"""Kinds of stores that the demo can start."""
+LOCAL_STORES = {"mooncake": "Mooncake", "s3": "SeaweedFS (S3)"}
+"""Kinds of stores that a demo or a bench can start, and what they are."""
 
 
 @dataclass(frozen=True, slots=True)
