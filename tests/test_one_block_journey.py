@@ -115,7 +115,7 @@ async def test_one_block_goes_to_the_host_and_comes_back(story: Story) -> None:
     story.copier.tickets[0].finish()
     story.hear()
     assert story.slot() is SlotState.READY
-    assert bytes(story.arena.page(0, 0)) == computed
+    assert bytes(story.arena.pages(0)[0]) == computed
     assert pool.is_free(block)
 
     # 5. The device needs its memory: it hands the block out to others, who write over it.

@@ -208,7 +208,7 @@ class _Tier:
             CommandError: one differs; nothing of it is worth timing.
         """
         self.spill()
-        pages = [self._rig.arena.page(slot, region) for slot in self._slots for region in range(_REGIONS)]
+        pages = [page for slot in self._slots for page in self._rig.arena.pages(slot)]
         before = [page.tobytes() for page in pages]
         for page in pages:
             page[:] = bytes(len(page))

@@ -101,7 +101,7 @@ class TierWay:
             CommandError: a byte differs, so there is nothing to time.
         """
         self.put()
-        pages = [self._rig.arena.page(slot, region) for slot in self._slots for region in range(REGIONS)]
+        pages = [page for slot in self._slots for page in self._rig.arena.pages(slot)]
         before = [page.tobytes() for page in pages]
         for page in pages:
             page[:] = bytes(len(page))

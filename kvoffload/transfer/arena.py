@@ -127,10 +127,6 @@ class Arena:
             if with_pauses:
                 await self._clock.sleep(self._clock.monotonic() - begun)
 
-    def page(self, slot: int, region: int) -> memoryview:
-        """Return the bytes of one slot in one region, for tests; writable, valid until `close`."""
-        return self.pages(slot)[region]
-
     def pages(self, slot: int) -> list[memoryview]:
         """Return the bytes of one slot, region by region; writable, valid until `close`."""
         return [page.data for pages in self._pages_of(slot) for page in pages]

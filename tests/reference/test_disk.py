@@ -103,7 +103,7 @@ def test_r17_a_bit_that_flipped_in_host_memory_is_not_written_to_the_disk(start:
     made.run(PROMPT)
     made.step()
     for slot in made.offload.core.state.pool.index.values():
-        made.workers[0].pump._arena.page(slot, 0)[-1] ^= 1
+        made.workers[0].pump._arena.pages(slot)[0][-1] ^= 1
     made.run(PROMPT)  # found on the device
     settle(made)
     assert copied(made, Direction.STORE, TierOutcome.CORRUPT) > 0

@@ -23,7 +23,7 @@ def reload(made: Rig, new_tokens: int = 4) -> list[int]:
 
 
 def flip(made: Rig, slot: int, rank: int = 0, *, bit: int = 3, page: int = 0) -> None:
-    made.workers[rank].pump._arena.page(slot, page)[0] ^= 1 << bit
+    made.workers[rank].pump._arena.pages(slot)[page][0] ^= 1 << bit
 
 
 def spoil(made: Rig, slots: Sequence[int], rank: int = 0) -> None:
@@ -31,7 +31,7 @@ def spoil(made: Rig, slots: Sequence[int], rank: int = 0) -> None:
     arena = made.workers[rank].pump._arena
     for slot in slots:
         for region in range(len(arena.layout.regions)):
-            page = arena.page(slot, region)
+            page = arena.pages(slot)[region]
             page[:] = bytes(byte ^ 0x55 for byte in page)
 
 

@@ -31,7 +31,7 @@ class RottingTalk(Talk):
         if stored:
             slot, worker = self.random.choice(stored), self.random.choice(self.rig.workers)
             region = self.random.randrange(len(worker.pump._arena.layout.regions))
-            page = worker.pump._arena.page(slot, region)
+            page = worker.pump._arena.pages(slot)[region]
             page[self.random.randrange(len(page))] ^= 1 << self.random.randrange(8)
 
 

@@ -83,7 +83,7 @@ def test_states_of_zeros_are_noticed() -> None:
             key = core.pool.key(slot)  # type: ignore[arg-type]
             if key is not None and key[-4:] in recurrent:
                 for region in range(len(arena.layout.regions)):
-                    arena.page(slot, region)[:] = bytes(len(arena.page(slot, region)))
+                    arena.pages(slot)[region][:] = bytes(len(arena.pages(slot)[region]))
         assert_different(made)
 
 

@@ -57,13 +57,13 @@ class Rig:
 
     def fill(self, slot: int) -> bytes:
         for region, size in enumerate(PAGES):
-            self.arena.page(slot, region)[:] = Random(slot * 10 + region).randbytes(size)
+            self.arena.pages(slot)[region][:] = Random(slot * 10 + region).randbytes(size)
         if self.checksums is not None:
             self.checksums.take(slot)
         return self.slot(slot)
 
     def slot(self, slot: int) -> bytes:
-        return b"".join(self.arena.page(slot, region).tobytes() for region in range(len(PAGES)))
+        return b"".join(self.arena.pages(slot))
 
 
 def test_what_was_put_comes_back_into_other_slots(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +178,7 @@ def test_a_host_slot_that_has_rotted_is_not_written() -> None:
     rig = Rig("full")
     rig.fill(0)
     rig.fill(1)
-    rig.arena.page(1, 0)[3] ^= 1
+    rig.arena.pages(1)[0][3] ^= 1
     report = rig.copy(Direction.STORE, [0, 1], KEYS[:2])
     assert (report.outcome, report.corrupt) == (CORRUPT, (1,))
     assert list(rig.store.values) == [SHARD.name(KEYS[0])]

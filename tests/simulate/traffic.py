@@ -178,7 +178,7 @@ class Operator:
         slots = [slot for slot in map(SlotId, range(pool.capacity)) if pool.state(slot) is SlotState.READY]
         if slots:
             arena = self._draws.choice(world.plugin.workers).pump._arena
-            page = arena.page(self._draws.choice(slots), self._draws.randrange(len(arena.layout.regions)))
+            page = self._draws.choice(arena.pages(self._draws.choice(slots)))
             page[self._draws.randrange(len(page))] ^= 1 << self._draws.randrange(8)
 
     async def _coroutine_dies(self) -> None:

@@ -69,11 +69,11 @@ class Rig:
         )
 
     def slot(self, slot: int) -> bytes:
-        return self.arena.page(slot, 0).tobytes() + self.arena.page(slot, 1).tobytes()
+        return self.arena.pages(slot)[0].tobytes() + self.arena.pages(slot)[1].tobytes()
 
     def rot(self, slot: int, region: int = 0) -> None:
         """Flip a bit of the host's memory."""
-        self.arena.page(slot, region)[7] ^= 1
+        self.arena.pages(slot)[region][7] ^= 1
 
     def reports(self) -> list[JobReport]:
         self.pump.poll()

@@ -72,13 +72,13 @@ async def test_what_was_ready_stays_where_it_is() -> None:
     await wait_all_blocked()
     executor.run_next()
     await wait_all_blocked()
-    arena.page(2, 1)[:4] = b"kept"
+    arena.pages(2)[1][:4] = b"kept"
     executor.run_next()
     await task
-    assert arena.page(2, 1)[:4].tobytes() == b"kept"
-    assert arena.page(5, 0).tobytes() == bytes(4096)
+    assert arena.pages(2)[1][:4].tobytes() == b"kept"
+    assert arena.pages(5)[0].tobytes() == bytes(4096)
     with pytest.raises(IndexError, match="slot 6"):
-        arena.page(6, 0)
+        arena.pages(6)[0]
     arena.close()
 
 

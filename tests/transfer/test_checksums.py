@@ -39,7 +39,7 @@ def arena_of(pages: list[int], slots: int = SLOTS) -> Arena:
     draw = random.Random(0)
     for slot in range(slots):
         for region, size in enumerate(pages):
-            arena.page(slot, region)[:] = draw.randbytes(size)
+            arena.pages(slot)[region][:] = draw.randbytes(size)
     return arena
 
 
@@ -49,7 +49,7 @@ def of(digests: SlotDigests, *slots: int) -> list[int]:
 
 def spoil(arena: Arena, slot: int, region: int, start: int, count: int = 1) -> Callable[[], None]:
     """Change bytes; the answer puts them back."""
-    page = arena.page(slot, region)[start : start + count]
+    page = arena.pages(slot)[region][start : start + count]
     before = bytes(page)
     page[:] = bytes(byte ^ 0x10 for byte in before)
 

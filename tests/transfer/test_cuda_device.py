@@ -102,7 +102,7 @@ def test_a_round_trip_copies_every_byte_and_no_other(gpu: Gpu) -> None:
     gpu.copy(Direction.STORE, slots, blocks)
     for slot, block in zip(slots.tolist(), blocks.tolist(), strict=True):
         for region, tensor in enumerate(gpu.tensors):
-            assert gpu.arena.page(slot, region).tobytes() == tensor[block].cpu().numpy().tobytes()
+            assert gpu.arena.pages(slot)[region].tobytes() == tensor[block].cpu().numpy().tobytes()
     for tensor in gpu.tensors:
         tensor[:50] = 0
     gpu.copy(Direction.LOAD, slots, blocks)
@@ -118,7 +118,7 @@ def test_a_store_reads_what_the_forward_pass_has_written(gpu: Gpu) -> None:
     ticket = gpu.start(Direction.STORE, slots, blocks)
     assert ticket.query() is TicketState.PENDING  # and the submission did not wait for the kernels
     wait_for(ticket)
-    assert all(set(gpu.arena.page(slot, 0).tobytes()) == {7} for slot in slots.tolist())
+    assert all(set(gpu.arena.pages(slot)[0].tobytes()) == {7} for slot in slots.tolist())
 
 
 def test_a_load_writes_after_earlier_kernels_have_zeroed(gpu: Gpu) -> None:
@@ -141,7 +141,7 @@ def test_fences_follow_the_current_stream(gpu: Gpu) -> None:
             tensor.fill_(9)
         ticket = gpu.start(Direction.STORE, slots, blocks)
     wait_for(ticket)
-    assert all(set(gpu.arena.page(slot, 1).tobytes()) == {9} for slot in slots.tolist())
+    assert all(set(gpu.arena.pages(slot)[1].tobytes()) == {9} for slot in slots.tolist())
 
 
 def test_another_thread_can_submit(gpu: Gpu) -> None:
@@ -153,7 +153,7 @@ def test_another_thread_can_submit(gpu: Gpu) -> None:
     with ThreadPoolExecutor(1) as pool:
         wait_for(pool.submit(gpu.copier.submit, Direction.STORE, runs, (fence,)).result())
     slot, block = int(slots[0]), int(blocks[0])
-    assert gpu.arena.page(slot, 0).tobytes() == gpu.tensors[0][block].cpu().numpy().tobytes()
+    assert gpu.arena.pages(slot)[0].tobytes() == gpu.tensors[0][block].cpu().numpy().tobytes()
 
 
 def test_the_kernel_copies_any_bytes_and_no_other() -> None:
@@ -204,5 +204,5 @@ def test_the_factory_chooses_by_device(gpu: Gpu) -> None:
 
 
 def test_memory_is_pinned(gpu: Gpu) -> None:
-    array = np.frombuffer(gpu.arena.page(0, 0), np.uint8)
+    array = np.frombuffer(gpu.arena.pages(0)[0], np.uint8)
     assert torch.from_numpy(array).is_pinned()

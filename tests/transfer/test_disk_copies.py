@@ -71,11 +71,11 @@ class Rig:
         """Give a host slot bytes of its own; return all of them in a row."""
         parts = [Random(seed * 10 + region).randbytes(size) for region, size in enumerate(self.pages)]
         for region, part in enumerate(parts):
-            self.arena.page(slot, region)[:] = part
+            self.arena.pages(slot)[region][:] = part
         return b"".join(parts)
 
     def slot(self, slot: int) -> bytes:
-        return b"".join(self.arena.page(slot, region).tobytes() for region in range(len(self.pages)))
+        return b"".join(self.arena.pages(slot))
 
     def place(self, place: int) -> bytes:
         buffer = aligned_buffer(self.shape.pitch)
@@ -163,7 +163,7 @@ def test_long_aligned_pages_are_written_from_where_they_lie(
     monkeypatch.setattr(rig.file, "write", record)
     spill = rig.spill([3, 9], [5, 6])
     sums = rig.reports()[spill].sums
-    pages = [rig.arena.page(slot, region) for slot in (3, 9) for region in range(2)]
+    pages = [page for slot in (3, 9) for page in rig.arena.pages(slot)]
     assert written == [np.frombuffer(page, np.uint8).ctypes.data for page in pages]
     fetch = rig.fetch([0, 1], [5, 6], list(sums))
     assert rig.reports()[fetch].outcome is DONE
@@ -208,7 +208,7 @@ def test_r17_a_host_slot_that_changed_since_its_store_is_not_written(tmp_path: P
         rig.checksums.take(slot)
     before = rig.path.read_bytes()
     for region in range(len(PAGES)):
-        rig.arena.page(1, region)[:] = bytes(PAGES[region])
+        rig.arena.pages(1)[region][:] = bytes(PAGES[region])
     spill = rig.spill([0, 1, 2], [4, 5, 6])
     report = rig.reports()[spill]
     assert (report.outcome, report.corrupt, report.sums) == (CORRUPT, (1,), ())

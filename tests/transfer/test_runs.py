@@ -38,7 +38,7 @@ def make_arena(device: FakeDevice, slots: int, chunk_slots: int = 1024) -> Arena
 
 
 def slot_bytes(arena: Arena, slot: int) -> bytes:
-    return b"".join(arena.page(slot, region).tobytes() for region in range(len(arena.layout.regions)))
+    return b"".join(arena.pages(slot))
 
 
 def sizes(device: FakeDevice, slots: np.ndarray, blocks: np.ndarray, chunk_slots: int = 1024) -> list[int]:

@@ -222,7 +222,7 @@ class Rig:
             for number, region in enumerate(arena.layout.regions):
                 start = region.address + block * region.block_stride
                 size = state_bytes.get(key[-4:], region.page_bytes)
-                ours = np.frombuffer(arena.page(slot, number), np.float32)[: size // 4]
+                ours = np.frombuffer(arena.pages(slot)[number], np.float32)[: size // 4]
                 theirs = np.frombuffer((ctypes.c_ubyte * size).from_address(start), np.float32)
                 assert np.allclose(ours, theirs, atol=1e-4, rtol=1e-3), (slot, block)
 
@@ -337,7 +337,7 @@ def corrupt_host(rig: Rig, position: int = 0) -> None:
     pool, arena = rig.side.core.state.pool, rig.pump._arena
     ready = [slot for slot in range(pool.capacity) if pool.state(SlotId(slot)) == SlotState.READY]
     for region in range(len(arena.layout.regions)):
-        page = arena.page(ready[position], region)
+        page = arena.pages(ready[position])[region]
         # Numbers near 1, where KV is spread round 0.
         page[:] = bytes([0x40, 0x41, 0x42, 0x3F]) * (len(page) // 4)
 

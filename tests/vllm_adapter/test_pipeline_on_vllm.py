@@ -126,7 +126,7 @@ def corrupt(worker: Any, rank: int) -> None:
     arena = _our_worker()._offload.pump._arena
     for slot in range(arena.ready_slots):
         for region in range(len(arena.layout.regions)):
-            page = arena.page(SlotId(slot), region)
+            page = arena.pages(SlotId(slot))[region]
             page[:] = bytes([0x40, 0x41, 0x42, 0x3F]) * (len(page) // 4)
 
 

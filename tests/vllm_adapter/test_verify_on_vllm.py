@@ -51,7 +51,7 @@ def ready_slots(rig: Rig) -> list[SlotId]:
 
 
 def flip(rig: Rig, slot: int) -> None:
-    rig.pump._arena.page(slot, 0)[5] ^= 0x40
+    rig.pump._arena.pages(slot)[0][5] ^= 0x40
 
 
 def test_what_has_not_rotted_is_loaded(rig: Rig) -> None:
