@@ -19,6 +19,7 @@ from kvoffload.model.causes import TierOutcome
 from kvoffload.model.events import TierCopyEnded
 from kvoffload.model.transfer import Direction, Tier
 from tests.vllm_adapter.engine_rig import Asked, Reported, Rig, offloading, plain
+from tests.vllm_stock import checkpoints
 
 HOST_BLOCKS = 80
 _PATIENCE_S = 600.0
@@ -55,8 +56,10 @@ class Sharing:
 
 
 @contextmanager
-def sharing(model: Path, folder: Path, url: str, workers: int = 1, **options: Any) -> Iterator[Sharing]:
-    """An engine without a disk. For the weights it counts as begun now."""
+def sharing(
+    model: Path, folder: Path, url: str, workers: int = 1, kind: checkpoints.Kind = "qwen3", **options: Any
+) -> Iterator[Sharing]:
+    """An engine of this kind of model, without a disk. For the weights it counts as begun now."""
     # Ranks spin while they wait for each other: beside four of them on two cores a call took 16 s.
     extra = {"remote_url": url, "remote_timeout_s": 10.0 if workers == 1 else 60.0}
     if workers > 1:
@@ -65,7 +68,7 @@ def sharing(model: Path, folder: Path, url: str, workers: int = 1, **options: An
         patched.setattr("kvoffload_vllm.kv_identity._process_began_ns", time.time_ns)
         patched.setattr("vllm.envs.VLLM_CACHE_ROOT", str(folder), raising=False)
         patched.setattr("kvoffload.remote.bucket.LOOK_PERIOD_S", 0.0)
-        with offloading("qwen3", folder, HOST_BLOCKS, extra=extra, checkpoint=model, **options) as rig:
+        with offloading(kind, folder, HOST_BLOCKS, extra=extra, checkpoint=model, **options) as rig:
             copies: list[TierCopyEnded] = []
             rig.side.bus.count(TierCopyEnded, copies.append)
             made = Sharing(rig, copies)
@@ -81,13 +84,15 @@ class _Host:
         self._rig: Rig | None = None
         self._sharing: Sharing | None = None
 
-    def start(self, model: Path, folder: Path, url: str | None, workers: int = 1) -> str:
+    def start(
+        self, model: Path, folder: Path, url: str | None, workers: int = 1, kind: checkpoints.Kind = "qwen3"
+    ) -> str:
         """Start an engine, without a connector where there is no URL; return the name under which it shares."""
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1" if workers == 2 else "0"
         if url is None:
-            self._rig = self._running.enter_context(plain("qwen3", folder))
+            self._rig = self._running.enter_context(plain(kind, folder))
             return ""
-        self._sharing = self._running.enter_context(sharing(model, folder, url, workers))
+        self._sharing = self._running.enter_context(sharing(model, folder, url, workers, kind))
         self._rig = self._sharing.rig
         return str(self._sharing.remote.namespace)
 
@@ -143,6 +148,9 @@ class Apart:
     """An engine in a process of its own. What is begun on several runs at the same time."""
 
     def __init__(self) -> None:
+        self._spawn()
+
+    def _spawn(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._line, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs,))
@@ -166,6 +174,11 @@ class Apart:
     def kill(self) -> None:
         self._process.kill()
         self._process.join()
+
+    def replace(self) -> None:
+        """Kill the process, whatever it does, and go on with a new one."""
+        self.kill()
+        self._spawn()
 
 
 @contextmanager

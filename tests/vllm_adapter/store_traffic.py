@@ -1,29 +1,34 @@
-"""Mixed traffic on two stock vLLMs that share a Mooncake at the same time, through aborts, a reset of one, and its restart.
+"""Mixed traffic on two stock vLLMs that share a store at the same time, through aborts, a reset, a restart and a kill.
 
 Every answer must be that of an engine without a connector, and at the end the audit must find nothing.
 
-    python -m tests.vllm_adapter.store_traffic [--seeds 1 2]
+    python -m tests.vllm_adapter.store_traffic [qwen3 gemma3 lfm2] [--stores mooncake s3] [--seeds 1 2]
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
+from unittest.mock import patch
 
 from kvoffload.model.transfer import Direction
-from kvoffload.remote.local import LocalMooncake
+from kvoffload.remote.local import LocalBucket, LocalMooncake
 from tests.vllm_adapter.disk_traffic import conversations
 from tests.vllm_adapter.engine_rig import Asked, check_same
 from tests.vllm_adapter.sharing_rig import Apart, apart
+from tests.vllm_adapter.test_disk_on_vllm import KINDS
 from tests.vllm_adapter.test_remote_on_vllm import Answers, start, stop
 from tests.vllm_stock import checkpoints
 
 ROUNDS = 240
-RESETS_AT, RESTARTS_AT = 80, 160
+RESETS_AT, KILLED_AT, RESTARTS_AT = 60, 120, 180
 AT_ONCE = 5
+STORES = {"mooncake": LocalMooncake, "s3": LocalBucket}
 
 
 class Traffic:
@@ -35,13 +40,18 @@ class Traffic:
         self.expected: Answers = {}
         self.compared = self.aborted = 0
 
-    def serve(self, engines: list[Apart], *, resets: Apart | None = None) -> None:
-        """Serve requests on these engines at once, some to be aborted, while another one is reset."""
+    def serve(
+        self, engines: list[Apart], *, resets: Apart | None = None, killed: Apart | None = None
+    ) -> None:
+        """Serve requests on these engines at once, some to be aborted, while another one is reset or killed."""
         drawn = [self._deal() for _ in engines]
         for engine, (asked, abort_after) in zip(engines, drawn, strict=True):
             engine.begin("ask", asked, abort_after)
         if resets is not None:
             assert resets.do("reset")
+        if killed is not None:
+            killed.begin("ask", self._deal()[0], None)
+            killed.replace()
         for engine, (asked, abort_after) in zip(engines, drawn, strict=True):
             answers = engine.end()
             if abort_after is not None:
@@ -57,26 +67,30 @@ class Traffic:
         return {name: self.turns[name] for name in names}, abort_after
 
 
-def run(folder: Path, seed: int) -> str:
+def run(kind: checkpoints.Kind, store: str, folder: Path, seed: int) -> str:
     """Play the traffic of one seed; return what was seen."""
-    (place := folder / "mooncake").mkdir()
-    model, server = checkpoints.make("qwen3", folder / "qwen3"), LocalMooncake(place)
-    loaded = []
-    with apart(2) as both:
+    (place := folder / "store").mkdir()
+    model, server = checkpoints.make(kind, folder / kind), STORES[store](place)
+    loaded: list[int] = []
+    with patch.dict(os.environ, server.environment), apart(2) as both:
         first, second = both
         traffic = Traffic(seed)
-        first.do("start", model, folder, None)
+        first.do("start", model, folder, None, 1, kind)
         traffic.expected = first.do("ask", traffic.turns)
         first.do("stop")
-        shared = start(both, model, folder, server.url)
+        shared = start(both, model, folder, server.url, 1, kind)
         assert len({*shared}) == 1
         for number in range(ROUNDS):
             if number == RESETS_AT:
                 traffic.serve([second], resets=first)
+            elif number == KILLED_AT:
+                loaded.append(second.do("copied", Direction.LOAD))
+                traffic.serve([first], killed=second)
+                second.do("start", model, folder, server.url, 1, kind)
             elif number == RESTARTS_AT:
                 loaded.append(first.do("copied", Direction.LOAD))
                 stop([first])
-                first.do("start", model, folder, server.url)
+                first.do("start", model, folder, server.url, 1, kind)
             else:
                 traffic.serve(both)
         loaded += [engine.do("copied", Direction.LOAD) for engine in both]
@@ -84,17 +98,21 @@ def run(folder: Path, seed: int) -> str:
         stop(both)
     server.close()
     return (
-        f"seed {seed}: {traffic.compared} answers compared, {traffic.aborted} requests aborted; blocks from the store: "
-        f"{loaded[0]} and after its restart {loaded[1]} on the engine that was reset, {loaded[2]} on the other one\n"
+        f"{kind} on {store}, seed {seed}: {traffic.compared} answers compared, {traffic.aborted} requests aborted; blocks from "
+        f"the store: {loaded[1]} and after its restart {loaded[2]} on the engine that was reset, {loaded[0]} and after its kill "
+        f"{loaded[3]} on the other one\n"
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="mixed traffic on two vLLMs that share a store")
+    parser.add_argument("models", nargs="*", default=["qwen3"], help=f"of {', '.join(KINDS)}")
+    parser.add_argument("--stores", nargs="+", choices=STORES, default=list(STORES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
-    for seed in parser.parse_args().seeds:
+    asked = parser.parse_args()
+    for kind, store, seed in product(asked.models, asked.stores, asked.seeds):
         with tempfile.TemporaryDirectory(prefix="kvoffload-traffic-") as folder:
-            sys.stdout.write(run(Path(folder), seed))
+            sys.stdout.write(run(kind, store, Path(folder), seed))
 
 
 if __name__ == "__main__":

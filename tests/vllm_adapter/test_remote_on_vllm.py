@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,7 +42,7 @@ def test_r18_a_fresh_engine_finds_the_first_ones_prefix_and_no_adapters_or_other
     model = checkpoints.make("qwen3", tmp_path / "qwen3")
     adapter = LoRARequest("adapter", 1, str(tmp_path / "adapter"))
     checkpoints.make_adapter(tmp_path / "adapter", seed=0)
-    lora = {"enable_lora": True, "max_lora_rank": 8}
+    lora: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8}
     with sharing(model, tmp_path, bucket.url, **lora) as first:
         expected = first.ask("n0", PROMPT)
         assert expected.cached == 0
