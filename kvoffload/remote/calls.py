@@ -8,7 +8,7 @@ memory, and what it reads from other memory counts only if `check_awaited` passe
 the call is still awaited. A call that does not return in time has failed, opens the breaker, and occupies its thread until it returns.
 
 A thread that returns from a client in C++ while the interpreter ends aborts the process. So the exit of a process waits for a moment
-until no thread is in a call, unless one is known to hang.
+until no thread is in a call, those aside that are known to hang.
 
 The owner's thread alone writes the breaker and reports ends; it waits for nothing. Either thread may end a call: the one that takes
 its token does.
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import atexit
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, wait
@@ -32,7 +33,7 @@ from kvoffload.remote.store import RemoteStore
 
 _PROBE = "kvo1/probe"  # need not be there
 _EXIT_S = 1.0
-"""How long the exit of the process may wait for calls; those of one machine take milliseconds."""
+"""How long the exit of the process may wait for all calls; those of one machine take milliseconds."""
 
 log = get_logger("remote")
 
@@ -99,7 +100,7 @@ class RemoteCalls:
         """Those that `poll` has not taken yet."""
         self._is_closed = False
         self._closing = threading.Lock()
-        atexit.register(self._exit)
+        _CONNECTED.add(self)
 
     # -- the owner's thread -------------------------------------------------------------------------------------
 
@@ -154,12 +155,6 @@ class RemoteCalls:
         running = self._executor.submit(work)
         self._submitted.add(running)
         running.add_done_callback(self._submitted.discard)
-
-    def _exit(self) -> None:
-        """The interpreter ends: begin no call, and wait until none runs."""
-        self._is_closed = True
-        if not any(call.is_stuck for call in tuple(self._active.values())):
-            wait(tuple(self._submitted), _EXIT_S)
 
     def _take_ended(self, now: float) -> None:
         while self.ended:
@@ -250,7 +245,21 @@ class RemoteCalls:
             store, self._store = self._store, None
         if store is not None:
             store.close()
-        atexit.unregister(self._exit)
+        _CONNECTED.discard(self)
+
+
+_CONNECTED: weakref.WeakSet[RemoteCalls] = weakref.WeakSet()
+
+
+@atexit.register
+def _exit() -> None:
+    """The interpreter ends: begin no call, and wait until none runs."""
+    running: list[Future[None]] = []
+    for calls in tuple(_CONNECTED):
+        calls._is_closed = True
+        if not any(call.is_stuck for call in tuple(calls._active.values())):
+            running += tuple(calls._submitted)
+    wait(running, _EXIT_S)
 
 
 def _probe(store: RemoteStore) -> None:

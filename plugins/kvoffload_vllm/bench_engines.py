@@ -63,6 +63,9 @@ HOOKS = (
 """What the scheduler calls of a connector while it serves."""
 
 
+_PAUSE_S = 0.001
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One step of an engine.
@@ -125,10 +128,12 @@ class Rider:
         return names
 
     def step(self) -> Step:
-        """Take one step."""
+        """Take one step. After one that only waited for copies it pauses, as the loop of vLLM's server does."""
         self._place._KV_CONNECTOR_AGENT = self._worker_connector
         self._requests = self._tokens = 0
         self.outputs = self.llm.llm_engine.step()
+        if self.connector is not None and not self._tokens and self.is_busy:
+            time.sleep(_PAUSE_S)
         step = Step(self._requests, self._tokens, self._spent_ns)
         self._spent_ns = 0
         return step

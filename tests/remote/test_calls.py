@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvoffload.model.errors import RemoteError
+from kvoffload.remote import calls
 from kvoffload.remote.calls import RemoteCalls
 from kvoffload.remote.store import RemoteStore
 from kvoffload.runtime.portal import DaemonExecutor
@@ -249,3 +250,18 @@ def test_a_call_that_began_as_the_connection_was_closed_is_not_made(monkeypatch:
     rig.executor.run_all()
     assert rig.store.calls == []
     assert rig.store.is_closed
+
+
+def test_the_exit_waits_once_for_all_calls_but_those_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[tuple[int, float]] = []
+    monkeypatch.setattr(calls, "wait", lambda running, seconds: waits.append((len(running), seconds)))
+    rigs = [Rig() for _ in range(3)]
+    monkeypatch.setattr(calls, "_CONNECTED", [rig.calls for rig in rigs])
+    for rig in rigs:
+        rig.open()
+        rig.call()
+    rigs[0].calls._active[0] = stuck = calls._Call(lambda _: None, None, lambda _, __: None, 0.0)
+    stuck.is_stuck = True
+    calls._exit()
+    assert waits == [(2, calls._EXIT_S)]
+    assert not any(rig.calls.works for rig in rigs)
