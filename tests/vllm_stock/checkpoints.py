@@ -47,14 +47,14 @@ CHAT_TEMPLATE = (
 )
 
 
-def make(kind: Kind, folder: Path, *, seed: int = 0) -> Path:
-    """Writes the checkpoint into `folder`, unless it is there already; returns `folder`."""
+def make(kind: Kind, folder: Path, *, seed: int = 0, **shape: int) -> Path:
+    """Writes the checkpoint into `folder`, unless it is there already; returns `folder`. `shape` comes before `SHAPE`."""
     done = folder / "made.json"
-    recipe = json.dumps({"kind": kind, "seed": seed, "width": WIDTH, "window": WINDOW, **SHAPE})
+    recipe = json.dumps({"kind": kind, "seed": seed, "width": WIDTH, "window": WINDOW, **SHAPE, **shape})
     if done.exists() and done.read_text() == recipe:
         return folder
     folder.mkdir(parents=True, exist_ok=True)
-    model = _model(kind)
+    model = _model(kind, {**SHAPE, **shape})
     draw(model, seed)
     model.save_pretrained(folder)
     hybrids.complete_config(folder)
@@ -63,21 +63,21 @@ def make(kind: Kind, folder: Path, *, seed: int = 0) -> Path:
     return folder
 
 
-def _model(kind: Kind) -> PreTrainedModel:
+def _model(kind: Kind, shape: dict[str, Any]) -> PreTrainedModel:
     import transformers
 
     if kind in RECURRENT:
         build = {"lfm2": hybrids.lfm2, "granite4": hybrids.granite4, "qwen3_next": hybrids.qwen3_next}
-        return build[kind](SHAPE)
+        return build[kind](shape)
     if kind == "qwen3":
-        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(num_hidden_layers=2, **SHAPE))
+        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**{"num_hidden_layers": 2, **shape}))
     layers = ["sliding_attention", "sliding_attention", "full_attention"] * 2
     config = transformers.Gemma3TextConfig(
         num_hidden_layers=len(layers),
         layer_types=layers,
         sliding_window=WINDOW,
-        query_pre_attn_scalar=SHAPE["head_dim"],
-        **SHAPE,
+        query_pre_attn_scalar=shape["head_dim"],
+        **shape,
     )
     return transformers.Gemma3ForCausalLM(config)
 

@@ -1,0 +1,150 @@
+"""vLLM's own `OffloadingConnector` with its `fs` tier on a machine without a GPU, so that both can be measured on one engine.
+
+Connector, scheduler's side, CPU tier, `fs` tier, its files and threads, and the worker that orders the copies are what vLLM
+ships. Only what touches the device is replaced: streams and events by stand-ins, and the copies between device and host by
+copies between two places on the host, on one thread for each direction. Select it with `kv_transfer`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.v1.kv_offload.cpu import gpu_worker
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from vllm.v1.kv_offload.base import CanonicalKVCaches
+
+
+def kv_transfer(host_bytes: int, folder: Path) -> dict[str, Any]:
+    """The engine's option `kv_transfer_config` for the peer, with what it leaves at its defaults.
+
+    Args:
+        host_bytes: room on the host, of all ranks together.
+        folder: where the tier keeps its files.
+    """
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "spec_name": "TieringOnHost",
+            "spec_module_path": __name__,
+            "cpu_bytes_to_use": host_bytes,
+            "secondary_tiers": [{"type": "fs", "root_dir": str(folder)}],
+        },
+    }
+
+
+class TieringOnHost(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM is not where types are checked
+    """vLLM's tiers, whose worker copies from host to host."""
+
+    _worker: Any
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> Any:
+        """Make vLLM's worker, without asking for a GPU first."""
+        if self._worker is None:
+            device = Device()
+            gpu_worker.current_platform = gpu_worker.ops = device
+            gpu_worker.torch = _TorchWithoutDevice()
+            gpu_worker.PIN_MEMORY = False
+            tensors = [replace(each, tensor=each.tensor.as_subclass(_OnDevice)) for each in kv_caches.tensors]
+            self._worker = self.create_worker(replace(kv_caches, tensors=tensors))
+        return self._worker
+
+
+class _OnDevice(torch.Tensor):
+    """A tensor that says it is on a GPU, as the worker wants its own side to be."""
+
+    is_cuda = True
+
+
+class _Stream:
+    """Copies in the order in which they were ordered; `last` is the most recent."""
+
+    def __init__(self) -> None:
+        self.last: Future[float] | None = None
+
+    def wait_stream(self, other: _Stream) -> None:
+        """Nothing: what it waits for, the forward pass, has ended on a CPU."""
+
+    def wait_event(self, event: _Event) -> None:
+        """Nothing: a direction's copies share a thread."""
+
+
+class _Event:
+    """In place of a CUDA event: past when what its stream had been given has ended."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self._after: Future[float] | None = None
+        self._recorded_s = 0.0
+
+    def record(self, stream: _Stream) -> None:
+        self._after, self._recorded_s = stream.last, time.perf_counter()
+
+    def query(self) -> bool:
+        return self._after is None or self._after.done()
+
+    def synchronize(self) -> None:
+        if self._after is not None:
+            self._after.result()
+
+    def elapsed_time(self, end: _Event) -> float:
+        """Milliseconds until `end`."""
+        ended_s = end._recorded_s if end._after is None else end._after.result()
+        return 1e3 * (ended_s - self._recorded_s)
+
+
+class Device:
+    """What the worker takes for the platform and for its kernels."""
+
+    Stream = _Stream
+
+    def __init__(self) -> None:
+        self._current = _Stream()
+        self._threads = {is_load: ThreadPoolExecutor(1, f"fs-peer-{is_load=}") for is_load in (False, True)}
+
+    @staticmethod
+    def is_xpu() -> bool:
+        return False
+
+    def current_stream(self) -> _Stream:
+        return self._current
+
+    @contextmanager
+    def stream(self, stream: _Stream) -> Iterator[None]:
+        before, self._current = self._current, stream
+        stream.last = None
+        yield
+        self._current = before
+
+    def swap_blocks_batch(
+        self, src: torch.Tensor, dst: torch.Tensor, sizes: torch.Tensor, *, is_src_access_order_any: bool
+    ) -> None:
+        """Copies between addresses, on the direction's thread; only loads read their sources in any order."""
+        orders = zip(dst.tolist(), src.tolist(), sizes.tolist(), strict=True)
+        self._current.last = self._threads[is_src_access_order_any].submit(_copy, list(orders))
+
+
+def _copy(orders: list[tuple[int, int, int]]) -> float:
+    for order in orders:
+        ctypes.memmove(*order)
+    return time.perf_counter()
+
+
+class _TorchWithoutDevice:
+    """What the worker's module takes for torch: torch, but for its events."""
+
+    Event = _Event
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(torch, name)
