@@ -21,7 +21,7 @@ WHEEL := $(CURDIR)/$(VENV)/wheel
 AGAINST_WHEEL := KVOFFLOAD_WHEEL=$(WHEEL) PYTHONPATH=$(WHEEL) PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test-fast check format wheel test test-vllm quick-others recurrent-matrix disk-traffic store-traffic sharing-ranks vllm-versions lint types imports size coverage deep disk-kills simulate explore mutants soak vllm-demo grafana observe bench-hooks bench-queue bench-serve docs site dashboards screenshot lock venv vllm-env kernel-env tools clean
+.PHONY: help demo quick test-fast check format wheel test test-vllm quick-others recurrent-matrix disk-traffic store-traffic sharing-ranks vllm-versions lint types imports size coverage deep disk-kills simulate explore mutants soak vllm-demo grafana observe bench-hooks bench-queue bench-serve bench-fs docs site dashboards screenshot lock venv vllm-env kernel-env tools clean
 .DELETE_ON_ERROR:
 
 help:
@@ -141,6 +141,9 @@ bench-queue: venv vllm-env  ## the same while 10,000 requests wait
 
 bench-serve: venv vllm-env  ## measure throughput of vLLM with offloading
 	PYTHONPATH=$(CURDIR) $(VLLM) -m kvoffload.cli bench serve --peer tests.vllm_stock.peer $(ARGS)
+
+bench-fs: venv vllm-env  ## time prompts after a restart beside vLLM's fs tier
+	PYTHONPATH=$(CURDIR) $(VLLM) -m tests.vllm_adapter.fs_beside $(ARGS)
 
 ##@ Generate
 

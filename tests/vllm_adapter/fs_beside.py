@@ -1,8 +1,8 @@
-"""Prompts that return after a restart: kvoffload's disk beside vLLM's own `fs` tier, and beside computing them once more.
+"""Prompts that return after a restart: kvoffload's disk beside vLLM's `fs` tier and beside computing them.
 
-Every engine is a stock vLLM with the same model and the same host memory, which is too small for all prompts. The first one on a folder
-is asked for the prompts that return twice, each behind one that does not return. In each turn, another engine on that folder, whose
-files are not in the page cache, is asked for the prompts that return.
+Every engine is a stock vLLM with the same model and the same host memory, which is too small for all prompts. The
+first one on a folder is asked for the prompts that return twice, each behind one that does not return. In each turn,
+another engine on that folder, whose files are not in the page cache, is asked for the prompts that return.
 
     python -m tests.vllm_adapter.fs_beside [--dir DIR] [--turns N] [--prompts N]
 """
@@ -44,13 +44,12 @@ class Size:
     """Of a prompt in blocks, and of a block in bytes; `shape` is the model's."""
 
     blocks: int = 64
-    block_bytes: int = (
-        2 * 4 * 8 * 64 * 4 * engines.BLOCK
-    )  # keys and values, layers, heads, their size, float32
+    # Tokens, keys and values, layers, heads, their size, float32.
+    block_bytes: int = engines.BLOCK * 2 * 4 * 8 * 64 * 4
     shape: Mapping[str, int] = field(default_factory=lambda: LARGER)
 
     def transfer(self, name: str, folder: Path) -> dict[str, Any]:
-        """Return the engine's option for a connector. Four prompts fit the host, as fetches may fill a quarter of ours."""
+        """Return the engine's option for a connector. Fetches may fill a quarter of our host: a prompt."""
         from tests.vllm_stock import fs_peer
 
         host = 4 * self.blocks * self.block_bytes
@@ -82,7 +81,7 @@ class Side:
                     serve(llm, each)
 
     def return_to(self, prompts: Sequence[Prompt]) -> None:
-        """A life of an engine that finds the prompts on the disk; the one that was used last is asked first, untimed.
+        """A life of an engine that finds the prompts on the disk; the one used last is asked first, untimed.
 
         Raises:
             RuntimeError: one was not read from the disk; kvoffload fetches what was used last before anyone asks.
@@ -173,15 +172,18 @@ def forget_pages(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+def draw_prompts(size: Size, count: int, seed: int = 0) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [draw.choices(range(256), k=size.blocks * engines.BLOCK + 9) for _ in range(count)]
+
+
 def play(root: Path, size: Size, turns: int, count: int) -> list[Side]:
     """Fill both disks, and let engines return in turns, another one first each time."""
     checkpoint = checkpoints.make("qwen3", root / "model", **size.shape)
     sides = [Side(name, root / name, checkpoint, size) for name in (NONE, OURS, FS)]
-    draw = random.Random(0)
-    texts = [draw.choices(range(256), k=size.blocks * engines.BLOCK + 9) for _ in range(2 * count)]
-    prompts, others = texts[:count], texts[count:]
+    prompts = draw_prompts(size, count)
     for side in sides[1:]:
-        side.fill(prompts, others)
+        side.fill(prompts, draw_prompts(size, count, seed=1))
     for turn in range(turns):
         for side in sides[turn % 3 :] + sides[: turn % 3]:
             side.return_to(prompts)

@@ -1,8 +1,8 @@
-"""vLLM's own `OffloadingConnector` with its `fs` tier on a machine without a GPU, so that both can be measured on one engine.
+"""vLLM's own `OffloadingConnector` with its `fs` tier on a machine without a GPU, so that both can be measured there.
 
-Connector, scheduler's side, CPU tier, `fs` tier, its files and threads, and the worker that orders the copies are what vLLM
-ships. Only what touches the device is replaced: streams and events by stand-ins, and the copies between device and host by
-copies between two places on the host, on one thread for each direction. Select it with `kv_transfer`.
+Connector, scheduler's side, CPU tier, `fs` tier with its files and threads, and the worker that orders the copies are
+what vLLM ships. Only what touches the device is replaced: streams and events by stand-ins, and the copies between
+device and host by copies between two places on the host, on a thread for each direction. Select it with `kv_transfer`.
 """
 
 from __future__ import annotations
