@@ -1,10 +1,11 @@
 """A circuit breaker: a store that fails is left alone, and tried again by single calls.
 
-CLOSED ─3 failures in a row, or 1 hang─▶ OPEN ─pause─▶ one probe ─it worked─▶ ON TRIAL ─1 answer─▶ CLOSED
+CLOSED ─3 failures in a row, or 1 hang─▶ OPEN ─pause─▶ one probe ─it worked─▶ ON TRIAL ─1 value read─▶ CLOSED
                                           ▲                 └─it failed─▶ OPEN      └─1 failure─▶ OPEN
 
-The pause doubles each time, until a call is answered that is no probe. A probe alone shows little: a store's master may answer it
-and name values that its dead nodes do not deliver, and each call for them costs a request its wait.
+The pause doubles each time, until a read is answered that is no probe, and is at least four times what the failed call took: requests
+wait for such calls, so a store that fails takes at most a fifth of their time. Reads and writes are counted apart. A probe or a write
+that is answered shows little: a store's master alone may answer both, and name values that its dead nodes do not deliver.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 _MOST_FAILURES = 3  # in a row
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
+_PAUSE_PER_CALL = 4  # of what the failed call took
 
 
 class Breaker:
@@ -24,28 +26,38 @@ class Breaker:
     def __init__(self, *, is_closed: bool = False) -> None:
         self.is_closed = is_closed
         """Calls are made."""
-        self._failures = 0
+        self._failures = [0, 0]  # in a row, of reads and of writes
         self._pause_s = _FIRST_PAUSE_S
         self._probe_at = 0.0
         self._is_probing = False
 
-    def worked(self, *, is_probe: bool = False) -> None:
+    def worked(self, *, is_probe: bool = False, is_write: bool = False) -> None:
         """A call was answered."""
-        self._failures = 0
+        self._failures[is_write] = 0
         if is_probe:
             self.is_closed, self._is_probing = True, False
-        else:
+        elif not is_write:
             self._pause_s = _FIRST_PAUSE_S
 
-    def failed(self, now: float, *, is_probe: bool = False, hangs: bool = False) -> None:
+    def failed(
+        self,
+        now: float,
+        took_s: float,
+        *,
+        is_probe: bool = False,
+        is_write: bool = False,
+        hangs: bool = False,
+    ) -> None:
         """A call failed, or has not returned in time."""
-        self._failures += 1
+        self._failures[is_write] += 1
         if is_probe:
             self._is_probing = False
-        is_on_trial = self._pause_s > _FIRST_PAUSE_S  # since the breaker was open only probes were answered
-        if is_probe or (self.is_closed and (hangs or is_on_trial or self._failures >= _MOST_FAILURES)):
-            self.is_closed, self._failures = False, 0
-            self._probe_at = now + self._pause_s
+        is_on_trial = self._pause_s > _FIRST_PAUSE_S  # since the breaker was open no read was answered
+        is_last = hangs or is_on_trial or self._failures[is_write] >= _MOST_FAILURES
+        if is_probe or (self.is_closed and is_last):
+            self.is_closed, self._failures = False, [0, 0]
+            pause_s = self._pause_s if is_probe else max(self._pause_s, _PAUSE_PER_CALL * took_s)
+            self._probe_at = now + min(pause_s, _LONGEST_PAUSE_S)
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
     def takes_probe(self, now: float) -> bool:

@@ -47,6 +47,7 @@ class _Call:
     use: Callable[[Any], Any] | None
     ended: Ended
     accepted_at: float
+    is_write: bool = False
     is_probe: bool = False
     was_made: bool = False
     began: float = 0.0
@@ -125,7 +126,7 @@ class RemoteCalls:
             use: called before that on the calling thread, unless the call was too late; its answer becomes the result.
             is_write: it waits for all queued reads.
         """
-        call = _Call(work, use, ended, self._monotonic())
+        call = _Call(work, use, ended, self._monotonic(), is_write)
         (self._writes if is_write else self._reads).append(call)
         if self.works:
             self._execute(self._run_next)
@@ -136,6 +137,7 @@ class RemoteCalls:
         for call in tuple(self._active.values()):
             if call.began + self._timeout_s <= now and call.claim():
                 call.is_stuck, call.error = True, f"a call has not returned for {self._timeout_s:g} s"
+                call.took = self._timeout_s
                 self.ended.append(call)
         self._take_ended(now)
         if not self.works:
@@ -159,10 +161,11 @@ class RemoteCalls:
     def _take_ended(self, now: float) -> None:
         while self.ended:
             call = self.ended.popleft()
+            kind = {"is_probe": call.is_probe, "is_write": call.is_write}
             if call.error is None and call.was_made:
-                self._breaker.worked(is_probe=call.is_probe)
+                self._breaker.worked(**kind)
             elif call.error is not None:
-                self._breaker.failed(now, is_probe=call.is_probe, hangs=call.is_stuck)
+                self._breaker.failed(now, call.took, hangs=call.is_stuck, **kind)
             if self._breaker.is_closed is not self._was_logged:
                 self._log_change(call)
             call.ended(call.result if call.error is None else None, call.took)

@@ -430,11 +430,13 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         17,
         _BREAKER,
-        "self.is_closed, self._failures = False, 0",
-        "self._failures = 0",
+        "self.is_closed, self._failures = False, [0, 0]",
+        "self._failures = [0, 0]",
         REMOTE,
     ),
     Mutant(17, _BREAKER, "hangs or is_on_trial or", "hangs or", REMOTE),
+    Mutant(17, _BREAKER, "elif not is_write:", "else:", REMOTE),
+    Mutant(17, _BREAKER, "_PAUSE_PER_CALL * took_s", "0", REMOTE),
     Mutant(17, "kvoffload/core/lower_tiers.py", "not (remote.is_usable and ", "not (", REMOTE),
     Mutant(18, _REMOTE_STATE, 'self.namespace, self.is_open = "", False', "pass", REMOTE),
     Mutant(

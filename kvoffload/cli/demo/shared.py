@@ -1,7 +1,8 @@
 """`demo --remote`: conversations that one engine began continue on others, which share a store with it.
 
-The first engine serves half of the turns. Then every conversation continues on each of the other engines, and on one without
-offloading, which has to compute all of it. These engines take turns round by round, so that other load on the machine affects all of them.
+The first engine serves half of the turns, the middle one too. Then every conversation continues on each of the other engines, and on
+one without offloading, which has to compute all of it. These engines take turns round by round, so that other load on the machine
+affects all of them.
 Each engine is a process of its own: they share the store and nothing else.
 """
 
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 from kvoffload.cli.demo.conversations import TurnId, make_conversations
 from kvoffload.cli.demo.documents import read_text
 from kvoffload.cli.demo.engine_process import Ready, Served
-from kvoffload.cli.demo.options import LEAST_BEFORE, DemoOptions
+from kvoffload.cli.demo.options import DemoOptions
 from kvoffload.cli.demo.processes import ContinuedResult, compared, play_rounds, started, table
 from kvoffload.cli.exits import CommandError
 from kvoffload.model.config import size_text
@@ -68,7 +69,7 @@ async def play_shared(options: DemoOptions, screen: Screen) -> SharedResult:
     conversations = make_conversations(text.tokens, options)
     sharing = [f"engine {number}" for number in range(1, options.engines + 1)]
     settings = {_WITHOUT: None, **dict.fromkeys(sharing, options.offload)}
-    half = max(options.turns // 2, LEAST_BEFORE)
+    half = (options.turns + 1) // 2
     screen.progress(f"starting {len(settings)} engines")
     async with started(options, conversations, settings) as (engines, ready):
         check_ready(ready)
