@@ -4,8 +4,9 @@ CLOSED ─3 failures in a row, or 1 hang─▶ OPEN ─pause─▶ one probe ─
                                           ▲                 └─it failed─▶ OPEN      └─1 failure─▶ OPEN
 
 The pause doubles each time, until a read is answered that is no probe, and is at least four times what the failed call took: requests
-wait for such calls, so a store that fails takes at most a fifth of their time. Reads and writes are counted apart. A probe or a write
-that is answered shows little: a store's master alone may answer both, and name values that its dead nodes do not deliver.
+wait for such calls, so a store that fails takes at most a fifth of their time. A read that is answered ends the row of failed reads, a
+write that of failed writes. A probe or a write that is answered shows little: a store's master alone may answer both, and name values
+that its dead nodes do not deliver.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Breaker:
     def __init__(self, *, is_closed: bool = False) -> None:
         self.is_closed = is_closed
         """Calls are made."""
-        self._failures = [0, 0]  # in a row, of reads and of writes
+        self._failures = [0, 0]  # of reads since one worked, and of writes
         self._pause_s = _FIRST_PAUSE_S
         self._probe_at = 0.0
         self._is_probing = False
@@ -53,7 +54,7 @@ class Breaker:
         if is_probe:
             self._is_probing = False
         is_on_trial = self._pause_s > _FIRST_PAUSE_S  # since the breaker was open no read was answered
-        is_last = hangs or is_on_trial or self._failures[is_write] >= _MOST_FAILURES
+        is_last = hangs or is_on_trial or sum(self._failures) >= _MOST_FAILURES
         if is_probe or (self.is_closed and is_last):
             self.is_closed, self._failures = False, [0, 0]
             pause_s = self._pause_s if is_probe else max(self._pause_s, _PAUSE_PER_CALL * took_s)
