@@ -4,10 +4,10 @@ What this file must know of its client (observed with 0.3.13):
 * Connecting holds the interpreter's lock, so the whole process stops: without a master for 90 s, under a master that is stopped for
   600 s. So the connection first makes sure that a master answers.
 * Without a master, any call of an open connection takes 4.3 s; under a master that is stopped 30 s, under a node that is stopped 60 s.
-  Other threads run meanwhile, and callers have their own time limit.
+  Other threads run meanwhile, and callers have their own time limit. A thread that waits for a stopped node takes a whole core.
 * A thread that returns from a call while the interpreter ends aborts the process.
 * An object is immutable: a put under an existing name does nothing and is answered as done.
-* For ten seconds after a node has died, the master still reports its objects.
+* For ten seconds after a node has died, the master still reports its objects, and answers puts of them as done. A get takes 0.7 s then.
 * A hard-pinned object is not evicted; the generation is one.
 """
 
