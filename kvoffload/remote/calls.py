@@ -252,6 +252,7 @@ class RemoteCalls:
 
 
 _CONNECTED: weakref.WeakSet[RemoteCalls] = weakref.WeakSet()
+"""Those whose client may still be in use."""
 
 
 @atexit.register
