@@ -50,6 +50,14 @@ class Rig:
         self.executor.run_all()
         self.calls.poll()
 
+    def pause(self) -> int:
+        """The store works again; return after how many seconds calls are made again."""
+        self.store.fails, seconds = False, 0
+        while not self.calls.works:
+            self.turn(1.0)
+            seconds += 1
+        return seconds
+
     def open(self) -> None:
         self.turn()
         assert self.calls.works
@@ -121,12 +129,7 @@ def test_a_store_that_answers_probes_and_delivers_nothing_gets_one_call_between_
             rig.call()
             rig.turn()
         calls.append(len(rig.store.calls))
-        rig.store.fails = False
-        pause = 0
-        while not rig.calls.works:
-            rig.turn(1.0)
-            pause += 1
-        pauses.append(pause)
+        pauses.append(rig.pause())
     assert (calls, pauses) == ([3, 1, 1], [1, 2, 4])
 
 
@@ -143,12 +146,7 @@ def test_writes_that_are_answered_neither_hide_failing_reads_nor_end_the_trial()
             rig.store.fails = True
             rig.call()
             rig.turn()
-        rig.store.fails = False
-        pause = 0
-        while not rig.calls.works:
-            rig.turn(1.0)
-            pause += 1
-        pauses.append(pause)
+        pauses.append(rig.pause())
     assert pauses == [1, 2, 4]
     assert rig.answers == [b"none", None] * 5
 
