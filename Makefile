@@ -143,7 +143,7 @@ bench-serve: venv vllm-env  ## measure throughput of vLLM with offloading
 	PYTHONPATH=$(CURDIR) $(VLLM) -m kvoffload.cli bench serve --peer tests.vllm_stock.peer $(ARGS)
 
 bench-fs: venv vllm-env  ## time prompts after a restart beside vLLM's fs tier
-	PYTHONPATH=$(CURDIR) $(VLLM) -m tests.vllm_adapter.fs_beside $(ARGS)
+	VLLM_LOGGING_LEVEL=ERROR PYTHONPATH=$(CURDIR) $(VLLM) -m tests.vllm_adapter.fs_beside $(ARGS)
 
 ##@ Generate
 
