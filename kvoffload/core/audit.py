@@ -22,7 +22,7 @@ _OPEN = (JobState.PLANNED, JobState.SUBMITTED, JobState.ABANDONED)
 
 def audit(state: CoreState, stores: Stores) -> list[str]:
     """Return every violated law as one line of text. Reads only; costs time in the size of the pool."""
-    laws = (_totals, _slots, _records)
+    laws = (_totals, _slots, _records, _sums)
     problems = [problem for law in laws for problem in law(state)]
     problems += [problem for tier in state.below if tier.is_open for problem in tier.pool.problems()]
     return problems + list(_offers(state, stores)) + state.pool.problems()
@@ -233,9 +233,13 @@ def _indexes(state: CoreState) -> Iterator[str]:
 
 
 def _lower_tiers(state: CoreState) -> Iterator[str]:
-    """Each lower tier's slots, keys under way and checksums are those of open jobs and of blocks that can be found."""
+    """Each lower tier's slots and keys under way are those of open jobs."""
     for tier in state.below:
         yield from _lower_tier(state, tier)
+
+
+def _sums(state: CoreState) -> Iterator[str]:
+    """The disk's checksums are those of the blocks that can be found there."""
     if state.disk is not None:
         has = {slot for slot, sums in enumerate(state.disk.sums) if sums is not None}
         found = set(state.disk.pool.index.values())

@@ -83,6 +83,7 @@ class Fetches:
         jobs = {tier.fetching[key] for key, tier in found.keys.items() if key in tier.fetching}
         for job in jobs:
             job.wanted[record] = None
+            record.awaits_fetch = job, hit.device_tokens
         return bool(jobs)
 
     def leaves(self, record: RequestRecord) -> None:

@@ -13,50 +13,39 @@ ON_DEVICE = SlotId(sys.maxsize)
 """Stands for a block that the device has."""
 
 
-class LayeredIndex:
+class LayeredIndex(Sequence["LayeredIndex"]):
     """The slots that hold a key: those of the host as they are, those of the first lower tier that has it as numbers below zero.
 
-    `place_below` reads such a number.
+    `place_below` reads such a number. Each of its parts is the whole.
 
     Args:
         host, below: the keys that can hit.
-        device: asked last, for blocks that need no slot; None where the search begins behind what the device has.
+        device: asked behind the host, for blocks that need no slot; None where the search begins behind what the device has.
     """
 
+    __slots__ = ("_below", "_device", "_host", "parts")
+
     def __init__(self, host: KeyIndex, below: Sequence[KeyIndex], device: BlockPool | None = None) -> None:
-        self.parts = _Parts(host, below, device)
-
-
-class _Parts(Sequence["_Part"]):
-    def __init__(self, host: KeyIndex, below: Sequence[KeyIndex], device: BlockPool | None) -> None:
-        self._host, self._below, self._device = host, below, device
+        self._host = host.parts
+        self._below = [index.parts for index in below]
+        self._device = device
+        self.parts = self
 
     def __len__(self) -> int:
-        return len(self._host.parts)
+        return len(self._host)
 
-    def __getitem__(self, byte: int) -> _Part:  # type: ignore[override]  # a search takes no slices
-        return _Part(self._host.parts[byte], [index.parts[byte] for index in self._below], self._device)
-
-
-class _Part:
-    __slots__ = ("_below", "_device", "_host")
-
-    def __init__(
-        self,
-        host: dict[BlockKey, SlotId],
-        below: Sequence[dict[BlockKey, SlotId]],
-        device: BlockPool | None,
-    ) -> None:
-        self._host, self._below, self._device = host, below, device
+    def __getitem__(self, byte: int) -> LayeredIndex:  # type: ignore[override]  # a search takes no slices
+        return self
 
     def get(self, key: BlockKey, /) -> SlotId | None:
-        slot = self._host.get(key)
+        byte = key[0]
+        slot = self._host[byte].get(key)
         if slot is not None:
             return slot
         if self._device is not None and self._device.block_of(key) is not None:
             return ON_DEVICE
-        for level, part in enumerate(self._below):
-            if (place := part.get(key)) is not None:
+        for level, parts in enumerate(self._below):
+            if (place := parts[byte].get(key)) is not None:
                 return SlotId(-1 - place * len(self._below) - level)
         return None
 

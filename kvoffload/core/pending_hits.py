@@ -42,6 +42,9 @@ class PendingHits:
         A request may look up any number of times: each lookup drops what the last one had pinned.
         """
         state = self._state
+        if record.awaits_fetch is not None and may_wait and self._is_fetched(record, device_tokens):
+            state.tally.events.append(LookupDeferred(record.request, None))
+            return None
         record.junction = 0
         hit = self._search(record, device_tokens, full_tokens)
         if record.hit is not None:
@@ -64,6 +67,15 @@ class PendingHits:
             state.tally.events.append(event)
         record.hit = hit
         return hit.tokens - device_tokens
+
+    @staticmethod
+    def _is_fetched(record: RequestRecord, device_tokens: int) -> bool:
+        """Whether a request's last lookup waited for a fetch that is still under way. Then nothing is searched anew."""
+        assert record.awaits_fetch is not None, record
+        job, tokens = record.awaits_fetch
+        if job.settled or tokens != device_tokens:
+            record.awaits_fetch = None
+        return record.awaits_fetch is not None
 
     def take(self, record: RequestRecord, accepted_tokens: int) -> PendingHit | None:
         """An admission consumes the last lookup's answer, which counts now; the caller unpins its slots.

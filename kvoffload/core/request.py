@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import Struct
 
@@ -11,6 +11,9 @@ from kvoffload.core.machine import REQUEST, RequestEvent, RequestState
 from kvoffload.model.causes import MissCause
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, RequestId, SlotId
 from kvoffload.model.transfer import Tier
+
+if TYPE_CHECKING:
+    from kvoffload.core.job import Job
 
 # CPython 3.11 takes ten times as long to reach an enum's member through its class.
 _LOADING, _RUNNING, _FINISHING = RequestState.LOADING, RequestState.RUNNING, RequestState.FINISHING
@@ -63,6 +66,7 @@ class RequestRecord(Struct, eq=False):
         fetched_from: the tier that brought some of them last.
         asks_below: False where a fetch of its failed, so that it asks for no other.
         awaits_answer: the remote store was asked for its blocks and has not answered.
+        awaits_fetch: a fetch for which its last lookup waits, and the device's tokens at that time.
     """
 
     request: RequestId
@@ -95,6 +99,7 @@ class RequestRecord(Struct, eq=False):
     fetched_from: Tier = Tier.DISK
     asks_below: bool = True
     awaits_answer: bool = False
+    awaits_fetch: tuple[Job, int] | None = None
 
     @property
     def is_live(self) -> bool:

@@ -22,6 +22,7 @@ from kvoffload.model.causes import DegradeCause, MissCause
 from kvoffload.model.events import BlocksOffered, OffloadingDegraded
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, RequestId, SlotId
 from kvoffload.model.transfer import Direction, Tier
+from tests.core.disk_world import DiskWorld
 from tests.core.world import DevicePool, World, full, window
 
 TEXT = "abcdefghijklm"
@@ -169,7 +170,7 @@ LAWS: dict[str, tuple[Callable[[Broken], object], str]] = {
         "99 blocks, 16 are allowed",
     ),
     "a place that no table has": (
-        lambda it: it.state.tables.places.setdefault(DeviceBlockId(60), set()).add((it.runs, 1, 9)),
+        lambda it: it.state.tables.places.setdefault(DeviceBlockId(60), (it.runs, 1, 9)),
         "index and table disagree",
     ),
     "room for what is settled": (
@@ -325,6 +326,18 @@ def test_at_rest_only_the_given_slots_are_looked_at() -> None:
     world.core.state.pool._keys[SlotId(9)] = BlockKey(b"x")
     assert world.core.audit_at_rest([SlotId(8)]) == []
     assert world.core.audit_at_rest([SlotId(9)]) != []
+
+
+def test_at_rest_the_disks_slots_are_not_gone_through() -> None:
+    """There may be a million of them, and the audit is made in a hook."""
+    world = DiskWorld(host=16)
+    world.only_on_disk(TEXT)
+    disk = world.core.state.disk
+    assert disk is not None
+    disk.sums[next(iter(disk.pool.index.values()))] = None
+    assert world.core.audit() == ["2 slots of the disk have checksums, 3 can be found"]
+    disk.sums = None  # type: ignore[assignment]  # whoever goes through them raises
+    assert world.core.audit_at_rest([]) == []
 
 
 def test_with_an_abandoned_copy_alone_the_engine_is_at_rest_and_its_request_may_keep_slots() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from kvoffload.core.machine import SlotState
+from kvoffload.core.match import FoundKeys, Match, longest_match
 from kvoffload.model import facts
 from kvoffload.model.causes import EvictionCause, MissCause, TierOutcome
 from kvoffload.model.events import (
@@ -12,10 +15,17 @@ from kvoffload.model.events import (
     LookupDeferred,
     TierCopyScheduled,
 )
-from kvoffload.model.ids import JobId
+from kvoffload.model.ids import BlockKey, JobId
 from kvoffload.model.transfer import Direction
 from tests.core.disk_world import DiskWorld
 from tests.core.world import CORRUPT, DONE, FAILED, full, window
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import pytest
+
+    from kvoffload.model.engine import EngineShape
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
 TEXT = "abcdefghijklmnop"  # four blocks, of which a lookup finds three
@@ -83,6 +93,33 @@ def test_what_only_the_disk_has_is_fetched_and_then_loaded() -> None:
     world.finish()
     assert world.on_host(TEXT) == "xx.."  # a quarter of the host
     assert world.admit(request) == 8
+    world.step()
+    world.finish()
+    world.run(request)
+
+
+def test_a_lookup_that_waits_for_a_fetch_searches_nothing_until_it_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = DiskWorld(host=16)
+    world.only_on_disk(TEXT)
+    request, searches = world.add("late", TEXT), list[str]()
+
+    def counting(
+        shape: EngineShape, keys: Sequence[Sequence[BlockKey]], index: FoundKeys, *lengths: int
+    ) -> Match:
+        searches.append("search")
+        return longest_match(shape, keys, index, *lengths)
+
+    monkeypatch.setattr("kvoffload.core.pending_hits.longest_match", counting)
+    assert [world.lookup(request) for _ in range(5)] == [None] * 5  # asked again in each step
+    assert len(searches) == 1
+    assert len(world.reported(LookupDeferred)) == 5
+    assert world.lookup(request, may_wait=False) == 0  # its patience has ended
+    assert world.lookup(request) is None
+    world.idle_step()
+    world.finish()
+    assert world.admit(request) == 12
     world.step()
     world.finish()
     world.run(request)
