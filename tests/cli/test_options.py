@@ -33,6 +33,13 @@ def test_numbers_have_one_default_only() -> None:
 
 
 @pytest.mark.parametrize(
+    ("line", "concurrency"), [("", 2), ("--remote mooncake", 1), ("--remote s3 --concurrency 3", 3)]
+)
+def test_engines_that_share_serve_one_conversation_at_a_time(line: str, concurrency: int) -> None:
+    assert options(line).concurrency == concurrency
+
+
+@pytest.mark.parametrize(
     ("line", "attention", "reach"),
     [
         ("", "full", None),

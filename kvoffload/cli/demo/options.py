@@ -108,6 +108,8 @@ def demo_options(args: argparse.Namespace) -> DemoOptions:
         raise CommandError("--serve-for needs --serve-metrics")
     _check_restart(args)
     _check_remote(args)
+    if args.remote is not None and args.concurrency is None:
+        args.concurrency = 1
     alike = {
         one.name: value for one in fields(DemoOptions) if (value := vars(args).get(one.name)) is not None
     }
@@ -135,11 +137,17 @@ def _add_conversations(group: argparse._ArgumentGroup) -> None:
         "first-tokens": "tokens of a first message; tokens are bytes",
         "turn-tokens": "tokens of each later message",
         "answer-tokens": "tokens generated in each turn",
-        "concurrency": "conversations served at a time",
     }
     for name, text in numbers.items():
         value = getattr(default, name.replace("-", "_"))
         add(f"--{name}", metavar="N", type=positive, default=value, help=text)
+    add(
+        "--concurrency",
+        metavar="N",
+        type=positive,
+        help=f"conversations served at a time (default: {default.concurrency}; with --remote 1, so that no time to "
+        "first token contains another conversation's steps)",
+    )
     add(
         "--seed",
         metavar="N",
