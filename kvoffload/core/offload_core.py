@@ -139,7 +139,7 @@ class OffloadCore:
             # What it loaded is there, or was lost with its table before a report came: no request waits for it.
             self.state.shared.ended(record)
         self._new[record] = None
-        if self.state.tables.places or self.state.generation:
+        if self.state.tables.places or self.state.tables.shared or self.state.generation:
             self._handed_out(self._new_blocks(fact), since_reset=record.stores)
         self.state.tables.allocated(record, fact.tables)
         if was is _SEEN:
@@ -177,6 +177,8 @@ class OffloadCore:
             return
         if fact.new_keys:
             record.extend_keys(fact.new_keys)
+        if fact.new_blocks:
+            self.state.tables.extended(record, fact.new_blocks)
         record.confirmed_tokens = max(record.confirmed_tokens, fact.confirmed_tokens)
         self._planner.ending(record)
 
@@ -241,7 +243,7 @@ class OffloadCore:
     def _advance(self, fact: facts.StepScheduled) -> list[RequestRecord]:
         """Apply new blocks and confirmed tokens. Return the running requests concerned."""
         state, advanced = self.state, list[RequestRecord]()
-        if state.tables.places:
+        if state.tables.places or state.tables.shared:
             # All ids are zeroed elsewhere before any is recorded.
             grown = [
                 block for progress in fact.progress for blocks in progress.new_blocks for block in blocks
@@ -443,7 +445,7 @@ class OffloadCore:
     def _handed_out(self, blocks: Sequence[DeviceBlockId], *, since_reset: bool) -> None:
         """Zero these ids in other tables, and note what a reset separates."""
         state = self.state
-        if state.tables.places:
+        if state.tables.places or state.tables.shared:
             state.tally.zeroed(state.tables.handed_out(blocks))
         if state.generation:
             self._separate(blocks, since_reset=since_reset)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import count, repeat
+from itertools import chain, count, repeat
 from operator import itemgetter
 from typing import Protocol
 
@@ -54,22 +54,12 @@ class StorePlanner(Protocol):
 
 
 class EagerPlanner:
-    """Offers every block once it is confirmed computed.
-
-    Requests that decode complete a few blocks in every step, and a job costs more than its blocks do. So where the
-    policy allows, these few wait for those of the next steps; never a second block of one request, and not while the
-    device is so full that it may take a running request's blocks back.
-    """
+    """Offers every block once it is confirmed computed."""
 
     def __init__(self, state: CoreState, stores: Stores) -> None:
         self._state = state
         self._stores = stores
         self._due: dict[RequestRecord, None] = {}
-        self._waited = 0
-        self._scarce = 2 * state.shape.turnover_blocks
-        # A recurrent group says nothing of what is due: its states are offered when they come.
-        attention = [group for group in state.shape.groups if group.kind is not AttentionKind.RECURRENT]
-        self._paced_by = (attention or state.shape.groups)[0]
 
     def allocated(self, record: RequestRecord) -> None:
         if record.state is _RUNNING:
@@ -79,19 +69,9 @@ class EagerPlanner:
         self._due[record] = None
 
     def step(self, fact: StepScheduled, advanced: Sequence[RequestRecord]) -> None:
-        for record in advanced:
-            self._due[record] = None
-        if not self._due:
+        if not (self._due or advanced):
             return
-        self._waited += 1
-        if self._waited < self._state.policy.merge_steps:
-            # What is due must not wait where there is much of it, or where it may soon be gone.
-            size, group = self._paced_by.block_tokens, self._paced_by.group
-            several = [each for each in advanced if each.confirmed_tokens // size > each.offered[group] + 1]
-            if not several and self._state.device.free_blocks() >= self._scarce:
-                return
-        self._waited = 0
-        due, self._due = self._due, {}
+        due, self._due = self._due | dict.fromkeys(advanced), {}
         offers: list[Offer] = []
         for record in due:
             if record.state is _RUNNING:
@@ -229,6 +209,27 @@ def _confirmed(state: CoreState, record: RequestRecord) -> list[Offer]:
 
     Blocks that a load brought are left out: the host has them. So are recurrent groups, whose states the engine offers.
     """
+    size, first = state.shape.block_tokens, record.offered[0]
+    is_even = size and record.offered.count(first) == len(record.offered)
+    if not is_even or record.loaded_tokens > first * size:
+        return _confirmed_by_group(state, record)
+    end, table = record.confirmed_tokens // size, record.table
+    assert table is not None, record
+    if end <= first:
+        return []
+    if end > min(*map(len, table), *map(len, record.keys)):
+        return _confirmed_by_group(state, record)
+    # The same positions of all groups, position by position.
+    record.offered = [end] * len(table)
+    owner = repeat(record), repeat(record.incarnation)
+    of_groups = [
+        map(_offer, zip(keys[first:end], blocks[first:end], *owner, repeat(group), count(first)))
+        for group, (keys, blocks) in enumerate(zip(record.keys, table, strict=True))
+    ]
+    return list(chain.from_iterable(zip(*of_groups, strict=True)))
+
+
+def _confirmed_by_group(state: CoreState, record: RequestRecord) -> list[Offer]:
     groups, offers = state.shape.groups, list[Offer]()
     assert record.table is not None, record
     confirmed_tokens, offered = record.confirmed_tokens, record.offered

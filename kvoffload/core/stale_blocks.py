@@ -12,6 +12,7 @@ only the states that were handed off, at their positions.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import count, repeat
 
 from kvoffload.core.request import RequestRecord
 from kvoffload.model.groups import AttentionKind, GroupSpec
@@ -25,60 +26,71 @@ class StaleBlocks:
     """The only writer of `RequestRecord.table`, and of the reverse index."""
 
     def __init__(self, groups: Sequence[GroupSpec]) -> None:
-        self._recycling = tuple(number for number, group in enumerate(groups) if group.recycles_blocks)
-        self._recurrent = {
-            number for number, group in enumerate(groups) if group.kind is AttentionKind.RECURRENT
-        }
-        self.places: dict[DeviceBlockId, set[Place]] = {}
-        """Per block of a group that recycles blocks: where tables name it."""
+        self._recycles = [group.recycles_blocks for group in groups]
+        self._recurrent = [group.kind is AttentionKind.RECURRENT for group in groups]
+        self.places: dict[DeviceBlockId, Place] = {}
+        """Per block of a group that recycles blocks: the one place that names it."""
+        self.shared: dict[DeviceBlockId, set[Place]] = {}
+        """The places of blocks that several have named at a time. A block is in one of the two."""
 
     def handed_out(self, blocks: Iterable[DeviceBlockId]) -> int:
         """The engine handed these ids out: zero them wherever a table names them; return how many positions."""
-        zeroed = 0
-        for block in self.places.keys() & blocks:
-            for record, group, position in self.places.pop(block):
-                assert record.table is not None, record
-                record.table[group][position] = NULL_BLOCK
-                zeroed += 1
-        return zeroed
+        blocks = set(blocks)
+        stale = [self.places.pop(block) for block in self.places.keys() & blocks]
+        for block in self.shared.keys() & blocks:
+            stale += self.shared.pop(block)
+        for record, group, position in stale:
+            assert record.table is not None, record
+            record.table[group][position] = NULL_BLOCK
+        return len(stale)
 
     def allocated(self, record: RequestRecord, tables: Sequence[Sequence[DeviceBlockId]]) -> None:
         """The engine gave a request a new table, which replaces any other. Call `handed_out` first."""
-        if self._recycling and record.table is not None:
+        if record.table is not None and (self.places or self.shared):
             self.forget(record)
-        record.table = [[] if group in self._recurrent else list(row) for group, row in enumerate(tables)]
-        for group in self._recycling:
-            self._note(record, group, 0)
+        if not any(self._recycles):
+            record.table = list(map(list, tables))
+            return
+        record.table = [[] for _ in tables]
+        self.extended(record, tables)
 
     def extended(self, record: RequestRecord, new_blocks: Sequence[Sequence[DeviceBlockId]]) -> None:
         """The engine continued a request's table. Call `handed_out` first."""
-        table = record.table
-        assert table is not None, record
-        for group, more in enumerate(new_blocks):
-            if not more or group in self._recurrent:
-                continue
-            end = len(table[group])
-            table[group] += more
-            if group in self._recycling:
-                self._note(record, group, end)
+        assert record.table is not None, record
+        named = dict[DeviceBlockId, Place]()
+        for group, (row, more) in enumerate(zip(record.table, new_blocks, strict=False)):
+            if self._recycles[group] and not self._recurrent[group]:
+                named.update(zip(more, zip(repeat(record), repeat(group), count(len(row))), strict=False))
+            if not self._recurrent[group]:
+                row += more
+        if named:
+            self._name(named)
 
     def put(self, record: RequestRecord, group: int, position: int, block: DeviceBlockId) -> None:
         """The engine handed off a state that lies in this block. Call `handed_out` first."""
         assert record.table is not None, record
         row = record.table[group]
         row += [NULL_BLOCK] * (position + 1 - len(row))
-        self._drop((record, group, position), row[position])
+        if row[position] != NULL_BLOCK:
+            self._drop((record, group, position), row[position])
         row[position] = block
-        self.places.setdefault(block, set()).add((record, group, position))
+        self._name({block: (record, group, position)})
 
     def forget(self, record: RequestRecord) -> None:
         """The engine took a request's table back."""
         table, record.table = record.table, None
-        if table is None:
+        if table is None or not (self.places or self.shared):
             return
-        for group in self._recycling:
-            for position, block in enumerate(table[group]):
-                self._drop((record, group, position), block)
+        recycling = [(group, row) for group, row in enumerate(table) if self._recycles[group]]
+        if not self.shared:  # so the one place of each block is the record's
+            places = self.places
+            for block in [block for _, row in recycling for block in row if block != NULL_BLOCK]:
+                places.pop(block, None)
+            return
+        for group, row in recycling:
+            for position, block in enumerate(row):
+                if block != NULL_BLOCK:
+                    self._drop((record, group, position), block)
 
     def problems(self, records: Iterable[RequestRecord]) -> list[str]:
         """Return where the reverse index and the tables disagree. Reads only."""
@@ -86,27 +98,37 @@ class StaleBlocks:
             (block, (record, group, position))
             for record in records
             if record.table is not None
-            for group in self._recycling
-            for position, block in enumerate(record.table[group])
+            for group, row in enumerate(record.table)
+            if self._recycles[group]
+            for position, block in enumerate(row)
             if block != NULL_BLOCK
         }
-        found = {(block, place) for block, named in self.places.items() for place in named}
+        found = {(block, place) for block, named in self.shared.items() for place in named}
+        found.update(self.places.items())
         return [
             f"block {block} at {record.request}, group {group}, position {position}: index and table disagree"
             for block, (record, group, position) in expected ^ found
         ]
 
-    def _drop(self, place: Place, block: DeviceBlockId) -> None:
-        if block == NULL_BLOCK:
+    def _name(self, named: dict[DeviceBlockId, Place]) -> None:
+        """Tables name these blocks, the null block excepted."""
+        named.pop(NULL_BLOCK, None)
+        if not self.shared and self.places.keys().isdisjoint(named):
+            self.places.update(named)
             return
-        named = self.places[block]
+        for block, place in named.items():
+            if block in self.shared:
+                self.shared[block].add(place)
+            elif block in self.places:
+                self.shared[block] = {self.places.pop(block), place}
+            else:
+                self.places[block] = place
+
+    def _drop(self, place: Place, block: DeviceBlockId) -> None:
+        named = self.shared.get(block)
+        if named is None:
+            del self.places[block]
+            return
         named.discard(place)
         if not named:
-            del self.places[block]
-
-    def _note(self, record: RequestRecord, group: int, first: int) -> None:
-        assert record.table is not None, record
-        places, blocks = self.places, record.table[group]
-        for position in range(first, len(blocks)):
-            if blocks[position] != NULL_BLOCK:
-                places.setdefault(blocks[position], set()).add((record, group, position))
+            del self.shared[block]

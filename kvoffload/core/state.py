@@ -37,13 +37,11 @@ class Policy:
         prefix_junctions: ask the engine for recurrent states whose absence shortened hits.
         spill_after_hits: how often a block is found again before it is written to the disk; None without a disk.
         share_after_hits: how often before it is written to the remote store; None without one.
-        merge_steps: most steps whose blocks are stored together, if a decoding batch completes only a few in each.
     """
 
     store_policy: str = "eager"
     eviction_policy: str = "lru"
     min_load_tokens: int = 0
-    merge_steps: int = 1
     prefix_junctions: bool = True
     spill_after_hits: int | None = None
     share_after_hits: int | None = None

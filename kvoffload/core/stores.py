@@ -146,6 +146,11 @@ class Stores:
         keys, blocks = list(map(_KEY, offers)), list(map(_BLOCK, offers))
         # The last check of all is against the engine's own knowledge of the blocks (R7).
         held = state.device.keys_of(blocks)
+        if None in held and not state.generation:
+            offers, held = self._hashed(offers, held)
+            if not offers:
+                return
+            keys, blocks = list(map(_KEY, offers)), list(map(_BLOCK, offers))
         if (
             not state.generation
             and held == keys
@@ -156,6 +161,20 @@ class Stores:
             self._accept(offers)
         else:
             self._admit_some(offers, held, last_chance=last_chance)
+
+    def _hashed(
+        self, offers: Sequence[Offer], held: Sequence[BlockKey | None]
+    ) -> tuple[list[Offer], list[BlockKey | None]]:
+        """Decline the offers of blocks that have no hash, such as those that a window has passed already; return the others."""
+        read, left, unhashed = self._state.in_flight.blocks, list[int](), list[BlockKey]()
+        for number, (offer, holds) in enumerate(zip(offers, held, strict=True)):
+            if holds is not None or offer.block == NULL_BLOCK or offer.block in read:
+                left.append(number)
+            else:
+                unhashed.append(offer.key)
+        self._state.tally.count_stores(StoreOutcome.NOT_HASHED, len(unhashed))
+        self._state.misses.note(unhashed, _MISS_CAUSES[StoreOutcome.NOT_HASHED])
+        return [offers[number] for number in left], [held[number] for number in left]
 
     def _admit_some(
         self, offers: Sequence[Offer], held: Sequence[BlockKey | None], *, last_chance: bool

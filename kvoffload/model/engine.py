@@ -68,6 +68,8 @@ class EngineShape:
     """A hit's length is a multiple of this many tokens. Computed once, because every lookup reads it."""
     is_one_full_group: bool = field(init=False, repr=False, compare=False)
     """Whether there is one group of full attention in which any block can end a hit, as in most models."""
+    block_tokens: int = field(init=False, repr=False, compare=False)
+    """Tokens of a block where all groups have the same and none is recurrent, else 0."""
     state_key_ends: frozenset[bytes] = field(init=False, repr=False, compare=False)
     """The last bytes of the keys of recurrent states; empty where the engine has none."""
 
@@ -87,6 +89,8 @@ class EngineShape:
         object.__setattr__(self, "alignment", alignment)
         object.__setattr__(self, "is_one_full_group", _is_one_full_group(self.groups, alignment))
         recurrent = [group for group in self.groups if group.kind is AttentionKind.RECURRENT]
+        sizes = {group.block_tokens for group in self.groups}
+        object.__setattr__(self, "block_tokens", 0 if recurrent or len(sizes) > 1 else min(sizes))
         object.__setattr__(self, "state_key_ends", frozenset(group.key_end for group in recurrent))
 
     @property

@@ -52,6 +52,9 @@ class BlocksAllocated(Fact, frozen=True):
 class Progress(NamedTuple):
     """What one request gained since its last report. Requests that gained nothing are left out.
 
+    A report may come late, but before the request has computed as many tokens as its smallest block has. What it offers is
+    stored later then; the step in which the request got blocks has them in `handed_out`.
+
     Args:
         request: the request.
         confirmed_tokens: tokens computed for certain, from the start of the prompt.
@@ -91,7 +94,8 @@ class StepScheduled(Fact, frozen=True):
         progress: requests that gained something, and those that run for the first time since a load without being allocated
             again.
         preempted: requests that lost their blocks since the last step.
-        handed_out: new blocks that are in no table, such as copy-on-write targets.
+        handed_out: blocks handed out that `progress` does not have: those in no table, such as copy-on-write targets, and those
+            of requests that are reported later.
         prefill_tokens: tokens that the step computes for requests that compute several in it.
         decode_tokens: tokens computed for the others, one each.
         states: recurrent states that the step completes, each reported once (`Promises.hands_off_states`). `progress` has
@@ -120,12 +124,14 @@ class RequestEnded(Fact, frozen=True):
         confirmed_tokens: tokens computed for certain.
         new_keys: per group, keys of whole blocks not reported before.
         holds_blocks: False if the engine has already freed its blocks (a preempted request that is aborted).
+        new_blocks: per group, blocks at the end of its table that were not reported before.
     """
 
     request: RequestId
     confirmed_tokens: int = 0
     new_keys: tuple[tuple[BlockKey, ...], ...] = ()
     holds_blocks: bool = True
+    new_blocks: tuple[tuple[DeviceBlockId, ...], ...] = ()
 
 
 class TransferReported(Fact, frozen=True):

@@ -68,7 +68,6 @@ class SchedulerSide:
         device: the engine's block pool.
         portal: the thread for observers; None runs without any (the journal's ring and the counters are inline).
         clocks: where time comes from.
-        merge_steps: steps over which a decoding batch's stores may be collected into one job, at least 1.
         identity: of the engine; journals and metrics carry it.
         disk: where the disk's files belong, None without a disk; needs a portal.
         remote: where blocks belong in a store that engines share, None without one; needs a portal.
@@ -86,7 +85,6 @@ class SchedulerSide:
         *,
         portal: Portal | None = None,
         clocks: Clocks | None = None,
-        merge_steps: int = 1,
         identity: EngineIdentity = _UNKNOWN,
         disk: DiskPlace | None = None,
         remote: RemotePlace | None = None,
@@ -98,7 +96,7 @@ class SchedulerSide:
         self.sends_spans = self._spans is not None
         self.core = OffloadCore(
             shape,
-            _policy(config, shape, merge_steps, has_disk=disk is not None, has_remote=remote is not None),
+            _policy(config, shape, has_disk=disk is not None, has_remote=remote is not None),
             device,
         )
         state = self.core.state
@@ -369,6 +367,12 @@ class SchedulerSide:
         return self._ask("has_work", lambda: self.core.has_host_work, False) or self._below.has_work
 
     @property
+    def watches_blocks(self) -> bool:
+        """Whether a step must report all blocks that were handed out, also of requests whose progress is reported later."""
+        tables = self.core.state.tables
+        return bool(tables.places or tables.shared or self.core.state.generation)
+
+    @property
     def disk_identity(self) -> KVIdentity | None:
         """What the KV in the disk's folder depends on; None before this process has locked the folder."""
         return None if self._below is None else self._below.disk_identity
@@ -463,7 +467,6 @@ def _lower_tiers_side(
 def _policy(
     config: OffloadConfig,
     shape: EngineShape,
-    merge_steps: int,
     *,
     has_disk: bool = False,
     has_remote: bool = False,
@@ -487,7 +490,6 @@ def _policy(
         config.store_policy,
         config.eviction_policy,
         least,
-        merge_steps,
         config.prefix_junctions,
         config.spill_after_hits if has_disk else None,
         config.share_after_hits if has_remote else None,

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from kvoffload.checks.check import Answer
     from kvoffload.transfer.layout import DeviceLayout
 
-_MERGE_STEPS = 16  # of a decoding batch, whose steps complete a few blocks each
+_REPORT_EVERY = 16  # steps of a decoding batch, in each of which it completes a few blocks
 
 
 def make_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> VllmScheduler:
@@ -60,7 +60,6 @@ def make_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> V
         config,
         device,
         portal=portal,
-        merge_steps=_MERGE_STEPS,
         identity=_identity(vllm_config),
         disk=_disk(config, identification, _replica(vllm_config)),
         remote=_remote(config, identification),
@@ -75,7 +74,15 @@ def make_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> V
         indexes = {Tier.HOST: state.pool.index, **{tier.tier: tier.pool.index for tier in state.below}}
         tier_events = TierEvents(groups, indexes, find_wire(kv_cache_config), device)
     return VllmScheduler(
-        offload, device, keys, groups.ids, StatsSender(offload), portal.close, tier_events, identification
+        offload,
+        device,
+        keys,
+        groups.ids,
+        StatsSender(offload),
+        portal.close,
+        1 if config.store_policy == "lazy" else _REPORT_EVERY,  # lazy looks ahead by what each step hands out
+        tier_events,
+        identification,
     )
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
-from itertools import compress
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,8 @@ from kvoffload.model.transfer import NOTHING
 from kvoffload.runtime.awaited_loads import NO_ANSWERS
 from kvoffload_vllm.kv_identity import persists
 from kvoffload_vllm.metadata import NO_PLAN, NONE_ENDED, KVOffloadMetadata, KVOffloadWorkerMetadata
-from kvoffload_vllm.tracked import DueSteps, KeyMaker, Tracked
+from kvoffload_vllm.progress import ProgressReports
+from kvoffload_vllm.tracked import KeyMaker, Tracked
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -30,12 +30,6 @@ if TYPE_CHECKING:
     from kvoffload_vllm.stats import KVOffloadStats, StatsSender
     from kvoffload_vllm.tier_events import TierEvents
 
-_Table = tuple[tuple[DeviceBlockId, ...], ...]
-_Keys = tuple[tuple[BlockKey, ...], ...]
-_make_progress: Callable[[tuple[RequestId, int, _Table, _Keys]], facts.Progress] = partial(
-    tuple.__new__, facts.Progress
-)
-"""Often in a step: a named tuple's own call takes three times as long."""
 _output_tokens = attrgetter("num_output_tokens")
 
 
@@ -49,6 +43,7 @@ class VllmScheduler:
         groups: vLLM's numbers of the groups that are offloaded.
         stats: makes of the counters what vLLM carries to its own metrics.
         closed: called when vLLM has stopped, after all else.
+        report_every: steps in which what decoding requests gain is reported once.
         tier_events: makes vLLM's KV cache events, None where they are not published.
         identification: finds out what the KV depends on, None without a tier below the host.
     """
@@ -61,6 +56,7 @@ class VllmScheduler:
         groups: tuple[int, ...],
         stats: StatsSender,
         closed: Callable[[], object],
+        report_every: int = 1,
         tier_events: TierEvents | None = None,
         identification: Identification | None = None,
     ) -> None:
@@ -73,7 +69,6 @@ class VllmScheduler:
         self.tier_events = tier_events
         self._identification = identification
         shape = offload.shape
-        self._least_block = min(group.block_tokens for group in shape.groups)
         self._state_tokens = {
             number: (group.group, group.block_tokens)
             for number, group in zip(groups, shape.groups, strict=True)
@@ -81,7 +76,9 @@ class VllmScheduler:
         }
         """By vLLM's number of a recurrent group: our number, and the tokens of a block."""
         self._tracked: dict[str, Tracked] = {}
-        self._due = DueSteps()
+        self._progress = ProgressReports(
+            shape, groups, keys, device, self._tracked, report_every, tier_events
+        )
         self._ended_loads = NONE_ENDED
         self._step = 0
 
@@ -109,6 +106,8 @@ class VllmScheduler:
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.is_rewritten:
             tracked = self._start_anew(request, tracked)
+        if tracked.due:
+            self._progress.forget(tracked)  # it was preempted, which is reported later
         tracked.found_tokens = device_tokens
         name: RequestId = request.request_id
         new_keys = tracked.new_keys(self._keys) if tracked.hashes != len(request.block_hashes) else ()
@@ -127,14 +126,13 @@ class VllmScheduler:
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.is_rewritten:
             tracked = self._start_anew(request, tracked)
-        tracked.boundary = tracked.noted = 0
-        if not external_tokens:
-            # Its first step confirms nothing, so only the keys of a session's next input are reported with it.
-            self._due.put(tracked, 2 if tracked.hashes == len(request.block_hashes) else 1)
-        elif tracked.due:
-            self._due.drop(tracked)  # it is allocated again when its load has ended
         # Behind these, the table's blocks were handed out for this allocation.
         known = max(tracked.found_tokens, request.num_computed_tokens)
+        tracked.boundary = tracked.noted = 0
+        if not external_tokens:
+            self._progress.allocated(tracked, max(request.num_tokens - known, 1))
+        elif tracked.due:
+            self._progress.forget(tracked)  # it is allocated again when its load has ended
         block_ids = blocks.get_block_ids()
         table = tuple([block_ids[group] for group in self._groups])
         self.offload.allocated(facts.BlocksAllocated(request.request_id, table, known, external_tokens))
@@ -144,9 +142,8 @@ class VllmScheduler:
     def build_metadata(self, output: SchedulerOutput) -> KVOffloadMetadata:
         """Return the step's plan for the workers."""
         preempted: tuple[RequestId, ...] = tuple(output.preempted_req_ids or ())
-        for request in preempted:
-            if (tracked := self._tracked.get(request)) is not None:
-                self._due.drop(tracked)
+        if preempted:
+            self._progress.preempted(preempted)
         copies = getattr(output, "kv_cache_block_copies", None)  # older versions have no such copies
         copied = tuple(DeviceBlockId(copy.dst_block_id) for copy in copies) if copies else ()
         states = self._states(output) if self._state_tokens else ()
@@ -154,9 +151,10 @@ class VllmScheduler:
         decoding = len(scheduled)
         if total > decoding:
             decoding = list(scheduled.values()).count(1)  # a draft's tokens count as prefilled
-        progress = self._progress(output, states)
+        progress, late = self._progress.step(output, states)
+        handed_out = (*copied, *late) if late and self.offload.watches_blocks else copied
         fact = facts.StepScheduled(
-            self._step, progress, preempted, copied, total - decoding, decoding, states
+            self._step, progress, preempted, handed_out, total - decoding, decoding, states
         )
         self._step += 1
         plan = self.offload.step(fact)
@@ -212,17 +210,18 @@ class VllmScheduler:
     def _end(self, tracked: Tracked, *, holds_blocks: bool) -> None:
         """The core is to forget a request. What is not sure to be its own any more is not stored from it."""
         request, confirmed = tracked.request, 0
-        new_keys: _Keys = ()
+        new_keys: tuple[tuple[BlockKey, ...], ...] = ()
         del self._tracked[request.request_id]
-        if tracked.due:
-            self._due.drop(tracked)
-        if not tracked.is_rewritten:
+        late = self._progress.forget(tracked)
+        if tracked.is_rewritten:
+            late = ()
+        else:
             confirmed = min(request.num_computed_tokens - request.num_output_placeholders, request.num_tokens)
             if self.tier_events is not None:
                 self.tier_events.note(request, tracked.noted, confirmed)
             if tracked.hashes != len(request.block_hashes):
                 new_keys = tracked.new_keys(self._keys)
-        self.offload.ended(facts.RequestEnded(request.request_id, confirmed, new_keys, holds_blocks))
+        self.offload.ended(facts.RequestEnded(request.request_id, confirmed, new_keys, holds_blocks, late))
 
     def _states(self, output: SchedulerOutput) -> tuple[facts.StateHandedOff, ...]:
         """Return the recurrent states that the step completes. Those within a block are left out: no lookup asks for them."""
@@ -238,64 +237,3 @@ class VllmScheduler:
                     place = RequestId(request), group, tokens // size - 1
                     states.append(facts.StateHandedOff(*place, key, DeviceBlockId(block)))
         return tuple(states)
-
-    def _progress(
-        self, output: SchedulerOutput, states: Sequence[facts.StateHandedOff]
-    ) -> tuple[facts.Progress, ...]:
-        """Return progress of requests that completed a block or a state, or got a block."""
-        scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
-        resumed, groups, known = cached.resumed_req_ids, self._groups, self._tracked
-        gained: dict[str, _Table] = dict.fromkeys([state.request for state in states], ())
-        tables = cached.new_block_ids
-        # Most have no new block, so Python's own loops find those that do. Of a resumed request vLLM gives the whole table,
-        # which was reported when it was allocated.
-        for request_id, blocks in compress(zip(cached.req_ids, tables, strict=True), tables):
-            if request_id not in resumed:
-                gained[request_id] = tuple([blocks[group] for group in groups])
-        if due_now := self._due.take():
-            self._look_at(due_now, scheduled, gained)
-        if output.total_num_scheduled_tokens > len(scheduled):
-            self._look_again_at_prefills(scheduled, gained)
-        return tuple(
-            [
-                self._progress_of(known[name], blocks, scheduled.get(name, 1))
-                for name, blocks in gained.items()
-                if name in known
-            ]
-        )
-
-    def _look_at(
-        self, due: Iterable[Tracked], scheduled: Mapping[str, int], gained: dict[str, _Table]
-    ) -> None:
-        """Add the requests that may have completed a block to those that gained something; put the others aside again."""
-        for tracked in due:
-            request = tracked.request
-            request_id = request.request_id
-            if request_id in gained:
-                continue
-            lacking = tracked.boundary - request.num_computed_tokens + request.num_output_placeholders
-            if lacking <= 0 and request_id in scheduled:
-                gained[request_id] = ()
-            else:
-                self._due.put(tracked, max(lacking, 1))
-
-    def _look_again_at_prefills(self, scheduled: Mapping[str, int], gained: Mapping[str, _Table]) -> None:
-        """Put requests aside for one step that get several tokens: a count of steps does not show when they complete a block.
-
-        Those that were allocated for this step have been put aside.
-        """
-        for request_id in [name for name, tokens in scheduled.items() if tokens > 1]:
-            tracked = None if request_id in gained else self._tracked.get(request_id)
-            if tracked is not None and tracked.boundary:
-                self._due.put(tracked, 1)
-
-    def _progress_of(self, tracked: Tracked, new_blocks: _Table, tokens: int) -> facts.Progress:
-        request = tracked.request
-        confirmed = request.num_computed_tokens - request.num_output_placeholders
-        lacking = self._least_block - confirmed % self._least_block
-        tracked.boundary = confirmed + lacking
-        self._due.put(tracked, lacking if tokens <= 1 else 1)
-        if self.tier_events is not None:
-            tracked.noted = self.tier_events.note(request, tracked.noted, confirmed)
-        new_keys = tracked.new_keys(self._keys) if tracked.hashes != len(request.block_hashes) else ()
-        return _make_progress((request.request_id, confirmed, new_blocks, new_keys))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import repeat
 from operator import add
 from typing import Any, Protocol
@@ -36,12 +36,15 @@ class KeyMaker:
     """
 
     def __init__(self, ratios: Sequence[int], group_ids: Sequence[int]) -> None:
-        self._groups = [
-            (ratio, group.to_bytes(4, "big")) for ratio, group in zip(ratios, group_ids, strict=True)
-        ]
+        self._suffixes = [group.to_bytes(4, "big") for group in group_ids]
+        self._groups = list(zip(ratios, self._suffixes, strict=True))
+        self._is_even = set(ratios) == {1}
 
     def keys(self, hashes: Sequence[bytes], first: int) -> tuple[tuple[BlockKey, ...], ...]:
         """Return, per group, the keys that the hashes from number `first` on complete."""
+        if self._is_even and len(hashes) - first == 1:  # most blocks of a decoding request come alone
+            alone = [(hashes[first] + suffix,) for suffix in self._suffixes]
+            return tuple(alone)  # type: ignore[arg-type]  # a `BlockKey` of its own would be a call a key
         keys: list[tuple[bytes, ...]] = []
         for ratio, suffix in self._groups:
             ends = hashes[first:] if ratio == 1 else hashes[(first // ratio + 1) * ratio - 1 :: ratio]
@@ -90,38 +93,3 @@ class Tracked(Struct, eq=False):
         keys = maker.keys(hashes, self.hashes)
         self.hashes, self.last_hash = len(hashes), hashes[-1] if hashes else None
         return keys
-
-
-class DueSteps:
-    """When to look at a request again: not before it can have completed a block.
-
-    A request that computes one token a step and lacks 20 to its next block is put aside for 20 steps. So a step looks
-    at the requests that are due in it and not at all that run.
-    """
-
-    def __init__(self) -> None:
-        self._step = 0
-        self._due: dict[int, dict[RequestId, Tracked]] = {}
-
-    def __len__(self) -> int:
-        """Return how many requests are put aside."""
-        return sum(map(len, self._due.values()))
-
-    def put(self, tracked: Tracked, steps: int) -> None:
-        """Set a request aside for `steps` steps, at least one, in place of where it was."""
-        if tracked.due > self._step:
-            self.drop(tracked)
-        tracked.due = self._step + steps
-        self._due.setdefault(tracked.due, {})[tracked.request.request_id] = tracked
-
-    def drop(self, tracked: Tracked) -> None:
-        """Do not look at a request again. Harmless for one that is not put aside."""
-        waiting = self._due.get(tracked.due)
-        if waiting is not None:
-            waiting.pop(tracked.request.request_id, None)
-        tracked.due = 0
-
-    def take(self) -> Collection[Tracked]:
-        """A step has come: hand over who is due in it."""
-        self._step += 1
-        return self._due.pop(self._step, {}).values()

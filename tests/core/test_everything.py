@@ -53,7 +53,7 @@ class Everything(RuleBasedStateMachine):
         policy=st.sampled_from(["eager", "lazy"]),
         least=st.sampled_from([0, 0, 8]),
         tokens=st.sampled_from([4, 8]),
-        merge=st.sampled_from([1, 1, 3]),
+        report_every=st.sampled_from([1, 1, 3]),
     )
     def start(
         self,
@@ -64,7 +64,7 @@ class Everything(RuleBasedStateMachine):
         policy: str,
         least: int,
         tokens: int,
-        merge: int,
+        report_every: int,
     ) -> None:
         self.world = World(
             *groups,
@@ -74,7 +74,7 @@ class Everything(RuleBasedStateMachine):
             policy=policy,
             least=least,
             step_tokens=tokens,
-            merge_steps=merge,
+            report_every=report_every,
         )
         self.may_have: set[BlockKey] = set()
         self.arriving: dict[JobId, tuple[set[int], list[BlockKey], int]] = {}

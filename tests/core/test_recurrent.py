@@ -204,16 +204,7 @@ def test_states_of_all_lengths_are_evicted_with_their_blocks() -> None:
     assert [depth[key] for key in order if key is not None] == [2, 2, 1, 1, 0, 0]
 
 
-# -- merging, looking ahead ---------------------------------------------------------------------------------------
-
-
-def test_blocks_of_a_decoding_batch_are_merged_where_group_0_is_recurrent() -> None:
-    world = make(merge_steps=4)
-    world.states_end = ()
-    request = world.add("a", TEXT)
-    world.admit(request)
-    plans = [world.step(request, tokens=2) for _ in range(4)]
-    assert [len(plan.stores) for plan in plans] == [0, 0, 0, 1]
+# -- looking ahead ---------------------------------------------------------------------------------------
 
 
 def test_a_recurrent_group_is_no_reason_against_lazy() -> None:

@@ -925,14 +925,12 @@ def test_r15_a_tail_that_arrives_after_a_preemption_is_not_used_later_than_its_h
 
 
 def test_r15_a_tail_that_arrives_for_a_new_table_is_not_used_later_than_a_head_of_the_old_one() -> None:
-    world = World(merge_steps=3, step_tokens=4)
+    world = World(step_tokens=4)
     request = world.add("a", TEXT)
     world.admit(request)
     world.step()
     for _ in range(3):  # one job a block
         world.step()
-        for _ in range(3):
-            world.idle_step()
     head, tail, stuck = world.open_jobs()
     world.finish(head)
     world.overdue(stuck)  # what the request holds is not kept for it
@@ -941,7 +939,7 @@ def test_r15_a_tail_that_arrives_for_a_new_table_is_not_used_later_than_a_head_o
     world.device.forget_keys()
     world.admit(request, accept=0)
     world.step()
-    world.step()  # the head is computed again, and not offered yet
+    world.step()  # the head is computed again
     world.finish(tail)
     world.preempt(request)
     world.idle_step()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, TypeVar
 
 from kvoffload.core.machine import JobState, SlotState
@@ -124,6 +124,7 @@ def left_behind(core: OffloadCore) -> dict[str, object]:
         "loads that others wait for": state.shared.owners,
         "keys watched for eviction": state.evictions.offers,
         "places in tables": state.tables.places,
+        "shared places in tables": state.tables.shared,
         "offers that wait for room": core._stores.for_room,
         "offers to make again": core._stores.again,
         "new tables": core._new,
@@ -281,7 +282,7 @@ class World:
         host: int = 64,
         policy: str = "eager",
         least: int = 0,
-        merge_steps: int = 1,
+        report_every: int = 1,
         step_tokens: int = 8,
         promises: Promises | None = None,
         is_growing: bool = False,
@@ -292,7 +293,7 @@ class World:
         shape = EngineShape(self.groups, ranks, device, step_tokens, promises=promises or Promises())
         self.shape = shape
         self.device = DevicePool(device, ranks)
-        self.core = self._make_core(Policy(policy, "lru", least, merge_steps, junctions))
+        self.core = self._make_core(Policy(policy, "lru", least, junctions))
         self.host: list[dict[SlotId, BlockKey]] = [{} for _ in self.ranks]
         self.rotten: set[tuple[int, SlotId]] = set()  # rank and slot, corrupted behind everybody's back
         self.resets = 0
@@ -305,6 +306,11 @@ class World:
         self.results: list[tuple[str, bool]] = []
         self.preempted: list[RequestId] = []
         self.persists = True
+        self.report_every = report_every
+        """Progress without a state is reported in each step whose number is a multiple of this."""
+        self.late: dict[str, list[list[DeviceBlockId]]] = {}
+        """Per running request, the blocks that were not reported."""
+        self.until_report = report_every
         self.least_from = {Tier.DISK: 0, Tier.REMOTE: 0}
         self.steps = 0
         self.states_end: Collection[int] | None = None
@@ -399,13 +405,15 @@ class World:
         """Take a running request's blocks back; the core hears of it with the next step."""
         self.device.unhold(request.held())
         request.tables, request.computed, request.state = [], 0, "waiting"
+        self.late.pop(request.name, None)
         if tell:
             self.preempted.append(request.name)
 
     def end(self, request: Req) -> None:
         """Finish or abort, in any state."""
         holds = request.state == "running"
-        fact = facts.RequestEnded(request.name, request.computed, self._new_keys(request), holds)
+        late = tuple(map(tuple, self.late.pop(request.name, ())))
+        fact = facts.RequestEnded(request.name, request.computed, self._new_keys(request), holds, late)
         if request.name in self.preempted:
             self.preempted.remove(request.name)
         was, request.state = request.state, "ended"
@@ -432,22 +440,40 @@ class World:
 
     def _step(self, running: Sequence[Req], tokens: int) -> TransferPlan:
         progress, chunks, states = [], [], list[facts.StateHandedOff]()
+        handed_out: list[DeviceBlockId] = []
+        self.until_report = (self.until_report or self.report_every) - 1
         for request in running:
             end = min(len(request.text), request.computed + tokens)
             new_blocks = self._grow(request, end)
-            if new_blocks is not None:
-                chunks.append((request, end))
-                states += self._states(request, end)
-                progress.append(
-                    facts.Progress(request.name, request.computed, new_blocks, self._new_keys(request))
-                )
+            if new_blocks is None:
+                continue
+            chunks.append((request, end))
+            made = tuple(self._states(request, end))
+            states += made
+            late = self.late.setdefault(request.name, [[] for _ in new_blocks])
+            for row, more in zip(late, new_blocks, strict=True):
+                row += more
+            if made or end - request.computed > 1:  # a late report must not be late by a block
+                progress.append(self._progress(request.name))
+            elif self.until_report:
+                handed_out += chain.from_iterable(new_blocks)
+        if not self.until_report:
+            progress += map(self._progress, tuple(self.late))
         preempted, self.preempted = tuple(self.preempted), []
-        self.tell(facts.StepScheduled(self.steps, tuple(progress), preempted, states=tuple(states)))
+        self.tell(
+            facts.StepScheduled(
+                self.steps, tuple(progress), preempted, tuple(handed_out), states=tuple(states)
+            )
+        )
         self.steps += 1
         plan = self.submit()
         for request, end in chunks:
             self._compute(request, end)
         return plan
+
+    def _progress(self, name: str) -> facts.Progress:
+        request, late = self.requests[name], tuple(map(tuple, self.late.pop(name)))
+        return facts.Progress(request.name, request.computed, late, self._new_keys(request))
 
     def submit(self) -> TransferPlan:
         """Hand the core's plan to the ranks."""

@@ -24,7 +24,7 @@ class SmallWorld:
         texts: the requests that may come, each once.
         often: how many times each kind of trouble may happen; what is not named never does.
         served: what was computed and stored before, and has left the device since.
-        ranks, device, host, policy, merge_steps: as in `World`. With "grow", only one slot is ready at first.
+        ranks, device, host, policy, report_every: as in `World`. With "grow", only one slot is ready at first.
         disk: as in `DiskWorld`; without places there is no disk.
         on_disk: what an earlier process left on the disk. With "open", its index is read while it is explored.
         hints: as in `RemoteWorld`; without any there is no store.
@@ -40,7 +40,7 @@ class SmallWorld:
     device: int = 6
     host: int = 2
     policy: str = "eager"
-    merge_steps: int = 1
+    report_every: int = 1
     disk: int = 0
     on_disk: tuple[str, ...] = ()
     hints: int = 0
@@ -105,8 +105,8 @@ class SmallWorld:
             "device": self.device,
             "host": 1 if "grow" in self.often else self.host,
             "policy": self.policy,
-            "merge_steps": self.merge_steps,
-            "step_tokens": 4,
+            "report_every": self.report_every,
+            "step_tokens": 4 if self.report_every == 1 else 1,  # only steps of one token are reported late
         }
 
 
@@ -129,7 +129,7 @@ WORLDS: Mapping[str, SmallWorld] = {
     ),
     "window churn": SmallWorld(_WINDOW, {"a": LONG, "b": OTHER}, device=6),
     "lazy": SmallWorld(texts={"a": LONG, "b": OTHER}, policy="lazy", often={"fail": 1}, device=18, host=3),
-    "merging": SmallWorld(merge_steps=2, often={"preempt": 1}, device=16),
+    "late reports": SmallWorld(report_every=2, often={"preempt": 1}, device=16),
     "states": SmallWorld(
         _STATES, _ONE, dict.fromkeys(("fail", "late", "reset", "preempt", "grow"), 1), device=10, host=4
     ),

@@ -39,10 +39,13 @@ _REMOTE_INDEX = "kvoffload/runtime/remote_index.py"
 _REMOTE_COPIES = "kvoffload/transfer/remote_copies.py"
 _BREAKER = "kvoffload/remote/breaker.py"
 
+_PROGRESS = "plugins/kvoffload_vllm/progress.py"
+
 _FOUND = ("tests/explore/test_found.py",)
 _DISK_CORE = ("tests/core/test_disk.py",)
 _COPIES_OF_DISK = ("tests/transfer/test_disk_copies.py",)
 _OPENING = ("tests/vllm_adapter/test_identification.py",)
+_REPORTS = ("tests/vllm_adapter/test_progress.py",)
 _FILES = ("tests/disk/test_index_format.py", "tests/disk/test_slot_file.py")
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -295,9 +298,12 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         7,
         _STALE,
-        "self.places.setdefault(block, set()).add((record, group, position))\n\n    def forget",
-        "\n    def forget",
+        "self._name({block: (record, group, position)})",
+        "pass",
     ),
+    Mutant(7, _STALE, "stale += self.shared.pop(block)", "self.shared.pop(block)"),
+    Mutant(7, _PROGRESS, "handed_out += chain.from_iterable(table)", "pass", _REPORTS),
+    Mutant(7, _PROGRESS, "while every > 1 and every * tokens > self._least_block:", "while False:", _REPORTS),
     Mutant(
         8,
         "kvoffload/core/planners.py",

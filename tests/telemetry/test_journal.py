@@ -137,6 +137,7 @@ def test_the_ring_keeps_the_last_messages() -> None:
                 "confirmed_tokens": 40,
                 "new_keys": [2, 0],
                 "holds_blocks": True,
+                "new_blocks": [],
             },
         ),
         (

@@ -18,7 +18,7 @@ def adapter(
     hash_tokens: int | None = None,
     *,
     step_tokens: int = 512,
-    merge_steps: int = 1,
+    report_every: int = 1,
     now: Callable[[], float] = time.monotonic,
     **settings: Any,
 ) -> Iterator[tuple[Any, Any]]:
@@ -42,11 +42,11 @@ def adapter(
         sizes=sizes,
     )
     device = VllmDevice(groups.partly_hashed)
-    side = SchedulerSide(
-        groups.shape, parse_config({"host_bytes": 1 << 20, **settings}), device, merge_steps=merge_steps
-    )
+    side = SchedulerSide(groups.shape, parse_config({"host_bytes": 1 << 20, **settings}), device)
     keys = KeyMaker(groups.hash_ratios, groups.ids)
-    scheduler = VllmScheduler(side, device, keys, groups.ids, StatsSender(side, now), lambda: None)
+    scheduler = VllmScheduler(
+        side, device, keys, groups.ids, StatsSender(side, now), lambda: None, report_every
+    )
     pool = BlockPool(BLOCKS + 1, True, sizes.hash_tokens)
     scheduler.bind(pool)
     try:

@@ -150,7 +150,7 @@ def found() -> Iterator[dict[str, float]]:
 
     from kvoffload_vllm.connector import KVOffloadConnector
 
-    with adapter(BLOCK, now=lambda: 0.0, merge_steps=16) as (scheduler, pool):
+    with adapter(BLOCK, now=lambda: 0.0, report_every=16) as (scheduler, pool):
         connector = KVOffloadConnector.__new__(KVOffloadConnector)
         connector._scheduler, connector._role = scheduler, KVConnectorRole.SCHEDULER
         scheduler.offload.reported([TransferReport(Rank(0), (), BLOCKS)])

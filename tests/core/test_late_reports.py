@@ -1,0 +1,62 @@
+"""An engine may report some steps late what a request gained; only that blocks were handed out it must report at once."""
+
+from __future__ import annotations
+
+from kvoffload.model import facts
+from kvoffload.model.causes import RejectionCause
+from kvoffload.model.events import FactRejected
+from tests.core.world import Req, World
+
+
+def decoding(world: World, names: str) -> list[Req]:
+    """Requests that have computed their prompt; each is one token further than the one before."""
+    requests = []
+    for number, name in enumerate(names):
+        request = world.add(name, name * (5 + number))
+        world.admit(request)
+        world.run(request)
+        requests.append(request)
+    for _ in range(4):
+        world.idle_step()
+    world.drain()
+    return requests
+
+
+def test_blocks_of_a_few_steps_share_a_job() -> None:
+    world = World(report_every=4)
+    requests = decoding(world, "abcd")
+    world.until_report = 4
+    for request in requests:
+        request.text += "zyxwvutsr"
+    plans = [world.step(tokens=1) for _ in range(12)]
+    assert [len(plan.stores) for plan in plans] == [0, 0, 0, 1] * 3
+    world.drain()
+    assert [world.on_host(request.text[:12]) for request in requests] == ["xxx"] * 4
+
+
+def test_what_was_not_reported_is_stored_at_the_end_of_its_request() -> None:
+    world = World(report_every=100, step_tokens=1)
+    request = world.add("a", "abcdefghijklmnopq")  # its last blocks were handed out since its allocation
+    world.admit(request)
+    world.run(request)
+    assert world.open_jobs() == []
+    world.end(request)
+    world.drain()
+    assert world.on_host("abcdefghijklmnop") == "xxxx"
+
+
+def test_what_was_not_reported_is_lost_with_a_preemption() -> None:
+    world = World(report_every=100, step_tokens=1)
+    request = world.add("a", "abcde")
+    world.admit(request)
+    world.run(request)
+    world.preempt(request)
+    world.idle_step()
+    assert world.stores() == {}
+
+
+def test_progress_of_a_request_without_a_table_is_a_surprise_and_no_more() -> None:
+    world = World()
+    request = world.add("a", "abcde")
+    world.tell(facts.StepScheduled(0, (facts.Progress(request.name, 4),)))
+    assert [event.cause for event in world.reported(FactRejected)] == [RejectionCause.UNKNOWN_REQUEST]

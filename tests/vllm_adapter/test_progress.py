@@ -1,0 +1,140 @@
+"""When the adapter reports to the core what requests gained. Steps are given here as vLLM writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvoffload.model.engine import EngineShape
+from kvoffload.model.groups import AttentionKind, GroupSpec
+from kvoffload.model.ids import GroupId
+from kvoffload_vllm.progress import ProgressReports
+from kvoffload_vllm.tracked import KeyMaker, Tracked
+
+BLOCK = 8
+EVERY = 4
+
+
+class Engine:
+    """Requests on an engine that hands blocks out in ascending order."""
+
+    def __init__(self, every: int = EVERY, free: int = 1000, block: int = BLOCK) -> None:
+        shape = EngineShape((GroupSpec(GroupId(0), AttentionKind.FULL, block),), 1, 1000, step_tokens=64)
+        self.block, self.free, self.last, self.steps = block, free, 0, 0
+        self.requests: dict[str, Tracked] = {}
+        self.tables: dict[str, int] = {}
+        device: Any = SimpleNamespace(free_blocks=lambda: self.free)
+        self.reports = ProgressReports(shape, (0,), KeyMaker([1], [0]), device, self.requests, every, None)
+
+    def add(self, name: str, prompt: int) -> Tracked:
+        """A request got blocks for its prompt, and computes it in the next step."""
+        request: Any = SimpleNamespace(
+            request_id=name, block_hashes=[], num_computed_tokens=0, num_output_placeholders=0
+        )
+        tracked = self.requests[name] = Tracked(request)
+        self.tables[name] = -(-prompt // self.block)
+        self.last += self.tables[name]
+        self.reports.allocated(tracked, prompt)
+        return tracked
+
+    def step(self, tokens: Mapping[str, int]) -> tuple[dict[Any, Any], list[Any]]:
+        """Take a step; return what was reported: confirmed tokens and new blocks by request, and further blocks."""
+        self.steps += 1
+        new_blocks: list[Any] = []
+        for name, count in tokens.items():
+            wanted = -(-(self.requests[name].request.num_computed_tokens + count) // self.block)
+            more = range(self.last + 1, self.last + 1 + wanted - self.tables[name])
+            self.last += len(more)
+            self.tables[name] += len(more)
+            new_blocks.append((list(more),) if more else None)
+        cached = SimpleNamespace(req_ids=list(tokens), new_block_ids=new_blocks, resumed_req_ids=set())
+        output: Any = SimpleNamespace(
+            num_scheduled_tokens=dict(tokens),
+            scheduled_cached_reqs=cached,
+            total_num_scheduled_tokens=sum(tokens.values()),
+        )
+        progress, handed_out = self.reports.step(output, ())
+        for name, count in tokens.items():
+            request = self.requests[name].request
+            request.num_computed_tokens += count
+            request.block_hashes += [b"hash"] * (
+                request.num_computed_tokens // self.block - len(request.block_hashes)
+            )
+        found = {
+            each.request: (each.confirmed_tokens, [*each.new_blocks[0]] if each.new_blocks else [])
+            for each in progress
+        }
+        return found, handed_out
+
+
+def test_what_decoding_requests_gain_is_reported_together() -> None:
+    engine = Engine()
+    engine.add("a", 14)
+    engine.add("b", 15)
+    engine.step({"a": 14, "b": 15})
+    assert engine.step({"a": 1, "b": 1}) == ({"a": (14, []), "b": (15, [])}, [])  # their prompts, at once
+    assert engine.step({"a": 1, "b": 1}) == ({}, [5])
+    assert engine.step({"a": 1, "b": 1}) == ({"a": (16, [6]), "b": (17, [5])}, [])  # the fourth step
+    for _ in range(3):
+        assert engine.step({"a": 1, "b": 1}) == ({}, [])
+    assert engine.step({"a": 1, "b": 1}) == ({}, [])  # nothing was completed
+    found = [engine.step({"a": 1, "b": 1}) for _ in range(4)]
+    assert found == [({}, []), ({}, []), ({}, [7]), ({"b": (25, [7]), "a": (24, [8])}, [])]
+
+
+def test_what_is_gained_is_reported_at_once_while_the_device_is_nearly_full() -> None:
+    engine = Engine(free=9 * 2 - 1)
+    engine.add("a", 15)
+    engine.step({"a": 15})
+    engine.step({"a": 1})
+    assert engine.step({"a": 1}) == ({"a": (16, [3])}, [])
+
+
+def test_every_step_reports_where_nothing_may_be_late() -> None:
+    engine = Engine(every=1)
+    engine.add("a", 15)
+    engine.step({"a": 15})
+    engine.step({"a": 1})
+    assert engine.step({"a": 1}) == ({"a": (16, [3])}, [])
+
+
+def test_chunks_of_a_prompt_are_reported_in_the_step_behind_them() -> None:
+    engine = Engine()
+    engine.add("a", 64)
+    engine.tables["a"], engine.last = 4, 4  # blocks of the first chunk
+    assert engine.step({"a": 32}) == ({}, [])
+    found, handed_out = engine.step({"a": 32})
+    assert (found, sorted(handed_out)) == ({"a": (32, [5, 6, 7, 8])}, [5, 6, 7, 8])
+    assert engine.step({"a": 1})[0] == {"a": (64, [9])}
+
+
+@pytest.mark.parametrize("tokens", [2, 3, 5, 7])
+def test_nothing_is_late_by_a_block(tokens: int) -> None:
+    """A draft's tokens, or small chunks: a window must not have passed a block that was not reported."""
+    engine = Engine(every=16)
+    engine.add("a", 8)
+    engine.step({"a": 8})
+    reported, late = 0, list[Any]()
+    for _ in range(100):
+        found, handed_out = engine.step({"a": tokens})
+        late += handed_out
+        if found:
+            reported = engine.requests["a"].request.num_computed_tokens
+            late = []
+        if late:
+            assert engine.requests["a"].request.num_computed_tokens - reported <= 2 * BLOCK
+    assert reported
+
+
+def test_blocks_that_were_not_reported_are_handed_over_at_the_end() -> None:
+    engine = Engine()
+    tracked = engine.add("a", 15)
+    for tokens in (15, 1, 1):
+        engine.step({"a": tokens})
+    assert engine.reports.forget(tracked) == ((3,),)
+    assert engine.reports.forget(tracked) == ()
+    del engine.requests["a"]
+    assert all(engine.step({}) == ({}, []) for _ in range(8))
