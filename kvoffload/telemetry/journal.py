@@ -129,8 +129,15 @@ class Journal:
         return f"{json.dumps(line, separators=(',', ':'))}\n"
 
     def _write(self, file: JournalFile, batch: list[Entry]) -> None:
-        head = self.head(batch[0].sequence - 1)
-        file.append("".join(f"{line_of(entry)}\n" for entry in batch), head)
+        lines, size, first = list[str](), 0, batch[0]
+        for entry in batch:
+            line = f"{line_of(entry)}\n"
+            if lines and size + len(line) > file.most_at_once:
+                file.append("".join(lines), self.head(first.sequence - 1))
+                lines, size, first = [], 0, entry
+            lines.append(line)
+            size += len(line)
+        file.append("".join(lines), self.head(first.sequence - 1))
 
 
 def _extend(ring: deque[Batch], batches: Iterable[Batch]) -> int:

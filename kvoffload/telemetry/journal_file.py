@@ -13,6 +13,7 @@ import errno
 import fcntl
 import os
 import stat
+from math import inf
 from pathlib import Path
 
 from kvoffload.model.errors import ConfigError
@@ -43,6 +44,11 @@ class JournalFile:
         self._size = os.fstat(self._descriptor).st_size
         self._most = max_bytes // 2 if max_bytes is not None else None
         self._has_head = False
+
+    @property
+    def most_at_once(self) -> float:
+        """Bytes that one call of `append` may write, so that they and a head fit into one file."""
+        return inf if self._most is None else self._most / 2
 
     def append(self, text: str, head: str = "") -> None:
         """Write all of `text`, in a new file if it does not fit; `head` comes first wherever this process begins a file.

@@ -1,9 +1,8 @@
 """What requests gained since they were last reported: at once while they compute their prompts, in batches while they decode.
 
-A decoding batch completes a few blocks in each step. To report them at once costs more in fetching the code and the data of a
-report, which the forward pass has displaced from the processor's caches, than in the report itself. So what decoding requests
-gain is reported every 16th step, and one job stores it. What must not be late is not: blocks that were handed out again (R7,
-R10), and anything while the device is so full that running requests may lose their blocks.
+A decoding batch completes a few blocks in each step, and a report, with the job that it leads to, costs more than these. So what
+decoding requests gain is reported every 16th step, and one job stores it. What must not be late is not: blocks that were handed
+out again (R7, R10), and anything while the device is so full that running requests may lose their blocks.
 """
 
 from __future__ import annotations

@@ -26,7 +26,8 @@ def test_each_way_is_held_against_the_disk_itself(tmp_path: Path, capsys: pytest
         for places in ("", " side by side")
         for way in ("spill", "fetch")
         for part, unit in (
-            (", over the disk's own direct I/O", "x"),
+            (", over a sequential pass of direct I/O", "x"),
+            (", over the same on six threads", "x"),
             ("", " GB/s"),
             (", processor time a GiB", " s"),
         )

@@ -125,7 +125,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(6, _CAPACITY, "group.chunk_tokens + self.in_flight_tokens", "group.chunk_tokens", ENGINE),
     # Stale blocks.
     Mutant(7, _STALE, "record.table[group][position] = NULL_BLOCK"),
-    Mutant(7, _STALE, "self._note(record, group, end)"),
+    Mutant(7, _STALE, "self._name(named)"),
     Mutant(7, _CORE, "handed_out([*fact.handed_out, *grown])", "handed_out(grown)"),
     Mutant(7, _CORE, "handed_out([*fact.handed_out, *grown])", "handed_out(fact.handed_out)"),
     Mutant(7, _CORE, "self._handed_out(self._new_blocks(fact), since_reset=record.stores)"),

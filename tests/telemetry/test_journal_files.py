@@ -67,9 +67,13 @@ def test_each_process_begins_with_its_provenance(tmp_path: Path) -> None:
     assert (first["event"], first["seq"]) == (BEGUN, 0)
 
 
-def test_a_bounded_journal_keeps_the_end_and_says_in_each_file_what_it_is_of(tmp_path: Path) -> None:
+@pytest.mark.parametrize("batch", [10, 500])
+def test_a_bounded_journal_keeps_the_end_and_says_in_each_file_what_it_is_of(
+    tmp_path: Path, batch: int
+) -> None:
+    """Also where the writer has fallen behind, and has more to write at once than a file may hold."""
     path, most = tmp_path / "journal", 4000
-    write(path, 500, max_bytes=most)
+    write(path, 500, max_bytes=most, batch=batch)
     assert files_of(path) == [rotated(path), path]
     sizes = [file.stat().st_size for file in files_of(path)]
     assert 0.25 * most < sum(sizes) <= most
