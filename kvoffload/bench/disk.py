@@ -1,9 +1,9 @@
 """`kvoffload bench disk`: the disk tier's copies against the disk itself, and an engine that comes back after a crash.
 
-Each repeat passes over a file with plain direct I/O, in order, on one thread and on as many as the tier has, and then spills and
-fetches as many bytes through the real
-`DiskCopies` and slot file, from and to scattered host slots, checksums included. So other load on the machine affects all. Places in
-the file are scattered; small blocks are measured side by side too, as the core hands places out while it has neighbours.
+Each repeat passes over a file with plain direct I/O, in order, on one thread and on as many as the tier has. Then it spills and fetches
+as many bytes through the real `DiskCopies` and slot file, from and to scattered host slots, checksums included. So other load on the
+machine affects all three. Places in the file are scattered; small blocks are measured side by side too, as the core hands places out
+while it has neighbours.
 Every fetched byte is compared with what was spilled before anything is timed.
 """
 
@@ -117,7 +117,7 @@ def _lines(tier: _Tier, what: str, repeats: int, goal: float | None) -> Iterator
         tier.shuffle()
         for way in _WAYS:
             alone = _timed(lambda way=way: tier.plain_pass(way, 1))  # type: ignore[misc]
-            side_by_side = _timed(lambda way=way: tier.plain_pass(way))  # type: ignore[misc]
+            side_by_side = _timed(lambda way=way: tier.plain_pass(way, tier.threads))  # type: ignore[misc]
             tiered = _timed(tier.spill if way == "spill" else tier.fetch)
             if repeat:  # the first warms up, and compares every byte
                 plain[way].append(tier.size / alone[0] / 1e9)
@@ -129,7 +129,8 @@ def _lines(tier: _Tier, what: str, repeats: int, goal: float | None) -> Iterator
     for way in _WAYS:
         ratio = ratios(through[way], plain[way])
         yield line(f"{way} of {what}, over a sequential pass of direct I/O", ratio, at_least=goal)
-        yield line(f"{way} of {what}, over the same on six threads", ratios(through[way], by_threads[way]))
+        ratio = ratios(through[way], by_threads[way])
+        yield line(f"{way} of {what}, over the same on {tier.threads} threads", ratio)
         yield line(f"{way} of {what}", through[way], " GB/s")
         yield line(f"{way} of {what}, processor time a GiB", cpu[way], " s")
 
@@ -152,6 +153,7 @@ class _Tier:
         from kvoffload.transfer.disk_copies import THREADS, DiskCopies
 
         self.size = rig.size
+        self.threads = THREADS
         self.is_scattered = True
         self._file = file
         self._rig = rig
@@ -164,7 +166,7 @@ class _Tier:
         self._places: list[int] = []
         self._sums: tuple[tuple[int, ...], ...] = ()
         # A file system makes space ready when it is first written.
-        self._pass_over("spill", _POOL * self.size, THREADS)
+        self._pass_over("spill", _POOL * self.size, self.threads)
 
     def shuffle(self) -> None:
         """Choose other slots and places for the next copies."""
@@ -186,9 +188,9 @@ class _Tier:
         """Read the places into their slots."""
         self._job(is_spill=False)
 
-    def plain_pass(self, way: str, threads: int = 0) -> None:
-        """Write or read as many bytes of the file in order, with direct I/O and nothing else; 0: on as many threads as the tier."""
-        self._pass_over(way, self.size, threads or len(self._buffers))
+    def plain_pass(self, way: str, threads: int) -> None:
+        """Write or read as many bytes of the file in order on so many threads, with direct I/O and nothing else."""
+        self._pass_over(way, self.size, threads)
 
     def _pass_over(self, way: str, size: int, threads: int) -> None:
         descriptor = self._file.fileno()

@@ -16,20 +16,23 @@ ON_DEVICE = SlotId(sys.maxsize)
 class LayeredIndex(Sequence["LayeredIndex"]):
     """The slots that hold a key: those of the host as they are, those of the first lower tier that has it as numbers below zero.
 
-    `place_below` reads such a number. Each of its parts is the whole.
+    `place_below` reads such a number. `parts` is the index itself, whatever the byte: it asks several dicts for a key.
 
     Args:
         host, below: the keys that can hit.
         device: asked behind the host, for blocks that need no slot; None where the search begins behind what the device has.
     """
 
-    __slots__ = ("_below", "_device", "_host", "parts")
+    __slots__ = ("_below", "_device", "_host")
 
     def __init__(self, host: KeyIndex, below: Sequence[KeyIndex], device: BlockPool | None = None) -> None:
         self._host = host.parts
         self._below = [index.parts for index in below]
         self._device = device
-        self.parts = self
+
+    @property
+    def parts(self) -> LayeredIndex:
+        return self
 
     def __len__(self) -> int:
         return len(self._host)

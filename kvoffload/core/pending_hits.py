@@ -42,7 +42,7 @@ class PendingHits:
         A request may look up any number of times: each lookup drops what the last one had pinned.
         """
         state = self._state
-        if record.awaits_fetch is not None and may_wait and self._is_fetched(record, device_tokens):
+        if record.awaits_fetch is not None and may_wait and self._waits_on(record, device_tokens):
             state.tally.events.append(LookupDeferred(record.request, None))
             return None
         record.junction = 0
@@ -69,8 +69,8 @@ class PendingHits:
         return hit.tokens - device_tokens
 
     @staticmethod
-    def _is_fetched(record: RequestRecord, device_tokens: int) -> bool:
-        """Whether a request's last lookup waited for a fetch that is still under way. Then nothing is searched anew."""
+    def _waits_on(record: RequestRecord, device_tokens: int) -> bool:
+        """Whether a request waits on for the fetch of its last lookup, so that nothing is searched anew. Forgets one that has ended."""
         assert record.awaits_fetch is not None, record
         job, tokens = record.awaits_fetch
         if job.settled or tokens != device_tokens:

@@ -127,7 +127,7 @@ class StaleBlocks:
     def _drop(self, place: Place, block: DeviceBlockId) -> None:
         named = self.shared.get(block)
         if named is None:
-            del self.places[block]
+            self.places.pop(block, None)
             return
         named.discard(place)
         if not named:

@@ -172,8 +172,9 @@ class Stores:
                 left.append(number)
             else:
                 unhashed.append(offer.key)
-        self._state.tally.count_stores(StoreOutcome.NOT_HASHED, len(unhashed))
-        self._state.misses.note(unhashed, _MISS_CAUSES[StoreOutcome.NOT_HASHED])
+        if unhashed:
+            self._state.tally.count_stores(StoreOutcome.NOT_HASHED, len(unhashed))
+            self._state.misses.note(unhashed, _MISS_CAUSES[StoreOutcome.NOT_HASHED])
         return [offers[number] for number in left], [held[number] for number in left]
 
     def _admit_some(

@@ -52,14 +52,11 @@ class DueSteps:
         """Steps so far."""
         self._due: dict[int, dict[RequestId, Tracked]] = {}
 
-    def __len__(self) -> int:
-        """Return how many requests are put aside."""
-        return sum(map(len, self._due.values()))
-
     def put(self, tracked: Tracked, steps: int, tokens: int) -> None:
         """Set a request aside for `steps` steps, at least one, in which it computes `tokens` tokens each; replaces the time before."""
         due = self.step + steps
-        due += -due % (self._every if tokens == 1 else self.every(tokens))
+        if tokens < self._least_block:
+            due += -due % (self._every if tokens == 1 else self.every(tokens))
         if tracked.due == due:
             return
         if tracked.due > self.step:
@@ -125,7 +122,7 @@ class ProgressReports:
         """Requests that were allocated since the last step."""
 
     def allocated(self, tracked: Tracked, tokens: int) -> None:
-        """A request got a block table, of which all was reported, and computes up to `tokens` tokens in the next step."""
+        """A request got a block table, which the caller reports, and computes up to `tokens` tokens in the next step."""
         name = tracked.request.request_id
         self._new.add(name)
         if self._late:

@@ -38,11 +38,13 @@ class KeyMaker:
     def __init__(self, ratios: Sequence[int], group_ids: Sequence[int]) -> None:
         self._suffixes = [group.to_bytes(4, "big") for group in group_ids]
         self._groups = list(zip(ratios, self._suffixes, strict=True))
-        self._is_even = set(ratios) == {1}
+        self._has_one_hash_a_block = set(ratios) == {1}
 
     def keys(self, hashes: Sequence[bytes], first: int) -> tuple[tuple[BlockKey, ...], ...]:
         """Return, per group, the keys that the hashes from number `first` on complete."""
-        if self._is_even and len(hashes) - first == 1:  # most blocks of a decoding request come alone
+        if (
+            self._has_one_hash_a_block and len(hashes) - first == 1
+        ):  # most blocks of a decoding request come alone
             alone = [(hashes[first] + suffix,) for suffix in self._suffixes]
             return tuple(alone)  # type: ignore[arg-type]  # a `BlockKey` of its own would be a call a key
         keys: list[tuple[bytes, ...]] = []

@@ -27,7 +27,7 @@ def test_each_way_is_held_against_the_disk_itself(tmp_path: Path, capsys: pytest
         for way in ("spill", "fetch")
         for part, unit in (
             (", over a sequential pass of direct I/O", "x"),
-            (", over the same on six threads", "x"),
+            (", over the same on 6 threads", "x"),
             ("", " GB/s"),
             (", processor time a GiB", " s"),
         )

@@ -303,6 +303,10 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(7, _STALE, "stale += self.shared.pop(block)", "self.shared.pop(block)"),
     Mutant(7, _PROGRESS, "handed_out += chain.from_iterable(table)", "pass", _REPORTS),
+    Mutant(
+        7, _PROGRESS, "for name in tuple(late) if name in scheduled}", "for name in tuple(late)}", _REPORTS
+    ),
+    Mutant(7, _PROGRESS, "if name not in self._new and (tracked", "if (tracked", _REPORTS),
     Mutant(7, _PROGRESS, "while every > 1 and every * tokens > self._least_block:", "while False:", _REPORTS),
     Mutant(
         8,

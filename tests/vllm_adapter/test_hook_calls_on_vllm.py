@@ -78,7 +78,7 @@ class Life:
     def live(self, seed: int) -> None:
         """Serve one request to its end: looked up, loaded if it is found, computed, stored and ended."""
         connector, calls, name = self.connector, self.calls, f"r{next(self.numbers)}"
-        request = _request(name, seed)
+        request = make_request(name, seed)
         calls.of("seen", connector.on_new_request, request)
         found, _ = calls.of("lookup", connector.get_num_new_matched_tokens, request, 0)
         blocks = self.pool.get_new_blocks(WHOLE + 1)
@@ -100,7 +100,7 @@ class Life:
 
     def step(self, request: Any = None, tokens: int = 0, *, is_new: bool = False) -> Any:
         """Schedule one request, or nothing; return the plan."""
-        output = _output(request, tokens, is_new=is_new)
+        output = step_output(request, tokens, is_new=is_new)
         plan = self.calls.of("step", self.connector.build_connector_meta, output).plan
         self.calls.of("after step", self.connector.get_kv_connector_stats)
         self.calls.of("after step", self.connector.take_events)
@@ -118,7 +118,7 @@ class Life:
         self.calls.of("report", self.connector.update_connector_output, output)
 
 
-def _request(name: str, seed: int) -> Any:
+def make_request(name: str, seed: int) -> Any:
     from vllm import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -129,7 +129,7 @@ def _request(name: str, seed: int) -> Any:
     return Request(name, [seed] * PROMPT, SamplingParams(max_tokens=9), None, block_hasher=hasher)
 
 
-def _output(request: Any, tokens: int, *, is_new: bool) -> Any:
+def step_output(request: Any, tokens: int, *, is_new: bool) -> Any:
     name = None if request is None else request.request_id
     old = name is not None and not is_new
     return SimpleNamespace(
@@ -155,9 +155,9 @@ def found() -> Iterator[dict[str, float]]:
         connector._scheduler, connector._role = scheduler, KVConnectorRole.SCHEDULER
         scheduler.offload.reported([TransferReport(Rank(0), (), BLOCKS)])
         warm, fresh, back, idle = (Life(connector, pool, Calls()) for _ in range(4))
-        keep = _request("keep", 0)  # so that no end of a life is an end of all
+        keep = make_request("keep", 0)  # so that no end of a life is an end of all
         connector.on_new_request(keep)
-        for seed in range(1, 20):
+        for seed in (*range(1, 20), 19):  # the last one returns
             warm.live(seed)
         for seed in range(LIVES):
             fresh.live(100 + seed)
@@ -167,7 +167,7 @@ def found() -> Iterator[dict[str, float]]:
             idle.step()
         counters = scheduler.offload.counters.snapshot()
         assert counters.total("kvoffload_store_blocks_total") == (19 + LIVES) * WHOLE
-        assert counters.count("kvoffload_load_blocks_total", "loaded") == LIVES * WHOLE
+        assert counters.count("kvoffload_load_blocks_total", "loaded") == (1 + LIVES) * WHOLE
         yield {
             "a fresh request's life": fresh.calls.total() / LIVES,
             "a returning request's life": back.calls.total() / LIVES,

@@ -10,7 +10,7 @@ import pytest
 
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.groups import AttentionKind, GroupSpec
-from kvoffload.model.ids import GroupId
+from kvoffload.model.ids import GroupId, RequestId
 from kvoffload_vllm.progress import ProgressReports
 from kvoffload_vllm.tracked import KeyMaker, Tracked
 
@@ -138,3 +138,37 @@ def test_blocks_that_were_not_reported_are_handed_over_at_the_end() -> None:
     assert engine.reports.forget(tracked) == ()
     del engine.requests["a"]
     assert all(engine.step({}) == ({}, []) for _ in range(8))
+
+
+def test_a_preemption_that_is_told_after_the_next_allocation_leaves_the_new_table_alone() -> None:
+    """vLLM's reset preempts outside a step, and the step that says so may have allocated again."""
+    engine = Engine()
+    engine.add("a", 15)
+    for tokens in (15, 1, 1):
+        engine.step({"a": tokens})
+    engine.requests["a"].request.num_computed_tokens = 0
+    engine.add("a", 15)
+    engine.reports.preempted((RequestId("a"),))
+    engine.step({"a": 15})
+    assert engine.step({"a": 1}) == ({"a": (15, [])}, [])  # nothing of the table before
+
+
+def test_a_request_that_was_preempted_is_not_reported() -> None:
+    engine = Engine()
+    engine.add("a", 15)
+    for tokens in (15, 1, 1):
+        engine.step({"a": tokens})
+    engine.reports.preempted((RequestId("a"),))
+    assert [engine.step({}) for _ in range(8)] == [({}, [])] * 8
+
+
+def test_a_request_that_is_not_scheduled_is_reported_later() -> None:
+    """It may have been preempted, which vLLM says only when it is allocated again."""
+    engine = Engine()
+    engine.add("a", 15)
+    for tokens in (15, 1, 1):
+        engine.step({"a": tokens})
+    assert engine.step({}) == ({}, [])  # the fourth step
+    for _ in range(3):
+        engine.step({"a": 1})
+    assert engine.step({"a": 1}) == ({"a": (20, [3])}, [])
