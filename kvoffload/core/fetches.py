@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvoffload.core.job import Job, Offer
-from kvoffload.core.layered_index import ON_DEVICE, LayeredIndex, place_below
+from kvoffload.core.layered_index import ON_DEVICE, LayeredIndex
 from kvoffload.core.machine import JobState
 from kvoffload.core.match import longest_match
 from kvoffload.core.request import PendingHit, RequestRecord
@@ -28,16 +28,20 @@ from kvoffload.model.events import TierCopyEnded, TierCopyScheduled
 from kvoffload.model.ids import BlockKey, SlotId
 from kvoffload.model.transfer import Direction, JobReport, Tier
 
+_Block = tuple[BlockKey, TierState, SlotId]
+"""A block's key, the tier that has it, and its slot there."""
+
 
 class _Found(NamedTuple):
     """What lower tiers add to a prefix."""
 
-    keys: dict[BlockKey, TierState]  #: that only these have, heads first
-    tokens: int  #: that they make the hit longer by
+    blocks: Sequence[_Block]  #: that only these tiers have, heads first
+    tokens: int  #: of the prefix with them
+    gain: int  #: tokens of these that they add
     host_slots: Sequence[SlotId]  #: what the host has of the same prefix
 
 
-_NOTHING = _Found({}, 0, ())
+_NOTHING = _Found((), 0, 0, ())
 
 
 class Fetches:
@@ -63,8 +67,10 @@ class Fetches:
         if on_host.missing is None:
             return
         index = LayeredIndex(state.pool.index, [tier.pool.index for tier in tiers], state.device)
+        if state.shape.is_one_full_group and index.get(on_host.missing) is None:
+            return
         found = self._search(tiers, record, index, 0, on_host.tokens)
-        if found.keys:
+        if found.blocks:
             self._fetch(record, found, on_host.slots)
 
     def look(self, record: RequestRecord, hit: PendingHit) -> bool:
@@ -76,14 +82,14 @@ class Fetches:
             return False
         index = LayeredIndex(state.pool.index, [tier.pool.index for tier in tiers])
         found = self._search(tiers, record, index, hit.device_tokens, hit.tokens)
-        if not found.keys:
+        if not found.blocks:
             return False
         if record.asks_below:
             self._fetch(record, found, hit.slots)
-        jobs = {tier.fetching[key] for key, tier in found.keys.items() if key in tier.fetching}
+        jobs = {tier.fetching[key] for key, tier, _ in found.blocks if key in tier.fetching}
         for job in jobs:
             job.wanted[record] = None
-            record.awaits_fetch = job, hit.device_tokens
+            record.awaits_fetch = job, found.tokens
         return bool(jobs)
 
     def leaves(self, record: RequestRecord) -> None:
@@ -113,18 +119,23 @@ class Fetches:
         return cause
 
     def plan(
-        self, tier: TierState, keys: list[BlockKey], record: RequestRecord | None = None, tokens: int = 0
-    ) -> None:
-        """Bring blocks from a lower tier to the host, which has room for them.
+        self,
+        tier: TierState,
+        keys: list[BlockKey],
+        places: list[SlotId],
+        record: RequestRecord | None = None,
+        tokens: int = 0,
+    ) -> Job:
+        """Bring blocks from a lower tier to the host, which has room for them; return the job.
 
         Args:
             tier: which has them.
             keys: of the blocks, heads first.
+            places: their slots there.
             record: the request that asks for them, None for a warm start.
             tokens: that they make its hit longer by.
         """
         state = self._state
-        places = [tier.pool.index[key] for key in keys]
         slots, evicted = state.pool.reserve(keys)
         job = state.jobs.plan(Direction.LOAD, tier.tier)
         job.keys, job.slots, job.places = keys, list(slots), places
@@ -141,6 +152,7 @@ class Fetches:
         )
         if evicted:
             self._stores.evicted(evicted)
+        return job
 
     def reported(self, job: Job, part: JobReport) -> None:
         """A rank's copy has ended. What one rank cannot read no rank may use (R4)."""
@@ -208,31 +220,37 @@ class Fetches:
         least = max(record.least_tokens, state.policy.min_load_tokens)
         while True:
             reached, slots, *_ = longest_match(state.shape, record.keys, index, start, limit)
-            places = [place_below(slot, len(tiers)) for slot in slots if slot < 0]
-            gain = min(reached - tokens, len(places) * alignment)
-            worth = max([tiers[level].least_tokens for level, _ in places], default=0)
+            blocks = _below(tiers, slots)
+            gain = min(reached - tokens, len(blocks) * alignment)
+            worth = max([tier.least_tokens for _, tier, _ in blocks], default=0)
             if gain < max(worth, 1) or reached - device_tokens < least:
                 return _NOTHING
-            if len(places) <= room:
-                named = [(tiers[level].pool.key(place), tiers[level]) for level, place in places]
-                keys = {key: tier for key, tier in named if key is not None}
-                return _Found(keys, gain, [slot for slot in slots if 0 <= slot < ON_DEVICE])
-            surplus = (reached - start) * (len(places) - room) // len(places)
+            if len(blocks) <= room:
+                return _Found(blocks, reached, gain, [slot for slot in slots if 0 <= slot < ON_DEVICE])
+            surplus = (reached - start) * (len(blocks) - room) // len(blocks)
             limit = reached - max(surplus - surplus % alignment, alignment)
 
     def _fetch(self, record: RequestRecord, found: _Found, head: Sequence[SlotId]) -> None:
-        """Plan what is not under way yet, as far as there is room beside what the host has of the same prefix."""
+        """Plan what is not under way yet, as far as there is room beside what the host has of the same prefix.
+
+        The request's lookups wait for it unless the device has as much by then.
+        """
         state = self._state
-        keys = [key for key in found.keys if key not in state.in_flight.keys]
-        if not keys:
+        under_way = state.in_flight.keys
+        blocks = [block for block in found.blocks if block[0] not in under_way]
+        if not blocks:
             return
         kept = list(dict.fromkeys([*head, *found.host_slots]))
         state.pool.use(kept[::-1], {})
-        under_way = sum([len(tier.fetching) for tier in state.below])
-        room = max(min(state.pool.room - len(kept), self.budget - under_way), 0)
+        open_fetches = sum([len(tier.fetching) for tier in state.below])
+        room = max(min(state.pool.room - len(kept), self.budget - open_fetches), 0)
         for tier in state.below:
-            if some := [key for key in keys[:room] if found.keys[key] is tier]:
-                self.plan(tier, some, record, found.tokens * len(some) // len(found.keys))
+            some = [(key, place) for key, whose, place in blocks[:room] if whose is tier]
+            if some:
+                keys, places = map(list, zip(*some, strict=True))
+                gain = found.gain * len(some) // len(found.blocks)
+                job = self.plan(tier, keys, places, record, gain)
+                record.awaits_fetch = job, found.tokens - found.gain + gain
 
     def _arrived(self, job: Job) -> None:
         """Every rank has read: the host has the blocks, but for those that some rank could not get (R4)."""
@@ -294,3 +312,14 @@ class Fetches:
                 self._state.misses.note((key,), cause)
         if tier.tier is Tier.DISK:
             self._state.tally.evicted_from_disk(EvictionCause.CORRUPT, removed)
+
+
+def _below(tiers: Sequence[TierState], numbers: Sequence[SlotId]) -> list[_Block]:
+    """Return the blocks that a `LayeredIndex` of these tiers found below the host."""
+    found = [divmod(-1 - number, len(tiers)) for number in numbers if number < 0]
+    pools = [tier.pool for tier in tiers]
+    return [
+        (key, tiers[level], place)  # type: ignore[misc]  # a `SlotId` of its own would be a call a block
+        for place, level in found
+        if (key := pools[level].key(place)) is not None  # type: ignore[arg-type]  # as above
+    ]

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from kvoffload.core.key_index import KeyIndex
+from kvoffload.core.match import PartOfKeys
 from kvoffload.model.engine import BlockPool
 from kvoffload.model.ids import BlockKey, SlotId
 
@@ -13,47 +14,37 @@ ON_DEVICE = SlotId(sys.maxsize)
 """Stands for a block that the device has."""
 
 
-class LayeredIndex(Sequence["LayeredIndex"]):
-    """The slots that hold a key: those of the host as they are, those of the first lower tier that has it as numbers below zero.
+class LayeredIndex:
+    """The slots that hold a key: those of the host as they are, those of lower tiers as numbers below zero.
 
-    `place_below` reads such a number. `parts` is the index itself, whatever the byte: it asks several dicts for a key.
+    Of the lower tiers the first that has the key counts: slot `s` of tier number `t` of `n` is `-1 - (s * n + t)`.
 
     Args:
         host, below: the keys that can hit.
         device: asked behind the host, for blocks that need no slot; None where the search begins behind what the device has.
+
+    Attributes:
+        get: return a key's slot, None where none has it. A closure, because a search calls it for each block.
+        parts: itself, whatever the byte.
     """
 
-    __slots__ = ("_below", "_device", "_host")
+    __slots__ = ("get", "parts")
 
     def __init__(self, host: KeyIndex, below: Sequence[KeyIndex], device: BlockPool | None = None) -> None:
-        self._host = host.parts
-        self._below = [index.parts for index in below]
-        self._device = device
+        on_host, levels, count = host.parts, list(enumerate([index.parts for index in below])), len(below)
+        block_of = None if device is None else device.block_of
 
-    @property
-    def parts(self) -> LayeredIndex:
-        return self
+        def get(key: BlockKey, /) -> SlotId | None:
+            byte = key[0]
+            slot = on_host[byte].get(key)
+            if slot is not None:
+                return slot
+            if block_of is not None and block_of(key) is not None:
+                return ON_DEVICE
+            for level, parts in levels:
+                if (place := parts[byte].get(key)) is not None:
+                    return -1 - place * count - level  # type: ignore[return-value]  # a `SlotId` of its own would be a call a block
+            return None
 
-    def __len__(self) -> int:
-        return len(self._host)
-
-    def __getitem__(self, byte: int) -> LayeredIndex:  # type: ignore[override]  # a search takes no slices
-        return self
-
-    def get(self, key: BlockKey, /) -> SlotId | None:
-        byte = key[0]
-        slot = self._host[byte].get(key)
-        if slot is not None:
-            return slot
-        if self._device is not None and self._device.block_of(key) is not None:
-            return ON_DEVICE
-        for level, parts in enumerate(self._below):
-            if (place := parts[byte].get(key)) is not None:
-                return SlotId(-1 - place * len(self._below) - level)
-        return None
-
-
-def place_below(number: SlotId, levels: int) -> tuple[int, SlotId]:
-    """Return which of the tiers below the host, and which slot there, a negative number stands for."""
-    place, level = divmod(-1 - number, levels)
-    return level, SlotId(place)
+        self.get = get
+        self.parts: Sequence[PartOfKeys] = (self,) * 256

@@ -42,13 +42,13 @@ class PendingHits:
         A request may look up any number of times: each lookup drops what the last one had pinned.
         """
         state = self._state
+        if record.hit is not None:
+            self.drop(record, PinDropCause.LOOKED_UP_AGAIN)
         if record.awaits_fetch is not None and may_wait and self._waits_on(record, device_tokens):
             state.tally.events.append(LookupDeferred(record.request, None))
             return None
         record.junction = 0
         hit = self._search(record, device_tokens, full_tokens)
-        if record.hit is not None:
-            self.drop(record, PinDropCause.LOOKED_UP_AGAIN)
         slots = hit.slots
         if self._fetches is not None and hit.missing is not None and record.persists:
             if (self._fetches.look(record, hit) or record.awaits_answer) and may_wait:
@@ -70,10 +70,10 @@ class PendingHits:
 
     @staticmethod
     def _waits_on(record: RequestRecord, device_tokens: int) -> bool:
-        """Whether a request waits on for the fetch of its last lookup, so that nothing is searched anew. Forgets one that has ended."""
+        """Whether a fetch brings more than the device has, so that nothing is searched anew. Forgets one that does not."""
         assert record.awaits_fetch is not None, record
         job, tokens = record.awaits_fetch
-        if job.settled or tokens != device_tokens:
+        if job.settled or tokens <= device_tokens:
             record.awaits_fetch = None
         return record.awaits_fetch is not None
 

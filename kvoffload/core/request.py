@@ -66,7 +66,7 @@ class RequestRecord(Struct, eq=False):
         fetched_from: the tier that brought some of them last.
         asks_below: False where a fetch of its failed, so that it asks for no other.
         awaits_answer: the remote store was asked for its blocks and has not answered.
-        awaits_fetch: a fetch for which its last lookup waits, and the device's tokens at that time.
+        awaits_fetch: a fetch for which its lookups wait, and the tokens of the prefix with what it brings.
     """
 
     request: RequestId

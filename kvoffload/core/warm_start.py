@@ -72,7 +72,8 @@ class WarmStart:
             if key in disk.pool.index and not self._is_elsewhere(key):
                 keys.append(key)
         if keys:
-            self._fetches.plan(disk, keys[::-1])
+            keys.reverse()
+            self._fetches.plan(disk, keys, [disk.pool.index[key] for key in keys])
 
     def _is_elsewhere(self, key: BlockKey) -> bool:
         """Return whether the host has a block, or gets it in another way."""

@@ -4,8 +4,9 @@
     from the disk    always the buffer, as a read that hangs must not have a host slot under it
 
 A write may use the host slot itself: if it hangs, what it still reads goes to a place that is not used again. Without
-the copy to a buffer, spills of blocks of 4 MiB took a third of the processor time. Short pages are gathered, because a
-call of the hash library for each of them would keep the interpreter's lock most of the time.
+the copy to a buffer, spills of blocks of 4 MiB took a third of the processor time. Short pages are gathered: the hash library
+is called for each page, and each call keeps the interpreter's lock or must get it back. Blocks of 1 MiB in 8 pages were
+spilled at 0.88 of a sequential pass gathered, at 0.73 in place.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 Pieces: TypeAlias = Sequence[memoryview]
 """A slot's bytes; the end of the last piece is padding to a whole page."""
 
-_LONG = 2**16  # bytes of a page from which on the hash library releases the interpreter's lock
+_LONG = 2**17
 
 
 class SlotBuffers:

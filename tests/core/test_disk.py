@@ -98,12 +98,12 @@ def test_what_only_the_disk_has_is_fetched_and_then_loaded() -> None:
     world.run(request)
 
 
-def test_a_lookup_that_waits_for_a_fetch_searches_nothing_until_it_has_ended(
+def test_lookups_that_wait_for_a_fetch_search_nothing_until_it_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = DiskWorld(host=16)
     world.only_on_disk(TEXT)
-    request, searches = world.add("late", TEXT), list[str]()
+    request, shares, searches = world.add("late", TEXT), world.add("shares", TEXT), list[str]()
 
     def counting(
         shape: EngineShape, keys: Sequence[Sequence[BlockKey]], index: FoundKeys, *lengths: int
@@ -113,8 +113,10 @@ def test_a_lookup_that_waits_for_a_fetch_searches_nothing_until_it_has_ended(
 
     monkeypatch.setattr("kvoffload.core.pending_hits.longest_match", counting)
     assert [world.lookup(request) for _ in range(5)] == [None] * 5  # asked again in each step
+    assert not searches
+    assert [world.lookup(shares) for _ in range(5)] == [None] * 5  # it began no fetch of its own
     assert len(searches) == 1
-    assert len(world.reported(LookupDeferred)) == 5
+    assert len(world.reported(LookupDeferred)) == 10
     assert world.lookup(request, may_wait=False) == 0  # its patience has ended
     assert world.lookup(request) is None
     world.idle_step()
@@ -123,6 +125,31 @@ def test_a_lookup_that_waits_for_a_fetch_searches_nothing_until_it_has_ended(
     world.step()
     world.finish()
     world.run(request)
+
+
+def test_a_fetch_is_not_waited_for_where_the_device_has_as_much_by_then() -> None:
+    world = DiskWorld(host=16)
+    world.only_on_disk(TEXT)
+    late, impatient = world.add("late", TEXT), world.add("impatient", TEXT)
+    assert world.lookup(late) is None
+    assert world.admit(impatient, may_wait=False) == 0
+    world.run(impatient)
+    assert world.disk_jobs(LOAD)
+    assert world.lookup(late) == 0
+    world.finish()
+
+
+def test_a_lookup_that_waits_for_a_fetch_leaves_nothing_pinned() -> None:
+    world = DiskWorld(host=16)
+    world.only_on_disk(TEXT)
+    world.serve("head", TEXT[:9])
+    world.device.forget_keys()
+    request = world.add("late", TEXT)
+    assert world.lookup(request, may_wait=False) == 8
+    assert world.core.state.pool.count(SlotState.PINNED) == 2
+    assert world.lookup(request) is None
+    assert world.core.state.pool.count(SlotState.PINNED) == 0
+    world.finish()
 
 
 def test_what_the_host_has_of_a_prefix_stays_while_the_rest_is_fetched() -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from kvoffload.disk.index_log import load_index
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.config import AUTO, OffloadConfig
 from kvoffload.model.ids import RequestId
 from kvoffload.model.transfer import Direction, JobReport, Tier, TransferPlan
+from kvoffload.runtime import disk_index
 from tests.operations import calls
-from tests.runtime.parts import RELOAD, TIMEOUT_S, Side, loading
+from tests.runtime.parts import BLOCK, RELOAD, TIMEOUT_S, Side, loading
 from tests.runtime.test_hook_calls import counted
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
@@ -108,6 +111,29 @@ def test_auto_tries_the_disk_again_after_a_minute(side: Side) -> None:
     side.side.lookup(side.seen("computes", "b"), 0)
     side.clock.jump(61.0)
     assert side.side.lookup(side.seen("tries", "b"), 0) is None
+
+
+def test_no_hook_wakes_the_index_thread_for_what_it_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sides = list[Side]()
+    monkeypatch.setattr(
+        disk_index, "anyio", SimpleNamespace(sleep=lambda seconds: sides[0].clock.sleep(seconds))
+    )
+    sides.append(side := Side(portal=True, disk=tmp_path))
+    open_disk(side)
+    side.portal.advance()
+    side.portal.index.hold()
+    leave_on_disk(side, "a")
+    assert side.portal.index.waiting == 0
+    side.portal.advance(disk_index.WRITE_PERIOD_S)
+    assert side.portal.index.waiting == 1
+    side.portal.index.release()
+    (file,) = tmp_path.glob("**/index")
+    contents = load_index(file.parent)
+    assert contents is not None
+    assert len(contents.entries) == RELOAD // BLOCK
+    side.close()
 
 
 def test_an_idle_tier_adds_few_calls_to_the_hooks(tmp_path: Path) -> None:

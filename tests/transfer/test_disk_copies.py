@@ -153,7 +153,7 @@ def test_adjacent_places_are_one_call(rig: Rig, monkeypatch: pytest.MonkeyPatch)
 def test_long_aligned_pages_are_written_from_where_they_lie(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = Rig(tmp_path, ManualExecutor(held=False), pages=[2**17, 2**20 + 4096])
+    rig = Rig(tmp_path, ManualExecutor(held=False), pages=[2**18, 2**20 + 4096])
     data, written, write = [rig.fill(slot, seed=slot) for slot in (3, 9)], list[int](), rig.file.write
 
     def record(slot: int, pieces: Sequence[memoryview]) -> None:
