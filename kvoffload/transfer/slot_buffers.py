@@ -25,6 +25,7 @@ Pieces: TypeAlias = Sequence[memoryview]
 """A slot's bytes; the end of the last piece is padding to a whole page."""
 
 _LONG = 2**17
+"""Bytes; pages that are longer are written from where they lie."""
 
 
 class SlotBuffers:

@@ -3,7 +3,8 @@
  *
  *   full 1     writes and allocations: ENOSPC            error 1    reads, writes, syncs: EIO
  *   gone 1     every call: ENODEV                        hang 1     reads do not return before the line is gone
- *   hang-writes 1   the same of writes                   torn 1     a write leaves its second half as it was, and says all is done
+ *   hang-writes 1   the same of writes
+ *   torn 1     a write of blocks (pwritev) leaves its second half as it was, and says all is done
  *   flip 1     reads have another bit                    short 1    reads and writes do half of what they are asked for
  *   slow 50    every call takes so many milliseconds
  *   clock-back 60   the wall clock is so many seconds behind; beside `hang`, from when a call hangs on
@@ -169,7 +170,7 @@ static ssize_t read_into(int descriptor, const struct iovec *buffers, int count,
     return size;
 }
 
-static ssize_t write_from(int descriptor, const struct iovec *buffers, int count, off64_t offset)
+static ssize_t write_from(int descriptor, const struct iovec *buffers, int count, off64_t offset, int may_tear)
 {
     struct iovec some[64];
     __typeof__(&pwritev64) real = REAL(pwritev64);
@@ -178,9 +179,9 @@ static ssize_t write_from(int descriptor, const struct iovec *buffers, int count
     if (stopped("hang-writes", 1))
         return -1;
     size_t size = total(buffers, count);
-    if (!ordered("short") && !ordered("torn"))
+    int is_torn = may_tear && ordered("torn");
+    if (!ordered("short") && !is_torn)
         return real(descriptor, buffers, count, offset);
-    int is_torn = ordered("torn") != 0;
     int used = cut(buffers, count, some, is_torn ? size / 2 / 512 * 512 : half_of(size));
     note();
     if (!used)
@@ -201,7 +202,7 @@ ssize_t preadv64v2(int descriptor, const struct iovec *buffers, int count, off64
 ssize_t pwritev64v2(int descriptor, const struct iovec *buffers, int count, off64_t offset, int flags)
 {
     (void)flags;
-    return write_from(descriptor, buffers, count, offset);
+    return write_from(descriptor, buffers, count, offset, 1);
 }
 
 ssize_t pread64(int descriptor, void *data, size_t size, off64_t offset)
@@ -213,7 +214,7 @@ ssize_t pread64(int descriptor, void *data, size_t size, off64_t offset)
 ssize_t pwrite64(int descriptor, const void *data, size_t size, off64_t offset)
 {
     struct iovec one = {(void *)data, size};
-    return write_from(descriptor, &one, 1, offset);
+    return write_from(descriptor, &one, 1, offset, 0);
 }
 
 int posix_fallocate64(int descriptor, off64_t offset, off64_t size)

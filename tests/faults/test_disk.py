@@ -141,15 +141,15 @@ def test_a_torn_write_is_found_when_it_is_read(process: Process) -> None:
     folder = str(process.root / "torn")
     process.order()
     process("start", folder)
-    process("serve", *ALL)
     process.order("torn 1")
+    process("serve", *ALL)
     state = process("serve", *ALL)
-    process.order()
     assert spilled(state) > 0  # as far as anybody knows
     process("close")
+    process.order()
     process("start", folder)
     state = process("serve", *ALL)
-    assert fetched(state) == 0
+    assert fetched(state, "corrupt") > fetched(state)  # the first blocks of a write that was torn behind them are whole
     process("close")
 
 

@@ -352,7 +352,7 @@ MUTANTS: tuple[Mutant, ...] = (
         DISK,
     ),
     Mutant(18, _INDEX, "done = self._do(self._reset)", "return True", DISK),
-    Mutant(14, _FETCHES, "if key not in state.in_flight.keys]", "]", DISK),
+    Mutant(14, _FETCHES, "if block[0] not in under_way]", "]", DISK),
     Mutant(17, _SPILLS, "                tier.strike(place)\n", "                pass\n", DISK),
     Mutant(17, _DISK_COPIES, "== job.sums[position][self._rank]", "is not None", DISK),
     Mutant(4, _SPILLS, "if job.waiting:", "if False:", _DISK_CORE),
