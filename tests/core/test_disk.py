@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvoffload.core.machine import SlotState
 from kvoffload.core.match import FoundKeys, Match, longest_match
@@ -125,6 +125,22 @@ def test_lookups_that_wait_for_a_fetch_search_nothing_until_it_has_ended(
     world.step()
     world.finish()
     world.run(request)
+
+
+def test_a_request_whose_next_block_is_nowhere_is_searched_once_when_it_arrives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world, searches = DiskWorld(host=16), list[str]()
+    world.only_on_disk(TEXT)
+    world.serve("head", OTHER[:9])
+
+    def counting(*arguments: Any) -> Match:
+        searches.append("search")
+        return longest_match(*arguments)
+
+    monkeypatch.setattr("kvoffload.core.fetches.longest_match", counting)
+    world.add("late", OTHER)
+    assert len(searches) == 1
 
 
 def test_a_fetch_is_not_waited_for_where_the_device_has_as_much_by_then() -> None:

@@ -149,7 +149,9 @@ def test_a_torn_write_is_found_when_it_is_read(process: Process) -> None:
     process.order()
     process("start", folder)
     state = process("serve", *ALL)
-    assert fetched(state, "corrupt") > fetched(state)  # the first blocks of a write that was torn behind them are whole
+    assert fetched(state, "corrupt") > fetched(
+        state
+    )  # the first blocks of a write that was torn behind them are whole
     process("close")
 
 
