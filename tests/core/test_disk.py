@@ -134,7 +134,7 @@ def test_a_request_whose_next_block_is_nowhere_is_searched_once_when_it_arrives(
     world.only_on_disk(TEXT)
     world.serve("head", OTHER[:9])
 
-    def counting(*arguments: Any) -> Match:
+    def counting(*arguments: Any) -> Match:  # noqa: ANN401
         searches.append("search")
         return longest_match(*arguments)
 
