@@ -325,7 +325,9 @@ class Stores:
         keys = list(map(_KEY, job.offers))
         state.misses.arrived(keys)
         for tier in state.below:
-            tier.stored([offer.key for offer in job.offers if offer.record is None or offer.record.persists])
+            if tier.takes_all:
+                last = [offer for offer in job.offers if offer.record is None or offer.record.persists]
+                tier.reuse([offer.key for offer in reversed(last)])
         for duplicate in state.in_flight.forget(keys):
             state.tally.count_stores(StoreOutcome.IN_FLIGHT)
             state.evictions.add(duplicate)

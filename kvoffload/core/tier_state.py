@@ -25,6 +25,7 @@ class TierState:
         after_hits: a block is written to the tier when it was found again this often.
 
     Attributes:
+        takes_all: blocks are written to it although they were never found again.
         pool: the tier's slots.
         is_open: what the tier holds is known.
         is_closed: the tier cannot be used any more, or not for now.
@@ -43,6 +44,7 @@ class TierState:
 
     def __init__(self, tier: Tier, after_hits: int) -> None:
         self.tier = tier
+        self.takes_all = not after_hits
         self._after_hits = after_hits
         self._hits: dict[BlockKey, int] = {}
         self.pool = HostPool(LruOrder())
@@ -78,16 +80,12 @@ class TierState:
                 self.waiting.add(key)
                 self.candidates.append(key)
 
-    def stored(self, keys: Sequence[BlockKey]) -> None:
-        """Note that these blocks have come to the host, a prefix's head first."""
-        if not self._after_hits:
-            self.reuse(keys[::-1])
-
     def evicted(self, keys: Sequence[BlockKey]) -> int:
         """Note that these blocks have left the host; return how many of them waited for a spill."""
-        for key in keys:
-            self._hits.pop(key, None)
-        return len(self.waiting.intersection(keys))
+        if self._hits:
+            for key in keys:
+                self._hits.pop(key, None)
+        return len(self.waiting.intersection(keys)) if self.waiting else 0
 
     def expected(self, places: Sequence[SlotId]) -> tuple[tuple[int, ...], ...]:
         """Return the checksums of the blocks in these slots; nothing if values contain theirs."""
