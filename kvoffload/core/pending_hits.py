@@ -68,12 +68,11 @@ class PendingHits:
         record.hit = hit
         return hit.tokens - device_tokens
 
-    @staticmethod
-    def _waits_on(record: RequestRecord, device_tokens: int) -> bool:
-        """Whether a fetch brings more than the device has, so that nothing is searched anew. Forgets one that does not."""
+    def _waits_on(self, record: RequestRecord, device_tokens: int) -> bool:
+        """Whether a fetch brings what the request can use, so that nothing is searched anew. Forgets one that does not."""
         assert record.awaits_fetch is not None, record
         job, tokens = record.awaits_fetch
-        if job.settled or tokens <= device_tokens:
+        if job.settled or tokens <= device_tokens or record.load_failed or self._state.stall.is_on:
             record.awaits_fetch = None
         return record.awaits_fetch is not None
 

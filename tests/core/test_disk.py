@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from kvoffload.core.machine import SlotState
 from kvoffload.core.match import FoundKeys, Match, longest_match
 from kvoffload.model import facts
@@ -22,8 +24,6 @@ from tests.core.world import CORRUPT, DONE, FAILED, full, window
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import pytest
 
     from kvoffload.model.engine import EngineShape
 
@@ -152,6 +152,21 @@ def test_a_fetch_is_not_waited_for_where_the_device_has_as_much_by_then() -> Non
     world.run(impatient)
     assert world.disk_jobs(LOAD)
     assert world.lookup(late) == 0
+    world.finish()
+
+
+@pytest.mark.parametrize("trouble", ["its load failed", "copies stall"])
+def test_a_request_that_can_load_nothing_waits_for_no_fetch(trouble: str) -> None:
+    world = DiskWorld(host=16)
+    world.only_on_disk(TEXT)
+    request, state = world.add("late", TEXT), world.core.state
+    assert world.lookup(request) is None
+    if trouble == "copies stall":
+        state.stall.is_on = True
+    else:
+        state.requests.live[request.name].load_failed = True
+    assert world.lookup(request) == 0
+    state.stall.is_on = False
     world.finish()
 
 
