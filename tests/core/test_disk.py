@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from kvoffload.core.machine import SlotState
-from kvoffload.core.match import FoundKeys, Match, longest_match
+from kvoffload.core.match import Match, longest_match
 from kvoffload.model import facts
 from kvoffload.model.causes import EvictionCause, MissCause, TierOutcome
 from kvoffload.model.events import (
@@ -17,15 +17,10 @@ from kvoffload.model.events import (
     LookupDeferred,
     TierCopyScheduled,
 )
-from kvoffload.model.ids import BlockKey, JobId
+from kvoffload.model.ids import JobId
 from kvoffload.model.transfer import Direction
 from tests.core.disk_world import DiskWorld
 from tests.core.world import CORRUPT, DONE, FAILED, full, window
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kvoffload.model.engine import EngineShape
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
 TEXT = "abcdefghijklmnop"  # four blocks, of which a lookup finds three
@@ -98,20 +93,25 @@ def test_what_only_the_disk_has_is_fetched_and_then_loaded() -> None:
     world.run(request)
 
 
+def searches_of(module: str, monkeypatch: pytest.MonkeyPatch) -> list[Match]:
+    """Return a list that gets what the module's searches return from now on."""
+    found: list[Match] = []
+
+    def search(*arguments: Any) -> Match:  # noqa: ANN401
+        found.append(longest_match(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr(f"kvoffload.core.{module}.longest_match", search)
+    return found
+
+
 def test_lookups_that_wait_for_a_fetch_search_nothing_until_it_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = DiskWorld(host=16)
     world.only_on_disk(TEXT)
-    request, shares, searches = world.add("late", TEXT), world.add("shares", TEXT), list[str]()
-
-    def counting(
-        shape: EngineShape, keys: Sequence[Sequence[BlockKey]], index: FoundKeys, *lengths: int
-    ) -> Match:
-        searches.append("search")
-        return longest_match(shape, keys, index, *lengths)
-
-    monkeypatch.setattr("kvoffload.core.pending_hits.longest_match", counting)
+    request, shares = world.add("late", TEXT), world.add("shares", TEXT)
+    searches = searches_of("pending_hits", monkeypatch)
     assert [world.lookup(request) for _ in range(5)] == [None] * 5  # asked again in each step
     assert not searches
     assert [world.lookup(shares) for _ in range(5)] == [None] * 5  # it began no fetch of its own
@@ -130,15 +130,10 @@ def test_lookups_that_wait_for_a_fetch_search_nothing_until_it_has_ended(
 def test_a_request_whose_next_block_is_nowhere_is_searched_once_when_it_arrives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    world, searches = DiskWorld(host=16), list[str]()
+    world = DiskWorld(host=16)
     world.only_on_disk(TEXT)
     world.serve("head", OTHER[:9])
-
-    def counting(*arguments: Any) -> Match:  # noqa: ANN401
-        searches.append("search")
-        return longest_match(*arguments)
-
-    monkeypatch.setattr("kvoffload.core.fetches.longest_match", counting)
+    searches = searches_of("fetches", monkeypatch)
     world.add("late", OTHER)
     assert len(searches) == 1
 
