@@ -2,7 +2,7 @@
 
     start ─▶ the KV's identity ─▶ its folder, locked
     every rank's file is open ─▶ index ─▶ parts for the core, a few thousand blocks a step
-    what the core records ─▶ written four times a second, synced once a second
+    what the core records ─▶ written four times a second, strikes at once; synced once a second
     reset ─▶ the index is removed, before the reset is answered; this process finds its own blocks without one
 
 No hook waits for it, except a reset, and that for at most `RESET_S`. If the disk fails, the index stays as it is: its
@@ -27,7 +27,7 @@ from msgspec.structs import replace
 
 from kvoffload.logs import get_logger
 from kvoffload.model import facts
-from kvoffload.model.disk import DiskFile, DiskRecord
+from kvoffload.model.disk import DiskFile, DiskRecord, Put, Strike
 from kvoffload.model.errors import DiskError
 from kvoffload.model.ids import Rank, SlotId
 from kvoffload.model.transfer import TransferReport
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 RESET_S = 5.0
 WRITE_PERIOD_S = 0.25
-"""Waking the thread for each record takes the hooks 40 to 80 us. What a crash finds unwritten is computed again."""
+"""Waking the thread for each report takes the hooks 40 to 80 us. What a crash finds unwritten is computed again."""
 _WRITES_A_SYNC = 4
 _PART = 2048  # blocks or slots that the core takes over in a step, which takes some milliseconds
 _GROWTH = 2**16  # slots that it makes in a step
@@ -122,9 +122,12 @@ class DiskIndex:
         return bool(self.due) or not (self._is_handed_over or self._failure is not None)
 
     def append(self, records: Sequence[DiskRecord]) -> None:
-        """Have records written behind those before."""
-        if not self._was_reset:
-            self._unwritten += records
+        """Have records written behind those before, soon; at once where a slot was struck, as it may get other bytes now."""
+        if self._was_reset:
+            return
+        self._unwritten += records
+        if any(isinstance(record, Strike) for record in records):
+            self._do(self._write)
 
     def reset(self) -> bool:
         """Remove the index; return whether nothing from before can be found any more.
@@ -224,11 +227,9 @@ class DiskIndex:
         return self._reset() if self._was_reset else True
 
     def _write(self) -> bool:
-        from kvoffload.model.disk import Put, Strike
-
         records = [self._unwritten.popleft() for _ in range(len(self._unwritten))]
         opened = self._opened
-        if opened is None or opened.index is None or self._failure is not None:
+        if not records or opened is None or opened.index is None or self._failure is not None:
             return False
         opened.index.append(records)
         opened.is_dirty = True

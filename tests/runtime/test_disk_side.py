@@ -136,6 +136,16 @@ def test_no_hook_wakes_the_index_thread_for_what_it_records(
     side.close()
 
 
+def test_a_strike_is_written_at_once(side: Side) -> None:
+    leave_on_disk(side, "a")
+    side.portal.index.hold()
+    side.seen("again", "a")
+    (job,) = side.step().disk
+    side.report(JobReport(job.job, LOAD, CopyOutcome.CORRUPT, 0, 0.0, 0.0, corrupt=(1,)))
+    assert side.portal.index.waiting == 1
+    side.portal.index.release()
+
+
 def test_an_idle_tier_adds_few_calls_to_the_hooks(tmp_path: Path) -> None:
     """In sum over all hooks, of which each is called about once a request."""
     counted(portal=True)
