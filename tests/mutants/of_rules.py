@@ -43,6 +43,7 @@ _PROGRESS = "plugins/kvoffload_vllm/progress.py"
 
 _FOUND = ("tests/explore/test_found.py",)
 _DISK_CORE = ("tests/core/test_disk.py",)
+_DISK_SIDE = ("tests/runtime/test_disk_side.py",)
 _COPIES_OF_DISK = ("tests/transfer/test_disk_copies.py",)
 _OPENING = ("tests/vllm_adapter/test_identification.py",)
 _REPORTS = ("tests/vllm_adapter/test_progress.py",)
@@ -354,6 +355,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(18, _INDEX, "done = self._do(self._reset)", "return True", DISK),
     Mutant(14, _FETCHES, "if block[0] not in under_way]", "]", DISK),
     Mutant(17, _SPILLS, "                tier.strike(place)\n", "                pass\n", DISK),
+    Mutant(17, _INDEX, "if any(isinstance(record, Strike) for record in records):", "if False:", _DISK_SIDE),
     Mutant(17, _DISK_COPIES, "== job.sums[position][self._rank]", "is not None", DISK),
     Mutant(4, _SPILLS, "if job.waiting:", "if False:", _DISK_CORE),
     Mutant(4, _FETCHES, "if job.waiting:", "if False:", _DISK_CORE),
