@@ -122,11 +122,11 @@ class DiskIndex:
         return bool(self.due) or not (self._is_handed_over or self._failure is not None)
 
     def append(self, records: Sequence[DiskRecord]) -> None:
-        """Have records written behind those before, soon; at once where a slot was struck, as it may get other bytes now."""
+        """Queue records for the index. A strike is written immediately, because its slot may be overwritten next."""
         if self._was_reset:
             return
         self._unwritten += records
-        if any(isinstance(record, Strike) for record in records):
+        if Strike in map(type, records):
             self._do(self._write)
 
     def reset(self) -> bool:

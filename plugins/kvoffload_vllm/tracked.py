@@ -42,9 +42,8 @@ class KeyMaker:
 
     def keys(self, hashes: Sequence[bytes], first: int) -> tuple[tuple[BlockKey, ...], ...]:
         """Return, per group, the keys that the hashes from number `first` on complete."""
-        if (
-            self._has_one_hash_a_block and len(hashes) - first == 1
-        ):  # most blocks of a decoding request come alone
+        # Most blocks of a decoding request come alone.
+        if self._has_one_hash_a_block and len(hashes) - first == 1:
             alone = [(hashes[first] + suffix,) for suffix in self._suffixes]
             return tuple(alone)  # type: ignore[arg-type]  # a `BlockKey` of its own would be a call a key
         keys: list[tuple[bytes, ...]] = []

@@ -355,7 +355,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(18, _INDEX, "done = self._do(self._reset)", "return True", DISK),
     Mutant(14, _FETCHES, "if block[0] not in under_way]", "]", DISK),
     Mutant(17, _SPILLS, "                tier.strike(place)\n", "                pass\n", DISK),
-    Mutant(17, _INDEX, "if any(isinstance(record, Strike) for record in records):", "if False:", _DISK_SIDE),
+    Mutant(17, _INDEX, "if Strike in map(type, records):", "if False:", _DISK_SIDE),
     Mutant(17, _DISK_COPIES, "== job.sums[position][self._rank]", "is not None", DISK),
     Mutant(4, _SPILLS, "if job.waiting:", "if False:", _DISK_CORE),
     Mutant(4, _FETCHES, "if job.waiting:", "if False:", _DISK_CORE),
