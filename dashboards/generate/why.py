@@ -85,8 +85,8 @@ _LOOKUPS = Row(
         ),
         Panel(
             "Deferred lookups",
-            "Lookups answered with 'not yet': another request was loading the same prefix, or blocks were being fetched from the "
-            "disk.",
+            "Waits that lookups began: another request was loading the same prefix, or blocks were being fetched from a lower "
+            "tier.",
             "many others_load for long: loads are slow, see `Loads: time of a copy`. Many fetch: see `Time in the disk's queue`.",
             units.EVENTS_PER_SECOND,
             (each("kvoffload_lookups_deferred_total", "reason", SERIES),),

@@ -116,6 +116,11 @@ class Rig:
     def is_cuda(self) -> bool:
         return self.layout.device.startswith("cuda")
 
+    @property
+    def host_memory(self) -> memoryview:
+        """The arena's memory."""
+        return self._host.data
+
     def __enter__(self) -> Rig:
         return self
 

@@ -1,9 +1,10 @@
 """`kvoffload bench disk`: the disk tier's copies against the disk itself, and an engine that comes back after a crash.
 
-Each repeat passes over a file with plain direct I/O, in order, on one thread and on as many as the tier has. Then it spills and fetches
-as many bytes through the real `DiskCopies` and slot file, from and to scattered host slots, checksums included. So other load on the
-machine affects all three. Places in the file are scattered; small blocks are measured side by side too, as the core hands places out
-while it has neighbours.
+Each repeat passes over a file with plain direct I/O, in order: on one thread and on as many as the tier has, between the file and the
+host memory that the blocks lie in; and on one thread through a single buffer, which stays in the processor's cache. Then it spills and
+fetches as many bytes through the real `DiskCopies` and slot file, from and to scattered host slots, checksums included. So other load
+on the machine affects all of them. Places in the file are scattered; small blocks are measured side by side too, as the core hands
+places out while it has neighbours.
 Every fetched byte is compared with what was spilled before anything is timed.
 """
 
@@ -16,6 +17,7 @@ import resource
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,6 +39,8 @@ _POOL = 4  # times the places that one pass names
 _GIB = 2**30
 _REGIONS = 8  # pages of a block
 _WAYS = ("spill", "fetch")
+_PASS = "over a sequential pass of direct I/O"
+_PLAYS = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,8 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--block-kib", type=positive, nargs="+", default=[64, 256, 1024, 4096], help="sizes of blocks, in KiB"
     )
-    add("--mib", type=positive, default=128, help="copied in each repeat, in MiB")
-    add("--repeats", type=positive, default=7, help="measurements of each size")
+    add("--mib", type=positive, default=256, help="copied in each repeat, in MiB")
+    add("--repeats", type=positive, default=9, help="measurements of each size")
     add("--index-blocks", type=positive, default=1_000_000, help="in the index that is opened")
     add("--conversations", type=positive, default=10, help="that return after a restart")
     add(
@@ -68,9 +72,9 @@ def run(args: argparse.Namespace) -> int:
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded; the demo says why
     method = (
-        f"{args.repeats} repeats of {args.mib} MiB each way, in turns with a sequential pass over a file with direct I/O in pieces "
-        f"of 1 MiB, on one thread and on as many as the tier has, from the same kind of memory, fdatasync included; median [95 % interval]. Restart: {args.conversations} "
-        "conversations on the reference engine, killed (SIGKILL) in the third of five turns"
+        f"{args.repeats} repeats of {args.mib} MiB each way, in turns with sequential passes over a file with direct I/O in pieces of "
+        f"1 MiB, fdatasync included; median [95 % interval]. Hooks: by turn, {_PLAYS} engines each, one after the other. Restart: "
+        f"{args.conversations} conversations on the reference engine, killed (SIGKILL) in the third of five turns"
     )
     return give_out("disk", args, method, _measure(args), "numpy", "xxhash")
 
@@ -109,29 +113,32 @@ def measure(folder: Path, block_kib: int, size: int, repeats: int) -> Iterator[L
 
 
 def _lines(tier: _Tier, what: str, repeats: int, goal: float | None) -> Iterator[Line]:
-    plain: dict[str, list[float]] = {way: [] for way in _WAYS}
-    by_threads: dict[str, list[float]] = {way: [] for way in _WAYS}
-    through: dict[str, list[float]] = {way: [] for way in _WAYS}
+    passes: dict[str, Callable[[str], None]] = {
+        _PASS: tier.plain_pass,
+        f"over the same on {tier.threads} threads": partial(tier.plain_pass, threads=tier.threads),
+        "over the same through one buffer": partial(tier.plain_pass, is_cached=True),
+    }
+    speeds: dict[tuple[str, str], list[float]] = {(way, name): [] for way in _WAYS for name in (*passes, "")}
     cpu: dict[str, list[float]] = {way: [] for way in _WAYS}
     for repeat in range(repeats + 1):
         tier.shuffle()
         for way in _WAYS:
-            alone = _timed(lambda way=way: tier.plain_pass(way, 1))  # type: ignore[misc]
-            side_by_side = _timed(lambda way=way: tier.plain_pass(way, tier.threads))  # type: ignore[misc]
-            tiered = _timed(tier.spill if way == "spill" else tier.fetch)
+            works: dict[str, Callable[[], None]] = {
+                **{name: partial(plain, way) for name, plain in passes.items()},
+                "": tier.spill if way == "spill" else tier.fetch,
+            }
+            took = {name: _timed(work) for name, work in works.items()}
             if repeat:  # the first warms up, and compares every byte
-                plain[way].append(tier.size / alone[0] / 1e9)
-                by_threads[way].append(tier.size / side_by_side[0] / 1e9)
-                through[way].append(tier.size / tiered[0] / 1e9)
-                cpu[way].append(tiered[1] / tier.size * _GIB)
+                for name, (seconds, _) in took.items():
+                    speeds[way, name].append(tier.size / seconds / 1e9)
+                cpu[way].append(took[""][1] / tier.size * _GIB)
         if not repeat:
             tier.check()
     for way in _WAYS:
-        ratio = ratios(through[way], plain[way])
-        yield line(f"{way} of {what}, over a sequential pass of direct I/O", ratio, at_least=goal)
-        ratio = ratios(through[way], by_threads[way])
-        yield line(f"{way} of {what}, over the same on {tier.threads} threads", ratio)
-        yield line(f"{way} of {what}", through[way], " GB/s")
+        for name in passes:
+            ratio = ratios(speeds[way, ""], speeds[way, name])
+            yield line(f"{way} of {what}, {name}", ratio, at_least=goal if name == _PASS else None)
+        yield line(f"{way} of {what}", speeds[way, ""], " GB/s")
         yield line(f"{way} of {what}, processor time a GiB", cpu[way], " s")
 
 
@@ -159,14 +166,15 @@ class _Tier:
         self._rig = rig
         self._threads = WatchedExecutor(THREADS)
         self._copies = DiskCopies(0, file, rig.arena, self._threads, SystemClock(), timeout_s=600)
-        self._buffers = [aligned_buffer(_PIECE) for _ in range(THREADS)]
+        self._buffer = aligned_buffer(_PIECE)
+        self._host = rig.host_memory
         self._draw = random.Random(0)
         self._jobs = 0
         self._slots: list[int] = []
         self._places: list[int] = []
         self._sums: tuple[tuple[int, ...], ...] = ()
         # A file system makes space ready when it is first written.
-        self._pass_over("spill", _POOL * self.size, self.threads)
+        self._pass_over("spill", _POOL * self.size, self._host, self.threads)
 
     def shuffle(self) -> None:
         """Choose other slots and places for the next copies."""
@@ -188,17 +196,25 @@ class _Tier:
         """Read the places into their slots."""
         self._job(is_spill=False)
 
-    def plain_pass(self, way: str, threads: int) -> None:
-        """Write or read as many bytes of the file in order on so many threads, with direct I/O and nothing else."""
-        self._pass_over(way, self.size, threads)
+    def plain_pass(self, way: str, *, threads: int = 1, is_cached: bool = False) -> None:
+        """Write or read as many bytes of the file in order on so many threads, with direct I/O and nothing else.
 
-    def _pass_over(self, way: str, size: int, threads: int) -> None:
+        Args:
+            way: "spill" writes, "fetch" reads.
+            threads: how many.
+            is_cached: all bytes go through one buffer, not between the file and as many bytes of the rig's host memory.
+        """
+        memory = self._buffer if is_cached else self._host
+        self._pass_over(way, self.size, memory, threads)
+
+    def _pass_over(self, way: str, size: int, memory: memoryview, threads: int) -> None:
         descriptor = self._file.fileno()
         call = os.pwritev if way == "spill" else os.preadv
 
         def share(thread: int) -> None:
             for offset in range(thread * _PIECE, size, threads * _PIECE):
-                piece = self._buffers[thread][: min(_PIECE, size - offset)]
+                start = offset % (len(memory) // _PIECE * _PIECE)
+                piece = memory[start : start + min(_PIECE, size - offset)]
                 call(descriptor, [piece], offset + 4096)
 
         for done in [self._threads.submit(share, thread) for thread in range(threads)]:
@@ -248,16 +264,20 @@ async def _hooks(folder: Path) -> list[Line]:
     from kvoffload.bench.tier_hooks import HOST, NEVER, OUTGROWS, hook_seconds, moved, served
 
     disk = {**HOST, "disk_bytes": "64MiB"}
-    idle = {**disk, "disk_path": str(folder / "idle"), "spill_after_hits": NEVER}
-    works = {**disk, "disk_path": str(folder / "working")}
-    async with (
-        served(OUTGROWS, HOST) as without,
-        served(OUTGROWS, idle) as rests,
-        served(OUTGROWS, works) as busy,
-    ):
-        spent = await hook_seconds({"none": without, "idle": rests, "working": busy})
-        if not moved(busy[1], "disk", "load"):
-            raise CommandError("nothing was fetched from the disk, so the tier did not work")
+    spent: dict[str, list[float]] = {}
+    for play in range(_PLAYS):
+        idle = {**disk, "disk_path": str(folder / f"idle-{play}"), "spill_after_hits": NEVER}
+        works = {**disk, "disk_path": str(folder / f"working-{play}")}
+        async with (
+            served(OUTGROWS, HOST) as without,
+            served(OUTGROWS, idle) as rests,
+            served(OUTGROWS, works) as busy,
+        ):
+            played = await hook_seconds({"none": without, "idle": rests, "working": busy})
+            for name, by_turn in played.items():
+                spent.setdefault(name, []).extend(by_turn)
+            if not moved(busy[1], "disk", "load"):
+                raise CommandError("nothing was fetched from the disk, so the tier did not work")
     what = "time in the scheduler's hooks with the disk, over without; reference engine"
     return [
         line(f"{what}, idle", ratios(spent["idle"], spent["none"]), at_most=1.05),

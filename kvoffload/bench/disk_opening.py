@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,18 +35,25 @@ _GOAL_S, _GOAL_STEP_MS = 5.0, 10.0
 def opening(folder: Path, blocks: int, repeats: int) -> Iterator[Line]:
     """Write an index of `blocks` blocks, and open it as an engine does.
 
+    What is alive before is hidden from the collector of garbage, as vLLM does when it has started.
+
     Raises:
         CommandError: it could not be opened.
     """
     identity = _write(folder, blocks)
     seconds, cpu, longest, core = list[float](), list[float](), list[float](), list[float]()
-    for _ in range(repeats):
-        began = time.process_time()
-        took, steps = _open(folder, identity, blocks)
-        seconds.append(took)
-        cpu.append(time.process_time() - began)
-        longest.append(1e3 * max(steps))
-        core.append(sum(steps))
+    gc.collect()
+    gc.freeze()
+    try:
+        for _ in range(repeats):
+            began = time.process_time()
+            took, steps = _open(folder, identity, blocks)
+            seconds.append(took)
+            cpu.append(time.process_time() - began)
+            longest.append(1e3 * max(steps))
+            core.append(sum(steps))
+    finally:
+        gc.unfreeze()
     what = f"opening an index of {blocks:,} blocks, {_RANKS} ranks"
     yield line(what, seconds, " s", at_most=_GOAL_S)
     yield line(f"{what}: processor time", cpu, " s")

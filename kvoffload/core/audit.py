@@ -241,7 +241,7 @@ def _lower_tiers(state: CoreState) -> Iterator[str]:
 def _sums(state: CoreState) -> Iterator[str]:
     """The disk's checksums are those of the blocks that can be found there."""
     if state.disk is not None:
-        has = {slot for slot, sums in enumerate(state.disk.sums) if sums is not None}
+        has = {slot for slot, has_block in enumerate(state.disk.has_block) if has_block}
         found = set(state.disk.pool.index.values())
         if has != found:
             yield f"{len(has)} slots of the disk have checksums, {len(found)} can be found"

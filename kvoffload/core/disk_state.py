@@ -5,8 +5,8 @@ A slot of the disk stands for the same slot in every rank's file.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from typing import cast
 
 from kvoffload.core.job import Job
 from kvoffload.core.tier_state import TierState
@@ -22,18 +22,21 @@ class DiskState(TierState):
 
     Args:
         after_hits: as of `TierState`.
+        ranks: how many write each block.
 
     Attributes:
         capacity: slots that have space, as far as the index was read.
-        sums: for each slot the checksums of the block in it that can hit, one a rank; None for others. A dict would now and
-            then copy itself inside a hook.
+        has_block: by slot, 1 where it has a block that can hit.
+        sums: by rank and slot, the checksum of the rank's shard of that block; 0 where there is none. A dict would now and then
+            copy itself inside a hook; a tuple a slot would take several times as much, and be the collector of garbage's to visit.
         records: what the index must record, in order.
     """
 
-    def __init__(self, after_hits: int) -> None:
+    def __init__(self, after_hits: int, ranks: int) -> None:
         super().__init__(Tier.DISK, after_hits)
         self.capacity = 0
-        self.sums: list[tuple[int, ...] | None] = []
+        self.has_block = bytearray()
+        self.sums = [array("Q") for _ in range(ranks)]
         self.records: list[DiskRecord] = []
 
     def restore(self, slots: int, puts: Sequence[Put], free: Sequence[SlotId]) -> None:
@@ -43,12 +46,15 @@ class DiskState(TierState):
         blocks = {put.slot: put.key for put in new}
         twice = () if len(new) == len(puts) else [put.slot for put in puts if put.slot not in blocks]
         self.pool.adopt(slots, blocks, (*free, *twice))
-        self.sums += [None] * (slots - len(self.sums))
+        more = slots - len(self.has_block)
+        self.has_block.extend(bytes(more))
+        for of_rank in self.sums:
+            of_rank.frombytes(bytes(8 * more))
         self.capacity += len(puts) + len(free)
         self._has(new)
 
     def expected(self, places: Sequence[SlotId]) -> tuple[tuple[int, ...], ...]:
-        return tuple([cast("tuple[int, ...]", self.sums[place]) for place in places])
+        return tuple(zip(*[[of_rank[place] for place in places] for of_rank in self.sums], strict=True))
 
     def put(self, job: Job) -> None:
         sums = zip(*[job.sums[rank] for rank in sorted(job.sums)], strict=True)
@@ -58,20 +64,28 @@ class DiskState(TierState):
 
     def read(self, places: Sequence[SlotId]) -> None:
         # A late report of an earlier fetch may have named a place corrupt, which removed its block from the index.
-        self.records += [Use(place) for place in places if self.sums[place] is not None]
+        self.records += [Use(place) for place in places if self.has_block[place]]
 
     def strike(self, place: SlotId) -> None:
-        if self.sums[place] is not None:
-            self.sums[place] = None
+        if self.has_block[place]:
+            self.has_block[place] = 0
+            for of_rank in self.sums:
+                of_rank[place] = 0
             self.records.append(Strike(place))
 
     def forget_all(self) -> int:
         """Forget all blocks; return how many. The index is removed, so nothing is recorded."""
-        self.sums = [None] * len(self.sums)
+        slots = len(self.has_block)
+        self.has_block = bytearray(slots)
+        self.sums = [array("Q", bytes(8 * slots)) for _ in self.sums]
         self.records.clear()
         return super().forget_all()
 
     def _has(self, puts: Sequence[Put]) -> None:
         """Note the checksums of blocks in slots that had none."""
+        has_block = self.has_block
         for put in puts:
-            self.sums[put.slot] = put.sums
+            has_block[put.slot] = 1
+        for rank, of_rank in enumerate(self.sums):
+            for put in puts:  # `zip(*...)` would make an object a block that the collector counts
+                of_rank[put.slot] = put.sums[rank]

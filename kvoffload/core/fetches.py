@@ -12,11 +12,12 @@ first and the rest is computed. A fetch that fails costs its requests one wait: 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvoffload.core.job import Job, Offer
-from kvoffload.core.layered_index import ON_DEVICE, LayeredIndex
+from kvoffload.core.layered_index import ON_DEVICE, Block, LayeredIndex
 from kvoffload.core.machine import JobState
 from kvoffload.core.match import longest_match
 from kvoffload.core.request import PendingHit, RequestRecord
@@ -28,14 +29,11 @@ from kvoffload.model.events import TierCopyEnded, TierCopyScheduled
 from kvoffload.model.ids import BlockKey, SlotId
 from kvoffload.model.transfer import Direction, JobReport, Tier
 
-_Block = tuple[BlockKey, TierState, SlotId]
-"""A block's key, the tier that has it, and its slot there."""
-
 
 class _Found(NamedTuple):
     """What lower tiers add to a prefix."""
 
-    blocks: Sequence[_Block]  #: that only these tiers have, heads first
+    blocks: Sequence[Block]  #: that only these tiers have, heads first
     tokens: int  #: of the prefix with them
     gain: int  #: tokens of these that they add
     host_slots: Sequence[SlotId]  #: what the host has of the same prefix
@@ -63,13 +61,15 @@ class Fetches:
         if not (tiers and record.persists and record.reads_cache):
             return
         limit = record.prompt_tokens - 1
+        if state.shape.is_one_full_group:
+            missing = self._first_missing(record.keys[0][: limit // state.shape.alignment])
+            if missing is None or not (_have(tiers, missing) or state.device.block_of(missing) is not None):
+                return
         on_host = longest_match(state.shape, record.keys, state.pool.index, 0, limit)
         if on_host.missing is None:
             return
-        index = LayeredIndex(state.pool.index, [tier.pool.index for tier in tiers], state.device)
-        if state.shape.is_one_full_group and index.get(on_host.missing) is None:
-            return
-        found = self._search(tiers, record, index, 0, on_host.tokens)
+        index = LayeredIndex(state.pool.index, tiers, state.device)
+        found = self._search(record, index, 0, on_host.tokens)
         if found.blocks:
             self._fetch(record, found, on_host.slots)
 
@@ -78,10 +78,10 @@ class Fetches:
         state, tiers, missing = self._state, self._usable(), hit.missing
         if not tiers or missing is None:
             return False
-        if state.shape.is_one_full_group and not any(missing in tier.pool.index for tier in tiers):
+        if state.shape.is_one_full_group and not _have(tiers, missing):
             return False
-        index = LayeredIndex(state.pool.index, [tier.pool.index for tier in tiers])
-        found = self._search(tiers, record, index, hit.device_tokens, hit.tokens)
+        index = LayeredIndex(state.pool.index, tiers)
+        found = self._search(record, index, hit.device_tokens, hit.tokens)
         if not found.blocks:
             return False
         if record.asks_below:
@@ -157,6 +157,7 @@ class Fetches:
     def reported(self, job: Job, part: JobReport) -> None:
         """A rank's copy has ended. What one rank cannot read no rank may use (R4)."""
         job.copy_s = max(job.copy_s, part.copy_s)
+        job.stuck.update(part.stuck)
         job.missing.update(part.missing)
         if part.corrupt or part.missing:
             self._strike(job, part.corrupt, MissCause.CORRUPT)
@@ -168,8 +169,11 @@ class Fetches:
             return
         if not job.settled:
             self._arrived(job)
+        for position in job.stuck:  # a read that hangs may still fill them (R16)
+            self._state.pool.quarantine(job.slots[position])
         self._state.pool.drained(job.slots)
         self._state.jobs.close(job)
+        job.wanted.clear()  # each request names the job: both would stay until the collector of garbage comes
 
     def abandoned(self, job: Job) -> None:
         """A rank does not report: its host slots are never handed out again (R16)."""
@@ -195,18 +199,19 @@ class Fetches:
             return []
         return [tier for tier in self._state.below if tier.is_usable and tier.has_blocks]
 
-    def _search(
-        self,
-        tiers: Sequence[TierState],
-        record: RequestRecord,
-        index: LayeredIndex,
-        device_tokens: int,
-        tokens: int,
-    ) -> _Found:
+    def _first_missing(self, keys: Sequence[BlockKey]) -> BlockKey | None:
+        """Return the first of a prefix's keys that the host lacks, by binary search: the host evicts a prefix's head last.
+
+        Where a block before it is missing too, the request's lookup, which looks at each, fetches that.
+        """
+        parts = self._state.pool.index.parts
+        first = bisect_left(keys, True, key=lambda key: key not in parts[key[0]])
+        return keys[first] if first < len(keys) else None
+
+    def _search(self, record: RequestRecord, index: LayeredIndex, device_tokens: int, tokens: int) -> _Found:
         """Return what tiers add to a prefix, cut to a usable length if it is longer than may be fetched for one request.
 
         Args:
-            tiers: below the host.
             record: whose prefix.
             index: of all that need not be computed.
             device_tokens: tokens before which nothing is looked for.
@@ -220,7 +225,7 @@ class Fetches:
         least = max(record.least_tokens, state.policy.min_load_tokens)
         while True:
             reached, slots, *_ = longest_match(state.shape, record.keys, index, start, limit)
-            blocks = _below(tiers, slots)
+            blocks = index.below(slots)
             gain = min(reached - tokens, len(blocks) * alignment)
             worth = max([tier.least_tokens for _, tier, _ in blocks], default=0)
             if gain < max(worth, 1) or reached - device_tokens < least:
@@ -245,9 +250,10 @@ class Fetches:
         open_fetches = sum([len(tier.fetching) for tier in state.below])
         room = max(min(state.pool.room - len(kept), self.budget - open_fetches), 0)
         for tier in state.below:
-            some = [(key, place) for key, whose, place in blocks[:room] if whose is tier]
+            some = [block for block in blocks[:room] if block[1] is tier]
             if some:
-                keys, places = map(list, zip(*some, strict=True))
+                # `zip(*some)` takes four times as long.
+                keys, places = [key for key, _, _ in some], [place for _, _, place in some]
                 gain = found.gain * len(some) // len(found.blocks)
                 job = self.plan(tier, keys, places, record, gain)
                 record.awaits_fetch = job, found.tokens - found.gain + gain
@@ -256,19 +262,22 @@ class Fetches:
         """Every rank has read: the host has the blocks, but for those that some rank could not get (R4)."""
         state, lost = self._state, job.corrupt | job.missing
         self._settle(job)
+        keys, slots, places = job.keys, job.slots, job.places
         if lost:
             self._lost(job, sorted(lost), TierOutcome.CORRUPT if job.corrupt else TierOutcome.FAILED)
-        came = [position for position in range(len(job.keys)) if position not in lost]
-        for duplicate in self._end(job, came, TierOutcome.DONE):
+            came = [position for position in range(len(keys)) if position not in lost]
+            keys, slots = [keys[position] for position in came], [slots[position] for position in came]
+            places = [places[position] for position in came]
+        for duplicate in self._end(job, keys, TierOutcome.DONE):
             state.tally.count_stores(StoreOutcome.IN_FLIGHT)
             state.evictions.add(duplicate)
-        state.pool.fill([job.slots[position] for position in reversed(came)])
-        state.misses.arrived([job.keys[position] for position in came])
+        state.pool.fill(slots[::-1])
+        state.misses.arrived(keys)
         for record in job.wanted:
-            record.fetched_blocks += len(came)
+            record.fetched_blocks += len(keys)
             record.fetched_from = job.tier
         if job.wanted:  # a warm start is no use
-            self._tiers[job.tier].read([job.places[position] for position in reversed(came)])
+            self._tiers[job.tier].read(places[::-1])
 
     def _failed(self, job: Job, outcome: TierOutcome) -> None:
         """The blocks will not come."""
@@ -281,20 +290,20 @@ class Fetches:
 
     def _lost(self, job: Job, positions: Sequence[int], outcome: TierOutcome) -> None:
         """These blocks will not come, and the requests that wait for them ask for no other."""
-        self._stores.again += self._end(job, positions, outcome)
+        self._stores.again += self._end(job, [job.keys[position] for position in positions], outcome)
         for position in positions:
             self._state.pool.invalidate(job.slots[position])
         if outcome is not TierOutcome.CANCELLED:
             for record in job.wanted:
                 record.asks_below = False
 
-    def _end(self, job: Job, positions: Sequence[int], outcome: TierOutcome) -> list[Offer]:
+    def _end(self, job: Job, keys: Sequence[BlockKey], outcome: TierOutcome) -> list[Offer]:
         """Count the outcome of these blocks; return the offers that waited for it."""
-        if not positions:
+        if not keys:
             return []
-        keys = [job.keys[position] for position in positions]
+        fetching = self._tiers[job.tier].fetching
         for key in keys:
-            del self._tiers[job.tier].fetching[key]
+            del fetching[key]
         ended = TierCopyEnded(job.job, job.direction, len(keys), outcome, job.copy_s, job.tier)
         self._state.tally.events.append(ended)
         return self._state.in_flight.forget(keys)
@@ -314,12 +323,6 @@ class Fetches:
             self._state.tally.evicted_from_disk(EvictionCause.CORRUPT, removed)
 
 
-def _below(tiers: Sequence[TierState], numbers: Sequence[SlotId]) -> list[_Block]:
-    """Return the blocks that a `LayeredIndex` of these tiers found below the host."""
-    found = [divmod(-1 - number, len(tiers)) for number in numbers if number < 0]
-    pools = [tier.pool for tier in tiers]
-    return [
-        (key, tiers[level], place)  # type: ignore[misc]  # a `SlotId` of its own would be a call a block
-        for place, level in found
-        if (key := pools[level].key(place)) is not None  # type: ignore[arg-type]  # as above
-    ]
+def _have(tiers: Sequence[TierState], key: BlockKey) -> bool:
+    """Return whether one of these tiers has a block."""
+    return any(key in tier.pool.index.parts[key[0]] for tier in tiers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import is_dataclass
@@ -112,7 +113,7 @@ def _record(title: str, slots: tuple[str, ...]) -> _Draw:
 
 _ATOMS = frozenset((str, bytes, int, float, bool, type(None)))
 _CONTAINERS: tuple[tuple[tuple[type, ...], bool, _Draw], ...] = (
-    ((bytearray,), False, lambda value, met: bytes(value)),
+    ((bytearray, array), False, lambda value, met: bytes(value)),
     ((OrderedDict,), False, _ordered_items),
     ((Counter, dict, KeyIndex), False, _items),
     ((frozenset,), True, _sorted_members),

@@ -70,10 +70,12 @@ class Holds:
     def release(self, record: RequestRecord) -> None:
         """Release all that a request holds; its deepest blocks become evictable first."""
         if self._below and record.loaded_tokens and record.persists:
-            found = self._slots_deepest_first(record, record.loaded_tokens, state=record.loaded_tokens)
-            keys = self._pool.keys(found)
+            keys = self._keys(record, record.loaded_tokens, state=record.loaded_tokens)
+            on_host = self._pool.index.parts
             for tier in self._below:
-                tier.reuse(keys)
+                on_tier = tier.pool.index.parts  # and as a rule has all of them
+                lacking = [key for key in reversed(keys) if key not in on_tier[key[0]]]
+                tier.reuse([key for key in lacking if key in on_host[key[0]]])
         if record.shares or record.found_tokens:
             self._release_and_use(record)
             record.shares = False
@@ -98,29 +100,33 @@ class Holds:
         self._pool.use(used, held)
 
     def _slots_deepest_first(
-        self, record: RequestRecord, tokens: int, held: Container[SlotId | None] = (), state: int = 0
+        self, record: RequestRecord, tokens: int, held: Container[SlotId | None] = ()
     ) -> list[SlotId]:
-        """Return the slots that have the whole blocks of a request's first tokens.
-
-        Of recurrent groups these are those in `held`, and the one after `state` tokens.
-        """
+        """Return the slots that have the whole blocks of a request's first tokens, of recurrent groups those in `held`."""
         if not tokens:
             return []
         parts = self._pool.index.parts
-        keys: Sequence[BlockKey]
+        keys = reversed(self._keys(record, tokens, held))
+        return [slot for key in keys if (slot := parts[key[0]].get(key)) is not None]
+
+    def _keys(
+        self, record: RequestRecord, tokens: int, held: Container[SlotId | None] = (), state: int = 0
+    ) -> Sequence[BlockKey]:
+        """Return the keys of the whole blocks of a request's first tokens, heads first.
+
+        Of recurrent groups these are those whose slots are in `held`, and the one after `state` tokens.
+        """
         if len(record.keys) == 1 and self._groups[0].kind is not AttentionKind.RECURRENT:
-            keys = record.keys[0][: tokens // self._groups[0].block_tokens]
-        else:
-            places = list[tuple[int, BlockKey]]()
-            for group, of_group in zip(self._groups, record.keys, strict=True):
-                size = group.block_tokens
-                whole: Iterable[tuple[int, BlockKey]] = enumerate(islice(of_group, tokens // size))
-                if group.kind is AttentionKind.RECURRENT:
-                    whole = self._states(whole, held, state // size - 1)
-                places += [(place * size, key) for place, key in whole]
-            places.sort(key=_depth)
-            keys = [key for _, key in places]
-        return [slot for key in reversed(keys) if (slot := parts[key[0]].get(key)) is not None]
+            return record.keys[0][: tokens // self._groups[0].block_tokens]
+        places = list[tuple[int, BlockKey]]()
+        for group, of_group in zip(self._groups, record.keys, strict=True):
+            size = group.block_tokens
+            whole: Iterable[tuple[int, BlockKey]] = enumerate(islice(of_group, tokens // size))
+            if group.kind is AttentionKind.RECURRENT:
+                whole = self._states(whole, held, state // size - 1)
+            places += [(place * size, key) for place, key in whole]
+        places.sort(key=_depth)
+        return [key for _, key in places]
 
     def _states(
         self, places: Iterable[tuple[int, BlockKey]], held: Container[SlotId | None], last: int

@@ -160,7 +160,7 @@ class HostPool:
     def fill(self, slots: Sequence[SlotId]) -> None:
         """These slots' bytes are whole on every rank: they can hit from now on, the last of them as the most recent."""
         self._move_all(slots, SlotEvent.FILL)
-        self.index.add(zip(map(self._keys.__getitem__, slots), slots, strict=True))  # type: ignore[arg-type]  # it had one
+        self.index.add(list(map(self._keys.__getitem__, slots)), slots)  # type: ignore[arg-type]  # it had one
         if unheld := self._not_held(slots):
             self._order.add(unheld)
 

@@ -73,7 +73,7 @@ class Job(Struct, eq=False):
         expected: of a fetch, each place's checksums.
         wanted: of a fetch, the requests that wait for it.
         copy_s: of a job on the disk, the seconds of the slowest rank that has reported.
-        stuck: of a spill, positions whose place a write that hangs may still change.
+        stuck: of a spill, positions whose place a write that hangs may still change; of a fetch, those whose host slot a read may.
     """
 
     job: JobId

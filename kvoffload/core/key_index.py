@@ -13,7 +13,7 @@ Keys that do not differ in their first byte share a dict for good; only the shor
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, groupby
 
 from kvoffload.model.ids import BlockKey, SlotId
@@ -34,12 +34,11 @@ class KeyIndex(Mapping[BlockKey, SlotId]):
 
     __slots__ = ("_all", "_changes", "_unlooked", "parts")
 
-    def __init__(self, pairs: Iterable[tuple[BlockKey, SlotId]] = ()) -> None:
+    def __init__(self) -> None:
         self._all: list[_Part] = [{}]
         self.parts = self._all * _BYTES
         self._changes: list[tuple[BlockKey, bool]] | None = None
         self._unlooked = 0
-        self.add(pairs)
 
     # -- questions, which change nothing ------------------------------------------------------------------------
 
@@ -82,16 +81,16 @@ class KeyIndex(Mapping[BlockKey, SlotId]):
                     self._split(parts[byte], byte)
             width //= 2
 
-    def add(self, pairs: Iterable[tuple[BlockKey, SlotId]]) -> None:
-        """Add keys, in this order."""
-        parts, pairs = self.parts, list(pairs)
-        for key, slot in pairs:
+    def add(self, keys: Sequence[BlockKey], slots: Sequence[SlotId]) -> None:
+        """Add keys with their slots, in this order."""
+        parts = self.parts
+        for key, slot in zip(keys, slots, strict=True):
             parts[key[0]][key] = slot
-        self._unlooked += len(pairs)
+        self._unlooked += len(keys)
         if self._unlooked >= _LOOK_AFTER:
             self._split_long()
         if self._changes is not None:
-            self._changes += [(key, True) for key, _ in pairs]
+            self._changes += [(key, True) for key in keys]
 
     def remove(self, keys: Collection[BlockKey]) -> None:
         """Remove keys, all of which are there."""

@@ -3,36 +3,49 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvoffload.core.key_index import KeyIndex
 from kvoffload.core.match import PartOfKeys
+from kvoffload.core.tier_state import TierState
 from kvoffload.model.engine import BlockPool
 from kvoffload.model.ids import BlockKey, SlotId
+
+Block = tuple[BlockKey, TierState, SlotId]
+"""A block's key, the lower tier that has it, and its slot there."""
 
 ON_DEVICE = SlotId(sys.maxsize)
 """Stands for a block that the device has."""
 
 
-class LayeredIndex:
-    """The slots that hold a key: those of the host as they are, those of lower tiers as numbers below zero.
+class _AllKeys:
+    """In place of every part of an index. `get` is a closure, because a search calls it for each block."""
 
-    Of the lower tiers the first that has the key counts: slot `s` of tier number `t` of `n` is `-1 - (s * n + t)`.
+    __slots__ = ("get",)
+
+    def __init__(self, get: Callable[[BlockKey], SlotId | None]) -> None:
+        self.get = get
+
+
+class LayeredIndex:
+    """The slots that hold a key: those of the host as they are. A number below zero stands for a block of a lower tier.
 
     Args:
-        host, below: the keys that can hit.
+        host: the keys that can hit there.
+        tiers: below the host; the first that has a key counts.
         device: asked behind the host, for blocks that need no slot; None where the search begins behind what the device has.
 
     Attributes:
-        get: return a key's slot, None where none has it. A closure, because a search calls it for each block.
-        parts: itself, whatever the byte.
+        get: return a key's slot, None where none has it.
+        parts: what `get` finds, whatever the byte.
     """
 
-    __slots__ = ("get", "parts")
+    __slots__ = ("_found", "get", "parts")
 
-    def __init__(self, host: KeyIndex, below: Sequence[KeyIndex], device: BlockPool | None = None) -> None:
-        on_host, levels, count = host.parts, list(enumerate([index.parts for index in below])), len(below)
+    def __init__(self, host: KeyIndex, tiers: Sequence[TierState], device: BlockPool | None = None) -> None:
+        on_host, below = host.parts, [(tier, tier.pool.index.parts) for tier in tiers]
         block_of = None if device is None else device.block_of
+        found = self._found = list[Block]()
 
         def get(key: BlockKey, /) -> SlotId | None:
             byte = key[0]
@@ -41,10 +54,17 @@ class LayeredIndex:
                 return slot
             if block_of is not None and block_of(key) is not None:
                 return ON_DEVICE
-            for level, parts in levels:
+            for tier, parts in below:
                 if (place := parts[byte].get(key)) is not None:
-                    return -1 - place * count - level  # type: ignore[return-value]  # a `SlotId` of its own would be a call a block
+                    found.append((key, tier, place))
+                    return -len(found)  # type: ignore[return-value]  # a `SlotId` of its own would be a call a block
             return None
 
         self.get = get
-        self.parts: Sequence[PartOfKeys] = (self,) * 256
+        # Not itself: what was found would stay until the collector of garbage comes, and make it come.
+        self.parts: Sequence[PartOfKeys] = (_AllKeys(get),) * 256
+
+    def below(self, slots: Iterable[SlotId]) -> list[Block]:
+        """Return the blocks of lower tiers among slots that `get` returned, in their order."""
+        found = self._found
+        return [found[-1 - slot] for slot in slots if slot < 0]

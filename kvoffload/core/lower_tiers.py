@@ -20,9 +20,23 @@ from kvoffload.model.events import DiskClosed, DiskOpened, RankReported
 from kvoffload.model.ids import BlockKey, Rank, RequestId
 from kvoffload.model.transfer import Direction, JobReport, Tier, TransferReport
 
+MOST_STEPS = 64
+"""For which few blocks wait for others. A kill loses those that wait."""
+_ENOUGH = 32
+"""Blocks that do not wait. A job takes the hooks as long as some 80 more blocks in another job."""
+
 
 class LowerTiers:
-    """Handles facts about lower tiers, and passes a job on one to `Spills` or `Fetches`, whichever planned it."""
+    """Handles facts about lower tiers, and passes a job on one to `Spills` or `Fetches`, whichever planned it.
+
+    While the engine has requests, few blocks wait for others: the core calls `step` when a queue has `enough`, or when the last spill
+    was planned `MOST_STEPS` steps ago.
+
+    Attributes:
+        queues: the blocks that `step` plans copies of.
+        waited: steps since a spill was planned.
+        enough: blocks that do not wait for others; fewer where a job may have no more.
+    """
 
     def __init__(self, state: CoreState, stores: Stores) -> None:
         self._state = state
@@ -31,9 +45,9 @@ class LowerTiers:
         self.fetches = Fetches(state, stores)
         self._warm_start = None if state.disk is None else WarmStart(state, state.disk, self.fetches)
         self.queues = [tier.candidates for tier in state.below]
-        """While one of them has work, `step` must be called."""
         if self._warm_start is not None:
             self.queues.append(self._warm_start.keys)
+        self.waited, self.enough = 0, 1
 
     @property
     def is_due(self) -> bool:
@@ -46,9 +60,11 @@ class LowerTiers:
         """Plan copies that no request waits for: a warm start, then spills."""
         if self._warm_start is not None and self._warm_start.keys:
             self._warm_start.step()
-        for tier in self._state.below:
-            if tier.candidates:
-                self._spills[tier.tier].step()
+        for spills in self._spills.values():
+            if spills.step():
+                self.waited = 0
+        capacity = self._state.pool.capacity
+        self.enough = min([_ENOUGH, *[tier.bound.slots(capacity) for tier in self._state.below]])
 
     # -- facts --------------------------------------------------------------------------------------------------
 

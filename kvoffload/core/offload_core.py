@@ -13,7 +13,7 @@ from kvoffload.core.audit import audit, audit_at_rest
 from kvoffload.core.fingerprint import fingerprint
 from kvoffload.core.job import Offer
 from kvoffload.core.loads import Loads
-from kvoffload.core.lower_tiers import LowerTiers
+from kvoffload.core.lower_tiers import MOST_STEPS, LowerTiers
 from kvoffload.core.machine import JobState, RequestEvent, RequestState, SlotState
 from kvoffload.core.pending_hits import PendingHits
 from kvoffload.core.planners import make_planner
@@ -219,10 +219,14 @@ class OffloadCore:
             if self._stores.again or self._stores.for_room or self._stores.states_for_room:
                 self._stores.next_step()
             self._planner.step(fact, advanced)
-            for queue in self._queues:
-                if queue and self.below is not None:
-                    self.below.step()
-                    break
+            if (below := self.below) is not None:
+                below.waited += 1
+                for queue in self._queues:
+                    if queue and (
+                        below.waited >= MOST_STEPS or len(queue) >= below.enough or not state.requests.live
+                    ):
+                        below.step()
+                        break
 
     def plan(self) -> TransferPlan:
         """Return the copies decided since the last call; they count as submitted."""

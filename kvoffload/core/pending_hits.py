@@ -20,7 +20,8 @@ from kvoffload.core.request import PendingHit, RequestRecord
 from kvoffload.core.state import CoreState
 from kvoffload.model.causes import MissCause, PinDropCause
 from kvoffload.model.events import HitDropped, HitPinned, JunctionAsked, LookupAnswered, LookupDeferred
-from kvoffload.model.ids import BlockKey, SlotId
+from kvoffload.model.ids import BlockKey, JobId, RequestId, SlotId
+from kvoffload.model.transfer import Tier
 
 _Fields = tuple[int, int, tuple[SlotId, ...], MissCause | None, BlockKey | None]
 _hit: Callable[[_Fields], PendingHit] = partial(tuple.__new__, PendingHit)
@@ -45,14 +46,14 @@ class PendingHits:
         if record.hit is not None:
             self.drop(record, PinDropCause.LOOKED_UP_AGAIN)
         if record.awaits_fetch is not None and may_wait and self._waits_on(record, device_tokens):
-            state.tally.events.append(LookupDeferred(record.request, None))
+            self._not_yet(record)
             return None
         record.junction = 0
         hit = self._search(record, device_tokens, full_tokens)
         slots = hit.slots
         if self._fetches is not None and hit.missing is not None and record.persists:
             if (self._fetches.look(record, hit) or record.awaits_answer) and may_wait:
-                state.tally.events.append(LookupDeferred(record.request, None))
+                self._not_yet(record)
                 return None
             cause = self._fetches.cause(hit.missing, hit.cause)
             if cause is not hit.cause:
@@ -60,13 +61,27 @@ class PendingHits:
         if slots:
             owner = state.shared.owner(slots) if may_wait and state.shared.owners else None
             if owner is not None:
-                state.tally.events.append(LookupDeferred(record.request, owner))
+                self._not_yet(record, owner)
                 return None
             state.pool.pin(slots)
             event = HitPinned(record.request, len(slots), device_tokens, hit.tokens - device_tokens)
             state.tally.events.append(event)
-        record.hit = hit
+        record.hit, record.waits_for = hit, None
         return hit.tokens - device_tokens
+
+    def _not_yet(self, record: RequestRecord, owner: RequestId | None = None) -> None:
+        """Report that a request waits: once for each load, fetch or store's answer, however often the engine asks.
+
+        Args:
+            record: which.
+            owner: the request that loads what it waits for; None where that comes from a lower tier.
+        """
+        cause: RequestId | JobId | Tier | None = owner
+        if owner is None:
+            cause = Tier.REMOTE if record.awaits_fetch is None else record.awaits_fetch[0].job
+        if record.waits_for != cause:
+            record.waits_for = cause
+            self._state.tally.events.append(LookupDeferred(record.request, owner))
 
     def _waits_on(self, record: RequestRecord, device_tokens: int) -> bool:
         """Whether a fetch brings what the request can use, so that nothing is searched anew. Forgets one that does not."""

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from kvoffload.core.machine import REQUEST, RequestEvent, RequestState
 from kvoffload.model.causes import MissCause
-from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, RequestId, SlotId
+from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, JobId, RequestId, SlotId
 from kvoffload.model.transfer import Tier
 
 if TYPE_CHECKING:
@@ -67,6 +67,8 @@ class RequestRecord(Struct, eq=False):
         asks_below: False where a fetch of its failed, so that it asks for no other.
         awaits_answer: the remote store was asked for its blocks and has not answered.
         awaits_fetch: a fetch for which its lookups wait, and the tokens of the prefix with what it brings.
+        waits_for: what its last lookup was answered "not yet" for: another request, a fetch's job, or the remote store's answer; None
+            where it had another answer.
     """
 
     request: RequestId
@@ -100,6 +102,7 @@ class RequestRecord(Struct, eq=False):
     asks_below: bool = True
     awaits_answer: bool = False
     awaits_fetch: tuple[Job, int] | None = None
+    waits_for: RequestId | JobId | Tier | None = None
 
     @property
     def is_live(self) -> bool:

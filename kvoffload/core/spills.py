@@ -5,7 +5,8 @@
                 └─ the host has evicted it: dropped (`spill_behind`)
 
 Candidates wait in the order in which the host evicts: least recently used first, and within a prefix the deepest first. So the blocks
-that the host evicts next have been written by then, if spills keep up, and the tier, too, evicts a prefix's head last.
+that the host evicts next have been written by then, if spills keep up, and the tier, too, evicts a prefix's head last. While the
+engine has requests, a few candidates wait for others (`LowerTiers`).
 
 A host slot is pinned until every rank's copy has ended, also after a reset: a rank that still reads it writes what it finds under
 the old block's name, and on a store others find it there. A place on the disk is removed from the index before it is written again,
@@ -37,14 +38,15 @@ class Spills:
         tier = self._tier
         return bool(tier.candidates and tier.is_usable and tier.pool.room) and self._state.degraded is None
 
-    def step(self) -> None:
-        """Plan what may be spilled now: nothing while a load or a fetch is under way."""
+    def step(self) -> bool:
+        """Plan what may be spilled now, nothing while a load or a fetch is under way; return whether something was planned."""
         if not self._tier.candidates or not self._tier.is_usable or self._is_load_open():
-            return
+            return False
         limit = self._tier.bound.slots(self._state.pool.capacity)
         room = min(limit - self._open_slots, self._tier.pool.room)
         if keys := self._next_keys(room):
             self._plan(keys)
+        return bool(keys)
 
     def reported(self, job: Job, rank: Rank, part: JobReport) -> None:
         """A rank's copy has ended. One failed rank fails the spill at once; its memory waits for every rank (R4)."""
@@ -87,15 +89,16 @@ class Spills:
         return bool(self._state.jobs.is_loading or self._tier.fetching)
 
     def _next_keys(self, count: int) -> list[BlockKey]:
-        """Take up to `count` candidates that the host has and the tier lacks; return them heads first."""
-        tier, keys = self._tier, dict[BlockKey, None]()
-        on_host, on_tier = self._state.pool.index.parts, tier.pool.index.parts
-        while tier.candidates and len(keys) < count:
-            key = tier.candidates.popleft()
-            tier.waiting.discard(key)
-            if key in on_host[key[0]] and key not in on_tier[key[0]] and key not in tier.spilling:
-                keys[key] = None
-        return list(keys)[::-1]
+        """Take up to `count` candidates; return those that the host has and the tier lacks, heads first."""
+        tier = self._tier
+        keys = [tier.candidates.popleft() for _ in range(min(count, len(tier.candidates)))]
+        tier.waiting.difference_update(keys)
+        on_host, on_tier, spilling = self._state.pool.index.parts, tier.pool.index.parts, tier.spilling
+        return [
+            key
+            for key in reversed(keys)
+            if key in on_host[key[0]] and key not in on_tier[key[0]] and key not in spilling
+        ]
 
     def _plan(self, keys: list[BlockKey]) -> None:
         """Write these blocks, heads first, to the tier, which has room for them."""
@@ -120,10 +123,13 @@ class Spills:
         tier = self._tier
         tier.bound.ended(job, self._state.jobs.last, is_load_open=self._is_load_open())
         self._settle(job, TierOutcome.DONE)
-        lacking = {job.places[position] for position in job.missing}
-        for place in lacking:
-            tier.pool.invalidate(place)
-        tier.pool.fill([place for place in reversed(job.places) if place not in lacking])
+        places = job.places[::-1]
+        if job.missing:
+            lacking = {job.places[position] for position in job.missing}
+            places = [place for place in places if place not in lacking]
+            for place in lacking:
+                tier.pool.invalidate(place)
+        tier.pool.fill(places)
         tier.put(job)
 
     def _failed(self, job: Job, outcome: TierOutcome) -> None:

@@ -67,7 +67,7 @@ class CoreState:
         self.shape = shape
         self.policy = policy
         self.device = device
-        self.disk = None if policy.spill_after_hits is None else DiskState(policy.spill_after_hits)
+        self.disk = None if (hits := policy.spill_after_hits) is None else DiskState(hits, shape.ranks)
         self.remote = (
             None
             if policy.share_after_hits is None

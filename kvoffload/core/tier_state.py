@@ -71,7 +71,7 @@ class TierState:
         """Note that these blocks were found again, a prefix's head last."""
         on_tier = self.pool.index.parts
         for key in keys:
-            if key in self.waiting or key in on_tier[key[0]] or key in self.spilling:
+            if key in on_tier[key[0]] or key in self.waiting or key in self.spilling:
                 continue
             hits = self._hits.pop(key, 0) + 1
             if hits < self._after_hits:

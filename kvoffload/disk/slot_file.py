@@ -146,9 +146,10 @@ class SlotFile:
         os.close(self._descriptor)
 
     def _transfer(self, slot: int, data: Sequence[memoryview], call: _Call) -> None:
-        offset = self._offset(slot)
-        self._offset(slot + sum(map(len, data)) // self.shape.pitch - 1)
-        for parts in _calls(data):
+        offset, size = self._offset(slot), sum(map(len, data))
+        self._offset(slot + size // self.shape.pitch - 1)
+        is_one_call = size <= PIECE_BYTES and len(data) <= _MOST_PARTS
+        for parts in [list(data)] if is_one_call else _calls(data):
             while parts:
                 count = call(self._descriptor, parts, offset)
                 if count <= 0:

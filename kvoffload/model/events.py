@@ -44,11 +44,11 @@ class HitDropped(Event, frozen=True):
 
 
 class LookupDeferred(Event, frozen=True):
-    """A lookup answered "not yet": the prefix is on its way to the device, or to the host.
+    """A lookup answered "not yet": the prefix is on its way to the device, or to the host. Each wait is reported once.
 
     Args:
         request: which.
-        owner: the other request that loads it; None where it is fetched from the disk.
+        owner: the other request that loads it; None where it is fetched from a lower tier.
     """
 
     request: RequestId

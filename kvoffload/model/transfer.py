@@ -126,14 +126,15 @@ class JobReport(Message, frozen=True):
     Args:
         job: the job.
         direction: its direction.
-        outcome: how it ended. Once it is sent, this rank no longer touches the job's slots and blocks.
+        outcome: how it ended. Once it is sent, this rank no longer touches the job's slots and blocks, but for those in `stuck`.
         copied_bytes: bytes copied by this rank (0 if it failed).
         queue_s: seconds between submission and report in which nothing was copied, including the detection of the end
             and the checksums.
         copy_s: seconds spent copying.
         corrupt: positions in the job whose bytes were found corrupt (empty otherwise).
         sums: of a spill that ended well: a checksum of this rank's shard of each block.
-        stuck: positions of a spill whose place may still change, because a write to it has not returned.
+        stuck: positions of a spill whose place may still change, or of a fetch from the disk whose host slot may, because a call
+            to the disk has not returned.
         missing: positions of a fetch from a remote store, or of a spill to it, of which the store has no value. The other
             positions of a job that ended well are done.
     """

@@ -2,7 +2,7 @@
 
     start ─▶ the KV's identity ─▶ its folder, locked
     every rank's file is open ─▶ index ─▶ parts for the core, a few thousand blocks a step
-    what the core records ─▶ written four times a second, strikes at once; synced once a second
+    what the core records ─▶ written ten times a second, strikes at once; synced once a second
     reset ─▶ the index is removed, before the reset is answered; this process finds its own blocks without one
 
 No hook waits for it, except a reset, and that for at most `RESET_S`. If the disk fails, the index stays as it is: its
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from kvoffload.disk.index_log import IndexLog
 
 RESET_S = 5.0
-WRITE_PERIOD_S = 0.25
+WRITE_PERIOD_S = 0.1
 """Waking the thread for each report takes the hooks 40 to 80 us. What a crash finds unwritten is computed again."""
-_WRITES_A_SYNC = 4
+_WRITES_A_SYNC = 10
 _PART = 2048  # blocks or slots that the core takes over in a step, which takes some milliseconds
 _GROWTH = 2**16  # slots that it makes in a step
 
@@ -80,8 +80,6 @@ class DiskIndex:
         self._unwritten: deque[DiskRecord] = deque()
         self.due: deque[Callable[[], facts.Fact]] = deque()
         """Functions that make the facts for the core, one a step: `next_fact`."""
-        self.awaits_files = True
-        """Whether ranks have not opened their slot files yet."""
         self._is_closed = self._was_reset = self._is_handed_over = False
         self._files: dict[Rank, DiskFile] = {}
         self.identity: KVIdentity | None = None
@@ -93,20 +91,24 @@ class DiskIndex:
 
     # -- the engine's thread ------------------------------------------------------------------------------------
 
-    def ranks_reported(self, reports: Iterable[TransferReport]) -> None:
-        """Ranks may have opened their slot files, or failed to; with the last one the index is read."""
+    def ranks_reported(self, reports: Iterable[TransferReport]) -> bool:
+        """Ranks may have opened their slot files, or failed to; with the last one the index is read.
+
+        Returns:
+            Whether other ranks' files are waited for.
+        """
         for report in reports:
             if report.disk_file is None and not report.disk_works:
-                self.awaits_files = False
                 self._do(partial(self._miss_file, report.rank))
-                return
+                return False
             if report.disk_file is None or report.rank in self._files or not 0 <= report.rank < self._ranks:
                 continue
             self._files[report.rank] = report.disk_file
             if len(self._files) == self._ranks:
-                self.awaits_files = False
                 self._do(self._open)
                 self._writing = self._portal.spawn(self._write_now_and_then)
+                return False
+        return True
 
     def next_fact(self) -> facts.Fact:
         """Return the next fact of those `due`. After a reset all slots are free, whatever they held."""

@@ -59,6 +59,7 @@ class LowerTiersSide:
         asks: questions for the store.
         records: what the disk's index must record.
         overdue_at: when the open jobs are overdue, if none begins or ends before.
+        awaits_files: whether ranks have not opened their slot files yet.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class LowerTiersSide:
         self.asks: list[Ask] = [] if state.remote is None else state.remote.asks
         self.records: list[DiskRecord] = [] if state.disk is None else state.disk.records
         self.overdue_at = inf
+        self.awaits_files = disk is not None
 
     @property
     def disk_identity(self) -> KVIdentity | None:
@@ -122,11 +124,11 @@ class LowerTiersSide:
         self.overdue_at = now + self._patience_s
 
     def reported(self, reports: Sequence[TransferReport], now: float, *, has_moved: bool) -> None:
-        """Ranks reported; jobs on these tiers have ended, if that `has_moved` them."""
+        """Ranks reported; `has_moved` says whether jobs on these tiers ended."""
         if has_moved:
             self.moved(now)
-        if self.disk is not None and self.disk.awaits_files:
-            self.disk.ranks_reported(reports)
+        if self.disk is not None and self.awaits_files:
+            self.awaits_files = self.disk.ranks_reported(reports)
         if self.records:
             self.record()
 

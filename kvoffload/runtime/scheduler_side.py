@@ -336,9 +336,10 @@ class SchedulerSide:
             self.bus.dispatch([facts.TransferReported(report)])
             if report.lost is not None:
                 self.bus.dispatch([facts.InvariantBroken(DegradeCause.TRANSFER_DEAD, report.lost)])
-        if self._below is not None:
-            self._below.reported(reports, began, has_moved=self._jobs.open_below != open_below)
         if reports:
+            below, has_moved = self._below, self._jobs.open_below != open_below
+            if below is not None and (has_moved or below.records or below.awaits_files):
+                below.reported(reports, began, has_moved=has_moved)
             self._look_after_reports()
         answers = self.take_answers()
         spent = self._spent

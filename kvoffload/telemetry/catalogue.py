@@ -151,7 +151,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_lookup_blocks_total", "Block positions looked up on the host beyond what the device held, once per admission.", Kind.COUNTER, (_RESULT,), "blocks"),
     Metric("kvoffload_lookup_tokens_total", "Tokens in the block positions looked up.", Kind.COUNTER, (_RESULT,), "tokens"),
     Metric("kvoffload_miss_blocks_total", "Looked-up block positions that did not hit, by cause; the causes sum to the missed blocks.", Kind.COUNTER, (Label("cause", MissCause),), "blocks"),
-    Metric("kvoffload_lookups_deferred_total", "Lookups answered with 'not yet', because another request was loading the same prefix, or because blocks were being fetched from a tier below the host.", Kind.COUNTER, (Label("reason", LoadWait, served=(LoadWait.OTHERS_LOAD, LoadWait.FETCH)),), "lookups"),
+    Metric("kvoffload_lookups_deferred_total", "Lookups answered with 'not yet', because another request was loading the same prefix, or because blocks were being fetched from a tier below the host; each wait for a load, a fetch or a store's answer counts once, however often the engine asks.", Kind.COUNTER, (Label("reason", LoadWait, served=(LoadWait.OTHERS_LOAD, LoadWait.FETCH)),), "lookups"),
     Metric("kvoffload_fetched_tokens_total", "Tokens of hits on the host that had been fetched from the tier for the request that found them.", Kind.COUNTER, (_LOWER_TIERS,), "tokens"),
     Metric("kvoffload_pin_dropped_blocks_total", "Blocks that a lookup pinned and that were released without a load.", Kind.COUNTER, (Label("cause", PinDropCause),), "blocks"),
     # --- outcomes of offers and loads ---

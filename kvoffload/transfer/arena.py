@@ -131,14 +131,23 @@ class Arena:
         """Return the bytes of one slot, region by region; writable, valid until `close`."""
         return [page.data for pages in self._pages_of(slot) for page in pages]
 
-    def read(self, slot: int, target: memoryview) -> None:
-        """Copy a slot's bytes to the beginning of `target`, region by region."""
-        for pages, part in self._beside(slot, target):
+    def views(self, memory: memoryview) -> list[Pages]:
+        """Return the beginning of `memory` as `read` and `write` take it: a slot's bytes, region by region."""
+        flat, start, found = np.frombuffer(memory, np.uint8), 0, list["Pages"]()
+        for size, group in groupby(_page_bytes(self.layout)):
+            end = start + size * len(list(group))
+            found.append(flat[start:end].reshape(-1, size))
+            start = end
+        return found
+
+    def read(self, slot: int, target: Sequence[Pages]) -> None:
+        """Copy a slot's bytes to `views` of some memory."""
+        for pages, part in zip(self._pages_of(slot), target, strict=True):
             part[:] = pages  # numpy copies without the interpreter's lock, which it takes once for all pages
 
-    def write(self, slot: int, source: memoryview) -> None:
-        """Copy the beginning of `source` to a slot, region by region."""
-        for pages, part in self._beside(slot, source):
+    def write(self, slot: int, source: Sequence[Pages]) -> None:
+        """Copy `views` of some memory to a slot."""
+        for pages, part in zip(self._pages_of(slot), source, strict=True):
             pages[:] = part
 
     @contextmanager
@@ -163,13 +172,6 @@ class Arena:
         with self._lock:
             self._closed = True
         self._release_unheld()
-
-    def _beside(self, slot: int, memory: memoryview) -> Iterator[tuple[Pages, Pages]]:
-        """Yield a slot's pages with the part of `memory` that they have there."""
-        flat, start = np.frombuffer(memory, np.uint8), 0
-        for pages in self._pages_of(slot):
-            yield pages, flat[start : start + pages.size].reshape(pages.shape)
-            start += pages.size
 
     def _pages_of(self, slot: int) -> list[Pages]:
         """Return a slot's pages, [regions, page]."""

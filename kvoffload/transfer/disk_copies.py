@@ -6,10 +6,9 @@
 A job's slots are taken in the order of their places in the file, as many at a time as fill a piece: those in adjacent places are
 one call to the disk, the others one call each.
 
-What is read goes through a buffer of the thread's. Direct I/O needs one where pages are not aligned; and a read that does
-not return has nothing but this buffer under it. So a hanging disk costs a thread and a buffer: after `timeout_s` the job ends as
-failed, and its host slots are free for anything else. A write that hangs may still change its places in the file; the report names
-them (`JobReport.stuck`).
+A call that does not return costs a thread, its buffer, and what it may still change: a write its places in the file, a read of
+long pages, which has no buffer, its host slots. After `timeout_s` the job ends as failed, and the report names what may change
+(`JobReport.stuck`); everything else of the job is free for other blocks.
 
 The first call that hangs stops everything: what is queued fails, and so does what comes, until the call has returned. Too many
 errors in a row end it for good. Both only cost hits.
@@ -28,7 +27,7 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
-from xxhash import xxh3_64
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from kvoffload.logs import get_logger
 from kvoffload.model.transfer import Direction
@@ -53,6 +52,9 @@ THREADS = 6
 
 SYNC_PERIOD_S = 1.0
 _MOST_ERRORS = 8  # in a row, after which the disk is not asked again
+_KEEPS_LOCK, _SHORT = 2**16, 2**17
+"""Bytes. Of more than the first the hash library releases the interpreter's lock, and has to get it back from other threads; for up
+to the second that takes longer than the hash."""
 
 log = get_logger("disk")
 
@@ -161,7 +163,7 @@ class DiskCopies:
         reports: list[JobReport] = []
         while self._ended:
             copy = self._ended.popleft()
-            copy.owner.note(copy)
+            copy.owner.note(copy, are_in_place=self._buffers.are_in_place)
             if not copy.owner.open_copies:
                 self._open -= 1
                 reports.append(copy.owner.report(self._clock.monotonic(), self._file.shape.slot_bytes))
@@ -244,7 +246,9 @@ class DiskCopies:
                 copy.corrupt = [positions[index] for index in wrong]
                 bad = [slots[index] for index in wrong]
                 log.error("blocks_corrupt", job=job.job, blocks=len(wrong), slots=bad)
-            right = [index for index in range(len(slots)) if index not in wrong]
+            right: Sequence[int] = range(len(slots))
+            if wrong:
+                right = [index for index in right if index not in wrong]
             if not self._call(copy, self._file.write, right, data):
                 return False
         self._is_synced = False
@@ -253,20 +257,21 @@ class DiskCopies:
 
     def _read(self, copy: DiskCopy) -> bool:
         """Read places into their host slots, where they hold what they should; return whether the copy is this thread's to end."""
-        job, positions = copy.owner.job, copy.positions
-        data = self._buffers.room(len(positions))
-        if not self._call(copy, self._file.read, range(len(positions)), data):
-            return False
-        right = dict[int, int]()
-        for index, position in enumerate(positions):
-            if _checksum(data[index], self._file.shape.slot_bytes) == job.sums[position][self._rank]:
-                right[job.slots[position]] = index
-        with self._arena.held() as is_open:
-            if not (is_open and copy.claim()):
+        job, positions, size = copy.owner.job, copy.positions, self._file.shape.slot_bytes
+        with self._arena.held() as is_open:  # the disk may put the bytes where they belong
+            if not is_open:
+                return False
+            data = self._buffers.room([job.slots[position] for position in positions])
+            if not self._call(copy, self._file.read, range(len(positions)), data):
+                return False
+            right = dict[int, int]()
+            for index, position in enumerate(positions):
+                if _checksum(data[index], size) == job.sums[position][self._rank]:
+                    right[job.slots[position]] = index
+            if not copy.claim():
                 return False  # the host slots may be other blocks' by now
             copy.corrupt = [position for position in positions if job.slots[position] not in right]
-            if right:
-                self._buffers.scatter(right)
+            self._buffers.scatter(right)
             if right and self._checksums is not None:
                 self._checksums.take(*right)
         return True
@@ -279,11 +284,12 @@ class DiskCopies:
         data: Sequence[Pieces],
     ) -> bool:
         """Have the disk write or read some of a copy's slots; False where the hook's thread has ended the copy meanwhile."""
-        places = copy.owner.job.places
-        for run in _runs(indexes, [places[position] for position in copy.positions]):
-            if not copy.enter([copy.positions[index] for index in run], self._clock.monotonic()):
+        positions = [copy.positions[index] for index in indexes]
+        places = [copy.owner.job.places[position] for position in positions]
+        for first, end in _runs(places):
+            if not copy.enter(positions[first:end], self._clock.monotonic()):
                 return False
-            call(places[copy.positions[run[0]]], [piece for index in run for piece in data[index]])
+            call(places[first], [piece for index in indexes[first:end] for piece in data[index]])
         self._errors, copy.is_done = 0, True
         return True
 
@@ -340,22 +346,28 @@ def _next_of(queue: deque[DiskCopy]) -> DiskCopy | None:
         return None
 
 
-def _runs(indexes: Sequence[int], places: Sequence[int]) -> Iterator[list[int]]:
-    """Yield indexes whose places follow each other."""
-    run = list[int]()
-    for index in indexes:
-        if run and places[index] != places[run[-1]] + 1:
-            yield run
-            run = []
-        run.append(index)
-    if run:
-        yield run
+def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield where in `places` those begin and end that follow each other in the file."""
+    first = 0
+    for end, place in enumerate(places[1:], 1):
+        if place != places[end - 1] + 1:
+            yield first, end
+            first = end
+    if places:
+        yield first, len(places)
 
 
 def _checksum(pieces: Pieces, size: int) -> int:
     """Return the checksum of a slot of so many bytes."""
+    if size <= _KEEPS_LOCK and len(pieces) == 1:
+        return xxh3_64_intdigest(pieces[0][:size])
     state = xxh3_64()
     for piece in pieces:
-        state.update(piece[:size])  # a streamed hash releases the interpreter's lock
-        size -= len(piece)
+        part = piece[:size]
+        size -= len(part)
+        if len(part) <= _SHORT:
+            for start in range(0, len(part), _KEEPS_LOCK):
+                state.update(part[start : start + _KEEPS_LOCK])
+        else:
+            state.update(part)
     return state.intdigest()

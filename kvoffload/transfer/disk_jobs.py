@@ -65,7 +65,7 @@ class OpenDiskJob:
         is_withdrawn: no copy of it is to begin any more.
         began, ended: when the first copy did, and the last one so far.
         corrupt: positions whose bytes are not those that were written.
-        stuck: positions under a write that hangs.
+        stuck: positions under a call that hangs, if it may still change the place, or the host slot.
         sums: of a spill, checksums by position.
     """
 
@@ -80,14 +80,19 @@ class OpenDiskJob:
     stuck: list[int] = field(default_factory=list)
     sums: dict[int, int] = field(default_factory=dict)
 
-    def note(self, copy: DiskCopy) -> None:
-        """Add the end of a copy."""
+    def note(self, copy: DiskCopy, *, are_in_place: bool) -> None:
+        """Add the end of a copy.
+
+        Args:
+            copy: which.
+            are_in_place: reads go into the host slots themselves.
+        """
         self.open_copies -= 1
         if copy.ended:
             self.began, self.ended = min(self.began, copy.began), max(self.ended, copy.ended)
         self.failed |= not copy.is_done or copy.is_stuck
         self.corrupt += copy.corrupt
-        if copy.is_stuck and self.job.direction is Direction.STORE:
+        if copy.is_stuck and (are_in_place or self.job.direction is Direction.STORE):
             self.stuck += copy.under_call
         self.sums.update(copy.sums)
 

@@ -190,7 +190,7 @@ class RemoteCopies:
                 raise RemoteError("the host's memory is gone")
             for position, value in zip(batch, buffers, strict=True):
                 slot = job.slots[position]
-                self._arena.read(slot, value)
+                self._arena.read(slot, self._arena.views(value))
                 # After the copy: what the slot holds now it held during the copy too.
                 if self._checksums is not None and not self._checksums.is_as_stored(slot):
                     wrong.append(position)
@@ -221,7 +221,7 @@ class RemoteCopies:
         with self._arena.held() as is_open:
             for position in got.whole if is_open else ():
                 slot = job.slots[position]
-                self._arena.write(slot, buffers[position - first])
+                self._arena.write(slot, self._arena.views(buffers[position - first]))
                 if self._checksums is not None:
                     self._checksums.take(slot)
         return got

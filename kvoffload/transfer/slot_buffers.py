@@ -1,12 +1,11 @@
 """The bytes of host slots in memory that direct I/O takes.
 
-    to the disk      long aligned pages: where they lie          other pages: gathered in a buffer of the calling thread's
-    from the disk    always the buffer, as a read that hangs must not have a host slot under it
+    pages that are aligned and long    written and read where they lie
+    other pages                        gathered in, or scattered from, a buffer of the calling thread's
 
-A write may use the host slot itself: if it hangs, what it still reads goes to a place that is not used again. Without
-the copy to a buffer, spills of blocks of 4 MiB took a third of the processor time. Short pages are gathered: the hash library
-is called for each page, and each call keeps the interpreter's lock or must get it back. Blocks of 1 MiB in 8 pages were
-spilled at 0.88 of a sequential pass gathered, at 0.73 in place.
+A call that hangs costs its buffer. A read without one costs its host slots: it may still fill them, so they are not used again. A
+write without one costs no host slot: whatever it still reads there goes to a place in the file that is not used again. Without the
+copies, blocks of 1 and 4 MiB in 8 pages are fetched for 0.7 of the processor time.
 """
 
 from __future__ import annotations
@@ -19,13 +18,23 @@ from kvoffload.disk.slot_file import PIECE_BYTES
 from kvoffload.disk.system import PAGE, aligned_buffer
 
 if TYPE_CHECKING:
-    from kvoffload.transfer.arena import Arena
+    from kvoffload.transfer.arena import Arena, Pages
 
 Pieces: TypeAlias = Sequence[memoryview]
 """A slot's bytes; the end of the last piece is padding to a whole page."""
 
-_LONG = 2**17
-"""Bytes; pages that are longer are written from where they lie."""
+_LONG = 2**16
+"""Bytes from which on a page is long. Shorter ones are many, and each is a part of a call to the disk and an update of a checksum."""
+
+
+class _Buffer:
+    """A thread's memory for some slots, and all views of it that copies need: made anew they took longer than short copies."""
+
+    def __init__(self, arena: Arena, pitch: int, slots: int) -> None:
+        memory = aligned_buffer(slots * pitch)
+        parts = [memory[start : start + pitch] for start in range(0, slots * pitch, pitch)]
+        self.pieces: list[Pieces] = [(part,) for part in parts]
+        self.views: list[Sequence[Pages]] = [arena.views(part) for part in parts]
 
 
 class SlotBuffers:
@@ -37,6 +46,7 @@ class SlotBuffers:
 
     Attributes:
         at_once: slots that a thread's buffer has room for.
+        are_in_place: no buffers are used; reads go into the host slots themselves.
     """
 
     def __init__(self, arena: Arena, pitch: int) -> None:
@@ -44,31 +54,34 @@ class SlotBuffers:
         self._pitch = pitch
         self.at_once = max(PIECE_BYTES // pitch, 1)
         sizes = [region.page_bytes for region in arena.layout.regions]
-        self._is_in_place = not any(size % PAGE for size in sizes) and min(sizes) > _LONG
+        self.are_in_place = not any(size % PAGE for size in sizes) and min(sizes) >= _LONG
         self._threads = threading.local()
 
     def gather(self, slots: Sequence[int]) -> Sequence[Pieces]:
         """Return the bytes of slots, valid until the thread's next call."""
-        if self._is_in_place:
-            return [self._arena.pages(slot) for slot in slots]
-        room = self.room(len(slots))
-        for slot, (value,) in zip(slots, room, strict=True):
-            self._arena.read(slot, value)
-        return room
+        if self.are_in_place:
+            return self.room(slots)
+        buffer = self._buffer()
+        for slot, views in zip(slots, buffer.views, strict=False):
+            self._arena.read(slot, views)
+        return buffer.pieces[: len(slots)]
 
-    def room(self, count: int) -> list[tuple[memoryview]]:
-        """Return memory for `count` slots, valid until the thread's next call."""
-        buffer, pitch = self._buffer(), self._pitch
-        return [(buffer[start : start + pitch],) for start in range(0, count * pitch, pitch)]
+    def room(self, slots: Sequence[int]) -> Sequence[Pieces]:
+        """Return memory to read slots into, valid until the thread's next call; `scatter` brings it to them."""
+        if self.are_in_place:
+            return [self._arena.pages(slot) for slot in slots]
+        return self._buffer().pieces[: len(slots)]
 
     def scatter(self, slots: Mapping[int, int]) -> None:
         """Copy what was read into `room`: to each slot what its value, an index, has there."""
-        buffer = self._buffer()
+        if self.are_in_place:
+            return
+        views = self._buffer().views
         for slot, index in slots.items():
-            self._arena.write(slot, buffer[index * self._pitch :])
+            self._arena.write(slot, views[index])
 
-    def _buffer(self) -> memoryview:
-        buffer: memoryview | None = getattr(self._threads, "buffer", None)
+    def _buffer(self) -> _Buffer:
+        buffer: _Buffer | None = getattr(self._threads, "buffer", None)
         if buffer is None:
-            buffer = self._threads.buffer = aligned_buffer(self.at_once * self._pitch)
+            buffer = self._threads.buffer = _Buffer(self._arena, self._pitch, self.at_once)
         return buffer

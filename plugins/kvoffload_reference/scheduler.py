@@ -97,9 +97,7 @@ class ReferenceScheduler:
 
     def update(self, outputs: Sequence[object]) -> LoadResults:
         reports = [output for output in outputs if isinstance(output, TransferReport)]
-        if not reports and not self._offload.has_work:
-            return LoadResults()
-        answers = self._offload.reported(reports)
+        answers = self._offload.reported(reports) if reports else self._offload.take_answers()
         return LoadResults(tuple(answers.loaded), tuple(answers.failed))
 
     def has_pending_work(self) -> bool:

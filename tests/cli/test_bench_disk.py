@@ -28,6 +28,7 @@ def test_each_way_is_held_against_the_disk_itself(tmp_path: Path, capsys: pytest
         for part, unit in (
             (", over a sequential pass of direct I/O", "x"),
             (", over the same on 6 threads", "x"),
+            (", over the same through one buffer", "x"),
             ("", " GB/s"),
             (", processor time a GiB", " s"),
         )

@@ -142,7 +142,7 @@ class DiskWorld(LowerWorld):
         return JobReport(job.job, job.direction, outcome, 0, 0.0, 0.0, sums=done, stuck=stuck)
 
     def _fetch(
-        self, rank: int, job: DiskJob, outcome: CopyOutcome, corrupt: tuple[int, ...], _: tuple[int, ...]
+        self, rank: int, job: DiskJob, outcome: CopyOutcome, corrupt: tuple[int, ...], stuck: tuple[int, ...]
     ) -> JobReport:
         wrong = list(corrupt)
         for at, (slot, place) in enumerate(zip(job.slots, job.places, strict=True)):
@@ -156,7 +156,7 @@ class DiskWorld(LowerWorld):
         if outcome is not FAILED:
             outcome = CORRUPT if wrong else DONE
         found = tuple(sorted(wrong)) if outcome is CORRUPT else ()
-        return JobReport(job.job, job.direction, outcome, 0, 0.0, 0.0, found)
+        return JobReport(job.job, job.direction, outcome, 0, 0.0, 0.0, found, stuck=stuck)
 
     def disk_fails(self, rank: int = 0, *, works: bool = False) -> None:
         """A rank says that its disk fails, or works again."""

@@ -334,9 +334,9 @@ def test_at_rest_the_disks_slots_are_not_gone_through() -> None:
     world.only_on_disk(TEXT)
     disk = world.core.state.disk
     assert disk is not None
-    disk.sums[next(iter(disk.pool.index.values()))] = None
+    disk.has_block[next(iter(disk.pool.index.values()))] = 0
     assert world.core.audit() == ["2 slots of the disk have checksums, 3 can be found"]
-    disk.sums = None  # type: ignore[assignment]  # whoever goes through them raises
+    disk.has_block = None  # type: ignore[assignment]  # whoever goes through them raises
     assert world.core.audit_at_rest([]) == []
 
 

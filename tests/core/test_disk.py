@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
 
+from kvoffload.core.job import Job
+from kvoffload.core.layered_index import LayeredIndex
+from kvoffload.core.lower_tiers import MOST_STEPS
 from kvoffload.core.machine import SlotState
 from kvoffload.core.match import Match, longest_match
+from kvoffload.core.request import RequestRecord
 from kvoffload.model import facts
 from kvoffload.model.causes import EvictionCause, MissCause, TierOutcome
 from kvoffload.model.events import (
@@ -20,11 +25,12 @@ from kvoffload.model.events import (
 from kvoffload.model.ids import JobId
 from kvoffload.model.transfer import Direction
 from tests.core.disk_world import DiskWorld
-from tests.core.world import CORRUPT, DONE, FAILED, full, window
+from tests.core.world import CORRUPT, DONE, FAILED, full, keys_of, window
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
 TEXT = "abcdefghijklmnop"  # four blocks, of which a lookup finds three
 OTHER = "ABCDEFGHIJKLMNOP"
+OTHERS = [OTHER, OTHER.lower()[::-1], OTHER[::-1]]
 
 
 def test_what_is_found_again_is_spilled_and_nothing_else() -> None:
@@ -116,9 +122,10 @@ def test_lookups_that_wait_for_a_fetch_search_nothing_until_it_has_ended(
     assert not searches
     assert [world.lookup(shares) for _ in range(5)] == [None] * 5  # it began no fetch of its own
     assert len(searches) == 1
-    assert len(world.reported(LookupDeferred)) == 10
+    assert len(world.reported(LookupDeferred)) == 2  # each waits once
     assert world.lookup(request, may_wait=False) == 0  # its patience has ended
     assert world.lookup(request) is None
+    assert len(world.reported(LookupDeferred)) == 3  # after an answer it is another wait
     world.idle_step()
     world.finish()
     assert world.admit(request) == 12
@@ -127,7 +134,7 @@ def test_lookups_that_wait_for_a_fetch_search_nothing_until_it_has_ended(
     world.run(request)
 
 
-def test_a_request_whose_next_block_is_nowhere_is_searched_once_when_it_arrives(
+def test_a_request_whose_next_block_is_nowhere_is_not_searched_for_when_it_arrives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = DiskWorld(host=16)
@@ -135,7 +142,36 @@ def test_a_request_whose_next_block_is_nowhere_is_searched_once_when_it_arrives(
     world.serve("head", OTHER[:9])
     searches = searches_of("fetches", monkeypatch)
     world.add("late", OTHER)
-    assert len(searches) == 1
+    assert searches == []
+
+
+def test_a_head_that_the_host_lost_before_its_tail_is_fetched_by_the_lookup() -> None:
+    world = DiskWorld(host=16)
+    world.serve("once", TEXT)
+    world.serve_again("again", TEXT)
+    world.device.forget_keys()
+    world.core.state.pool.invalidate(world.core.state.pool.index[keys_of(TEXT, world.groups[0])[0]])
+    request = world.add("late", TEXT)
+    assert world.lookup(request) is None
+    world.idle_step()
+    world.finish()
+    assert world.lookup(request) == 12
+
+
+def test_what_lies_behind_blocks_of_the_device_is_fetched_when_a_request_arrives() -> None:
+    world = DiskWorld(host=16)
+    world.only_on_disk(TEXT)
+    world.disk_fails()
+    world.serve("head", TEXT[:5])
+    head = keys_of(TEXT, world.groups[0])[0]
+    place = world.disk.pool.index[head]
+    world.disk.strike(place)
+    for pool, slot in ((world.disk.pool, place), (world.core.state.pool, world.core.state.pool.index[head])):
+        pool.invalidate(slot)
+    world.disk_fails(works=True)
+    world.add("late", TEXT)
+    world.idle_step()
+    assert world.disk_jobs(LOAD)
 
 
 def test_a_fetch_is_not_waited_for_where_the_device_has_as_much_by_then() -> None:
@@ -347,6 +383,43 @@ def test_a_place_under_a_write_that_hangs_is_never_handed_out_again() -> None:
     assert world.disk.pool.room == 3
 
 
+def test_r16_a_host_slot_under_a_read_that_hangs_is_never_handed_out_again() -> None:
+    world = DiskWorld(ranks=2, host=32)
+    world.only_on_disk(TEXT)
+    room = world.core.state.pool.room
+    world.lookup(world.add("late", TEXT))
+    world.idle_step()
+    [job] = [number for number in world.open_jobs() if world.copies[number].job.direction is LOAD]
+    world.report(0, job, FAILED, stuck=(1, 2))
+    world.report(1, job, FAILED, stuck=(2,))
+    world.settle()
+    assert world.core.state.pool.count(SlotState.QUARANTINED) == 2
+    assert world.core.state.pool.room == room - 2
+
+
+def test_a_fetch_leaves_nothing_to_the_collector_of_garbage() -> None:
+    """It would come more often, in the hooks."""
+    world = DiskWorld(host=16)
+    world.only_on_disk(TEXT)
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        request = world.add("gone", TEXT)
+        assert world.lookup(request) is None
+        world.idle_step()
+        world.finish()
+        world.end(request)  # when its blocks have come, and not looked up again
+        world.settle()
+        gc.collect()
+        left = {type(found) for found in gc.garbage}
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert left.isdisjoint({Job, LayeredIndex, RequestRecord})
+
+
 def test_r17_corrupt_bytes_are_removed_and_never_served() -> None:
     world = DiskWorld(ranks=2, host=32)
     world.only_on_disk(TEXT)
@@ -443,7 +516,7 @@ def test_r16_of_a_fetch_that_no_rank_reports_the_host_slots_are_written_off() ->
 
 
 def test_spills_wait_for_loads_and_fetches() -> None:
-    world = DiskWorld(host=32)
+    world = DiskWorld(host=16)
     world.only_on_disk(TEXT)
     world.serve("other", OTHER)
     world.serve("other again", OTHER, drains=False)
@@ -452,6 +525,45 @@ def test_spills_wait_for_loads_and_fetches() -> None:
     world.idle_step()
     assert (len(world.disk_jobs(LOAD)), world.disk_jobs(STORE)) == (1, [])
     world.finish()
+    world.idle_step()
+    assert len(world.disk_jobs(STORE)) == 1
+
+
+def gathering() -> DiskWorld:
+    """A world whose spills have at most eight blocks, with a request that runs on and three blocks that were found again."""
+    world = DiskWorld(host=64, disk=64)
+    world.serve("first", TEXT)
+    world.serve_again("first again", TEXT)  # the limit is not known before the first spill
+    for text in OTHERS:
+        world.serve(text, text)
+    world.add("runs on", "?")
+    world.serve("again", OTHERS[0], drains=False)
+    world.idle_step()
+    assert (len(world.disk.candidates), world.disk_jobs(STORE)) == (3, [])
+    return world
+
+
+def test_few_blocks_are_spilled_with_those_that_come_soon() -> None:
+    world = gathering()
+    for text in OTHERS[1:]:
+        assert world.disk_jobs(STORE) == []
+        world.serve(f"{text} again", text, drains=False)
+    world.idle_step()
+    [job] = world.disk_jobs(STORE)
+    assert len(world.copies[job].job.slots) == 8
+
+
+def test_few_blocks_wait_for_some_steps_at_most() -> None:
+    world = gathering()
+    for _ in range(MOST_STEPS):
+        world.idle_step()
+    [job] = world.disk_jobs(STORE)
+    assert len(world.copies[job].job.slots) == 3
+
+
+def test_few_blocks_do_not_wait_while_no_request_is_known() -> None:
+    world = gathering()
+    world.end(world.requests["runs on"])
     world.idle_step()
     assert len(world.disk_jobs(STORE)) == 1
 

@@ -67,11 +67,10 @@ class WithDisk(Everything):
         rank = data.draw(st.sampled_from(sorted(copy.running)))
         if copy.job.direction is Direction.STORE:
             outcome = FAILED if outcome is CORRUPT else outcome
-            stuck = (0,) if outcome is FAILED and hangs else ()
-            self.world.report(rank, number, outcome, stuck=stuck)
-            return
+        stuck = (0,) if outcome is FAILED and hangs else ()
         places = data.draw(st.sets(st.integers(0, len(copy.job.slots) - 1))) if outcome is CORRUPT else set()
-        self.world.report(rank, number, DONE if outcome is CORRUPT else outcome, tuple(sorted(places)))
+        outcome = DONE if outcome is CORRUPT else outcome
+        self.world.report(rank, number, outcome, tuple(sorted(places)), stuck=stuck)
 
     @precondition(lambda self: self.world.disk.pool.index)
     @rule(data=st.data(), really=RARELY)

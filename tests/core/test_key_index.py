@@ -22,7 +22,13 @@ def random_keys(count: int) -> list[BlockKey]:
 
 
 def index_of(keys: Sequence[BlockKey]) -> KeyIndex:
-    return KeyIndex((key, SlotId(slot)) for slot, key in enumerate(keys))
+    index = KeyIndex()
+    index.add(keys, numbers(0, len(keys)))
+    return index
+
+
+def numbers(first: int, end: int) -> list[SlotId]:
+    return list(map(SlotId, range(first, end)))
 
 
 def sizes(index: KeyIndex) -> list[int]:
@@ -32,9 +38,9 @@ def sizes(index: KeyIndex) -> list[int]:
 def test_the_index_reports_what_comes_and_leaves() -> None:
     index = KeyIndex()
     one, two = BlockKey(b"1"), BlockKey(b"2")
-    index.add([(one, SlotId(0))])
+    index.add([one], [SlotId(0)])
     changes = index.watch()
-    index.add([(two, SlotId(1))])
+    index.add([two], [SlotId(1)])
     index.remove([one])
     assert index.take_all() == {two: 1}
     assert changes == [(two, True), (one, False), (two, False)]
@@ -47,7 +53,7 @@ def test_what_is_expected_splits_nothing_when_it_comes(there: int) -> None:
     index = index_of(keys[:there])
     index.expect(len(keys))
     before = len(sizes(index))
-    index.add([(key, SlotId(slot)) for slot, key in enumerate(keys)])
+    index.add(keys, numbers(0, len(keys)))
     assert len(sizes(index)) == before == 32
     assert index == {key: slot for slot, key in enumerate(keys)}
     index.expect(2)
@@ -58,9 +64,9 @@ def test_it_is_a_mapping_in_one_dict_and_in_many() -> None:
     keys = random_keys(20_000)
     index, model = KeyIndex(), dict[BlockKey, SlotId]()
     for place in range(0, len(keys), 50):
-        pairs = [(key, SlotId(slot)) for slot, key in enumerate(keys[place : place + 50], place)]
-        index.add(pairs)
-        model.update(pairs)
+        some, slots = keys[place : place + 50], numbers(place, place + 50)
+        index.add(some, slots)
+        model.update(zip(some, slots, strict=True))
         for key in keys[place // 2 : place // 2 + 20]:
             del model[key]
         index.remove(keys[place // 2 : place // 2 + 20])
@@ -102,7 +108,7 @@ def test_a_copy_stands_alone(count: int, copied: object) -> None:
     duplicate: KeyIndex = copied(index)  # type: ignore[operator]
     assert sizes(duplicate) == sizes(index)
     assert fingerprint(duplicate) == fingerprint(index)
-    duplicate.add([(keys[0], SlotId(7))])
+    duplicate.add(keys[:1], [SlotId(7)])
     assert duplicate._changes == [(keys[0], False), (keys[0], True)]
     assert index._changes == [(keys[0], False)]
     assert keys[0] not in index
@@ -114,5 +120,5 @@ def test_what_was_in_many_dicts_is_taken_at_once() -> None:
     index = index_of(keys)
     held = index.take_all()
     assert not index
-    index.add([(keys[0], SlotId(1))])
+    index.add(keys[:1], [SlotId(1)])
     assert held == {key: slot for slot, key in enumerate(keys)}

@@ -48,7 +48,7 @@ def searches(draw: st.DrawFn, *, one_full: bool = False) -> Search:
     for key in (key for group in keys for key in group):
         here = {"any": st.booleans(), "most": st.integers(0, 9).map(bool), "all": st.just(True)}[present]
         if draw(here):
-            index.add([(key, SlotId(len(index)))])
+            index.add([key], [SlotId(len(index))])
     start = draw(st.integers(0, length))
     return shape, keys, index, start, draw(st.integers(0, length))
 
@@ -139,7 +139,8 @@ def test_slots_come_heads_first(groups: tuple[GroupSpec, ...]) -> None:
         [block_key(b"%d" % at, group.group) for at in range(32 // group.block_tokens)] for group in groups
     ]
     place = {key: at * group.block_tokens for group in groups for at, key in enumerate(keys[group.group])}
-    index = KeyIndex((key, SlotId(number)) for number, key in enumerate(place))
+    index = KeyIndex()
+    index.add(list(place), list(map(SlotId, range(len(place)))))
     slots = longest_match(shape, keys, index, 0, 32).slots
     depth = {slot: place[key] for key, slot in index.items()}
     assert [depth[slot] for slot in slots] == sorted(depth[slot] for slot in slots)

@@ -508,6 +508,7 @@ def test_r14_fifty_requests_with_one_prefix_load_it_once() -> None:
     assert len(world.reported(LookupDeferred)) == 49
     world.step()
     assert [world.admit(request) for request in crowd[1:]] == [None] * 49  # still loading
+    assert len(world.reported(LookupDeferred)) == 49  # each waits once, however often it is asked for
     world.finish()
     assert world.results == [("r0", True)]
     world.device.forget_keys()

@@ -220,15 +220,16 @@ def _report(scene: Scene, rank: int, job: int, outcome: str) -> None:
 
 
 def _hang(scene: Scene, rank: int, job: JobId) -> None:
-    """A call on a rank's file does not return; what it was to write may still change."""
+    """A call on a rank's file does not return; the place or the host slot that it was to fill may still change."""
     assert isinstance(scene.world, DiskWorld)
     world, copy = scene.world, scene.world.copies[job].job
     assert isinstance(copy, DiskJob)
-    is_spill = copy.direction is Direction.STORE
     world.failing.add(rank)
-    world.report(rank, job, FAILED, stuck=(0,) if is_spill else ())
-    if is_spill:
+    world.report(rank, job, FAILED, stuck=(0,))
+    if copy.direction is Direction.STORE:
         scene.places_written_off.add(copy.places[0])
+    else:
+        scene.written_off.add(copy.slots[0])
 
 
 def _late(scene: Scene, job: int) -> None:

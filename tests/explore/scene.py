@@ -35,7 +35,7 @@ class Scene:
         left: how often each kind of trouble may still happen.
         found: what a request's last lookup answered (device and host tokens), until it is given blocks.
         stored: how often each incarnation of a request had a key stored; R8 allows it once more than once.
-        written_off: slots under an abandoned store or fetch, which are never handed out again (R16).
+        written_off: slots under an abandoned store or fetch, or a read that hangs, which are never handed out again (R16).
         places_written_off: places on the disk under a write that hangs or was abandoned.
     """
 

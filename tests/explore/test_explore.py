@@ -91,7 +91,7 @@ BREAKS: dict[str, tuple[str, type, str, object]] = {
         "a spill over another",
         DiskState,
         "strike",
-        lambda self, slot: self.sums.__setitem__(slot, None),
+        lambda self, slot: self.has_block.__setitem__(slot, 0),
     ),
     "R16 a place under a write that hangs is handed out": (
         "spills",

@@ -363,6 +363,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(16, _SPILLS, "self._tier.pool.quarantine(job.places[position])", "pass", _DISK_CORE),
     Mutant(16, _SPILLS, "self._tier.pool.quarantine(place)", "pass", _DISK_CORE),
     Mutant(16, _FETCHES, "self._state.pool.quarantine(slot)", "pass", _DISK_CORE),
+    Mutant(16, _FETCHES, "self._state.pool.quarantine(job.slots[position])", "pass", _DISK_CORE),
     Mutant(17, _FETCHES, "record.asks_below = False", "pass", _DISK_CORE),
     Mutant(17, _FETCHES, "max(self._state.pool.capacity // 4, 1)", "self._state.pool.capacity", _DISK_CORE),
     Mutant(17, _DISK_COPIES, "copy.is_stuck = True", "pass", _COPIES_OF_DISK),
@@ -396,17 +397,18 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(16, _DISK_JOBS, "return bool(self.token)", "return True", _COPIES_OF_DISK),
     Mutant(16, _DISK_JOBS, "self.stuck += copy.under_call", "pass", _COPIES_OF_DISK),
+    Mutant(16, _DISK_JOBS, "(are_in_place or self.job", "(self.job", _COPIES_OF_DISK),
     Mutant(17, _SPILLS, "if pool.indexed_key(slot) == key", "", DISK),
     Mutant(17, _SPILLS, "sum([pool.quarantine(slot) for slot, _ in corrupt])", "len(corrupt)", DISK),
     Mutant(
         15, "kvoffload/core/disk_state.py", "self.records += reversed(puts)", "self.records += puts", DISK
     ),
-    Mutant(15, _SPILLS, "return list(keys)[::-1]", "return list(keys)", DISK),
+    Mutant(15, _SPILLS, "for key in reversed(keys)", "for key in keys", DISK),
+    Mutant(17, _CORE, "below.waited >= MOST_STEPS or ", "", _DISK_CORE),
+    Mutant(17, _CORE, " or not state.requests.live", "", _DISK_CORE),
     Mutant(14, _FETCHES, "if job.wanted or job.settled:", "if job.settled:", DISK),
     Mutant(12, _CORE, "state.jobs.withdrawn.clear()", "pass", _FOUND),
-    Mutant(
-        17, "kvoffload/core/disk_state.py", "in places if self.sums[place] is not None]", "in places]", _FOUND
-    ),
+    Mutant(17, "kvoffload/core/disk_state.py", "in places if self.has_block[place]]", "in places]", _FOUND),
     Mutant(15, _WARM_START, " or key in self._left", "", DISK),
     Mutant(17, _WARM_START, "state.pool.count(SlotState.EMPTY)", "state.pool.room", DISK),
     Mutant(16, "kvoffload/runtime/lower_tiers_side.py", "< self._drain_s", "< 1e9", DISK),

@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import random
 from collections.abc import Sequence
+from itertools import cycle
 from typing import TYPE_CHECKING
 
 import pytest
@@ -32,6 +33,7 @@ from tests.reference.rig import (
 )
 
 if TYPE_CHECKING:
+    from kvoffload.runtime.scheduler_side import SchedulerSide
     from kvoffload.transfer.ports import Fence
 
 TIGHT = {
@@ -139,6 +141,10 @@ async def _answer(engine: Engine, prompt: Sequence[int]) -> list[Token]:
     return tokens
 
 
+def _hits(offload: SchedulerSide) -> int:
+    return offload.counters.snapshot().count("kvoffload_lookup_blocks_total", "hit")
+
+
 @pytest.mark.asyncio
 @pytest.mark.parametrize("found", ["by entry point", "handed in"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -153,11 +159,14 @@ async def test_the_plugin_is_found_or_handed_in(
         while offload.core.state.pool.capacity == 0:  # host memory is made ready in the background
             await _answer(engine, text(9, 3))
         answers = [await _answer(engine, prompt) for prompt in prompts]
+        # On a busy machine copies fall behind steps, and so few blocks decline the state that a hit needs: then once more.
+        while not (hits := _hits(offload)) and len(answers) < 10 * len(prompts):
+            answers += [await _answer(engine, prompt) for prompt in prompts]
+        assert hits
         assert_idle(engine)
         assert offload.audit() == []
         assert conservation(offload.counters.snapshot(), drained=True) == []
-        assert offload.counters.snapshot().count("kvoffload_lookup_blocks_total", "hit") > 0
-    for prompt, answer in zip(prompts, answers, strict=True):
+    for prompt, answer in zip(cycle(prompts), answers, strict=False):
         assert_same(answer, plain(kind, prompt, 4), TOLERANCE)
     assert [
         record.getMessage() for record in caplog.records if record.levelname in ("ERROR", "WARNING")

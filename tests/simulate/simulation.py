@@ -301,7 +301,7 @@ class Simulation:
             await self._ask_all()
             await self._ask_all()
             await self.until(lambda: not self.engine.has_work)
-            # The index is written four times a second.
+            # The index is written ten times a second.
             await asyncio.sleep(draws.choice([0.0, 0.3, 0.3, 3.0]))
             if draws.random() < 0.2:
                 self.reset()

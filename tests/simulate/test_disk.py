@@ -11,7 +11,7 @@ from tests.simulate.simulation import simulate
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-SEEDS = range(60, 160)
+SEEDS = range(60, 200)
 """Behind those of `test_simulate`."""
 
 

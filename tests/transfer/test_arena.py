@@ -289,13 +289,13 @@ async def test_a_slots_pages_are_read_and_written_in_the_order_of_the_regions() 
     await arena.prepare()
     contents = [bytes((slot + at) % 256 for at in range(408)) for slot in range(4)]
     for slot, content in enumerate(contents):
-        arena.write(slot, memoryview(content + b"behind it"))
+        arena.write(slot, arena.views(memoryview(content + b"behind it")))
     for slot, content in enumerate(contents):
         assert b"".join(arena.pages(slot)) == content
         assert [len(page) for page in arena.pages(slot)] == sizes
         found = bytearray(b"." * 410)
-        arena.read(slot, memoryview(found))
+        arena.read(slot, arena.views(memoryview(found)))
         assert found == content + b".."
     arena.close()
     with pytest.raises(IndexError, match="slot 3"):
-        arena.write(3, memoryview(contents[3]))
+        arena.write(3, arena.views(memoryview(contents[3])))

@@ -29,6 +29,7 @@ from kvoffload.transfer.host_memory import MmapAllocator
 
 DONE, FAILED, CORRUPT = CopyOutcome.DONE, CopyOutcome.FAILED, CopyOutcome.CORRUPT
 PAGES = [640, 96, 5000]
+LONG_PAGES = [2**16 + 4096, 2**17 + 4096]  # read and written in place; hashed in pieces, and whole
 TIMEOUT_S = 2.0
 RANK = 1
 
@@ -106,6 +107,12 @@ def rig(tmp_path: Path) -> Rig:
     return Rig(tmp_path, ManualExecutor(held=False))
 
 
+@pytest.fixture(params=[PAGES, LONG_PAGES], ids=["in a buffer", "in place"])
+def each(request: pytest.FixtureRequest, tmp_path: Path) -> Rig:
+    """A rig of each way."""
+    return Rig(tmp_path, ManualExecutor(held=False), pages=request.param)
+
+
 @pytest.fixture
 def held(tmp_path: Path) -> Rig:
     return Rig(tmp_path, ManualExecutor())
@@ -116,7 +123,8 @@ def threaded(tmp_path: Path) -> Rig:
     return Rig(tmp_path, DaemonExecutor("disk", 2))
 
 
-def test_what_was_spilled_is_fetched_into_other_slots(rig: Rig) -> None:
+def test_what_was_spilled_is_fetched_into_other_slots(each: Rig) -> None:
+    rig = each
     slots = [0, 4, 5, 11]  # of three chunks
     data = [rig.fill(slot, seed=slot) for slot in slots]
     spill = rig.spill(slots, [7, 0, 3, 1])
@@ -129,7 +137,8 @@ def test_what_was_spilled_is_fetched_into_other_slots(rig: Rig) -> None:
     assert not rig.copies.has_work
 
 
-def test_adjacent_places_are_one_call(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adjacent_places_are_one_call(each: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = each
     calls: list[tuple[str, int, int]] = []
     for name in ("write", "read"):
         real = getattr(rig.file, name)
@@ -150,30 +159,33 @@ def test_adjacent_places_are_one_call(rig: Rig, monkeypatch: pytest.MonkeyPatch)
     assert calls == [("write", 1, 3), ("write", 6, 2), ("read", 1, 3), ("read", 6, 2)]
 
 
-def test_long_aligned_pages_are_written_from_where_they_lie(
+def test_long_aligned_pages_are_written_and_read_where_they_lie(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = Rig(tmp_path, ManualExecutor(held=False), pages=[2**18, 2**20 + 4096])
-    data, written, write = [rig.fill(slot, seed=slot) for slot in (3, 9)], list[int](), rig.file.write
+    rig = Rig(tmp_path, ManualExecutor(held=False), pages=LONG_PAGES)
+    addresses = list[int]()
+    for name in ("write", "read"):
+        real = getattr(rig.file, name)
 
-    def record(slot: int, pieces: Sequence[memoryview]) -> None:
-        written.extend(np.frombuffer(piece, np.uint8).ctypes.data for piece in pieces)
-        write(slot, pieces)
+        def call(slot: int, pieces: Sequence[memoryview], real: Any = real) -> None:  # noqa: ANN401
+            addresses.extend(np.frombuffer(piece, np.uint8).ctypes.data for piece in pieces)
+            real(slot, pieces)
 
-    monkeypatch.setattr(rig.file, "write", record)
+        monkeypatch.setattr(rig.file, name, call)
+    data = [rig.fill(slot, seed=slot) for slot in (3, 9)]
     spill = rig.spill([3, 9], [5, 6])
     sums = rig.reports()[spill].sums
-    pages = [page for slot in (3, 9) for page in rig.arena.pages(slot)]
-    assert written == [np.frombuffer(page, np.uint8).ctypes.data for page in pages]
     fetch = rig.fetch([0, 1], [5, 6], list(sums))
     assert rig.reports()[fetch].outcome is DONE
     assert [rig.slot(0), rig.slot(1)] == data
+    pages = [page for slot in (3, 9, 0, 1) for page in rig.arena.pages(slot)]
+    assert addresses == [np.frombuffer(page, np.uint8).ctypes.data for page in pages]
 
 
-def test_r17_a_place_with_other_bytes_is_found_corrupt_and_the_host_slot_keeps_its_own(rig: Rig) -> None:
+def test_r17_a_place_with_other_bytes_is_found_corrupt(each: Rig) -> None:
+    rig = each
     right = rig.fill(0, seed=0)
     rig.spill([0, 1], [0, 1])
-    kept = rig.fill(2, seed=2)
     first, second = rig.reports()[JobId(0)].sums
     with rig.path.open("r+b") as file:
         file.seek(4096 + rig.shape.pitch + 5000)
@@ -184,11 +196,11 @@ def test_r17_a_place_with_other_bytes_is_found_corrupt_and_the_host_slot_keeps_i
     report = rig.reports()[fetch]
     assert (report.outcome, report.corrupt, report.copied_bytes) == (CORRUPT, (1,), 0)
     assert rig.slot(3) == right
-    assert rig.slot(2) == kept
 
 
-def test_r17_bytes_of_another_block_are_found_corrupt(rig: Rig) -> None:
+def test_r17_bytes_of_another_block_are_found_corrupt(each: Rig) -> None:
     """A strike that was lost: the index names a block whose place another one has."""
+    rig = each
     rig.fill(0, seed=0)
     first = rig.spill([0], [0])
     old = rig.reports()[first].sums[0]
@@ -216,9 +228,12 @@ def test_r17_a_host_slot_that_changed_since_its_store_is_not_written(tmp_path: P
     assert rig.path.read_bytes()[place] == before[place]
 
 
+@pytest.mark.parametrize("pages", [PAGES, LONG_PAGES])
 @pytest.mark.parametrize("verify", ["sample", "full"])
-def test_what_was_fetched_is_what_later_reads_are_compared_with(tmp_path: Path, verify: str) -> None:
-    rig = Rig(tmp_path, ManualExecutor(held=False), verify=verify)
+def test_what_was_fetched_is_what_later_reads_are_compared_with(
+    tmp_path: Path, verify: str, pages: Sequence[int]
+) -> None:
+    rig = Rig(tmp_path, ManualExecutor(held=False), verify=verify, pages=pages)
     assert rig.checksums is not None
     rig.fill(0, seed=0)
     rig.checksums.take(0)
@@ -395,6 +410,32 @@ def test_a_read_that_hangs_fails_with_all_that_is_queued_and_touches_no_host_slo
     assert rig.reports() == {}
     again = rig.spill([0], [0])
     assert wait_for(rig, again).outcome is DONE
+
+
+def test_a_read_that_hangs_without_a_buffer_names_its_host_slots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, gate = Rig(tmp_path, DaemonExecutor("disk", 2), pages=LONG_PAGES), ThreadGate()
+    zeros = xxh3_64_intdigest(bytes(rig.shape.slot_bytes))  # of places that were never written
+    kept = [rig.fill(slot, seed=slot) for slot in range(4)]
+    real = rig.file.read
+
+    def hang(slot: int, pieces: Sequence[memoryview]) -> None:
+        if slot == 4:
+            gate.arrive()
+        real(slot, pieces)
+
+    monkeypatch.setattr(rig.file, "read", hang)
+    fetch = rig.fetch([0, 1, 2, 3], [4, 7, 5, 0], [zeros] * 4)
+    gate.wait_for_arrivals(1)
+    rig.clock.jump(TIMEOUT_S)
+    report = rig.reports()[fetch]
+    assert (report.outcome, report.stuck) == (FAILED, (0, 2))
+    gate.open()
+    while not rig.copies.is_working:
+        os.sched_yield()
+    assert [rig.slot(slot) == kept[slot] for slot in range(4)] == [False, True, False, False]
+    rig.copies.close()
 
 
 def test_a_write_that_hangs_names_its_places_and_no_others_are_written_after_it(

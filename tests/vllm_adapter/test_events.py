@@ -246,7 +246,7 @@ def test_each_tier_reports_what_came_to_it_and_left_it() -> None:
     published.note(request(), 0, 8)
     assert list(published.take()) == []
     for index in indexes.values():
-        index.add([(large[0], SlotId(0))])
+        index.add(large[:1], [SlotId(0)])
     indexes[Tier.HOST].remove([large[0]])
     found = [(kind, fields["medium"], fields["locality"]) for kind, fields in published.take()]
     assert found == [
@@ -260,7 +260,7 @@ def test_a_block_that_came_before_its_note_is_reported_with_it() -> None:
     """As an earlier process left it on the disk, or another engine wrote it to the store."""
     published, indexes, large = tiers()
     for tier in (Tier.DISK, Tier.REMOTE):
-        indexes[tier].add([(large[0], SlotId(0)), (large[1], SlotId(1))])
+        indexes[tier].add(large[:2], [SlotId(0), SlotId(1)])
     assert list(published.take()) == []
     indexes[Tier.REMOTE].remove([large[0]])
     assert list(published.take()) == []
@@ -272,7 +272,7 @@ def test_a_block_that_came_before_its_note_is_reported_with_it() -> None:
 
 def test_notes_of_blocks_on_the_host_are_kept_while_they_may_be_written_further_down() -> None:
     published, indexes, large = tiers()
-    indexes[Tier.HOST].add([(large[0], SlotId(0))])
+    indexes[Tier.HOST].add(large[:1], [SlotId(0)])
     assert published._notes._notes[2]._is_needed(bytes([1]))
     assert not published._notes._notes[2]._is_needed(bytes([3]))
 
@@ -280,7 +280,7 @@ def test_notes_of_blocks_on_the_host_are_kept_while_they_may_be_written_further_
 def test_what_leaves_before_its_note_leaves_nothing() -> None:
     published, indexes, large = tiers()
     for tier in (Tier.DISK, Tier.REMOTE):
-        indexes[tier].add([(large[0], SlotId(0))])
+        indexes[tier].add(large[:1], [SlotId(0)])
     list(published.take())
     for tier in (Tier.DISK, Tier.REMOTE):
         indexes[tier].remove([large[0]])
