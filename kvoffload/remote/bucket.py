@@ -4,12 +4,14 @@
     | index: count, then key, offset and length of each value; XXH3 | values ... |
 
 Objects are expensive and blocks are small, so many blocks share an object, and the bucket cannot be asked for a block by name. Instead
-each connection keeps a catalogue: it lists the packs written since its last listing, reads their indexes, and answers from them. A pack
-that has expired by the bucket's rules, or that another writer has cut short, is forgotten when a read finds it so.
+each connection keeps a catalogue: it lists the packs written since its last listing, reads their indexes, and answers from them. Where
+there are too many new packs for one call, the oldest are read, and the next calls go on. A pack that has expired by the bucket's rules,
+or that another writer has cut short, is forgotten when a read finds it so.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import secrets
@@ -35,6 +37,7 @@ MOST_BLOCKS = 2**20
 LOOK_PERIOD_S = 1.0
 """Seconds between two listings: what others have written since the last one is not found yet."""
 _CLOCKS_DIFFER_MS = 600_000  # most that the clocks of two writers differ
+_INDEXES_AT_ONCE = 32  # that are read side by side
 _GAP_BYTES = 2**20  # between values that are read as one
 _ENTRY = struct.Struct("<HQQ")
 _COUNT = struct.Struct("<I")
@@ -57,6 +60,15 @@ class _Place(NamedTuple):
     pack: str
     start: int
     size: int
+
+
+class _Run(NamedTuple):
+    """Values of a pack that are read as one."""
+
+    pack: str
+    start: int
+    size: int
+    parts: list[tuple[int, _Place]]
 
 
 class _Catalogue:
@@ -114,6 +126,7 @@ class BucketStore:
         self._obstore = obstore
         self._failure, self._exists = BaseError, AlreadyExistsError
         self._address = address
+        self._listing_s = timeout_s / 2  # after which no more indexes are read
         self._refusals = Refusals()
         self._lock = threading.Lock()
         self._catalogues: dict[Shard, _Catalogue] = {}
@@ -137,21 +150,24 @@ class BucketStore:
         catalogue = self._catalogue(shard)
         if not catalogue.places.keys() >= set(keys):  # a listing may take as long as the read of a value
             self._looked(shard)
+        arrived = dict.fromkeys(range(len(keys)), MISSING)
         by_pack: dict[str, list[tuple[int, _Place]]] = {}
         for position, key in enumerate(keys):
-            if (place := catalogue.places.get(key)) is not None:
+            place = catalogue.places.get(key)
+            if place is not None and place.size == len(buffers[position]):
                 by_pack.setdefault(place.pack, []).append((position, place))
-        arrived = dict.fromkeys(range(len(keys)), MISSING)
-        for pack, parts in by_pack.items():
-            found = self._get_from(pack, parts, buffers)
-            if found is None:
+            elif place is not None:  # it cannot be the value, and may be as large as another writer likes
+                arrived[position] = place.size
+        runs = [run for pack, parts in by_pack.items() for run in _runs(pack, parts)]
+        for run, data in zip(runs, self._read_ranges([run[:3] for run in runs]), strict=True):
+            if data is None:
                 with self._lock:
-                    catalogue.forget(pack)
+                    catalogue.forget(run.pack)
                 continue
-            arrived.update(found)
-            if any(found[position] < place.size for position, place in parts):
+            arrived.update(_take(run, data, buffers))
+            if len(data) < run.size:
                 with self._lock:
-                    catalogue.condemn(pack)
+                    catalogue.condemn(run.pack)
         return list(arrived.values())
 
     def put(self, shard: Shard, keys: Sequence[BlockKey], values: Sequence[memoryview]) -> list[bool]:
@@ -207,49 +223,46 @@ class BucketStore:
         folder = _folder(shard)
         with self._translated():
             pages = list(self._obstore.list(self._bucket, folder, offset=f"{folder}{since:012x}"))
-        for pack, size in [(entry["path"], entry["size"]) for page in pages for entry in page]:
-            if pack not in known:
-                self._read_index(catalogue, pack, size)
+        new = [
+            (entry["path"], entry["size"]) for page in pages for entry in page if entry["path"] not in known
+        ]
+        for first in range(0, len(new), _INDEXES_AT_ONCE):
+            if first and time.monotonic() - now >= self._listing_s:
+                return catalogue  # the next call goes on
+            self._read_indexes(catalogue, new[first : first + _INDEXES_AT_ONCE])
         catalogue.looked_at = now
         return catalogue
 
-    def _read_index(self, catalogue: _Catalogue, pack: str, size: int) -> None:
-        if (name := _NAME.fullmatch(pack.rpartition("/")[2])) is None:
-            return  # another writer's
-        places = _places_in(pack, self._read_range(pack, 0, int(name[1])) or b"")
-        is_whole = all(place.start + place.size <= size for place in places.values())
-        with self._lock:
-            catalogue.add(pack, places if is_whole else {})
+    def _read_indexes(self, catalogue: _Catalogue, packs: Sequence[tuple[str, int]]) -> None:
+        """Add packs, given with their sizes, to a catalogue."""
+        names = [(pack, size, _NAME.fullmatch(pack.rpartition("/")[2])) for pack, size in packs]
+        ours = [(pack, size, int(name[1])) for pack, size, name in names if name is not None]
+        indexes = self._read_ranges([(pack, 0, index_bytes) for pack, _, index_bytes in ours])
+        for (pack, size, _), index in zip(ours, indexes, strict=True):
+            places = _places_in(pack, index or b"")
+            is_whole = all(place.start + place.size <= size for place in places.values())
+            with self._lock:
+                catalogue.add(pack, places if is_whole else {})
 
-    def _get_from(
-        self, pack: str, parts: list[tuple[int, _Place]], buffers: Sequence[memoryview]
-    ) -> dict[int, int] | None:
-        """Read values of one pack, neighbours as one; return the bytes that arrived by position, None if the pack is gone.
+    def _read_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> list[memoryview | None]:
+        """Read ranges of packs side by side, each given by its pack, start and size.
 
-        numpy copies them without the interpreter's lock, a memoryview with it.
+        Returns:
+            their bytes, fewer where a pack ends before, None where it is gone.
         """
-        arrived = dict[int, int]()
-        fitting = [part for part in parts if part[1].size == len(buffers[part[0]])]
-        for run in _runs(fitting):
-            start, end = run[0][1].start, max(place.start + place.size for _, place in run)
-            if (data := self._read_range(pack, start, end - start)) is None:
-                return None
-            for position, place in run:
-                value = data[place.start - start :][: place.size]
-                arrived[position] = len(value)
-                if len(value) == place.size:
-                    np.frombuffer(buffers[position], np.uint8)[:] = np.frombuffer(value, np.uint8)
-        # What cannot be the value is not read: another writer's may have any size.
-        return arrived | {position: place.size for position, place in parts if position not in arrived}
 
-    def _read_range(self, pack: str, start: int, size: int) -> memoryview | None:
-        """Return the pack's bytes in this range, fewer if the pack ends before; None if it is gone.
+        async def read() -> list[memoryview | None]:
+            return await asyncio.gather(*[self._read_range(*each) for each in ranges])
 
-        The client's own `get_ranges` panics where an object ends before the range.
-        """
+        return asyncio.run(read())
+
+    async def _read_range(self, pack: str, start: int, size: int) -> memoryview | None:
+        """The client's own `get_ranges` panics where an object ends before the range."""
         try:
             with self._translated():
-                return memoryview(self._obstore.get_range(self._bucket, pack, start=start, length=size))
+                return memoryview(
+                    await self._obstore.get_range_async(self._bucket, pack, start=start, length=size)
+                )
         except FileNotFoundError:
             return None
         except _BeyondEndError:
@@ -288,16 +301,33 @@ def _now_ms() -> int:
     return time.time_ns() // 10**6
 
 
-def _runs(parts: list[tuple[int, _Place]]) -> list[list[tuple[int, _Place]]]:
-    """Group the values of one pack: those that lie close to each other are one list."""
-    runs = list[list[tuple[int, _Place]]]()
+def _runs(pack: str, parts: list[tuple[int, _Place]]) -> list[_Run]:
+    """Group the values of one pack: those that lie close to each other are read as one."""
+    groups = list[list[tuple[int, _Place]]]()
     end = 0
     for part in sorted(parts, key=lambda part: part[1].start):
-        if not runs or part[1].start - end > _GAP_BYTES:
-            runs.append([])
-        runs[-1].append(part)
+        if not groups or part[1].start - end > _GAP_BYTES:
+            groups.append([])
+        groups[-1].append(part)
         end = part[1].start + part[1].size
-    return runs
+    return [
+        _Run(pack, group[0][1].start, group[-1][1].start + group[-1][1].size - group[0][1].start, group)
+        for group in groups
+    ]
+
+
+def _take(run: _Run, data: memoryview, buffers: Sequence[memoryview]) -> dict[int, int]:
+    """Copy a run's values into the buffers; return the bytes that arrived, by position.
+
+    numpy copies them without the interpreter's lock, a memoryview with it.
+    """
+    arrived = dict[int, int]()
+    for position, place in run.parts:
+        value = data[place.start - run.start :][: place.size]
+        arrived[position] = len(value)
+        if len(value) == place.size:
+            np.frombuffer(buffers[position], np.uint8)[:] = np.frombuffer(value, np.uint8)
+    return arrived
 
 
 def _index_of(values: Mapping[BlockKey, memoryview]) -> tuple[bytes, list[tuple[BlockKey, int, int]]]:

@@ -85,9 +85,14 @@ def check_found(engine: Served, prompt: tuple[int, ...]) -> None:
 
 def meet(first: Served, second: Served) -> None:
     """Serve other prompts until one engine finds what the other has shared."""
-    had, until = second.copied(LOAD), time.monotonic() + PATIENCE_S
+    had, ends = (
+        second.copied(LOAD),
+        time.monotonic() + 3 * PATIENCE_S,
+    )  # the breakers' pauses last longer each time
     for seed in itertools.count(100):
-        assert time.monotonic() < until
+        assert time.monotonic() < ends
+        for engine in (first, second):
+            until(engine, TierState.OPEN)
         for engine in (first, first, second):
             engine.run(text(seed, 10 * BLOCK))
         if second.copied(LOAD) > had:

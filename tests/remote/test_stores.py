@@ -16,6 +16,7 @@ from kvoffload.disk.system import aligned_buffer
 from kvoffload.model.errors import RemoteError
 from kvoffload.model.ids import BlockKey
 from kvoffload.remote.address import parse_address
+from kvoffload.remote.bucket import BucketStore
 from kvoffload.remote.connect import open_store
 from kvoffload.remote.store import FAILED, MISSING, RemoteStore
 from kvoffload.remote.values import TRAILER_BYTES, Shard, generation_name, is_whole, seal
@@ -182,6 +183,45 @@ def test_what_is_known_is_read_without_a_listing(
     assert read == written
     with pytest.raises(AssertionError, match="is listed"):
         store.get(shard, KEYS[1:3], read)
+
+
+@pytest.fixture
+def new_packs(bucket: Bucket, there: S3Store, shard: Shard) -> BucketStore:
+    """A connection that does not know yet of five packs, each with one of the first keys."""
+    writer = open_store(parse_address(bucket.url), TIMEOUT_S)
+    for key in KEYS[:5]:
+        writer.put(shard, [key], values(writer, 1))
+    assert len(packs_of(there, shard)) == 5
+    reader = open_store(parse_address(bucket.url), TIMEOUT_S)
+    assert isinstance(reader, BucketStore)
+    return reader
+
+
+def test_packs_are_read_side_by_side(
+    new_packs: BucketStore, shard: Shard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, now, most = new_packs._read_range, 0, list[int]()
+
+    async def counted(pack: str, start: int, size: int) -> memoryview | None:
+        nonlocal now
+        now += 1
+        most.append(now)
+        try:
+            return await read(pack, start, size)
+        finally:
+            now -= 1
+
+    monkeypatch.setattr(new_packs, "_read_range", counted)
+    assert new_packs.get(shard, KEYS[:5], values(new_packs, 5)) == [SIZE] * 5
+    assert most == [1, 2, 3, 4, 5] * 2  # five indexes, then five values
+
+
+def test_new_packs_that_take_too_long_are_read_by_the_next_calls(
+    new_packs: BucketStore, shard: Shard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvoffload.remote.bucket._INDEXES_AT_ONCE", 2)
+    monkeypatch.setattr(new_packs, "_listing_s", 0.0)
+    assert [sum(new_packs.ask(shard, KEYS)) for _ in range(3)] == [2, 4, 5]
 
 
 @pytest.mark.parametrize("left", [0, 5, 400, SIZE + 2000])
