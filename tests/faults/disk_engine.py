@@ -9,19 +9,26 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kvoffload.engine import Engine, SamplingParams
+from kvoffload.core.machine import SlotState
+from kvoffload.engine import Engine, SamplingParams, Token
 from kvoffload.model.events import TierCopyEnded
 from kvoffload_reference.plugin import ReferencePlugin
-from tests.engine.tiny import assert_same, taken
-from tests.reference.rig import BLOCK, TOLERANCE, config_of, plain, slot_bytes, text
+from tests.engine.tiny import assert_same, taken, tiny_config
+from tests.reference.rig import BLOCK, LAYERS, TOLERANCE, config_of, slot_bytes, text
 
 PROMPTS = [text(seed, 8 * BLOCK) for seed in range(4)]
+HEAD_DIM = 8
+LONG_HEAD_DIM = 1024
+"""Of a model whose pages, 64 KiB long, are written and read where they lie."""
 _NEW_TOKENS = 4
+_PATIENCE_S = 20.0
 
 
 class Driven:
@@ -34,24 +41,30 @@ class Driven:
         ranks: int = 1,
         blocks: int = 60,
         timeout_s: float = 30.0,
-        opens_in_s: float = 20.0,
+        opens_in_s: float = _PATIENCE_S,
+        head_dim: int = HEAD_DIM,
     ) -> dict[str, Any]:
-        """Start one, and let it open its disk, if it can."""
+        """Start one, and let it reserve its host memory and open its disk, if it can."""
         self.copies: dict[str, int] = {}
         self.plugin = ReferencePlugin()
+        self.head_dim = head_dim
+        size = slot_bytes("full", ranks) // HEAD_DIM * head_dim
         extra: dict[str, object] = {
+            "host_bytes_per_rank": 40 * size,
             "disk_path": Path(folder),
-            "disk_bytes_per_rank": 4096 + blocks * (slot_bytes("full", ranks) + 4096),
+            "disk_bytes_per_rank": 4096 + blocks * (size + 4096),
             "spill_after_hits": 1,
         }
-        config = config_of("full", ranks=ranks, host_blocks=40, timeout_s=timeout_s, extra=extra)
+        config = config_of("full", ranks=ranks, timeout_s=timeout_s, extra=extra)
+        config = replace(config, model=replace(config.model, head_dim=head_dim))
         self.engine = Engine(config, self.plugin, clock=time.monotonic)
         assert self.plugin.offload is not None
         self.offload = self.plugin.offload
         self.offload.bus.count(TierCopyEnded, self._note)
-        disk, until = self.offload.core.state.disk, time.monotonic() + opens_in_s
+        state, until = self.offload.core.state, time.monotonic() + opens_in_s
+        disk = state.disk
         assert disk is not None
-        while not (disk.is_open or disk.is_closed) and time.monotonic() < until:
+        while not (state.pool.capacity and (disk.is_open or disk.is_closed)) and time.monotonic() < until:
             self.engine.step()
             time.sleep(0.001)
         return self.state()
@@ -59,11 +72,14 @@ class Driven:
     def serve(self, *numbers: int) -> dict[str, Any]:
         """Serve prompts, each without anything on the device."""
         for number in numbers:
-            assert self.engine.pool.reset_prefix_cache()
+            until = time.monotonic() + _PATIENCE_S
+            while not self.engine.pool.reset_prefix_cache():  # a store was late, and still reads blocks
+                assert time.monotonic() < until
+                self.engine.step()
             stream = self.engine.submit(PROMPTS[number], SamplingParams(_NEW_TOKENS))
             while self.engine.has_work:
                 self.engine.step()
-            assert_same(taken(stream), plain("full", PROMPTS[number], _NEW_TOKENS), TOLERANCE)
+            assert_same(taken(stream), _plain(self.head_dim, number), TOLERANCE)
         return self.state()
 
     def state(self) -> dict[str, Any]:
@@ -76,6 +92,7 @@ class Driven:
             "blocks": len(disk.pool.index),
             "is_usable": disk.is_usable,
             "fetching": len(disk.fetching),
+            "written_off": self.offload.core.state.pool.count(SlotState.QUARANTINED),
         }
 
     def close(self) -> dict[str, Any]:
@@ -85,6 +102,18 @@ class Driven:
     def _note(self, event: TierCopyEnded) -> None:
         what = f"{event.direction.value} {event.outcome.value}"
         self.copies[what] = self.copies.get(what, 0) + event.blocks
+
+
+@cache
+def _plain(head_dim: int, number: int) -> list[Token]:
+    """What an engine answers to a prompt without the plugin."""
+    engine = Engine(
+        tiny_config("full", model={"layers": LAYERS["full"], "head_dim": head_dim}), clock=time.monotonic
+    )
+    stream = engine.submit(PROMPTS[number], SamplingParams(_NEW_TOKENS))
+    while engine.has_work:
+        engine.step()
+    return taken(stream)
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.faults.disk_engine import HEAD_DIM, LONG_HEAD_DIM
 from tests.tooling.scripts import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -90,14 +91,25 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     process.end()
 
 
+@pytest.fixture(params=[HEAD_DIM, LONG_HEAD_DIM], ids=["short pages", "long pages"])
+def head_dim(request: pytest.FixtureRequest) -> int:
+    """Of a model whose blocks go through a buffer, or whose pages are read where they lie."""
+    return int(request.param)
+
+
 @pytest.fixture
-def engine(process: Process, request: pytest.FixtureRequest) -> Iterator[Process]:
+def folder(process: Process, request: pytest.FixtureRequest) -> Path:
+    """Where `engine` has its disk."""
+    return process.root / request.node.name
+
+
+@pytest.fixture
+def engine(process: Process, folder: Path, head_dim: int) -> Iterator[Process]:
     """An engine whose prompts are on the disk and not in its memory, as another one left them there."""
-    folder = process.root / request.node.name
-    process("start", str(folder))
+    process("start", str(folder), head_dim=head_dim)
     process("serve", *ALL, *ALL)
     process("close")
-    state = process("start", str(folder), timeout_s=1.0)
+    state = process("start", str(folder), timeout_s=1.0, head_dim=head_dim)
     assert state["blocks"] > 0
     yield process
     process.order()
@@ -179,10 +191,15 @@ def test_a_start_with_too_little_room_goes_without_the_tier(process: Process) ->
     assert "has no room for" in process.log
 
 
-def test_a_read_that_hangs_opens_the_breaker_and_closing_waits_for_nothing(engine: Process) -> None:
+def test_a_read_that_hangs_opens_the_breaker_and_closing_waits_for_nothing(
+    engine: Process, head_dim: int
+) -> None:
     engine.order("hang 1")
     state = engine("serve", *ALL)  # the first request waits for the time-out, the others for nothing
     assert fetched(state, "failed") > 0
+    assert bool(state["written_off"]) == (head_dim == LONG_HEAD_DIM), (
+        "host slots under the call, and no others"
+    )
     assert not state["is_usable"]
     assert state["fetching"] == 0
     assert "disk_call_hangs" in engine.log
@@ -207,7 +224,7 @@ def test_after_a_read_that_hung_the_disk_is_asked_again(engine: Process) -> None
     assert fetched(state) > 0
 
 
-def test_a_clock_that_is_set_back_changes_nothing(engine: Process) -> None:
+def test_a_clock_that_is_set_back_changes_nothing(engine: Process, folder: Path, head_dim: int) -> None:
     """By a year, so that the disk's files are from the future, and while a call hangs, whose time-out must end all the same."""
     year = "clock-back 31536000"
     logged = len(engine.log)
@@ -222,8 +239,7 @@ def test_a_clock_that_is_set_back_changes_nothing(engine: Process) -> None:
     assert fetched(engine("serve", *ALL)) > 0
     assert engine.harmed > before, "the clock was not set"
     engine("close")
-    folder = engine.root / "test_a_clock_that_is_set_back_changes_nothing"
-    assert engine("start", str(folder))["blocks"] > 0
+    assert engine("start", str(folder), head_dim=head_dim)["blocks"] > 0
     state = engine("serve", *ALL)
     assert fetched(state) > 0
     assert fetched(state, "corrupt") == 0
@@ -246,21 +262,21 @@ def test_a_slow_disk_serves_what_it_has(engine: Process) -> None:
     assert fetched(state) > 0
 
 
-def test_a_folder_of_another_parallel_shape_is_another_folder(engine: Process) -> None:
-    folder = engine.root / "test_a_folder_of_another_parallel_shape_is_another_folder"
+def test_a_folder_of_another_parallel_shape_is_another_folder(
+    engine: Process, folder: Path, head_dim: int
+) -> None:
     engine("close")
-    state = engine("start", str(folder), ranks=2)
+    state = engine("start", str(folder), ranks=2, head_dim=head_dim)
     assert state["blocks"] == 0
     assert fetched(engine("serve", *ALL)) == 0
 
 
-def test_missing_files_are_made_again(engine: Process) -> None:
-    folder = engine.root / "test_missing_files_are_made_again"
+def test_missing_files_are_made_again(engine: Process, folder: Path, head_dim: int) -> None:
     for name in ("slots0", "index"):
         engine("close")
         [path] = folder.glob(f"*/replica0/{name}")
         path.unlink()
-        state = engine("start", str(folder))
+        state = engine("start", str(folder), head_dim=head_dim)
         assert state["blocks"] == 0
         assert state["is_usable"]
         assert spilled(engine("serve", *ALL, *ALL)) > 0
