@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import time
 from collections.abc import Iterator
@@ -81,7 +82,9 @@ def _open(folder: Path, identity: KVIdentity, blocks: int) -> tuple[float, list[
     shape = EngineShape((group,), ranks=_RANKS, device_blocks=64, step_tokens=64)
     core = OffloadCore(shape, Policy(spill_after_hits=1), CountedBlocks(64))
     portal = Portal("kvoffload-bench")
-    index = DiskIndex(DiskPlace(folder, lambda: identity), _RANKS, portal, closes_in_s=_TIMEOUT_S)
+    index = DiskIndex(
+        DiskPlace(folder, lambda: identity), _RANKS, portal, asyncio.sleep, closes_in_s=_TIMEOUT_S
+    )
     files = [DiskFile(_file_id(rank), blocks, blocks) for rank in range(_RANKS)]
     try:
         began = time.perf_counter()

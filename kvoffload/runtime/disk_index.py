@@ -14,7 +14,7 @@ those on disk, by which the folder is named and which the next process begins wi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,7 +22,6 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
-import anyio
 from msgspec.structs import replace
 
 from kvoffload.logs import get_logger
@@ -65,16 +64,26 @@ class DiskIndex:
         place: where it lies.
         ranks: whose files it is about.
         portal: gives the thread that may wait for the disk.
+        sleep: waits for seconds, between two writes.
         closes_in_s: seconds that `close` waits for the disk at most.
 
     Attributes:
         identity: of the KV in the folder that this process has locked; None before it is.
     """
 
-    def __init__(self, place: DiskPlace, ranks: int, portal: Portal, *, closes_in_s: float) -> None:
+    def __init__(
+        self,
+        place: DiskPlace,
+        ranks: int,
+        portal: Portal,
+        sleep: Callable[[float], Awaitable[None]],
+        *,
+        closes_in_s: float,
+    ) -> None:
         self._place = place
         self._ranks = ranks
         self._portal = portal
+        self._sleep = sleep
         self._closes_in_s = closes_in_s
         self._executor = portal.new_executor("disk-index")
         self._unwritten: deque[DiskRecord] = deque()
@@ -162,7 +171,7 @@ class DiskIndex:
     async def _write_now_and_then(self) -> None:
         """Have records written, and what was written synced, until cancelled."""
         for number in count(1):
-            await anyio.sleep(WRITE_PERIOD_S)
+            await self._sleep(WRITE_PERIOD_S)
             opened, has_more = self._opened, bool(self._unwritten)
             if has_more:
                 self._do(self._write)

@@ -7,7 +7,7 @@ are calls on the core.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 from kvoffload.bus.bus import Bus
@@ -130,7 +130,7 @@ class SchedulerSide:
             self.core, self.bus, self._copies, self._degradation, (self._pins, self._resets)
         )
         self._ask = self._broken.ask
-        self._below = _lower_tiers_side(disk, remote, self.core, self._broken, config, portal, now)
+        self._below = _lower_tiers_side(disk, remote, self.core, self._broken, config, portal, self._clocks)
         self._conservation = Conservation(self.core, device, self.counters, self.bus.publish, self._broken)
         self.benefit = NetBenefit(shape.alignment, shape.ranks, self._copies, now)
         self._first_tokens, self._chooses_least = FirstTokens(now), config.min_load_tokens == AUTO
@@ -138,7 +138,7 @@ class SchedulerSide:
         self._subscribe(portal)
         self._observers = Observers(self.bus, self.journal, self.counters, now, self._spans)
         if portal is not None:
-            self._observers.start(portal, Watchdog(self._pins, self._copies, self._timeout_s, now))
+            self._observers.start(portal, Watchdog(self._pins, self._copies, self._timeout_s, self._clocks))
 
     def _handle_facts(self) -> None:
         bus, core = self.bus, self.core
@@ -450,17 +450,17 @@ def _lower_tiers_side(
     broken: BrokenCore,
     config: OffloadConfig,
     portal: Portal | None,
-    now: Callable[[], float],
+    clocks: Clocks,
 ) -> LowerTiersSide | None:
     """Begin to open the tiers below the host; return None without any."""
     if core.below is None:
         return None
     assert portal is not None, "a tier below the host needs a portal"
     ranks, timeout_s = core.state.shape.ranks, config.remote_timeout_s
-    index = None if disk is None else DiskIndex(disk, ranks, portal, closes_in_s=config.drain_s)
-    store = None if remote is None else RemoteIndex(remote, ranks, portal, now, timeout_s)
+    index = None if disk is None else DiskIndex(disk, ranks, portal, clocks.sleep, closes_in_s=config.drain_s)
+    store = None if remote is None else RemoteIndex(remote, ranks, portal, clocks.monotonic, timeout_s)
     return LowerTiersSide(
-        core.below, core.state, broken, index, store, now,
+        core.below, core.state, broken, index, store, clocks.monotonic,
         timeout_s=config.transfer_timeout_s, drain_s=config.drain_s,
     )  # fmt: skip
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
-
-import anyio
 
 from kvoffload.logs import get_logger
 from kvoffload.model.message import Message
+from kvoffload.runtime.clocks import Clocks
 from kvoffload.telemetry.throttle import AtMostEvery
 
 log = get_logger("watchdog")
@@ -46,24 +44,24 @@ class Watchdog:
     Args:
         pins, jobs: whose oldest is watched.
         timeout_s: `transfer_timeout_s`.
-        now: monotonic seconds.
+        clocks: where time comes from.
     """
 
-    def __init__(self, pins: Watched, jobs: Watched, timeout_s: float, now: Callable[[], float]) -> None:
+    def __init__(self, pins: Watched, jobs: Watched, timeout_s: float, clocks: Clocks) -> None:
         self._watched = (("pin", pins, 2.5 * timeout_s), ("job", jobs, 1.5 * timeout_s))
         self._period_s = min(timeout_s / 2, _LONGEST_PERIOD_S)
-        self._now = now
-        self._due = AtMostEvery(_QUIET_S, now)
+        self._clocks = clocks
+        self._due = AtMostEvery(_QUIET_S, clocks.monotonic)
 
     async def run(self) -> None:
         """Look until cancelled."""
         while True:
-            await anyio.sleep(self._period_s)
+            await self._clocks.sleep(self._period_s)
             self.look()
 
     def look(self) -> None:
         """Warn of what is too old, at most once a minute for each kind."""
-        now = self._now()
+        now = self._clocks.monotonic()
         for kind, one, allowed_s in self._watched:
             since = one.oldest
             if since is None or now - since.monotonic <= allowed_s or self._due.due(kind) is None:

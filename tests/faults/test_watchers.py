@@ -167,7 +167,8 @@ def test_a_wall_clock_that_is_set_changes_only_what_people_read(
     """Back by a year and ahead by two, with copies open: no time-out ends, no age warns, the journal can be read."""
     wall = FakeClock(2e9)
     monkeypatch.setattr(
-        "tests.reference.rig.Clocks", lambda now, _, precise: Clocks(now, wall.monotonic, precise)
+        "tests.reference.rig.Clocks",
+        lambda now, _, precise, sleep: Clocks(now, wall.monotonic, precise, sleep),
     )
     path = tmp_path / "journal"
     with rig(extra={"journal_path": str(path)}) as made:
@@ -198,4 +199,4 @@ def watchdog_of(made: Rig) -> Any:  # noqa: ANN401
     from kvoffload.runtime.watchdog import Watchdog
 
     side = made.offload
-    return Watchdog(side._pins, side._copies, TIMEOUT_S, made.clock.monotonic)
+    return Watchdog(side._pins, side._copies, TIMEOUT_S, side._clocks)

@@ -96,7 +96,7 @@ class Rig:
         self.portal = ManualPortal(self.clock)
         self.plugin = ReferencePlugin(
             portal=self.portal,
-            clocks=Clocks(now, now, now),
+            clocks=Clocks(now, now, now, self.clock.sleep),
             clock=self.clock,
             make_copier=self._make_copier,
             promises=options.get("promises"),

@@ -84,7 +84,9 @@ class Side:
             config or OffloadConfig(transfer_timeout_s=TIMEOUT_S),
             self.pool,
             portal=self.portal,
-            clocks=Clocks(self.clock.monotonic, self.clock.monotonic, self.precise.monotonic),
+            clocks=Clocks(
+                self.clock.monotonic, self.clock.monotonic, self.precise.monotonic, self.clock.sleep
+            ),
             disk=None if disk is None else DiskPlace(disk, lambda: IDENTITY),
             remote=remote,
         )

@@ -15,6 +15,7 @@ from kvoffload.model.causes import DegradeCause
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.ids import BlockKey, DeviceBlockId, SlotId
 from kvoffload.runtime import conservation
+from kvoffload.runtime.clocks import Clocks
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.watchdog import Since, Watchdog
 from kvoffload.telemetry.journal_file import JournalFile
@@ -238,7 +239,7 @@ class Held:
 def test_the_watchdog_warns_of_what_outlives_its_time_seldom(caplog: pytest.LogCaptureFixture) -> None:
     clock = FakeClock()
     pins, jobs = Held(0.0), Held(0.0)
-    dog = Watchdog(pins, jobs, 10.0, clock.monotonic)
+    dog = Watchdog(pins, jobs, 10.0, Clocks(clock.monotonic))
     said = []
     for seconds in (15, 1, 9, 1, 40):
         clock.jump(seconds)
@@ -273,7 +274,7 @@ def test_the_watchdog_looks_while_the_engines_thread_hangs(
     monkeypatch.setattr(caplog.handler, "emit", emit)
     side = Side(portal=Portal("test"), config=OffloadConfig(transfer_timeout_s=0.05))
     loading(side)
-    side.clock.jump(1.0)
+    side.portal.spawn(side.clock.advance, 1.0)
     assert reported.wait(30)
     assert {line["what"] for line in logged(caplog, "held_too_long")} == {"pin", "job"}
     side.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -114,14 +113,8 @@ def test_auto_tries_the_disk_again_after_a_minute(side: Side) -> None:
     assert side.side.lookup(side.seen("tries", "b"), 0) is None
 
 
-def test_no_hook_wakes_the_index_thread_for_what_it_records(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sides = list[Side]()
-    monkeypatch.setattr(
-        disk_index, "anyio", SimpleNamespace(sleep=lambda seconds: sides[0].clock.sleep(seconds))
-    )
-    sides.append(side := Side(portal=True, disk=tmp_path))
+def test_no_hook_wakes_the_index_thread_for_what_it_records(tmp_path: Path) -> None:
+    side = Side(portal=True, disk=tmp_path)
     open_disk(side)
     side.portal.advance()
     side.portal.index.hold()
