@@ -37,7 +37,7 @@ MOST_BLOCKS = 2**20
 LOOK_PERIOD_S = 1.0
 """Seconds between two listings: what others have written since the last one is not found yet."""
 _CLOCKS_DIFFER_MS = 600_000  # most that the clocks of two writers differ
-_INDEXES_AT_ONCE = 32  # that are read side by side
+_READS_AT_ONCE = 32
 _GAP_BYTES = 2**20  # between values that are read as one
 _ENTRY = struct.Struct("<HQQ")
 _COUNT = struct.Struct("<I")
@@ -226,10 +226,10 @@ class BucketStore:
         new = [
             (entry["path"], entry["size"]) for page in pages for entry in page if entry["path"] not in known
         ]
-        for first in range(0, len(new), _INDEXES_AT_ONCE):
+        for first in range(0, len(new), _READS_AT_ONCE):
             if first and time.monotonic() - now >= self._listing_s:
                 return catalogue  # the next call goes on
-            self._read_indexes(catalogue, new[first : first + _INDEXES_AT_ONCE])
+            self._read_indexes(catalogue, new[first : first + _READS_AT_ONCE])
         catalogue.looked_at = now
         return catalogue
 
@@ -252,7 +252,13 @@ class BucketStore:
         """
 
         async def read() -> list[memoryview | None]:
-            return await asyncio.gather(*[self._read_range(*each) for each in ranges])
+            free = asyncio.Semaphore(_READS_AT_ONCE)
+
+            async def one(pack: str, start: int, size: int) -> memoryview | None:
+                async with free:
+                    return await self._read_range(pack, start, size)
+
+            return await asyncio.gather(*[one(*each) for each in ranges])
 
         return asyncio.run(read())
 
