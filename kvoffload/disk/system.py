@@ -1,17 +1,17 @@
-"""What the standard library does not wrap: aligned memory, huge pages and holes in files."""
+"""What the standard library does not wrap: aligned memory and holes in files."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
 import os
+from contextlib import suppress
 
 PAGE = 4096
 """Direct I/O wants addresses, offsets and lengths in multiples of a device's sector, which is never larger than this."""
 
 _HUGE_PAGE, _LARGE = 2**21, 2**20
 _KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02  # of linux/falloc.h
-_COLLAPSE = 25  # MADV_COLLAPSE of asm-generic/mman-common.h, since Linux 6.1
 
 
 def round_up(size: int) -> int:
@@ -30,22 +30,10 @@ def aligned_buffer(size: int) -> memoryview:
     memory = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size < _LARGE:
         return memoryview(memory)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    start = -address % _HUGE_PAGE
-    collapse(address + start, room - _HUGE_PAGE)
+    with suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE_PAGE
     return memoryview(memory)[start : start + size]
-
-
-def collapse(address: int, size: int) -> None:
-    """Back new memory with huge pages, if the kernel has any. A kernel that cannot do so serves as well.
-
-    Memory that is marked with `MADV_HUGEPAGE` instead is scanned by khugepaged, which has the lowest priority, under the lock of the
-    process's mappings. On a busy machine it kept that lock for up to 12 s, and every copy and every mapping waited for it.
-    """
-    for page in range(address, address + size, _HUGE_PAGE):
-        ctypes.memset(page, 0, 1)  # the kernel passes over huge pages of which it has no small one
-    # `mmap.madvise` would keep the interpreter's lock.
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _COLLAPSE)
 
 
 def punch_hole(descriptor: int, offset: int, size: int) -> None:

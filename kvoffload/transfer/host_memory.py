@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Protocol
 
-from kvoffload.disk.system import collapse
 from kvoffload.model.errors import ConfigError, HostMemoryError
 
 if TYPE_CHECKING:
@@ -103,14 +102,12 @@ class MmapAllocator:
             memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError, OverflowError) as error:
             raise HostMemoryError(f"the system refused {size} bytes of host memory: {error}") from error
-        _keep_private(memory)
+        _advise(memory)
         # The array keeps the mapping from being closed under a copy; emptying the list releases it.
         hold: list[ctypes.Array[ctypes.c_char]] = [(ctypes.c_char * size).from_buffer(memory)]
         address = ctypes.addressof(hold[0])
-        # Touches every page, outside the interpreter's lock. A page stays on the node where it was first touched. Huge pages need
-        # fewer address translations for scattered copies.
+        # Touches every page, outside the interpreter's lock. A page stays on the node where it was first touched.
         with nullcontext() if self._node is None else self._node.claim(address, size):
-            collapse(address, size)
             ctypes.memset(address, 0, size)
         if self._pin is not None:
             try:
@@ -236,9 +233,14 @@ def _file_cache(stat: str | None) -> int:
     return _number(fields.get("total_inactive_file", fields.get("inactive_file"))) or 0
 
 
-def _keep_private(memory: mmap.mmap) -> None:
-    """Keep the memory out of forks, at which pinned pages would be copied, and out of core dumps. A kernel that refuses serves as well."""
-    for name in ("MADV_DONTFORK", "MADV_DONTDUMP"):
+def _advise(memory: mmap.mmap) -> None:
+    """Ask for huge pages, and keep the memory out of forks and core dumps.
+
+    Huge pages need fewer address translations for scattered copies. Pinned pages would be copied at each fork. A kernel that
+    refuses serves as well. `MADV_COLLAPSE`, which would spare the memory khugepaged's scans, waits for a thread of the kernel on
+    each processor and keeps the lock of the process's mappings meanwhile: beside vLLM's threads that spin, for up to 6 s.
+    """
+    for name in ("MADV_HUGEPAGE", "MADV_DONTFORK", "MADV_DONTDUMP"):
         with contextlib.suppress(OSError, AttributeError):
             memory.madvise(getattr(mmap, name))
 
