@@ -237,8 +237,10 @@ def _advise(memory: mmap.mmap) -> None:
     """Ask for huge pages, and keep the memory out of forks and core dumps.
 
     Huge pages need fewer address translations for scattered copies. Pinned pages would be copied at each fork. A kernel that
-    refuses serves as well. `MADV_COLLAPSE`, which would spare the memory khugepaged's scans, waits for a thread of the kernel on
-    each processor and keeps the lock of the process's mappings meanwhile: beside vLLM's threads that spin, for up to 6 s.
+    refuses serves as well.
+
+    khugepaged scans memory so marked under the lock of the process's mappings. `MADV_COLLAPSE` would avoid the scans, but holds
+    that lock while it waits for a kernel thread on every processor, which took up to 6 s beside vLLM's spinning threads.
     """
     for name in ("MADV_HUGEPAGE", "MADV_DONTFORK", "MADV_DONTDUMP"):
         with contextlib.suppress(OSError, AttributeError):
