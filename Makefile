@@ -12,16 +12,23 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 VLLM := $(VENV)/vllm/bin/python
 NEW_ENOUGH := $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvoffload needs Python 3.11 or newer; name one with PYTHON=")'
 OTHER_PYTHONS := 3.12 3.13
-FAST_MARKS := not slow and not gpu and not vllm
+FAST_MARKS := not slow and not full and not gpu and not vllm
+# A file's tests stay on one worker, so that what a file starts for all of them is started once.
+WORKERS := -n 2 --dist loadfile
 SOURCES := $(shell find $(PACKAGES) dashboards/grafana/dashboards dashboards/rules dashboards/RUNBOOK.md -not -path '*__pycache__*' 2>/dev/null)
 
 # The wheel is found before the editable install; safe path keeps the working directory out of `python -m` and `-c`,
 # also in the processes that tests start.
+PROFILE := ci
 WHEEL := $(CURDIR)/$(VENV)/wheel
-AGAINST_WHEEL := KVOFFLOAD_WHEEL=$(WHEEL) PYTHONPATH=$(WHEEL) PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE=1
+AGAINST_WHEEL = HYPOTHESIS_PROFILE=$(PROFILE) KVOFFLOAD_WHEEL=$(WHEEL) PYTHONPATH=$(WHEEL) PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE=1
+WITHOUT_VLLM = env $(AGAINST_WHEEL) $(BIN)/pytest $(WORKERS)
+WITH_VLLM = env $(AGAINST_WHEEL) $(VLLM) -m pytest $(WORKERS)
+VLLM_TESTS := $(filter-out tests/vllm_versions,$(wildcard tests/vllm_*))
+VERSIONS = env $(AGAINST_WHEEL) $(VLLM) -m tests.vllm_versions.matrix
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test-fast check format wheel test test-vllm quick-others recurrent-matrix disk-traffic store-traffic sharing-ranks vllm-versions lint types imports size coverage deep disk-kills simulate explore mutants soak vllm-demo grafana observe bench-hooks bench-queue bench-serve bench-fs docs site dashboards screenshot lock venv vllm-env kernel-env tools clean
+.PHONY: help demo test check quick test-fast format test-vllm test-all quick-others recurrent-matrix disk-traffic store-traffic sharing-ranks vllm-versions lint types imports size coverage deep disk-kills simulate explore mutants soak vllm-demo grafana observe bench-hooks bench-queue bench-serve bench-fs docs site dashboards screenshot lock venv wheel vllm-env kernel-env tools clean
 .DELETE_ON_ERROR:
 
 help:
@@ -30,34 +37,39 @@ help:
 
 ##@ Every day
 
-demo: venv  ## compare conversations without and with offloading
+demo: $(if $(findstring --remote,$(ARGS)),venv,$(VENV)/demo-ready)  ## compare conversations without and with offloading
 	@$(BIN)/kvoffload demo $(ARGS)
+
+test: $(VENV)/wheel/ready vllm-env kernel-env  ## prove every promise once, in 20 minutes
+	@.ci/tools || echo "Tests that need those programs are skipped."
+	@.ci/timed "tests without vLLM" $(WITHOUT_VLLM) -m "not vllm and not full" $(ARGS)
+	@$(if $(ARGS),echo "ARGS chose tests; those on a stock vLLM: make test-vllm ARGS=...",$(MAKE) --no-print-directory test-vllm)
+
+check: lint types imports test  ## run all that a change must pass, as CI does
 
 quick: $(QUICK)/ready  ## test core, bus and model on the sources, in seconds
 	HYPOTHESIS_PROFILE=fast PYTHONPATH=$(CURDIR) PYTHONDONTWRITEBYTECODE=1 $(QUICK)/bin/python -m pytest -m "$(FAST_MARKS)" -q $(or $(ARGS),tests/core tests/bus tests/model)
 
+test-fast: PROFILE := fast
 test-fast: $(VENV)/wheel/ready  ## run the quick tests on the built wheel, in a minute
-	HYPOTHESIS_PROFILE=fast $(AGAINST_WHEEL) $(BIN)/pytest -m "$(FAST_MARKS)" $(ARGS)
-
-check: lint types imports size quick-others test  ## run all that a change must pass, as CI does
+	$(AGAINST_WHEEL) $(BIN)/pytest -m "$(FAST_MARKS)" $(ARGS)
 
 format: venv  ## rewrite the sources in the agreed form
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format --quiet .
 
-wheel: $(VENV)/wheel/ready  ## build the wheel into .venv/dist
-	@:
-
 ##@ Test
 
-test: $(VENV)/wheel/ready vllm-env kernel-env  ## run every test that this machine can run
-	@.ci/tools || echo "Tests that need those programs are skipped."
-	HYPOTHESIS_PROFILE=ci $(AGAINST_WHEEL) $(BIN)/pytest -m "not vllm" $(ARGS)
-	@$(if $(ARGS),echo "ARGS chose tests; those on a stock vLLM: make test-vllm ARGS=...",$(MAKE) --no-print-directory test-vllm)
+test-vllm: $(VENV)/wheel/ready vllm-env kernel-env  ## run the part of make test that needs a stock vLLM
+	@$(if $(ARGS),,.ci/timed "one start of each vLLM" $(VERSIONS) --starts)
+	@.ci/timed "tests on vLLM" $(WITH_VLLM) -m "vllm and not full" $(or $(ARGS),$(VLLM_TESTS))
 
-test-vllm: $(VENV)/wheel/ready vllm-env  ## run the tests on stock vLLMs alone
-	@$(if $(ARGS),,$(MAKE) --no-print-directory vllm-versions VERSIONS_ARGS=--check)
-	HYPOTHESIS_PROFILE=ci $(AGAINST_WHEEL) $(VLLM) -m pytest -m vllm $(or $(ARGS),$(filter-out tests/vllm_versions,$(wildcard tests/vllm_*)))
+test-all: PROFILE := full
+test-all: $(VENV)/wheel/ready vllm-env kernel-env quick-others size  ## run every test that this machine can run
+	@.ci/tools || echo "Tests that need those programs are skipped."
+	@.ci/timed "all tests without vLLM" $(WITHOUT_VLLM) -m "not vllm" $(ARGS)
+	@$(if $(ARGS),,.ci/timed "versions of vLLM" $(VERSIONS) --check)
+	@$(if $(ARGS),,.ci/timed "all tests on vLLM" $(WITH_VLLM) -m vllm $(VLLM_TESTS))
 
 quick-others:  ## run make quick with other Pythons, where they exist
 	@for version in $(OTHER_PYTHONS); do \
@@ -79,9 +91,8 @@ store-traffic: $(VENV)/wheel/ready vllm-env  ## mix traffic on two vLLMs that sh
 sharing-ranks: $(VENV)/wheel/ready vllm-env  ## share a store between vLLMs of two ranks each (long)
 	$(AGAINST_WHEEL) $(VLLM) -m pytest -m vllm tests/vllm_adapter/sharing_ranks.py $(ARGS)
 
-vllm-versions: $(VENV)/wheel/ready kernel-env  ## run a smaller suite on several versions of vLLM
-	@$(PYTHON) tests/vllm_stock/install.py --versions all $(VLLM_ENV_ARGS)
-	HYPOTHESIS_PROFILE=ci $(AGAINST_WHEEL) $(VLLM) -m tests.vllm_versions.matrix $(VERSIONS_ARGS)
+vllm-versions: $(VENV)/wheel/ready vllm-env kernel-env  ## run a smaller suite on several versions of vLLM
+	$(VERSIONS) $(VERSIONS_ARGS)
 
 lint: venv  ## check form and lint rules
 	$(BIN)/ruff format --check --quiet .
@@ -97,12 +108,13 @@ size: venv  ## warn of long files and functions
 	$(BIN)/python .ci/size.py $(PACKAGES)
 
 coverage: venv  ## measure branch coverage of the quick tests
-	HYPOTHESIS_PROFILE=ci $(BIN)/coverage run -m pytest -m "$(FAST_MARKS)" -q $(ARGS)
+	HYPOTHESIS_PROFILE=$(PROFILE) $(BIN)/coverage run -m pytest -m "$(FAST_MARKS)" -q $(ARGS)
 	$(BIN)/coverage report --include='kvoffload/core/*,kvoffload/model/*,kvoffload/bus/*' --fail-under=100
 	$(BIN)/coverage report --fail-under=$(COVERAGE_FLOOR)
 
+deep: PROFILE := deep
 deep: $(VENV)/wheel/ready  ## run property tests and kills many more times (long)
-	HYPOTHESIS_PROFILE=deep $(AGAINST_WHEEL) $(BIN)/pytest -m "hypothesis and not gpu and not vllm" --timeout 3600 $(ARGS)
+	$(AGAINST_WHEEL) $(BIN)/pytest -m "hypothesis and not gpu and not vllm" --timeout 3600 $(ARGS)
 	$(if $(ARGS),,$(BIN)/python -m tests.kills --each 40)
 
 disk-kills: $(VENV)/wheel/ready  ## end engines on a disk 220 times at random moments (long)
@@ -169,8 +181,11 @@ lock: venv  ## resolve .ci/requirements.lock from pyproject.toml
 venv: $(VENV)/ready  ## set up .venv with the locked versions
 	@:
 
+wheel: $(VENV)/wheel/ready  ## build the wheel into .venv/dist
+	@:
+
 vllm-env:  ## set up a stock vLLM in .venv/vllm
-	@$(PYTHON) tests/vllm_stock/install.py $(VLLM_ENV_ARGS)
+	@$(PYTHON) tests/vllm_stock/install.py --versions all $(VLLM_ENV_ARGS)
 
 kernel-env: venv  ## set up Triton in .venv/triton (200 MB)
 	@test -d $(VENV)/triton || $(PIP) install --no-deps --target $(VENV)/triton triton==3.9.0
@@ -184,11 +199,16 @@ clean:  ## remove .venv and every cache
 
 COVERAGE_FLOOR ?= 80
 
-$(VENV)/ready: .ci/requirements.lock pyproject.toml
+# The package with its dependencies is all that the demo needs; `make venv` adds what development needs.
+$(VENV)/demo-ready: .ci/requirements.lock pyproject.toml
 	@test -x $(BIN)/pip || $(NEW_ENOUGH)
-	@test -x $(BIN)/pip || { echo "Setting up $(VENV) (minutes the first time)"; $(PYTHON) -m venv $(VENV); }
+	@test -x $(BIN)/pip || { echo "Setting up $(VENV) (a minute the first time)"; $(PYTHON) -m venv $(VENV); }
+	@$(PIP) install --constraint .ci/requirements.lock hatchling
+	@$(PIP) install --constraint .ci/requirements.lock --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/ready: $(VENV)/demo-ready
 	$(PIP) install -r .ci/requirements.lock
-	$(PIP) install --no-deps --no-build-isolation --editable .
 	@touch $@
 
 # What the pure layers and their tests need, in the locked versions.

@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, settings
 # machine that builds an engine is slow by hypothesis' measure and not by ours.
 common = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.register_profile("fast", common, max_examples=30, stateful_step_count=30)
-settings.register_profile("ci", common, max_examples=200, derandomize=True)
+settings.register_profile("ci", common, max_examples=50, derandomize=True)
+settings.register_profile("full", common, max_examples=200, derandomize=True)
 settings.register_profile("deep", common, max_examples=5000, stateful_step_count=100)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 

@@ -53,7 +53,9 @@ def check_gone(servers: list[Server], folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", [pytest.param("mooncake", marks=NEEDS_MOONCAKE), "s3"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("mooncake", marks=NEEDS_MOONCAKE), pytest.param("s3", marks=pytest.mark.full)]
+)
 def test_an_engine_finds_in_a_store_what_another_has_written(
     kind: str, small: list[str], servers: list[Server], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

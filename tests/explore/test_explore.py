@@ -146,6 +146,7 @@ BREAKS: dict[str, tuple[str, type, str, object]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("broken", BREAKS)
 def test_a_broken_rule_is_found_with_a_program_that_shows_it(
     broken: str, monkeypatch: pytest.MonkeyPatch

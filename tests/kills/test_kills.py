@@ -14,6 +14,7 @@ from tests.kills.killing import Killer, draw
 KILLS = 40
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_commands_end_well_whenever_they_are_killed(

@@ -43,17 +43,20 @@ def test_a_mutant_that_a_test_notices_is_killed() -> None:
     assert (killer(mutant) or "").startswith("tests/core/test_states.py::test_")
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_mutant_that_cannot_be_imported_is_killed() -> None:
     assert killer(Mutant(4, _STATES, "class JobState(IntEnum):", "class OfJob(IntEnum):", _TESTS))
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_mutant_that_crashes_the_process_is_killed() -> None:
     crash = "import os; os.abort()\n\nclass JobState(IntEnum):"
     assert killer(Mutant(4, _STATES, "class JobState(IntEnum):", crash, _TESTS))
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_change_that_changes_nothing_survives() -> None:
     assert (
@@ -61,6 +64,7 @@ def test_a_change_that_changes_nothing_survives() -> None:
     )
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_hunt_breaks_the_sources_as_they_were_when_it_began() -> None:
     mutant = Mutant(4, _STATES, "class JobState(IntEnum):", "\n\nclass JobState(IntEnum):", _TESTS)

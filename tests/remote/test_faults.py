@@ -122,7 +122,10 @@ def check_gone_and_back(
     return lines
 
 
-@pytest.mark.parametrize("what", ["refused", "silent", "cut", "unavailable"])
+@pytest.mark.parametrize(
+    "what",
+    ["refused", *(pytest.param(one, marks=pytest.mark.full) for one in ("silent", "cut", "unavailable"))],
+)
 def test_r17_s3_that_fails_is_left_alone_and_used_again(
     start: StartEngine, proxy: Proxy, bucket: Bucket, what: str
 ) -> None:
@@ -157,8 +160,16 @@ def test_r17_s3_that_is_slow_is_used_within_its_time(start: StartEngine, proxy: 
     assert state_of(second) is TierState.OPEN
 
 
-@pytest.mark.parametrize("what", ["node", "master"])
-@pytest.mark.parametrize("how", ["kill", "stop"])
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [
+        ("kill", "node"),
+        *(
+            pytest.param(*one, marks=pytest.mark.full)
+            for one in (("kill", "master"), ("stop", "node"), ("stop", "master"))
+        ),
+    ],
+)
 def test_r17_mooncake_that_is_gone_is_left_alone_and_used_again(
     start: StartEngine, tmp_path: Path, what: str, how: str
 ) -> None:

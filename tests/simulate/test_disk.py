@@ -15,6 +15,7 @@ SEEDS = range(60, 200)
 """Behind those of `test_simulate`."""
 
 
+@pytest.mark.full
 def test_seeds_with_a_disk_end_well_and_have_seen_something() -> None:
     total = Counter[str]()
     for seed in SEEDS:

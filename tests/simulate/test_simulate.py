@@ -65,6 +65,7 @@ def test_a_seed_repeats_in_another_process_whose_hashes_differ(tmp_path: Path) -
     assert (tmp_path / "there" / here.name).read_text() == here.read_text()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_line_taken_out_shows_in_one_of_the_first_seeds(mutant: str) -> None:
     with mutated(mutant):

@@ -15,6 +15,7 @@ SEEDS = range(60, 160)
 """Behind those of `test_simulate`, and with a store alone: `test_disk` plays those with both."""
 
 
+@pytest.mark.full
 def test_seeds_with_a_store_end_well_and_have_seen_something() -> None:
     total = Counter[str]()
     for seed in SEEDS:

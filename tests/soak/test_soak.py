@@ -45,6 +45,7 @@ def test_a_reading_has_the_process_and_every_gauge() -> None:
     assert not any("ready" in name and name != "slots empty or ready" for name in found)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_short_soak(monkeypatch: pytest.MonkeyPatch) -> None:
     """Descriptors, objects and gauges; resident memory says nothing after seconds, in a process full of other tests."""

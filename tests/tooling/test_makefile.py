@@ -28,7 +28,7 @@ def test_help_begins_with_six_everyday_targets() -> None:
     everyday = make("help").split("\n\n")[0].strip().splitlines()
     assert everyday[0] == "Every day"
     assert len(everyday) == 1 + 6
-    assert "make check" in everyday[4]
+    assert [line.split()[1] for line in everyday[1:4]] == ["demo", "test", "check"]
 
 
 def test_no_target_is_mistaken_for_a_file() -> None:
@@ -38,6 +38,6 @@ def test_no_target_is_mistaken_for_a_file() -> None:
 
 def test_ci_runs_what_check_runs() -> None:
     (check,) = re.findall(r"^check: (.*?) *##", MAKEFILE, flags=re.MULTILINE)
-    runs = re.findall(r"^make --no-print-directory (.*)$", (ROOT / ".ci/run").read_text(), flags=re.MULTILINE)
-    assert " ".join(runs) == check
-    assert runs[-1] == "test"
+    (parts,) = re.findall(r"^for part in (.*); do$", (ROOT / ".ci/run").read_text(), flags=re.MULTILINE)
+    assert parts == check
+    assert parts.split()[-1] == "test"

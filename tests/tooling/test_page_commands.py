@@ -21,6 +21,9 @@ NEEDS = {"a GPU", "a cluster", "a package index", "Docker", "vLLM"}
 # The README's install what they run, so they run in an environment of their own: tests/install/test_bare.py.
 RUN = [page for page in PAGES if page != ROOT / "README.md" and any(not one.needs for one in blocks(page))]
 
+DEMOS = {"disk.md", "store.md"}
+"""Pages whose commands are demos of a restart and of a store; tests/cli runs smaller ones."""
+
 
 def environment() -> dict[str, str]:
     """This interpreter's commands first; no settings of vLLM's or of a terminal's."""
@@ -64,7 +67,11 @@ def serving(text: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("page", RUN, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(one, marks=pytest.mark.full if one.name in DEMOS else ()) for one in RUN],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
 def test_the_commands_of_a_page_run_in_order(page: Path, tmp_path: Path) -> None:
     """In one folder, as somebody who follows the page would; what runs until Ctrl-C runs beside the next block."""
     here = [one for one in blocks(page) if not one.needs]

@@ -37,5 +37,5 @@ def test_no_file_is_large(files: list[str]) -> None:
 
 
 def test_scripts_can_be_run() -> None:
-    for name in ("python", "run", "tools"):
+    for name in ("python", "run", "timed", "tools"):
         assert (ROOT / ".ci" / name).stat().st_mode & 0o111, name

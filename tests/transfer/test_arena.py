@@ -247,6 +247,7 @@ async def test_memory_stays_out_of_forked_children_and_core_dumps() -> None:
     arena.close()
 
 
+@pytest.mark.full
 async def test_two_gibibytes_are_locked_and_given_back() -> None:
     """As pinning does it: every page present, none of them movable to swap. Bounded by what the system lets lock."""
     library = ctypes.CDLL(None, use_errno=True)

@@ -20,7 +20,9 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("what", "interpreted"), [("interpret", "1"), ("compile", "0")])
+@pytest.mark.parametrize(
+    ("what", "interpreted"), [("interpret", "1"), pytest.param("compile", "0", marks=pytest.mark.full)]
+)
 def test_the_kernel(what: str, interpreted: str, tmp_path: Path) -> None:
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT), str(BESIDE)]))
     settings = {"PYTHONPATH": path, "TRITON_INTERPRET": interpreted, "TRITON_CACHE_DIR": str(tmp_path)}
@@ -35,6 +37,7 @@ def test_the_kernel(what: str, interpreted: str, tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr[-4000:]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_kernel_through_tritons_compiler_and_launcher(cuda_library_path: Path, tmp_path: Path) -> None:
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT), str(BESIDE)]))

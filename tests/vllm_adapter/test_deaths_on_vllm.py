@@ -28,7 +28,7 @@ from tests.vllm_adapter.engine_rig import MARKS
 from tests.vllm_serve.serve_rig import BLOCK, Prompt, check_log, draw, processes, shared_memory, until
 from tests.vllm_stock import checkpoints
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.full]
 
 PROMPTS = draw(1, 3, 200)
 FOUND = 192  # tokens of each, all of its whole blocks

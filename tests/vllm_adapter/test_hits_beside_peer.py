@@ -31,7 +31,7 @@ from kvoffload.transfer.pump import TransferPump
 from tests.vllm_adapter.engine_rig import DEVICE_BLOCKS, MARKS, SLOT_BYTES, Held, offloading
 from tests.vllm_stock import checkpoints, engines
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.full]
 
 SEEDS = (1, 2, 3)
 HOST_BLOCKS: Mapping[checkpoints.Kind, Sequence[int]] = {

@@ -22,7 +22,7 @@ from tests.vllm_stock import checkpoints, client, engines
 from tests.vllm_stock.client import Reply
 from tests.vllm_stock.engines import Server
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.full]
 
 PROMPTS = draw(1, 12, 300)
 SLOTS = 512

@@ -3,9 +3,10 @@
 One pytest process for each version and model runner, with that version's Python files in front of the installed vLLM.
 Fails if a test fails. With --check it writes nothing, fails if the table is out of date, leaves out the installed version, on
 which `make test` runs the adapter's own tests of the same scenes, and runs only a part of the suite with runner V2, whose
-kernels are interpreted. A choice of versions or of a runner updates those rows alone.
+kernels are interpreted. With --starts, as in `make test`, each other version and runner V2 run the scenes of one model, and
+the table is not compared. A choice of versions or of a runner updates only those rows.
 
-    .venv/vllm/bin/python -m tests.vllm_versions.matrix [--check] [--jobs 2] [--runner V2] [0.28.0 ...]
+    .venv/vllm/bin/python -m tests.vllm_versions.matrix [--check | --starts] [--jobs 2] [--runner V2] [0.28.0 ...]
 """
 
 from __future__ import annotations
@@ -44,6 +45,11 @@ V2_RUNNER = {
 }
 PART_OF_V2 = ("0.32.0", "bucket or qwen3 and (runners or reloaded or preempted)")
 """What --check runs with it: a version, and pytest's expression for tests of the suite."""
+
+ONE_START = (f"{SUITE}/test_small_suite.py", "-k", "qwen3 and test_scene")
+"""What --starts runs on each other version: every scene, on one engine with the connector."""
+
+ONE_START_OF_V2 = (f"{SUITE}/test_small_suite.py", "-k", "qwen3 and test_scene and reloaded")
 
 TOO_OLD = ("0.27.1",)
 """Run to see that the connector refuses to start, and says with what it works."""
@@ -221,23 +227,37 @@ def main() -> int:
         for setup in setups()
         if (not asked.versions or setup.version in asked.versions) and asked.runner in (None, setup.runner)
     ]
+    if asked.starts:
+        return 0 if all(one.passed for one in _run_all(_starts(chosen), asked.jobs)) else 1
     whole = [setup for setup in chosen if not (asked.check and setup.is_covered)]
     work = [(setup, setup.tests) for setup in whole]
     if asked.check and any(setup.runner == "V2" for setup in chosen):
         version, tests = PART_OF_V2
         work.append((Setup(version, "V2"), (SUITE, "-k", tests)))
-    with ThreadPoolExecutor(asked.jobs) as pool:
-        ran = list(pool.map(_run_and_report, *zip(*work, strict=True)))
+    ran = _run_all(work, asked.jobs)
     rows = [one.cells() for one in ran[: len(whole)]]
     sys.stdout.write(f"\n{render(rows)}\n")
     return 0 if all(one.passed for one in ran) and _settle(rows, check=asked.check) else 1
 
 
+def _starts(chosen: Sequence[Setup]) -> list[tuple[Setup, Sequence[str]]]:
+    others = [setup for setup in chosen if not setup.is_covered and setup.version not in TOO_OLD]
+    v2 = [setup for setup in chosen if setup == Setup(installed(), "V2")]
+    return [(setup, ONE_START_OF_V2) for setup in v2] + [(setup, ONE_START) for setup in others]
+
+
+def _run_all(work: Sequence[tuple[Setup, Sequence[str]]], jobs: int) -> list[Ran]:
+    with ThreadPoolExecutor(jobs) as pool:
+        return list(pool.map(_run_and_report, *zip(*work, strict=True)))
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="run the smaller suite on several versions of vLLM")
-    parser.add_argument(
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument(
         "--check", action="store_true", help="write nothing; fail if the table is out of date"
     )
+    instead.add_argument("--starts", action="store_true", help="only start each other version once")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="setups at a time")
     parser.add_argument("--runner", choices=("V1", "V2"), help="vLLM's model runner; by default both")
     parser.add_argument("versions", nargs="*", help="by default all that the lock names")
