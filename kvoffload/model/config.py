@@ -271,12 +271,11 @@ def _name(value: object) -> str:
 def _url(value: object) -> str:
     if isinstance(value, str) and set(value) & set("@?#"):
         # Exporters log the URL they send to. This error must not repeat it either.
-        raise ConfigError(
-            [
-                'otlp_endpoint must be a URL without user, password, query and fragment, so without "@", "?" and "#"; '
-                "give secrets to the exporter in the environment variable OTEL_EXPORTER_OTLP_HEADERS"
-            ]
+        problem = (
+            'otlp_endpoint must be a URL without user, password, query and fragment, so without "@", "?" and "#"; '
+            "give secrets to the exporter in the environment variable OTEL_EXPORTER_OTLP_HEADERS"
         )
+        raise ConfigError([problem])
     if not isinstance(value, str) or not re.fullmatch(r"https?://[^\s/]\S*", value):
         raise ValueError
     return value
