@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import kvoffload
-from kvoffload.cli.exits import CommandError, Exit, OutputError, say
+from kvoffload.cli.exits import CommandError, Exit, OutputError, printable, say
 from kvoffload.cli.partial_file import written
 
 HELP = "write the Grafana dashboards, the Prometheus rules and the runbook into a directory"
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         _make(target.parent)
         with written(target) as file:
             file.write(text)
-        print(target)
+        print(printable(str(target)))
     say(f"Prometheus needs both files of {args.directory / 'prometheus'}; the dashboards need neither")
     return Exit.OK
 

@@ -40,7 +40,15 @@ class OutputError(CommandError):
 
 def say(text: str) -> None:
     """Print a line that is not a result, with the command's name before it."""
-    print_error(f"kvoffload: {text}")
+    print_error(f"kvoffload: {printable(text)}")
+
+
+def printable(text: str) -> str:
+    """Return text that a terminal only shows.
+
+    Names of files, journals, models and servers may hold escapes, line ends, or bytes that are not UTF-8.
+    """
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def print_error(text: str, end: str = "\n") -> None:

@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvoffload.cli.exits import CommandError, Exit, say
+from kvoffload.cli.exits import CommandError, Exit, printable, say
 from kvoffload.cli.partial_file import STDOUT
 
 if TYPE_CHECKING:
@@ -213,7 +213,12 @@ def _progress(path: Path, size: int) -> Iterator[Callable[[int], object]]:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(f"reading {path.name}", total=size)
+        task = progress.add_task(printable(f"reading {path.name}"), total=size)
         yield lambda read_bytes: progress.update(task, completed=read_bytes)

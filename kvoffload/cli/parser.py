@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from kvoffload.cli.exits import Exit, print_error
+from kvoffload.cli.exits import Exit, print_error, printable
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print what is wrong and where the help is, in one line, and exit."""
-        self.exit(Exit.USAGE, f"kvoffload: error: {message} (see {self.prog} --help)\n")
+        self.exit(Exit.USAGE, f"kvoffload: error: {printable(message)} (see {self.prog} --help)\n")
 
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
         """Let errors of standard output through, which argparse ignores where output is not buffered."""

@@ -163,6 +163,8 @@ def parse_config(raw: Mapping[str, object]) -> OffloadConfig:
         allowed, parse = parser
         try:
             values[key] = parse(value)
+        except ConfigError as error:
+            problems += error.problems
         except (ValueError, TypeError, OverflowError):
             problems.append(f"{name} is {_shown(value)}; it must be {allowed}")
     values.pop(_BACKEND, None)  # its one value changes nothing
@@ -267,6 +269,13 @@ def _name(value: object) -> str:
 
 
 def _url(value: object) -> str:
+    if isinstance(value, str) and set(value) & set("@?#"):
+        # Exporters log the URL they send to. This error must not repeat it either.
+        problem = (
+            'otlp_endpoint must be a URL without user, password, query and fragment, so without "@", "?" and "#"; '
+            "give secrets to the exporter in the environment variable OTEL_EXPORTER_OTLP_HEADERS"
+        )
+        raise ConfigError([problem])
     if not isinstance(value, str) or not re.fullmatch(r"https?://[^\s/]\S*", value):
         raise ValueError
     return value

@@ -5,6 +5,7 @@ Times come in seconds; the format has microseconds since the trace's beginning.
 
 from __future__ import annotations
 
+import heapq
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -48,20 +49,20 @@ class Rows:
     """Spreads overlapping spans of one lane over rows, because spans of one line may only nest."""
 
     def __init__(self) -> None:
-        self._ends: dict[tuple[str, str], list[float]] = {}
+        self._ends: dict[tuple[str, str], list[tuple[float, int]]] = {}  # heaps of (end, row)
 
     def place(self, group: str, lane: str, start: float, end: float) -> int:
-        """Return the first row of the lane that is free from `start` on, and reserve it until `end`.
+        """Return the row of the lane that has been free for longest, if it is at `start`, or a new one.
 
-        Call it in the order of the ends.
+        Reserve it until `end`.
         """
         ends = self._ends.setdefault((group, lane), [])
-        for row, taken_until in enumerate(ends):
-            if taken_until <= start:
-                ends[row] = end
-                return row
-        ends.append(end)
-        return len(ends) - 1
+        if not ends or ends[0][0] > start:
+            heapq.heappush(ends, (end, row := len(ends)))
+            return row
+        row = ends[0][1]
+        heapq.heapreplace(ends, (end, row))
+        return row
 
 
 class Canvas(Protocol):

@@ -23,7 +23,7 @@ from kvoffload.checks.json_option import read_object
 from kvoffload.checks.machine import Machine
 from kvoffload.checks.software import entry_point_problem, version_numbers
 from kvoffload.model.config import parse_bytes, size_text
-from kvoffload_vllm.model_sizes import CACHE_DTYPES, DTYPES, Estimate, Options, estimate
+from kvoffload_vllm.model_sizes import CACHE_DTYPES, DTYPES, Estimate, Options, SizesNotKnown, estimate
 from kvoffload_vllm.register import NAME
 from kvoffload_vllm.support import NEEDED, NEWEST_RUN, VERSIONS
 
@@ -107,11 +107,14 @@ def find_sizes(args: argparse.Namespace) -> Sizes | None:
     """Return the sizes of the model's blocks, and the estimate of their number; None without a model.
 
     Raises:
-        ConfigError: the model's configuration cannot be read, or its sizes do not follow from it.
+        ConfigError: the model's files cannot be read, or do not hold what they must.
     """
     if args.model is None:
         return None
-    found = _estimate(args)
+    try:
+        found = _estimate(args)
+    except SizesNotKnown:
+        return Sizes(ranks=args.tensor_parallel_size, block_tokens=args.block_size)
     return Sizes(
         ranks=args.tensor_parallel_size,
         block_bytes=found.kv.block_bytes,
@@ -260,13 +263,17 @@ def _prefix_caching(given: bool | None) -> Finding:
 
 
 def _model_sizes(args: argparse.Namespace, setup: Setup) -> Finding:
-    if args.model is None and setup.block_bytes and setup.page_bytes and setup.device_blocks:
-        return go("the sizes are given as the engine reports them")
-    if args.model is None:
-        return not_known(
-            "the sizes of the model's blocks", "give --model, and vLLM's options that change them"
+    is_given = bool(setup.block_bytes and setup.page_bytes and setup.device_blocks)
+    try:
+        found = _estimate(args) if args.model is not None else None
+    except SizesNotKnown as error:
+        return _given_sizes(
+            is_given, str(error), "vLLM's start logs the sizes; give them by --block-bytes and the like"
         )
-    found = _estimate(args)
+    if found is None:
+        return _given_sizes(
+            is_given, "the sizes of the model's blocks", "give --model, and vLLM's options that change them"
+        )
     kv = found.kv
     text = (
         f"pages of {size_text(kv.page_bytes)} ({kv.about}), {kv.pages} of them in a block: {size_text(kv.block_bytes)} a block "
@@ -284,6 +291,10 @@ def _model_sizes(args: argparse.Namespace, setup: Setup) -> Finding:
     if args.max_model_len:
         text += f"; one request of {args.max_model_len:,} tokens needs {needed:,} of them"
     return go(text)
+
+
+def _given_sizes(is_given: bool, unknown: str, remedy: str) -> Finding:
+    return go("the sizes are given as the engine reports them") if is_given else not_known(unknown, remedy)
 
 
 def _estimate(args: argparse.Namespace) -> Estimate:

@@ -1,26 +1,31 @@
 """Bytes of a vLLM's KV blocks from its model's `config.json`, without vLLM, which takes seconds to import.
 
-Only what follows from the file is computed: layers of full and sliding-window attention with pages of one size, and
-DeepSeek's multi-head latent attention. Everything else is refused with its name, because a wrong size is worse than
-none. vLLM puts equally many layers into each of its KV cache groups, and a block holds one page of each layer of a group:
+Only the model types whose sizes a test compares with those of a stock vLLM are computed: layers of full and sliding-window
+attention with pages of one size, and DeepSeek's multi-head latent attention. A wrong size is worse than none. vLLM puts
+equally many layers into each of its KV cache groups, and a block holds one page of each layer of a group:
 
     one kind of layer         one group: a block has a page of every layer
     10 full, 52 sliding       groups of 10 layers: a block has 10 pages
     12 full, 13 sliding       groups of 13 layers, because 13 is less than 1.5 times 12
+
+The model's files may come from anywhere: what is read of them has types and bounds.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import stat
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from kvoffload.checks.json_option import read_object
+import msgspec
+
 from kvoffload.model.config import size_text
-from kvoffload.model.errors import ConfigError
+from kvoffload.model.errors import ConfigError, KVOffloadError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -29,32 +34,63 @@ _BYTES_OF_CACHE_DTYPE = {"float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "
 CACHE_DTYPES = ("auto", *_BYTES_OF_CACHE_DTYPE)
 DTYPES = ("auto", *_BYTES_OF_DTYPE)
 
-_MLA_TYPES = {"deepseek_v2", "deepseek_v3", "kimi_k2"}
-_KV_HEADS = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num")
-_REFUSED = {
-    "index_topk": "sparse attention",
-    "compress_ratios": "compressed attention",
-    "num_kv_shared_layers": "layers that share KV",
-    "layers_block_type": "recurrent layers",
-    "hybrid_override_pattern": "recurrent layers",
-    "linear_attention": "recurrent layers",
-    "ssm_cfg": "recurrent layers",
-    "mamba_d_state": "recurrent layers",
-    "attention_chunk_size": "chunked attention",
-    "is_encoder_decoder": "an encoder",
-}
+_MLA, _GEMMA = "deepseek_v2", "gemma3_text"
+MODEL_TYPES = (_MLA, _GEMMA, "llama", "qwen3")
+"""A test compares the sizes of each with those of a stock vLLM."""
+
 # What the model classes assume where a published config.json is silent.
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "gemma3_text": {
+    _GEMMA: {
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
         "head_dim": 256,
         "num_hidden_layers": 26,
-        "sliding_window": 4096,
         "sliding_window_pattern": 6,
-    }
+    },
+    "qwen3": {"head_dim": 128, "num_key_value_heads": 32},
 }
 _MOST_PADDING = 1.5  # a group is as large as the larger kind of layer below this ratio of the two
+_INDEX = "model.safetensors.index.json"
+_LARGEST_CONFIG, _LARGEST_INDEX = (
+    1 << 20,
+    64 << 20,
+)  # bytes; an index of a hundred thousand tensors has ten million
+_SHOWN = 40  # characters of a text from the file
+
+_Layers = Annotated[int, msgspec.Meta(ge=1, le=4096)]
+_Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+_Bytes = Annotated[float, msgspec.Meta(ge=1, le=1 << 53)]  # some tools write 1.6e10
+
+
+class SizesNotKnown(KVOffloadError):
+    """Raised when the sizes of a model are not computed here."""
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What is read of a `config.json`, by its own names."""
+
+    model_type: str
+    num_hidden_layers: _Layers
+    hidden_size: _Count | None = None
+    num_attention_heads: _Count | None = None
+    num_key_value_heads: _Count | None = None
+    head_dim: _Count | None = None
+    kv_lora_rank: _Count | None = None
+    qk_rope_head_dim: _Count | None = None
+    sliding_window_pattern: _Count | None = None
+    use_sliding_window: bool | None = None
+    layer_types: list[str] | None = None
+    dtype: str | None = None
+    torch_dtype: str | None = None
+    quantization_config: dict[str, object] | None = None
+
+
+class _Metadata(msgspec.Struct):
+    total_size: _Bytes
+
+
+class _WeightsIndex(msgspec.Struct):
+    metadata: _Metadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +148,12 @@ def estimate(folder: Path, options: Options, device_memory: int | None, share: f
     vLLM also needs memory for activations and CUDA graphs, which it measures at its start: the number is an upper bound.
 
     Raises:
-        ConfigError: the configuration cannot be read, or the sizes do not follow from it.
+        ConfigError: a file cannot be read, or does not hold what it must.
+        SizesNotKnown: sizes of this model are not computed.
     """
-    config = read_config(folder)
-    kv = kv_sizes(config, options)
-    weights = weight_bytes(folder, config, options)
+    model = read_config(folder)
+    kv = kv_sizes(model, options)
+    weights = weight_bytes(folder, model, options)
     if device_memory is None or weights is None:
         return Estimate(kv)
     of_rank = weights // options.tensor_parallel_size
@@ -128,33 +165,52 @@ def estimate(folder: Path, options: Options, device_memory: int | None, share: f
     return Estimate(kv, left // kv.block_bytes, about)
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return the `config.json` of a model's folder.
+def read_config(folder: Path) -> ModelConfig:
+    """Return what is read of the `config.json` of a model's folder.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or it does not hold what it must.
+        SizesNotKnown: sizes of this type of model are not computed.
     """
-    path = folder / "config.json" if folder.is_dir() else folder
-    return read_object(str(path.absolute()), "--model")
+    path = folder / "config.json" if os.path.isdir(folder) else folder
+    try:
+        raw = json.loads(_read(path, _LARGEST_CONFIG).decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError([f"--model: {path} is not JSON: {error}"]) from error
+    if not isinstance(raw, dict):
+        raise ConfigError([f"--model: {path} does not hold a JSON object"])
+    return model_of(raw)
 
 
-def kv_sizes(config: Mapping[str, Any], options: Options) -> KVSizes:
+def model_of(raw: Mapping[str, object]) -> ModelConfig:
+    """Return what is read of a `config.json`.
+
+    Raises:
+        ConfigError: a value is of the wrong type or out of bounds.
+        SizesNotKnown: sizes of this type of model are not computed.
+    """
+    kind = raw.get("model_type")
+    if not isinstance(kind, str) or kind not in MODEL_TYPES:
+        given = f"model_type {kind[:_SHOWN]!r}" if isinstance(kind, str) else "a model without model_type"
+        raise SizesNotKnown(f"of {given}: sizes are computed only for {', '.join(MODEL_TYPES)}")
+    try:
+        return msgspec.convert({**_DEFAULTS.get(kind, {}), **raw}, ModelConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError([f"--model: config.json: {error}"]) from error
+
+
+def kv_sizes(model: ModelConfig, options: Options) -> KVSizes:
     """Return the sizes of a model's KV blocks.
 
     Raises:
-        ConfigError: they do not follow from the model's configuration.
+        ConfigError: the model's configuration lacks something.
+        SizesNotKnown: it has layers whose sizes are not computed.
     """
-    text = _text_config(config)
-    for key, what in _REFUSED.items():
-        if text.get(key) or config.get(key):
-            raise ConfigError(
-                [f"--model has {what} ({key}): give --block-bytes, which vLLM prints at its start"]
-            )
-    numbers, words = _page(text, _item_bytes(config, text, options), options)
-    kinds = _kinds(text)
+    page_bytes, words = _page(model, _item_bytes(model, options), options)
+    kinds = _kinds(model)
     pages = _group_size(list(kinds.values()))
     return KVSizes(
-        page_bytes=numbers,
+        page_bytes=page_bytes,
         pages=pages,
         full_groups=-(-kinds[FULL] // pages),
         block_tokens=options.block_size,
@@ -162,74 +218,89 @@ def kv_sizes(config: Mapping[str, Any], options: Options) -> KVSizes:
     )
 
 
-def weight_bytes(folder: Path, config: Mapping[str, Any], options: Options) -> int | None:
-    """Return the bytes of all weights in the dtype they are used in, None if the folder has none."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        stored = int(json.loads(index.read_text(encoding="utf-8"))["metadata"]["total_size"])
+def weight_bytes(folder: Path, model: ModelConfig, options: Options) -> int | None:
+    """Return the bytes of all weights in the dtype they are used in, None if the folder has none.
+
+    Raises:
+        ConfigError: their index cannot be read, or does not hold what it must.
+    """
+    index = folder / _INDEX
+    if os.path.lexists(index):
+        stored = _indexed_bytes(index)
     else:
-        stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    if "quantization_config" in config or not stored:
+        stored = sum(path.stat().st_size for path in folder.glob("*.safetensors") if path.is_file())
+    if model.quantization_config is not None or not stored:
         return stored or None
-    text = _text_config(config)
-    return (
-        stored
-        * _BYTES_OF_DTYPE[_dtype(config, text, options)]
-        // _BYTES_OF_DTYPE[_stored_dtype(config, text)]
-    )
+    return stored * _BYTES_OF_DTYPE[_dtype(model, options)] // _BYTES_OF_DTYPE[_stored_dtype(model)]
 
 
-def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    text = config.get("text_config") or config
-    kind = text.get("model_type") or ""
-    if not kind and str(config.get("model_type")) == "gemma3":
-        kind = "gemma3_text"
-    return {**_DEFAULTS.get(kind, {}), **text}
+def _indexed_bytes(path: Path) -> int:
+    try:
+        return int(msgspec.json.decode(_read(path, _LARGEST_INDEX), type=_WeightsIndex).metadata.total_size)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ConfigError([f"--model: {path} is no index of weights: {error}"]) from error
 
 
-def _page(text: Mapping[str, Any], item: int, options: Options) -> tuple[int, str]:
+def _read(path: Path, most: int) -> bytes:
+    """Return a regular file's bytes. Anything else may never end."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise OSError(0, "it is not a regular file")
+            with open(descriptor, "rb", closefd=False) as file:
+                data = file.read(most + 1)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise ConfigError([f"--model: {path} cannot be read: {error.strerror or error}"]) from error
+    if len(data) > most:
+        raise ConfigError([f"--model: {path} is larger than {size_text(most)}"])
+    return data
+
+
+def _page(model: ModelConfig, item: int, options: Options) -> tuple[int, str]:
     """Return the bytes of a block in one layer, and the calculation."""
     tokens = options.block_size
-    if text.get("model_type") in _MLA_TYPES and text.get("kv_lora_rank"):
-        width = text["kv_lora_rank"] + text["qk_rope_head_dim"]
+    if model.model_type == _MLA:
+        width = _needed(model, "kv_lora_rank") + _needed(model, "qk_rope_head_dim")
         return tokens * width * item, f"{tokens} tokens x {width} (latent and rope) x {item} bytes"
-    heads = max(1, _kv_heads(text) // options.tensor_parallel_size)
-    dim = text.get("head_dim") or _needed(text, "hidden_size") // _needed(text, "num_attention_heads")
+    kv_heads = model.num_key_value_heads or _needed(model, "num_attention_heads")
+    heads = max(1, kv_heads // options.tensor_parallel_size)
+    dim = model.head_dim or _needed(model, "hidden_size") // _needed(model, "num_attention_heads")
+    if not dim:
+        raise ConfigError(["--model: config.json has more num_attention_heads than hidden_size"])
     return (
         2 * tokens * heads * dim * item,
         f"2 (K and V) x {tokens} tokens x {heads} KV heads x {dim} x {item} bytes",
     )
 
 
-def _kv_heads(text: Mapping[str, Any]) -> int:
-    found = next((text[name] for name in _KV_HEADS if text.get(name)), None)
-    heads = found if found is not None else _needed(text, "num_attention_heads")
-    if not isinstance(heads, int):
-        raise ConfigError(["--model has layers with different numbers of KV heads: give --block-bytes"])
-    return heads
+def _needed(model: ModelConfig, name: str) -> int:
+    value: int | None = getattr(model, name)
+    if value is None:
+        raise ConfigError([f"--model: config.json does not give {name}"])
+    return value
 
 
-def _needed(text: Mapping[str, Any], name: str) -> int:
-    if not isinstance(text.get(name), int):
-        raise ConfigError(
-            [f"--model: config.json does not give {name}: give --block-bytes, which vLLM prints"]
-        )
-    return int(text[name])
-
-
-def _kinds(text: Mapping[str, Any]) -> Counter[str]:
+def _kinds(model: ModelConfig) -> Counter[str]:
     """Return how many layers there are of each kind."""
-    layers = _needed(text, "num_hidden_layers")
-    if text.get("layer_types"):
-        kinds = Counter(text["layer_types"][:layers])
-    elif text.get("sliding_window") and text.get("sliding_window_pattern"):
-        full = layers // text["sliding_window_pattern"]
-        kinds = Counter({FULL: full, SLIDING: layers - full})
-    else:
-        kinds = Counter({FULL: layers})
-    if other := kinds.keys() - {FULL, SLIDING}:
-        raise ConfigError([f"--model has layers of {', '.join(sorted(other))}: give --block-bytes"])
-    return +kinds
+    layers, kinds = model.num_hidden_layers, Counter(model.layer_types or ())
+    has_windows = model.model_type == _GEMMA
+    if kinds:
+        if other := kinds.keys() - ({FULL, SLIDING} if has_windows else {FULL}):
+            raise SizesNotKnown(f"of layers of {min(other)[:_SHOWN]!r} in a model of type {model.model_type}")
+        if kinds.total() != layers:
+            raise ConfigError(
+                [f"--model: config.json has {layers} num_hidden_layers and {kinds.total()} layer_types"]
+            )
+        return kinds
+    if has_windows and model.sliding_window_pattern:
+        full = layers // model.sliding_window_pattern
+        return +Counter({FULL: full, SLIDING: layers - full})
+    if model.use_sliding_window:
+        raise SizesNotKnown(f"of sliding windows in a model of type {model.model_type}")
+    return Counter({FULL: layers})
 
 
 def _group_size(counts: list[int]) -> int:
@@ -237,25 +308,24 @@ def _group_size(counts: list[int]) -> int:
     return most if most < least * _MOST_PADDING else least
 
 
-def _item_bytes(config: Mapping[str, Any], text: Mapping[str, Any], options: Options) -> int:
+def _item_bytes(model: ModelConfig, options: Options) -> int:
     if options.kv_cache_dtype != "auto":
         return _BYTES_OF_CACHE_DTYPE[options.kv_cache_dtype]
-    quantized = config.get("quantization_config") or {}
+    quantized = model.quantization_config or {}
     if quantized.get("kv_cache_scheme") or quantized.get("kv_cache_quant_algo"):
         raise ConfigError(["--model chooses the KV cache's dtype by its quantization: give --kv-cache-dtype"])
-    return _BYTES_OF_DTYPE[_dtype(config, text, options)]
+    return _BYTES_OF_DTYPE[_dtype(model, options)]
 
 
-def _dtype(config: Mapping[str, Any], text: Mapping[str, Any], options: Options) -> str:
+def _dtype(model: ModelConfig, options: Options) -> str:
     if options.dtype != "auto":
         return options.dtype
-    stored = _stored_dtype(config, text)
+    stored = _stored_dtype(model)
     return "bfloat16" if stored == "float32" else stored  # as vLLM does on a GPU
 
 
-def _stored_dtype(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
-    names = (one.get(key) for one in (config, text) for key in ("dtype", "torch_dtype"))
-    name = next((str(name) for name in names if name), "float32").removeprefix("torch.")
+def _stored_dtype(model: ModelConfig) -> str:
+    name = (model.dtype or model.torch_dtype or "float32").removeprefix("torch.")
     if name not in _BYTES_OF_DTYPE:
-        raise ConfigError([f"--model has the dtype {name}: give --dtype and --kv-cache-dtype"])
+        raise ConfigError([f"--model has the dtype {name[:_SHOWN]!r}: give --dtype and --kv-cache-dtype"])
     return name

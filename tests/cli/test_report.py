@@ -219,6 +219,40 @@ def test_what_is_no_journal_is_said_and_nothing_is_written(
     assert {path.name for path in tmp_path.iterdir()} <= {"journal.jsonl"}
 
 
+def test_bytes_that_are_no_text_are_written_as_an_escape(tmp_path: Path) -> None:
+    """The model's path may not be UTF-8; JSON keeps its bytes as lone surrogates."""
+    path = tmp_path / "journal"
+    engine = {"name": "vllm", "version": "1", "model": "/models/\udcff"}
+    lines = [
+        {"seq": 0, "t": 1, "event": BEGUN, "engine": engine},
+        {"seq": 1, "t": 1, "event": "BlocksOffered", "blocks": 3},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["report", str(path)]) == Exit.OK
+    assert r"model /models/\udcff" in path.with_name("journal.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("command", ["report", "timeline"])
+def test_escapes_of_a_journal_do_not_reach_the_terminal(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "journal\x1b]0;title\x07"
+    path.write_text(
+        json.dumps({"seq": 1, "t": 1, "event": "BlocksOffered", "blocks": 3, "\x1b[2J": 1}) + "\n"
+    )
+    assert main([command, str(path)]) == Exit.USAGE
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert said.rstrip("\n").isprintable()
+    assert "?[2J" in said
+
+
+@pytest.mark.parametrize("command", ["report", "timeline"])
+def test_a_folder_is_no_journal(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, str(tmp_path), "--last", "1h"]) == Exit.USAGE
+    assert capsys.readouterr().err == f"kvoffload: error: {tmp_path}: Is a directory\n"
+
+
 def test_a_journal_that_is_cut_off_is_shown_as_far_as_it_goes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

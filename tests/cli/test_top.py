@@ -28,7 +28,7 @@ from prometheus_client.exposition import generate_latest
 from rich.console import Console, RenderableType
 
 from kvoffload.bus.bus import Bus
-from kvoffload.cli.exits import CommandError, Exit
+from kvoffload.cli.exits import CommandError, Exit, printable
 from kvoffload.cli.main import main
 from kvoffload.cli.top.reading import Change, History, PageError, Reading, has_restarted, parse_page
 from kvoffload.cli.top.screen import Scrolled
@@ -39,7 +39,6 @@ from kvoffload.cli.top.words import (
     count,
     duration,
     per_second,
-    printable,
     seconds,
     share,
     size,
@@ -186,6 +185,40 @@ def test_a_page_without_kvoffload_is_refused(text: str) -> None:
 def test_a_page_of_something_else_is_refused() -> None:
     with pytest.raises(PageError, match="not a page of metrics"):
         parse_page("<html>hello</html>\n", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            'kvoffload_transfer_seconds_bucket{direction="load"} 1',
+            "kvoffload_transfer_seconds_bucket has no bound",
+        ),
+        ("kvoffload_slots NaN", "kvoffload_slots is nan"),
+        ("kvoffload_slots +Inf", "kvoffload_slots is inf"),
+    ],
+)
+def test_a_page_with_numbers_that_cannot_be_shown_is_refused(line: str, said: str) -> None:
+    """Whatever else it raised would end the scraping thread, and the screen would show old numbers without a word."""
+    kind = "histogram" if "bucket" in line else "gauge"
+    name = re.split("[ {]", line)[0].removesuffix("_bucket")
+    with pytest.raises(PageError, match=said):
+        parse_page(f"# TYPE {name} {kind}\n{line}\n", 0.0)
+
+
+def test_an_address_that_cannot_be_asked_is_a_line() -> None:
+    assert "not reachable: " in str(scrape("http://127.0.0.1:1/\u00e4", 1.0))
+
+
+def test_names_that_a_server_gives_are_shown_as_text() -> None:
+    name = "[/bold]:smile:\x1b[2J"
+    text = f'# TYPE kvoffload_degraded gauge\nkvoffload_degraded{{engine="{name}",cause="{name}"}} 1\n'
+    state = State("u").after(parse_page(text, 0.0))
+    console = Console(width=100, file=io.StringIO(), highlight=False, markup=False, emoji=False)
+    console.print(show([state], engines_of([state, state], 0.0), 0, 100))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "[/bold]:smile:?[2J" in shown
+    assert "\x1b" not in shown
 
 
 def test_rates_are_of_the_time_between_two_readings(engine: Engine) -> None:

@@ -89,6 +89,14 @@ def test_lines_for_people_say_the_same(capsys: pytest.CaptureFixture[str]) -> No
     assert max(map(len, said.splitlines())) <= 80
 
 
+def test_findings_are_shown_as_text() -> None:
+    finding = Finding(Verdict.NO_GO, "a\x1b[2J\nb\udcff", "c\x07")
+    assert as_text([Answer("x", finding)]).splitlines()[2:] == [
+        "no-go     x: a?[2J b?",
+        "          remedy: c?",
+    ]
+
+
 def test_problems_come_first_and_what_passed_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--config", "host_bytse=1"]) == 1
     lines = capsys.readouterr().out.splitlines()

@@ -122,6 +122,23 @@ def test_what_is_no_url(value: object) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        "http://user:SECRET@localhost:4318/v1/traces",
+        "http://localhost:4318/v1/traces?token=SECRET",
+        "http://localhost:4318/v1/traces#SECRET",
+        "grpc://user:SEC/RET@localhost:4317",
+    ],
+)
+def test_secrets_in_the_collectors_url_are_refused_and_not_repeated(value: str) -> None:
+    unknown, secret = problems({"hosts": 1, "otlp_endpoint": value})
+    assert "hosts" in unknown
+    assert secret.startswith("otlp_endpoint must be a URL without user, password, query")
+    assert "OTEL_EXPORTER_OTLP_HEADERS" in secret
+    assert "SEC" not in secret
+
+
 def test_the_least_tokens_may_be_chosen_by_what_is_measured() -> None:
     assert parse_config({"min_load_tokens": "auto"}).min_load_tokens == AUTO
     assert problems({"min_load_tokens": "automatic"}) == (

@@ -242,6 +242,34 @@ def test_rows_are_given_in_the_order_of_ends() -> None:
     assert rows.place("g", "other", 0, 9) == 0
 
 
+class Counted(float):
+    """A time that counts how often it is compared."""
+
+    compared = 0
+
+    def _count(self) -> None:
+        Counted.compared += 1
+
+    def __le__(self, other: float) -> bool:
+        self._count()
+        return float(self) <= float(other)
+
+    def __lt__(self, other: float) -> bool:
+        self._count()
+        return float(self) < float(other)
+
+    def __gt__(self, other: float) -> bool:
+        self._count()
+        return float(self) > float(other)
+
+
+def test_spans_of_one_moment_are_placed_without_looking_at_every_row() -> None:
+    rows, number = Rows(), 1000
+    start, end = Counted(0), Counted(1)
+    assert [rows.place("g", "l", start, end) for _ in range(number)] == list(range(number))
+    assert Counted.compared < 20 * number
+
+
 def test_copies_with_the_disk_have_lanes_of_their_own() -> None:
     spill = events.TierCopyScheduled(JobId(1), Direction.STORE, 3)
     fetch = events.TierCopyScheduled(JobId(2), Direction.LOAD, 2, A)

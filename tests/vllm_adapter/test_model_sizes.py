@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,15 @@ import pytest
 
 from kvoffload.cli.main import main
 from kvoffload.model.errors import ConfigError
-from kvoffload_vllm.model_sizes import Options, estimate, kv_sizes
+from kvoffload_vllm.model_sizes import (
+    MODEL_TYPES,
+    KVSizes,
+    Options,
+    SizesNotKnown,
+    estimate,
+    kv_sizes,
+    model_of,
+)
 
 QWEN3_8B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -96,6 +105,14 @@ MODELS = {
 }
 
 
+def sizes(config: dict[str, Any], options: Options) -> KVSizes:
+    return kv_sizes(model_of(config), options)
+
+
+def test_only_model_types_that_are_compared_below_are_computed() -> None:
+    assert {config["model_type"] for config in MODELS.values()} == set(MODEL_TYPES)
+
+
 @pytest.mark.parametrize(
     ("config", "options", "page", "pages"),
     [
@@ -107,36 +124,48 @@ MODELS = {
         (GEMMA3_27B, Options(), 2 * 16 * 16 * 128 * 2, 10),
         (DEEPSEEK_V2_LITE, Options(tensor_parallel_size=8), 16 * 576 * 2, 27),
         ({**QWEN3_8B, "torch_dtype": "float32"}, Options(), 2 * 16 * 8 * 128 * 2, 36),
-        ({"text_config": QWEN3_8B, "dtype": "bfloat16"}, Options(), 2 * 16 * 8 * 128 * 2, 36),
     ],
 )
 def test_the_arithmetic(config: dict[str, Any], options: Options, page: int, pages: int) -> None:
-    found = kv_sizes(config, options)
+    found = sizes(config, options)
     assert (found.page_bytes, found.pages, found.block_bytes) == (page, pages, page * pages)
 
 
 @pytest.mark.parametrize(("full", "sliding", "pages"), [(12, 13, 13), (10, 52, 10), (10, 15, 10), (1, 5, 1)])
 def test_layers_of_two_kinds_share_blocks_as_vllm_groups_them(full: int, sliding: int, pages: int) -> None:
     kinds = ["full_attention"] * full + ["sliding_attention"] * sliding
-    config = {**QWEN3_8B, "num_hidden_layers": full + sliding, "layer_types": kinds, "sliding_window": 128}
-    assert kv_sizes(config, Options()).pages == pages
+    config = {**GEMMA3_27B, "num_hidden_layers": full + sliding, "layer_types": kinds, "sliding_window": 128}
+    assert sizes(config, Options()).pages == pages
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_type": "qwen3_next"},
+        {"model_type": "gemma2"},
+        {"model_type": ["qwen3"]},
+        {"model_type": None, "text_config": QWEN3_8B},
+        {"layer_types": ["linear_attention"] * 36},
+        {"layer_types": ["sliding_attention"] * 36},
+        {"use_sliding_window": True},
+    ],
+)
+def test_what_is_not_compared_with_a_stock_vllm_is_not_computed(change: dict[str, Any]) -> None:
+    with pytest.raises(SizesNotKnown):
+        sizes({**QWEN3_8B, **change}, Options())
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"num_hidden_layers": None}, "does not give num_hidden_layers"),
-        ({"layer_types": ["linear_attention"] * 36}, "layers of linear_attention"),
-        ({"index_topk": 2048}, "sparse attention"),
-        ({"num_kv_shared_layers": 10}, "layers that share KV"),
-        ({"num_key_value_heads": [8, 4]}, "different numbers of KV heads"),
-        ({"torch_dtype": "float8_e4m3fn"}, "the dtype float8_e4m3fn"),
+        ({"num_hidden_layers": None}, "num_hidden_layers"),
+        ({"torch_dtype": "float8_e4m3fn"}, "the dtype 'float8_e4m3fn'"),
         ({"quantization_config": {"kv_cache_scheme": {"num_bits": 8}}}, "give --kv-cache-dtype"),
     ],
 )
 def test_what_does_not_follow_from_the_configuration_is_refused(change: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        kv_sizes({**QWEN3_8B, **change}, Options())
+        sizes({**QWEN3_8B, **change}, Options())
 
 
 def save(folder: Path, config: dict[str, Any], weights: int = 0) -> Path:
@@ -178,6 +207,113 @@ def test_a_folder_without_a_configuration_is_one_line(
     assert capsys.readouterr().err.count("\n") == 1
 
 
+HOSTILE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "layers 0": (QWEN3_8B, {"num_hidden_layers": 0}),
+    "layers -5": (QWEN3_8B, {"num_hidden_layers": -5}),
+    "layers 10^18": (QWEN3_8B, {"num_hidden_layers": 10**18}),
+    "layers 10^4000": (QWEN3_8B, {"num_hidden_layers": 10**4000}),
+    "layers true": (QWEN3_8B, {"num_hidden_layers": True}),
+    "layers 36.5": (QWEN3_8B, {"num_hidden_layers": 36.5}),
+    "layers a text": (QWEN3_8B, {"num_hidden_layers": "36"}),
+    "heads 0": (LLAMA_8B, {"num_attention_heads": 0}),
+    "KV heads -8": (LLAMA_8B, {"num_key_value_heads": -8}),
+    "KV heads a list": (LLAMA_8B, {"num_key_value_heads": [8, 4]}),
+    "no heads": (LLAMA_8B, {"num_attention_heads": None}),
+    "more heads than width": (LLAMA_8B, {"hidden_size": 8}),
+    "head_dim a text": (QWEN3_8B, {"head_dim": "128"}),
+    "head_dim a list": (QWEN3_8B, {"head_dim": [128]}),
+    "layer_types a number": (QWEN3_8B, {"layer_types": 36}),
+    "layer_types of numbers": (QWEN3_8B, {"layer_types": [1] * 36}),
+    "too few layer_types": (QWEN3_8B, {"layer_types": ["full_attention"]}),
+    "quantization_config a text": (QWEN3_8B, {"quantization_config": "fp8"}),
+    "quantization_config a list": (QWEN3_8B, {"quantization_config": ["fp8"]}),
+    "dtype an escape": (QWEN3_8B, {"torch_dtype": "\x1b]0;title\x07"}),
+    "dtype of a million letters": (QWEN3_8B, {"torch_dtype": "f" * 1_000_000}),
+    "MLA without rope": (DEEPSEEK_V2_LITE, {"qk_rope_head_dim": None}),
+    "MLA without latent": (DEEPSEEK_V2_LITE, {"kv_lora_rank": None}),
+    "pattern 0.5": (GEMMA3_27B, {"sliding_window_pattern": 0.5}),
+    "pattern -1": (GEMMA3_27B, {"sliding_window_pattern": -1}),
+}
+FILES: dict[str, bytes] = {
+    "empty": b"",
+    "a list": b"[]",
+    "not UTF-8": b'{"model_type": "\xff"}',
+    "nested": b'{"a":' * 100_000,
+    "huge": b" " * (2 << 20) + b"{}",
+}
+INDEXES: dict[str, bytes] = {
+    "no JSON": b"{",
+    "a list": b"[]",
+    "without metadata": b'{"weight_map": {}}',
+    "metadata a list": b'{"metadata": []}',
+    "a size that is a text": b'{"metadata": {"total_size": "1"}}',
+    "a size below 0": b'{"metadata": {"total_size": -1}}',
+    "a size of 4,000 digits": b'{"metadata": {"total_size": 1' + b"0" * 4000 + b"}}",
+    "nested": b'{"a":' * 100_000,
+}
+
+
+def change(folder: Path, kind: str, name: str) -> None:
+    """Make one hostile file."""
+    path = folder / "config.json"
+    if kind == "config":
+        config, fields = HOSTILE[name]
+        save(folder, {**config, **fields})
+    elif kind == "file":
+        path.write_bytes(FILES[name])
+    elif kind == "index":
+        save(folder, QWEN3_8B)
+        (folder / "model.safetensors.index.json").write_bytes(INDEXES[name])
+    elif name == "pipe":
+        os.mkfifo(path)
+    elif name == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *(("config", name) for name in HOSTILE),
+        *(("file", name) for name in FILES),
+        *(("index", name) for name in INDEXES),
+        *(("special", name) for name in ("pipe", "folder", "endless")),
+    ],
+)
+def test_a_hostile_model_is_one_line(
+    kind: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(tmp_path, kind, name)
+    assert main(["doctor", "--model", str(tmp_path), "--device-memory", "1GiB"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("kvoffload: error: --model")
+    assert err.rstrip("\n").isprintable()
+    assert len(err) < 600
+
+
+@pytest.mark.parametrize(
+    "config", [{**QWEN3_8B, "model_type": "\x1b[2J"}, {"text_config": "x"}, {"text_config": [1]}]
+)
+def test_a_model_whose_sizes_are_not_computed_is_not_known(
+    config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["doctor", "--model", str(save(tmp_path, config))]
+    assert main(argv) in (0, 1)
+    out = capsys.readouterr().out
+    assert "not known model sizes: of " in " ".join(out.split())
+    assert "\x1b" not in out
+    main([*argv, "--verbose", "--block-bytes", "1MiB", "--page-bytes", "64KiB", "--device-blocks", "1000"])
+    assert "the sizes are given as the engine reports them" in " ".join(capsys.readouterr().out.split())
+
+
+def test_weights_that_were_not_all_fetched_are_no_traceback(tmp_path: Path) -> None:
+    """In a snapshot that is not complete, links lead nowhere."""
+    (save(tmp_path, QWEN3_8B) / "model.safetensors").symlink_to("nowhere")
+    assert estimate(tmp_path, Options(), 2**30, 0.9).blocks is None
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(300)
@@ -189,7 +325,7 @@ def test_the_sizes_are_those_of_a_stock_vllm(model: str, cache_dtype: str, tmp_p
     from tests.vllm_adapter.stock_sizes import stock_sizes
 
     tokens = 16 if model == "deepseek" else 32  # what vLLM's backends for a CPU take
-    found = kv_sizes(MODELS[model], Options(block_size=tokens, kv_cache_dtype=cache_dtype))
+    found = sizes(MODELS[model], Options(block_size=tokens, kv_cache_dtype=cache_dtype))
     stock = stock_sizes(save(tmp_path, MODELS[model]), tokens, cache_dtype)
     assert (found.page_bytes, found.block_bytes) == stock
 
@@ -202,7 +338,7 @@ def test_ranks_share_heads_as_those_of_a_stock_vllm(model: str, tmp_path: Path) 
     from tests.vllm_adapter.stock_sizes import stock_kv_heads
 
     folder = save(tmp_path, MODELS[model])
-    whole = kv_sizes(MODELS[model], Options()).page_bytes
+    whole = sizes(MODELS[model], Options()).page_bytes
     for ranks in (1, 2, 8, 32):
-        share = kv_sizes(MODELS[model], Options(tensor_parallel_size=ranks)).page_bytes
+        share = sizes(MODELS[model], Options(tensor_parallel_size=ranks)).page_bytes
         assert share * stock_kv_heads(folder, 1) == whole * stock_kv_heads(folder, ranks)

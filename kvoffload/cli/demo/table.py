@@ -13,6 +13,7 @@ from kvoffload.cli.demo.results import (
     Quantiles,
     Workload,
 )
+from kvoffload.cli.exits import printable
 from kvoffload.model.causes import MissCause
 from kvoffload.model.config import size_text
 
@@ -55,7 +56,7 @@ def head(workload: Workload) -> Iterator[str]:
     sources = [*workload.documents]
     if workload.library_tokens:
         sources.append(f"{workload.library_tokens:,} bytes of Python's library")
-    yield f"text: {', '.join(sources)}"
+    yield printable(f"text: {', '.join(sources)}")
     yield (
         f"KV cache: {workload.device_blocks:,} blocks on the device; the conversations need {workload.kv_blocks:,} "
         f"({workload.kv_to_cache:.1f}x)"

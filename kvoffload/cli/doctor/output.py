@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from kvoffload.checks.check import Answer, Verdict
+from kvoffload.cli.exits import printable
 
 _WIDTH = 80
 
@@ -63,7 +64,7 @@ def _lines(answers: Sequence[Answer]) -> Iterator[str]:
 
 def _wrapped(head: str, text: str, indent: str) -> str:
     return textwrap.fill(
-        text,
+        printable(" ".join(text.split())),
         _WIDTH,
         initial_indent=head,
         subsequent_indent=indent,

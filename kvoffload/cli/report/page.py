@@ -38,8 +38,9 @@ class Page:
 
 
 def render(page: Page) -> str:
-    """Return the page as HTML."""
-    return "\n".join([*_head(page), *_body(page), "</main></body></html>", ""])
+    """Return the page as HTML. What is no Unicode, such as a path's bytes that are not UTF-8, is written as an escape."""
+    text = "\n".join([*_head(page), *_body(page), "</main></body></html>", ""])
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _head(page: Page) -> Iterator[str]:

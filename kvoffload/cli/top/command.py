@@ -79,7 +79,7 @@ def _print_once(states: list[State]) -> int:
 
     from kvoffload.cli.top.view import details, engines_of
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     for engine in engines_of(states, time.time()):
         console.print(details(engine, console.width))
     return _code(states)

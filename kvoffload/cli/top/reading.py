@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvoffload.cli.exits import printable
 from kvoffload.model.errors import KVOffloadError
 from kvoffload.telemetry.catalogue import BY_NAME, CATALOGUE, Kind, Metric
 from kvoffload.telemetry.snapshot import Labels
@@ -136,10 +137,10 @@ def parse_page(text: str, at: float) -> dict[str, Reading]:
         for family in text_string_to_metric_families(text):
             if family.name.startswith(_PREFIX):
                 for sample in family.samples:
-                    numbers = engines.setdefault(sample.labels.get(_ENGINE, ""), {})
+                    numbers = engines.setdefault(printable(sample.labels.get(_ENGINE, "")), {})
                     _add(numbers, sample.name, sample.labels, sample.value)
-    except ValueError as error:
-        raise PageError(f"it is not a page of metrics: {error}") from error
+    except Exception as error:  # the parser raises anything on text that is no page of metrics
+        raise PageError(f"it is not a page of metrics: {str(error) or type(error).__name__}") from error
     if not engines:
         raise PageError("it has no metrics of kvoffload: is offloading switched on in that server?")
     return {name: Reading(at, numbers) for name, numbers in engines.items()}
@@ -156,11 +157,15 @@ def _add(numbers: dict[str, dict[Labels, float]], name: str, given: Mapping[str,
     if metric is None:  # of another version
         return
     names: Iterable[str] = metric.label_names
-    labels = tuple(given.get(one, "") for one in names)
+    labels = tuple(printable(given.get(one, "")) for one in names)
     if name.endswith("_bucket"):
+        if "le" not in given:
+            raise ValueError(f"a bucket of {name} has no bound, the label le")
         labels = (*labels, repr(float(given["le"])))
     series = numbers.setdefault(name, {})
     series[labels] = series.get(labels, 0.0) + value
+    if not math.isfinite(series[labels]):
+        raise ValueError(f"{name} is {value}")
 
 
 def _metric(name: str) -> Metric | None:

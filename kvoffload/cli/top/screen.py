@@ -24,7 +24,7 @@ class Terminal:
     """The terminal of standard input and output, for as long as a `with` block lasts."""
 
     def __init__(self) -> None:
-        self._console = Console()
+        self._console = Console(markup=False, emoji=False)
         self._input = sys.stdin.fileno()
         self._woken, self._wake = os.pipe()
         os.set_blocking(self._wake, False)

@@ -81,7 +81,11 @@ def scrape(url: str, timeout_s: float) -> Answer:
         return f"not reachable: {getattr(error.reason, 'strerror', None) or error.reason}"
     except PageError as error:
         return str(error)
-    except (OSError, http.client.HTTPException) as error:  # it died during its answer, or hangs
+    except (
+        OSError,
+        ValueError,
+        http.client.HTTPException,
+    ) as error:  # it died during its answer, hangs, or redirects to no URL
         return f"not reachable: {getattr(error, 'strerror', None) or str(error) or type(error).__name__}"
 
 

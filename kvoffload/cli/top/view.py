@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kvoffload.cli.exits import printable
 from kvoffload.cli.top.reading import Change, History
 from kvoffload.cli.top.server import State
 from kvoffload.cli.top.summary import Copies, Flow, Percentiles, Summary, summarize
@@ -17,7 +18,6 @@ from kvoffload.cli.top.words import (
     count,
     duration,
     per_second,
-    printable,
     seconds,
     share,
     size,
@@ -60,7 +60,7 @@ class Engine:
     @property
     def name(self) -> str:
         where = printable(self.url.removeprefix("http://").removesuffix("/metrics"))
-        return f"engine {printable(self.summary.engine)}, {where}" if self.summary.engine else where
+        return f"engine {self.summary.engine}, {where}" if self.summary.engine else where
 
 
 def engines_of(states: Iterable[State], unix_now: float) -> list[Engine]:
@@ -201,7 +201,7 @@ def _health(name: str, summary: Summary) -> list[Text]:
     restarts = f"; restarted {summary.restarts} times" if summary.restarts else ""
     pin = duration(summary.oldest_pin_s) if summary.oldest_pin_s is not None else "none"
     lines = [
-        Text(f"{name}  {printable(ran)}{restarts}", _QUIET),
+        Text(f"{name}  {ran}{restarts}", _QUIET),
         state,
         Text(
             f"  hooks take {share(summary.hooks_share)} of the engine's time; oldest pin {pin}; {count(summary.resets)} resets"

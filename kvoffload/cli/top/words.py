@@ -64,8 +64,3 @@ def sparkline(numbers: Sequence[float | None], width: int, top: float | None = N
         for number in shown
     )
     return "".join(bars).rjust(width)
-
-
-def printable(text: str) -> str:
-    """Text without control characters: what a server says may be anything."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
