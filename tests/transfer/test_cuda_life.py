@@ -121,14 +121,9 @@ def no_end_event(patch: pytest.MonkeyPatch) -> None:
 
 def an_end_event_before_the_last_slice(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(cuda_driver, "_SLICE", 1)
-    enqueue = CudaTicket.enqueue
-
-    def and_end(self: CudaTicket, slices: int) -> None:
-        enqueue(self, slices)
-        if not self._has_end:
-            self.end()
-
-    patch.setattr(CudaTicket, "enqueue", and_end)
+    end = CudaTicket.end
+    patch.setattr(CudaTicket, "_mark", end)
+    patch.setattr(CudaTicket, "end", lambda self: None if self._has_end else end(self))
 
 
 def no_context_is_bound(patch: pytest.MonkeyPatch) -> None:
