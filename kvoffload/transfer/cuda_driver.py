@@ -31,7 +31,7 @@ import numpy as np
 from kvoffload.logs import get_logger
 from kvoffload.model.errors import DeviceLost, EngineContractError, HostMemoryBusy, HostMemoryError
 from kvoffload.model.transfer import Direction
-from kvoffload.transfer.cuda_library import NOT_READY, RELAXED, CudaError, cuda_library
+from kvoffload.transfer.cuda_library import NOT_READY, NOT_SUPPORTED, RELAXED, CudaError, cuda_library
 from kvoffload.transfer.ports import HELD_COPIES
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ _RUNNING = 8192  # pending copies of batches where nothing but copies lies befor
 _LAUNCH = 2  # the descriptors' copy and the kernel
 _PATIENCE_S = 10.0  # with copies of a few megabytes
 
+_WITHOUT_PINNING = "; run the engine without confidential computing, or without kvoffload"
 _FOLDERS = ("/usr/local/nvidia/lib64", "/usr/lib/wsl/lib")  # where containers and WSL have the library
 
 _pinned: dict[int, NDArray[np.uint8]] = {}  # by address; what a device may touch must stay mapped
@@ -509,6 +510,8 @@ class CudaPin:
             message = f"{size} bytes of host memory are not pinned: {error}"
             if isinstance(error, CudaError) and error.can_pass:
                 raise HostMemoryBusy(message) from error
+            if isinstance(error, CudaError) and error.code == NOT_SUPPORTED:
+                message += _WITHOUT_PINNING
             raise HostMemoryError(message) from error
 
     def unregister(self, address: int) -> bool:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 NOT_READY = 600
+NOT_SUPPORTED = 801
 BATCH_VERSION = 12080  # the interface of CUDA 12.8; asked for by number, newer drivers have it too
 
 _pointer, _address, _size, _int, _uint = (

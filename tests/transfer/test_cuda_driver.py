@@ -308,7 +308,7 @@ def test_a_driver_before_cuda_12_has_no_batches(emulator: Emulator, monkeypatch:
     """It lacks the function that would be asked for them."""
 
     class Old(ctypes.CDLL):
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # as ctypes has it
             if name == "cuGetProcAddress_v2":
                 raise AttributeError(name)
             return super().__getattr__(name)
