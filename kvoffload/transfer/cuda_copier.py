@@ -94,7 +94,9 @@ class CudaTicket:
         self._left = left
         self._marks = deque([start])  # behind slices; they show how far the stream is
         self._is_whole = True  # no copy was refused
-        self._submitter = threading.get_ident()
+        self._hook = (
+            threading.get_ident() if direction is Direction.LOAD else None
+        )  # the thread that must not wait
         self._has_end = False
         self._is_refused = False
         self._seconds: float | None = None
@@ -110,10 +112,7 @@ class CudaTicket:
         assert self._events is not None, "an ended batch is not asked again"
         try:
             if self._left:
-                self._look()
-                self._copier.slices += self.enqueue(
-                    1 if threading.get_ident() == self._submitter else _SLICES_BESIDE
-                )
+                self._go_on()
             if self._left:
                 return TicketState.PENDING
             if not self._has_end:
@@ -132,13 +131,14 @@ class CudaTicket:
         self._events = None
         return TicketState.DONE if self._is_whole else TicketState.FAILED
 
-    def enqueue(self, slices: int) -> int:
+    def enqueue(self) -> int:
         """Enqueue some of what is left, as far as there is room, and the end event behind the last; return how many slices.
 
         After a refusal nothing more is enqueued, but some of the copies may run.
         """
-        enqueued = 0
-        while self._left and enqueued < slices and self._enqueue_one():
+        enqueued, is_hook = 0, threading.get_ident() == self._hook
+        slices = 1 if is_hook else _SLICES_BESIDE
+        while self._left and enqueued < slices and self._enqueue_one(may_wait=not is_hook):
             enqueued += 1
             with contextlib.suppress(Exception):  # a later mark serves as well, and queries record the end
                 if self._left:
@@ -147,31 +147,35 @@ class CudaTicket:
                     self.end()
         return enqueued
 
-    def _enqueue_one(self) -> bool:
+    def _enqueue_one(self, *, may_wait: bool) -> bool:
         """Enqueue the first slice; return False where it has to wait."""
         if self._left[0].by_kernel and not self._copier.kernel_below[self._direction]:  # it failed since
             self._left.extendleft(reversed(self._copier.engine_slices(self._left.popleft().runs)))
         runs, by_kernel = self._left[0]
-        if not self._driver.has_room(self._stream, _LAUNCH if by_kernel else len(runs)):
+        if not self._driver.has_room(self._stream, _LAUNCH if by_kernel else len(runs), may_wait=may_wait):
             return False
         if by_kernel:
-            return self._launch(runs)
+            return self._launch(runs, may_wait=may_wait)
         self._copy(runs)
         return True
 
-    def _look(self) -> None:
-        """Learn how far the stream is."""
+    def _go_on(self) -> None:
+        """Learn how far the stream is, and enqueue more."""
         for _ in range(_MARKS_A_QUERY):
             if not self._marks or not self._driver.has_passed(self._marks[0]):
-                return
+                break
             self._marks.popleft()
+        self._copier.slices += self.enqueue()
+        # Later batches may have the room, and are not asked before this one has ended.
+        if self._left and not self._marks:
+            self._mark()
 
     def _mark(self) -> None:
         event = self._driver.event(timed=False)
         self._driver.record(event, self._stream)
         self._marks.append(event)
 
-    def _launch(self, runs: CopyRuns) -> bool:
+    def _launch(self, runs: CopyRuns, *, may_wait: bool) -> bool:
         try:
             self._driver.copy_by_kernel(runs, self._stream)
         except BufferError:  # too many are under way
@@ -179,7 +183,7 @@ class CudaTicket:
         except Exception as error:  # should it run after all, the same bytes are written twice
             self._copier.kernel_below = ENGINE_ONLY
             log.warning("page_kernel_off", direction=self._direction.value, reason=repr(error))
-            return self._enqueue_one()
+            return self._enqueue_one(may_wait=may_wait)
         self._left.popleft()
         return True
 
@@ -262,7 +266,7 @@ class CudaCopier:
             self.driver.wait(stream, fence)  # type: ignore[arg-type]  # opaque to others; made by `fence`
         self.driver.record(start, stream)
         ticket = CudaTicket(self, direction, stream, start, end, self._sliced(direction, runs))
-        ticket.enqueue(1 if direction is Direction.LOAD else _SLICES_BESIDE)
+        ticket.enqueue()
         return ticket
 
     def close(self) -> None:

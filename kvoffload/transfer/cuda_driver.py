@@ -268,13 +268,13 @@ class NvidiaDriver:
         self.library.cuEventElapsedTime(ctypes.byref(milliseconds), start.handle, end.handle)
         return milliseconds.value / 1000
 
-    def has_room(self, stream: int, copies: int) -> bool:
-        """Whether so many more copies can be enqueued without a wait that is longer than copies in front of them.
+    def has_room(self, stream: int, copies: int, *, may_wait: bool) -> bool:
+        """Whether so many more copies can be enqueued without a wait; with `may_wait`, without a wait for more than copies.
 
-        Without batches the driver would be called without the interpreter's lock for each, so the stream's room is the limit.
+        One by one, each call would release the interpreter's lock to wait, and might not get it back for 5 ms.
         """
         queue = self._queues[stream]
-        is_running = self._batch is not None and queue.ended >= queue.waiting
+        is_running = may_wait and self._batch is not None and queue.ended >= queue.waiting
         return queue.pending + copies <= (_RUNNING if is_running else _ROOM)
 
     def copy(self, direction: Direction, runs: CopyRuns, stream: int) -> None:
@@ -314,8 +314,8 @@ class NvidiaDriver:
             Exception: it cannot be launched.
         """
         self.enter()
-        self._queues[stream].enqueued += _LAUNCH
         self._kernels[stream].enqueue(runs)
+        self._queues[stream].enqueued += _LAUNCH
 
     @contextmanager
     def scratch(self, size: int, stream: int) -> Iterator[CudaScratch]:

@@ -84,7 +84,7 @@ class FakeCuda:
         assert end.passed_at is not None
         return end.passed_at - start.passed_at
 
-    def has_room(self, stream: Stream, copies: int) -> bool:
+    def has_room(self, stream: Stream, copies: int, *, may_wait: bool) -> bool:
         return True
 
     def copy(self, direction: Direction, runs: CopyRuns, stream: Stream) -> None:

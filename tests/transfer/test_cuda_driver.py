@@ -179,6 +179,33 @@ def test_no_call_waits_for_a_stream_that_stands_behind_a_gate(
     assert (emulator.races, emulator.wrong, bench.has_arrived()) == (0, 0, True)
 
 
+@pytest.mark.parametrize("setting", ["auto", "off"])
+def test_a_large_load_goes_on_although_later_loads_take_the_room(emulator: Emulator, setting: str) -> None:
+    """They are not asked before it has ended, so it learns by itself that they have."""
+    bench = Bench(emulator, 5000, batch_copies=setting)
+    copier = CudaCopier(bench.driver)
+    ticket = copier.submit(Direction.LOAD, bench.load, (copier.fence(),))
+    states = {ticket.query()}
+    for _ in range(50):
+        for pieces in (200, *[10] * 30):
+            copier.submit(Direction.LOAD, bench.load.part(0, pieces), (copier.fence(),))
+        for _ in range(3):
+            emulator.step()
+            states |= {ticket.query()} if TicketState.DONE not in states else set()
+    assert TicketState.DONE in states
+    assert (emulator.races, bench.has_arrived()) == (0, True)
+
+
+def test_a_hooks_query_does_not_wait_for_what_the_coroutine_has_enqueued(emulator: Emulator) -> None:
+    bench = Bench(emulator, 50_000)
+    ticket = CudaCopier(bench.driver).submit(Direction.LOAD, bench.load, ())
+    emulator.set_depth(10**6)  # what the coroutine enqueues does not wait here
+    elsewhere(ticket.query)
+    emulator.set_depth(1024)
+    ticket.query()
+    assert emulator.waits == 0
+
+
 def test_behind_a_full_stream_of_the_engine_a_fence_waits_without_the_lock(emulator: Emulator) -> None:
     bench = Bench(emulator)
     emulator.set_depth(4)
