@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from dataclasses import dataclass
 from functools import cache
 
 _NAME_BYTES = 96
 _SUCCESS = 0
+_HOST_REGISTER_SUPPORTED = 99  # CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +33,13 @@ class Gpus:
         found: the GPUs.
         driver: the driver's version; empty if there is none.
         cuda: the newest CUDA that the driver supports, as 1000 times major plus 10 times minor; 0 if unknown.
+        can_register: whether host memory can be registered with them.
     """
 
     found: tuple[Gpu, ...] = ()
     driver: str = ""
     cuda: int = 0
+    can_register: bool = True
 
 
 class _Pci(ctypes.Structure):
@@ -68,7 +72,17 @@ def _ask(nvml: ctypes.CDLL) -> Gpus:
     nvml.nvmlSystemGetDriverVersion(driver, _NAME_BYTES)
     nvml.nvmlSystemGetCudaDriverVersion_v2(ctypes.byref(cuda))
     found = tuple(_device(nvml, number) for number in range(count.value))
-    return Gpus(found, driver.value.decode(errors="replace"), cuda.value)
+    return Gpus(found, driver.value.decode(errors="replace"), cuda.value, can_register())
+
+
+def can_register() -> bool:
+    """Return whether host memory can be registered with the first GPU; also True if its driver does not answer."""
+    device, answer = ctypes.c_int(), ctypes.c_int(1)
+    with contextlib.suppress(OSError, AttributeError):
+        cuda = ctypes.CDLL("libcuda.so.1")
+        if cuda.cuInit(0) == _SUCCESS and cuda.cuDeviceGet(ctypes.byref(device), 0) == _SUCCESS:
+            cuda.cuDeviceGetAttribute(ctypes.byref(answer), _HOST_REGISTER_SUPPORTED, device)
+    return bool(answer.value)
 
 
 def _device(nvml: ctypes.CDLL, number: int) -> Gpu:

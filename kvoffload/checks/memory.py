@@ -11,6 +11,7 @@ from kvoffload.transfer.host_memory import cgroups, machine_left
 _SPARE = 10  # a tenth of the memory should stay free
 _SMALL_SHM = 256 * 2**20
 _UNLIMITED = "unlimited"
+_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # since torch 2.9, and before
 _LESS = "lower host_bytes, or free memory"
 
 
@@ -93,6 +94,17 @@ def _shared_memory(setup: Setup, machine: Machine) -> Finding:
     )
 
 
+def _expandable_segments(_: Setup, machine: Machine) -> Finding:
+    for name in _ALLOCATOR_SETTINGS:
+        if "expandable_segments:true" in machine.environ.get(name, "").replace(" ", "").lower():
+            return warn(
+                f"{name} asks for expandable segments: a copy may then span several allocations of the driver, "
+                "which is not proven to work in batches",
+                f"leave expandable_segments out of {name}",
+            )
+    return go("torch's memory lies in whole allocations")
+
+
 def _locked_memory(setup: Setup, machine: Machine) -> Finding:
     if not _pins(setup, machine):
         return go("without a CUDA device nothing is pinned, so the limit on locked memory does not matter")
@@ -142,6 +154,7 @@ CHECKS = (
     Check("cgroup memory", _cgroup),
     Check("locked memory", _locked_memory),
     Check("swap", _swap),
+    Check("expandable segments", _expandable_segments),
 )
 SHARED_MEMORY = Check("shared memory", _shared_memory)
 """Not checked at the start, when the engine's ranks are already connected."""

@@ -68,6 +68,11 @@ def _nvidia(gpus: Gpus, machine: Machine) -> Finding:
     text = f"{counted}; driver {gpus.driver}, for CUDA {newest}"
     if (chosen := machine.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         text += f"; CUDA_VISIBLE_DEVICES={chosen} is not applied here"
+    if not gpus.can_register:
+        refused = (
+            "its driver registers no host memory, as under confidential computing, so nothing could be cached"
+        )
+        return no_go(f"{text}: {refused}", "run without confidential computing, or without kvoffload")
     if gpus.cuda < _BATCHED:
         slower = "every block will need its own call of the driver"
         return warn(f"{text}: {slower}", "a driver for CUDA 12.8 or newer")

@@ -79,6 +79,8 @@ class GatedCopier:
     """
 
     def __init__(self, *, held: bool = True) -> None:
+        self.slices = 0
+        """Count one up to say that a query has started a part of a batch."""
         self.tickets: list[GatedTicket] = []
         """All batches, in order of submission."""
         self.fences = 0

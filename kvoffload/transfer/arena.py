@@ -204,7 +204,8 @@ class Arena:
             raise
         except HostMemoryError as error:
             self.refusal = str(error)
-            log.warning(
+            say = log.warning if self._ready_slots else log.error  # without any slot nothing is offloaded
+            say(
                 "host_memory_refused",
                 ready_slots=self._ready_slots,
                 wanted_slots=self.slots,

@@ -59,7 +59,7 @@ def learn(copier: CudaCopier, device: str) -> None:
     """
     begun, driver = time.perf_counter(), copier.driver
     try:
-        stream = driver.stream(urgent=False)
+        stream = copier.stream(Direction.LOAD)  # nothing is copied yet, and it keeps what the kernel takes
         driver.prepare_kernel(stream)
         with driver.scratch(SCRATCH_BYTES, stream) as scratch:
             limits = measure(driver, stream, scratch)
@@ -155,15 +155,13 @@ class _Trial:
             self.driver.copy(Direction.LOAD, self._cover(), self.stream)
         begun = time.perf_counter()
         self.driver.record(start, self.stream)
-        kept: object = None
         if by_kernel:
-            kept = self.driver.copy_by_kernel(runs, self.stream)
+            self.driver.copy_by_kernel(runs, self.stream)
         else:
             self.driver.copy(direction, runs, self.stream)
         self.driver.record(end, self.stream)
         self.enqueue_s[by_kernel] = time.perf_counter() - begun
         self._wait(end)
-        del kept  # not sooner
         return self.driver.seconds_between(start, end)
 
     def _cover(self) -> CopyRuns:

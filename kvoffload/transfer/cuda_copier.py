@@ -5,6 +5,8 @@
     loads           ─────────────┴─[start]─ copies ─[end]─▶      the device's highest priority: a request waits for them
     stores          ───────────────[start]─ copies ─[end]─▶      its lowest: no request waits for a store
 
+Priorities act on the page kernel only. Copy engines know none.
+
 The fence is an event recorded by the hook's own thread on whatever stream is current there, and the only place that asks
 which one that is. A store must read after the forward pass has written, a load must write after earlier kernels have
 read or zeroed: both wait for it. A host slot needs no fence: it is loaded only after its store was seen to end.
@@ -13,11 +15,13 @@ The start event lies behind the waits, so what the two events measure is copying
 Both events exist before anything is enqueued. If the end event cannot be recorded behind the copies, the batch stays pending, and each
 query tries to record it again.
 
-A load is submitted on the engine's thread, and enqueueing one copy takes the driver about half a microsecond. So only a
-first slice of a large load is enqueued there; each query enqueues more of the rest, a few slices on the transfer
-coroutine's thread, which queries at once, one on the engine's. Later batches may overtake the rest: the stream has
-waited for the load's fences, its blocks are leased until the last slice has ended, and the end event lies behind that
-one.
+A batch is enqueued in slices, as far as its stream has room: a call on a full stream would wait, on a store's for the whole
+forward pass. A load is submitted on the engine's thread, which enqueues one slice; each query enqueues more of what is left,
+a few slices on the transfer coroutine's thread, which queries at once, one on the engine's. Later batches may overtake the
+rest: the stream has waited for the batch's fences, its blocks are leased until the last slice has ended, and the end event
+lies behind that one.
+
+Slices for the page kernel come first. When all buffers for its descriptors are in use, they wait for one.
 """
 
 from __future__ import annotations
@@ -25,14 +29,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvoffload.logs import get_logger
 from kvoffload.model.errors import DeviceLost
 from kvoffload.model.transfer import Direction
 from kvoffload.transfer.ports import TicketState
-from kvoffload.transfer.short_copies import ENGINE_ONLY, split
+from kvoffload.transfer.short_copies import ENGINE_ONLY, KERNEL_COPIES, split
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,51 +48,55 @@ if TYPE_CHECKING:
 log = get_logger("transfer")
 
 _EVENTS_AHEAD = 64
-_SLICES_BESIDE = 16  # that the coroutine's thread enqueues before it looks at other batches
+_SLICES_BESIDE = 8  # that the coroutine's thread enqueues before it looks at other batches
+_MARKS_A_QUERY = 4  # a hook's query makes few calls
+_LAUNCH = 4  # operations that a slice for the kernel takes
 
 
-@dataclass(slots=True)
-class _Enqueued:
-    """The outcome of enqueueing a batch's copies.
+class _Slice(NamedTuple):
+    """Copies that are enqueued at once.
 
     Args:
-        is_whole: none was refused.
-        needed: what the copies need until they have ended.
-        left: slices that were not enqueued yet.
+        runs: the copies.
+        by_kernel: whether the page kernel makes them.
     """
 
-    is_whole: bool = True
-    needed: object = None
-    left: deque[CopyRuns] = field(default_factory=deque)
+    runs: CopyRuns
+    by_kernel: bool
 
 
 class CudaTicket:
     """One batch on a stream, between two events.
 
     Args:
-        driver: whose.
+        copier: whose.
         direction: of its copies.
         stream: which.
         start: recorded before the copies.
         end: to be recorded behind them.
-        enqueued: the outcome of enqueueing.
+        left: what is to be enqueued.
     """
 
     def __init__(
         self,
-        driver: NvidiaDriver,
+        copier: CudaCopier,
         direction: Direction,
         stream: int,
         start: Event,
         end: Event,
-        enqueued: _Enqueued,
+        left: deque[_Slice],
     ) -> None:
-        self._driver = driver
+        self._copier = copier
+        self._driver = copier.driver
         self._direction = direction
         self._stream = stream
         self._events: tuple[Event, Event] | None = (start, end)
-        self._enqueued = enqueued
-        self._submitter = threading.get_ident()
+        self._left = left
+        self._marks = deque([start])  # behind slices; they show how far the stream is
+        self._is_whole = True  # no copy was refused
+        self._hook = (
+            threading.get_ident() if direction is Direction.LOAD else None
+        )  # the thread that must not wait
         self._has_end = False
         self._is_refused = False
         self._seconds: float | None = None
@@ -103,11 +110,11 @@ class CudaTicket:
             DeviceLost: the device runs nothing more.
         """
         assert self._events is not None, "an ended batch is not asked again"
-        if self._enqueued.left:
-            self.enqueue(1 if threading.get_ident() == self._submitter else _SLICES_BESIDE)
-            if self._enqueued.left:
-                return TicketState.PENDING
         try:
+            if self._left:
+                self._go_on()
+            if self._left:
+                return TicketState.PENDING
             if not self._has_end:
                 self.end()
             if not self._driver.has_passed(self._events[1]):
@@ -122,23 +129,72 @@ class CudaTicket:
         with contextlib.suppress(Exception):  # the bytes have arrived: a duration is not worth the job
             self._seconds = self._driver.seconds_between(*self._events)
         self._events = None
-        self._enqueued.needed = None
-        return TicketState.DONE if self._enqueued.is_whole else TicketState.FAILED
+        return TicketState.DONE if self._is_whole else TicketState.FAILED
 
-    def enqueue(self, slices: int) -> None:
-        """Enqueue some of what is left. After a refusal nothing more is enqueued, but some of the copies may run."""
-        left = self._enqueued.left
-        while left and slices:
-            slices -= 1
-            runs = left.popleft()
-            try:
-                self._driver.copy(self._direction, runs, self._stream)
-            except Exception as error:  # the end event must follow what was enqueued, whatever this is
-                log.error(
-                    "copy_refused", direction=self._direction.value, copies=len(runs), reason=repr(error)
-                )
-                self._enqueued.is_whole = False
-                left.clear()
+    def enqueue(self) -> int:
+        """Enqueue some of what is left, as far as there is room, and the end event behind the last; return how many slices.
+
+        After a refusal nothing more is enqueued, but some of the copies may run.
+        """
+        enqueued, is_hook = 0, threading.get_ident() == self._hook
+        slices = 1 if is_hook else _SLICES_BESIDE
+        while self._left and enqueued < slices and self._enqueue_one(may_wait=not is_hook):
+            enqueued += 1
+            with contextlib.suppress(Exception):  # a later mark serves as well, and queries record the end
+                if self._left:
+                    self._mark()
+                else:
+                    self.end()
+        return enqueued
+
+    def _enqueue_one(self, *, may_wait: bool) -> bool:
+        """Enqueue the first slice; return False where it has to wait."""
+        if self._left[0].by_kernel and not self._copier.kernel_below[self._direction]:  # it failed since
+            self._left.extendleft(reversed(self._copier.engine_slices(self._left.popleft().runs)))
+        runs, by_kernel = self._left[0]
+        if not self._driver.has_room(self._stream, _LAUNCH if by_kernel else len(runs), may_wait=may_wait):
+            return False
+        if by_kernel:
+            return self._launch(runs, may_wait=may_wait)
+        self._copy(runs)
+        return True
+
+    def _go_on(self) -> None:
+        """Learn how far the stream is, and enqueue more."""
+        for _ in range(_MARKS_A_QUERY):
+            if not self._marks or not self._driver.has_passed(self._marks[0]):
+                break
+            self._marks.popleft()
+        self._copier.slices += self.enqueue()
+        # Later batches may have the room, and are not asked before this one has ended.
+        if self._left and not self._marks:
+            self._mark()
+
+    def _mark(self) -> None:
+        event = self._driver.event(timed=False)
+        self._driver.record(event, self._stream)
+        self._marks.append(event)
+
+    def _launch(self, runs: CopyRuns, *, may_wait: bool) -> bool:
+        try:
+            self._driver.copy_by_kernel(runs, self._stream)
+        except BufferError:  # too many are under way
+            return False
+        except Exception as error:  # should it run after all, the same bytes are written twice
+            self._copier.kernel_below = ENGINE_ONLY
+            log.warning("page_kernel_off", direction=self._direction.value, reason=repr(error))
+            return self._enqueue_one(may_wait=may_wait)
+        self._left.popleft()
+        return True
+
+    def _copy(self, runs: CopyRuns) -> None:
+        self._left.popleft()
+        try:
+            self._driver.copy(self._direction, runs, self._stream)
+        except Exception as error:  # the end event must follow what was enqueued, whatever this is
+            log.error("copy_refused", direction=self._direction.value, copies=len(runs), reason=repr(error))
+            self._is_whole = False
+            self._left.clear()
 
     def end(self) -> None:
         """Record the end event.
@@ -164,17 +220,23 @@ class CudaCopier:
     Attributes:
         kernel_below: for each direction the bytes of a run from which the copy engine copies it; 0 at first, and again
             should the kernel not be launched (`crossover.py`).
+        slices: enqueued so far by queries.
     """
 
     def __init__(self, driver: NvidiaDriver) -> None:
         self.driver = driver
         self.kernel_below: Limits = ENGINE_ONLY
+        self.slices = 0
         self._streams = {
             Direction.LOAD: driver.stream(urgent=True),
             Direction.STORE: driver.stream(urgent=False),
         }
         # Made here and kept by the driver, so that none is made while copies are being enqueued.
         _ = [driver.event(timed=timed) for timed in (True, False) for _ in range(_EVENTS_AHEAD)]
+
+    def stream(self, direction: Direction) -> int:
+        """Return the stream of a direction."""
+        return self._streams[direction]
 
     def use_kernel(self, below: Limits) -> None:
         """Give copies of fewer bytes than `below` to the kernel.
@@ -193,7 +255,7 @@ class CudaCopier:
         return event
 
     def submit(self, direction: Direction, runs: CopyRuns, fences: Sequence[Fence]) -> CudaTicket:
-        """Enqueue a batch behind `fences`, of a large load the first slice.
+        """Enqueue a batch behind `fences`, its first slices at once.
 
         Raises:
             Exception: CUDA refused before any copy was enqueued.
@@ -203,40 +265,25 @@ class CudaCopier:
         for fence in fences:
             self.driver.wait(stream, fence)  # type: ignore[arg-type]  # opaque to others; made by `fence`
         self.driver.record(start, stream)
-        enqueued = self._prepared(direction, runs, stream)
-        ticket = CudaTicket(self.driver, direction, stream, start, end, enqueued)
-        ticket.enqueue(1)
-        if not enqueued.left:
-            with contextlib.suppress(Exception):  # the ticket tries again when it is asked
-                ticket.end()
+        ticket = CudaTicket(self, direction, stream, start, end, self._sliced(direction, runs))
+        ticket.enqueue()
         return ticket
 
     def close(self) -> None:
         """Release streams and events. What still runs on the streams ends by itself."""
         self.driver.close()
 
-    def _prepared(self, direction: Direction, runs: CopyRuns, stream: int) -> _Enqueued:
-        """Give short copies to the kernel, and leave the others, a load's in slices."""
-        enqueued = _Enqueued()
-        rest = self._copy_short(direction, runs, stream, enqueued)
-        size = self.driver.slice_copies if direction is Direction.LOAD else max(len(rest), 1)
-        enqueued.left.extend(rest.part(start, start + size) for start in range(0, len(rest), size))
-        return enqueued
+    def engine_slices(self, runs: CopyRuns) -> list[_Slice]:
+        """Cut copies for the copy engine."""
+        return _cut(runs, self.driver.slice_copies, by_kernel=False)
 
-    def _copy_short(self, direction: Direction, runs: CopyRuns, stream: int, enqueued: _Enqueued) -> CopyRuns:
-        """Give short copies to the kernel; return those that are left, all where it does not work."""
-        below = self.kernel_below[direction]
-        if not below:
-            return runs
-        short, rest = split(runs, below)
-        if not len(short):
-            return runs
-        try:
-            enqueued.needed = self.driver.copy_by_kernel(short, stream)
-        except BufferError:  # too many are under way; the copy engine serves as well
-            return runs
-        except Exception as error:  # should it run after all, the same bytes are written twice
-            self.kernel_below = ENGINE_ONLY
-            log.warning("page_kernel_off", direction=direction.value, reason=repr(error))
-            return runs
-        return rest
+    def _sliced(self, direction: Direction, runs: CopyRuns) -> deque[_Slice]:
+        """Cut a batch: short copies for the kernel, and the others."""
+        if not self.kernel_below[direction]:
+            return deque(self.engine_slices(runs))
+        short, rest = split(runs, self.kernel_below[direction])
+        return deque(_cut(short, KERNEL_COPIES, by_kernel=True) + self.engine_slices(rest))
+
+
+def _cut(runs: CopyRuns, size: int, *, by_kernel: bool) -> list[_Slice]:
+    return [_Slice(runs.part(start, start + size), by_kernel) for start in range(0, len(runs), size)]

@@ -7,6 +7,10 @@ record, when copies may be under way; registration, because the runtime leaves a
 Every thread that calls has the device's context made current first, and every thread but the engine's is put into the
 relaxed capture mode: while any thread captures a graph, a call that is unsafe during captures would fail, and spoil the
 graph, if its thread were not relaxed.
+
+A call that enqueues waits where the stream's command buffer is full, and our streams stand behind fences for whole forward
+passes. So what is pending on each is counted: an event that has passed says that all before it has ended. The interpreter's
+lock is kept over a call only where there is room for certain, and copiers ask `has_room` before they enqueue more.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import time
 from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,11 +31,11 @@ import numpy as np
 from kvoffload.logs import get_logger
 from kvoffload.model.errors import DeviceLost, EngineContractError, HostMemoryBusy, HostMemoryError
 from kvoffload.model.transfer import Direction
-from kvoffload.transfer.cuda_library import NOT_READY, RELAXED, CudaError, cuda_library
+from kvoffload.transfer.cuda_library import NOT_READY, NOT_SUPPORTED, RELAXED, CudaError, cuda_library
 from kvoffload.transfer.ports import HELD_COPIES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from numpy.typing import NDArray
 
@@ -43,9 +48,15 @@ _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _CAPABILITY_MAJOR = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
 _BLACKWELL = 10  # batches with many copies were reported to crash or hang there
-_SLICE = 2048  # copies in one call: 51,828 in one were reported to crash a driver
+_SLICE = 512  # copies in one call: they fit into `_ROOM`, and 51,828 in one were reported to crash a driver
 _CALLS = 256  # copies by one call each in a millisecond
+_ROOM = 768  # pending on a stream: about 1,000 launches are known to fit. A copy of a batch may take as much, so it counts as one
+_RUNNING = 8192  # pending copies of batches where nothing but copies lies before them: enough for the pauses between looks
+_LAUNCH = 2  # the descriptors' copy and the kernel
 _PATIENCE_S = 10.0  # with copies of a few megabytes
+
+_WITHOUT_PINNING = "; run the engine without confidential computing, or without kvoffload"
+_FOLDERS = ("/usr/local/nvidia/lib64", "/usr/lib/wsl/lib")  # where containers and WSL have the library
 
 _pinned: dict[int, NDArray[np.uint8]] = {}  # by address; what a device may touch must stay mapped
 
@@ -72,14 +83,37 @@ class Event:
     CUDA allows that also while a stream waits for it: a wait concerns the record that came before it.
     """
 
-    __slots__ = ("_pool", "handle")
+    __slots__ = ("_pool", "handle", "place", "queue")
 
     def __init__(self, handle: int, pool: deque[int]) -> None:
         self.handle = handle
         self._pool = pool
+        self.queue: _Queue | None = None  # of the stream that it was recorded on, if that is ours
+        self.place = 0  # in the queue
 
     def __del__(self) -> None:
         self._pool.append(self.handle)
+
+
+@dataclass(slots=True)
+class _Queue:
+    """What one of our streams was given, in operations.
+
+    Two threads may count at once and lose some: the next event that passes corrects it.
+
+    Args:
+        enqueued: so far.
+        ended: of these, known to have ended.
+        waiting: `enqueued` when the stream was last made to wait for another.
+    """
+
+    enqueued: int = 0
+    ended: int = 0
+    waiting: int = 0
+
+    @property
+    def pending(self) -> int:
+        return self.enqueued - self.ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +157,9 @@ class NvidiaDriver:
         try:
             self.library = library = cuda_library()
         except OSError as error:
-            raise EngineContractError(f"no NVIDIA driver library for {device}: {error}") from error
+            raise EngineContractError(
+                f"no NVIDIA driver library for {device}: {error}{_hint(_FOLDERS)}"
+            ) from error
         self._current_stream = current_stream
         number, context = ctypes.c_int(), ctypes.c_void_p()
         library.cuDeviceGet(ctypes.byref(number), int(device.partition(":")[2] or 0))
@@ -132,14 +168,14 @@ class NvidiaDriver:
         self._threads = _Threads(lambda: self._exchange_capture_mode(RELAXED), threading.get_ident())
         self.enter()
         self._spare: dict[bool, deque[int]] = {timed: deque() for timed in (True, False)}
-        self._streams: list[int] = []
+        self._queues: dict[int, _Queue] = {}  # by the handle of the stream
         self._kernels: dict[int, PageKernel] = {}
         self._batch = library.batch_copy() if self._wants_batches(batch_copies) else None
         self._attributes = {way: _Attributes(order) for way, order in _ACCESS_ORDER.items()}
 
     @property
     def slice_copies(self) -> int:
-        """Copies that are enqueued in about a millisecond."""
+        """Copies that are enqueued at a time: they take a millisecond at most."""
         return _CALLS if self._batch is None else _SLICE
 
     @property
@@ -176,7 +212,7 @@ class NvidiaDriver:
         priority = highest.value if urgent else lowest.value
         self.library.cuStreamCreateWithPriority(ctypes.byref(made), _NON_BLOCKING, priority)
         assert made.value is not None
-        self._streams.append(made.value)
+        self._queues[made.value] = _Queue()
         return made.value
 
     def event(self, *, timed: bool) -> Event:
@@ -194,12 +230,16 @@ class NvidiaDriver:
     def record(self, event: Event, stream: int) -> None:
         """Record `event` on `stream`."""
         self.enter()
-        self.library.cuEventRecord(event.handle, stream)
+        self._enqueuing("cuEventRecord", stream)(event.handle, stream)
+        queue = event.queue = self._queues.get(stream)
+        event.place = queue.enqueued if queue is not None else 0
 
     def wait(self, stream: int, event: Event) -> None:
         """Make later work of `stream` wait for `event`; the calling thread does not."""
         self.enter()
-        self.library.cuStreamWaitEvent(stream, event.handle, 0)
+        self._enqueuing("cuStreamWaitEvent", stream)(stream, event.handle, 0)
+        if (queue := self._queues.get(stream)) is not None:
+            queue.waiting = queue.enqueued
 
     def has_passed(self, event: Event) -> bool:
         """Whether all work before `event` is done.
@@ -208,10 +248,17 @@ class NvidiaDriver:
             DeviceLost: the device runs nothing more of this process.
             CudaError: the question was refused, which says nothing about the work.
         """
-        self.enter()
-        code = self.library.query_event(event.handle)
-        if code not in (0, NOT_READY):
-            raise self.library.error("cuEventQuery", code)
+        try:
+            self.enter()
+            code = self.library.query_event(event.handle)
+            if code not in (0, NOT_READY):
+                raise self.library.error("cuEventQuery", code)
+        except CudaError as error:
+            if error.ends_queries:
+                raise DeviceLost(str(error)) from error
+            raise
+        if code == 0 and event.queue is not None:
+            event.queue.ended = max(event.queue.ended, event.place)
         return code == 0
 
     def seconds_between(self, start: Event, end: Event) -> float:
@@ -220,6 +267,15 @@ class NvidiaDriver:
         milliseconds = ctypes.c_float()
         self.library.cuEventElapsedTime(ctypes.byref(milliseconds), start.handle, end.handle)
         return milliseconds.value / 1000
+
+    def has_room(self, stream: int, copies: int, *, may_wait: bool) -> bool:
+        """Whether so many more copies can be enqueued without a wait; with `may_wait`, without a wait for more than copies.
+
+        One by one, each call would release the interpreter's lock to wait, and might not get it back for 5 ms.
+        """
+        queue = self._queues[stream]
+        is_running = may_wait and self._batch is not None and queue.ended >= queue.waiting
+        return queue.pending + copies <= (_RUNNING if is_running else _ROOM)
 
     def copy(self, direction: Direction, runs: CopyRuns, stream: int) -> None:
         """Enqueue all copies on `stream`, for the copy engine.
@@ -231,11 +287,12 @@ class NvidiaDriver:
         if self._batch is not None:
             self._copy_in_batches(self._batch, direction, runs, stream)
             return
-        copy = self.library.cuMemcpyAsync
+        copy = self.library.copy_one[self._keeps_lock(stream, len(runs))]
         for target, source, size in zip(
             runs.target.tolist(), runs.source.tolist(), runs.size.tolist(), strict=True
         ):
-            copy(target, source, size, stream)
+            if code := copy(target, source, size, stream):
+                raise self.library.error("cuMemcpyAsync", code)
 
     def prepare_kernel(self, stream: int) -> None:
         """Take what `copy_by_kernel` needs on `stream`.
@@ -249,15 +306,16 @@ class NvidiaDriver:
         if stream not in self._kernels:
             self._kernels[stream] = PageKernel(self, stream)
 
-    def copy_by_kernel(self, runs: CopyRuns, stream: int) -> object:
-        """Enqueue all copies on `stream` as one kernel, prepared for it; return what must live until it has run.
+    def copy_by_kernel(self, runs: CopyRuns, stream: int) -> None:
+        """Enqueue all copies, `KERNEL_COPIES` at most, on `stream` as one kernel, prepared for it.
 
         Raises:
-            BufferError: too many are under way; nothing was enqueued.
+            BufferError: too many launches are under way; nothing was enqueued.
             Exception: it cannot be launched.
         """
         self.enter()
-        return self._kernels[stream].enqueue(runs)
+        self._kernels[stream].enqueue(runs)
+        self._queues[stream].enqueued += _LAUNCH
 
     @contextmanager
     def scratch(self, size: int, stream: int) -> Iterator[CudaScratch]:
@@ -335,8 +393,8 @@ class NvidiaDriver:
         """Destroy streams and events; what still runs on a stream ends by itself. The engine keeps the context."""
         with contextlib.suppress(CudaError, DeviceLost):
             self.enter()
-            while self._streams:
-                self.library.cuStreamDestroy_v2(self._streams.pop())
+            while self._queues:
+                self.library.cuStreamDestroy_v2(self._queues.popitem()[0])
             for pool in self._spare.values():
                 while pool:
                     self.library.cuEventDestroy_v2(pool.popleft())
@@ -345,24 +403,37 @@ class NvidiaDriver:
         self.unregister(memory.ctypes.data)
         del _pinned[memory.ctypes.data]
 
+    def _enqueuing(self, name: str, stream: int) -> Callable[..., int]:
+        """Return the function of this name for one call on the stream."""
+        found: Callable[..., int] = (
+            self.library.held[name] if self._keeps_lock(stream, 1) else getattr(self.library, name)
+        )
+        return found
+
+    def _keeps_lock(self, stream: int, operations: int) -> bool:
+        """Count what is enqueued; return whether the interpreter's lock is kept over it.
+
+        It is kept over what is short, so that no wait for it lies between a batch's events. It is released where the call may
+        wait: on a stream of the engine's, too, of which only the engine knows what is pending.
+        """
+        queue = self._queues.get(stream)
+        if queue is None:
+            return False
+        queue.enqueued += operations
+        return operations <= HELD_COPIES and queue.pending <= _ROOM
+
     def _copy_in_batches(
-        self,
-        calls: tuple[Callable[..., int], Callable[..., int]],
-        direction: Direction,
-        runs: CopyRuns,
-        stream: int,
+        self, call: Mapping[bool, Callable[..., int]], direction: Direction, runs: CopyRuns, stream: int
     ) -> None:
-        """Enqueue slices. A short batch keeps the interpreter's lock, so that no wait for it lies between the events."""
-        held, released = calls
+        """Enqueue slices."""
         target, source, size = (np.ascontiguousarray(part) for part in (runs.target, runs.source, runs.size))
         first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
         attributes = ctypes.addressof(self._attributes[direction])
-        call = held if len(size) <= HELD_COPIES else released
         for start in range(0, len(size), _SLICE):
             count, at = min(_SLICE, len(size) - start), 8 * start
             addresses = (part.ctypes.data + at for part in (target, source, size))
             # One set of attributes, which holds from copy 0 on.
-            code = call(
+            code = call[self._keeps_lock(stream, count)](
                 *addresses,
                 count,
                 attributes,
@@ -416,6 +487,12 @@ class NvidiaDriver:
         return False
 
 
+def _hint(folders: tuple[str, ...]) -> str:
+    """Return where the library lies although it was not found."""
+    found = next((folder for folder in folders if Path(folder, "libcuda.so.1").exists()), None)
+    return f"; {found} has one, so put this folder into LD_LIBRARY_PATH" if found else ""
+
+
 class CudaPin:
     """Registers the arena's memory with one device.
 
@@ -433,6 +510,8 @@ class CudaPin:
             message = f"{size} bytes of host memory are not pinned: {error}"
             if isinstance(error, CudaError) and error.can_pass:
                 raise HostMemoryBusy(message) from error
+            if isinstance(error, CudaError) and error.code == NOT_SUPPORTED:
+                message += _WITHOUT_PINNING
             raise HostMemoryError(message) from error
 
     def unregister(self, address: int) -> bool:

@@ -1,8 +1,9 @@
 """NVIDIA's driver library by ctypes: prototypes, and errors with their names.
 
-Functions that only enqueue or ask are called with the interpreter's lock held (`PyDLL`): they take less than a
-microsecond, and a thread that releases the lock may wait 5 ms to get it back while the engine computes. Functions that may
-take long release it (`CDLL`).
+Functions that only ask or set are called with the interpreter's lock held (`PyDLL`): they take less than a microsecond, and
+a thread that releases the lock may wait 5 ms to get it back while the engine computes. Functions that may take long release it
+(`CDLL`). A function that enqueues is there in both ways, because it waits where its stream is full: its caller knows how much
+is pending there (`cuda_driver.py`).
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 from kvoffload.model.errors import CopyError, DeviceLost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 NOT_READY = 600
+NOT_SUPPORTED = 801
 BATCH_VERSION = 12080  # the interface of CUDA 12.8; asked for by number, newer drivers have it too
 
 _pointer, _address, _size, _int, _uint = (
@@ -33,8 +35,10 @@ _QUICK: dict[str, tuple[Any, ...]] = {
     "cuThreadExchangeStreamCaptureMode": (_pointer,),
     "cuEventCreate": (_pointer, _uint),
     "cuEventDestroy_v2": (_pointer,),
-    "cuEventRecord": (_pointer, _pointer),
     "cuEventElapsedTime": (_pointer, _pointer, _pointer),
+}
+_ENQUEUE: dict[str, tuple[Any, ...]] = {
+    "cuEventRecord": (_pointer, _pointer),
     "cuStreamWaitEvent": (_pointer, _pointer, _uint),
     "cuMemcpyAsync": (_address, _address, _size, _pointer),
 }
@@ -62,9 +66,11 @@ _LONG: dict[str, tuple[Any, ...]] = {
 }
 _BATCH = (_pointer, _pointer, _pointer, _size, _pointer, _pointer, _size, _pointer, _pointer)
 
-# After these the device runs nothing more of this process: deinitialized, uncorrectable memory and link errors, what a
-# kernel did wrong, a destroyed context, an unknown error. All other errors say nothing about copies that are under way.
-_LOST = frozenset({4, 214, 220, 226, 700, 702, 709, 710, *range(714, 720), 721, 999})
+# After these the device runs nothing more of this process: deinitialized, an unavailable device, uncorrectable memory and
+# link errors, what a kernel did wrong, a destroyed context, a terminated client of MPS, an unknown error. All other errors
+# say nothing about copies that are under way.
+_LOST = frozenset({4, 46, 214, 220, 226, 700, 702, 709, 710, *range(714, 720), 721, 810, 999})
+_UNANSWERABLE = frozenset({3, 201})  # not initialized, as in a forked child; a context that is gone
 _CAPTURE = range(900, 909)
 
 
@@ -86,9 +92,16 @@ class CudaError(CopyError):
         """Whether a graph capture somewhere in the process is why, so that the same call may succeed later."""
         return self.code in _CAPTURE
 
+    @property
+    def ends_queries(self) -> bool:
+        """Whether no later query can succeed either."""
+        return self.code in _UNANSWERABLE
+
 
 class CudaLibrary:
     """The functions of `libcuda.so.1` as attributes; each raises `CudaError`, or `DeviceLost`, unless it succeeds.
+
+    Those that enqueue release the interpreter's lock; `held` has them with the lock held.
 
     Raises:
         OSError: there is no such library.
@@ -97,19 +110,26 @@ class CudaLibrary:
     def __init__(self) -> None:
         quick, long = ctypes.PyDLL("libcuda.so.1"), ctypes.CDLL("libcuda.so.1")
         self._error_name = long.cuGetErrorName
-        for library, prototypes in ((quick, _QUICK), (long, _LONG)):
+        for library, prototypes in ((quick, _QUICK), (long, _LONG | _ENQUEUE)):
             for name, types in prototypes.items():
                 setattr(self, name, self._checked(library[name], name, types))
+        self.held: Mapping[str, Callable[..., int]] = {
+            name: self._checked(quick[name], name, types) for name, types in _ENQUEUE.items()
+        }
         self.query_event: Callable[[int], int] = quick.cuEventQuery
         """Returns the code: `NOT_READY` is no error."""
         self.query_event.argtypes = [_pointer]
-        self._get_address = long.cuGetProcAddress_v2
+        self.copy_one = {True: _plain(quick, "cuMemcpyAsync"), False: _plain(long, "cuMemcpyAsync")}
+        """By whether the lock is held, `cuMemcpyAsync` that returns the code: for a loop, in which a check takes as long as the call."""
+        self._get_address = getattr(long, "cuGetProcAddress_v2", None)  # drivers before 12.0 lack it
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         raise AttributeError(f"{name} is not among the functions that were bound")
 
-    def batch_copy(self) -> tuple[Callable[..., int], Callable[..., int]] | None:
-        """Return the batched copy, with the interpreter's lock held and released; None for drivers before 12.8."""
+    def batch_copy(self) -> Mapping[bool, Callable[..., int]] | None:
+        """Return the batched copy by whether the interpreter's lock is held; None for drivers before 12.8."""
+        if self._get_address is None:
+            return None
         found, status = ctypes.c_void_p(), ctypes.c_int()
         code = self._get_address(
             b"cuMemcpyBatchAsync",
@@ -121,8 +141,7 @@ class CudaLibrary:
         if code != 0 or not found.value:
             return None
         held = ctypes.PYFUNCTYPE(ctypes.c_int, *_BATCH)(found.value)
-        released = ctypes.CFUNCTYPE(ctypes.c_int, *_BATCH)(found.value)
-        return held, released
+        return {True: held, False: ctypes.CFUNCTYPE(ctypes.c_int, *_BATCH)(found.value)}
 
     def error(self, call: str, code: int) -> CudaError | DeviceLost:
         """Return the error to raise for a code."""
@@ -141,6 +160,13 @@ class CudaLibrary:
 
         function.argtypes, function.restype, function.errcheck = types, ctypes.c_int, check
         return function
+
+
+def _plain(library: ctypes.CDLL, name: str) -> Callable[..., int]:
+    function = library[name]  # an item is a new object each time, without the check
+    function.argtypes, function.restype = _ENQUEUE[name], ctypes.c_int
+    found: Callable[..., int] = function
+    return found
 
 
 @cache

@@ -60,6 +60,8 @@ class HostCopier:
         threads: most threads that copy one batch of loads; stores are copied by one.
     """
 
+    slices = 0
+
     def __init__(
         self,
         executor: Executor,

@@ -13,24 +13,29 @@ Import this module only where triton is installed.
 from __future__ import annotations
 
 from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import triton  # type: ignore[import-not-found]  # it comes with an engine
 import triton.language as tl  # type: ignore[import-not-found]
 
+from kvoffload.transfer.cuda_library import CudaError
+from kvoffload.transfer.short_copies import KERNEL_COPIES
+
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
 
+    from kvoffload.transfer.cuda_driver import Event
     from kvoffload.transfer.cuda_library import CudaLibrary
     from kvoffload.transfer.runs import CopyRuns, Numbers
 
 _PROGRAMS = 32  # 128 KiB under way: about twice what a bus of 50 GB/s and 1.2 us holds
 _WORDS = 512  # of eight bytes, that a program has under way
 _WARPS = 4
-_RUNS = 8192  # that one launch copies
 _BUFFERS = 8  # launches under way on one stream
 _ROW_BYTES = 24
 
@@ -65,13 +70,16 @@ class KernelDriver(Protocol):
     def relaxed(self) -> AbstractContextManager[None]: ...
     def allocate(self, size: int, stream: int) -> int: ...
     def pinned(self, size: int) -> NDArray[np.uint8]: ...
+    def event(self, *, timed: bool) -> Event: ...
+    def record(self, event: Event, stream: int) -> None: ...
+    def has_passed(self, event: Event) -> bool: ...
 
 
 class PageKernel:
     """The kernel on one stream. All memory is taken here, and the kernel is compiled and loaded here; `enqueue` does neither.
 
-    Descriptors go through pinned buffers, one a launch until its batch has ended, into one piece of device memory: within a
-    stream the next copy into it waits for the kernel before.
+    Each launch under way has a buffer for its descriptors: pinned memory, from which they are copied to the device's. Two
+    threads may launch at once.
 
     Args:
         driver: the device's, in use by the calling thread.
@@ -85,48 +93,60 @@ class PageKernel:
         self._driver = driver
         self._stream = stream
         with driver.relaxed():
-            self._target = Int64Pointer(driver.allocate(_RUNS * _ROW_BYTES, stream))
-            kernel = _copy_runs.warmup(self._target, _RUNS, words=_WORDS, num_warps=_WARPS, grid=(1,))
+            memory = driver.pinned(_BUFFERS * KERNEL_COPIES * _ROW_BYTES).view(np.int64)
+            address = driver.allocate(memory.nbytes, stream)
+            self._buffers = deque(
+                _Buffer(rows, Int64Pointer(address + number * rows.nbytes), driver.event(timed=False))
+                for number, rows in enumerate(memory.reshape(_BUFFERS, 3 * KERNEL_COPIES))
+            )
+            target = self._buffers[0].target
+            kernel = _copy_runs.warmup(target, KERNEL_COPIES, words=_WORDS, num_warps=_WARPS, grid=(1,))
             self._launchers = [kernel[(programs, 1, 1)] for programs in range(1, _PROGRAMS + 1)]
-            memory = driver.pinned(_BUFFERS * _RUNS * _ROW_BYTES).view(np.int64)
-        self._free: deque[Numbers] = deque(memory.reshape(_BUFFERS, 3 * _RUNS))
 
-    def enqueue(self, runs: CopyRuns) -> object:
-        """Start copies; return what has to live until they have ended.
+    def enqueue(self, runs: CopyRuns) -> None:
+        """Start copies.
+
+        Args:
+            runs: `KERNEL_COPIES` at most.
 
         Raises:
             BufferError: too many launches are under way; nothing was started.
         """
-        needed = [_Buffer(self._free) for _ in range(0, len(runs), _RUNS)]
-        copy = self._driver.library.cuMemcpyAsync
-        for number, buffer in enumerate(needed):
-            part = slice(number * _RUNS, (number + 1) * _RUNS)
-            count = len(runs.size[part])
-            rows = buffer.rows[: 3 * count].reshape(3, count)
-            rows[0], rows[1], rows[2] = runs.target[part], runs.source[part], runs.size[part]
-            copy(self._target.address, buffer.rows.ctypes.data, rows.nbytes, self._stream)
-            launch = self._launchers[min(_PROGRAMS, count) - 1]
-            launch(self._target, count, _WORDS, stream=self._stream)
-        return needed
+        buffer, count = self._free_buffer(), len(runs)
+        rows = buffer.rows[: 3 * count].reshape(3, count)
+        rows[0], rows[1], rows[2] = runs.target, runs.source, runs.size
+        self._driver.library.cuMemcpyAsync(
+            buffer.target.address, buffer.rows.ctypes.data, rows.nbytes, self._stream
+        )
+        launch = self._launchers[min(_PROGRAMS, count) - 1]
+        launch(buffer.target, count, _WORDS, stream=self._stream)
+        self._driver.record(buffer.end, self._stream)
+        self._buffers.append(buffer)  # not after an error: the device may still read it
+
+    def _free_buffer(self) -> _Buffer:
+        """Take out the buffer that has been in use for longest."""
+        with suppress(IndexError):  # another thread may hold one
+            buffer = self._buffers.popleft()
+            with suppress(CudaError):  # a refused question is asked again
+                if self._driver.has_passed(buffer.end):
+                    return buffer
+            self._buffers.appendleft(buffer)
+        raise BufferError("every buffer for descriptors is in use")
 
 
+@dataclass(frozen=True, slots=True)
 class _Buffer:
-    """A pinned buffer, which goes back with the last reference to it.
+    """A place for the descriptors of one launch.
 
-    Raises:
-        BufferError: none is free.
+    Args:
+        rows: pinned memory.
+        target: as much of the device's.
+        end: recorded behind the launch.
     """
 
-    def __init__(self, free: deque[Numbers]) -> None:
-        try:
-            self.rows = free.popleft()
-        except IndexError:
-            raise BufferError("every buffer for descriptors is in use") from None
-        self._free = free
-
-    def __del__(self) -> None:
-        if hasattr(self, "rows"):
-            self._free.append(self.rows)
+    rows: Numbers
+    target: Int64Pointer
+    end: Event
 
 
 class Int64Pointer:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kvoffload.transfer.runs import CopyRuns
 
 HELD_COPIES = 256
-"""Copies up to which a copier enqueues a batch without releasing the interpreter's lock in between."""
+"""Copies up to which a copier enqueues a batch without releasing the interpreter's lock, unless much is pending."""
 
 Fence: TypeAlias = object
 """What a copier recorded on the hook's own thread and what a copy waits for; opaque to everyone else."""
@@ -64,7 +64,12 @@ class Copier(Protocol):
     """Moves bytes. Batches of one direction end in the order in which they were submitted.
 
     `submit` is called from two threads at once, but never by two for the same direction.
+
+    Attributes:
+        slices: parts of batches that queries have started so far; 0 where `submit` starts all of a batch.
     """
+
+    slices: int
 
     def fence(self) -> Fence:
         """Record what copies must wait for: everything enqueued so far by the calling thread, which is the hook's."""

@@ -18,7 +18,8 @@ waits for them. Stores wait in a queue for the coroutine, because no request wai
   half of it: the copier always has a next batch while an end is being noticed, and a load waits for at most that many
   bytes where both share a resource.
 * With nothing pending the coroutine sleeps until a job comes; it is not woken while it is awake. With copies pending it
-  polls the oldest ticket of each lane, at intervals that double while nothing ends.
+  polls the oldest ticket of each lane, at intervals that double while nothing ends, and at once while a large batch is being
+  started in slices.
 * Where checksums are kept, a batch passes through two lanes: that of its copies, and when they have ended that of its
   checksums, which an executor's threads read. It keeps the time of its submission, so both together have `timeout_s`, and
   its bytes count as in flight: time-outs, drain and death treat it as a running copy.
@@ -320,10 +321,13 @@ class TransferPump:
         while True:
             self._wakeup.clear()
             self._wake_ups += 1
-            if self._turn():
-                await self._clock.sleep(self._backoff.next_s)
-            else:
+            slices = self._copier.slices
+            if not self._turn():
                 await self._wakeup.wait()
+            elif self._copier.slices == slices:
+                await self._clock.sleep(self._backoff.next_s)
+            else:  # there may be room for more
+                await anyio.lowlevel.checkpoint()
 
     def _turn(self) -> bool:
         """Notice ends and start stores; return whether anything is pending then."""

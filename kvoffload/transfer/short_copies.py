@@ -20,6 +20,9 @@ Limits = Mapping[Direction, int]
 ENGINE_ONLY: Limits = dict.fromkeys(Direction, 0)
 """Every copy goes through the copy engine."""
 
+KERNEL_COPIES = 8192
+"""Copies that one launch makes."""
+
 _FEWEST = 16  # short copies for which a kernel is worth its launch
 _ALIGNED = 16  # bytes of an address: others are slower than what `crossover.py` measures
 

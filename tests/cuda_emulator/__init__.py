@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("emulator.c")
-RELAXED, CAPTURE_GLOBAL = 2, 0
+CAPTURE_GLOBAL, CAPTURE_THREAD_LOCAL, RELAXED = 0, 1, 2
 _INTERFACE: dict[str, tuple[object, tuple[object, ...]]] = {
     "emu_reset": (None, (ctypes.c_int, ctypes.c_uint64, ctypes.c_uint, ctypes.c_int)),
     "emu_step": (ctypes.c_int, (ctypes.c_int,)),
@@ -27,6 +27,8 @@ _INTERFACE: dict[str, tuple[object, tuple[object, ...]]] = {
         ctypes.c_int,
         (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_int, ctypes.c_double),
     ),
+    "emu_gate": (ctypes.c_int, (ctypes.c_void_p,)),
+    "emu_open": (None, ()),
     "emu_host_access": (None, (ctypes.c_uint64, ctypes.c_size_t, ctypes.c_int)),
     "emu_peek": (ctypes.c_int, (ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t)),
     "emu_adopt": (None, (ctypes.c_uint64, ctypes.c_size_t)),
@@ -113,6 +115,16 @@ class Emulator:
         return int(self.lib.emu_count(3))
 
     @property
+    def waits(self) -> int:
+        """How often a call waited for room in a stream."""
+        return int(self.lib.emu_count(4))
+
+    @property
+    def waits_with_lock(self) -> int:
+        """How often one would have waited with the interpreter's lock held."""
+        return int(self.lib.emu_count(5))
+
+    @property
     def report(self) -> str:
         """Both accesses of each race, and what else went wrong."""
         return str(self.lib.emu_report().decode())
@@ -141,6 +153,21 @@ class Emulator:
 
     def set_architecture(self, number: int) -> None:
         self.lib.emu_set(3, number)
+
+    def set_depth(self, operations: int) -> None:
+        """Let a stream hold so many operations."""
+        self.lib.emu_set(4, operations)
+
+    def refuse_pinning(self) -> None:
+        """Register no host memory, as under confidential computing."""
+        self.lib.emu_set(5, 0)
+
+    def gate(self, stream: int) -> None:
+        """Hold up what is enqueued on a stream from now on, until `open`."""
+        assert self.lib.emu_gate(stream) == 0
+
+    def open(self) -> None:
+        self.lib.emu_open()
 
     def host_access(self, address: int, size: int, *, writes: bool) -> None:
         """Say that the host reads or writes memory, for the detection of races."""
@@ -172,10 +199,17 @@ class Engine:
         device: which.
         blocks: how many.
         pages: bytes of a block in each region.
+        on_default_stream: whether it stays on the device's legacy default stream, as an engine may that runs eagerly.
     """
 
     def __init__(
-        self, emulator: Emulator, device: int = 0, blocks: int = 64, pages: tuple[int, ...] = (4096, 1024)
+        self,
+        emulator: Emulator,
+        device: int = 0,
+        blocks: int = 64,
+        pages: tuple[int, ...] = (4096, 1024),
+        *,
+        on_default_stream: bool = False,
     ) -> None:
         from kvoffload.transfer.cuda_library import cuda_library
         from kvoffload.transfer.layout import DeviceLayout, DeviceRegion
@@ -188,7 +222,8 @@ class Engine:
         self._context = context.value
         self.enter()
         stream, address = ctypes.c_void_p(), ctypes.c_uint64()
-        self._check(self._lib.cuStreamCreateWithPriority(ctypes.byref(stream), 1, 0))
+        if not on_default_stream:
+            self._check(self._lib.cuStreamCreateWithPriority(ctypes.byref(stream), 1, 0))
         self.stream = stream.value or 0
         self.pages = pages
         regions = []
@@ -209,10 +244,10 @@ class Engine:
         """Launch a kernel that reads a block and counts it as wrong unless it holds what `write` makes of the seed."""
         self._launch(block, seed, False, cost_s)
 
-    def capture(self) -> None:
-        """Begin to capture a graph, as torch does: no thread may make an unsafe call."""
+    def capture(self, mode: int = CAPTURE_GLOBAL) -> None:
+        """Begin to capture a graph; by default as torch does: no thread may make an unsafe call."""
         self.enter()
-        self._check(self._lib.cuStreamBeginCapture_v2(self.stream, CAPTURE_GLOBAL))
+        self._check(self._lib.cuStreamBeginCapture_v2(self.stream, mode))
 
     def end_capture(self) -> int:
         """End it; return the driver's code."""

@@ -10,6 +10,10 @@ that finds the event passed joins it into the host's. Two accesses that overlap,
 the later one's clock includes the earlier one. Reads that the driver may do at any time (order ANY) have the clock of
 their submission alone.
 
+A stream holds `depth` operations, each copy of a batch one of them. A call that finds it full waits until the stream has run
+some, and such waits are counted, those under the interpreter's lock apart. These do not really wait: what would make room
+could need that lock.
+
 Time is modelled, not measured: an operation ends at max(end of the one before it, what it waits for, its submission) plus
 its cost, so streams overlap and every run of a seed gives the same times. */
 #define _GNU_SOURCE
@@ -25,7 +29,7 @@ its cost, so streams overlap and every run of a seed gives the same times. */
 #include <unistd.h>
 
 #define AGENTS 96 /* the host is agent 0, streams the others: a simulated life starts engines that never close theirs */
-#define DEVICES 2
+#define DEVICES 2 /* their legacy default streams are the last agents */
 #define TABLE 65536
 #define PAGE_BITS 8
 #define LARGE 65536 /* accesses of more bytes are few, and compared with all others */
@@ -33,9 +37,10 @@ its cost, so streams overlap and every run of a seed gives the same times. */
 
 enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, INVALID_DEVICE = 101, INVALID_CONTEXT = 201,
        INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600, ILLEGAL_ADDRESS = 700, ALREADY_REGISTERED = 712,
-       NOT_REGISTERED = 713, LAUNCH_FAILED = 719, CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901 };
+       NOT_REGISTERED = 713, LAUNCH_FAILED = 719, NOT_SUPPORTED = 801,
+       CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901 };
 enum { GLOBAL, THREAD_LOCAL, RELAXED };
-enum { COPY, RECORD, WAIT, WRITE, READ, RUNS, RELEASE, HOST, SCAN };
+enum { COPY, RECORD, WAIT, WRITE, READ, RUNS, RELEASE, HOST, SCAN, ALLOCATE };
 enum { IN_ORDER = 1, DURING_CALL = 2, ANY = 3 };
 
 typedef int Result;
@@ -54,7 +59,7 @@ typedef struct Op {
     struct Op *next;
 } Op;
 typedef struct Stream {
-    int alive, agent, device, priority, capturing, capture_mode, invalid, ending;
+    int alive, agent, device, priority, capturing, capture_mode, invalid, ending, length;
     pthread_t capture_thread, thread;
     Op *first, *last;
     Clock clock;
@@ -77,9 +82,10 @@ static int buckets[BUCKETS], place_count, place_capacity; /* of a bucket its las
 static int *large, large_count, large_capacity;
 static int allocation_count, registered_count, access_count, access_capacity, prune_at = 1024;
 static int initialized, version = 13000, stepped, pageable_is_fine, retained[DEVICES], broken[DEVICES], shifted, arch = 90;
-static int batch_limit = -1;
+static int batch_limit = -1, depth = 1024, pins = 1;
 static unsigned most_delay_us;
-static uint64_t drawn = 1, operations, races, wrong, faults, executed;
+static uint64_t drawn = 1, operations, races, wrong, faults, executed, waits, waits_with_lock;
+static Recorded *gate;
 static double host_time;
 static char report[1 << 16];
 static size_t report_length;
@@ -100,7 +106,7 @@ static void say(const char *format, ...) {
 
 /* --- accesses ---------------------------------------------------------------------------------------------------- */
 
-static const char *kinds[] = {"copy", "record", "wait", "kernel's write", "kernel's read", "page kernel", "free", "host", "scan"};
+static const char *kinds[] = {"copy", "record", "wait", "kernel's write", "kernel's read", "page kernel", "free", "host", "scan", "allocation"};
 static const char *who(int agent, char *text) {
     if (agent) sprintf(text, "stream %d (device %d, priority %d)", agent, streams[agent].device, streams[agent].priority);
     else strcpy(text, "host");
@@ -279,12 +285,13 @@ static void run_first(Stream *stream) {
         if (!reach(op->source, op->size)) { fault(stream, op, ILLEGAL_ADDRESS); break; }
         touch(op->source, op->size, 0, stream->agent, epoch, &stream->clock, op->number, op->kind);
         break;
-    case RELEASE:
+    case RELEASE: case ALLOCATE:
         touch(op->target, op->size, 1, stream->agent, epoch, &stream->clock, op->number, op->kind);
         break;
     }
     executed++;
     stream->first = op->next;
+    stream->length--;
     if (!stream->first) stream->last = NULL;
     if (!stream->first && stream->ending && stepped) stream->alive = 0;
     unrefer(op->recorded);
@@ -320,7 +327,16 @@ static int step(void) {
     run_first(&streams[ready[draw() % count]]);
     return 1;
 }
+static void make_room(Stream *stream) {
+    if (stream->length < depth || broken[stream->device]) return;
+    waits++;
+    if (gil_check && gil_check()) { waits_with_lock++; return; }
+    while (stream->length >= depth && !broken[stream->device])
+        if (!stepped) pthread_cond_wait(&changed, &lock);
+        else if (!step()) return; /* behind a gate that this very thread will open */
+}
 static Op *enqueue(Stream *stream, int kind, double cost) {
+    make_room(stream);
     Op *op = calloc(1, sizeof *op);
     op->kind = kind;
     op->order = IN_ORDER;
@@ -331,6 +347,7 @@ static Op *enqueue(Stream *stream, int kind, double cost) {
     op->host = host;
     if (stream->last) stream->last->next = op; else stream->first = op;
     stream->last = op;
+    stream->length++;
     return op;
 }
 
@@ -363,22 +380,38 @@ static Result begin(const char *name, int needs_context) {
     pthread_mutex_unlock(&lock); \
     return code
 #define FAIL(value) do { code = (value); goto end; } while (0)
-/* A call that CUDA forbids while graphs are captured: it fails and spoils the capture, unless its thread is relaxed. */
-#define UNSAFE if ((code = unsafe())) goto end
-static Result unsafe(void) {
+/* What CUDA forbids while graphs are captured on the device: it fails and spoils them. An unsafe call does so by the modes of
+the calling thread and of the capture, a call that synchronizes the device in every mode. */
+#define UNSAFE if ((code = spoil(0))) goto end
+#define SYNCHRONIZES if ((code = spoil(1))) goto end
+static Result spoil(int synchronizes) {
     Result code = OK;
     for (int s = 1; s < AGENTS; s++) {
         Stream *stream = &streams[s];
-        if (!stream->alive || !stream->capturing || capture_mode == RELAXED) continue;
-        if (stream->capture_mode == RELAXED) continue;
-        if (stream->capture_mode == THREAD_LOCAL && !pthread_equal(stream->capture_thread, pthread_self())) continue;
+        if (!stream->alive || !stream->capturing || stream->device != current) continue;
+        int is_own = pthread_equal(stream->capture_thread, pthread_self());
+        int is_allowed = capture_mode == RELAXED || stream->capture_mode == RELAXED
+                      || (!is_own && (capture_mode == THREAD_LOCAL || stream->capture_mode == THREAD_LOCAL));
+        if (is_allowed && !synchronizes) continue;
         stream->invalid = 1;
         code = CAPTURE_UNSUPPORTED;
     }
     return code;
 }
+static void start(Stream *stream, Stream as) {
+    *stream = as;
+    if (stepped) return;
+    pthread_create(&stream->thread, NULL, serve, stream);
+    pthread_detach(stream->thread);
+}
+/* No handle is the legacy default stream of the thread's device. All other streams are made non-blocking: none waits for it. */
 static Stream *stream_of(void *handle) {
     Stream *stream = handle;
+    if (!stream && current >= 0) {
+        stream = &streams[AGENTS - DEVICES + current];
+        if (!stream->alive)
+            start(stream, (Stream){.alive = 1, .agent = stream - streams, .device = current, .clock = stream->clock});
+    }
     return stream >= streams + 1 && stream < streams + AGENTS && stream->alive ? stream : NULL;
 }
 
@@ -401,6 +434,7 @@ Result cuDeviceGetAttribute(int *value, int attribute, int device) {
     case 10: *value = 32; break;                 /* warp size */
     case 75: *value = arch / 10; break;          /* compute capability */
     case 76: *value = arch % 10; break;
+    case 99: *value = pins; break;               /* whether host memory can be registered */
     case 8: case 81: case 97: *value = 232448; break; /* shared memory */
     default: *value = 1024;
     }
@@ -448,6 +482,7 @@ static const struct { int code; const char *name; } names[] = {
     {101, "CUDA_ERROR_INVALID_DEVICE"}, {201, "CUDA_ERROR_INVALID_CONTEXT"}, {400, "CUDA_ERROR_INVALID_HANDLE"},
     {600, "CUDA_ERROR_NOT_READY"}, {700, "CUDA_ERROR_ILLEGAL_ADDRESS"}, {712, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"},
     {713, "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED"}, {719, "CUDA_ERROR_LAUNCH_FAILED"},
+    {801, "CUDA_ERROR_NOT_SUPPORTED"}, {810, "CUDA_ERROR_MPS_CLIENT_TERMINATED"}, {46, "CUDA_ERROR_DEVICE_UNAVAILABLE"},
     {900, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"}, {901, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"}};
 Result cuGetErrorName(int code, const char **name) {
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
@@ -461,13 +496,11 @@ Result cuGetErrorString(int code, const char **text) { return cuGetErrorName(cod
 
 Result cuStreamCreateWithPriority(void **made, unsigned flags, int priority) {
     BEGIN("cuStreamCreateWithPriority", 1);
-    for (int s = 1; s < AGENTS; s++) {
+    if (flags != 1) FAIL(INVALID_VALUE); /* a blocking stream, which is not modelled */
+    for (int s = 1; s < AGENTS - DEVICES; s++) {
         Stream *stream = &streams[s];
         if (stream->alive) continue;
-        Clock clock = stream->clock;
-        memset(stream, 0, sizeof *stream);
-        *stream = (Stream){.alive = 1, .agent = s, .device = current, .priority = priority, .clock = clock};
-        if (!stepped) { pthread_create(&stream->thread, NULL, serve, stream); pthread_detach(stream->thread); }
+        start(stream, (Stream){.alive = 1, .agent = s, .device = current, .priority = priority, .clock = stream->clock});
         *made = stream;
         goto end;
     }
@@ -476,7 +509,7 @@ Result cuStreamCreateWithPriority(void **made, unsigned flags, int priority) {
 }
 Result cuStreamDestroy_v2(void *handle) {
     BEGIN("cuStreamDestroy_v2", 1);
-    Stream *stream = stream_of(handle);
+    Stream *stream = handle ? stream_of(handle) : NULL;
     if (!stream) FAIL(INVALID_HANDLE);
     stream->ending = 1;
     if (stepped && !stream->first) stream->alive = 0;
@@ -485,16 +518,28 @@ Result cuStreamDestroy_v2(void *handle) {
 Result cuStreamGetPriority(void *handle, int *priority) { *priority = ((Stream *)handle)->priority; return OK; }
 Result cuStreamQuery(void *handle) {
     BEGIN("cuStreamQuery", 1);
-    UNSAFE;
+    if ((code = spoil(!handle))) goto end;
     Stream *stream = stream_of(handle);
     if (!stream) FAIL(INVALID_HANDLE);
     if (stream->first) FAIL(NOT_READY);
     join(&host, &stream->clock);
     END;
 }
+Result cuCtxSynchronize(void) {
+    BEGIN("cuCtxSynchronize", 1);
+    SYNCHRONIZES;
+    for (int s = 1; s < AGENTS; s++) {
+        Stream *stream = &streams[s];
+        while (stream->alive && stream->device == current && stream->first && !broken[current])
+            if (stepped) { if (!step()) FAIL(LAUNCH_FAILED); } else pthread_cond_wait(&changed, &lock);
+        if (stream->device == current) join(&host, &stream->clock);
+    }
+    code = broken[current];
+    END;
+}
 Result cuStreamSynchronize(void *handle) {
     BEGIN("cuStreamSynchronize", 1);
-    UNSAFE;
+    if ((code = spoil(!handle))) goto end;
     Stream *stream = stream_of(handle);
     if (!stream) FAIL(INVALID_HANDLE);
     while (stream->first && !broken[stream->device])
@@ -511,6 +556,7 @@ Result cuStreamIsCapturing(void *handle, int *status) {
 }
 Result cuStreamBeginCapture_v2(void *handle, int mode) {
     BEGIN("cuStreamBeginCapture_v2", 1);
+    if (!handle) FAIL(CAPTURE_UNSUPPORTED);
     Stream *stream = stream_of(handle);
     stream->capturing = 1;
     stream->invalid = 0;
@@ -623,10 +669,13 @@ Result cuMemAlloc_v2(Address *address, size_t size) { BEGIN("cuMemAlloc_v2", 1);
 Result cuMemAllocAsync(Address *address, size_t size, void *on) {
     BEGIN("cuMemAllocAsync", 1);
     if (!stream_of(on)) FAIL(INVALID_HANDLE);
-    code = allocate(address, size);
+    if ((code = allocate(address, size))) goto end;
+    Op *op = enqueue(stream_of(on), ALLOCATE, 0); /* what uses the memory before this has run is a race */
+    op->target = *address;
+    op->size = size;
     END;
 }
-Result cuMemFree_v2(Address address) { BEGIN("cuMemFree_v2", 1); UNSAFE; code = release(address, NULL); END; }
+Result cuMemFree_v2(Address address) { BEGIN("cuMemFree_v2", 1); SYNCHRONIZES; code = release(address, NULL); END; }
 Result cuMemFreeAsync(Address address, void *on) {
     BEGIN("cuMemFreeAsync", 1);
     if (!stream_of(on)) FAIL(INVALID_HANDLE);
@@ -636,6 +685,7 @@ Result cuMemFreeAsync(Address address, void *on) {
 Result cuMemHostRegister_v2(void *start, size_t size, unsigned flags) {
     BEGIN("cuMemHostRegister_v2", 1);
     UNSAFE;
+    if (!pins) FAIL(NOT_SUPPORTED);
     if (registration((Address)start, size)) FAIL(ALREADY_REGISTERED);
     if (registered_count == TABLE) FAIL(OUT_OF_MEMORY);
     registered[registered_count++] = (Range){(Address)start, (Address)start + size};
@@ -680,7 +730,7 @@ static Result batch_copy(Address *targets, Address *sources, size_t *sizes, size
     BEGIN("cuMemcpyBatchAsync", 1);
     *failed = SIZE_MAX;
     Stream *stream = stream_of(on);
-    if (!stream || !count || attribute_count != 1 || indices[0]) FAIL(INVALID_VALUE);
+    if (!on || !stream || !count || attribute_count != 1 || indices[0]) FAIL(INVALID_VALUE); /* never on the default stream */
     for (int i = 0; i < 4; i++) if (attributes->hints[i]) FAIL(INVALID_VALUE);
     if (attributes->order < IN_ORDER || attributes->order > ANY) FAIL(INVALID_VALUE);
     for (size_t i = 0; i < count; i++) {
@@ -783,7 +833,8 @@ void emu_reset(int is_stepped, uint64_t seed, unsigned delay_us, int driver_vers
     memset(&host, 0, sizeof host);
     for (int i = 0; i < 128; i++) calls[i].count = calls[i].with_gil = calls[i].times = calls[i].skip = 0;
     stepped = is_stepped, drawn = seed * 2654435761u + 88172645463325252ull, most_delay_us = delay_us, version = driver_version;
-    races = wrong = faults = operations = executed = report_length = 0;
+    races = wrong = faults = operations = executed = waits = waits_with_lock = report_length = 0;
+    depth = 1024, pins = 1, gate = NULL;
     report[0] = 0, host_time = 0, batch_limit = -1, shifted = pageable_is_fine = 0, arch = 90;
     pthread_mutex_unlock(&lock);
 }
@@ -793,6 +844,23 @@ int emu_step(int count) {
     while (done < count && step()) done++;
     pthread_mutex_unlock(&lock);
     return done;
+}
+/* What is enqueued on the stream from now on waits until `emu_open`. */
+int emu_gate(void *on) {
+    pthread_mutex_lock(&lock);
+    Stream *stream = stream_of(on);
+    if (!gate) gate = calloc(1, sizeof *gate);
+    gate->references += 2; /* it is never freed */
+    if (stream) enqueue(stream, WAIT, 0)->recorded = gate;
+    pthread_mutex_unlock(&lock);
+    return stream ? OK : INVALID_HANDLE;
+}
+void emu_open(void) {
+    pthread_mutex_lock(&lock);
+    if (gate) gate->done = 1;
+    gate = NULL;
+    pthread_cond_broadcast(&changed);
+    pthread_mutex_unlock(&lock);
 }
 /* A kernel of the engine's: writes a pattern, or reads and compares. */
 int emu_kernel(void *on, Address address, size_t size, uint64_t seed, int writes, double cost) {
@@ -848,10 +916,13 @@ int emu_contexts(void) { int mask = 0; for (int i = 0; i < DEVICES; i++) mask |=
 int emu_current(void) { return current; }
 int emu_capture_mode(void) { return capture_mode; }
 int emu_registered(void) { return registered_count; }
-uint64_t emu_count(int which) { uint64_t all[] = {races, wrong, faults, executed}; return all[which]; }
+uint64_t emu_count(int which) {
+    uint64_t all[] = {races, wrong, faults, executed, waits, waits_with_lock};
+    return all[which];
+}
 const char *emu_report(void) { return report; }
 void emu_set(int what, int value) {
-    int *settings[] = {&batch_limit, &shifted, &pageable_is_fine, &arch};
+    int *settings[] = {&batch_limit, &shifted, &pageable_is_fine, &arch, &depth, &pins};
     *settings[what] = value;
 }
 double emu_time(double forward) { host_time += forward; return host_time; }

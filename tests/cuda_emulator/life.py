@@ -41,6 +41,7 @@ class Life:
         device: which.
         is_stepped: whether the emulator's streams run here, between two steps.
         timeout_s: of copies.
+        on_default_stream: whether the engine stays on the device's default stream.
     """
 
     emulator: Emulator
@@ -49,11 +50,12 @@ class Life:
     device: int = 0
     is_stepped: bool = True
     timeout_s: float = TIMEOUT_S
+    on_default_stream: bool = False
     outcomes: list[tuple[int, CopyOutcome]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.draws = random.Random(self.seed)
-        self.engine = Engine(self.emulator, self.device, BLOCKS)
+        self.engine = Engine(self.emulator, self.device, BLOCKS, on_default_stream=self.on_default_stream)
         self.clock = FakeClock()
         self.portal = ManualPortal(self.clock)
         self.patch.setattr(factory, "current_stream", lambda device: lambda: self.engine.stream)

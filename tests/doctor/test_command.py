@@ -40,7 +40,15 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 def test_every_check_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     _, found = doctor(capsys, "--config", '{"host_bytes": "1MiB"}')
-    machine = {"machine memory", "cgroup memory", "locked memory", "swap", "shared memory", "memory nodes"}
+    machine = {
+        "machine memory",
+        "cgroup memory",
+        "locked memory",
+        "swap",
+        "expandable segments",
+        "shared memory",
+        "memory nodes",
+    }
     vllm = {
         "vllm version",
         "vllm plugin",

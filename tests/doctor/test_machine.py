@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,7 @@ VERSIONS = {"kvoffload": "0.1.0", "torch": "2.13.0"}
         (Gpus((Gpu("H200"),), "550.2", 12040), VERSIONS, "warning", "for CUDA 12.4: every block"),
         (Gpus((Gpu("H200"),), "550.2"), VERSIONS, "warning", "for CUDA unknown: every block"),
         (Gpus(), VERSIONS, "go", "no GPU is visible here"),
+        (replace(H200, can_register=False), VERSIONS, "no-go", "its driver registers no host memory"),
     ],
 )
 def test_gpu(tmp_path: Path, gpus: Gpus, versions: dict[str, str], verdict: str, text: str) -> None:

@@ -19,7 +19,7 @@ from kvoffload.transfer.footprint import KERNEL_PAGE, arena_bytes
 from kvoffload.transfer.host_memory import HostChunk
 from tests.doctor.trees import GIB, H200, ask, machine, setup
 
-MACHINE, CGROUP, LOCKED, SWAP = CHECKS
+MACHINE, CGROUP, LOCKED, SWAP, SEGMENTS = CHECKS
 IN_V1 = {
     "proc/self/cgroup": "4:memory:/pod/engine\n3:cpu:/x\n0::/\n",
     "sys/fs/cgroup/engine/memory.max": None,
@@ -235,3 +235,21 @@ def test_a_check_that_raises_is_a_warning_and_the_others_go_on(tmp_path: Path) -
 
     verdict, text = ask(Check("broken", broken), setup(), machine(tmp_path))  # type: ignore[arg-type]
     assert (verdict, text) == ("warning", "the check itself failed: RuntimeError('out of order')")
+
+
+@pytest.mark.parametrize(
+    ("environ", "verdict"),
+    [
+        ({}, "go"),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "go"),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, "go"),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64, expandable_segments: True"}, "warning"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "warning"),
+    ],
+)
+def test_expandable_segments_are_found_under_both_of_torchs_names(
+    tmp_path: Path, environ: dict[str, str], verdict: str
+) -> None:
+    found = ask(SEGMENTS, setup(), machine(tmp_path, environ=environ))
+    assert found[0] == verdict
+    assert verdict == "go" or next(iter(environ)) in found[1]

@@ -221,12 +221,12 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         9,
         _CUDA_COPIER,
-        "            if self._enqueued.left:\n                return TicketState.PENDING\n",
+        "            if self._left:\n                return TicketState.PENDING\n",
         "",
         CUDA,
     ),
-    Mutant(9, _CUDA_COPIER, "                left.clear()\n", "", CUDA),
-    Mutant(9, _CUDA_COPIER, "                self._enqueued.is_whole = False\n", "", CUDA),
+    Mutant(9, _CUDA_COPIER, "            self._left.clear()\n", "", CUDA),
+    Mutant(9, _CUDA_COPIER, "            self._is_whole = False\n", "", CUDA),
     Mutant(
         13,
         "kvoffload/runtime/worker_side.py",

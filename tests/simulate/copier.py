@@ -93,6 +93,8 @@ class ChaosCopier:
         switch: called wherever the copier is asked something: where another thread could run.
     """
 
+    slices = 0
+
     def __init__(
         self, loop: SimLoop, draws: random.Random, odds: Odds, switch: Callable[[], object] = lambda: None
     ) -> None:

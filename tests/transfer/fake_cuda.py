@@ -47,7 +47,6 @@ class FakeCuda:
         self.current_asked_by: list[int] = []
         self.refuse_copy = False
         self.kernel_error: Exception | None = None
-        self.kernel_needs: object = None
         self.scratch_bytes: int | None = None  # lent instead of what is asked for
         self.lent = 0
         self.seconds: Callable[[str, CopyRuns], float] = lambda kind, runs: 1.0
@@ -85,6 +84,9 @@ class FakeCuda:
         assert end.passed_at is not None
         return end.passed_at - start.passed_at
 
+    def has_room(self, stream: Stream, copies: int, *, may_wait: bool) -> bool:
+        return True
+
     def copy(self, direction: Direction, runs: CopyRuns, stream: Stream) -> None:
         if self.refuse_copy:
             half = CopyRuns(runs.source[:1], runs.target[:1], runs.size[:1])
@@ -96,11 +98,10 @@ class FakeCuda:
         if self.kernel_error is not None:
             raise self.kernel_error
 
-    def copy_by_kernel(self, runs: CopyRuns, stream: Stream) -> object:
+    def copy_by_kernel(self, runs: CopyRuns, stream: Stream) -> None:
         if self.kernel_error is not None:
             raise self.kernel_error
         stream.operations.append(("kernel", runs))
-        return self.kernel_needs
 
     @contextmanager
     def scratch(self, size: int, stream: Stream) -> Iterator[FakeScratch]:

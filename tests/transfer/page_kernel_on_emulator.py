@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.abc
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 
@@ -79,8 +80,37 @@ def main(library: Path) -> None:
     assert emulator.calls("cuLaunchKernelEx") == launches + 2 * SUBMISSIONS
     assert [emulator.calls(name) for name in ALLOCATIONS] == before, "a batch has allocated"
     assert (emulator.races, emulator.faults) == (0, 0), emulator.report
+    load_many(emulator)
     check_gpu(library.parent)
     assert emulator.faults == 0, emulator.report
+
+
+def load_many(emulator: Emulator) -> None:
+    """Load more pieces than fit into the kernel's buffers: the kernel makes all copies, a query of the hook one launch."""
+    pieces, piece = 262_144, 16
+    engine = Engine(emulator, device=1, blocks=pieces, pages=(piece,))
+    driver = NvidiaDriver("cuda:1", lambda: engine.stream)
+    copier = CudaCopier(driver)
+    copier.use_kernel(dict.fromkeys(Direction, 2 * piece))
+    host, found = driver.pinned(pieces * piece), np.zeros(pieces * piece, np.uint8)
+    host[:] = np.random.default_rng(2).integers(0, 256, len(host), np.uint8)
+    places = np.arange(pieces, dtype=np.int64) * piece
+    address = engine.layout.regions[0].address
+    runs = CopyRuns(host.ctypes.data + places, address + places, np.full(pieces, piece, np.int64))
+    before, batches = emulator.calls("cuLaunchKernelEx"), emulator.calls("cuMemcpyBatchAsync")
+    ticket = copier.submit(Direction.LOAD, runs, (copier.fence(),))
+    assert emulator.calls("cuLaunchKernelEx") == before + 1
+    ticket.query()
+    assert emulator.calls("cuLaunchKernelEx") <= before + 2
+    with ThreadPoolExecutor(1) as coroutine:
+        while (state := coroutine.submit(ticket.query).result()) is TicketState.PENDING:
+            pass
+    assert state is TicketState.DONE
+    assert emulator.calls("cuLaunchKernelEx") == before + 32
+    assert emulator.calls("cuMemcpyBatchAsync") == batches
+    assert emulator.lib.emu_peek(address, found.ctypes.data, len(found))
+    assert np.array_equal(found, host)
+    assert (emulator.races, emulator.faults, emulator.waits_with_lock) == (0, 0, 0), emulator.report
 
 
 def check_gpu(folder: Path) -> None:

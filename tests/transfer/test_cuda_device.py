@@ -173,13 +173,13 @@ def test_the_kernel_copies_any_bytes_and_no_other() -> None:
         on_device = scratch.device + random.permutation(places)
         runs = CopyRuns(there.ctypes.data + places + shift, on_device, size)
         again = CopyRuns(on_device, back.ctypes.data + places + shift, size)
-        kept = [driver.copy_by_kernel(runs, stream), driver.copy_by_kernel(again, stream)]
+        driver.copy_by_kernel(runs, stream)
+        driver.copy_by_kernel(again, stream)
         torch.cuda.synchronize()
         wanted = np.zeros_like(there)
         for begin, length in zip((places + shift).tolist(), size.tolist(), strict=True):
             wanted[begin : begin + length] = there[begin : begin + length]
         assert np.array_equal(back, wanted)
-        assert kept
 
 
 def test_the_crossover_is_measured_and_leaves_the_memory_as_it_was() -> None:

@@ -7,7 +7,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -18,8 +19,8 @@ from kvoffload.testing import ManualExecutor
 from kvoffload.testing.logs import capture_logs
 from kvoffload.transfer import host_memory
 from kvoffload.transfer.cuda_copier import CudaCopier
-from kvoffload.transfer.cuda_driver import CudaPin, NvidiaDriver
-from kvoffload.transfer.cuda_library import CudaError
+from kvoffload.transfer.cuda_driver import CudaPin, NvidiaDriver, _hint
+from kvoffload.transfer.cuda_library import CudaError, CudaLibrary
 from kvoffload.transfer.host_memory import MmapAllocator
 from kvoffload.transfer.ports import HELD_COPIES, TicketState
 from kvoffload.transfer.runs import CopyRuns
@@ -101,7 +102,7 @@ def test_batches_are_used_where_they_work(
     assert bench.has_arrived()
 
 
-@pytest.mark.parametrize(("pieces", "calls"), [(2048, 1), (2049, 2), (262_144, 128)])
+@pytest.mark.parametrize(("pieces", "calls"), [(512, 1), (513, 2), (262_144, 512)])
 def test_a_batch_goes_in_slices(emulator: Emulator, pieces: int, calls: int) -> None:
     """Tens of thousands of copies in one call were reported to crash drivers."""
     bench = Bench(emulator, pieces)
@@ -152,11 +153,68 @@ def test_of_a_large_load_the_engines_thread_enqueues_one_slice_at_a_time(
     assert emulator.races == 0
 
 
-def test_a_store_is_enqueued_whole(emulator: Emulator) -> None:
-    """Its thread is the coroutine's, and its size is bounded."""
-    bench = Bench(emulator, 10_000)
-    CudaCopier(bench.driver).submit(Direction.STORE, bench.store, ())
-    assert emulator.calls("cuMemcpyBatchAsync") == 5
+@pytest.mark.parametrize("setting", ["auto", "off"])
+@pytest.mark.parametrize("way", Direction)
+@pytest.mark.parametrize("pieces", [1, 100, 5000])
+def test_no_call_waits_for_a_stream_that_stands_behind_a_gate(
+    emulator: Emulator, setting: str, way: Direction, pieces: int
+) -> None:
+    """It would stop the engine's thread for a forward pass, and with the interpreter's lock held all other threads too."""
+    bench = Bench(emulator, pieces, batch_copies=setting)
+    copier = CudaCopier(bench.driver)
+    emulator.gate(bench.engine.stream)
+    runs = bench.load if way is Direction.LOAD else bench.store
+    tickets = [copier.submit(way, runs, (copier.fence(),)) for _ in range(3000 // pieces // 10 or 3)]
+    for _ in range(20):
+        assert tickets[0].query() is TicketState.PENDING
+        assert elsewhere(tickets[0].query) is TicketState.PENDING
+    emulator.open()
+    for ticket in tickets:
+        while elsewhere(ticket.query) is TicketState.PENDING:
+            emulator.step()
+    assert emulator.waits_with_lock == 0
+    assert (
+        emulator.waits == 0 or setting == "auto"
+    )  # beside copies that run, a call may wait without the lock
+    assert (emulator.races, emulator.wrong, bench.has_arrived()) == (0, 0, True)
+
+
+@pytest.mark.parametrize("setting", ["auto", "off"])
+def test_a_large_load_goes_on_although_later_loads_take_the_room(emulator: Emulator, setting: str) -> None:
+    """They are not asked before it has ended, so it learns by itself that they have."""
+    bench = Bench(emulator, 5000, batch_copies=setting)
+    copier = CudaCopier(bench.driver)
+    ticket = copier.submit(Direction.LOAD, bench.load, (copier.fence(),))
+    states = {ticket.query()}
+    for _ in range(50):
+        for pieces in (200, *[10] * 30):
+            copier.submit(Direction.LOAD, bench.load.part(0, pieces), (copier.fence(),))
+        for _ in range(3):
+            emulator.step()
+            states |= {ticket.query()} if TicketState.DONE not in states else set()
+    assert TicketState.DONE in states
+    assert (emulator.races, bench.has_arrived()) == (0, True)
+
+
+def test_a_hooks_query_does_not_wait_for_what_the_coroutine_has_enqueued(emulator: Emulator) -> None:
+    bench = Bench(emulator, 50_000)
+    ticket = CudaCopier(bench.driver).submit(Direction.LOAD, bench.load, ())
+    emulator.set_depth(10**6)  # what the coroutine enqueues does not wait here
+    elsewhere(ticket.query)
+    emulator.set_depth(1024)
+    ticket.query()
+    assert emulator.waits == 0
+
+
+def test_behind_a_full_stream_of_the_engine_a_fence_waits_without_the_lock(emulator: Emulator) -> None:
+    bench = Bench(emulator)
+    emulator.set_depth(4)
+    emulator.gate(bench.engine.stream)
+    copier = CudaCopier(bench.driver)
+    for _ in range(6):
+        copier.fence()
+    assert emulator.waits == 3
+    assert emulator.waits_with_lock == 0
 
 
 def test_r9_after_a_refused_slice_no_other_follows_and_those_before_end_first(emulator: Emulator) -> None:
@@ -218,7 +276,7 @@ def test_no_event_is_made_while_batches_are_submitted(emulator: Emulator) -> Non
 def test_events_are_not_used_again_before_their_batch_has_ended(emulator: Emulator) -> None:
     bench = Bench(emulator)
     copier = CudaCopier(bench.driver)
-    tickets = [copier.submit(Direction.LOAD, bench.load, (copier.fence(),)) for _ in range(200)]
+    tickets = [copier.submit(Direction.LOAD, bench.load, (copier.fence(),)) for _ in range(70)]
     assert {ticket.query() for ticket in tickets} == {TicketState.PENDING}
     emulator.step()
     assert {ticket.query() for ticket in tickets} == {TicketState.DONE}
@@ -251,7 +309,7 @@ def test_a_refused_question_says_nothing_about_the_copies(emulator: Emulator, co
     assert ticket.query() is TicketState.DONE
 
 
-@pytest.mark.parametrize("code", [700, 719, 999])
+@pytest.mark.parametrize("code", [700, 719, 999, 810, 46])
 def test_a_lost_device_ends_every_batch(emulator: Emulator, code: int) -> None:
     bench = Bench(emulator)
     copier = CudaCopier(bench.driver)
@@ -262,6 +320,36 @@ def test_a_lost_device_ends_every_batch(emulator: Emulator, code: int) -> None:
     with pytest.raises(DeviceLost):
         copier.submit(Direction.LOAD, bench.load, ())
     copier.close()  # raises nothing
+
+
+@pytest.mark.parametrize("code", [3, 201])
+def test_a_question_that_can_never_be_answered_ends_a_batch(emulator: Emulator, code: int) -> None:
+    bench = Bench(emulator)
+    ticket = CudaCopier(bench.driver).submit(Direction.LOAD, bench.load, ())
+    emulator.fail("cuEventQuery", code)
+    with pytest.raises(DeviceLost, match=rf"\({code}\)"):
+        ticket.query()
+
+
+def test_a_driver_before_cuda_12_has_no_batches(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lacks the function that would be asked for them."""
+
+    class Old(ctypes.CDLL):
+        def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # as ctypes has it
+            if name == "cuGetProcAddress_v2":
+                raise AttributeError(name)
+            return super().__getattr__(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", Old)
+    assert CudaLibrary().batch_copy() is None
+
+
+def test_a_library_that_was_not_found_is_named_where_it_lies(tmp_path: Path) -> None:
+    assert _hint((str(tmp_path),)) == ""
+    (tmp_path / "libcuda.so.1").touch()
+    assert _hint(("/none", str(tmp_path))) == (
+        f"; {tmp_path} has one, so put this folder into LD_LIBRARY_PATH"
+    )
 
 
 def test_a_question_during_a_capture_neither_fails_nor_spoils_it(emulator: Emulator) -> None:

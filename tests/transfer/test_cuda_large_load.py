@@ -77,7 +77,7 @@ def test_a_hooks_calls_into_the_driver_do_not_grow_with_a_load(
                 coroutine.submit(load.portal.advance).result()
             emulator.step(10_000)
     assert found == [CopyOutcome.DONE]
-    assert emulator.calls("cuMemcpyBatchAsync") == 49
+    assert emulator.calls("cuMemcpyBatchAsync") == 196
     assert np.array_equal(load.on_device()[load.order], bytes_of_slots)
     load.side.close()
     load.portal.close()

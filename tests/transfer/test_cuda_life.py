@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
+from kvoffload.checks.gpus import can_register
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.errors import HostMemoryBusy
 from kvoffload.model.transfer import Direction, TransferPlan
 from kvoffload.runtime import worker_side
 from kvoffload.runtime.worker_side import WorkerSide
+from kvoffload.testing.logs import capture_logs
 from kvoffload.transfer import cuda_driver
 from kvoffload.transfer.cuda_copier import CudaCopier, CudaTicket
 from kvoffload.transfer.cuda_driver import CudaPin, NvidiaDriver
@@ -49,10 +51,17 @@ def test_no_race_and_no_wrong_byte_on_two_devices_whose_streams_run_by_themselve
     emulator.reset(stepped=True)
 
 
-def play(emulator: Emulator, patch: pytest.MonkeyPatch, seed: int, steps: int = 60) -> str:
+def play(
+    emulator: Emulator,
+    patch: pytest.MonkeyPatch,
+    seed: int,
+    steps: int = 60,
+    *,
+    on_default_stream: bool = False,
+) -> str:
     """Play two devices in turns, in an order of operations drawn by the seed; return what went wrong."""
     emulator.reset(stepped=True, seed=seed)
-    lives = [Life(emulator, patch, seed, device) for device in (0, 1)]
+    lives = [Life(emulator, patch, seed, device, on_default_stream=on_default_stream) for device in (0, 1)]
     for _ in range(steps):
         for life in lives:
             life.step()
@@ -71,6 +80,15 @@ def test_r13_r5_r9_steps_that_overlap_meet_no_copy(
 ) -> None:
     monkeypatch.setattr(cuda_driver, "_SLICE", slice_copies)
     assert play(emulator, monkeypatch, seed) == ""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_r13_an_engine_on_the_default_stream_meets_no_copy(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """As one that runs eagerly on one GPU: its stream's handle is 0."""
+    assert play(emulator, monkeypatch, seed, on_default_stream=True) == ""
+    assert emulator.waits_with_lock == 0
 
 
 def test_a_seed_repeats(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,14 +139,9 @@ def no_end_event(patch: pytest.MonkeyPatch) -> None:
 
 def an_end_event_before_the_last_slice(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(cuda_driver, "_SLICE", 1)
-    enqueue = CudaTicket.enqueue
-
-    def and_end(self: CudaTicket, slices: int) -> None:
-        enqueue(self, slices)
-        if not self._has_end:
-            self.end()
-
-    patch.setattr(CudaTicket, "enqueue", and_end)
+    end = CudaTicket.end
+    patch.setattr(CudaTicket, "_mark", end)
+    patch.setattr(CudaTicket, "end", lambda self: None if self._has_end else end(self))
 
 
 def no_context_is_bound(patch: pytest.MonkeyPatch) -> None:
@@ -295,6 +308,20 @@ def test_memory_is_pinned_at_the_start_as_far_as_time_allows(
     report = life.side.take_report()
     assert report is not None
     assert report.ready_slots == SLOTS
+    life.close()
+
+
+def test_a_device_that_registers_no_host_memory_is_an_error_of_the_start(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulator.refuse_pinning()
+    with capture_logs() as logs:
+        life = Life(emulator, monkeypatch, 1)
+    (entry,) = [entry for entry in logs if entry["event"] == "host_memory_refused"]
+    assert (entry["log_level"], entry["ready_slots"]) == ("error", 0)
+    assert "CUDA_ERROR_NOT_SUPPORTED (801)" in entry["reason"]
+    assert "run the engine without confidential computing, or without kvoffload" in entry["reason"]
+    assert not can_register()
     life.close()
 
 

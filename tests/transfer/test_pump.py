@@ -10,6 +10,7 @@ import pytest
 from kvoffload.model.errors import IllegalTransition
 from kvoffload.model.transfer import Direction
 from kvoffload.testing import ManualExecutor, wait_all_blocked
+from kvoffload.transfer.ports import TicketState
 from tests.transfer.rig import DONE, Rig, load, running, store
 
 pytestmark = pytest.mark.asyncio
@@ -52,6 +53,22 @@ async def test_the_fence_is_recorded_when_jobs_are_handed_in() -> None:
     async with running(rig):
         (ticket,) = rig.copier.tickets
         assert ticket.fences == (1, 2)  # a shared batch waits for both
+
+
+async def test_the_coroutine_does_not_sleep_between_parts_of_a_batch() -> None:
+    rig = Rig()
+    async with running(rig):
+        rig.pump.submit_loads([load(1, [1], [1])])
+        (ticket,) = rig.copier.tickets
+        query = ticket.query
+
+        def start_a_part() -> TicketState:
+            rig.copier.slices += rig.copier.slices < 50
+            return query()
+
+        ticket.query = start_a_part  # type: ignore[method-assign]
+        await wait_all_blocked()  # time stands still
+        assert rig.copier.slices == 50
 
 
 async def test_loads_go_ahead_of_stores_that_wait() -> None:
