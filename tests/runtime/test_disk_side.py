@@ -9,6 +9,7 @@ import pytest
 
 from kvoffload.core import offload_core
 from kvoffload.disk.index_log import load_index
+from kvoffload.disk.open_folder import open_folder
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.config import AUTO, OffloadConfig
 from kvoffload.model.ids import RequestId
@@ -124,7 +125,7 @@ def test_no_hook_wakes_the_index_thread_for_what_it_records(tmp_path: Path) -> N
     assert side.portal.index.waiting == 1
     side.portal.index.release()
     (file,) = tmp_path.glob("**/index")
-    contents = load_index(file.parent)
+    contents = load_index(open_folder(file.parent))
     assert contents is not None
     assert len(contents.entries) == RELOAD // BLOCK
     side.close()
