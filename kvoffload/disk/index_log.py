@@ -105,8 +105,8 @@ def new_generation() -> bytes:
     return secrets.token_bytes(GENERATION_BYTES)
 
 
-def load_index(folder: OpenFolder) -> IndexContents | None:
-    """Return the contents of a folder's index; None if it is missing or its header is incomplete.
+def load_index(folder: OpenFolder, most_slots: int | None = None) -> IndexContents | None:
+    """Return the contents of a folder's index; None if it is missing, its header is incomplete, or it has more than `most_slots`.
 
     Raises:
         DiskError: it is not a plain file of this user.
@@ -117,7 +117,7 @@ def load_index(folder: OpenFolder) -> IndexContents | None:
     except FileNotFoundError:
         return None
     try:
-        return read_index(_read_all(descriptor, os.fstat(descriptor).st_size))
+        return read_index(_read_all(descriptor, os.fstat(descriptor).st_size), most_slots)
     finally:
         os.close(descriptor)
 

@@ -235,7 +235,7 @@ class DiskIndex:
         ids = tuple(self._files[Rank(rank)].file_id for rank in range(self._ranks))
         slots = min(file.slots for file in self._files.values())
         capacity = min(file.capacity for file in self._files.values())
-        found = load_index(folder)
+        found = load_index(folder, slots)
         fits = found is not None and found.header.files == ids
         if found is not None and not fits:
             log.warning(

@@ -160,7 +160,7 @@ class WorkerDisk:
         """Give the space of blocks back that no longer fit. The index says which; the scheduler's side keeps the same."""
         rank = self._shape.rank
         try:
-            found = load_index(folder)
+            found = load_index(folder, file.slots)
             is_ours = found is not None and found.header.files[rank : rank + 1] == (file.id,)
             entries = found.entries if found is not None and is_ours else Entries.none(self._shape.ranks)
             kept, free = entries.fit(self._slots, file.slots)

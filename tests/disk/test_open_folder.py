@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -174,3 +175,8 @@ def test_a_weights_lock_that_is_held_is_waited_for_a_minute(tmp_path: Path) -> N
     assert weights_identity(tmp_path / "model", tmp_path / "memory", pause=pauses.append)
     assert sum(pauses) == 60
     close_locked(held)
+
+
+def test_an_index_of_more_slots_than_its_files_have_is_not_read(tmp_path: Path) -> None:
+    start_index(open_folder(tmp_path), replace(HEADER, slots=2**60)).close()
+    assert load_index(open_folder(tmp_path), most_slots=1000) is None
