@@ -97,11 +97,14 @@ def _measure(args: argparse.Namespace) -> Iterator[Line]:
 def measure(folder: Path, block_kib: int, size: int, repeats: int) -> Iterator[Line]:
     """Spill and fetch `size` bytes of blocks in each repeat, and pass over as many on the disk."""
     from kvoffload.bench.copy_rig import Rig
+    from kvoffload.disk.open_folder import open_folder
     from kvoffload.disk.slot_file import SlotShape, open_slot_file
 
-    block, path = block_kib * 1024, folder / "slots"
+    block, path = block_kib * 1024, folder / "slots0"
     with Rig("cpu", block // _REGIONS, size, regions=_REGIONS) as rig:
-        tier = _Tier(open_slot_file(path, SlotShape(0, 1, block, bytes(16)), _POOL * rig.count), rig)
+        with open_folder(folder) as opened:
+            file = open_slot_file(opened, SlotShape(0, 1, block, bytes(16)), _POOL * rig.count)
+        tier = _Tier(file, rig)
         try:
             for is_scattered in (True, False) if block_kib < _GOAL_FROM_KIB else (True,):
                 tier.is_scattered = is_scattered

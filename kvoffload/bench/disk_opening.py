@@ -72,7 +72,8 @@ def _write(folder: Path, blocks: int) -> KVIdentity:
         random.integers(0, 2**63, (blocks, _RANKS), np.uint64),
     )
     header = IndexHeader(new_generation(), tuple(map(_file_id, range(_RANKS))), blocks)
-    start_index(make_folder(folder, identity, 0), header, entries).close()
+    with make_folder(folder, identity, 0) as opened:
+        start_index(opened, header, entries).close()
     return identity
 
 

@@ -79,6 +79,17 @@ def _file_system(setup: Setup, machine: Machine) -> Finding:
     return go(kind)
 
 
+def _owners(setup: Setup, _: Machine) -> Finding:
+    from kvoffload.disk.folder import caution
+
+    path = _path_of(setup)
+    if path is None:
+        return go(_NONE)
+    if note := caution(path):
+        return warn(note, "name a folder that only the engine's user can write to")
+    return go("no other user may rename or remove what is in it")
+
+
 def _speed(setup: Setup, _: Machine) -> Finding:
     path = _path_of(setup)
     if path is None:
@@ -215,6 +226,7 @@ def _kind_of(path: Path, machine: Machine) -> str | None:
 CHECKS = (
     Check("disk space", _space),
     Check("disk file system", _file_system),
+    Check("disk owners", _owners),
     Check("disk speed", _speed),
     Check("disk leftovers", _leftovers),
     Check("disk drain", _drain),

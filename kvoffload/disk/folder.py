@@ -7,18 +7,18 @@ disk_path/                       weights.json: digests of weight files
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import socket
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvoffload.disk.identity import KVIdentity
+from kvoffload.disk.open_folder import OpenFolder, close_locked, lock, open_root
 from kvoffload.model.errors import DiskError
 
-_OURS = os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCK = "lock"
 _LONGEST_HOLDER = 200  # characters shown
 
@@ -37,8 +37,8 @@ class DiskPlace:
     identify: Callable[[], KVIdentity]
     replica: int = 0
 
-    def make_folder(self) -> Path:
-        """Return the folder; create it if it is missing.
+    def make_folder(self) -> OpenFolder:
+        """Return the open folder; create it if it is missing.
 
         Raises:
             DiskError: it cannot be made, or the weights cannot be read.
@@ -50,16 +50,21 @@ class TierFolder:
     """An engine's folder, locked for this process until it is closed. `lock_folder` makes it.
 
     Attributes:
-        path: of the folder.
+        folder: the open folder.
     """
 
-    def __init__(self, path: Path, lock: int) -> None:
-        self.path = path
-        self._lock = lock
+    def __init__(self, folder: OpenFolder, descriptor: int) -> None:
+        self.folder = folder
+        self._lock = descriptor
 
     def close(self) -> None:
-        """Unlock the folder."""
-        os.close(self._lock)
+        """Unlock and close the folder."""
+        close_locked(self._lock)
+        self.folder.close()
+
+
+class FolderInUse(DiskError):
+    """Another process has the folder locked."""
 
 
 def tier_folder(root: Path, identity: KVIdentity, replica: int) -> Path:
@@ -73,58 +78,76 @@ def tier_folder(root: Path, identity: KVIdentity, replica: int) -> Path:
     return root / identity.fingerprint / f"replica{replica}"
 
 
-def slot_path(folder: Path, rank: int) -> Path:
-    """Return a rank's slot file."""
-    return folder / f"slots{rank}"
-
-
-def make_folder(root: Path, identity: KVIdentity, replica: int) -> Path:
-    """Return the folder of one engine's files; create it, open to this user alone, if it is missing.
+def make_folder(root: Path, identity: KVIdentity, replica: int) -> OpenFolder:
+    """Return the open folder of one engine's files; create it, open to this user only, if it is missing.
 
     Raises:
-        DiskError: it cannot be made, or a folder below `root` is a link.
+        DiskError: it cannot be made, or a folder below `root` is not this user's own.
     """
-    folder = tier_folder(root, identity, replica)
+    path = tier_folder(root, identity, replica)
     try:
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for path in (folder.parent, folder):
-            path.mkdir(mode=0o700, exist_ok=True)
-            os.close(os.open(path, os.O_RDONLY | os.O_DIRECTORY | _OURS))
-        _describe(folder.parent / "identity.json", identity)
+        with open_root(root) as opened, opened.make(identity.fingerprint) as parent:
+            _describe(parent, identity)
+            return parent.make(path.name)
     except OSError as error:
-        raise DiskError(f"disk_path: the folder {folder} cannot be made or used: {error.strerror}") from error
-    return folder
+        raise DiskError(f"disk_path: the folder {path} cannot be made or used: {error.strerror}") from error
 
 
-def lock_folder(folder: Path) -> TierFolder:
-    """Lock a folder for this process.
+def caution(root: Path) -> str:
+    """Return what is unsafe about a `disk_path`: others who may rename in it, or above it, can exchange this user's folders."""
+    path = root.absolute()
+    for each in (path, *path.parents):
+        try:
+            mode = each.stat().st_mode
+        except OSError:
+            continue
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            return (
+                f"every user may rename and remove what is in {each} ({stat.filemode(mode)}): chmod o-w, or +t, "
+                "or name another disk_path"
+            )
+    return ""
+
+
+def lock_folder(folder: OpenFolder) -> TierFolder:
+    """Lock a folder for this process; if that fails, close it.
 
     Raises:
-        DiskError: another process, which the message names, has it locked, or the disk fails.
+        FolderInUse: another process, which the message names, has it locked.
+        DiskError: the lock file is not this user's own, or the disk fails.
     """
     try:
-        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | _OURS, 0o600)
-    except OSError as error:
-        raise DiskError(f"disk_path: {folder} cannot be locked: {error.strerror}") from error
+        return TierFolder(folder, _locked(folder))
+    except BaseException as error:
+        folder.close()
+        if isinstance(error, OSError):
+            raise DiskError(f"disk_path: {folder.path} cannot be locked: {error.strerror}") from error
+        raise
+
+
+def _locked(folder: OpenFolder) -> int:
+    descriptor = folder.open(_LOCK, os.O_RDWR | os.O_CREAT)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-    except OSError as error:
-        who = os.pread(lock, _LONGEST_HOLDER, 0).decode(errors="replace").strip()
-        os.close(lock)
-        if isinstance(error, BlockingIOError):
-            raise DiskError(
-                f"disk_path: {folder} is in use by {who or 'another process'}; give each engine a disk_path of its own"
-            ) from error
-        raise DiskError(f"disk_path: {folder} cannot be locked: {error.strerror}") from error
-    return TierFolder(folder, lock)
+        lock(descriptor)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    except BlockingIOError as error:
+        who = os.pread(descriptor, _LONGEST_HOLDER, 0).decode(errors="replace").strip()
+        os.close(descriptor)
+        raise FolderInUse(
+            f"disk_path: {folder.path} is in use by {who or 'another process'}; give each engine a disk_path of its own"
+        ) from error
+    except BaseException:
+        close_locked(descriptor)
+        raise
+    return descriptor
 
 
-def _describe(path: Path, identity: KVIdentity) -> None:
+def _describe(folder: OpenFolder, identity: KVIdentity) -> None:
     """Write for people what the fingerprint was computed from."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OURS, 0o600)
+        descriptor = os.open("identity.json", flags, 0o600, dir_fd=folder.descriptor)
     except FileExistsError:
         return
     with os.fdopen(descriptor, "w") as file:

@@ -161,10 +161,15 @@ def encode_index(header: IndexHeader, entries: Entries) -> tuple[bytes, int]:
     return b"".join(parts), len(parts) - 1
 
 
-def read_index(data: bytes) -> IndexContents | None:
-    """Return the contents of an index up to its first incomplete batch; None if its header is incomplete."""
+def read_index(data: bytes, most_slots: int | None = None) -> IndexContents | None:
+    """Return the contents of an index up to its first incomplete batch; None if its header is incomplete.
+
+    Args:
+        data: all of it.
+        most_slots: of the files that it is about; an index of more is not read, because its size in memory is that of its slots.
+    """
     header = _read_header(data)
-    if header is None:
+    if header is None or (most_slots is not None and header.slots > most_slots):
         return None
     found = _Collector(header)
     end, number = len(encode_header(header)), 0

@@ -10,7 +10,6 @@ import errno
 import os
 import secrets
 from collections.abc import Sequence
-from pathlib import Path
 
 from kvoffload.disk.index_format import (
     GENERATION_BYTES,
@@ -18,11 +17,13 @@ from kvoffload.disk.index_format import (
     IndexContents,
     IndexHeader,
     encode_batch,
+    encode_header,
     encode_index,
     read_index,
 )
-from kvoffload.disk.system import sync_folder
+from kvoffload.disk.open_folder import OpenFolder
 from kvoffload.model.disk import DiskRecord
+from kvoffload.model.errors import DiskError
 
 _NAME, _NEW = "index", "index.new"
 _LEAST_GARBAGE = 2**16  # records
@@ -37,7 +38,7 @@ class IndexLog:
     """
 
     def __init__(
-        self, folder: Path, header: IndexHeader, descriptor: int, end: int, batches: int, records: int
+        self, folder: OpenFolder, header: IndexHeader, descriptor: int, end: int, batches: int, records: int
     ) -> None:
         self.header = header
         self.records = records
@@ -85,6 +86,15 @@ class IndexLog:
         self.close()
         return rewritten
 
+    def erase(self) -> None:
+        """Make the index unreadable, durably, wherever its file is by now.
+
+        Raises:
+            OSError: the disk is full, failing or gone.
+        """
+        _write_all(self._descriptor, bytes(len(encode_header(self.header))), 0)
+        os.fdatasync(self._descriptor)
+
     def close(self) -> None:
         """Close the file. What was not synced is the kernel's to write."""
         os.close(self._descriptor)
@@ -95,23 +105,24 @@ def new_generation() -> bytes:
     return secrets.token_bytes(GENERATION_BYTES)
 
 
-def load_index(folder: Path) -> IndexContents | None:
-    """Return the contents of a folder's index; None if it is missing or its header is incomplete.
+def load_index(folder: OpenFolder, most_slots: int | None = None) -> IndexContents | None:
+    """Return the contents of a folder's index; None if it is missing, its header is incomplete, or it has more than `most_slots`.
 
     Raises:
-        OSError: the disk is failing or gone, or the name leads elsewhere.
+        DiskError: it is not a plain file of this user.
+        OSError: the disk is failing or gone.
     """
     try:
-        descriptor = os.open(folder / _NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = folder.open(_NAME, os.O_RDONLY)
     except FileNotFoundError:
         return None
     try:
-        return read_index(_read_all(descriptor, os.fstat(descriptor).st_size))
+        return read_index(_read_all(descriptor, os.fstat(descriptor).st_size), most_slots)
     finally:
         os.close(descriptor)
 
 
-def start_index(folder: Path, header: IndexHeader, entries: Entries | None = None) -> IndexLog:
+def start_index(folder: OpenFolder, header: IndexHeader, entries: Entries | None = None) -> IndexLog:
     """Replace the folder's index by one of these entries, synced, and return it.
 
     Args:
@@ -124,33 +135,45 @@ def start_index(folder: Path, header: IndexHeader, entries: Entries | None = Non
     """
     entries = entries if entries is not None else Entries.none(len(header.files))
     data, batches = encode_index(header, entries)
-    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(folder / _NEW, flags, 0o600)
+    descriptor = folder.make_file(_NEW)
     try:
         _write_all(descriptor, data, 0)
         os.fdatasync(descriptor)
-        os.rename(folder / _NEW, folder / _NAME)
-        sync_folder(folder)
+        folder.rename(_NEW, _NAME)
     except BaseException:
         os.close(descriptor)
         raise
     return IndexLog(folder, header, descriptor, len(data), batches, len(entries))
 
 
-def remove_index(folder: Path) -> None:
+def remove_index(folder: OpenFolder, index: IndexLog | None) -> None:
     """Remove the index of a folder: nothing in the slot files is found again.
 
+    Args:
+        folder: as it was locked.
+        index: the open one, which is erased first; None if it was not opened.
+
     Raises:
+        DiskError: the folder's path leads elsewhere by now, where another index may lie.
         OSError: the disk is failing or gone.
     """
-    (folder / _NAME).unlink(missing_ok=True)
-    sync_folder(folder)
+    try:
+        if index is not None:
+            index.erase()
+    finally:
+        folder.unlink(_NAME)
+        folder.sync()
+    if not folder.is_at_its_path():
+        raise DiskError(
+            f"{folder.path} is not the folder any more in which this engine put its blocks: it was moved, replaced or unmounted"
+        )
 
 
 def _write_all(descriptor: int, data: bytes, offset: int) -> None:
     rest = memoryview(data)
     while rest:
-        count = os.pwrite(descriptor, rest, offset)
+        if (count := os.pwrite(descriptor, rest, offset)) <= 0:
+            raise OSError(errno.EIO, "a write to the index wrote nothing")
         rest, offset = rest[count:], offset + count
 
 

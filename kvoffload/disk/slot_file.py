@@ -16,17 +16,16 @@ import errno
 import fcntl
 import os
 import secrets
-import stat
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from kvoffload.disk.system import PAGE, aligned_buffer, punch_hole, round_up, sync_folder
+from kvoffload.disk.open_folder import OpenFolder, close_locked, lock
+from kvoffload.disk.system import PAGE, aligned_buffer, punch_hole, round_up
 from kvoffload.model.errors import DiskError
 
 ID_BYTES = 16
@@ -143,7 +142,7 @@ class SlotFile:
 
     def close(self) -> None:
         """Close and unlock the file. Not while a read or write runs: its descriptor could become another file's."""
-        os.close(self._descriptor)
+        close_locked(self._descriptor)
 
     def _transfer(self, slot: int, data: Sequence[memoryview], call: _Call) -> None:
         offset, size = self._offset(slot), sum(map(len, data))
@@ -187,67 +186,54 @@ def _behind(parts: list[memoryview], count: int) -> list[memoryview]:
     return [parts[0][count:], *parts[1:]] if count else parts
 
 
-def open_slot_file(path: Path, shape: SlotShape, slots: int) -> SlotFile:
-    """Open and lock a slot file, and allocate its disk space; one of another shape is replaced by one with a new id.
+def open_slot_file(folder: OpenFolder, shape: SlotShape, slots: int) -> SlotFile:
+    """Open and lock a rank's slot file, and allocate its disk space; one of another shape is replaced by one with a new id.
 
     A file with more slots than asked for keeps them all; `keep_space` frees those that are not to be used.
 
     Args:
-        path: of the file; its folder exists.
-        shape: of the slots.
+        folder: of the engine's files.
+        shape: of the slots; the file is named by its rank.
         slots: how many it must have room for.
 
     Raises:
         SlotFileInUse: another process uses it.
-        DiskError: it is no plain file of ours, there is too little space, or the disk fails.
+        DiskError: it is not a plain file of this user, there is too little space, or the disk fails.
     """
+    name = f"slots{shape.rank}"
+    path = folder.path / name
     try:
-        descriptor = _open_own(path)
+        descriptor = folder.open(name, os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise DiskError(f"the slot file {path} cannot be opened: {error.strerror}") from error
     try:
-        return _prepare(descriptor, path, shape, slots)
+        lock(descriptor)
+        return _prepare(descriptor, folder, shape, slots)
+    except BlockingIOError as error:
+        close_locked(descriptor)
+        raise SlotFileInUse(f"the slot file {path} is in use by another process") from error
     except OSError as error:
-        os.close(descriptor)
+        close_locked(descriptor)
         raise DiskError(f"the slot file {path} cannot be used: {error.strerror}") from error
     except BaseException:
-        os.close(descriptor)
+        close_locked(descriptor)
         raise
 
 
-def _open_own(path: Path) -> int:
-    """Open a file that is not a link, belongs to this user and is not readable by others."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(path, flags, 0o600)
-    try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1 or found.st_uid != os.geteuid():
-            raise OSError(errno.EPERM, "it is not a plain file of this user with one name")
-        os.fchmod(descriptor, 0o600)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def _prepare(descriptor: int, path: Path, shape: SlotShape, slots: int) -> SlotFile:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise SlotFileInUse(f"the slot file {path} is in use by another process") from error
+def _prepare(descriptor: int, folder: OpenFolder, shape: SlotShape, slots: int) -> SlotFile:
     buffer = aligned_buffer(PAGE)
     found = _read_header(descriptor, shape, buffer)
     file_id, had = found or (secrets.token_bytes(ID_BYTES), 0)
     if slots >= had:
-        _allocate(descriptor, path, PAGE + slots * shape.pitch, keep=PAGE + had * shape.pitch if had else 0)
+        _allocate(descriptor, folder, PAGE + slots * shape.pitch, keep=PAGE + had * shape.pitch if had else 0)
     if found is None or slots > had:
         buffer[:] = _header(file_id, shape, slots)
         os.pwritev(descriptor, [buffer], 0)
-        sync_folder(path.parent)  # a file that lost its name would be replaced
+        folder.sync()  # a file that lost its name would be replaced
     return SlotFile(descriptor, file_id, max(slots, had), shape, go_direct(descriptor, buffer))
 
 
-def _allocate(descriptor: int, path: Path, size: int, keep: int) -> None:
+def _allocate(descriptor: int, folder: OpenFolder, size: int, keep: int) -> None:
     """Allocate disk space for a file of this size; if there is too little, allocate nothing more."""
     os.ftruncate(descriptor, keep)
     try:
@@ -257,7 +243,7 @@ def _allocate(descriptor: int, path: Path, size: int, keep: int) -> None:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         wanted = f"{size} bytes for the slot file of each rank"
-        raise DiskError(f"{path.parent} has no room for {wanted}; lower disk_bytes or free space") from error
+        raise DiskError(f"{folder.path} has no room for {wanted}; lower disk_bytes or free space") from error
 
 
 def _header(file_id: bytes, shape: SlotShape, slots: int) -> bytes:

@@ -47,12 +47,3 @@ def punch_hole(descriptor: int, offset: int, size: int) -> None:
     if libc.fallocate64(descriptor, _KEEP_SIZE | _PUNCH_HOLE, offset, size):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
-
-
-def sync_folder(path: str | os.PathLike[str]) -> None:
-    """Make the names in a folder durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

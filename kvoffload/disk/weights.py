@@ -7,25 +7,31 @@ clock, so its digest is not remembered.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+import msgspec
 from xxhash import xxh3_128
 
-from kvoffload.disk.system import sync_folder
+from kvoffload.disk.open_folder import OpenFolder, close_locked, lock, open_root
+from kvoffload.logs import get_logger
 from kvoffload.model.errors import DiskError
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CHUNK = 2**23
+_MOST_MEMORY = 2**24  # bytes of remembered digests
+_LOCK_TRIES, _LOCK_PAUSE_S = 60, 1.0
 _SETTLED_NS = 2 * 10**9  # coarser than any file system's clock
+
+_Known = dict[str, tuple[int, int, str]]
+
+log = get_logger("disk")
 
 
 def snapshot_commit(folder: Path) -> str | None:
@@ -44,7 +50,12 @@ def snapshot_commit(folder: Path) -> str | None:
 
 
 def weights_identity(
-    folder: Path, memory: Path, *, loaded_ns: int | None = None, now_ns: Callable[[], int] = time.time_ns
+    folder: Path,
+    memory: Path,
+    *,
+    loaded_ns: int | None = None,
+    now_ns: Callable[[], int] = time.time_ns,
+    pause: Callable[[float], object] = time.sleep,
 ) -> str:
     """Return the identity of a model's weights; may read all of their bytes.
 
@@ -54,18 +65,21 @@ def weights_identity(
         loaded_ns: before the engine began to load the weights, in nanoseconds since 1970. A file that changed after it may
             not be what the engine loaded.
         now_ns: nanoseconds since 1970, on the clock of the file system.
+        pause: waits for seconds, while another engine reads weights.
 
     Raises:
-        DiskError: the weights cannot be read, change meanwhile, or changed since they were loaded.
+        DiskError: the memory or its lock is not this user's own; the weights cannot be read, change meanwhile, or changed since they were loaded.
     """
     if (commit := snapshot_commit(folder)) is not None:
         return f"commit {commit}"
-    with _alone(memory):
-        return f"digest {_digest_of(folder, memory, loaded_ns, now_ns)}"
+    with _place_of(memory) as place, _locked(place, memory.name, pause):
+        reader = _Reader(_recall(place, memory.name), loaded_ns, now_ns)
+        digest = _digest_of(folder, reader)
+        _remember(place, memory.name, reader.known)
+    return f"digest {digest}"
 
 
-def _digest_of(folder: Path, memory: Path, loaded_ns: int | None, now_ns: Callable[[], int]) -> str:
-    reader = _Reader(_recall(memory), loaded_ns, now_ns)
+def _digest_of(folder: Path, reader: _Reader) -> str:
     try:
         digests = {str(path.relative_to(folder)): reader.digest(path) for path in sorted(_files(folder))}
     except OSError as error:
@@ -74,23 +88,51 @@ def _digest_of(folder: Path, memory: Path, loaded_ns: int | None, now_ns: Callab
         raise DiskError(
             f"the weights in {folder} cannot be distinguished from others: the folder has no files"
         )
-    _remember(memory, reader.known)
     return xxh3_128(json.dumps(digests).encode()).hexdigest()
 
 
+def _place_of(memory: Path) -> AbstractContextManager[OpenFolder | None]:
+    """Return the folder of the memory; None if there can be none, which only costs time."""
+    try:
+        return open_root(memory.parent)
+    except OSError:
+        return nullcontext()
+
+
 @contextmanager
-def _alone(memory: Path) -> Iterator[None]:
+def _locked(place: OpenFolder | None, name: str, pause: Callable[[float], object]) -> Iterator[None]:
     """Let one process at a time compute digests: the engines of a server start together and read the same files."""
-    lock = None
-    with suppress(OSError):  # without a lock it only takes longer
-        memory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(memory.with_name(f"{memory.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    descriptor = None if place is None else _lock(place, f"{name}.lock", pause)
     try:
         yield
     finally:
-        if lock is not None:
-            os.close(lock)
+        if descriptor is not None:
+            close_locked(descriptor)
+
+
+def _lock(place: OpenFolder, name: str, pause: Callable[[float], object]) -> int | None:
+    """Return a locked file; None after a minute, or if it cannot be locked: then the files are read twice."""
+    try:
+        descriptor = place.open(name, os.O_RDWR | os.O_CREAT)
+    except OSError:
+        return None
+    for number in range(_LOCK_TRIES):
+        try:
+            lock(descriptor)
+        except BlockingIOError:
+            if not number:
+                log.info(
+                    "weights_wait",
+                    lock=str(place.path / name),
+                    note="another engine reads weights; this one waits a minute",
+                )
+            pause(_LOCK_PAUSE_S)
+        except OSError:
+            break
+        else:
+            return descriptor
+    os.close(descriptor)
+    return None
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -111,7 +153,7 @@ class _Reader:
         now_ns: nanoseconds since 1970.
     """
 
-    known: dict[str, list[Any]]
+    known: _Known
     loaded_ns: int | None
     now_ns: Callable[[], int] = field(default=time.time_ns)
 
@@ -124,7 +166,7 @@ class _Reader:
                     f"{path} has changed since this engine started, so which of its bytes were loaded is not known; "
                     "start again, or set disk_identity"
                 )
-            place, mark = f"{before.st_dev}:{before.st_ino}", [before.st_size, before.st_ctime_ns]
+            place, mark = f"{before.st_dev}:{before.st_ino}", (before.st_size, before.st_ctime_ns)
             if (found := self.known.get(place)) is not None and found[:2] == mark:
                 return str(found[2])
             state, left = xxh3_128(), before.st_size  # no further: a growing file could be read for ever
@@ -132,36 +174,32 @@ class _Reader:
                 state.update(chunk)
                 left -= len(chunk)
             after = os.fstat(file.fileno())
-        if [after.st_size, after.st_ctime_ns] != mark:
+        if (after.st_size, after.st_ctime_ns) != mark:
             raise DiskError(f"{path} changes while it is read; start again when it is whole")
         if began - before.st_ctime_ns > _SETTLED_NS:
-            self.known[place] = [*mark, state.hexdigest()]
+            self.known[place] = (*mark, state.hexdigest())
         return state.hexdigest()
 
 
-def _recall(memory: Path) -> dict[str, list[Any]]:
+def _recall(place: OpenFolder | None, name: str) -> _Known:
     """Return remembered digests by device and inode; what cannot be read is computed again."""
+    if place is None:
+        return {}
     try:
-        found = json.loads(memory.read_text())
-    except (OSError, ValueError):
+        with os.fdopen(place.open(name, os.O_RDONLY), "rb") as file:
+            return msgspec.json.decode(file.read(_MOST_MEMORY), type=_Known)
+    except (OSError, ValueError, RecursionError, msgspec.MsgspecError):
         return {}
-    if not isinstance(found, dict):
-        return {}
-    return {
-        key: value
-        for key, value in found.items()
-        if isinstance(value, list) and list(map(type, value)) == [int, int, str]
-    }
 
 
-def _remember(memory: Path, known: dict[str, list[Any]]) -> None:
+def _remember(place: OpenFolder | None, name: str, known: _Known) -> None:
     """Replace the memory at once; without it the next start only takes longer."""
-    beside = memory.with_name(f"{memory.name}.{os.getpid()}")
+    if place is None:
+        return
+    beside = f"{name}.{os.getpid()}"
     try:
-        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(descriptor, "w") as file:
+        with os.fdopen(place.make_file(beside), "w") as file:
             json.dump(known, file)
-        beside.rename(memory)
-        sync_folder(memory.parent)
+        place.rename(beside, name)
     except OSError:
         return

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from kvoffload.disk.index_log import IndexLog
 
 RESET_S = 5.0
+LOCK_TRIES, LOCK_PAUSE_S = 60, 1.0
+"""A predecessor that is being ended, or a hung one that is killed, holds the folder for so long."""
 WRITE_PERIOD_S = 0.1
 """Waking the thread for each report takes the hooks 40 to 80 us. What a crash finds unwritten is computed again."""
 _WRITES_A_SYNC = 10
@@ -96,6 +98,8 @@ class DiskIndex:
         self._opened: _Opened | None = None
         self._failure: str | None = None
         self._writing: Future[None] | None = None
+        self._waiting: Future[None] | None = None  # for the folder's lock
+        self._lock_tries = 0
         self._do(self._lock)
 
     # -- the engine's thread ------------------------------------------------------------------------------------
@@ -158,9 +162,10 @@ class DiskIndex:
 
     def close(self) -> None:
         """Write what was handed in, sync and close; a disk that hangs is waited for no longer than `closes_in_s`."""
-        if self._writing is not None:
-            self._writing.cancel()
         self._is_closed = True
+        for waiting in (self._writing, self._waiting):
+            if waiting is not None:
+                waiting.cancel()
         self._do(self._write)
         closed = self._do(self._close)
         if self._folder is not None:  # otherwise the weights may still be read
@@ -186,19 +191,36 @@ class DiskIndex:
         def careful() -> bool:
             try:
                 return work()
-            except (OSError, DiskError) as error:
-                self._fail(str(error))
+            except CancelledError:  # the engine stops before its KV is identified
+                return False
+            except Exception as error:  # or nothing would say that the tier never opens
+                self._fail(reason_of(error))
                 return False
 
         return self._executor.submit(careful)
 
     def _lock(self) -> bool:
-        from kvoffload.disk.folder import lock_folder, make_folder
+        from kvoffload.disk.folder import FolderInUse, caution, lock_folder, make_folder
 
         identity = self._place.identify()
-        self._folder = lock_folder(make_folder(self._place.root, identity, self._place.replica))
+        try:
+            self._folder = lock_folder(make_folder(self._place.root, identity, self._place.replica))
+        except FolderInUse as error:
+            self._lock_tries += 1
+            if self._is_closed or self._lock_tries > LOCK_TRIES:
+                raise
+            if self._lock_tries == 1:
+                log.warning("disk_in_use", reason=str(error), note="it is tried again for a minute")
+            self._waiting = self._portal.spawn(self._lock_later)
+            return False
+        if note := caution(self._place.root):
+            log.warning("disk_not_protected", note=note)
         self.identity = identity
-        return True
+        return self._open() if len(self._files) == self._ranks else True
+
+    async def _lock_later(self) -> None:
+        await self._sleep(LOCK_PAUSE_S)
+        self._do(self._lock)
 
     def _miss_file(self, rank: Rank) -> bool:
         raise DiskError(f"rank {rank} could not open its slot file")
@@ -207,13 +229,13 @@ class DiskIndex:
         from kvoffload.disk.index_format import Entries, IndexHeader
         from kvoffload.disk.index_log import load_index, new_generation, start_index
 
-        if self._folder is None:
+        if self._folder is None or self._opened is not None or self._failure is not None:
             return False
-        folder = self._folder.path
+        folder = self._folder.folder
         ids = tuple(self._files[Rank(rank)].file_id for rank in range(self._ranks))
         slots = min(file.slots for file in self._files.values())
         capacity = min(file.capacity for file in self._files.values())
-        found = load_index(folder)
+        found = load_index(folder, slots)
         fits = found is not None and found.header.files == ids
         if found is not None and not fits:
             log.warning(
@@ -228,7 +250,7 @@ class DiskIndex:
         is_cut = found is not None and found.is_cut
         log.info(
             "disk_opened",
-            folder=str(folder),
+            folder=str(folder.path),
             slots=capacity,
             blocks=len(entries),
             did_not_fit=were - len(entries),
@@ -262,8 +284,8 @@ class DiskIndex:
 
         if self._folder is None:
             return False
-        remove_index(self._folder.path)
         opened = self._opened
+        remove_index(self._folder.folder, None if opened is None else opened.index)
         if opened is not None and opened.index is not None:
             opened.index.close()
             opened.index, opened.is_dirty = None, False
@@ -286,6 +308,11 @@ class DiskIndex:
             self._failure = reason
             log.error("disk_closed", reason=reason, note="the engine goes on without it")
             self.due.append(facts.DiskClosed)
+
+
+def reason_of(error: Exception) -> str:
+    """Return what to say of an error: of one that is neither the disk's nor ours, its class too."""
+    return str(error) if isinstance(error, (OSError, DiskError)) else f"{type(error).__name__}: {error}"
 
 
 def _parts(entries: Entries, free: Sequence[SlotId], slots: int) -> Iterator[Callable[[], facts.Fact]]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Executor
+from concurrent.futures import CancelledError, Executor
 from typing import TYPE_CHECKING
 
-from kvoffload.disk.folder import slot_path
 from kvoffload.disk.index_format import Entries
 from kvoffload.disk.index_log import load_index
 from kvoffload.disk.slot_file import SlotFile, SlotFileInUse, SlotShape, open_slot_file
@@ -14,13 +13,14 @@ from kvoffload.disk.system import PAGE
 from kvoffload.logs import get_logger
 from kvoffload.model.disk import DiskFile
 from kvoffload.model.errors import DiskError
+from kvoffload.runtime.disk_index import reason_of
 from kvoffload.transfer.disk_copies import DiskCopies, DiskReport
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
-    from pathlib import Path
 
     from kvoffload.disk.folder import DiskPlace
+    from kvoffload.disk.open_folder import OpenFolder
     from kvoffload.model.ids import JobId
     from kvoffload.model.transfer import DiskJob
     from kvoffload.transfer.arena import Arena
@@ -107,11 +107,13 @@ class WorkerDisk:
     def _open(self) -> None:
         try:
             file = self._opened()
-        except DiskError as error:
+        except CancelledError:  # the engine stops before its KV is identified
+            return
+        except Exception as error:  # or the other ranks would wait for this one
             log.error(
                 "disk_not_opened",
                 rank=self._shape.rank,
-                reason=str(error),
+                reason=reason_of(error),
                 note="the engine goes on without it",
             )
             self._is_refused = True
@@ -137,31 +139,31 @@ class WorkerDisk:
     def _opened(self) -> SlotFile:
         if self._slots < 1:
             raise DiskError(f"disk_bytes gives each rank less than one block of {self._shape.pitch} bytes")
-        folder = self._place.make_folder()
-        file = self._when_unlocked(slot_path(folder, self._shape.rank))
-        if file.slots > self._slots:
-            self._shrink(file, folder)
+        with self._place.make_folder() as folder:
+            file = self._when_unlocked(folder)
+            if file.slots > self._slots:
+                self._shrink(file, folder)
         return file
 
-    def _when_unlocked(self, path: Path) -> SlotFile:
+    def _when_unlocked(self, folder: OpenFolder) -> SlotFile:
         """Open the slot file. Workers whose engine was killed hold theirs until they notice, so a locked one is tried again."""
         pauses = range(int(_LOCKED_S / _PAUSE_S))
         for _ in pauses:
             try:
-                return open_slot_file(path, self._shape, self._slots)
+                return open_slot_file(folder, self._shape, self._slots)
             except SlotFileInUse:
                 if self._closing.wait(_PAUSE_S):
                     break
-        return open_slot_file(path, self._shape, self._slots)
+        return open_slot_file(folder, self._shape, self._slots)
 
-    def _shrink(self, file: SlotFile, folder: Path) -> None:
+    def _shrink(self, file: SlotFile, folder: OpenFolder) -> None:
         """Give the space of blocks back that no longer fit. The index says which; the scheduler's side keeps the same."""
         rank = self._shape.rank
         try:
-            found = load_index(folder)
+            found = load_index(folder, file.slots)
             is_ours = found is not None and found.header.files[rank : rank + 1] == (file.id,)
             entries = found.entries if found is not None and is_ours else Entries.none(self._shape.ranks)
             kept, free = entries.fit(self._slots, file.slots)
             file.keep_space([*kept.slots.tolist(), *free])
-        except OSError as error:
+        except (OSError, DiskError) as error:
             log.warning("disk_space_not_fitted", rank=rank, slots=self._slots, reason=str(error))

@@ -65,7 +65,9 @@ class JournalFile:
         data = text.encode()
         rest = memoryview(data)
         while rest:
-            rest = rest[os.write(self._descriptor, rest) :]
+            if (count := os.write(self._descriptor, rest)) <= 0:
+                raise OSError(errno.EIO, "a write to the journal wrote nothing")
+            rest = rest[count:]
         self._size += len(data)
 
     def close(self) -> None:

@@ -7,9 +7,9 @@ from random import Random
 
 from xxhash import xxh3_64_intdigest
 
-from kvoffload.disk.folder import slot_path
 from kvoffload.disk.index_format import IndexContents, IndexHeader
 from kvoffload.disk.index_log import IndexLog, load_index, new_generation, start_index
+from kvoffload.disk.open_folder import open_folder
 from kvoffload.disk.slot_file import SlotFile, SlotShape, open_slot_file
 from kvoffload.disk.system import aligned_buffer
 from kvoffload.model.disk import DiskRecord, Put, Strike
@@ -36,12 +36,14 @@ class Writer:
     """The files of one engine, written as the tier writes them: strike, reuse, data of all ranks, then put."""
 
     def __init__(self, folder: Path, slots: int, slot_bytes: int = SLOT_BYTES) -> None:
-        self.folder = folder
+        self.folder = open_folder(folder)
         self.files = open_files(folder, slots, slot_bytes)
         found = usable(folder, self.files)
         generation = found.header.generation if found is not None else new_generation()
         self.header = IndexHeader(generation, tuple(file.id for file in self.files), slots)
-        self.log: IndexLog = start_index(folder, self.header, found.entries if found is not None else None)
+        self.log: IndexLog = start_index(
+            self.folder, self.header, found.entries if found is not None else None
+        )
         self.held = {put.slot: put for put in found.entries.puts()} if found is not None else {}
         self._buffer = aligned_buffer(self.files[0].shape.pitch)
 
@@ -80,17 +82,18 @@ class Writer:
         self.log.close()
         for file in self.files:
             file.close()
+        self.folder.close()
 
 
 def open_files(folder: Path, slots: int, slot_bytes: int = SLOT_BYTES) -> list[SlotFile]:
-    return [
-        open_slot_file(slot_path(folder, rank), shape_of(rank, slot_bytes), slots) for rank in range(RANKS)
-    ]
+    with open_folder(folder) as opened:
+        return [open_slot_file(opened, shape_of(rank, slot_bytes), slots) for rank in range(RANKS)]
 
 
 def usable(folder: Path, files: list[SlotFile]) -> IndexContents | None:
     """What the folder's index says, where it is about these files."""
-    found = load_index(folder)
+    with open_folder(folder) as opened:
+        found = load_index(opened)
     if found is None or found.header.files != tuple(file.id for file in files):
         return None
     return found

@@ -88,16 +88,17 @@ class RecordedOs:
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # whatever the module has
         return getattr(os, name)
 
-    def open(self, path: str | Path, flags: int, mode: int = 0o777) -> int:
-        was_there = os.path.lexists(path)
-        descriptor = os.open(path, flags, mode)
+    def open(self, path: str | Path, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        try:
+            was_there = bool(os.stat(path, dir_fd=dir_fd, follow_symlinks=False))
+        except FileNotFoundError:
+            was_there = False
+        descriptor = os.open(path, flags, mode, dir_fd=dir_fd)
         if flags & _O_MAKES:
             number = os.fstat(descriptor).st_ino
             if not was_there:
                 self._disk.inodes[number] = Inode()
                 self._disk.pending_names.append((Path(path).name, None, number))
-            elif flags & os.O_TRUNC:
-                self._disk.inodes[number].pending.append((0, None))
             self._happened()
         return descriptor
 
@@ -136,10 +137,10 @@ class RecordedOs:
         self._disk.pending_names = []
         self._happened()
 
-    def rename(self, old: Path, new: Path) -> None:
-        number = os.stat(old).st_ino
-        os.rename(old, new)
-        self._disk.pending_names.append((new.name, old.name, number))
+    def rename(self, old: str, new: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
+        number = os.stat(old, dir_fd=src_dir_fd).st_ino
+        os.rename(old, new, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+        self._disk.pending_names.append((new, old, number))
         self._happened()
 
     def _inode(self, descriptor: int) -> Inode:

@@ -10,6 +10,7 @@ import pytest
 
 from kvoffload.disk.folder import lock_folder, make_folder, tier_folder
 from kvoffload.disk.identity import KVIdentity, groups_of
+from kvoffload.disk.open_folder import open_folder
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.errors import DiskError
 from kvoffload.model.groups import AttentionKind, GroupSpec
@@ -35,28 +36,28 @@ def test_each_part_of_the_identity_has_folders_of_its_own(tmp_path: Path) -> Non
         replace(IDENTITY, groups=(("full", 32, None, False),)),
         replace(IDENTITY, groups=(("sliding_window", 16, 128, False),)),
     ]
-    folders = {make_folder(tmp_path, each, 0) for each in (IDENTITY, *others)}
-    folders.add(make_folder(tmp_path, IDENTITY, 1))
+    folders = {make_folder(tmp_path, each, 0).path for each in (IDENTITY, *others)}
+    folders.add(make_folder(tmp_path, IDENTITY, 1).path)
     assert len(folders) == len(others) + 2
 
 
 def test_the_same_identity_has_the_same_folder_whatever_the_order_of_its_parts(tmp_path: Path) -> None:
     same = replace(IDENTITY, parallel={"pipeline": 1, "tensor": 2})
-    assert make_folder(tmp_path, same, 0) == make_folder(tmp_path, IDENTITY, 0)
+    assert make_folder(tmp_path, same, 0).path == make_folder(tmp_path, IDENTITY, 0).path
 
 
 def test_the_folder_says_what_it_is_for(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path / "not" / "there", IDENTITY, 0)
+    folder = make_folder(tmp_path / "not" / "there", IDENTITY, 0).path
     said = json.loads((folder.parent / "identity.json").read_text())
     assert said["weights"] == "commit 1234"
     assert said["format"] == 1
 
 
 def test_the_folder_is_open_to_this_user_alone(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path / "made", IDENTITY, 0)
+    folder = make_folder(tmp_path / "made", IDENTITY, 0).path
     for path in (folder, folder.parent, tmp_path / "made"):
         assert path.stat().st_mode & 0o777 == 0o700
-    lock_folder(folder).close()
+    lock_folder(open_folder(folder)).close()
     assert (folder / "lock").stat().st_mode & 0o777 == 0o600
 
 
@@ -73,7 +74,7 @@ def test_a_link_below_the_path_is_refused(tmp_path: Path) -> None:
     folder = tier_folder(tmp_path / "disk", IDENTITY, 0)
     folder.parent.mkdir(parents=True)
     folder.symlink_to(elsewhere)
-    with pytest.raises(DiskError, match=r"disk_path: the folder .* cannot be made or used"):
+    with pytest.raises(DiskError, match="is not used"):
         make_folder(tmp_path / "disk", IDENTITY, 0)
 
 
@@ -84,18 +85,18 @@ def test_a_file_in_place_of_the_path_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_in_use_names_its_holder(tmp_path: Path) -> None:
-    held = lock_folder(tmp_path)
+    held = lock_folder(open_folder(tmp_path))
     with pytest.raises(
         DiskError, match=r"in use by process \d+ on .*; give each engine a disk_path of its own"
     ):
-        lock_folder(tmp_path)
+        lock_folder(open_folder(tmp_path))
     held.close()
-    lock_folder(tmp_path).close()
+    lock_folder(open_folder(tmp_path)).close()
 
 
 def test_a_lock_that_is_a_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "victim").write_text("precious")
     (tmp_path / "lock").symlink_to(tmp_path / "victim")
-    with pytest.raises(DiskError, match="cannot be locked"):
-        lock_folder(tmp_path)
+    with pytest.raises(DiskError, match="is not used"):
+        lock_folder(open_folder(tmp_path))
     assert (tmp_path / "victim").read_text() == "precious"

@@ -14,6 +14,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvoffload.disk.index_format import IndexHeader
 from kvoffload.disk.index_log import new_generation, start_index
+from kvoffload.disk.open_folder import open_folder
 from kvoffload.disk.system import aligned_buffer
 from kvoffload.model.disk import Put, Strike
 from kvoffload.model.ids import SlotId
@@ -28,7 +29,9 @@ KILLS = 3
 def write_until_killed(folder: Path, to_test: Connection) -> None:
     """Each thread writes two slots in turn: strike, the data of all ranks, put."""
     files = open_files(folder, SLOTS)
-    log = start_index(folder, IndexHeader(new_generation(), tuple(file.id for file in files), SLOTS))
+    log = start_index(
+        open_folder(folder), IndexHeader(new_generation(), tuple(file.id for file in files), SLOTS)
+    )
     lock = threading.Lock()  # the index has one writer
 
     def write(number: int) -> None:

@@ -57,7 +57,7 @@ def test_every_check_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
         "prefix caching",
         "model sizes",
     }
-    disk = {"disk space", "disk file system", "disk speed", "disk leftovers", "disk drain"}
+    disk = {"disk space", "disk file system", "disk owners", "disk speed", "disk leftovers", "disk drain"}
     others = {
         "settings",
         "journal",

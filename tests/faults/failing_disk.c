@@ -238,14 +238,14 @@ int fsync(int descriptor)
     return REAL(fsync)(descriptor);
 }
 
-int rename(const char *old, const char *new)
+int renameat(int from, const char *old, int to, const char *new)
 {
-    if (is_below(new) && stopped(NULL, 0))
+    if (is_ours(to) && stopped(NULL, 0))
         return -1;
-    return REAL(rename)(old, new);
+    return REAL(renameat)(from, old, to, new);
 }
 
-int open64(const char *path, int flags, ...)
+int openat64(int folder, const char *path, int flags, ...)
 {
     mode_t mode = 0;
     if (flags & O_CREAT) {
@@ -254,7 +254,7 @@ int open64(const char *path, int flags, ...)
         mode = va_arg(rest, mode_t);
         va_end(rest);
     }
-    if (is_below(path) && (ordered("gone") || ordered("error")) && stopped(NULL, 0))
+    if (is_ours(folder) && (ordered("gone") || ordered("error")) && stopped(NULL, 0))
         return -1;
-    return REAL(open64)(path, flags, mode);
+    return REAL(openat64)(folder, path, flags, mode);
 }

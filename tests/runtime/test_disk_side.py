@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 
 from kvoffload.core import offload_core
+from kvoffload.disk.folder import lock_folder, make_folder
 from kvoffload.disk.index_log import load_index
+from kvoffload.disk.open_folder import open_folder
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.config import AUTO, OffloadConfig
 from kvoffload.model.ids import RequestId
 from kvoffload.model.transfer import Direction, JobReport, Tier, TransferPlan
 from kvoffload.runtime import disk_index
 from tests.operations import calls
-from tests.runtime.parts import BLOCK, RELOAD, TIMEOUT_S, Side, loading
+from tests.runtime.parts import BLOCK, IDENTITY, RELOAD, TIMEOUT_S, Side, loading
 from tests.runtime.test_hook_calls import counted
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
@@ -124,7 +126,7 @@ def test_no_hook_wakes_the_index_thread_for_what_it_records(tmp_path: Path) -> N
     assert side.portal.index.waiting == 1
     side.portal.index.release()
     (file,) = tmp_path.glob("**/index")
-    contents = load_index(file.parent)
+    contents = load_index(open_folder(file.parent))
     assert contents is not None
     assert len(contents.entries) == RELOAD // BLOCK
     side.close()
@@ -184,3 +186,31 @@ def test_a_tier_at_work_adds_few_calls_to_the_hooks(tmp_path: Path, monkeypatch:
         side.portal.index.release()
         side.close()
     assert found[1] <= 1.15 * found[0], found
+
+
+def test_a_folder_in_use_is_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    holder = lock_folder(make_folder(tmp_path, IDENTITY, 0))
+    side = Side(portal=True, disk=tmp_path)
+    side.portal.advance(disk_index.LOCK_PAUSE_S)
+    assert side.side.core.state.disk is not None
+    assert not side.side.core.state.disk.is_open
+    holder.close()
+    side.portal.advance(disk_index.LOCK_PAUSE_S)
+    open_disk(side)
+    assert caplog.text.count("disk_in_use") == 1
+    side.close()
+
+
+def test_any_exception_on_its_thread_closes_the_tier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RecursionError("too deep")
+
+    monkeypatch.setattr("kvoffload.disk.folder.make_folder", fail)
+    side = Side(portal=True, disk=tmp_path)
+    side.step()
+    assert side.side.core.state.disk is not None
+    assert side.side.core.state.disk.is_closed
+    assert "RecursionError: too deep" in caplog.text
+    side.close()

@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from kvoffload.disk.folder import DiskPlace
+from kvoffload.disk.identity import KVIdentity
 from kvoffload.disk.slot_file import SlotShape
 from kvoffload.model.ids import JobId
 from kvoffload.runtime.worker_disk import WorkerDisk
 from kvoffload.testing import FakeClock, ManualExecutor
+
+if TYPE_CHECKING:
+    import pytest
+
+
+def test_any_exception_of_its_opening_refuses_the_disk(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> KVIdentity:
+        raise MemoryError("no")
+
+    nothing = cast("Any", None)
+    shape, threads = SlotShape(0, 1, 4096, bytes(16)), ManualExecutor(held=False)
+    disk = WorkerDisk(DiskPlace(tmp_path, fail), shape, 1 << 20, nothing, threads, FakeClock(), timeout_s=1.0)
+    report = disk.take()
+    assert report is not None
+    assert not report.works
+    assert "MemoryError: no" in caplog.text
 
 
 def test_a_fetch_from_a_store_may_be_withdrawn_while_the_disk_opens(tmp_path: Path) -> None:

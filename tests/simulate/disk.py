@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from kvoffload.disk import folder, index_log, slot_file, system
+from kvoffload.disk import folder, index_log, open_folder, slot_file
 from tests.disk.recorded_os import Disk, Inode, RecordedOs
 from tests.simulate.loop import SimLoop, SimPortal
 
@@ -302,14 +302,15 @@ class SimDisk(RecordedOs):
 
     # -- calls ----------------------------------------------------------------------------------------------------
 
-    def open(self, path: str | Path, flags: int, mode: int = 0o777) -> int:
+    def open(self, path: str | Path, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         self._wait(("error", "full"))
-        descriptor = super().open(path, flags, mode)
+        descriptor = super().open(path, flags, mode, dir_fd=dir_fd)
         self._open_files.add(descriptor)
         return descriptor
 
     def close(self, descriptor: int) -> None:
         self._open_files.discard(descriptor)
+        open_folder._LOCKED.discard(descriptor)
         os.close(descriptor)
 
     def fdopen(self, descriptor: int, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
@@ -358,9 +359,9 @@ class SimDisk(RecordedOs):
             if place is not None and not (place / name).exists():
                 del self._disk.names[name]  # it was removed
 
-    def rename(self, old: Path, new: Path) -> None:
+    def rename(self, old: str, new: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
         self._wait(("error",))
-        super().rename(old, new)
+        super().rename(old, new, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
 
     def posix_fallocate(self, descriptor: int, offset: int, size: int) -> None:
         self._wait(("error", "full"))
@@ -435,7 +436,7 @@ class SimDisk(RecordedOs):
 def in_place_of_os(disk: SimDisk) -> Iterator[None]:
     """Run with a simulated disk under the tier's files."""
     with ExitStack() as stack:
-        for module in (folder, index_log, slot_file, system):
+        for module in (folder, index_log, open_folder, slot_file):
             stack.enter_context(mock.patch.object(module, "os", disk))
         for module in (index_log, slot_file):
             stack.enter_context(mock.patch.object(module, "secrets", disk))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -169,3 +170,10 @@ def test_provenance_says_what_ran_and_hides_secrets() -> None:
     assert settings["verify"] == "full"
     assert "secret" not in json.dumps(run)
     assert "vllm 0.33; model m; " in as_line(run)
+
+
+def test_a_journal_whose_write_writes_nothing_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = JournalFile(tmp_path / "journal")
+    monkeypatch.setattr(os, "write", lambda *_: 0)
+    with pytest.raises(OSError, match="wrote nothing"):
+        journal.append("line\n")

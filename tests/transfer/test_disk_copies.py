@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from xxhash import xxh3_64_intdigest
 
+from kvoffload.disk.open_folder import open_folder
 from kvoffload.disk.slot_file import SlotFile, SlotShape, open_slot_file
 from kvoffload.disk.system import aligned_buffer
 from kvoffload.model.causes import CopyOutcome
@@ -52,8 +53,8 @@ class Rig:
         self.arena = Arena(self.device.layout, 12, memory, chunk_bytes=5 * size)
         asyncio.run(self.arena.prepare())
         self.shape = SlotShape(RANK, 2, size, b"a rank's layout.")
-        self.path = folder / "slots"
-        self.file = open_slot_file(self.path, self.shape, 8)
+        self.path = folder / f"slots{RANK}"
+        self.file = open_slot_file(open_folder(folder), self.shape, 8)
         self.clock = FakeClock()
         self.executor = executor
         self.checksums = make_checksums(verify, self.arena, executor=ManualExecutor(held=False))
@@ -379,11 +380,12 @@ def wait_for(rig: Rig, job: JobId) -> JobReport:
 
 def wait_until_closed(rig: Rig) -> None:
     again = None
-    while again is None:
-        try:
-            again = open_slot_file(rig.path, rig.shape, 8)
-        except DiskError:
-            os.sched_yield()
+    with open_folder(rig.path.parent) as folder:
+        while again is None:
+            try:
+                again = open_slot_file(folder, rig.shape, 8)
+            except DiskError:
+                os.sched_yield()
     again.close()
 
 
@@ -550,7 +552,7 @@ def test_closing_waits_for_no_call_and_the_last_one_closes_the_file(threaded: Ri
     gate.wait_for_arrivals(1)
     rig.copies.close()
     with pytest.raises(DiskError, match="in use"):
-        open_slot_file(rig.path, rig.shape, 8)
+        open_slot_file(open_folder(rig.path.parent), rig.shape, 8)
     gate.open()
     wait_until_closed(rig)
 

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from kvoffload.disk.index_log import load_index
+from kvoffload.disk.open_folder import open_folder
 from kvoffload.telemetry.journal_file import JournalFile
 from tests.remote.servers import Mooncake
 from tests.vllm_adapter.copy_gate import CLOSED, CLOSING, CopyGate, HeldCopy
@@ -78,7 +79,8 @@ class Life:
     def on_disk(self) -> int:
         """Return how many blocks a new engine would find."""
         (folder,) = self.folder.glob("disk/*/replica0")
-        index = load_index(folder)
+        with open_folder(folder) as opened:
+            index = load_index(opened)
         return len(index.entries) if index is not None else 0
 
     def _times_opened(self) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from kvoffload.disk.folder import lock_folder
+from kvoffload.disk.open_folder import open_folder
 from kvoffload.logs import ROOT
 from kvoffload.model.causes import TierOutcome
 from kvoffload.model.events import TierCopyEnded
@@ -201,7 +202,7 @@ def test_a_second_engine_is_refused_by_the_holders_name_and_serves_without_a_dis
     was = before("qwen3")
     folder = was.copy(tmp_path)
     (place,) = folder.glob("disk/*/replica0")
-    holder = lock_folder(place)
+    holder = lock_folder(open_folder(place))
     logging.getLogger(ROOT).addHandler(caplog.handler)
     with living("qwen3", folder) as life:
         check_same(life.ask(), was.answers)

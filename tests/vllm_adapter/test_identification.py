@@ -65,7 +65,7 @@ def test_a_worker_waits_for_the_identity(tmp_path: Path) -> None:
         assert not folder.done()
         worker.sent(IDENTITY)
         worker.sent(IDENTITY)
-        assert folder.result() == tmp_path / IDENTITY.fingerprint / "replica0"
+        assert folder.result().path == tmp_path / IDENTITY.fingerprint / "replica0"
 
 
 def test_a_worker_that_ends_stops_waiting(tmp_path: Path) -> None:

@@ -1,0 +1,182 @@
+"""Names below `disk_path` that lead elsewhere, or that another user made first."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvoffload.disk.folder import caution, lock_folder, make_folder, tier_folder
+from kvoffload.disk.index_log import load_index, remove_index, start_index
+from kvoffload.disk.open_folder import close_locked, lock, open_folder
+from kvoffload.disk.slot_file import open_slot_file
+from kvoffload.disk.weights import weights_identity
+from kvoffload.model.errors import DiskError
+from tests.disk.blocks import shape_of
+from tests.disk.test_folder import IDENTITY
+from tests.disk.test_index_log import HEADER, put
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+
+
+def identify(folder: Path) -> None:
+    model = folder / "model"
+    model.mkdir()
+    (model / "weights").touch()
+    weights_identity(model, folder / "weights.json")
+
+
+USES: dict[str, Callable[[Path], object]] = {
+    "index": lambda folder: load_index(open_folder(folder)),
+    "lock": lambda folder: lock_folder(open_folder(folder)),
+    "slots0": lambda folder: open_slot_file(open_folder(folder), shape_of(0), 4),
+    "weights.json": identify,
+    "weights.json.lock": identify,
+}
+
+
+def put_in_place(path: Path, kind: str) -> None:
+    victim = path.parent / "victim"
+    victim.write_text("precious")
+    match kind:
+        case "link":
+            path.symlink_to(victim)
+        case "hard link":
+            os.link(victim, path)
+        case "pipe":
+            os.mkfifo(path)
+        case "folder":
+            path.mkdir()
+        case "other owner":
+            path.touch(0o600)
+            os.chown(path, 1234, 1234)
+        case _:
+            path.touch()
+            path.chmod(0o620)
+
+
+KINDS = ["link", "hard link", "pipe", "folder", pytest.param("other owner", marks=needs_root), "mode"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", USES)
+def test_a_file_that_is_not_ours_is_refused_and_what_it_names_untouched(
+    tmp_path: Path, name: str, kind: str
+) -> None:
+    put_in_place(tmp_path / name, kind)
+    with pytest.raises(DiskError, match=rf"{name} is not used: its owner is \d+, its mode \S+, .* must be"):
+        USES[name](tmp_path)
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    "kind", ["link", "hard link", "pipe", pytest.param("other owner", marks=needs_root), "mode"]
+)
+def test_a_new_index_takes_the_place_of_what_has_its_name(tmp_path: Path, kind: str) -> None:
+    put_in_place(tmp_path / "index.new", kind)
+    start_index(open_folder(tmp_path), HEADER).close()
+    assert (tmp_path / "index").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "index").stat().st_uid == os.geteuid()
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
+@pytest.mark.parametrize("kind", ["link", "file", pytest.param("other owner", marks=needs_root), "mode"])
+@pytest.mark.parametrize("is_parent", [True, False])
+def test_a_folder_that_is_not_ours_is_refused(tmp_path: Path, kind: str, *, is_parent: bool) -> None:
+    """As another user makes it before the engine starts: the fingerprint is a digest of public settings."""
+    path = tier_folder(tmp_path, IDENTITY, 0)
+    path = path.parent if is_parent else path
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    if kind == "link":
+        (tmp_path / "elsewhere").mkdir()
+        path.symlink_to(tmp_path / "elsewhere")
+    elif kind == "file":
+        path.touch()
+    else:
+        path.mkdir()
+        path.chmod(0o777 if kind == "mode" else 0o700)
+        os.chown(path, 1234 if kind == "other owner" else -1, -1)
+    with pytest.raises(DiskError, match="is not used: its owner"):
+        make_folder(tmp_path, IDENTITY, 0)
+
+
+def test_a_root_that_every_user_may_write_to_is_a_caution_unless_it_is_sticky(tmp_path: Path) -> None:
+    root = tmp_path / "disk"
+    assert caution(root) == ""
+    root.mkdir()
+    root.chmod(0o777)
+    assert "every user may rename" in caution(root / "below")
+    root.chmod(0o1777)
+    assert caution(root) == ""
+
+
+def test_r10_an_index_is_erased_wherever_its_folder_was_moved_and_the_reset_says_so(tmp_path: Path) -> None:
+    (tmp_path / "place").mkdir(mode=0o700)
+    folder = open_folder(tmp_path / "place")
+    index = start_index(folder, HEADER)
+    index.append([put(1)])
+    (tmp_path / "place").rename(tmp_path / "moved")
+    os.link(tmp_path / "moved" / "index", tmp_path / "kept")
+    (tmp_path / "place").mkdir(mode=0o700)
+    with pytest.raises(DiskError, match="is not the folder any more"):
+        remove_index(folder, index)
+    assert not (tmp_path / "moved" / "index").exists()
+    (tmp_path / "kept").rename(tmp_path / "moved" / "index")
+    assert load_index(open_folder(tmp_path / "moved")) is None
+    index.close()
+    folder.close()
+
+
+def test_a_forked_child_does_not_keep_a_lock(tmp_path: Path) -> None:
+    held = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
+    lock(held)
+    ready, go = os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(ready[1], b"x")
+        os.read(go[0], 1)
+        os._exit(0)
+    os.read(ready[0], 1)
+    close_locked(held)
+    again = os.open(tmp_path / "lock", os.O_RDWR)
+    try:
+        lock(again)  # raises where the child has it
+        close_locked(again)
+    finally:
+        os.write(go[1], b"x")
+        os.waitpid(child, 0)
+        for descriptor in (*ready, *go):
+            os.close(descriptor)
+
+
+def test_a_write_of_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = start_index(open_folder(tmp_path), HEADER)
+    monkeypatch.setattr(os, "pwrite", lambda *_: 0)
+    with pytest.raises(OSError, match="wrote nothing"):
+        index.append([put(1)])
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"1:2": ["x"]}', "\udcff"])
+def test_digests_that_cannot_be_read_are_computed_again(tmp_path: Path, text: str) -> None:
+    (tmp_path / "weights.json").touch(0o600)
+    (tmp_path / "weights.json").write_text(text, errors="surrogateescape")
+    identify(tmp_path)
+
+
+def test_a_weights_lock_that_is_held_is_waited_for_a_minute(tmp_path: Path) -> None:
+    held = os.open(tmp_path / "memory.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    lock(held)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "weights").touch()
+    pauses: list[float] = []
+    assert weights_identity(tmp_path / "model", tmp_path / "memory", pause=pauses.append)
+    assert sum(pauses) == 60
+    close_locked(held)
+
+
+def test_an_index_of_more_slots_than_its_files_have_is_not_read(tmp_path: Path) -> None:
+    start_index(open_folder(tmp_path), replace(HEADER, slots=2**60)).close()
+    assert load_index(open_folder(tmp_path), most_slots=1000) is None
