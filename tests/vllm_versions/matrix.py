@@ -240,7 +240,7 @@ def main() -> int:
     return 0 if all(one.passed for one in ran) and _settle(rows, check=asked.check) else 1
 
 
-def _starts(chosen: Sequence[Setup]) -> list[tuple[Setup, Sequence[str]]]:
+def _starts(chosen: Sequence[Setup]) -> Sequence[tuple[Setup, Sequence[str]]]:
     others = [setup for setup in chosen if not setup.is_covered and setup.version not in TOO_OLD]
     v2 = [setup for setup in chosen if setup == Setup(installed(), "V2")]
     return [(setup, ONE_START_OF_V2) for setup in v2] + [(setup, ONE_START) for setup in others]
