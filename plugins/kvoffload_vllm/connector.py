@@ -14,13 +14,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from kvoffload.model.errors import ConfigError
 from kvoffload_vllm.assembly import make_scheduler, make_worker
 from kvoffload_vllm.layout import layout_of_caches, preferred_layout
 from kvoffload_vllm.metadata import KVOffloadMetadata
+from kvoffload_vllm.support import SLEEP_MODE
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
@@ -60,12 +62,20 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """It is a cache: no request loses output because a store was dropped."""
 
     supports_divergent_local_hybrid_hits = False
-    supports_sleep_mode = False
 
     _scheduler: VllmScheduler
     """There in the role of the scheduler."""
     _worker: VllmWorker
     """There in the role of a worker."""
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """Refuse sleep mode. vLLM 0.33 asks where it is on; on older versions the check of the settings refuses it.
+
+        Raises:
+            ConfigError: always; vLLM's own error would not say what to do.
+        """
+        raise ConfigError([SLEEP_MODE])
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig

@@ -66,3 +66,17 @@ def test_a_version_that_lacks_a_hook(folder: Path) -> None:
         offloading("qwen3", folder),
     ):
         pass
+
+
+def test_sleep_mode(folder: Path) -> None:
+    """vLLM 0.33 asks the connector's class, with the transfer configuration, before anything is made."""
+    from vllm.platforms import current_platform
+
+    if is_too_old():
+        pytest.skip("this version is refused altogether")
+    with (
+        patch.object(type(current_platform), "is_sleep_mode_available", lambda self: True),
+        pytest.raises(Exception, match="start without --enable-sleep-mode"),
+        offloading("qwen3", folder, enable_sleep_mode=True),
+    ):
+        pass
