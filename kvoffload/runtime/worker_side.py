@@ -44,6 +44,7 @@ class WorkerSide:
 
     Args:
         rank, ranks: which of how many.
+        local_ranks: how many of them are on this machine, by default all; those of one machine follow each other.
         config: the operator's settings.
         portal: the thread of the transfer coroutine.
         clock: time, for the coroutine.
@@ -63,9 +64,11 @@ class WorkerSide:
         copier: Copier | None = None,
         disk: DiskPlace | None = None,
         remote: RemoteAddress | None = None,
+        local_ranks: int | None = None,
     ) -> None:
         self._rank = rank
         self._ranks = ranks
+        self._local_ranks = local_ranks or ranks
         self._config = config
         self._portal = portal
         self._clock = clock or SystemClock()
@@ -90,7 +93,9 @@ class WorkerSide:
                 each block in one piece although `layout` asks for it.
         """
         check_pieces(self._config.layout, layout)
-        slots = slots_for(self._config.bytes_per_rank(self._ranks), layout)
+        # The machine's first rank answers for all: later ones would count memory as gone that the first have already taken.
+        ranks = self._local_ranks if self._rank % self._local_ranks == 0 else 1
+        slots = slots_for(self._config.bytes_per_rank(self._ranks), layout, ranks=ranks)
         executor = self._portal.executor
         arena = Arena(layout, slots, make_allocator(layout, executor=executor), clock=self._clock)
         copier = self._copier or make_copier(

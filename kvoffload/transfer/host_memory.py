@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from kvoffload.transfer.ports import ReadText
 
 _KEPT: list[object] = []  # memory that a device may still reach
+_RESERVE = (
+    256 * 2**20
+)  # stays free for others while an arena grows: some chunks, so that ranks may look at once
 _NO_LIMIT = 2**60  # version 1 writes no limit as a number that no machine has
 
 
@@ -81,12 +84,21 @@ class MmapAllocator:
         executor: its threads do the work.
         pin: makes the memory known to a device, where it should be.
         node: where the memory should lie, None for the kernel's choice.
+        read: reads the kernel's files; tests hand in their own.
     """
 
-    def __init__(self, executor: Executor, pin: Pin | None = None, node: PreferredNode | None = None) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        pin: Pin | None = None,
+        node: PreferredNode | None = None,
+        *,
+        read: ReadText | None = None,
+    ) -> None:
         self._executor = executor
         self._pin = pin
         self._node = node
+        self._read = read or read_file
 
     async def allocate(self, size: int) -> HostChunk:
         work = self._executor.submit(self._allocate, size)
@@ -98,6 +110,13 @@ class MmapAllocator:
             raise
 
     def _allocate(self, size: int) -> HostChunk:
+        # Ranks and engines that start together each see the same memory as free; the kernel would end one of them.
+        left = available_bytes(self._read)
+        if left is not None and left < size + _RESERVE:
+            raise HostMemoryError(
+                f"{left} bytes are left on this machine or in this process's cgroup; {size} more would leave others less "
+                f"than {_RESERVE}"
+            )
         try:
             memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError, OverflowError) as error:
@@ -136,16 +155,19 @@ class MmapAllocator:
             _KEPT.append((hold, memory))
 
 
-def slots_for(bytes_per_rank: int, layout: DeviceLayout, *, read: ReadText | None = None) -> int:
+def slots_for(
+    bytes_per_rank: int, layout: DeviceLayout, *, ranks: int = 1, read: ReadText | None = None
+) -> int:
     """Return how many host slots fit `bytes_per_rank`.
 
     Args:
         bytes_per_rank: host memory that this rank may use.
         layout: of this rank.
+        ranks: how many ranks of this machine are to get as much from what is left now.
         read: reads the kernel's files; tests hand in their own.
 
     Raises:
-        ConfigError: less than one block fits, or it is more than this machine or this process's cgroup has left.
+        ConfigError: less than one block fits, or the ranks need more than this machine or this process's cgroup has left.
     """
     if bytes_per_rank < layout.slot_bytes:
         raise ConfigError(
@@ -154,9 +176,10 @@ def slots_for(bytes_per_rank: int, layout: DeviceLayout, *, read: ReadText | Non
             ]
         )
     available = available_bytes(read or read_file)
-    if available is not None and bytes_per_rank > available:
+    if available is not None and bytes_per_rank * ranks > available:
         left = f"the {available} bytes that this machine or this process's cgroup has left"
-        raise ConfigError([f"host_bytes gives each rank {bytes_per_rank} bytes, above {left}"])
+        together = "" if ranks == 1 else f", all {ranks} ranks of this machine {bytes_per_rank * ranks} bytes"
+        raise ConfigError([f"host_bytes gives each rank {bytes_per_rank} bytes{together}, above {left}"])
     return bytes_per_rank // layout.slot_bytes
 
 

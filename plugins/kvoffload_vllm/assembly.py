@@ -99,8 +99,16 @@ def make_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Vllm
     disk = None if config.disk_path is None else WorkersPlace(config.disk_path, _replica(vllm_config))
     place = None if disk is None else disk.place
     store = None if config.remote_url is None else parse_address(config.remote_url)
-    offload = WorkerSide(Rank(parallel.rank), parallel.world_size, config, portal, disk=place, remote=store)
     local_ranks = getattr(parallel, "local_world_size", None)
+    offload = WorkerSide(
+        Rank(parallel.rank),
+        parallel.world_size,
+        config,
+        portal,
+        disk=place,
+        remote=store,
+        local_ranks=local_ranks,
+    )
 
     def examine_layout(layout: DeviceLayout) -> list[Answer]:
         answers = examine_rank(parallel.rank, parallel.world_size, config, layout, local_ranks=local_ranks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 
@@ -200,6 +201,21 @@ def test_host_bytes_that_cannot_be_are_refused(host_bytes: int, problem: str) ->
         side.register(DEVICE.layout)
     assert not portal.is_alive  # no thread was started for it
     side.close()
+
+
+@pytest.mark.parametrize(("rank", "refused"), [(0, True), (1, False), (4, True), (7, False)])
+def test_the_first_rank_of_a_machine_answers_for_its_others(
+    rank: int, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight ranks on two machines, each of which has room for three."""
+    left = f"MemAvailable: {3 * 4 * 1024} kB\n"
+    monkeypatch.setattr("kvoffload.transfer.host_memory.read_file", {"/proc/meminfo": left}.get)
+    config, portal = OffloadConfig(host_bytes=8 * 4 * 2**20), Portal("test")
+    side = WorkerSide(Rank(rank), 8, config, portal, local_ranks=4)
+    with pytest.raises(ConfigError, match="all 4 ranks of this machine") if refused else nullcontext():
+        assert side.register(DEVICE.layout) == 4 * 2**20 // SLOT_BYTES
+    side.close()
+    assert portal.close(PATIENCE_S)
 
 
 def test_on_a_thread_of_its_own() -> None:

@@ -107,6 +107,24 @@ async def test_memory_that_the_system_refuses(monkeypatch: pytest.MonkeyPatch) -
     assert "Cannot allocate memory" in arena.refusal
 
 
+async def test_growth_ends_where_others_would_be_left_too_little() -> None:
+    """Another rank or engine takes the machine's memory meanwhile."""
+    left_kib = [2**20, 2**20, 256 * 1024 + 1]
+    pieces = iter(left_kib)
+    allocator = MmapAllocator(
+        ManualExecutor(held=False),
+        read=lambda name: f"MemAvailable: {next(pieces)} kB" if name == "/proc/meminfo" else None,
+    )
+    arena = Arena(LAYOUT, 9, allocator, chunk_bytes=CHUNK)
+    with capture_logs() as logs:
+        await arena.prepare()
+    assert arena.ready_slots == 6
+    assert arena.refusal is not None
+    assert arena.refusal.startswith(f"{left_kib[-1] * 1024} bytes are left")
+    assert [entry["event"] for entry in logs] == ["host_memory_refused"]
+    arena.close()
+
+
 async def test_no_slots_at_all_is_legal() -> None:
     arena = Arena(LAYOUT, 0, MmapAllocator(ManualExecutor(held=False)))
     await arena.prepare()

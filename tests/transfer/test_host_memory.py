@@ -39,6 +39,15 @@ def test_more_than_the_machine_has_is_refused() -> None:
         slots_for(1024 * MIB + 1, LAYOUT, read=ROOMY)
 
 
+def test_ranks_of_a_machine_share_what_it_has() -> None:
+    assert slots_for(128 * MIB, LAYOUT, ranks=8, read=ROOMY) == 128 * MIB // 5120
+    with pytest.raises(ConfigError) as refused:
+        slots_for(205 * MIB, LAYOUT, ranks=8, read=ROOMY)
+    (problem,) = refused.value.problems
+    together = f"all 8 ranks of this machine {8 * 205 * MIB} bytes, above the {1024 * MIB} bytes"
+    assert f"gives each rank {205 * MIB} bytes, {together}" in problem
+
+
 def test_a_kernel_that_says_nothing_limits_nothing() -> None:
     assert available_bytes(machine()) is None
     assert slots_for(5120 * 10**9, LAYOUT, read=machine()) == 10**9

@@ -55,6 +55,6 @@ def test_an_engine_runs_with_what_host_memory_it_gets(
         for line in log.splitlines()
         if f"host_memory_refused ready_slots={granted * PIECE_SLOTS} " in line
     )
-    assert "WARNING" in line
+    assert ("WARNING" if granted else "ERROR") in line  # without any slot nothing is offloaded
     assert f"wanted_slots={PIECES * PIECE_SLOTS} " in line
     assert "Cannot allocate memory" in line
