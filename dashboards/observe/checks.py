@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from dashboards.generate.boards import BOARDS
 from dashboards.generate.words import Expect, Panel, Query
-from dashboards.observe.prometheus import SCRAPE_S, ObserveError, Prometheus, Series
+from dashboards.observe.prometheus import SCRAPE_MS, ObserveError, Prometheus, Series
 from dashboards.observe.substitute import substitute
 
-_RATE = f"{5 * SCRAPE_S}s"
+_RATE = f"{5 * SCRAPE_MS}ms"
 _ENGINE_PROBE = 'count({__name__=~"vllm:.+"})'
 _POLL_S = 0.2
 

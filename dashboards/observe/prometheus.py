@@ -18,7 +18,8 @@ from typing import Any
 
 from kvoffload.remote.local import free_port
 
-SCRAPE_S = 1
+SCRAPE_MS = 200
+"""Short, so that a demo of a few seconds on a quick machine still fills the windows of its rates."""
 _RULES = Path(__file__).resolve().parent.parent / "rules"
 _START_S = 30.0
 _POLL_S = 0.1
@@ -62,12 +63,12 @@ class Prometheus:
         return [Series(one["metric"], (float(one["value"][1]),)) for one in result]
 
     def query_range(self, expr: str, start: float, end: float) -> list[Series]:
-        """Return the answers of every second of a time range.
+        """Return the answers of a time range, one for each scrape.
 
         Raises:
             ObserveError: it is an error.
         """
-        result = self.get("query_range", query=expr, start=start, end=end, step=SCRAPE_S)["result"]
+        result = self.get("query_range", query=expr, start=start, end=end, step=SCRAPE_MS / 1000)["result"]
         return [Series(one["metric"], tuple(float(value) for _, value in one["values"])) for one in result]
 
     def targets(self) -> list[dict[str, Any]]:
@@ -96,7 +97,7 @@ class Prometheus:
 
 @contextmanager
 def run_prometheus(targets: Sequence[str]) -> Iterator[Prometheus]:
-    """Scrape `targets` (HOST:PORT) every second and evaluate our rules as often.
+    """Scrape `targets` (HOST:PORT) every `SCRAPE_MS` and evaluate our rules as often.
 
     Raises:
         ObserveError: there is no Prometheus, or it does not start.
@@ -137,7 +138,7 @@ def end(process: subprocess.Popen[Any], timeout_s: float = END_S) -> None:
 
 
 def _config(targets: Sequence[str]) -> dict[str, object]:
-    every = f"{SCRAPE_S}s"
+    every = f"{SCRAPE_MS}ms"
     return {
         "global": {"scrape_interval": every, "scrape_timeout": every, "evaluation_interval": every},
         "rule_files": [str(_RULES / "recording.yml"), str(_RULES / "alerts.yml")],

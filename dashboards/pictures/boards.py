@@ -12,14 +12,14 @@ from typing import Any
 from dashboards.generate.files import FOLDER
 from dashboards.observe.checks import wait_for_scrapes
 from dashboards.observe.demo import run_demo
-from dashboards.observe.prometheus import SCRAPE_S, ObserveError, Prometheus, run_prometheus
+from dashboards.observe.prometheus import SCRAPE_MS, ObserveError, Prometheus, run_prometheus
 from dashboards.observe.substitute import substitute
 from kvoffload.remote.local import free_port
 
 BOARDS = FOLDER / "grafana" / "dashboards"
 _SOURCES = Path(__file__).with_name("grafana")
 _BUILD = FOLDER.parent / ".venv" / "pictures"
-_RATE = f"{5 * SCRAPE_S}s"
+_RATE = f"{5 * SCRAPE_MS}ms"
 _PAGE = '<!doctype html><meta charset="utf-8"><link rel="stylesheet" href="board.css"><div id="root"></div>'
 _ORIGIN = "http://pictures.invalid/"
 _ICONS = Path("node_modules") / "@grafana" / "ui" / "dist" / "public"
@@ -74,7 +74,7 @@ def _answer(prometheus: Prometheus, target: dict[str, Any], start: float, end: f
     if target.get("instant"):
         found = prometheus.get("query", query=expr, time=end)
     else:
-        found = prometheus.get("query_range", query=expr, start=start, end=end, step=SCRAPE_S)
+        found = prometheus.get("query_range", query=expr, start=start, end=end, step=SCRAPE_MS / 1000)
     series: list[Any] = found["result"]
     return series
 

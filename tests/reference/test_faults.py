@@ -275,4 +275,4 @@ def test_a_journal_is_written_and_released(tmp_path: Path) -> None:
             engine.step()
         engine.close()
     names = [type(record.message).__name__ for record in read_journal(path)]
-    assert "StoreScheduled" in names
+    assert "BlocksOffered" in names
