@@ -40,7 +40,7 @@ help:
 demo: $(if $(findstring --remote,$(ARGS)),venv,$(VENV)/demo-ready)  ## compare conversations without and with offloading
 	@$(BIN)/kvoffload demo $(ARGS)
 
-test: $(VENV)/wheel/ready vllm-env kernel-env  ## prove every promise once, in 20 minutes
+test: $(VENV)/wheel/ready vllm-env kernel-env  ## prove every promise once, in 15 minutes
 	@.ci/tools || echo "Tests that need those programs are skipped."
 	@.ci/timed "tests without vLLM" $(WITHOUT_VLLM) -m "not vllm and not full" $(ARGS)
 	@$(if $(ARGS),echo "ARGS chose tests; those on a stock vLLM: make test-vllm ARGS=...",$(MAKE) --no-print-directory test-vllm)
