@@ -28,7 +28,9 @@ def _remote(setup: Setup, _: Machine) -> Finding:
     if (problem := unreachable(address)) is not None:
         return problem
     if address.caution:
-        return warn(address.caution, "keep its ports in a network that only engines and stores are in")
+        return warn(
+            address.caution, "keep it in a network that only engines and stores are in, or use TLS (S3)"
+        )
     return go(f"{address} answers")
 
 

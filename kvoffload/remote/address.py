@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, urlsplit
@@ -10,6 +11,7 @@ from kvoffload.model.errors import ConfigError
 
 _FORMS = '"mooncake://HOST:PORT?protocol=tcp" or "s3://BUCKET/PREFIX"'
 _PROTOCOLS = ("tcp", "rdma")
+_ENDPOINTS = "AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +53,15 @@ class BucketAddress:
 
     @property
     def caution(self) -> str:
-        """What an operator should know before using it: nothing."""
-        return ""
+        """What an operator should know before using it, "" for nothing."""
+        is_allowed = os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true"
+        is_plain = any(os.environ.get(name, "").lower().startswith("http://") for name in _ENDPOINTS)
+        if not is_allowed and not is_plain:
+            return ""
+        return (
+            f"{self} may be reached by http without TLS (AWS_ALLOW_HTTP or an endpoint says so): whoever is on the way can read and "
+            "change all KV, and read the session token of the credentials"
+        )
 
     def __str__(self) -> str:
         return f"s3://{self.bucket}/{self.prefix}"
@@ -80,10 +89,21 @@ def parse_address(url: str) -> RemoteAddress:
         )
     if parts.scheme == "mooncake" and parts.hostname and port and parts.path in ("", "/"):
         return MooncakeAddress(parts.hostname, port, _protocol(parts.query))
-    if parts.scheme == "s3" and parts.netloc and not parts.query:
-        prefix = parts.path.strip("/")
-        return BucketAddress(parts.netloc, f"{prefix}/" if prefix else "")
+    if parts.scheme == "s3" and parts.netloc and not (parts.query or parts.fragment):
+        return BucketAddress(parts.netloc, _prefix(parts.path))
     raise _wrong()
+
+
+def _prefix(path: str) -> str:
+    """Return a URL's path as what precedes the names of objects."""
+    prefix = path.removeprefix("/").removesuffix("/")
+    if prefix and {"", ".", ".."} & set(prefix.split("/")):
+        raise ConfigError(
+            [
+                'remote_url: a PREFIX is names with one "/" between two of them, such as "team/kv"; none is empty, "." or ".."'
+            ]
+        )
+    return f"{prefix}/" if prefix else ""
 
 
 def _protocol(query: str) -> str:

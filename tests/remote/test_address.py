@@ -1,0 +1,62 @@
+"""Which addresses are refused, and what an operator is told about one."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvoffload.model.errors import ConfigError
+from kvoffload.remote.address import BucketAddress, parse_address
+
+
+@pytest.fixture(autouse=True)
+def no_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ALLOW_HTTP", "AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("url", "prefix"),
+    [
+        ("s3://b", ""),
+        ("s3://b/", ""),
+        ("s3://b/team/kv", "team/kv/"),
+        ("s3://b/team/kv/", "team/kv/"),
+        ("s3://b/..kv", "..kv/"),
+    ],
+)
+def test_a_prefix_ends_in_one_slash(url: str, prefix: str) -> None:
+    assert parse_address(url) == BucketAddress("b", prefix)
+
+
+@pytest.mark.parametrize(
+    "path", ["/x", "x//y", "x//", ".", "..", "../x", "x/../y", "x/..", "./x", "x/.", "/x//y"]
+)
+def test_a_prefix_with_an_empty_or_a_relative_segment_is_refused(path: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_address(f"s3://b/{path}")
+    (problem,) = refused.value.problems
+    assert problem.startswith("remote_url: a PREFIX is names with one")
+
+
+@pytest.mark.parametrize("url", ["s3://b/x?y", "s3://b/x#y"])
+def test_what_follows_the_path_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="unknown form"):
+        parse_address(url)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "is_plain"),
+    [
+        ("AWS_ALLOW_HTTP", "true", True),
+        ("AWS_ENDPOINT", "HTTP://host:9000", True),
+        ("AWS_ENDPOINT_URL", "http://host:9000", True),
+        ("AWS_ALLOW_HTTP", "false", False),
+        ("AWS_ENDPOINT", "https://host:9000", False),
+    ],
+)
+def test_http_without_tls_is_a_caution(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, is_plain: bool
+) -> None:
+    assert parse_address("s3://b").caution == ""
+    monkeypatch.setenv(name, value)
+    assert ("session token" in parse_address("s3://b").caution) is is_plain
