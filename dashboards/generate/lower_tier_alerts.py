@@ -143,7 +143,8 @@ LOWER_TIER_ALERTS = (
         "Each request that arrives waits for this answer, also where the store has nothing for it. `Prefill saved by the store` and "
         "`Time that requests wait for asking` on the dashboard say whether that is worth it. Mooncake answers within a few "
         "milliseconds: look at the master's load and the network. A bucket is listed at most once a second, which takes longer "
-        "the more packs are new: raise `share_after_hits`, or use a bucket nearer to the engines.",
+        "the more packs are new: raise `share_after_hits`, or use a bucket nearer to the engines. In the first minutes of an engine "
+        "each listing also reads up to 1,000 older packs.",
         "remote",
         "30m",
     ),

@@ -1,12 +1,11 @@
-"""An S3 bucket as a remote store: one put is one object, a pack of values with an index before them.
+"""An S3 bucket as a remote store: one put is one object, a pack of values with an index before them (`packs.py`).
 
-    <prefix>kvo1/<fingerprint>/<generation>/<rank>of<ranks>/<time>-<random>-<size of the index>
-    | index: count, then key, offset and length of each value; XXH3 | values ... |
+    <prefix>kvo1/<fingerprint>/<generation>/<rank>of<ranks>/<window>/<moment>-<random>-<bytes of the index>
 
 Objects are expensive and blocks are small, so many blocks share an object, and the bucket cannot be asked for a block by name. Instead
-each connection keeps a catalogue: it lists the packs written since its last listing, reads their indexes, and answers from them. Where
-there are too many new packs for one call, the oldest are read, and the next calls go on. A pack that has expired by the bucket's rules,
-or that another writer has cut short, is forgotten when a read finds it so.
+each connection keeps a catalogue: once a second at most it lists the newest packs, reads the indexes that it does not know, goes one page
+further back, and answers from what it knows. A pack that has expired by the bucket's rules, or that another writer has cut short, is
+forgotten when a read finds it so.
 """
 
 from __future__ import annotations
@@ -14,52 +13,63 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import secrets
-import struct
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from xxhash import xxh3_64_digest
 
 from kvoffload.model.errors import RemoteError
 from kvoffload.model.ids import BlockKey
 from kvoffload.remote.address import BucketAddress
-from kvoffload.remote.store import MISSING, Refusals
+from kvoffload.remote.packs import (
+    CLOCKS_DIFFER_MS,
+    BadPackError,
+    Catalogue,
+    Place,
+    index_bytes,
+    index_of,
+    new_name,
+    place_at,
+    places_in,
+    window_of,
+)
+from kvoffload.remote.store import MISSING, Refusals, log
 from kvoffload.remote.values import FORMAT, Shard
 
-MOST_BLOCKS = 2**20
-"""Blocks in a connection's catalogue; the oldest packs are forgotten first."""
 LOOK_PERIOD_S = 1.0
 """Seconds between two listings: what others have written since the last one is not found yet."""
-_CLOCKS_DIFFER_MS = 600_000  # most that the clocks of two writers differ
-_READS_AT_ONCE = 32
+_PAGE = 1000  # names that S3 gives at once
+_INDEXES_AT_ONCE = 128  # so the newest page takes eight reads in a row
+_MOST_SHARDS = 2  # that have a catalogue: a reset changes the namespace
+_SMALL_BYTES = 64  # of an object that is no pack, at most
+_LOGGED_CHARACTERS = 100  # of a name that another writer chose
 _GAP_BYTES = 2**20  # between values that are read as one
-_ENTRY = struct.Struct("<HQQ")
-_COUNT = struct.Struct("<I")
-_SUM_BYTES = 8
 _STATUS = re.compile(r"status code: (\d{3}[A-Za-z ]*)")
 _REASON = re.compile(r"kind: (\w+)[^{]*source: reqwest|InvalidCertificate\(\s*(\w+)|\"(dns error)\"")
-_NAME = re.compile(r"[0-9a-f]{12}-[0-9a-f]{16}-([0-9]{1,9})")
+_OF_THE_OBJECT = re.compile(r"4(?!08|29)")  # the status of a read that would fail again
 _INSTALL = "the object store's client cannot be loaded ({}); install kvoffload[s3]"
+
+T = TypeVar("T")
 
 
 class _AnsweredError(RemoteError):
     """Raised when the server answers, and refuses."""
 
+    def __init__(self, message: str, status: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class _BadNameError(RemoteError):
+    """Raised when the client refuses a listing for a name in it, as one with "//" is."""
+
 
 class _BeyondEndError(Exception):
     """Raised when an object ends before the range that is read."""
-
-
-class _Place(NamedTuple):
-    pack: str
-    start: int
-    size: int
 
 
 class _Run(NamedTuple):
@@ -68,41 +78,7 @@ class _Run(NamedTuple):
     pack: str
     start: int
     size: int
-    parts: list[tuple[int, _Place]]
-
-
-class _Catalogue:
-    """Where the values of one shard lie, as far as the bucket was listed."""
-
-    def __init__(self) -> None:
-        self.places: dict[BlockKey, _Place] = {}
-        self.packs: dict[str, list[BlockKey]] = {}  # the oldest first
-        self.looked_at = float("-inf")
-
-    def add(self, pack: str, places: dict[BlockKey, _Place]) -> None:
-        self.packs[pack] = list(places)
-        self.places.update(places)
-        while len(self.places) > MOST_BLOCKS and len(self.packs) > 1:
-            self.forget(next(iter(self.packs)))
-
-    def forget(self, pack: str) -> None:
-        for key in self.packs.pop(pack, ()):
-            place = self.places.get(key)
-            if place is not None and place.pack == pack:  # two writers may have put one key
-                del self.places[key]
-
-    def condemn(self, pack: str) -> None:
-        """Stop using a pack whose bytes do not match its index, and do not read that index again."""
-        self.forget(pack)
-        self.packs[pack] = []
-
-    def since(self, now: int) -> int:
-        """Return the time in milliseconds from which on there may be unknown packs.
-
-        A writer whose clock is ahead must not hide what others write, so no pack counts as newer than now.
-        """
-        newest = max((int(pack.rpartition("/")[2][:12], 16) for pack in self.packs), default=0)
-        return max(min(newest, now) - _CLOCKS_DIFFER_MS, 0)
+    parts: list[tuple[int, Place]]
 
 
 class BucketStore:
@@ -119,17 +95,18 @@ class BucketStore:
     def __init__(self, address: BucketAddress, timeout_s: float) -> None:
         try:
             import obstore
-            from obstore.exceptions import AlreadyExistsError, BaseError
+            from obstore.exceptions import AlreadyExistsError, BaseError, InvalidPathError
             from obstore.store import S3Store
         except ImportError as error:
             raise RemoteError(_INSTALL.format(error)) from error
         self._obstore = obstore
-        self._failure, self._exists = BaseError, AlreadyExistsError
+        self._failure, self._exists, self._bad_name = BaseError, AlreadyExistsError, InvalidPathError
         self._address = address
+        self._timeout_s = timeout_s
         self._listing_s = timeout_s / 2  # after which no more indexes are read
         self._refusals = Refusals()
         self._lock = threading.Lock()
-        self._catalogues: dict[Shard, _Catalogue] = {}
+        self._catalogues: dict[Shard, Catalogue] = {}
         limit = timedelta(seconds=timeout_s)
         allows_http = (
             os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true"
@@ -143,15 +120,15 @@ class BucketStore:
             )
 
     def ask(self, shard: Shard, keys: Sequence[BlockKey]) -> list[bool]:
-        places = self._looked(shard).places
+        places = self._looked(shard, frozenset()).places
         return [key in places for key in keys]
 
     def get(self, shard: Shard, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[int]:
         catalogue = self._catalogue(shard)
         if not catalogue.places.keys() >= set(keys):  # a listing may take as long as the read of a value
-            self._looked(shard)
+            self._looked(shard, set(keys))
         arrived = dict.fromkeys(range(len(keys)), MISSING)
-        by_pack: dict[str, list[tuple[int, _Place]]] = {}
+        by_pack: dict[str, list[tuple[int, Place]]] = {}
         for position, key in enumerate(keys):
             place = catalogue.places.get(key)
             if place is not None and place.size == len(buffers[position]):
@@ -159,7 +136,8 @@ class BucketStore:
             elif place is not None:  # it cannot be the value, and may be as large as another writer likes
                 arrived[position] = place.size
         runs = [run for pack, parts in by_pack.items() for run in _runs(pack, parts)]
-        for run, data in zip(runs, self._read_ranges([run[:3] for run in runs]), strict=True):
+        reads = [self._read_range(*run[:3]) for run in runs]
+        for run, data in zip(runs, _at_once(reads), strict=True):
             if data is None:
                 with self._lock:
                     catalogue.forget(run.pack)
@@ -174,8 +152,8 @@ class BucketStore:
         catalogue = self._catalogue(shard)
         new = {key: value for key, value in zip(keys, values, strict=True) if key not in catalogue.places}
         if new:
-            index, entries = _index_of(new)
-            pack = f"{_folder(shard)}{_now_ms():012x}-{secrets.token_hex(8)}-{len(index)}"
+            index, entries = index_of(new)
+            pack = new_name(catalogue.folder, _now_ms(), index)
             try:
                 with self._translated():
                     self._obstore.put(self._bucket, pack, _joined([index, *new.values()]))
@@ -184,13 +162,17 @@ class BucketStore:
                 return [key not in new for key in keys]
             self._refusals.note(None)
             with self._lock:
-                catalogue.add(pack, {key: _Place(pack, *place) for key, *place in entries})
+                catalogue.add(pack, {key: Place(pack, *place) for key, *place in entries})
         return [True] * len(keys)
 
     def read(self, name: str) -> bytes | None:
-        with self._translated(), suppress(FileNotFoundError):
-            return bytes(self._obstore.get(self._bucket, name).bytes())
-        return None
+        try:
+            with self._translated():
+                return bytes(self._obstore.get_range(self._bucket, name, start=0, length=_SMALL_BYTES))
+        except FileNotFoundError:
+            return None
+        except _BeyondEndError:
+            return b""
 
     def create(self, name: str, data: bytes) -> None:
         with self._translated(), suppress(self._exists):
@@ -208,59 +190,114 @@ class BucketStore:
 
     # -- the catalogue ------------------------------------------------------------------------------------------
 
-    def _catalogue(self, shard: Shard) -> _Catalogue:
+    def _catalogue(self, shard: Shard) -> Catalogue:
         with self._lock:
-            return self._catalogues.setdefault(shard, _Catalogue())
+            if shard not in self._catalogues and len(self._catalogues) >= _MOST_SHARDS:
+                del self._catalogues[next(iter(self._catalogues))]
+            folder = f"{FORMAT}/{shard.namespace}/{shard.part}/"
+            return self._catalogues.setdefault(shard, Catalogue(folder))
 
-    def _looked(self, shard: Shard) -> _Catalogue:
-        """Return the shard's catalogue; list the bucket first, unless that was done a moment ago."""
-        catalogue, now = self._catalogue(shard), time.monotonic()
-        with self._lock:
-            is_recent = now - catalogue.looked_at < LOOK_PERIOD_S
-            since, known = catalogue.since(_now_ms()), set(catalogue.packs)
-        if is_recent:
-            return catalogue
-        folder = _folder(shard)
-        with self._translated():
-            pages = list(self._obstore.list(self._bucket, folder, offset=f"{folder}{since:012x}"))
-        new = [
-            (entry["path"], entry["size"]) for page in pages for entry in page if entry["path"] not in known
-        ]
-        for first in range(0, len(new), _READS_AT_ONCE):
-            if first and time.monotonic() - now >= self._listing_s:
-                return catalogue  # the next call goes on
-            self._read_indexes(catalogue, new[first : first + _READS_AT_ONCE])
-        catalogue.looked_at = now
+    def _looked(self, shard: Shard, wanted: Set[BlockKey]) -> Catalogue:
+        """Return the shard's catalogue; look for new packs first, unless that was done a moment ago.
+
+        Args:
+            shard: which.
+            wanted: keys that must be in the bucket: go back in time until they are found, or no time is left.
+        """
+        catalogue, until = self._catalogue(shard), time.monotonic() + self._listing_s
+        with catalogue.looking:
+            now = time.monotonic()
+            if now - catalogue.looked_at >= LOOK_PERIOD_S:
+                self._look(catalogue, until)
+                catalogue.looked_at = now
+            while catalogue.walked_to and not catalogue.places.keys() >= wanted and time.monotonic() < until:
+                self._walk(catalogue, catalogue.walked_to, until)
         return catalogue
 
-    def _read_indexes(self, catalogue: _Catalogue, packs: Sequence[tuple[str, int]]) -> None:
-        """Add packs, given with their sizes, to a catalogue."""
-        names = [(pack, size, _NAME.fullmatch(pack.rpartition("/")[2])) for pack, size in packs]
-        ours = [(pack, size, int(name[1])) for pack, size, name in names if name is not None]
-        indexes = self._read_ranges([(pack, 0, index_bytes) for pack, _, index_bytes in ours])
-        for (pack, size, _), index in zip(ours, indexes, strict=True):
-            places = _places_in(pack, index or b"")
-            is_whole = all(place.start + place.size <= size for place in places.values())
-            with self._lock:
-                catalogue.add(pack, places if is_whole else {})
+    def _look(self, catalogue: Catalogue, until: float) -> None:
+        """List the newest packs, and go on with a walk that is under way. Packs of a later time than clocks differ are not seen."""
+        now_ms, goes_on = _now_ms(), catalogue.walked_to is not None
+        newest = place_at(catalogue.folder, now_ms + CLOCKS_DIFFER_MS)
+        page, ends = self._page(catalogue, newest)
+        listed_to = self._read_indexes(catalogue, page, until) or ends
+        catalogue.newest_listed(page[0][0] if page else newest, listed_to, now_ms)
+        if goes_on and catalogue.walked_to is not None:
+            self._walk(catalogue, catalogue.walked_to, until)
 
-    def _read_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> list[memoryview | None]:
-        """Read ranges of packs side by side, each given by its pack, start and size.
+    def _walk(self, catalogue: Catalogue, walked_to: str, until: float) -> None:
+        """List one page further back."""
+        page, ends = self._page(catalogue, walked_to)
+        catalogue.walk_listed(self._read_indexes(catalogue, page, until) or ends)
+
+    def _page(self, catalogue: Catalogue, place: str) -> tuple[list[tuple[str, int]], str | None]:
+        """List a page.
 
         Returns:
-            their bytes, fewer where a pack ends before, None where it is gone.
+            the names behind the place with the sizes of the objects; and the place at which the page ends, None at the listing's end.
         """
+        ends: str | None = None
+        try:
+            page = self._list(catalogue.folder, place)
+        except _BadNameError:  # somewhere on the page, of which nothing is known: keep to one window
+            window, ends = window_of(catalogue.folder, place)
+            try:
+                page = self._list(window, place)
+            except _BadNameError as error:
+                page = []
+                if ends is not None and catalogue.is_new(ends):
+                    catalogue.add(ends, {})  # so that this is logged once
+                    log.warning("remote_window_skipped", window=window, reason=str(error))
+        return page, page[-1][0] if len(page) == _PAGE else ends
 
-        async def read() -> list[memoryview | None]:
-            free = asyncio.Semaphore(_READS_AT_ONCE)
+    def _list(self, folder: str, place: str) -> list[tuple[str, int]]:
+        """Return the names in a folder behind a place, and the sizes of the objects. One page at most."""
 
-            async def one(pack: str, start: int, size: int) -> memoryview | None:
-                async with free:
-                    return await self._read_range(pack, start, size)
+        async def first() -> list[tuple[str, int]]:
+            async for page in self._obstore.list(self._bucket, folder, offset=place, chunk_size=_PAGE):
+                return [(entry["path"], entry["size"]) for entry in page]
+            return []
 
-            return await asyncio.gather(*[one(*each) for each in ranges])
+        try:
+            with self._translated():
+                return asyncio.run(asyncio.wait_for(first(), self._timeout_s))
+        except TimeoutError:
+            raise RemoteError(f"{self._address} fails: its listing does not end") from None
 
-        return asyncio.run(read())
+    def _read_indexes(
+        self, catalogue: Catalogue, page: Sequence[tuple[str, int]], until: float
+    ) -> str | None:
+        """Add what is new on a page to a catalogue. Return the last pack that was read where no time was left for all."""
+        new = [entry for entry in page if catalogue.is_new(entry[0])]
+        bad = list[tuple[str, str]]()
+        read_to = None
+        for first in range(0, len(new), _INDEXES_AT_ONCE):
+            if first and time.monotonic() >= until:
+                read_to = new[first - 1][0]
+                break
+            some = new[first : first + _INDEXES_AT_ONCE]
+            faults = _at_once([self._read_index(catalogue, *entry) for entry in some])
+            bad += [(pack, fault) for (pack, _), fault in zip(some, faults, strict=True) if fault]
+        if bad:
+            first_bad = ascii(bad[0][0].removeprefix(catalogue.folder))[:_LOGGED_CHARACTERS]
+            log.warning("remote_packs_skipped", packs=len(bad), first=first_bad, reason=bad[0][1])
+        return read_to
+
+    async def _read_index(self, catalogue: Catalogue, pack: str, size: int) -> str:
+        """Add a pack to a catalogue; return why its blocks cannot be used, "" if they can."""
+        places, fault = dict[BlockKey, Place](), ""
+        try:
+            index = await self._read_range(pack, 0, index_bytes(pack.removeprefix(catalogue.folder), size))
+            if index is not None:
+                places = places_in(pack, index, size)
+        except BadPackError as error:
+            fault = str(error)
+        except _AnsweredError as error:
+            if not _OF_THE_OBJECT.match(error.status):
+                raise
+            fault = f"its read is answered with {error.status}"
+        with self._lock:
+            catalogue.add(pack, places)
+        return fault
 
     async def _read_range(self, pack: str, start: int, size: int) -> memoryview | None:
         """The client's own `get_ranges` panics where an object ends before the range."""
@@ -281,11 +318,14 @@ class BucketStore:
             yield
         except self._failure as error:
             text = str(error)
+            if isinstance(error, self._bad_name):
+                raise _BadNameError(f"{self._address} fails: {_reason(error)}") from None
             if (status := _STATUS.search(text)) is None:
                 raise RemoteError(f"{self._address} fails: {_reason(error)}") from None
             if status[1].startswith("416"):
                 raise _BeyondEndError from None
-            raise _AnsweredError(f"{self._address} fails: {type(error).__name__}, {status[1]}") from None
+            text = f"{self._address} fails: {type(error).__name__}, {status[1]}"
+            raise _AnsweredError(text, status[1]) from None
 
 
 def _reason(error: Exception) -> str:
@@ -299,17 +339,22 @@ def _joined(parts: Sequence[bytes | memoryview]) -> memoryview:
     return np.concatenate([np.frombuffer(part, np.uint8) for part in parts]).data
 
 
-def _folder(shard: Shard) -> str:
-    return f"{FORMAT}/{shard.namespace}/{shard.part}/"
+def _at_once(reads: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Make all these reads side by side."""
+
+    async def gather() -> list[T]:
+        return await asyncio.gather(*reads)
+
+    return asyncio.run(gather())
 
 
 def _now_ms() -> int:
     return time.time_ns() // 10**6
 
 
-def _runs(pack: str, parts: list[tuple[int, _Place]]) -> list[_Run]:
+def _runs(pack: str, parts: list[tuple[int, Place]]) -> list[_Run]:
     """Group the values of one pack: those that lie close to each other are read as one."""
-    groups = list[list[tuple[int, _Place]]]()
+    groups = list[list[tuple[int, Place]]]()
     end = 0
     for part in sorted(parts, key=lambda part: part[1].start):
         if not groups or part[1].start - end > _GAP_BYTES:
@@ -334,28 +379,3 @@ def _take(run: _Run, data: memoryview, buffers: Sequence[memoryview]) -> dict[in
         if len(value) == place.size:
             np.frombuffer(buffers[position], np.uint8)[:] = np.frombuffer(value, np.uint8)
     return arrived
-
-
-def _index_of(values: Mapping[BlockKey, memoryview]) -> tuple[bytes, list[tuple[BlockKey, int, int]]]:
-    """Return a pack's index, and what it says: each value's key, offset and length."""
-    size = _COUNT.size + sum(_ENTRY.size + len(key) for key in values) + _SUM_BYTES
-    entries, start = list[tuple[BlockKey, int, int]](), size
-    for key, value in values.items():
-        entries.append((key, start, len(value)))
-        start += len(value)
-    parts = [_ENTRY.pack(len(key), *place) + key for key, *place in entries]
-    index = b"".join([_COUNT.pack(len(entries)), *parts])
-    return index + xxh3_64_digest(index), entries
-
-
-def _places_in(pack: str, index: bytes | memoryview) -> dict[BlockKey, _Place]:
-    """Return where a pack's values lie; nothing if the index is incomplete."""
-    places: dict[BlockKey, _Place] = {}
-    if xxh3_64_digest(index[:-_SUM_BYTES]) != index[-_SUM_BYTES:]:
-        return places
-    at = _COUNT.size
-    for _ in range(_COUNT.unpack_from(index)[0]):
-        length, start, size = _ENTRY.unpack_from(index, at)
-        at += _ENTRY.size + length
-        places[BlockKey(bytes(index[at - length : at]))] = _Place(pack, start, size)
-    return places
