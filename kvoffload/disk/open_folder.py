@@ -15,6 +15,8 @@ from types import TracebackType
 
 from kvoffload.model.errors import DiskError
 
+LOCK_TRIES, LOCK_PAUSE_S = 60, 1.0
+"""A predecessor that is being ended, or a hung one that is killed, holds its locks for so long."""
 _SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # opening a pipe would wait for its other end
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _OTHERS_WRITE = 0o022

@@ -19,14 +19,20 @@ from pathlib import Path
 import msgspec
 from xxhash import xxh3_128
 
-from kvoffload.disk.open_folder import OpenFolder, close_locked, lock, open_root
+from kvoffload.disk.open_folder import (
+    LOCK_PAUSE_S,
+    LOCK_TRIES,
+    OpenFolder,
+    close_locked,
+    lock,
+    open_root,
+)
 from kvoffload.logs import get_logger
 from kvoffload.model.errors import DiskError
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CHUNK = 2**23
 _MOST_MEMORY = 2**24  # bytes of remembered digests
-_LOCK_TRIES, _LOCK_PAUSE_S = 60, 1.0
 _SETTLED_NS = 2 * 10**9  # coarser than any file system's clock
 
 _Known = dict[str, tuple[int, int, str]]
@@ -116,7 +122,7 @@ def _lock(place: OpenFolder, name: str, pause: Callable[[float], object]) -> int
         descriptor = place.open(name, os.O_RDWR | os.O_CREAT)
     except OSError:
         return None
-    for number in range(_LOCK_TRIES):
+    for number in range(LOCK_TRIES):
         try:
             lock(descriptor)
         except BlockingIOError:
@@ -126,7 +132,7 @@ def _lock(place: OpenFolder, name: str, pause: Callable[[float], object]) -> int
                     lock=str(place.path / name),
                     note="another engine reads weights; this one waits a minute",
                 )
-            pause(_LOCK_PAUSE_S)
+            pause(LOCK_PAUSE_S)
         except OSError:
             break
         else:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from kvoffload.disk.open_folder import LOCK_PAUSE_S, LOCK_TRIES
 from kvoffload.logs import get_logger
 from kvoffload.model import facts
 from kvoffload.model.disk import DiskFile, DiskRecord, Put, Strike
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
     from kvoffload.disk.index_log import IndexLog
 
 RESET_S = 5.0
-LOCK_TRIES, LOCK_PAUSE_S = 60, 1.0
-"""A predecessor that is being ended, or a hung one that is killed, holds the folder for so long."""
 WRITE_PERIOD_S = 0.1
 """Waking the thread for each report takes the hooks 40 to 80 us. What a crash finds unwritten is computed again."""
 _WRITES_A_SYNC = 10

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvoffload.disk.index_format import Entries
 from kvoffload.disk.index_log import load_index
+from kvoffload.disk.open_folder import LOCK_PAUSE_S, LOCK_TRIES
 from kvoffload.disk.slot_file import SlotFile, SlotFileInUse, SlotShape, open_slot_file
 from kvoffload.disk.system import PAGE
 from kvoffload.logs import get_logger
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from kvoffload.transfer.arena import Arena
     from kvoffload.transfer.checksums import Checksums
     from kvoffload.transfer.ports import Clock
-
-_LOCKED_S, _PAUSE_S = 10.0, 0.1
 
 log = get_logger("disk")
 
@@ -147,12 +146,14 @@ class WorkerDisk:
 
     def _when_unlocked(self, folder: OpenFolder) -> SlotFile:
         """Open the slot file. Workers whose engine was killed hold theirs until they notice, so a locked one is tried again."""
-        pauses = range(int(_LOCKED_S / _PAUSE_S))
-        for _ in pauses:
+        for number in range(LOCK_TRIES):
             try:
                 return open_slot_file(folder, self._shape, self._slots)
-            except SlotFileInUse:
-                if self._closing.wait(_PAUSE_S):
+            except SlotFileInUse as error:
+                if not number:
+                    note = "it is tried again for a minute"
+                    log.warning("disk_in_use", rank=self._shape.rank, reason=str(error), note=note)
+                if self._closing.wait(LOCK_PAUSE_S):
                     break
         return open_slot_file(folder, self._shape, self._slots)
 
