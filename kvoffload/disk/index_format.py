@@ -25,6 +25,7 @@ import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from kvoffload.model.disk import DiskRecord, Put, Strike
+from kvoffload.model.errors import DiskError
 from kvoffload.model.ids import SlotId
 
 if TYPE_CHECKING:
@@ -40,9 +41,14 @@ _RUN = struct.Struct("<BBI")  # kind, bytes of a key, records
 _SUM = struct.Struct("<Q")
 _NUMBER = struct.Struct("<Q")
 _ID_BYTES = 16
+_LONGEST_KEY = 255  # bytes
 _PUT, _STRIKE, _USE = 1, 2, 3
 _MOST_RECORDS = 4096
 """In a batch of a rewritten index: a flipped bit costs no more than these."""
+
+
+class NotAnIndex(DiskError):
+    """Bytes that are no index of these slot files; the message says what they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,16 +167,51 @@ def encode_index(header: IndexHeader, entries: Entries) -> tuple[bytes, int]:
     return b"".join(parts), len(parts) - 1
 
 
-def read_index(data: bytes, most_slots: int | None = None) -> IndexContents | None:
-    """Return the contents of an index up to its first incomplete batch; None if its header is incomplete.
+def most_bytes(header: IndexHeader, most_records: int) -> int:
+    """Return the most bytes of an index with so many records: each in a batch of its own, with the longest key."""
+    put = _record_size(_PUT, len(header.files), _LONGEST_KEY)
+    return len(encode_header(header)) + most_records * (_BATCH.size + _RUN.size + put)
+
+
+def read_header(data: bytes, most_slots: int) -> IndexHeader:
+    """Return the header of an index.
+
+    Args:
+        data: its first bytes, up to the end of the header at least.
+        most_slots: of the files that it is about. In memory an index is as large as its slots, whatever its size on disk.
+
+    Raises:
+        NotAnIndex: it has another format, is damaged, or has more slots than the files.
+    """
+    if not any(data[: len(_MAGIC)]):
+        raise NotAnIndex("it is empty, or was erased by a reset")
+    if not data.startswith(_MAGIC):
+        raise NotAnIndex(f"it begins with {data[: len(_MAGIC)]!r}, not with {_MAGIC!r}")
+    if len(data) < _HEADER.size:
+        raise NotAnIndex(f"it ends after {len(data)} bytes, in its header")
+    _, version, ranks, generation, slots = _HEADER.unpack_from(data)
+    if version != _VERSION:
+        raise NotAnIndex(f"its format is version {version}, not {_VERSION}")
+    end = _HEADER.size + ranks * _ID_BYTES
+    if not ranks or data[end : end + _SUM.size] != _SUM.pack(xxh3_64_intdigest(data[:end])):
+        raise NotAnIndex("its header is incomplete or damaged")
+    if slots > most_slots:
+        raise NotAnIndex(f"it has {slots} slots, and its files have {most_slots}")
+    places = range(_HEADER.size, end, _ID_BYTES)
+    return IndexHeader(generation, tuple([data[place : place + _ID_BYTES] for place in places]), slots)
+
+
+def read_index(data: bytes, most_slots: int) -> IndexContents:
+    """Return the contents of an index up to its first incomplete batch.
 
     Args:
         data: all of it.
-        most_slots: of the files that it is about; an index of more is not read, because its size in memory is that of its slots.
+        most_slots: of the files that it is about.
+
+    Raises:
+        NotAnIndex: it has another format, is damaged, or has more slots than the files.
     """
-    header = _read_header(data)
-    if header is None or (most_slots is not None and header.slots > most_slots):
-        return None
+    header = read_header(data, most_slots)
     found = _Collector(header)
     end, number = len(encode_header(header)), 0
     while (runs := _read_batch(header, number, data, end)) is not None and found.take(runs):
@@ -203,17 +244,6 @@ def _checksum(header: IndexHeader, number: int, runs: bytes | memoryview) -> int
     state.update(_NUMBER.pack(number))
     state.update(runs)
     return state.intdigest()
-
-
-def _read_header(data: bytes) -> IndexHeader | None:
-    if len(data) < _HEADER.size:
-        return None
-    _, _, ranks, generation, slots = _HEADER.unpack_from(data)
-    start, size = _HEADER.size, _ID_BYTES
-    files = tuple([data[place : place + size] for place in range(start, start + ranks * size, size)])
-    header = IndexHeader(generation, files, slots)
-    encoded = encode_header(header)
-    return header if ranks and data[: len(encoded)] == encoded else None
 
 
 def _read_batch(header: IndexHeader, number: int, data: bytes, start: int) -> memoryview | None:

@@ -16,17 +16,22 @@ from kvoffload.disk.index_format import (
     Entries,
     IndexContents,
     IndexHeader,
+    NotAnIndex,
     encode_batch,
     encode_header,
     encode_index,
+    most_bytes,
+    read_header,
     read_index,
 )
 from kvoffload.disk.open_folder import OpenFolder
 from kvoffload.model.disk import DiskRecord
 from kvoffload.model.errors import DiskError
 
-_NAME, _NEW = "index", "index.new"
+INDEX_NAME, _NEW = "index", "index.new"
 _LEAST_GARBAGE = 2**16  # records
+_MOST_UNWRITTEN = 2**20  # records that may wait for a disk that hangs, to be written at once
+_HEAD_BYTES = 2**16  # room for the ids of 4,000 ranks' files
 
 
 class IndexLog:
@@ -79,8 +84,8 @@ class IndexLog:
         Raises:
             OSError: the disk is full, failing or gone; this index stays as it is.
         """
-        contents = read_index(_read_all(self._descriptor, self._end))
-        if contents is None or contents.end != self._end:
+        contents = read_index(_read_all(self._descriptor, self._end), self.header.slots)
+        if contents.end != self._end:
             raise OSError(errno.EIO, "the index reads otherwise than it was written")
         rewritten = start_index(self._folder, self.header, contents.entries)
         self.close()
@@ -105,19 +110,30 @@ def new_generation() -> bytes:
     return secrets.token_bytes(GENERATION_BYTES)
 
 
-def load_index(folder: OpenFolder, most_slots: int | None = None) -> IndexContents | None:
-    """Return the contents of a folder's index; None if it is missing, its header is incomplete, or it has more than `most_slots`.
+def load_index(folder: OpenFolder, most_slots: int) -> IndexContents | None:
+    """Return the contents of a folder's index; None if there is none.
+
+    Args:
+        folder: where it is.
+        most_slots: of the files that it is about.
 
     Raises:
+        NotAnIndex: it has another format, is damaged, or is larger than one of so many slots.
         DiskError: it is not a plain file of this user.
         OSError: the disk is failing or gone.
     """
     try:
-        descriptor = folder.open(_NAME, os.O_RDONLY)
+        descriptor = folder.open(INDEX_NAME, os.O_RDONLY)
     except FileNotFoundError:
         return None
     try:
-        return read_index(_read_all(descriptor, os.fstat(descriptor).st_size), most_slots)
+        size = os.fstat(descriptor).st_size
+        header = read_header(_read_all(descriptor, min(size, _HEAD_BYTES)), most_slots)
+        # `is_mostly_garbage` bounds what has no effect.
+        most = most_bytes(header, 2 * header.slots + _LEAST_GARBAGE + _MOST_UNWRITTEN)
+        if size > most:
+            raise NotAnIndex(f"it has {size} bytes, and {header.slots} slots take at most {most}")
+        return read_index(_read_all(descriptor, size), most_slots)
     finally:
         os.close(descriptor)
 
@@ -139,7 +155,7 @@ def start_index(folder: OpenFolder, header: IndexHeader, entries: Entries | None
     try:
         _write_all(descriptor, data, 0)
         os.fdatasync(descriptor)
-        folder.rename(_NEW, _NAME)
+        folder.rename(_NEW, INDEX_NAME)
     except BaseException:
         os.close(descriptor)
         raise
@@ -161,7 +177,7 @@ def remove_index(folder: OpenFolder, index: IndexLog | None) -> None:
         if index is not None:
             index.erase()
     finally:
-        folder.unlink(_NAME)
+        folder.unlink(INDEX_NAME)
         folder.sync()
     if not folder.is_at_its_path():
         raise DiskError(

@@ -26,6 +26,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvoffload.disk.open_folder import OpenFolder, close_locked, lock
 from kvoffload.disk.system import PAGE, aligned_buffer, punch_hole, round_up
+from kvoffload.logs import get_logger
 from kvoffload.model.errors import DiskError
 
 ID_BYTES = 16
@@ -39,6 +40,8 @@ _Call = Callable[[int, list[memoryview], int], int]
 _MAGIC, _VERSION = b"KVOSLOTS", 1
 _HEADER = struct.Struct("<8sII16sIIQQ16s")
 _CHECKSUM = struct.Struct("<Q")
+
+log = get_logger("disk")
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +190,9 @@ def _behind(parts: list[memoryview], count: int) -> list[memoryview]:
 
 
 def open_slot_file(folder: OpenFolder, shape: SlotShape, slots: int) -> SlotFile:
-    """Open and lock a rank's slot file, and allocate its disk space; one of another shape is replaced by one with a new id.
+    """Open and lock a rank's slot file, and allocate its disk space.
 
+    A file of another shape or format is replaced by one with a new id, which a warning says.
     A file with more slots than asked for keeps them all; `keep_space` frees those that are not to be used.
 
     Args:
@@ -200,15 +204,14 @@ def open_slot_file(folder: OpenFolder, shape: SlotShape, slots: int) -> SlotFile
         SlotFileInUse: another process uses it.
         DiskError: it is not a plain file of this user, there is too little space, or the disk fails.
     """
-    name = f"slots{shape.rank}"
-    path = folder.path / name
+    path = folder.path / _name(shape)
     try:
-        descriptor = folder.open(name, os.O_RDWR | os.O_CREAT)
+        descriptor, is_new = _opened(folder, path.name)
     except OSError as error:
         raise DiskError(f"the slot file {path} cannot be opened: {error.strerror}") from error
     try:
         lock(descriptor)
-        return _prepare(descriptor, folder, shape, slots)
+        return _prepare(descriptor, folder, shape, slots, is_new=is_new)
     except BlockingIOError as error:
         close_locked(descriptor)
         raise SlotFileInUse(f"the slot file {path} is in use by another process") from error
@@ -220,9 +223,24 @@ def open_slot_file(folder: OpenFolder, shape: SlotShape, slots: int) -> SlotFile
         raise
 
 
-def _prepare(descriptor: int, folder: OpenFolder, shape: SlotShape, slots: int) -> SlotFile:
+def _name(shape: SlotShape) -> str:
+    return f"slots{shape.rank}"
+
+
+def _opened(folder: OpenFolder, name: str) -> tuple[int, bool]:
+    """Return the descriptor of a file, and whether it is a new one."""
+    try:
+        return folder.open(name, os.O_RDWR), False
+    except FileNotFoundError:
+        return folder.open(name, os.O_RDWR | os.O_CREAT), True
+
+
+def _prepare(descriptor: int, folder: OpenFolder, shape: SlotShape, slots: int, *, is_new: bool) -> SlotFile:
     buffer = aligned_buffer(PAGE)
     found = _read_header(descriptor, shape, buffer)
+    if found is None and not is_new:
+        path, reason = folder.path / _name(shape), _difference(buffer, shape, os.fstat(descriptor).st_size)
+        log.warning("slot_file_replaced", file=str(path), reason=reason, note="the blocks in it are lost")
     file_id, had = found or (secrets.token_bytes(ID_BYTES), 0)
     if slots >= had:
         _allocate(descriptor, folder, PAGE + slots * shape.pitch, keep=PAGE + had * shape.pitch if had else 0)
@@ -260,6 +278,20 @@ def _read_header(descriptor: int, shape: SlotShape, buffer: memoryview) -> tuple
     if bytes(buffer) != _header(file_id, shape, slots):
         return None
     return (file_id, slots) if os.fstat(descriptor).st_size >= PAGE + slots * shape.pitch else None
+
+
+def _difference(header: memoryview, shape: SlotShape, size: int) -> str:
+    """Return what a file is instead of a slot file of this shape."""
+    if size < PAGE:
+        return f"it has {size} bytes"
+    magic, version, _, _, rank, ranks, slot_bytes, slots, layout = _HEADER.unpack_from(header)
+    if magic != _MAGIC:
+        return f"it begins with {magic!r}, not with {_MAGIC!r}"
+    if version != _VERSION:
+        return f"its format is version {version}, not {_VERSION}"
+    if (found := SlotShape(rank, ranks, slot_bytes, layout)) != shape:
+        return f"it has {found}, not {shape}"
+    return f"its header is damaged, or its {size} bytes end before the last of {slots} slots"
 
 
 def go_direct(descriptor: int, buffer: memoryview) -> str | None:

@@ -36,8 +36,9 @@ from kvoffload.runtime.portal import Portal
 if TYPE_CHECKING:
     from kvoffload.disk.folder import DiskPlace, TierFolder
     from kvoffload.disk.identity import KVIdentity
-    from kvoffload.disk.index_format import Entries
+    from kvoffload.disk.index_format import Entries, IndexContents
     from kvoffload.disk.index_log import IndexLog
+    from kvoffload.disk.open_folder import OpenFolder
 
 RESET_S = 5.0
 WRITE_PERIOD_S = 0.1
@@ -226,7 +227,7 @@ class DiskIndex:
 
     def _open(self) -> bool:
         from kvoffload.disk.index_format import Entries, IndexHeader
-        from kvoffload.disk.index_log import load_index, new_generation, start_index
+        from kvoffload.disk.index_log import new_generation, start_index
 
         if self._folder is None or self._opened is not None or self._failure is not None:
             return False
@@ -234,14 +235,9 @@ class DiskIndex:
         ids = tuple(self._files[Rank(rank)].file_id for rank in range(self._ranks))
         slots = min(file.slots for file in self._files.values())
         capacity = min(file.capacity for file in self._files.values())
-        found = load_index(folder, slots)
-        fits = found is not None and found.header.files == ids
-        if found is not None and not fits:
-            log.warning(
-                "disk_index_dropped", reason="it is about other slot files", blocks=len(found.entries)
-            )
-        generation = found.header.generation if found is not None and fits else new_generation()
-        entries = found.entries if found is not None and fits else Entries.none(self._ranks)
+        found = _find_index(folder, ids, slots)
+        generation = new_generation() if found is None else found.header.generation
+        entries = Entries.none(self._ranks) if found is None else found.entries
         were = len(entries)
         entries, free = entries.fit(capacity, slots)
         index = start_index(folder, IndexHeader(generation, ids, slots), entries)
@@ -307,6 +303,22 @@ class DiskIndex:
             self._failure = reason
             log.error("disk_closed", reason=reason, note="the engine goes on without it")
             self.due.append(facts.DiskClosed)
+
+
+def _find_index(folder: OpenFolder, files: tuple[bytes, ...], slots: int) -> IndexContents | None:
+    """Return the folder's index of these slot files; None if there is none, or, with a warning, if it cannot be used."""
+    from kvoffload.disk.index_format import NotAnIndex
+    from kvoffload.disk.index_log import INDEX_NAME, load_index
+
+    try:
+        found = load_index(folder, slots)
+        if found is not None and found.header.files != files:
+            raise NotAnIndex(f"it is about other slot files, which had {len(found.entries)} blocks")
+    except NotAnIndex as error:
+        path = str(folder.path / INDEX_NAME)
+        log.warning("disk_index_dropped", file=path, reason=str(error), note="the disk starts empty")
+        return None
+    return found
 
 
 def reason_of(error: Exception) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import CancelledError, Executor
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from kvoffload.disk.index_format import Entries
+from kvoffload.disk.index_format import Entries, NotAnIndex
 from kvoffload.disk.index_log import load_index
 from kvoffload.disk.open_folder import LOCK_PAUSE_S, LOCK_TRIES
 from kvoffload.disk.slot_file import SlotFile, SlotFileInUse, SlotShape, open_slot_file
@@ -161,7 +162,9 @@ class WorkerDisk:
         """Give the space of blocks back that no longer fit. The index says which; the scheduler's side keeps the same."""
         rank = self._shape.rank
         try:
-            found = load_index(folder, file.slots)
+            found = None
+            with suppress(NotAnIndex):  # the scheduler's side says so
+                found = load_index(folder, file.slots)
             is_ours = found is not None and found.header.files[rank : rank + 1] == (file.id,)
             entries = found.entries if found is not None and is_ours else Entries.none(self._shape.ranks)
             kept, free = entries.fit(self._slots, file.slots)

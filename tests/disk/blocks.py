@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 
 from xxhash import xxh3_64_intdigest
 
-from kvoffload.disk.index_format import IndexContents, IndexHeader
+from kvoffload.disk.index_format import IndexContents, IndexHeader, NotAnIndex
 from kvoffload.disk.index_log import IndexLog, load_index, new_generation, start_index
 from kvoffload.disk.open_folder import open_folder
 from kvoffload.disk.slot_file import SlotFile, SlotShape, open_slot_file
@@ -92,8 +93,9 @@ def open_files(folder: Path, slots: int, slot_bytes: int = SLOT_BYTES) -> list[S
 
 def usable(folder: Path, files: list[SlotFile]) -> IndexContents | None:
     """What the folder's index says, where it is about these files."""
-    with open_folder(folder) as opened:
-        found = load_index(opened)
+    found = None
+    with open_folder(folder) as opened, suppress(NotAnIndex):
+        found = load_index(opened, min(file.slots for file in files))
     if found is None or found.header.files != tuple(file.id for file in files):
         return None
     return found

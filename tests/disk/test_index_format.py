@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from kvoffload.disk.index_format import (
     IndexContents,
     IndexHeader,
+    NotAnIndex,
     encode_batch,
     encode_header,
     encode_index,
@@ -41,9 +43,7 @@ def encoded(*batches: list[DiskRecord], header: IndexHeader = HEADER) -> bytes:
 
 
 def read(data: bytes) -> IndexContents:
-    contents = read_index(data)
-    assert contents is not None
-    return contents
+    return read_index(data, SLOTS)
 
 
 def entries(data: bytes) -> list[Put]:
@@ -104,12 +104,12 @@ def test_of_every_truncation_the_whole_batches_are_read() -> None:
     ends = [len(encoded(*history[:count])) for count in range(len(history) + 1)]
     data = encoded(*history)
     for size in range(len(data)):
-        contents = read_index(data[:size])
         whole = sum(end <= size for end in ends) - 1
         if whole < 0:
-            assert contents is None, size
+            with pytest.raises(NotAnIndex):
+                read(data[:size])
             continue
-        assert contents is not None
+        contents = read(data[:size])
         assert contents.entries.puts() == expected([record for batch in history[:whole] for record in batch])
         assert (contents.end, contents.is_cut) == (ends[whole], size > ends[whole]), size
 
@@ -121,15 +121,15 @@ def test_of_every_flipped_bit_only_whole_batches_in_front_are_read() -> None:
     for place in range(len(data)):
         for bit in range(8):
             data[place] ^= 1 << bit
-            contents = read_index(bytes(data))
+            flipped = bytes(data)
             data[place] ^= 1 << bit
             whole = sum(end <= place for end in ends) - 1
             if whole < 0:
-                assert contents is None, (place, bit)
+                with pytest.raises(NotAnIndex):
+                    read(flipped)
                 continue
-            assert contents is not None
             in_front = [record for batch in history[:whole] for record in batch]
-            assert contents.entries.puts() == expected(in_front), (place, bit)
+            assert entries(flipped) == expected(in_front), (place, bit)
 
 
 @given(st.binary(max_size=400))
@@ -139,7 +139,40 @@ def test_any_bytes_behind_the_header_are_survived(tail: bytes) -> None:
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_survived(data: bytes) -> None:
-    read_index(data)
+    with pytest.raises(NotAnIndex):
+        read(data)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "it is empty, or was erased by a reset"),
+        (bytes(200), "it is empty, or was erased by a reset"),
+        (b"OTHERIDX" + bytes(100), "it begins with b'OTHERIDX', not with b'KVOINDEX'"),
+        (b"KVOINDEX\2\0\0\0" + bytes(100), "its format is version 2, not 1"),
+        (encoded()[:30], "it ends after 30 bytes, in its header"),
+        (encoded()[:-1], "its header is incomplete or damaged"),
+        # Four billion ranks: their ids are not there.
+        (encoded()[:12] + b"\xff" * 4 + encoded()[16:], "its header is incomplete or damaged"),
+    ],
+)
+def test_what_is_no_index_is_said(data: bytes, reason: str) -> None:
+    with pytest.raises(NotAnIndex) as refused:
+        read(data)
+    assert str(refused.value) == reason
+
+
+@pytest.mark.parametrize("claimed", [SLOTS + 1, 2**31, 2**36, 2**60])
+def test_more_slots_than_the_files_have_are_refused_before_memory_is_taken(
+    claimed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise AssertionError("memory was taken")
+
+    monkeypatch.setattr("numpy.full", full)
+    data = encoded(header=replace(HEADER, slots=claimed))
+    with pytest.raises(NotAnIndex, match=f"it has {claimed} slots, and its files have {SLOTS}"):
+        read(data)
 
 
 def test_a_batch_of_another_generation_does_not_pass() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffload.disk.index_format import IndexHeader
+from kvoffload.disk.index_format import IndexHeader, NotAnIndex
 from kvoffload.disk.index_log import IndexLog, load_index, new_generation, start_index
 from kvoffload.disk.open_folder import open_folder
 from kvoffload.model.disk import Put, Strike, Use
@@ -31,7 +31,7 @@ def use(slot: int) -> Use:
 
 
 def entries(folder: Path) -> list[Put]:
-    found = load_index(open_folder(folder))
+    found = load_index(open_folder(folder), HEADER.slots)
     assert found is not None
     return found.entries.puts()
 
@@ -42,7 +42,7 @@ def log(tmp_path: Path) -> IndexLog:
 
 
 def test_a_folder_without_an_index_has_none(tmp_path: Path) -> None:
-    assert load_index(open_folder(tmp_path)) is None
+    assert load_index(open_folder(tmp_path), HEADER.slots) is None
 
 
 def test_what_is_appended_is_there_for_the_next_process(tmp_path: Path, log: IndexLog) -> None:
@@ -60,7 +60,7 @@ def test_a_cut_tail_is_left_behind_by_the_next_start(tmp_path: Path, log: IndexL
     log.close()
     size = (tmp_path / "index").stat().st_size
     os.truncate(tmp_path / "index", size - 1)
-    found = load_index(open_folder(tmp_path))
+    found = load_index(open_folder(tmp_path), HEADER.slots)
     assert found is not None
     assert found.is_cut
     again = start_index(open_folder(tmp_path), HEADER, found.entries)
@@ -97,7 +97,7 @@ def test_a_new_generation_has_nothing_of_before(tmp_path: Path, log: IndexLog) -
     assert generation != new_generation()
     start_index(open_folder(tmp_path), IndexHeader(generation, HEADER.files, HEADER.slots)).close()
     assert entries(tmp_path) == []
-    found = load_index(open_folder(tmp_path))
+    found = load_index(open_folder(tmp_path), HEADER.slots)
     assert found is not None
     assert found.header.generation == generation
 
@@ -146,12 +146,20 @@ def test_a_rewrite_of_harmed_bytes_is_refused(tmp_path: Path, log: IndexLog) -> 
         log.rewritten()
 
 
+def test_an_index_larger_than_its_slots_can_make_it_is_not_read(tmp_path: Path, log: IndexLog) -> None:
+    log.append([put(1)])
+    log.close()
+    os.truncate(tmp_path / "index", 2**40)  # of which the file system keeps a page
+    with pytest.raises(NotAnIndex, match=rf"it has {2**40} bytes, and 1000 slots take at most \d+"):
+        load_index(open_folder(tmp_path), HEADER.slots)
+
+
 def test_an_index_that_is_a_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "victim").write_text("precious")
     for name in ("index", "index.new"):
         (tmp_path / name).symlink_to(tmp_path / "victim")
     with pytest.raises(DiskError, match="is not used"):
-        load_index(open_folder(tmp_path))
+        load_index(open_folder(tmp_path), HEADER.slots)
     start_index(open_folder(tmp_path), HEADER).close()  # in place of the links
     assert (tmp_path / "victim").read_text() == "precious"
 

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
+from kvoffload.disk import slot_file
 from kvoffload.disk.open_folder import open_folder
 from kvoffload.disk.slot_file import PIECE_BYTES, SlotFile, SlotShape, open_slot_file
 from kvoffload.disk.system import PAGE, aligned_buffer
 from kvoffload.model.errors import DiskError
+from kvoffload.testing.logs import capture_logs
 
 SHAPE = SlotShape(rank=1, ranks=2, slot_bytes=6000, layout=b"a rank's layout.")
 
@@ -138,6 +140,54 @@ def test_a_file_that_was_cut_short_is_made_again(opened: Callable[..., SlotFile]
     again = opened()
     assert again.id != first
     assert read(again, 3) == bytes(SHAPE.slot_bytes)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda data: b"", "it has 0 bytes"),
+        (lambda data: b"OTHERFMT" + data[8:], "it begins with b'OTHERFMT', not with b'KVOSLOTS'"),
+        (lambda data: data[:8] + b"\2" + data[9:], "its format is version 2, not 1"),
+        (
+            lambda data: data[:-1],
+            f"its header is damaged, or its {PAGE + 4 * SHAPE.pitch - 1} bytes end before the last of 4",
+        ),
+        (lambda data: data[:20] + b"xxxx" + data[24:], "its header is damaged"),
+    ],
+)
+def test_a_file_that_is_replaced_is_one_warning_that_names_it(
+    opened: Callable[..., SlotFile], tmp_path: Path, spoil: Callable[[bytes], bytes], reason: str
+) -> None:
+    path = tmp_path / "slots1"
+    with capture_logs() as lines:
+        opened()
+        opened()
+    assert lines == []
+    path.write_bytes(spoil(path.read_bytes()))
+    with capture_logs() as lines:
+        opened()
+    (line,) = lines
+    assert (line["event"], line["log_level"], line["file"]) == ("slot_file_replaced", "warning", str(path))
+    assert reason in line["reason"]
+
+
+def test_a_file_of_another_shape_says_both(opened: Callable[..., SlotFile]) -> None:
+    opened()
+    with capture_logs() as lines:
+        opened(4, SlotShape(1, 2, 6001, SHAPE.layout))
+    assert "slot_bytes=6000" in lines[0]["reason"]
+    assert "slot_bytes=6001" in lines[0]["reason"]
+
+
+@pytest.mark.parametrize("slots", [2**31, 2**36, 2**60])
+def test_a_header_that_claims_more_slots_than_the_file_has_is_not_believed(
+    opened: Callable[..., SlotFile], tmp_path: Path, slots: int
+) -> None:
+    first, path = opened().id, tmp_path / "slots1"
+    path.write_bytes(slot_file._header(first, SHAPE, slots) + path.read_bytes()[PAGE:])
+    again = opened()
+    assert again.id != first
+    assert again.slots == 4
 
 
 def test_more_slots_keep_what_there_is(opened: Callable[..., SlotFile]) -> None:

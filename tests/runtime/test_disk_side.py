@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from kvoffload.core import offload_core
 from kvoffload.disk.folder import lock_folder, make_folder
+from kvoffload.disk.index_format import IndexHeader, encode_header
 from kvoffload.disk.index_log import load_index
-from kvoffload.disk.open_folder import open_folder
+from kvoffload.disk.open_folder import LOCK_PAUSE_S, open_folder
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.config import AUTO, OffloadConfig
 from kvoffload.model.ids import RequestId
 from kvoffload.model.transfer import Direction, JobReport, Tier, TransferPlan
 from kvoffload.runtime import disk_index
+from kvoffload.testing.logs import capture_logs
 from tests.operations import calls
 from tests.runtime.parts import BLOCK, IDENTITY, RELOAD, TIMEOUT_S, Side, loading
 from tests.runtime.test_hook_calls import counted
@@ -126,7 +129,7 @@ def test_no_hook_wakes_the_index_thread_for_what_it_records(tmp_path: Path) -> N
     assert side.portal.index.waiting == 1
     side.portal.index.release()
     (file,) = tmp_path.glob("**/index")
-    contents = load_index(open_folder(file.parent))
+    contents = load_index(open_folder(file.parent), 100)
     assert contents is not None
     assert len(contents.entries) == RELOAD // BLOCK
     side.close()
@@ -191,13 +194,65 @@ def test_a_tier_at_work_adds_few_calls_to_the_hooks(tmp_path: Path, monkeypatch:
 def test_a_folder_in_use_is_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     holder = lock_folder(make_folder(tmp_path, IDENTITY, 0))
     side = Side(portal=True, disk=tmp_path)
-    side.portal.advance(disk_index.LOCK_PAUSE_S)
+    side.portal.advance(LOCK_PAUSE_S)
     assert side.side.core.state.disk is not None
     assert not side.side.core.state.disk.is_open
     holder.close()
-    side.portal.advance(disk_index.LOCK_PAUSE_S)
+    side.portal.advance(LOCK_PAUSE_S)
     open_disk(side)
     assert caplog.text.count("disk_in_use") == 1
+    side.close()
+
+
+def emptied(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def of_a_newer_version(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[8] = 2
+    path.write_bytes(data)
+
+
+def of_more_slots(path: Path) -> None:
+    path.write_bytes(encode_header(IndexHeader(bytes(16), (b"a file's own id.",), 2**60)))
+
+
+def of_other_files(path: Path) -> None:
+    path.write_bytes(encode_header(IndexHeader(bytes(16), (b"another file id.",), 100)))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (emptied, "it is empty, or was erased by a reset"),
+        (of_a_newer_version, "its format is version 2, not 1"),
+        (of_more_slots, f"it has {2**60} slots, and its files have 100"),
+        (of_other_files, "it is about other slot files, which had 0 blocks"),
+    ],
+)
+def test_an_index_that_cannot_be_used_is_one_warning_and_the_disk_starts_empty(
+    tmp_path: Path, spoil: Callable[[Path], None], reason: str
+) -> None:
+    side = Side(portal=True, disk=tmp_path)
+    open_disk(side)
+    leave_on_disk(side, "a")
+    side.close()
+    (path,) = tmp_path.glob("**/index")
+    spoil(path)
+    with capture_logs() as lines:
+        side = Side(portal=True, disk=tmp_path)
+        open_disk(side)
+    (dropped,) = [line for line in lines if line["log_level"] == "warning"]
+    assert dropped == {
+        "event": "disk_index_dropped",
+        "log_level": "warning",
+        "file": str(path),
+        "reason": reason,
+        "note": "the disk starts empty",
+    }
+    side.seen("again", "a")
+    assert side.step().disk == ()
     side.close()
 
 

@@ -80,7 +80,7 @@ class Life:
         """Return how many blocks a new engine would find."""
         (folder,) = self.folder.glob("disk/*/replica0")
         with open_folder(folder) as opened:
-            index = load_index(opened)
+            index = load_index(opened, 2**20)
         return len(index.entries) if index is not None else 0
 
     def _times_opened(self) -> int:
