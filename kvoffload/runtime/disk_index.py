@@ -28,7 +28,7 @@ from kvoffload.disk.open_folder import LOCK_PAUSE_S, LOCK_TRIES
 from kvoffload.logs import get_logger
 from kvoffload.model import facts
 from kvoffload.model.disk import DiskFile, DiskRecord, Put, Strike
-from kvoffload.model.errors import DiskError
+from kvoffload.model.errors import DiskError, KVOffloadError
 from kvoffload.model.ids import Rank, SlotId
 from kvoffload.model.transfer import TransferReport
 from kvoffload.runtime.portal import Portal
@@ -93,6 +93,7 @@ class DiskIndex:
         """Functions that make the facts for the core, one a step: `next_fact`."""
         self._is_closed = self._was_reset = self._is_handed_over = False
         self._files: dict[Rank, DiskFile] = {}
+        self._stage = "identity of the weights"
         self.identity: KVIdentity | None = None
         self._folder: TierFolder | None = None
         self._opened: _Opened | None = None
@@ -135,6 +136,11 @@ class DiskIndex:
     def is_opening(self) -> bool:
         """Whether more facts about the index are to come."""
         return bool(self.due) or not (self._is_handed_over or self._failure is not None)
+
+    @property
+    def opening(self) -> str | None:
+        """The stage in which the disk still opens; None once its index is being handed over, or if it failed."""
+        return None if self.due or not self.is_opening else self._stage
 
     def append(self, records: Sequence[DiskRecord]) -> None:
         """Queue records for the index. A strike is written immediately, because its slot may be overwritten next."""
@@ -203,6 +209,7 @@ class DiskIndex:
         from kvoffload.disk.folder import FolderInUse, caution, lock_folder, make_folder
 
         identity = self._place.identify()
+        self._stage = "lock of the folder"
         try:
             self._folder = lock_folder(make_folder(self._place.root, identity, self._place.replica))
         except FolderInUse as error:
@@ -215,6 +222,7 @@ class DiskIndex:
             return False
         if note := caution(self._place.root):
             log.warning("disk_not_protected", note=note)
+        self._stage = "slot files of the ranks"
         self.identity = identity
         return self._open() if len(self._files) == self._ranks else True
 
@@ -231,6 +239,7 @@ class DiskIndex:
 
         if self._folder is None or self._opened is not None or self._failure is not None:
             return False
+        self._stage = "index"
         folder = self._folder.folder
         ids = tuple(self._files[Rank(rank)].file_id for rank in range(self._ranks))
         slots = min(file.slots for file in self._files.values())
@@ -322,8 +331,8 @@ def _find_index(folder: OpenFolder, files: tuple[bytes, ...], slots: int) -> Ind
 
 
 def reason_of(error: Exception) -> str:
-    """Return what to say of an error: of one that is neither the disk's nor ours, its class too."""
-    return str(error) if isinstance(error, (OSError, DiskError)) else f"{type(error).__name__}: {error}"
+    """Return what to say of an error: of one that is neither the system's nor ours, its class too."""
+    return str(error) if isinstance(error, (OSError, KVOffloadError)) else f"{type(error).__name__}: {error}"
 
 
 def _parts(entries: Entries, free: Sequence[SlotId], slots: int) -> Iterator[Callable[[], facts.Fact]]:

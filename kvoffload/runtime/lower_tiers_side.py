@@ -19,6 +19,7 @@ from math import inf
 from kvoffload.core.lower_tiers import LowerTiers
 from kvoffload.core.state import CoreState
 from kvoffload.disk.identity import KVIdentity
+from kvoffload.logs import get_logger
 from kvoffload.model import facts
 from kvoffload.model.disk import DiskRecord
 from kvoffload.model.ids import BlockKey, RequestId
@@ -27,6 +28,8 @@ from kvoffload.runtime.broken_core import BrokenCore
 from kvoffload.runtime.disk_index import DiskIndex
 from kvoffload.runtime.remote_index import RemoteIndex
 
+log = get_logger("tiers")
+
 Ask = tuple[RequestId, tuple[BlockKey, ...]]
 
 _PATIENCE = 10
@@ -34,6 +37,10 @@ _PATIENCE = 10
 
 _POLL_S = 0.02
 """Seconds between two polls of a store while no call has ended: the polls are for time limits, which are much longer."""
+
+OPENING_S = 60.0
+_LONGEST_STEP_S = 1.0
+"""An engine without requests makes no steps, and nothing opens meanwhile: a longer pause counts as no more than this."""
 
 _LATE_STEPS = 4
 """In which what ended while no step was made is reported, also where steps are scheduled ahead of reports."""
@@ -60,6 +67,7 @@ class LowerTiersSide:
         records: what the disk's index must record.
         overdue_at: when the open jobs are overdue, if none begins or ends before.
         awaits_files: whether ranks have not opened their slot files yet.
+        is_opening: whether a step must look at a tier that opens; False from the warning on that one takes long.
     """
 
     def __init__(
@@ -91,6 +99,9 @@ class LowerTiersSide:
         self.records: list[DiskRecord] = [] if state.disk is None else state.disk.records
         self.overdue_at = inf
         self.awaits_files = disk is not None
+        self.is_opening = True
+        self._opening_s = 0.0
+        self._stepped_at = -inf
 
     @property
     def disk_identity(self) -> KVIdentity | None:
@@ -106,6 +117,8 @@ class LowerTiersSide:
     def take_facts(self, now: float) -> list[facts.Fact]:
         """Return the facts for the core; if no job begins or ends in time, that the open ones are overdue (R16)."""
         found = list[facts.Fact]()
+        if self.is_opening:
+            self._look_at_opening(now)
         if self.overdue_at <= now and self._late_steps:
             self._late_steps -= 1
         elif self.overdue_at <= now:
@@ -118,6 +131,18 @@ class LowerTiersSide:
             found += self._remote.take_due()
             self.polls_at = now + _POLL_S if self._remote.is_opened else -inf
         return found
+
+    def _look_at_opening(self, now: float) -> None:
+        """Warn once if a tier opens for longer than a minute in which the engine makes steps."""
+        self._opening_s += min(now - self._stepped_at, _LONGEST_STEP_S)
+        self._stepped_at = now
+        tiers = {"disk": self.disk, "remote": self._remote}
+        stages = {name: tier.opening for name, tier in tiers.items() if tier is not None and tier.opening}
+        self.is_opening = bool(stages) and self._opening_s < OPENING_S
+        if not self.is_opening:
+            for name, stage in stages.items():
+                note = "the engine goes on without the tier until it is open"
+                log.warning("tier_still_opening", tier=name, stage=stage, after_s=OPENING_S, note=note)
 
     def moved(self, now: float) -> None:
         """Jobs on these tiers have begun or ended: the time limit of the others starts again."""

@@ -31,13 +31,14 @@ from typing import NamedTuple
 
 from kvoffload.logs import get_logger
 from kvoffload.model import facts
-from kvoffload.model.errors import KVOffloadError, RemoteError
+from kvoffload.model.errors import RemoteError
 from kvoffload.model.ids import BlockKey, RequestId
 from kvoffload.remote.address import RemotePlace
 from kvoffload.remote.calls import RemoteCalls
 from kvoffload.remote.connect import open_store
 from kvoffload.remote.store import RemoteStore
 from kvoffload.remote.values import Shard, generation_name
+from kvoffload.runtime.disk_index import reason_of
 from kvoffload.runtime.portal import Portal
 
 LOOK_PERIOD_S = 30.0
@@ -88,13 +89,14 @@ class RemoteIndex:
         self._must_replace = self._is_replacing = False
         self._opened: str | None = None  # the core can use this namespace
         self._identified = _begin(portal, place.identify)
+        self._is_refused = False  # there is no identity
         if place.address.caution:
             log.warning("remote_not_protected", note=place.address.caution)
 
     def poll(self) -> None:
         """Do what is due, and take what has come. Never waits."""
         self._calls.poll()
-        if self._fingerprint is None and self._identified.done():
+        if self._fingerprint is None and self._identified.done() and not self._is_refused:
             self._take_identity()
         works = self._calls.works
         if works and self._must_replace and not self._is_replacing:
@@ -113,6 +115,13 @@ class RemoteIndex:
     def is_opened(self) -> bool:
         """Whether the store was reached."""
         return self._namespace is not None
+
+    @property
+    def opening(self) -> str | None:
+        """The stage in which the store is still opened for the first time; None once it is, or if it cannot be."""
+        if self.is_opened or self._is_refused:
+            return None
+        return "identity of the weights" if self._fingerprint is None else "connection"
 
     def take_due(self) -> list[facts.Fact]:
         """Return what the core must learn since the last call."""
@@ -163,11 +172,10 @@ class RemoteIndex:
     def _take_identity(self) -> None:
         try:
             self._fingerprint = self._identified.result()
-        except KVOffloadError as error:
-            log.error(
-                "remote_not_opened", reason=str(error), note="the engine goes on without the remote store"
-            )
-            self._identified = Future()  # which never ends
+        except Exception as error:  # on the engine's thread
+            reason, note = reason_of(error), "the engine goes on without the remote store"
+            log.error("remote_not_opened", reason=reason, note=note)
+            self._is_refused = True
 
     def _generation_read(self, found: _Generation | None, _: float) -> None:
         if found is None:

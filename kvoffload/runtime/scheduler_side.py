@@ -286,7 +286,11 @@ class SchedulerSide:
             batch[:0] = self._first_tokens.look()
         below = self._below
         if below is not None and (
-            below.ended or below.due or below.polls_at <= began or below.overdue_at <= began
+            below.is_opening
+            or below.ended
+            or below.due
+            or below.polls_at <= began
+            or below.overdue_at <= began
         ):
             batch += below.take_facts(began)
         self.bus.dispatch(batch)

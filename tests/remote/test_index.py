@@ -7,6 +7,7 @@ from concurrent.futures import Future
 import pytest
 
 from kvoffload.model import facts
+from kvoffload.model.errors import DiskError
 from kvoffload.model.ids import BlockKey, RequestId
 from kvoffload.remote.address import BucketAddress, RemotePlace
 from kvoffload.remote.values import generation_name
@@ -67,6 +68,20 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 def test_engines_of_one_fingerprint_share_what_the_first_has_made(world: World) -> None:
     first, second = world.start(), world.start()
     assert generation(first) == generation(second) == f"print/{world.store.values[NAME].decode()}"
+
+
+@pytest.mark.parametrize("error", [DiskError("no weights"), RecursionError("too deep")])
+def test_an_engine_without_an_identity_goes_on_without_the_store(world: World, error: Exception) -> None:
+    unknown: Future[str] = Future()
+    engine = world.start(unknown)
+    assert engine.opening == "identity of the weights"
+    with capture_logs() as lines:
+        unknown.set_exception(error)
+        world.step()
+        world.step()
+    (line,) = [line for line in lines if line["event"] == "remote_not_opened"]
+    assert str(error) in line["reason"]
+    assert engine.opening is None
 
 
 def test_r18_an_engine_that_was_reset_leaves_the_others_and_those_that_begin_later_share_apart(

@@ -73,6 +73,7 @@ class Side:
         config: OffloadConfig | None = None,
         ranks: int = 1,
         disk: Path | None = None,
+        opens_files: bool = True,
         remote: RemotePlace | None = None,
     ) -> None:
         self.clock = FakeClock(100.0)
@@ -90,7 +91,7 @@ class Side:
             disk=None if disk is None else DiskPlace(disk, lambda: IDENTITY),
             remote=remote,
         )
-        self._file = None if disk is None else DiskFile(b"a file's own id.", 100, 100)
+        self._file = None if disk is None or not opens_files else DiskFile(b"a file's own id.", 100, 100)
         self._has_remote = remote is not None
         self.steps = 0
         self._blocks = 0

@@ -1,0 +1,123 @@
+"""A tier that takes long to open: one warning with its stage, and none while the engine has nothing to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvoffload.disk.folder import lock_folder, make_folder
+from kvoffload.remote.address import MooncakeAddress, RemotePlace
+from kvoffload.runtime.lower_tiers_side import OPENING_S
+from kvoffload.testing import FakeClock
+from kvoffload.testing.logs import capture_logs
+from tests.remote.fake_store import FakeStore
+from tests.runtime.manual_portal import ManualPortal
+from tests.runtime.parts import IDENTITY, Side
+
+NOWHERE = MooncakeAddress("nowhere", 1)
+
+
+@pytest.fixture
+def logged() -> Iterator[list[dict[str, Any]]]:
+    with capture_logs() as lines:
+        yield lines
+
+
+def held() -> ManualPortal:
+    """A portal whose thread of the disk does nothing yet."""
+    portal = ManualPortal(FakeClock())
+    portal.index.hold()
+    return portal
+
+
+def steps(side: Side, count: int, each_s: float = 0.5) -> None:
+    for _ in range(count):
+        side.precise.jump(each_s)
+        side.step()
+
+
+def warnings(lines: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    return [(line["tier"], line["stage"]) for line in lines if line["event"] == "tier_still_opening"]
+
+
+def check(side: Side, lines: list[dict[str, Any]], tier: str, stage: str) -> None:
+    steps(side, int(2 * OPENING_S) - 4)
+    assert warnings(lines) == []
+    steps(side, 4)
+    assert warnings(lines) == [(tier, stage)]
+    steps(side, 1000)
+    assert len(warnings(lines)) == 1
+    side.close()
+
+
+def test_a_disk_whose_weights_are_being_read(tmp_path: Path, logged: list[dict[str, Any]]) -> None:
+    check(Side(portal=held(), disk=tmp_path), logged, "disk", "identity of the weights")
+
+
+def test_a_disk_whose_folder_is_locked(tmp_path: Path, logged: list[dict[str, Any]]) -> None:
+    holder = lock_folder(make_folder(tmp_path, IDENTITY, 0))
+    check(Side(portal=True, disk=tmp_path), logged, "disk", "lock of the folder")
+    holder.close()
+
+
+def test_a_disk_whose_ranks_open_no_files(tmp_path: Path, logged: list[dict[str, Any]]) -> None:
+    check(Side(portal=True, disk=tmp_path, opens_files=False), logged, "disk", "slot files of the ranks")
+
+
+def test_a_disk_whose_index_is_being_read(
+    tmp_path: Path, logged: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    portal = held()
+    side = Side(portal=portal, disk=tmp_path)
+    monkeypatch.setattr("kvoffload.disk.index_log.load_index", lambda *_: steps(side, 200))
+    portal.index.release()
+    assert warnings(logged) == [("disk", "index")]
+    side.close()
+
+
+def test_a_store_that_is_not_reached(logged: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FakeStore()
+    store.fails = True
+    monkeypatch.setattr("kvoffload.runtime.remote_index.open_store", lambda *_: store)
+    check(Side(portal=True, remote=RemotePlace(NOWHERE, lambda: "print")), logged, "remote", "connection")
+
+
+def test_both_are_named(
+    tmp_path: Path, logged: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FakeStore()
+    store.fails = True
+    monkeypatch.setattr("kvoffload.runtime.remote_index.open_store", lambda *_: store)
+    place = RemotePlace(NOWHERE, lambda: "print")
+    side = Side(portal=held(), disk=tmp_path, remote=place)
+    steps(side, 200)
+    assert warnings(logged) == [("disk", "identity of the weights"), ("remote", "connection")]
+    side.close()
+
+
+def test_an_idle_engine_is_not_warned(tmp_path: Path, logged: list[dict[str, Any]]) -> None:
+    """A step every ten minutes: a tier that needs three of them to open is not late."""
+    side = Side(portal=held(), disk=tmp_path)
+    steps(side, 30, each_s=600.0)
+    assert warnings(logged) == []
+    side.close()
+
+
+def test_a_disk_that_opened_or_failed_is_not_warned_of(
+    tmp_path: Path, logged: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = Side(portal=True, disk=tmp_path)
+    steps(opened, 500)
+    opened.close()
+
+    def fail(*_: object) -> None:
+        raise OSError("gone")
+
+    monkeypatch.setattr("kvoffload.disk.folder.make_folder", fail)
+    failed = Side(portal=True, disk=tmp_path)
+    steps(failed, 500)
+    failed.close()
+    assert warnings(logged) == []
