@@ -22,7 +22,7 @@ from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.scheduler_side import SchedulerSide
 from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.telemetry.spans import check_installed
-from kvoffload_vllm.doctor import RECOMPUTE, load_failures, recurrent_states
+from kvoffload_vllm.doctor import RECOMPUTE, block_hashes, load_failures, recurrent_states
 from kvoffload_vllm.events import find_wire, publishes_events
 from kvoffload_vllm.failure_policy import find_failure_policy
 from kvoffload_vllm.groups import VllmGroups, vllm_groups
@@ -155,6 +155,8 @@ def _identification(
     by_hand = config.disk_identity
     if problems := find_problems(vllm_config, has_identity=by_hand is not None):
         raise ConfigError(problems)
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    warn(examine([block_hashes(algorithm)], Setup(config=config)))
     memory = config.disk_path or Path(envs.VLLM_CACHE_ROOT, "kvoffload")
     return Identification(lambda: find_identity(vllm_config, groups, memory, by_hand))
 

@@ -35,6 +35,9 @@ _OPTION = "--kv-transfer-config"
 RECOMPUTE = "recompute"
 """vLLM's policy under which no request fails because its load failed."""
 
+_HASHES = ("sha256", "sha256_cbor")
+"""vLLM's hash algorithms for which nobody can find two prompts with one hash."""
+
 _RECOMPUTE = f'"kv_load_failure_policy":"{RECOMPUTE}"'
 
 
@@ -87,6 +90,12 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="tokens of a block of a model with recurrent layers; vLLM logs at its start to what it sets them",
     )
+    add(
+        "--prefix-caching-hash-algo",
+        metavar="NAME",
+        default=_HASHES[0],
+        help="as vLLM will get it: how it hashes blocks",
+    )
     add("--prefix-cache-retention-interval", type=int, default=0, metavar="N", help="as vLLM will get it")
 
 
@@ -135,6 +144,7 @@ def checks(args: argparse.Namespace) -> Sequence[Check]:
         concluded("vllm connector", _transfer(transfer)),
         load_failures(None if transfer is None else transfer.get("kv_load_failure_policy") or "fail"),
         concluded("prefix caching", _prefix_caching(args.enable_prefix_caching)),
+        block_hashes(args.prefix_caching_hash_algo),
         Check("model sizes", lambda setup, _: _model_sizes(args, setup)),
         *_states(args.state_block_tokens, args.prefix_cache_retention_interval),
     )
@@ -166,6 +176,24 @@ def _recurrent_states(block_tokens: int, interval: int | None) -> Finding:
             "keeps more states, which takes more host memory",
         )
     return go(text)
+
+
+def block_hashes(algorithm: str) -> Check:
+    """Return the check of vLLM's hash algorithm, `prefix_caching_hash_algo`."""
+    return Check("block hashes", lambda setup, _: _block_hashes(algorithm, setup))
+
+
+def _block_hashes(algorithm: str, setup: Setup) -> Finding:
+    config = setup.config
+    if algorithm in _HASHES:
+        return go(f"blocks are found by {algorithm}")
+    if config is not None and config.disk_path is None and config.remote_url is None:
+        return go(f"blocks are found by {algorithm}, and no later process finds them")
+    return warn(
+        f"blocks below the host are found by {algorithm}, for which prompts with equal hashes can be searched: a tenant who "
+        "finds some can have KV of one served for the other, also by other engines and after a restart",
+        f"start vLLM with --prefix-caching-hash-algo {_HASHES[0]}",
+    )
 
 
 def load_failures(policy: object) -> Check:

@@ -55,6 +55,7 @@ def test_every_check_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
         "vllm connector",
         "load failures",
         "prefix caching",
+        "block hashes",
         "model sizes",
     }
     disk = {"disk space", "disk file system", "disk owners", "disk speed", "disk leftovers", "disk drain"}

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from kvoffload.model.config import OffloadConfig
+from kvoffload.testing.logs import capture_logs
 from tests.vllm_adapter.engine_rig import MARKS
 
 pytestmark = MARKS
@@ -27,3 +29,31 @@ def test_each_engine_of_a_server_has_a_journal_of_its_own(index: int, file: str,
     extra = SimpleNamespace(kv_connector_extra_config={"journal_path": "/somewhere/journal"})
     given: Any = SimpleNamespace(kv_transfer_config=extra, parallel_config=parallel)
     assert assembly._config(given).journal_path == Path("/somewhere", file)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "disk", "warned"),
+    [("xxhash", Path("/d"), ["block hashes"]), ("sha256", Path("/d"), []), ("xxhash", None, [])],
+)
+def test_hashes_for_which_collisions_can_be_searched_are_one_warning_at_the_start(
+    algorithm: str, disk: Path | None, warned: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvoffload_vllm import assembly
+
+    monkeypatch.setattr(assembly, "find_problems", lambda *_, **__: [])
+    given: Any = SimpleNamespace(cache_config=SimpleNamespace(prefix_caching_hash_algo=algorithm))
+    nothing: Any = None
+    with capture_logs() as lines:
+        assembly._identification(given, OffloadConfig(disk_path=disk), nothing)
+    assert [line["check"] for line in lines if line["event"] == "doctor_warning"] == warned
+
+
+def test_vllm_knows_no_other_hashes() -> None:
+    from typing import get_args
+
+    from vllm.config.cache import PrefixCachingHashAlgo
+
+    from kvoffload_vllm.doctor import _HASHES
+
+    known = set(get_args(PrefixCachingHashAlgo))
+    assert known - set(_HASHES) == {"xxhash", "xxhash_cbor"}

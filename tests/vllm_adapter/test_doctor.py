@@ -93,6 +93,7 @@ def test_property_any_configuration_gets_its_findings(changes: dict[str, Any], i
         kv_transfer_config=json.dumps(transfer), enable_prefix_caching=None,
         page_bytes=None, block_bytes=None, ranks=1, device_blocks=None, model=None,
         state_block_tokens=None, prefix_cache_retention_interval=0, replicas=1, block_tokens=None,
+        prefix_caching_hash_algo="sha256",
     )  # fmt: skip
     known, settings = setup_of(settings_of([], [doctor], args), [doctor], args)
     for answer in run_checks([settings, *doctor.checks(args), *memory.CHECKS], known, NOWHERE):
@@ -106,6 +107,36 @@ def test_vllms_own_default_for_failed_loads_is_a_no_go(capsys: pytest.CaptureFix
 
 def test_prefix_caching_off(capsys: pytest.CaptureFixture[str]) -> None:
     assert found(capsys, GOOD, "--no-enable-prefix-caching")["prefix caching"]["verdict"] == "no-go"
+
+
+DISK = {"disk_path": "/somewhere", "disk_bytes": "1GiB"}
+REMOTE = {"remote_url": "mooncake://nowhere:1"}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "tiers", "verdict"),
+    [
+        ("sha256", DISK, "go"),
+        ("sha256_cbor", REMOTE, "go"),
+        ("xxhash", {}, "go"),
+        ("xxhash", DISK, "warning"),
+        ("xxhash_cbor", REMOTE, "warning"),
+    ],
+)
+def test_hashes_for_which_collisions_can_be_searched_are_a_warning_below_the_host(
+    capsys: pytest.CaptureFixture[str], algorithm: str, tiers: dict[str, str], verdict: str
+) -> None:
+    transfer = {**GOOD, "kv_connector_extra_config": {"host_bytes": "1MiB", **tiers}}
+    one = found(capsys, transfer, "--prefix-caching-hash-algo", algorithm)["block hashes"]
+    assert one["verdict"] == verdict
+    assert algorithm in one["finding"]
+    assert one["remedy"] == (
+        "start vLLM with --prefix-caching-hash-algo sha256" if verdict == "warning" else ""
+    )
+
+
+def test_vllms_default_hashes_are_the_doctors(capsys: pytest.CaptureFixture[str]) -> None:
+    assert found(capsys, GOOD)["block hashes"]["finding"] == "blocks are found by sha256"
 
 
 @pytest.mark.parametrize(
