@@ -6,7 +6,7 @@ from kvoffload.checks.check import Check, Finding, Setup, go, no_go, not_known, 
 from kvoffload.checks.machine import Machine
 from kvoffload.model.config import size_text
 from kvoffload.transfer.footprint import arena_bytes
-from kvoffload.transfer.host_memory import cgroups, machine_left
+from kvoffload.transfer.host_memory import MemoryLimit, cgroup_limits, exceeded, machine_limit
 
 _SPARE = 10  # a tenth of the memory should stay free
 _SMALL_SHM = 256 * 2**20
@@ -37,45 +37,44 @@ def _pages(setup: Setup) -> tuple[int, ...]:
 
 
 def _machine(setup: Setup, machine: Machine) -> Finding:
-    left = machine_left(machine.read)
-    if left is None:
+    limit = machine_limit(machine.read)
+    if limit.left is None:
         return not_known("the available memory: /proc/meminfo cannot be read")
-    return _compare(setup, left, f"the machine's {size_text(left)} that are available now")
+    return _compare(setup, limit, limit.left)
 
 
 def _cgroup(setup: Setup, machine: Machine) -> Finding:
-    groups = list(cgroups(machine.read))
+    groups = list(cgroup_limits(machine.read))
     if not groups:
         return not_known("the memory limits of cgroups: none of this process can be read")
     limited = [group for group in groups if group.left is not None]
     if not limited:
         return go("no cgroup limits memory")
     least = min(limited, key=lambda group: group.left or 0)
-    left = least.left or 0
-    return _compare(setup, left, f"the {size_text(left)} that the cgroup {least.folder} has left now")
+    return _compare(setup, least, least.left or 0)
 
 
-def _compare(setup: Setup, left: int, where: str) -> Finding:
+def _compare(setup: Setup, limit: MemoryLimit, left: int) -> Finding:
     needed = needed_bytes(setup)
     if needed is None:
-        return _compare_one(setup, left, where)
+        return _compare_one(setup, limit, left)
     count, words = needed
-    if count > left:
-        return no_go(f"{words} are more than {where}", _LESS)
+    if exceeded(count, [limit]):
+        return no_go(f"{words} are more than {limit}", _LESS)
     if count > left - left // _SPARE:
-        return warn(f"{words} leave less than a tenth of {where}; the engine itself needs some too", _LESS)
-    return go(f"{words} fit {where}")
+        return warn(f"{words} leave less than a tenth of {limit}; the engine itself needs some too", _LESS)
+    return go(f"{words} fit {limit}")
 
 
-def _compare_one(setup: Setup, left: int, where: str) -> Finding:
+def _compare_one(setup: Setup, limit: MemoryLimit, left: int) -> Finding:
     """Compare one rank's share, because the number of ranks is not known."""
     if setup.config is None or setup.config.host_bytes_per_rank is None:
-        return not_known(f"how much of {where} is needed: the settings cannot be used")
+        return not_known(f"how much of {limit} is needed: the settings cannot be used")
     share = setup.config.host_bytes_per_rank
-    if share > left:
-        return no_go(f"one rank's {size_text(share)} are more than {where}", _LESS)
+    if exceeded(share, [limit]):
+        return no_go(f"one rank's {size_text(share)} are more than {limit}", _LESS)
     return not_known(
-        f"how many ranks there are, of {size_text(share)} each; {where} are enough for {left // share}",
+        f"how many ranks there are, of {size_text(share)} each; {limit} are enough for {left // share}",
         "give --ranks",
     )
 

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Protocol
 
+from kvoffload.model.config import size_text
 from kvoffload.model.errors import ConfigError, HostMemoryError
+from kvoffload.transfer.footprint import arena_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from concurrent.futures import Executor, Future
 
     from kvoffload.transfer.layout import DeviceLayout
@@ -175,12 +177,41 @@ def slots_for(
                 f"host_bytes gives each rank {bytes_per_rank} bytes, below one block of {layout.slot_bytes} bytes"
             ]
         )
-    available = available_bytes(read or read_file)
-    if available is not None and bytes_per_rank * ranks > available:
-        left = f"the {available} bytes that this machine or this process's cgroup has left"
-        together = "" if ranks == 1 else f", all {ranks} ranks of this machine {bytes_per_rank * ranks} bytes"
-        raise ConfigError([f"host_bytes gives each rank {bytes_per_rank} bytes{together}, above {left}"])
+    needed = ranks * arena_bytes(bytes_per_rank, [region.page_bytes for region in layout.regions])
+    if (limit := exceeded(needed, memory_limits(read or read_file))) is not None:
+        together = "" if ranks == 1 else f", all {ranks} ranks of this machine {size_text(needed)}"
+        raise ConfigError([f"host_bytes gives each rank {bytes_per_rank} bytes{together}, above {limit}"])
     return bytes_per_rank // layout.slot_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """How much memory a process can still get from the machine, or within one of its memory cgroups.
+
+    Args:
+        place: the machine or the cgroup.
+        left: bytes, file cache counted as free; None where there is no limit, or the kernel does not say.
+    """
+
+    place: str
+    left: int | None
+
+    def __str__(self) -> str:
+        return f"the {size_text(self.left or 0)} that {self.place} has left now"
+
+
+def exceeded(needed: int, limits: Iterable[MemoryLimit]) -> MemoryLimit | None:
+    """Return the tightest of the limits that so many bytes exceed; None where they fit all of them.
+
+    It decides at the start whether ranks get their host memory, and in the doctor whether they will.
+    """
+    above = [limit for limit in limits if limit.left is not None and limit.left < needed]
+    return min(above, key=lambda limit: limit.left or 0, default=None)
+
+
+def memory_limits(read: ReadText) -> list[MemoryLimit]:
+    """Return the limits of the machine and of every enclosing memory cgroup."""
+    return [machine_limit(read), *cgroup_limits(read)]
 
 
 def available_bytes(read: ReadText) -> int | None:
@@ -188,28 +219,15 @@ def available_bytes(read: ReadText) -> int | None:
 
     The least of MemAvailable and what every enclosing cgroup (version 1 or 2) has left, file cache counted as free.
     """
-    machine = machine_left(read)
-    found = [group.left for group in cgroups(read) if group.left is not None]
-    if machine is not None:
-        found.append(machine)
-    return min(found, default=None)
+    return min([limit.left for limit in memory_limits(read) if limit.left is not None], default=None)
 
 
-@dataclass(frozen=True, slots=True)
-class CgroupMemory:
-    """What one memory cgroup allows.
-
-    Args:
-        folder: where it lies.
-        left: bytes that it has left, file cache counted as free; None where it sets no limit.
-    """
-
-    folder: str
-    left: int | None
+def machine_limit(read: ReadText) -> MemoryLimit:
+    """Return what the machine has left."""
+    return MemoryLimit("the machine", _machine_left(read))
 
 
-def machine_left(read: ReadText) -> int | None:
-    """Return the bytes that the machine has available, None where the kernel does not say."""
+def _machine_left(read: ReadText) -> int | None:
     for line in (read("/proc/meminfo") or "").splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":
@@ -218,8 +236,8 @@ def machine_left(read: ReadText) -> int | None:
     return None
 
 
-def cgroups(read: ReadText) -> Iterator[CgroupMemory]:
-    """Yield this process's memory cgroups (version 1 or 2), the parents too, as far as they can be read."""
+def cgroup_limits(read: ReadText) -> Iterator[MemoryLimit]:
+    """Yield the limits of this process's memory cgroups (version 1 or 2), the parents too, as far as they can be read."""
     for line in (read("/proc/self/cgroup") or "").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -232,18 +250,18 @@ def cgroups(read: ReadText) -> Iterator[CgroupMemory]:
             yield from _chain(read, "/sys/fs/cgroup/memory", path, *names)
 
 
-def _chain(read: ReadText, root: str, path: str, limit: str, usage: str) -> Iterator[CgroupMemory]:
-    """Yield the cgroup and each of its parents. A container may see its own group as the root."""
+def _chain(read: ReadText, root: str, path: str, limit: str, usage: str) -> Iterator[MemoryLimit]:
+    """Yield the limits of the cgroup and each of its parents. A container may see its own group as the root."""
     group = PurePosixPath(path)
     for parent in (group, *group.parents):
         folder = root + str(parent).rstrip("/")
         text = read(f"{folder}/{limit}")
         limit_bytes, used_bytes = _number(text), _number(read(f"{folder}/{usage}"))
         if text is not None and (text.strip() == "max" or (limit_bytes or 0) >= _NO_LIMIT):
-            yield CgroupMemory(folder, None)
+            yield MemoryLimit(f"the cgroup {folder}", None)
         elif limit_bytes is not None and used_bytes is not None:
             cached = _file_cache(read(f"{folder}/memory.stat"))
-            yield CgroupMemory(folder, max(limit_bytes - used_bytes + cached, 0))
+            yield MemoryLimit(f"the cgroup {folder}", max(limit_bytes - used_bytes + cached, 0))
 
 
 def _number(text: str | None) -> int | None:

@@ -9,14 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.checks.check import Check, Setup
+from kvoffload.checks.check import Check, Setup, run_checks
 from kvoffload.checks.machine import Machine, Space
 from kvoffload.checks.memory import CHECKS, SHARED_MEMORY, needed_bytes
 from kvoffload.model.config import OffloadConfig
+from kvoffload.model.errors import ConfigError
 from kvoffload.testing import FakeDevice
 from kvoffload.transfer.arena import CHUNK_BYTES, Arena
 from kvoffload.transfer.footprint import KERNEL_PAGE, arena_bytes
-from kvoffload.transfer.host_memory import HostChunk
+from kvoffload.transfer.host_memory import HostChunk, slots_for
 from tests.doctor.trees import GIB, H200, ask, machine, setup
 
 MACHINE, CGROUP, LOCKED, SWAP, SEGMENTS = CHECKS
@@ -75,15 +76,40 @@ def test_what_is_needed(known: Setup, needed: int | None) -> None:
 @pytest.mark.parametrize(
     ("host_gib", "verdict", "text"),
     [
-        (80, "go", "80.0 GiB of all ranks fit the machine's 100.0 GiB that are available now"),
-        (95, "warning", "95.0 GiB of all ranks leave less than a tenth of the machine's 100.0 GiB"),
-        (101, "no-go", "101.0 GiB of all ranks are more than the machine's 100.0 GiB"),
+        (80, "go", "80.0 GiB of all ranks fit the 100.0 GiB that the machine has left now"),
+        (
+            95,
+            "warning",
+            "95.0 GiB of all ranks leave less than a tenth of the 100.0 GiB that the machine has left",
+        ),
+        (101, "no-go", "101.0 GiB of all ranks are more than the 100.0 GiB that the machine has left"),
     ],
 )
 def test_the_machines_memory(tmp_path: Path, host_gib: int, verdict: str, text: str) -> None:
     found = ask(MACHINE, setup(host_gib * GIB), machine(tmp_path))
     assert found[0] == verdict
     assert text in found[1]
+
+
+@given(
+    st.lists(st.integers(1, 70000), min_size=1, max_size=3), st.integers(0, 2**28), st.integers(1, 4),
+    st.integers(-9, 9),
+)  # fmt: skip
+def test_property_a_start_is_refused_where_the_check_says_no_go(
+    pages: list[int], share: int, ranks: int, above: int
+) -> None:
+    """By a few KiB more or less than there is, which is what rounding takes."""
+    layout, share = FakeDevice(1, pages).layout, share + sum(pages)
+    left = ranks * share // 1024 + above
+    read = {"/proc/meminfo": f"MemAvailable: {left} kB\n"}.get
+    known = setup(share * ranks, ranks=ranks, block_bytes=layout.slot_bytes, page_bytes=tuple(pages))
+    (answer,) = run_checks([MACHINE], known, Machine(read=read))
+    is_granted = True
+    try:
+        slots_for(share, layout, ranks=ranks, read=read)
+    except ConfigError:
+        is_granted = False
+    assert is_granted is (answer.finding.verdict != "no-go"), answer
 
 
 @pytest.mark.parametrize("text", [None, "", "MemAvailable:\n", "MemAvailable: lots kB\n", "\0\0"])

@@ -35,8 +35,8 @@ def test_less_than_a_block_is_refused() -> None:
 
 
 def test_more_than_the_machine_has_is_refused() -> None:
-    with pytest.raises(ConfigError, match=rf"host_bytes gives each rank .* above the {1024 * MIB} bytes"):
-        slots_for(1024 * MIB + 1, LAYOUT, read=ROOMY)
+    with pytest.raises(ConfigError, match=r"above the 1\.0 GiB that the machine has left now"):
+        slots_for(1024 * MIB + 5120, LAYOUT, read=ROOMY)
 
 
 def test_ranks_of_a_machine_share_what_it_has() -> None:
@@ -44,7 +44,7 @@ def test_ranks_of_a_machine_share_what_it_has() -> None:
     with pytest.raises(ConfigError) as refused:
         slots_for(205 * MIB, LAYOUT, ranks=8, read=ROOMY)
     (problem,) = refused.value.problems
-    together = f"all 8 ranks of this machine {8 * 205 * MIB} bytes, above the {1024 * MIB} bytes"
+    together = "all 8 ranks of this machine 1.6 GiB, above the 1.0 GiB that the machine has left now"
     assert f"gives each rank {205 * MIB} bytes, {together}" in problem
 
 
