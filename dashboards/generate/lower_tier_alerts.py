@@ -112,7 +112,9 @@ LOWER_TIER_ALERTS = (
         "The shared store did not hold what was written",
         "{{ $value | humanize }} fetched blocks did not match their checksum, length or name in the last hour.",
         "Each value is compared with its own trailer on every rank before a request uses it; these did not match, and their blocks "
-        "were recomputed. So nothing wrong was served. Either something else writes under these names (Mooncake has no "
+        "were recomputed. So nothing wrong was served. Engines of one model whose vLLM has chosen "
+        "another attention backend, or another order of the cache's dimensions, find each other's blocks like this: start them "
+        "alike. Otherwise either something else writes under these names (Mooncake has no "
         "authentication: look at who reaches its ports; S3: look at who may write to the prefix), or the store or the network "
         "changes bytes. If it goes on, give the engines another bucket, prefix or store, and keep the old one to look at.",
         "remote",

@@ -18,7 +18,7 @@ import os
 import secrets
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -289,7 +289,10 @@ def _difference(header: memoryview, shape: SlotShape, size: int) -> str:
         return f"it begins with {magic!r}, not with {_MAGIC!r}"
     if version != _VERSION:
         return f"its format is version {version}, not {_VERSION}"
-    if (found := SlotShape(rank, ranks, slot_bytes, layout)) != shape:
+    found = SlotShape(rank, ranks, slot_bytes, layout)
+    if found == replace(shape, layout=layout) != shape:
+        return "its blocks have other pages, or another attention backend or order of dimensions"
+    if found != shape:
         return f"it has {found}, not {shape}"
     return f"its header is damaged, or its {size} bytes end before the last of {slots} slots"
 

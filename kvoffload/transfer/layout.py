@@ -49,11 +49,17 @@ class DeviceRegion:
 class DeviceLayout:
     """All regions of one rank; a block's bytes are its pages in all of them, in this order.
 
+    Args:
+        regions: each address once.
+        meaning: what the engine's own identity does not say of the bytes of a page, such as the attention backends and the order of
+            a cache's dimensions. Other processes use a block only if theirs is equal.
+
     Raises:
         EngineContractError: there is no region, or they differ in their number of blocks or in their device.
     """
 
     regions: tuple[DeviceRegion, ...]
+    meaning: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
         if not self.regions:
@@ -122,9 +128,9 @@ def check_pieces(wanted: str, layout: DeviceLayout) -> None:
 
 
 def digest_of(layout: DeviceLayout) -> bytes:
-    """Return 16 bytes that are equal for layouts whose blocks have equal pages in equal order."""
+    """Return 16 bytes that are equal for layouts whose blocks have equal pages, of equal meaning, in equal order."""
     pages = ",".join(str(region.page_bytes) for region in layout.regions)
-    return xxh3_128(pages.encode()).digest()
+    return xxh3_128(f"{pages} {layout.meaning}".encode()).digest()
 
 
 def layout_of(tensors: Sequence[torch.Tensor]) -> DeviceLayout:

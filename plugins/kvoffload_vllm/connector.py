@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
@@ -16,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvoffload.model.errors import ConfigError
 from kvoffload_vllm.assembly import make_scheduler, make_worker
-from kvoffload_vllm.layout import layout_of_caches, preferred_layout
+from kvoffload_vllm.layout import layout_of_caches, meaning_of_caches, preferred_layout
 from kvoffload_vllm.metadata import KVOffloadMetadata
 from kvoffload_vllm.support import SLEEP_MODE
 
@@ -93,7 +94,9 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # -- worker -------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._worker.register(layout_of_caches(kv_caches, self._vllm_cache_config))
+        layers = self._vllm_config.compilation_config.static_forward_context
+        meaning = meaning_of_caches(kv_caches, self._vllm_cache_config, layers)
+        self._worker.register(replace(layout_of_caches(kv_caches, self._vllm_cache_config), meaning=meaning))
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,22 @@ _FROM_FOLDER = (
     "bitsandbytes",
 )
 """Load formats in which all weights come from the model's folder."""
+
+_LENGTHLESS_ROPES = {
+    "default",
+    "linear",
+    "ntk",
+    "llama3",
+    "yarn",
+    "deepseek_yarn",
+    "deepseek_llama_scaling",
+    "proportional",
+    "mrope",
+    "bailing_mrope",
+    "mllama4",
+    "openpangu",
+}
+"""Kinds of RoPE that treat a position alike whatever `max_model_len` is."""
 
 _NAMES = ("model", "model_weights", "tokenizer", "revision", "tokenizer_revision", "hf_config_path")
 """Settings of a model that say where it is, not what it is."""
@@ -192,7 +208,28 @@ def _digest(model: ModelConfig) -> str:
     for name in _NAMES:
         if hasattr(nameless, name):
             setattr(nameless, name, "")
+    if not _depends_on_length(model.hf_config.to_dict()):
+        nameless.max_model_len = 0
     return str(nameless.compute_hash())
+
+
+def _depends_on_length(hf_config: Mapping[str, Any]) -> bool:
+    """Whether a model's KV may depend on `max_model_len`.
+
+    By it vLLM picks LongRoPE's factors, and switches Llama 4's temperature tuning on; some models hand it to dynamic NTK as the trained
+    length. Otherwise it only bounds requests and the tables of positions, and engines that differ in it can share.
+    """
+    return "llama4" in str(hf_config.get("model_type")) or not _rope_types(hf_config) <= _LENGTHLESS_ROPES
+
+
+def _rope_types(settings: Mapping[str, Any], *, in_rope: bool = False) -> set[str]:
+    """Return the kinds of RoPE in a model's configuration: of its text model, of its vision model, of some layers."""
+    found = {str(settings[name]) for name in ("rope_type", "type") if in_rope and name in settings}
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            is_rope = in_rope or name in ("rope_parameters", "rope_scaling")
+            found |= _rope_types(value, in_rope=is_rope)
+    return found
 
 
 def _device() -> str:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvoffload.model.errors import EngineContractError
 from kvoffload.transfer.layout import DeviceLayout, DeviceRegion
@@ -71,6 +71,35 @@ def layout_of_caches(caches: Caches, kv_cache_config: KVCacheConfig) -> DeviceLa
             f"of {blocks} blocks; layers: {', '.join(sorted(caches))}"
         )
     return layout
+
+
+def meaning_of_caches(caches: Caches, kv_cache_config: KVCacheConfig, layers: Mapping[str, object]) -> str:
+    """Return what the bytes of a block mean: of each layer its attention backend, and the shape and order of its cache's dimensions.
+
+    vLLM chooses them when it loads the model, so only a worker knows them. How many blocks there are changes nothing.
+
+    Args:
+        caches: as for `layout_of_caches`.
+        kv_cache_config: the worker's own.
+        layers: vLLM's layers by name, its `static_forward_context`.
+    """
+    found = []
+    for name, cache in sorted(caches.items()):
+        layer: Any = layers.get(name)
+        backend = layer.get_attn_backend().get_name() if hasattr(layer, "get_attn_backend") else ""
+        views = [cache] if isinstance(cache, _tensor_type()) else cache
+        found.append((name, backend, [_form(view, kv_cache_config.num_blocks) for view in views]))
+    return str(found)
+
+
+def _form(view: torch.Tensor, blocks: int) -> list[tuple[int, int, int | None]]:
+    """Return number, size and stride of each dimension, the outermost first; no stride outside a block, where it grows with the blocks."""
+    strides = view.stride()
+    block_dim = next(iter(_dimensions_of_blocks(view, blocks)), 0)
+    inside = [strides[d] if strides[d] < strides[block_dim] else None for d in range(view.dim())]
+    sizes = [size // blocks if d == block_dim else size for d, size in enumerate(view.shape)]
+    order = sorted(range(view.dim()), key=lambda d: -strides[d])
+    return [(d, sizes[d], inside[d]) for d in order if view.shape[d] > 1]
 
 
 def _placed_regions(tensor: KVCacheTensor, caches: Caches, blocks: int) -> Iterator[DeviceRegion]:
@@ -131,12 +160,18 @@ def _regions_by_strides(name: str, view: torch.Tensor, blocks: int) -> Iterator[
 
 def _block_dimension(name: str, view: torch.Tensor, blocks: int) -> int:
     """Return the dimension that counts blocks: the first, or the one behind a 2 for keys and values."""
-    fits = [d for d in range(min(view.dim(), 2)) if view.shape[d] and view.shape[d] % blocks == 0]
+    fits = _dimensions_of_blocks(view, blocks)
     if not fits:
         raise EngineContractError(
             f"no dimension of {name} counts {blocks} blocks: its shape is {tuple(view.shape)}"
         )
-    return fits[-1] if len(fits) > 1 and view.shape[0] == 2 else fits[0]
+    return fits[0]
+
+
+def _dimensions_of_blocks(view: torch.Tensor, blocks: int) -> list[int]:
+    """Return the dimensions that may count blocks, the likeliest first."""
+    fits = [d for d in range(min(view.dim(), 2)) if view.shape[d] and view.shape[d] % blocks == 0]
+    return fits[::-1] if view.shape[:1] == (2,) else fits
 
 
 def _is_dense(dimensions: Iterable[tuple[int, int]]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -70,7 +71,6 @@ def test_the_same_model_at_another_place_is_the_same(
         {"dtype": "bfloat16"},
         {"kv_cache_dtype": "fp8"},
         {"hf_overrides": {"rope_parameters": {"rope_theta": 5000.0, "rope_type": "default"}}},
-        {"max_model_len": 512},
         {"block_size": 64},
         {"tensor_parallel_size": 2},
         {"pipeline_parallel_size": 2},
@@ -87,7 +87,12 @@ def test_another_setting_is_another_folder(
 
 @pytest.mark.parametrize(
     "options",
-    [{"num_gpu_blocks_override": 64}, {"gpu_memory_utilization": 0.5}, {"max_num_seqs": 3}],
+    [
+        {"num_gpu_blocks_override": 64},
+        {"gpu_memory_utilization": 0.5},
+        {"max_num_seqs": 3},
+        {"max_model_len": 512},
+    ],
     ids=str,
 )
 def test_an_engine_with_other_room_is_the_same(
@@ -95,6 +100,76 @@ def test_an_engine_with_other_room_is_the_same(
 ) -> None:
     first, second = (find(settings(checkpoint, **more), tmp_path) for more in ({}, options))
     assert first == second
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 16,
+    "long_factor": [4.0] * 16,
+    "original_max_position_embeddings": 512,
+}
+
+
+@pytest.mark.parametrize("rope", [LONGROPE, {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}])
+def test_the_longest_request_counts_where_rope_depends_on_it(
+    checkpoint: Path, settings: Callable[..., Any], tmp_path: Path, rope: dict[str, Any]
+) -> None:
+    """vLLM chooses between LongRoPE's factors by whether `max_model_len` is above the original length."""
+    overrides = {"rope_parameters": rope}
+    first, second, third = (
+        find(settings(checkpoint, hf_overrides=overrides, max_model_len=longest), tmp_path)
+        for longest in (512, 1024, 512)
+    )
+    assert first.fingerprint != second.fingerprint
+    assert first == third
+
+
+@pytest.mark.parametrize(
+    ("hf_config", "depends"),
+    [
+        ({"model_type": "qwen3"}, False),
+        ({"rope_scaling": None, "quantization_config": {"type": "int"}}, False),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, False),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, False),
+        ({"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}, True),
+        ({"text_config": {"rope_scaling": {"type": "su"}}}, True),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, True),
+        ({"rope_scaling": {"rope_type": "one of the future"}}, True),
+        ({"model_type": "llama4", "text_config": {}}, True),
+    ],
+    ids=str,
+)
+def test_what_depends_on_the_longest_request(hf_config: dict[str, Any], *, depends: bool) -> None:
+    from kvoffload_vllm.kv_identity import _depends_on_length
+
+    assert _depends_on_length(hf_config) is depends
+
+
+def test_vllm_has_no_other_ropes() -> None:
+    """A new kind counts as depending on the length until someone has looked."""
+    from inspect import getsource
+
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    from kvoffload_vllm.kv_identity import _LENGTHLESS_ROPES
+
+    known = set(
+        re.findall(r'"(\w+)"', "".join(re.findall(r"scaling_type (?:==|in) .*", getsource(get_rope))))
+    )
+    assert known - _LENGTHLESS_ROPES == {"dynamic", "longrope"}
+
+
+def test_vllm_decides_nothing_else_by_the_longest_request() -> None:
+    """A file that is new here must be read: what it decides may change the KV, as in Llama 4."""
+    import vllm
+
+    root = Path(vllm.__file__).parent / "model_executor"
+    decides = re.compile(r"max_model_len *[<>]|[<>]=? *[\w.]*max_model_len")
+    paths = [path for part in ("models", "layers") for path in (root / part).rglob("*.py")]
+    found = {path.name for path in paths if decides.search(path.read_text())}
+    # The others limit a length alone.
+    assert found == {"phi3_long_rope_scaled_rope.py", "llama4.py", "config.py", "voxtral_realtime.py"}
 
 
 def test_data_parallel_engines_are_the_same(

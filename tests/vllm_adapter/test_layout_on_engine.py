@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,6 +12,8 @@ from tests.vllm_stock import checkpoints, engines
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from kvoffload.transfer.layout import DeviceLayout
 
 pytestmark = [
     pytest.mark.vllm,
@@ -38,6 +41,10 @@ def test_blocks_lie_where_the_layout_says(kind: checkpoints.Kind, tmp_path: Path
         total = sum(storage.nbytes() for storage in storages.values())
         assert layout.slot_bytes * config.num_blocks == total
 
+        meaning = registered(engine.vllm_config, config, caches).meaning
+        assert [name for name in caches if name in meaning] == list(caches)
+        assert all(layer.get_attn_backend().get_name() in meaning for layer in layers.values())
+
         empty = {block: page(layout, block) for block in range(config.num_blocks)}
         engines.generate(llm, [list(range(100))], 4)
         written = {block for block, before in empty.items() if page(layout, block) != before}
@@ -59,6 +66,19 @@ def test_blocks_lie_where_the_layout_says(kind: checkpoints.Kind, tmp_path: Path
     assert windows == ({checkpoints.WINDOW} if groups > 1 else set())
     assert shape.alignment == engines.BLOCK
     assert (shape.ranks, shape.device_blocks, shape.step_tokens) == (1, 127, 128)
+
+
+def registered(vllm_config: Any, kv_cache_config: Any, caches: dict[str, Any]) -> DeviceLayout:
+    """What the connector hands its worker for these caches."""
+    from kvoffload_vllm.connector import KVOffloadConnector
+
+    connector = object.__new__(KVOffloadConnector)
+    found: list[DeviceLayout] = []
+    connector._vllm_config, connector._vllm_cache_config = vllm_config, kv_cache_config
+    worker: Any = SimpleNamespace(register=found.append)
+    connector._worker = worker
+    connector.register_kv_caches(caches)
+    return found[0]
 
 
 def parts(layout: Any, block: int) -> list[bytes]:
