@@ -11,8 +11,8 @@ LOWER_TIER_ALERTS = (
         'sum without (state) (kvoffload_tier_state{tier="disk", state="closed"}) > 0',
         "The disk is left alone until the engine restarts",
         "its index cannot be read or written.",
-        "The log line `disk_closed` says why: the folder is in use by another engine, the file system is full or read-only, or "
-        "the disk fails. The engine goes on without it, as if only host memory were there. Nothing wrong can be served: what is "
+        "The log line `disk_closed` says why: the folder is in use by another engine (`disk_in_use` said so a minute before), the "
+        "file system is full or read-only, or the disk fails. The engine goes on without it, as if only host memory were there. Nothing wrong can be served: what is "
         "on the disk is compared with its checksums whenever it is read. Mend the cause, and restart the engine when it suits "
         "you; it then finds what was indexed. After an engine's reset that this log line follows, the index was removed on "
         "purpose.",
@@ -53,9 +53,11 @@ LOWER_TIER_ALERTS = (
         f'sum without (tier, state) (kvoffload_tier_state{{tier="disk", state="opening"}}) > 0\n  {STEPS}\n',
         "The disk is not open yet",
         "the disk has been opening for over 15 minutes.",
-        "The disk opens when every rank has its slot file and the index was read. A rank that cannot make its file logs "
-        "`disk_not_opened` with the reason: too little space, a folder that cannot be written, or a file that another engine "
-        "uses. Without a snapshot's commit the weights are digested first, which takes as long as reading them once. "
+        "The log line `tier_still_opening` names the stage that the disk is in. Identity of the weights: without a snapshot's commit "
+        "they are digested, which takes as long as reading them once; `weights_wait` says that another engine of the machine "
+        "does so. Lock of the folder: `disk_in_use` names the process that has it. Slot files of the ranks: a rank that "
+        "cannot make its file logs `disk_not_opened` with the reason (too little space, a folder that cannot be written), and "
+        "one whose file another process has locked logs `disk_in_use`. Index: the disk does not answer, look at `dmesg`. "
         "`kvoffload doctor` checks space and folder before a start. The engine serves meanwhile; lookups miss with the cause "
         "`tier_opening`.",
         "disk",
@@ -85,7 +87,8 @@ LOWER_TIER_ALERTS = (
         "The store that engines share is not reached",
         "the scheduler or a rank does not reach it, or its calls fail.",
         "Requests compute what they would have found there; nothing else is affected, and the store is tried again after 1 s, 2 s, "
-        "and up to 60 s. The log line `remote_fails` has the reason, and `remote_works` says that it is over. Mooncake: look whether "
+        "and up to 60 s. The log line `remote_fails` has the reason, and `remote_works` says that it is over. If `tier_still_opening` "
+        "has the stage `identity of the weights`, these are still being digested and the store was not tried. Mooncake: look whether "
         "its master and its store nodes run, and whether the ports are reachable from the engine. S3: a status of 401 or 403 means "
         "that the credentials in the engine's environment are refused. `kvoffload doctor` tries the store from where it is run. A "
         "store that answers slowly: raise `remote_timeout_s`, which is also how long requests may wait for it.",
