@@ -100,6 +100,15 @@ def test_the_file_system_is_that_of_the_longest_mount_point(
     assert found(setup(tmp_path / "not" / "there"), "disk file system", machine)[0] is verdict
 
 
+def test_a_folder_in_which_every_user_may_rename_is_a_warning(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    verdict, text = found(setup(tmp_path / "disk"), "disk owners")
+    assert verdict is Verdict.WARNING
+    assert f"every user may rename and remove what is in {tmp_path}" in text
+    tmp_path.chmod(0o1777)
+    assert found(setup(tmp_path / "disk"), "disk owners")[0] is Verdict.GO
+
+
 def test_speed_is_measured_and_weighed_and_nothing_is_left(tmp_path: Path) -> None:
     sized = replace(setup(tmp_path / "new"), block_bytes=2**20, block_tokens=16)
     verdict, text = found(sized, "disk speed")

@@ -12,7 +12,7 @@ from kvoffload.core import offload_core
 from kvoffload.disk.folder import lock_folder, make_folder
 from kvoffload.disk.index_format import IndexHeader, encode_header
 from kvoffload.disk.index_log import load_index
-from kvoffload.disk.open_folder import LOCK_PAUSE_S, open_folder
+from kvoffload.disk.open_folder import LOCK_PAUSE_S, LOCK_TRIES, open_folder
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.config import AUTO, OffloadConfig
 from kvoffload.model.ids import RequestId
@@ -201,6 +201,32 @@ def test_a_folder_in_use_is_tried_again(tmp_path: Path, caplog: pytest.LogCaptur
     side.portal.advance(LOCK_PAUSE_S)
     open_disk(side)
     assert caplog.text.count("disk_in_use") == 1
+    side.close()
+
+
+def test_a_folder_that_stays_in_use_is_tried_for_a_minute(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    holder = lock_folder(make_folder(tmp_path, IDENTITY, 0))
+    side = Side(portal=True, disk=tmp_path)
+    for _ in range(LOCK_TRIES - 1):
+        side.portal.advance(LOCK_PAUSE_S)
+    assert "disk_closed" not in caplog.text
+    side.portal.advance(LOCK_PAUSE_S)
+    side.step()
+    assert side.side.core.state.disk is not None
+    assert side.side.core.state.disk.is_closed
+    assert caplog.text.count("disk_closed") == 1
+    holder.close()
+    side.close()
+
+
+def test_a_folder_in_which_every_user_may_rename_is_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tmp_path.chmod(0o777)
+    side = Side(portal=True, disk=tmp_path)
+    assert caplog.text.count("disk_not_protected") == 1
     side.close()
 
 
