@@ -1,51 +1,24 @@
-"""What the commands that show a journal share: which of its lines are read, and where the result goes."""
+"""What the commands that show a journal share: their options, and the lines that these ask for."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import re
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvoffload.cli.exits import CommandError, Exit, printable, say
+from kvoffload.cli.exits import CommandError, Exit, say
 from kvoffload.cli.partial_file import STDOUT
 
 if TYPE_CHECKING:
-    from kvoffload.telemetry.journal_reader import JournalError, Reading, Record
+    from kvoffload.telemetry.journal_reader import JournalError, Part, Record
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _CLOCK = re.compile(r"(\d{1,2}):(\d{2})(?::(\d{2}))?")
-_WORTH_A_BAR = 4 << 20  # bytes, about a second
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """The part of a journal that was asked for.
-
-    Args:
-        since, until: times as typed.
-        last_s: seconds before its last line.
-        request: the one request whose lines are wanted.
-    """
-
-    since: str | None = None
-    until: str | None = None
-    last_s: float | None = None
-    request: str | None = None
-
-    def __str__(self) -> str:
-        words = [
-            f"since {self.since}" if self.since else "",
-            f"until {self.until}" if self.until else "",
-            f"the last {self.last_s:g} s" if self.last_s is not None else "",
-            f"request {self.request}" if self.request else "",
-        ]
-        return ", ".join(word for word in words if word)
 
 
 def add_journal_arguments(parser: argparse.ArgumentParser, suffix: str) -> None:
@@ -70,14 +43,17 @@ def opened(args: argparse.Namespace, suffix: str) -> tuple[Lines, Path]:
     """Return the lines that the options ask for, and where the result goes.
 
     Raises:
-        CommandError: `--last` and `--since` are both given, or the result would replace the journal.
+        CommandError: `--last` and `--since` are both given, a time is not one, or the result would replace the journal.
+        JournalError: the journal cannot be opened.
     """
     if args.last is not None and args.since is not None:
         raise CommandError("--last and --since both say where to begin; give one of the two")
     output: Path = args.output or Path(f"{args.journal}{suffix}")
     if output.exists() and args.journal.exists() and output.samefile(args.journal):
         raise CommandError(f"{output} is the journal itself")
-    return Lines(args.journal, Part(args.since, args.until, args.last, args.request)), output
+    asked = {"since": args.since, "until": args.until, "last": args.last, "request": args.request}
+    words = ", ".join(f"{name} {value}" for name, value in asked.items() if value is not None)
+    return Lines(args.journal, _part(args), words), output
 
 
 @dataclass(slots=True)
@@ -86,14 +62,16 @@ class Lines:
 
     Args:
         path: of the journal.
-        part: what is wanted of it.
+        part: the lines to read; None for all.
+        words: describe the part; empty for all lines.
         count: lines that were read.
-        problem: what ended the reading early; None where nothing did.
-        provenance: the last one that was read; empty where the journal has none.
+        problem: what ended the reading early; None if nothing did.
+        provenance: the last one that was read; empty if the journal has none.
     """
 
     path: Path
-    part: Part = field(default_factory=Part)
+    part: Part | None = None
+    words: str = ""
     count: int = 0
     problem: JournalError | None = None
     provenance: Mapping[str, object] = field(default_factory=dict)
@@ -104,22 +82,22 @@ class Lines:
         Raises:
             KVOffloadError: none can be read.
         """
-        from kvoffload.telemetry.journal_reader import JournalError, files_of, read_journal
+        from kvoffload.telemetry.journal_reader import JournalError, read_journal
 
-        size = sum(file.stat().st_size for file in files_of(self.path) if file.exists())
         try:
-            with _progress(self.path, size) as advance:
-                reading = replace(self._reading(), on_begun=self._begun, on_progress=advance)
-                for record in self._chosen(read_journal(self.path, reading)):
-                    self.count += 1
-                    yield record
+            for record in read_journal(self.path, self.part, self._begun):
+                self.count += 1
+                yield record
         except JournalError as error:
             if not self.count:
                 raise
             self.problem = error
         if not self.count:
-            asked = f" in this part: {self.part}" if str(self.part) else ""
-            raise CommandError(f"{self.path} has no lines{asked}" if asked else f"{self.path} is empty")
+            raise CommandError(
+                f"{self.path} has no lines in this part: {self.words}"
+                if self.words
+                else f"{self.path} is empty"
+            )
 
     def report(self, output: Path) -> int:
         """Print how much of the journal is in the output, and return the command's exit code."""
@@ -134,22 +112,17 @@ class Lines:
     def _begun(self, provenance: Mapping[str, object]) -> None:
         self.provenance = provenance
 
-    def _reading(self) -> Reading:
-        """Return the times that are wanted; relative ones count from the journal's last line."""
-        from kvoffload.telemetry.journal_reader import Reading, last_time
 
-        part = self.part
-        needs_last = part.last_s is not None or _CLOCK.fullmatch(part.since or part.until or "")
-        last = (last_time(self.path) if needs_last else None) or 0.0
-        reading = Reading()
-        if part.last_s is not None:
-            reading = replace(reading, since=last - part.last_s)
-        if part.since is not None:
-            reading = replace(reading, since=parse_time(part.since, last))
-        return replace(reading, until=parse_time(part.until, last)) if part.until is not None else reading
+def _part(args: argparse.Namespace) -> Part:
+    """Return the part that the options choose; relative times count from the journal's last line."""
+    from kvoffload.telemetry.journal_reader import Part, last_time
 
-    def _chosen(self, records: Iterator[Record]) -> Iterator[Record]:
-        return records if self.part.request is None else _of_request(records, self.part.request)
+    last = 0.0
+    if args.last is not None or any(_CLOCK.fullmatch(text) for text in (args.since, args.until) if text):
+        last = last_time(args.journal) or 0.0
+    since = -math.inf if args.since is None else parse_time(args.since, last)
+    until = math.inf if args.until is None else parse_time(args.until, last)
+    return Part(since if args.last is None else last - args.last, until, args.request)
 
 
 def parse_time(text: str, last: float) -> float:
@@ -176,49 +149,3 @@ def _duration(text: str) -> float:
     if not (found := re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)):
         raise argparse.ArgumentTypeError(f"{text!r} is not a duration; write 90s, 10m, 2h or 1d")
     return float(found[1]) * _UNITS[found[2]]
-
-
-def _of_request(records: Iterator[Record], request: str) -> Iterator[Record]:
-    """Yield a request's lines and those of its loads, renumbered: what lies between is not missing."""
-    from kvoffload.telemetry.records import Summary
-
-    jobs: set[object] = set()
-    before = number = 0
-    for record in records:
-        if record.sequence <= before:  # another process wrote from here on
-            number = 0
-            jobs.clear()
-        before = record.sequence
-        message = record.message
-        read = message.fields.get if isinstance(message, Summary) else _getter(message)
-        if read("request") == request:
-            if (job := read("job")) is not None:
-                jobs.add(job)
-        elif read("job") is None or read("job") not in jobs:
-            continue
-        number += 1
-        yield replace(record, sequence=number)
-
-
-def _getter(message: object) -> Callable[[str], object]:
-    return lambda name: getattr(message, name, None)
-
-
-@contextmanager
-def _progress(path: Path, size: int) -> Iterator[Callable[[int], object]]:
-    """Show how much was read, on a terminal and where it takes long."""
-    if size < _WORTH_A_BAR or not sys.stderr.isatty():
-        yield lambda read_bytes: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(printable(f"reading {path.name}"), total=size)
-        yield lambda read_bytes: progress.update(task, completed=read_bytes)

@@ -9,8 +9,8 @@ import math
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -24,10 +24,11 @@ BEGUN = "JournalBegun"
 
 _LONGEST_LINE = 1 << 24  # characters; a line of all slots of a large host has some hundred thousand
 _END_OF_TIME = 1e11  # seconds: the year 5138
-_REPORT_EVERY = 2000  # lines
 _TAIL_BYTES = 1 << 20
-_START = re.compile(r'\{"seq": ?\d+, ?"t": ?(-?\d[-+.\de]*), ?"event": ?"(\w+)"')
+_START = re.compile(r'\{"seq": ?\d+, ?"t": ?(-?\d+(?:\.\d+)?(?:e[-+]?\d+)?), ?"event": ?"(\w+)"')
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+
+OnBegun = Callable[[Mapping[str, object]], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +61,35 @@ class JournalError(KVOffloadError):
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """What to read of a journal, and what to call on the way.
+class Part:
+    """The lines to read; by default all.
 
     Args:
-        since: unix time; earlier lines are skipped unread.
-        until: unix time; later lines are skipped.
-        on_begun: called with the provenance at each file's first line.
-        on_progress: called now and then with the bytes that were read.
+        since, until: unix seconds; lines before and after are skipped, mostly unparsed.
+        request: read only lines of this request and of its loads.
     """
 
     since: float = -math.inf
     until: float = math.inf
-    on_begun: Callable[[Mapping[str, object]], object] = lambda provenance: None
-    on_progress: Callable[[int], object] = lambda read_bytes: None
+    request: str | None = None
+
+
+def read_journal(
+    path: Path, part: Part | None = None, on_begun: OnBegun = lambda provenance: None
+) -> Iterator[Record]:
+    """Yield the lines of a journal's files, oldest first.
+
+    Args:
+        path: the journal; the file that was rotated away is read before it.
+        part: the lines to read.
+        on_begun: called with the provenance at each file's first line.
+
+    Raises:
+        JournalError: a file cannot be opened (line 0), or a line is not what a journal writes.
+    """
+    part = part or Part()
+    records = (record for file in files_of(path) for record in _read_file(file, part, on_begun))
+    return records if part.request is None else _of_request(records, part.request)
 
 
 def files_of(path: Path) -> list[Path]:
@@ -82,33 +98,24 @@ def files_of(path: Path) -> list[Path]:
     return [before, path] if path.exists() and before.exists() else [path]
 
 
-def read_journal(path: Path, reading: Reading | None = None) -> Iterator[Record]:
-    """Yield the lines of a journal's files.
-
-    Raises:
-        JournalError: a file cannot be opened (line 0), or a line is not what a journal writes.
-    """
-    reading, read_bytes = reading or Reading(), 0
-    for file in files_of(path):
-        yield from _read_file(file, reading, read_bytes)
-        read_bytes += file.stat().st_size
-
-
 def last_time(path: Path) -> float | None:
-    """Return the time of a journal's last whole line, None where it has none.
+    """Return the time of a journal's last whole line, None if it has none.
 
     Raises:
         JournalError: the file cannot be opened.
     """
-    with _open(path, errors="replace") as (raw, text):
+    latest = -math.inf
+    with (
+        _open(path, errors="replace") as (raw, text),
+        suppress(OSError, EOFError, zlib.error),  # gzip that is cut off
+    ):
         if text.buffer is raw:  # plain: its end is enough
             raw.seek(max(path.stat().st_size - _TAIL_BYTES, 0))
-        times = (
-            float(found[1])
-            for line in text
-            if line.endswith("\n") and (found := _START.match(line)) is not None
-        )
-        return max(times, default=None)
+        while (line := text.readline(_LONGEST_LINE)).endswith("\n"):
+            found = _START.match(line)
+            if found is not None and (time := float(found[1])) < _END_OF_TIME:
+                latest = max(latest, time)
+    return None if latest == -math.inf else latest
 
 
 @contextmanager
@@ -126,14 +133,15 @@ def _open(path: Path, errors: str = "strict") -> Iterator[tuple[BinaryIO, io.Tex
         yield raw, stack.enter_context(io.TextIOWrapper(buffer, encoding="utf-8", errors=errors))
 
 
-def _read_file(path: Path, reading: Reading, read_before: int) -> Iterator[Record]:
-    with _open(path) as (raw, text):
+def _read_file(path: Path, part: Part, on_begun: OnBegun) -> Iterator[Record]:
+    with _open(path) as (_, text):
         number = 0
         while True:
             number += 1
             try:
                 line = text.readline(_LONGEST_LINE)
-                record = _parse(line, reading) if line else None
+                record = _parse(line, part, on_begun) if line else None
+            # A line may hold anything: nested without end, of the wrong type, too large for a number.
             except (
                 ValueError,
                 TypeError,
@@ -143,20 +151,17 @@ def _read_file(path: Path, reading: Reading, read_before: int) -> Iterator[Recor
                 EOFError,
                 zlib.error,
             ) as error:
-                # A line may hold anything: nested without end, of the wrong type, too large for a number.
                 raise JournalError(path, number, str(error)) from error
-            if not number % _REPORT_EVERY:
-                reading.on_progress(read_before + raw.tell())
             if not line:
                 return
             if record is not None:
                 yield record
 
 
-def _parse(line: str, reading: Reading) -> Record | None:
-    """Return a line's record; None for a first line, and for one outside of the wanted time."""
+def _parse(line: str, part: Part, on_begun: OnBegun) -> Record | None:
+    """Return a line's record; None for a file's first line, and for one outside of the wanted time."""
     found = _START.match(line)
-    if found is not None and found[2] != BEGUN and not reading.since <= float(found[1]) <= reading.until:
+    if found is not None and found[2] != BEGUN and not part.since <= float(found[1]) <= part.until:
         return None
     if not line.endswith("\n"):
         long = len(line) >= _LONGEST_LINE
@@ -175,9 +180,9 @@ def _parse(line: str, reading: Reading) -> Record | None:
     if not abs(time) < _END_OF_TIME:
         raise ValueError('"t" is no time')
     if name == BEGUN:
-        reading.on_begun(values)
+        on_begun(values)
         return None
-    is_wanted = reading.since <= time <= reading.until
+    is_wanted = part.since <= time <= part.until
     return Record(sequence, float(time), from_plain(name, values)) if is_wanted else None
 
 
@@ -185,3 +190,26 @@ def _finite(text: str) -> float:
     if not math.isfinite(number := float(text)):
         raise ValueError(f"{text} is no number")
     return number
+
+
+def _of_request(records: Iterator[Record], request: str) -> Iterator[Record]:
+    """Yield a request's lines and those of its loads, renumbered: the lines between them are not missing."""
+    jobs: set[object] = set()
+    before = number = 0
+    for record in records:
+        if record.sequence <= before:  # another process wrote from here on
+            number = 0
+            jobs.clear()
+        before = record.sequence
+        job = _field(record, "job")
+        if _field(record, "request") == request:
+            jobs |= {job} - {None}
+        elif job not in jobs:
+            continue
+        number += 1
+        yield replace(record, sequence=number)
+
+
+def _field(record: Record, name: str) -> object:
+    message = record.message
+    return message.fields.get(name) if isinstance(message, Summary) else getattr(message, name, None)

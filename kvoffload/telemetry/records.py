@@ -63,20 +63,15 @@ def to_plain(message: Any) -> dict[str, object]:  # noqa: ANN401  # one of any c
 
 
 def from_plain(name: str, values: Mapping[str, object]) -> Event | Summary:
-    """Return an event as it was written, anything else as a summary. Journals of earlier versions lack newer fields.
+    """Return an event as it was written, anything else as a summary.
 
     Raises:
         ValueError: the fields do not fit the event.
     """
-    name = _RENAMED_EVENTS.get(name, name)
     cls = _EVENTS.get(name)
-    if cls is None or _is_gone(name, values):
+    if cls is None:
         _check_summary(name, values)
         return Summary(name, dict(values))
-    if name in _GONE_FIELDS:
-        values = _without_gone(name, values)
-    renamed = _RENAMED_FIELDS.get(name, {})
-    values = {renamed.get(field, field): value for field, value in values.items()}
     required = set(cls.__struct_fields__[: len(cls.__struct_fields__) - len(cls.__struct_defaults__)])
     if wrong := (values.keys() - set(cls.__struct_fields__)) | (required - values.keys()):
         raise ValueError(f"{name} has missing or unknown fields: {', '.join(sorted(wrong))}")
@@ -84,23 +79,6 @@ def from_plain(name: str, values: Mapping[str, object]) -> Event | Summary:
         return msgspec.convert(values, cls)
     except msgspec.ValidationError as error:
         raise ValueError(f"{name}: {error}") from error
-
-
-def _is_gone(name: str, values: Mapping[str, object]) -> bool:
-    """Whether an event of an earlier version is about a removed feature."""
-    field, value = _GONE_EVENTS.get(name, ("", None))
-    return value is not None and values.get(field) == value
-
-
-def _without_gone(name: str, values: Mapping[str, object]) -> dict[str, object]:
-    """Return an event's fields without removed ones; a removed cause becomes no cause."""
-    field, value = _GONE_FIELDS[name]
-    rest = dict(values)
-    if value is None:
-        rest.pop(field, None)
-    elif rest.get(field) == value:
-        rest[field] = None
-    return rest
 
 
 class _Form:
@@ -225,24 +203,6 @@ def scrub(text: str) -> str:
     return _BYTES_LITERAL.sub("b'...'", text)[:_TEXT_CHARACTERS]
 
 
-# Journals of earlier versions use these names.
-_RENAMED_EVENTS = {
-    "EngineSurprised": "FactRejected",
-    "LookupSettled": "LookupAnswered",
-    "StoreSettled": "StoreEnded",
-}
-_RENAMED_FIELDS = {"ResetEnded": {"given_up_jobs": "abandoned_jobs"}}
-# Journals of earlier versions hold these; no class has a place for them.
-_GONE_EVENTS = {
-    "RankReported": ("direction", "check"),
-    "JobAbandoned": ("direction", "check"),
-    "HitDropped": ("cause", "preempted"),
-}
-_GONE_FIELDS = {
-    "StoreEnded": ("job", None),
-    "StoreScheduled": ("slots", None),
-    "LookupAnswered": ("cause", "not_checked"),
-}
 _READ_OF_SUMMARIES: dict[str, Convert] = {
     "request": lambda value: type(value) is str,
     **dict.fromkeys(("job", "found", "missing", "unanswered"), lambda value: type(value) is int),

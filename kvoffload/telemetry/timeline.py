@@ -6,13 +6,12 @@ when. So the copy is drawn from the moment its job was scheduled; the rest of it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from kvoffload.model import events
-from kvoffload.model.facts import StepScheduled
 from kvoffload.model.ids import JobId, RequestId
 from kvoffload.model.transfer import Direction, Tier
 from kvoffload.telemetry.journal_reader import Record
@@ -46,7 +45,6 @@ _NOTED: dict[type[events.Event], Track] = {
     events.OffloadingDegraded: NOTES,
 }
 
-_STEP_FIELDS = frozenset(StepScheduled.__struct_fields__)
 _JOBS = 4096  # remembered: one that was scheduled longer ago is drawn by its report alone
 
 Drawn = Iterator[TraceEvent]
@@ -90,7 +88,7 @@ class Timeline:
         self._rows = rows
         self._time = 0.0
         self._jobs: dict[JobId, _Scheduled] = {}
-        self._step: tuple[float, dict[str, Any]] | None = None
+        self._step: tuple[float, Mapping[str, object]] | None = None
         self._requests = RequestRows(trace)
         self._on_event: dict[type, Callable[[float, Any], Drawn]] = {
             events.StoreScheduled: self._on_scheduled,
@@ -123,8 +121,7 @@ class Timeline:
     def _on_fact(self, at: float, fact: Summary) -> Drawn:
         if fact.name == "StepScheduled":
             yield from self._end_step(at)
-            # Journals of earlier versions may have more in this line, which is no part of the picture.
-            self._step = at, {name: fact.fields[name] for name in sorted(_STEP_FIELDS & fact.fields.keys())}
+            self._step = at, fact.fields
         elif fact.name == "RequestSeen" and not self._requests.is_busy:
             yield from self._end_step(self._time)  # the engine was idle since
         yield from self._requests.on_fact(at, fact)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from contextlib import nullcontext
 from datetime import UTC, datetime
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvoffload.cli.exits import CommandError, Exit
-from kvoffload.cli.journal_lines import Lines, Part, parse_time
+from kvoffload.cli.journal_lines import Lines, add_journal_arguments, opened, parse_time
 from kvoffload.cli.main import main
 from kvoffload.telemetry.journal_file import rotated
 from kvoffload.telemetry.journal_reader import BEGUN
@@ -47,8 +48,11 @@ def load_of(request: str, job: int, sequence: int, at: float) -> str:
     return seen + scheduled + line(sequence + 2, at + 2, "RankReported", job=job, **report)
 
 
-def read(path: Path, part: Part) -> list[tuple[int, float]]:
-    return [(record.sequence, record.time - NOON) for record in Lines(path, part)]
+def read(path: Path, *options: str) -> list[tuple[int, float]]:
+    parser = argparse.ArgumentParser()
+    add_journal_arguments(parser, ".out")
+    lines, _ = opened(parser.parse_args([str(path), *options]), ".out")
+    return [(record.sequence, record.time - NOON) for record in lines]
 
 
 def test_a_journal_is_read_with_the_file_before_it(journal: Path) -> None:
@@ -58,16 +62,17 @@ def test_a_journal_is_read_with_the_file_before_it(journal: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "expected"),
+    ("options", "expected"),
     [
-        (Part(since=str(NOON + 2)), [2, 10, 11, 12]),
-        (Part(until=str(NOON + 10)), [0, 1, 2, 10]),
-        (Part(since="2026-11-22T12:00:01+00:00", until="2026-11-22T13:00:10+01:00"), [1, 2, 10]),
-        (Part(last_s=1.5), [11, 12]),
+        (["--since", str(NOON + 2)], [2, 10, 11, 12]),
+        (["--until", str(NOON + 10)], [0, 1, 2, 10]),
+        (["--since", "2026-11-22T12:00:01+00:00", "--until", "2026-11-22T13:00:10+01:00"], [1, 2, 10]),
+        (["--last", "1.5s"], [11, 12]),
+        (["--since", "1", "--until", f"{datetime.fromtimestamp(NOON).astimezone():%H:%M:%S}"], [0]),
     ],
 )
-def test_a_part_by_time(journal: Path, part: Part, expected: list[float]) -> None:
-    assert [at for _, at in read(journal, part)] == expected
+def test_a_part_by_time(journal: Path, options: list[str], expected: list[float]) -> None:
+    assert [at for _, at in read(journal, *options)] == expected
 
 
 def test_a_time_of_day_is_one_of_the_last_day() -> None:
@@ -83,7 +88,7 @@ def test_what_is_no_time_is_refused(text: str) -> None:
 
 
 def test_one_request_with_its_loads_and_nothing_missing(journal: Path) -> None:
-    assert read(journal, Part(request="b")) == [(1, 10), (2, 11), (3, 12)]
+    assert read(journal, "--request", "b") == [(1, 10), (2, 11), (3, 12)]
 
 
 @pytest.mark.parametrize("command", ["report", "timeline"])

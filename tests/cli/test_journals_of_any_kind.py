@@ -17,10 +17,8 @@ from hypothesis import strategies as st
 
 from kvoffload.cli.exits import Exit
 from kvoffload.cli.main import COMMANDS, main
-from kvoffload.cli.report.account import add_up, by_label
 from kvoffload.model import facts
 from kvoffload.model.errors import KVOffloadError
-from kvoffload.telemetry.journal_reader import read_journal
 from kvoffload.telemetry.records import to_plain
 from tests.telemetry.streams import any_event
 
@@ -78,53 +76,6 @@ def test_property_facts_with_anything_in_them(stream: list[tuple[dict[str, Any],
     lines = [{"seq": 1, "t": time, **fact} for fact, time in stream]
     for command in READERS:
         assert run(command, lines) in (Exit.OK, Exit.FAILED, Exit.USAGE)
-
-
-def test_what_earlier_versions_wrote_beside_a_step_is_not_drawn(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    step = {"event": "StepScheduled", "step": 1, **dict.fromkeys(ODD, 7)}
-    path = tmp_path / "journal"
-    path.write_text("".join(json.dumps({"seq": number, "t": number, **step}) + "\n" for number in (1, 2)))
-    assert main(["timeline", str(path), "-o", "-"]) == Exit.OK
-    spans = [event for event in json.loads(capsys.readouterr().out)["traceEvents"] if event["ph"] == "X"]
-    assert [event["args"] for event in spans] == [{"step": 1}] * 2
-
-
-def test_a_journal_from_when_blocks_were_checked_before_a_hit_is_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    report = {"event": "RankReported", "job": 1, "rank": 0, "copied_bytes": 0, "queue_s": 0.0, "copy_s": 0.1}
-    missed = {
-        "event": "LookupAnswered",
-        "request": "a",
-        "device_tokens": 0,
-        "hit_blocks": 1,
-        "miss_blocks": 2,
-    }
-    lines: list[dict[str, object]] = [
-        {"event": "CheckScheduled", "job": 1, "request": "a", "blocks": 2},
-        {**report, "direction": "check", "outcome": "corrupt"},
-        {"event": "JobAbandoned", "job": 2, "direction": "check", "blocks": 2},
-        {**missed, "hit_tokens": 4, "miss_tokens": 8, "cause": "not_checked"},
-        {"event": "HitDropped", "request": "a", "blocks": 1, "cause": "preempted"},
-        {"event": "StoreScheduled", "job": 3, "blocks": 2, "slots": [0, 1]},
-        {"event": "StoreEnded", "outcome": "stored", "blocks": 2, "job": 3},
-        {"event": "RankLost", "rank": 0},
-    ]
-    path, page = tmp_path / "journal", tmp_path / "page"
-    path.write_text(
-        "".join(json.dumps({"seq": at, "t": at, **line}) + "\n" for at, line in enumerate(lines, 1))
-    )
-    assert main(["timeline", str(path), "-o", "-"]) == Exit.OK
-    drawn = [event["name"] for event in json.loads(capsys.readouterr().out)["traceEvents"]]
-    assert drawn.count("lookup") == 1
-    account = add_up(read_journal(path))
-    assert by_label(account.counted, "kvoffload_store_blocks_total") == {"stored": 2}
-    assert [(one.host_tokens, one.missed_tokens) for one in account.lookups] == [(4, 8)]
-    assert by_label(account.counted, "kvoffload_miss_blocks_total") == {}
-    assert account.copies == []
-    assert main(["report", str(path), "-o", str(page)]) == Exit.OK
 
 
 @pytest.fixture

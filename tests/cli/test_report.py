@@ -302,7 +302,7 @@ def test_a_store_that_engines_share_has_its_tiles_and_its_plot(tmp_path: Path) -
 
 def test_processes_that_share_a_file_are_distinguished(tmp_path: Path) -> None:
     journal = tmp_path / "journal.jsonl"
-    store = {"event": "StoreScheduled", "job": 1, "blocks": 3, "slots": [0, 1, 2]}
+    store = {"event": "StoreScheduled", "job": 1, "blocks": 3}
     lines = [{"seq": 1, "t": 1.0, **store}, {"seq": 2, "t": 1.0, **store}, {"seq": 1, "t": 2.0, **store}]
     journal.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     account = account_of(journal)

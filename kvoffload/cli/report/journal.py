@@ -47,7 +47,7 @@ def journal_page(account: Account, lines: Lines) -> Page:
 def describe(provenance: Mapping[str, object]) -> Iterator[str]:
     """Yield what ran, where and when, and with which settings."""
     if not provenance:
-        yield "The journal does not say what wrote it: its first line is missing, or an earlier version wrote it."
+        yield "The journal does not say what wrote it: its first line is missing."
         return
     yield as_line(provenance)
     sizes = [f"ranks: {provenance.get('ranks')}", f"device blocks: {provenance.get('device_blocks')}"]
@@ -64,7 +64,7 @@ def _setting(name: str, value: object) -> str:
 
 
 def _part(lines: Lines) -> list[str]:
-    return [f"Only a part of the journal: {lines.part}."] if str(lines.part) else []
+    return [f"Only a part of the journal: {lines.words}."] if lines.words else []
 
 
 def _notes(account: Account, lines: Lines) -> Iterator[str]:
