@@ -26,13 +26,12 @@ def run(args: argparse.Namespace) -> int:
         KVOffloadError: the journal holds nothing that can be read, or the file cannot be written.
     """
     with signals.importing():
-        from kvoffload.telemetry.timeline import draw
-        from kvoffload.telemetry.trace import render
+        from kvoffload.telemetry.timeline import write_trace
 
     lines, output = opened(args, _SUFFIX)
     records = iter(lines)
     first = next(records)  # fails before the file is created
     # Private, as the journal is.
     with written(output, is_private=True) as file:
-        file.writelines(render(draw(chain([first], records)), lambda: lines.provenance))
+        write_trace(chain([first], records), file, lambda: lines.provenance)
     return lines.report(output)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from random import Random
 from typing import TYPE_CHECKING, TypeVar
@@ -30,7 +30,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from kvoffload.model.causes import CopyOutcome, EvictionCause, LoadOutcome
 from kvoffload.model.errors import ConfigError
-from kvoffload.telemetry.trace import TraceEvent, Track, What
+from kvoffload.telemetry.trace import Args, Track, What
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -57,7 +57,7 @@ Moment = tuple[str, dict[str, str | bool | int | float], int]
 
 
 class SpanCanvas:
-    """Draws a timeline as spans; a `Canvas` that yields nothing.
+    """A `Canvas` that draws a timeline as spans.
 
     Args:
         tracer: makes the spans.
@@ -96,12 +96,10 @@ class SpanCanvas:
         """The evictions that follow made room for this store, or for another of the same step."""
         self._last_store = job
 
-    def span(
-        self, track: Track, what: What, title: str, start: float, end: float, /, **args: object
-    ) -> Iterator[TraceEvent]:
+    def span(self, track: Track, what: What, title: str, start: float, end: float, args: Args) -> None:
         """Draw a span."""
         if what is What.STEP:
-            return iter(())
+            return
         context = self._outer if what in _INSIDE else self._context(track, args)
         span = self._tracer.start_span(
             f"{_SCOPE}.{what.value}", context, attributes=_attributes(args), start_time=_nanoseconds(start)
@@ -116,9 +114,8 @@ class SpanCanvas:
         if what in _OUTER:
             self._outer = set_span_in_context(span, Context())
         span.end(_nanoseconds(end))
-        return iter(())
 
-    def instant(self, track: Track, name: str, at: float, /, **args: object) -> Iterator[TraceEvent]:
+    def instant(self, track: Track, name: str, at: float, args: Args) -> None:
         """Draw a span's event."""
         attributes, when = _attributes(args), _nanoseconds(at)
         if (span := self._open.get(track)) is not None:
@@ -131,9 +128,8 @@ class SpanCanvas:
                 f"{_SCOPE}.{name}", Context(), attributes=attributes, start_time=when
             )
             alone.end(when)
-        return iter(())
 
-    def _context(self, track: Track, args: Mapping[str, object]) -> Context:
+    def _context(self, track: Track, args: Args) -> Context:
         """Return the parent of a span: its request; a store has none."""
         if (request := self._open.get(track)) is not None:
             return set_span_in_context(request, Context())
@@ -234,7 +230,7 @@ def _asked_for() -> set[str]:
     return {pair.partition("=")[0].strip() for pair in pairs}
 
 
-def _attributes(args: Mapping[str, object]) -> dict[str, str | bool | int | float]:
+def _attributes(args: Args) -> dict[str, str | bool | int | float]:
     return {f"{_SCOPE}.{name}": value for name, value in args.items() if isinstance(value, str | int | float)}
 
 

@@ -8,8 +8,7 @@ not answer blocks nothing: the feed fills, and what does not fit is dropped and 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from contextlib import suppress
 from importlib import import_module
@@ -26,7 +25,6 @@ from kvoffload.telemetry.journal import take_waiting
 from kvoffload.telemetry.journal_reader import Record
 from kvoffload.telemetry.records import Kept, compact
 from kvoffload.telemetry.timeline import Timeline
-from kvoffload.telemetry.trace import Rows, TraceEvent
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -88,7 +86,7 @@ class SpanObserver:
         self._ended = otel.Ended()
         self._provider = otel.make_provider(about, self._ended)
         self._canvas = otel.make_canvas(self._provider)
-        self._timeline = Timeline(self._canvas, Rows())
+        self._timeline = Timeline(self._canvas)
         self._feed: Feed[Entry] | None = None
         self._on_failure: Callable[[], object] | None = None
 
@@ -151,16 +149,16 @@ class SpanObserver:
     def _draw(self, batch: Iterable[Entry]) -> None:
         for entry in batch:
             if entry.sequence > self._timeline.sequence + 1:
-                _take_all(self._timeline.close())
-                self._timeline = Timeline(self._canvas, Rows())
+                self._timeline.close()
+                self._timeline = Timeline(self._canvas)
             self._canvas.trace_parent = entry.trace_parent
             message = entry.message.summary() if isinstance(entry.message, Kept) else entry.message
             assert isinstance(message, events.Event) or not isinstance(message, facts.Fact), message
-            _take_all(self._timeline.tell(Record(entry.sequence, entry.time, message)))  # type: ignore[arg-type]
+            self._timeline.draw(Record(entry.sequence, entry.time, message))  # type: ignore[arg-type]
         self._send()
 
     def _close(self) -> None:
-        _take_all(self._timeline.close())
+        self._timeline.close()
         self._send()
 
     def _send(self) -> None:
@@ -217,7 +215,3 @@ def _missing(error: ModuleNotFoundError) -> ConfigError:
     return ConfigError(
         [f"otlp_endpoint is set, but {error.name} is not installed: pip install 'kvoffload[otel]'"]
     )
-
-
-def _take_all(drawn: Iterator[TraceEvent]) -> None:
-    deque(drawn, maxlen=0)

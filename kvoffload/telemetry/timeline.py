@@ -1,25 +1,24 @@
 """Draws a journal over time: steps, requests' lookups and loads, and every rank's copies.
 
-The scheduler writes the journal. It knows a copy by its rank's report, which says how long the copy waited and took, but not
-when. So the copy is drawn from the moment its job was scheduled; the rest of its span is the time until the report arrived.
+The scheduler writes the journal. A rank's report says how long a copy waited and took, but not when. So the copy is drawn from
+the moment its job was scheduled; the rest of its span is the time until the report arrived.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import chain
-from typing import Any
+import heapq
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, TextIO, cast
 
 from kvoffload.model import events
 from kvoffload.model.ids import JobId, RequestId
 from kvoffload.model.transfer import Direction, Tier
 from kvoffload.telemetry.journal_reader import Record
-from kvoffload.telemetry.records import Summary
-from kvoffload.telemetry.timeline_requests import RequestRows, args_of
-from kvoffload.telemetry.trace import Canvas, Rows, Trace, TraceEvent, Track, What
+from kvoffload.telemetry.records import Summary, to_plain
+from kvoffload.telemetry.trace import Args, Canvas, Trace, Track, What
 
-_SCHEDULER, _RANKS = 1, 10  # where groups stand in the picture
+_SCHEDULER, _REQUESTS, _RANKS = 1, 2, 10  # the order of groups in the picture
 STEPS = Track("scheduler", _SCHEDULER, "steps")
 HOST = Track("scheduler", _SCHEDULER, "host memory")
 DISK = Track("scheduler", _SCHEDULER, "disk")
@@ -29,8 +28,8 @@ _LANES = {
     (Tier.HOST, Direction.LOAD): (What.LOAD, "loads"),
     (Tier.DISK, Direction.STORE): (What.SPILL, "spills to disk"),
     (Tier.DISK, Direction.LOAD): (What.FETCH, "fetches from disk"),
-    (Tier.REMOTE, Direction.STORE): (What.SPILL, "writes to the store"),
-    (Tier.REMOTE, Direction.LOAD): (What.FETCH, "fetches from the store"),
+    (Tier.REMOTE, Direction.STORE): (What.SPILL, "spills to remote"),
+    (Tier.REMOTE, Direction.LOAD): (What.FETCH, "fetches from remote"),
 }
 _NOTED: dict[type[events.Event], Track] = {
     events.BlocksEvicted: HOST,
@@ -44,144 +43,241 @@ _NOTED: dict[type[events.Event], Track] = {
     events.FactRejected: NOTES,
     events.OffloadingDegraded: NOTES,
 }
+_JOBS = 4096  # remembered; a job scheduled longer ago is drawn by its report alone
 
-_JOBS = 4096  # remembered: one that was scheduled longer ago is drawn by its report alone
-
-Drawn = Iterator[TraceEvent]
-
-
-@dataclass(frozen=True, slots=True)
-class _Scheduled:
-    at: float
-    blocks: int
-    request: RequestId | None = None
+Scheduled = events.StoreScheduled | events.LoadScheduled | events.TierCopyScheduled
 
 
-def draw(records: Iterable[Record]) -> Drawn:
-    """Yield the events of a trace, for each process that appended to the journal."""
-    records = iter(records)
-    first = next(records, None)
-    if first is None:
-        return
-    trace, rows = Trace(first.time), Rows()
-    timeline = Timeline(trace, rows)
-    for record in chain([first], records):
-        if record.sequence <= timeline.sequence:
-            yield from timeline.close()
-            timeline = Timeline(trace, rows)
-            yield from trace.instant(NOTES, "another process begins", record.time)
-        yield from timeline.tell(record)
-    yield from timeline.close()
+def write_trace(records: Iterable[Record], file: TextIO, provenance: Callable[[], Args]) -> None:
+    """Write the trace of a journal; each process that appended to the journal has its own timeline.
+
+    Args:
+        records: at least one.
+        file: gets the trace.
+        provenance: asked at the end.
+    """
+    timeline = None
+    for record in records:
+        if timeline is None:
+            trace = Trace(file.write, record.time)
+            timeline = Timeline(trace)
+        elif record.sequence <= timeline.sequence:
+            timeline.close()
+            timeline = Timeline(trace)
+            trace.instant(NOTES, "another process begins", record.time, {})
+        timeline.draw(record)
+    assert timeline is not None
+    timeline.close()
+    trace.close(provenance())
+
+
+class Rows:
+    """Spreads overlapping spans of one lane over rows, because spans of one line may only nest."""
+
+    def __init__(self) -> None:
+        self._ends: dict[tuple[str, str], list[tuple[float, int]]] = {}  # heaps of (end, row)
+
+    def place(self, group: str, lane: str, start: float, end: float) -> int:
+        """Return a row of the lane that is free at `start`, and reserve it until `end`."""
+        ends = self._ends.setdefault((group, lane), [])
+        if not ends or ends[0][0] > start:
+            heapq.heappush(ends, (end, row := len(ends)))
+            return row
+        row = ends[0][1]
+        heapq.heapreplace(ends, (end, row))
+        return row
+
+
+@dataclass(slots=True)
+class _Request:
+    track: Track
+    waits_since: float | None
+    runs_since: float | None = None
+    loads: dict[JobId, tuple[float, int]] = field(
+        default_factory=dict
+    )  # when they were scheduled, and their tokens
 
 
 class Timeline:
     """The timeline of one process. Its memory is bounded, so it may follow an engine for as long as that runs.
 
     Args:
-        trace: what it is drawn on.
-        rows: of the ranks' lanes.
+        canvas: what it is drawn on.
     """
 
-    def __init__(self, trace: Canvas, rows: Rows) -> None:
+    def __init__(self, canvas: Canvas) -> None:
         self.sequence = 0
-        self._trace = trace
-        self._rows = rows
+        self._canvas = canvas
+        self._rows = Rows()  # of the ranks' copies
         self._time = 0.0
-        self._jobs: dict[JobId, _Scheduled] = {}
-        self._step: tuple[float, Mapping[str, object]] | None = None
-        self._requests = RequestRows(trace)
-        self._on_event: dict[type, Callable[[float, Any], Drawn]] = {
+        self._step: tuple[float, Args] | None = None
+        self._jobs: dict[JobId, tuple[float, int, RequestId | None]] = {}  # scheduled when, blocks, request
+        self._requests: dict[RequestId, _Request] = {}
+        self._free_rows: list[int] = []  # a heap
+        self._request_rows = 0
+        self._on_event: dict[type, Callable[[float, Any], None]] = {
             events.StoreScheduled: self._on_scheduled,
-            events.LoadScheduled: self._on_load_scheduled,
-            events.TierCopyScheduled: self._on_disk_scheduled,
+            events.LoadScheduled: self._on_scheduled,
+            events.TierCopyScheduled: self._on_scheduled,
             events.RankReported: self._on_reported,
-            **self._requests.on_event(),
+            events.LoadEnded: self._on_load_ended,
+            events.LookupAnswered: self._on_answered,
+            events.HitPinned: self._on_instant,
+            events.HitDropped: self._on_instant,
+            events.LookupDeferred: self._on_instant,
+            events.FirstTokenReached: self._on_first_token,
             **dict.fromkeys(_NOTED, self._on_noted),
         }
 
-    def tell(self, record: Record) -> Drawn:
-        """Yield what this record adds."""
+    def draw(self, record: Record) -> None:
+        """Draw what this record adds."""
+        at, message = record.time, record.message
         missing = record.sequence - self.sequence - 1
         if missing and self.sequence:
-            yield from self._trace.instant(NOTES, "lines dropped", record.time, lines=missing)
-        message = record.message
+            self._canvas.instant(NOTES, "lines dropped", at, {"lines": missing})
         if isinstance(message, Summary):
-            yield from self._on_fact(record.time, message)
+            self._on_fact(at, message)
         elif (react := self._on_event.get(type(message))) is not None:
-            yield from react(record.time, message)
-        self.sequence, self._time = record.sequence, record.time
+            react(at, message)
+        self.sequence = record.sequence
+        self._time = at
 
-    def close(self) -> Drawn:
-        """Draw what is still open, up to the last line."""
-        yield from self._end_step(self._time)
-        yield from self._requests.close(self._time)
+    def close(self) -> None:
+        """Draw what is still open, up to the last record."""
+        self._end_step(self._time)
+        for name in list(self._requests):
+            self._end(name, self._time, "unfinished")
 
-    # -- steps --------------------------------------------------------------------------------------------------
+    # -- steps and requests -------------------------------------------------------------------------------------
 
-    def _on_fact(self, at: float, fact: Summary) -> Drawn:
-        if fact.name == "StepScheduled":
-            yield from self._end_step(at)
-            self._step = at, fact.fields
-        elif fact.name == "RequestSeen" and not self._requests.is_busy:
-            yield from self._end_step(self._time)  # the engine was idle since
-        yield from self._requests.on_fact(at, fact)
-        if fact.name in ("RequestEnded", "TransferReported") and not self._requests.is_busy:
-            yield from self._end_step(at)
+    def _on_fact(self, at: float, fact: Summary) -> None:
+        name = RequestId(str(fact.fields.get("request")))
+        match fact.name:
+            case "RequestSeen":
+                if not self._requests:
+                    self._end_step(self._time)  # the engine was idle since
+                self._begin(name, at)
+            case "BlocksAllocated":
+                self._find(name, at).runs_since = at
+            case "StepScheduled":
+                self._end_step(at)
+                self._step = at, fact.fields
+                for preempted in cast("list[str]", fact.fields.get("preempted", [])):
+                    self._stop(RequestId(preempted), at, "preempted")
+            case "RequestEnded":
+                self._end(name, at, "ended")
+        if fact.name in ("RequestEnded", "TransferReported") and not self._requests:
+            self._end_step(at)
 
-    def _end_step(self, at: float) -> Drawn:
+    def _end_step(self, at: float) -> None:
         """Draw a step up to the next one; if the engine became idle, up to the last record."""
         if self._step is not None:
             start, fields = self._step
-            yield from self._trace.span(STEPS, What.STEP, f"step {fields.get('step')}", start, at, **fields)
+            self._canvas.span(STEPS, What.STEP, f"step {fields.get('step')}", start, at, fields)
         self._step = None
 
-    # -- copies -------------------------------------------------------------------------------------------------
+    def _begin(self, name: RequestId, at: float) -> _Request:
+        if self._free_rows:
+            row = heapq.heappop(self._free_rows)
+        else:
+            row = self._request_rows
+            self._request_rows += 1
+        request = self._requests[name] = _Request(Track("requests", _REQUESTS, "request", row), at)
+        self._canvas.begin(request.track, name, at)
+        return request
 
-    def _on_scheduled(self, at: float, event: events.StoreScheduled) -> Drawn:
-        self._remember(event.job, _Scheduled(at, event.blocks))
-        self._trace.scheduled(event.job)
-        return iter(())
+    def _find(self, name: RequestId, at: float) -> _Request:
+        """Return a request; one whose arrival is not in the journal begins here."""
+        return self._requests.get(name) or self._begin(name, at)
 
-    def _on_load_scheduled(self, at: float, event: events.LoadScheduled) -> Drawn:
-        self._remember(event.job, _Scheduled(at, event.blocks, event.request))
-        return self._requests.on_load_scheduled(at, event)
+    def _stop(self, name: RequestId, at: float, how: str) -> None:
+        """End a request's run. A preempted request waits again."""
+        request = self._requests.get(name)
+        if request is None:
+            return
+        if request.runs_since is not None:
+            self._canvas.span(request.track, What.RUN, name, request.runs_since, at, {"end": how})
+        elif request.waits_since is not None and how != "preempted":
+            self._canvas.span(request.track, What.LOOKUP, "lookup", request.waits_since, at, {"end": how})
+        request.runs_since = None
+        request.waits_since = at
 
-    def _on_disk_scheduled(self, at: float, event: events.TierCopyScheduled) -> Drawn:
-        self._remember(event.job, _Scheduled(at, event.blocks, event.request))
-        return iter(())
+    def _end(self, name: RequestId, at: float, how: str) -> None:
+        self._stop(name, at, how)
+        request = self._requests.pop(name, None)
+        if request is None:
+            return
+        for job in list(request.loads):
+            self._loaded(request, job, at, how)
+        self._canvas.end(request.track, at, how)
+        heapq.heappush(self._free_rows, request.track.row)
 
-    def _remember(self, job: JobId, scheduled: _Scheduled) -> None:
+    def _on_instant(
+        self,
+        at: float,
+        event: events.HitPinned | events.HitDropped | events.LookupDeferred | events.FirstTokenReached,
+    ) -> None:
+        self._canvas.instant(self._find(event.request, at).track, type(event).__name__, at, _args(event))
+
+    def _on_first_token(self, at: float, event: events.FirstTokenReached) -> None:
+        if event.request in self._requests:  # with an answer of one token, the end may come first
+            self._on_instant(at, event)
+
+    def _on_answered(self, at: float, event: events.LookupAnswered) -> None:
+        request = self._find(event.request, at)
+        if request.waits_since is not None:
+            # The allocation may be recorded first, and spans of one row must not overlap.
+            end = at if request.runs_since is None else request.runs_since
+            self._canvas.span(request.track, What.LOOKUP, "lookup", request.waits_since, end, _args(event))
+        request.waits_since = None
+
+    def _on_load_ended(self, at: float, event: events.LoadEnded) -> None:
+        request = self._requests.get(event.request)
+        if request is not None and event.job in request.loads:  # a corrupt load has a second event
+            self._loaded(request, event.job, at, event.outcome.value)
+
+    def _loaded(self, request: _Request, job: JobId, at: float, outcome: str) -> None:
+        start, tokens = request.loads.pop(job)
+        args = {"job": job, "tokens": tokens, "outcome": outcome}
+        self._canvas.span(request.track, What.LOAD_WAIT, "waits for load", start, at, args)
+
+    # -- copies, and what belongs to no request -----------------------------------------------------------------
+
+    def _on_scheduled(self, at: float, event: Scheduled) -> None:
         if len(self._jobs) >= _JOBS:
             del self._jobs[next(iter(self._jobs))]
-        self._jobs[job] = scheduled
+        self._jobs[event.job] = at, event.blocks, getattr(event, "request", None)
+        if isinstance(event, events.LoadScheduled):
+            self._find(event.request, at).loads[event.job] = at, event.tokens
+        elif isinstance(event, events.StoreScheduled):
+            self._canvas.scheduled(event.job)
 
-    def _on_reported(self, at: float, event: events.RankReported) -> Drawn:
+    def _on_reported(self, at: float, event: events.RankReported) -> None:
         took = event.queue_s + event.copy_s
-        scheduled = self._jobs.get(event.job, _Scheduled(at - took, 0))
-        start = min(scheduled.at, at)
-        group, (what, lane) = f"rank {event.rank}", _LANES[event.tier, event.direction]
-        row = self._rows.place(group, lane, start, at)
-        order = _RANKS + event.rank
-        track = Track(group, order, lane, row)
-        yield from self._trace.span(
-            track,
-            what,
-            f"{what.value} {event.job}",
-            start,
-            at,
-            job=event.job,
-            rank=event.rank,
-            blocks=scheduled.blocks,
-            request=scheduled.request,
-            outcome=event.outcome.value,
-            bytes=event.copied_bytes,
-        )
+        scheduled, blocks, request = self._jobs.get(event.job, (at - took, 0, None))
+        start = min(scheduled, at)
+        group = f"rank {event.rank}"
+        what, lane = _LANES[event.tier, event.direction]
+        track = Track(group, _RANKS + event.rank, lane, self._rows.place(group, lane, start, at))
+        args = {
+            "job": event.job,
+            "rank": event.rank,
+            "blocks": blocks,
+            "request": request,
+            "outcome": event.outcome.value,
+            "bytes": event.copied_bytes,
+        }
+        self._canvas.span(track, what, f"{what.value} {event.job}", start, at, args)
         copied = min(start + took, at)
         began = max(copied - event.copy_s, start)
-        yield from self._trace.span(track, What.QUEUED, "queued", start, began)
-        yield from self._trace.span(track, What.COPY, "copy", began, copied, bytes=event.copied_bytes)
+        self._canvas.span(track, What.QUEUED, "queued", start, began, {})
+        self._canvas.span(track, What.COPY, "copy", began, copied, {"bytes": event.copied_bytes})
 
-    # -- the rest -----------------------------------------------------------------------------------------------
+    def _on_noted(self, at: float, event: events.Event) -> None:
+        self._canvas.instant(_NOTED[type(event)], type(event).__name__, at, _args(event))
 
-    def _on_noted(self, at: float, event: events.Event) -> Drawn:
-        return self._trace.instant(_NOTED[type(event)], type(event).__name__, at, **args_of(event))
+
+def _args(event: events.Event) -> dict[str, object]:
+    fields = to_plain(event)
+    del fields["event"]
+    return fields
