@@ -28,7 +28,7 @@ COMMANDS = {
     "gpu-check": "kvoffload.bench.gpu_check",
     "report": "kvoffload.cli.report.command",
     "timeline": "kvoffload.cli.timeline",
-    "top": "kvoffload.cli.top.command",
+    "top": "kvoffload.cli.top",
 }
 """Subcommands and the module of each, which is a `Command`. Importing one must be cheap."""
 

@@ -1,0 +1,352 @@
+"""`kvoffload top`: a row for each engine of running servers, redrawn until Ctrl-C or printed once."""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import math
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
+
+from kvoffload.cli.exits import CommandError, Exit, printable, say
+from kvoffload.cli.parser import seconds
+from kvoffload.model.config import size_text
+from kvoffload.model.errors import KVOffloadError
+from kvoffload.telemetry.labels import HostBytes
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+HELP = "watch running servers by their metrics"
+
+_LEAST_INTERVAL_S = 0.1
+_TIMEOUT_S = 5.0  # of a single scrape
+_LARGEST_PAGE = 64 << 20
+_SCHEMA = 2  # of the JSON output; raised when a name changes its meaning or goes
+_TOKENS = "kvoffload_lookup_tokens_total"
+_MISSES = "kvoffload_miss_blocks_total"
+_SAVED = "kvoffload_prefill_seconds_saved_total"
+_HOST_STATES = tuple(state.value for state in HostBytes)
+_HEADINGS = "engine, offloading, hit rate (now), tokens saved (per s), net s saved (per s), top miss cause, host, disk, remote"
+_LOST = ("kvoffload_load_wait_seconds_total", "kvoffload_interference_seconds_total")
+
+
+class PageError(KVOffloadError):
+    """Raised when a page has no metrics of kvoffload."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One scrape of one engine.
+
+    Args:
+        at: monotonic seconds.
+        samples: labels and value of each series, by the metric's name.
+    """
+
+    at: float
+    samples: dict[str, list[tuple[Mapping[str, str], float]]] = field(default_factory=dict)
+
+    def total(self, name: str, **labels: str) -> float:
+        """Return the sum over the series that have these labels; 0 without any."""
+        return sum(value for found, value in self.samples.get(name, ()) if labels.items() <= found.items())
+
+    def values(self, name: str, label: str, **labels: str) -> list[str]:
+        """Return the values of a label in the series that are not 0, the largest series first."""
+        series = [one for one in self.samples.get(name, ()) if one[1] and labels.items() <= one[0].items()]
+        return [printable(found.get(label, "")) for found, _ in sorted(series, key=lambda one: -one[1])]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What an operator looks at. Rates are of the time between two scrapes, None if there was only one.
+
+    Args:
+        engine: the server, and the engine's name if the server has one.
+        off_because: causes for which offloading is off.
+        hit_rate, hit_rate_now: share of looked-up prompt tokens found on the host: since the start, between the scrapes.
+        saved_tokens, saved_tokens_per_s: prompt tokens found on the host.
+        net_s, net_s_per_s: seconds of prefill saved, less what waiting for loads and interference cost.
+        miss_cause: the most frequent cause of a lookup's first missing block, None without misses.
+        miss_share: its share of the lookups that missed.
+        host_bytes: wanted, reserved (pinned) and used.
+        disk: the tier's state; "off" without a disk.
+        disk_bytes: capacity and used.
+        remote: the tier's state; "off" without a remote tier. Its size is not known.
+    """
+
+    engine: str
+    off_because: list[str]
+    hit_rate: float | None
+    hit_rate_now: float | None
+    saved_tokens: float
+    saved_tokens_per_s: float | None
+    net_s: float
+    net_s_per_s: float | None
+    miss_cause: str | None
+    miss_share: float | None
+    host_bytes: dict[str, float]
+    disk: str
+    disk_bytes: dict[str, float]
+    remote: str
+
+
+@dataclass(slots=True)
+class Server:
+    """A server and its last two scrapes.
+
+    Args:
+        url: of its page of metrics.
+        now, before: the last reading of each engine and the one before, by the engine's name.
+        problem: why the last scrape failed; empty if it did not.
+    """
+
+    url: str
+    now: dict[str, Reading] = field(default_factory=dict)
+    before: dict[str, Reading] = field(default_factory=dict)
+    problem: str = ""
+
+    def scrape(self) -> None:
+        """Read the page. After a failure, the last numbers stay."""
+        try:
+            with urllib.request.urlopen(self.url, timeout=_TIMEOUT_S) as answer:
+                text = answer.read(_LARGEST_PAGE).decode("utf-8", "replace")
+                if answer.length:
+                    raise PageError("its answer is cut off")
+            readings = parse_page(text, time.monotonic())
+        except urllib.error.HTTPError as error:
+            self.problem = f"it answers {error.code} {error.reason}"
+        except PageError as error:
+            self.problem = str(error)
+        # Not reachable, or it died during its answer, hangs, or redirects to no URL.
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", error)
+            self.problem = f"not reachable: {str(reason) or type(error).__name__}"
+        else:
+            self.problem = ""
+            self.before = self.now
+            self.now = readings
+
+    def rows(self) -> Iterator[Row]:
+        """Yield a row for each engine."""
+        host = urllib.parse.urlsplit(self.url).netloc
+        for name, now in self.now.items():
+            before = self.before.get(name)
+            is_same_life = before is not None and not _has_restarted(before, now)
+            yield summarize(f"{host} {name}".strip(), now, before if is_same_life else None)
+
+
+def page_url(text: str) -> str:
+    """Return the URL of a page of metrics from a URL, HOST:PORT, or a PORT of this machine.
+
+    Raises:
+        CommandError: it is none of them.
+    """
+    if text.isascii() and text.isdigit():
+        text = f"127.0.0.1:{text}"
+    url = text if "://" in text else f"http://{text}"
+    try:
+        parts = urllib.parse.urlsplit(url)
+        is_good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        is_good = False
+    if not is_good:
+        raise CommandError(
+            f"{text!r} is not the URL of a page of metrics, such as http://127.0.0.1:9464/metrics, nor HOST:PORT or PORT"
+        )
+    return urllib.parse.urlunsplit(parts._replace(path="/metrics")) if parts.path in ("", "/") else url
+
+
+def parse_page(text: str, at: float) -> dict[str, Reading]:
+    """Return a page's readings by engine; a server with one engine may not name it.
+
+    Raises:
+        PageError: it is not a page of metrics, it has none of kvoffload's, or a number is infinite or none.
+    """
+    from prometheus_client.parser import text_string_to_metric_families
+
+    engines: dict[str, Reading] = {}
+    try:
+        families = [one for one in text_string_to_metric_families(text) if one.name.startswith("kvoffload_")]
+    except Exception as error:  # the parser raises anything on text that is not a page of metrics
+        raise PageError(f"it is not a page of metrics: {str(error) or type(error).__name__}") from error
+    for sample in (sample for family in families for sample in family.samples):
+        if not math.isfinite(sample.value):
+            raise PageError(f"{sample.name} is {sample.value}")
+        reading = engines.setdefault(printable(sample.labels.get("engine", "")), Reading(at))
+        reading.samples.setdefault(sample.name, []).append((sample.labels, sample.value))
+    if not engines:
+        raise PageError("it has no metrics of kvoffload: is offloading switched on in that server?")
+    return engines
+
+
+def summarize(engine: str, now: Reading, before: Reading | None) -> Row:
+    """Return an engine's row from its last reading and the one before in the same life."""
+    found, missed, net = _hits(now), now.total(_TOKENS, result="miss"), _net_s(now)
+    then = before or now
+    period_s = now.at - then.at
+    found_now, missed_now = found - _hits(then), missed - then.total(_TOKENS, result="miss")
+    causes = [cause for cause in now.values(_MISSES, "cause") if cause != "behind_miss"]
+    misses = now.total(_MISSES) - now.total(_MISSES, cause="behind_miss")
+    disk_bytes = now.total("kvoffload_slot_bytes", tier="disk")
+    capacity = now.total("kvoffload_capacity_slots", tier="disk")
+    empty = now.total("kvoffload_slots", tier="disk", state="empty")
+    return Row(
+        engine=engine,
+        off_because=now.values("kvoffload_degraded", "cause"),
+        hit_rate=_ratio(found, found + missed),
+        hit_rate_now=_ratio(found_now, found_now + missed_now),
+        saved_tokens=found,
+        saved_tokens_per_s=_ratio(found_now, period_s),
+        net_s=net,
+        net_s_per_s=_ratio(net - _net_s(then), period_s),
+        miss_cause=next(iter(causes), None),
+        miss_share=_ratio(now.total(_MISSES, cause=causes[0]), misses) if causes else None,
+        host_bytes={state: now.total("kvoffload_host_bytes", state=state) for state in _HOST_STATES},
+        disk=_tier_state(now, "disk"),
+        disk_bytes={"capacity": capacity * disk_bytes, "used": (capacity - empty) * disk_bytes},
+        remote=_tier_state(now, "remote"),
+    )
+
+
+def _hits(reading: Reading) -> float:
+    return reading.total(_TOKENS, result="hit")
+
+
+def _net_s(reading: Reading) -> float:
+    return reading.total(_SAVED) - sum(map(reading.total, _LOST))
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole > 0 else None
+
+
+def _tier_state(reading: Reading, tier: str) -> str:
+    return next(iter(reading.values("kvoffload_tier_state", "state", tier=tier)), "off")
+
+
+def _has_restarted(before: Reading, now: Reading) -> bool:
+    counters = [name for name in before.samples if name.endswith("_total")]
+    return any(now.total(name) < before.total(name) for name in counters)
+
+
+# -- the command ----------------------------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    add = parser.add_argument
+    address = (
+        "of the metrics, HOST:PORT, or a PORT of this machine: kvoffload's own port, or that of `vllm serve`"
+    )
+    add("urls", metavar="URL", nargs="+", help=address)
+    add("--interval", metavar="SECONDS", type=seconds, default=2.0, help="between two scrapes (default: 2)")
+    add("--once", action="store_true", help="scrape twice, print and exit, as also without a terminal")
+    add("--json", action="store_true", help="the same, as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show the rows until Ctrl-C, or once.
+
+    Raises:
+        KVOffloadError: a URL is not valid.
+    """
+    servers = [Server(page_url(url)) for url in args.urls]
+    if args.json or args.once or not sys.stdout.isatty():
+        return _print_once(servers, args.interval, as_json=args.json)
+    with suppress(KeyboardInterrupt):  # the usual way to leave
+        _watch(servers, max(args.interval, _LEAST_INTERVAL_S))
+    return Exit.OK
+
+
+def _print_once(servers: list[Server], interval_s: float, *, as_json: bool) -> int:
+    from rich.console import Console
+
+    for wait_s in (interval_s, 0.0):
+        for server in servers:
+            server.scrape()
+        time.sleep(wait_s)
+    if as_json:
+        _print_json(servers)
+    else:
+        width = None if sys.stdout.isatty() else 250  # in a pipe a row stays one line
+        console = Console(highlight=False, markup=False, emoji=False, width=width)
+        console.print(table(servers))
+    for server in servers:
+        if server.problem:
+            say(f"{server.url}: {server.problem}")
+    return Exit.FAILED if any(server.problem for server in servers) else Exit.OK
+
+
+def _print_json(servers: list[Server]) -> None:
+    import json
+
+    from kvoffload.telemetry.provenance import describe_process
+
+    answers = [
+        {"url": one.url, "problem": one.problem or None, "engines": [asdict(row) for row in one.rows()]}
+        for one in servers
+    ]
+    seen_from = describe_process(time.time())
+    print(
+        json.dumps({"schema": _SCHEMA, "kind": "top", "seen_from": seen_from, "servers": answers}, indent=2)
+    )
+
+
+def _watch(servers: list[Server], interval_s: float) -> None:
+    from rich.console import Console, Group
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(console=Console(highlight=False, markup=False, emoji=False), auto_refresh=False) as live:
+        while True:
+            for server in servers:
+                server.scrape()
+            problems = [f"{one.url}: {one.problem}; trying again" for one in servers if one.problem]
+            lines = [Text(printable(text), "bold red") for text in problems]
+            head = f"{time.strftime('%H:%M:%S')}, every {interval_s:g} s, Ctrl-C ends"
+            live.update(Group(table(servers), *lines, Text(head, "dim")), refresh=True)
+            time.sleep(interval_s)
+
+
+def table(servers: Iterable[Server]) -> RenderableType:
+    """Return a table with a row for each engine."""
+    from rich.table import Table
+
+    shown = Table(*_HEADINGS.split(", "), box=None, pad_edge=False, header_style="bold")
+    for row in (row for server in servers for row in server.rows()):
+        is_well = not row.off_because and not {row.disk, row.remote} & {"failing", "closed"}
+        shown.add_row(*_cells(row), style=None if is_well else "bold red")
+    return shown
+
+
+def _cells(row: Row) -> Iterator[str]:
+    yield row.engine
+    yield f"OFF: {', '.join(row.off_because)}" if row.off_because else "on"
+    yield f"{_percent(row.hit_rate)} ({_percent(row.hit_rate_now)})"
+    yield f"{row.saved_tokens:,.0f} ({_number(row.saved_tokens_per_s, 0)})"
+    yield f"{row.net_s:,.1f} ({_number(row.net_s_per_s, 2)})"
+    yield f"{row.miss_cause} ({_percent(row.miss_share)})" if row.miss_cause else "-"
+    host = row.host_bytes
+    fill = f"{_percent(_ratio(host['used'], host['reserved']))} of {size_text(host['reserved'])}"
+    pinning = f", {_percent(_ratio(host['reserved'], host['wanted']))} pinned"
+    yield fill + (pinning if host["reserved"] < host["wanted"] else "")
+    disk = row.disk_bytes
+    fill = f"{_percent(_ratio(disk['used'], disk['capacity']))} of {size_text(disk['capacity'])}, "
+    yield (fill if disk["capacity"] else "") + row.disk
+    yield row.remote
+
+
+def _percent(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.0%}"
+
+
+def _number(number: float | None, digits: int) -> str:
+    return "-" if number is None else f"{number:,.{digits}f}"

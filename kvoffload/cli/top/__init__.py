@@ -1,1 +1,0 @@
-"""`kvoffload top`: a live view of a server's metrics in a terminal."""
