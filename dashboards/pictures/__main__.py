@@ -1,4 +1,4 @@
-"""`make screenshot`: pictures of the dashboards and of a demo's report, each of a real run, as a browser shows them."""
+"""`make screenshot`: pictures of the dashboards and of a report, each of a real run, as a browser shows them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ WIDTH, HEIGHT, SCALE = 1100, 1285, 0.85  # the README is about that wide
 
 
 def take_report(target: Path, browser: str) -> Path:
-    """Run a demo with `--report` and write the top of its page, as a browser shows it."""
+    """Run a demo and write the top of its journal's report, as a browser shows it."""
     with tempfile.TemporaryDirectory() as folder:
-        page = Path(folder) / "report.html"
-        command = [sys.executable, "-m", "kvoffload.cli", *DEMO.split(), "--report", str(page)]
-        subprocess.run(command, check=True)
+        journal, page = Path(folder) / "journal", Path(folder) / "report.html"
+        command = [sys.executable, "-m", "kvoffload.cli"]
+        subprocess.run([*command, *DEMO.split(), "--config", f"journal_path={journal}"], check=True)
+        subprocess.run([*command, "report", str(journal), "-o", str(page)], check=True)
         _take(page, target, browser)
     return target
 

@@ -41,7 +41,6 @@ def test_what_was_written_before_a_kill_is_found_after_it(
     [
         (["--restart"], "--restart needs --disk"),
         (["--disk", ".", "--restart", "--turns", "2"], "--restart needs at least 3 --turns"),
-        (["--disk", ".", "--restart", "--report", "page.html"], "--report does not go with --restart"),
         (["--disk", ".", "--config", "disk_path=/x"], "disk_path is set twice"),
         (["--disk", "/nosuch"], "--disk /nosuch: no folder can be made in it"),
     ],

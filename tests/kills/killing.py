@@ -86,7 +86,7 @@ class Command:
 
 
 COMMANDS = {
-    "demo": Command(f"{_SMALL} --report {{folder}}/page.html", {"page.html": _is_page}),
+    "demo": Command(_SMALL),
     "demo-json": Command(f"{_SMALL} --json"),
     "report": Command("report {journal} -o {folder}/page.html", {"page.html": _is_page}),
     "timeline": Command("timeline {journal} -o {folder}/trace.json", {"trace.json": _is_json}),

@@ -4,7 +4,6 @@ options         the options                  documents      the text
 conversations   the messages of each turn, and how much of them a cache could hold
 engines         the two engines              play           conversations on one engine
 audit           are all laws kept            compare        are the outputs the same
-report          the numbers and plots, as a page
 results         the numbers, also as JSON    table          the numbers as a table
 session         all of it, in order
 restart         engines that are killed half-way, and what the next ones find on a disk

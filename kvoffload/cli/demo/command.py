@@ -15,7 +15,6 @@ from kvoffload.cli.demo import options
 from kvoffload.cli.demo.options import DemoOptions
 from kvoffload.cli.demo.screen import Screen
 from kvoffload.cli.exits import CommandError, Exit
-from kvoffload.cli.partial_file import check_writable
 
 HELP = "run the same conversations without and with offloading, and compare them token by token"
 
@@ -66,8 +65,6 @@ def run(args: argparse.Namespace) -> int:
         KVOffloadError: it cannot run as asked.
     """
     asked = options.demo_options(args)
-    if asked.report is not None:
-        check_writable(asked.report)  # now, not after minutes
     screen = Screen(quiet=asked.as_json)
     screen.progress("importing torch")
     # torch reads this when it is loaded. Threads that spin while they wait for each other take the cores from everything

@@ -46,7 +46,6 @@ class DemoOptions:
         seed: seed of the model's weights and of the distribution of the text.
         offload: kvoffload's settings, as typed.
         as_json: print one object instead of the table.
-        report: file for the page with plots; None for no page.
         metrics: address to serve metrics at; None to serve none.
         serve_for_s: seconds to serve them after the run.
         disk: folder for the disk below the host; None for none.
@@ -70,7 +69,6 @@ class DemoOptions:
     seed: int = 0
     offload: Mapping[str, object] = field(default_factory=lambda: {"host_bytes": _HOST_BYTES})
     as_json: bool = False
-    report: Path | None = None
     metrics: Address | None = None
     serve_for_s: float = 0.0
     disk: Path | None = None
@@ -207,12 +205,6 @@ def _add_offloading(group: argparse._ArgumentGroup) -> None:
 def _add_output(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--json", action="store_true", help="print one JSON object instead of the table")
-    add(
-        "--report",
-        metavar="FILE.html",
-        type=Path,
-        help='also write one page with plots, for any browser; "-" prints it instead of the table',
-    )
     add("--serve-metrics", metavar="[HOST:]PORT", type=parse_address,
         help="serve Prometheus metrics during the run; port 0 takes a free one")  # fmt: skip
     add("--serve-for", metavar="SECONDS", type=seconds, default=0.0,
@@ -284,11 +276,10 @@ def _check_in_processes(args: argparse.Namespace, option: str, turns: str) -> No
     """Check what demos with several processes have in common."""
     if args.turns < _LEAST_TURNS:
         raise CommandError(f"{option} needs at least {_LEAST_TURNS} --turns: {turns}")
-    for name, given in (("--report", args.report), ("--serve-metrics", args.serve_metrics)):
-        if given is not None:
-            raise CommandError(
-                f"{name} does not go with {option}, which runs engines in processes of their own"
-            )
+    if args.serve_metrics is not None:
+        raise CommandError(
+            f"--serve-metrics does not go with {option}, which runs engines in processes of their own"
+        )
 
 
 def _check_url(url: str) -> None:

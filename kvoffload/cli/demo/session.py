@@ -18,15 +18,11 @@ from kvoffload.cli.demo.documents import Text, read_text
 from kvoffload.cli.demo.engines import Engines, kv_blocks, open_engines
 from kvoffload.cli.demo.options import DemoOptions
 from kvoffload.cli.demo.play import Play, Player, warm_up
-from kvoffload.cli.demo.report import demo_page
 from kvoffload.cli.demo.results import DemoResult, PlayResult, Workload
 from kvoffload.cli.demo.screen import Screen
 from kvoffload.cli.demo.summary import summarize, summarize_benefit, summarize_offloading
 from kvoffload.cli.demo.table import render
 from kvoffload.cli.exits import Exit, OutputError
-from kvoffload.cli.partial_file import STDOUT, written
-from kvoffload.cli.report.account import Recorder
-from kvoffload.cli.report.page import render as render_page
 from kvoffload.telemetry.exporter import KVOffloadCollector
 from kvoffload.telemetry.server import MetricsServer, serve
 
@@ -85,7 +81,6 @@ async def _demonstrate(options: DemoOptions, engines: Engines, text: Text, scree
     conversations = make_conversations(text.tokens, options)
     screen.progress("warming up")
     await _warm_up(options, engines)
-    recorder = Recorder(engines.offload, asyncio.get_running_loop().time) if options.report else None
     before, benefit = engines.offload.counters.snapshot(), engines.offload.benefit.series()
     plain, offloaded = await _play(options, engines, conversations, screen)
     counted = engines.offload.counters.snapshot().minus(before)
@@ -105,13 +100,7 @@ async def _demonstrate(options: DemoOptions, engines: Engines, text: Text, scree
         broken_laws=tuple(_audit(engines)),
         provenance=engines.offload.provenance,
     )
-    if options.report != STDOUT:
-        screen.result(result.to_json() if options.as_json else render(result))
-    if options.report and recorder is not None:
-        with written(options.report) as file:
-            file.write(render_page(demo_page(result, plain, offloaded, recorder.account())))
-        if options.report != STDOUT:
-            screen.say(f"the plots are in {options.report}")
+    screen.result(result.to_json() if options.as_json else render(result))
     if result.passed:
         return Exit.OK
     screen.say("FAILED: outputs differ" if not result.agreement.holds else "FAILED: laws are broken")

@@ -8,7 +8,7 @@ from kvoffload.cli import signals
 from kvoffload.cli.journal_lines import add_journal_arguments, opened
 from kvoffload.cli.partial_file import written
 
-HELP = "show a journal as one page with plots, for any browser"
+HELP = "show a journal as one page with figures, for any browser; needs the extra kvoffload[report]"
 
 _SUFFIX = ".html"
 
@@ -22,16 +22,17 @@ def run(args: argparse.Namespace) -> int:
     """Write the page.
 
     Raises:
-        KVOffloadError: the journal holds nothing that can be read, or the file cannot be written.
+        KVOffloadError: matplotlib is not installed, the journal holds nothing that can be read, or the file cannot be written.
     """
     with signals.importing():
         from kvoffload.cli.report.account import add_up
-        from kvoffload.cli.report.journal import journal_page
+        from kvoffload.cli.report.figures import check_installed
         from kvoffload.cli.report.page import render
 
+    check_installed()
     lines, output = opened(args, _SUFFIX)
     account = add_up(lines)
     # The page holds counts, sizes and times, and names no request, so it need not be private.
     with written(output) as file:
-        file.write(render(journal_page(account, lines)))
+        file.write(render(account, lines))
     return lines.report(output)
