@@ -205,7 +205,7 @@ def scrub(text: str) -> str:
 
 _READ_OF_SUMMARIES: dict[str, Convert] = {
     "request": lambda value: type(value) is str,
-    **dict.fromkeys(("job", "found", "missing", "unanswered"), lambda value: type(value) is int),
+    "job": lambda value: type(value) is int,
     "preempted": lambda value: type(value) is list and all(type(one) is str for one in value),
 }
 _FORMS: dict[type, _Form] = {}
