@@ -1,4 +1,4 @@
-"""An engine at work on an emulated device, with the worker's side that ships beside it.
+"""An engine at work, with the worker's side that ships beside it: `Life` on an emulated device, `Steps` on any.
 
 Its kernels write and read blocks; a step is enqueued before the one before it has ended, in the order of vLLM's model runners:
 zeroing of blocks, `begin_step`, the forward pass, loads, stores. It keeps to what the scheduler's side guarantees: a block or
@@ -9,8 +9,7 @@ keep, and shows as a race or as wrong bytes.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.config import OffloadConfig
@@ -30,45 +29,45 @@ ZERO = 0
 TIMEOUT_S = 1e6
 
 
-@dataclass
-class Life:
+class KernelEngine(Protocol):
+    """An engine whose kernels write and read blocks; a read notes whether the block holds what was written."""
+
+    def enter(self) -> None: ...
+    def write(self, block: int, seed: int) -> None: ...
+    def read(self, block: int, seed: int) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+class Steps:
     """One rank. `step` enqueues a step; `settle` waits for all jobs.
 
     Args:
-        emulator: the driver.
-        patch: replaces what asks torch for the current stream.
+        engine: its kernels.
+        side: the worker's side, registered.
         seed: of all choices.
-        device: which.
-        is_stepped: whether the emulator's streams run here, between two steps.
-        timeout_s: of copies.
-        on_default_stream: whether the engine stays on the device's default stream.
+        blocks: of the engine.
+        slots: of the host.
+        most: blocks of a job.
     """
 
-    emulator: Emulator
-    patch: pytest.MonkeyPatch
-    seed: int
-    device: int = 0
-    is_stepped: bool = True
-    timeout_s: float = TIMEOUT_S
-    on_default_stream: bool = False
-    outcomes: list[tuple[int, CopyOutcome]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.draws = random.Random(self.seed)
-        self.engine = Engine(self.emulator, self.device, BLOCKS, on_default_stream=self.on_default_stream)
-        self.clock = FakeClock()
-        self.portal = ManualPortal(self.clock)
-        self.patch.setattr(factory, "current_stream", lambda device: lambda: self.engine.stream)
-        config = OffloadConfig(
-            host_bytes=SLOTS * self.engine.layout.slot_bytes, transfer_timeout_s=self.timeout_s
-        )
-        self.side = WorkerSide(Rank(0), 1, config, self.portal, clock=self.clock)
-        assert self.side.register(self.engine.layout) == SLOTS
+    def __init__(
+        self, engine: KernelEngine, side: WorkerSide, seed: int, *, blocks: int, slots: int, most: int
+    ) -> None:
+        self.engine: KernelEngine = engine
+        self.side, self.blocks, self.slots, self.most = side, blocks, slots, most
+        self.draws = random.Random(seed)
         self.contents: dict[int, int] = {}  # what a block that nobody copies into holds, by its number
         self.stored: dict[int, int] = {}  # what a slot holds whose store was reported
         self.open: dict[int, tuple[TransferJob, tuple[int, ...]]] = {}
+        self.outcomes: list[tuple[int, CopyOutcome]] = []
         self.jobs = 0
         self._seeds = 0
+
+    def let_some_run(self) -> None:
+        """Let the device go on, where it does not by itself."""
+
+    def let_all_run(self) -> None:
+        """Let the device do all that it can, where it does not by itself."""
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -76,7 +75,7 @@ class Life:
         """Enqueue a step, let the streams go on as far as it is drawn, and take the reports."""
         self.engine.enter()
         loads = [job for _ in range(self.draws.randint(0, 2)) if (job := self._load()) is not None]
-        fresh = self._some(self._free_blocks(), self.draws.randint(1, 6))
+        fresh = self._some(self._free_blocks(), self.draws.randint(1, self.most + 2))
         for block in fresh:
             self._seeds += 1
             self.contents[block] = self._seeds
@@ -87,16 +86,15 @@ class Life:
         self.side.begin_step(plan)
         for block in fresh:
             self.engine.write(block, self.contents[block])
-        for block in self._some([*self.contents], 4):
+        for block in self._some([*self.contents], self.most):
             self.engine.read(block, self.contents[block])
         self.side.start_loads(plan)
         self.side.start_stores(plan)
-        if self.is_stepped:
-            self.emulator.step(self.draws.randint(0, 80))
-        if self.draws.random() < 0.5:
-            self.portal.advance()
+        self.let_some_run()
         self.take()
-        for block in self._some([block for block in self.contents if block not in self._under_copy()], 4):
+        for block in self._some(
+            [block for block in self.contents if block not in self._under_copy()], self.most
+        ):
             del self.contents[block]  # the engine frees it, and a later step writes it
 
     def take(self) -> None:
@@ -115,29 +113,16 @@ class Life:
     def settle(self) -> None:
         """Let everything end, and read every block."""
         while self.open:
-            self.emulator.step()
-            self.portal.advance()
+            self.let_all_run()
             self.take()
         self.engine.enter()
         for block, seed in self.contents.items():
             self.engine.read(block, seed)
         self.engine.synchronize()
 
-    def close(self) -> None:
-        self.side.close()
-        self.portal.close()
-
     @property
     def failed(self) -> list[int]:
         return [job for job, outcome in self.outcomes if outcome is not CopyOutcome.DONE]
-
-    @property
-    def problems(self) -> str:
-        """What went wrong: races and wrong bytes with what the emulator says of them, and jobs that failed."""
-        emulator = self.emulator
-        if not (emulator.races or emulator.wrong or emulator.faults or self.failed):
-            return ""
-        return f"{emulator.races} races, {emulator.wrong} wrong, failed {self.failed[:5]}\n{emulator.report}"
 
     # -- choices ------------------------------------------------------------------------------------------------
 
@@ -146,7 +131,7 @@ class Life:
 
     def _free_blocks(self) -> list[int]:
         busy = self._under_copy() | self.contents.keys()
-        return [block for block in range(BLOCKS) if block not in busy]
+        return [block for block in range(self.blocks) if block not in busy]
 
     def _some(self, among: list[int], most: int) -> list[int]:
         return self.draws.sample(among, min(len(among), most))
@@ -158,7 +143,9 @@ class Life:
             if job.direction is Direction.STORE
             for slot in job.slots
         }
-        slots = self._some([slot for slot in self.stored if slot not in busy], self.draws.randint(1, 4))
+        slots = self._some(
+            [slot for slot in self.stored if slot not in busy], self.draws.randint(1, self.most)
+        )
         blocks = self._some(self._free_blocks(), len(slots))
         slots = slots[: len(blocks)]
         return self._job(Direction.LOAD, slots, blocks, [self.stored[slot] for slot in slots])
@@ -166,10 +153,10 @@ class Life:
     def _store(self) -> TransferJob | None:
         leased = self._under_copy()
         blocks = self._some(
-            [block for block in self.contents if block not in leased], self.draws.randint(1, 4)
+            [block for block in self.contents if block not in leased], self.draws.randint(1, self.most)
         )
         busy = {int(slot) for job, _ in self.open.values() for slot in job.slots}
-        slots = self._some([slot for slot in range(SLOTS) if slot not in busy], len(blocks))
+        slots = self._some([slot for slot in range(self.slots) if slot not in busy], len(blocks))
         for slot in slots:
             self.stored.pop(slot, None)
         return self._job(
@@ -185,3 +172,62 @@ class Life:
         job = TransferJob(JobId(self.jobs), way, tuple(map(SlotId, slots)), tuple(map(DeviceBlockId, blocks)))
         self.open[self.jobs] = (job, tuple(seeds[: len(slots)]))
         return job
+
+
+class Life(Steps):
+    """A rank on an emulated device.
+
+    Args:
+        emulator: the driver.
+        patch: replaces what asks torch for the current stream.
+        seed: of all choices.
+        device: which.
+        is_stepped: whether the emulator's streams run here, between two steps.
+        timeout_s: of copies.
+        on_default_stream: whether the engine stays on the device's default stream.
+    """
+
+    engine: Engine
+
+    def __init__(
+        self,
+        emulator: Emulator,
+        patch: pytest.MonkeyPatch,
+        seed: int,
+        device: int = 0,
+        *,
+        is_stepped: bool = True,
+        timeout_s: float = TIMEOUT_S,
+        on_default_stream: bool = False,
+    ) -> None:
+        self.emulator, self.is_stepped = emulator, is_stepped
+        engine = Engine(emulator, device, BLOCKS, on_default_stream=on_default_stream)
+        self.clock = FakeClock()
+        self.portal = ManualPortal(self.clock)
+        patch.setattr(factory, "current_stream", lambda device: lambda: engine.stream)
+        config = OffloadConfig(host_bytes=SLOTS * engine.layout.slot_bytes, transfer_timeout_s=timeout_s)
+        side = WorkerSide(Rank(0), 1, config, self.portal, clock=self.clock)
+        assert side.register(engine.layout) == SLOTS
+        super().__init__(engine, side, seed, blocks=BLOCKS, slots=SLOTS, most=4)
+
+    def let_some_run(self) -> None:
+        if self.is_stepped:
+            self.emulator.step(self.draws.randint(0, 80))
+        if self.draws.random() < 0.5:
+            self.portal.advance()
+
+    def let_all_run(self) -> None:
+        self.emulator.step()
+        self.portal.advance()
+
+    def close(self) -> None:
+        self.side.close()
+        self.portal.close()
+
+    @property
+    def problems(self) -> str:
+        """What went wrong: races and wrong bytes with what the emulator says of them, and jobs that failed."""
+        emulator = self.emulator
+        if not (emulator.races or emulator.wrong or emulator.faults or self.failed):
+            return ""
+        return f"{emulator.races} races, {emulator.wrong} wrong, failed {self.failed[:5]}\n{emulator.report}"
