@@ -156,7 +156,6 @@ _ORDER = (
     "copy",
     "disk",
     "remote",
-    "gpu-check",
     "verify",
     "scale",
     "trace",

@@ -25,7 +25,7 @@ COMMANDS = {
     "dashboards": "kvoffload.cli.dashboards",
     "demo": "kvoffload.cli.demo.command",
     "doctor": "kvoffload.cli.doctor.command",
-    "gpu-check": "kvoffload.bench.gpu_check",
+    "gpu-check": "kvoffload.gpu_check.command",
     "report": "kvoffload.cli.report.command",
     "timeline": "kvoffload.cli.timeline",
     "top": "kvoffload.cli.top",

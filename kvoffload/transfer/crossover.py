@@ -60,9 +60,9 @@ def learn(copier: CudaCopier, device: str) -> None:
     begun, driver = time.perf_counter(), copier.driver
     try:
         stream = copier.stream(Direction.LOAD)  # nothing is copied yet, and it keeps what the kernel takes
-        driver.prepare_kernel(stream)
+        driver.prepare_kernel(stream, copier.profile.programs)
         with driver.scratch(SCRATCH_BYTES, stream) as scratch:
-            limits = measure(driver, stream, scratch)
+            limits = measure(driver, stream, scratch, stores=copier.profile.stores)
         copier.use_kernel(limits)
     except Exception as error:  # no triton, no memory, no mapping: the engine copies everything
         log.info("page_kernel_unavailable", device=device, reason=repr(error))
@@ -80,7 +80,8 @@ def measure(
     driver: NvidiaDriver,
     stream: int,
     scratch: CudaScratch,
-    rest: Callable[[], None] = lambda: time.sleep(2e-4),
+    *,
+    stores: bool = True,
 ) -> Limits:
     """Return for each direction the bytes of a run below which the kernel is faster, 0 where it never is.
 
@@ -88,24 +89,33 @@ def measure(
         driver: copies both ways.
         stream: that nothing else uses.
         scratch: memory that nothing else uses.
-        rest: waits a moment.
+        stores: whether stores may use the kernel.
 
     Raises:
         CopyError: the kernel moves wrong bytes, or nothing ends.
         Exception: there is no kernel.
     """
-    trial = _Trial(driver, stream, scratch, rest)
+    trial = Trial(driver, stream, scratch)
     trial.check()
     trial.begin()
-    return {direction: trial.limit(direction) for direction in Direction}
+    return {way: trial.limit(way) if stores or way is Direction.LOAD else 0 for way in Direction}
 
 
 @dataclass
-class _Trial:
+class Trial:
+    """Times batches on the device alone, by the page kernel and by the copy engine.
+
+    Args:
+        driver: copies both ways.
+        stream: that nothing else uses, prepared for the kernel.
+        scratch: memory that nothing else uses.
+        rest: waits a moment.
+    """
+
     driver: NvidiaDriver
     stream: int
     scratch: CudaScratch
-    rest: Callable[[], None]
+    rest: Callable[[], None] = lambda: time.sleep(2e-4)
     deadline: float = math.inf
     cover_s: float = math.inf  # that one covering copy takes
     enqueue_s: dict[bool, float] = field(

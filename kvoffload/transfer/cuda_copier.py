@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvoffload.logs import get_logger
 from kvoffload.model.errors import DeviceLost
 from kvoffload.model.transfer import Direction
+from kvoffload.transfer.gpu_profile import GpuProfile
 from kvoffload.transfer.ports import TicketState
 from kvoffload.transfer.short_copies import ENGINE_ONLY, KERNEL_COPIES, split
 
@@ -49,6 +50,7 @@ log = get_logger("transfer")
 
 _EVENTS_AHEAD = 64
 _SLICES_BESIDE = 8  # that the coroutine's thread enqueues before it looks at other batches
+_NOT_MEASURED = GpuProfile()
 _MARKS_A_QUERY = 4  # a hook's query makes few calls
 _LAUNCH = 4  # operations that a slice for the kernel takes
 
@@ -216,6 +218,7 @@ class CudaCopier:
 
     Args:
         driver: of the device.
+        profile: how the kernel is used on it.
 
     Attributes:
         kernel_below: for each direction the bytes of a run from which the copy engine copies it; 0 at first, and again
@@ -223,8 +226,9 @@ class CudaCopier:
         slices: enqueued so far by queries.
     """
 
-    def __init__(self, driver: NvidiaDriver) -> None:
+    def __init__(self, driver: NvidiaDriver, profile: GpuProfile = _NOT_MEASURED) -> None:
         self.driver = driver
+        self.profile = profile
         self.kernel_below: Limits = ENGINE_ONLY
         self.slices = 0
         self._streams = {
@@ -246,7 +250,7 @@ class CudaCopier:
         """
         for direction, limit in below.items():
             if limit:
-                self.driver.prepare_kernel(self._streams[direction])
+                self.driver.prepare_kernel(self._streams[direction], self.profile.programs)
         self.kernel_below = below
 
     def fence(self) -> Fence:
@@ -281,7 +285,7 @@ class CudaCopier:
         """Cut a batch: short copies for the kernel, and the others."""
         if not self.kernel_below[direction]:
             return deque(self.engine_slices(runs))
-        short, rest = split(runs, self.kernel_below[direction])
+        short, rest = split(runs, self.kernel_below[direction], self.profile.fewest)
         return deque(_cut(short, KERNEL_COPIES, by_kernel=True) + self.engine_slices(rest))
 
 

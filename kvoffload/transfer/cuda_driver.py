@@ -294,8 +294,8 @@ class NvidiaDriver:
             if code := copy(target, source, size, stream):
                 raise self.library.error("cuMemcpyAsync", code)
 
-    def prepare_kernel(self, stream: int) -> None:
-        """Take what `copy_by_kernel` needs on `stream`.
+    def prepare_kernel(self, stream: int, programs: int) -> None:
+        """Take what `copy_by_kernel` needs on `stream`, for launches of so many thread blocks.
 
         Raises:
             Exception: there is no such kernel here.
@@ -304,7 +304,7 @@ class NvidiaDriver:
 
         self.enter()
         if stream not in self._kernels:
-            self._kernels[stream] = PageKernel(self, stream)
+            self._kernels[stream] = PageKernel(self, stream, programs)
 
     def copy_by_kernel(self, runs: CopyRuns, stream: int) -> None:
         """Enqueue all copies, `KERNEL_COPIES` at most, on `stream` as one kernel, prepared for it.

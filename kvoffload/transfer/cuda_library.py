@@ -63,6 +63,7 @@ _LONG: dict[str, tuple[Any, ...]] = {
     "cuModuleGetFunction": (_pointer, _pointer, ctypes.c_char_p),
     "cuLaunchKernel": (_pointer, *[_uint] * 7, _pointer, _pointer, _pointer),
     "cuStreamBeginCapture_v2": (_pointer, _int),
+    "cuStreamEndCapture": (_pointer, _pointer),
 }
 _BATCH = (_pointer, _pointer, _pointer, _size, _pointer, _pointer, _size, _pointer, _pointer)
 

@@ -41,9 +41,10 @@ def make_copier(
         from kvoffload.transfer.crossover import learn
         from kvoffload.transfer.cuda_copier import CudaCopier
         from kvoffload.transfer.cuda_driver import NvidiaDriver
+        from kvoffload.transfer.gpu_profile import read_profile
 
         driver = NvidiaDriver(layout.device, current_stream(layout.device), batch_copies=batch_copies)
-        copier = CudaCopier(driver)
+        copier = CudaCopier(driver, read_profile(driver.name, driver.version))
         learn(copier, layout.device)
         return copier
     from kvoffload.transfer.host_copier import HostCopier

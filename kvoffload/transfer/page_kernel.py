@@ -4,7 +4,7 @@ A copy engine takes pieces one after the other, and below some size each takes l
 many of them under way at once. It has few thread blocks, so that the engine's own kernels keep nearly all of the device:
 they are enough to fill the bus, of which there is only one.
 
-    program 0   | run 0 | run 32 | run 64 ..      each program takes every 32nd run, 4 KiB of it at a time, in pieces of
+    program 0   | run 0 | run 32 | run 64 ..      with 32 programs each takes every 32nd run, 4 KiB at a time, in pieces of
     program 1   | run 1 | run 33 | run 65 ..      16 bytes; byte by byte what is not aligned, and what is left at the end
 
 Import this module only where triton is installed.
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from kvoffload.transfer.cuda_library import CudaLibrary
     from kvoffload.transfer.runs import CopyRuns, Numbers
 
-_PROGRAMS = 32  # 128 KiB under way: about twice what a bus of 50 GB/s and 1.2 us holds
 _WORDS = 512  # of eight bytes, that a program has under way
 _WARPS = 4
 _BUFFERS = 8  # launches under way on one stream
@@ -84,12 +83,13 @@ class PageKernel:
     Args:
         driver: the device's, in use by the calling thread.
         stream: handle of the stream.
+        programs: thread blocks of a launch.
 
     Raises:
         Exception: the kernel does not compile or load, or memory cannot be had.
     """
 
-    def __init__(self, driver: KernelDriver, stream: int) -> None:
+    def __init__(self, driver: KernelDriver, stream: int, programs: int) -> None:
         self._driver = driver
         self._stream = stream
         with driver.relaxed():
@@ -101,7 +101,7 @@ class PageKernel:
             )
             target = self._buffers[0].target
             kernel = _copy_runs.warmup(target, KERNEL_COPIES, words=_WORDS, num_warps=_WARPS, grid=(1,))
-            self._launchers = [kernel[(programs, 1, 1)] for programs in range(1, _PROGRAMS + 1)]
+            self._launchers = [kernel[(number, 1, 1)] for number in range(1, programs + 1)]
 
     def enqueue(self, runs: CopyRuns) -> None:
         """Start copies.
@@ -118,7 +118,7 @@ class PageKernel:
         self._driver.library.cuMemcpyAsync(
             buffer.target.address, buffer.rows.ctypes.data, rows.nbytes, self._stream
         )
-        launch = self._launchers[min(_PROGRAMS, count) - 1]
+        launch = self._launchers[min(len(self._launchers), count) - 1]
         launch(buffer.target, count, _WORDS, stream=self._stream)
         self._driver.record(buffer.end, self._stream)
         self._buffers.append(buffer)  # not after an error: the device may still read it

@@ -23,19 +23,19 @@ ENGINE_ONLY: Limits = dict.fromkeys(Direction, 0)
 KERNEL_COPIES = 8192
 """Copies that one launch makes."""
 
-_FEWEST = 16  # short copies for which a kernel is worth its launch
 _ALIGNED = 16  # bytes of an address: others are slower than what `crossover.py` measures
 
 
-def split(runs: CopyRuns, below: int) -> tuple[CopyRuns, CopyRuns]:
+def split(runs: CopyRuns, below: int, fewest: int) -> tuple[CopyRuns, CopyRuns]:
     """Return the runs for the kernel and those for the copy engine.
 
     Args:
         runs: of one batch.
         below: bytes of a run from which the engine is as fast; 0 keeps all for the engine.
+        fewest: short copies for which a kernel is worth its launch.
     """
     is_short = (runs.size < below) & ((runs.target | runs.source) % _ALIGNED == 0)
-    if int(is_short.sum()) < _FEWEST:
+    if int(is_short.sum()) < fewest:
         is_short[:] = False
     return _some(runs, is_short), _some(runs, ~is_short)
 

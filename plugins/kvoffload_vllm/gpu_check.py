@@ -1,46 +1,46 @@
 """vLLM's part of `kvoffload gpu-check`: an engine that offloads to much host memory beside one that does not.
 
-Both run in a process of their own, with the same model, whose weights vLLM makes up; on a GPU with CUDA graphs, because
-memory is pinned in the same minute in which vLLM captures them. In turns they decode the same prompts, and the blocks that
-these fill are stored meanwhile. At last vLLM's own cache is reset, and the same prompts are found on the host.
-
-    python -m kvoffload_vllm.gpu_check HOST_BYTES
+Both have the same model, whose weights vLLM makes up; on a GPU with CUDA graphs, because memory is pinned in the same
+minute in which vLLM captures them. They decode the same prompts in turns, and the blocks that these fill are stored
+meanwhile. At last vLLM's own cache is reset, and the same prompts are found on the host.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
+import os
 import random
-import subprocess
-import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from kvoffload.bench.lines import Line, line, not_run, ratios
+from kvoffload.gpu_check.lines import Line, NotHere, measured, ratios
 from kvoffload.transfer.host_memory import available_bytes, read_file
-from kvoffload_vllm.bench_engines import (
-    BLOCK,
-    OURS,
-    VOCABULARY,
-    Rider,
-    kv_transfer,
-    open_riders,
-    prepare_process,
-)
 
+if TYPE_CHECKING:
+    from kvoffload.gpu_check.apart import Options
+
+ENVIRONMENT: Mapping[str, str] = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # scheduler and worker in this process
+    "TORCHDYNAMO_DISABLE": "1",  # nothing is worth compiling here
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+BLOCK = 32
+VOCABULARY = 64
 RUNNING = 32
 PROMPT_TOKENS = 4 * BLOCK + 1
 TOKENS = 4 * BLOCK
 PAIRS = 6
-_PLAIN = "plain"
 _SPARE_BYTES = 8 << 30  # of host memory, for two engines
-_LONGEST_S = 420
 _PINNING_S = 240
+_PAUSE_S = 0.001
 _ON_GPU: Mapping[str, Any] = {
     "dtype": "bfloat16",
-    "enforce_eager": False,
     "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
     "gpu_memory_utilization": 0.3,
 }
@@ -54,24 +54,26 @@ _SHAPE: Mapping[str, Any] = {
 }
 
 
-def lines(host_bytes: int) -> Iterator[Line]:
-    """Yield what a vLLM with that much host memory shows, or one line that says why it was not run."""
-    what = f"vLLM with host_bytes {host_bytes / 2**30:g}GiB"
+def lines(options: Options) -> Iterator[Line]:
+    """Yield what a vLLM with so much host memory shows.
+
+    Raises:
+        NotHere: vLLM is not installed, the machine has too little memory, or torch sees no GPU.
+    """
+    host_bytes = options.host_gib << 30
     if importlib.util.find_spec("vllm") is None:
-        yield not_run(what, "vLLM is not installed")
-        return
+        raise NotHere("vLLM is not installed")
     available = available_bytes(read_file)
     if available is not None and available < host_bytes + _SPARE_BYTES:
-        yield not_run(what, f"the machine has {available / 2**30:.3g} GiB of memory left")
-        return
-    command = [sys.executable, "-m", "kvoffload_vllm.gpu_check", str(host_bytes)]
-    try:
-        ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_LONGEST_S)
-    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        said = error.stderr.decode() if isinstance(error.stderr, bytes) else error.stderr or ""
-        yield Line(f"{what}: {error}; {said[-500:]}", None, is_met=False, is_check=True)
-        return
-    yield from (Line(**plain) for plain in json.loads(ended.stdout.splitlines()[-1]))
+        raise NotHere(
+            f"vLLM needs {options.host_gib} GiB and more, and the machine has {available / 2**30:.3g} GiB left"
+        )
+    import torch
+
+    if not torch.cuda.is_available():
+        raise NotHere("torch sees no GPU")
+    os.environ.update(ENVIRONMENT)
+    yield from measure(f"vLLM with host_bytes {options.host_gib}GiB", host_bytes, _SHAPE, _ON_GPU)
 
 
 def measure(
@@ -85,77 +87,141 @@ def measure(
         shape: of the model.
         options: of the engines.
     """
-    connectors = {_PLAIN: None, OURS: kv_transfer("KVOffloadConnector", host_bytes=host_bytes)}
-    draw, begun = random.Random(0), time.perf_counter()
-    blocks = RUNNING * (PROMPT_TOKENS + TOKENS) // BLOCK * 2
-    sizes = {"num_gpu_blocks_override": blocks, "max_model_len": PROMPT_TOKENS + TOKENS}
-    with open_riders("qwen3", connectors, RUNNING, shape, **{**sizes, **options}) as (plain, ours):
-        yield line(f"{what}: both engines have started after", [time.perf_counter() - begun], " s")
+    draw = random.Random(0)
+    begun = time.perf_counter()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        write_model(folder, shape)
+        plain = Engine(folder, None, options)
+        stack.callback(plain.close)
+        ours = Engine(folder, {"host_bytes": host_bytes}, options)
+        stack.callback(ours.close)
+        yield measured(f"{what}: both engines have started after", [time.perf_counter() - begun], " s")
         yield from _ready(what, ours, draw)
-        found: dict[Rider, list[float]] = {plain: [], ours: []}
+        found: dict[Engine, list[float]] = {plain: [], ours: []}
         for pair in range(PAIRS + 1):
             prompts = _prompts(draw)
-            for rider in (plain, ours) if pair % 2 else (ours, plain):
-                seconds = _decoding(rider, prompts)
+            for engine in (plain, ours) if pair % 2 else (ours, plain):
+                seconds = _decoding(engine, prompts)
                 if pair:  # the first warms up
-                    found[rider].append(seconds)
-        yield line(
-            f"{what}: a decoding step, over one without", ratios(found[ours], found[plain]), at_most=1.02
-        )
-        yield line(f"{what}: a decoding step without", [1e3 * one for one in found[plain]], " ms")
+                    found[engine].append(seconds)
+        over = ratios(found[ours], found[plain])
+        yield measured(f"{what}: a decoding step, over one without", over, "x", at_most=1.02)
+        yield measured(f"{what}: a decoding step without", [1e3 * one for one in found[plain]], " ms")
         ours.llm.reset_prefix_cache()
-        tokens = _cached_tokens(ours, prompts)
+        _, _, tokens = ours.serve(prompts, 1)
         text = f"{what}: tokens found on the host, of {RUNNING * PROMPT_TOKENS:,} that vLLM's cache had lost"
-        yield line(text, [tokens], "", at_least=1, is_check=True)
+        yield measured(text, [tokens], at_least=1, is_check=True)
 
 
-def _ready(what: str, ours: Rider, draw: random.Random) -> Iterator[Line]:
+class Engine:
+    """A vLLM in this process, with kvoffload's connector or without one.
+
+    vLLM keeps the worker's connector in a variable of the process, so each engine puts its own there before a step.
+
+    Args:
+        model: folder of the model.
+        settings: of kvoffload; None for no connector.
+        options: of the engine.
+    """
+
+    def __init__(self, model: Path, settings: Mapping[str, Any] | None, options: Mapping[str, Any]) -> None:
+        from vllm import LLM
+        from vllm.distributed.kv_transfer import kv_transfer_state
+
+        self._place: Any = kv_transfer_state
+        self._place._KV_CONNECTOR_AGENT = None
+        own = {
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "block_size": BLOCK,
+            "num_gpu_blocks_override": RUNNING * (PROMPT_TOKENS + TOKENS) // BLOCK * 2,
+            "kv_cache_memory_bytes": 1 << 28,
+            "max_model_len": PROMPT_TOKENS + TOKENS,
+            "max_num_batched_tokens": 2048,
+            "max_num_seqs": RUNNING,
+            "kv_transfer_config": settings
+            and {
+                "kv_connector": "KVOffloadConnector",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": settings,
+            },
+        }
+        self.llm: Any = LLM(str(model), **{**own, **options})
+        self._agent = self._place._KV_CONNECTOR_AGENT
+        self.scheduler: Any = self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    def serve(self, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[float, float, int]:
+        """Serve prompts, all at once, until nothing is left, open copies included.
+
+        Returns:
+            The seconds until each had its first token, those until the end, and the tokens that were cached.
+        """
+        from vllm import SamplingParams
+
+        wanted = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        self._place._KV_CONNECTOR_AGENT = self._agent
+        begun = time.perf_counter()
+        for number, prompt in enumerate(prompts):
+            name = f"{time.monotonic_ns()}-{number}"
+            self.llm.llm_engine.add_request(name, {"prompt_token_ids": list(prompt)}, wanted)
+        first: dict[str, float] = {}
+        cached: dict[str, int] = {}
+        while self.scheduler.has_requests():
+            outputs = self.llm.llm_engine.step()
+            for output in outputs:
+                first.setdefault(output.request_id, time.perf_counter() - begun)
+                cached[output.request_id] = output.num_cached_tokens
+            if not outputs:  # as the loop of vLLM's server, which rests while it waits for copies only
+                time.sleep(_PAUSE_S)
+        return max(first.values()), time.perf_counter() - begun, sum(cached.values())
+
+    def close(self) -> None:
+        """End the engine."""
+        self._place._KV_CONNECTOR_AGENT = self._agent
+        self.llm.llm_engine.engine_core.shutdown()
+        self._place._KV_CONNECTOR_AGENT = None
+
+
+def write_model(folder: Path, shape: Mapping[str, Any]) -> None:
+    """Write the configuration of a small model, whose weights vLLM makes up."""
+    import transformers
+
+    own = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "num_hidden_layers": 1,
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": 4096,
+        "eos_token_id": 1,
+        "pad_token_id": 1,
+        "bos_token_id": None,
+    }
+    transformers.Qwen3Config(**{**own, **shape}).save_pretrained(folder)
+
+
+def _ready(what: str, ours: Engine, draw: random.Random) -> Iterator[Line]:
     """Serve until all host memory is ready."""
-    state = ours.connector._scheduler.offload.core.state
+    state = ours.scheduler.connector._scheduler.offload.core.state
     begun = time.perf_counter()
     while state.growing and time.perf_counter() - begun < _PINNING_S:
-        ours.serve([_prompt(draw)], 8)
-    yield line(f"{what}: host memory is ready, while it served, after", [time.perf_counter() - begun], " s")
-    text = f"{what}: slots of the host"
-    yield line(text, [0 if state.growing else state.pool.capacity], "", at_least=1, is_check=True)
+        ours.serve(_prompts(draw)[:1], 8)
+    seconds = time.perf_counter() - begun
+    yield measured(f"{what}: host memory is ready, while it served, after", [seconds], " s")
+    slots = 0 if state.growing else state.pool.capacity
+    yield measured(f"{what}: slots of the host", [slots], at_least=1, is_check=True)
 
 
-def _decoding(rider: Rider, prompts: Sequence[Sequence[int]]) -> float:
+def _decoding(engine: Engine, prompts: Sequence[Sequence[int]]) -> float:
     """Return the seconds of a step in which all decode."""
-    first, seconds = rider.serve(prompts, TOKENS)
-    return (seconds - max(first)) / (TOKENS - 1)
-
-
-def _cached_tokens(rider: Rider, prompts: Sequence[Sequence[int]]) -> int:
-    rider.ask(prompts, 1)
-    found: dict[str, int] = {}
-    while rider.is_busy:
-        rider.step()
-        found |= {output.request_id: output.num_cached_tokens for output in rider.outputs}
-    return sum(found.values())
+    first, seconds, _ = engine.serve(prompts, TOKENS)
+    return (seconds - first) / (TOKENS - 1)
 
 
 def _prompts(draw: random.Random) -> list[list[int]]:
-    return [_prompt(draw) for _ in range(RUNNING)]
-
-
-def _prompt(draw: random.Random) -> list[int]:
-    return draw.choices(range(2, VOCABULARY), k=PROMPT_TOKENS)
-
-
-def main() -> None:
-    """Print the lines as JSON, on one line."""
-    import torch
-
-    host_bytes, on_gpu = int(sys.argv[1]), torch.cuda.is_available()
-    what = f"vLLM with host_bytes {host_bytes / 2**30:g}GiB"
-    prepare_process(on_gpu)
-    if on_gpu:
-        found = list(measure(what, host_bytes, _SHAPE, _ON_GPU))
-    else:
-        found = [not_run(what, "torch sees no GPU")]
-    sys.stdout.write("\n" + json.dumps([one.to_plain() for one in found]) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    return [draw.choices(range(2, VOCABULARY), k=PROMPT_TOKENS) for _ in range(RUNNING)]

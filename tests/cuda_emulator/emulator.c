@@ -40,7 +40,7 @@ enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, INVALI
        NOT_REGISTERED = 713, LAUNCH_FAILED = 719, NOT_SUPPORTED = 801,
        CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901 };
 enum { GLOBAL, THREAD_LOCAL, RELAXED };
-enum { COPY, RECORD, WAIT, WRITE, READ, RUNS, RELEASE, HOST, SCAN, ALLOCATE };
+enum { COPY, RECORD, WAIT, WRITE, READ, RUNS, RELEASE, HOST, SCAN, ALLOCATE, PAUSE };
 enum { IN_ORDER = 1, DURING_CALL = 2, ANY = 3 };
 
 typedef int Result;
@@ -84,6 +84,7 @@ static int allocation_count, registered_count, access_count, access_capacity, pr
 static int initialized, version = 13000, stepped, pageable_is_fine, retained[DEVICES], broken[DEVICES], shifted, arch = 90;
 static int batch_limit = -1, depth = 1024, pins = 1;
 static unsigned most_delay_us;
+static int spoils; /* the first byte of each copy, in a process whose environment says so */
 static uint64_t drawn = 1, operations, races, wrong, faults, executed, waits, waits_with_lock;
 static Recorded *gate;
 static double host_time;
@@ -106,7 +107,7 @@ static void say(const char *format, ...) {
 
 /* --- accesses ---------------------------------------------------------------------------------------------------- */
 
-static const char *kinds[] = {"copy", "record", "wait", "kernel's write", "kernel's read", "page kernel", "free", "host", "scan", "allocation"};
+static const char *kinds[] = {"copy", "record", "wait", "kernel's write", "kernel's read", "page kernel", "free", "host", "scan", "allocation", "pause"};
 static const char *who(int agent, char *text) {
     if (agent) sprintf(text, "stream %d (device %d, priority %d)", agent, streams[agent].device, streams[agent].priority);
     else strcpy(text, "host");
@@ -240,6 +241,7 @@ static void move(Stream *stream, Op *op, Address target, Address source, size_t 
     touch(source, size, 0, stream->agent, epoch, op->order == ANY ? &op->host : &stream->clock, op->number, op->kind);
     touch(target, size, 1, stream->agent, epoch, &stream->clock, op->number, op->kind);
     memmove(to, from, size);
+    if (spoils) ++*to;
 }
 static void unrefer(Recorded *recorded) { if (recorded && !--recorded->references) free(recorded); }
 static int is_blocked(Stream *stream) {
@@ -307,6 +309,13 @@ static void *serve(void *argument) {
             pthread_cond_wait(&changed, &lock);
             continue;
         }
+        if (stream->first->kind == PAUSE) { /* the one operation that takes real time */
+            useconds_t pause = 1e6 * stream->first->cost;
+            pthread_mutex_unlock(&lock);
+            usleep(pause);
+            pthread_mutex_lock(&lock);
+            if (!stream->first) continue;
+        }
         run_first(stream);
         own = own * 1664525u + 1013904223u;
         if (most_delay_us && own >> 29 == 0) {
@@ -331,6 +340,7 @@ static void make_room(Stream *stream) {
     if (stream->length < depth || broken[stream->device]) return;
     waits++;
     if (gil_check && gil_check()) { waits_with_lock++; return; }
+    pthread_cond_broadcast(&changed); /* of what this call has enqueued so far */
     while (stream->length >= depth && !broken[stream->device])
         if (!stepped) pthread_cond_wait(&changed, &lock);
         else if (!step()) return; /* behind a gate that this very thread will open */
@@ -784,6 +794,10 @@ static Result launch(Stream *stream, const char *name, void **parameters) {
         op->size = size;
         return OK;
     }
+    if (!strcmp(name, "kvoffload_pause")) {
+        enqueue(stream, PAUSE, *(uint64_t *)parameters[0] / 1e9);
+        return OK;
+    }
     if (strcmp(name, "_copy_runs")) return NOT_FOUND;
     Op *op = enqueue(stream, RUNS, 5e-6);
     op->source = *(Address *)parameters[0];
@@ -808,7 +822,12 @@ static void forked(void) {
     pthread_mutex_init(&lock, NULL);
     initialized = 0;
 }
-__attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, forked); }
+__attribute__((constructor)) static void load(void) {
+    pthread_atfork(NULL, NULL, forked);
+    allocations = calloc(TABLE, sizeof *allocations);
+    registered = calloc(TABLE, sizeof *registered);
+    spoils = getenv("EMULATOR_SPOILS") != NULL;
+}
 
 /* --- for tests --------------------------------------------------------------------------------------------------- */
 
@@ -827,7 +846,6 @@ void emu_reset(int is_stepped, uint64_t seed, unsigned delay_us, int driver_vers
         while (streams[s].alive) { pthread_cond_wait(&changed, &lock); }
         memset(&streams[s], 0, sizeof streams[s]);
     }
-    if (!allocations) allocations = calloc(TABLE, sizeof *allocations), registered = calloc(TABLE, sizeof *registered);
     allocation_count = registered_count = access_count = 0; /* as if the process had begun anew */
     forget_places();
     memset(&host, 0, sizeof host);

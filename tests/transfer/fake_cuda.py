@@ -94,7 +94,7 @@ class FakeCuda:
             raise CopyError("refused")
         stream.operations.append(("copy", runs))
 
-    def prepare_kernel(self, stream: Stream) -> None:
+    def prepare_kernel(self, stream: Stream, programs: int) -> None:
         if self.kernel_error is not None:
             raise self.kernel_error
 

@@ -19,13 +19,14 @@ from hypothesis import strategies as st
 from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found]
 from triton.compiler import ASTSource, CompiledKernel, compile  # type: ignore[import-not-found]
 
-from kvoffload.bench.gpu_decode import PTX
+from kvoffload.gpu_check.decode import PTX
 from kvoffload.transfer import page_kernel
 from kvoffload.transfer.runs import CopyRuns
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 PLACE = 5 * 1024  # bytes between the beginnings of two runs: more than any of them
 DIRTY = 0xA5
+PROGRAMS = 32
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 103, 120)
 """Compute capabilities, times ten, from Turing to Blackwell."""
 
@@ -54,7 +55,7 @@ def copies_every_byte_and_no_other(runs: list[tuple[int, int, int]], order: obje
     copy_runs = CopyRuns(source.ctypes.data + begins, target.ctypes.data + ends, sizes)
     descriptors = torch.from_numpy(np.stack((copy_runs.target, copy_runs.source, copy_runs.size)))
     if runs:
-        grid = (min(page_kernel._PROGRAMS, len(runs)),)
+        grid = (min(PROGRAMS, len(runs)),)
         page_kernel._copy_runs[grid](descriptors, len(runs), words=page_kernel._WORDS)
     assert np.array_equal(target, wanted)
 

@@ -6,7 +6,6 @@ In a process of its own, without torch: with it Triton asks torch for devices, a
 from __future__ import annotations
 
 import importlib.abc
-import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,14 +21,14 @@ sys.meta_path.insert(0, _NoTorch())
 
 import numpy as np  # noqa: E402
 
-from kvoffload.bench import gpu_decode, gpu_lines  # noqa: E402
-from kvoffload.cli.exits import Exit  # noqa: E402
-from kvoffload.cli.main import main as main_of_the_command  # noqa: E402
+from kvoffload.gpu_check import copies, decode, profile  # noqa: E402
+from kvoffload.gpu_check.apart import Options  # noqa: E402
 from kvoffload.model.transfer import Direction  # noqa: E402
 from kvoffload.transfer import crossover  # noqa: E402
 from kvoffload.transfer.crossover import learn  # noqa: E402
 from kvoffload.transfer.cuda_copier import CudaCopier  # noqa: E402
 from kvoffload.transfer.cuda_driver import NvidiaDriver  # noqa: E402
+from kvoffload.transfer.gpu_profile import GpuProfile, read_profile  # noqa: E402
 from kvoffload.transfer.ports import Ticket, TicketState  # noqa: E402
 from kvoffload.transfer.runs import CopyRuns  # noqa: E402
 from tests.cuda_emulator import Emulator, Engine  # noqa: E402
@@ -81,7 +80,7 @@ def main(library: Path) -> None:
     assert [emulator.calls(name) for name in ALLOCATIONS] == before, "a batch has allocated"
     assert (emulator.races, emulator.faults) == (0, 0), emulator.report
     load_many(emulator)
-    check_gpu(library.parent)
+    check_gpu()
     assert emulator.faults == 0, emulator.report
 
 
@@ -113,18 +112,17 @@ def load_many(emulator: Emulator) -> None:
     assert (emulator.races, emulator.faults, emulator.waits_with_lock) == (0, 0, 0), emulator.report
 
 
-def check_gpu(folder: Path) -> None:
-    """Run `kvoffload gpu-check` with the kernel."""
-    gpu_lines._DESCRIPTORS, gpu_decode._STEPS = (1024,), 1
-    options = ["--mib", "1", "--repeats", "1", "--device", "cuda:1", "--save", str(folder)]
-    assert main_of_the_command(["gpu-check", *options]) == Exit.OK
-    (file,) = folder.glob("gpu-check-*.json")
-    found = {line["what"]: line for line in json.loads(file.read_text())["lines"]}
-    assert found["wrong bytes after copies by the page kernel"]["is_met"]
-    for when in ("on an idle device", "beside decoding"):
-        limits = [line for what, line in found.items() if f"takes pieces below, {when}: " in what]
-        assert len(limits) == 2, found
-        assert all(line["median"] is not None for line in limits)
+def check_gpu() -> None:
+    """Ask what `kvoffload gpu-check` asks of the kernel; it writes its profile."""
+    decode._STEPS = 1
+    options = Options("cuda:1", mib=1, repeats=1, host_gib=1)
+    found = {line.what: line for part in (copies.compared, copies.speeds) for line in part(options)}
+    for way in ("loads", "stores"):
+        for size in ("4,096", "33,808"):
+            assert found[f"wrong bytes, {way} by the page kernel, pieces of {size} bytes"].verdict == "pass"
+        assert found[f"{way} of 4 KiB by the page kernel"].median
+    *_, last = profile.chosen(options)
+    assert GpuProfile() != read_profile("emulated device 1", "13.0"), last
 
 
 def end(ticket: Ticket) -> None:

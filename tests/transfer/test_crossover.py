@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from kvoffload.model.transfer import Direction
 from kvoffload.testing.logs import capture_logs
 from kvoffload.transfer import crossover
-from kvoffload.transfer.crossover import _Trial, learn
+from kvoffload.transfer.crossover import Trial, learn
 from kvoffload.transfer.cuda_copier import CudaCopier
+from kvoffload.transfer.gpu_profile import GpuProfile
 from kvoffload.transfer.host_copier import copy_by_memmove
 from kvoffload.transfer.ports import TicketState
 from kvoffload.transfer.runs import CopyRuns
@@ -127,7 +128,7 @@ def test_copies_that_cover_the_enqueueing_come_before_the_timed_ones() -> None:
 
     device.seconds = second
     with device.scratch(0, stream) as scratch:
-        trial = _Trial(device, stream, scratch, lambda: None, cover_s=0.25)  # type: ignore[arg-type]
+        trial = Trial(device, stream, scratch, lambda: None, cover_s=0.25)  # type: ignore[arg-type]
         trial.enqueue_s[False] = 1.0
         start = device.time
         runs = CopyRuns(*(np.zeros(0, np.int64) for _ in range(3)))
@@ -201,10 +202,20 @@ def test_a_kernel_that_does_not_start_is_switched_off_and_its_batch_goes_through
     assert batch.arrived()
 
 
+@pytest.mark.parametrize(("fewest", "by_kernel"), [(40, [40]), (41, [])])
+def test_from_how_many_short_copies_on_the_kernel_is_used_is_the_cards(
+    fewest: int, by_kernel: list[int]
+) -> None:
+    batch = Batch()
+    batch.copier.profile = GpuProfile(fewest=fewest)
+    batch.copier.submit(Direction.STORE, batch.runs, ())
+    assert [count for kind, count in batch.kinds(batch.stores) if kind == "kernel"] == by_kernel
+
+
 def test_few_short_copies_are_not_worth_a_kernel() -> None:
     size = np.full(15, 64, np.int64)
     runs = CopyRuns(np.arange(15) * 64, np.arange(15) * 64, size)
-    short, rest = split(runs, KIB)
+    short, rest = split(runs, KIB, 16)
     assert (len(short), len(rest)) == (0, 15)
 
 
@@ -222,7 +233,7 @@ def test_every_copy_goes_one_way_and_only_short_aligned_ones_through_the_kernel(
     for start, length in zip(starts.tolist(), sizes, strict=True):
         wanted[start : start + length] = source[start : start + length]
     runs = CopyRuns(source.ctypes.data + starts, target.ctypes.data + starts, size)
-    short, rest = split(runs, below)
+    short, rest = split(runs, below, 16)
     assert (short.size < below).all()
     assert not ((short.source | short.target) % 16).any()
     assert len(short) == 0 or len(short) >= 16

@@ -160,7 +160,7 @@ def test_the_kernel_copies_any_bytes_and_no_other() -> None:
     """Runs of any length, either end aligned or not, both directions, on the scratch memory that measuring uses."""
     driver = device_driver()
     stream = driver.stream(urgent=False)
-    driver.prepare_kernel(stream)
+    driver.prepare_kernel(stream, 32)
     random = np.random.default_rng(5)
     with driver.scratch(2**20, stream) as scratch:
         there, back = scratch.host[: 2**20], scratch.host[2**20 :]
@@ -185,7 +185,7 @@ def test_the_kernel_copies_any_bytes_and_no_other() -> None:
 def test_the_crossover_is_measured_and_leaves_the_memory_as_it_was() -> None:
     driver = device_driver()
     stream = driver.stream(urgent=False)
-    driver.prepare_kernel(stream)
+    driver.prepare_kernel(stream, 32)
     with driver.scratch(SCRATCH_BYTES, stream) as scratch:
         limits = measure(driver, stream, scratch)
     assert set(limits) == {Direction.LOAD, Direction.STORE}

@@ -46,6 +46,7 @@ def test_the_kernel_through_tritons_compiler_and_launcher(cuda_library_path: Pat
         "LD_LIBRARY_PATH": str(cuda_library_path.parent),
         "TRITON_LIBCUDA_PATH": str(cuda_library_path.parent),
         "TRITON_CACHE_DIR": str(tmp_path),
+        "XDG_CACHE_HOME": str(tmp_path),
     }
     ended = subprocess.run(
         [sys.executable, "-m", "tests.transfer.page_kernel_on_emulator", str(cuda_library_path)],

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
-from kvoffload.bench.lines import Line
+import pytest
+
+from kvoffload.gpu_check.apart import Options
+from kvoffload.gpu_check.lines import NotHere
 from tests.vllm_adapter.engine_rig import MARKS
 
 if TYPE_CHECKING:
-    import pytest
+    from kvoffload.gpu_check.lines import Line
 
 pytestmark = MARKS
 
+ON_CPU = {"enforce_eager": True, "dtype": "float32", "compilation_config": {"custom_ops": ["none"]}}
+
 
 def test_both_engines_decode_and_what_was_stored_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvoffload_vllm import bench_engines, gpu_check
+    from kvoffload_vllm import gpu_check
 
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    bench_engines.prepare_process(on_gpu=False)
-    for name, value in {"RUNNING": 2, "TOKENS": 40, "PAIRS": 2}.items():
-        monkeypatch.setattr(gpu_check, name, value)
-    found = {one.what: one for one in gpu_check.measure("vLLM", 1 << 26, {}, {})}
+    for name, value in {**gpu_check.ENVIRONMENT, "OMP_NUM_THREADS": "1", "VLLM_TARGET_DEVICE": "cpu"}.items():
+        monkeypatch.setenv(name, value)
+    for name, number in {"RUNNING": 2, "TOKENS": 40, "PAIRS": 2}.items():
+        monkeypatch.setattr(gpu_check, name, number)
+    found = {one.what: one for one in gpu_check.measure("vLLM", 1 << 26, {}, ON_CPU)}
     assert all(one.median is not None and one.median > 0 for one in found.values())
     checks: list[Line] = [one for one in found.values() if one.is_check]
     assert [one.verdict for one in checks] == ["pass", "pass"]
@@ -29,25 +33,11 @@ def test_both_engines_decode_and_what_was_stored_is_found(monkeypatch: pytest.Mo
     assert found["vLLM: a decoding step, over one without"].target == "at most 1.02x"
 
 
-def test_without_a_gpu_one_line_says_so() -> None:
-    """In a process of its own, whose last line of output is what is read."""
+@pytest.mark.parametrize(
+    ("host_gib", "reason"), [(1, "torch sees no GPU"), (1 << 20, "GiB and more, and the machine has")]
+)
+def test_where_it_cannot_run_it_says_why(host_gib: int, reason: str) -> None:
     from kvoffload_vllm import gpu_check
 
-    (one,) = gpu_check.lines(1 << 20)
-    assert one.what == "vLLM with host_bytes 0.000976562GiB: not run, torch sees no GPU"
-    assert (one.found, one.verdict) == ("", "")
-
-
-def test_with_too_little_memory_it_is_not_started() -> None:
-    from kvoffload_vllm import gpu_check
-
-    (one,) = gpu_check.lines(1 << 50)
-    assert "not run, the machine has" in one.what
-
-
-def test_an_engine_that_dies_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvoffload_vllm import gpu_check
-
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    (one,) = gpu_check.lines(1 << 20)
-    assert one.verdict == "fail"
+    with pytest.raises(NotHere, match=reason):
+        list(gpu_check.lines(Options("cuda:0", 1, 1, host_gib)))

@@ -1,0 +1,140 @@
+"""`kvoffload gpu-check`: checks copies between host and one NVIDIA GPU, and measures them.
+
+It needs no engine and no torch. Bytes come first, then figures, then what may hang or crash, and last the engines that
+are installed. Each part runs in a process of its own. Only a wrong byte ends the check.
+On the emulated driver it runs whole; its checks count there, and its figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import kvoffload
+from kvoffload.cli.exits import CommandError, say
+from kvoffload.cli.parser import positive
+from kvoffload.cli.partial_file import STDOUT, check_writable
+from kvoffload.telemetry.provenance import describe_machine
+
+if TYPE_CHECKING:
+    from kvoffload.gpu_check.apart import Options, Part
+
+HELP = "check copies between host and an NVIDIA GPU, and measure them against the goals"
+ENGINES = "kvoffload.gpu_checks"
+"""Entry points: modules whose `lines(options)` yields what is found of an engine. They run last, in the order of their names."""
+
+_HERE = "kvoffload.gpu_check"
+_ENGINE_S = 420.0
+_EMULATED = "emulated"
+
+
+def parts() -> dict[str, Part]:
+    """Return all parts by name, in their order."""
+    from kvoffload.gpu_check.apart import Part
+
+    def part(where: str, limit_s: float, what: str, *arguments: int, is_check: bool = False) -> Part:
+        return Part(what, f"{_HERE}.{where}", limit_s, arguments, is_check)
+
+    own = {
+        "device": part("copies:device", 60, "GPU", is_check=True),
+        "bytes": part("copies:compared", 180, "wrong bytes", is_check=True),
+        "speeds": part("copies:speeds", 120, "speeds"),
+        "latencies": part("latencies:latencies", 90, "latencies"),
+        "decode": part("decode:steps", 120, "steps of a stand-in engine"),
+        "profile": part("profile:chosen", 180, "how the page kernel is best used"),
+        **{
+            f"batch-{count}": part("hazards:batch", 60, f"{count:,} copies in one call", count)
+            for count in (1024, 16_384, 262_144)
+        },
+        "captures": part("hazards:captures", 90, "calls during a capture"),
+        "depth": part("hazards:depth", 90, "depth of a stream"),
+        "exits": part("hazards:exits", 120, "exit codes"),
+        "segments": part("hazards:segments", 90, "expandable segments"),
+    }
+    engines = {
+        point.name: Part(point.name, f"{point.value}:lines", _ENGINE_S, is_check=True)
+        for point in entry_points(group=ENGINES)
+    }
+    return own | dict(sorted(engines.items()))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("--device", default="cuda:0", help="the GPU, as torch names it")
+    parser.add_argument("--mib", type=positive, default=256, help="MiB of one large copy")
+    parser.add_argument("--repeats", type=positive, default=7, help="repeats of each measurement")
+    parser.add_argument("--host-gib", type=positive, default=64, help="host memory of an engine, in GiB")
+    parser.add_argument(
+        "--only", nargs="+", metavar="PART", help="run these parts only; docs/gpu.md names them"
+    )
+    parser.add_argument("--json", action="store_true", help="print each line as a JSON object")
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        type=Path,
+        default=Path("gpu-check.json"),
+        help="keeps all lines; what the parts print goes beside it, into a file that ends in .log",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check and measure; the exit code says whether a byte was wrong or a check failed, or else a goal was missed.
+
+    Raises:
+        CommandError: there is no GPU, or no such part.
+        OutputError: the result cannot be written.
+    """
+    from kvoffload.gpu_check.apart import Options, lines_of
+    from kvoffload.gpu_check.lines import Results
+
+    if args.output == STDOUT:
+        raise CommandError("--output takes a file; --json prints every line as JSON")
+    check_writable(args.output)
+    options = Options(args.device, args.mib, args.repeats, args.host_gib)
+    log = args.output.with_suffix(".log")
+    check_writable(log)
+    log.unlink(missing_ok=True)
+    lines = (line for part in _chosen(args.only) for line in lines_of(part, options, log))
+    first = next(lines)
+    if first.is_met is False:
+        raise CommandError(f"there is no GPU to check: {first.words}")
+    results = Results(args.output, _about(options), as_json=args.json)
+    results.add(first)
+    is_emulated = first.words.startswith(_EMULATED)
+    for line in lines:
+        if is_emulated and line.unit:  # a time or a speed
+            line = replace(line, what=f"{line.what} ({_EMULATED})", is_met=None)
+        results.add(line)
+        if line.is_last:
+            say("a byte was wrong: do not offload on this machine")
+            break
+    return results.exit_code()
+
+
+def _chosen(names: Sequence[str] | None) -> list[Part]:
+    """Return the parts to run; the first always runs.
+
+    Raises:
+        CommandError: there is no such part.
+    """
+    known = parts()
+    if unknown := set(names or ()) - known.keys():
+        raise CommandError(f"--only: unknown part {min(unknown)!r}; choose from {', '.join(known)}")
+    first, *others = known
+    return [known[first], *(known[name] for name in others if names is None or name in names)]
+
+
+def _about(options: Options) -> dict[str, object]:
+    """Return what the numbers depend on, apart from the GPU, which is the first line."""
+    return {
+        "kvoffload": kvoffload.__version__,
+        "began": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": describe_machine(),
+        "options": asdict(options),
+    }

@@ -1,0 +1,151 @@
+"""Whether every way of copying moves the right bytes, and how fast each is."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from statistics import median
+
+from kvoffload.gpu_check.apart import Options
+from kvoffload.gpu_check.lines import Line, NotHere, ask_each, measured, ratios
+from kvoffload.gpu_check.rig import Rig
+from kvoffload.model.errors import CopyError
+from kvoffload.model.transfer import Direction
+from kvoffload.transfer.crossover import learn
+from kvoffload.transfer.cuda_driver import NvidiaDriver
+from kvoffload.transfer.gpu_profile import GpuProfile, read_profile
+from kvoffload.transfer.host_memory import read_file
+from kvoffload.transfer.short_copies import ENGINE_ONLY
+
+_PIECES = (4096, 33_808)  # bytes: one step of the page kernel, and eight with a rest
+_SHORT = tuple(kib << 10 for kib in (4, 8, 16, 24, 32, 64))
+_LONG = (256 << 10, 1 << 20)
+_GOALS = {4 << 10: None, 64 << 10: 0.9, 1 << 20: 0.95}  # of a large copy's speed, one way
+_BOTH_WAYS = 0.9
+_AS_FAST = 0.95
+_BOTH = Direction.LOAD, Direction.STORE
+_WAYS: tuple[tuple[Direction, ...], ...] = ((Direction.LOAD,), (Direction.STORE,), _BOTH)
+_Medians = dict[tuple[Direction, int], float]  # GB/s by bytes of a piece
+_ATTRIBUTES = {
+    "capability": 75,
+    "copy engines": 40,
+    "registers host memory": 99,
+    "host addresses hold for registered memory": 91,
+    "reaches pageable memory": 88,
+    "by the host's page tables": 100,
+    "memory pools": 115,
+    "stream priorities": 78,
+}
+
+
+def device(options: Options) -> Iterator[Line]:
+    """Yield the GPU's name first, then what the driver says of it.
+
+    Raises:
+        EngineContractError: there is no driver.
+        CopyError: there is no such device.
+    """
+    driver = NvidiaDriver(options.device)
+    yield Line("GPU", words=f"{driver.name}, CUDA {driver.version}, {driver.pci_address}")
+    number, value = ctypes.c_int(), ctypes.c_int()
+    driver.library.cuDeviceGet(ctypes.byref(number), int(options.device.partition(":")[2] or 0))
+    facts = [f"batches {'on' if driver.is_batched else 'off'} by default"]
+    for name, code in _ATTRIBUTES.items():
+        driver.library.cuDeviceGetAttribute(ctypes.byref(value), code, number)
+        facts.append(f"{name} {value.value}")
+    yield Line("driver", words=", ".join(facts))
+    node = read_file(f"/sys/bus/pci/devices/{driver.pci_address.lower()}/numa_node") or "unknown"
+    pages = read_file("/sys/kernel/mm/transparent_hugepage/enabled") or "unknown"
+    maps = (read_file("/proc/self/maps") or "").splitlines()
+    library = next((line.split()[-1] for line in maps if "libcuda.so" in line), "unknown")
+    words = f"NUMA node {node.strip()}, huge pages {pages.strip()}, Linux {os.uname().release}, {library}"
+    yield Line("host", words=words)
+
+
+def compared(options: Options) -> Iterator[Line]:
+    """Carry random bytes there and back by each way of copying; a wrong byte ends the check."""
+    paths: dict[str, tuple[str, list[Direction]]] = {
+        "wrong bytes, in batches": ("on", []),
+        "wrong bytes, one by one": ("off", []),
+        "wrong bytes, loads by the page kernel": ("on", [Direction.LOAD]),
+        "wrong bytes, stores by the page kernel": ("on", [Direction.STORE]),
+    }
+    questions = {what: partial(_compared, options, what, *path) for what, path in paths.items()}
+    yield from ask_each(questions, is_check=True)
+
+
+def _compared(options: Options, what: str, batch_copies: str, kernel: list[Direction]) -> Iterator[Line]:
+    rig = Rig(options.device, options.size, batch_copies=batch_copies)
+    if batch_copies == "on" and not rig.driver.is_batched:
+        raise NotHere("the driver has no batched copy, which came with CUDA 12.8")
+    copier = rig.with_profile(GpuProfile(), *kernel)
+    for piece in _PIECES:
+        wrong = rig.wrong_bytes(piece)
+        if kernel and copier.kernel_below == ENGINE_ONLY:
+            raise CopyError("the kernel could not be launched; the log has the error")
+        line = measured(f"{what}, pieces of {piece:,} bytes", [wrong], at_most=0, is_check=True)
+        yield replace(line, is_last=wrong > 0)
+
+
+def speeds(options: Options) -> Iterator[Line]:
+    """Yield the speed of each way of copying by size of the pieces, and of all as they are served."""
+    rig = Rig(options.device, options.size)
+    engine: _Medians = {}
+    kernel: _Medians = {}
+    large = {ways: rig.speeds(options.size, ways, options.repeats) for ways in _WAYS}
+    for ways, found in large.items():
+        yield measured(f"one large copy, {_named(ways)}", found, " GB/s")
+    yield from ask_each(
+        {
+            "copies in batches": partial(_by_size, rig, options, "in batches", (*_SHORT, *_LONG), engine),
+            "copies by the page kernel": partial(_by_kernel, rig, options, engine, kernel),
+            "copies as served": partial(_as_served, rig, options, large),
+            "copies one by one": partial(_one_by_one, options),
+        }
+    )
+
+
+def _by_size(
+    rig: Rig, options: Options, how: str, sizes: tuple[int, ...], medians: _Medians
+) -> Iterator[Line]:
+    for way in _BOTH:
+        for size in sizes:
+            found = rig.speeds(size, (way,), options.repeats)
+            medians[way, size] = median(found)
+            yield measured(f"{way.value}s of {size >> 10} KiB {how}", found, " GB/s")
+
+
+def _by_kernel(rig: Rig, options: Options, engine: _Medians, kernel: _Medians) -> Iterator[Line]:
+    rig.with_profile(read_profile(rig.driver.name, rig.driver.version), *Direction)
+    yield from _by_size(rig, options, "by the page kernel", _SHORT, kernel)
+    for way in _BOTH:
+        faster = [size for size in _SHORT if _AS_FAST * kernel[way, size] > engine[way, size]]
+        words = ", ".join(f"{size >> 10} KiB" for size in faster) or "none"
+        yield Line(f"sizes at which the page kernel is faster, {way.value}s", words=words)
+
+
+def _as_served(
+    rig: Rig, options: Options, large: Mapping[tuple[Direction, ...], Sequence[float]]
+) -> Iterator[Line]:
+    copier = rig.with_profile(read_profile(rig.driver.name, rig.driver.version))
+    learn(copier, options.device)
+    words = ", ".join(f"{way.value}s {copier.kernel_below[way] >> 10} KiB" for way in _BOTH)
+    yield Line("sizes below which the kernel copies, as an engine's start measures them", words=words)
+    for piece, goal in _GOALS.items():
+        for ways in _WAYS:
+            found = ratios(rig.speeds(piece, ways, options.repeats), large[ways])
+            at_least = goal if goal is None or len(ways) == 1 else _BOTH_WAYS
+            what = f"{_named(ways)} of pages of {piece >> 10} KiB as served, over one large copy"
+            yield measured(what, found, "x", at_least=at_least)
+
+
+def _one_by_one(options: Options) -> Iterator[Line]:
+    rig = Rig(options.device, options.size, batch_copies="off")
+    yield from _by_size(rig, options, "one by one", _SHORT, {})
+
+
+def _named(ways: tuple[Direction, ...]) -> str:
+    return " and ".join(f"{way.value}s" for way in ways)

@@ -1,0 +1,197 @@
+"""What may hang or crash. Each function is a part with a process of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import numpy as np
+
+from kvoffload.gpu_check.apart import Options
+from kvoffload.gpu_check.decode import Decode, Kernels
+from kvoffload.gpu_check.latencies import repeated
+from kvoffload.gpu_check.lines import Line, NotHere, ask_each, measured
+from kvoffload.gpu_check.rig import Rig, code_of
+from kvoffload.model.transfer import Direction
+from kvoffload.runtime.portal import Portal
+from kvoffload.transfer import cuda_driver
+from kvoffload.transfer.cuda_library import RELAXED
+from kvoffload.transfer.host_memory import HostChunk
+from kvoffload.transfer.runs import CopyRuns
+
+_PIECE = 64  # bytes of a descriptor's copy, fewer where there is less memory
+_MODES = {"relaxed": RELAXED, "thread_local": 1, "global": 0}
+_GLOBAL = 0
+_UNHARMED = "0 0 0"
+_JUDGED = ("register", "query", "record", "wait", "copy", "batch")  # made by the worker's threads at any time
+_PATIENCE_S = 10.0
+_GATE_S = 0.4
+_WAITED_S = 0.02  # a call that takes so long has waited
+_COPIES = 8192
+_EXIT_S = 50
+_PIECE_ACROSS = 24 << 20  # bytes: torch maps expandable segments in pieces of 20 MiB
+
+
+def batch(options: Options, count: int) -> Iterator[Line]:
+    """Carry that many pieces there and back, all copies of a direction in one call: the driver that ships cuts them."""
+    cuda_driver._SLICE = count
+    rig = Rig(options.device, options.size)
+    piece = min(_PIECE, options.size // count)
+    if not rig.driver.is_batched:
+        raise NotHere("the driver has no batched copy")
+    enqueued: list[float] = []
+    done: list[float] = []
+
+    def at_once(way: Direction, runs: CopyRuns) -> None:
+        begun = time.perf_counter()
+        rig.driver.copy(way, runs, rig.stream)
+        enqueued.append(1e3 * (time.perf_counter() - begun))
+        rig.settle(rig.stream)
+        done.append(1e3 * (time.perf_counter() - begun))
+
+    wrong = rig.wrong_bytes(piece, count, at_once)
+    yield measured(f"{count:,} copies of {piece} bytes in one call, enqueued", enqueued, " ms")
+    yield measured(f"{count:,} copies in one call, done", done, " ms")
+    yield measured(f"wrong bytes after {count:,} copies in one call", [wrong], at_most=0)
+
+
+def captures(options: Options) -> Iterator[Line]:
+    """Make each call on another thread while this one captures a graph in the mode "global", one capture a call."""
+    rig = Rig(options.device, min(options.size, 16 << 20))
+    driver = rig.driver
+    other = driver.stream(urgent=True)
+    memory = rig.host_memory(1 << 20)
+    runs = rig.runs(Direction.LOAD, 4096, 16)
+    one = [int(column[0]) for column in (runs.target, runs.source, runs.size)]
+    place = ctypes.c_uint64()
+    calls: dict[str, Callable[[], object]] = {
+        "register": lambda: driver.register(memory.address, memory.size),
+        "query": lambda: driver.has_passed(rig.event),
+        "record": lambda: driver.record(rig.event, other),
+        "wait": lambda: driver.wait(other, rig.event),
+        "copy": lambda: driver.library.cuMemcpyAsync(*one, other),
+        "batch": lambda: driver.copy(Direction.LOAD, runs, other),
+        "allocate": lambda: driver.library.cuMemAllocAsync(ctypes.byref(place), 4096, other),
+        "make an event": lambda: driver.library.cuEventCreate(ctypes.byref(ctypes.c_void_p()), 2),
+        "unregister": lambda: driver.unregister(memory.address),
+    }
+    for mode, number in _MODES.items():
+        codes = {name: _captured(rig, memory, number, name, call) for name, call in calls.items()}
+        unsafe = [f"{name} {found}" for name, found in codes.items() if found != _UNHARMED]
+        if mode == "relaxed":
+            for name in _JUDGED:
+                what = f"codes of a capture's begin, {name} on a relaxed thread, the capture's end"
+                yield Line(what, words=codes[name], target=_UNHARMED, is_met=codes[name] == _UNHARMED)
+        yield Line(
+            f"calls that harm a capture from a thread in mode {mode}", words=", ".join(unsafe) or "none"
+        )
+
+
+def _captured(rig: Rig, memory: HostChunk, mode: int, name: str, call: Callable[[], object]) -> str:
+    """Return the codes of a capture's begin, of a call on another thread meanwhile, and of the capture's end."""
+    library = rig.driver.library
+    graph = ctypes.c_void_p()
+    found: list[object] = ["none"]  # of a call that hangs
+
+    def make_call() -> None:
+        rig.driver.enter()
+        library.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(mode)))
+        found[0] = code_of(call)
+
+    if name == "unregister":
+        code_of(partial(rig.driver.register, memory.address, memory.size))
+    begin = code_of(partial(library.cuStreamBeginCapture_v2, rig.stream, _GLOBAL))
+    thread = threading.Thread(target=make_call, daemon=True)
+    thread.start()
+    thread.join(_PATIENCE_S)
+    end = code_of(partial(library.cuStreamEndCapture, rig.stream, ctypes.byref(graph)))
+    if name == "register":
+        code_of(partial(rig.driver.unregister, memory.address))
+    return f"{begin} {found[0]} {end}"
+
+
+def depth(options: Options) -> Iterator[Line]:
+    """Enqueue copies behind a busy stream: from which on does a call wait, and can another thread go on meanwhile?"""
+    for batch_copies, copies in (("off", 1), ("on", 16), ("on", 256), ("on", 512)):
+        how = f"in batches of {copies}" if copies > 1 else "one by one"
+        yield from ask_each(
+            {f"copies {how} behind a busy stream": partial(_depth, options, batch_copies, copies, how)}
+        )
+    yield Line(
+        "the driver that ships assumes",
+        words=f"room for {cuda_driver._ROOM} pending operations, slices of {cuda_driver._SLICE} copies",
+    )
+
+
+def _depth(options: Options, batch_copies: str, copies: int, how: str) -> Iterator[Line]:
+    rig = Rig(options.device, min(options.size, 64 << 20), batch_copies=batch_copies)
+    driver = rig.driver
+    busy = driver.stream(urgent=False)
+    runs = rig.runs(Direction.STORE, 8192, copies)
+    beats = [time.perf_counter()]
+    enqueued = first = 0
+    Kernels(driver).pause(busy, _GATE_S)
+    driver.record(rig.event, busy)
+    driver.wait(rig.stream, rig.event)
+    with repeated(lambda: beats.append(time.perf_counter())):
+        while not first and enqueued < _COPIES and not driver.has_passed(rig.event):
+            begun = time.perf_counter()
+            driver.copy(Direction.STORE, runs, rig.stream)
+            enqueued += copies
+            if time.perf_counter() - begun > _WAITED_S:
+                first = enqueued
+    rig.settle(rig.stream)
+    what = f"copies {how} behind a busy stream"
+    words = f"the call that made them {first:,}" if first else f"none of {enqueued:,}"
+    yield Line(f"{what}, the first call that waits", words=words)
+    longest = 1e3 * float(np.diff(beats).max())
+    yield measured(f"{what}, another thread stood still", [longest], " ms", at_most=1e3 * _WAITED_S)
+
+
+def exits(options: Options) -> Iterator[Line]:
+    """End processes with memory pinned, threads alive and copies under way."""
+    for how in ("closes", "only ends"):
+        code = f"from kvoffload.gpu_check.hazards import leave; leave({options.device!r}, {options.size}, {how == 'closes'})"
+        ended = subprocess.run([sys.executable, "-c", code], timeout=_EXIT_S, check=False)
+        what = f"exit code of a worker that {how} with copies under way"
+        yield Line(what, words=str(ended.returncode), target="0", is_met=ended.returncode == 0)
+
+
+def leave(device: str, size: int, closes: bool) -> None:
+    """Store behind a busy stream, and return while that is under way."""
+    portal = Portal("kvoffload-gpu-check")
+    decode = Decode(Rig(device, size), 1 << 20, portal)
+    decode.seconds(stores=False)  # until slots are ready
+    decode.store_behind(_GATE_S)
+    if closes:
+        decode.side.close()
+        portal.close()
+
+
+def segments(options: Options) -> Iterator[Line]:
+    """Copy across the pieces of an expandable segment of torch, in batches and one by one.
+
+    Raises:
+        NotHere: torch is missing, or sees no GPU.
+    """
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        os.environ[name] = "expandable_segments:True"
+    try:
+        import torch
+    except ImportError as error:
+        raise NotHere("torch is not installed") from error
+    if not torch.cuda.is_available():
+        raise NotHere("torch sees no GPU")
+    memory = torch.zeros(2 * options.size, dtype=torch.uint8, device=options.device)
+    torch.cuda.synchronize()
+    piece = min(_PIECE_ACROSS, options.size)
+    for how, batch_copies in (("in batches", "on"), ("one by one", "off")):
+        rig = Rig(options.device, options.size, batch_copies=batch_copies, memory=memory.data_ptr())
+        what = f"wrong bytes across the pieces of an expandable segment, {how}"
+        yield measured(what, [rig.wrong_bytes(piece)], at_most=0)

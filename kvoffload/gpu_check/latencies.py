@@ -1,0 +1,134 @@
+"""How long calls into the driver take, alone and beside what else a serving engine's process does."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+
+import numpy as np
+
+from kvoffload.gpu_check.apart import Options
+from kvoffload.gpu_check.lines import Line, ask_each, measured, ratios
+from kvoffload.gpu_check.rig import Rig, code_of
+from kvoffload.model.transfer import Direction
+from kvoffload.transfer.layout import DeviceLayout, DeviceRegion
+from kvoffload.transfer.runs import geometry_of, merge_runs
+
+_SECONDS = 2.0
+_PINNED_MIB: tuple[int, ...] = (0, 16, 64, 256)
+_ARENA_MIB = 64  # pinned at a time while an engine serves
+_LONGEST_MS = 5.0
+_PAGE = 4096
+_CODES = "0 712 712 0 713"  # not again while registered, nor released twice
+
+
+def latencies(options: Options) -> Iterator[Line]:
+    """Yield what calls take in microseconds, and what they take at most beside pinning."""
+    rig = Rig(options.device, options.size)
+    pinning = {
+        f"calls beside pinning of {mib} MiB": partial(_beside_pinning, rig, mib) for mib in _PINNED_MIB
+    }
+    yield from ask_each(
+        {
+            "pinning": partial(_pinning, rig),
+            "submission": partial(_submission, rig, options),
+            **pinning,
+            "a busy interpreter": partial(_busy, rig, options),
+        }
+    )
+
+
+@contextmanager
+def repeated(work: Callable[[], object]) -> Iterator[None]:
+    """Do something over and over on another thread, until the block ends or raises."""
+    stop = threading.Event()
+
+    def repeat() -> None:
+        while not stop.is_set():
+            work()
+
+    with ThreadPoolExecutor(1) as pool:
+        repeating = pool.submit(repeat)
+        try:
+            yield
+        finally:
+            stop.set()
+        repeating.result()
+
+
+def _pinning(rig: Rig) -> Iterator[Line]:
+    driver = rig.driver
+    memory = rig.host_memory(_ARENA_MIB << 20)
+    at, size = memory.address, memory.size
+    begun = time.perf_counter()
+    driver.register(at, size)
+    yield measured(f"pinning {_ARENA_MIB} MiB that are touched", [1e3 * (time.perf_counter() - begun)], " ms")
+    driver.unregister(at)
+    calls = [partial(driver.register, at, size), partial(driver.register, at, size)]
+    calls += [partial(driver.register, at + _PAGE, _PAGE), *[partial(driver.unregister, at)] * 2]
+    codes = " ".join(str(code_of(call)) for call in calls)
+    what = "codes of pinning memory, again, a page of it, and of releasing it, again"
+    yield Line(what, words=codes, target=_CODES, is_met=codes == _CODES)
+
+
+def _submission(rig: Rig, options: Options) -> Iterator[Line]:
+    """Time what a hook does for a load of adjacent blocks."""
+    found = []
+    blocks = rig.size // _PAGE
+    region = DeviceRegion(rig.memory, _PAGE, _PAGE, blocks, rig.device)
+    geometry = geometry_of(DeviceLayout.of([region]), blocks).with_chunk([rig.host.ctypes.data])
+    numbers = np.arange(blocks, dtype=np.int64)
+    for _ in range(options.repeats):
+        begun = time.perf_counter()
+        runs = merge_runs(geometry, Direction.LOAD, numbers, numbers)
+        rig.copier.submit(Direction.LOAD, runs, ())
+        found.append(1e6 * (time.perf_counter() - begun) / blocks)
+        rig.settle(rig.copier.stream(Direction.LOAD))
+    yield measured(f"submitting {blocks:,} adjacent blocks, a block", found, " us", at_most=0.05)
+
+
+def _beside_pinning(rig: Rig, mib: int) -> Iterator[Line]:
+    """Time an event's record and query, as each launch of an engine takes the driver's locks, while memory is pinned."""
+    memory = rig.host_memory(mib << 20) if mib else None
+
+    def pin() -> None:
+        if memory is None:
+            time.sleep(1e-3)
+        else:
+            rig.driver.register(memory.address, memory.size)
+            rig.driver.unregister(memory.address)
+
+    calls: dict[str, Callable[[], object]] = {
+        "recording": lambda: rig.driver.record(rig.event, rig.stream),
+        "querying": lambda: rig.driver.has_passed(rig.event),
+    }
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    with repeated(pin):
+        end = time.perf_counter() + _SECONDS
+        while time.perf_counter() < end:
+            for name, call in calls.items():
+                begun = time.perf_counter()
+                call()
+                found[name].append(1e3 * (time.perf_counter() - begun))
+            time.sleep(1e-4)
+    where = f"while pieces of {mib} MiB are pinned" if mib else "alone"
+    for name, times in found.items():
+        yield measured(f"{name} an event {where}", times, " ms")
+        goal = _LONGEST_MS if mib == _ARENA_MIB else None
+        yield measured(
+            f"{name} an event {where}, the longest of {len(times):,}", [max(times)], " ms", at_most=goal
+        )
+
+
+def _busy(rig: Rig, options: Options) -> Iterator[Line]:
+    """Time copies by the device's clock beside a thread that never rests, over copies without it."""
+    idle = rig.speeds(64 << 10, (Direction.STORE,), options.repeats)
+    with repeated(lambda: sum(range(1000))):
+        busy = rig.speeds(64 << 10, (Direction.STORE,), options.repeats)
+    yield measured(
+        "a store's time beside a busy interpreter, over one without", ratios(idle, busy), "x", at_most=1.2
+    )

@@ -1,0 +1,174 @@
+"""Memory on both sides of one GPU, and copies between them through the copier that ships.
+
+The host's memory is allocated as the arena's. Both sides are as large as was asked for twice over: loads use the first
+half of each, stores the second, so that both can run at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from kvoffload.gpu_check.lines import NotHere
+from kvoffload.model.errors import CopyError
+from kvoffload.model.transfer import Direction
+from kvoffload.runtime.portal import DaemonExecutor
+from kvoffload.transfer.cuda_copier import CudaCopier
+from kvoffload.transfer.cuda_driver import CudaPin, NvidiaDriver
+from kvoffload.transfer.cuda_library import CudaError
+from kvoffload.transfer.factory import node_for
+from kvoffload.transfer.gpu_profile import GpuProfile
+from kvoffload.transfer.host_memory import HostChunk, MmapAllocator
+from kvoffload.transfer.ports import TicketState
+from kvoffload.transfer.runs import CopyRuns
+
+_PATIENCE_S = 20.0
+_KEPT: list[HostChunk] = []  # of rigs that are gone: copies that have not ended may still use it
+
+
+class Rig:
+    """`size` bytes for loads and as many for stores, on both sides.
+
+    Args:
+        device: the GPU's name.
+        size: bytes of one large copy.
+        batch_copies: as the setting.
+        memory: address of device memory to use, in place of newly allocated memory.
+    """
+
+    def __init__(
+        self, device: str, size: int, *, batch_copies: str = "on", memory: int | None = None
+    ) -> None:
+        self.device, self.size = device, size
+        self.driver = NvidiaDriver(device, lambda: self.stream, batch_copies=batch_copies)
+        self.copier = CudaCopier(self.driver)
+        self.stream = self.driver.stream(urgent=False)
+        self.event = self.driver.event(timed=False)
+        self._hook = DaemonExecutor("gpu-check-hook", threads=1)
+        self._chunk = self.host_memory(2 * size, CudaPin(self.driver))
+        _KEPT.append(self._chunk)
+        host = (ctypes.c_ubyte * (2 * size)).from_address(self._chunk.address)
+        self.host = np.frombuffer(memoryview(host), np.uint8)
+        self.memory = memory or self.driver.allocate(2 * size, self.stream)
+        self._draw = np.random.default_rng(0)
+        self.settle(self.stream)  # other streams may use the memory only once its allocation has run
+
+    def with_profile(self, profile: GpuProfile, *ways: Direction) -> CudaCopier:
+        """Use a new copier, which gives all copies of these directions to the page kernel.
+
+        Raises:
+            NotHere: there is no such kernel.
+        """
+        self.copier = CudaCopier(self.driver, profile)
+        try:
+            self.copier.use_kernel({way: 2**62 if way in ways else 0 for way in Direction})
+        except Exception as error:
+            raise NotHere(f"no page kernel, {type(error).__name__}: {error}") from error
+        return self.copier
+
+    def host_memory(self, size: int, pin: CudaPin | None = None) -> HostChunk:
+        """Return memory as the arena's, touched, and pinned if `pin` is given."""
+        node = node_for(self.driver.pci_address)
+        allocator = MmapAllocator(DaemonExecutor("gpu-check-memory", threads=1), pin, node)
+        return asyncio.run(allocator.allocate(size))
+
+    def settle(self, stream: int) -> None:
+        """Return once all that was enqueued on a stream has ended."""
+        self.driver.record(self.event, stream)
+        wait_until(lambda: self.driver.has_passed(self.event))
+
+    def runs(self, way: Direction, piece: int, count: int | None = None) -> CopyRuns:
+        """Return copies of `piece` bytes each between places drawn on both sides, as many as fit if no count is given."""
+        places = self.size // piece
+        half = 0 if way is Direction.LOAD else self.size
+        host, device = (self._draw.permutation(places)[:count] * piece + half for _ in range(2))
+        host += self._chunk.address
+        device += self.memory
+        size = np.full(len(host), piece, np.int64)
+        return CopyRuns(device, host, size) if way is Direction.STORE else CopyRuns(host, device, size)
+
+    def seconds(self, *copies: tuple[Direction, CopyRuns]) -> float:
+        """Make batches at the same time; return the device's seconds of the longest.
+
+        As in an engine, one thread submits them and another queries them.
+
+        Raises:
+            CopyError: the driver refuses copies, or they do not end.
+        """
+        tickets = [self._hook.submit(self.copier.submit, way, runs, ()).result() for way, runs in copies]
+        pending = list(tickets)
+
+        def have_ended() -> bool:
+            states = {ticket: ticket.query() for ticket in pending}
+            if TicketState.FAILED in states.values():
+                raise CopyError("the driver has refused copies; the log has its error")
+            pending[:] = [ticket for ticket in pending if states[ticket] is TicketState.PENDING]
+            return not pending
+
+        wait_until(have_ended)
+        return max(ticket.copy_seconds or 0.0 for ticket in tickets)
+
+    def speeds(self, piece: int, ways: Sequence[Direction], repeats: int) -> list[float]:
+        """Return the GB/s of copies of all memory in pieces of this size, in these directions at once."""
+        found = []
+        for repeat in range(repeats + 1):
+            runs = [(way, self.runs(way, piece)) for way in ways]
+            seconds = self.seconds(*runs)
+            if repeat:  # the first warms up
+                found.append(sum(one.total_bytes for _, one in runs) / seconds / 1e9)
+        return found
+
+    def wrong_bytes(
+        self,
+        piece: int,
+        count: int | None = None,
+        copy: Callable[[Direction, CopyRuns], object] | None = None,
+    ) -> int:
+        """Carry random bytes to the device and back to another place; return how many of them are wrong.
+
+        Args:
+            piece: bytes of each copy.
+            count: of the copies; as many as fit if it is not given.
+            copy: makes a batch; the copier does if it is not given.
+
+        Raises:
+            CopyError: the driver refuses copies, or they do not end.
+        """
+        there, back = np.split(self.host, 2)
+        there[:] = self._draw.integers(0, 256, self.size, np.uint8)
+        back[:] = 0
+        load = self.runs(Direction.LOAD, piece, count)
+        copy = copy or (lambda way, runs: self.seconds((way, runs)))
+        copy(Direction.LOAD, load)
+        copy(Direction.STORE, CopyRuns(load.target, load.source + self.size, load.size))
+        whole = self.size // piece * piece
+        is_copied = np.zeros(whole // piece, np.bool_)
+        is_copied[(load.source - self._chunk.address) // piece] = True
+        there[:whole].reshape(-1, piece)[~is_copied] = 0
+        there[whole:] = 0
+        return int((there != back).sum())
+
+
+def code_of(call: Callable[[], object]) -> int:
+    """Make a call into the driver; return its code."""
+    try:
+        call()
+    except CudaError as error:
+        return error.code
+    return 0
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    """Ask until the answer is yes.
+
+    Raises:
+        CopyError: it takes too long.
+    """
+    deadline = time.monotonic() + _PATIENCE_S
+    while not is_so():
+        if time.monotonic() > deadline:
+            raise CopyError(f"copies have not ended after {_PATIENCE_S:g} s")

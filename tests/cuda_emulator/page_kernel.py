@@ -1,0 +1,49 @@
+"""The page kernel without Triton: the emulator runs what Triton would have compiled, under the same name."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from kvoffload.transfer.short_copies import KERNEL_COPIES
+
+if TYPE_CHECKING:
+    import pytest
+
+    from kvoffload.transfer.cuda_driver import NvidiaDriver
+    from kvoffload.transfer.runs import CopyRuns
+
+
+class PageKernel:
+    """Stands in for the kernel that ships; each launch has descriptors of its own."""
+
+    programs: ClassVar[list[int]] = []
+    """Thread blocks of each kernel that was made."""
+
+    def __init__(self, driver: NvidiaDriver, stream: int, programs: int) -> None:
+        self._driver, self._stream = driver, stream
+        self.programs.append(programs)
+
+    def enqueue(self, runs: CopyRuns) -> None:
+        count = len(runs)
+        assert count <= KERNEL_COPIES
+        rows = self._driver.pinned(24 * count).view(np.int64).reshape(3, count)
+        rows[0], rows[1], rows[2] = runs.target, runs.source, runs.size
+        words = ctypes.c_uint64(rows.ctypes.data), ctypes.c_int32(count)
+        places = (ctypes.c_void_p * 2)(*map(ctypes.addressof, words))
+        self._driver.library.cuLaunchKernel(
+            ctypes.c_char_p(b"_copy_runs"), 1, 1, 1, 1, 1, 1, 0, self._stream, places, None
+        )
+
+
+def install(patch: pytest.MonkeyPatch) -> type[PageKernel]:
+    """Have the driver find it in place of the kernel that ships."""
+    module = ModuleType("kvoffload.transfer.page_kernel")
+    module.PageKernel = PageKernel  # type: ignore[attr-defined]
+    patch.setitem(sys.modules, module.__name__, module)
+    patch.setattr(PageKernel, "programs", [])
+    return PageKernel

@@ -1,0 +1,52 @@
+"""Parts for the tests of `gpu-check`: what ends in every way, and the parts that ship with small numbers."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+from collections.abc import Iterator
+
+from kvoffload.gpu_check import decode, latencies
+from kvoffload.gpu_check.apart import Options
+from kvoffload.gpu_check.lines import Line, NotHere
+
+GPU = "a device for tests"
+
+
+def device(options: Options) -> Iterator[Line]:
+    yield Line("GPU", words=GPU)
+
+
+def hangs(options: Options, lines: int) -> Iterator[Line]:
+    for number in range(lines):
+        yield Line(f"line {number}", words=str(os.getpid()))
+    signal.pause()
+
+
+def crashes(options: Options) -> Iterator[Line]:
+    yield Line("before", words="found")
+    print("a last word", flush=True)  # noqa: T201
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def leaves(options: Options) -> Iterator[Line]:
+    yield Line("before", words="found")
+    os._exit(7)
+
+
+def raises(options: Options) -> Iterator[Line]:
+    yield Line("before", words="found")
+    raise ValueError("no such thing")
+
+
+def is_not_here(options: Options) -> Iterator[Line]:
+    raise NotHere("there is nothing")
+    yield
+
+
+def small(options: Options, where: str, *arguments: int) -> Iterator[Line]:
+    """Run a part that ships with small numbers."""
+    latencies._SECONDS, decode._STEPS = 0.02, 2
+    module, _, name = where.partition(":")
+    yield from getattr(importlib.import_module(module), name)(options, *arguments)

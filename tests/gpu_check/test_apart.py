@@ -1,0 +1,97 @@
+"""A part that hangs, crashes or raises loses only its own rest, and what was found is on the disk."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvoffload.gpu_check.apart import Options, Part, lines_of
+from kvoffload.gpu_check.lines import Line
+
+if TYPE_CHECKING:
+    import pytest
+
+OPTIONS = Options("cuda:0", 1, 1, 1)
+HERE = "tests.gpu_check.parts"
+
+
+def found(name: str, tmp_path: Path, *arguments: int) -> list[Line]:
+    part = Part("the part", f"{HERE}:{name}", 60, arguments, is_check=True)
+    return list(lines_of(part, OPTIONS, tmp_path / "log"))
+
+
+def test_a_part_that_crashes_is_reported_with_its_signal_and_its_last_words(tmp_path: Path) -> None:
+    before, after = found("crashes", tmp_path)
+    assert before.words == "found"
+    assert (after.what, after.words, after.verdict) == ("the part", "ended by SIGSEGV: a last word", "fail")
+
+
+def test_a_part_that_exits_is_reported_with_its_code(tmp_path: Path) -> None:
+    before, after = found("leaves", tmp_path)
+    assert (before.words, after.words) == ("found", "ended with 7")
+
+
+def test_an_exception_is_one_line_without_a_traceback(tmp_path: Path) -> None:
+    before, after = found("raises", tmp_path)
+    assert (before.words, after.words) == ("found", "ValueError: no such thing")
+    assert (tmp_path / "log").read_text() == ""
+
+
+def test_what_cannot_be_asked_has_its_reason_and_no_verdict(tmp_path: Path) -> None:
+    (line,) = found("is_not_here", tmp_path)
+    assert (line.words, line.verdict) == ("not asked: there is nothing", "")
+
+
+def test_a_part_that_does_not_exist_is_one_line(tmp_path: Path) -> None:
+    (line,) = found("missing", tmp_path)
+    assert line.verdict == "fail"
+
+
+def test_a_part_that_hangs_is_killed_with_what_it_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("kvoffload.gpu_check.apart.time.monotonic", lambda: now[0])
+    lines = lines_of(Part("the part", f"{HERE}:hangs", 60, (2,)), OPTIONS, tmp_path / "log")
+    first, second = next(lines), next(lines)
+    assert (first.what, second.what) == ("line 0", "line 1")
+    now[0] = 61.0
+    (last,) = lines
+    assert (last.words, last.verdict) == ("has not ended after 60 s, and was killed", "miss")
+    assert not is_alive(int(first.words))
+
+
+def test_killed_at_any_moment_the_file_holds_what_was_found(tmp_path: Path) -> None:
+    """And the part dies with the command."""
+    code = (
+        "import sys; from kvoffload.cli.main import main; from kvoffload.gpu_check import command\n"
+        "from kvoffload.gpu_check.apart import Part\n"
+        f"command.parts = lambda: {{'device': Part('GPU', '{HERE}:device', 60), 'two': Part('two', '{HERE}:hangs', 60, (3,))}}\n"
+        "sys.exit(main(['gpu-check']))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        printed = [process.stdout.readline() for _ in range(3)]  # of four
+        process.kill()
+        process.wait()
+    kept = json.loads((tmp_path / "gpu-check.json").read_text())["lines"]
+    assert [line["what"] for line in kept][:3] == ["GPU", "line 0", "line 1"]
+    assert [line.split(":")[0].strip() for line in printed] == ["GPU", "line 0", "line 1"]
+    until = time.monotonic() + 30
+    while is_alive(int(kept[1]["words"])) and time.monotonic() < until:
+        pass
+    assert not is_alive(int(kept[1]["words"]))
+
+
+def is_alive(process: int) -> bool:
+    try:
+        status = Path(f"/proc/{process}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"

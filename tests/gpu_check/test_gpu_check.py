@@ -1,0 +1,348 @@
+"""`kvoffload gpu-check` runs whole on the emulated driver, ends with a wrong byte, and refuses where there is no GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import pytest
+
+from kvoffload.cli.exits import Exit
+from kvoffload.cli.main import main
+from kvoffload.gpu_check import command, copies, decode, hazards, latencies, profile
+from kvoffload.gpu_check.apart import Options, Part
+from kvoffload.gpu_check.lines import Line, Results, measured
+from kvoffload.gpu_check.rig import Rig
+from kvoffload.model.transfer import Direction
+from kvoffload.testing.logs import capture_logs
+from kvoffload.transfer import cuda_driver, factory
+from kvoffload.transfer.cuda_copier import CudaCopier
+from kvoffload.transfer.cuda_driver import NvidiaDriver
+from kvoffload.transfer.gpu_profile import GpuProfile, profile_path, read_profile
+from tests.cuda_emulator import Emulator, Engine
+from tests.cuda_emulator.page_kernel import install
+
+pytestmark = pytest.mark.timeout(300)
+
+OPTIONS = Options("cuda:0", 1, 1, 1)
+SMALL = ["gpu-check", "--mib", "1", "--repeats", "1"]
+HERE = "tests.gpu_check.parts"
+NO_KERNEL = "not asked: no page kernel, ModuleNotFoundError: "
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_it_runs_whole_and_keeps_every_line(
+    emulator: Emulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ship = command.parts()
+    monkeypatch.setattr(
+        command,
+        "parts",
+        lambda: {
+            name: replace(part, where=f"{HERE}:small", arguments=(part.where, *part.arguments))
+            for name, part in ship.items()
+        },
+    )
+    assert main([*SMALL, "--device", "cuda:1"]) == Exit.OK
+    printed = capsys.readouterr().out.splitlines()
+    lines = {one["what"]: one for one in json.loads((tmp_path / "gpu-check.json").read_text())["lines"]}
+    assert len(printed) == len(lines)
+    assert lines["GPU"]["words"].startswith("emulated device 1, CUDA 13.0")
+    wrong = [one for what, one in lines.items() if what.startswith("wrong bytes")]
+    assert (
+        sum(one.get("is_met", False) for one in wrong) == 2 * 2 + 3
+    )  # two ways, two sizes; batches of three sizes
+    assert lines["wrong bytes after 262,144 copies in one call"]["median"] == 0
+    figures = [one for one in lines.values() if one.get("unit")]
+    assert all(one["what"].endswith("(emulated)") and "is_met" not in one for one in figures)
+    goals = {
+        "at least 0.9x",
+        "at least 0.95x",
+        "at most 0.05 us",
+        "at most 1.2x",
+        "at most 1.02x",
+        "at most 5 ms",
+    }
+    assert goals <= {one.get("target") for one in figures}
+    assert lines["exit code of a worker that only ends with copies under way"]["is_met"]
+    assert lines["vllm"]["words"].startswith("not asked: ")
+
+
+def test_a_wrong_byte_ends_it_with_its_exit_code(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("EMULATOR_SPOILS", "1")
+    assert main([*SMALL, "--json"]) == Exit.FAILED
+    printed, said = capsys.readouterr()
+    lines = [json.loads(line) for line in printed.splitlines()]
+    assert lines[-1]["median"] > 0
+    assert "do not offload on this machine" in said
+    assert [line["what"] for line in lines if line.get("is_last")] == [lines[-1]["what"]]
+    assert lines[-1]["what"].startswith("wrong bytes, in batches")
+
+
+def test_other_failures_end_nothing(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = {
+        "device": Part("GPU", f"{HERE}:device", 60),
+        "crash": Part("a crash", f"{HERE}:crashes", 60),
+        "last": Part("the last", f"{HERE}:raises", 60, is_check=True),
+    }
+    monkeypatch.setattr(command, "parts", lambda: parts)
+    assert main([*SMALL, "--only", "crash"]) == Exit.MISSED
+    assert main(SMALL) == Exit.FAILED
+    assert capsys.readouterr().out.splitlines()[-1] == "fail  the last: ValueError: no such thing"
+
+
+def test_an_unknown_part_is_one_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--only", "bites"]) == Exit.USAGE
+    assert "unknown part 'bites'; choose from device, bytes, speeds, " in capsys.readouterr().err
+
+
+def test_without_a_gpu_it_says_so_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import ctypes\ndef no(*a, **k): raise OSError('libcuda.so.1: cannot open shared object file')\nctypes.PyDLL = no\n"
+    )
+    paths = f"{tmp_path}:" + ":".join(sys.path)
+    ended = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys; from kvoffload.cli.main import main; sys.exit(main(['gpu-check']))",
+        ],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={"PYTHONPATH": paths, "PATH": "/usr/bin:/bin"},
+    )
+    assert ended.returncode == Exit.USAGE
+    assert ended.stdout == ""
+    (message,) = ended.stderr.splitlines()
+    assert "there is no GPU to check: no NVIDIA driver library for cuda:0" in message
+
+
+def test_lines_have_verdicts_and_all_together_a_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = Results(tmp_path / "kept.json", {}, as_json=False)
+    results.add(measured("quick", [1.0, 1.5], " us", at_most=2))
+    assert results.exit_code() == Exit.OK
+    results.add(measured("slow", [0.5], "x", at_least=0.9))
+    assert results.exit_code() == Exit.MISSED
+    results.add(Line("wrong", words="3 bytes", is_met=False, is_check=True))
+    assert results.exit_code() == Exit.FAILED
+    assert capsys.readouterr().out.splitlines() == [
+        "pass  quick: 1.25 us [1, 1.50] (at most 2 us)",
+        "miss  slow: 0.500x (at least 0.9x)",
+        "fail  wrong: 3 bytes",
+    ]
+
+
+# -- parts, in this process -------------------------------------------------------------------------------------------
+
+
+def test_no_copy_meets_the_allocation_of_its_memory(emulator: Emulator) -> None:
+    """It is ordered on one stream only; the copier has others."""
+    emulator.reset(delay_us=200)
+    lines = [*copies.compared(OPTIONS), *copies.speeds(OPTIONS)]
+    assert (emulator.races, emulator.faults) == (0, 0), emulator.report
+    assert not [line for line in lines if line.verdict == "fail"]
+
+
+def test_where_there_is_no_page_kernel_every_line_has_the_reason(emulator: Emulator) -> None:
+    lines = [*copies.compared(OPTIONS), *copies.speeds(OPTIONS), *profile.chosen(OPTIONS)]
+    missing = [line.what for line in lines if line.words.startswith(NO_KERNEL)]
+    assert missing == [
+        "wrong bytes, loads by the page kernel",
+        "wrong bytes, stores by the page kernel",
+        "copies by the page kernel",
+        "how the page kernel is best used",
+    ]
+
+
+def test_where_there_is_no_batched_copy_the_line_has_the_reason(emulator: Emulator) -> None:
+    emulator.reset(delay_us=0, version=12040)
+    lines = {line.what: line for line in copies.compared(OPTIONS)}
+    assert lines["wrong bytes, in batches"].words.endswith("came with CUDA 12.8")
+    assert lines["wrong bytes, one by one, pieces of 4,096 bytes"].verdict == "pass"
+
+
+def test_the_page_kernel_is_compared_both_ways(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    verdicts = {line.what: line.verdict for line in copies.compared(OPTIONS)}
+    assert emulator.calls("cuLaunchKernel") == 2 * 2  # in each way, and of each size
+    for way in ("loads", "stores"):
+        assert verdicts[f"wrong bytes, {way} by the page kernel, pieces of 33,808 bytes"] == "pass"
+    assert emulator.faults == 0
+
+
+def test_a_kernel_that_is_not_launched_is_not_taken_for_one_that_copies(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: object, runs: object) -> None:
+        raise RuntimeError("out of resources")
+
+    monkeypatch.setattr(install(monkeypatch), "enqueue", refuse)
+    lines = {line.what: line for line in copies.compared(OPTIONS)}
+    assert lines["wrong bytes, loads by the page kernel"].verdict == "fail"
+
+
+def test_copies_that_the_driver_refuses_fail_one_path(emulator: Emulator) -> None:
+    emulator.fail("cuMemcpyBatchAsync", 2)
+    lines = {line.what: line for line in copies.compared(OPTIONS)}
+    assert lines["wrong bytes, in batches"].words == "the driver has refused copies; the log has its error"
+    assert lines["wrong bytes, in batches"].verdict == "fail"
+    assert lines["wrong bytes, one by one, pieces of 4,096 bytes"].verdict == "pass"
+
+
+def test_a_capture_is_judged_by_the_calls_that_the_workers_threads_make(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = {line.what: line for line in hazards.captures(OPTIONS)}
+    assert {line.verdict for line in lines.values()} == {"pass", ""}
+    assert lines["calls that harm a capture from a thread in mode relaxed"].words == "none"
+    harmed = lines["calls that harm a capture from a thread in mode global"].words
+    assert harmed == "register 0 900 901, query 0 900 901, unregister 0 900 901"
+    monkeypatch.setattr(hazards, "RELAXED", 0)
+    monkeypatch.setitem(hazards._MODES, "relaxed", 0)
+    verdicts = [line.verdict for line in hazards.captures(OPTIONS)]
+    assert verdicts.count("miss") == 2
+
+
+@pytest.mark.slow
+def test_the_depth_of_a_stream_is_found(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hazards, "_GATE_S", 2.0)
+    monkeypatch.setattr(hazards, "_WAITED_S", 0.5)  # a pause of this machine is shorter
+    emulator.set_depth(1200)
+    first, stood_still = hazards._depth(OPTIONS, "off", 1, "one by one")
+    assert first.words == "the call that made them 1,200"
+    assert stood_still.target == "at most 500 ms"
+
+
+@pytest.mark.slow
+def test_calls_are_timed_alone_and_beside_pinning(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(latencies, "_SECONDS", 0.02)
+    monkeypatch.setattr(latencies, "_PINNED_MIB", (0, 64))
+    lines = {line.what: line for line in latencies.latencies(OPTIONS)}
+    assert not [
+        line for line in lines.values() if line.verdict == "fail" or line.words.startswith("not asked")
+    ]
+    longest = [line for what, line in lines.items() if "64 MiB are pinned, the longest of" in what]
+    assert [line.target for line in longest] == ["at most 5 ms"] * 2
+    assert emulator.registrations == 1  # the rig's own
+
+
+def test_the_stand_in_stores_beside_its_steps(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "_STEPS", 2)
+    lines = list(decode.steps(OPTIONS))
+    assert [line.target for line in lines] == ["at most 1.02x", "", ""] * 2
+    assert all(line.median and line.median > 0 for line in lines)
+    assert (emulator.races, emulator.faults) == (0, 0), emulator.report
+
+
+def test_a_batch_in_one_call_is_compared(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_driver, "_SLICE", cuda_driver._SLICE)  # the part changes it
+    *_, last = hazards.batch(OPTIONS, 1500)
+    assert emulator.calls("cuMemcpyBatchAsync") == 2
+    assert (last.median, last.verdict) == (0, "pass")
+
+
+@pytest.mark.slow
+def test_exit_codes_are_those_of_processes_with_copies_under_way(emulator: Emulator) -> None:
+    assert [(line.words, line.verdict) for line in hazards.exits(OPTIONS)] == [("0", "pass")] * 2
+
+
+def test_a_process_that_crashes_at_its_end_is_a_miss(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crashed = subprocess.CompletedProcess[bytes]([], -11)
+    monkeypatch.setattr("kvoffload.gpu_check.hazards.subprocess.run", lambda *_, **__: crashed)
+    assert [(line.words, line.verdict) for line in hazards.exits(OPTIONS)] == [("-11", "miss")] * 2
+
+
+def test_copies_across_an_expandable_segment_are_compared(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stand-in for torch; which pieces its memory has only a device tells."""
+    rig = Rig("cuda:0", OPTIONS.size)
+    torch = MagicMock()
+    torch.zeros.return_value.data_ptr.return_value = rig.memory
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    assert [line.verdict for line in hazards.segments(OPTIONS)] == ["pass", "pass"]
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+
+
+def test_work_beside_a_measurement_ends_with_it() -> None:
+    with pytest.raises(ValueError, match="refused"), latencies.repeated(lambda: None):
+        raise ValueError("refused")
+
+
+# -- the profile ------------------------------------------------------------------------------------------------------
+
+
+def test_the_profile_is_written_and_an_engine_reads_it(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = install(monkeypatch)
+    monkeypatch.setattr(decode, "_STEPS", 2)
+    lines = list(profile.chosen(OPTIONS))
+    path = profile_path("emulated device 0", "13.0")
+    assert lines[-1].words == str(path)
+    assert path.name == "emulated-device-0-cuda-13-0.json"
+    found = read_profile("emulated device 0", "13.0")
+    assert found.programs == 4  # on the emulator all are as fast
+    path.write_text('{"programs": 7, "fewest": 3}')
+    copier = made_copier(emulator, monkeypatch)
+    assert copier.profile == GpuProfile(7, 3, stores=True)
+    assert min(copier.kernel_below.values()) > 0
+    assert kernel.programs[-2:] == [7, 7]  # for loads and for stores
+    path.write_text('{"stores": false}')
+    assert made_copier(emulator, monkeypatch).kernel_below[Direction.STORE] == 0
+
+
+def test_another_driver_or_no_file_leaves_the_constants(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = profile_path("emulated device 0", "12.9")
+    path.parent.mkdir(parents=True)
+    path.write_text('{"programs": 7}')
+    with capture_logs() as logs:
+        assert made_copier(emulator, monkeypatch).profile == GpuProfile(32, 16, stores=True)
+    assert not [entry for entry in logs if entry["event"] == "gpu_profile_ignored"]
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"programs": 0}', '{"programs": "12"}', '{"grid": 12}', "[]"])
+def test_a_bad_profile_is_one_warning_and_the_constants(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    path = profile_path("emulated device 0", "13.0")
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    with capture_logs() as logs:
+        assert made_copier(emulator, monkeypatch).profile == GpuProfile()
+    (entry,) = [entry for entry in logs if entry["log_level"] == "warning"]
+    assert (entry["event"], entry["path"]) == ("gpu_profile_ignored", str(path))
+
+
+def made_copier(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> CudaCopier:
+    engine = Engine(emulator)
+    monkeypatch.setattr(factory, "current_stream", lambda device: lambda: engine.stream)
+    copier = factory.make_copier(engine.layout, executor=None, clock=None)  # type: ignore[arg-type]  # of the CPU's
+    assert isinstance(copier, CudaCopier)
+    assert isinstance(copier.driver, NvidiaDriver)
+    return copier
