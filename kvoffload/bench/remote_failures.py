@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from kvoffload.cli.exits import CommandError
 from kvoffload.remote.local import LocalBucket, LocalMooncake, Server
-from kvoffload.remote.mooncake import load_client
+from kvoffload.remote.mooncake_child import load_client
 
 LocalStore: TypeAlias = LocalMooncake | LocalBucket
 End: TypeAlias = Callable[[], None]

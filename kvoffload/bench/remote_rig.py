@@ -31,7 +31,7 @@ from kvoffload.remote.address import parse_address
 from kvoffload.remote.calls import RemoteCalls
 from kvoffload.remote.connect import open_store
 from kvoffload.remote.local import LocalMooncake
-from kvoffload.remote.mooncake import load_client
+from kvoffload.remote.mooncake_child import load_client
 from kvoffload.remote.values import TRAILER_BYTES
 from kvoffload.runtime.portal import DaemonExecutor
 from kvoffload.runtime.worker_side import REMOTE_THREADS

@@ -36,7 +36,8 @@ def _remote(setup: Setup, _: Machine) -> Finding:
 
 def _no_mooncake(address: MooncakeAddress) -> Finding | None:
     try:
-        from kvoffload.remote.mooncake import load_client, own_address
+        from kvoffload.remote.mooncake import own_address
+        from kvoffload.remote.mooncake_child import load_client
 
         load_client()
     except (ImportError, RemoteError) as error:

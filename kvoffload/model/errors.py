@@ -60,3 +60,7 @@ class DiskError(KVOffloadError):
 
 class RemoteError(KVOffloadError):
     """Raised when a remote store does not do what it was asked, or cannot be reached."""
+
+
+class RemoteGone(RemoteError):
+    """Raised when the connection to a remote store has ended; the next call needs another one."""

@@ -3,7 +3,7 @@
 CLOSED ─3 failures in a row, or 1 hang─▶ OPEN ─pause─▶ one probe ─it worked─▶ ON TRIAL ─1 value read─▶ CLOSED
                                           ▲                 └─it failed─▶ OPEN      └─1 failure─▶ OPEN
 
-The pause doubles each time, until a read is answered that is no probe, and is at least four times what the failed call took: requests
+A connection that has ended counts as a hang. The pause doubles each time, until a read is answered that is no probe, and is at least four times what the failed call took: requests
 wait for such calls, so a store that fails takes at most a fifth of their time. A read that is answered ends the row of failed reads, a
 write that of failed writes. A probe or a write that is answered shows little: a store's master alone may answer both, and name values
 that its dead nodes do not deliver.
@@ -49,7 +49,7 @@ class Breaker:
         is_write: bool = False,
         hangs: bool = False,
     ) -> None:
-        """A call failed, or has not returned in time."""
+        """A call failed; it `hangs` if it has not returned in time, or its connection has ended."""
         self._failures[is_write] += 1
         if is_probe:
             self._is_probing = False

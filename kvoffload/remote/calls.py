@@ -3,12 +3,14 @@
     the owner's thread   submit ─▶ queues, reads first ─┐                            ┌─▶ ended ─▶ poll: the caller learns of it
                                                         └─▶ a thread: call, then use ─┘
 
-A store's client blocks without a limit: a minute was seen. So a call has two parts. The first may hang; it touches only its own thread's
+A store's client may block without a limit: a minute was seen. So a call has two parts. The first may hang; it touches only its own thread's
 memory, and what it reads from other memory counts only if `check_awaited` passes afterwards. The second uses the result, and runs only if
 the call is still awaited. A call that does not return in time has failed, opens the breaker, and occupies its thread until it returns.
 
-A thread that returns from a client in C++ while the interpreter ends aborts the process. So the exit of a process waits for a moment
-until no thread is in a call, those aside that are known to hang.
+A thread that returns from a compiled client while the interpreter ends aborts the process, as the S3 client's does. So the exit of a
+process waits for a moment until no thread is in a call, ignoring those that are known to hang.
+
+A probe connects, if there is no connection; no other call does. So a connection that ends is tried again as rarely as the store.
 
 The owner's thread alone writes the breaker and reports ends; it waits for nothing. Either thread may end a call: the one that takes
 its token does.
@@ -27,11 +29,13 @@ from functools import partial
 from typing import Any
 
 from kvoffload.logs import get_logger
-from kvoffload.model.errors import RemoteError
+from kvoffload.model.errors import RemoteError, RemoteGone
 from kvoffload.remote.breaker import Breaker
 from kvoffload.remote.store import RemoteStore
 
 _PROBE = "kvo1/probe"  # need not be there
+_CONNECT_S = 30.0
+"""What a call that connects may take beyond its own time; no client takes longer."""
 _EXIT_S = 1.0
 """How long the exit of the process may wait for all calls; those of one machine take milliseconds."""
 
@@ -55,6 +59,8 @@ class _Call:
     result: Any = None
     error: str | None = None
     is_stuck: bool = False
+    is_gone: bool = False
+    """Its connection has ended."""
     token: list[None] = field(default_factory=lambda: [None])
 
     def claim(self) -> bool:
@@ -70,7 +76,7 @@ class RemoteCalls:
     """The calls of one side of the engine: the scheduler's, or a rank's.
 
     Args:
-        connect: opens the store; may block and raise.
+        connect: opens the store; may raise, and block for a while.
         executor: its threads make the calls, and may wait for ever.
         monotonic: time in seconds, on any thread.
         timeout_s: seconds after which a call has failed.
@@ -100,7 +106,7 @@ class RemoteCalls:
         self.ended: deque[_Call] = deque()
         """Those that `poll` has not taken yet."""
         self._is_closed = False
-        self._closing = threading.Lock()
+        self._changing = threading.Lock()  # the connection, which ends
         _CONNECTED.add(self)
 
     # -- the owner's thread -------------------------------------------------------------------------------------
@@ -134,10 +140,11 @@ class RemoteCalls:
     def poll(self) -> None:
         """End calls that have returned or take too long, and queue a probe when one is due. Never waits."""
         now = self._monotonic()
+        limit_s = self._timeout_s if self._store is not None else self._timeout_s + _CONNECT_S
         for call in tuple(self._active.values()):
-            if call.began + self._timeout_s <= now and call.claim():
-                call.is_stuck, call.error = True, f"a call has not returned for {self._timeout_s:g} s"
-                call.took = self._timeout_s
+            if call.began + limit_s <= now and call.claim():
+                call.is_stuck, call.error = True, f"a call has not returned for {limit_s:g} s"
+                call.took = limit_s
                 self.ended.append(call)
         self._take_ended(now)
         if not self.works:
@@ -165,7 +172,7 @@ class RemoteCalls:
             if call.error is None and call.was_made:
                 self._breaker.worked(**kind)
             elif call.error is not None:
-                self._breaker.failed(now, call.took, hangs=call.is_stuck, **kind)
+                self._breaker.failed(now, call.took, hangs=call.is_stuck or call.is_gone, **kind)
             if self._breaker.is_closed is not self._was_logged:
                 self._log_change(call)
             call.ended(call.result if call.error is None else None, call.took)
@@ -203,16 +210,20 @@ class RemoteCalls:
         call.began, call.was_made = self._monotonic(), True
         thread = threading.get_ident()
         self._active[thread] = call
-        error, result = None, None
+        error, result, store = None, None, self._store
         try:
             if self._is_closed:  # after the note: `_disconnect` looks who is active
                 raise RemoteError("the connection was closed")
-            result = call.work(self._connected())
+            if store is None:
+                store = self._connected(call)
+            result = call.work(store)
         except BaseException as raised:  # the call ends; a panic of a client in Rust is no Exception
-            error = str(raised) or repr(raised)
+            error, call.is_gone = str(raised) or repr(raised), isinstance(raised, RemoteGone)
+        if call.is_gone:
+            self._leave(store)
         if call.claim():
             self._use(call, result, error)
-        else:
+        elif not call.is_gone:
             self._log.warning("remote_call_returned", after_s=round(self._monotonic() - call.began, 1))
         del self._active[thread]
         if self._is_closed:
@@ -236,13 +247,20 @@ class RemoteCalls:
         call.error, call.took = error, self._monotonic() - call.began
         self.ended.append(call)
 
-    def _connected(self) -> RemoteStore:
-        if self._store is None:
-            self._store = self._connect()
+    def _connected(self, call: _Call) -> RemoteStore:
+        if not call.is_probe:
+            raise RemoteError("there is no connection")
+        self._store = self._connect()
         return self._store
 
+    def _leave(self, store: RemoteStore | None) -> None:
+        """Forget a connection that has ended; another thread may have done so, and a probe have made the next one."""
+        with self._changing:
+            if self._store is store:
+                self._store = None
+
     def _disconnect(self) -> None:
-        with self._closing:
+        with self._changing:
             if self._active:  # a client closed under a running call may crash
                 return
             store, self._store = self._store, None

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from kvoffload.model.errors import RemoteError
 from kvoffload.remote.local_node import READY
-from kvoffload.remote.mooncake import load_client
+from kvoffload.remote.mooncake_child import load_client
 
 _START_S = 20.0
 _POLL_S = 0.02

@@ -1,10 +1,14 @@
 """Mooncake Store as a remote store: a value is an object, read and written by batches without a copy in Python.
 
-What this file must know of its client (observed with 0.3.13):
-* Connecting holds the interpreter's lock, so the whole process stops: without a master for 90 s, under a master that is stopped for
-  600 s. So the connection first makes sure that a master answers.
+Its client lives in a process of its own, a child for each connection (`mooncake_child.py`), so that nothing the client does, hang,
+crash or abort, touches the engine. Each call has a time limit. When it has passed the child is killed; a child that has ended,
+however it did, ends its connection. Values lie in memory that both processes map.
+
+What this file must know of the client (observed with 0.3.13):
+* Connecting holds the interpreter's lock: 2 s where a proxy closes each connection, 90 s without a master, 600 s under a master that
+  is stopped. So the engine's process first makes sure that a master answers, and starts no child otherwise.
 * Without a master, any call of an open connection takes 4.3 s; under a master that is stopped 30 s, under a node that is stopped 60 s.
-  Other threads run meanwhile, and callers have their own time limit. A thread that waits for a stopped node takes a whole core.
+  A thread that waits for a stopped node takes a whole core.
 * A thread that returns from a call while the interpreter ends aborts the process.
 * An object is immutable: a put under an existing name does nothing and is answered as done.
 * For ten seconds after a node has died, the master still reports its objects, and answers puts of them as done. A get takes 0.7 s then.
@@ -13,68 +17,82 @@ What this file must know of its client (observed with 0.3.13):
 
 from __future__ import annotations
 
+import ctypes
+import json
+import os
 import socket
+import subprocess
+import sys
+import time
+import weakref
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from typing import Any
 
-import numpy as np
+import msgspec
 
-from kvoffload.model.errors import RemoteError
+from kvoffload.model.errors import RemoteError, RemoteGone
 from kvoffload.model.ids import BlockKey
 from kvoffload.remote.address import MooncakeAddress
-from kvoffload.remote.store import FAILED, MISSING, Refusals
+from kvoffload.remote.store import FAILED, MISSING, Refusals, SharedMemory
 from kvoffload.remote.values import Shard
 
+CONNECT_S = 10.0
+"""How long the child may take to start and to connect."""
+_END_S = 1.0  # in which a process that was killed has ended
+_LEAST_S = 1e-3
 _NOT_FOUND = -704
 _NO_ANSWER = -800  # and below: a transfer that broke off, a call without an answer
 _NO_REQUEST = bytes(32)
-_OWN_BUFFER = 16 * 2**20  # of the client's, for small objects
-_INSTALL = (
-    "the Mooncake client cannot be loaded ({}); install kvoffload[mooncake], or on a GPU the client's wheel for its CUDA, "
-    "and the package libibverbs1"
-)
+_CHILD = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from kvoffload.remote.mooncake_child import main
+main(int(sys.argv[2]), int(sys.argv[3]))
+"""
 
 
 class MooncakeStore:
-    """A connection to a Mooncake Store. It lends the store no memory.
+    """A connection to a Mooncake Store. It lends the store no memory, and ends with the thread that makes it.
 
     Args:
         address: of the master.
-        timeout_s: seconds that the master may take to answer.
+        timeout_s: seconds that the master may take to answer, and that each call may take.
 
     Raises:
         RemoteError: the client is not installed, or no master answers.
     """
 
     def __init__(self, address: MooncakeAddress, timeout_s: float) -> None:
-        client = load_client()
         own = own_address(address, timeout_s)
         self._refusals = Refusals()
-        self._client = client.MooncakeDistributedStore()
-        self._pinned = client.ReplicateConfig()
-        self._pinned.with_hard_pin = True
+        self._timeout_s = timeout_s
+        self._reason: str | None = None  # why the child was ended
+        self._process, self._control = _start(timeout_s)
+        self._end = weakref.finalize(self, _end, self._process, self._control)
         master = f"{address.host}:{address.port}"
-        code = self._client.setup(own, "P2PHANDSHAKE", 0, _OWN_BUFFER, address.protocol, "", master)
-        if code:
-            raise RemoteError(f"the Mooncake master at {address} refuses the connection (code {code})")
+        try:
+            code = self._call("setup", own, address.protocol, master, limit_s=CONNECT_S)
+            if code:
+                raise RemoteError(f"the Mooncake master at {address} refuses the connection (code {code})")
+        except RemoteError:
+            self.close()
+            raise
 
     def ask(self, shard: Shard, keys: Sequence[BlockKey]) -> list[bool]:
-        codes = self._client.batch_is_exist([shard.name(key) for key in keys])
+        codes = self._call("batch_is_exist", [shard.name(key) for key in keys])
         if codes and min(codes) < 0:
             raise RemoteError(f"the Mooncake master does not answer (code {min(codes)})")
         return [code == 1 for code in codes]
 
     def get(self, shard: Shard, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[int]:
-        names = [shard.name(key) for key in keys]
-        codes = self._client.batch_get_into(names, _addresses(buffers), [len(buffer) for buffer in buffers])
+        codes = self._call("batch_get_into", [shard.name(key) for key in keys], list(map(_place, buffers)))
         if all(code <= _NO_ANSWER for code in codes):
             raise RemoteError(f"Mooncake delivers nothing (code {codes[0]})")
         return [code if code >= 0 else MISSING if code == _NOT_FOUND else FAILED for code in codes]
 
     def put(self, shard: Shard, keys: Sequence[BlockKey], values: Sequence[memoryview]) -> list[bool]:
-        names = [shard.name(key) for key in keys]
-        codes = self._client.batch_put_from(names, _addresses(values), [len(value) for value in values])
+        codes = self._call("batch_put_from", [shard.name(key) for key in keys], list(map(_place, values)))
         if all(code <= _NO_ANSWER for code in codes):
             raise RemoteError(f"Mooncake takes nothing (code {codes[0]})")
         refused = [code for code in codes if code]
@@ -82,40 +100,111 @@ class MooncakeStore:
         return [not code for code in codes]
 
     def read(self, name: str) -> bytes | None:
-        code = self._client.is_exist(name)
+        code = self._call("is_exist", name)
         if code == 0:
             return None
-        data: bytes = self._client.get(name) if code == 1 else b""
+        data: bytes = self._call("get", name) if code == 1 else b""
         if not data:
             raise RemoteError(f"Mooncake does not deliver {name} (code {code})")
         return data
 
     def create(self, name: str, data: bytes) -> None:
-        _check(self._client.put(name, data, self._pinned), name)
+        _check(self._call("put", name, data), name)
 
     def replace(self, name: str, data: bytes) -> None:
-        _check(self._client.upsert(name, data, self._pinned), name)
+        _check(self._call("upsert", name, data), name)
 
     def register(self, buffer: memoryview) -> None:
-        code = self._client.register_buffer(_addresses([buffer])[0], len(buffer))
+        memory = buffer.obj
+        assert isinstance(memory, SharedMemory), "the child must be able to map it"
+        code = self._call("register_buffer", memory.descriptor, memory=memory)
         if code:
-            raise RemoteError(f"Mooncake cannot use {len(buffer)} bytes of memory (code {code})")
+            raise RemoteError(f"Mooncake cannot use {len(memory)} bytes of memory (code {code})")
 
     def close(self) -> None:
-        self._client.close()
+        self._end()
+
+    def _call(
+        self, call: str, *arguments: object, memory: SharedMemory | None = None, limit_s: float | None = None
+    ) -> Any:  # noqa: ANN401  # as the client answers
+        """Have the child make a call, on a connection of its own.
+
+        Raises:
+            RemoteError: the call raises there.
+            RemoteGone: the child has ended, or was killed because it did not answer in time.
+        """
+        limit_s = limit_s or self._timeout_s
+        until = time.monotonic() + limit_s
+        ours, theirs = socket.socketpair()
+        try:
+            with ours:
+                with theirs:
+                    passed = [theirs.fileno()] if memory is None else [theirs.fileno(), memory.descriptor]
+                    socket.send_fds(self._control, [b"."], passed)
+                ours.settimeout(limit_s)
+                ours.sendall(msgspec.msgpack.encode((call, *arguments)))
+                ours.shutdown(socket.SHUT_WR)
+                answer, problem = msgspec.msgpack.decode(_received(ours, until))
+        except TimeoutError:
+            raise self._gone(f"Mooncake has not answered for {limit_s:g} s") from None
+        except (OSError, msgspec.DecodeError):
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_S)
+            code = self._process.returncode
+            raise self._gone(f"the process of Mooncake's client has ended (exit code {code})") from None
+        if problem is not None:
+            raise RemoteError(problem)
+        return answer
+
+    def _gone(self, reason: str) -> RemoteGone:
+        """End the child. Calls of other threads fail with it, for the same reason."""
+        self._reason = self._reason or reason
+        _kill(self._process)
+        return RemoteGone(self._reason)
 
 
-def load_client() -> Any:  # noqa: ANN401  # a module without types
-    """Return the client's module.
+def _start(timeout_s: float) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start a child, out of reach of a terminal's Ctrl-C; return it, and the socket by which it gets calls."""
+    control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    control.settimeout(timeout_s)
+    command = [sys.executable, "-c", _CHILD, json.dumps(sys.path), str(os.getpid()), str(theirs.fileno())]
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+    }  # it copies host memory, and must take none of a GPU's
+    with theirs:
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=environment,
+                start_new_session=True,
+            )
+        except BaseException:
+            control.close()
+            raise
+    return process, control
 
-    Raises:
-        RemoteError: it is not installed, or a library that it needs is not.
-    """
-    try:
-        import mooncake.store
-    except ImportError as error:
-        raise RemoteError(_INSTALL.format(error)) from error
-    return mooncake.store
+
+def _end(process: subprocess.Popen[bytes], control: socket.socket) -> None:
+    _kill(process)
+    control.close()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_END_S)
+
+
+def _received(connection: socket.socket, until: float) -> bytes:
+    """Return all that comes until the other end is closed."""
+    parts = list[bytes]()
+    while part := connection.recv(2**16):
+        parts.append(part)
+        connection.settimeout(max(until - time.monotonic(), _LEAST_S))
+    return b"".join(parts)
 
 
 def own_address(address: MooncakeAddress, timeout_s: float) -> str:
@@ -136,8 +225,12 @@ def own_address(address: MooncakeAddress, timeout_s: float) -> str:
     return own
 
 
-def _addresses(buffers: Sequence[memoryview]) -> list[int]:
-    return [int(np.frombuffer(buffer, np.uint8).ctypes.data) for buffer in buffers]
+def _place(buffer: memoryview) -> tuple[int, int, int]:
+    """Return which shared memory a buffer lies in, at which offset, and its size."""
+    memory = buffer.obj
+    assert isinstance(memory, SharedMemory)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    return memory.descriptor, address - memory.address, len(buffer)
 
 
 def _check(code: int, name: str) -> None:

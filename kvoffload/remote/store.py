@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
+import weakref
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 from kvoffload.logs import get_logger
 from kvoffload.model.ids import BlockKey
@@ -31,10 +35,31 @@ class Refusals:
         self._logged = reason
 
 
+class SharedMemory(mmap.mmap):
+    """Memory that another process can map; it has no name, and ends with the last process that has it.
+
+    Attributes:
+        descriptor: by which it is mapped.
+        address: where it lies in this process.
+    """
+
+    descriptor: int
+    address: int
+
+    def __new__(cls, size: int) -> Self:
+        descriptor = os.memfd_create("kvoffload")
+        os.ftruncate(descriptor, size)
+        self = super().__new__(cls, descriptor, size)
+        weakref.finalize(self, os.close, descriptor)
+        self.descriptor, self.address = descriptor, ctypes.addressof(ctypes.c_char.from_buffer(self))
+        return self
+
+
 class RemoteStore(Protocol):
     """One connection to a store. Calls block, some for a minute where the store is dead; threads may call at the same time.
 
-    What fails for one key is the answer for that key; a call that fails for all of them raises `RemoteError`.
+    What fails for one key is the answer for that key; a call that fails for all of them raises `RemoteError`. After a `RemoteGone` all
+    further calls fail: another connection is needed.
     """
 
     def ask(self, shard: Shard, keys: Sequence[BlockKey]) -> list[bool]:
@@ -59,7 +84,7 @@ class RemoteStore(Protocol):
         """Write a small object, replacing one of the same name."""
 
     def register(self, buffer: memoryview) -> None:
-        """Register memory that later calls read and write. It must outlive the connection."""
+        """Register memory that later calls read and write: all of a `SharedMemory`. It must outlive the connection."""
 
     def close(self) -> None:
         """End the connection. No other call may be running."""

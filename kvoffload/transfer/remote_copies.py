@@ -1,7 +1,7 @@
 """Copies between the host slots of one rank and a remote store, in batches.
 
-A batch goes through a buffer of the calling thread's, which the store's client knows. So a value is checked before it comes near a
-host slot, and a call that hangs has nothing but this buffer under it: its host slots are free for anything else.
+A batch goes through a buffer of the calling thread's, which the store's client knows, wherever its process is. So a value is checked
+before it comes near a host slot, and a call that hangs has nothing but this buffer under it: its host slots are free for anything else.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvoffload.disk.system import aligned_buffer
 from kvoffload.logs import get_logger
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.errors import RemoteError
 from kvoffload.model.transfer import Direction, JobReport
+from kvoffload.remote.store import SharedMemory
 from kvoffload.remote.values import TRAILER_BYTES, Shard, is_whole, seal
 from kvoffload.transfer.layout import digest_of
 
@@ -227,13 +227,15 @@ class RemoteCopies:
         return got
 
     def _values(self, store: RemoteStore | None, count: int) -> list[memoryview]:
-        """Return memory of the calling thread's for so many values; the first time, the store is made to know it."""
-        buffer: memoryview | None = getattr(self._buffers, "buffer", None)
+        """Return memory of the calling thread's for so many values, which `store` knows; None where that was seen to."""
+        own = self._buffers
+        buffer: memoryview | None = getattr(own, "buffer", None)
         if buffer is None:
-            buffer = aligned_buffer(self._batch * self._pitch)
-            assert store is not None, "a call comes before what uses its values"
+            buffer = own.buffer = memoryview(SharedMemory(self._batch * self._pitch))
+            own.known_to = None
+        if store is not None and own.known_to is not store:
             store.register(buffer)
-            self._buffers.buffer = buffer
+            own.known_to = store
         starts = range(0, count * self._pitch, self._pitch)
         return [buffer[start : start + self._value_bytes] for start in starts]
 

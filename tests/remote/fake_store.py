@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvoffload.model.errors import RemoteError
+from kvoffload.model.errors import RemoteError, RemoteGone
 from kvoffload.model.ids import BlockKey
 from kvoffload.remote.store import MISSING
 from kvoffload.remote.values import Shard
@@ -17,14 +17,17 @@ class FakeStore:
     Attributes:
         values: by name.
         fails: every call raises.
+        is_gone: every call raises that the connection has ended.
         is_full: it takes no value.
         gate: every call waits there, if there is one.
         calls: what was called, in order.
+        registered: how many times memory was.
     """
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
-        self.fails = self.is_full = self.is_closed = False
+        self.fails = self.is_gone = self.is_full = self.is_closed = False
+        self.registered = 0
         self.gate: ThreadGate | None = None
         self.calls: list[str] = []
 
@@ -32,6 +35,8 @@ class FakeStore:
         self.calls.append(call)
         if self.gate is not None:
             self.gate.arrive()
+        if self.is_gone:
+            raise RemoteGone("the test says so")
         if self.fails:
             raise RemoteError("the test says so")
 
@@ -69,7 +74,7 @@ class FakeStore:
         self.values[name] = data
 
     def register(self, buffer: memoryview) -> None:
-        pass
+        self.registered += 1
 
     def close(self) -> None:
         self.is_closed = True

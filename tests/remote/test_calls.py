@@ -6,12 +6,13 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvoffload.model.errors import RemoteError
+from kvoffload.model.errors import RemoteError, RemoteGone
 from kvoffload.remote import calls
 from kvoffload.remote.calls import RemoteCalls
 from kvoffload.remote.store import RemoteStore
 from kvoffload.runtime.portal import DaemonExecutor
 from kvoffload.testing import FakeClock, ManualExecutor, ThreadGate
+from kvoffload.testing.logs import capture_logs
 from tests.remote.fake_store import FakeStore
 
 if TYPE_CHECKING:
@@ -27,13 +28,14 @@ class Rig:
         self.clock = FakeClock()
         self.store = FakeStore()
         self.executor = executor or ManualExecutor()
-        self.refuses = False
+        self.refuses, self.connections = False, 0
         self.calls = RemoteCalls(self._connect, self.executor, self.clock.monotonic, TIMEOUT_S)
         self.answers: list[object] = []
 
     def _connect(self) -> RemoteStore:
         if self.refuses:
             raise RemoteError("refused")
+        self.connections += 1
         return self.store
 
     def call(self, name: str = "kvo1/name", *, is_write: bool = False, use: Callable | None = None) -> None:
@@ -186,6 +188,47 @@ def test_an_answer_after_the_probe_ends_the_trial() -> None:
         rig.call()
         rig.turn()
     assert rig.calls.works
+
+
+def test_a_connection_that_ends_opens_the_breaker_at_once_and_one_probe_makes_the_next() -> None:
+    def end(_: RemoteStore) -> None:
+        raise RemoteGone("its process has ended")
+
+    rig = Rig()
+    rig.open()
+    for _ in range(3):
+        rig.calls.submit(end, rig._ended)
+    with capture_logs() as lines:
+        rig.turn()
+        assert not rig.calls.works
+        rig.turn(0.9)
+        assert rig.connections == 1
+        rig.turn(0.1)
+    assert rig.connections == 2
+    assert rig.calls.works
+    assert rig.answers == [None] * 3
+    assert [line["event"] for line in lines] == ["remote_fails", "remote_works"]
+
+
+def test_a_connection_may_take_longer_than_a_call() -> None:
+    """No second one is made meanwhile."""
+    rig, gate, connect = Rig(DaemonExecutor("calls", 2)), ThreadGate(), Rig._connect
+
+    def late() -> RemoteStore:
+        gate.arrive()
+        return connect(rig)
+
+    rig.calls._connect = late
+    rig.calls.poll()
+    gate.wait_for_arrivals(1)
+    for _ in range(5):
+        rig.clock.jump(TIMEOUT_S)
+        rig.calls.poll()
+    gate.open()
+    while not rig.calls.works:
+        rig.calls.poll()
+    assert (gate.arrivals, rig.connections) == (1, 1)
+    rig.calls.close()
 
 
 def test_reads_come_before_writes() -> None:

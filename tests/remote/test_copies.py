@@ -174,6 +174,22 @@ def test_a_store_that_fails_fails_the_job() -> None:
     assert not rig.copies.take().works
 
 
+def test_the_connection_after_one_that_ended_knows_the_memory_too() -> None:
+    rig = Rig()
+    rig.fill(0)
+    rig.copy(Direction.STORE, [0], KEYS[:1])
+    values, rig.store.is_gone = rig.store.values, True
+    assert rig.copy(Direction.LOAD, [1], KEYS[:1]).outcome is FAILED
+    rig.store = FakeStore()
+    rig.store.values = values
+    rig.clock.jump(1.0)
+    rig.take()
+    for _ in range(2):
+        assert rig.copy(Direction.LOAD, [2], KEYS[:1]).outcome is DONE
+    assert rig.slot(2) == rig.slot(0)
+    assert rig.store.registered == 1
+
+
 def test_a_host_slot_that_has_rotted_is_not_written() -> None:
     rig = Rig("full")
     rig.fill(0)

@@ -12,13 +12,12 @@ import obstore
 import pytest
 from obstore.store import S3Store
 
-from kvoffload.disk.system import aligned_buffer
 from kvoffload.model.errors import RemoteError
 from kvoffload.model.ids import BlockKey
 from kvoffload.remote.address import parse_address
 from kvoffload.remote.bucket import BucketStore
 from kvoffload.remote.connect import open_store
-from kvoffload.remote.store import FAILED, MISSING, RemoteStore
+from kvoffload.remote.store import FAILED, MISSING, RemoteStore, SharedMemory
 from kvoffload.remote.values import TRAILER_BYTES, Shard, generation_name, is_whole, seal
 from tests.remote.servers import Bucket, Mooncake
 
@@ -43,7 +42,7 @@ def shard() -> Shard:
 
 def values(store: RemoteStore, count: int, *, size: int = SIZE) -> list[memoryview]:
     """Memory for values, of random bytes."""
-    buffer = aligned_buffer(count * size)
+    buffer = memoryview(SharedMemory(count * size))
     buffer[:] = secrets.token_bytes(len(buffer))
     store.register(buffer)
     return [buffer[at * size : (at + 1) * size] for at in range(count)]

@@ -1,0 +1,112 @@
+"""The process of Mooncake's client: it makes the calls that the engine's process asks for (`mooncake.py`).
+
+    engine's process ── control socket: one end of a new pair for each call ─▶ main thread, which starts a thread for each call
+                     ── the other end: request ─▶ ◀─ answer ─────────────────▶ that thread, which calls the client
+
+Values lie in memory that both processes map, so a request has only names and places. This process imports neither an engine nor torch.
+It ends when the control socket is closed, and the kernel ends it with the thread that started it: while the client holds the
+interpreter's lock, no Python code could.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import signal
+import socket
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from kvoffload.model.errors import RemoteError
+
+_OWN_BUFFER = 16 * 2**20  # of the client's, for small objects
+_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
+_INSTALL = (
+    "the Mooncake client cannot be loaded ({}); install kvoffload[mooncake], or on a GPU the client's wheel for its CUDA, "
+    "and the package libibverbs1"
+)
+
+
+def load_client() -> Any:  # noqa: ANN401  # a module without types
+    """Return the client's module.
+
+    Raises:
+        RemoteError: it is not installed, or a library that it needs is not.
+    """
+    try:
+        import mooncake.store
+    except ImportError as error:
+        raise RemoteError(_INSTALL.format(error)) from error
+    return mooncake.store
+
+
+class _Client:
+    """Mooncake's client, and the memory that it shares with the engine's process."""
+
+    def __init__(self) -> None:
+        self._memories: dict[
+            int, tuple[mmap.mmap, int]
+        ] = {}  # and where it lies, by its descriptor over there
+
+    def make(self, call: str, arguments: Sequence[Any], memory: int | None) -> Any:  # noqa: ANN401  # as the client answers
+        if call == "setup":
+            return self._setup(*arguments)
+        if call == "register_buffer":
+            assert memory is not None, "memory comes with this call"
+            return self._register(arguments[0], memory)
+        if call in ("batch_get_into", "batch_put_from"):
+            names, places = arguments
+            addresses = [self._memories[number][1] + offset for number, offset, _ in places]
+            return getattr(self._client, call)(names, addresses, [size for _, _, size in places])
+        if call in ("put", "upsert"):
+            arguments = *arguments, self._pinned
+        return getattr(self._client, call)(*arguments)
+
+    def _setup(self, own: str, protocol: str, master: str) -> int:
+        client = load_client()
+        self._client = client.MooncakeDistributedStore()
+        self._pinned = client.ReplicateConfig()
+        self._pinned.with_hard_pin = True
+        code: int = self._client.setup(own, "P2PHANDSHAKE", 0, _OWN_BUFFER, protocol, "", master)
+        return code
+
+    def _register(self, number: int, descriptor: int) -> int:
+        mapping = mmap.mmap(descriptor, 0)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        self._memories[number] = mapping, address
+        code: int = self._client.register_buffer(address, len(mapping))
+        return code
+
+
+def main(parent: int, control: int) -> None:
+    """Make calls until the engine's process closes the other end.
+
+    Args:
+        parent: the engine's process.
+        control: descriptor of a socket.
+    """
+    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended before that
+        return
+    client, requests = _Client(), socket.socket(fileno=control)
+    while descriptors := socket.recv_fds(requests, 1, 2)[1]:
+        threading.Thread(target=_answer, args=(client, *descriptors), daemon=True).start()
+    os._exit(0)  # the client may hang or abort in an orderly exit
+
+
+def _answer(client: _Client, channel: int, memory: int | None = None) -> None:
+    with socket.socket(fileno=channel) as connection:
+        call, *arguments = msgspec.msgpack.decode(b"".join(iter(lambda: connection.recv(2**16), b"")))
+        try:
+            answer = msgspec.msgpack.encode((client.make(call, arguments, memory), None))
+        except Exception as error:
+            answer = msgspec.msgpack.encode((None, str(error) or repr(error)))
+        with suppress(OSError):  # the engine's process waits no longer
+            connection.sendall(answer)
+    if memory is not None:
+        os.close(memory)

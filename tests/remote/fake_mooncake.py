@@ -1,0 +1,104 @@
+"""In place of Mooncake's client, `mooncake/store.py` of a folder that a test puts on the path of the client's process.
+
+Its values are files there. It notes each call with the process that makes it, and does what the test has ordered for that call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+_FOLDER = Path(__file__).parent.parent
+_NOT_FOUND = -704
+
+
+def _arrive(call: str) -> int:
+    """Note the call; return its code, if an order lets it return."""
+    with (_FOLDER / "calls").open("a") as log:
+        log.write(f"{os.getpid()} {call}\n")
+    order = _FOLDER / "orders" / call
+    what = order.read_text() if order.exists() else ""
+    if what == "hang":
+        ctypes.PyDLL(None).pause()  # with the interpreter's lock, as the real client does where it connects
+    elif what == "abort":
+        os.abort()
+    elif what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "raise":
+        raise ImportError("libibverbs.so.1: cannot open shared object file")
+    return -900 if what == "refuse" else 0
+
+
+def _file(name: str) -> Path:
+    return _FOLDER / "values" / name.replace("/", "+")
+
+
+class ReplicateConfig:
+    with_hard_pin = False
+
+
+class MooncakeDistributedStore:
+    def setup(
+        self, own: str, metadata: str, lent: int, buffer: int, protocol: str, device: str, master: str
+    ) -> int:
+        return _arrive("setup")
+
+    def register_buffer(self, address: int, size: int) -> int:
+        return _arrive("register_buffer")
+
+    def is_exist(self, name: str) -> int:
+        _arrive("is_exist")
+        return int(_file(name).exists())
+
+    def get(self, name: str) -> bytes:
+        _arrive("get")
+        return _file(name).read_bytes()
+
+    def put(self, name: str, data: bytes, config: ReplicateConfig) -> int:
+        _arrive("put")
+        if not _file(name).exists():
+            _file(name).write_bytes(data)
+        return 0
+
+    def upsert(self, name: str, data: bytes, config: ReplicateConfig) -> int:
+        _arrive("upsert")
+        _file(name).write_bytes(data)
+        return 0
+
+    def batch_is_exist(self, names: Sequence[str]) -> list[int]:
+        _arrive("batch_is_exist")
+        return [int(_file(name).exists()) for name in names]
+
+    def batch_get_into(
+        self, names: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]
+    ) -> list[int]:
+        """An order comes when half of each value has arrived."""
+        values = [_file(name).read_bytes() if _file(name).exists() else None for name in names]
+        for value, address, size in zip(values, addresses, sizes, strict=True):
+            ctypes.memset(address, 0xA5, size)
+            ctypes.memmove(address, value or b"", len(value or b"") // 2)
+        _arrive("batch_get_into")
+        for value, address in zip(values, addresses, strict=True):
+            ctypes.memmove(address, value or b"", len(value or b""))
+        return [_NOT_FOUND if value is None else len(value) for value in values]
+
+    def batch_put_from(
+        self, names: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]
+    ) -> list[int]:
+        """An order comes when half of the values are there, the last of them cut."""
+        values = [ctypes.string_at(address, size) for address, size in zip(addresses, sizes, strict=True)]
+        some = len(values) // 2
+        for name, value in zip(names[:some], values, strict=False):
+            _file(name).write_bytes(value)
+        if some:
+            _file(names[some - 1]).write_bytes(values[some - 1][:-50])
+        _arrive("batch_put_from")
+        for name, value in zip(names, values, strict=True):
+            _file(name).write_bytes(value)
+        return [0] * len(values)
+
+
+_arrive("import")

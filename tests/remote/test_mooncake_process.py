@@ -1,0 +1,302 @@
+"""Mooncake's client lives in a process of its own: whatever happens there costs hits, and leaves no process behind."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from ctypes.util import find_library
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvoffload.model.causes import TierOutcome
+from kvoffload.model.transfer import Direction
+from kvoffload.remote import mooncake
+from kvoffload.runtime import remote_index
+from kvoffload.telemetry.labels import TierState
+from kvoffload.testing.logs import capture_logs
+from tests.reference.rig import BLOCK, text
+from tests.remote.sharing import PATIENCE_S, PROMPT, Served, StartEngine
+
+TIMEOUT_S = 1.5
+OTHER, LATER = text(7, 10 * BLOCK), text(8, 10 * BLOCK)
+pytestmark = pytest.mark.timeout(120)
+
+
+class Master:
+    """Listens where a Mooncake master would. It ends each connection, as a master does that is sent nothing it understands.
+
+    Args:
+        answers: so many connections, then none; None for all.
+    """
+
+    def __init__(self, answers: int | None = None) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"mooncake://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._left = answers
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        with suppress(OSError):
+            while self._left != 0:
+                self._listener.accept()[0].close()
+                self._left = None if self._left is None else self._left - 1
+
+    def close(self) -> None:
+        with suppress(OSError):  # no thread accepts
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+
+
+class Fake:
+    """The client on the path of a client's process, beside a master that is only looked at."""
+
+    def __init__(self, folder: Path, url: str) -> None:
+        self.folder, self.url = folder, url
+        for name in ("mooncake", "orders", "values"):
+            (folder / name).mkdir()
+        (folder / "mooncake" / "__init__.py").touch()
+        shutil.copy(Path(__file__).with_name("fake_mooncake.py"), folder / "mooncake" / "store.py")
+
+    def order(self, call: str, what: str) -> None:
+        (self.folder / "orders" / call).write_text(what)
+
+    def lift(self, call: str) -> None:
+        (self.folder / "orders" / call).unlink()
+
+    def pids(self, call: str | None = None) -> list[int]:
+        """The processes that have made a call, or any, in order."""
+        log = self.folder / "calls"
+        lines = [line.split() for line in log.read_text().splitlines()] if log.exists() else []
+        return [int(pid) for pid, name in lines if call in (None, name)]
+
+
+@pytest.fixture
+def master() -> Iterator[Master]:
+    made = Master()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def fake(tmp_path: Path, master: Master, monkeypatch: pytest.MonkeyPatch) -> Fake:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(remote_index, "LOOK_PERIOD_S", 0.05)
+    return Fake(tmp_path, master.url)
+
+
+def has_ended(pid: int) -> bool:
+    """Wait until a process has ended, or for too long."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    ended = bool(select.select([descriptor], [], [], PATIENCE_S)[0])
+    os.close(descriptor)
+    return ended
+
+
+def of_event(lines: list[dict[str, Any]], event: str) -> list[str]:
+    return [str(line.get("reason")) for line in lines if line["event"] == event]
+
+
+def until(engine: Served, state: TierState) -> None:
+    engine.step_until(lambda: engine.offload.gauges().remote is state)
+
+
+def share(engine: Served, prompt: tuple[int, ...]) -> None:
+    had = engine.copied(Direction.STORE)
+    engine.run(prompt)
+    engine.run(prompt)
+    engine.step_until(lambda: engine.copied(Direction.STORE) >= had + 9)
+
+
+def find(engine: Served, prompt: tuple[int, ...]) -> None:
+    """Serve a prompt of which another engine has shared blocks."""
+    had = engine.copied(Direction.LOAD)
+    engine.run(prompt)
+    assert engine.copied(Direction.LOAD) > had
+
+
+def test_no_call_of_the_client_is_made_in_the_engines_process(start: StartEngine, fake: Fake) -> None:
+    first, second = (start(fake.url, ranks=2, disk_identity="pids").opened() for _ in range(2))
+    first.share()
+    find(second, PROMPT)
+    made = set(fake.pids())
+    assert os.getpid() not in made
+    assert len(made) == 2 * 3  # of each engine, the scheduler's and each rank's
+    for engine in (first, second):
+        engine.engine.close()
+    assert all(map(has_ended, made))
+
+
+@pytest.mark.parametrize(
+    ("call", "how"),
+    [
+        ("batch_get_into", "kill"),
+        ("batch_put_from", "kill"),
+        *(
+            pytest.param(call, how, marks=pytest.mark.full)
+            for call in ("batch_get_into", "batch_put_from")
+            for how in ("abort", "hang")
+        ),
+    ],
+)
+def test_r17_a_client_that_ends_or_hangs_amid_a_copy_costs_its_hits(
+    start: StartEngine, fake: Fake, call: str, how: str
+) -> None:
+    first, second = (
+        start(fake.url, remote_timeout_s=TIMEOUT_S, disk_identity="amid").opened() for _ in range(2)
+    )
+    share(first, PROMPT)
+    share(first, LATER)
+    had = len(fake.pids(call))
+    fake.order(call, how)
+    with capture_logs() as lines:
+        if call == "batch_get_into":
+            second.run()
+            assert second.copied(Direction.LOAD) == 0
+        else:
+            for _ in range(2):
+                second.run(OTHER)
+            second.step_until(lambda: second.copied(Direction.STORE, TierOutcome.FAILED) > 0)
+        second.step_until(lambda: of_event(lines, "remote_fails") != [])
+        fake.lift(call)
+        second.step_until(
+            lambda: len(of_event(lines, "remote_works")) == len(of_event(lines, "remote_fails"))
+        )
+    until(second, TierState.OPEN)
+    ended, reasons = set(fake.pids(call)[had:]), of_event(lines, "remote_fails")
+    assert len(reasons) == len(ended)  # on a slow machine a second process was started and has ended
+    assert all(map(has_ended, ended))
+    signals = {"kill": "exit code -9", "abort": "exit code -6"}
+    assert all(signals.get(how, "has not") in reason for reason in reasons)
+    assert of_event(lines, "remote_call_returned") == []
+    find(second, LATER)
+    assert fake.pids("batch_get_into")[-1] not in ended
+    first.run(OTHER)  # of which half may be there
+
+
+@pytest.mark.parametrize(
+    ("order", "reason"),
+    [
+        ("hang", "has not answered for 1 s"),
+        pytest.param("refuse", "refuses the connection", marks=pytest.mark.full),
+        pytest.param("abort", "exit code -6", marks=pytest.mark.full),
+    ],
+)
+def test_r17_a_client_that_does_not_connect_is_tried_by_probes_alone_and_used_later(
+    start: StartEngine, fake: Fake, monkeypatch: pytest.MonkeyPatch, order: str, reason: str
+) -> None:
+    monkeypatch.setattr(mooncake, "CONNECT_S", 1.0)
+    fake.order("setup", order)
+    with capture_logs() as lines:
+        engine = start(fake.url, remote_timeout_s=TIMEOUT_S)
+        engine.step_until(lambda: len(of_event(lines, "remote_fails")) == 2)
+        engine.run()
+        engine.step_until(lambda: len(fake.pids("setup")) > 2)
+        engine.run()
+    assert all(reason in each for each in of_event(lines, "remote_fails"))
+    assert len(of_event(lines, "remote_fails")) == 2  # the scheduler's side, and the rank's
+    assert engine.offload.gauges().remote is TierState.OPENING
+    monkeypatch.setattr(mooncake, "CONNECT_S", PATIENCE_S)
+    fake.lift("setup")
+    engine.opened().share()
+    made = fake.pids("setup")
+    assert len(made) == len(set(made))
+    engine.engine.close()
+    assert all(map(has_ended, made))
+
+
+def test_r17_a_client_that_cannot_be_loaded_is_named_once_on_each_side(
+    start: StartEngine, fake: Fake
+) -> None:
+    fake.order("import", "raise")
+    with capture_logs() as lines:
+        engine = start(fake.url)
+        engine.step_until(lambda: len(fake.pids("import")) > 2)  # both sides, and one of them again
+        engine.run()
+    reasons = of_event(lines, "remote_fails")
+    assert len(reasons) == 2
+    assert all("libibverbs.so.1" in reason and "install kvoffload[mooncake]" in reason for reason in reasons)
+    assert all(map(has_ended, fake.pids()[:-2]))
+
+
+@pytest.mark.parametrize(
+    ("answers", "reason"),
+    [(None, "refuses the connection"), (2, "has not answered for 1 s"), (0, "no Mooncake master answers")],
+)
+def test_r17_a_master_that_closes_connections_or_goes_deaf_does_not_hold_up_the_engine(
+    start: StartEngine, monkeypatch: pytest.MonkeyPatch, answers: int | None, reason: str
+) -> None:
+    """The real client keeps the interpreter's lock for seconds or minutes there."""
+    if find_library("ibverbs") is None:
+        pytest.skip("needs ibverbs: make tools")
+    pytest.importorskip("mooncake", reason="needs the Mooncake client")
+    if answers is not None:
+        monkeypatch.setattr(mooncake, "CONNECT_S", 1.0)
+    master = Master(answers)
+    with capture_logs() as lines:
+        engine = start(master.url, remote_timeout_s=TIMEOUT_S)
+        engine.step_until(lambda: len(of_event(lines, "remote_fails")) == 2)
+        engine.run()
+    assert all(reason in each for each in of_event(lines, "remote_fails"))
+    engine.engine.close()
+    master.close()
+
+
+IN_A_CALL = """
+import sys, time
+from kvoffload.remote.address import parse_address
+from kvoffload.remote.calls import RemoteCalls
+from kvoffload.remote.connect import open_store
+from kvoffload.runtime.portal import DaemonExecutor
+
+connect = lambda: open_store(parse_address(sys.argv[1]), 300.0)
+calls = RemoteCalls(connect, DaemonExecutor("calls", 2), time.monotonic, 300.0)
+if sys.argv[2] == "in a call":
+    while not calls.works:
+        calls.poll()
+    calls.submit(lambda store: store.ask(None, []), print)
+calls.poll()
+print(flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("call", ["setup", "batch_is_exist"])
+@pytest.mark.parametrize("how", ["exit", "kill"])
+def test_the_engines_process_ends_while_a_call_hangs_and_takes_the_clients_along(
+    fake: Fake, call: str, how: str
+) -> None:
+    """The client hangs with its interpreter's lock, so no code of its process could notice."""
+    fake.order(call, "hang")
+    what = "connecting" if call == "setup" else "in a call"
+    command = [sys.executable, "-c", IN_A_CALL, fake.url, what]
+    path = os.pathsep.join([str(fake.folder), *filter(None, sys.path)])
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdout.readline()
+        while not fake.pids(call):
+            os.sched_yield()
+        [client] = fake.pids(call)
+        if how == "exit":
+            process.stdin.close()
+            assert process.wait(PATIENCE_S) == 0  # a call may take ten times as long
+        else:
+            process.send_signal(signal.SIGKILL)
+    assert has_ended(client)
