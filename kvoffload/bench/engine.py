@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import random
 from collections.abc import Iterator
 from functools import partial
 
@@ -40,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure and print.
 
     Raises:
-        CommandError: the results cannot be written, memory cannot be had, or a law is broken.
+        CommandError: the results cannot be written, memory cannot be had, or an audit found problems.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded; the demo says why
     method = (
@@ -69,27 +68,22 @@ def _measure(args: argparse.Namespace) -> Iterator[Line]:
 
 async def _no_reuse(options: DemoOptions, pairs: int) -> Line:
     from kvoffload.bench.no_reuse import measure
-    from kvoffload.cli.demo.audit import audit_offloading
-    from kvoffload.cli.demo.engines import open_engines
+    from kvoffload.cli.demo.engines import audit_offloading, open_engines
 
     async with open_engines(options) as engines:
         rates = await measure(engines.plain, engines.offloaded, pairs, options.first_tokens)
-        if laws := audit_offloading(engines.offload):
-            raise CommandError("; ".join(laws))
+        if problems := audit_offloading(engines.offload):
+            raise CommandError("; ".join(problems))
     what = "throughput on prompts that never repeat, reference engine, with over without"
     return line(what, [one.offloaded / one.plain for one in rates], at_least=0.99)
 
 
 async def _returning(options: DemoOptions) -> list[Line]:
     """Play conversations on both engines, round by round, and compare each returning turn."""
-    from kvoffload.cli.demo.conversations import make_conversations
     from kvoffload.cli.demo.engines import kv_blocks, open_engines
-    from kvoffload.cli.demo.play import Player, warm_up
+    from kvoffload.cli.demo.play import Player, make_conversations, warm_up
 
-    text = random.Random(options.seed).randbytes(options.conversations * options.message_tokens)
-    make = partial(
-        Player, conversations=make_conversations(text, options), options=options, on_turn=lambda: None
-    )
+    make = partial(Player, conversations=make_conversations(options), options=options, on_turn=lambda _: None)
     async with open_engines(options) as engines:
         both = (engines.plain, engines.offloaded)
         for engine in both:
@@ -101,8 +95,7 @@ async def _returning(options: DemoOptions) -> list[Line]:
             await offloaded.play_round(number)
         size = kv_blocks(options, both[0].config) / both[0].pool.usable_blocks
     recomputed, loaded = (
-        [1e3 * turn.ttft_s for turn in played.result().turns if turn.turn.turn > 0]
-        for played in (plain, offloaded)
+        [1e3 * turn.ttft_s for turn in played.turns if turn.turn.turn > 0] for played in (plain, offloaded)
     )
     what = f"first token of returning turns, working set {size:.0f} times the device's cache"
     return [

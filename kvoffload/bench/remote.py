@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from kvoffload.bench.lines import Line, line, ratios
 from kvoffload.bench.results import add_output_arguments, give_out
+from kvoffload.cli.demo.command import local_store
 from kvoffload.cli.demo.options import LOCAL_STORES
-from kvoffload.cli.demo.store import local_store
 from kvoffload.cli.parser import positive
 
 if TYPE_CHECKING:

@@ -21,10 +21,10 @@ from dataclasses import replace
 from kvoffload.bench.lines import Line, line, not_run, ratios
 from kvoffload.bench.remote_failures import FAILURES, Begin, LocalStore
 from kvoffload.bench.tier_hooks import HOST, NEVER, OUTGROWS, hook_seconds, moved, served, until
+from kvoffload.cli.demo.command import local_store
 from kvoffload.cli.demo.engines import engine_config
 from kvoffload.cli.demo.options import LOCAL_STORES, DemoOptions
 from kvoffload.cli.demo.play import idle
-from kvoffload.cli.demo.store import local_store
 from kvoffload.cli.exits import CommandError
 from kvoffload.cli.signals import run_async
 from kvoffload.engine import Engine, SamplingParams

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, TypeAlias
 
-from kvoffload.cli.demo.conversations import make_conversations
 from kvoffload.cli.demo.engines import PLUGIN, engine_config
 from kvoffload.cli.demo.options import DemoOptions
-from kvoffload.cli.demo.play import Player, warm_up
+from kvoffload.cli.demo.play import Player, make_conversations, warm_up
 from kvoffload.cli.exits import CommandError
 from kvoffload.engine import Engine
 from kvoffload.engine.plugin import load_plugin
@@ -70,12 +68,11 @@ def moved(side: SchedulerSide, tier: str, way: str) -> float:
 
 async def hook_seconds(engines: Mapping[str, Served]) -> dict[str, list[float]]:
     """Play the rounds of `OUTGROWS` on the engines in turns; return the seconds in the hooks of each, by round."""
-    text = random.Random(OUTGROWS.seed).randbytes(OUTGROWS.conversations * OUTGROWS.message_tokens)
-    conversations = make_conversations(text, OUTGROWS)
+    conversations = make_conversations(OUTGROWS)
     players: dict[str, Player] = {}
     for name, (engine, _) in engines.items():
         script = next(iter(players.values())).answers if players else None
-        players[name] = Player(engine, conversations, OUTGROWS, lambda: None, script)
+        players[name] = Player(engine, conversations, OUTGROWS, lambda _: None, script)
     spent: dict[str, list[float]] = {name: [] for name in engines}
     for number in range(OUTGROWS.turns):
         for name, player in players.items():

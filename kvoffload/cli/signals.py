@@ -36,7 +36,7 @@ class _State:
         exits_at_once: the first signal exits at once, unless there is a task to cancel.
         cancel: cancels the main task of the running event loop.
         received: the first signal; 0 before it.
-        undo: called before an exit at once.
+        undo: called before an exit at once, the last one first.
     """
 
     exits_at_once: bool = True
@@ -147,7 +147,7 @@ def _raise(number: int) -> NoReturn:
 
 
 def _exit(number: int) -> NoReturn:
-    for undo in _now.undo:
+    for undo in reversed(_now.undo):
         undo()
     if number == signal.SIGINT:
         with suppress(OSError):

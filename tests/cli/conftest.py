@@ -35,9 +35,3 @@ def _own_logging() -> Iterator[None]:
 def small() -> list[str]:
     """The arguments of a small demo with full attention."""
     return SMALL.format(blocks=26).split()
-
-
-@pytest.fixture
-def small_local() -> list[str]:
-    """The arguments of a small demo for windows and chunks, which keep six groups of blocks."""
-    return SMALL.format(blocks=80).split()

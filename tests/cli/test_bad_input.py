@@ -14,7 +14,6 @@ from kvoffload.cli.main import main
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 
 @pytest.fixture(autouse=True)
@@ -41,15 +40,6 @@ def refusal(capsys: pytest.CaptureFixture[str], argv: list[str]) -> str:
     return err
 
 
-def test_unreadable_document(small: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert "nowhere cannot be read" in refusal(capsys, [*small, "--document", str(tmp_path / "nowhere")])
-
-
-def test_empty_document(small: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "empty").touch()
-    assert "is empty" in refusal(capsys, [*small, "--document", str(tmp_path / "empty")])
-
-
 def test_unknown_config_key(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean store_policy?" in refusal(capsys, [*small, "--config", "store_polcy=lazy"])
 
@@ -62,6 +52,14 @@ def test_every_problem_at_once(small: list[str], capsys: pytest.CaptureFixture[s
     said = refusal(capsys, [*small, "--config", "verify=maybe", "--config", "hosts=3"])
     assert "verify" in said
     assert "hosts" in said
+
+
+def test_a_size_that_is_set_twice(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert "host_bytes is set twice" in refusal(capsys, [*small, "--config", "host_bytes=2MiB"])
+
+
+def test_a_time_without_metrics(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--serve-for needs --serve-metrics" in refusal(capsys, [*small, "--serve-for", "3"])
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from kvoffload.telemetry.journal_reader import read_journal
 
 DEMO = (
     "demo --model tiny --conversations 4 --turns 3 --first-tokens 100 --turn-tokens 30 --answer-tokens 5 "
-    "--device-blocks 30 --host-bytes 1MiB --concurrency 3"
+    "--device-blocks 30 --host-bytes 1MiB"
 )
 
 

@@ -29,10 +29,10 @@ from transformers.utils import logging as transformers_logging
 if torch.cuda.is_available():
     os.environ.setdefault("VLLM_TARGET_DEVICE", "cuda")  # The next import would say "cpu".
 
-from kvoffload.cli.demo.conversations import Conversation, TurnId, make_conversations
-from kvoffload.cli.demo.documents import read_text
+from kvoffload.cli.demo.command import Screen
 from kvoffload.cli.demo.options import DemoOptions
-from kvoffload.cli.demo.screen import Screen
+from kvoffload.cli.demo.play import Conversation, TurnId, make_conversations, prompt_of
+from kvoffload.cli.exits import print_error
 from tests.vllm_stock import checkpoints, client, demo_report, engines
 from tests.vllm_stock.demo_report import Play
 
@@ -63,7 +63,7 @@ class Scene:
 
 
 def make_scene(asked: argparse.Namespace, folder: Path) -> Scene:
-    """Draw a model, and cut conversations out of this project's documents."""
+    """Draw a model and conversations."""
     options = DemoOptions(
         conversations=asked.conversations,
         turns=asked.turns,
@@ -72,8 +72,7 @@ def make_scene(asked: argparse.Namespace, folder: Path) -> Scene:
         answer_tokens=ANSWER_TOKENS,
     )
     transformers_logging.disable_progress_bar()
-    text = read_text((), options.conversations * options.message_tokens)
-    conversations = make_conversations(text.tokens, options)
+    conversations = make_conversations(options)
     return Scene(asked.model, conversations, checkpoints.make(asked.model, folder / asked.model), folder)
 
 
@@ -107,11 +106,11 @@ def _take_turns(
 
     def take(turn: TurnId) -> None:
         answers = [said[TurnId(turn.conversation, earlier)].tokens for earlier in range(turn.turn)]
-        prompt = conversations[turn.conversation].prompt(answers)
+        prompt = prompt_of(conversations[turn.conversation], answers)
         replies[turn] = client.stream(server, prompt, ANSWER_TOKENS)
         screen.progress(f"{len(replies)} turns taken")
 
-    turns = len(conversations[0].messages)
+    turns = len(conversations[0])
     with ThreadPoolExecutor(AT_ONCE) as pool:
         try:
             for number in range(turns):
@@ -143,7 +142,7 @@ def run(asked: argparse.Namespace, screen: Screen) -> int:
         finally:
             if asked.show_log:
                 for log in sorted(scene.logs.glob("*.log")):
-                    screen.detail(log.read_text())
+                    print_error(log.read_text())
     device = "GPU" if torch.cuda.is_available() else "CPU"
     head = f"{asked.conversations} conversations of {asked.turns} turns, {asked.model}, {device}"
     screen.result(demo_report.render(head, DEVICE_BLOCKS[asked.model], without, with_it))

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvoffload.cli.demo.conversations import TurnId
+from kvoffload.cli.demo.play import TurnId
 from tests.vllm_stock.client import Metrics, Reply
 
 _LABEL, _NUMBER = 52, 16

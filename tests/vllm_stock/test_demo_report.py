@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from kvoffload.cli.demo.conversations import TurnId
+from kvoffload.cli.demo.play import TurnId
 from tests.vllm_stock import demo_report
 from tests.vllm_stock.client import Metrics, Reply
 from tests.vllm_stock.demo_report import Play

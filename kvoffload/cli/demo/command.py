@@ -1,61 +1,65 @@
-"""`kvoffload demo`: its options, and its start. Imports nothing heavy before it runs."""
+"""`kvoffload demo`: its start, with the folder or the store below the host. Imports nothing heavy before it runs."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
+import shutil
+import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from kvoffload.checks.remote import unreachable
 from kvoffload.cli import signals
 from kvoffload.cli.demo import options
-from kvoffload.cli.demo.options import DemoOptions
-from kvoffload.cli.demo.screen import Screen
-from kvoffload.cli.exits import CommandError, Exit
+from kvoffload.cli.demo.options import LOCAL_STORES, DemoOptions
+from kvoffload.cli.exits import CommandError, Exit, print_error, say
+from kvoffload.model.errors import RemoteError
+from kvoffload.remote.address import parse_address
+
+if TYPE_CHECKING:
+    from kvoffload.remote.local import LocalBucket, LocalMooncake
 
 HELP = "run the same conversations without and with offloading, and compare them token by token"
 
 add_arguments = options.add_arguments
 
+_CLEAR_LINE = "\r\x1b[K"
+# Mooncake's client writes a page of messages at each start.
+_QUIET = {"MC_LOG_LEVEL": os.environ.get("MC_LOG_LEVEL", "ERROR")}
 
-@contextmanager
-def _tiers_for(asked: DemoOptions) -> Iterator[DemoOptions]:
-    """Make the disk's folder or the store, if the demo has a tier below the host.
 
-    Raises:
-        CommandError: it cannot be made or reached.
+class Screen:
+    """Results go to standard output, the rest to standard error; progress is shown only on a terminal.
+
+    Args:
+        quiet: show no progress.
     """
-    with _folder_for(asked) as asked:
-        if asked.remote is None:
-            yield asked
-            return
-        from kvoffload.cli.demo.store import store_for
 
-        with store_for(asked.remote) as url:
-            yield replace(asked, offload={**asked.offload, "remote_url": url})
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._clear = _CLEAR_LINE if sys.stderr.isatty() and not quiet else ""
 
+    def progress(self, text: str) -> None:
+        """Show what is going on, in place of the last progress."""
+        if self._clear:
+            print_error(f"{self._clear}{text}", end="")
 
-@contextmanager
-def _folder_for(asked: DemoOptions) -> Iterator[DemoOptions]:
-    """Put the disk's files into a folder of their own, which is removed at the end.
+    def say(self, text: str) -> None:
+        """Print a line that is not a result."""
+        print_error(self._clear, end="")
+        say(text)
 
-    Raises:
-        CommandError: it cannot be made.
-    """
-    if asked.disk is None:
-        yield asked
-        return
-    try:
-        folder = tempfile.TemporaryDirectory(
-            prefix="kvoffload-demo-", dir=asked.disk, ignore_cleanup_errors=True
-        )
-    except OSError as error:
-        raise CommandError(f"--disk {asked.disk}: no folder can be made in it: {error.strerror}") from error
-    with folder as path:
-        yield replace(asked, offload={**asked.offload, "disk_path": path})
+    def result(self, text: str) -> None:
+        """Print a result."""
+        print_error(self._clear, end="")
+        print(text, flush=True)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -64,26 +68,96 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         KVOffloadError: it cannot run as asked.
     """
-    asked = options.demo_options(args)
-    screen = Screen(quiet=asked.as_json)
+    begins = args.until_killed is not None
+    asked = DemoOptions(**json.loads(args.until_killed)) if begins else options.demo_options(args)
+    screen = Screen(quiet=begins or args.json)
     screen.progress("importing torch")
-    # torch reads this when it is loaded. Threads that spin while they wait for each other take the cores from everything
-    # else: on two busy cores the demo takes several times as long.
+    # torch reads this when it is loaded. Threads that spin while they wait for each other take the cores from
+    # everything else: on two busy cores the demo takes several times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with signals.importing():
-        from kvoffload.cli.demo.restart import run_restart
-        from kvoffload.cli.demo.session import run_demo
-        from kvoffload.cli.demo.shared import run_shared
+        from kvoffload.cli.demo import session
         from kvoffload.engine import ConfigError, EngineError, PluginError, RequestRefused
         from kvoffload.logs import configure
 
     configure(level=logging.WARNING)
     try:
-        with _tiers_for(asked) as asked:
-            run_it = run_restart if asked.restart else run_shared if asked.remote else run_demo
-            return signals.run_async(run_it(asked, screen))
+        if begins:
+            return signals.run_async(session.play_until_killed(asked))
+        with _lower_tier(args) as settings:
+            asked = replace(asked, offload={**asked.offload, **settings})
+            return signals.run_async(session.run_demo(asked, screen, args))
     except (ConfigError, PluginError, RequestRefused) as error:
         raise CommandError(str(error)) from error
     except EngineError as error:
         screen.say(f"the engine could not go on: {error}")
         return Exit.FAILED
+
+
+@contextmanager
+def local_store(kind: str, node_bytes: int = 2**28) -> Iterator[LocalMooncake | LocalBucket]:
+    """Run a store on this machine, with the environment variables that reach it; its files are removed afterwards.
+
+    Args:
+        kind: one of `LOCAL_STORES`.
+        node_bytes: memory of Mooncake's node.
+
+    Raises:
+        RemoteError: it is not installed, or does not start.
+    """
+    from kvoffload.remote import local
+
+    with _scratch("kvoffload-store-") as folder, _environment(_QUIET):
+        store = local.LocalMooncake(folder, node_bytes) if kind == "mooncake" else local.LocalBucket(folder)
+        with closing(store), signals.undone_on_exit(store.close), _environment(store.environment):
+            yield store
+
+
+@contextmanager
+def _lower_tier(args: argparse.Namespace) -> Iterator[Mapping[str, object]]:
+    """Make the disk's folder or reach the store, if the demo has one, and yield its setting.
+
+    Raises:
+        CommandError: it cannot be made or reached.
+    """
+    with ExitStack() as opened:
+        if args.disk is not None:
+            try:
+                folder = opened.enter_context(_scratch("kvoffload-demo-", args.disk))
+            except OSError as error:
+                raise CommandError(f"--disk {args.disk}: no folder in it: {error.strerror}") from error
+            yield {"disk_path": str(folder)}
+        elif args.remote is not None:
+            opened.enter_context(_environment(_QUIET))
+            try:
+                is_local = args.remote in LOCAL_STORES
+                url = opened.enter_context(local_store(args.remote)).url if is_local else args.remote
+            except RemoteError as error:
+                raise CommandError(f"--remote {args.remote}: {error}") from error
+            if (problem := unreachable(parse_address(url))) is not None:
+                raise CommandError(f"--remote {args.remote}: {problem.text}; {problem.remedy}")
+            yield {"remote_url": url}
+        else:
+            yield {}
+
+
+@contextmanager
+def _scratch(prefix: str, parent: str | None = None) -> Iterator[Path]:
+    """Make a folder that is removed at the end, also where a signal ends the process at once."""
+    opened = tempfile.TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True)
+    with opened as folder, signals.undone_on_exit(partial(shutil.rmtree, opened.name, ignore_errors=True)):
+        yield Path(folder)
+
+
+@contextmanager
+def _environment(names: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for this process and its children, and restore them afterwards."""
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(names)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value

@@ -1,25 +1,31 @@
-"""The two engines. They differ in one thing: the second loads the plugin, by its entry point, as any engine would."""
+"""The two engines, and their audit. They differ in one thing: one of them loads the plugin, by its entry point."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from kvoffload.cli.demo.options import DemoOptions
+from kvoffload.cli.demo.options import LAYERS, DemoOptions
 from kvoffload.cli.exits import CommandError
 from kvoffload.engine import Engine, EngineConfig, ModelConfig
 from kvoffload.engine.capacity import Capacity
 from kvoffload.engine.errors import PoolTooSmall
 from kvoffload.engine.groups import first_needed_block, make_groups
 from kvoffload.engine.plugin import EnginePlugin, load_plugin
-from kvoffload.runtime.scheduler_side import SchedulerSide
+from kvoffload.telemetry.snapshot import conservation
+
+if TYPE_CHECKING:
+    from kvoffload.runtime.scheduler_side import SchedulerSide
 
 PLUGIN = "kvoffload"
 _CACHE_SHARE = 4  # the conversations need this many times the device's cache, unless they are few
 _LEAST_LENGTH = 4096  # tokens of the longest prompt and its answer
 _SPARE_LENGTH = 16  # the prompt of the warm-up is a first message too, and its answer may be the longer one
 _TINY = ModelConfig(hidden_size=64, heads=4, kv_heads=2, head_dim=16, ffn_size=96)
+_REACH_TOKENS = {"small": 256, "tiny": 48}  # of a window or chunk
+_AT_REST = {"empty", "ready", "quarantined"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,7 @@ def engine_config(options: DemoOptions, offload: Mapping[str, object] | None = N
 
     Raises:
         CommandError: the device's cache is too small for the conversations' last turns.
+        EngineError: the engine refuses its settings.
     """
     tokens = options.conversation_tokens
     config = EngineConfig(
@@ -52,35 +59,84 @@ def engine_config(options: DemoOptions, offload: Mapping[str, object] | None = N
         capacity.check_fits(tokens, options.device_blocks)
     except PoolTooSmall as error:
         raise CommandError(
-            f"--device-blocks {options.device_blocks} is too small: the last turn of a conversation has {tokens:,} tokens, "
-            f"which need {error.need_blocks:,} blocks; give that many, or fewer --turns"
+            f"--device-blocks {options.device_blocks} is too small: the last turn of a conversation has {tokens:,} "
+            f"tokens, which need {error.need_blocks:,} blocks; give that many, or fewer --turns"
         ) from error
     return config
 
 
 @asynccontextmanager
-async def open_engines(options: DemoOptions) -> AsyncIterator[Engines]:
-    """Make both engines and run them; at the end, drain and stop them.
-
-    The engine that is more likely to fail comes first. Neither has work before both exist.
+async def open_engine(options: DemoOptions) -> AsyncIterator[tuple[Engine, SchedulerSide]]:
+    """Make an engine with offloading and run it; at the end, drain and stop it.
 
     Raises:
-        CommandError: the plugin is not kvoffload's, or there is no memory for an engine.
+        CommandError: there is no memory for it.
         KVOffloadError: the plugin refuses its settings.
         EngineError: the engine refuses its settings.
     """
     plugin = load_plugin(PLUGIN)
-    async with _make(engine_config(options, options.offload), plugin) as offloaded:
-        offload: SchedulerSide | None = getattr(plugin, "offload", None)
-        if offload is None:
-            raise CommandError(f"the engine plugin {PLUGIN!r} is not kvoffload's own: it shows no counters")
-        async with _make(engine_config(options), None) as plain:
-            yield Engines(plain, offloaded, offload)
+    async with _make(engine_config(options, options.offload), plugin) as engine:
+        yield engine, plugin.offload  # type: ignore[attr-defined]  # kvoffload's own plugin has it
+
+
+@asynccontextmanager
+async def open_engines(options: DemoOptions) -> AsyncIterator[Engines]:
+    """Make both engines and run them. The one that is more likely to fail comes first.
+
+    Raises:
+        as `open_engine`.
+    """
+    async with open_engine(options) as (engine, offload), _make(engine_config(options), None) as plain:
+        yield Engines(plain, engine, offload)
 
 
 def kv_blocks(options: DemoOptions, config: EngineConfig) -> int:
     """Return the blocks that all conversations together need to continue from their ends, in all groups."""
     return options.conversations * _conversation_blocks(options, config)
+
+
+def audit(engines: Engines) -> list[str]:
+    """Return the invariants that idle engines break, and what they still hold."""
+    return [
+        *audit_engine(engines.plain, "engine without offloading"),
+        *audit_engine(engines.offloaded, "engine with offloading"),
+        *audit_offloading(engines.offload),
+    ]
+
+
+def audit_engine(engine: Engine, name: str) -> list[str]:
+    """Return the invariants that an idle engine breaks, and what it still holds."""
+    numbers = engine.statistics()
+    held = {
+        "waiting requests": numbers.waiting,
+        "loading requests": numbers.loading,
+        "running requests": numbers.running,
+        "leased blocks": numbers.leased_blocks,
+        "blocks in use": engine.pool.usable_blocks - numbers.free_blocks,
+    }
+    left = [f"{number} {what} are left" for what, number in held.items() if number]
+    return [f"{name}: {problem}" for problem in (*engine.audit(), *left)]
+
+
+def audit_offloading(offload: SchedulerSide) -> list[str]:
+    """Return the invariants that idle offloading breaks."""
+    return [f"offloading: {problem}" for problem in _problems(offload)]
+
+
+def _problems(offload: SchedulerSide) -> Iterator[str]:
+    yield from offload.audit()
+    yield from conservation(offload.counters.snapshot(), drained=True)
+    state = offload.gauges()
+    yield from state.problems()
+    if state.degraded is not None:
+        yield f"it was switched off: {state.degraded.value}"
+    for tier, at in (("host", state), ("disk", state.disk)):
+        for name, slots in at.slots.items():
+            if slots and name not in _AT_REST:
+                yield f"{slots} slots of the {tier} are still {name}"
+        for (direction, name), jobs in at.open_jobs.items():
+            if jobs and name != "abandoned":  # counted separately
+                yield f"{jobs} {direction} jobs of the {tier} are still {name}"
 
 
 def _make(config: EngineConfig, plugin: EnginePlugin | None) -> Engine:
@@ -106,11 +162,11 @@ def _conversation_blocks(options: DemoOptions, config: EngineConfig) -> int:
 
 
 def _model(options: DemoOptions) -> ModelConfig:
-    reach = options.reach_tokens
+    reach = _REACH_TOKENS[options.model]
     return replace(
         _TINY if options.model == "tiny" else ModelConfig(),
-        attention=options.attention,
-        window_tokens=reach if options.attention == "sliding_window" else None,
-        chunk_tokens=reach if options.attention == "chunked_local" else None,
+        attention=LAYERS[options.layers],
+        window_tokens=reach if options.layers == "window" else None,
+        chunk_tokens=reach if options.layers == "chunk" else None,
         seed=options.seed,
     )

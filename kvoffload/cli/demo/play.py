@@ -1,14 +1,16 @@
-"""Plays conversations on one engine, several at a time, and records the answer and cost of each turn."""
+"""Conversations in turns, and what each turn of them took on one engine.
+
+The prompt of a turn is all earlier messages and answers, and a new message. Tokens are bytes.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from kvoffload.cli.demo.conversations import Answers, Conversation, TurnId
 from kvoffload.cli.demo.options import DemoOptions
 from kvoffload.engine import SamplingParams
 
@@ -18,6 +20,19 @@ if TYPE_CHECKING:
 _IDLE_POLL_S = 0.001
 _WARM_UP_ANSWER = 4
 
+Conversation = tuple[bytes, ...]
+"""The messages of one conversation's user."""
+
+
+class TurnId(NamedTuple):
+    """One turn of one conversation; both count from 0."""
+
+    conversation: int
+    turn: int
+
+
+Answers = Mapping[TurnId, Sequence[int]]
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -25,13 +40,11 @@ class Turn:
 
     Args:
         turn: its number and conversation.
-        prompt: its tokens.
         answer: the generated tokens.
         stats: what it cost, as the engine counts.
     """
 
     turn: TurnId
-    prompt: tuple[int, ...]
     answer: tuple[Token, ...]
     stats: RequestStats
 
@@ -42,12 +55,22 @@ class Turn:
         return self.stats.first_token_s - self.stats.arrived_s
 
 
-@dataclass(frozen=True, slots=True)
-class Play:
-    """All turns in order, and the seconds in which the engine was busy."""
+def make_conversations(options: DemoOptions) -> list[Conversation]:
+    """Return conversations of random messages, drawn from the seed; no two of them begin alike."""
+    draw = random.Random(options.seed)
+    later = [options.turn_tokens] * (options.turns - 1)
+    return [
+        tuple(draw.randbytes(size) for size in (options.first_tokens, *later))
+        for _ in range(options.conversations)
+    ]
 
-    turns: tuple[Turn, ...]
-    elapsed_s: float
+
+def prompt_of(conversation: Conversation, answers: Sequence[Sequence[int]]) -> list[int]:
+    """Return the prompt of the turn after these answers."""
+    prompt: list[int] = []
+    for message, answer in zip(conversation, answers, strict=False):
+        prompt += [*message, *answer]
+    return [*prompt, *conversation[len(answers)]]
 
 
 class Player:
@@ -66,19 +89,21 @@ class Player:
         engine: Engine,
         conversations: Sequence[Conversation],
         options: DemoOptions,
-        on_turn: Callable[[], object],
+        on_turn: Callable[[Turn], object],
         script: Answers | None = None,
     ) -> None:
-        self.answers: dict[TurnId, tuple[int, ...]] = {}
+        self.answers: dict[TurnId, Sequence[int]] = {}
         """The generated tokens by turn."""
+        self.turns: list[Turn] = []
+        """What was played so far, in order."""
+        self.elapsed_s = 0.0
+        """Seconds in which the engine was busy."""
         self._engine = engine
         self._conversations = conversations
         self._params = SamplingParams(options.answer_tokens)
         self._concurrency = options.concurrency
         self._on_turn = on_turn
         self._script = self.answers if script is None else script
-        self._turns: dict[TurnId, Turn] = {}
-        self._elapsed_s = 0.0
 
     async def play_round(self, number: int) -> None:
         """Play the turn of this number of every conversation, and wait until the engine is idle."""
@@ -90,29 +115,25 @@ class Player:
                 for _ in range(self._concurrency):
                     group.create_task(self._serve(turns))
         except ExceptionGroup as failed:
-            raise failed.exceptions[
-                0
-            ] from None  # an engine that stops ends all its requests with the same error
+            # An engine that stops ends all its requests with the same error.
+            raise failed.exceptions[0] from None
         await idle(self._engine)
-        self._elapsed_s += clock() - begun
-
-    def result(self) -> Play:
-        """Return the turns played so far."""
-        turns = sorted(self._turns, key=lambda turn: (turn.turn, turn.conversation))
-        return Play(tuple(self._turns[turn] for turn in turns), self._elapsed_s)
+        self.elapsed_s += clock() - begun
+        self.turns.sort(key=lambda one: (one.turn.turn, one.turn.conversation))
 
     async def _serve(self, turns: Iterator[TurnId]) -> None:
         for turn in turns:
-            self._turns[turn] = served = await self._take(turn)
+            served = await self._take(turn)
+            self.turns.append(served)
             self.answers[turn] = tuple(token.token_id for token in served.answer)
-            self._on_turn()
+            self._on_turn(served)
 
     async def _take(self, turn: TurnId) -> Turn:
         said = [self._script[TurnId(turn.conversation, before)] for before in range(turn.turn)]
-        prompt = self._conversations[turn.conversation].prompt(said)
+        prompt = prompt_of(self._conversations[turn.conversation], said)
         async with self._engine.submit(prompt, self._params) as stream:
             answer = tuple([token async for token in stream])
-        return Turn(turn, tuple(prompt), answer, stream.stats)
+        return Turn(turn, answer, stream.stats)
 
 
 async def idle(engine: Engine) -> None:

@@ -1,231 +1,235 @@
-"""The demo's numbers. `--json` prints a `DemoResult` with these names: they do not change, but names may be added."""
+"""The demo's result: the object that `--json` prints, and a table of 80 columns made from it, the verdict first."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+import statistics
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
-SCHEMA = 1
-"""Incremented when a name of the JSON output changes its meaning or is removed."""
+from kvoffload.cli.demo.options import DemoOptions
+from kvoffload.cli.demo.play import Player, Turn
+from kvoffload.model.causes import MissCause
+from kvoffload.model.config import size_text
+from kvoffload.model.transfer import Tier
+from kvoffload.telemetry.snapshot import Snapshot
 
+_LOGPROB_LIMIT = 1e-3
+_SHOWN = 10  # mismatches shown one by one
+_LABEL, _NUMBER = 42, 19
+_TEXT_LABEL = 20  # of a row whose value is a text
+_WIDTH = _LABEL + 2 * _NUMBER
 
-@dataclass(frozen=True, slots=True)
-class Quantiles:
-    """Quantiles of a set of samples, in seconds.
-
-    Args:
-        samples: their number.
-        p50: the median.
-        p99: the 99th percentile, by the nearest rank.
-    """
-
-    samples: int
-    p50: float
-    p99: float
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """What was played.
-
-    Args:
-        documents: files that the text comes from.
-        library_tokens: tokens of it that come from Python's library.
-        conversations, turns: how many, and how many turns each.
-        attention, reach_tokens: of the model's local layers.
-        device, seed: as asked for.
-        device_blocks: of each engine's cache.
-        kv_blocks: blocks that all conversations together need to continue from their ends.
-        kv_to_cache: how many times the device's cache that is.
-        offload: settings of kvoffload.
-    """
-
-    documents: tuple[str, ...]
-    library_tokens: int
-    conversations: int
-    turns: int
-    attention: str
-    reach_tokens: int | None
-    device: str
-    seed: int
-    device_blocks: int
-    kv_blocks: int
-    kv_to_cache: float
-    offload: Mapping[str, object]
+Numbers = dict[str, Any]
+"""Numbers, texts and objects by the names that `--json` prints."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlayResult:
-    """One play of all conversations.
-
-    Args:
-        prompt_tokens: tokens of all prompts.
-        generated_tokens: tokens of all answers.
-        computed_tokens: tokens that ran through the model.
-        device_tokens: prompt tokens found in the device's own cache.
-        host_tokens: prompt tokens loaded from the host.
-        returning_reusable_tokens: prompt tokens of returning turns that a cache without limit would bring.
-        returning_reused_tokens: those of them that came from the device or the host.
-        returning_reused_share: the one over the other; None where nothing is reusable.
-        first_ttft_s: time to first token of first turns.
-        returning_ttft_s: the same of later turns; None where there are none.
-        preemptions: how often a request lost its blocks.
-        elapsed_s: while there was something to do, open copies included.
-        tokens_per_s: prompt and generated tokens over that time.
-    """
-
-    prompt_tokens: int
-    generated_tokens: int
-    computed_tokens: int
-    device_tokens: int
-    host_tokens: int
-    returning_reusable_tokens: int
-    returning_reused_tokens: int
-    returning_reused_share: float | None
-    first_ttft_s: Quantiles
-    returning_ttft_s: Quantiles | None
-    preemptions: int
-    elapsed_s: float
-    tokens_per_s: float
+def play_numbers(player: Player, options: DemoOptions, block_tokens: int) -> Numbers:
+    """Return what the conversations took on one engine. Times to first token are in seconds."""
+    turns = player.turns
+    stats = [turn.stats for turn in turns]
+    first_round = turns[0].turn.turn
+    returning = [turn.stats for turn in turns if turn.turn.turn > 0]
+    # Earlier turns computed all of a prompt but its new message and the last token of the last answer.
+    known = [each.prompt_tokens - options.turn_tokens - 1 for each in returning]
+    reusable = sum(tokens // block_tokens * block_tokens for tokens in known)
+    reused = sum(each.device_hit_tokens + each.external_tokens for each in returning)
+    return {
+        "prompt_tokens": sum(each.prompt_tokens for each in stats),
+        "generated_tokens": sum(each.generated_tokens for each in stats),
+        "computed_tokens": sum(each.computed_tokens for each in stats),
+        "device_tokens": sum(each.device_hit_tokens for each in stats),
+        "host_tokens": sum(each.external_tokens for each in stats),
+        "reused_share": reused / reusable if reusable else None,
+        "first_ttft_s": quantiles([turn.ttft_s for turn in turns if turn.turn.turn == first_round]),
+        "later_ttft_s": quantiles([turn.ttft_s for turn in turns if turn.turn.turn > first_round]),
+        "elapsed_s": player.elapsed_s,
+    }
 
 
-@dataclass(frozen=True, slots=True)
-class BenefitResult:
-    """The net benefit in seconds, as kvoffload estimates it.
-
-    Args:
-        saved_s: of prefill, at the engine's measured rate.
-        waited_s: that requests waited for loads, summed over requests.
-        interference_s: that copies added to the engine's steps.
-        net_s: saved less waited and interference.
-    """
-
-    saved_s: float
-    waited_s: float
-    interference_s: float
-    net_s: float
+def quantiles(samples: Sequence[float]) -> Numbers | None:
+    """Return the median and the 99th percentile, by the nearest rank; None without samples."""
+    if not samples:
+        return None
+    ordered = sorted(samples)
+    return {"p50": statistics.median(ordered), "p99": ordered[math.ceil(0.99 * len(ordered)) - 1]}
 
 
-@dataclass(frozen=True, slots=True)
-class OffloadResult:
-    """What kvoffload counted, by the labels of its metrics.
-
-    Args:
-        stored_bytes: device to host.
-        loaded_bytes: host to device.
-        offered_blocks: computed blocks offered to the host.
-        stored_blocks: those that were stored.
-        declined_blocks: the others, by reason.
-        missed_blocks: looked-up blocks that were not found, by cause.
-        loaded_blocks: blocks of loads, by outcome.
-        evicted_blocks: blocks evicted from the host, by cause.
-        host_slots: capacity of the host in blocks.
-        benefit: seconds saved and lost.
-        disk_written_bytes, disk_read_bytes: of the disk below the host.
-        disk_tokens: tokens of hits that were fetched from it.
-    """
-
-    stored_bytes: int
-    loaded_bytes: int
-    offered_blocks: int
-    stored_blocks: int
-    declined_blocks: Mapping[str, int]
-    missed_blocks: Mapping[str, int]
-    loaded_blocks: Mapping[str, int]
-    evicted_blocks: Mapping[str, int]
-    host_slots: int
-    benefit: BenefitResult
-    disk_written_bytes: int = 0
-    disk_read_bytes: int = 0
-    disk_tokens: int = 0
+def offload_numbers(counted: Snapshot) -> Numbers:
+    """Return bytes copied between device and host, and blocks by the labels of the metrics."""
+    host = Tier.HOST.value
+    return {
+        "stored_bytes": counted.count("kvoffload_transfer_bytes_total", host, "store"),
+        "loaded_bytes": counted.count("kvoffload_transfer_bytes_total", host, "load"),
+        "stored_blocks": _by_label(counted, "kvoffload_store_blocks_total"),
+        "loaded_blocks": _by_label(counted, "kvoffload_load_blocks_total"),
+        "missed_blocks": _by_label(counted, "kvoffload_miss_blocks_total"),
+        "evicted_blocks": _by_label(counted, "kvoffload_evicted_blocks_total", host),
+    }
 
 
-@dataclass(frozen=True, slots=True)
-class Mismatch:
-    """A token that differs, or whose log-probability does; None if one answer is shorter."""
-
-    conversation: int
-    turn: int
-    place: int
-    token_without: int | None
-    token_with: int | None
-    logprob_without: float | None
-    logprob_with: float | None
-
-    def __str__(self) -> str:
-        where = f"conversation {self.conversation}, turn {self.turn}, token {self.place}"
-        if self.token_without is None:
-            return f"{where}: one of the two answers ends here"
-        without = f"{self.token_without} ({self.logprob_without:.6f})"
-        return f"{where}: {without} without offloading, {self.token_with} ({self.logprob_with:.6f}) with it"
+def tier_numbers(counted: Snapshot) -> Numbers:
+    """Return what was copied between the host and each lower tier that was used."""
+    tiers = {
+        tier.value: {
+            "written_blocks": counted.count("kvoffload_tier_blocks_total", tier.value, "store", "done"),
+            "written_bytes": counted.count("kvoffload_transfer_bytes_total", tier.value, "store"),
+            "read_blocks": counted.count("kvoffload_tier_blocks_total", tier.value, "load", "done"),
+            "read_bytes": counted.count("kvoffload_transfer_bytes_total", tier.value, "load"),
+        }
+        for tier in (Tier.DISK, Tier.REMOTE)
+    }
+    return {name: numbers for name, numbers in tiers.items() if any(numbers.values())}
 
 
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """The comparison of the outputs.
-
-    Args:
-        tokens: how many were compared.
-        mismatches: how many do not agree.
-        first_mismatches: the first of them.
-        worst_logprob_difference: over all pairs of tokens.
-        logprob_limit: what is allowed.
-    """
-
-    tokens: int
-    mismatches: int
-    first_mismatches: tuple[Mismatch, ...]
-    worst_logprob_difference: float
-    logprob_limit: float
-
-    @property
-    def holds(self) -> bool:
-        return not self.mismatches
+def compare(plain: Sequence[Turn], offloaded: Sequence[Turn]) -> Numbers:
+    """Compare every token and its log-probability. Both engines had the same prompts, in the same order."""
+    pairs = list(zip(plain, offloaded, strict=True))
+    answers = [zip(one.answer, other.answer, strict=False) for one, other in pairs]
+    differences = [abs(a.logprob - b.logprob) for answer in answers for a, b in answer]
+    return {
+        "tokens": sum(len(turn.answer) for turn in plain),
+        "mismatches": [found for one, other in pairs for found in _mismatches(one, other)],
+        "worst_logprob_difference": max(filter(math.isfinite, differences), default=0.0),
+    }
 
 
-@dataclass(frozen=True, slots=True)
-class DemoResult:
-    """The result of a demo.
-
-    Args:
-        workload: what was played.
-        without_offloading, with_offloading: the two plays.
-        returning_ttft_ratio: median time to first token of returning turns, without over with.
-        offloading: what kvoffload counted.
-        agreement: whether the outputs are the same.
-        broken_laws: what the audits found, as text.
-        provenance: what ran, where and when.
-    """
-
-    workload: Workload
-    without_offloading: PlayResult
-    with_offloading: PlayResult
-    returning_ttft_ratio: float | None
-    offloading: OffloadResult
-    agreement: Agreement
-    broken_laws: tuple[str, ...]
-    provenance: Mapping[str, object] = field(default_factory=dict)
-
-    @property
-    def passed(self) -> bool:
-        """Return whether outputs agree and no law is broken."""
-        return self.agreement.holds and not self.broken_laws
-
-    def to_json(self) -> str:
-        """Return one object: the fields, `schema` and `passed`."""
-        return to_json({"schema": SCHEMA, "kind": "demo", "passed": self.passed, **asdict(self)})
+def _mismatches(one: Turn, other: Turn) -> Iterator[str]:
+    """Yield mismatches up to the first token that differs: after it the two continue different texts."""
+    where = f"conversation {one.turn.conversation}, turn {one.turn.turn}"
+    for place, (a, b) in enumerate(zip(one.answer, other.answer, strict=False)):
+        # `not <=` counts a NaN as a mismatch.
+        if a.token_id != b.token_id or not abs(a.logprob - b.logprob) <= _LOGPROB_LIMIT:
+            without, with_ = (f"{token.token_id} ({token.logprob:.6f})" for token in (a, b))
+            yield f"{where}, token {place}: {without} without offloading, {with_} with it"
+        if a.token_id != b.token_id:
+            return
+    if len(one.answer) != len(other.answer):
+        yield f"{where}: {len(one.answer)} tokens without offloading, {len(other.answer)} with it"
 
 
-def to_json(values: Mapping[str, object]) -> str:
-    """Return one object as text, with null for NaN, which JSON does not have."""
-    return json.dumps(_finite(values), indent=2, allow_nan=False)
+def _by_label(counted: Snapshot, name: str, *leading: str) -> dict[str, int]:
+    """Return the series that are not 0, largest first, by their last label; `leading` are the labels before it."""
+    ordered = sorted(counted.counts.get(name, {}).items(), key=lambda item: -item[1])
+    return {labels[-1]: number for labels, number in ordered if number and labels[:-1] == leading}
 
 
-def _finite(value: object) -> object:
-    if isinstance(value, Mapping):
-        return {key: _finite(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def render(result: Numbers) -> str:
+    """Return the whole report."""
+    parts = [_verdict(result)], _head(result), _compared(result), _offloading(result), _checks(result)
+    return "\n\n".join("\n".join(part) for part in parts)
+
+
+def _verdict(result: Numbers) -> str:
+    what, name = "of returning turns", "later_ttft_s"
+    if result["before"] is not None:
+        on_disk = "disk_path" in result["options"]["offload"]
+        what = "after a SIGKILL" if on_disk else "on another engine"
+        name = "first_ttft_s"
+    outcome = "Outputs DIFFER." if result["agreement"]["mismatches"] else "Outputs are identical."
+    if result["audit"]:
+        outcome = f"The audit found {len(result['audit'])} PROBLEMS."
+    times = [play[name] for play in _plays(result)]
+    if None in times:
+        return f"No turn returned: give at least 2 --turns. {outcome}"
+    without, with_ = (1000 * each["p50"] for each in times)
+    faster = f"{without / with_:.1f}x" if without >= with_ else f"{with_ / without:.1f}x SLOWER"
+    return f"First token {what}: {without:,.0f} -> {with_:,.0f} ms ({faster}). {outcome}"
+
+
+def _head(result: Numbers) -> Iterator[str]:
+    options, blocks, needed = result["options"], result["device_blocks"], result["kv_blocks"]
+    layers = "full attention" if options["layers"] == "full" else f"{options['layers']} layers"
+    what = f"{options['conversations']} conversations of {options['turns']} turns"
+    yield f"{what}, {options['model']} model, {layers}, {options['device']}"
+    need = f"the conversations need {needed:,} ({needed / blocks:.1f}x)"
+    yield f"KV cache: {blocks:,} blocks on the device; {need}"
+    if result["before"] is not None:
+        yield "The turns before were served by another engine with offloading, which was killed"
+        yield f"(SIGKILL) in turn {options['killed_in'] + 1}. These are the turns from there on."
+
+
+def _compared(result: Numbers) -> Iterator[str]:
+    plays = _plays(result)
+    yield _row("", ("without", "with"))
+    yield "-" * _WIDTH
+    for label, name in {
+        "prompt tokens": "prompt_tokens",
+        "tokens computed": "computed_tokens",
+        "prompt tokens reused from the device": "device_tokens",
+        "prompt tokens reused from the host": "host_tokens",
+    }.items():
+        yield _row(label, (f"{play[name]:,}" for play in plays))
+    shares = ["-" if play["reused_share"] is None else f"{play['reused_share']:.1%}" for play in plays]
+    yield _row("reused of the reusable*, returning turns", shares)
+    first, later = ("first", "returning") if result["before"] is None else ("next", "later")
+    for which, name in ((first, "first_ttft_s"), (later, "later_ttft_s")):
+        yield _row(f"first token, {which} turns, p50 / p99", (_milliseconds(play[name]) for play in plays))
+    rates = ((play["prompt_tokens"] + play["generated_tokens"]) / play["elapsed_s"] for play in plays)
+    yield _row("prompt and new tokens per second", (f"{rate:,.0f}" for rate in rates))
+    yield _row("seconds", (f"{play['elapsed_s']:.1f}" for play in plays))
+
+
+def _offloading(result: Numbers) -> Iterator[str]:
+    found, benefit = result["offloading"], result["benefit"]
+    yield _list("stores, blocks", found["stored_blocks"], size_text(found["stored_bytes"]))
+    yield _list("loads, blocks", found["loaded_blocks"], size_text(found["loaded_bytes"]))
+    yield _list("evicted", found["evicted_blocks"], f"of {result['host_slots']:,} host blocks")
+    # A lookup ends at its first miss: the blocks after that have no cause of their own.
+    causes = dict(found["missed_blocks"])
+    behind = causes.pop(MissCause.BEHIND_MISS.value, 0)
+    yield _list("missed, by cause", causes, f"and {behind:,} blocks behind those")
+    for name, tier in result["tiers"].items():
+        yield _text(name, _moved(tier))
+    net = benefit["saved_s"] - benefit["waited_s"] - benefit["lost_s"]
+    yield _text(
+        "seconds (estimate)",
+        f"{benefit['saved_s']:.1f} saved, {benefit['waited_s']:.1f} waited for loads, "
+        f"{benefit['lost_s']:.1f} lost to copies: net {round(net, 1) + 0.0:.1f}",  # without a "-0.0"
+    )
+
+
+def _checks(result: Numbers) -> Iterator[str]:
+    if (before := result["before"]) is not None:
+        below = "".join(f"; {name}: {_moved(tier)}" for name, tier in before["tiers"].items())
+        yield _text("before the kill", f"{before['stored_blocks']:,} blocks stored on the host{below}")
+    agreement, audit = result["agreement"], result["audit"]
+    if mismatches := agreement["mismatches"]:
+        yield f"outputs   DIFFER in {len(mismatches)} of {agreement['tokens']:,} tokens"
+        yield from (f"          {mismatch}" for mismatch in mismatches[:_SHOWN])
+    else:
+        yield f"outputs   all {agreement['tokens']:,} tokens agree"
+    worst = f"{agreement['worst_logprob_difference']:.1e} (allowed: {_LOGPROB_LIMIT:.0e})"
+    yield f"          log-probabilities differ by at most {worst}"
+    passed = "passed: every block, pin, lease and copy is accounted for"
+    yield f"audit     {f'FAILED: {len(audit)} problems' if audit else passed}"
+    yield from (f"          {problem}" for problem in audit)
+    yield "\n* reusable: whole blocks of the prompt that were computed in earlier turns"
+
+
+def _plays(result: Numbers) -> tuple[Numbers, Numbers]:
+    return result["without_offloading"], result["with_offloading"]
+
+
+def _moved(tier: Mapping[str, int]) -> str:
+    written = f"{tier['written_blocks']:,} blocks written ({size_text(tier['written_bytes'])})"
+    return f"{written}, {tier['read_blocks']:,} read ({size_text(tier['read_bytes'])})"
+
+
+def _row(label: str, values: Iterable[str]) -> str:
+    return f"{label:<{_LABEL}}" + "".join(f"{value:>{_NUMBER}}" for value in values)
+
+
+def _list(label: str, numbers: Mapping[str, int], note: str) -> str:
+    shown = ", ".join(f"{name.replace('_', ' ')} {number:,}" for name, number in numbers.items()) or "none"
+    return _text(label, f"{shown} ({note})")
+
+
+def _text(label: str, text: str) -> str:
+    indent = " " * _TEXT_LABEL
+    return textwrap.fill(text, _WIDTH, initial_indent=label.ljust(_TEXT_LABEL), subsequent_indent=indent)
+
+
+def _milliseconds(times: Mapping[str, float] | None) -> str:
+    return "-" if times is None else f"{times['p50'] * 1000:,.0f}/{times['p99'] * 1000:,.0f} ms"

@@ -1,58 +1,141 @@
-"""One demo, from its options to its exit code."""
+"""One demo, from its start to its exit code.
+
+a plain run       both engines play all rounds in turns, so that other load on the machine affects both alike
+a continued one   an engine in a process of its own begins the conversations and is killed (SIGKILL) in the middle of a
+                  round; the two engines play that round and the later ones, with the answers given so far
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import sys
+from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, nullcontext
-from functools import partial
+from contextlib import asynccontextmanager, nullcontext, suppress
+from dataclasses import asdict
 from itertools import count
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
-from kvoffload.cli.demo.audit import audit_engine, audit_offloading
-from kvoffload.cli.demo.compare import compare
-from kvoffload.cli.demo.conversations import Conversation, make_conversations
-from kvoffload.cli.demo.documents import Text, read_text
-from kvoffload.cli.demo.engines import Engines, kv_blocks, open_engines
+from kvoffload.cli import signals
+from kvoffload.cli.demo import results
+from kvoffload.cli.demo.engines import Engines, audit, engine_config, kv_blocks, open_engine, open_engines
 from kvoffload.cli.demo.options import DemoOptions
-from kvoffload.cli.demo.play import Play, Player, warm_up
-from kvoffload.cli.demo.results import DemoResult, PlayResult, Workload
-from kvoffload.cli.demo.screen import Screen
-from kvoffload.cli.demo.summary import summarize, summarize_benefit, summarize_offloading
-from kvoffload.cli.demo.table import render
-from kvoffload.cli.exits import Exit, OutputError
+from kvoffload.cli.demo.play import Answers, Player, Turn, TurnId, make_conversations, warm_up
+from kvoffload.cli.demo.results import Numbers
+from kvoffload.cli.exits import CommandError, Exit
 from kvoffload.telemetry.exporter import KVOffloadCollector
-from kvoffload.telemetry.server import MetricsServer, serve
+from kvoffload.telemetry.labels import TierState
+from kvoffload.telemetry.server import serve
 
 if TYPE_CHECKING:
+    import argparse
+
+    from kvoffload.cli.demo.command import Screen
     from kvoffload.engine import Engine
     from kvoffload.runtime.scheduler_side import SchedulerSide
 
-_TAIL = 20  # lines of the journal shown after a failure
-_PATIENCE_S = 20.0  # for the first host memory, which takes milliseconds on an idle machine
+_PATIENCE_S = 30.0  # for host memory, the disk's index and the store
+_POLL_S = 0.01
 
 
-async def run_demo(options: DemoOptions, screen: Screen) -> int:
-    """Run the demo and return its exit code.
+async def run_demo(options: DemoOptions, screen: Screen, args: argparse.Namespace) -> int:
+    """Run the demo, print its result, and return its exit code.
+
+    Args:
+        options: what is played.
+        screen: for the result.
+        args: the output's options.
 
     Raises:
         KVOffloadError: something in the options is not possible; nothing has been run.
         EngineError: as above, or the engine stopped.
     """
-    text = read_text(options.documents, options.conversations * options.message_tokens)
+    engine_config(options)  # refuses sizes and devices before a process starts
     registry = CollectorRegistry()
     # The port is opened first, so that a bad one stops the demo at its start.
-    with serve(registry, *options.metrics) if options.metrics else nullcontext() as page:
+    with serve(registry, *args.serve_metrics) if args.serve_metrics else nullcontext() as page:
+        answers, before = ({}, None) if options.killed_in is None else await _begun(options, screen)
         async with _engines(options, screen) as engines:
             if page is not None:
                 registry.register(KVOffloadCollector(engines.offload.counters, engines.offload))
                 screen.say(f"metrics are at {page.url}")
-            code = await _demonstrate(options, engines, text, screen)
-        if page is not None and options.serve_for_s:
-            await _linger(page, options.serve_for_s, screen)
-    return code
+            result = {**await _play(options, engines, answers, screen), "before": before}
+        screen.result(json.dumps(result, indent=2) if args.json else results.render(result))
+        if not result["passed"]:
+            screen.say(f"FAILED: {'the audit found problems' if result['audit'] else 'outputs differ'}")
+        if page is not None and args.serve_for:
+            screen.say(f"metrics stay at {page.url} for {args.serve_for:g} s; Ctrl-C or SIGTERM ends that")
+            await asyncio.sleep(args.serve_for)
+    return Exit.OK if result["passed"] else Exit.FAILED
+
+
+async def play_until_killed(options: DemoOptions) -> int:
+    """Be the process that begins the conversations: print a line of JSON after each turn.
+
+    Raises:
+        KVOffloadError: it cannot run.
+        EngineError: the engine stopped.
+    """
+    async with open_engine(options) as (engine, offload):
+        await _become_ready(engine, offload, options)
+        before = offload.counters.snapshot()
+
+        def report(turn: Turn) -> None:
+            counted = offload.counters.snapshot().minus(before)
+            stored = counted.count("kvoffload_store_blocks_total", "stored")
+            answer = [token.token_id for token in turn.answer]
+            counts = {"stored_blocks": stored, "tiers": results.tier_numbers(counted)}
+            print(json.dumps([turn.turn, answer, counts]), flush=True)
+
+        player = Player(engine, make_conversations(options), options, report)
+        for number in range(options.turns):
+            await player.play_round(number)
+    return Exit.OK
+
+
+async def _begun(options: DemoOptions, screen: Screen) -> tuple[Answers, Numbers]:
+    """Start this command as a process that begins the conversations, and kill it in the middle of a round.
+
+    Returns:
+        Its answers in the rounds before that one, and what it had counted.
+
+    Raises:
+        CommandError: it ended by itself.
+    """
+    assert options.killed_in is not None
+    turns = options.killed_in * options.conversations + max(options.conversations // 2, 1)
+    screen.progress("starting an engine that will be killed")
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvoffload.cli", "demo", "--until-killed", json.dumps(asdict(options))),
+        stdin=DEVNULL,
+        stdout=PIPE,
+        start_new_session=True,  # Ctrl-C of a terminal does not reach it
+    )
+
+    def kill() -> None:
+        with suppress(ProcessLookupError):
+            child.kill()
+
+    assert child.stdout is not None
+    answers: dict[TurnId, list[int]] = {}
+    try:
+        with signals.undone_on_exit(kill):
+            for served in range(turns):
+                if not (line := await child.stdout.readline()):
+                    code = await child.wait()
+                    raise CommandError(f"the engine that begins ended by itself, with exit code {code}")
+                turn, answer, counts = json.loads(line)
+                answers[TurnId(*turn)] = answer
+                screen.progress(f"before the kill: {served + 1} of {turns} turns")
+    finally:
+        kill()
+        await child.wait()
+    earlier = {turn: answer for turn, answer in answers.items() if turn.turn < options.killed_in}
+    return earlier, counts
 
 
 @asynccontextmanager
@@ -66,129 +149,81 @@ async def _engines(options: DemoOptions, screen: Screen) -> AsyncIterator[Engine
             except asyncio.CancelledError:
                 screen.say("interrupted: open requests are cancelled, and submitted copies drain")
                 raise
-            except (OSError, OutputError):
-                raise  # output that cannot be written says nothing about offloading
-            except Exception:
-                _show_journal(running.offload, screen)
-                raise
     except asyncio.CancelledError:
         if running is not None:
             screen.say(_drained(running))
         raise
 
 
-async def _demonstrate(options: DemoOptions, engines: Engines, text: Text, screen: Screen) -> int:
-    conversations = make_conversations(text.tokens, options)
-    screen.progress("warming up")
-    await _warm_up(options, engines)
-    before, benefit = engines.offload.counters.snapshot(), engines.offload.benefit.series()
-    plain, offloaded = await _play(options, engines, conversations, screen)
-    counted = engines.offload.counters.snapshot().minus(before)
-    size = engines.plain.config.block_tokens
-    without, with_ = summarize(plain, size), summarize(offloaded, size)
-    result = DemoResult(
-        workload=_workload(options, engines.plain, text),
-        without_offloading=without,
-        with_offloading=with_,
-        returning_ttft_ratio=_ratio(without, with_),
-        offloading=summarize_offloading(
-            counted,
-            engines.offload.gauges().capacity_slots,
-            summarize_benefit(benefit, engines.offload.benefit.series()),
-        ),
-        agreement=compare(plain, offloaded),
-        broken_laws=tuple(_audit(engines)),
-        provenance=engines.offload.provenance,
-    )
-    screen.result(result.to_json() if options.as_json else render(result))
-    if result.passed:
-        return Exit.OK
-    screen.say("FAILED: outputs differ" if not result.agreement.holds else "FAILED: laws are broken")
-    _show_journal(engines.offload, screen)
-    return Exit.FAILED
+async def _become_ready(engine: Engine, offload: SchedulerSide, options: DemoOptions) -> None:
+    """Warm up until host memory is ready and the lower tiers are open; ranks report them with steps.
 
-
-async def _warm_up(options: DemoOptions, engines: Engines) -> None:
-    """Serve a prompt on each engine, and repeat until some host memory is ready.
-
-    It is prepared in the background, and ranks report it in steps: a short demo could end before that.
+    Raises:
+        CommandError: the lower tier of a continued demo is not open in time.
     """
-    await warm_up(engines.plain, options.first_tokens, options.seed)
     clock = asyncio.get_running_loop().time
     deadline = clock() + _PATIENCE_S
     while True:
-        await warm_up(engines.offloaded, options.first_tokens, options.seed)
-        if engines.offload.gauges().capacity_slots or clock() >= deadline:
-            return
+        # The prompt is this process's own, so that it is found in no lower tier.
+        await warm_up(engine, options.first_tokens, os.getpid())
+        state = offload.gauges()
+        is_open = {state.disk.state, state.remote} <= {TierState.OPEN, TierState.OFF}
+        if (state.capacity_slots and is_open) or clock() > deadline:
+            break
+        await asyncio.sleep(_POLL_S)
+    if options.killed_in is not None and not is_open:
+        raise CommandError(f"the disk or the store is not open after {_PATIENCE_S:g} s; the log is above")
 
 
-async def _play(
-    options: DemoOptions, engines: Engines, conversations: list[Conversation], screen: Screen
-) -> tuple[Play, Play]:
-    """Play without and with offloading, alternating by round, so that other load on the machine affects both alike."""
-    make = partial(Player, conversations=conversations, options=options)
-    counter = partial(_counter, options.conversations * options.turns, screen)
-    plain = make(engines.plain, on_turn=counter("without offloading"))
-    offloaded = make(engines.offloaded, on_turn=counter("with offloading"), script=plain.answers)
-    for number in range(options.turns):
+async def _play(options: DemoOptions, engines: Engines, answers: Answers, screen: Screen) -> Numbers:
+    """Play on both engines, alternating by round, and return the result."""
+    screen.progress("warming up")
+    await warm_up(engines.plain, options.first_tokens, options.seed)
+    await _become_ready(engines.offloaded, engines.offload, options)
+    counters, config = engines.offload.counters, engines.plain.config
+    counted, benefit = counters.snapshot(), _benefit(engines.offload)
+    conversations, rounds = make_conversations(options), range(options.killed_in or 0, options.turns)
+    turns = options.conversations * len(rounds)
+
+    def counter(name: str) -> Callable[[Turn], None]:
+        served = count(1)
+        return lambda _: screen.progress(f"{name} offloading: {next(served)} of {turns} turns")
+
+    plain = Player(engines.plain, conversations, options, counter("without"))
+    plain.answers.update(answers)
+    offloaded = Player(engines.offloaded, conversations, options, counter("with"), plain.answers)
+    for number in rounds:
         await plain.play_round(number)
         await offloaded.play_round(number)
-    return plain.result(), offloaded.result()
+    agreement, problems = results.compare(plain.turns, offloaded.turns), audit(engines)
+    return {
+        "passed": not agreement["mismatches"] and not problems,
+        "options": asdict(options),
+        "device_blocks": engines.plain.pool.usable_blocks,
+        "kv_blocks": kv_blocks(options, config),
+        "host_slots": engines.offload.gauges().capacity_slots,
+        "without_offloading": results.play_numbers(plain, options, config.block_tokens),
+        "with_offloading": results.play_numbers(offloaded, options, config.block_tokens),
+        "offloading": results.offload_numbers(counters.snapshot().minus(counted)),
+        "benefit": {name: value - benefit[name] for name, value in _benefit(engines.offload).items()},
+        "tiers": results.tier_numbers(counters.snapshot()),
+        "agreement": agreement,
+        "audit": problems,
+    }
 
 
-def _counter(turns: int, screen: Screen, name: str) -> Callable[[], None]:
-    served = count(1)
-    return lambda: screen.progress(f"{name}: {next(served)} of {turns} turns")
-
-
-async def _linger(page: MetricsServer, seconds: float, screen: Screen) -> None:
-    screen.say(f"metrics stay at {page.url} for {seconds:g} s; Ctrl-C or SIGTERM ends that")
-    try:
-        await asyncio.sleep(seconds)
-    except asyncio.CancelledError:
-        # The demo is over and its result is printed, so this is a normal end.
-        if (task := asyncio.current_task()) is not None:
-            task.uncancel()
-
-
-def _workload(options: DemoOptions, engine: Engine, text: Text) -> Workload:
-    blocks = kv_blocks(options, engine.config)
-    return Workload(
-        documents=text.documents,
-        library_tokens=text.library_tokens,
-        conversations=options.conversations,
-        turns=options.turns,
-        attention=options.attention,
-        reach_tokens=options.reach_tokens,
-        device=options.device,
-        seed=options.seed,
-        device_blocks=engine.pool.usable_blocks,
-        kv_blocks=blocks,
-        kv_to_cache=blocks / engine.pool.usable_blocks,
-        offload=dict(options.offload),
-    )
-
-
-def _ratio(without: PlayResult, with_: PlayResult) -> float | None:
-    if without.returning_ttft_s is None or with_.returning_ttft_s is None:
-        return None
-    return without.returning_ttft_s.p50 / with_.returning_ttft_s.p50
-
-
-def _audit(engines: Engines) -> list[str]:
-    plain = audit_engine(engines.plain, "engine without offloading")
-    offloaded = audit_engine(engines.offloaded, "engine with offloading")
-    return [*plain, *offloaded, *audit_offloading(engines.offload)]
+def _benefit(offload: SchedulerSide) -> dict[str, float]:
+    series = offload.benefit.series()
+    names = {
+        "saved_s": "kvoffload_prefill_seconds_saved_total",
+        "waited_s": "kvoffload_load_wait_seconds_total",
+        "lost_s": "kvoffload_interference_seconds_total",
+    }
+    return {short: sum(series[name].values()) for short, name in names.items()}
 
 
 def _drained(engines: Engines) -> str:
     copies = engines.offload.counters.snapshot().total("kvoffload_transfers_total")
-    if laws := _audit(engines):
-        return "; ".join([f"drained, but {len(laws)} laws are broken", *laws])
-    return f"drained: all {copies} copies that were submitted have ended; no law is broken"
-
-
-def _show_journal(offload: SchedulerSide, screen: Screen) -> None:
-    screen.say("the last of the journal:")
-    for line in offload.journal.tail(_TAIL):
-        screen.detail(f"  {line}")
+    if problems := audit(engines):
+        return "; ".join([f"drained, but the audit found {len(problems)} problems", *problems])
+    return f"drained: all {copies} copies that were submitted have ended; the audit passed"
