@@ -71,10 +71,9 @@ LOWER_TIER_ALERTS = (
         '(rate(kvoffload_transfer_seconds_sum{tier="disk", direction="load"}[15m]))\n',
         "The disk reads slowly",
         "while it reads, fetches bring less than 50 MB/s a rank.",
-        "Requests wait for their fetches, so at this speed recomputing may be faster. `kvoffload bench disk` measures the disk "
-        "alone on an idle machine, and `kvoffload doctor` says from how many tokens on a fetch pays at that speed. If the disk "
-        "is slow by itself, it is too slow for this use: network storage and spinning disks are. If not, something else uses "
-        "it, or spills fill it: raise `spill_after_hits`.",
+        "Requests wait for their fetches, so at this speed recomputing may be faster. `fio` with direct reads of 1 MiB measures the "
+        "disk alone on an idle machine. If the disk is slow by itself, it is too slow for this use: network storage and spinning "
+        "disks are. If not, something else uses it, or spills fill it: raise `spill_after_hits`.",
         "disk",
         "30m",
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ class Verdict(StrEnum):
     """The result of a check, the best first."""
 
     GO = "go"
-    UNKNOWN = "not known"  # it cannot be found out here
+    UNKNOWN = "not known"  # it cannot be found out here, or was not given
     WARNING = "warning"  # the engine starts, but something costs more or gains less than it could
     NO_GO = "no-go"  # the engine does not start, or fails requests, or offloading is of no use
 
@@ -26,36 +26,34 @@ FAILING = frozenset([Verdict.WARNING, Verdict.NO_GO])
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of an engine, as far as they are known before its start; None or empty where nothing is.
+    """Sizes of an engine; None or empty where they are not known before its start.
 
     Args:
         ranks: workers of the engine on this machine.
         block_bytes: one rank's bytes of one block, in all tensors together.
-        page_bytes: one rank's bytes of one block, in each tensor of the KV cache; of one tensor where no more is known.
+        page_bytes: one rank's bytes of one block, in each tensor of the KV cache.
         device_blocks: blocks of the device's KV cache.
-        block_tokens: tokens of a block.
     """
 
-    ranks: int | None = None
+    ranks: int = 1
     block_bytes: int | None = None
     page_bytes: tuple[int, ...] = ()
     device_blocks: int | None = None
-    block_tokens: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setup(Sizes):
-    """What is known of the engine before its start.
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What is known of an engine before its start.
 
     Args:
-        config: the operator's settings; None where they cannot be used.
-        pins: whether host memory is pinned, which a CUDA device makes it.
-        replicas: data-parallel engines on this machine, each with a disk_bytes of its own.
+        config: the operator's settings.
+        sizes: the engine's sizes.
+        pins: whether host memory is pinned, as it is for a CUDA device.
     """
 
-    config: OffloadConfig | None
-    pins: bool | None = None
-    replicas: int = 1
+    config: OffloadConfig
+    sizes: Sizes = Sizes()
+    pins: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +85,21 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
+class Given:
+    """What the command line says about an engine.
+
+    Args:
+        settings: kvoffload's settings in the engine's own configuration; None if there are none.
+        sizes: the engine's sizes.
+        checks: the adapter's checks.
+    """
+
+    settings: Mapping[str, object] | None
+    sizes: Sizes
+    checks: tuple[Check, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """A check's finding, with the check's name."""
 
@@ -115,17 +128,8 @@ def no_go(text: str, remedy: str) -> Finding:
 
 
 def not_known(text: str, remedy: str = "") -> Finding:
-    """Return what cannot be found out here, and how it could be."""
+    """Return what cannot be found out, and what to give to have it checked."""
     return Finding(Verdict.UNKNOWN, text, remedy)
-
-
-def concluded(name: str, finding: Finding) -> Check:
-    """Return a check with this finding."""
-
-    def find(_setup: Setup, _machine: Machine) -> Finding:
-        return finding
-
-    return Check(name, find)
 
 
 def _find(check: Check, setup: Setup, machine: Machine) -> Finding:

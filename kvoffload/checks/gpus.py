@@ -6,23 +6,17 @@ import contextlib
 import ctypes
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
+
+from kvoffload.checks.check import Check, Finding, Setup, go, no_go, warn
+
+if TYPE_CHECKING:
+    from kvoffload.checks.machine import Machine
 
 _NAME_BYTES = 96
 _SUCCESS = 0
 _HOST_REGISTER_SUPPORTED = 99  # CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """One GPU.
-
-    Args:
-        name: the vendor's name of it.
-        pci: its address on the bus, in the kernel's form; empty if unknown.
-    """
-
-    name: str
-    pci: str = ""
+_BATCHED = 12080  # from this CUDA on, one call of the driver copies many blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,24 +24,16 @@ class Gpus:
     """The GPUs that this process sees.
 
     Args:
-        found: the GPUs.
+        names: the vendor's names of them.
         driver: the driver's version; empty if there is none.
         cuda: the newest CUDA that the driver supports, as 1000 times major plus 10 times minor; 0 if unknown.
         can_register: whether host memory can be registered with them.
     """
 
-    found: tuple[Gpu, ...] = ()
+    names: tuple[str, ...] = ()
     driver: str = ""
     cuda: int = 0
     can_register: bool = True
-
-
-class _Pci(ctypes.Structure):
-    _fields_ = (
-        ("legacy_id", ctypes.c_char * 16),
-        ("numbers", ctypes.c_uint * 5),
-        ("id", ctypes.c_char * 32),
-    )
 
 
 @cache
@@ -71,8 +57,8 @@ def _ask(nvml: ctypes.CDLL) -> Gpus:
     nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
     nvml.nvmlSystemGetDriverVersion(driver, _NAME_BYTES)
     nvml.nvmlSystemGetCudaDriverVersion_v2(ctypes.byref(cuda))
-    found = tuple(_device(nvml, number) for number in range(count.value))
-    return Gpus(found, driver.value.decode(errors="replace"), cuda.value, can_register())
+    names = tuple(_name(nvml, number) for number in range(count.value))
+    return Gpus(names, driver.value.decode(errors="replace"), cuda.value, can_register())
 
 
 def can_register() -> bool:
@@ -85,16 +71,30 @@ def can_register() -> bool:
     return bool(answer.value)
 
 
-def _device(nvml: ctypes.CDLL, number: int) -> Gpu:
-    device, pci = ctypes.c_void_p(), _Pci()
-    name = ctypes.create_string_buffer(_NAME_BYTES)
+def _name(nvml: ctypes.CDLL, number: int) -> str:
+    device, name = ctypes.c_void_p(), ctypes.create_string_buffer(_NAME_BYTES)
     nvml.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(device))
     nvml.nvmlDeviceGetName(device, name, _NAME_BYTES)
-    nvml.nvmlDeviceGetPciInfo_v3(device, ctypes.byref(pci))
-    return Gpu(name.value.decode(errors="replace"), _kernel_address(pci.id.decode(errors="replace")))
+    return name.value.decode(errors="replace")
 
 
-def _kernel_address(text: str) -> str:
-    """Return the address in the kernel's form: four digits of the domain instead of eight, in lower case."""
-    domain, _, rest = text.lower().partition(":")
-    return f"{domain[-4:]}:{rest}" if rest else ""
+def _gpu(_: Setup, machine: Machine) -> Finding:
+    gpus = machine.gpus()
+    if not gpus.names:
+        return go("no NVIDIA GPU is visible here: copies are between two places in host memory")
+    counted = ", ".join(f"{gpus.names.count(name)} {name}" for name in dict.fromkeys(gpus.names))
+    newest = f"{gpus.cuda // 1000}.{gpus.cuda % 1000 // 10}" if gpus.cuda else "unknown"
+    text = f"{counted}; driver {gpus.driver}, for CUDA {newest}"
+    if not gpus.can_register:
+        return no_go(
+            f"{text}: its driver registers no host memory, as under confidential computing, so nothing could be cached",
+            "run without confidential computing, or without kvoffload",
+        )
+    if gpus.cuda < _BATCHED:
+        return warn(
+            f"{text}: every block will need its own call of the driver", "a driver for CUDA 12.8 or newer"
+        )
+    return go(text)
+
+
+CHECKS = (Check("gpu", _gpu),)

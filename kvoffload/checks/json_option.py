@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,7 +24,7 @@ def read_object(text: str, option: str) -> dict[str, Any]:
     source = option
     if not text.lstrip().startswith("{"):
         source = f"{option} {text}"
-        read = reader(Path.cwd())(text) if not text.startswith("/") else reader(Path("/"))(text)
+        read = reader(Path("/"))(os.path.abspath(text))
         if read is None:
             raise ConfigError([f"{source} is neither a JSON object nor a file that can be read"])
         text = read

@@ -1,61 +1,127 @@
-"""Where the engine will write: the journal's file, and the collector of spans."""
+"""Where the engine will write: the disk below the host, the journal's file, and the collector of spans."""
 
 from __future__ import annotations
 
 import os
 import socket
+import tempfile
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from kvoffload.checks.check import Check, Finding, Setup, go, no_go, not_known, warn
+from kvoffload.checks.check import Check, Finding, Setup, go, no_go, warn
 from kvoffload.checks.machine import Machine
+from kvoffload.model.config import size_text
 from kvoffload.model.errors import ConfigError
 
 _PATIENCE_S = 2.0
-_SETTINGS = "the settings cannot be used"
+_NO_DISK = "none: no disk_path is set"
+_NETWORKED = ("nfs", "cifs", "smb3", "ceph", "9p", "virtiofs", "fuse")
+_IN_MEMORY = ("tmpfs", "ramfs")
+
+
+def _disk_space(setup: Setup, machine: Machine) -> Finding:
+    path = setup.config.disk_path
+    if path is None:
+        return go(_NO_DISK)
+    needed = setup.config.disk_share(setup.sizes.ranks) * setup.sizes.ranks
+    free, ours = machine.free(_existing(path)), _bytes_below(path)
+    if needed > free + ours:
+        return warn(
+            f"{size_text(needed)} are more than the {size_text(free)} that {path} has free: the engine would serve without the disk",
+            "lower disk_bytes, or free space",
+        )
+    return go(f"{size_text(needed)} fit {size_text(free)} free and {size_text(ours)} of earlier engines")
+
+
+def _disk_folder(setup: Setup, machine: Machine) -> Finding:
+    from kvoffload.disk.folder import caution
+
+    path = setup.config.disk_path
+    if path is None:
+        return go(_NO_DISK)
+    local = "name a folder on a local disk in disk_path"
+    kind = _kind_of(_existing(path), machine)
+    if kind in _IN_MEMORY:
+        return warn(f"it is on {kind}, which is memory: a restart of the machine empties it", local)
+    if kind.startswith(_NETWORKED):
+        return warn(
+            f"it is on {kind}, over a network: calls may hang, and requests would wait for them", local
+        )
+    if note := caution(path):
+        return warn(note, "name a folder that only the engine's user can write to")
+    try:
+        reason = _try_folder(_existing(path))
+    except OSError as error:
+        return warn(f"{path} cannot be written: {error.strerror}", "name a folder of the engine's user")
+    if reason is not None:
+        return warn(
+            f"reads and writes would go through the page cache ({reason})", f"{local}, on ext4 or XFS"
+        )
+    return go(f"it is on {kind or 'a file system that the kernel does not name'}, and direct I/O works")
+
+
+def _try_folder(folder: Path) -> str | None:
+    """Write a file without a name as an engine does; return why I/O would not be direct.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    from kvoffload.disk.slot_file import go_direct
+    from kvoffload.disk.system import PAGE, aligned_buffer
+
+    with tempfile.TemporaryFile(dir=folder) as file:
+        os.posix_fallocate(file.fileno(), 0, PAGE)
+        return go_direct(file.fileno(), aligned_buffer(PAGE))
+
+
+def _existing(path: Path) -> Path:
+    """Return the folder, or the nearest one above it that exists."""
+    return next((one for one in (path, *path.absolute().parents) if one.is_dir()), Path("/"))
+
+
+def _bytes_below(path: Path) -> int:
+    return sum(512 * one.lstat().st_blocks for one in path.rglob("*"))
+
+
+def _kind_of(path: Path, machine: Machine) -> str:
+    """Return the type of a path's file system, that of the longest mount point above it; empty if unknown."""
+    mounts = {}
+    for line in (machine.read("/proc/self/mountinfo") or "").splitlines():
+        fields, _, rest = line.partition(" - ")
+        mounts[Path(fields.split()[4].encode().decode("unicode_escape"))] = rest.split()[0]
+    above = (path.resolve(), *path.resolve().parents)
+    return next((mounts[one] for one in above if one in mounts), "")
 
 
 def _journal(setup: Setup, _: Machine) -> Finding:
-    if setup.config is None:
-        return not_known(_SETTINGS)
+    """Open the journal as an engine does, and leave everything as it was."""
+    from kvoffload.telemetry.journal_file import JournalFile
+
     path = setup.config.journal_path
     if path is None:
         return go("no file: the last thousand events are kept in memory")
-    problem = _try_journal(path)
-    return (
-        no_go(problem, "name a file in an existing folder of the engine's user") if problem else go(str(path))
-    )
-
-
-def _try_journal(path: Path) -> str:
-    """Open the journal as an engine does, and leave everything as it was; return what is wrong, if anything."""
-    from kvoffload.telemetry.journal_file import JournalFile
-
     mode = path.stat().st_mode if path.exists() else None
     try:
         JournalFile(path).close()
     except ConfigError as error:
-        return str(error)
+        return no_go(str(error), "name a file in an existing folder of the engine's user")
     if mode is None:
         path.unlink()
     else:
         os.chmod(path, mode & 0o7777)
-    return ""
+    return go(str(path))
 
 
 def _collector(setup: Setup, _: Machine) -> Finding:
-    if setup.config is None:
-        return not_known(_SETTINGS)
-    endpoint = setup.config.otlp_endpoint
-    if endpoint is None:
-        return go("none: no spans are sent")
     from kvoffload.telemetry.spans import check_installed
 
+    if setup.config.otlp_endpoint is None:
+        return go("none: no spans are sent")
     try:
         check_installed(setup.config)
     except ConfigError as error:
         return no_go(str(error), "pip install 'kvoffload[otel]'")
-    url = urlsplit(endpoint)
+    url = urlsplit(setup.config.otlp_endpoint)
     port = url.port or (443 if url.scheme == "https" else 80)
     try:
         socket.create_connection((url.hostname or "", port), _PATIENCE_S).close()
@@ -67,4 +133,9 @@ def _collector(setup: Setup, _: Machine) -> Finding:
     return go(f"{url.hostname}:{port} answers")
 
 
-CHECKS = (Check("journal", _journal), Check("span collector", _collector))
+CHECKS = (
+    Check("disk space", _disk_space),
+    Check("disk folder", _disk_folder),
+    Check("journal", _journal),
+    Check("span collector", _collector),
+)

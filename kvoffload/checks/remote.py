@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvoffload.checks.check import Check, Finding, Setup, go, no_go, not_known, warn
+from kvoffload.checks.check import Check, Finding, Setup, go, no_go, warn
 from kvoffload.checks.machine import Machine
 from kvoffload.model.errors import ConfigError, RemoteError
 from kvoffload.remote.address import BucketAddress, MooncakeAddress, RemoteAddress, parse_address
@@ -16,8 +16,6 @@ def unreachable(address: RemoteAddress) -> Finding | None:
 
 
 def _remote(setup: Setup, _: Machine) -> Finding:
-    if setup.config is None:
-        return not_known("the settings cannot be used")
     url = setup.config.remote_url
     if url is None:
         return go("none: what this engine computes is its own")

@@ -6,9 +6,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvoffload.checks import memory, numa, pools
-from kvoffload.checks.check import FAILING, Answer, Check, Setup, run_checks
-from kvoffload.checks.gpus import Gpus
+from kvoffload.checks import memory
+from kvoffload.checks.check import FAILING, Answer, Check, Setup, Sizes, run_checks
 from kvoffload.checks.machine import Machine
 from kvoffload.logs import get_logger
 
@@ -18,15 +17,11 @@ if TYPE_CHECKING:
 
 log = get_logger("doctor")
 
-CHECKS: tuple[Check, ...] = (*memory.CHECKS, *numa.CHECKS, *pools.CHECKS)
-"""The checks that a rank can answer."""
-
 
 def examine(checks: Iterable[Check], setup: Setup, machine: Machine | None = None) -> list[Answer]:
-    """Return the answers of the checks that fail. Reads small files of the kernel, and queries no device."""
-    # The management library takes longer to load than everything else here, and the engine has chosen its devices.
-    at_start = replace(machine or Machine(), gpus=Gpus)
-    return [one for one in run_checks(checks, setup, at_start) if one.finding.verdict in FAILING]
+    """Return the answers of the checks that fail."""
+    answers = run_checks(checks, setup, machine or Machine())
+    return [one for one in answers if one.finding.verdict in FAILING]
 
 
 def examine_rank(
@@ -36,10 +31,12 @@ def examine_rank(
     layout: DeviceLayout,
     *,
     local_ranks: int | None = None,
-    checks: Iterable[Check] = CHECKS,
+    checks: Iterable[Check] = (*memory.CHECKS, memory.COPY_SPEED),
     machine: Machine | None = None,
 ) -> list[Answer]:
     """Check the memory that a rank is about to use. The first rank of a machine checks for all of them.
+
+    Reads small files of the kernel, and queries no device.
 
     Args:
         rank: its number.
@@ -53,15 +50,14 @@ def examine_rank(
     local_ranks = local_ranks or ranks
     if rank % local_ranks:
         return []
-    setup = Setup(
-        config=replace(config, host_bytes_per_rank=config.bytes_per_rank(ranks)),
+    sizes = Sizes(
         ranks=local_ranks,
-        device_blocks=layout.regions[0].blocks - 1,  # without the engine's null block
-        page_bytes=tuple(region.page_bytes for region in layout.regions),
         block_bytes=layout.slot_bytes,
-        pins=layout.device.startswith("cuda"),
+        page_bytes=tuple(region.page_bytes for region in layout.regions),
+        device_blocks=layout.regions[0].blocks - 1,  # without the engine's null block
     )
-    return examine(checks, setup, machine)
+    config = replace(config, host_bytes_per_rank=config.bytes_per_rank(ranks))
+    return examine(checks, Setup(config, sizes, pins=layout.device.startswith("cuda")), machine)
 
 
 def warn(answers: Iterable[Answer]) -> None:

@@ -24,7 +24,7 @@ COMMANDS = {
     "completion": "kvoffload.cli.completion",
     "dashboards": "kvoffload.cli.dashboards",
     "demo": "kvoffload.cli.demo.command",
-    "doctor": "kvoffload.cli.doctor.command",
+    "doctor": "kvoffload.cli.doctor",
     "gpu-check": "kvoffload.gpu_check.command",
     "report": "kvoffload.cli.report.command",
     "timeline": "kvoffload.cli.timeline",

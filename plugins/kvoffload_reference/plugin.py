@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import kvoffload
-from kvoffload.checks import memory, numa, pools
+from kvoffload.checks import memory
 from kvoffload.checks.startup import examine_rank
 from kvoffload.disk.folder import DiskPlace
 from kvoffload.disk.identity import KVIdentity, groups_of
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from kvoffload.checks.check import Answer
     from kvoffload.transfer.layout import DeviceLayout
     from kvoffload.transfer.ports import Clock, Copier
-
-_START_CHECKS = (*memory.CHECKS, *numa.CHECKS, pools.HOST_POOL)
-"""Its models are small on purpose, and so are their pages: of copy speed nothing is said."""
 
 _IDENTITY = EngineIdentity("reference", kvoffload.__version__, "random weights")
 
@@ -107,7 +104,8 @@ class ReferencePlugin:
         self.workers.append(worker)
 
         def examine_layout(layout: DeviceLayout) -> list[Answer]:
-            return examine_rank(rank, engine.ranks, self._config, layout, checks=_START_CHECKS)
+            # Its models are small on purpose, and so are their pages, so the speed of copies is not checked.
+            return examine_rank(rank, engine.ranks, self._config, layout, checks=memory.CHECKS)
 
         return ReferenceWorker(worker, examine_layout)
 

@@ -1,12 +1,8 @@
 """Bytes of a vLLM's KV blocks from its model's `config.json`, without vLLM, which takes seconds to import.
 
-Only the model types whose sizes a test compares with those of a stock vLLM are computed: layers of full and sliding-window
-attention with pages of one size, and DeepSeek's multi-head latent attention. A wrong size is worse than none. vLLM puts
-equally many layers into each of its KV cache groups, and a block holds one page of each layer of a group:
-
-    one kind of layer         one group: a block has a page of every layer
-    10 full, 52 sliding       groups of 10 layers: a block has 10 pages
-    12 full, 13 sliding       groups of 13 layers, because 13 is less than 1.5 times 12
+Only the model types whose sizes a test compares with those of a stock vLLM are computed: layers of full attention with
+pages of one size, and DeepSeek's multi-head latent attention. A block has a page of every layer. A wrong size is worse
+than none.
 
 The model's files may come from anywhere: what is read of them has types and bounds.
 """
@@ -15,46 +11,31 @@ from __future__ import annotations
 
 import json
 import os
-import stat
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
 from kvoffload.model.config import size_text
 from kvoffload.model.errors import ConfigError, KVOffloadError
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
 
 _BYTES_OF_DTYPE = {"float32": 4, "float16": 2, "half": 2, "bfloat16": 2}
-_BYTES_OF_CACHE_DTYPE = {"float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
-CACHE_DTYPES = ("auto", *_BYTES_OF_CACHE_DTYPE)
-DTYPES = ("auto", *_BYTES_OF_DTYPE)
+_BYTES_IN_USE = 2  # on a GPU vLLM converts float32
 
-_MLA, _GEMMA = "deepseek_v2", "gemma3_text"
-MODEL_TYPES = (_MLA, _GEMMA, "llama", "qwen3")
+_MLA = "deepseek_v2"
+MODEL_TYPES = (_MLA, "llama", "qwen3")
 """A test compares the sizes of each with those of a stock vLLM."""
 
-# What the model classes assume where a published config.json is silent.
-_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    _GEMMA: {
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "num_hidden_layers": 26,
-        "sliding_window_pattern": 6,
-    },
-    "qwen3": {"head_dim": 128, "num_key_value_heads": 32},
-}
-_MOST_PADDING = 1.5  # a group is as large as the larger kind of layer below this ratio of the two
+_DEFAULTS: Mapping[str, Mapping[str, int]] = {"qwen3": {"head_dim": 128, "num_key_value_heads": 32}}
+"""What the model classes assume where a published config.json is silent."""
+
+_FULL = "full_attention"
 _INDEX = "model.safetensors.index.json"
-_LARGEST_CONFIG, _LARGEST_INDEX = (
-    1 << 20,
-    64 << 20,
-)  # bytes; an index of a hundred thousand tensors has ten million
+_LARGEST_CONFIG, _LARGEST_INDEX = 1 << 20, 64 << 20  # bytes; an index of 100,000 tensors has ten million
 _SHOWN = 40  # characters of a text from the file
 
 _Layers = Annotated[int, msgspec.Meta(ge=1, le=4096)]
@@ -77,7 +58,6 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: _Count | None = None
     kv_lora_rank: _Count | None = None
     qk_rope_head_dim: _Count | None = None
-    sliding_window_pattern: _Count | None = None
     use_sliding_window: bool | None = None
     layer_types: list[str] | None = None
     dtype: str | None = None
@@ -100,26 +80,23 @@ class Options:
     tensor_parallel_size: int = 1
     block_size: int = 16
     kv_cache_dtype: str = "auto"
-    dtype: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
-class KVSizes:
+class ModelSizes:
     """One rank's KV blocks.
 
     Args:
         page_bytes: of one block in one layer.
         pages: pages of a block: the layers of a KV cache group.
-        full_groups: groups of full attention, which keep blocks of all tokens.
-        block_tokens: tokens of a block.
-        about: how the bytes of a page came about.
+        about: how the numbers came about.
+        blocks: at most so many fit on a device; None if its memory or the weights are not known.
     """
 
     page_bytes: int
     pages: int
-    full_groups: int
-    block_tokens: int
     about: str
+    blocks: int | None = None
 
     @property
     def block_bytes(self) -> int:
@@ -127,23 +104,8 @@ class KVSizes:
         return self.page_bytes * self.pages
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """The sizes of a model's blocks, and how many fit on a device.
-
-    Args:
-        kv: the sizes.
-        blocks: at most so many blocks fit; None if the device's memory or the weights are not known.
-        about: how the number came about.
-    """
-
-    kv: KVSizes
-    blocks: int | None = None
-    about: str = ""
-
-
-def estimate(folder: Path, options: Options, device_memory: int | None, share: float) -> Estimate:
-    """Return the sizes of a model's blocks, and how many fit on a device next to the weights.
+def estimate(folder: Path, options: Options, device_memory: int | None) -> ModelSizes:
+    """Return the sizes of a model's blocks, and how many fit into `device_memory` next to the weights.
 
     vLLM also needs memory for activations and CUDA graphs, which it measures at its start: the number is an upper bound.
 
@@ -152,17 +114,18 @@ def estimate(folder: Path, options: Options, device_memory: int | None, share: f
         SizesNotKnown: sizes of this model are not computed.
     """
     model = read_config(folder)
-    kv = kv_sizes(model, options)
-    weights = weight_bytes(folder, model, options)
-    if device_memory is None or weights is None:
-        return Estimate(kv)
+    sizes = kv_sizes(model, options)
+    weights = weight_bytes(folder, model)
+    if weights is None or device_memory is None:
+        lacks = "without --device-memory" if weights is not None else f"without *.safetensors in {folder}"
+        return replace(sizes, about=f"{sizes.about}; {lacks} the device's blocks are not estimated")
     of_rank = weights // options.tensor_parallel_size
-    left = max(0, int(device_memory * share) - of_rank)
+    blocks = max(0, device_memory - of_rank) // sizes.block_bytes
     about = (
-        f"{share:g} x {size_text(device_memory)} - {size_text(of_rank)} of weights = {size_text(left)}, less activations and "
-        "CUDA graphs, which vLLM measures at its start"
+        f"{sizes.about}; device: {size_text(device_memory)} less {size_text(of_rank)} of weights, and less activations and CUDA "
+        f"graphs, which vLLM measures at its start: at most {blocks:,} blocks"
     )
-    return Estimate(kv, left // kv.block_bytes, about)
+    return replace(sizes, about=about, blocks=blocks)
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -176,9 +139,9 @@ def read_config(folder: Path) -> ModelConfig:
     try:
         raw = json.loads(_read(path, _LARGEST_CONFIG).decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ConfigError([f"--model: {path} is not JSON: {error}"]) from error
+        raise _wrong(f"{path} is not JSON: {error}") from error
     if not isinstance(raw, dict):
-        raise ConfigError([f"--model: {path} does not hold a JSON object"])
+        raise _wrong(f"{path} does not hold a JSON object")
     return model_of(raw)
 
 
@@ -192,33 +155,28 @@ def model_of(raw: Mapping[str, object]) -> ModelConfig:
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in MODEL_TYPES:
         given = f"model_type {kind[:_SHOWN]!r}" if isinstance(kind, str) else "a model without model_type"
-        raise SizesNotKnown(f"of {given}: sizes are computed only for {', '.join(MODEL_TYPES)}")
+        raise SizesNotKnown(f"sizes of {given} are not computed, only of {', '.join(MODEL_TYPES)}")
     try:
         return msgspec.convert({**_DEFAULTS.get(kind, {}), **raw}, ModelConfig)
     except msgspec.ValidationError as error:
-        raise ConfigError([f"--model: config.json: {error}"]) from error
+        raise _wrong(f"config.json: {error}") from error
 
 
-def kv_sizes(model: ModelConfig, options: Options) -> KVSizes:
+def kv_sizes(model: ModelConfig, options: Options) -> ModelSizes:
     """Return the sizes of a model's KV blocks.
 
     Raises:
         ConfigError: the model's configuration lacks something.
         SizesNotKnown: it has layers whose sizes are not computed.
     """
-    page_bytes, words = _page(model, _item_bytes(model, options), options)
-    kinds = _kinds(model)
-    pages = _group_size(list(kinds.values()))
-    return KVSizes(
-        page_bytes=page_bytes,
-        pages=pages,
-        full_groups=-(-kinds[FULL] // pages),
-        block_tokens=options.block_size,
-        about=words,
-    )
+    page_bytes, calculation = _page(model, _item_bytes(model, options), options)
+    pages = _layers(model)
+    block = size_text(page_bytes * pages)
+    about = f"pages of {size_text(page_bytes)} ({calculation}), {pages} of them in a block: {block} a block and rank"
+    return ModelSizes(page_bytes, pages, about)
 
 
-def weight_bytes(folder: Path, model: ModelConfig, options: Options) -> int | None:
+def weight_bytes(folder: Path, model: ModelConfig) -> int | None:
     """Return the bytes of all weights in the dtype they are used in, None if the folder has none.
 
     Raises:
@@ -229,33 +187,28 @@ def weight_bytes(folder: Path, model: ModelConfig, options: Options) -> int | No
         stored = _indexed_bytes(index)
     else:
         stored = sum(path.stat().st_size for path in folder.glob("*.safetensors") if path.is_file())
-    if model.quantization_config is not None or not stored:
-        return stored or None
-    return stored * _BYTES_OF_DTYPE[_dtype(model, options)] // _BYTES_OF_DTYPE[_stored_dtype(model)]
+    if model.quantization_config is None:
+        stored = stored * _BYTES_IN_USE // _stored_item_bytes(model)
+    return stored or None
 
 
 def _indexed_bytes(path: Path) -> int:
     try:
         return int(msgspec.json.decode(_read(path, _LARGEST_INDEX), type=_WeightsIndex).metadata.total_size)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise ConfigError([f"--model: {path} is no index of weights: {error}"]) from error
+        raise _wrong(f"{path} is no index of weights: {error}") from error
 
 
 def _read(path: Path, most: int) -> bytes:
-    """Return a regular file's bytes. Anything else may never end."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        try:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise OSError(0, "it is not a regular file")
-            with open(descriptor, "rb", closefd=False) as file:
-                data = file.read(most + 1)
-        finally:
-            os.close(descriptor)
+        if not path.is_file():  # a pipe or a device may never end
+            raise _wrong(f"{path} is not a regular file")
+        with path.open("rb") as file:
+            data = file.read(most + 1)
     except OSError as error:
-        raise ConfigError([f"--model: {path} cannot be read: {error.strerror or error}"]) from error
+        raise _wrong(f"{path} cannot be read: {error.strerror}") from error
     if len(data) > most:
-        raise ConfigError([f"--model: {path} is larger than {size_text(most)}"])
+        raise _wrong(f"{path} is larger than {size_text(most)}")
     return data
 
 
@@ -269,7 +222,7 @@ def _page(model: ModelConfig, item: int, options: Options) -> tuple[int, str]:
     heads = max(1, kv_heads // options.tensor_parallel_size)
     dim = model.head_dim or _needed(model, "hidden_size") // _needed(model, "num_attention_heads")
     if not dim:
-        raise ConfigError(["--model: config.json has more num_attention_heads than hidden_size"])
+        raise _wrong("config.json has more num_attention_heads than hidden_size")
     return (
         2 * tokens * heads * dim * item,
         f"2 (K and V) x {tokens} tokens x {heads} KV heads x {dim} x {item} bytes",
@@ -279,53 +232,42 @@ def _page(model: ModelConfig, item: int, options: Options) -> tuple[int, str]:
 def _needed(model: ModelConfig, name: str) -> int:
     value: int | None = getattr(model, name)
     if value is None:
-        raise ConfigError([f"--model: config.json does not give {name}"])
+        raise _wrong(f"config.json does not give {name}")
     return value
 
 
-def _kinds(model: ModelConfig) -> Counter[str]:
-    """Return how many layers there are of each kind."""
-    layers, kinds = model.num_hidden_layers, Counter(model.layer_types or ())
-    has_windows = model.model_type == _GEMMA
-    if kinds:
-        if other := kinds.keys() - ({FULL, SLIDING} if has_windows else {FULL}):
-            raise SizesNotKnown(f"of layers of {min(other)[:_SHOWN]!r} in a model of type {model.model_type}")
-        if kinds.total() != layers:
-            raise ConfigError(
-                [f"--model: config.json has {layers} num_hidden_layers and {kinds.total()} layer_types"]
-            )
-        return kinds
-    if has_windows and model.sliding_window_pattern:
-        full = layers // model.sliding_window_pattern
-        return +Counter({FULL: full, SLIDING: layers - full})
+def _layers(model: ModelConfig) -> int:
+    """Return how many layers have KV; all have full attention."""
+    layers = model.num_hidden_layers
+    if model.layer_types is not None and len(model.layer_types) != layers:
+        raise _wrong(f"config.json has {layers} num_hidden_layers and {len(model.layer_types)} layer_types")
+    if other := set(model.layer_types or ()) - {_FULL}:
+        raise SizesNotKnown(
+            f"sizes of layers of {min(other)[:_SHOWN]!r} are not computed in a model of type {model.model_type}"
+        )
     if model.use_sliding_window:
-        raise SizesNotKnown(f"of sliding windows in a model of type {model.model_type}")
-    return Counter({FULL: layers})
-
-
-def _group_size(counts: list[int]) -> int:
-    least, most = min(counts), max(counts)
-    return most if most < least * _MOST_PADDING else least
+        raise SizesNotKnown(
+            f"sizes of sliding windows are not computed in a model of type {model.model_type}"
+        )
+    return layers
 
 
 def _item_bytes(model: ModelConfig, options: Options) -> int:
     if options.kv_cache_dtype != "auto":
-        return _BYTES_OF_CACHE_DTYPE[options.kv_cache_dtype]
+        return 1 if options.kv_cache_dtype.startswith("fp8") else 2
     quantized = model.quantization_config or {}
     if quantized.get("kv_cache_scheme") or quantized.get("kv_cache_quant_algo"):
-        raise ConfigError(["--model chooses the KV cache's dtype by its quantization: give --kv-cache-dtype"])
-    return _BYTES_OF_DTYPE[_dtype(model, options)]
+        raise _wrong("its quantization chooses the KV cache's dtype: give --kv-cache-dtype")
+    _stored_item_bytes(model)
+    return _BYTES_IN_USE
 
 
-def _dtype(model: ModelConfig, options: Options) -> str:
-    if options.dtype != "auto":
-        return options.dtype
-    stored = _stored_dtype(model)
-    return "bfloat16" if stored == "float32" else stored  # as vLLM does on a GPU
-
-
-def _stored_dtype(model: ModelConfig) -> str:
+def _stored_item_bytes(model: ModelConfig) -> int:
     name = (model.dtype or model.torch_dtype or "float32").removeprefix("torch.")
     if name not in _BYTES_OF_DTYPE:
-        raise ConfigError([f"--model has the dtype {name[:_SHOWN]!r}: give --dtype and --kv-cache-dtype"])
-    return name
+        raise _wrong(f"config.json has the dtype {name[:_SHOWN]!r}; known are {', '.join(_BYTES_OF_DTYPE)}")
+    return _BYTES_OF_DTYPE[name]
+
+
+def _wrong(text: str) -> ConfigError:
+    return ConfigError([f"--model: {text}"])

@@ -108,10 +108,14 @@ def find_problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, featu
     return problems
 
 
-def _check_settings(vllm_config: VllmConfig) -> Iterator[str]:
-    role = vllm_config.kv_transfer_config.kv_role
+def role_problems(role: object) -> Iterator[str]:
+    """Yield what is wrong with a `kv_role`. The doctor asks before the start."""
     if role != "kv_both":
-        yield f"kv_role is {role!r}; it must be 'kv_both', because blocks are both stored and loaded"
+        yield f"kv_role is {role!r:.40}; it must be 'kv_both', because blocks are both stored and loaded"
+
+
+def _check_settings(vllm_config: VllmConfig) -> Iterator[str]:
+    yield from role_problems(vllm_config.kv_transfer_config.kv_role)
     if not vllm_config.cache_config.enable_prefix_caching:
         yield "prefix caching is off, and blocks are found by their prefix; start with --enable-prefix-caching"
     if getattr(getattr(vllm_config, "model_config", None), "enable_sleep_mode", False):

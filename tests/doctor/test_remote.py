@@ -9,14 +9,11 @@ from pathlib import Path
 import pytest
 
 from kvoffload.checks.remote import CHECKS
-from kvoffload.model.config import OffloadConfig
 from tests.doctor.trees import ask, machine, setup
-
-(STORE,) = CHECKS
 
 
 def found(url: str | None, tmp_path: Path) -> tuple[str, str]:
-    return ask(STORE, setup(config=OffloadConfig(remote_url=url)), machine(tmp_path))
+    return ask(CHECKS, "remote store", setup(remote_url=url), machine(tmp_path))
 
 
 def test_none_is_fine(tmp_path: Path) -> None:

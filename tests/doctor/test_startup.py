@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kvoffload.checks.check import Check, Finding, Setup, go, no_go
+from kvoffload.checks.check import Check, Finding, Setup, no_go
 from kvoffload.checks.machine import Machine
 from kvoffload.checks.startup import examine, examine_rank, warn
 from kvoffload.model.config import OffloadConfig
@@ -15,7 +15,6 @@ from kvoffload.testing.logs import capture_logs
 from tests.doctor.trees import GIB, machine, setup
 from tests.reference.rig import rig
 
-NODES = "sys/devices/system/node"
 LAYOUT = FakeDevice(9, [65536, 65536]).layout  # 8 blocks of its own, beside the null block
 ENOUGH = OffloadConfig(host_bytes=64 * 131072)
 
@@ -46,23 +45,19 @@ def test_each_failing_check_is_one_warning_with_stable_keys(tmp_path: Path) -> N
 def test_one_rank_of_a_machine_speaks_for_all(tmp_path: Path) -> None:
     tight = machine(tmp_path, {"proc/meminfo": "MemAvailable: 6144 kB\n"})
     config = OffloadConfig(host_bytes=8 * 2**20)
-    assert [line["check"] for line in warnings(0, 2, config, tight)] == ["machine memory"]
+    assert [line["check"] for line in warnings(0, 2, config, tight)] == ["host memory"]
     assert warnings(1, 2, config, tight) == []
     # Of two machines with a rank each, each takes half.
     assert warnings(0, 2, config, tight, local_ranks=1) == []
     small = machine(tmp_path, {"proc/meminfo": "MemAvailable: 2048 kB\n"})
-    assert [line["check"] for line in warnings(1, 2, config, small, local_ranks=1)] == ["machine memory"]
+    assert [line["check"] for line in warnings(1, 2, config, small, local_ranks=1)] == ["host memory"]
 
 
-def test_a_check_that_raises_is_a_warning_itself(tmp_path: Path) -> None:
+def test_a_check_that_raises_is_a_warning_and_the_others_go_on(tmp_path: Path) -> None:
     def broken(_setup: Setup, _machine: Machine) -> Finding:
         raise OSError("the file is odd")
 
-    checks = [
-        Check("broken", broken),
-        Check("fine", lambda *_: go("fine")),
-        Check("bad", lambda *_: no_go("a", "b")),
-    ]
+    checks = [Check("broken", broken), Check("bad", lambda *_: no_go("a", "b"))]
     with capture_logs() as lines:
         warn(examine(checks, setup(), machine(tmp_path)))
     assert [(line["check"], line["verdict"]) for line in lines] == [("broken", "warning"), ("bad", "no-go")]
@@ -73,12 +68,11 @@ def test_no_device_is_asked_and_no_package_looked_up(tmp_path: Path) -> None:
     def asked(*_: object) -> NoReturn:
         raise AssertionError("asked")
 
-    bound = {f"{NODES}/online": "0-1\n", "proc/self/status": "Mems_allowed_list:\t0\n"}
-    where = replace(machine(tmp_path, bound), gpus=asked, version=asked, source=asked, entry_points=asked)
+    where = replace(machine(tmp_path), gpus=asked, version=asked, entry_points=asked, free=asked)
     assert examine_rank(0, 1, ENOUGH, LAYOUT, machine=where) == []
 
 
-def test_it_reads_a_few_small_files_and_never_twice_as_many() -> None:
+def test_it_reads_a_few_small_files_of_the_kernel() -> None:
     read = Machine().read
     paths: list[str] = []
 
@@ -87,7 +81,7 @@ def test_it_reads_a_few_small_files_and_never_twice_as_many() -> None:
         return read(path)
 
     examine_rank(0, 1, OffloadConfig(host_bytes=64 * GIB), LAYOUT, machine=Machine(read=counted))
-    assert len(paths) < 100
+    assert len(paths) < 60
     assert all(path.startswith(("/proc/", "/sys/")) for path in paths)
 
 

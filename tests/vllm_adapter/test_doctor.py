@@ -14,17 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.checks import memory
-from kvoffload.checks.check import Check, run_checks
+from kvoffload.checks.check import Setup, run_checks
 from kvoffload.checks.gpus import Gpus
 from kvoffload.checks.machine import Machine
-from kvoffload.cli.doctor.given import settings_of, setup_of
 from kvoffload.cli.main import main
 from kvoffload.model.config import OffloadConfig
 from kvoffload.testing import FakeDevice
 from kvoffload.testing.logs import capture_logs
 from kvoffload_vllm import doctor
-from kvoffload_vllm.support import NEEDED, NEWEST_RUN, VERSIONS
+from kvoffload_vllm.support import NEWEST_RUN, VERSIONS
 from tests.doctor.trees import ask, machine, setup
 from tests.vllm_adapter.stand_ins import cache_config, full, group, vllm_config
 
@@ -44,11 +42,11 @@ def found(capsys: pytest.CaptureFixture[str], transfer: object, *argv: str) -> d
 def test_a_good_configuration(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "transfer.json"
     path.write_text(json.dumps(GOOD))
-    main(["doctor", "--json", "--kv-transfer-config", str(path), "--enable-prefix-caching"])
+    main(["doctor", "--json", "--kv-transfer-config", str(path)])
     checks = {one["check"]: one for one in json.loads(capsys.readouterr().out)["findings"]}
-    for name in ("settings", "vllm connector", "load failures", "prefix caching"):
+    for name in ("settings", "vllm connector", "load failures"):
         assert checks[name]["verdict"] == "go", name
-    assert "1.0 MiB of all ranks" in checks["machine memory"]["finding"]
+    assert checks["host memory"]["finding"].startswith("1.0 MiB fit")
 
 
 @pytest.mark.parametrize(
@@ -62,7 +60,7 @@ def test_a_good_configuration(capsys: pytest.CaptureFixture[str], tmp_path: Path
             "whose load fails; with verify 'full' the connector refuses to start",
         ),
         ({"kv_role": "kv_producer"}, "vllm connector", "kv_role is 'kv_producer'"),
-        ({"kv_role": None}, "vllm connector", "kv_role is not given"),
+        ({"kv_role": None}, "vllm connector", "kv_role is None; it must be 'kv_both'"),
         ({"kv_connector": "Another"}, "vllm connector", "kv_connector is 'Another'"),
         ({"kv_connector_extra_config": {"lazy": 1}}, "settings", "unknown key 'lazy'"),
         ({"kv_connector_extra_config": [1]}, "settings", "kv_connector_extra_config"),
@@ -83,20 +81,17 @@ anything = st.recursive(
     ),
     max_leaves=6,
 )
-NOWHERE = Machine(read=lambda _: None, space=lambda _: None, gpus=Gpus, version=lambda _: None, environ={})
+NOWHERE = Machine(read=lambda _: None, gpus=Gpus, version=lambda _: None, environ={})
 
 
 @given(st.dictionaries(st.sampled_from([*GOOD, "connectors"]), anything, max_size=5), st.booleans())
 def test_property_any_configuration_gets_its_findings(changes: dict[str, Any], is_ours: bool) -> None:
+    parser = argparse.ArgumentParser()
+    doctor.add_arguments(parser.add_argument_group())
     transfer = {**GOOD, **changes} if is_ours else changes
-    args = argparse.Namespace(
-        kv_transfer_config=json.dumps(transfer), enable_prefix_caching=None,
-        page_bytes=None, block_bytes=None, ranks=1, device_blocks=None, model=None,
-        state_block_tokens=None, prefix_cache_retention_interval=0, replicas=1, block_tokens=None,
-        prefix_caching_hash_algo="sha256",
-    )  # fmt: skip
-    known, settings = setup_of(settings_of([], [doctor], args), [doctor], args)
-    for answer in run_checks([settings, *doctor.checks(args), *memory.CHECKS], known, NOWHERE):
+    found = doctor.read_arguments(parser.parse_args(["--kv-transfer-config", json.dumps(transfer)]))
+    assert isinstance(found.settings, dict)
+    for answer in run_checks(found.checks, Setup(OffloadConfig()), NOWHERE):
         assert "the check itself failed" not in answer.finding.text
 
 
@@ -105,57 +100,24 @@ def test_vllms_own_default_for_failed_loads_is_a_no_go(capsys: pytest.CaptureFix
     assert found(capsys, transfer)["load failures"]["verdict"] == "no-go"
 
 
-def test_prefix_caching_off(capsys: pytest.CaptureFixture[str]) -> None:
-    assert found(capsys, GOOD, "--no-enable-prefix-caching")["prefix caching"]["verdict"] == "no-go"
-
-
-DISK = {"disk_path": "/somewhere", "disk_bytes": "1GiB"}
-REMOTE = {"remote_url": "mooncake://nowhere:1"}
-
-
 @pytest.mark.parametrize(
-    ("algorithm", "tiers", "verdict"),
-    [
-        ("sha256", DISK, "go"),
-        ("sha256_cbor", REMOTE, "go"),
-        ("xxhash", {}, "go"),
-        ("xxhash", DISK, "warning"),
-        ("xxhash_cbor", REMOTE, "warning"),
-    ],
+    ("algorithm", "verdict"),
+    [("sha256", "go"), ("sha256_cbor", "go"), ("xxhash", "warning"), ("xxhash_cbor", "warning")],
 )
-def test_hashes_for_which_collisions_can_be_searched_are_a_warning_below_the_host(
-    capsys: pytest.CaptureFixture[str], algorithm: str, tiers: dict[str, str], verdict: str
+def test_hashes_for_which_collisions_can_be_searched_are_a_warning(
+    tmp_path: Path, algorithm: str, verdict: str
 ) -> None:
-    transfer = {**GOOD, "kv_connector_extra_config": {"host_bytes": "1MiB", **tiers}}
-    one = found(capsys, transfer, "--prefix-caching-hash-algo", algorithm)["block hashes"]
-    assert one["verdict"] == verdict
-    assert algorithm in one["finding"]
-    assert one["remedy"] == (
-        "start vLLM with --prefix-caching-hash-algo sha256" if verdict == "warning" else ""
-    )
+    found = ask((doctor.block_hashes(algorithm),), "block hashes", setup(), machine(tmp_path))
+    assert found[0] == verdict
+    assert algorithm in found[1]
 
 
-def test_vllms_default_hashes_are_the_doctors(capsys: pytest.CaptureFixture[str]) -> None:
-    assert found(capsys, GOOD)["block hashes"]["finding"] == "blocks are found by sha256"
-
-
-@pytest.mark.parametrize(
-    ("argv", "verdict", "text"),
-    [
-        (("--state-block-tokens", "528"), "warning", "end at multiples of 528 tokens"),
-        (
-            ("--state-block-tokens", "528", "--prefix-cache-retention-interval", "1056"),
-            "go",
-            "shorter prefixes are never found",
-        ),
-    ],
-)
-def test_where_hits_of_recurrent_models_end(
-    capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], verdict: str, text: str
-) -> None:
-    finding = found(capsys, GOOD, *argv)["recurrent states"]
-    assert finding["verdict"] == verdict
-    assert text in finding["finding"]
+@pytest.mark.parametrize(("interval", "verdict"), [(0, "warning"), (1056, "go"), (None, "go")])
+def test_where_hits_of_recurrent_models_end(tmp_path: Path, interval: int | None, verdict: str) -> None:
+    check = doctor.recurrent_states(528, interval)
+    found = ask((check,), "recurrent states", setup(), machine(tmp_path))
+    assert found[0] == verdict
+    assert "end at multiples of 528 tokens; shorter prefixes are never found" in found[1]
 
 
 def test_one_of_several_connectors(capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,27 +129,26 @@ def test_one_of_several_connectors(capsys: pytest.CaptureFixture[str]) -> None:
     }
     checks = found(capsys, several)
     assert checks["vllm connector"]["verdict"] == "go"
-    assert "1.0 MiB of all ranks" in checks["machine memory"]["finding"]
+    assert checks["host memory"]["finding"].startswith("1.0 MiB fit")
 
 
-VERSION, PLUGIN = doctor._version, doctor._registration
-SOURCE = "\n".join(f"    def {name}(self): ..." for name in NEEDED)
+def ask_vllms(name: str, where: Machine) -> tuple[str, str]:
+    parser = argparse.ArgumentParser()
+    doctor.add_arguments(parser.add_argument_group())
+    return ask(doctor.read_arguments(parser.parse_args([])).checks, name, setup(), where)
 
 
 @pytest.mark.parametrize(
-    ("version", "source", "verdict", "text"),
+    ("version", "verdict", "text"),
     [
-        (None, SOURCE, "not known", "vLLM is not installed"),
-        ("0.32.0+cpu", SOURCE, "go", "vLLM 0.32.0+cpu has what the connector needs"),
-        ("0.27.1", SOURCE.replace(NEEDED[-1], "other"), "no-go", f"vLLM 0.27.1 lacks {NEEDED[-1]}"),
-        ("0.32.0", None, "warning", "cannot be read"),
-        ("0.34.0", SOURCE, "warning", "is newer than any that was run"),
-        ("1.0", SOURCE, "warning", "is newer"),
+        (None, "not known", "vLLM is not installed"),
+        ("0.32.0+cpu", "go", "vLLM 0.32.0+cpu"),
+        ("0.34.0", "warning", "is newer than any that was run"),
+        ("1.0", "warning", "is newer"),
     ],
 )
-def test_version(tmp_path: Path, version: str | None, source: str | None, verdict: str, text: str) -> None:
-    where = machine(tmp_path, version={"vllm": version}.get, source=lambda package, path: source)
-    reported = ask(Check("version", VERSION), setup(), where)
+def test_version(tmp_path: Path, version: str | None, verdict: str, text: str) -> None:
+    reported = ask_vllms("vllm version", machine(tmp_path, version={"vllm": version}.get))
     assert reported[0] == verdict
     assert text in reported[1]
 
@@ -197,31 +158,21 @@ def test_the_newest_version_is_one_that_the_words_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("points", "environ", "verdict", "text"),
+    ("names", "environ", "verdict", "text"),
     [
-        ({"kvoffload": "kvoffload_vllm.register:register"}, {}, "go", "will find the connector"),
-        (
-            {"kvoffload": "another:thing"},
-            {},
-            "no-go",
-            "is another:thing, not kvoffload_vllm.register:register",
-        ),
-        ({}, {}, "no-go", "is not registered"),
-        (
-            {"kvoffload": "kvoffload_vllm.register:register"},
-            {"VLLM_PLUGINS": "a,b"},
-            "no-go",
-            "does not load",
-        ),
-        ({"kvoffload": "kvoffload_vllm.register:register"}, {"VLLM_PLUGINS": ""}, "no-go", "does not load"),
-        ({"kvoffload": "kvoffload_vllm.register:register"}, {"VLLM_PLUGINS": "a,kvoffload"}, "go", "find"),
+        (["kvoffload"], {}, "go", "will find the connector"),
+        ([], {}, "no-go", "is not registered"),
+        (["kvoffload"], {"VLLM_PLUGINS": "a,b"}, "no-go", "does not load"),
+        (["kvoffload"], {"VLLM_PLUGINS": ""}, "no-go", "does not load"),
+        (["kvoffload"], {"VLLM_PLUGINS": "a,kvoffload"}, "go", "find"),
     ],
 )
 def test_registration(
-    tmp_path: Path, points: dict[str, str], environ: dict[str, str], verdict: str, text: str
+    tmp_path: Path, names: list[str], environ: dict[str, str], verdict: str, text: str
 ) -> None:
-    where = machine(tmp_path, entry_points={"vllm.general_plugins": points}.__getitem__, environ=environ)
-    reported = ask(Check("plugin", PLUGIN), setup(), where)
+    points = {"vllm.general_plugins": dict.fromkeys(names, "register")}
+    where = machine(tmp_path, entry_points=points.__getitem__, environ=environ)
+    reported = ask_vllms("vllm plugin", where)
     assert reported[0] == verdict
     assert text in reported[1]
 
@@ -230,11 +181,11 @@ def test_registration(
 @pytest.mark.slow
 def test_in_vllms_own_environment() -> None:
     assert importlib.util.find_spec("vllm") is not None
-    argv = ["--json", "--kv-transfer-config", json.dumps(GOOD), "--enable-prefix-caching"]
+    argv = ["--json", "--kv-transfer-config", json.dumps(GOOD)]
     command = [sys.executable, "-m", "kvoffload.cli", "doctor", *argv]
     reported = subprocess.run(command, capture_output=True, text=True, check=False, timeout=50)
     checks = {one["check"]: one for one in json.loads(reported.stdout)["findings"]}
-    for name in ("vllm version", "vllm plugin", "vllm connector", "load failures", "prefix caching"):
+    for name in ("vllm version", "vllm plugin", "vllm connector", "load failures"):
         assert checks[name]["verdict"] == "go", checks[name]
     assert reported.returncode == 0
 

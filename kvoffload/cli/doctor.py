@@ -1,0 +1,180 @@
+"""`kvoffload doctor`: is this machine, with these settings, ready for an engine? It starts nothing and leaves nothing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import textwrap
+from collections.abc import Iterator, Sequence
+from importlib.metadata import entry_points
+from typing import Protocol, cast
+
+from kvoffload.checks.check import FAILING, Answer, Check, Given, Setup, Sizes, Verdict, go, no_go, run_checks
+from kvoffload.cli import signals
+from kvoffload.cli.exits import CommandError, Exit, printable
+from kvoffload.model.config import OffloadConfig, parse_config
+from kvoffload.model.errors import ConfigError
+
+HELP = "check a machine and settings before an engine starts: go, warning or no-go, with the remedy"
+
+ENTRY_POINT_GROUP = "kvoffload.doctors"
+"""Its entry points name modules that are a `Doctor` each: only adapters may name an engine."""
+
+_WIDTH = 80
+_WORST_FIRST = tuple(reversed(Verdict))
+
+
+class Doctor(Protocol):
+    """What an adapter's module holds. Importing it must be cheap: every command does."""
+
+    HELP: str
+
+    def add_arguments(self, group: argparse._ArgumentGroup) -> None:
+        """Add the adapter's options to the parser."""
+
+    def read_arguments(self, args: argparse.Namespace) -> Given:
+        """Return what these options say about the engine.
+
+        Raises:
+            KVOffloadError: what was given cannot be read.
+        """
+
+
+def find_doctors() -> tuple[list[Doctor], list[Check]]:
+    """Import the adapters of this environment; return them, and a failing check for each that cannot be imported."""
+    doctors: list[Doctor] = []
+    lost: list[Check] = []
+    for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda one: one.name):
+        try:
+            doctors.append(cast("Doctor", point.load()))
+        except (ImportError, AttributeError) as error:
+            finding = no_go(f"the adapter's checks cannot be imported: {error}", "install kvoffload again")
+            lost.append(Check(point.name, lambda *_, finding=finding: finding))
+    return doctors, lost
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options, and those of the adapters."""
+    parser.add_argument(
+        "--config",
+        metavar="SETTINGS",
+        action="append",
+        default=[],
+        help="kvoffload's settings: a JSON object, a file that holds one, or KEY=VALUE; may be repeated",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 also if something is not known")
+    parser.add_argument("--verbose", action="store_true", help="print every check, also those that passed")
+    for doctor in find_doctors()[0]:
+        doctor.add_arguments(parser.add_argument_group(doctor.HELP))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check, print, and return 1 if something is a no-go.
+
+    Raises:
+        KVOffloadError: what was given cannot be read.
+    """
+    answers = _answers(args)
+    if args.json:
+        print(as_json(answers))
+    else:
+        print(as_text(answers, verbose=args.verbose, strict=args.strict))
+    failing = {Verdict.NO_GO, Verdict.UNKNOWN} if args.strict else {Verdict.NO_GO}
+    return Exit.FAILED if failing & {answer.finding.verdict for answer in answers} else Exit.OK
+
+
+def _answers(args: argparse.Namespace) -> list[Answer]:
+    with signals.importing():
+        from kvoffload.checks import gpus, memory, outputs, remote
+        from kvoffload.checks.json_option import read_settings
+        from kvoffload.checks.machine import Machine
+    doctors, lost = find_doctors()
+    given = [doctor.read_arguments(args) for doctor in doctors]
+    settings = [read_settings(args.config, "--config")] if args.config else []
+    settings += [dict(one.settings) for one in given if one.settings is not None]
+    if len(settings) > 1:
+        raise CommandError("settings are given twice: in --config and in the engine's own configuration")
+    try:
+        config = parse_config(settings[0]) if settings else OffloadConfig()
+    except ConfigError as error:  # nothing is guessed from settings that cannot be used
+        return [Answer("settings", no_go(str(error), "correct what is named"))]
+    machine, sizes = Machine(), next((one.sizes for one in given), Sizes())
+    checks = (
+        *memory.CHECKS,
+        *([memory.COPY_SPEED] if sizes.page_bytes else []),
+        *gpus.CHECKS,
+        *outputs.CHECKS,
+        *remote.CHECKS,
+        *(check for one in given for check in one.checks),
+        *lost,
+    )
+    words = ", ".join(f"{name} {value}" for name, value in settings[0].items()) if settings else ""
+    used = Answer("settings", go(words or "none given: the defaults are checked"))
+    return [used, *run_checks(checks, Setup(config, sizes, pins=bool(machine.gpus().names)), machine)]
+
+
+def worst(answers: Sequence[Answer]) -> Verdict:
+    """Return the verdict on all of it."""
+    found = {answer.finding.verdict for answer in answers}
+    return next(verdict for verdict in _WORST_FIRST if verdict in found)
+
+
+def as_json(answers: Sequence[Answer]) -> str:
+    """Return one JSON object."""
+    findings = [
+        {
+            "check": answer.check,
+            "verdict": answer.finding.verdict,
+            "finding": answer.finding.text,
+            "remedy": answer.finding.remedy,
+        }
+        for answer in answers
+    ]
+    return json.dumps({"verdict": worst(answers), "findings": findings}, indent=1)
+
+
+def as_text(answers: Sequence[Answer], *, verbose: bool = False, strict: bool = False) -> str:
+    """Return the verdict in one line, a paragraph per problem, the worst first, and a line for all that is not known.
+
+    Args:
+        answers: of all checks.
+        verbose: a paragraph per check.
+        strict: a paragraph also for each check that is not known, since it fails.
+    """
+    by_verdict = {verdict: [a for a in answers if a.finding.verdict is verdict] for verdict in _WORST_FIRST}
+    counted = ", ".join(f"{len(found)} {verdict}" for verdict, found in by_verdict.items() if found)
+    shown = set(Verdict) if verbose else {*FAILING, Verdict.UNKNOWN} if strict else FAILING
+    lines = [line for verdict in by_verdict if verdict in shown for line in _paragraphs(by_verdict[verdict])]
+    if by_verdict[Verdict.UNKNOWN] and Verdict.UNKNOWN not in shown:
+        lines.append(_wrapped("not known ", _by_remedy(by_verdict[Verdict.UNKNOWN])))
+    if by_verdict[Verdict.GO] and not verbose:
+        lines += ["", f"{len(by_verdict[Verdict.GO])} checks passed (--verbose lists them)"]
+    return "\n".join([f"{worst(answers)}: {counted}", "", *lines])
+
+
+def _by_remedy(answers: Sequence[Answer]) -> str:
+    names: dict[str, list[str]] = {}
+    for answer in answers:
+        names.setdefault(answer.finding.remedy, []).append(answer.check)
+    return "; ".join(", ".join(found) + (remedy and f": {remedy}") for remedy, found in names.items())
+
+
+def _paragraphs(answers: Sequence[Answer]) -> Iterator[str]:
+    width = max(map(len, Verdict))
+    for answer in answers:
+        finding = answer.finding
+        yield _wrapped(f"{finding.verdict:<{width}} ", f"{answer.check}: {finding.text}")
+        if finding.remedy:
+            yield _wrapped(" " * (width + 1), f"remedy: {finding.remedy}")
+
+
+def _wrapped(head: str, text: str) -> str:
+    return textwrap.fill(
+        printable(" ".join(text.split())),
+        _WIDTH,
+        initial_indent=head,
+        subsequent_indent=" " * len(head),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

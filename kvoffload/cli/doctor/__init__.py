@@ -1,1 +1,0 @@
-"""`kvoffload doctor`: the checks of `kvoffload.checks` and of the adapters, with findings and remedies."""

@@ -1,0 +1,409 @@
+"""Each check against machines of files: host memory, limits, GPUs, pools, pages, the disk, the journal and the collector."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvoffload.checks import gpus, memory, outputs
+from kvoffload.checks.check import Check, Setup, Sizes, run_checks
+from kvoffload.checks.gpus import Gpus, find_gpus
+from kvoffload.checks.machine import Machine, reader
+from kvoffload.model.config import OffloadConfig, size_text
+from kvoffload.model.errors import ConfigError
+from kvoffload.telemetry.journal_file import JournalFile
+from kvoffload.testing import FakeDevice
+from kvoffload.transfer.arena import CHUNK_BYTES, Arena
+from kvoffload.transfer.footprint import KERNEL_PAGE, arena_bytes
+from kvoffload.transfer.host_memory import HostChunk, slots_for
+from tests.doctor.trees import GIB, ask, machine, setup
+from tests.tooling.scripts import ROOT
+
+KIB = 1024
+H200 = Gpus(("H200",), "570.1", 12080)
+IN_V1 = {
+    "proc/self/cgroup": "4:memory:/pod/engine\n3:cpu:/x\n0::/\n",
+    "sys/fs/cgroup/engine/memory.max": None,
+}
+
+
+class Recorder:
+    """Hands out nothing, and remembers what was asked for."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    async def allocate(self, size: int) -> HostChunk:
+        self.sizes.append(size)
+        return HostChunk(4096, size, lambda: None)
+
+
+@given(st.lists(st.integers(1, 70000), min_size=1, max_size=4), st.integers(0, 5 * CHUNK_BYTES // 2))
+def test_what_is_expected_is_what_the_arena_takes(pages: list[int], share: int) -> None:
+    layout = FakeDevice(1, pages).layout
+    asked = Recorder()
+    asyncio.run(Arena(layout, share // layout.slot_bytes, asked).prepare())
+    assert arena_bytes(share, pages) == sum(-(-size // KERNEL_PAGE) * KERNEL_PAGE for size in asked.sizes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "needed"),
+    [
+        (Sizes(), 2 * 4096),
+        (Sizes(ranks=3), 2 * 4096 - 2),  # the odd bytes are not used
+        (Sizes(ranks=2, block_bytes=4096), 2 * 4096),
+        (Sizes(ranks=2, block_bytes=3, page_bytes=(1, 1, 1)), 4 * 4096),  # each rank's regions are rounded
+    ],
+)
+def test_what_is_needed(sizes: Sizes, needed: int) -> None:
+    assert memory.needed_bytes(setup(host_bytes=2 * 4096, sizes=sizes)) == needed
+
+
+@given(
+    st.lists(st.integers(1, 70000), min_size=1, max_size=3), st.integers(0, 2**28), st.integers(1, 4),
+    st.integers(-9, 9),
+)  # fmt: skip
+def test_property_a_start_is_refused_where_the_check_says_no_go(
+    pages: list[int], share: int, ranks: int, above: int
+) -> None:
+    """By a few KiB more or less than there is, which is what rounding takes."""
+    layout, share = FakeDevice(1, pages).layout, share + sum(pages)
+    left = ranks * share // 1024 + above
+    read = {"/proc/meminfo": f"MemAvailable: {left} kB\n"}.get
+    sizes = Sizes(ranks, layout.slot_bytes, tuple(pages))
+    (answer,) = run_checks(
+        memory.CHECKS[:1], setup(host_bytes=share * ranks, sizes=sizes), Machine(read=read)
+    )
+    is_granted = True
+    try:
+        slots_for(share, layout, ranks=ranks, read=read)
+    except ConfigError:
+        is_granted = False
+    assert is_granted is (answer.finding.verdict != "no-go"), answer
+
+
+@pytest.mark.parametrize(
+    ("files", "host_gib", "verdict", "text"),
+    [
+        ({}, 80, "go", "80.0 GiB fit the 100.0 GiB that the machine has left now"),
+        ({}, 95, "warning", "95.0 GiB leave less than a tenth of the 100.0 GiB that the machine has left"),
+        ({}, 101, "no-go", "101.0 GiB are more than the 100.0 GiB that the machine has left"),
+        ({"proc/meminfo": "MemAvailable: lots kB\n"}, 8, "not known", "/proc/meminfo cannot be read"),
+        (
+            {"sys/fs/cgroup/engine/memory.max": f"{16 * GIB}\n"},
+            8,
+            "go",
+            "8.0 GiB fit the 16.0 GiB that the cgroup /sys/fs/cgroup/engine has left now",
+        ),
+        (
+            # a parent allows less than its child, part of which is file cache
+            {
+                "proc/self/cgroup": "0::/pod/engine\n",
+                "sys/fs/cgroup/pod/engine/memory.max": f"{16 * GIB}\n",
+                "sys/fs/cgroup/pod/engine/memory.current": "0\n",
+                "sys/fs/cgroup/pod/memory.max": f"{6 * GIB}\n",
+                "sys/fs/cgroup/pod/memory.current": f"{2 * GIB}\n",
+                "sys/fs/cgroup/pod/memory.stat": f"anon 5\ninactive_file {GIB}\n",
+            },
+            8,
+            "no-go",
+            "8.0 GiB are more than the 5.0 GiB that the cgroup /sys/fs/cgroup/pod has left",
+        ),
+        (
+            {
+                **IN_V1,
+                "sys/fs/cgroup/memory/pod/memory.limit_in_bytes": f"{9 * GIB}\n",
+                "sys/fs/cgroup/memory/pod/memory.usage_in_bytes": f"{3 * GIB}\n",
+                "sys/fs/cgroup/memory/pod/memory.stat": f"total_inactive_file {GIB}\n",
+            },
+            8,
+            "no-go",
+            "7.0 GiB that the cgroup /sys/fs/cgroup/memory/pod has left",
+        ),
+        (
+            {**IN_V1, "sys/fs/cgroup/memory/pod/memory.limit_in_bytes": "9223372036854771712\n"},
+            8,
+            "go",
+            "the machine",
+        ),
+        # What cannot be read counts as no limit, as it does at the start.
+        ({"sys/fs/cgroup/engine/memory.max": "x\n"}, 8, "go", "the machine"),
+        ({"proc/self/cgroup": "nonsense\n0:\n\n::::\n"}, 8, "go", "the machine"),
+    ],
+)
+def test_host_memory(
+    tmp_path: Path, files: dict[str, str | None], host_gib: int, verdict: str, text: str
+) -> None:
+    found = ask(memory.CHECKS, "host memory", setup(host_bytes=host_gib * GIB), machine(tmp_path, files))
+    assert found[0] == verdict
+    assert text in found[1]
+
+
+@pytest.mark.parametrize(
+    ("limit", "pins", "verdict"),
+    [(-1, True, "go"), (9 * GIB, True, "go"), (65536, True, "warning"), (65536, False, "go")],
+)
+def test_locked_memory(tmp_path: Path, limit: int, pins: bool, verdict: str) -> None:
+    where = machine(tmp_path, lockable=lambda: limit)
+    assert ask(memory.CHECKS, "locked memory", setup(pins=pins), where)[0] == verdict
+
+
+def test_swap(tmp_path: Path) -> None:
+    on = {"proc/swaps": "Filename Type Size Used Priority\n/dev/sda2 partition 8 0 -2\n/swap file 8 0 -3\n"}
+    assert ask(memory.CHECKS, "swap", setup(), machine(tmp_path))[0] == "go"
+    verdict, text = ask(memory.CHECKS, "swap", setup(), machine(tmp_path, on))
+    assert verdict == "warning"
+    assert "(/dev/sda2, /swap): host blocks, which are not pinned" in text
+    assert "the engine's own memory" in ask(memory.CHECKS, "swap", setup(pins=True), machine(tmp_path, on))[1]
+
+
+@pytest.mark.parametrize(
+    ("environ", "verdict"),
+    [
+        ({}, "go"),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, "go"),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64, expandable_segments: True"}, "warning"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "warning"),
+    ],
+)
+def test_expandable_segments_are_found_under_both_of_torchs_names(
+    tmp_path: Path, environ: dict[str, str], verdict: str
+) -> None:
+    found = ask(memory.CHECKS, "expandable segments", setup(), machine(tmp_path, environ=environ))
+    assert found[0] == verdict
+    assert verdict == "go" or next(iter(environ)) in found[1]
+
+
+@pytest.mark.parametrize(
+    ("block", "device", "policy", "verdict", "text"),
+    [
+        (GIB, None, "eager", "not known", "whether the host holds more"),
+        (None, 4, "eager", "not known", "whether the host holds more"),
+        (GIB, 4, "eager", "warning", "4 blocks on the host, 4 on the device: "),
+        (GIB, 4, "lazy", "go", "4 blocks on the host, 4 on the device, 1.0 times as many"),
+        (GIB, 2, "eager", "go", "2.0 times as many"),
+        (5 * GIB, 2, "lazy", "no-go", "one block takes 5.0 GiB"),
+    ],
+)
+def test_host_pool(
+    tmp_path: Path, block: int | None, device: int | None, policy: str, verdict: str, text: str
+) -> None:
+    known = setup(host_bytes=8 * GIB, store_policy=policy, sizes=Sizes(2, block, (), device))
+    found = ask(memory.CHECKS, "host pool", known, machine(tmp_path))
+    assert found[0] == verdict
+    assert text in found[1]
+
+
+@pytest.mark.parametrize(
+    ("pages", "verdict", "text"),
+    [
+        ((2048 * KIB,), "go", "about 0.85 of"),
+        ((64 * KIB,) * 8, "go", "pages of 64.0 KiB: scattered blocks are copied at about 0.8 of"),
+        ((64 * KIB - 1,), "warning", "about 0.5 of"),
+        ((4 * KIB - 1,), "warning", "less than 0.5 of"),
+        ((4 * KIB, 4 * KIB, 2048 * KIB), "warning", "pages of 4.0 KiB"),
+    ],
+)
+def test_copy_speed(tmp_path: Path, pages: tuple[int, ...], verdict: str, text: str) -> None:
+    known = setup(sizes=Sizes(page_bytes=pages))
+    found = ask((memory.COPY_SPEED,), "copy speed", known, machine(tmp_path))
+    assert found[0] == verdict
+    assert text in found[1]
+
+
+def test_speeds_are_those_that_were_measured() -> None:
+    text = (ROOT / "kvoffload/bench/README.md").read_text(encoding="utf-8")
+    ascending = sorted(memory.SPEEDS)
+    assert ", ".join(f"{share} at {size_text(size).replace('.0', '')}" for size, share in ascending) in text
+
+
+@pytest.mark.parametrize(
+    ("found", "verdict", "text"),
+    [
+        (H200, "go", "1 H200; driver 570.1, for CUDA 12.8"),
+        (Gpus(("A", "B", "A"), "1", 13000), "go", "2 A, 1 B; driver 1, for CUDA 13.0"),
+        (Gpus(("H200",), "550.2", 12040), "warning", "for CUDA 12.4: every block"),
+        (Gpus(), "go", "no NVIDIA GPU is visible here"),
+        (replace(H200, can_register=False), "no-go", "its driver registers no host memory"),
+    ],
+)
+def test_gpu(tmp_path: Path, found: Gpus, verdict: str, text: str) -> None:
+    answer = ask(gpus.CHECKS, "gpu", setup(), machine(tmp_path, gpus=lambda: found))
+    assert answer[0] == verdict
+    assert text in answer[1]
+
+
+@pytest.mark.parametrize("library", ["libnot-there.so.1", "libc.so.6"])
+def test_without_the_vendors_library_there_is_no_gpu_and_no_error(library: str) -> None:
+    assert find_gpus(library) == Gpus()
+
+
+NVML = """
+#include <string.h>
+int nvmlInit_v2(void) { return INIT; }
+int nvmlShutdown(void) { return 0; }
+int nvmlDeviceGetCount_v2(unsigned int *count) { *count = 2; return 0; }
+int nvmlSystemGetDriverVersion(char *text, unsigned int size) { strncpy(text, "570.1", size); return 0; }
+int nvmlSystemGetCudaDriverVersion_v2(int *version) { *version = 12080; return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned int number, void **device) { *device = (void *)(0x7f0000000000 + number); return 0; }
+int nvmlDeviceGetName(void *device, char *text, unsigned int size) {
+    strncpy(text, device == (void *)0x7f0000000001 ? "H100" : "H200", size);
+    return 0;
+}
+"""
+
+
+@pytest.mark.tools("cc")
+def test_gpus_are_asked_of_the_vendors_library(tmp_path: Path) -> None:
+    for name, outcome in (("good", 0), ("refuses", 9)):
+        command = ["cc", "-shared", "-fPIC", f"-DINIT={outcome}", "-x", "c", "-", "-o", str(tmp_path / name)]
+        subprocess.run(command, input=NVML, text=True, check=True)
+    assert find_gpus(str(tmp_path / "good")) == Gpus(("H200", "H100"), "570.1", 12080)
+    assert find_gpus(str(tmp_path / "refuses")) == Gpus()
+
+
+@pytest.mark.gpu
+def test_gpus_are_found() -> None:
+    found = find_gpus()
+    assert found.names
+    assert found.driver
+    assert found.cuda > 11000
+
+
+def test_a_check_that_raises_is_a_warning(tmp_path: Path) -> None:
+    def broken(_: Setup, __: Machine) -> NoReturn:
+        raise RuntimeError("out of order")
+
+    found = ask((Check("broken", broken),), "broken", setup(), machine(tmp_path))
+    assert found == ("warning", "the check itself failed: RuntimeError('out of order')")
+
+
+def test_a_reader_reads_below_its_root_and_never_for_ever(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"\xff ok")
+    read = reader(tmp_path)
+    assert read("/a") == "\ufffd ok"
+    assert read("/nowhere") is None
+    assert len(reader(Path("/"))("/dev/zero") or "") == 1 << 20
+
+
+def of_disk(name: str, where: Machine, path: Path | None) -> tuple[str, str]:
+    return ask(outputs.CHECKS, name, setup(disk_path=path, disk_bytes=GIB), where)
+
+
+@pytest.mark.parametrize("name", ["disk space", "disk folder"])
+def test_without_a_disk_there_is_nothing_to_check(tmp_path: Path, name: str) -> None:
+    assert of_disk(name, machine(tmp_path), None) == ("go", "none: no disk_path is set")
+
+
+@pytest.mark.parametrize(
+    ("free", "left", "verdict"), [(0, 0, "go"), (2**20, 0, "warning"), (2**20, 2**20, "go")]
+)
+def test_disk_bytes_must_be_free_or_an_earlier_engines(
+    tmp_path: Path, free: int, left: int, verdict: str
+) -> None:
+    folder = tmp_path / "disk" / "aaaa" / "replica0"
+    folder.mkdir(parents=True)
+    (folder / "slots0").write_bytes(b"\1" * left)
+    where = machine(tmp_path, free=lambda _: GIB - free)
+    assert of_disk("disk space", where, tmp_path / "disk")[0] == verdict
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("tmpfs", "it is on tmpfs, which is memory"),
+        ("nfs4", "over a network"),
+        ("fuse.sshfs", "over a network"),
+    ],
+)
+def test_a_disk_that_is_memory_or_a_network_is_a_warning(tmp_path: Path, kind: str, text: str) -> None:
+    table = (
+        f"1 0 8:1 / / rw - btrfs /dev/a rw\n2 1 8:2 / {tmp_path} rw,relatime shared:1 - {kind} /dev/b rw\n"
+    )
+    where = machine(tmp_path / "machine", {"proc/self/mountinfo": table})
+    verdict, found = of_disk("disk folder", where, tmp_path / "not" / "there")
+    assert verdict == "warning"
+    assert text in found
+
+
+def test_the_disks_folder_is_tried_and_nothing_is_left(tmp_path: Path) -> None:
+    where = machine(tmp_path / "machine", {"proc/self/mountinfo": "1 0 8:1 / / rw - ext4 /dev/a rw\n"})
+    verdict, text = of_disk("disk folder", where, tmp_path / "disk" / "new")
+    is_direct = "it is on ext4, and direct I/O works" in text
+    assert is_direct or "through the page cache (direct I/O: " in text  # as the test's own file system has it
+    assert verdict == ("go" if is_direct else "warning")
+    assert [one.name for one in tmp_path.iterdir()] == ["machine"]
+
+
+def test_a_disk_that_others_may_exchange_or_nobody_may_write_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_to_all = tmp_path / "disk"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    assert "every user may rename" in of_disk("disk folder", machine(tmp_path), open_to_all)[1]
+
+    def refuse(**_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    found = of_disk("disk folder", machine(tmp_path), tmp_path)
+    assert found == ("warning", f"{tmp_path} cannot be written: Permission denied")
+
+
+def of_journal(path: Path, tmp_path: Path) -> tuple[str, str]:
+    return ask(outputs.CHECKS, "journal", setup(journal_path=path), machine(tmp_path / "machine"))
+
+
+def test_a_journal_is_tried_and_stays_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    assert of_journal(path, tmp_path) == ("go", str(path))
+    assert not path.exists()
+    path.write_text("a line\n")
+    path.chmod(0o640)
+    assert of_journal(path, tmp_path)[0] == "go"
+    assert (path.read_text(), path.stat().st_mode & 0o777) == ("a line\n", 0o640)
+
+
+def test_a_journal_that_a_start_would_refuse_is_a_no_go(tmp_path: Path) -> None:
+    open_one = JournalFile(tmp_path / "open")
+    try:
+        for name, reason in (("none/journal", "No such file"), ("open", "another process writes it")):
+            verdict, text = of_journal(tmp_path / name, tmp_path)
+            assert verdict == "no-go"
+            assert reason in text
+    finally:
+        open_one.close()
+
+
+def test_a_collector_that_answers_and_one_that_does_not(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        known = setup(otlp_endpoint=f"http://127.0.0.1:{port}/v1/traces")
+        found = ask(outputs.CHECKS, "span collector", known, machine(tmp_path))
+        assert found == ("go", f"127.0.0.1:{port} answers")
+    verdict, text = ask(outputs.CHECKS, "span collector", known, machine(tmp_path))
+    assert verdict == "warning"
+    assert "nothing answers" in text
+
+
+def test_spans_without_their_packages_are_a_no_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError(name="opentelemetry")
+
+    monkeypatch.setattr("kvoffload.telemetry.spans.import_module", missing)
+    known = setup(otlp_endpoint="http://localhost:4318/v1/traces")
+    assert ask(outputs.CHECKS, "span collector", known, machine(tmp_path))[0] == "no-go"
+
+
+def test_no_collector_and_no_journal_are_fine(tmp_path: Path) -> None:
+    for name in ("span collector", "journal"):
+        assert ask(outputs.CHECKS, name, Setup(OffloadConfig()), machine(tmp_path))[0] == "go"
