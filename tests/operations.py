@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -13,18 +14,20 @@ TraceFunction = Callable[[FrameType, str, object], object]
 
 
 def calls(act: Callable[[], object]) -> int:
-    """How many functions, also C functions, run while acting."""
+    """How many functions, also C functions, run while acting, without what a garbage collection ends of other tests."""
     count = 0
 
     def seen(_frame: FrameType, event: str, _argument: object) -> None:
         nonlocal count
         count += event in ("call", "c_call")
 
+    gc.disable()
     sys.setprofile(seen)
     try:
         act()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return count
 
 

@@ -20,7 +20,7 @@ from kvoffload.gpu_check.lines import Line, Results, measured
 from kvoffload.gpu_check.rig import Rig
 from kvoffload.model.transfer import Direction
 from kvoffload.testing.logs import capture_logs
-from kvoffload.transfer import cuda_driver, factory
+from kvoffload.transfer import crossover, cuda_driver, factory
 from kvoffload.transfer.cuda_copier import CudaCopier
 from kvoffload.transfer.cuda_driver import NvidiaDriver
 from kvoffload.transfer.gpu_profile import GpuProfile, profile_path, read_profile
@@ -300,13 +300,15 @@ def test_the_profile_is_written_and_an_engine_reads_it(
 ) -> None:
     kernel = install(monkeypatch)
     monkeypatch.setattr(decode, "_STEPS", 2)
+    monkeypatch.setattr(Rig, "speeds", lambda *_: [1.0])  # the emulator's times are the machine's
     lines = list(profile.chosen(OPTIONS))
     path = profile_path("emulated device 0", "13.0")
     assert lines[-1].words == str(path)
     assert path.name == "emulated-device-0-cuda-13-0.json"
     found = read_profile("emulated device 0", "13.0")
-    assert found.programs == 4  # on the emulator all are as fast
+    assert found.programs == 4  # all are as fast
     path.write_text('{"programs": 7, "fewest": 3}')
+    monkeypatch.setattr(crossover.Trial, "limit", lambda *_: 4096)
     copier = made_copier(emulator, monkeypatch)
     assert copier.profile == GpuProfile(7, 3, stores=True)
     assert min(copier.kernel_below.values()) > 0

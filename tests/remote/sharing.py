@@ -16,6 +16,7 @@ from tests.reference.rig import BLOCK, TOLERANCE, config_of, plain, text
 
 PROMPT = text(1, 10 * BLOCK)
 NEW_TOKENS = 4
+HOST_BLOCKS = 400
 PATIENCE_S = 30.0
 
 
@@ -26,7 +27,7 @@ class Served:
         self.kind = kind
         self.plugin = ReferencePlugin()
         settings = {"remote_url": url, "remote_timeout_s": 5.0, **extra} if url is not None else extra
-        config = config_of(kind, ranks=ranks, host_blocks=400, extra=settings)
+        config = config_of(kind, ranks=ranks, host_blocks=HOST_BLOCKS, extra=settings)
         self.engine = Engine(config, self.plugin, clock=time.monotonic)
         self.copies: list[TierCopyEnded] = []
         self.offload.bus.count(TierCopyEnded, self.copies.append)
@@ -49,9 +50,10 @@ class Served:
             self.engine.step()
 
     def opened(self) -> Served:
+        """Serve on until each rank has reached the store and has its host memory: without it nothing is fetched."""
         state = self.offload.core.state.remote
         assert state is not None
-        self.step_until(lambda: state.is_usable)
+        self.step_until(lambda: state.is_usable and self.offload.gauges().capacity_slots == HOST_BLOCKS)
         return self
 
     def run(self, prompt: Sequence[int] = PROMPT) -> None:

@@ -52,7 +52,9 @@ class Sharing:
         return self.rig.side.core.state.remote
 
     def wait_until_usable(self) -> None:
-        self.rig.until(lambda: self.remote.is_usable or self.rig.run({"first": Asked((1, 2, 3), 1)}) == {})
+        """Serve on until each rank has reached the store and has host memory: without it nothing is fetched."""
+        while not (self.remote.is_usable and self.rig.side.gauges().capacity_slots):
+            self.rig.run({"first": Asked((1, 2, 3), 1)})
 
 
 @contextmanager
