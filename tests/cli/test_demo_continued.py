@@ -171,7 +171,13 @@ def test_a_signal_leaves_no_process_and_no_folder(
 def test_a_second_ctrl_c_that_exits_at_once_leaves_nothing_either(
     small: list[str], children: list[Process], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exits: list[tuple[int, list[Path]]] = []
+    killed: list[int] = []
+    exits: list[tuple[int, list[int], list[Path]]] = []
+    kill = Process.kill
+
+    def note(child: Process) -> None:
+        killed.append(child.pid)
+        kill(child)
 
     def leave(code: int) -> None:
         """Note what there is at an exit at once; this process goes on, as the test's own."""
@@ -179,13 +185,13 @@ def test_a_second_ctrl_c_that_exits_at_once_leaves_nothing_either(
             child = os.pidfd_open(children[0].pid)
             assert select.select([child], [], [], 30.0)[0]  # it has ended
             os.close(child)
-        exits.append((code, list(tmp_path.iterdir())))
+        exits.append((code, killed.copy(), list(tmp_path.iterdir())))
 
+    monkeypatch.setattr(Process, "kill", note)
     monkeypatch.setattr(os, "_exit", leave)
     at_first_turn(monkeypatch, signal.SIGINT, times=2)
     assert main([*small, "--disk", str(tmp_path), "--restart"]) == Exit.INTERRUPTED
-    assert exits == [(Exit.INTERRUPTED, [])]
-    assert children[0].returncode == -signal.SIGKILL
+    assert exits == [(Exit.INTERRUPTED, [children[0].pid], [])]
 
 
 # -- what cannot be ----------------------------------------------------------------------------------------------------
