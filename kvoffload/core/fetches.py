@@ -86,7 +86,8 @@ class Fetches:
             return False
         if record.asks_below:
             self._fetch(record, found, hit.slots)
-        jobs = {tier.fetching[key] for key, tier, _ in found.blocks if key in tier.fetching}
+        # A set has another order in each run, and the lookups wait for the last of these jobs.
+        jobs = dict.fromkeys([tier.fetching[key] for key, tier, _ in found.blocks if key in tier.fetching])
         for job in jobs:
             job.wanted[record] = None
             record.awaits_fetch = job, found.tokens

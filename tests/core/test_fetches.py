@@ -6,7 +6,7 @@ from kvoffload.core.copy_bound import CopyBound
 from kvoffload.core.job import Job
 from kvoffload.core.machine import SlotState
 from kvoffload.model.causes import MissCause, TierOutcome
-from kvoffload.model.events import TierCopyScheduled
+from kvoffload.model.events import LookupDeferred, TierCopyScheduled
 from kvoffload.model.ids import JobId, Rank, SlotId
 from kvoffload.model.transfer import Direction, Tier
 from tests.core.disk_world import DiskWorld
@@ -112,6 +112,25 @@ def test_a_fetch_that_another_request_waits_for_goes_on() -> None:
     assert world.idle_step().withdrawn == ()
     world.finish()
     assert world.admit(second) == 12
+
+
+def test_a_request_waits_once_for_the_fetches_of_others() -> None:
+    """It waits for the fetch of its last block, wherever the jobs lie in memory."""
+    text = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJ"
+    world = DiskWorld(host=64)
+    world.only_on_disk(text)
+    for blocks in range(1, 9):
+        world.add(f"{blocks} blocks", text[: 4 * blocks + 1])
+    assert [each.blocks for each in fetches(world)] == [1] * 8
+    request = world.add("late", text)
+    assert world.lookup(request) is None
+    world.idle_step()
+    for job in world.disk_jobs(LOAD)[:-1]:
+        world.report(0, job)
+        assert world.lookup(request) is None
+    assert len(world.reported(LookupDeferred)) == 1
+    world.finish()
+    assert world.admit(request) == 32
 
 
 def test_a_request_that_was_admitted_leaves_its_fetch_for_the_next_one() -> None:
