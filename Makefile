@@ -28,7 +28,7 @@ VLLM_TESTS := $(filter-out tests/vllm_versions,$(wildcard tests/vllm_*))
 VERSIONS = env $(AGAINST_WHEEL) $(VLLM) -m tests.vllm_versions.matrix
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check quick test-fast format test-vllm test-all quick-others recurrent-matrix disk-traffic store-traffic sharing-ranks vllm-versions lint types imports size coverage deep disk-kills simulate explore mutants soak vllm-demo grafana observe bench-hooks bench-queue bench-serve bench-fs docs site dashboards screenshot lock venv wheel vllm-env kernel-env tools clean
+.PHONY: help demo test check quick test-fast format test-vllm test-all quick-others recurrent-matrix disk-traffic store-traffic sharing-ranks vllm-versions lint types imports size coverage deep disk-kills simulate explore same mutants soak vllm-demo grafana observe bench-hooks bench-queue bench-serve bench-fs docs site dashboards screenshot lock venv wheel vllm-env kernel-env tools clean
 .DELETE_ON_ERROR:
 
 help:
@@ -125,6 +125,9 @@ simulate: venv  ## play 10,000 seeded lives of an engine (ARGS="--seed N")
 
 explore: venv  ## try every interleaving of small worlds (long)
 	@$(BIN)/python -m tests.explore $(ARGS)
+
+same: venv  ## compare what a restructuring must not change
+	@$(BIN)/python -m tests.same $(ARGS)
 
 mutants: venv  ## break one line at a time; a test must notice (long)
 	@$(BIN)/python -m tests.mutants $(ARGS)

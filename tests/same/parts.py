@@ -1,0 +1,118 @@
+"""Behaviour as rows of text, the same on every machine and in every run."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from kvoffload.bench.trace import BLOCK_TOKENS, CoreEngine, Prompt, Tiers, play
+from kvoffload.model.ids import GroupId, block_key
+from tests.core import test_costs
+from tests.explore.search import explore
+from tests.explore.worlds import WORLDS
+from tests.operations import calls
+from tests.runtime import test_hook_calls
+from tests.simulate.simulation import simulate
+
+Rows = Mapping[str, object]
+
+SEEDS = range(40)
+TIERS = (
+    Tiers("host", 40),
+    Tiers("host, disk", 40, 200),
+    Tiers("host, store after a hit", 40, 0, 1),
+    Tiers("host, disk, store of all", 40, 200, 0),
+)
+
+
+# -- exploration --------------------------------------------------------------------------------------------------
+
+
+def explored(states: int) -> Rows:
+    """Explore each world until `states` states are known; count its states, transitions and depth."""
+    # A process ends with its world, which frees the memory of the world's states.
+    with multiprocessing.Pool(maxtasksperchild=1) as pool:
+        found = pool.map(partial(_explored, states), WORLDS, chunksize=1)
+    return dict(zip(WORLDS, found, strict=True))
+
+
+def _explored(states: int, world: str) -> str:
+    seen = explore(WORLDS[world], states=states)
+    if seen.violation is not None:
+        return f"breaks a rule: {seen.violation.problem}"
+    return f"{seen.states} states, {seen.transitions} transitions, depth {seen.depth}"
+
+
+# -- calls --------------------------------------------------------------------------------------------------------
+
+
+def hooks() -> Rows:
+    """Count the calls of Python and C functions in each hook, and in the core for each fact."""
+    test_hook_calls.counted()  # the first use in a process makes more calls
+    rows = test_hook_calls.counted()
+    with tempfile.TemporaryDirectory() as folder:
+        on_disk = test_hook_calls.counted(portal=True, disk=Path(folder))
+    rows |= {f"{hook}, with a disk": count for hook, count in on_disk.items()}
+    for policy in ("eager", "lazy"):
+        scenes = test_costs.scenes(*test_costs.crowded(10, policy))
+        rows |= {f"core, {policy}: {scene}": calls(act) for scene, act in scenes.items()}
+    return rows
+
+
+# -- tokens -------------------------------------------------------------------------------------------------------
+
+
+def trace() -> Rows:
+    """Play conversations on the core; count the prompt tokens found, and the blocks and calls of the store."""
+    prompts = _conversations()
+    return {
+        f"{tiers.name}, engines: {engines}": _listed(play(CoreEngine, tiers, prompts, engines))
+        for tiers in TIERS
+        for engines in (1, 3)
+    }
+
+
+def _conversations() -> list[Prompt]:
+    """Draw prompts of 12 conversations, which all begin with the same block."""
+    draws, prompts = random.Random(1), list[Prompt]()
+    talks = [[0] for _ in range(12)]
+    for number in range(1, 301):
+        talk = draws.choice(talks)
+        talk += [2 * number, 2 * number + 1][: draws.randint(1, 2)]
+        if len(talk) > 9:
+            del talk[1:]
+        tokens = BLOCK_TOKENS * len(talk) - draws.randrange(BLOCK_TOKENS)
+        keys = tuple(block_key(b"%032x" % block, GroupId(0)) for block in talk[: tokens // BLOCK_TOKENS])
+        prompts.append(Prompt(number / 10, tokens, keys))
+    return prompts
+
+
+def simulated() -> Rows:
+    """Play seeds of the simulation; list what each did, then the counters of all last engines together."""
+    rows, totals = dict[str, object](), Counter[str]()
+    for seed in SEEDS:
+        world = simulate(seed)
+        counts = world.offload.counters.snapshot().counts
+        for name, series in counts.items():
+            totals.update({f"{name} {' '.join(labels)}": count for labels, count in series.items()})
+        numbers = {
+            "requests": world.requests,
+            "steps": world.steps,
+            "deaths": world.life,
+            **world.copies_below,
+        }
+        tokens = {
+            f"tokens {' '.join(labels)}": count
+            for labels, count in counts["kvoffload_lookup_tokens_total"].items()
+        }
+        rows[f"seed {seed}"] = _listed({**numbers, **tokens})
+    return rows | dict(sorted(totals.items()))
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}: {count}" for name, count in sorted(counts.items()) if count)
