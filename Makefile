@@ -25,10 +25,12 @@ AGAINST_WHEEL = HYPOTHESIS_PROFILE=$(PROFILE) KVOFFLOAD_WHEEL=$(WHEEL) PYTHONPAT
 WITHOUT_VLLM = env $(AGAINST_WHEEL) $(BIN)/pytest $(WORKERS)
 WITH_VLLM = env $(AGAINST_WHEEL) $(VLLM) -m pytest $(WORKERS)
 VLLM_TESTS := $(filter-out tests/vllm_versions,$(wildcard tests/vllm_*))
+BENCH = OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m tests.bench
+VLLM_BENCH = VLLM_LOGGING_LEVEL=ERROR PYTHONPATH=$(CURDIR) $(VLLM) -m tests.bench
 VERSIONS = env $(AGAINST_WHEEL) $(VLLM) -m tests.vllm_versions.matrix
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check quick test-fast format test-vllm test-all quick-others recurrent-matrix disk-traffic store-traffic sharing-ranks vllm-versions lint types imports size coverage deep disk-kills simulate explore same mutants soak vllm-demo grafana observe bench-hooks bench-queue bench-serve bench-fs docs site dashboards screenshot lock venv wheel vllm-env kernel-env tools clean
+.PHONY: help demo test check quick test-fast format test-vllm test-all quick-others recurrent-matrix disk-traffic store-traffic sharing-ranks vllm-versions lint types imports size coverage deep disk-kills simulate explore same mutants soak vllm-demo grafana observe bench-copy bench-disk bench-engine bench-fs bench-hooks bench-queue bench-remote bench-scale bench-serve bench-trace bench-verify docs site dashboards screenshot lock venv wheel vllm-env kernel-env tools clean
 .DELETE_ON_ERROR:
 
 help:
@@ -148,17 +150,38 @@ grafana: venv  ## start Prometheus and Grafana in containers, and a demo
 observe: venv  ## ask every query of the dashboards of a Prometheus
 	@$(BIN)/python -m dashboards.observe $(ARGS)
 
-bench-hooks: venv vllm-env  ## time the scheduler's hooks beside vLLM's connector
-	PYTHONPATH=$(CURDIR) $(VLLM) -m kvoffload.cli bench hooks --peer tests.vllm_stock.peer $(ARGS)
+bench-copy: venv  ## time scattered host copies beside one large copy
+	@$(BENCH) copy $(ARGS)
 
-bench-queue: venv vllm-env  ## the same while 10,000 requests wait
-	PYTHONPATH=$(CURDIR) $(VLLM) -m kvoffload.cli bench queue $(ARGS)
+bench-disk: venv  ## time the disk tier beside its disk, and a restart
+	@$(BENCH) disk $(ARGS)
 
-bench-serve: venv vllm-env  ## measure throughput of vLLM with offloading
-	PYTHONPATH=$(CURDIR) $(VLLM) -m kvoffload.cli bench serve --peer tests.vllm_stock.peer $(ARGS)
+bench-engine: venv  ## time the reference engine with and without offloading
+	@$(BENCH) engine $(ARGS)
 
 bench-fs: venv vllm-env  ## time prompts after a restart beside vLLM's fs tier
-	VLLM_LOGGING_LEVEL=ERROR PYTHONPATH=$(CURDIR) $(VLLM) -m tests.vllm_adapter.fs_beside $(ARGS)
+	@$(VLLM_BENCH) fs $(ARGS)
+
+bench-hooks: venv vllm-env  ## time the scheduler's hooks beside vLLM's connector
+	@$(VLLM_BENCH) hooks $(ARGS)
+
+bench-queue: venv vllm-env  ## the same while 10,000 requests wait
+	@$(VLLM_BENCH) queue $(ARGS)
+
+bench-remote: venv  ## time the remote tier, and a store that hangs
+	@$(BENCH) remote $(ARGS)
+
+bench-scale: venv  ## time lookups and measure memory of many slots
+	@$(BENCH) scale $(ARGS)
+
+bench-serve: venv vllm-env  ## measure throughput of vLLM with offloading
+	@$(VLLM_BENCH) serve $(ARGS)
+
+bench-trace: venv  ## count hits of a production trace by tier
+	@$(BENCH) trace $(ARGS)
+
+bench-verify: venv  ## time copies with checksums
+	@$(BENCH) verify $(ARGS)
 
 ##@ Generate
 

@@ -1,4 +1,4 @@
-"""Writes the generated tables of the documents: the metrics, from the exporters' catalogue, and the results of benches.
+"""Writes the generated tables of the documents: the metrics, from the exporters' catalogue, and the headlines of the benches.
 
 Usage: python .ci/readme.py [--check]
 """
@@ -10,11 +10,13 @@ import re
 import sys
 from pathlib import Path
 
-from kvoffload.bench.lines import markdown
 from kvoffload.telemetry.catalogue import render_markdown
 
 ROOT = Path(__file__).resolve().parent.parent
-BENCHES = ROOT / "kvoffload" / "bench"
+BENCHES = ROOT / "tests" / "bench"
+sys.path.append(str(ROOT))
+
+from tests.bench.lines import markdown  # noqa: E402  # only a checkout has the tests
 
 
 def filled(text: str, name: str, content: str) -> str:

@@ -28,6 +28,7 @@ include_patterns = [
         "kvoffload/**/*.md",
         "plugins/**/*.md",
         "tests/*.md",
+        "tests/bench/*.md",
         "tests/faults/*.md",
     ),
 ]

@@ -14,7 +14,7 @@ _LESS = "lower host_bytes, or free memory"
 _GOOD_PAGE = 64 * 2**10
 
 SPEEDS = ((2 * 2**20, 0.85), (64 * 2**10, 0.8), (4 * 2**10, 0.5))
-"""By page size, the measured speed of scattered host copies relative to one large memcpy (`kvoffload/bench/README.md`)."""
+"""By page size, the measured speed of scattered host copies relative to one large memcpy (`tests/bench/README.md`)."""
 
 
 def needed_bytes(setup: Setup) -> int:

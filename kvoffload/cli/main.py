@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from kvoffload.cli.parser import Parser
 
 COMMANDS = {
-    "bench": "kvoffload.cli.bench",
     "completion": "kvoffload.cli.completion",
     "dashboards": "kvoffload.cli.dashboards",
     "demo": "kvoffload.cli.demo.command",

@@ -1,4 +1,4 @@
-"""Stores on this machine for a demo, a bench or a test: each from its wheel, on free ports of the loopback.
+"""Stores on this machine for a demo or a test: each from its wheel, on free ports of the loopback.
 
 Their files lie in a folder of the caller. Their processes end with `close`, or with the thread that started them, so none outlives this
 process.

@@ -77,7 +77,7 @@ def test_no_command_is_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "unknown command 'dmeo'; did you mean demo?" in error_of(capsys, "dmeo")
-    assert "choose from bench, " in error_of(capsys, "frobnicate")
+    assert "choose from completion, " in error_of(capsys, "frobnicate")
 
 
 def test_no_option_is_suggested_for_one_that_is_nothing_like_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,7 +162,6 @@ importlib.import_module(main.COMMANDS[sys.argv[1]]).run = run
 sys.exit(main.main())
 """
 ARGUMENTS = {
-    "bench": "verify",
     "completion": "bash",
     "dashboards": "export",
     "report": "journal",

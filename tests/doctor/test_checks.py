@@ -220,7 +220,7 @@ def test_copy_speed(tmp_path: Path, pages: tuple[int, ...], verdict: str, text: 
 
 
 def test_speeds_are_those_that_were_measured() -> None:
-    text = (ROOT / "kvoffload/bench/README.md").read_text(encoding="utf-8")
+    text = (ROOT / "tests/bench/README.md").read_text(encoding="utf-8")
     ascending = sorted(memory.SPEEDS)
     assert ", ".join(f"{share} at {size_text(size).replace('.0', '')}" for size, share in ascending) in text
 

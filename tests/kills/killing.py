@@ -95,7 +95,6 @@ COMMANDS = {
     "dashboards": Command("dashboards export {folder}/new"),
     "completion": Command("completion bash"),
     "vllm-args": Command("vllm-args --host-bytes 1GiB"),
-    "bench": Command("bench"),
     "help": Command("--help"),
 }
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from kvoffload.bench.trace import BLOCK_TOKENS, CoreEngine, Prompt, Tiers, play
 from kvoffload.model.ids import GroupId, block_key
+from tests.bench.trace import BLOCK_TOKENS, CoreEngine, Prompt, Tiers, play
 from tests.core import test_costs
 from tests.explore.search import explore
 from tests.explore.worlds import WORLDS

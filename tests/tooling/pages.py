@@ -15,6 +15,7 @@ PAGES = sorted(
         *ROOT.glob("dashboards/*.md"),
         *ROOT.glob("kvoffload/**/*.md"),
         *ROOT.glob("plugins/**/*.md"),
+        *ROOT.glob("tests/bench/*.md"),
     ]
 )
 

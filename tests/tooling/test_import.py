@@ -59,12 +59,12 @@ while engine.has_work:
     engine.step()
 engine.close()
 assert "kvoffload.runtime.worker_side" in sys.modules
-print(*[name for name in sys.modules if name.startswith(("kvoffload.bench", "kvoffload.cli"))])
+print(*[name for name in sys.modules if name.startswith(("kvoffload.cli", "kvoffload.gpu_check"))])
 """
 
 
 @pytest.mark.slow
-def test_an_engine_imports_nothing_of_the_command_and_of_the_benches() -> None:
+def test_an_engine_imports_nothing_of_the_command_and_of_the_gpu_check() -> None:
     assert run(SERVE) == "\n"
 
 

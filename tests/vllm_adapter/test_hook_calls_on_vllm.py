@@ -1,7 +1,7 @@
 """Calls that a request costs on vLLM's scheduler, from the connector's hooks down, with all that watches them.
 
 Counted are Python's calls within kvoffload and its plugin, without the frames of comprehensions; what they call in C or in
-vLLM is not. Counts do not depend on the machine, so these are gates; time belongs to `kvoffload bench hooks`.
+vLLM is not. Counts do not depend on the machine, so these are gates; time belongs to `make bench-hooks`.
 """
 
 from __future__ import annotations

@@ -31,11 +31,11 @@ from vllm.plugins import load_general_plugins
 
 load_general_plugins()
 connector = KVConnectorFactory.get_connector_class_by_name("KVOffloadConnector")
-print(connector.__module__, *[name for name in sys.modules if name.startswith(("kvoffload.bench", "kvoffload.cli"))])
+print(connector.__module__, *[name for name in sys.modules if name.startswith(("kvoffload.cli", "kvoffload.gpu_check"))])
 """
 
 
-def test_vllm_imports_nothing_of_the_command_and_of_the_benches() -> None:
+def test_vllm_imports_nothing_of_the_command_and_of_the_gpu_check() -> None:
     done = subprocess.run([sys.executable, "-c", IMPORT], stdout=subprocess.PIPE, text=True, check=True)
     assert done.stdout.splitlines()[-1].split() == ["kvoffload_vllm.connector"]
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvoffload.engine.plugin import GroupKind
 
 LOCAL_STORES = {"mooncake": "Mooncake", "s3": "SeaweedFS (S3)"}
-"""Kinds of stores that a demo or a bench can start, and what they are."""
+"""Kinds of stores that the demo can start, and their names."""
 LAYERS: dict[str, GroupKind] = {"full": "full", "window": "sliding_window", "recurrent": "recurrent"}
 """Values of --layers, and the engine's names for them."""
 _LEAST_BEFORE = 2  # turns before the kill: only blocks that were found again are written below the host

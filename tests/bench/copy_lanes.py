@@ -1,0 +1,142 @@
+"""A load while stores are queued.
+
+It goes through the worker's side as an engine's hooks use it. A load's time is from the hook that submits it to the
+poll that finds it reported; polls are as far apart as the steps of a fast engine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from itertools import count
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kvoffload.model.causes import CopyOutcome
+from kvoffload.model.config import OffloadConfig
+from kvoffload.model.ids import DeviceBlockId, JobId, Rank, SlotId
+from kvoffload.model.transfer import Direction, TransferJob, TransferPlan
+from kvoffload.runtime.portal import Portal
+from kvoffload.runtime.worker_side import WorkerSide
+from kvoffload.transfer.layout import layout_of
+from tests.bench.copy_rig import WrongBytes
+from tests.bench.lines import Line, line, ratios
+
+if TYPE_CHECKING:
+    from kvoffload.transfer.runs import Numbers
+
+REGIONS = 8
+PAGE = 64 * 2**10
+STORES = 4  # times a load's bytes that are queued before it
+_POLL_S = 0.0002
+_HEAD_START_S = 0.005  # in which the first stores begin
+
+
+class Lanes:
+    """One rank's worker side over random bytes; `blocks` blocks are a load, and there are six times as many."""
+
+    def __init__(self, blocks: int, portal: Portal) -> None:
+        self._count = blocks
+        self._blocks = (STORES + 2) * blocks
+        self._tensors = [
+            torch.randint(0, 256, (self._blocks, PAGE), dtype=torch.uint8) for _ in range(REGIONS)
+        ]
+        layout = layout_of(self._tensors)
+        self.side = WorkerSide(Rank(0), 1, OffloadConfig(host_bytes=self._blocks * layout.slot_bytes), portal)
+        slots = self.side.register(layout)
+        self._numbers = count()
+        self._draw = np.random.default_rng(0)
+        ready = 0
+        while ready < slots:
+            report = self.side.take_report()
+            ready = ready if report is None else report.ready_slots
+            time.sleep(_POLL_S)
+
+    def load_seconds(self, *, stores: bool) -> float:
+        """Return the seconds that a load of scattered blocks takes, with or without stores queued before it."""
+        order = self._draw.permutation(self._blocks)
+        blocks, slots = self._draw.permutation(order), order
+        behind = slice(2 * self._count, None)
+        queued = self._jobs(Direction.STORE, slots[behind], blocks[behind], STORES) if stores else ()
+        if queued:
+            self.side.start_stores(TransferPlan(stores=queued))
+            time.sleep(_HEAD_START_S)
+        (load,) = self._jobs(Direction.LOAD, slots[: self._count], blocks[: self._count], 1)
+        begun = time.perf_counter()
+        self.side.start_loads(TransferPlan(loads=(load,)))
+        left = {job.job for job in (load, *queued)}
+        while load.job in left:
+            self._take(left)
+        seconds = time.perf_counter() - begun
+        self._finish(left)
+        return seconds
+
+    def check(self) -> None:
+        """Store blocks, load them elsewhere, and compare.
+
+        Raises:
+            WrongBytes: they differ.
+        """
+        order = self._draw.permutation(self._blocks)
+        slots, source, target = (
+            order[: self._count],
+            order[: self._count],
+            order[self._count : 2 * self._count],
+        )
+        stores = self._jobs(Direction.STORE, slots, source, 1)
+        self.side.start_stores(TransferPlan(stores=stores))
+        self._finish({stores[0].job})
+        loads = self._jobs(Direction.LOAD, slots, target, 1)
+        self.side.start_loads(TransferPlan(loads=loads))
+        self._finish({loads[0].job})
+        if any(not torch.equal(tensor[source], tensor[target]) for tensor in self._tensors):
+            raise WrongBytes("a block that was stored and loaded again differs")
+
+    def _finish(self, left: set[JobId]) -> None:
+        while left:
+            self._take(left)
+
+    def _take(self, left: set[JobId]) -> None:
+        """Take a report and remove its jobs from `left`; without one, wait for a moment."""
+        report = self.side.take_report()
+        if report is None:
+            time.sleep(_POLL_S)
+            return
+        for job in report.jobs:
+            if job.outcome is not CopyOutcome.DONE:
+                raise WrongBytes(f"a {job.direction.value} has ended as {job.outcome.value}")
+            left.discard(job.job)
+
+    def _jobs(self, way: Direction, slots: Numbers, blocks: Numbers, parts: int) -> tuple[TransferJob, ...]:
+        return tuple(
+            TransferJob(
+                JobId(next(self._numbers)),
+                way,
+                tuple(map(SlotId, some.tolist())),
+                tuple(map(DeviceBlockId, others.tolist())),
+            )
+            for some, others in zip(np.array_split(slots, parts), np.array_split(blocks, parts), strict=True)
+        )
+
+
+def measure_loads(size: int, repeats: int) -> Iterator[Line]:
+    """Time a load of `size` bytes alone and one behind stores, in pairs; which comes first alternates."""
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    portal = Portal("kvoffload-bench")
+    lanes = Lanes(max(size // (PAGE * REGIONS), 1), portal)
+    try:
+        lanes.check()
+        for repeat in range(repeats + 1):
+            for stores in (False, True) if repeat % 2 else (True, False):
+                took = lanes.load_seconds(stores=stores)
+                if repeat:  # the first warms up
+                    seconds[stores].append(took)
+    finally:
+        lanes.side.close()
+        portal.close()
+    mib = size // 2**20
+    what = f"a load of {mib} MiB while {STORES * mib} MiB of stores are queued, over the load alone"
+    yield line(what, ratios(seconds[True], seconds[False]), at_most=1.2)
+    yield line(f"a load of {mib} MiB alone", [1e3 * one for one in seconds[False]], " ms")

@@ -1,0 +1,119 @@
+"""Opening the index of a disk: how soon an engine that starts knows a million blocks, and how long one of its steps takes for it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from kvoffload.cli.exits import CommandError
+from kvoffload.core.offload_core import OffloadCore
+from kvoffload.core.state import Policy
+from kvoffload.disk.folder import DiskPlace, make_folder
+from kvoffload.disk.identity import KVIdentity
+from kvoffload.disk.index_format import Entries, IndexHeader
+from kvoffload.disk.index_log import new_generation, start_index
+from kvoffload.model.disk import DiskFile
+from kvoffload.model.engine import EngineShape
+from kvoffload.model.facts import DiskRestored
+from kvoffload.model.groups import AttentionKind, GroupSpec
+from kvoffload.model.ids import GroupId, Rank
+from kvoffload.model.transfer import TransferReport
+from kvoffload.runtime.disk_index import DiskIndex
+from kvoffload.runtime.portal import Portal
+from tests.bench.engineless import CountedBlocks
+from tests.bench.lines import Line, line
+
+_RANKS, _KEY_BYTES = 2, 33  # a group's number and SHA-256
+_TIMEOUT_S = 600
+_GOAL_S, _GOAL_STEP_MS = 5.0, 10.0
+
+
+def opening(folder: Path, blocks: int, repeats: int) -> Iterator[Line]:
+    """Write an index of `blocks` blocks, and open it as an engine does.
+
+    What is alive before is hidden from the collector of garbage, as vLLM does when it has started.
+
+    Raises:
+        CommandError: it could not be opened.
+    """
+    identity = _write(folder, blocks)
+    seconds, cpu, longest, core = list[float](), list[float](), list[float](), list[float]()
+    gc.collect()
+    gc.freeze()
+    try:
+        for _ in range(repeats):
+            began = time.process_time()
+            took, steps = _open(folder, identity, blocks)
+            seconds.append(took)
+            cpu.append(time.process_time() - began)
+            longest.append(1e3 * max(steps))
+            core.append(sum(steps))
+    finally:
+        gc.unfreeze()
+    what = f"opening an index of {blocks:,} blocks, {_RANKS} ranks"
+    yield line(what, seconds, " s", at_most=_GOAL_S)
+    yield line(f"{what}: processor time", cpu, " s")
+    yield line(f"{what}: longest step of the core, processor time", longest, " ms", at_most=_GOAL_STEP_MS)
+    yield line(f"{what}: all steps of the core, processor time", core, " s")
+
+
+def _write(folder: Path, blocks: int) -> KVIdentity:
+    identity = KVIdentity("bench", "bench", "bench", {})
+    random = np.random.default_rng(0)
+    keys = random.bytes(blocks * _KEY_BYTES)
+    entries = Entries(
+        random.permutation(blocks).astype(np.uint32),
+        np.frombuffer(keys, f"V{_KEY_BYTES}"),
+        random.integers(0, 2**63, (blocks, _RANKS), np.uint64),
+    )
+    header = IndexHeader(new_generation(), tuple(map(_file_id, range(_RANKS))), blocks)
+    with make_folder(folder, identity, 0) as opened:
+        start_index(opened, header, entries).close()
+    return identity
+
+
+def _open(folder: Path, identity: KVIdentity, blocks: int) -> tuple[float, list[float]]:
+    """Return the seconds until the core knows all blocks, and those of each of its steps."""
+    group = GroupSpec(GroupId(0), AttentionKind.FULL, 16)
+    shape = EngineShape((group,), ranks=_RANKS, device_blocks=64, step_tokens=64)
+    core = OffloadCore(shape, Policy(spill_after_hits=1), CountedBlocks(64))
+    portal = Portal("kvoffload-bench")
+    index = DiskIndex(
+        DiskPlace(folder, lambda: identity), _RANKS, portal, asyncio.sleep, closes_in_s=_TIMEOUT_S
+    )
+    files = [DiskFile(_file_id(rank), blocks, blocks) for rank in range(_RANKS)]
+    try:
+        began = time.perf_counter()
+        index.ranks_reported(
+            [TransferReport(Rank(rank), (), 0, disk_file=file) for rank, file in enumerate(files)]
+        )
+        steps = list(_steps(core, index))
+        took = time.perf_counter() - began
+    finally:
+        index.close()
+        portal.close()
+    if core.state.disk is None or len(core.state.disk.pool.index) != blocks:
+        raise CommandError(f"the index of {blocks} blocks in {folder} was not opened")
+    return took, steps
+
+
+def _steps(core: OffloadCore, index: DiskIndex) -> Iterator[float]:
+    """Let the core take over the index, and yield the processor time of each of its steps: other work on the machine adds to the rest."""
+    assert core.below is not None
+    while index.is_opening:
+        if not index.due:
+            time.sleep(1e-3)
+            continue
+        fact, began = index.next_fact(), time.thread_time()
+        if isinstance(fact, DiskRestored):
+            core.below.disk_restored(fact)
+            yield time.thread_time() - began
+
+
+def _file_id(rank: int) -> bytes:
+    return bytes([rank]) * 16

@@ -1,0 +1,233 @@
+"""Prompts that return after a restart: kvoffload's disk beside vLLM's `fs` tier and beside computing them.
+
+Every engine is a stock vLLM with the same model and the same host memory, which is too small for all prompts. The
+first one on a folder is asked for the prompts that return twice, each behind one that does not return. In each turn,
+another engine on that folder, whose files are not in the page cache, is asked for the prompts that return.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from kvoffload.cli.parser import positive
+from tests.bench.lines import Line, line, ratios
+from tests.bench.results import add_output_arguments, give_out
+from tests.bench.vllm_engines import kv_transfer, require_vllm
+from tests.vllm_stock import checkpoints, engines
+
+OURS, FS, NONE = "kvoffload", "fs tier", "no connector"
+LARGER = {
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+}
+TOKENS = 8
+Prompt = Sequence[int]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dir", type=Path, default=Path(), help="a folder on the disk (default: this one)")
+    parser.add_argument("--turns", type=positive, default=3, help="engines that return on each folder")
+    parser.add_argument("--prompts", type=positive, default=7, help="that return; as many do not")
+    add_output_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print.
+
+    Raises:
+        CommandError: there is no vLLM here, or the results cannot be written.
+    """
+    require_vllm()
+    method = f"{args.prompts} prompts, {args.turns} engines one after the other on each folder, in turns; medians [95 % interval]"
+    with tempfile.TemporaryDirectory(dir=args.dir) as root:
+        found = lines(play(Path(root), Size(), args.turns, args.prompts))
+        return give_out("fs", args, method, found, "vllm")
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a prompt in blocks, and of a block in bytes; `shape` is the model's."""
+
+    blocks: int = 64
+    # Tokens, keys and values, layers, heads, their size, float32.
+    block_bytes: int = engines.BLOCK * 2 * 4 * 8 * 64 * 4
+    shape: Mapping[str, int] = field(default_factory=lambda: LARGER)
+
+    def transfer(self, name: str, folder: Path) -> dict[str, Any]:
+        """Return the engine's option for a connector. Fetches may fill a quarter of our host: a prompt."""
+        from tests.vllm_stock import fs_peer
+
+        host = 4 * self.blocks * self.block_bytes
+        disk = {"disk_path": str(folder), "disk_bytes": 2 * host}
+        if name == NONE:
+            return {}
+        ours = kv_transfer("KVOffloadConnector", host_bytes=host, **disk)
+        return {"kv_transfer_config": ours if name == OURS else fs_peer.kv_transfer(host, folder)}
+
+
+@dataclass
+class Side:
+    """A connector, or none, with its folder, and what came of it."""
+
+    name: str
+    folder: Path
+    checkpoint: Path
+    size: Size
+    first_s: list[float] = field(default_factory=list)
+    answers: list[tuple[int, ...]] = field(default_factory=list)
+    read: list[int] = field(default_factory=list)
+    written: int = 0
+    not_read: int = 0
+    """Timed prompts that were not read from the disk when they were asked for."""
+
+    def fill(self, prompts: Sequence[Prompt], others: Sequence[Prompt]) -> None:
+        """The first engine's life."""
+        with self._living() as llm:
+            for prompt, other in zip(prompts, others, strict=True):
+                for each in (other, prompt, prompt):
+                    serve(llm, each)
+
+    def return_to(self, prompts: Sequence[Prompt]) -> None:
+        """A life of an engine that finds the prompts on the disk; the one used last is asked first, untimed.
+
+        Raises:
+            RuntimeError: one was computed.
+        """
+        forget_pages(self.folder)
+        began = moved("read_bytes")
+        with self._living() as llm:
+            serve(llm, prompts[-1])
+            for prompt in prompts[:-1]:
+                before = moved("read_bytes")
+                first_s, tokens, cached = serve(llm, prompt)
+                self.first_s.append(first_s)
+                self.answers.append(tokens)
+                if self.name != NONE:
+                    if cached < self.size.blocks * engines.BLOCK:
+                        raise RuntimeError(f"{self.name}: of a prompt {cached} tokens were found")
+                    size = self.size.blocks * self.size.block_bytes
+                    self.not_read += moved("read_bytes") - before < size
+        self.read.append(moved("read_bytes") - began)
+
+    def left(self) -> int:
+        """Return the bytes that its files take."""
+        return sum(path.stat().st_blocks * 512 for path in files_in(self.folder))
+
+    @contextmanager
+    def _living(self) -> Iterator[Any]:
+        """An engine that serves; a disk of ours is open."""
+        room = (self.size.blocks + 2) * engines.BLOCK
+        options = {
+            "num_gpu_blocks_override": 3 * self.size.blocks,
+            "kv_cache_memory_bytes": 4 * self.size.blocks * self.size.block_bytes,
+            "max_model_len": room,
+            "max_num_batched_tokens": room,
+            **self.size.transfer(self.name, self.folder),
+        }
+        before = moved("write_bytes")
+        with (
+            patch(
+                "kvoffload_vllm.kv_identity._process_began_ns", time.time_ns
+            ),  # the weights are older than the engine
+            engines.in_process(self.checkpoint, **options) as llm,
+        ):
+            serve(llm, [1, 2, 3])
+            connector = engines.scheduler_of(llm).connector
+            while self.name == OURS and not connector._scheduler.offload.core.state.disk.is_open:
+                serve(llm, [1, 2, 3])
+            yield llm
+        self.written += moved("write_bytes") - before
+
+
+def serve(llm: Any, prompt: Prompt) -> tuple[float, tuple[int, ...], int]:
+    """Return seconds to the first token, all tokens, and how many of the prompt were found; all copies have ended then.
+
+    A step without a forward pass is followed by a pause of 1 ms, as in vLLM's own loop, which one process does not use.
+    """
+    from vllm import SamplingParams
+
+    wanted = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+    scheduler, outputs, first_s = engines.scheduler_of(llm), [], 0.0
+    began = time.perf_counter()
+    llm.llm_engine.add_request(str(time.monotonic_ns()), {"prompt_token_ids": list(prompt)}, wanted)
+    while scheduler.has_requests():
+        outputs += llm.llm_engine.step()
+        if outputs and not first_s:
+            first_s = time.perf_counter() - began
+        if not scheduler.running:
+            time.sleep(0.001)
+    return first_s, tuple(outputs[-1].outputs[0].token_ids), outputs[-1].num_cached_tokens or 0
+
+
+def moved(which: str) -> int:
+    """Return what this process has read of disks, or written to them."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(dict(each.split(": ") for each in lines)[which])
+
+
+def files_in(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def forget_pages(folder: Path) -> None:
+    """Have no byte of the folder's files in the page cache."""
+    for path in files_in(folder):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def draw_prompts(size: Size, count: int, seed: int = 0) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [draw.choices(range(256), k=size.blocks * engines.BLOCK + 9) for _ in range(count)]
+
+
+def play(root: Path, size: Size, turns: int, count: int) -> list[Side]:
+    """Fill both disks, and let engines return in turns, another one first each time."""
+    checkpoint = checkpoints.make("qwen3", root / "model", **size.shape)
+    sides = [Side(name, root / name, checkpoint, size) for name in (NONE, OURS, FS)]
+    prompts = draw_prompts(size, count)
+    for side in sides[1:]:
+        side.fill(prompts, draw_prompts(size, count, seed=1))
+    for turn in range(turns):
+        for side in sides[turn % 3 :] + sides[: turn % 3]:
+            side.return_to(prompts)
+        prompts = [prompts[-1], *prompts[:-1]]
+    return sides
+
+
+def lines(sides: Sequence[Side]) -> Iterator[Line]:
+    """Yield what was found."""
+    none, ours, fs = sides
+    yield line(f"first token sooner than computed, {OURS}", ratios(none.first_s, ours.first_s))
+    yield line(f"first token sooner than computed, {FS}", ratios(none.first_s, fs.first_s))
+    yield line(f"first token, {FS} over {OURS}", ratios(fs.first_s, ours.first_s))
+    for side in sides:
+        ms = [1e3 * each for each in side.first_s]
+        yield line(f"first token, {side.name}, {min(ms):.0f} to {max(ms):.0f} ms", ms, " ms")
+    for side in sides:
+        yield line(f"written in all, {side.name}", [side.written / 2**20], " MiB")
+        yield line(f"read in a turn, {side.name}", [each / 2**20 for each in side.read], " MiB")
+        yield line(f"left on the disk, {side.name}", [side.left() / 2**20], " MiB")
+    for side in sides[1:]:
+        yield line(f"timed prompts not from the disk, {side.name}", [side.not_read], "", at_most=0)
+        yield line(f"answers that differ, {side.name}", [differing(none, side)], "", at_most=0)
+
+
+def differing(one: Side, other: Side) -> int:
+    """Return how many answers are not the same."""
+    return sum(mine != its for mine, its in zip(one.answers, other.answers, strict=True))

@@ -1,0 +1,183 @@
+"""What every bench finds, as lines: what was measured, a median with its interval, the target, and whether it is met.
+
+A bench prints its lines as a table or as JSON and keeps them on request; README.md shows the headlines of those kept.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One measurement.
+
+    Args:
+        what: what was measured.
+        median: of the samples.
+        low, high: how far it can be trusted; None with too few samples to say.
+        unit: of all three.
+        target: what was wanted, in words; empty where nothing was.
+        is_met: whether the median meets the target; None without a target.
+    """
+
+    what: str
+    median: float
+    low: float | None = None
+    high: float | None = None
+    unit: str = "x"
+    target: str = ""
+    is_met: bool | None = None
+
+    @property
+    def found(self) -> str:
+        """The numbers as a table shows them."""
+        shown = f"{_digits(self.median)}{self.unit}"
+        if self.low is None or self.high is None:
+            return shown
+        return f"{shown} [{_digits(self.low)}, {_digits(self.high)}]"
+
+    @property
+    def verdict(self) -> str:
+        """Whether the target is met, in a word."""
+        return {None: "", True: "met", False: "missed"}[self.is_met]
+
+    def to_plain(self) -> dict[str, object]:
+        """The fields for JSON, numbers to five digits."""
+        return {
+            name: float(f"{value:.5g}") if isinstance(value, float) else value
+            for name, value in asdict(self).items()
+        }
+
+
+def line(
+    what: str,
+    samples: Sequence[float],
+    unit: str = "x",
+    *,
+    at_least: float | None = None,
+    at_most: float | None = None,
+) -> Line:
+    """Return the median of at least one sample and its 95 % interval; the median is held against the target."""
+    middle, target, is_met = statistics.median(samples), "", None
+    low, high = (one if math.isfinite(one) else None for one in median_interval(samples))
+    if at_least is not None:
+        target, is_met = f"at least {at_least:g}{unit}", middle >= at_least
+    if at_most is not None:
+        target, is_met = f"at most {at_most:g}{unit}", middle <= at_most
+    return Line(what, middle, low, high, unit, target, is_met)
+
+
+def ratios(mine: Iterable[float], others: Iterable[float]) -> list[float]:
+    """Return the one over the other, in pairs."""
+    return [one / other for one, other in zip(mine, others, strict=True)]
+
+
+def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """Return two of the samples between which the median lies with at least this confidence.
+
+    The number of samples below the median is that of heads in as many tosses of a coin, so of n ordered samples the
+    k-th from either end enclose it unless fewer than k tosses came up heads, or fewer than k tails. The narrowest such
+    pair is taken; where even the outermost is not enough (fewer than 6 samples for 95 %), everything is possible.
+    """
+    ordered = sorted(samples)
+    count = len(ordered)
+    allowed = (1 - confidence) / 2
+    rank, tail = 0, 0.0
+    while rank < count // 2 and (tail := tail + math.comb(count, rank) / 2**count) <= allowed:
+        rank += 1
+    if rank == 0:
+        return -math.inf, math.inf
+    return ordered[rank - 1], ordered[-rank]
+
+
+def table(lines: Sequence[Line]) -> Iterator[str]:
+    """Yield the lines for a terminal."""
+    width, room = (max(len(getattr(one, name)) for one in lines) for name in ("what", "found"))
+    for one in lines:
+        yield f"{one.what:<{width}}  {one.found:>{room}}  {one.target:<14}  {one.verdict}".rstrip()
+
+
+HEADLINES: Mapping[str, Sequence[str]] = {
+    "engine": (
+        "throughput on prompts that never repeat, reference engine, with over without",
+        "first token of returning turns, working set 4 times the device's cache: sooner than recomputed",
+    ),
+    "serve": (
+        "throughput on prompts that never repeat, vLLM 0.32.0, with over none",
+        "throughput on prompts that never repeat, vLLM 0.32.0, with vLLM's own connector over none",
+        "first token of returning turns, vLLM 0.32.0, working set 4 times the cache: with, sooner than recomputed",
+        "first token of returning turns, vLLM 0.32.0, working set 4 times the cache: sooner than vLLM's own connector",
+    ),
+    "hooks": (
+        "scheduler's hooks over the peer's, each decoding step, 128 running, full attention",
+        "scheduler's hooks over the peer's, each step that admits requests, 128 running, full attention",
+        "scheduler's hooks over the peer's, the whole workload, 128 running, full attention",
+        "scheduler's hooks over the peer's, the whole workload, 128 running, hybrid windows",
+    ),
+    "queue": (
+        "scheduler's hooks per step with 10,000 requests that wait, over 10",
+        "scheduler's hooks per step with 10,000 requests that wait, over 10; OffloadingConnector, for comparison",
+    ),
+    "copy": (
+        "load of scattered pages of 64 KiB, 1 thread, over one large copy",
+        "a load of 64 MiB while 256 MiB of stores are queued, over the load alone",
+    ),
+    "disk": (
+        "spill of blocks of 1024 KiB, over a sequential pass of direct I/O",
+        "fetch of blocks of 1024 KiB, over a sequential pass of direct I/O",
+        "opening an index of 1,000,000 blocks, 2 ranks",
+        "time in the scheduler's hooks with the disk, over without; reference engine, while it works",
+        "first token of turns that return after a restart: with the disk, sooner than recomputed",
+    ),
+    "remote": (
+        "get of blocks of 1024 KiB, Mooncake, over the store's own client",
+        "first token of a prefix that another engine computed, Mooncake: sooner than recomputed",
+        "time in the scheduler's hooks with a store, over without; reference engine, idle",
+        "tokens/s over those without a store, Mooncake, node hangs",
+    ),
+    "scale": (
+        "the whole lookup, a miss",
+        "a slot's memory, every block replaced twice, 1,000,000 slots",
+    ),
+}
+"""The lines that README.md shows, by bench."""
+
+
+def markdown(results: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table for each machine with the headlines of kept results.
+
+    Raises:
+        KeyError: a result lacks a headline.
+    """
+    order, by_machine = list(HEADLINES), dict[str, list[Mapping[str, Any]]]()
+    for result in sorted(results, key=lambda result: order.index(result["bench"])):
+        by_machine.setdefault(_machine(result["machine"]), []).append(result)
+    parts = []
+    for about, benches in by_machine.items():
+        dates = " and ".join(sorted({result["date"] for result in benches}))
+        parts += [f"{about}, {dates}:", "", "| bench | what | found | target | |", "|---|---|---|---|---|"]
+        parts += [row for result in benches for row in _rows(result)]
+        parts.append("")
+    return "\n".join(parts)
+
+
+def _rows(result: Mapping[str, Any]) -> Iterator[str]:
+    kept = {one["what"]: Line(**one) for one in result["lines"]}
+    for what in HEADLINES[result["bench"]]:
+        one = kept[what]
+        verdict = "**missed**" if one.verdict == "missed" else one.verdict
+        yield f"| `{result['bench']}` | {what} | {one.found} | {one.target} | {verdict} |"
+
+
+def _machine(about: Mapping[str, Any]) -> str:
+    named = about.get("gpu") or f"{about['cpu']}, {about['cores']} cores"
+    return f"{named}, {about['memory_gib']:g} GiB, Python {about['python']}, kvoffload {about['kvoffload']}"
+
+
+def _digits(value: float) -> str:
+    return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 100 else f"{value:#.3g}"

@@ -1,0 +1,104 @@
+"""Python memory of host slots, and the start-up time of many: each number of slots in a separate process.
+
+What is compared is the process's resident memory, before the side is made and when its slots are full, and again after
+every block has been replaced twice: dicts that lose and gain keys need more room than those that only gain, and copy
+themselves now and then. A block's key counts as the host's own, since nothing else refers to it once the request has ended.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from kvoffload.cli.exits import CommandError
+from tests.bench.engineless import Engineless
+from tests.bench.lines import Line, line
+
+_TARGETS_AT = 1_000_000  # slots
+_REPLACED = 2  # times: the first time takes room, the second copies what has it
+_ROOT = Path(__file__).resolve().parents[2]  # of the checkout
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class Memory(NamedTuple):
+    """One number of slots.
+
+    Args:
+        start_s: until the side is made and knows of all its slots.
+        full, churned: resident bytes a slot: of full ones, and of full ones in which each block has been replaced twice.
+        longest_put_s: the longest time that 64 blocks took to find places, of the processor and over all of them.
+    """
+
+    start_s: float
+    full: float
+    churned: float
+    longest_put_s: float
+
+
+def measure(slots: Sequence[int]) -> Iterator[Line]:
+    """Measure each number of slots.
+
+    Raises:
+        CommandError: a process ended without an answer, as one does that gets no memory.
+    """
+    for count in slots:
+        found, what = _in_a_process(count), f", {count:,} slots"
+        most_bytes, most_s = (300, 2) if count == _TARGETS_AT else (None, None)
+        yield line(f"a slot's memory, full{what}", [found.full], " B", at_most=most_bytes)
+        what_churned = f"a slot's memory, every block replaced twice{what}"
+        yield line(what_churned, [found.churned], " B", at_most=most_bytes)
+        yield line(f"start-up{what}", [found.start_s], " s", at_most=most_s)
+        yield line(
+            f"longest pause while blocks take others' places{what}", [1e3 * found.longest_put_s], " ms"
+        )
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * _PAGE
+
+
+def fill(slots: int) -> Memory:
+    """Measure here: memory that other things left behind would be taken for free."""
+    draw = random.Random(0)
+    Engineless(16).put([])  # everything is imported, and made once
+    gc.collect()
+    gc.disable()  # as it is at rest in an engine
+    before = resident_bytes()
+    begun = time.perf_counter()
+    rig = Engineless(slots)
+    start_s = time.perf_counter() - begun
+    read: list[int] = []
+    longest: list[float] = []
+    for rounds in (1, _REPLACED):
+        longest += [rig.fill(draw, slots) for _ in range(rounds)]
+        read.append(resident_bytes())
+    assert rig.side.gauges().slots["ready"] == slots
+    full, churned = ((each - before) / slots for each in read)
+    return Memory(start_s, full, churned, max(longest))
+
+
+def _in_a_process(slots: int) -> Memory:
+    path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(_ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-m", __name__, str(slots)],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise CommandError(f"the process with {slots:,} slots ended with {done.returncode} and no answer")
+    return Memory(*json.loads(done.stdout))
+
+
+if __name__ == "__main__":
+    print(json.dumps(fill(int(sys.argv[1]))))

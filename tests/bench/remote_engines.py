@@ -1,0 +1,244 @@
+"""Engines that share a store: what the second engine gains, what the store costs the hooks, and what it costs while it hangs.
+
+* A second engine serves prompts that another engine computed and wrote to the store, in turns with an engine that recomputes them.
+* Conversations that outgrow the host are played by four engines in turns: without a store, with an empty one that nothing is written
+  to, with one that works, and with one that is dead.
+* An engine serves a ring of prompts that fits neither its device nor its host, so that each comes from the store. Its tokens are
+  counted in each second while the process with the values is stopped, and after it goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import random
+import statistics
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TypeAlias
+
+from kvoffload.cli.demo.command import local_store
+from kvoffload.cli.demo.engines import engine_config
+from kvoffload.cli.demo.options import LOCAL_STORES, DemoOptions
+from kvoffload.cli.demo.play import idle
+from kvoffload.cli.exits import CommandError
+from kvoffload.engine import Engine, SamplingParams
+from kvoffload.remote.local import LocalBucket, LocalMooncake
+from kvoffload.telemetry.labels import TierState
+from tests.bench.lines import Line, line, ratios
+from tests.bench.tier_hooks import HOST, NEVER, OUTGROWS, hook_seconds, moved, served, until
+
+LocalStore: TypeAlias = LocalMooncake | LocalBucket
+
+_NODE_BYTES = 2**29
+_ANSWER = 4
+_RING, _RING_TOKENS, _CLIENTS = 32, 320, 2
+_HOST_SHARE = 3  # of the ring; fetches may fill a quarter of the host: a prompt of each client
+_FLOAT_BYTES = 4  # of the engine's KV
+
+
+def measure_engines(args: argparse.Namespace) -> Iterator[Line]:
+    """Measure on each store that was asked for.
+
+    Raises:
+        RemoteError: a store does not start.
+        CommandError: it brings nothing where it should.
+    """
+    for store in args.store:
+        with local_store(store, _NODE_BYTES) as server:
+            yield from asyncio.run(_second_engine(LOCAL_STORES[store], server, args))
+    yield from asyncio.run(_hooks(args.store[0]))
+    without = asyncio.run(_without_a_store(args))
+    yield line(
+        f"tokens on a ring of {_RING} prompts that outgrows device and host, without a store", [without], "/s"
+    )
+    for store in args.store:
+        with local_store(store, _NODE_BYTES) as server:
+            before, meanwhile, afterwards = asyncio.run(_hanging(server, args))
+        name = f"{LOCAL_STORES[store]}, node hangs"
+        yield line(f"tokens/s over those before, {name}", [meanwhile / before])
+        yield line(f"tokens/s over those without a store, {name}", [meanwhile / without])
+        yield line(f"tokens/s afterwards over those before, {name}", [afterwards / before])
+
+
+# -- what it brings -------------------------------------------------------------------------------------------------
+
+
+async def _second_engine(name: str, server: LocalStore, args: argparse.Namespace) -> list[Line]:
+    """Have one engine write prompts to the store, and another begin on them."""
+    tokens = 1280 if args.model == "small" else 512
+    options = DemoOptions(
+        conversations=args.conversations,
+        turns=1,
+        first_tokens=tokens,
+        answer_tokens=_ANSWER,
+        model=args.model,
+    )
+    memory = {"host_bytes": "256MiB"}
+    settings = {**memory, "remote_url": server.url, "share_after_hits": 0}
+    prompts = _prompts(args.conversations, tokens)
+    async with served(options, settings) as (first, side):
+        for prompt in prompts:
+            await _first_token_s(first, prompt)
+        await until(
+            first,
+            "all blocks to be written",
+            lambda: moved(side, "remote", "store") >= args.conversations * (tokens // 16 - 1),
+        )
+    taken: dict[str, list[float]] = {"recomputed": [], "shared": []}
+    async with served(options, settings) as (second, side), served(options, memory) as (plain, _):
+        for number, prompt in enumerate(prompts):
+            both = [("recomputed", plain), ("shared", second)]
+            for which, engine in both[:: 1 if number % 2 else -1]:
+                taken[which].append(1e3 * await _first_token_s(engine, prompt))
+        fetched = moved(side, "remote", "load")
+    if not fetched:
+        raise CommandError(f"nothing was fetched from {name}, so there is nothing to time")
+    what = f"first token of a prefix that another engine computed, {name}"
+    return [
+        line(f"{what}: sooner than recomputed", ratios(taken["recomputed"], taken["shared"]), at_least=3),
+        line(f"{what}: recomputed", taken["recomputed"], " ms"),
+        line(f"{what}: with the store", taken["shared"], " ms"),
+    ]
+
+
+# -- what it costs --------------------------------------------------------------------------------------------------
+
+
+async def _hooks(kind: str) -> list[Line]:
+    """Measure hooks without a store, with an idle one, with one that works, and with a dead one."""
+    async with AsyncExitStack() as opened:
+        # First: an engine reads the endpoint of a bucket from the environment, where the store that works replaces it.
+        dies = opened.enter_context(local_store(kind, _NODE_BYTES))
+        dead = await opened.enter_async_context(served(OUTGROWS, {**HOST, "remote_url": dies.url}))
+        dies.close()
+        await until(dead[0], "the store to fail", lambda: dead[1].gauges().remote is TierState.FAILING)
+        working = {**HOST, "remote_url": opened.enter_context(local_store(kind, _NODE_BYTES)).url}
+        idle = {**working, "share_after_hits": NEVER, "disk_identity": "another"}
+        none = await opened.enter_async_context(served(OUTGROWS, HOST))
+        rests = await opened.enter_async_context(served(OUTGROWS, idle))
+        busy = await opened.enter_async_context(served(OUTGROWS, working))
+        spent = await hook_seconds({"none": none, "idle": rests, "working": busy, "dead": dead})
+        if not moved(busy[1], "remote", "load"):
+            raise CommandError("nothing was fetched from the store, so the tier did not work")
+    what = "time in the scheduler's hooks with a store, over without; reference engine"
+    none_s = spent["none"]
+    return [
+        line(f"{what}, idle", ratios(spent["idle"], none_s), at_most=1.05),
+        line(f"{what}, while it works", ratios(spent["working"], none_s)),
+        line(f"{what}, while the store is dead", ratios(spent["dead"], none_s)),
+    ]
+
+
+# -- while it hangs -------------------------------------------------------------------------------------------------
+
+
+async def _without_a_store(args: argparse.Namespace) -> float:
+    """Return the tokens per second without a store."""
+    options = _ring_options(args)
+    async with served(options, {"host_bytes": _ring_host(options)}) as (engine, _), _ring(engine) as tokens:
+        await _rate(tokens, args.seconds)  # warms up
+        return await _rate(tokens, args.seconds)
+
+
+async def _hanging(server: LocalStore, args: argparse.Namespace) -> tuple[float, float, float]:
+    """Stop the process with the values for a while.
+
+    Returns:
+        The tokens per second of an engine that uses the store, before, meanwhile and afterwards.
+    """
+    process = server.node if isinstance(server, LocalMooncake) else server.server
+    options = _ring_options(args)
+    settings = {"host_bytes": _ring_host(options), "remote_url": server.url, "share_after_hits": 0}
+    async with served(options, settings) as (engine, side), _ring(engine) as tokens:
+        await until(
+            None,
+            "half the ring to be fetched",
+            lambda: moved(side, "remote", "load") >= _RING * _RING_TOKENS // 16 // 2,
+        )
+        await _rate(tokens, 1)  # until a second begins
+        before = await _rate(tokens, args.seconds)
+        process.stop()
+        meanwhile = await _rate(tokens, args.seconds)
+        process.go_on()
+        return before, meanwhile, await _rate(tokens, args.seconds)
+
+
+def _ring_options(args: argparse.Namespace) -> DemoOptions:
+    return DemoOptions(
+        conversations=_RING, turns=1, first_tokens=_RING_TOKENS, answer_tokens=_ANSWER, model=args.model
+    )
+
+
+def _ring_host(options: DemoOptions) -> int:
+    """Return the bytes of a host that holds a part of the ring."""
+    model = engine_config(options).model
+    token_bytes = 2 * model.layers * model.kv_heads * model.head_dim * _FLOAT_BYTES
+    return _RING * _RING_TOKENS * token_bytes // _HOST_SHARE
+
+
+@asynccontextmanager
+async def _ring(engine: Engine) -> AsyncIterator[list[int]]:
+    """Have clients serve a ring of prompts; the list gets the tokens of each second, the last one still under way."""
+    prompts, tokens, now = (
+        itertools.cycle(_prompts(_RING, _RING_TOKENS)),
+        [0],
+        asyncio.get_running_loop().time,
+    )
+
+    async def serve() -> None:
+        for prompt in prompts:
+            async with engine.submit(prompt, SamplingParams(_ANSWER)) as stream:
+                brought = len(prompt)
+                async for _ in stream:
+                    tokens[-1] += brought + 1
+                    brought = 0
+
+    async def tick() -> None:
+        began = now()
+        while True:
+            await asyncio.sleep(began + len(tokens) - now())
+            tokens.append(0)
+
+    tasks = [asyncio.create_task(one) for one in (tick(), *(serve() for _ in range(_CLIENTS)))]
+    try:
+        yield tokens
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _rate(tokens: list[int], seconds: int) -> float:
+    """Return the tokens per second of this second and the next ones.
+
+    Raises:
+        CommandError: there are none.
+    """
+    first = len(tokens) - 1
+    while len(tokens) <= first + seconds:  # noqa: ASYNC110  # a list has no event for it
+        await asyncio.sleep(0.01)
+    counted = tokens[first : first + seconds]
+    if not any(counted):
+        raise CommandError(
+            f"no token came within {seconds} seconds: the machine is too busy to measure anything"
+        )
+    return statistics.fmean(counted)
+
+
+# -- engines --------------------------------------------------------------------------------------------------------
+
+
+async def _first_token_s(engine: Engine, prompt: list[int]) -> float:
+    async with engine.submit(prompt, SamplingParams(_ANSWER)) as stream:
+        async for _ in stream:
+            pass
+    await idle(engine)
+    assert stream.stats.first_token_s is not None
+    return stream.stats.first_token_s - stream.stats.arrived_s
+
+
+def _prompts(count: int, tokens: int) -> list[list[int]]:
+    draw = random.Random(1)  # another seed than the warm-up's, which would be the first prompt
+    return [draw.choices(range(256), k=tokens) for _ in range(count)]

@@ -1,0 +1,123 @@
+"""What every bench does with its lines: a table or JSON of them, and the files that keep them, one per bench and machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from kvoffload.cli.exits import CommandError, Exit, say
+from kvoffload.cli.partial_file import written
+from kvoffload.telemetry.provenance import describe_machine
+from tests.bench.lines import Line, table
+
+MOST_BYTES = 30_000
+_NOT_IN_NAMES = re.compile("[^a-z0-9]+")
+
+
+def add_output_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `give_out` reads."""
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--save", metavar="DIR", type=Path, help="write the results into DIR, as JSON, too")
+
+
+def give_out(
+    name: str,
+    args: argparse.Namespace,
+    method: str,
+    measuring: Iterable[Line],
+    *packages: str,
+) -> int:
+    """Measure, print, and keep what was found where that was asked for; return the exit code.
+
+    Args:
+        name: the bench's.
+        args: of `add_output_arguments`.
+        method: how it is measured, in a sentence.
+        measuring: yields what it finds.
+        packages: more distributions whose versions matter.
+
+    Raises:
+        CommandError: it cannot be measured, or a file cannot be written.
+    """
+    about = _machine(*packages)
+    began = datetime.now(UTC).isoformat(timespec="seconds")
+    lines = list(measuring)
+    result = {
+        "began": began,
+        "options": _options(args),
+        "machine": about,
+        "method": method,
+        "lines": [one.to_plain() for one in lines],
+    }
+    if args.json:
+        print(json.dumps(result, indent=1))
+    else:
+        about_text = ", ".join(f"{key} {value}" for key, value in about.items())
+        print("\n".join([about_text, method, "", *table(lines)]))
+    if args.save is not None:  # last: what was measured is on the screen where the file cannot be written
+        say(f"written: {_save(name, result, args.save)}")
+    return Exit.OK
+
+
+def _options(args: argparse.Namespace) -> dict[str, object]:
+    """Return the bench's options. A path would say more of the machine than of the numbers."""
+    hidden = ("json", "save")
+    return {
+        name: value
+        for name, value in vars(args).items()
+        if name not in hidden and isinstance(value, str | int | float | list | tuple | None)
+    }
+
+
+def _machine(*packages: str) -> dict[str, object]:
+    """Return what numbers depend on: the processor, its load now, and the versions of what took part.
+
+    Args:
+        packages: more distributions whose versions matter; those that are not installed are left out.
+    """
+    found = {}
+    for name in ("kvoffload", "torch", *packages):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return {**describe_machine(), "load": round(os.getloadavg()[0], 2), **found}
+
+
+def _save(name: str, result: Mapping[str, object], folder: Path) -> Path:
+    """Write a bench's result into `folder`/NAME-MACHINE.json, in place of what was there; return the path.
+
+    Args:
+        name: the bench's.
+        result: JSON-like values; its "machine" names the file.
+        folder: is made where it is missing.
+
+    Raises:
+        CommandError: it cannot be written, or is over 30 kB: a bench keeps sums, not samples.
+    """
+    about = result["machine"]
+    assert isinstance(about, Mapping)
+    text = (
+        json.dumps({"bench": name, "date": datetime.now(UTC).date().isoformat(), **result}, indent=1) + "\n"
+    )
+    if len(text) > MOST_BYTES:
+        raise CommandError(f"the results of {name} take {len(text)} bytes, over {MOST_BYTES}")
+    target = folder / f"{name}-{_slug(about)}.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CommandError(f"{target} cannot be written: {error.strerror or error}") from error
+    with written(target) as file:
+        file.write(text)
+    return target
+
+
+def _slug(about: Mapping[str, object]) -> str:
+    """Return a machine's processor and cores as part of a file's name."""
+    plain = re.sub(r"\((r|tm)\)|processor|cpu|@", " ", f"{about['cpu']} {about['cores']} cores".lower())
+    return _NOT_IN_NAMES.sub("-", plain).strip("-")

@@ -1,0 +1,142 @@
+"""What offloading costs and brings a stock vLLM, beside vLLM's own `SimpleCPUOffloadConnector`.
+
+Engines without a connector, with this one and with the peer's take turns in one process, each on the same prompts, so that
+whatever else the machine does meets all alike.
+
+* Prompts that never repeat: throughput over that without a connector, until nothing is left to do, open copies included.
+* Turns that come back: conversations need four times the device's cache, so the device has forgotten each one by its next
+  turn. Time from the request to its first token, over recomputing and over the peer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+from kvoffload.cli.parser import positive
+from tests.bench.lines import Line, line, ratios
+from tests.bench.results import add_output_arguments, give_out
+from tests.bench.vllm_engines import (
+    BLOCK,
+    OURS,
+    PEER,
+    VOCABULARY,
+    Rider,
+    find_connectors,
+    open_riders,
+    require_vllm,
+)
+
+PLAIN = "plain"
+AT_ONCE = 2
+PROMPT_TOKENS = 1024
+TURN_TOKENS = 64
+TURNS = 3
+_CACHE_SHARE = 4
+_SHAPE: Mapping[str, Any] = {  # large enough that computing a prompt takes longer than scheduling it
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "num_hidden_layers": 4,
+}
+
+
+_WHOSE = {OURS: "with", PEER: "with vLLM's own connector"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--pairs", type=positive, default=20, help="repeats of prompts that never repeat")
+    parser.add_argument("--conversations", type=positive, default=12, help="whose turns come back")
+    add_output_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print.
+
+    Raises:
+        CommandError: there is no vLLM here, or the results cannot be written.
+    """
+    require_vllm()
+    connectors, note = find_connectors()
+    method = (
+        f"{args.pairs} repeats of {AT_ONCE} prompts of {PROMPT_TOKENS} tokens, {args.conversations} conversations of "
+        f"{TURNS} turns; engines in turns in one process; medians of the pairs' ratios [95 % interval]; peer: {note}"
+    )
+    return give_out("serve", args, method, _measure(connectors, args.pairs, args.conversations), "vllm")
+
+
+def _measure(connectors: Mapping[str, Mapping[str, Any]], pairs: int, conversations: int) -> Iterator[Line]:
+    """Measure every connector and none."""
+    longest = PROMPT_TOKENS + TURNS * TURN_TOKENS
+    needed = conversations * (longest // BLOCK)
+    blocks = max(needed // _CACHE_SHARE, AT_ONCE * (longest // BLOCK + 1)) + 1  # the null block is never used
+    options = {"num_gpu_blocks_override": blocks, "max_model_len": longest, "kv_cache_memory_bytes": 1 << 30}
+    draw = random.Random(0)
+    with open_riders("qwen3", {PLAIN: None, **connectors}, AT_ONCE, _SHAPE, **options) as riders:
+        rates = _never_repeating(riders, pairs, draw)
+        first_ms = _returning(riders, conversations, draw)
+    vllm = f"vLLM {version('vllm')}"
+    yield from _throughput(rates, vllm)
+    yield from _first_tokens(first_ms, f"{vllm}, working set {needed / (blocks - 1):.0f} times the cache")
+
+
+def _throughput(rates: Mapping[str, Sequence[float]], vllm: str) -> Iterator[Line]:
+    """Yield what prompts that never repeat show, of rates by connector."""
+    what = f"throughput on prompts that never repeat, {vllm}"
+    for name, found in rates.items():
+        if name != PLAIN:
+            target = 0.99 if name == OURS else None
+            yield line(f"{what}, {_WHOSE[name]} over none", ratios(found, rates[PLAIN]), at_least=target)
+    yield line(f"{what}, without a connector", rates[PLAIN], " tokens/s")
+
+
+def _first_tokens(first_ms: Mapping[str, Sequence[float]], working_set: str) -> Iterator[Line]:
+    """Yield what returning turns show, of milliseconds by connector."""
+    first = f"first token of returning turns, {working_set}"
+    for name, found in first_ms.items():
+        if name != PLAIN:
+            sooner, target = ratios(first_ms[PLAIN], found), 3 if name == OURS else None
+            yield line(f"{first}: {_WHOSE[name]}, sooner than recomputed", sooner, at_least=target)
+    sooner = ratios(first_ms[PEER], first_ms[OURS])
+    yield line(f"{first}: sooner than vLLM's own connector", sooner, at_least=1)
+    yield line(f"{first}: with", first_ms[OURS], " ms")
+
+
+def _never_repeating(riders: Sequence[Rider], pairs: int, draw: random.Random) -> dict[str, list[float]]:
+    rates: dict[str, list[float]] = {rider.name: [] for rider in riders}
+    for repeat in range(pairs + 1):
+        prompts = [_tokens(draw, PROMPT_TOKENS) for _ in range(AT_ONCE)]
+        for rider in _in_turns(riders, repeat):
+            seconds = rider.serve(prompts, TURN_TOKENS)[1]
+            if repeat:  # the first warms up
+                rates[rider.name].append(AT_ONCE * (PROMPT_TOKENS + TURN_TOKENS) / seconds)
+    return rates
+
+
+def _returning(riders: Sequence[Rider], conversations: int, draw: random.Random) -> dict[str, list[float]]:
+    """Take every conversation's turns, round by round; each turn's prompt goes on from that of the turn before."""
+    first_ms: dict[str, list[float]] = {rider.name: [] for rider in riders}
+    prompts = [_tokens(draw, PROMPT_TOKENS) for _ in range(conversations)]
+    for turn in range(TURNS):
+        for start in range(0, conversations, AT_ONCE):
+            asked = prompts[start : start + AT_ONCE]
+            for rider in _in_turns(riders, turn + start // AT_ONCE):
+                times = rider.serve(asked, TURN_TOKENS // 4)[0]
+                if turn:
+                    first_ms[rider.name] += [1e3 * one for one in times]
+        prompts = [prompt + _tokens(draw, TURN_TOKENS) for prompt in prompts]
+    return first_ms
+
+
+def _in_turns(riders: Sequence[Rider], number: int) -> Sequence[Rider]:
+    first = number % len(riders)
+    return [*riders[first:], *riders[:first]]
+
+
+def _tokens(draw: random.Random, count: int) -> list[int]:
+    return draw.choices(range(2, VOCABULARY), k=count)

@@ -1,0 +1,173 @@
+"""Each bench runs with its smallest settings and prints its lines. Those on vLLM are in tests/vllm_adapter."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvoffload.cli.exits import Exit
+from kvoffload.disk.slot_file import SlotFile
+from kvoffload.model.transfer import Direction
+from kvoffload.transfer import host_copier
+from kvoffload.transfer.runs import CopyRuns
+from tests.bench import copy_lanes
+from tests.bench.__main__ import main
+from tests.bench.copy_rig import Rig, WrongBytes
+from tests.bench.disk_opening import opening
+from tests.bench.lines import HEADLINES, line, median_interval
+from tests.bench.trace import CoreEngine, PaperEngine, Tiers, play, read_trace
+
+COPIES = "--copies-only --mib 1 --block-kib 64 --repeats 2"
+PAGE = 4096
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+@pytest.mark.tools("ibverbs")
+@pytest.mark.parametrize(
+    ("command", "lines"),
+    [
+        ("copy --mib 1 --page-kib 4 --repeats 2", 8),
+        (f"disk {COPIES}", 4),
+        ("engine --model tiny --pairs 1 --conversations 2", 4),
+        (f"remote {COPIES}", 8),
+        ("scale --blocks 8 --samples 4 --slots 64", 10),
+        ("verify --mib 1 --block-kib 64 --repeats 2", 4),
+    ],
+)
+def test_a_bench_measures_and_prints_its_lines(
+    command: str,
+    lines: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the disk that is measured
+    assert main([*command.split(), "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert [line["median"] > 0 for line in printed["lines"]] == [True] * lines
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_index_is_opened_as_an_engine_does(tmp_path: Path) -> None:
+    assert all(line.median > 0 for line in opening(tmp_path, 10_000, 1))
+
+
+def break_copies(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[CopyRuns], None]) -> None:
+    """Hand each copy to `spoil` when it has ended."""
+
+    def copy(runs: CopyRuns) -> None:
+        host_copier.copy_by_memmove(runs)
+        spoil(runs)
+
+    monkeypatch.setattr(host_copier, "choose_copy", lambda **_: copy)
+
+
+def flip(address: int) -> None:
+    ctypes.c_ubyte.from_address(address).value ^= 1
+
+
+def last_byte(runs: CopyRuns) -> None:
+    flip(int(runs.target[-1] + runs.size[-1]) - 1)
+
+
+def byte_behind(runs: CopyRuns) -> None:
+    """Flip a byte of a page that was not written, behind one that was."""
+    flip(int(np.setdiff1d(runs.target + PAGE, runs.target)[0]))
+
+
+@pytest.mark.parametrize("spoil", [last_byte, byte_behind])
+@pytest.mark.parametrize("way", list(Direction))
+def test_a_copy_that_moves_a_wrong_byte_is_not_timed(
+    way: Direction, spoil: Callable[[CopyRuns], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_copies(monkeypatch, spoil)
+    with (
+        Rig(PAGE, 2**20) as rig,
+        pytest.raises(WrongBytes, match=f"{way.value}, .* 1 bytes are wrong on the"),
+    ):
+        rig.check(way)
+
+
+def test_a_load_of_wrong_bytes_is_not_timed_behind_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    spoilt: list[CopyRuns] = []
+
+    def once(runs: CopyRuns) -> None:
+        if not spoilt:
+            last_byte(runs)
+        spoilt.append(runs)
+
+    break_copies(monkeypatch, once)
+    with pytest.raises(WrongBytes, match="differs"):
+        list(copy_lanes.measure_loads(2**20, 1))
+
+
+def test_wrong_bytes_from_the_disk_are_not_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read = SlotFile.read
+
+    def flipped(file: SlotFile, slot: int, data: Sequence[memoryview]) -> None:
+        read(file, slot, data)
+        data[0][100] ^= 1
+
+    monkeypatch.setattr(SlotFile, "read", flipped)
+    assert main(["disk", *COPIES.split(), "--dir", str(tmp_path)]) == Exit.USAGE
+    assert "a load of the disk ended as corrupt" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_the_core_finds_in_a_trace_what_is_worked_out_on_paper(tmp_path: Path) -> None:
+    draws, path, new = random.Random(1), tmp_path / "trace.jsonl", iter(range(1, 10_000))
+    talks = [[0] for _ in range(12)]
+    rows = []
+    for at in range(120):
+        talk = draws.choice(talks)
+        talk += [next(new) for _ in range(draws.randint(1, 2))]
+        if len(talk) > 9:
+            del talk[1:]
+        tokens = 512 * len(talk) - draws.randint(0, 511)
+        rows.append({"timestamp": 100 * at, "input_length": tokens, "hash_ids": talk.copy()})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = list(read_trace(path))
+    for tiers in (Tiers("host", 400), Tiers("host, store of all", 400, 0, 0)):
+        paper, core = (play(kind, tiers, prompts, 3) for kind in (PaperEngine, CoreEngine))
+        assert paper["hit"] == core["hit"] > 0
+        assert (paper["asked"], paper["put"]) == (core["asked"], core["put"])
+    assert main(["trace", "--trace", str(path), "--engines", "2"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("samples", "at_least", "at_most", "is_met"),
+    [
+        ([0.99], 0.99, None, True),
+        ([0.989], 0.99, None, False),
+        ([1.1], None, 1.1, True),
+        ([1.11], None, 1.1, False),
+        ([0.5, 1.1, 9.0], None, 1.1, True),
+        ([5.0], None, None, None),
+    ],
+)
+def test_the_median_meets_a_target_or_misses_it(
+    samples: Sequence[float], at_least: float | None, at_most: float | None, is_met: bool | None
+) -> None:
+    assert line("it", samples, at_least=at_least, at_most=at_most).is_met is is_met
+
+
+@pytest.mark.parametrize(("count", "rank"), [(6, 1), (8, 1), (9, 2), (20, 6), (40, 14)])
+def test_an_interval_lies_between_the_samples_that_the_binomial_distribution_gives(
+    count: int, rank: int
+) -> None:
+    assert median_interval(list(range(count, 0, -1))) == (rank, count + 1 - rank)
+    assert median_interval([1.0] * 5) == (-math.inf, math.inf)
+
+
+def test_the_page_has_at_most_25_headlines() -> None:
+    assert sum(map(len, HEADLINES.values())) <= 25

@@ -1,0 +1,93 @@
+"""Engines with a tier below the host, and the time that the tier costs the scheduler's hooks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, TypeAlias
+
+from kvoffload.cli.demo.engines import PLUGIN, engine_config
+from kvoffload.cli.demo.options import DemoOptions
+from kvoffload.cli.demo.play import Player, make_conversations, warm_up
+from kvoffload.cli.exits import CommandError
+from kvoffload.engine import Engine
+from kvoffload.engine.plugin import load_plugin
+from kvoffload.telemetry.labels import HostBytes, TierState
+
+if TYPE_CHECKING:
+    from kvoffload.runtime.scheduler_side import SchedulerSide
+
+Served: TypeAlias = "tuple[Engine, SchedulerSide]"
+
+OUTGROWS = DemoOptions(
+    conversations=12, turns=10, first_tokens=384, turn_tokens=96, answer_tokens=24, model="tiny"
+)
+"""Conversations that outgrow a host of `HOST`."""
+HOST: Mapping[str, object] = {"host_bytes": "18MiB"}
+NEVER = 2**30
+"""Hits before a block is written, for a tier that has nothing to do."""
+_PATIENCE_S = 120.0
+
+
+@asynccontextmanager
+async def served(options: DemoOptions, settings: Mapping[str, object]) -> AsyncIterator[Served]:
+    """Run an engine; wait until its host memory is ready and the tiers below can be used."""
+    plugin = load_plugin(PLUGIN)
+    async with Engine(engine_config(options, settings), plugin) as engine:
+        side: SchedulerSide | None = getattr(plugin, "offload", None)
+        assert side is not None, plugin
+        await until(engine, "all host memory", lambda: _has_its_memory(side))
+        await warm_up(engine, options.first_tokens, options.seed)
+        if "disk_path" in settings:
+            await until(engine, "the disk to open", lambda: side.gauges().disk.state is TierState.OPEN)
+        if "remote_url" in settings:
+            await until(engine, "the store to answer", lambda: side.gauges().remote is TierState.OPEN)
+        yield engine, side
+
+
+def _has_its_memory(side: SchedulerSide) -> bool:
+    size = side.gauges().host_bytes
+    return 0 < size[HostBytes.WANTED] == size[HostBytes.RESERVED]
+
+
+async def until(engine: Engine | None, what: str, holds: Callable[[], bool]) -> None:
+    """Wait for a condition, stepping an engine that has no requests.
+
+    Raises:
+        CommandError: it takes too long; the message says `what`.
+    """
+    now = asyncio.get_running_loop().time
+    end = now() + _PATIENCE_S
+    while not holds():
+        if now() > end:
+            raise CommandError(f"waited in vain for {what}: {_PATIENCE_S:g} s")
+        if engine is not None:
+            engine.step()
+        await asyncio.sleep(0.01)
+
+
+def moved(side: SchedulerSide, tier: str, way: str) -> float:
+    """Return the blocks that were copied to (`way` "store") or from ("load") a tier."""
+    return side.counters.snapshot().count("kvoffload_tier_blocks_total", tier, way, "done")
+
+
+async def hook_seconds(engines: Mapping[str, Served]) -> dict[str, list[float]]:
+    """Play the rounds of `OUTGROWS` on the engines in turns; return the seconds in the hooks of each, by round."""
+    conversations = make_conversations(OUTGROWS)
+    players: dict[str, Player] = {}
+    for name, (engine, _) in engines.items():
+        script = next(iter(players.values())).answers if players else None
+        players[name] = Player(engine, conversations, OUTGROWS, lambda _: None, script)
+    spent: dict[str, list[float]] = {name: [] for name in engines}
+    for number in range(OUTGROWS.turns):
+        for name, player in players.items():
+            before = _spent(engines[name][1])
+            await player.play_round(number)
+            spent[name].append(_spent(engines[name][1]) - before)
+    return spent
+
+
+def _spent(side: SchedulerSide) -> float:
+    hooks = side.counters.snapshot().distributions["kvoffload_hook_seconds"]
+    return sum(each.total for each in hooks.values())

@@ -1,0 +1,355 @@
+"""What each tier finds of a production trace's prompts, on paper and by the real core.
+
+A trace is a file of JSON lines with `timestamp` (milliseconds), `input_length` (tokens) and `hash_ids`, one for each 512 tokens of
+the prompt: equal ids stand for equal prefixes. Such traces are published with Mooncake.
+
+On paper, a tier is a table of keys in the order of use. The real core decides about the same requests with the same capacities; its
+copies end at once and move nothing. What the answers to requests add to later prompts is known only when these come.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+from kvoffload.cli.exits import CommandError
+from kvoffload.cli.parser import positive
+from kvoffload.core.offload_core import OffloadCore
+from kvoffload.core.state import Policy
+from kvoffload.model import facts
+from kvoffload.model.causes import CopyOutcome
+from kvoffload.model.engine import EngineShape
+from kvoffload.model.groups import AttentionKind, GroupSpec
+from kvoffload.model.ids import BlockKey, GroupId, Rank, RequestId, SlotId, block_key
+from kvoffload.model.transfer import AnyJob, Direction, DiskJob, JobReport, RemoteJob, TransferReport
+from tests.bench.engineless import CountedBlocks
+from tests.bench.lines import Line
+from tests.bench.results import add_output_arguments, give_out
+
+BLOCK_TOKENS = 512
+_BATCH = 64  # keys of one call for values
+_GROUP = GroupSpec(GroupId(0), AttentionKind.FULL, BLOCK_TOKENS)
+_DEVICE_BLOCKS = 4096
+_CORE_ENGINES, _CORE_REQUESTS = 64, 4000  # a part of the trace: the core decides about each block
+_MANY = 1000
+_GBIT = 1e9 / 8
+_SPEEDS = (10, 25, 100, 400)
+
+
+class Prompt(NamedTuple):
+    """One request of the trace."""
+
+    at_s: float
+    tokens: int
+    keys: tuple[BlockKey, ...]
+
+    @property
+    def most_blocks(self) -> int:
+        """A hit leaves a token to compute."""
+        return (self.tokens - 1) // BLOCK_TOKENS
+
+
+class Tiers(NamedTuple):
+    """What lies below an engine's device, in blocks. `share_after` finds a block goes to the store; None without one."""
+
+    name: str
+    host: int
+    disk: int = 0
+    share_after: int | None = None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--trace", type=Path, required=True, metavar="FILE", help="JSON lines")
+    number = partial(parser.add_argument, type=positive)
+    engines = f"on paper, and up to {_CORE_ENGINES} of them with the real core (default 8 64 1000)"
+    number("--engines", nargs="+", default=[8, 64, 1000], help=engines)
+    number("--host-gib", default=256, help="host memory of an engine (default 256)")
+    number("--disk-gib", default=2048, help="disk of an engine (default 2048)")
+    number("--kv-bytes", default=327_680, help="a token's KV (default: Llama 3.1 70B in bfloat16)")
+    number("--prefill", default=10_000, help="tokens/s that an engine computes (default 10000, assumed)")
+    add_output_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Play the trace, print, and write what was asked for.
+
+    Raises:
+        CommandError: the trace cannot be read.
+    """
+    prompts = list(read_trace(args.trace))
+    if not prompts:
+        raise CommandError(f"{args.trace} has no requests")
+    method = (
+        f"{len(prompts)} requests of a trace over {prompts[-1].at_s:.0f} s, spread over the engines: in turn, or by the prompt's second "
+        f"block, so that a conversation stays where it is (sticky). {args.host_gib} GiB of host memory, {args.disk_gib} GiB of disk, a "
+        f"store without bound; {args.kv_bytes} bytes of KV a token, {args.prefill} tokens/s of prefill, both assumed. Hits are tokens of "
+        "prompts that need not be computed; the device's own cache counts as the host's."
+    )
+    return give_out("trace", args, method, _measure(args, prompts))
+
+
+def read_trace(path: Path) -> Iterator[Prompt]:
+    """Yield a trace's requests.
+
+    Raises:
+        CommandError: the file cannot be read, or is no trace.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, text in enumerate(file, 1):
+                try:
+                    row = json.loads(text)
+                    tokens, ids = int(row["input_length"]), row["hash_ids"]
+                    keys = [
+                        block_key(b"%032x" % each, _GROUP.group) for each in ids[: tokens // BLOCK_TOKENS]
+                    ]
+                    yield Prompt(row["timestamp"] / 1000, tokens, tuple(keys))
+                except (ValueError, KeyError, TypeError) as error:
+                    raise CommandError(f"{path}, line {number}: no request of a trace ({error!r})") from error
+    except OSError as error:
+        raise CommandError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def route(prompts: Sequence[Prompt], engines: int, *, is_sticky: bool) -> list[int]:
+    """Return each request's engine."""
+    places: dict[BlockKey, int] = {}
+    return [
+        places.setdefault(prompt.keys[1], number % engines)
+        if is_sticky and len(prompt.keys) > 1
+        else number % engines
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+# -- on paper ---------------------------------------------------------------------------------------------------
+
+
+class PaperEngine:
+    """Tables of keys.
+
+    Args:
+        tiers: their sizes.
+        store: keys that the shared store has.
+    """
+
+    def __init__(self, tiers: Tiers, store: set[BlockKey]) -> None:
+        self._tiers = tiers
+        self._store = store
+        self._host: OrderedDict[BlockKey, int] = OrderedDict()  # how often it was found again
+        self._disk: OrderedDict[BlockKey, None] = OrderedDict()
+        self.count: Counter[str] = Counter()
+
+    def serve(self, prompt: Prompt) -> None:
+        """Find what there is of a prompt, and keep all of it."""
+        count, found = self.count, 0
+        asked = [key for key in prompt.keys if key not in self._host and key not in self._disk]
+        count["asked"] += len(asked) if self._tiers.share_after is not None else 0
+        fetched = 0
+        for key in prompt.keys[: prompt.most_blocks]:
+            if key in self._host:
+                self._host[key] += 1
+            elif key in self._disk:
+                self._disk.move_to_end(key)
+            elif self._tiers.share_after is not None and key in self._store:
+                fetched += 1
+            else:
+                break
+            found += 1
+        count["tokens"] += prompt.tokens
+        count["hit"] += found * BLOCK_TOKENS
+        count["fetched"] += fetched
+        count["fetches"] += -(-fetched // _BATCH)
+        self._keep(prompt.keys, found)
+
+    def _keep(self, keys: Sequence[BlockKey], found: int) -> None:
+        """The deepest blocks become the least recently used."""
+        put = 0
+        for at in reversed(range(len(keys))):
+            hits = self._host.get(keys[at], int(at < found))
+            self._host[keys[at]] = hits
+            self._host.move_to_end(keys[at])
+            put += self._shares(keys[at], hits)
+            if hits and self._tiers.disk:
+                self._disk[keys[at]] = None
+        while len(self._host) > self._tiers.host:
+            self._host.popitem(last=False)
+        while len(self._disk) > self._tiers.disk:
+            self._disk.popitem(last=False)
+        self.count["put"] += put
+        self.count["puts"] += -(-put // _BATCH)
+
+    def _shares(self, key: BlockKey, hits: int) -> bool:
+        after = self._tiers.share_after
+        if after is None or hits < after or key in self._store:
+            return False
+        self._store.add(key)
+        return True
+
+
+# -- the real core ----------------------------------------------------------------------------------------------
+
+
+class CoreEngine:
+    """The real core, one request after the other. Copies end when they have begun.
+
+    Args:
+        tiers: their sizes.
+        store: keys that the shared store has.
+    """
+
+    def __init__(self, tiers: Tiers, store: set[BlockKey]) -> None:
+        self._store = store
+        self._device = CountedBlocks(_DEVICE_BLOCKS)
+        shape = EngineShape(
+            (_GROUP,), ranks=1, device_blocks=_DEVICE_BLOCKS, step_tokens=_DEVICE_BLOCKS * BLOCK_TOKENS
+        )
+        policy = Policy(spill_after_hits=1 if tiers.disk else None, share_after_hits=tiers.share_after)
+        self._core = OffloadCore(shape, policy, self._device)
+        self._works = tiers.share_after is not None
+        self._slots, self._steps, self._served = tiers.host, 0, 0
+        self.count: Counter[str] = Counter()
+        self._report()
+        if self._core.below is not None and tiers.disk:
+            places = tuple(map(SlotId, range(tiers.disk)))
+            self._core.below.disk_restored(facts.DiskRestored(tiers.disk, free=places, is_last=True))
+        if self._core.below is not None and self._works:
+            self._core.below.remote_opened(facts.RemoteOpened("trace"))
+
+    def serve(self, prompt: Prompt) -> None:
+        """Play one request from its arrival to its end, and let all copies end."""
+        core, self._served = self._core, self._served + 1
+        name = RequestId(str(self._served))
+        core.request_seen(facts.RequestSeen(name, prompt.tokens, (prompt.keys,)))
+        self._answer()
+        while (hit := core.lookup(name, 0, may_wait=True)) is None:
+            self._step()
+        table = self._device.take(-(-prompt.tokens // BLOCK_TOKENS))
+        core.blocks_allocated(facts.BlocksAllocated(name, (table,), 0, hit))
+        self._device.keys.update(zip(table, prompt.keys, strict=False))
+        self._step()
+        self._step(facts.Progress(name, prompt.tokens, ((),), ((),)))
+        core.request_ended(facts.RequestEnded(name, prompt.tokens, ((),)))
+        self._device.release(table[::-1])
+        while core.has_work:
+            self._step()
+        self.count["tokens"] += prompt.tokens
+        self.count["hit"] += hit
+
+    def _answer(self) -> None:
+        for request, keys in self._core.below.take_asks() if self._core.below is not None else ():
+            self.count["asked"] += len(keys)
+            found = tuple(key for key in keys if key in self._store)
+            missing = tuple(key for key in keys if key not in self._store)
+            self._core.below.remote_answered(facts.RemoteAnswered(request, "trace", found, missing))  # type: ignore[union-attr]
+
+    def _step(self, *progress: facts.Progress) -> None:
+        self._steps += 1
+        self._core.step_scheduled(facts.StepScheduled(self._steps, progress))
+        self._report(*map(self._copied, self._core.plan().jobs))
+        self._core.take_results()
+        self._core.state.tally.take(everything=True)
+        if self._core.below is not None:
+            self._core.below.take_disk_records()
+
+    def _copied(self, job: AnyJob) -> JobReport:
+        is_store = job.direction is Direction.STORE
+        sums = (0,) * len(job.slots) if isinstance(job, DiskJob) and is_store else ()
+        if isinstance(job, RemoteJob):
+            what, calls = ("put", "puts") if is_store else ("fetched", "fetches")
+            self.count[what] += len(job.keys)
+            self.count[calls] += -(-len(job.keys) // _BATCH)
+            if is_store:
+                self._store.update(job.keys)
+        return JobReport(job.job, job.direction, CopyOutcome.DONE, 0, 0.0, 0.0, sums=sums)
+
+    def _report(self, *jobs: JobReport) -> None:
+        report = TransferReport(Rank(0), jobs, self._slots, remote_works=self._works)
+        self._core.transfer_reported(facts.TransferReported(report))
+
+
+# -- what is found ----------------------------------------------------------------------------------------------
+
+
+def play(
+    kind: type[PaperEngine | CoreEngine],
+    tiers: Tiers,
+    prompts: Sequence[Prompt],
+    engines: int,
+    *,
+    is_sticky: bool = False,
+) -> Counter[str]:
+    """Play requests on `engines` engines; return the counts of tokens, blocks and calls."""
+    store: set[BlockKey] = set()
+    all_of_them: dict[int, PaperEngine | CoreEngine] = {}
+    for number, prompt in zip(route(prompts, engines, is_sticky=is_sticky), prompts, strict=True):
+        if number not in all_of_them:
+            all_of_them[number] = kind(tiers, store)
+        all_of_them[number].serve(prompt)
+    total = sum((engine.count for engine in all_of_them.values()), Counter[str]())
+    total["stored"] = len(store)
+    return total
+
+
+def _measure(args: argparse.Namespace, prompts: Sequence[Prompt]) -> Iterator[Line]:
+    gib = args.kv_bytes * BLOCK_TOKENS / 2**30
+    host, disk = int(args.host_gib / gib), int(args.disk_gib / gib)
+    setups = [
+        Tiers("host", host),
+        Tiers("host, disk", host, disk),
+        Tiers("host, store after a hit", host, 0, 1),
+        Tiers("host, store of all", host, 0, 0),
+        Tiers("host, disk, store of all", host, disk, 0),
+    ]
+    bound = play(PaperEngine, Tiers("all", 10**9), prompts, 1)
+    yield _hit("one host without bound", bound)
+    yield Line(
+        "speed of an engine's network from which a fetch beats computing",
+        args.kv_bytes * args.prefill / _GBIT,
+        unit=" Gbit/s",
+    )
+    for engines, is_sticky, tiers in product(args.engines, (False, True), setups):
+        count = play(PaperEngine, tiers, prompts, engines, is_sticky=is_sticky)
+        what = f"{engines} engines, {'sticky' if is_sticky else 'in turn'}, {tiers.name}"
+        yield _hit(what, count)
+        if tiers.share_after is not None and not tiers.disk:
+            yield from _network(what, args, prompts, engines, count)
+    few = prompts[:_CORE_REQUESTS]
+    for engines, tiers in product((number for number in args.engines if number <= _CORE_ENGINES), setups):
+        for name, kind in (("core", CoreEngine), ("paper", PaperEngine)):
+            what = f"{name}, the first {len(few)} requests, {engines} engines, in turn, {tiers.name}"
+            yield _hit(what, play(kind, tiers, few, engines))
+
+
+def _hit(what: str, count: Counter[str]) -> Line:
+    return Line(f"{what}: tokens hit", 100 * count["hit"] / count["tokens"], unit=" %")
+
+
+def _network(
+    what: str, args: argparse.Namespace, prompts: Sequence[Prompt], engines: int, count: Counter[str]
+) -> Iterator[Line]:
+    """Yield what the store and its network do, also for a thousand engines as busy as each of these."""
+    seconds = max(prompts[-1].at_s - prompts[0].at_s, 1.0)
+    block = args.kv_bytes * BLOCK_TOKENS
+    keys = count["asked"] + count["fetched"] + count["put"]
+    rates = {
+        "read from the store": (count["fetched"] * block / 1e9, " GB/s"),
+        "written to the store": (count["put"] * block / 1e9, " GB/s"),
+        "calls to the store": (len(prompts) + count["fetches"] + count["puts"], "/s"),
+        "keys in these calls": (keys, "/s"),
+    }
+    yield Line(f"{what}: in the store in the end", count["stored"] * block / 1e12, unit=" TB")
+    for name, (total, unit) in rates.items():
+        yield Line(f"{what}: {name}", total / seconds, unit=unit)
+        if engines == args.engines[0]:
+            many = f"extrapolated to {_MANY:,} engines, each as busy as one of {what}"
+            yield Line(f"{many}: {name}", total / seconds * _MANY / engines, unit=unit)
+    for gbit in _SPEEDS:
+        fetch_s = count["fetched"] * (block / (gbit * _GBIT) - BLOCK_TOKENS / args.prefill)
+        saved = -100 * fetch_s * args.prefill / count["tokens"]
+        yield Line(f"{what}: of prefill time saved by the store at {gbit} Gbit/s", saved, unit=" %")

@@ -1,0 +1,76 @@
+"""What checksums (`verify`) add to copies between two pieces of host memory.
+
+Every repeat copies the same blocks to slots and back, once with each setting, in an order that changes from repeat to
+repeat, so that other load on the machine affects all of them. Copies and checksums run one after the other on one
+thread, and each repeat chooses other blocks of more memory than a cache holds. A setting's time is compared with that of
+"off" in the same repeat.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+
+from kvoffload.cli.parser import positive
+from kvoffload.model.transfer import Direction
+from kvoffload.transfer.factory import make_checksums
+from kvoffload.transfer.ports import TicketState
+from tests.bench.copy_rig import Rig
+from tests.bench.lines import Line, line, ratios
+from tests.bench.results import add_output_arguments, give_out
+
+MODES = ("off", "sample", "full")
+REGIONS = 32  # pages of a block: keys and values of 16 layers, or of 32 that keep both in one tensor
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--block-kib", type=positive, nargs="+", default=[64, 2048], help="sizes of blocks, in KiB"
+    )
+    parser.add_argument("--mib", type=positive, default=64, help="copied in each repeat, in MiB")
+    parser.add_argument("--repeats", type=positive, default=15, help="measurements of each setting")
+    add_output_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print.
+
+    Raises:
+        CommandError: the results cannot be written.
+    """
+    method = (
+        f"{args.repeats} repeats of {args.mib} MiB, blocks of {REGIONS} pages, settings in turns on one thread; "
+        "median of the time over that of off in the same repeat [95 % interval]"
+    )
+    found = (
+        one for block_kib in args.block_kib for one in measure(block_kib, args.mib * 2**20, args.repeats)
+    )
+    return give_out("verify", args, method, found, "numpy", "xxhash")
+
+
+def measure(block_kib: int, size: int, repeats: int) -> Iterator[Line]:
+    """Copy `size` bytes of blocks in each repeat, to slots and back."""
+    seconds: dict[Direction, dict[str, list[float]]] = {
+        way: {mode: [] for mode in MODES} for way in Direction
+    }
+    with Rig(max(block_kib * 1024 // REGIONS, 1), size, regions=REGIONS) as rig:
+        all_checksums = {mode: make_checksums(mode, rig.arena, executor=rig.executor) for mode in MODES}
+        for repeat in range(repeats + 1):
+            slots, blocks = rig.draw()
+            turn = repeat % len(MODES)
+            for mode in MODES[turn:] + MODES[:turn]:
+                checksums = all_checksums[mode]
+                for way in Direction:
+                    begun = time.perf_counter()
+                    rig.scattered(way, slots, blocks)
+                    read = checksums.start(way, slots) if checksums is not None else None
+                    rig.executor.wait()
+                    took = time.perf_counter() - begun
+                    assert read is None or (read.query(), read.corrupt) == (TicketState.DONE, ())
+                    if repeat:  # the first warms up
+                        seconds[way][mode].append(took)
+    for way, taken in seconds.items():
+        for mode in MODES[1:]:
+            what = f"{way.value} of blocks of {block_kib} KiB with checksums, verify {mode!r} over 'off'"
+            yield line(what, ratios(taken[mode], taken["off"]))

@@ -1,0 +1,331 @@
+"""Two engines in one process that take turns step by step, each with a stopwatch on its connector's scheduler hooks.
+
+vLLM keeps the worker's connector in a variable of the process. Each engine puts its own there before a step.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvoffload.cli.exits import CommandError
+
+ENVIRONMENT: Mapping[str, str] = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # scheduler and worker in this process
+    "TORCHDYNAMO_DISABLE": "1",  # nothing is worth compiling here
+    "OMP_NUM_THREADS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+BLOCK = 32
+WINDOW = 80
+VOCABULARY = 64
+_SHAPE: Mapping[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
+    "bos_token_id": None,
+}
+HOST_BYTES = 1 << 28  # nothing is evicted
+
+HOOKS = (
+    "on_new_request",
+    "get_num_new_matched_tokens",
+    "get_loaded_kv_cache_group_ids",
+    "update_state_after_alloc",
+    "get_external_cache_hit_sources",
+    "has_pending_block_frees",
+    "build_connector_meta",
+    "update_connector_output",
+    "request_finished_all_groups",
+    "has_pending_push_work",
+    "get_kv_connector_stats",
+    "take_events",
+)
+"""What the scheduler calls of a connector while it serves."""
+
+
+_PAUSE_S = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of an engine.
+
+    Args:
+        requests: scheduled in it.
+        tokens: computed in it.
+        hook_ns: spent in the hooks since the step before.
+    """
+
+    requests: int
+    tokens: int
+    hook_ns: int
+
+
+class Rider:
+    """An engine with one connector, or none; `options` are of the engine, in place of those here."""
+
+    def __init__(
+        self,
+        name: str,
+        checkpoint: Path,
+        kv_transfer: Mapping[str, Any] | None,
+        running: int,
+        **options: object,
+    ) -> None:
+        from vllm import LLM
+        from vllm.distributed.kv_transfer import kv_transfer_state
+
+        self.name = name
+        self._place = kv_transfer_state
+        self._place._KV_CONNECTOR_AGENT = None
+        connector = {} if kv_transfer is None else {"kv_transfer_config": dict(kv_transfer)}
+        self.llm: Any = LLM(str(checkpoint), **{**_options(running), **connector, **options})
+        self._worker_connector = self._place._KV_CONNECTOR_AGENT
+        self._scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        self._spent_ns = self._requests = self._tokens = 0
+        self.outputs: Sequence[Any] = ()  # of the last step
+        if self._scheduler.connector is not None:
+            self._watch(self._scheduler.connector)
+
+    @property
+    def connector(self) -> Any:
+        """The scheduler's side of its connector."""
+        return self._scheduler.connector
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is anything left to do, open copies included."""
+        return bool(self._scheduler.has_requests())
+
+    def ask(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[str]:
+        """Ask for `tokens` tokens of each prompt; return the requests' names."""
+        from vllm import SamplingParams
+
+        wanted = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        names = [f"{time.monotonic_ns()}-{number}" for number in range(len(prompts))]
+        for name, prompt in zip(names, prompts, strict=True):
+            self.llm.llm_engine.add_request(name, {"prompt_token_ids": list(prompt)}, wanted)
+        return names
+
+    def step(self) -> Step:
+        """Take one step. After one that only waited for copies it pauses, as the loop of vLLM's server does."""
+        self._place._KV_CONNECTOR_AGENT = self._worker_connector
+        self._requests = self._tokens = 0
+        self.outputs = self.llm.llm_engine.step()
+        if self.connector is not None and not self._tokens and self.is_busy:
+            time.sleep(_PAUSE_S)
+        step = Step(self._requests, self._tokens, self._spent_ns)
+        self._spent_ns = 0
+        return step
+
+    def serve(self, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[list[float], float]:
+        """Serve prompts, all at once; return each one's seconds to its first token, and those until nothing is left."""
+        begun = time.perf_counter()
+        names = self.ask(prompts, tokens)
+        first: dict[str, float] = {}
+        while self.is_busy:
+            self.step()
+            now = time.perf_counter() - begun
+            for output in self.outputs:
+                first.setdefault(output.request_id, now)
+        return [first[name] for name in names], time.perf_counter() - begun
+
+    def abort(self, names: Sequence[str]) -> None:
+        """Ask for no more of these requests; those that have ended are left alone."""
+        self.llm.llm_engine.abort_request(list(names))
+
+    def follow(self, make: Callable[[Any, Any], Any], ended: Callable[[Any], Any]) -> None:
+        """Time a connector's scheduler side that follows this engine, which has no connector itself.
+
+        It hears of each request and plans in each step; what it finds and plans is not done.
+
+        Args:
+            make: makes it of vLLM's configuration and that of the KV cache.
+            ended: makes of a plan the workers' report that all in it has ended.
+        """
+        scheduler = self._scheduler
+        side = make(self.llm.llm_engine.vllm_config, scheduler.kv_cache_config)
+        build, update = self._timed(side.build_connector_meta), self._timed(side.update_connector_output)
+        add, schedule = scheduler.add_request, scheduler.schedule
+
+        def added(request: Any) -> None:
+            add(request)
+            side.on_new_request(request)
+            side.get_num_new_matched_tokens(request, 0)
+
+        def scheduled(*args: Any, **kwargs: Any) -> Any:
+            output = schedule(*args, **kwargs)
+            self._note(output)
+            update(ended(build(output)))
+            return output
+
+        scheduler.add_request, scheduler.schedule = added, scheduled
+
+    def close(self) -> None:
+        """End the engine."""
+        self._place._KV_CONNECTOR_AGENT = self._worker_connector
+        self.llm.llm_engine.engine_core.shutdown()
+        self._place._KV_CONNECTOR_AGENT = None
+
+    def _watch(self, connector: Any) -> None:
+        for name in HOOKS:
+            if hasattr(connector, name):
+                setattr(connector, name, self._timed(getattr(connector, name)))
+        build = connector.build_connector_meta
+
+        def noting(output: Any) -> Any:
+            self._note(output)
+            return build(output)
+
+        connector.build_connector_meta = noting
+
+    def _note(self, output: Any) -> None:
+        self._requests = len(output.num_scheduled_tokens)
+        self._tokens = output.total_num_scheduled_tokens
+
+    def _timed(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter_ns()
+            try:
+                return hook(*args, **kwargs)
+            finally:
+                self._spent_ns += time.perf_counter_ns() - began
+
+        return timed
+
+
+def require_vllm() -> None:
+    """Say in one sentence that a bench cannot run here.
+
+    Raises:
+        CommandError: there is no vLLM.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise CommandError("this bench runs on vLLM, which is not installed in this environment")
+
+
+OURS, PEER = "kvoffload", "peer"
+
+
+def find_connectors() -> tuple[dict[str, dict[str, Any]], str]:
+    """Return the settings of both connectors by name, and a sentence on the peer. Sets the process up for vLLM.
+
+    Without a GPU, copies on the host replace those of the peer, which does not run there as it is.
+    """
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    prepare_process(on_gpu)
+    ours = kv_transfer("KVOffloadConnector", host_bytes=HOST_BYTES)
+    if on_gpu:
+        peer = kv_transfer("SimpleCPUOffloadConnector", cpu_bytes_to_use=HOST_BYTES)
+        return {OURS: ours, PEER: peer}, "SimpleCPUOffloadConnector as vLLM ships it"
+    from tests.vllm_stock import peer as on_host
+
+    note = "SimpleCPUOffloadConnector, its copies replaced by tests.vllm_stock.peer"
+    return {OURS: ours, PEER: on_host.kv_transfer(HOST_BYTES)}, note
+
+
+@contextmanager
+def open_riders(
+    model: str,
+    connectors: Mapping[str, Mapping[str, Any] | None],
+    running: int,
+    shape: Mapping[str, Any] | None = None,
+    **options: object,
+) -> Iterator[list[Rider]]:
+    """Make an engine for each connector, all with the same tiny model, and end them.
+
+    Args:
+        model: "qwen3" or "gemma3".
+        connectors: settings by name; None for no connector.
+        running: requests that may run at once.
+        shape: of the model, in place of the one here.
+        options: of the engines, in place of those here.
+    """
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        checkpoint, riders = _write_checkpoint(model, Path(folder), shape or {}), []
+        for name, connector in connectors.items():
+            riders.append(Rider(name, checkpoint, connector, running, **options))
+            stack.callback(riders[-1].close)
+        yield riders
+
+
+def draw_prompts(draw: random.Random, count: int) -> list[list[int]]:
+    """Return `count` prompts of 64 to 127 tokens."""
+    return [draw.choices(range(2, VOCABULARY), k=draw.randrange(64, 128)) for _ in range(count)]
+
+
+def kv_transfer(connector: str, **extra: object) -> dict[str, Any]:
+    """Return vLLM's settings for a connector, `extra` being the connector's own."""
+    return {
+        "kv_connector": connector,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+
+
+def prepare_process(on_gpu: bool) -> None:
+    """Set what vLLM reads when it is imported."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if not on_gpu:
+        os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
+
+
+def _write_checkpoint(kind: str, folder: Path, shape: Mapping[str, Any]) -> Path:
+    """Write the configuration of a tiny model, whose weights vLLM makes up; return its folder."""
+    import transformers
+
+    config: Any
+    if kind == "qwen3":
+        config = transformers.Qwen3Config(
+            **{"num_hidden_layers": 1, "architectures": ["Qwen3ForCausalLM"], **_SHAPE, **shape}
+        )
+    else:
+        layers = ["sliding_attention"] * 5 + ["full_attention"]  # as in the real ones: six groups
+        config = transformers.Gemma3TextConfig(
+            num_hidden_layers=len(layers),
+            layer_types=layers,
+            sliding_window=WINDOW,
+            query_pre_attn_scalar=_SHAPE["head_dim"],
+            architectures=["Gemma3ForCausalLM"],
+            **_SHAPE,
+        )
+    config.save_pretrained(folder / kind)
+    return folder / kind
+
+
+def _options(running: int) -> dict[str, Any]:
+    return {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "dtype": "float32",
+        "block_size": BLOCK,
+        "compilation_config": {"custom_ops": ["none"]},
+        "num_gpu_blocks_override": 8192,
+        "kv_cache_memory_bytes": 1 << 28,
+        "max_model_len": 512,
+        "max_num_batched_tokens": 2048,
+        "max_num_seqs": running,
+    }
