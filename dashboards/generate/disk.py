@@ -133,7 +133,7 @@ _COPIES = Row(
         Panel(
             "Speed of the disk while copying",
             "Bytes per second of the time in which a rank copied.",
-            "far below `kvoffload bench disk` on an idle machine: something else uses the disk, or it wears out. In the runbook: "
+            "far below what `fio` with direct I/O of 1 MiB measures on an idle machine: something else uses the disk, or it wears out. In the runbook: "
             "KVOffloadDiskSlow.",
             units.BYTES_PER_SECOND,
             (tiers.speed(_DISK, "store"), tiers.speed(_DISK, "load")),

@@ -58,7 +58,7 @@ _BYTES = Row(
             "Speed while copying",
             "Bytes per second of copy time: the link's speed as one rank sees it.",
             "far below the link's rate: blocks are small, copies share the link, or host memory is on another NUMA node. "
-            "`kvoffload bench copy` measures the link on an idle machine.",
+            "`kvoffload gpu-check --only speeds` measures the link of an idle GPU.",
             units.BYTES_PER_SECOND,
             (_while_copying("store"), _while_copying("load")),
         ),
