@@ -10,10 +10,13 @@ import sys
 import time
 from contextlib import ExitStack
 
-from dashboards.observe.checks import Finding, check_panels, check_rules, firing, wait_for_scrapes
+from dashboards.observe.checks import Finding, check_panels, check_rules, firing, wait_for_scrape
 from dashboards.observe.demo import run_demo
 from dashboards.observe.prometheus import ObserveError, run_prometheus
 from kvoffload.remote.local import free_port
+
+_SCRAPES = 5
+"""Scrapes of engines without the demo: enough to see their rates."""
 
 
 def main() -> int:
@@ -47,9 +50,12 @@ def observe(targets: list[str], *, with_demo: bool = True) -> list[Finding]:
         scraped = [*targets, *([address] if with_demo else [])]
         prometheus = stack.enter_context(run_prometheus(scraped))
         start = time.time()
-        if with_demo:
-            stack.enter_context(run_demo(address)).result()
-        wait_for_scrapes(prometheus, scraped)
+        demo = stack.enter_context(run_demo(address)) if with_demo else None
+        for _ in range(1 if demo else _SCRAPES):
+            wait_for_scrape(prometheus, scraped)
+        if demo:
+            demo.result()
+        wait_for_scrape(prometheus, scraped)
         findings = [*check_panels(prometheus, start, time.time()), *check_rules(prometheus)]
         print(f"alerts that fire: {', '.join(firing(prometheus)) or 'none'}")
         return findings

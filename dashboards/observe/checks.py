@@ -6,13 +6,14 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from dashboards.generate.boards import BOARDS
-from dashboards.generate.words import Expect, Panel, Query
-from dashboards.observe.prometheus import SCRAPE_MS, ObserveError, Prometheus, Series
+from dashboards.generate.words import Expect, Query
+from dashboards.observe.prometheus import ObserveError, Prometheus, Series
 from dashboards.observe.substitute import substitute
 
-_RATE = f"{5 * SCRAPE_MS}ms"
+Ask = Callable[[str], list[Series]]
 _ENGINE_PROBE = 'count({__name__=~"vllm:.+"})'
 _POLL_S = 0.2
 
@@ -49,30 +50,39 @@ def wait_for(what: str, is_so: Callable[[], bool], seconds: float = 60.0) -> Non
         time.sleep(_POLL_S)
 
 
-def wait_for_scrapes(prometheus: Prometheus, targets: Sequence[str], least: int = 5) -> None:
-    """Wait until every target has been scraped `least` more times; the default is enough for a rate.
+def wait_for_scrape(prometheus: Prometheus, targets: Sequence[str]) -> None:
+    """Wait for a scrape of every target that begins after this call.
+
+    The first takes a while: Prometheus does not scrape in its first 5 s.
 
     Raises:
-        ObserveError: a target was not.
+        ObserveError: a target was not scraped.
     """
     begun = time.time()
 
     def are_scraped() -> bool:
-        seen = prometheus.query(f"count_over_time(up[{math.ceil(time.time() - begun) + 1}s])")
-        up = {one.labels["instance"] for one in seen if one.values[0] >= least}
-        healthy = {one["labels"]["instance"] for one in prometheus.targets() if one["health"] == "up"}
-        return set(targets) <= up & healthy
+        seen = prometheus.query("timestamp(up) and up == 1")
+        return set(targets) <= {one.labels["instance"] for one in seen if one.values[0] > begun}
 
-    wait_for(f"scrapes of {', '.join(targets)}", are_scraped)
+    wait_for(f"a scrape of {', '.join(targets)}", are_scraped)
 
 
 def check_panels(prometheus: Prometheus, start: float, end: float) -> Iterator[Finding]:
-    """Evaluate every query of every panel over a time range, as Grafana would."""
+    """Evaluate every query of every panel over a time range, as Grafana would.
+
+    Rates are over the whole range, so that the result depends on the first and the last scrape in it and not on those between,
+    of which a busy machine loses some.
+    """
     has_vllm = bool(prometheus.query(_ENGINE_PROBE))
+    seconds = math.ceil(end - start)
+    over_range = partial(prometheus.query_range, start=end - seconds, end=end)
+    at_end = partial(prometheus.query, at=end)
     for board in BOARDS:
         for panel in board.panels:
+            ask = at_end if panel.is_instant else over_range
             for query in panel.queries:
-                yield _check(prometheus, f"{board.name}: {panel.title}", panel, query, (start, end, has_vllm))
+                expr = substitute(query.expr, f"{seconds}s", f"{seconds}s")
+                yield _check(ask, f"{board.name}: {panel.title}", expr, query, has_vllm)
 
 
 def check_rules(prometheus: Prometheus) -> Iterator[Finding]:
@@ -90,13 +100,9 @@ def firing(prometheus: Prometheus) -> list[str]:
     return sorted({one.labels["alertname"] for one in prometheus.query('ALERTS{alertstate="firing"}')})
 
 
-def _check(
-    prometheus: Prometheus, where: str, panel: Panel, query: Query, period: tuple[float, float, bool]
-) -> Finding:
-    start, end, has_vllm = period
-    expr = substitute(query.expr, _RATE, f"{max(int(end - start), 1)}s")
+def _check(ask: Ask, where: str, expr: str, query: Query, has_vllm: bool) -> Finding:
     try:
-        found = prometheus.query(expr) if panel.is_instant else prometheus.query_range(expr, start, end)
+        found = ask(expr)
     except ObserveError as error:
         return Finding(where, expr, 0, False, str(error))
     is_active = _is_active(found)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from dashboards.observe.gated_demo import SERVES
 from dashboards.observe.prometheus import END_S, ObserveError, end
 from kvoffload.model.errors import RemoteError
 from kvoffload.remote.local import LocalBucket
@@ -22,8 +23,10 @@ from kvoffload.remote.local import LocalBucket
 _WORKLOAD = ["--model", "tiny", "--conversations", "12", "--turns", "8", "--first-tokens", "384"]
 _WORKLOAD += ["--turn-tokens", "96", "--answer-tokens", "24", "--host-bytes", "14MiB"]
 _WORKLOAD += ["--disk", ".", "--config", "disk_bytes=11MiB"]
+# A store or a disk that is slow for a while must not change what is found where: each call may take a minute, and each turn of
+# all conversations ends when everything is written.
+_WORKLOAD += ["--config", "remote_timeout_s=60", "--config", "drain_s=60"]
 _SERVE_S = 600
-_SERVES = "metrics are at "
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +42,12 @@ class Demo:
     errors: IO[str]
 
     def result(self) -> dict[str, Any]:
-        """Wait for the end of the conversations and return their result. The demo goes on serving.
+        """Let the conversations begin, wait for their end and return their result. The demo goes on serving.
 
         Raises:
             ObserveError: it failed.
         """
+        print(file=self.process.stdin, flush=True)
         for line in self.errors:
             if "metrics stay at" in line:
                 break
@@ -60,12 +64,13 @@ class Demo:
 def run_demo(address: str) -> Iterator[Demo]:
     """Start the demo and wait until it serves metrics at HOST:PORT; end it with the `with` block.
 
-    What is to see all of the conversations must watch the address before: they begin at once.
+    Its conversations begin with `result`: to see all of them, scrape the address before.
 
     Raises:
         ObserveError: it does not start.
     """
-    command = [sys.executable, "-m", "kvoffload.cli", "demo", "--json", *_WORKLOAD]
+    program = str(Path(__file__).with_name("gated_demo.py"))
+    command = [sys.executable, "-P", program, "--json", *_WORKLOAD]
     command += ["--serve-metrics", address, "--serve-for", str(_SERVE_S)]
     with (
         tempfile.TemporaryDirectory(prefix="kvoffload-observe-") as folder,
@@ -78,7 +83,7 @@ def run_demo(address: str) -> Iterator[Demo]:
             cwd=folder,
             env={**os.environ, **store.environment},
             text=True,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
@@ -101,7 +106,7 @@ def _wait_until_served(process: subprocess.Popen[str], errors: IO[str]) -> None:
     said = []
     for line in errors:
         said.append(line)
-        if _SERVES in line:
+        if SERVES in line:
             return
     raise ObserveError(f"the demo did not start (exit code {process.wait(END_S)}):\n{''.join(said)[-2000:]}")
 

@@ -51,13 +51,13 @@ class Prometheus:
         self.url = url
         self.log = log
 
-    def query(self, expr: str) -> list[Series]:
-        """Return the answer of now.
+    def query(self, expr: str, at: float | None = None) -> list[Series]:
+        """Return the answer at a time, or now.
 
         Raises:
             ObserveError: it is an error.
         """
-        result = self.get("query", query=expr)["result"]
+        result = self.get("query", query=expr, time=at or time.time())["result"]
         if result and not isinstance(result[0], dict):  # a scalar
             return [Series({}, (float(result[1]),))]
         return [Series(one["metric"], (float(one["value"][1]),)) for one in result]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dashboards.generate.files import FOLDER
-from dashboards.observe.checks import wait_for_scrapes
+from dashboards.observe.checks import wait_for_scrape
 from dashboards.observe.demo import run_demo
 from dashboards.observe.prometheus import SCRAPE_MS, ObserveError, Prometheus, run_prometheus
 from dashboards.observe.substitute import substitute
@@ -47,8 +47,9 @@ def take_boards(folder: Path, browser: str) -> list[Path]:
     address = f"127.0.0.1:{free_port()}"
     with run_prometheus([address]) as prometheus, run_demo(address) as demo:
         start = time.time()
+        wait_for_scrape(prometheus, [address])
         demo.result()
-        wait_for_scrapes(prometheus, [address])
+        wait_for_scrape(prometheus, [address])
         boards = capture(prometheus, start, time.time())
     return [_take(board, folder, browser) for board in boards]
 

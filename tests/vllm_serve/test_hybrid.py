@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dashboards.observe.checks import check_panels, check_rules, firing, wait_for, wait_for_scrapes
+from dashboards.observe.checks import check_panels, check_rules, firing, wait_for, wait_for_scrape
 from dashboards.observe.prometheus import run_prometheus
 from tests.vllm_serve.serve_rig import (
     MARKS,
@@ -89,10 +89,10 @@ def test_answers_are_those_of_an_engine_without_it(served: Served) -> None:
 def test_every_query_of_the_dashboards_is_answered_by_a_prometheus_that_scrapes_it(served: Served) -> None:
     address = served.server.root.removeprefix("http://")
     with run_prometheus([address]) as prometheus:
-        wait_for_scrapes(prometheus, [address], least=1)
         start = time.time()
+        wait_for_scrape(prometheus, [address])
         evict_and_return(served.server)
-        wait_for_scrapes(prometheus, [address])
+        wait_for_scrape(prometheus, [address])
         panels = list(check_panels(prometheus, start, time.time()))
         of_tiers = ("disk: ", "remote: ")  # this server has none below the host
         assert [one for one in panels if one.problem and not one.where.startswith(of_tiers)] == []
