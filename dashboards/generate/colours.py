@@ -12,7 +12,7 @@ COLOURS: dict[str, str] = {
     # lookups, and where tokens came from
     "hit": GREEN, "miss": GREY, "host": GREEN, "disk": "#2f8f8f", "remote": "#1f6f8f", "device": BLUE, "nothing": GREY, "host, as vLLM counts": "#8fce7f",
     # why blocks missed
-    "never_seen": "#b8b8b8", "no_state": "#c4a24a", "behind_miss": "#d6d6d6", "partial_block": "#8c8c8c", "last_token": "#a3a08c",
+    "never_seen": "#b8b8b8", "no_state": "#c4a24a", "partial_block": "#8c8c8c", "last_token": "#a3a08c",
     "read_ahead": "#75736a", "evicted": ORANGE, "storing": "#7fb3ea", "declined_host_full": "#c4601a",
     "declined_stale": "#d8b98a", "declined_lease_limit": YELLOW, "declined_other": "#b89b62", "declined_not_ready": "#f0dd9a",
     "declined_stalled": "#a33b4f", "stalled": "#7d2438", "on_disk": "#5b9aa0", "in_remote": "#3f7f86", "tier_opening": "#93c3c7", "lost": "#e0a0a0",
@@ -22,16 +22,16 @@ COLOURS: dict[str, str] = {
     "stored": BLUE, "loaded": GREEN, "done": GREEN, "already_cached": "#b8c9dd", "in_flight": "#7fb3ea",
     "stale": "#d8b98a", "not_hashed": "#8c8c8c", "host_full": "#c4601a", "not_ready": "#f0dd9a", "lease_limit": YELLOW,
     "request_gone": "#b8b8b8", "before_reset": "#a06bc9", "failed": RED, "abandoned": "#f2a499",
-    "cancelled": "#c9a0dc", "offered": "#2f5f9e", "scheduled": "#2e6e2a", "open offers": "#7fb3ea",
+    "cancelled": "#c9a0dc", "open offers": "#7fb3ea",
     "open loads": "#8fce7f", "states stored": "#2f5f9e", "states loaded": "#2e6e2a",
-    "junctions asked for": YELLOW, "junctions made": "#9fd08f", "avoidable": ORANGE, "declined": "#b8c9dd", "others_load": "#7fb3ea", "fetch": "#2f8f8f",
-    # what a store that engines share says, and what it does
+    "junctions asked for": YELLOW, "junctions made": "#9fd08f", "avoidable": ORANGE, "declined": "#b8c9dd", "own_load": GREEN, "others_load": "#7fb3ea", "fetch": "#2f8f8f",
+    # what a remote tier answers, and the states of a lower tier
     "found": GREEN, "missing": GREY, "none": RED, "ask p50": "#7fb3ea", "ask p99": BLUE,
     "off": GREY, "opening": YELLOW, "open": GREEN, "failing": ORANGE, "closed": RED,
     # directions and jobs
     "store": BLUE, "load": GREEN, "store planned": "#c9d9ee", "store submitted": BLUE, "store abandoned": "#b02a2a",
     "load planned": "#cfe6c8", "load submitted": GREEN, "load abandoned": "#e2685a",
-    "room for stores": BLUE, "under abandoned copies": "#b02a2a", "copies stalled": RED,
+    "room for stores": BLUE,
     "store p50": "#7fb3ea", "store p99": BLUE, "load p50": "#8fce7f", "load p99": GREEN,
     # the host's slots
     "empty": "#e4e4e4", "filling": "#7fb3ea", "ready": BLUE, "pinned": GREEN, "draining": "#a06bc9",
@@ -45,14 +45,11 @@ COLOURS: dict[str, str] = {
     # health
     "tokens_without_pin": RED, "unknown_request": YELLOW, "unknown_job": "#a06bc9",
     "handler_raised": RED, "law_broken": "#8b0000", "transfer_dead": ORANGE, "resets": "#a06bc9",
-    "loads failed": RED, "stores failed": "#b02a2a", "alerts": RED, "oldest pin": GREEN, "oldest job": BLUE, "audits": GREEN, "stale positions": "#d8b98a",
-    "slots without a state": RED, "misses without a cause": "#8b0000", "journal write errors": RED, "spans not sent": ORANGE,
+    "loads failed": RED, "alerts": RED, "oldest pin": GREEN, "oldest job": BLUE, "audits": GREEN, "stale positions": "#d8b98a",
     # hooks, in the order of a step
     "seen": "#c9d9ee", "lookup": GREEN, "allocated": "#9fd08f", "step": BLUE, "ended": GREY,
     "report": YELLOW,
-    "other": "#8c8c8c", "hooks": BLUE,
-    # observers
-    "log": BLUE, "journal": GREEN, "spans": ORANGE, "counters": RED,
+    "other": "#8c8c8c",
     # vLLM's own numbers
     "first token p50": "#7fb3ea", "first token p99": "#2f5f9e", "end to end p50": "#8fce7f", "end to end p99": "#2e6e2a",
     "running": GREEN, "waiting": YELLOW, "prompt": "#7fb3ea", "generated": GREEN, "preemptions": ORANGE, "device blocks in use": BLUE,

@@ -24,6 +24,7 @@ _SOURCE = common.DataSourceRef(type_val="prometheus", uid="${datasource}")
 _HEIGHTS = {Kind.NUMBER: 4, Kind.TABLE: 8, Kind.HEATMAP: 9}
 _HEIGHT = 8
 _COLUMNS = 24
+_MIN_WIDTH = 100  # pixels of a table's column; with Grafana's 150 the last ones are out of view
 _INTERVAL_ONLY = ("auto", "auto_min", "auto_count")  # the builder writes them for every kind of variable
 
 _ALL_VARIABLES = "&".join(("${__url_time_range}", "${__all_variables}"))
@@ -82,6 +83,8 @@ def _dashboard(board: Board, links: Places) -> build.Dashboard:
     )
     for name, label in VARIABLES.items():
         made = made.with_variable(_variable(name, label))
+    if board.tiers:
+        made = made.with_variable(_tier_variable(board.tiers))
     for element in _placed(board, links):
         made = made.with_row(element) if isinstance(element, build.Row) else made.with_panel(element)
     return made
@@ -169,6 +172,7 @@ def _table(panel: Panel) -> table.Panel:
         table.Panel()
         .cell_options(common.TableAutoCellOptions())
         .filterable(True)
+        .min_width(_MIN_WIDTH)
         .with_transformation(model.DataTransformerConfig(id_val="merge", options={}))
         .with_transformation(
             model.DataTransformerConfig(
@@ -285,6 +289,11 @@ def _variable(name: str, label: str) -> build.QueryVariable:
         .all_value(".*")
         .current(model.VariableOption(text=["All"], value=["$__all"], selected=True))
     )
+
+
+def _tier_variable(tiers: tuple[str, ...]) -> build.CustomVariable:
+    options = [model.VariableOption(text=tier, value=tier, selected=tier == tiers[0]) for tier in tiers]
+    return build.CustomVariable("tier").values(",".join(tiers)).options(options).current(options[0])
 
 
 def _panel_link(title: str, url: str) -> build.DashboardLink:

@@ -8,6 +8,8 @@ from dashboards.generate.promql import (
     ENGINE,
     ENGINE_LABELS,
     SERIES,
+    VARIABLES,
+    ZERO,
     alerts,
     each,
     each_quantile,
@@ -44,6 +46,10 @@ def _by_engine(expr: str) -> str:
     return f"sum by ({ENGINE_LABELS}) ({expr})"
 
 
+def _added(name: str) -> str:
+    return growth(series(name), ENGINE_LABELS)
+
+
 def _host_bytes(state: HostBytes) -> str:
     return _by_engine(series("kvoffload_host_bytes", state=state.value))
 
@@ -57,8 +63,26 @@ _HIT_RATIO = (
     f"{growth(_HITS, ENGINE_LABELS)} / ({growth(series('kvoffload_lookup_tokens_total'), ENGINE_LABELS)} > 0)"
 )
 _TTFT_BY_ENGINE = f"histogram_quantile(0.99, {growth(_HOST_FIRST_TOKEN, f'le, {ENGINE_LABELS}')})"
+_ENGINE_COLUMNS = {label: name for name, label in VARIABLES.items()}
 _ON_OFF = {"0": "on", "1": "OFF"}
 _FIRING = ((0, GREEN), (1, RED))
+_FAULTS = {
+    "jobs lost": _added("kvoffload_abandoned_jobs_total"),
+    "blocks lost": _added("kvoffload_written_off_blocks_total"),
+    "blocks held": _by_engine(series("kvoffload_abandoned_device_blocks")),
+    "copies stalled": _by_engine(series("kvoffload_copies_stalled")),
+    "observers lost": _added("kvoffload_bus_removed_total"),
+    "events lost": _added("kvoffload_bus_dropped_total"),
+    "journal errors": _added("kvoffload_journal_write_errors_total"),
+    "spans lost": _added("kvoffload_span_export_errors_total"),
+    "slots missing": (
+        f"{_by_engine(series('kvoffload_capacity_slots'))} - {_by_engine(series('kvoffload_slots'))}"
+    ),
+    "causes missing": (
+        f"{_by_engine(series('kvoffload_lookup_blocks_total', result='miss'))}"
+        f" - {_by_engine(series('kvoffload_miss_blocks_total'))}"
+    ),
+}
 
 _ENGINES = Row(
     "Engines, over the time range",
@@ -101,13 +125,7 @@ _ENGINES = Row(
             ),
             Kind.TABLE,
             width=24,
-            labels={
-                "namespace": "namespace",
-                "pod": "pod",
-                "instance": "instance",
-                "model_name": "model",
-                "engine": "engine",
-            },
+            labels=_ENGINE_COLUMNS,
         ),
     ),
 )
@@ -124,7 +142,7 @@ _GLANCE = Row(
             units.COUNT,
             (Query(f"max({series('kvoffload_degraded')})", "off", expects=SERIES),),
             Kind.NUMBER,
-            width=3,
+            width=4,
             limits=_FIRING,
             texts=_ON_OFF,
         ),
@@ -142,7 +160,7 @@ _GLANCE = Row(
                 ),
             ),
             Kind.NUMBER,
-            width=3,
+            width=4,
             limits=((-1, GREY), (0, GREEN), (1, RED)),
             texts={_NOT_MEASURED: "not measured", _YES: "yes", _NO: "NO"},
         ),
@@ -178,22 +196,13 @@ _GLANCE = Row(
             maximum=1,
         ),
         Panel(
-            "Bytes loaded",
-            "Bytes copied from host to device.",
-            "many bytes for few tokens found: loads fail or are repeated, see `Loads by outcome`.",
-            units.BYTES,
-            (one(growth(series("kvoffload_transfer_bytes_total", tier="host", direction="load")), "load"),),
-            Kind.NUMBER,
-            width=3,
-        ),
-        Panel(
             "Firing alerts",
             "Alerts of kvoffload's rules for the chosen engines. Always 0 where the rules are not loaded.",
             "each alert carries its paragraph of the runbook and a link to it.",
             units.COUNT,
             (one(alerts(), "alerts", SERIES),),
             Kind.NUMBER,
-            width=3,
+            width=4,
             limits=_FIRING,
         ),
     ),
@@ -248,6 +257,7 @@ _WORTH = Row(
             units.TOKENS_PER_SECOND,
             (each("kvoffload_lookup_tokens_total", "result"),),
             Kind.STACK,
+            width=12,
         ),
         Panel(
             "Hit ratio by tier",
@@ -265,6 +275,7 @@ _WORTH = Row(
                 one(_DEVICE_SHARE, "device", ENGINE),
                 one(_HOST_SHARE, "host, as vLLM counts", ENGINE),
             ),
+            width=12,
             maximum=1,
         ),
         Panel(
@@ -276,6 +287,7 @@ _WORTH = Row(
             "computing: see `Loads: time of a copy`, and raise min_load_tokens.",
             units.SECONDS,
             (each_quantile(0.5, "kvoffload_first_token_seconds", "found"),),
+            width=12,
         ),
         Panel(
             "Time to first token, p99",
@@ -284,21 +296,7 @@ _WORTH = Row(
             "see `Requests running and waiting`.",
             units.SECONDS,
             (each_quantile(0.99, "kvoffload_first_token_seconds", "found"),),
-        ),
-        Panel(
-            "Bytes copied",
-            "Between device and host, all ranks together. `Bytes to and from the disk` shows those below.",
-            "stores without loads for hours: prompts do not repeat, or blocks are evicted before they do. See `Lookups that "
-            "missed, by cause`.",
-            units.BYTES_PER_SECOND,
-            (each("kvoffload_transfer_bytes_total", "direction", tier="host"),),
-        ),
-        Panel(
-            "Engine time spent in hooks",
-            "Seconds per second that the engine's thread spends in offloading's hooks.",
-            "over 2 %: see `Hooks by kind`. In the runbook: KVOffloadHooksSlow.",
-            units.SHARE,
-            (one(rate(series("kvoffload_hook_seconds", "_sum")), "hooks"),),
+            width=12,
         ),
     ),
 )
@@ -332,7 +330,7 @@ _SERVER = Row(
         Panel(
             "Latency",
             "vLLM's own times over all requests: to the first token, and end to end.",
-            "end to end grows while first tokens do not: decoding is slow, see `Engine time spent in hooks`.",
+            "end to end grows while first tokens do not: decoding is slow, see `Hooks by kind`.",
             units.SECONDS,
             (
                 one(quantile_of(0.5, _FIRST_TOKEN), "first token p50", ENGINE),
@@ -358,13 +356,32 @@ _HEALTH = Row(
     "Health",
     (
         Panel(
+            "Should be 0",
+            "One row an engine, in the time range: jobs with a copy that did not end within transfer_timeout_s, and their blocks, "
+            "which are lost until a restart; device blocks that such copies still hold; 1 while no new copy starts because of "
+            "them; observers that failed or missed events; what the journal's file and the collector of spans did not take; "
+            "slots without a state and misses without a cause.",
+            "jobs, blocks, copies: the device or its driver hangs; KVOffloadJobsAbandoned and KVOffloadCopiesStalled in the "
+            "runbook. Observers: KVOffloadObserverRemoved, KVOffloadEventsDropped. Journal: free space on the disk of "
+            "journal_path. Spans: check that the collector at otlp_endpoint answers. Slots or causes: a bug in kvoffload; "
+            "KVOffloadAccountsWrong.",
+            units.COUNT,
+            tuple(
+                Query(expr, name, expects=ZERO, limits=((0, GREEN), (0.01, RED)))
+                for name, expr in _FAULTS.items()
+            ),
+            Kind.TABLE,
+            width=24,
+            labels=_ENGINE_COLUMNS,
+        ),
+        Panel(
             "Host memory",
             "Bytes, all ranks together: what was set, what is reserved by now, and what is used.",
             "reserved below wanted long after a start: the ranks still pin memory, or cannot. In the runbook: "
             "KVOffloadMemoryIncomplete, KVOffloadNoCapacity.",
             units.BYTES,
             (each("kvoffload_host_bytes", "state"),),
-            width=8,
+            width=12,
         ),
         Panel(
             "Switched off by",
@@ -374,20 +391,8 @@ _HEALTH = Row(
             units.COUNT,
             (each("kvoffload_degraded", "cause", SERIES),),
             Kind.STACK,
-            width=8,
+            width=12,
             maximum=1,
-        ),
-        Panel(
-            "Blocks that failed",
-            "Blocks whose copy failed, was corrupt, or was abandoned. Requests recompute them; none gets wrong KV.",
-            "a steady rate: the device, its link or host memory is faulty, see `Copies by outcome`. In the runbook: "
-            "KVOffloadLoadsFailing, KVOffloadCorruptBlocks.",
-            units.BLOCKS_PER_SECOND,
-            (
-                one(rate(_FAILED_LOADS), "loads failed", SERIES),
-                one(rate(_FAILED_STORES), "stores failed", SERIES),
-            ),
-            width=8,
         ),
         Panel(
             "Contract violations",
@@ -416,11 +421,7 @@ _HEALTH = Row(
             Kind.TABLE,
             width=24,
             labels={
-                "namespace": "namespace",
-                "pod": "pod",
-                "instance": "instance",
-                "model_name": "model",
-                "engine": "engine",
+                **_ENGINE_COLUMNS,
                 "version": "kvoffload",
                 "engine_name": "engine name",
                 "engine_version": "engine version",

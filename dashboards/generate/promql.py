@@ -39,11 +39,9 @@ _CHOSEN = ", ".join(f'{label}=~"${name}"' for name, label in VARIABLES.items())
 
 
 def series(name: str, suffix: str = "", **labels: str) -> str:
-    """Select a metric of the chosen engines; a label's value may be a regular expression."""
-    metric = _metric(name)
+    """Select a metric of the chosen engines; a label's value may be several, as `a|b`, or the variable `$tier`."""
     for label, values in labels.items():
-        known = next(one.values for one in metric.labels if one.name == label)
-        if unknown := set(values.split("|")) - set(known):
+        if unknown := set(values.split("|")) - {*values_of(name, label), "$tier"}:
             raise ValueError(f"{name} has no {label} {', '.join(sorted(unknown))}")
     chosen = [_CHOSEN, *(f'{label}{_operator(value)}"{value}"' for label, value in labels.items())]
     return f"{name}{suffix}{{{', '.join(chosen)}}}"
@@ -95,18 +93,37 @@ def quantile_of(at: float, buckets: str, by: str = "") -> str:
 
 def each_quantile(at: float, name: str, label: str) -> Query:
     """A quantile of a histogram by one of its labels: one series a value, named by it."""
-    names = next(one.values for one in _metric(name).labels if one.name == label)
-    return Query(quantile(at, name, label), f"{{{{{label}}}}}", names)
+    return Query(quantile(at, name, label), f"{{{{{label}}}}}", values_of(name, label))
 
 
 def each(name: str, label: str, expects: Expect = ACTIVITY, **labels: str) -> Query:
     """A counter's rate, or a gauge, by one of its labels: one series a value, named by it."""
-    metric = _metric(name)
     selected = series(name, **labels)
     counted = name.endswith("_total")
     expr = rate(selected, label) if counted else f"sum by ({label}) ({selected})"
-    names = next(one.values for one in metric.labels if one.name == label)
-    return Query(expr, f"{{{{{label}}}}}", names, expects)
+    return Query(expr, f"{{{{{label}}}}}", values_of(name, label), expects)
+
+
+def copy_speed(tier: str, way: str, expects: Expect = ACTIVITY) -> Query:
+    """Bytes per second of the time in which a rank copied."""
+    copied = rate(series("kvoffload_transfer_bytes_total", tier=tier, direction=way))
+    busy = rate(series("kvoffload_transfer_seconds", "_sum", tier=tier, direction=way))
+    return one(f"{copied} / ({busy} > 0)", way, expects)
+
+
+def open_jobs(tier: str) -> Query:
+    """Jobs that have not ended on every rank, by direction and state."""
+    name = "kvoffload_open_jobs"
+    expr = f"sum by (direction, state) ({series(name, tier=tier)})"
+    names = tuple(
+        f"{way} {state}" for way in values_of(name, "direction") for state in values_of(name, "state")
+    )
+    return Query(expr, "{{direction}} {{state}}", names, SERIES)
+
+
+def values_of(name: str, label: str) -> tuple[str, ...]:
+    """Every value that a label of a metric can have."""
+    return next(one.values for one in _metric(name).labels if one.name == label)
 
 
 def one(expr: str, name: str, expects: Expect = ACTIVITY) -> Query:
@@ -125,4 +142,4 @@ def _grouped(by: str) -> str:
 
 
 def _operator(value: str) -> str:
-    return "=~" if "|" in value else "="
+    return "=~" if "|" in value or "$" in value else "="

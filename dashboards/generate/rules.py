@@ -6,13 +6,11 @@ Rules keep the labels of their series: an alert is about one engine, and can be 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import yaml
 
-# Ranks report their memory with the engine's steps: what an idle engine last reported may be old.
-STEPS = "and sum without (hook) (rate(kvoffload_hook_seconds_count[5m])) > 0"
 _HEAD = """# Written by `make dashboards` from generate/; do not edit.
 # critical: look now. warning: today. info: when there is time; nothing is broken.
 # Set the external labels `kvoffload_runbook_url` and `grafana_url` in prometheus.yml, so that an alert links to your copies.
@@ -23,8 +21,7 @@ _GRAFANA = '{{ or $externalLabels.grafana_url "http://127.0.0.1:3000" }}'
 _VARIABLES = ("namespace", "pod", "instance", "engine")
 
 
-@dataclass(frozen=True, slots=True)
-class Alert:
+class Alert(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One alert.
 
     Args:
@@ -35,6 +32,7 @@ class Alert:
         description: the same with its numbers; the engine's name is put before it.
         runbook: what it means and what to do.
         board: the dashboard that shows it.
+        tier: the value of that dashboard's variable `tier`, if it has one.
         wait: how long it must hold.
     """
 
@@ -44,7 +42,8 @@ class Alert:
     summary: str
     description: str
     runbook: str
-    board: str = "overview"
+    board: str
+    tier: str = ""
     wait: str = ""
 
     @property
@@ -54,16 +53,17 @@ class Alert:
 
     def to_rule(self) -> dict[str, object]:
         """Return it as Prometheus' file of rules holds it."""
-        filters = "&".join(
+        filters = [f"var-tier={self.tier}"] if self.tier else []
+        filters += [
             f"{{{{ with $labels.{name} }}}}var-{name}={{{{ urlquery . }}}}{{{{ end }}}}"
             for name in _VARIABLES
-        )
+        ]
         annotations = {
             "summary": self.summary,
             "description": f"{_WHERE}: {self.description}",
             "runbook": self.runbook,
             "runbook_url": f"{_RUNBOOK}#{self.full_name.lower()}",
-            "dashboard_url": f"{_GRAFANA}/d/kvoffload-{self.board}?{filters}",
+            "dashboard_url": f"{_GRAFANA}/d/kvoffload-{self.board}?{'&'.join(filters)}",
         }
         waits = {"for": self.wait} if self.wait else {}
         labels = {"severity": self.severity}

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from dashboards.generate import units
-from dashboards.generate.promql import SERIES, each, each_quantile, one, quantile, rate, series, total
+from dashboards.generate.promql import (
+    copy_speed,
+    each,
+    each_quantile,
+    one,
+    open_jobs,
+    rate,
+    series,
+    values_of,
+)
 from dashboards.generate.words import Board, Kind, Panel, Query, Row
-from kvoffload.telemetry.catalogue import BY_NAME
 
 _HOST = "host"
 _COPY, _QUEUE = "kvoffload_transfer_seconds", "kvoffload_transfer_queue_seconds"
@@ -16,32 +24,9 @@ def _buckets(name: str, direction: str) -> Query:
     return Query(f"sum by (le) (increase({selected}[$__rate_interval]))", "{{le}}")
 
 
-def _quantiles(name: str) -> tuple[Query, ...]:
-    return tuple(
-        one(quantile(at, name, tier=_HOST, direction=direction), f"{direction} {words}")
-        for direction in ("store", "load")
-        for at, words in ((0.5, "p50"), (0.99, "p99"))
-    )
-
-
 def _copies() -> Query:
-    labels = BY_NAME["kvoffload_transfers_total"].labels
-    outcomes = next(label.values for label in labels if label.name == "outcome")
     expr = rate(series("kvoffload_transfers_total", tier=_HOST), "outcome")
-    return Query(expr, "{{outcome}}", outcomes)
-
-
-def _open_jobs() -> Query:
-    labels = {label.name: label.values for label in BY_NAME["kvoffload_open_jobs"].labels}
-    names = tuple(f"{way} {state}" for way in labels["direction"] for state in labels["state"])
-    expr = f"sum by (direction, state) ({series('kvoffload_open_jobs', tier=_HOST)})"
-    return Query(expr, "{{direction}} {{state}}", names, SERIES)
-
-
-def _while_copying(direction: str) -> Query:
-    moved = rate(series("kvoffload_transfer_bytes_total", tier=_HOST, direction=direction))
-    busy = rate(series(_COPY, "_sum", tier=_HOST, direction=direction))
-    return one(f"{moved} / ({busy} > 0)", direction)
+    return Query(expr, "{{outcome}}", values_of("kvoffload_transfers_total", "outcome"))
 
 
 _BYTES = Row(
@@ -60,7 +45,7 @@ _BYTES = Row(
             "far below the link's rate: blocks are small, copies share the link, or host memory is on another NUMA node. "
             "`kvoffload gpu-check --only speeds` measures the link of an idle GPU.",
             units.BYTES_PER_SECOND,
-            (_while_copying("store"), _while_copying("load")),
+            (copy_speed(_HOST, "store"), copy_speed(_HOST, "load")),
         ),
         Panel(
             "Copies by outcome",
@@ -116,30 +101,14 @@ _LATENCY = Row(
             width=12,
         ),
         Panel(
-            "Time of a copy",
-            "Percentiles of the time of a copy. They come from buckets, so they are coarse.",
-            "the heatmaps above, `Loads: time of a copy` and `Stores: time of a copy`, show the distribution.",
-            units.SECONDS,
-            _quantiles(_COPY),
-            width=8,
-        ),
-        Panel(
-            "Time in the queue",
-            "Percentiles of the time before a copy starts. They come from buckets, so they are coarse.",
-            "the heatmaps above, `Loads: time in the queue` and `Stores: time in the queue`, show the distribution.",
-            units.SECONDS,
-            _quantiles(_QUEUE),
-            width=8,
-        ),
-        Panel(
             "Open jobs",
             "Jobs that have not ended on every rank, by state.",
             "submitted only grows: copies do not end. abandoned: copies did not end in time and their memory is lost; "
             "KVOffloadJobsAbandoned in the runbook.",
             units.JOBS,
-            (_open_jobs(),),
+            (open_jobs(_HOST),),
             Kind.STACK,
-            width=8,
+            width=12,
         ),
         Panel(
             "Room for stores",
@@ -152,36 +121,11 @@ _LATENCY = Row(
             width=12,
             maximum=1.0,
         ),
-        Panel(
-            "Jobs abandoned",
-            "Jobs with a copy that did not end within transfer_timeout_s. Requests recompute; the memory is written off.",
-            "any: the device or its driver hangs. In the runbook: KVOffloadJobsAbandoned.",
-            units.EVENTS_PER_SECOND,
-            (each("kvoffload_abandoned_jobs_total", "direction", SERIES),),
-            width=12,
-        ),
-        Panel(
-            "Device blocks under abandoned copies",
-            "Blocks that the engine cannot use until abandoned copies end.",
-            "any: the device or its driver hangs. Over an eighth of the device pool, or after three such jobs in a row, no new "
-            "copy starts. In the runbook: KVOffloadCopiesStalled.",
-            units.BLOCKS,
-            (one(total(series("kvoffload_abandoned_device_blocks")), "under abandoned copies", SERIES),),
-            width=12,
-        ),
-        Panel(
-            "Copies stalled",
-            "1 while any of the chosen engines starts no new copy, because copies do not end.",
-            "1: see `Device blocks under abandoned copies`. It returns to 0 by itself when enough of the copies have ended.",
-            units.COUNT,
-            (one(f"max({series('kvoffload_copies_stalled')})", "copies stalled", SERIES),),
-            width=12,
-        ),
     ),
 )
 
 _COST = Row(
-    "Cost to the engine, and observers",
+    "Cost to the engine",
     (
         Panel(
             "Hooks by kind",
@@ -193,7 +137,7 @@ _COST = Row(
                 Query(
                     rate(series("kvoffload_hook_seconds", "_sum"), "hook"),
                     "{{hook}}",
-                    BY_NAME["kvoffload_hook_seconds"].labels[0].values,
+                    values_of("kvoffload_hook_seconds", "hook"),
                 ),
             ),
             Kind.STACK,
@@ -206,34 +150,6 @@ _COST = Row(
             units.SECONDS,
             (each_quantile(0.99, "kvoffload_hook_seconds", "hook"),),
             width=12,
-        ),
-        Panel(
-            "Events dropped",
-            "Events that an observer missed, because its feed was full. Counters never miss any.",
-            "that observer's output is not complete: the journal of a busy engine needs a faster disk.",
-            units.EVENTS_PER_SECOND,
-            (each("kvoffload_bus_dropped_total", "subscriber", SERIES),),
-            Kind.STACK,
-        ),
-        Panel(
-            "Observers removed",
-            "Observers and counters that raised an exception and were removed.",
-            "any is a bug: the log has the traceback. If it is counters, metrics no longer change.",
-            units.EVENTS_PER_SECOND,
-            (each("kvoffload_bus_removed_total", "subscriber", SERIES),),
-            Kind.STACK,
-        ),
-        Panel(
-            "Journal and spans not written",
-            "The journal's first write error ends its file; the journal in memory goes on. Spans that the collector did not take "
-            "are lost, later ones are sent.",
-            "for the journal, free space on the disk of journal_path and restart the engine; for spans, check that the collector "
-            "at otlp_endpoint answers.",
-            units.EVENTS_PER_SECOND,
-            (
-                one(rate(series("kvoffload_journal_write_errors_total")), "journal write errors", SERIES),
-                one(rate(series("kvoffload_span_export_errors_total")), "spans not sent", SERIES),
-            ),
         ),
     ),
 )

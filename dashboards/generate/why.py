@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dashboards.generate import units
-from dashboards.generate.promql import ENGINE, SERIES, ZERO, each, of_engine, one, rate, series, total
+from dashboards.generate.promql import ENGINE, SERIES, each, of_engine, one, rate, series, total
 from dashboards.generate.words import Board, Kind, Panel, Query, Row
 from kvoffload.model.causes import MissCause
 
@@ -38,13 +38,13 @@ _LOOKUPS = Row(
         Panel(
             "Lookups that missed, by cause",
             "Lookups per second that ended before the prompt's end, by what was wrong with the first missing block. The blocks "
-            "behind it cannot be used either; `Blocks behind a miss` counts them.",
+            "behind it cannot be used either.",
             "evicted, declined_host_full: give more host memory. declined_not_ready: host memory was not pinned yet, as after "
             "a start. declined_lease_limit: the device pool is small for so many copies. lost: the engine reused blocks before "
             "they were stored; try store_policy eager. load_declined: hits shorter than min_load_tokens. not_accepted: the "
             "engine took less than was found, as where another connector's hit comes first. stalled: KVOffloadCopiesStalled in "
             "the runbook. no_state: see the row on recurrent states. on_disk, in_remote: it could not be waited for; the next request finds it. "
-            "tier_opening: as after a start, see `Disk`. never_seen: prompts do not repeat.",
+            "tier_opening: as after a start, see `State of the tier`. never_seen: prompts do not repeat.",
             units.LOOKUPS_PER_SECOND,
             (
                 Query(
@@ -55,14 +55,6 @@ _LOOKUPS = Row(
             ),
             Kind.STACK,
             width=16,
-        ),
-        Panel(
-            "Blocks behind a miss",
-            "Blocks behind the first missing one of a lookup. They miss because of it, whatever the host holds.",
-            "nothing to do here: `Lookups that missed, by cause` shows what ended the lookups.",
-            units.BLOCKS_PER_SECOND,
-            (one(rate(series("kvoffload_miss_blocks_total", cause="behind_miss")), "behind_miss"),),
-            width=6,
         ),
         Panel(
             "Blocks that missed for avoidable causes",
@@ -87,9 +79,19 @@ _LOOKUPS = Row(
             "Deferred lookups",
             "Waits that lookups began: another request was loading the same prefix, or blocks were being fetched from a lower "
             "tier.",
-            "many others_load for long: loads are slow, see `Loads: time of a copy`. Many fetch: see `Time in the disk's queue`.",
+            "many others_load for long: loads are slow, see `Loads: time of a copy`. Many fetch: see `Time in the tier's queue`.",
             units.EVENTS_PER_SECOND,
             (each("kvoffload_lookups_deferred_total", "reason", SERIES),),
+            width=6,
+        ),
+        Panel(
+            "Time that requests wait",
+            "Seconds per second, all requests together, for their own load, for another request's load of the same prefix, and "
+            "for fetches from a lower tier. It is the waiting in `Seconds saved and lost`.",
+            "much fetch: the disk or the network is slow or overloaded, see `Time of a copy with the tier`. Much own_load: see "
+            "`Loads: time in the queue`.",
+            units.SECONDS_PER_SECOND,
+            (each("kvoffload_load_wait_seconds_total", "reason", SERIES),),
             width=6,
         ),
         Panel(
@@ -129,16 +131,6 @@ _OUTCOMES = Row(
             width=12,
         ),
         Panel(
-            "Blocks offered and scheduled",
-            "Blocks offered to the host, and blocks scheduled to load.",
-            "offers without stores: see `Stores by outcome`. Scheduled loads that do not end: copies hang, see `Open jobs`.",
-            units.BLOCKS_PER_SECOND,
-            (
-                one(rate(series("kvoffload_offered_blocks_total")), "offered"),
-                one(rate(series("kvoffload_load_scheduled_blocks_total")), "scheduled"),
-            ),
-        ),
-        Panel(
             "Offers declined",
             "Of the offered blocks, the share that was not stored although the host lacked it.",
             "over a few per cent: the largest outcome in `Stores by outcome` says why. Each declined block can be a miss later.",
@@ -153,6 +145,7 @@ _OUTCOMES = Row(
                     SERIES,
                 ),
             ),
+            width=12,
             maximum=1,
         ),
         Panel(
@@ -176,6 +169,7 @@ _OUTCOMES = Row(
                     SERIES,
                 ),
             ),
+            width=12,
         ),
     ),
 )
@@ -240,19 +234,17 @@ _HOST = Row(
             width=12,
         ),
         Panel(
-            "Age of the oldest pin",
-            "How long the oldest hit has kept its slots from eviction; 0 without one.",
-            "minutes: a request waits in the engine's queue, or the engine did not report its end. In the runbook: "
-            "KVOffloadPinHeldLong.",
+            "Age of the oldest pin and copy",
+            "How long the oldest hit has kept its slots from eviction, and how long the oldest copy job has been running; 0 without "
+            "one. Abandoned jobs do not count.",
+            "minutes for a pin: a request waits in the engine's queue, or the engine did not report its end; "
+            "KVOffloadPinHeldLong in the runbook. Over transfer_timeout_s for a copy: the engine does not step, or its thread "
+            "hangs; KVOffloadJobStuck.",
             units.SECONDS,
-            (one(f"max((time() - {_PIN}) * ({_PIN} > bool 0))", "oldest pin", SERIES),),
-        ),
-        Panel(
-            "Age of the oldest copy",
-            "How long the oldest copy job has been running; 0 without one. Abandoned jobs do not count.",
-            "over transfer_timeout_s: the engine does not step, or its thread hangs. In the runbook: KVOffloadJobStuck.",
-            units.SECONDS,
-            (one(f"max((time() - {_JOB}) * ({_JOB} > bool 0))", "oldest job", SERIES),),
+            tuple(
+                one(f"max((time() - {since}) * ({since} > bool 0))", name, SERIES)
+                for since, name in ((_PIN, "oldest pin"), (_JOB, "oldest job"))
+            ),
         ),
         Panel(
             "Stale positions removed",
@@ -263,41 +255,12 @@ _HOST = Row(
             (one(rate(series("kvoffload_stale_blocks_zeroed_total")), "stale positions", SERIES),),
         ),
         Panel(
-            "Sums that must be 0",
-            "Slots without a state, and misses without a cause.",
-            "not 0 for longer than a scrape: a bug in kvoffload, report it with the journal. In the runbook: "
-            "KVOffloadAccountsWrong.",
-            units.BLOCKS,
-            (
-                one(
-                    _missing(series("kvoffload_capacity_slots"), series("kvoffload_slots")),
-                    "slots without a state",  # of any tier
-                    ZERO,
-                ),
-                one(
-                    _missing(
-                        series("kvoffload_lookup_blocks_total", result="miss"),
-                        series("kvoffload_miss_blocks_total"),
-                    ),
-                    "misses without a cause",
-                    ZERO,
-                ),
-            ),
-        ),
-        Panel(
             "Audits",
             "How often the conservation laws were checked: whenever the engine is idle, and on request.",
             "none for long on a busy engine is normal. An audit that finds an error switches offloading off: "
             "KVOffloadDegraded in the runbook.",
             units.EVENTS_PER_SECOND,
             (one(rate(series("kvoffload_audits_total")), "audits", SERIES),),
-        ),
-        Panel(
-            "Blocks written off",
-            "Blocks of jobs that were abandoned because a copy did not end in time. Their slots are lost until a restart.",
-            "any: the device or its driver hangs. In the runbook: KVOffloadJobsAbandoned.",
-            units.BLOCKS_PER_SECOND,
-            (each("kvoffload_written_off_blocks_total", "direction", SERIES),),
         ),
     ),
 )

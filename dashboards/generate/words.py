@@ -107,12 +107,14 @@ class Board:
         title: as Grafana lists it.
         about: the question that it answers.
         rows: from top to bottom.
+        tiers: values of its variable `tier`, the first one chosen; none if it has no such variable.
     """
 
     name: str
     title: str
     about: str
     rows: tuple[Row, ...]
+    tiers: tuple[str, ...] = ()
 
     @property
     def panels(self) -> Iterator[Panel]:

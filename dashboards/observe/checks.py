@@ -10,12 +10,11 @@ from functools import partial
 
 from dashboards.generate.boards import BOARDS
 from dashboards.generate.words import Expect, Query
-from dashboards.observe.prometheus import ObserveError, Prometheus, Series
+from dashboards.observe.prometheus import ObserveError, Prometheus, Series, wait_for
 from dashboards.observe.substitute import substitute
 
 Ask = Callable[[str], list[Series]]
 _ENGINE_PROBE = 'count({__name__=~"vllm:.+"})'
-_POLL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +22,7 @@ class Finding:
     """The result of one query.
 
     Args:
-        where: the panel's dashboard and title, or the rule.
+        where: the panel's dashboard and title, with the tier that was chosen, or the rule.
         expr: the query as Prometheus received it.
         series: the number of series.
         is_active: whether any value was not 0.
@@ -35,19 +34,6 @@ class Finding:
     series: int
     is_active: bool
     problem: str = ""
-
-
-def wait_for(what: str, is_so: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Poll until a condition holds.
-
-    Raises:
-        ObserveError: it did not hold in time.
-    """
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        if time.monotonic() > deadline:
-            raise ObserveError(f"waited {seconds:.0f} s in vain for {what}")
-        time.sleep(_POLL_S)
 
 
 def wait_for_scrape(prometheus: Prometheus, targets: Sequence[str]) -> None:
@@ -68,7 +54,7 @@ def wait_for_scrape(prometheus: Prometheus, targets: Sequence[str]) -> None:
 
 
 def check_panels(prometheus: Prometheus, start: float, end: float) -> Iterator[Finding]:
-    """Evaluate every query of every panel over a time range, as Grafana would.
+    """Evaluate every query of every panel over a time range, as Grafana would, for each tier that can be chosen.
 
     Rates are over the whole range, so that the result depends on the first and the last scrape in it and not on those between,
     of which a busy machine loses some.
@@ -81,8 +67,10 @@ def check_panels(prometheus: Prometheus, start: float, end: float) -> Iterator[F
         for panel in board.panels:
             ask = at_end if panel.is_instant else over_range
             for query in panel.queries:
-                expr = substitute(query.expr, f"{seconds}s", f"{seconds}s")
-                yield _check(ask, f"{board.name}: {panel.title}", expr, query, has_vllm)
+                for tier in board.tiers if "$tier" in query.expr else ("",):
+                    where = f"{board.name}: {panel.title}{tier and f', {tier}'}"
+                    expr = substitute(query.expr, f"{seconds}s", f"{seconds}s", tier)
+                    yield _check(ask, where, expr, query, has_vllm)
 
 
 def check_rules(prometheus: Prometheus) -> Iterator[Finding]:

@@ -10,8 +10,8 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from kvoffload.remote.local import free_port
 SCRAPE_MS = 200
 """Short, so that a demo of a few seconds on a quick machine still fills the windows of its rates."""
 _RULES = Path(__file__).resolve().parent.parent / "rules"
-_START_S = 30.0
 _POLL_S = 0.1
 END_S = 60.0
 """Seconds that a child may take to end after SIGTERM."""
@@ -39,40 +38,49 @@ class Series:
     values: tuple[float, ...]
 
 
+def wait_for(what: str, is_so: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Poll until a condition holds.
+
+    Raises:
+        ObserveError: it did not hold in time.
+    """
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        if time.monotonic() > deadline:
+            raise ObserveError(f"waited {seconds:.0f} s in vain for {what}")
+        time.sleep(_POLL_S)
+
+
 class Prometheus:
-    """A server that runs.
+    """A running server.
 
     Args:
-        url: where its API is.
-        log: what it has to say.
+        url: of its API.
     """
 
-    def __init__(self, url: str, log: Path) -> None:
+    def __init__(self, url: str) -> None:
         self.url = url
-        self.log = log
 
     def query(self, expr: str, at: float | None = None) -> list[Series]:
-        """Return the answer at a time, or now.
+        """Return an expression's series at a time, or now.
 
         Raises:
-            ObserveError: it is an error.
+            ObserveError: Prometheus refuses it.
         """
         result = self.get("query", query=expr, time=at or time.time())["result"]
-        if result and not isinstance(result[0], dict):  # a scalar
-            return [Series({}, (float(result[1]),))]
         return [Series(one["metric"], (float(one["value"][1]),)) for one in result]
 
     def query_range(self, expr: str, start: float, end: float) -> list[Series]:
-        """Return the answers of a time range, one for each scrape.
+        """Return an expression's series over a time range, with a value for each scrape.
 
         Raises:
-            ObserveError: it is an error.
+            ObserveError: Prometheus refuses it.
         """
         result = self.get("query_range", query=expr, start=start, end=end, step=SCRAPE_MS / 1000)["result"]
         return [Series(one["metric"], tuple(float(value) for _, value in one["values"])) for one in result]
 
     def targets(self) -> list[dict[str, Any]]:
-        """Return who is scraped, and how that goes."""
+        """Return every target with its health."""
         targets: list[dict[str, Any]] = self.get("targets")["activeTargets"]
         return targets
 
@@ -81,10 +89,10 @@ class Prometheus:
         return [rule for group in self.get("rules")["groups"] for rule in group["rules"]]
 
     def get(self, path: str, **parameters: object) -> Any:  # noqa: ANN401  # as the API answers
-        """Return the data of an answer of the HTTP API.
+        """Return the data that the HTTP API answers.
 
         Raises:
-            ObserveError: it is an error.
+            ObserveError: it answers with an error.
         """
         url = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         try:
@@ -112,11 +120,19 @@ def run_prometheus(targets: Sequence[str]) -> Iterator[Prometheus]:
             *(program, f"--config.file={home / 'prometheus.yml'}", f"--storage.tsdb.path={home / 'data'}"),
             f"--web.listen-address=127.0.0.1:{port}",
         ]
+        server = Prometheus(f"http://127.0.0.1:{port}")
         with (home / "log").open("wb") as log:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+        def is_ready() -> bool:
+            if process.poll() is not None:
+                raise ObserveError(f"prometheus did not start:\n{(home / 'log').read_text()[-2000:]}")
+            with suppress(OSError), urllib.request.urlopen(f"{server.url}/-/ready", timeout=5):
+                return True
+            return False
+
         try:
-            server = Prometheus(f"http://127.0.0.1:{port}", home / "log")
-            _wait_until_ready(server, process)
+            wait_for("prometheus to start", is_ready)
             yield server
         finally:
             end(process)
@@ -144,14 +160,3 @@ def _config(targets: Sequence[str]) -> dict[str, object]:
         "rule_files": [str(_RULES / "recording.yml"), str(_RULES / "alerts.yml")],
         "scrape_configs": [{"job_name": "observed", "static_configs": [{"targets": list(targets)}]}],
     }
-
-
-def _wait_until_ready(server: Prometheus, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + _START_S
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            with urllib.request.urlopen(f"{server.url}/-/ready", timeout=5):
-                return
-        except OSError:
-            time.sleep(_POLL_S)
-    raise ObserveError(f"prometheus did not start:\n{server.log.read_text()[-2000:]}")

@@ -9,10 +9,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+from dashboards.generate.boards import BOARDS
 from dashboards.observe.prometheus import ObserveError
 from dashboards.pictures.boards import take_boards
 
 FOLDER = Path(__file__).parent
+SHOWN = ("overview", "report")
+NAMES = (*(board.name for board in BOARDS), "report")
 BROWSER = "chromium-headless-shell"
 # Less than the default, so that it takes a minute; the host has a little more room than the conversations need.
 DEMO = "demo --conversations 8 --turns 4 --first-tokens 768 --host-bytes 64MiB"
@@ -46,22 +49,23 @@ def _take(page: Path, target: Path, browser: str) -> None:
 
 
 def main() -> int:
-    """Take every picture, or those of the dashboards or of the report alone."""
-    parser = argparse.ArgumentParser(description="take the pictures of dashboards and report")
-    parser.add_argument("which", nargs="?", choices=("boards", "report"), help="take these alone")
-    which = parser.parse_args().which
+    """Take the named pictures, or those that documents show."""
+    parser = argparse.ArgumentParser(description="take pictures of dashboards and report")
+    parser.add_argument("names", nargs="*", help=f"some of {', '.join(NAMES)}")
+    names = parser.parse_args().names or SHOWN
+    if unknown := set(names) - set(NAMES):
+        parser.error(f"no picture is named {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
     browser = shutil.which(BROWSER)
     if browser is None:
         print(f"needs {BROWSER}: `make tools` installs it", file=sys.stderr)
         return 2
-    taken: list[Path] = []
+    boards = [name for name in names if name != "report"]
     try:
-        if which != "report":
-            taken += take_boards(FOLDER, browser)
+        taken = take_boards(boards, FOLDER, browser) if boards else []
     except ObserveError as error:
         print(f"pictures: {error}", file=sys.stderr)
         return 2
-    if which != "boards":
+    if "report" in names:
         taken.append(take_report(FOLDER / "report.png", browser))
     for path in taken:
         print(f"{path.name}: {path.stat().st_size:,} bytes", file=sys.stderr)

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,8 @@ _BUNDLE = [
 ]
 
 
-def take_boards(folder: Path, browser: str) -> list[Path]:
-    """Run a demo under Prometheus and write a picture of every dashboard into `folder`.
+def take_boards(names: Sequence[str], folder: Path, browser: str) -> list[Path]:
+    """Run a demo under Prometheus and write a picture of each named dashboard into `folder`.
 
     Raises:
         ObserveError: a program is missing or fails, or a page reports an error.
@@ -50,29 +51,28 @@ def take_boards(folder: Path, browser: str) -> list[Path]:
         wait_for_scrape(prometheus, [address])
         demo.result()
         wait_for_scrape(prometheus, [address])
-        boards = capture(prometheus, start, time.time())
+        boards = [capture(prometheus, name, start, time.time()) for name in names]
     return [_take(board, folder, browser) for board in boards]
 
 
-def capture(prometheus: Prometheus, start: float, end: float) -> list[dict[str, Any]]:
-    """Return each dashboard's JSON, with what Prometheus answers under every target's `answer`.
+def capture(prometheus: Prometheus, name: str, start: float, end: float) -> dict[str, Any]:
+    """Return a dashboard's JSON, with what Prometheus answers under every target's `answer`.
 
     Raises:
         ObserveError: Prometheus refuses a query.
     """
-    boards = []
-    for path in sorted(BOARDS.glob("*.json")):
-        board: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        for panel in board["panels"]:
-            for target in panel.get("targets", []):
-                target["answer"] = _answer(prometheus, target, start, end)
-        boards.append({"name": path.stem, "from": start, "to": end, "board": board})
-    return boards
+    board: dict[str, Any] = json.loads((BOARDS / f"{name}.json").read_text(encoding="utf-8"))
+    tiers = [one["current"]["value"] for one in board["templating"]["list"] if one["name"] == "tier"]
+    seconds = f"{max(int(end - start), 1)}s"
+    for panel in board["panels"]:
+        for target in panel.get("targets", []):
+            expr = substitute(target["expr"], _RATE, seconds, *tiers)
+            target["answer"] = _answer(prometheus, expr, target.get("instant", False), start, end)
+    return {"name": name, "from": start, "to": end, "board": board}
 
 
-def _answer(prometheus: Prometheus, target: dict[str, Any], start: float, end: float) -> list[Any]:
-    expr = substitute(target["expr"], _RATE, f"{max(int(end - start), 1)}s")
-    if target.get("instant"):
+def _answer(prometheus: Prometheus, expr: str, is_instant: bool, start: float, end: float) -> list[Any]:
+    if is_instant:
         found = prometheus.get("query", query=expr, time=end)
     else:
         found = prometheus.get("query_range", query=expr, start=start, end=end, step=SCRAPE_MS / 1000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
             file.write(text)
         print(printable(str(target)))
     say(f"Prometheus needs both files of {args.directory / 'prometheus'}; the dashboards need neither")
+    say(f"Kubernetes: kubectl apply -f {args.directory / 'kubernetes'}")
     return Exit.OK
 
 
@@ -54,17 +56,23 @@ def files(source: Path) -> Iterator[tuple[str, str]]:
     for name, text in rules.items():
         yield f"prometheus/{name}", text
     yield "RUNBOOK.md", _read(source / "RUNBOOK.md")
-    yield "kubernetes/dashboards.configmap.yaml", config_map(boards)
+    for name, text in boards.items():
+        stem = name.removesuffix(".json")
+        yield f"kubernetes/{stem}.configmap.yaml", config_map(stem, text)
     for name, text in rules.items():
         stem = name.removesuffix(".yml")
         yield f"kubernetes/{stem}.prometheusrule.yaml", prometheus_rule(f"{_NAME}-{stem}", text)
 
 
-def config_map(boards: dict[str, str]) -> str:
-    """Return a ConfigMap that the dashboard sidecar of Grafana's Helm chart loads."""
-    data = "".join(f"  {name}: |\n{textwrap.indent(text, '    ')}" for name, text in boards.items())
-    head = _object("v1", "ConfigMap", f"{_NAME}-dashboards", '    grafana_dashboard: "1"\n')
-    return f"{head}data:\n{data}"
+def config_map(name: str, board: str) -> str:
+    """Return a ConfigMap with one dashboard, which the sidecar of Grafana's Helm chart loads.
+
+    `kubectl apply` keeps a copy in an annotation of at most 256 KiB, so each dashboard has an object of its own, on one line.
+    """
+    head = _object("v1", "ConfigMap", f"{_NAME}-{name}", '    grafana_dashboard: "1"\n')
+    return (
+        f"{head}data:\n  {_NAME}-{name}.json: |\n    {json.dumps(json.loads(board), separators=(',', ':'))}\n"
+    )
 
 
 def prometheus_rule(name: str, rules: str) -> str:

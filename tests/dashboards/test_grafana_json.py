@@ -48,7 +48,7 @@ def check_board(board: dict[str, Any]) -> None:
 
 
 def test_there_are_four() -> None:
-    assert [path.stem for path in FILES] == ["disk", "overview", "remote", "transfers", "why"]
+    assert [path.stem for path in FILES] == ["overview", "tiers", "transfers", "why"]
 
 
 def test_it_is_of_grafanas_types(board: dict[str, Any]) -> None:
@@ -75,6 +75,8 @@ def test_a_misspelt_field_or_value_is_found(board: dict[str, Any]) -> None:
 
 def test_it_names_no_data_source_and_no_engine(board: dict[str, Any]) -> None:
     variables = {variable["name"]: variable for variable in board["templating"]["list"]}
+    tier = variables.pop("tier", None)
+    assert (tier is not None) is (board["uid"] == "kvoffload-tiers")
     assert list(variables) == ["datasource", "namespace", "pod", "instance", "model", "engine"]
     assert variables["datasource"]["type"] == "datasource"
     for name, variable in variables.items():
@@ -84,6 +86,18 @@ def test_it_names_no_data_source_and_no_engine(board: dict[str, Any]) -> None:
     for panel in panels_of(board):
         assert panel["datasource"] == SOURCE
         assert all(target["datasource"] == SOURCE for target in panel["targets"])
+
+
+def test_lower_tiers_shows_one_tier_at_a_time_and_says_which_rows_are_of_one_alone() -> None:
+    (board,) = [json.loads(path.read_text()) for path in FILES if path.stem == "tiers"]
+    (tier,) = [variable for variable in board["templating"]["list"] if variable["name"] == "tier"]
+    assert (tier["type"], tier["query"], tier["current"]["value"]) == ("custom", "disk,remote", "disk")
+    assert not tier.get("multi")
+    row = ""
+    for panel in board["panels"]:
+        row = panel["title"] if panel["type"] == "row" else row
+        for target in panel.get("targets", []):
+            assert ("$tier" in target["expr"]) is not row.startswith("Only of the "), panel["title"]
 
 
 def test_every_query_can_be_read_and_asks_the_chosen_engines(board: dict[str, Any]) -> None:
@@ -116,7 +130,7 @@ def test_a_panel_carries_unit_and_description(board: dict[str, Any]) -> None:
 
 def test_boards_can_be_distinguished_and_link_to_each_other() -> None:
     boards = [json.loads(path.read_text()) for path in FILES]
-    assert len({board["uid"] for board in boards}) == len({board["title"] for board in boards}) == 5
+    assert len({board["uid"] for board in boards}) == len({board["title"] for board in boards}) == 4
     assert all(board["links"][0]["tags"] == board["tags"] == ["kvoffload"] for board in boards)
 
 

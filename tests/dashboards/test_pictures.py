@@ -8,6 +8,8 @@ import re
 import yaml
 
 from dashboards.generate.files import FOLDER
+from dashboards.pictures.__main__ import SHOWN
+from tests.tooling.scripts import ROOT
 
 SOURCES = FOLDER / "pictures" / "grafana"
 
@@ -19,7 +21,13 @@ def test_every_kind_of_panel_can_be_drawn() -> None:
     boards = sorted((FOLDER / "grafana" / "dashboards").glob("*.json"))
     panels = [panel for path in boards for panel in json.loads(path.read_text())["panels"]]
     assert {panel["type"] for panel in panels} - {"row"} <= set(re.findall(r"(\w+):", known))
-    assert all((FOLDER / "pictures" / f"{path.stem}.png").exists() for path in boards)
+
+
+def test_every_picture_is_shown_in_a_document() -> None:
+    shown = "".join(page.read_text() for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
+    taken = {path.name for path in (FOLDER / "pictures").glob("*.png")}
+    assert taken == {f"{name}.png" for name in SHOWN}
+    assert [name for name in taken if f"dashboards/pictures/{name}" not in shown] == []
 
 
 def test_the_components_are_of_the_containers_grafana() -> None:

@@ -115,5 +115,9 @@ def test_an_alert_links_to_the_runbook_and_to_the_engines_dashboard(tmp_path: Pa
     assert "SUCCESS" in promtool("test", "rules", str(file))
 
 
-def test_an_alerts_dashboard_exists() -> None:
-    assert {alert.board for alert in ALERTS} <= {board.name for board in BOARDS}
+def test_an_alerts_dashboard_exists_and_shows_its_tier() -> None:
+    tiers = {board.name: set(board.tiers) for board in BOARDS}
+    for alert in ALERTS:
+        assert alert.tier in (tiers[alert.board] or {""}), alert.name
+        url = alert.to_rule()["annotations"]["dashboard_url"]  # type: ignore[index]
+        assert f"/kvoffload-{alert.board}?{alert.tier and f'var-tier={alert.tier}&'}{{{{" in url
