@@ -99,7 +99,8 @@ def ask_each(
             yield Line(what, words=f"not asked: {reason}")
         except Exception as error:
             kind = "" if isinstance(error, KVOffloadError) else f"{type(error).__name__}: "
-            yield Line(what, words=f"{kind}{error}", is_met=False, is_check=is_check)
+            words = " | ".join(f"{kind}{error}".splitlines())
+            yield Line(what, words=words, is_met=False, is_check=is_check)
 
 
 class Results:

@@ -37,7 +37,7 @@ def leaves(options: Options) -> Iterator[Line]:
 
 def raises(options: Options) -> Iterator[Line]:
     yield Line("before", words="found")
-    raise ValueError("no such thing")
+    raise ValueError("no such thing:\nnone")
 
 
 def is_not_here(options: Options) -> Iterator[Line]:

@@ -37,7 +37,7 @@ def test_a_part_that_exits_is_reported_with_its_code(tmp_path: Path) -> None:
 
 def test_an_exception_is_one_line_without_a_traceback(tmp_path: Path) -> None:
     before, after = found("raises", tmp_path)
-    assert (before.words, after.words) == ("found", "ValueError: no such thing")
+    assert (before.words, after.words) == ("found", "ValueError: no such thing: | none")
     assert (tmp_path / "log").read_text() == ""
 
 

@@ -101,7 +101,7 @@ def test_other_failures_end_nothing(
     monkeypatch.setattr(command, "parts", lambda: parts)
     assert main([*SMALL, "--only", "crash"]) == Exit.MISSED
     assert main(SMALL) == Exit.FAILED
-    assert capsys.readouterr().out.splitlines()[-1] == "fail  the last: ValueError: no such thing"
+    assert capsys.readouterr().out.splitlines()[-1] == "fail  the last: ValueError: no such thing: | none"
 
 
 def test_an_unknown_part_is_one_error(capsys: pytest.CaptureFixture[str]) -> None:
