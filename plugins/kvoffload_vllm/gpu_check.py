@@ -39,7 +39,7 @@ PAIRS = 6
 _SPARE_BYTES = 8 << 30  # of host memory, for two engines
 _PINNING_S = 240
 _PAUSE_S = 0.001
-_ON_GPU: Mapping[str, Any] = {
+ON_GPU: Mapping[str, Any] = {
     "dtype": "bfloat16",
     "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
     "gpu_memory_utilization": 0.3,
@@ -60,11 +60,22 @@ def lines(options: Options) -> Iterator[Line]:
     Raises:
         NotHere: vLLM is not installed, the machine has too little memory, or torch sees no GPU.
     """
+    check_machine(options)
+    os.environ.update(ENVIRONMENT)
     host_bytes = options.host_gib << 30
+    yield from measure(f"vLLM with host_bytes {options.host_gib}GiB", host_bytes, _SHAPE, ON_GPU)
+
+
+def check_machine(options: Options) -> None:
+    """Check that vLLM can run here on a GPU, with the host memory that the options name.
+
+    Raises:
+        NotHere: vLLM is not installed, the machine has too little memory, or torch sees no GPU.
+    """
     if importlib.util.find_spec("vllm") is None:
         raise NotHere("vLLM is not installed")
     available = available_bytes(read_file)
-    if available is not None and available < host_bytes + _SPARE_BYTES:
+    if available is not None and available < (options.host_gib << 30) + _SPARE_BYTES:
         raise NotHere(
             f"vLLM needs {options.host_gib} GiB and more, and the machine has {available / 2**30:.3g} GiB left"
         )
@@ -72,8 +83,6 @@ def lines(options: Options) -> Iterator[Line]:
 
     if not torch.cuda.is_available():
         raise NotHere("torch sees no GPU")
-    os.environ.update(ENVIRONMENT)
-    yield from measure(f"vLLM with host_bytes {options.host_gib}GiB", host_bytes, _SHAPE, _ON_GPU)
 
 
 def measure(

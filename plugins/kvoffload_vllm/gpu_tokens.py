@@ -1,0 +1,305 @@
+"""vLLM's tokens in `kvoffload gpu-check`: an engine with kvoffload must answer as one without it.
+
+Each engine runs in a process of its own and gets the same prompts. The engine with kvoffload gets them three times: while
+it stores their blocks; after a reset of vLLM's own cache, so that the blocks are loaded from the host; and, as the control,
+after the blocks on the host were overwritten. The model has random weights with a wide spread: with vLLM's dummy weights
+overwritten blocks change the log-probabilities by no more than rounding does.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kvoffload.core.machine import SlotState
+from kvoffload.gpu_check.apart import Options, Part, lines_of
+from kvoffload.gpu_check.lines import Line, measured
+from kvoffload.model.ids import SlotId
+from kvoffload_vllm.gpu_check import ENVIRONMENT, ON_GPU, VOCABULARY, Engine, check_machine, write_model
+
+PROMPTS = 24
+TOKENS = 32
+_FEWER_PROMPTS = 5
+_STEMS = 4  # prefixes that prompts share
+_LONGEST_STEM, _LONGEST_TAIL = 160, 64
+_WIDTH = 0.15  # standard deviation of the weights
+_SHAPE: Mapping[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "num_hidden_layers": 4,
+}
+# A prompt is wrong if a log-probability differs by more than the larger of _LEAST_LIMIT and _TIMES_NOISE times what vLLM
+# varies by itself. On a CPU, one block with another block's bytes changed a log-probability by 0.6 or more. Rounding, float32
+# against bfloat16, changed it by up to 0.16 and gave 11 of 24 prompts another token, so a token alone proves nothing.
+_LEAST_LIMIT = 0.05
+_TIMES_NOISE = 3
+_MOST_NOISE = 0.2
+_NOT_A_NUMBER = 1e6  # the difference if a log-probability is infinite or not a number
+_HERE = "kvoffload_vllm.gpu_tokens"
+_ENGINE_S = 150
+_PINNING_S = 90
+_PAUSE_S = 0.001
+_FEW_BYTES = 1 << 30
+_EAGER: Mapping[str, Any] = {**ON_GPU, "dtype": "float32", "compilation_config": {}, "enforce_eager": True}
+
+Answer = list[tuple[int, list[float]]]
+"""For each generated token: its number, and the log-probabilities of the whole vocabulary at its place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """Engines that are compared with each other: one without kvoffload, and one for each of its settings.
+
+    Args:
+        what: begins each line.
+        engine: vLLM's options, the same for all.
+        settings: kvoffload's, by the words that follow `what` in their lines.
+    """
+
+    what: str
+    engine: Mapping[str, Any]
+    settings: Mapping[str, Mapping[str, Any]]
+
+
+def lines(options: Options) -> Iterator[Line]:
+    """Yield what the comparison finds on a GPU.
+
+    Args:
+        options: of the whole check.
+
+    Raises:
+        NotHere: vLLM is not installed, the machine has too little memory, or torch sees no GPU.
+    """
+    check_machine(options)
+    os.environ.update(ENVIRONMENT)
+    few = {"host_bytes": _FEW_BYTES}
+    with_graphs: dict[str, dict[str, Any]] = {
+        "": {"host_bytes": options.host_gib << 30},  # so much that graphs are captured while it is pinned
+        ', layout "blocks"': {**few, "layout": "blocks"},
+        ', batch_copies "off"': {**few, "batch_copies": "off"},
+    }
+    modes = [
+        Mode("vLLM, float32, eager", _EAGER, {"": few}),
+        Mode("vLLM, bfloat16, CUDA graphs", ON_GPU, with_graphs),
+    ]
+    yield from compared(options, modes)
+
+
+def compared(options: Options, modes: Sequence[Mode]) -> Iterator[Line]:
+    """Start the engines of each mode, one at a time, and yield their lines."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_weights(Path(folder))
+        for number, mode in enumerate(modes):
+            place = (folder, f"{number}.json", json.dumps(mode.engine))
+            what = f"{mode.what}, without kvoffload"
+            yield from _found(Part(what, f"{_HERE}:plain", _ENGINE_S, (*place, what)), options)
+            if not Path(folder, place[1]).exists():
+                continue  # the engine failed, and its line gives the reason
+            for row, settings in mode.settings.items():
+                what = f"{mode.what}{row}"
+                words = (*place, what, json.dumps(settings))
+                yield from _found(Part(what, f"{_HERE}:offloading", _ENGINE_S, words, is_check=True), options)
+
+
+def _found(part: Part, options: Options) -> Iterator[Line]:
+    """Yield a part's lines, and copy its log to this process's own."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "log")
+        yield from lines_of(part, options, log)
+        sys.stderr.write(log.read_text(errors="replace"))
+
+
+def plain(options: Options, folder: str, target: str, engine: str, what: str) -> Iterator[Line]:
+    """Write the answers of a vLLM without kvoffload, and how much they vary with the size of a batch.
+
+    Args:
+        options: of the whole check.
+        folder: of the model.
+        target: file in it for the answers.
+        engine: vLLM's options, as JSON.
+        what: begins each line.
+    """
+    with closing(_engine(folder, engine, None)) as vllm:
+        answers, again = _answers(vllm), _answers(vllm, at_once=_FEWER_PROMPTS)
+    noise = max(map(_difference, answers, again))
+    text = f"{what}: largest difference of a log-probability between {PROMPTS} prompts at once and {_FEWER_PROMPTS}"
+    yield measured(text, [noise], at_most=_MOST_NOISE)
+    Path(folder, target).write_text(json.dumps({"answers": answers, "noise": noise}))
+
+
+def offloading(
+    options: Options, folder: str, expected: str, engine: str, what: str, settings: str
+) -> Iterator[Line]:
+    """Compare the answers of a vLLM with kvoffload.
+
+    Args:
+        options: of the whole check.
+        folder: of the model.
+        expected: file in it with the answers without kvoffload.
+        engine: vLLM's options, as JSON.
+        what: begins each line.
+        settings: of kvoffload, as JSON.
+
+    Raises:
+        RuntimeError: vLLM does not reset its cache.
+    """
+    found = json.loads(Path(folder, expected).read_text())
+    limit = max(_LEAST_LIMIT, _TIMES_NOISE * found["noise"])
+    compare = partial(_compared, expected=found["answers"], limit=limit)
+    with closing(_engine(folder, engine, json.loads(settings))) as vllm:
+        _wait_for_host_memory(vllm)
+        yield from compare(f"{what}, while blocks are stored", _answers(vllm))
+        before = _loaded(vllm)
+        _reset(vllm)
+        answers = _answers(vllm)
+        loaded = _loaded(vllm) - before
+        text = f"{what}: blocks loaded from the host"
+        yield measured(text, [loaded], at_least=1)
+        if not loaded:
+            return
+        yield from compare(f"{what}, from the host", answers)
+        _reset(vllm)
+        _overwrite(vllm)
+        differing = _wrong(_answers(vllm), found["answers"], limit)
+    text = f"{what}, control: prompts of {PROMPTS} that differ when the blocks on the host are overwritten"
+    yield measured(text, [differing], at_least=PROMPTS)
+
+
+def write_weights(folder: Path) -> None:
+    """Write a small model with random weights, whose tokens depend on the whole context."""
+    import torch
+    import transformers
+
+    write_model(folder, _SHAPE)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:  # the norms keep theirs
+                weight.normal_(0, _WIDTH, generator=draw)
+    model.save_pretrained(folder)
+
+
+def _engine(folder: str, options: str, settings: Mapping[str, Any] | None) -> Engine:
+    own = {"load_format": "auto", "max_logprobs": VOCABULARY}
+    return Engine(Path(folder), settings, {**own, **json.loads(options)})
+
+
+def _answers(vllm: Engine, at_once: int = PROMPTS) -> list[Answer]:
+    """Return the answers to all prompts, once pending copies have ended too.
+
+    At most `at_once` prompts run at the same time.
+    """
+    from vllm import SamplingParams
+
+    wanted = SamplingParams(
+        temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=VOCABULARY
+    )
+    prompts = [{"prompt_token_ids": prompt} for prompt in _prompts()]
+    outputs: list[Any] = []
+    for start in range(0, PROMPTS, at_once):
+        outputs += vllm.llm.generate(prompts[start : start + at_once], wanted, use_tqdm=False)
+    while vllm.scheduler.has_requests():
+        vllm.llm.llm_engine.step()
+        time.sleep(_PAUSE_S)
+    best = [output.outputs[0] for output in outputs]
+    return [_answer(one.token_ids, one.logprobs) for one in best]
+
+
+def _answer(tokens: Sequence[int], places: Sequence[Mapping[int, Any]]) -> Answer:
+    return [
+        (token, [place[one].logprob for one in range(VOCABULARY)])
+        for token, place in zip(tokens, places, strict=True)
+    ]
+
+
+def _prompts() -> list[list[int]]:
+    draw = random.Random(0)
+
+    def tokens(least: int, most: int) -> list[int]:
+        return draw.choices(range(2, VOCABULARY), k=draw.randint(least, most))
+
+    stems = [tokens(_LONGEST_STEM // 2, _LONGEST_STEM) for _ in range(_STEMS)]
+    return [stems[number % _STEMS] + tokens(1, _LONGEST_TAIL) for number in range(PROMPTS)]
+
+
+def _wait_for_host_memory(vllm: Engine) -> None:
+    """Serve until all host memory is ready, so that all blocks can be stored."""
+    state = vllm.scheduler.connector._scheduler.offload.core.state
+    deadline = time.monotonic() + _PINNING_S
+    while state.growing and time.monotonic() < deadline:
+        vllm.serve([[2] * 8], 8)
+
+
+def _loaded(vllm: Engine) -> int:
+    counts = vllm.scheduler.connector._scheduler.offload.counters.snapshot()
+    return int(counts.count("kvoffload_load_blocks_total", "loaded"))
+
+
+def _reset(vllm: Engine) -> None:
+    if not vllm.llm.reset_prefix_cache():
+        raise RuntimeError("vLLM does not reset its cache: blocks are in use although no request runs")
+
+
+def _overwrite(vllm: Engine) -> None:
+    """Overwrite all blocks on the host with numbers near 1."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    worker: Any = get_kv_transfer_group()
+    arena = worker._worker._offload.pump._arena
+    pool = vllm.scheduler.connector._scheduler.offload.core.state.pool
+    for slot in map(SlotId, range(pool.capacity)):
+        if pool.state(slot) is SlotState.READY:
+            for page in arena.pages(slot):
+                page[:] = b"\x3f" * len(page)
+
+
+def _compared(
+    what: str, answers: Sequence[Answer], expected: Sequence[Answer], limit: float
+) -> Iterator[Line]:
+    wrong = _wrong(answers, expected, limit)
+    text = f"{what}: prompts of {len(answers)} that differ by more than {limit:.2g}"
+    yield measured(text, [wrong], at_most=0, is_check=True)
+    largest = max(map(_difference, answers, expected))
+    yield measured(f"{what}: largest difference of a log-probability", [largest])
+    changed = sum(_tokens(mine) != _tokens(other) for mine, other in zip(answers, expected, strict=True))
+    yield measured(f"{what}: prompts with another token", [changed])
+
+
+def _wrong(answers: Sequence[Answer], expected: Sequence[Answer], limit: float) -> int:
+    return sum(_difference(*pair) > limit for pair in zip(answers, expected, strict=True))
+
+
+def _tokens(answer: Answer) -> list[int]:
+    return [token for token, _ in answer]
+
+
+def _difference(mine: Answer, other: Answer) -> float:
+    """Return the largest difference of the chosen tokens' log-probabilities.
+
+    The comparison ends with the first different token, because what follows has another context. There both tokens count:
+    two that are equally likely may change places and differ by little, two that are not differ by much.
+    """
+    found = 0.0
+    for (token, values), (expected, others) in zip(mine, other, strict=True):
+        for one in (token, expected):
+            difference = abs(values[one] - others[one])
+            found = max(found, difference if math.isfinite(difference) else _NOT_A_NUMBER)
+        if token != expected:
+            break
+    return found
