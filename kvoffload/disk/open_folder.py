@@ -17,7 +17,8 @@ from kvoffload.model.errors import DiskError
 
 LOCK_TRIES, LOCK_PAUSE_S = 60, 1.0
 """A predecessor that is being ended, or a hung one that is killed, holds its locks for so long."""
-_SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # opening a pipe would wait for its other end
+SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""Flags with which a name is opened that may be a trap: opening a pipe would wait for its other end."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _OTHERS_WRITE = 0o022
 _LOCKED: set[int] = set()
@@ -66,7 +67,7 @@ class OpenFolder:
     def make_file(self, name: str) -> int:
         """Return the descriptor of a new file, in place of one that has the name."""
         self.unlink(name)
-        return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | _SAFE, 0o600, dir_fd=self.descriptor)
+        return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | SAFE, 0o600, dir_fd=self.descriptor)
 
     def rename(self, name: str, to: str) -> None:
         """Give a file another name, durably; a file that had that name is lost."""
@@ -152,7 +153,7 @@ os.register_at_fork(after_in_child=_leave_locks)
 def _checked(path: Path, flags: int, mode: int, within: int | None, name: str) -> int:
     is_folder = bool(flags & os.O_DIRECTORY)
     try:
-        descriptor = os.open(name, flags | _SAFE, mode, dir_fd=within)
+        descriptor = os.open(name, flags | SAFE, mode, dir_fd=within)
     except FileNotFoundError:
         raise
     except OSError:
