@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 
+from kvoffload.disk.tier_key import TierKey
 from kvoffload.model.engine import EngineShape
 
 FORMAT = 1
@@ -45,6 +46,16 @@ class KVIdentity:
     def as_parts(self) -> dict[str, object]:
         """Return everything that enters the fingerprint."""
         return {**asdict(self), "format": FORMAT}
+
+
+def with_key(identity: KVIdentity, key: TierKey | None) -> KVIdentity:
+    """Return the identity of KV that is authenticated with a key, so that only engines with this key find it."""
+    return identity if key is None else replace(identity, settings={**identity.settings, "tier_key": key.id})
+
+
+def index_key(identity: KVIdentity, key: TierKey | None) -> TierKey | None:
+    """Return the key of this KV's index, which no other KV's index can be put in place of."""
+    return None if key is None else key.of(identity.fingerprint)
 
 
 def groups_of(shape: EngineShape) -> tuple[tuple[str, int, int | None, bool], ...]:

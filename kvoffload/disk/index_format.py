@@ -7,6 +7,7 @@
 
 A log of what happened, in order: a slot was given a block (put), lost it (strike), or had it read (use). The checksum of
 a batch covers its number and the log's generation, so neither an older log's bytes nor a batch in another place can pass.
+With a key, the checksums of header, batches and ranks' shards are MACs, so an index that another writer made is not read.
 Reading stops at the first incomplete batch. What is lost with it costs hits, never correctness: a slot whose strike is lost is still
 indexed under its old block, but its bytes do not have that block's checksums.
 
@@ -18,12 +19,14 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from hmac import compare_digest
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
+from kvoffload.disk.tier_key import TierKey, are_equal
 from kvoffload.model.disk import DiskRecord, Put, Strike
 from kvoffload.model.errors import DiskError
 from kvoffload.model.ids import SlotId
@@ -59,11 +62,13 @@ class IndexHeader:
         generation: 16 random bytes, new after each reset. Compared for equality only.
         files: the ids of the ranks' slot files.
         slots: slots of each of them.
+        key: authenticates header and batches; None for checksums.
     """
 
     generation: bytes
     files: tuple[bytes, ...]
     slots: int
+    key: TierKey | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,7 +152,7 @@ def encode_header(header: IndexHeader) -> bytes:
     """Return the bytes that an index begins with."""
     fixed = _HEADER.pack(_MAGIC, _VERSION, len(header.files), header.generation, header.slots)
     packed = fixed + b"".join(header.files)
-    return packed + _SUM.pack(xxh3_64_intdigest(packed))
+    return packed + _header_sum(packed, header.key)
 
 
 def encode_batch(header: IndexHeader, number: int, records: Iterable[DiskRecord]) -> bytes:
@@ -173,12 +178,13 @@ def most_bytes(header: IndexHeader, most_records: int) -> int:
     return len(encode_header(header)) + most_records * (_BATCH.size + _RUN.size + put)
 
 
-def read_header(data: bytes, most_slots: int) -> IndexHeader:
+def read_header(data: bytes, most_slots: int, key: TierKey | None = None) -> IndexHeader:
     """Return the header of an index.
 
     Args:
         data: its first bytes, up to the end of the header at least.
         most_slots: of the files that it is about. In memory an index is as large as its slots, whatever its size on disk.
+        key: as of `IndexHeader`.
 
     Raises:
         NotAnIndex: it has another format, is damaged, or has more slots than the files.
@@ -193,25 +199,27 @@ def read_header(data: bytes, most_slots: int) -> IndexHeader:
     if version != _VERSION:
         raise NotAnIndex(f"its format is version {version}, not {_VERSION}")
     end = _HEADER.size + ranks * _ID_BYTES
-    if not ranks or data[end : end + _SUM.size] != _SUM.pack(xxh3_64_intdigest(data[:end])):
+    if not ranks or not compare_digest(data[end : end + _SUM.size], _header_sum(data[:end], key)):
         raise NotAnIndex("its header is incomplete or damaged")
     if slots > most_slots:
         raise NotAnIndex(f"it has {slots} slots, and its files have {most_slots}")
     places = range(_HEADER.size, end, _ID_BYTES)
-    return IndexHeader(generation, tuple([data[place : place + _ID_BYTES] for place in places]), slots)
+    files = tuple([data[place : place + _ID_BYTES] for place in places])
+    return IndexHeader(generation, files, slots, key)
 
 
-def read_index(data: bytes, most_slots: int) -> IndexContents:
+def read_index(data: bytes, most_slots: int, key: TierKey | None = None) -> IndexContents:
     """Return the contents of an index up to its first incomplete batch.
 
     Args:
         data: all of it.
         most_slots: of the files that it is about.
+        key: as of `IndexHeader`.
 
     Raises:
         NotAnIndex: it has another format, is damaged, or has more slots than the files.
     """
-    header = read_header(data, most_slots)
+    header = read_header(data, most_slots, key)
     found = _Collector(header)
     end, number = len(encode_header(header)), 0
     while (runs := _read_batch(header, number, data, end)) is not None and found.take(runs):
@@ -239,7 +247,13 @@ def _run(kind: int, key_bytes: int, records: Sequence[DiskRecord]) -> bytes:
     return head + b"".join([one.pack(put.slot, put.key, *put.sums) for put in puts])
 
 
+def _header_sum(packed: bytes, key: TierKey | None) -> bytes:
+    return _SUM.pack(xxh3_64_intdigest(packed) if key is None else key.sum(b"index", packed))
+
+
 def _checksum(header: IndexHeader, number: int, runs: bytes | memoryview) -> int:
+    if header.key is not None:
+        return header.key.sum(b"batch" + header.generation + _NUMBER.pack(number), runs)
     state = xxh3_64(header.generation)
     state.update(_NUMBER.pack(number))
     state.update(runs)
@@ -255,7 +269,7 @@ def _read_batch(header: IndexHeader, number: int, data: bytes, start: int) -> me
     if magic != _BATCH_MAGIC or its_number != number or first + size > len(data):
         return None
     runs = memoryview(data)[first : first + size]
-    return runs if _checksum(header, number, runs) == checksum else None
+    return runs if are_equal(_checksum(header, number, runs), checksum) else None
 
 
 class _Collector:

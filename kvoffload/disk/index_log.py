@@ -25,6 +25,7 @@ from kvoffload.disk.index_format import (
     read_index,
 )
 from kvoffload.disk.open_folder import OpenFolder
+from kvoffload.disk.tier_key import TierKey
 from kvoffload.model.disk import DiskRecord
 from kvoffload.model.errors import DiskError
 
@@ -84,7 +85,7 @@ class IndexLog:
         Raises:
             OSError: the disk is full, failing or gone; this index stays as it is.
         """
-        contents = read_index(_read_all(self._descriptor, self._end), self.header.slots)
+        contents = read_index(_read_all(self._descriptor, self._end), self.header.slots, self.header.key)
         if contents.end != self._end:
             raise OSError(errno.EIO, "the index reads otherwise than it was written")
         rewritten = start_index(self._folder, self.header, contents.entries)
@@ -110,12 +111,13 @@ def new_generation() -> bytes:
     return secrets.token_bytes(GENERATION_BYTES)
 
 
-def load_index(folder: OpenFolder, most_slots: int) -> IndexContents | None:
+def load_index(folder: OpenFolder, most_slots: int, key: TierKey | None = None) -> IndexContents | None:
     """Return the contents of a folder's index; None if there is none.
 
     Args:
         folder: where it is.
         most_slots: of the files that it is about.
+        key: as of its header.
 
     Raises:
         NotAnIndex: it has another format, is damaged, or is larger than one of so many slots.
@@ -128,12 +130,12 @@ def load_index(folder: OpenFolder, most_slots: int) -> IndexContents | None:
         return None
     try:
         size = os.fstat(descriptor).st_size
-        header = read_header(_read_all(descriptor, min(size, _HEAD_BYTES)), most_slots)
+        header = read_header(_read_all(descriptor, min(size, _HEAD_BYTES)), most_slots, key)
         # `is_mostly_garbage` bounds what has no effect.
         most = most_bytes(header, 2 * header.slots + _LEAST_GARBAGE + _MOST_UNWRITTEN)
         if size > most:
             raise NotAnIndex(f"it has {size} bytes, and {header.slots} slots take at most {most}")
-        return read_index(_read_all(descriptor, size), most_slots)
+        return read_index(_read_all(descriptor, size), most_slots, key)
     finally:
         os.close(descriptor)
 

@@ -7,6 +7,7 @@ clock, so its digest is not remembered.
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
 import re
@@ -27,12 +28,14 @@ from kvoffload.disk.open_folder import (
     lock,
     open_root,
 )
+from kvoffload.disk.tier_key import TierKey
 from kvoffload.logs import get_logger
 from kvoffload.model.errors import DiskError
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CHUNK = 2**23
 _MOST_MEMORY = 2**24  # bytes of remembered digests
+_MAC_BYTES = 32  # at the end of what is remembered, with a key
 _SETTLED_NS = 2 * 10**9  # coarser than any file system's clock
 
 _Known = dict[str, tuple[int, int, str]]
@@ -59,6 +62,7 @@ def weights_identity(
     folder: Path,
     memory: Path,
     *,
+    key: TierKey | None = None,
     loaded_ns: int | None = None,
     now_ns: Callable[[], int] = time.time_ns,
     pause: Callable[[float], object] = time.sleep,
@@ -68,6 +72,7 @@ def weights_identity(
     Args:
         folder: of the model.
         memory: file in which digests are remembered.
+        key: authenticates the memory: a forged digest would have other weights' KV served. None if all writers are trusted.
         loaded_ns: before the engine began to load the weights, in nanoseconds since 1970. A file that changed after it may
             not be what the engine loaded.
         now_ns: nanoseconds since 1970, on the clock of the file system.
@@ -79,9 +84,9 @@ def weights_identity(
     if (commit := snapshot_commit(folder)) is not None:
         return f"commit {commit}"
     with _place_of(memory) as place, _locked(place, memory.name, pause):
-        reader = _Reader(_recall(place, memory.name), loaded_ns, now_ns)
+        reader = _Reader(_recall(place, memory.name, key), loaded_ns, now_ns)
         digest = _digest_of(folder, reader)
-        _remember(place, memory.name, reader.known)
+        _remember(place, memory.name, reader.known, key)
     return f"digest {digest}"
 
 
@@ -187,25 +192,32 @@ class _Reader:
         return state.hexdigest()
 
 
-def _recall(place: OpenFolder | None, name: str) -> _Known:
+def _recall(place: OpenFolder | None, name: str, key: TierKey | None) -> _Known:
     """Return remembered digests by device and inode; what cannot be read is computed again."""
     if place is None:
         return {}
     try:
         with os.fdopen(place.open(name, os.O_RDONLY), "rb") as file:
-            return msgspec.json.decode(file.read(_MOST_MEMORY), type=_Known)
+            data, mac = file.read(_MOST_MEMORY), b""
+        if key is not None:
+            data, mac = data[:-_MAC_BYTES], data[-_MAC_BYTES:]
+        return msgspec.json.decode(data, type=_Known) if hmac.compare_digest(mac, _mac(data, key)) else {}
     except (OSError, ValueError, RecursionError, msgspec.MsgspecError):
         return {}
 
 
-def _remember(place: OpenFolder | None, name: str, known: _Known) -> None:
+def _remember(place: OpenFolder | None, name: str, known: _Known, key: TierKey | None) -> None:
     """Replace the memory at once; without it the next start only takes longer."""
     if place is None:
         return
-    beside = f"{name}.{os.getpid()}"
+    beside, data = f"{name}.{os.getpid()}", json.dumps(known).encode()
     try:
-        with os.fdopen(place.make_file(beside), "w") as file:
-            json.dump(known, file)
+        with os.fdopen(place.make_file(beside), "wb") as file:
+            file.write(data + _mac(data, key))
         place.rename(beside, name)
     except OSError:
         return
+
+
+def _mac(data: bytes, key: TierKey | None) -> bytes:
+    return b"" if key is None else key.mac(b"weights", data)

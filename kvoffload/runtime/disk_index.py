@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from kvoffload.disk.index_format import Entries, IndexContents
     from kvoffload.disk.index_log import IndexLog
     from kvoffload.disk.open_folder import OpenFolder
+    from kvoffload.disk.tier_key import TierKey
 
 RESET_S = 5.0
 WRITE_PERIOD_S = 0.1
@@ -68,6 +69,7 @@ class DiskIndex:
         portal: gives the thread that may wait for the disk.
         sleep: waits for seconds, between two writes.
         closes_in_s: seconds that `close` waits for the disk at most.
+        key: authenticates the index; None for checksums.
 
     Attributes:
         identity: of the KV in the folder that this process has locked; None before it is.
@@ -81,12 +83,14 @@ class DiskIndex:
         sleep: Callable[[float], Awaitable[None]],
         *,
         closes_in_s: float,
+        key: TierKey | None = None,
     ) -> None:
         self._place = place
         self._ranks = ranks
         self._portal = portal
         self._sleep = sleep
         self._closes_in_s = closes_in_s
+        self._key = key
         self._executor = portal.new_executor("disk-index")
         self._unwritten: deque[DiskRecord] = deque()
         self.due: deque[Callable[[], facts.Fact]] = deque()
@@ -234,22 +238,24 @@ class DiskIndex:
         raise DiskError(f"rank {rank} could not open its slot file")
 
     def _open(self) -> bool:
+        from kvoffload.disk.identity import index_key
         from kvoffload.disk.index_format import Entries, IndexHeader
         from kvoffload.disk.index_log import new_generation, start_index
 
         if self._folder is None or self._opened is not None or self._failure is not None:
             return False
-        self._stage = "index"
+        assert self.identity is not None, "the folder is named by it"
+        self._stage, key = "index", index_key(self.identity, self._key)
         folder = self._folder.folder
         ids = tuple(self._files[Rank(rank)].file_id for rank in range(self._ranks))
         slots = min(file.slots for file in self._files.values())
         capacity = min(file.capacity for file in self._files.values())
-        found = _find_index(folder, ids, slots)
+        found = _find_index(folder, ids, slots, key)
         generation = new_generation() if found is None else found.header.generation
         entries = Entries.none(self._ranks) if found is None else found.entries
         were = len(entries)
         entries, free = entries.fit(capacity, slots)
-        index = start_index(folder, IndexHeader(generation, ids, slots), entries)
+        index = start_index(folder, IndexHeader(generation, ids, slots, key), entries)
         self._opened = _Opened(index, len(entries))
         is_cut = found is not None and found.is_cut
         log.info(
@@ -314,13 +320,15 @@ class DiskIndex:
             self.due.append(facts.DiskClosed)
 
 
-def _find_index(folder: OpenFolder, files: tuple[bytes, ...], slots: int) -> IndexContents | None:
+def _find_index(
+    folder: OpenFolder, files: tuple[bytes, ...], slots: int, key: TierKey | None
+) -> IndexContents | None:
     """Return the folder's index of these slot files; None if there is none, or, with a warning, if it cannot be used."""
     from kvoffload.disk.index_format import NotAnIndex
     from kvoffload.disk.index_log import INDEX_NAME, load_index
 
     try:
-        found = load_index(folder, slots)
+        found = load_index(folder, slots, key)
         if found is not None and found.header.files != files:
             raise NotAnIndex(f"it is about other slot files, which had {len(found.entries)} blocks")
     except NotAnIndex as error:

@@ -7,6 +7,7 @@ from concurrent.futures import CancelledError, Executor
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from kvoffload.disk.identity import index_key
 from kvoffload.disk.index_format import Entries, NotAnIndex
 from kvoffload.disk.index_log import load_index
 from kvoffload.disk.open_folder import LOCK_PAUSE_S, LOCK_TRIES
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from kvoffload.disk.folder import DiskPlace
     from kvoffload.disk.open_folder import OpenFolder
+    from kvoffload.disk.tier_key import TierKey
     from kvoffload.model.ids import JobId
     from kvoffload.model.transfer import DiskJob
     from kvoffload.transfer.arena import Arena
@@ -44,6 +46,7 @@ class WorkerDisk:
         clock: time.
         timeout_s: seconds after which a call counts as never returning.
         checksums: of the host slots, None where none are kept.
+        key: authenticates slots and index; None for checksums.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class WorkerDisk:
         *,
         timeout_s: float,
         checksums: Checksums | None = None,
+        key: TierKey | None = None,
     ) -> None:
         self._place = place
         self._shape = shape
@@ -66,6 +70,7 @@ class WorkerDisk:
         self._clock = clock
         self._timeout_s = timeout_s
         self._checksums = checksums
+        self._key = key
         self._copies: DiskCopies | None = None
         self._file: DiskFile | None = None
         self._is_refused = False
@@ -132,6 +137,7 @@ class WorkerDisk:
             self._clock,
             timeout_s=self._timeout_s,
             checksums=self._checksums,
+            key=self._key,
         )
         self._file = DiskFile(file.id, file.slots, self._slots)
         self._copies = copies  # last: the hook's thread takes it to mean that the file is known
@@ -164,7 +170,7 @@ class WorkerDisk:
         try:
             found = None
             with suppress(NotAnIndex):  # the scheduler's side says so
-                found = load_index(folder, file.slots)
+                found = load_index(folder, file.slots, index_key(self._place.identify(), self._key))
             is_ours = found is not None and found.header.files[rank : rank + 1] == (file.id,)
             entries = found.entries if found is not None and is_ours else Entries.none(self._shape.ranks)
             kept, free = entries.fit(self._slots, file.slots)

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from xxhash import xxh3_64, xxh3_64_intdigest
 
+from kvoffload.disk.tier_key import are_equal
 from kvoffload.logs import get_logger
 from kvoffload.model.transfer import Direction
 from kvoffload.transfer.disk_jobs import DiskCopy, OpenDiskJob
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
 
     from kvoffload.disk.slot_file import SlotFile
+    from kvoffload.disk.tier_key import TierKey
     from kvoffload.model.disk import DiskFile
     from kvoffload.model.ids import JobId
     from kvoffload.model.transfer import DiskJob, JobReport
@@ -86,6 +88,7 @@ class DiskCopies:
         clock: time.
         timeout_s: seconds after which a call counts as never returning.
         checksums: of the host slots, None where none are kept.
+        key: authenticates what places hold; None for checksums.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class DiskCopies:
         *,
         timeout_s: float,
         checksums: Checksums | None = None,
+        key: TierKey | None = None,
     ) -> None:
         self._rank = rank
         self._file = file
@@ -106,6 +110,7 @@ class DiskCopies:
         self._clock = clock
         self._timeout_s = timeout_s
         self._checksums = checksums
+        self._key = key
         self._buffers = SlotBuffers(arena, file.shape.pitch)
         self._fetches: deque[DiskCopy] = deque()
         self._spills: deque[DiskCopy] = deque()
@@ -239,7 +244,9 @@ class DiskCopies:
             if not is_open:
                 return False
             data = self._buffers.gather(slots)
-            sums = [_checksum(each, self._file.shape.slot_bytes) for each in data]
+            sums = [
+                self._sum(job.places[position], each) for position, each in zip(positions, data, strict=True)
+            ]
             # After both: what the slots hold now they held when the bytes were copied, or the checksum was taken.
             wrong = () if self._checksums is None else self._checksums.changed(slots)
             if wrong:
@@ -257,7 +264,7 @@ class DiskCopies:
 
     def _read(self, copy: DiskCopy) -> bool:
         """Read places into their host slots, where they hold what they should; return whether the copy is this thread's to end."""
-        job, positions, size = copy.owner.job, copy.positions, self._file.shape.slot_bytes
+        job, positions = copy.owner.job, copy.positions
         with self._arena.held() as is_open:  # the disk may put the bytes where they belong
             if not is_open:
                 return False
@@ -266,7 +273,7 @@ class DiskCopies:
                 return False
             right = dict[int, int]()
             for index, position in enumerate(positions):
-                if _checksum(data[index], size) == job.sums[position][self._rank]:
+                if are_equal(self._sum(job.places[position], data[index]), job.sums[position][self._rank]):
                     right[job.slots[position]] = index
             if not copy.claim():
                 return False  # the host slots may be other blocks' by now
@@ -292,6 +299,14 @@ class DiskCopies:
             call(places[first], [piece for index in indexes[first:end] for piece in data[index]])
         self._errors, copy.is_done = 0, True
         return True
+
+    def _sum(self, place: int, pieces: Pieces) -> int:
+        """Return the checksum or MAC of the bytes at a place. The index, which has a MAC too, says which block they are."""
+        shape = self._file.shape
+        if self._key is None:
+            return _checksum(pieces, shape.slot_bytes)
+        context = b"slot " + self._file.id + shape.layout + place.to_bytes(8, "little")
+        return self._key.sum(context, *_without_padding(pieces, shape.slot_bytes))
 
     def _sync(self) -> None:
         try:
@@ -362,12 +377,17 @@ def _checksum(pieces: Pieces, size: int) -> int:
     if size <= _KEEPS_LOCK and len(pieces) == 1:
         return xxh3_64_intdigest(pieces[0][:size])
     state = xxh3_64()
-    for piece in pieces:
-        part = piece[:size]
-        size -= len(part)
+    for part in _without_padding(pieces, size):
         if len(part) <= _SHORT:
             for start in range(0, len(part), _KEEPS_LOCK):
                 state.update(part[start : start + _KEEPS_LOCK])
         else:
             state.update(part)
     return state.intdigest()
+
+
+def _without_padding(pieces: Pieces, size: int) -> Iterator[memoryview]:
+    """Yield the pieces of a slot of so many bytes."""
+    for piece in pieces:
+        yield piece[:size]
+        size -= min(len(piece), size)

@@ -18,6 +18,7 @@ from kvoffload.disk.index_format import (
     encode_index,
     read_index,
 )
+from kvoffload.disk.tier_key import TierKey
 from kvoffload.model.disk import DiskRecord, Put, Strike, Use
 from kvoffload.model.ids import BlockKey, SlotId
 
@@ -225,3 +226,34 @@ def test_what_fits_is_the_newest_wherever_it_lies() -> None:
     assert (kept.puts(), free) == (found.puts(), [2])
     kept, free = found.fit(2, 5)
     assert (kept.puts(), free) == ([put(1, 1), put(4, 4)], [])
+
+
+KEY = TierKey(bytes(32)).of("print")
+KEYED = replace(HEADER, key=KEY)
+
+
+def test_an_index_with_a_key_is_read_with_it() -> None:
+    data = encoded([put(0, 0)], [put(1, 1), use(0)], header=KEYED)
+    found = read_index(data, SLOTS, KEY)
+    assert found.entries.puts() == [put(1, 1), put(0, 0)]
+    again, batches = encode_index(found.header, found.entries)
+    assert (read_index(again, SLOTS, KEY).entries.puts(), batches) == ([put(1, 1), put(0, 0)], 1)
+
+
+@pytest.mark.parametrize(
+    "other", [None, TierKey(b"x" * 32).of("print"), TierKey(bytes(32)).of("another print")]
+)
+def test_r17_with_a_key_a_header_that_was_made_without_it_is_no_index(other: TierKey | None) -> None:
+    data = encoded([put(0, 0)], header=replace(HEADER, key=other))
+    assert len(read_index(data, SLOTS, other).entries) == 1
+    with pytest.raises(NotAnIndex, match="its header"):
+        read_index(data, SLOTS, KEY)
+
+
+@pytest.mark.parametrize("other", [HEADER, replace(KEYED, generation=b"h" * 16)])
+def test_r17_with_a_key_a_batch_that_was_made_without_it_or_for_another_generation_is_not_read(
+    other: IndexHeader,
+) -> None:
+    data = encoded([put(0, 0)], header=KEYED) + encode_batch(other, 1, [put(1, 1)])
+    found = read_index(data, SLOTS, KEY)
+    assert (found.entries.puts(), found.is_cut) == ([put(0, 0)], True)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_128
 
+from kvoffload.disk.tier_key import TierKey
 from kvoffload.disk.weights import snapshot_commit, weights_identity
 from kvoffload.model.errors import DiskError
 
@@ -209,3 +210,18 @@ def test_without_a_place_to_remember_digests_they_are_read_each_time(tmp_path: P
     (tmp_path / "file").touch()
     nowhere = tmp_path / "file" / "memory"
     assert weights_identity(model, nowhere) == weights_identity(model, tmp_path / "memory")
+
+
+@pytest.mark.parametrize("key", [None, TierKey(bytes(32))], ids=["no key", "key"])
+def test_r18_with_a_key_a_forged_memory_makes_no_weights_others(
+    key: TierKey | None, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = tmp_path / "memory"
+    before = weights_identity(model, memory, key=key, now_ns=later)
+    sizes = reads(monkeypatch)
+    assert weights_identity(model, memory, key=key, now_ns=later) == before
+    assert sizes == []
+    data = memory.read_bytes()
+    at = data.index(b'"', data.rindex(b", ")) + 1  # a digest
+    memory.write_bytes(data[:at] + b"0" * 32 + data[at + 32 :])
+    assert (weights_identity(model, memory, key=key, now_ns=later) == before) is (key is not None)

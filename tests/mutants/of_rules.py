@@ -356,7 +356,14 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(14, _FETCHES, "if block[0] not in under_way]", "]", DISK),
     Mutant(17, _SPILLS, "                tier.strike(place)\n", "                pass\n", DISK),
     Mutant(17, _INDEX, "if Strike in map(type, records):", "if False:", _DISK_SIDE),
-    Mutant(17, _DISK_COPIES, "== job.sums[position][self._rank]", "is not None", DISK),
+    Mutant(
+        17,
+        _DISK_COPIES,
+        "if are_equal(self._sum(job.places[position], data[index]), job.sums[position][self._rank]):",
+        "if True:",
+        DISK,
+    ),
+    Mutant(17, _DISK_COPIES, "if self._key is None:", "if True:", _COPIES_OF_DISK),
     Mutant(4, _SPILLS, "if job.waiting:", "if False:", _DISK_CORE),
     Mutant(4, _FETCHES, "if job.waiting:", "if False:", _DISK_CORE),
     Mutant(10, "kvoffload/core/lower_tiers.py", "        self.stop(tier)\n", "        pass\n", _DISK_CORE),
@@ -375,7 +382,10 @@ MUTANTS: tuple[Mutant, ...] = (
         _COPIES_OF_DISK,
     ),
     Mutant(17, _DISK_COPIES, "return self._failure is None and not any", "return not any", _COPIES_OF_DISK),
-    Mutant(17, _FORMAT, "if _checksum(header, number, runs) == checksum else", "if True else", _FILES),
+    Mutant(
+        17, _FORMAT, "if are_equal(_checksum(header, number, runs), checksum) else", "if True else", _FILES
+    ),
+    Mutant(17, _FORMAT, "if header.key is not None:", "if False:", ("tests/disk/test_index_format.py",)),
     Mutant(
         17,
         "kvoffload/disk/slot_file.py",

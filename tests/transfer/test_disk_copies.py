@@ -17,6 +17,7 @@ from xxhash import xxh3_64_intdigest
 from kvoffload.disk.open_folder import open_folder
 from kvoffload.disk.slot_file import SlotFile, SlotShape, open_slot_file
 from kvoffload.disk.system import aligned_buffer
+from kvoffload.disk.tier_key import TierKey
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.errors import DiskError
 from kvoffload.model.ids import JobId, SlotId
@@ -45,6 +46,7 @@ class Rig:
         *,
         verify: str = "off",
         pages: Sequence[int] = PAGES,
+        key: TierKey | None = None,
     ) -> None:
         self.pages = pages
         self.device = FakeDevice(4, pages)
@@ -66,6 +68,7 @@ class Rig:
             self.clock,
             timeout_s=TIMEOUT_S,
             checksums=self.checksums,
+            key=key,
         )
         self._jobs = 0
 
@@ -576,3 +579,42 @@ def test_what_was_written_is_synced_once_a_second(rig: Rig) -> None:
     rig.clock.jump(5)
     rig.reports()
     assert len(syncs) == 2
+
+
+@pytest.mark.parametrize("pages", [PAGES, LONG_PAGES], ids=["in a buffer", "in place"])
+@pytest.mark.parametrize("key", [None, TierKey(bytes(32))], ids=["no key", "key"])
+def test_r17_bytes_that_were_replaced_with_their_checksum_are_not_used_if_there_is_a_key(
+    tmp_path: Path, key: TierKey | None, pages: Sequence[int]
+) -> None:
+    rig = Rig(tmp_path, ManualExecutor(held=False), pages=pages, key=key)
+    was = rig.fill(0, seed=0)
+    spill = rig.spill([0], [0])
+    sums = rig.reports()[spill].sums
+    forged = Random(7).randbytes(rig.shape.slot_bytes)
+    buffer = aligned_buffer(rig.shape.pitch)
+    buffer[: len(forged)] = forged
+    rig.file.write(1, [buffer])
+    fetch = rig.fetch([2, 3], [0, 1], [*sums, xxh3_64_intdigest(forged)])
+    report = rig.reports()[fetch]
+    assert report.corrupt == (() if key is None else (1,))
+    assert rig.slot(2) == was
+    assert (rig.slot(3) == forged) is (
+        key is None or rig.pages is LONG_PAGES
+    )  # a corrupt block's slot is not used
+
+
+def test_r17_with_a_key_a_place_is_not_another_place_or_another_files(tmp_path: Path) -> None:
+    rig, key = Rig(tmp_path, ManualExecutor(held=False), key=TierKey(bytes(32))), TierKey(bytes(32))
+    for slot in (0, 1):
+        rig.fill(slot, seed=5)  # the same bytes
+    spill = rig.spill([0, 1], [0, 1])
+    first, second = rig.reports()[spill].sums
+    assert first != second
+    fetch = rig.fetch([2, 3], [0, 1], [second, second])
+    assert rig.reports()[fetch].corrupt == (0,)
+    another = tmp_path / "another"
+    another.mkdir(0o700)
+    other = Rig(another, ManualExecutor(held=False), key=key)
+    other.fill(0, seed=5)
+    spill = other.spill([0], [0])
+    assert other.reports()[spill].sums != (first,)
