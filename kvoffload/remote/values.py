@@ -1,26 +1,34 @@
 """The value of a rank's shard of a block: the bytes of its host slot, and a trailer to verify them.
 
     |<----------- slot_bytes ----------->|<--------- TRAILER_BYTES --------->|
-    | the slot's pages, region by region | magic, length, XXH3, whose it is  |
+    | the slot's pages, region by region | magic, length, XXH3, whose it is  |    without a key
+    |                                    | magic, length, HMAC-SHA256 of all |    with one
 
 A store's claim to have a value is not trusted: another writer may use our names, a value may be truncated, and a store may confuse values.
-A value is used only if its length, checksum and name match.
+A value is used only if its length, checksum and name match. Only a key detects values that were forged.
 """
 
 from __future__ import annotations
 
+import hmac
 import struct
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from xxhash import xxh3_64, xxh3_128
 
 from kvoffload.model.ids import BlockKey
 
-FORMAT = "kvo1"
-_TRAILER = struct.Struct("<4sIQQ16s")
-_MAGIC = FORMAT.encode()
+if TYPE_CHECKING:
+    from kvoffload.disk.tier_key import TierKey
 
-TRAILER_BYTES = _TRAILER.size
+FORMAT = "kvo1"
+_HEAD = struct.Struct("<4sIQ")  # magic, kind, bytes
+_CHECKSUM = struct.Struct("<Q16s")
+_MAGIC = FORMAT.encode()
+_CHECKED, _AUTHENTICATED = 1, 2
+
+TRAILER_BYTES = _HEAD.size + _CHECKSUM.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,26 +59,33 @@ def generation_name(fingerprint: str) -> str:
     return f"{FORMAT}/{fingerprint}/generation"
 
 
-def seal(value: memoryview, name: str, layout: bytes) -> None:
+def seal(value: memoryview, name: str, layout: bytes, key: TierKey | None = None) -> None:
     """Write the trailer behind a slot's bytes.
 
     Args:
         value: both.
         name: the value's.
-        layout: a digest of how the slot's pages lie.
+        layout: a digest of how the slot's pages lie, 16 bytes.
+        key: authenticates it; None for a checksum.
     """
     size = len(value) - TRAILER_BYTES
-    value[size:] = _trailer(value[:size], name, layout)
+    value[size:] = _trailer(value[:size], name, layout, key)
 
 
-def is_whole(value: memoryview, arrived: int, name: str, layout: bytes) -> bool:
+def is_whole(value: memoryview, arrived: int, name: str, layout: bytes, key: TierKey | None = None) -> bool:
     """Whether these bytes, of which `arrived` were received, are the value of that name."""
     size = len(value) - TRAILER_BYTES
-    return arrived == len(value) and value[size:] == _trailer(value[:size], name, layout)
+    return arrived == len(value) and hmac.compare_digest(
+        value[size:], _trailer(value[:size], name, layout, key)
+    )
 
 
-def _trailer(data: memoryview, name: str, layout: bytes) -> bytes:
+def _trailer(data: memoryview, name: str, layout: bytes, key: TierKey | None) -> bytes:
+    whose = name.encode() + layout
+    if key is not None:
+        head = _HEAD.pack(_MAGIC, _AUTHENTICATED, len(data))
+        return head + key.mac(b"value " + head + whose, data)[: _CHECKSUM.size]
     checksum = xxh3_64()
     checksum.update(data)  # a streamed hash releases the interpreter's lock
-    whose = xxh3_128(name.encode() + layout).digest()
-    return _TRAILER.pack(_MAGIC, 1, len(data), checksum.intdigest(), whose)
+    head = _HEAD.pack(_MAGIC, _CHECKED, len(data))
+    return head + _CHECKSUM.pack(checksum.intdigest(), xxh3_128(whose).digest())

@@ -14,6 +14,9 @@ An engine that runs keeps its generation when it sees that: it has its hits as b
 before the reset into the generation of those that begin after it. Where the store has lost the value, the next engine that looks
 makes a new one and the others follow, except those that have seen a reset.
 
+With a key, the value also has the time when it was made, and a MAC. Another writer can put an older value back but cannot make a new
+one, so an engine that finds an older one keeps its generation.
+
 No hook waits for the store, except a reset, for no longer than a call may take. If the store does not take the value, the reset
 answers that it is not done; the value is replaced when the store is back, and from then on another reset is done at once. So is
 that of an engine which has not shared anything yet.
@@ -21,14 +24,17 @@ that of an engine which has not shared anything yet.
 
 from __future__ import annotations
 
+import hmac
 import re
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
+from kvoffload.disk.tier_key import TierKey
 from kvoffload.logs import get_logger
 from kvoffload.model import facts
 from kvoffload.model.errors import RemoteError
@@ -52,6 +58,7 @@ log = get_logger("remote")
 class _Generation(NamedTuple):
     name: str
     is_after_reset: bool
+    made_ms: int  # since 1970; 0 without a key
 
 
 class RemoteIndex:
@@ -63,6 +70,7 @@ class RemoteIndex:
         portal: gives the threads that may wait for the store.
         monotonic: time in seconds.
         timeout_s: of a call.
+        key: authenticates the generation; None where writers are trusted.
     """
 
     def __init__(
@@ -72,8 +80,10 @@ class RemoteIndex:
         portal: Portal,
         monotonic: Callable[[], float],
         timeout_s: float,
+        key: TierKey | None = None,
     ) -> None:
         self._ranks, self._monotonic, self._timeout_s = ranks, monotonic, timeout_s
+        self._key = key
         executor = portal.new_executor("remote-index", threads=2)
         connect = partial(open_store, place.address, timeout_s)
         self._calls = RemoteCalls(connect, executor, monotonic, timeout_s, side="scheduler")
@@ -83,6 +93,7 @@ class RemoteIndex:
         """While it has something, `poll` is due."""
         self._fingerprint: str | None = None
         self._generation: str | None = None
+        self._made_ms = 0  # when the generation last taken from the store was made
         self._is_fixed = False  # it is private, or others were reset since it was read
         self._has_shared = False  # what it wrote may be in the generation that the store names
         self._looks_at = float("-inf")
@@ -104,7 +115,8 @@ class RemoteIndex:
         is_due = not self._is_fixed and self._monotonic() >= self._looks_at
         if works and self._fingerprint is not None and is_due:
             self._looks_at = self._monotonic() + LOOK_PERIOD_S
-            self._calls.submit(partial(_shared_generation, self._fingerprint), self._generation_read)
+            read = partial(_shared_generation, self._fingerprint, self._key, self._made_ms)
+            self._calls.submit(read, self._generation_read)
         usable = self._namespace if works else None
         if usable != self._opened:
             self._opened = usable
@@ -181,13 +193,18 @@ class RemoteIndex:
         if found is None:
             self._looks_at = self._monotonic()
         elif not self._is_fixed and found.name != self._generation:
+            if found.made_ms < self._made_ms:
+                self._is_fixed = True
+                note = "it is older than this engine's, which is kept: another writer put it back, or its engine's clock is behind"
+                log.warning("remote_generation_refused", generation=found.name, note=note)
+                return
             if self._generation is not None and found.is_after_reset:
                 self._is_fixed = True
                 log.info(
                     "remote_generation_kept", note="another engine was reset; it has left this generation"
                 )
                 return
-            self._generation, self._has_shared = found.name, True
+            self._generation, self._made_ms, self._has_shared = found.name, found.made_ms, True
             log.info("remote_opened", namespace=self._namespace)
 
     def _replace(self) -> Future[bool] | None:
@@ -195,12 +212,13 @@ class RemoteIndex:
         if self._fingerprint is None:
             return None
         name, done = generation_name(self._fingerprint), Future[bool]()
+        data = _new_generation(name, self._key, self._made_ms, _AFTER_RESET)
         self._is_replacing = True
 
         def replace(store: RemoteStore) -> bool:
             is_done = False
             try:
-                store.replace(name, secrets.token_hex(16).encode() + _AFTER_RESET)
+                store.replace(name, data)
                 is_done = True
             finally:
                 done.set_result(is_done)
@@ -216,16 +234,42 @@ class RemoteIndex:
         return done
 
 
-def _shared_generation(fingerprint: str, store: RemoteStore) -> _Generation:
-    """Return the generation that the store names, made if there is none."""
+def _shared_generation(
+    fingerprint: str, key: TierKey | None, after_ms: int, store: RemoteStore
+) -> _Generation:
+    """Return the generation that the store names; if there is none, make one that is newer than `after_ms`."""
     name = generation_name(fingerprint)
     data = store.read(name)
     if data is None:
-        store.create(name, secrets.token_hex(16).encode())
+        store.create(name, _new_generation(name, key, after_ms))
         data = store.read(name)
-    if data is None or (found := _GENERATION.fullmatch(data)) is None:
+    if data is None or (found := _read_generation(name, key, data)) is None:
         raise RemoteError(f"{name} in the store is no generation")
-    return _Generation(found[1].decode(), found[2] is not None)
+    return found
+
+
+def _read_generation(name: str, key: TierKey | None, data: bytes) -> _Generation | None:
+    made_ms = b"0"
+    if key is not None:
+        dated, _, mac = data.rpartition(b" ")
+        if not hmac.compare_digest(mac, _generation_mac(name, key, dated)):
+            return None
+        data, _, made_ms = dated.rpartition(b" ")
+    found = _GENERATION.fullmatch(data)
+    return None if found is None else _Generation(found[1].decode(), found[2] is not None, int(made_ms))
+
+
+def _new_generation(name: str, key: TierKey | None, after_ms: int, suffix: bytes = b"") -> bytes:
+    text = secrets.token_hex(16).encode() + suffix
+    if key is None:
+        return text
+    made_ms = max(time.time_ns() // 10**6, after_ms + 1)  # the clock of another engine may be ahead
+    dated = text + f" {made_ms}".encode()
+    return dated + b" " + _generation_mac(name, key, dated)
+
+
+def _generation_mac(name: str, key: TierKey, dated: bytes) -> bytes:
+    return key.mac(b"generation " + name.encode(), dated).hex().encode()
 
 
 def _begin(portal: Portal, identify: Callable[[], str]) -> Future[str]:

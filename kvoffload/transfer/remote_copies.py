@@ -2,6 +2,7 @@
 
 A batch goes through a buffer of the calling thread's, which the store's client knows, wherever its process is. So a value is checked
 before it comes near a host slot, and a call that hangs has nothing but this buffer under it: its host slots are free for anything else.
+With a key it also goes through a second buffer, which only this process can write.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
+from kvoffload.disk.system import aligned_buffer
 from kvoffload.logs import get_logger
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.errors import RemoteError
@@ -23,6 +27,7 @@ from kvoffload.transfer.layout import digest_of
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from kvoffload.disk.tier_key import TierKey
     from kvoffload.model.transfer import RemoteJob
     from kvoffload.remote.calls import RemoteCalls
     from kvoffload.remote.store import RemoteStore
@@ -86,6 +91,7 @@ class RemoteCopies:
         arena: the rank's host memory.
         clock: time.
         checksums: of the host slots, None where none are kept.
+        key: authenticates values; None for checksums.
     """
 
     def __init__(
@@ -97,12 +103,14 @@ class RemoteCopies:
         clock: Clock,
         *,
         checksums: Checksums | None = None,
+        key: TierKey | None = None,
     ) -> None:
         self._rank, self._ranks = rank, ranks
         self._calls = calls
         self._arena = arena
         self._clock = clock
         self._checksums = checksums
+        self._key = key
         self._layout = digest_of(arena.layout)
         self._value_bytes = arena.layout.slot_bytes + TRAILER_BYTES
         self._pitch = -(-self._value_bytes // _LINE) * _LINE
@@ -172,8 +180,9 @@ class RemoteCopies:
 
     def _put(self, job: RemoteJob, batch: Sequence[int], store: RemoteStore) -> _Got:
         """Write host slots, but for those that do not hold what was stored there."""
-        shard, buffers = self._shard(job), self._values(store, len(batch))
-        wrong = self._gather(job, batch, buffers)
+        shard, buffers, own = self._shard(job), self._values(store, len(batch)), self._own(len(batch))
+        wrong = self._gather(job, batch, own)
+        self._copy(own, buffers)
         # After the copies: the slots were not other blocks' meanwhile, whose bytes would get these blocks' names.
         self._calls.check_awaited()
         right = [position for position in batch if position not in wrong]
@@ -194,7 +203,7 @@ class RemoteCopies:
                 # After the copy: what the slot holds now it held during the copy too.
                 if self._checksums is not None and not self._checksums.is_as_stored(slot):
                     wrong.append(position)
-                seal(value, shard.name(job.keys[position]), self._layout)
+                seal(value, shard.name(job.keys[position]), self._layout, self._key)
         if wrong:
             bad = [job.slots[position] for position in wrong]
             log.error("blocks_corrupt", job=job.job, blocks=len(wrong), slots=bad)
@@ -202,22 +211,24 @@ class RemoteCopies:
 
     def _get(self, job: RemoteJob, batch: Sequence[int], store: RemoteStore) -> _Got:
         """Read values into the thread's buffer, and see which are right."""
-        shard, buffers = self._shard(job), self._values(store, len(batch))
+        shard, buffers, own = self._shard(job), self._values(store, len(batch)), self._own(len(batch))
         keys = [job.keys[position] for position in batch]
         got = _Got([], [], [])
-        for position, arrived, value in zip(batch, store.get(shard, keys, buffers), buffers, strict=True):
+        sizes = store.get(shard, keys, buffers)
+        self._copy(buffers, own)
+        for position, arrived, value in zip(batch, sizes, own, strict=True):
             if arrived < 0:
                 got.missing.append(position)
-            elif is_whole(value, arrived, shard.name(job.keys[position]), self._layout):
+            elif is_whole(value, arrived, shard.name(job.keys[position]), self._layout, self._key):
                 got.whole.append(position)
             else:
                 got.wrong.append(position)
         return got
 
     def _fill(self, job: RemoteJob, got: _Got) -> _Got:
-        """Copy the values that are right from the thread's buffer into their host slots."""
+        """Copy the values that are right from the thread's memory into their host slots."""
         first = min([*got.whole, *got.wrong, *got.missing])
-        buffers = self._values(None, len(got.whole) + len(got.wrong) + len(got.missing))
+        buffers = self._own(len(got.whole) + len(got.wrong) + len(got.missing))
         with self._arena.held() as is_open:
             for position in got.whole if is_open else ():
                 slot = job.slots[position]
@@ -236,6 +247,28 @@ class RemoteCopies:
         if store is not None and own.known_to is not store:
             store.register(buffer)
             own.known_to = store
+        return self._parts(buffer, count)
+
+    def _own(self, count: int) -> list[memoryview]:
+        """Return the calling thread's memory in which values are sealed and checked.
+
+        With a key it is not the memory that the store knows: Mooncake lets other machines write there at any time, even between a
+        check and a copy.
+        """
+        if self._key is None:
+            return self._values(None, count)
+        buffer: memoryview | None = getattr(self._buffers, "own", None)
+        if buffer is None:
+            buffer = self._buffers.own = aligned_buffer(self._batch * self._pitch)
+        return self._parts(buffer, count)
+
+    def _copy(self, sources: Sequence[memoryview], targets: Sequence[memoryview]) -> None:
+        if self._key is None:
+            return  # they are the same
+        for source, target in zip(sources, targets, strict=True):  # by numpy, without the interpreter's lock
+            np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+    def _parts(self, buffer: memoryview, count: int) -> list[memoryview]:
         starts = range(0, count * self._pitch, self._pitch)
         return [buffer[start : start + self._value_bytes] for start in starts]
 

@@ -7,16 +7,18 @@ from random import Random
 
 import pytest
 
+from kvoffload.disk.tier_key import TierKey
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.ids import BlockKey, JobId, SlotId
 from kvoffload.model.transfer import Direction, JobReport, RemoteJob
 from kvoffload.remote.calls import RemoteCalls
-from kvoffload.remote.values import Shard
+from kvoffload.remote.values import TRAILER_BYTES, Shard, seal
 from kvoffload.testing import FakeClock, FakeDevice, ManualExecutor
 from kvoffload.transfer import remote_copies
 from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.factory import make_checksums
 from kvoffload.transfer.host_memory import MmapAllocator
+from kvoffload.transfer.layout import digest_of
 from kvoffload.transfer.remote_copies import RemoteCopies
 from tests.remote.fake_store import FakeStore
 
@@ -29,16 +31,18 @@ SHARD = Shard("print/one", 1, 2)
 class Rig:
     """Twelve host slots in chunks of five."""
 
-    def __init__(self, verify: str = "off") -> None:
+    def __init__(
+        self, verify: str = "off", key: TierKey | None = None, store: FakeStore | None = None
+    ) -> None:
         self.device = FakeDevice(4, PAGES)
         memory = MmapAllocator(ManualExecutor(held=False))
         self.arena = Arena(self.device.layout, 12, memory, chunk_bytes=5 * self.device.layout.slot_bytes)
         asyncio.run(self.arena.prepare())
-        self.store, self.clock = FakeStore(), FakeClock()
+        self.store, self.clock = store or FakeStore(), FakeClock()
         self.executor = ManualExecutor()
         self.checksums = make_checksums(verify, self.arena, executor=ManualExecutor(held=False))
         calls = RemoteCalls(lambda: self.store, self.executor, self.clock.monotonic, 2.0)
-        self.copies = RemoteCopies(1, 2, calls, self.arena, self.clock, checksums=self.checksums)
+        self.copies = RemoteCopies(1, 2, calls, self.arena, self.clock, checksums=self.checksums, key=key)
         self.take()
         assert self.copies.take().works
         self._jobs = 0
@@ -207,3 +211,79 @@ def test_a_slot_that_a_fetch_has_filled_has_a_checksum() -> None:
     rig.copy(Direction.LOAD, [5], KEYS[:1])
     assert rig.checksums is not None
     assert rig.checksums.is_as_stored(5)
+
+
+KEY = TierKey(bytes(32))
+
+
+@pytest.mark.parametrize("key", [None, KEY], ids=["no key", "key"])
+def test_r17_a_value_that_was_forged_with_its_checksum_is_not_used_if_there_is_a_key(
+    key: TierKey | None,
+) -> None:
+    rig, name = Rig(key=key), SHARD.name(KEYS[0])
+    rig.fill(0)
+    rig.copy(Direction.STORE, [0], KEYS[:1])
+    assert rig.copy(Direction.LOAD, [1], KEYS[:1]).outcome is DONE
+    assert rig.slot(1) == rig.slot(0)
+    forged = bytearray(Random(7).randbytes(sum(PAGES)) + bytes(TRAILER_BYTES))
+    seal(memoryview(forged), name, digest_of(rig.arena.layout))
+    rig.store.values[name] = bytes(forged)
+    before = rig.slot(2)
+    report = rig.copy(Direction.LOAD, [2], KEYS[:1])
+    assert report.outcome is (DONE if key is None else CORRUPT)
+    assert rig.slot(2) == (before if key is not None else bytes(forged[:-TRAILER_BYTES]))
+
+
+@pytest.mark.parametrize("harm", ["flip", "cut", "swap", "trailer"])
+def test_r17_with_a_key_a_value_that_was_changed_or_is_another_blocks_is_not_used(harm: str) -> None:
+    rig = Rig(key=KEY)
+    for slot in (0, 1):
+        rig.fill(slot)
+    rig.copy(Direction.STORE, [0, 1], KEYS[:2])
+    first, second = SHARD.name(KEYS[0]), SHARD.name(KEYS[1])
+    value = rig.store.values[second]
+    rig.store.values[second] = {
+        "flip": value[:77] + bytes([value[77] ^ 1]) + value[78:],
+        "cut": value[:-100],
+        "swap": rig.store.values[first],
+        "trailer": value[:-1] + bytes([value[-1] ^ 1]),
+    }[harm]
+    assert rig.copy(Direction.LOAD, [6, 7], KEYS[:2]).corrupt == (1,)
+
+
+@pytest.mark.parametrize("other", [None, TierKey(b"x" * 32)], ids=["no key", "another key"])
+def test_r17_engines_with_and_without_a_key_or_with_another_use_nothing_of_each_other(
+    other: TierKey | None,
+) -> None:
+    with_key = Rig(key=KEY)
+    without = Rig(key=other, store=with_key.store)
+    for writer, reader, key in ((with_key, without, KEYS[:1]), (without, with_key, KEYS[1:2])):
+        writer.fill(0)
+        assert writer.copy(Direction.STORE, [0], key).outcome is DONE
+        assert writer.copy(Direction.LOAD, [1], key).outcome is DONE
+        assert reader.copy(Direction.LOAD, [1], key).outcome is CORRUPT
+
+
+@pytest.mark.parametrize("key", [None, KEY], ids=["no key", "key"])
+@pytest.mark.parametrize("call", ["seal", "is_whole"])
+def test_r17_what_is_written_to_the_stores_memory_after_a_check_is_not_used_if_there_is_a_key(
+    key: TierKey | None, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mooncake lets other machines write to it."""
+    rig, memory, real = Rig(key=key), list[memoryview](), getattr(remote_copies, call)
+    monkeypatch.setattr(rig.store, "register", memory.append)
+
+    def other_writes(*arguments: object) -> object:
+        forged = b"forged by another machine"
+        if call == "seal":
+            memory[0][: len(forged)] = forged
+        answer = real(*arguments)
+        if call == "is_whole":
+            memory[0][: len(forged)] = forged
+        return answer
+
+    monkeypatch.setattr(remote_copies, call, other_writes)
+    was = rig.fill(0)
+    rig.copy(Direction.STORE, [0], KEYS[:1])
+    assert rig.copy(Direction.LOAD, [1], KEYS[:1]).outcome is DONE
+    assert (rig.slot(1) == was) is (key is not None)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future
 
 import pytest
 
+from kvoffload.disk.tier_key import TierKey
 from kvoffload.model import facts
 from kvoffload.model.errors import DiskError
 from kvoffload.model.ids import BlockKey, RequestId
@@ -32,13 +34,14 @@ class World:
     """One store, and engines that share it."""
 
     def __init__(self) -> None:
+        self.key: TierKey | None = None
         self.clock, self.store = FakeClock(), FakeStore()
         self.engines: list[RemoteIndex] = []
 
     def start(self, identity: Future[str] | None = None) -> RemoteIndex:
         """An engine; with an identity, one that does not know yet what it serves."""
         place = RemotePlace(BucketAddress("blocks"), lambda: "print")
-        engine = RemoteIndex(place, 1, InlinePortal("inline"), self.clock.monotonic, 2.0)
+        engine = RemoteIndex(place, 1, InlinePortal("inline"), self.clock.monotonic, 2.0, self.key)
         if identity is not None:
             engine._identified = identity
         self.engines.append(engine)
@@ -166,3 +169,82 @@ def test_a_store_that_is_lost_during_a_reset_is_not_reported_open(world: World) 
     world.store.fails = False
     world.step(1.0)
     assert generation(first) != ""
+
+
+@pytest.fixture
+def keyed(world: World) -> World:
+    """A world whose engines have a key."""
+    world.key = TierKey(bytes(32))
+    return world
+
+
+def read(engine: RemoteIndex) -> str:
+    return generation(engine).removeprefix("print/")
+
+
+def test_r18_engines_with_a_key_share_lose_and_reset_as_those_without(keyed: World) -> None:
+    first, second = keyed.start(), keyed.start()
+    was = read(first)
+    assert read(second) == was
+    assert was.encode() in keyed.store.values[NAME]
+    assert len(keyed.store.values[NAME]) <= 256  # what is read of a small object of a bucket
+    del keyed.store.values[NAME]
+    keyed.step(LOOK_PERIOD_S)
+    shared = read(first)
+    assert shared == read(second) != was
+    assert first.reset()
+    keyed.step(LOOK_PERIOD_S)
+    assert len({shared, read(first), read(keyed.start())}) == 3
+    assert read(second) == shared
+
+
+@pytest.mark.parametrize(
+    "harm", ["no key", "another key", "another name's", "other time", "not after a reset"]
+)
+def test_r18_with_a_key_a_forged_generation_is_not_used(keyed: World, harm: str) -> None:
+    first = keyed.start()
+    was = read(first)
+    assert was
+    first.reset()
+    genuine = keyed.store.values[NAME]
+    keyed.store.values[NAME] = {
+        "no key": b"0" * 32,
+        "another key": remote_index._new_generation(NAME, TierKey(b"x" * 32), 0),
+        "another name's": remote_index._new_generation(generation_name("other"), keyed.key, 0),
+        "other time": genuine.replace(b" 1", b" 2"),
+        "not after a reset": genuine.replace(b" after a reset", b""),
+    }[harm]
+    assert keyed.store.values[NAME] != genuine
+    assert read(keyed.start()) == ""
+    keyed.store.values[NAME] = genuine
+    assert read(keyed.start()) != ""
+
+
+@pytest.mark.parametrize("key", [None, TierKey(bytes(32))], ids=["no key", "key"])
+def test_r18_an_older_generation_that_is_put_back_is_refused_by_engines_that_run_if_there_is_a_key(
+    world: World, key: TierKey | None
+) -> None:
+    world.key = key
+    first = world.start()
+    old, name = world.store.values.pop(NAME), read(first)
+    world.step(LOOK_PERIOD_S)
+    newer = read(first)
+    assert newer != name
+    world.store.values[NAME] = old
+    with capture_logs() as lines:
+        world.step(LOOK_PERIOD_S)
+        world.step(LOOK_PERIOD_S)
+    refused = [line["event"] for line in lines].count("remote_generation_refused")
+    assert (read(first), refused) == ((name, 0) if key is None else (newer, 1))
+    assert read(world.start()) == name  # a new engine cannot tell
+
+
+def test_a_generation_is_newer_than_those_that_its_engine_has_seen_whatever_the_clock(
+    keyed: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = keyed.start(), keyed.start()
+    was = read(first)
+    del keyed.store.values[NAME]
+    monkeypatch.setattr(time, "time_ns", lambda: 10**15)  # weeks after 1970
+    keyed.step(LOOK_PERIOD_S)
+    assert read(first) == read(second) != was

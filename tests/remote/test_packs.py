@@ -392,7 +392,7 @@ def test_a_small_object_is_read_no_further_than_it_may_be_long(world: World) -> 
     world.server.put("large", bytes(10**6))
     world.server.put("empty", b"")
     store = world.connect()
-    assert (store.read("large"), store.read("empty"), store.read("none")) == (bytes(64), b"", None)
+    assert (store.read("large"), store.read("empty"), store.read("none")) == (bytes(256), b"", None)
 
 
 def test_a_connection_remembers_two_shards(world: World) -> None:

@@ -165,7 +165,7 @@ def _reset_leaves_the_index() -> list[Patch]:
 
 
 def _store_is_not_compared() -> list[Patch]:
-    return [(remote_copies, "is_whole", lambda value, arrived, name, layout: arrived == len(value))]
+    return [(remote_copies, "is_whole", lambda value, arrived, name, layout, key: arrived == len(value))]
 
 
 def _hint_is_believed() -> list[Patch]:
