@@ -12,6 +12,7 @@ from typing import Protocol, cast
 from kvoffload.checks.check import FAILING, Answer, Check, Given, Setup, Sizes, Verdict, go, no_go, run_checks
 from kvoffload.cli import signals
 from kvoffload.cli.exits import CommandError, Exit, printable
+from kvoffload.disk.tier_key import read_tier_key
 from kvoffload.model.config import OffloadConfig, parse_config
 from kvoffload.model.errors import ConfigError
 
@@ -97,6 +98,7 @@ def _answers(args: argparse.Namespace) -> list[Answer]:
         raise CommandError("settings are given twice: in --config and in the engine's own configuration")
     try:
         config = parse_config(settings[0]) if settings else OffloadConfig()
+        read_tier_key(config.tier_key_file)
     except ConfigError as error:  # nothing is guessed from settings that cannot be used
         return [Answer("settings", no_go(str(error), "correct what is named"))]
     machine, sizes = Machine(), next((one.sizes for one in given), Sizes())

@@ -74,6 +74,7 @@ class OffloadConfig:
         remote_url: of a store that engines share, below host and disk; None for none.
         share_after_hits: how often a block is found again before it is written there.
         remote_timeout_s: seconds after which a call there counts as failed.
+        tier_key_file: file with the secret key that authenticates blocks on disk and in the store; None if all writers are trusted.
         otlp_endpoint: URL of a collector that gets OpenTelemetry spans, None for none.
     """
 
@@ -99,6 +100,7 @@ class OffloadConfig:
     remote_url: str | None = None
     share_after_hits: int = 1
     remote_timeout_s: float = 2.0
+    tier_key_file: Path | None = None
 
     def disk_share(self, ranks: int) -> int:
         """Return the bytes on disk that each of `ranks` workers may use."""
@@ -313,6 +315,7 @@ _PARSERS: dict[str, tuple[str, Callable[[object], object]]] = {
     ),
     "share_after_hits": ("a number of hits, 0 or more", _hits),
     "remote_timeout_s": ("a positive number of seconds", _seconds),
+    "tier_key_file": ("a file's path", _path),
     "otlp_endpoint": ('a URL such as "http://localhost:4318/v1/traces"', _url),
 }
 _PARSERS_OF_VLLM: dict[str, tuple[str, Callable[[object], object]]] = {

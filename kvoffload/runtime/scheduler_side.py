@@ -15,6 +15,7 @@ from kvoffload.core.offload_core import OffloadCore
 from kvoffload.core.state import LoadResults, Policy
 from kvoffload.disk.folder import DiskPlace
 from kvoffload.disk.identity import KVIdentity
+from kvoffload.disk.tier_key import TierKey
 from kvoffload.logs import get_logger
 from kvoffload.model import facts
 from kvoffload.model.causes import DegradeCause
@@ -71,6 +72,7 @@ class SchedulerSide:
         identity: of the engine; journals and metrics carry it.
         disk: where the disk's files belong, None without a disk; needs a portal.
         remote: where blocks belong in a store that engines share, None without one; needs a portal.
+        tier_key: authenticates what disk and store hold; None where their writers are trusted.
 
     Raises:
         ConfigError: the engine promises too little for the settings, the journal's file cannot be written, or what spans
@@ -88,6 +90,7 @@ class SchedulerSide:
         identity: EngineIdentity = _UNKNOWN,
         disk: DiskPlace | None = None,
         remote: RemotePlace | None = None,
+        tier_key: TierKey | None = None,
     ) -> None:
         self._clocks = clocks or Clocks()
         now, self._precise = self._clocks.monotonic, self._clocks.precise
@@ -130,7 +133,9 @@ class SchedulerSide:
             self.core, self.bus, self._copies, self._degradation, (self._pins, self._resets)
         )
         self._ask = self._broken.ask
-        self._below = _lower_tiers_side(disk, remote, self.core, self._broken, config, portal, self._clocks)
+        self._below = _lower_tiers_side(
+            disk, remote, tier_key, self.core, self._broken, config, portal, self._clocks
+        )
         self._conservation = Conservation(self.core, device, self.counters, self.bus.publish, self._broken)
         self.benefit = NetBenefit(shape.alignment, shape.ranks, self._copies, now)
         self._first_tokens, self._chooses_least = FirstTokens(now), config.min_load_tokens == AUTO
@@ -450,6 +455,7 @@ class SchedulerSide:
 def _lower_tiers_side(
     disk: DiskPlace | None,
     remote: RemotePlace | None,
+    key: TierKey | None,
     core: OffloadCore,
     broken: BrokenCore,
     config: OffloadConfig,
@@ -461,8 +467,11 @@ def _lower_tiers_side(
         return None
     assert portal is not None, "a tier below the host needs a portal"
     ranks, timeout_s = core.state.shape.ranks, config.remote_timeout_s
-    index = None if disk is None else DiskIndex(disk, ranks, portal, clocks.sleep, closes_in_s=config.drain_s)
-    store = None if remote is None else RemoteIndex(remote, ranks, portal, clocks.monotonic, timeout_s)
+    index, store = None, None
+    if disk is not None:
+        index = DiskIndex(disk, ranks, portal, clocks.sleep, closes_in_s=config.drain_s, key=key)
+    if remote is not None:
+        store = RemoteIndex(remote, ranks, portal, clocks.monotonic, timeout_s, key)
     return LowerTiersSide(
         core.below, core.state, broken, index, store, clocks.monotonic,
         timeout_s=config.transfer_timeout_s, drain_s=config.drain_s,

@@ -26,6 +26,7 @@ from kvoffload.transfer.remote_copies import RemoteCopies
 
 if TYPE_CHECKING:
     from kvoffload.disk.folder import DiskPlace
+    from kvoffload.disk.tier_key import TierKey
     from kvoffload.remote.address import RemoteAddress
     from kvoffload.transfer.checksums import Checksums
     from kvoffload.transfer.layout import DeviceLayout
@@ -51,6 +52,7 @@ class WorkerSide:
         copier: moves the bytes; by default the one for the tensors' device.
         disk: where the disk's files belong, None without a disk.
         remote: a store that engines share, None without one.
+        tier_key: authenticates what disk and store hold; None where their writers are trusted.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class WorkerSide:
         disk: DiskPlace | None = None,
         remote: RemoteAddress | None = None,
         local_ranks: int | None = None,
+        tier_key: TierKey | None = None,
     ) -> None:
         self._rank = rank
         self._ranks = ranks
@@ -76,6 +79,7 @@ class WorkerSide:
         self._place = disk
         self._disk: WorkerDisk | None = None
         self._address = remote
+        self._tier_key = tier_key
         self._remote: RemoteCopies | None = None
         self._pump: TransferPump | None = None
         self._tasks: list[Future[None]] = []
@@ -201,6 +205,7 @@ class WorkerSide:
             self._clock,
             timeout_s=self._config.transfer_timeout_s,
             checksums=checksums,
+            key=self._tier_key,
         )
 
     def _open_remote(self, address: RemoteAddress, arena: Arena, checksums: Checksums | None) -> RemoteCopies:
@@ -212,7 +217,9 @@ class WorkerSide:
             timeout_s,
             rank=self._rank,
         )
-        return RemoteCopies(self._rank, self._ranks, calls, arena, self._clock, checksums=checksums)
+        return RemoteCopies(
+            self._rank, self._ranks, calls, arena, self._clock, checksums=checksums, key=self._tier_key
+        )
 
     async def _prepare(self, arena: Arena, began: float) -> None:
         """Make host memory ready, and log one line when all of it is; the arena logs a refusal."""

@@ -9,7 +9,8 @@ import kvoffload
 from kvoffload.checks import memory
 from kvoffload.checks.startup import examine_rank
 from kvoffload.disk.folder import DiskPlace
-from kvoffload.disk.identity import KVIdentity, groups_of
+from kvoffload.disk.identity import KVIdentity, groups_of, with_key
+from kvoffload.disk.tier_key import TierKey, read_tier_key
 from kvoffload.engine.plugin import EngineFacts, SchedulerPlugin, WorkerPlugin
 from kvoffload.model.config import OffloadConfig, parse_config
 from kvoffload.model.engine import EngineIdentity, EngineShape, Promises
@@ -62,6 +63,7 @@ class ReferencePlugin:
         self._config = OffloadConfig()
         self._disk: DiskPlace | None = None
         self._remote: RemotePlace | None = None
+        self._tier_key: TierKey | None = None
         self.offload: SchedulerSide | None = None
         self.workers: list[WorkerSide] = []
 
@@ -74,7 +76,8 @@ class ReferencePlugin:
         self._config = parse_config(engine.plugin_config)
         device = PoolDevice()
         shape = shape_of(engine, self._promises)
-        identity = _identity_of(engine, shape, self._config)
+        self._tier_key = read_tier_key(self._config.tier_key_file)
+        identity = with_key(_identity_of(engine, shape, self._config), self._tier_key)
         self._disk, self._remote = _disk_of(self._config, identity), _remote_of(self._config, identity)
         self.offload = SchedulerSide(
             shape,
@@ -85,6 +88,7 @@ class ReferencePlugin:
             identity=_IDENTITY,
             disk=self._disk,
             remote=self._remote,
+            tier_key=self._tier_key,
         )
         return ReferenceScheduler(self.offload, device, self._portal.close)
 
@@ -100,6 +104,7 @@ class ReferencePlugin:
             copier=copier,
             disk=self._disk,
             remote=self._remote.address if self._remote is not None else None,
+            tier_key=self._tier_key,
         )
         self.workers.append(worker)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from kvoffload.checks.check import Setup
 from kvoffload.checks.startup import examine, examine_rank, warn
 from kvoffload.disk.folder import DiskPlace
+from kvoffload.disk.tier_key import TierKey, read_tier_key
 from kvoffload.logs import ROOT
 from kvoffload.model.config import OffloadConfig, check_promises, parse_config
 from kvoffload.model.engine import EngineIdentity
@@ -53,7 +54,8 @@ def make_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> V
     """
     join_logging()
     groups, config = _check(vllm_config, kv_cache_config)
-    identification = _identification(vllm_config, config, groups)
+    key = read_tier_key(config.tier_key_file)
+    identification = _identification(vllm_config, config, groups, key)
     device, portal = VllmDevice(groups.partly_hashed), Portal("kvoffload")
     offload = SchedulerSide(
         groups.shape,
@@ -63,6 +65,7 @@ def make_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> V
         identity=_identity(vllm_config),
         disk=_disk(config, identification, _replica(vllm_config)),
         remote=_remote(config, identification),
+        tier_key=key,
     )
     keys = KeyMaker(groups.hash_ratios, groups.ids)
     if groups.shape.state_key_ends:
@@ -95,6 +98,7 @@ def make_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Vllm
     join_logging()
     policy = find_failure_policy(vllm_config)
     _, config = _check(vllm_config, kv_cache_config, policy)
+    key = read_tier_key(config.tier_key_file)
     parallel, portal = vllm_config.parallel_config, Portal("kvoffload")
     disk = None if config.disk_path is None else WorkersPlace(config.disk_path, _replica(vllm_config))
     place = None if disk is None else disk.place
@@ -108,6 +112,7 @@ def make_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Vllm
         disk=place,
         remote=store,
         local_ranks=local_ranks,
+        tier_key=key,
     )
 
     def examine_layout(layout: DeviceLayout) -> list[Answer]:
@@ -141,7 +146,7 @@ def _replica(vllm_config: VllmConfig) -> int:
 
 
 def _identification(
-    vllm_config: VllmConfig, config: OffloadConfig, groups: VllmGroups
+    vllm_config: VllmConfig, config: OffloadConfig, groups: VllmGroups, key: TierKey | None = None
 ) -> Identification | None:
     """Return what finds out what the KV depends on, None where the settings have no tier below the host.
 
@@ -158,7 +163,7 @@ def _identification(
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     warn(examine([block_hashes(algorithm)], Setup(config=config)))
     memory = config.disk_path or Path(envs.VLLM_CACHE_ROOT, "kvoffload")
-    return Identification(lambda: find_identity(vllm_config, groups, memory, by_hand))
+    return Identification(lambda: find_identity(vllm_config, groups, memory, by_hand, key))
 
 
 def _disk(config: OffloadConfig, identification: Identification | None, replica: int) -> DiskPlace | None:

@@ -10,13 +10,14 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvoffload.disk.identity import KVIdentity, groups_of
+from kvoffload.disk.identity import KVIdentity, groups_of, with_key
 from kvoffload.disk.weights import weights_identity
 from kvoffload.model.errors import DiskError
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig, VllmConfig
 
+    from kvoffload.disk.tier_key import TierKey
     from kvoffload_vllm.groups import VllmGroups
     from kvoffload_vllm.tracked import RequestLike
 
@@ -78,7 +79,11 @@ def find_problems(vllm_config: VllmConfig, *, has_identity: bool) -> list[str]:
 
 
 def find_identity(
-    vllm_config: VllmConfig, groups: VllmGroups, root: Path, by_hand: str | None = None
+    vllm_config: VllmConfig,
+    groups: VllmGroups,
+    root: Path,
+    by_hand: str | None = None,
+    key: TierKey | None = None,
 ) -> KVIdentity:
     """Return the identity of this engine's KV. May read all weights, and needs an engine that hashes blocks already.
 
@@ -87,13 +92,14 @@ def find_identity(
         groups: its groups.
         root: folder in which digests are remembered.
         by_hand: `disk_identity`.
+        key: authenticates the KV and the digests; None where writers are trusted.
 
     Raises:
         DiskError: it cannot be determined.
     """
     try:
-        weights = f"named {by_hand}" if by_hand is not None else _weights(vllm_config, root)
-        return KVIdentity(
+        weights = f"named {by_hand}" if by_hand is not None else _weights(vllm_config, root, key)
+        identity = KVIdentity(
             engine=f"vllm {_version()}",
             weights=weights,
             keys=_keys(vllm_config),
@@ -101,6 +107,7 @@ def find_identity(
             settings={**_settings(vllm_config), "hash_tokens": str(groups.sizes.hash_tokens)},
             groups=groups_of(groups.shape),
         )
+        return with_key(identity, key)
     except DiskError:
         raise
     except Exception as error:  # of vLLM or the hub; without an identity there is no tier below the host
@@ -148,11 +155,12 @@ def _models(vllm_config: VllmConfig) -> list[tuple[ModelConfig, LoadConfig]]:
     return models
 
 
-def _weights(vllm_config: VllmConfig, root: Path) -> str:
+def _weights(vllm_config: VllmConfig, root: Path, key: TierKey | None) -> str:
     folders = [_folder(model, load) for model, load in _models(vllm_config)]
     began = _process_began_ns()
     return ", ".join(
-        weights_identity(folder, root / "weights.json", loaded_ns=began) for folder in dict.fromkeys(folders)
+        weights_identity(folder, root / "weights.json", key=key, loaded_ns=began)
+        for folder in dict.fromkeys(folders)
     )
 
 

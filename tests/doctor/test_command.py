@@ -108,6 +108,14 @@ def test_bad_settings_are_listed_all_at_once_and_nothing_is_guessed_from_them(
     assert "transfer_timeout_s" in found["settings"]["finding"]
 
 
+def test_a_key_file_that_a_start_refuses_is_a_no_go(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, found = doctor(capsys, "--config", f"tier_key_file={tmp_path / 'key'}")
+    assert (code, found["settings"]["verdict"]) == (1, "no-go")
+    assert found["settings"]["finding"].startswith(f"tier_key_file: {tmp_path / 'key'} is not used")
+
+
 def test_more_than_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     code, found = doctor(capsys, "--config", '{"host_bytes": "1000TiB"}')
     assert (code, found["host memory"]["verdict"]) == (1, "no-go")

@@ -41,6 +41,7 @@ KEYS = [
     "remote_url",
     "share_after_hits",
     "remote_timeout_s",
+    "tier_key_file",
     "otlp_endpoint",
 ]
 
@@ -82,6 +83,7 @@ def test_everything_can_be_set() -> None:
         "remote_url": "mooncake://localhost:50051?protocol=rdma",
         "share_after_hits": 2,
         "remote_timeout_s": 0.5,
+        "tier_key_file": "/tmp/key",
         "otlp_endpoint": "http://localhost:4318/v1/traces",
     }
     assert list(raw) == KEYS
@@ -110,6 +112,7 @@ def test_everything_can_be_set() -> None:
         "mooncake://localhost:50051?protocol=rdma",
         2,
         0.5,
+        Path("/tmp/key"),
     )
 
 
@@ -226,6 +229,7 @@ BAD: dict[str, list[object]] = {
     "remote_url": ["", "redis://host:1", "s3://", "s3:/bucket", "mooncake://a b:1", 7, None],
     "share_after_hits": [-1, 1.0, "1", True, None],
     "remote_timeout_s": [0, -1, "1", True, None],
+    "tier_key_file": ["", "a\0b", 3, None],
 }
 
 
@@ -390,7 +394,7 @@ def nested(depth: int) -> object:
     ids=["minus", "digits", "no float", "64 bits", "nested", "size", "spaces", "long"],
 )
 def test_no_value_is_too_large_or_too_deep_to_be_refused(key: str, value: object) -> None:
-    if key in ("journal_path", "disk_path") and isinstance(value, str):
+    if key in ("journal_path", "disk_path", "tier_key_file") and isinstance(value, str):
         assert getattr(parse_config({key: value}), key) == Path(value)
         return
     (problem,) = problems({key: value})

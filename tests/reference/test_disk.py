@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import fcntl
+import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
+import numpy as np
 import pytest
+from xxhash import xxh3_64_intdigest
 
+from kvoffload.disk.index_log import load_index, start_index
+from kvoffload.disk.open_folder import open_folder
 from kvoffload.disk.slot_file import SlotFile, SlotFileInUse, open_slot_file
+from kvoffload.disk.tier_key import TierKey
 from kvoffload.model.causes import EvictionCause, MissCause, TierOutcome
 from kvoffload.model.events import Event, TierCopyEnded
 from kvoffload.model.transfer import Direction
 from kvoffload.runtime import worker_disk
+from kvoffload.testing.logs import capture_logs
 from tests.reference.rig import BLOCK, KINDS, Options, Rig, rig, slot_bytes, text
 
 PROMPT = text(1, 10 * BLOCK)
@@ -132,6 +140,86 @@ def test_r18_an_engine_with_other_weights_finds_nothing(start: StartEngine) -> N
     assert copied(made, Direction.LOAD) == 0
 
 
+def key_file(path: Path) -> dict[str, object]:
+    """The setting of a key that is made of the file's name."""
+    path.touch(mode=0o600)
+    path.write_text(path.name * 32)
+    return {"tier_key_file": str(path)}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_r18_the_next_engine_finds_what_was_put_if_it_has_the_same_key(
+    start: StartEngine, tmp_path: Path, ranks: int
+) -> None:
+    key, other = key_file(tmp_path / "a"), key_file(tmp_path / "b")
+    leave_on_disk(start(ranks=ranks, extra={**key}))
+    found = []
+    for extra in ({}, other, key):
+        made = start(ranks=ranks, extra={**extra})
+        made.run(PROMPT)
+        found.append(copied(made, Direction.LOAD) > 0)
+        made.assert_clean()
+    assert found == [False, False, True]
+
+
+def forge(folder: Path, key: TierKey | None) -> None:
+    """Replace every block's bytes, and the index by one with checksums of these bytes."""
+    size = slot_bytes("full")
+    with open_folder(folder) as opened, (folder / "slots0").open("r+b") as file:
+        found = load_index(opened, 2**20, key)
+        assert found is not None
+        assert len(found.entries) > 0
+        for slot in found.entries.slots.tolist():
+            file.seek(4096 + slot * (-size // 4096 * -4096))
+            file.write(b"\x01" * size)
+        sums = np.full_like(found.entries.sums, xxh3_64_intdigest(b"\x01" * size))
+        start_index(opened, replace(found.header, key=None), replace(found.entries, sums=sums)).close()
+
+
+@pytest.mark.parametrize("has_key", [False, True])
+def test_r17_blocks_that_were_forged_with_their_checksums_are_not_served_if_there_is_a_key(
+    start: StartEngine, tmp_path: Path, has_key: bool
+) -> None:
+    key, extra = TierKey(b"a" * 32) if has_key else None, key_file(tmp_path / "a") if has_key else {}
+    leave_on_disk(start(extra={**extra}))
+    start(folder="another")  # so that the first one has ended
+    [folder] = tmp_path.glob("disk/*/replica0")
+    forge(folder, None if key is None else key.of(folder.parent.name))
+    made = start(extra={**extra})
+    with nullcontext() if has_key else pytest.raises(AssertionError):  # of the tokens
+        made.run(PROMPT)
+    assert (copied(made, Direction.LOAD) > 0) is not has_key
+
+
+def test_the_key_is_in_no_file_and_no_log_line(start: StartEngine, tmp_path: Path) -> None:
+    with capture_logs() as lines:
+        leave_on_disk(start(extra={**key_file(tmp_path / "a"), "journal_path": str(tmp_path / "journal")}))
+        start(folder="another")  # so that the first one has ended
+    texts = {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert texts.pop("a") == b"a" * 32
+    assert {"journal", "identity.json", "index", "slots0"} <= set(texts)
+    texts["log"] = repr(lines).encode()
+    for name, found in texts.items():
+        assert b"a" * 8 not in found, name
+        assert b"a".hex().encode() * 8 not in found, name
+
+
+@pytest.mark.parametrize("has_key", [False, True])
+def test_r18_files_of_other_weights_under_this_ones_name_are_not_served_if_there_is_a_key(
+    start: StartEngine, tmp_path: Path, has_key: bool
+) -> None:
+    key = key_file(tmp_path / "a") if has_key else {}
+    leave_on_disk(start(extra={**key, "disk_identity": "one"}))
+    start(extra={**key, "disk_identity": "two"})
+    start(folder="another")  # so that both have ended
+    one, two = sorted(tmp_path.glob("disk/*/replica0"), key=lambda path: path.parent.stat().st_ctime_ns)
+    shutil.rmtree(two)
+    one.rename(two)
+    made = start(extra={**key, "disk_identity": "two"})
+    made.run(PROMPT)
+    assert (copied(made, Direction.LOAD) > 0) is not has_key
+
+
 def test_r18_nothing_of_before_a_reset_is_found_now_or_after_a_restart(start: StartEngine) -> None:
     made = start()
     leave_on_disk(made)
@@ -205,10 +293,12 @@ def test_files_swapped_between_ranks_are_made_again(start: StartEngine, tmp_path
     made.assert_clean()
 
 
+@pytest.mark.parametrize("has_key", [False, True])
 def test_with_less_room_the_most_recently_used_are_found_and_the_rest_gives_its_space_back(
-    start: StartEngine, tmp_path: Path
+    start: StartEngine, tmp_path: Path, has_key: bool
 ) -> None:
-    made = start()
+    key = key_file(tmp_path / "a") if has_key else {}
+    made = start(extra={**key})
     made.run(MORE[0])
     made.run(MORE[0])
     settle(made)
@@ -218,7 +308,7 @@ def test_with_less_room_the_most_recently_used_are_found_and_the_rest_gives_its_
     new = copied(made, Direction.STORE) - old
     assert min(old, new) > 2
     smaller = {"disk_bytes_per_rank": 4096 + new * (-slot_bytes("full") // 4096 * -4096)}
-    made = start(extra=smaller)
+    made = start(extra={**smaller, **key})
     assert made.offload.core.state.disk is not None
     assert made.offload.core.state.disk.pool.room == new
     gauges = made.offload.gauges().disk

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,6 +47,28 @@ def test_r18_other_weights_and_other_ranks_find_nothing(start: StartEngine, url:
     for other in (start(url, disk_identity="other"), start(url, ranks=2, disk_identity="one")):
         other.opened().run()
         assert other.copied(Direction.LOAD) == 0
+
+
+def test_r18_engines_share_what_they_authenticate_with_one_key_and_with_no_other(
+    start: StartEngine, url: str, tmp_path: Path
+) -> None:
+    settings = [
+        {"tier_key_file": str(key_file(tmp_path / name, name)), "disk_identity": "keyed"} for name in "ab"
+    ]
+    start(url, **settings[0]).opened().share()
+    second = start(url, **settings[0]).opened()
+    second.run()
+    assert second.copied(Direction.LOAD) > 0
+    for other in (settings[1], {"disk_identity": "keyed"}):
+        engine = start(url, **other).opened()
+        engine.run()
+        assert engine.copied(Direction.LOAD) == 0
+
+
+def key_file(path: Path, letter: str) -> Path:
+    path.touch(mode=0o600)
+    path.write_text(letter * 32)
+    return path
 
 
 def keeping(lines: Sequence[dict[str, Any]]) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvoffload.model.config import OffloadConfig
+from kvoffload.model.errors import ConfigError
 from kvoffload.testing.logs import capture_logs
 from tests.vllm_adapter.engine_rig import MARKS
 
@@ -57,3 +58,17 @@ def test_vllm_knows_no_other_hashes() -> None:
 
     known = set(get_args(PrefixCachingHashAlgo))
     assert known - set(_HASHES) == {"xxhash", "xxhash_cbor"}
+
+
+@pytest.mark.parametrize("side", ["make_scheduler", "make_worker"])
+def test_a_key_file_that_cannot_be_used_stops_each_sides_start(
+    side: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvoffload_vllm import assembly
+
+    config = OffloadConfig(tier_key_file=tmp_path / "key")
+    monkeypatch.setattr(assembly, "_check", lambda *_: (None, config))
+    monkeypatch.setattr(assembly, "find_failure_policy", lambda _: "recompute")
+    nothing: Any = None
+    with pytest.raises(ConfigError, match=r"tier_key_file: .* is not used"):
+        getattr(assembly, side)(nothing, nothing)

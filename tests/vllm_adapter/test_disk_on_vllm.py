@@ -18,6 +18,7 @@ import pytest
 
 from kvoffload.disk.folder import lock_folder
 from kvoffload.disk.open_folder import open_folder
+from kvoffload.disk.tier_key import TierKey
 from kvoffload.logs import ROOT
 from kvoffload.model.causes import TierOutcome
 from kvoffload.model.events import TierCopyEnded
@@ -194,6 +195,32 @@ def test_r18_other_weights_of_the_same_shapes_find_nothing(
         assert not any(answer.cached for answer in life.ask().values())
         life.rig.check_clean()
     assert len(list(folder.glob("disk/*/replica0"))) == 2
+
+
+def test_r18_with_a_key_nothing_is_found_but_what_was_put_with_it(
+    before: Callable[[checkpoints.Kind], Before], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    was, path, uses, mac = before("qwen3"), tmp_path / "key", set[bytes](), TierKey.mac
+
+    def seen(key: TierKey, context: bytes, *data: bytes | memoryview) -> bytes:
+        uses.update(word for word in (b"slot", b"index", b"batch", b"weights") if context.startswith(word))
+        return mac(key, context, *data)
+
+    monkeypatch.setattr(TierKey, "mac", seen)
+    path.touch(mode=0o600)
+    path.write_bytes(bytes(32))
+    folder, extra = was.copy(tmp_path), {"tier_key_file": str(path)}
+    with living("qwen3", folder, extra=extra) as life:
+        assert life.restored == 0
+        life.ask()
+        while grows(life):
+            pass
+    with living("qwen3", folder, extra=extra) as life:
+        assert life.restored > 0
+        check_same(life.ask(), was.answers)
+        assert life.fetched() > 0
+        life.rig.check_clean()
+    assert {b"slot", b"index", b"batch", b"weights"} <= uses
 
 
 def test_a_second_engine_is_refused_by_the_holders_name_and_serves_without_a_disk(

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from kvoffload.disk.identity import KVIdentity
+from kvoffload.disk.tier_key import TierKey
 from kvoffload.model.errors import DiskError
 from tests.vllm_adapter.engine_rig import MARKS
 from tests.vllm_adapter.stand_ins import cache_config, full, group, vllm_config
@@ -46,14 +47,14 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     return make
 
 
-def find(config: Any, root: Path, by_hand: str | None = None) -> KVIdentity:
+def find(config: Any, root: Path, by_hand: str | None = None, key: TierKey | None = None) -> KVIdentity:
     from kvoffload_vllm.groups import BlockSizes, vllm_groups
     from kvoffload_vllm.kv_identity import find_identity
     from kvoffload_vllm.support import Features
 
     sizes = BlockSizes(32, 32)
     groups = vllm_groups(vllm_config(), cache_config(group(full(32))), features=Features(), sizes=sizes)
-    return find_identity(config, groups, root, by_hand)
+    return find_identity(config, groups, root, by_hand, key)
 
 
 def test_the_same_model_at_another_place_is_the_same(
@@ -63,6 +64,15 @@ def test_the_same_model_at_another_place_is_the_same(
     first, second = (find(settings(model), tmp_path) for model in (checkpoint, moved))
     assert first.fingerprint == second.fingerprint
     assert first.weights.startswith("digest ")
+
+
+def test_each_key_and_none_have_names_of_their_own(
+    checkpoint: Path, settings: Callable[..., Any], tmp_path: Path
+) -> None:
+    keys = None, TierKey(bytes(32)), TierKey(b"x" * 32)
+    found = [find(settings(checkpoint), tmp_path, "named", key) for key in keys]
+    assert len({each.fingerprint for each in found}) == 3
+    assert found[1] == find(settings(checkpoint), tmp_path, "named", TierKey(bytes(32)))
 
 
 @pytest.mark.parametrize(
