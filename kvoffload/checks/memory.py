@@ -20,7 +20,7 @@ SPEEDS = ((2 * 2**20, 0.85), (64 * 2**10, 0.8), (4 * 2**10, 0.5))
 def needed_bytes(setup: Setup) -> int:
     """Return the host memory of all ranks on this machine; rounded as the start rounds it if a block's size is known."""
     sizes = setup.sizes
-    share = setup.config.bytes_per_rank(sizes.ranks)
+    share = setup.config.host_bytes // sizes.ranks
     if sizes.block_bytes is not None:
         share = arena_bytes(share, sizes.page_bytes or (sizes.block_bytes,))
     return sizes.ranks * share
@@ -84,7 +84,7 @@ def _host_pool(setup: Setup, _: Machine) -> Finding:
             "give --model and --device-memory, or --block-bytes and --device-blocks",
         )
     ranks = setup.sizes.ranks
-    slots = setup.config.bytes_per_rank(ranks) // block
+    slots = setup.config.host_bytes // ranks // block
     ratio = f"{slots:,} blocks on the host, {device:,} on the device"
     if slots == 0:
         return no_go(f"{ratio}: one block takes {size_text(block)} on each rank", "raise host_bytes")

@@ -23,7 +23,7 @@ def _disk_space(setup: Setup, machine: Machine) -> Finding:
     path = setup.config.disk_path
     if path is None:
         return go(_NO_DISK)
-    needed = setup.config.disk_share(setup.sizes.ranks) * setup.sizes.ranks
+    needed = setup.config.disk_bytes
     free, ours = machine.free(_existing(path)), _bytes_below(path)
     if needed > free + ours:
         return warn(

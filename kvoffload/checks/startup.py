@@ -56,7 +56,7 @@ def examine_rank(
         page_bytes=tuple(region.page_bytes for region in layout.regions),
         device_blocks=layout.regions[0].blocks - 1,  # without the engine's null block
     )
-    config = replace(config, host_bytes_per_rank=config.bytes_per_rank(ranks))
+    config = replace(config, host_bytes=config.host_bytes // ranks * local_ranks)
     return examine(checks, Setup(config, sizes, pins=layout.device.startswith("cuda")), machine)
 
 

@@ -96,12 +96,12 @@ def _answers(args: argparse.Namespace) -> list[Answer]:
     settings += [dict(one.settings) for one in given if one.settings is not None]
     if len(settings) > 1:
         raise CommandError("settings are given twice: in --config and in the engine's own configuration")
+    machine, sizes = Machine(), next((one.sizes for one in given), Sizes())
     try:
-        config = parse_config(settings[0]) if settings else OffloadConfig()
+        config = parse_config(settings[0], sizes.ranks) if settings else OffloadConfig()
         read_tier_key(config.tier_key_file)
     except ConfigError as error:  # nothing is guessed from settings that cannot be used
         return [Answer("settings", no_go(str(error), "correct what is named"))]
-    machine, sizes = Machine(), next((one.sizes for one in given), Sizes())
     checks = (
         *memory.CHECKS,
         *([memory.COPY_SPEED] if sizes.page_bytes else []),

@@ -24,9 +24,12 @@ _LONGEST_SHOWN = 200  # characters of a bad value
 AUTO: Final = "auto"
 """`min_load_tokens`: use the measured break-even length."""
 
+PER_RANK: Final = "cpu_bytes_to_use_per_rank"
+"""The key of vLLM's own connector that counts bytes of each rank."""
+
 ALIASES = {
     "cpu_bytes_to_use": "host_bytes",
-    "cpu_bytes_to_use_per_rank": "host_bytes_per_rank",
+    PER_RANK: "host_bytes",
     "lazy_offload": "store_policy",
 }
 """Keys of vLLM's own connector, with the key that each one sets here."""
@@ -53,7 +56,6 @@ class OffloadConfig:
 
     Args:
         host_bytes: host memory of one engine, all its ranks together.
-        host_bytes_per_rank: host memory of each rank; overrides `host_bytes`.
         store_policy: "eager" stores what is computed, "lazy" what the device is about to evict.
         eviction_policy: which block leaves the host first.
         min_load_tokens: shorter hits are recomputed; None means one block, "auto" the measured break-even length.
@@ -67,7 +69,6 @@ class OffloadConfig:
         journal_max_bytes: of that file and the one that was rotated away before it.
         disk_path: folder for the disk below host memory; None for none.
         disk_bytes: space on disk of one engine, all its ranks together.
-        disk_bytes_per_rank: space on disk of each rank; wins over `disk_bytes` where given.
         spill_after_hits: how often a block is found again before it is written to the disk.
         drain_s: seconds for which the disk may keep an engine without requests stepping, at its start and before it stops.
         disk_identity: a name that changes with the weights, where they cannot be read to tell them from others.
@@ -79,7 +80,6 @@ class OffloadConfig:
     """
 
     host_bytes: int = 8 * 2**30
-    host_bytes_per_rank: int | None = None
     store_policy: str = "eager"
     eviction_policy: str = "lru"
     min_load_tokens: int | Literal["auto"] | None = None
@@ -93,7 +93,6 @@ class OffloadConfig:
     otlp_endpoint: str | None = None
     disk_path: Path | None = None
     disk_bytes: int = 64 * 2**30
-    disk_bytes_per_rank: int | None = None
     spill_after_hits: int = 1
     drain_s: float = 3.0
     disk_identity: str | None = None
@@ -101,14 +100,6 @@ class OffloadConfig:
     share_after_hits: int = 1
     remote_timeout_s: float = 2.0
     tier_key_file: Path | None = None
-
-    def disk_share(self, ranks: int) -> int:
-        """Return the bytes on disk that each of `ranks` workers may use."""
-        return self.disk_bytes_per_rank if self.disk_bytes_per_rank is not None else self.disk_bytes // ranks
-
-    def bytes_per_rank(self, ranks: int) -> int:
-        """Return the host bytes that each of `ranks` workers may use."""
-        return self.host_bytes_per_rank if self.host_bytes_per_rank is not None else self.host_bytes // ranks
 
 
 def parse_bytes(value: object) -> int:
@@ -143,8 +134,12 @@ def size_text(number: float) -> str:
     return f"{number:.0f} B"
 
 
-def parse_config(raw: Mapping[str, object]) -> OffloadConfig:
+def parse_config(raw: Mapping[str, object], ranks: int = 1) -> OffloadConfig:
     """Return the settings in `raw`; missing keys have their defaults.
+
+    Args:
+        raw: as the operator wrote them.
+        ranks: of the engine; `cpu_bytes_to_use_per_rank` is multiplied by them.
 
     Raises:
         ConfigError: lists every unknown key with the nearest valid one, and every bad value with what is allowed.
@@ -164,7 +159,7 @@ def parse_config(raw: Mapping[str, object]) -> OffloadConfig:
             continue
         allowed, parse = parser
         try:
-            values[key] = parse(value)
+            values[key] = parse(value) if name != PER_RANK else parse_bytes(value) * ranks
         except ConfigError as error:
             problems += error.problems
         except (ValueError, TypeError, OverflowError):
@@ -292,7 +287,6 @@ def _remote(value: object) -> str:
 _BYTES = 'a positive number of bytes, such as 8589934592 or "8GiB"'
 _PARSERS: dict[str, tuple[str, Callable[[object], object]]] = {
     "host_bytes": (_BYTES, parse_bytes),
-    "host_bytes_per_rank": (_BYTES, parse_bytes),
     "store_policy": _one_of("eager", "lazy"),
     "eviction_policy": _one_of("lru"),
     "min_load_tokens": (f'a number of tokens, 0 or more, or "{AUTO}"', _tokens),
@@ -305,7 +299,6 @@ _PARSERS: dict[str, tuple[str, Callable[[object], object]]] = {
     "journal_max_bytes": (_BYTES, parse_bytes),
     "disk_path": ("a folder's path", _path),
     "disk_bytes": (_BYTES, parse_bytes),
-    "disk_bytes_per_rank": (_BYTES, parse_bytes),
     "spill_after_hits": ("a number of hits, 0 or more", _hits),
     "drain_s": ("a positive number of seconds", _seconds),
     "disk_identity": ("a name of at most 200 characters", _name),

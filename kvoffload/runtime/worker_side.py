@@ -99,7 +99,7 @@ class WorkerSide:
         check_pieces(self._config.layout, layout)
         # The machine's first rank answers for all: later ones would count memory as gone that the first have already taken.
         ranks = self._local_ranks if self._rank % self._local_ranks == 0 else 1
-        slots = slots_for(self._config.bytes_per_rank(self._ranks), layout, ranks=ranks)
+        slots = slots_for(self._config.host_bytes // self._ranks, layout, ranks=ranks)
         executor = self._portal.executor
         arena = Arena(layout, slots, make_allocator(layout, executor=executor), clock=self._clock)
         copier = self._copier or make_copier(
@@ -199,7 +199,7 @@ class WorkerSide:
         return WorkerDisk(
             place,
             shape,
-            self._config.disk_share(self._ranks),
+            self._config.disk_bytes // self._ranks,
             arena,
             self._portal.new_executor("disk", threads=disk_copies.THREADS),
             self._clock,

@@ -178,7 +178,7 @@ def make_spans(config: OffloadConfig, shape: EngineShape, now: Callable[[], floa
     about: dict[str, str | int] = {
         "kvoffload.ranks": shape.ranks,
         "kvoffload.device_blocks": shape.device_blocks,
-        "kvoffload.host_bytes": config.bytes_per_rank(shape.ranks) * shape.ranks,
+        "kvoffload.host_bytes": config.host_bytes,
         "kvoffload.store_policy": config.store_policy,
     }
     return SpanObserver(make_exporter(config.otlp_endpoint), about, now)

@@ -73,7 +73,7 @@ class ReferencePlugin:
         Raises:
             ConfigError: the engine's `plugin_config` has bad keys or values.
         """
-        self._config = parse_config(engine.plugin_config)
+        self._config = parse_config(engine.plugin_config, engine.ranks)
         device = PoolDevice()
         shape = shape_of(engine, self._promises)
         self._tier_key = read_tier_key(self._config.tier_key_file)

@@ -202,7 +202,8 @@ def _check(
 
 
 def _config(vllm_config: VllmConfig) -> OffloadConfig:
-    config = parse_config(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
+    raw = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
+    config = parse_config(raw, vllm_config.parallel_config.world_size)
     check_installed(config)
     engine = _replica(vllm_config)
     if config.journal_path is None or engine == 0:

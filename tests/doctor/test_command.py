@@ -116,6 +116,12 @@ def test_a_key_file_that_a_start_refuses_is_a_no_go(
     assert found["settings"]["finding"].startswith(f"tier_key_file: {tmp_path / 'key'} is not used")
 
 
+def test_bytes_of_each_rank_are_multiplied_by_the_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--config", "cpu_bytes_to_use_per_rank=1MiB", "--tensor-parallel-size", "3"]
+    _, found = doctor(capsys, *argv)
+    assert found["host memory"]["finding"].startswith("3.0 MiB ")
+
+
 def test_more_than_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     code, found = doctor(capsys, "--config", '{"host_bytes": "1000TiB"}')
     assert (code, found["host memory"]["verdict"]) == (1, "no-go")

@@ -50,9 +50,9 @@ class Driven:
         self.head_dim = head_dim
         size = slot_bytes("full", ranks) // HEAD_DIM * head_dim
         extra: dict[str, object] = {
-            "host_bytes_per_rank": 40 * size,
+            "host_bytes": ranks * 40 * size,
             "disk_path": Path(folder),
-            "disk_bytes_per_rank": 4096 + blocks * (size + 4096),
+            "disk_bytes": ranks * (4096 + blocks * (size + 4096)),
             "spill_after_hits": 1,
         }
         config = config_of("full", ranks=ranks, timeout_s=timeout_s, extra=extra)

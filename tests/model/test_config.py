@@ -21,7 +21,6 @@ from kvoffload.model.errors import ConfigError
 
 KEYS = [
     "host_bytes",
-    "host_bytes_per_rank",
     "store_policy",
     "eviction_policy",
     "min_load_tokens",
@@ -34,7 +33,6 @@ KEYS = [
     "journal_max_bytes",
     "disk_path",
     "disk_bytes",
-    "disk_bytes_per_rank",
     "spill_after_hits",
     "drain_s",
     "disk_identity",
@@ -63,7 +61,6 @@ def test_silence_means_the_defaults() -> None:
 def test_everything_can_be_set() -> None:
     raw = {
         "host_bytes": "2GiB",
-        "host_bytes_per_rank": 4096,
         "store_policy": "lazy",
         "eviction_policy": "lru",
         "min_load_tokens": 0,
@@ -76,7 +73,6 @@ def test_everything_can_be_set() -> None:
         "journal_max_bytes": "64MiB",
         "disk_path": "/tmp/disk",
         "disk_bytes": "1TiB",
-        "disk_bytes_per_rank": 8192,
         "spill_after_hits": 0,
         "drain_s": 1.5,
         "disk_identity": "v7",
@@ -91,7 +87,6 @@ def test_everything_can_be_set() -> None:
     endpoint = "http://localhost:4318/v1/traces"
     assert config == OffloadConfig(
         2 * 2**30,
-        4096,
         "lazy",
         "lru",
         0,
@@ -105,7 +100,6 @@ def test_everything_can_be_set() -> None:
         endpoint,
         Path("/tmp/disk"),
         2**40,
-        8192,
         0,
         1.5,
         "v7",
@@ -210,7 +204,7 @@ def test_what_is_no_number_of_bytes(value: object) -> None:
 
 BAD: dict[str, list[object]] = {
     "host_bytes": [0, "lots", None, 1.5],
-    "host_bytes_per_rank": [-1, "", False],
+    "cpu_bytes_to_use_per_rank": [-1, "", False],
     "store_policy": ["Eager", "", None, 3, ["eager"]],
     "eviction_policy": ["fifo", None],
     "min_load_tokens": [-1, 1.0, "16", True, None],
@@ -222,7 +216,6 @@ BAD: dict[str, list[object]] = {
     "journal_max_bytes": [0, "much", None],
     "disk_path": ["", "a\0b", 3, None],
     "disk_bytes": [0, "lots", None],
-    "disk_bytes_per_rank": [-1, "", False],
     "spill_after_hits": [-1, 1.0, "1", True, None],
     "drain_s": [0, -1, "1", True, None],
     "disk_identity": ["", " ", 7, None],
@@ -266,6 +259,7 @@ def test_all_problems_are_listed_at_once() -> None:
         ("cpu_bytes_to_us", "cpu_bytes_to_use"),
         ("kv_ofload_backend", "kv_offload_backend"),
         ("transfer_timeout", "transfer_timeout_s"),
+        ("host_bytes_per_rank", "host_bytes"),
     ],
 )
 def test_an_unknown_key_is_met_with_the_nearest(typed: str, meant: str) -> None:
@@ -282,7 +276,7 @@ def test_a_key_like_none_other_is_met_with_all() -> None:
     [
         ({"cpu_bytes_to_use": 4096}, OffloadConfig(host_bytes=4096)),
         ({"cpu_bytes_to_use": 1.5 * (1 << 30)}, OffloadConfig(host_bytes=3 * 2**29)),
-        ({"cpu_bytes_to_use_per_rank": "1KiB"}, OffloadConfig(host_bytes_per_rank=1024)),
+        ({"cpu_bytes_to_use_per_rank": "1KiB"}, OffloadConfig(host_bytes=1024)),
         ({"lazy_offload": True}, OffloadConfig(store_policy="lazy")),
         ({"lazy_offload": False}, OffloadConfig(store_policy="eager")),
         ({"kv_offload_backend": "cpu"}, OffloadConfig()),
@@ -324,7 +318,8 @@ def test_the_replaced_connectors_count_of_blocks_is_met_with_the_key_for_bytes()
     ("one", "other", "key"),
     [
         (("host_bytes", 1), ("cpu_bytes_to_use", 2), "host_bytes"),
-        (("host_bytes_per_rank", 1), ("cpu_bytes_to_use_per_rank", 1), "host_bytes_per_rank"),
+        (("host_bytes", 1), ("cpu_bytes_to_use_per_rank", 1), "host_bytes"),
+        (("cpu_bytes_to_use", 1), ("cpu_bytes_to_use_per_rank", 1), "host_bytes"),
         (("store_policy", "lazy"), ("lazy_offload", True), "store_policy"),
     ],
 )
@@ -340,10 +335,10 @@ def test_two_keys_for_one_setting_are_named_also_where_a_value_is_bad() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "ranks", "share"), [({"host_bytes": 9}, 2, 4), ({"host_bytes_per_rank": 9}, 2, 9)]
+    ("key", "whole"), [("host_bytes", 1024), ("cpu_bytes_to_use", 1024), ("cpu_bytes_to_use_per_rank", 4096)]
 )
-def test_the_bytes_of_a_rank(config: dict, ranks: int, share: int) -> None:
-    assert parse_config(config).bytes_per_rank(ranks) == share
+def test_only_bytes_of_each_rank_are_multiplied_by_the_ranks(key: str, whole: int) -> None:
+    assert parse_config({key: "1KiB"}, ranks=4).host_bytes == whole
 
 
 @pytest.mark.parametrize("verify", ["off", "sample", "full"])

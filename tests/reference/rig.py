@@ -64,7 +64,7 @@ def config_of(kind: str, **options: Unpack[Options]) -> EngineConfig:
     ranks = options.get("ranks", 1)
     plugin_config: dict[str, object] = {
         "store_policy": options.get("store_policy", "eager"),
-        "host_bytes_per_rank": options.get("host_blocks", PLENTY) * slot_bytes(kind, ranks),
+        "host_bytes": options.get("host_blocks", PLENTY) * ranks * slot_bytes(kind, ranks),
         "transfer_timeout_s": options.get("timeout_s", TIMEOUT_S),
         **options.get("extra", {}),
     }

@@ -40,7 +40,7 @@ def start(tmp_path: Path) -> Iterator[StartEngine]:
             running.pop_all().close()
             extra = {
                 "disk_path": tmp_path / folder,
-                "disk_bytes_per_rank": 4096 + 400 * (slot_bytes(kind) + 4096),
+                "disk_bytes": options.get("ranks", 1) * (4096 + 400 * (slot_bytes(kind) + 4096)),
                 **options.pop("extra", {}),
             }
             options["extra"] = extra
@@ -248,7 +248,7 @@ def test_r18_a_reset_before_the_index_was_read_reaches_it(start: StartEngine, tm
     made = start()
     leave_on_disk(made)
     start(folder="another")
-    extra = {"disk_path": tmp_path / "disk", "disk_bytes_per_rank": 4096 + 400 * (slot_bytes("full") + 4096)}
+    extra = {"disk_path": tmp_path / "disk", "disk_bytes": 4096 + 400 * (slot_bytes("full") + 4096)}
     with rig("full", host_blocks=48, extra=extra, starts_ready=False) as second:
         assert second.offload.reset()
         assert not list(tmp_path.glob("disk/*/replica0/index")), "a process killed now leaves it to the next"
@@ -307,14 +307,14 @@ def test_with_less_room_the_most_recently_used_are_found_and_the_rest_gives_its_
     leave_on_disk(made)
     new = copied(made, Direction.STORE) - old
     assert min(old, new) > 2
-    smaller = {"disk_bytes_per_rank": 4096 + new * (-slot_bytes("full") // 4096 * -4096)}
+    smaller = {"disk_bytes": 4096 + new * (-slot_bytes("full") // 4096 * -4096)}
     made = start(extra={**smaller, **key})
     assert made.offload.core.state.disk is not None
     assert made.offload.core.state.disk.pool.room == new
     gauges = made.offload.gauges().disk
     assert gauges.capacity_slots == sum(gauges.slots.values()) == new
     [path] = tmp_path.glob("disk/*/replica0/slots0")
-    assert path.stat().st_blocks * 512 < smaller["disk_bytes_per_rank"] + 64 * 1024
+    assert path.stat().st_blocks * 512 < smaller["disk_bytes"] + 64 * 1024
     made.run(PROMPT)
     assert copied(made, Direction.LOAD) == new
     made.run(MORE[0])
@@ -329,7 +329,7 @@ def test_a_folder_in_use_leaves_the_second_engine_without_a_disk(
     monkeypatch.setattr(worker_disk, "LOCK_PAUSE_S", 0.0)
     made = start()
     leave_on_disk(made)
-    extra = {"disk_path": tmp_path / "disk", "disk_bytes_per_rank": 2**20}
+    extra = {"disk_path": tmp_path / "disk", "disk_bytes": 2**20}
     with rig("full", host_blocks=48, extra=extra, starts_ready=False) as second:
         second.run(PROMPT)
         second.run(PROMPT)

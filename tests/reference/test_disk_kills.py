@@ -50,7 +50,7 @@ class Served:
         self.plugin = ReferencePlugin()
         extra: dict[str, object] = {
             "disk_path": folder,
-            "disk_bytes_per_rank": 4096 + 60 * (slot_bytes("full", 2) + 4096),
+            "disk_bytes": 2 * (4096 + 60 * (slot_bytes("full", 2) + 4096)),
         }
         config = config_of("full", ranks=2, host_blocks=40, extra=extra)
         if counting:

@@ -6,6 +6,8 @@ import gc
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -217,8 +219,8 @@ def advance(made: Rig, request_id: str) -> None:
 
 BAD: list[tuple[Options, str]] = [
     ({"extra": {"host_byte": 5, "store_policy": "soon"}}, "store_policy is 'soon'.*did you mean host_bytes"),
-    ({"extra": {"host_bytes_per_rank": slot_bytes("full") - 1}}, "below one block"),
-    ({"extra": {"host_bytes_per_rank": 2**60}}, "above"),
+    ({"extra": {"host_bytes": slot_bytes("full") - 1}}, "below one block"),
+    ({"extra": {"host_bytes": 2**60}}, "above"),
     ({"extra": {"journal_path": "/proc/nowhere/journal"}}, "journal_path"),
     (
         {"extra": {"verify": "full"}, "promises": Promises(recovers_loads=False)},
@@ -244,6 +246,14 @@ def assert_no_threads_but(before: set[threading.Thread]) -> None:
     for thread in set(threading.enumerate()) - before:
         thread.join(PATIENCE_S)  # it was asked to end, and takes its time
         assert not thread.is_alive(), thread
+
+
+def test_memory_of_each_rank_is_multiplied_by_the_ranks() -> None:
+    extra: dict[str, object] = {"cpu_bytes_to_use_per_rank": 4 * slot_bytes("full", 2)}
+    config = replace(config_of("full", ranks=2), plugin_config=extra)
+    plugin = ReferencePlugin()
+    with closing(Engine(config, plugin, clock=lambda: 0.0)):
+        assert [worker.pump._arena.slots for worker in plugin.workers] == [4, 4]
 
 
 def test_a_second_rank_that_cannot_start_stops_the_first() -> None:

@@ -125,10 +125,10 @@ def _with_disk(scenario: Scenario) -> Scenario:
     trouble = DISK_TROUBLES[draws.choice([*DISK_TROUBLES, "none", "some"])]
     usual_s = draws.choice([0.0, 0.001, 0.01, scenario.timeout_s / 3])
     settings = {
-        "disk_bytes_per_rank": (1 + draws.choice([2, 20, 60, 60])) * PAGE,
+        "disk_bytes": scenario.engine.ranks * (1 + draws.choice([2, 20, 60, 60])) * PAGE,
         "spill_after_hits": draws.choice([0, 0, 1, 2]),
         "store_policy": draws.choice(["eager", "eager", "eager", "lazy"]),
-        "host_bytes_per_rank": draws.choice([1, 5, 15, 30, 60, 60]) * _slot_bytes(scenario.engine),
+        "host_bytes": draws.choice([1, 5, 15, 30, 60, 60]) * _block_bytes(scenario.engine),
     }
     acts = list(scenario.acts)
     often = ["restart", "restart", "restart", "disk_rots", "disk_is_gone"]
@@ -152,7 +152,7 @@ def _with_store(scenario: Scenario) -> Scenario:
         "remote_url": "s3://simulated/engines",
         "remote_timeout_s": timeout_s,
         "share_after_hits": draws.choice([0, 0, 0, 0, 1, 2]),
-        "host_bytes_per_rank": draws.choice([15, 30, 60, 60]) * _slot_bytes(scenario.engine),
+        "host_bytes": draws.choice([15, 30, 60, 60]) * _block_bytes(scenario.engine),
     }
     acts = list(scenario.acts)
     often = [
@@ -230,7 +230,7 @@ def _with_recurrence(scenario: Scenario) -> Scenario:
 def _plugin(draws: random.Random, shape: EngineConfig, timeout_s: float) -> dict[str, object]:
     settings: dict[str, object] = {
         "store_policy": draws.choice(["eager", "lazy"]),
-        "host_bytes_per_rank": draws.choice([1, 5, 15, 30, 60, 60]) * _slot_bytes(shape),
+        "host_bytes": draws.choice([1, 5, 15, 30, 60, 60]) * _block_bytes(shape),
         "transfer_timeout_s": timeout_s,
         "verify": draws.choice(["off", "off", "sample", "full"]),
     }
@@ -238,9 +238,10 @@ def _plugin(draws: random.Random, shape: EngineConfig, timeout_s: float) -> dict
     return settings if least is None else {**settings, "min_load_tokens": least}
 
 
-def _slot_bytes(shape: EngineConfig) -> int:
+def _block_bytes(shape: EngineConfig) -> int:
+    """Of all ranks; each has as much host memory as the one with the most tensors needs."""
     most_tensors = -(-shape.model.layers_per_group // shape.ranks)
-    return most_tensors * shape.block_tokens * _CELL_BYTES
+    return shape.ranks * most_tensors * shape.block_tokens * _CELL_BYTES
 
 
 def _odds(draws: random.Random, ranks: int, timeout_s: float) -> tuple[Odds, ...]:

@@ -24,12 +24,24 @@ def test_each_engine_of_a_server_has_a_journal_of_its_own(index: int, file: str,
         data_parallel_index=index,
         data_parallel_size=engines_known,
         data_parallel_rank=index if engines_known > 1 else 0,
+        world_size=1,
     )
     from kvoffload_vllm import assembly
 
     extra = SimpleNamespace(kv_connector_extra_config={"journal_path": "/somewhere/journal"})
     given: Any = SimpleNamespace(kv_transfer_config=extra, parallel_config=parallel)
     assert assembly._config(given).journal_path == Path("/somewhere", file)
+
+
+def test_memory_of_each_rank_is_multiplied_by_vllms_ranks() -> None:
+    from kvoffload_vllm import assembly
+
+    extra = SimpleNamespace(kv_connector_extra_config={"cpu_bytes_to_use_per_rank": "1KiB"})
+    parallel = SimpleNamespace(
+        world_size=4, data_parallel_index=1, data_parallel_size=2, data_parallel_rank=1
+    )
+    given: Any = SimpleNamespace(kv_transfer_config=extra, parallel_config=parallel)
+    assert assembly._config(given).host_bytes == 4096
 
 
 @pytest.mark.parametrize(
