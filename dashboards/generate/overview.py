@@ -426,7 +426,6 @@ _HEALTH = Row(
                 "engine_name": "engine name",
                 "engine_version": "engine version",
                 "store_policy": "store_policy",
-                "eviction_policy": "eviction_policy",
                 "verify": "verify",
                 "min_load_tokens": "min_load_tokens",
             },

@@ -1,8 +1,8 @@
-"""Which block leaves the host first. An eviction policy is one small class here and one line in the table below."""
+"""Which block leaves a pool first. An eviction policy is one small class here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from kvoffload.model.ids import SlotId
@@ -97,6 +97,3 @@ class LruOrder:
 
 _END = SlotId(-1)
 _ABSENT = SlotId(-2)
-
-EVICTION_POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": LruOrder}
-"""What `eviction_policy` may name."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from msgspec import Struct
 
 from kvoffload.core.disk_state import DiskState
-from kvoffload.core.eviction import EVICTION_POLICIES
+from kvoffload.core.eviction import LruOrder
 from kvoffload.core.eviction_watch import EvictionWatch
 from kvoffload.core.holds import Holds
 from kvoffload.core.host_pool import HostPool
@@ -32,7 +32,6 @@ class Policy:
 
     Args:
         store_policy: "eager" or "lazy".
-        eviction_policy: a name in `EVICTION_POLICIES`.
         min_load_tokens: shorter hits are recomputed instead.
         prefix_junctions: ask the engine for recurrent states whose absence shortened hits.
         spill_after_hits: how often a block is found again before it is written to the disk; None without a disk.
@@ -40,7 +39,6 @@ class Policy:
     """
 
     store_policy: str = "eager"
-    eviction_policy: str = "lru"
     min_load_tokens: int = 0
     prefix_junctions: bool = True
     spill_after_hits: int | None = None
@@ -75,7 +73,7 @@ class CoreState:
         )
         self.below = tuple([tier for tier in (self.disk, self.remote) if tier is not None])
         """The tiers below the host, in the order in which they are looked into."""
-        self.pool = HostPool(EVICTION_POLICIES[policy.eviction_policy]())
+        self.pool = HostPool(LruOrder())
         self.requests = Requests()
         self.jobs = Jobs(shape.ranks)
         self.leases = Leases(device)

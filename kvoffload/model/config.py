@@ -57,7 +57,6 @@ class OffloadConfig:
     Args:
         host_bytes: host memory of one engine, all its ranks together.
         store_policy: "eager" stores what is computed, "lazy" what the device is about to evict.
-        eviction_policy: which block leaves the host first.
         min_load_tokens: shorter hits are recomputed; None means one block, "auto" the measured break-even length.
         verify: how much of a block is checksummed when it is stored and compared when it is loaded: nothing ("off"), a
             part ("sample") or all of it ("full"). Needs an engine that recomputes failed loads.
@@ -81,7 +80,6 @@ class OffloadConfig:
 
     host_bytes: int = 8 * 2**30
     store_policy: str = "eager"
-    eviction_policy: str = "lru"
     min_load_tokens: int | Literal["auto"] | None = None
     verify: str = "off"
     transfer_timeout_s: float = 30.0
@@ -288,7 +286,6 @@ _BYTES = 'a positive number of bytes, such as 8589934592 or "8GiB"'
 _PARSERS: dict[str, tuple[str, Callable[[object], object]]] = {
     "host_bytes": (_BYTES, parse_bytes),
     "store_policy": _one_of("eager", "lazy"),
-    "eviction_policy": _one_of("lru"),
     "min_load_tokens": (f'a number of tokens, 0 or more, or "{AUTO}"', _tokens),
     "verify": _one_of("off", "sample", "full"),
     "transfer_timeout_s": ("a positive number of seconds", _seconds),

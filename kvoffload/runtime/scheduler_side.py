@@ -502,7 +502,6 @@ def _policy(
     least = config.min_load_tokens if isinstance(config.min_load_tokens, int) else shape.alignment
     return Policy(
         config.store_policy,
-        config.eviction_policy,
         least,
         config.prefix_junctions,
         config.spill_after_hits if has_disk else None,

@@ -112,7 +112,6 @@ _INFO = tuple(
             "engine_name",
             "engine_version",
             "store_policy",
-            "eviction_policy",
             "verify",
             "min_load_tokens",
         ),

@@ -78,7 +78,7 @@ def info_labels(identity: EngineIdentity, config: OffloadConfig) -> Labels:
     """Return the label values of `kvoffload_info`, in the catalogue's order."""
     least = "one block" if config.min_load_tokens is None else str(config.min_load_tokens)
     values = kvoffload.__version__, identity.name, identity.version
-    return (*values, config.store_policy, config.eviction_policy, config.verify, least)
+    return (*values, config.store_policy, config.verify, least)
 
 
 def as_line(provenance: Mapping[str, object]) -> str:

@@ -22,7 +22,6 @@ from kvoffload.model.errors import ConfigError
 KEYS = [
     "host_bytes",
     "store_policy",
-    "eviction_policy",
     "min_load_tokens",
     "verify",
     "transfer_timeout_s",
@@ -62,7 +61,6 @@ def test_everything_can_be_set() -> None:
     raw = {
         "host_bytes": "2GiB",
         "store_policy": "lazy",
-        "eviction_policy": "lru",
         "min_load_tokens": 0,
         "verify": "off",
         "transfer_timeout_s": 5,
@@ -88,7 +86,6 @@ def test_everything_can_be_set() -> None:
     assert config == OffloadConfig(
         2 * 2**30,
         "lazy",
-        "lru",
         0,
         "off",
         5.0,
@@ -206,7 +203,6 @@ BAD: dict[str, list[object]] = {
     "host_bytes": [0, "lots", None, 1.5],
     "cpu_bytes_to_use_per_rank": [-1, "", False],
     "store_policy": ["Eager", "", None, 3, ["eager"]],
-    "eviction_policy": ["fifo", None],
     "min_load_tokens": [-1, 1.0, "16", True, None],
     "verify": ["on", True, None],
     "transfer_timeout_s": [0, -1, float("nan"), float("inf"), "30", True, None],

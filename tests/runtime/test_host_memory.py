@@ -28,7 +28,7 @@ def test_info_carries_versions_and_settings() -> None:
     side = Side(config=OffloadConfig(verify="sample", min_load_tokens="auto"))
     ((labels, number),) = side.side.gauges().numbers()["kvoffload_info"].items()
     assert number == 1
-    assert labels[1:] == ("unknown", "unknown", "eager", "lru", "sample", "auto")
+    assert labels[1:] == ("unknown", "unknown", "eager", "sample", "auto")
 
 
 def report(rank: int, *, ready: int, growing: bool = False) -> TransferReport:
