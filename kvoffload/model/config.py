@@ -44,11 +44,6 @@ _NOT_HERE = {
 }
 """Keys of vLLM's own connector that are refused, with the reason."""
 
-_REMOVED = {
-    "journal_for": "journal_for was removed with `kvoffload replay-journal`; leave it out: journal_path alone writes "
-    "the journal, which `kvoffload timeline` and `kvoffload report` read"
-}
-
 
 @dataclass(frozen=True, slots=True)
 class OffloadConfig:
@@ -196,8 +191,6 @@ def _shown(value: object) -> str:
 
 
 def _unknown(name: str) -> str:
-    if (removed := _REMOVED.get(name)) is not None:
-        return removed
     if name in _NOT_HERE:
         return f"{name} {_NOT_HERE[name]}"
     known = [*_PARSERS, *ALIASES, *_PARSERS_OF_VLLM]

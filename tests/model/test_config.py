@@ -234,12 +234,6 @@ def test_credentials_in_a_url_are_refused_and_not_repeated() -> None:
     assert "without credentials" in problem
 
 
-@pytest.mark.parametrize("value", ["reading", "replay", None])
-def test_a_removed_key_is_called_removed_whatever_it_was_set_to(value: object) -> None:
-    (problem,) = problems({"journal_for": value})
-    assert problem.startswith("journal_for was removed with `kvoffload replay-journal`; leave it out")
-
-
 def test_all_problems_are_listed_at_once() -> None:
     found = problems({"host_byte": 1, "store_policy": "x", "verify": "y", "nonsense": 1, "host_bytes": 2**20})
     assert len(found) == 4
@@ -256,6 +250,7 @@ def test_all_problems_are_listed_at_once() -> None:
         ("kv_ofload_backend", "kv_offload_backend"),
         ("transfer_timeout", "transfer_timeout_s"),
         ("host_bytes_per_rank", "host_bytes"),
+        ("journal_for", "journal_path"),
     ],
 )
 def test_an_unknown_key_is_met_with_the_nearest(typed: str, meant: str) -> None:
