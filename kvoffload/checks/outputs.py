@@ -113,15 +113,16 @@ def _journal(setup: Setup, _: Machine) -> Finding:
 
 
 def _collector(setup: Setup, _: Machine) -> Finding:
-    from kvoffload.telemetry.spans import check_installed
+    from kvoffload.telemetry.spans import check_exporter
 
-    if setup.config.otlp_endpoint is None:
+    endpoint = setup.config.otlp_endpoint
+    if endpoint is None:
         return go("none: no spans are sent")
     try:
-        check_installed(setup.config)
+        check_exporter(setup.config)
     except ConfigError as error:
-        return no_go(str(error), "pip install 'kvoffload[otel]'")
-    url = urlsplit(setup.config.otlp_endpoint)
+        return no_go(str(error), "correct what is named")
+    url = urlsplit(endpoint)
     port = url.port or (443 if url.scheme == "https" else 80)
     try:
         socket.create_connection((url.hostname or "", port), _PATIENCE_S).close()

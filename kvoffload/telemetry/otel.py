@@ -7,9 +7,9 @@
       load                  a rank's part of that load, with `queued` and `copy` inside
       fetch                 a rank's part of a fetch from the disk, in the same way
     spill                   a rank's part of a copy to the disk, in the same way
-    store                   a rank's part of a store, with `queued` and `copy` inside; evictions that made room are its events
+    store                   a rank's part of a store, in the same way
 
-A span of no length stands for what belongs to no request, such as a reset.
+A span of no length stands for what belongs to no request, such as a reset or an eviction.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from random import Random
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from opentelemetry.context import Context
-from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.trace import Span, Status, StatusCode, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from kvoffload.model.causes import CopyOutcome, EvictionCause, LoadOutcome
+import kvoffload
+from kvoffload.model.causes import CopyOutcome, LoadOutcome
 from kvoffload.model.errors import ConfigError
 from kvoffload.telemetry.trace import Args, Track, What
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 _SCOPE = "kvoffload"
-_REMEMBERED = 4096  # requests that may still have copies, and stores that have not reported
+_REMEMBERED = 4096  # requests that may still have copies
 _PROTOCOLS = ("http/protobuf", "grpc")
 _INSIDE = (What.QUEUED, What.COPY)
 _OUTER = (What.STORE, What.LOAD, What.SPILL, What.FETCH)
@@ -50,10 +50,6 @@ _FAILURES = frozenset(
         LoadOutcome.ABANDONED,
     )
 )
-
-K = TypeVar("K")
-V = TypeVar("V")
-Moment = tuple[str, dict[str, str | bool | int | float], int]
 
 
 class SpanCanvas:
@@ -70,8 +66,6 @@ class SpanCanvas:
         self._extract = TraceContextTextMapPropagator().extract
         self._open: dict[Track, Span] = {}
         self._contexts: dict[str, Context] = {}
-        self._evicted_for: dict[int, list[Moment]] = {}
-        self._last_store: int | None = None
         self._outer = Context()
 
     def begin(self, track: Track, request: str, at: float) -> None:
@@ -84,17 +78,15 @@ class SpanCanvas:
             start_time=_nanoseconds(at),
         )
         self._open[track] = span
-        _remember(self._contexts, request, set_span_in_context(span, Context()))
+        if len(self._contexts) >= _REMEMBERED:
+            del self._contexts[next(iter(self._contexts))]
+        self._contexts[request] = set_span_in_context(span, Context())
 
     def end(self, track: Track, at: float, how: str) -> None:
         """End a request's span."""
         span = self._open.pop(track)
         span.set_attribute(f"{_SCOPE}.end", how)
         span.end(_nanoseconds(at))
-
-    def scheduled(self, job: int) -> None:
-        """The evictions that follow made room for this store, or for another of the same step."""
-        self._last_store = job
 
     def span(self, track: Track, what: What, title: str, start: float, end: float, args: Args) -> None:
         """Draw a span."""
@@ -106,9 +98,6 @@ class SpanCanvas:
         )
         if what is What.LOOKUP and "hit_tokens" in args:
             span.set_attribute(f"{_SCOPE}.result", "hit" if args["hit_tokens"] else "miss")
-        if what is What.STORE:
-            for name, attributes, at in self._evicted_for.pop(_number(args["job"]), ()):
-                span.add_event(name, attributes, at)
         if args.get("outcome") in _FAILURES:
             span.set_status(Status(StatusCode.ERROR, str(args["outcome"])))
         if what in _OUTER:
@@ -120,9 +109,6 @@ class SpanCanvas:
         attributes, when = _attributes(args), _nanoseconds(at)
         if (span := self._open.get(track)) is not None:
             span.add_event(name, attributes, when)
-        elif args.get("cause") == EvictionCause.SPACE.value and self._last_store is not None:
-            earlier = self._evicted_for.pop(self._last_store, [])
-            _remember(self._evicted_for, self._last_store, [*earlier, (name, attributes, when)])
         else:
             alone = self._tracer.start_span(
                 f"{_SCOPE}.{name}", Context(), attributes=attributes, start_time=when
@@ -154,9 +140,10 @@ class Ended(SpanProcessor):
 
 
 class OwnIds(IdGenerator):
-    """Ids from a separate generator. The SDK uses the process's, which engines seed: all would use the same ids.
+    """Ids from a separate generator.
 
-    And an engine that draws from it too would no longer draw what it does without us.
+    The SDK draws from the process's, which engines seed: all engines would use the same ids, and one that draws from it too
+    would draw other numbers than without spans.
     """
 
     def __init__(self) -> None:
@@ -169,40 +156,29 @@ class OwnIds(IdGenerator):
         return self._random.randrange(1, 1 << 128)
 
 
-def make_provider(about: Mapping[str, str | int], ended: Ended) -> TracerProvider:
-    """Return a provider of one engine's own: nothing global is set. Heeds OTEL_RESOURCE_ATTRIBUTES and its like.
+def make_tracer(about: Mapping[str, str | int], ended: Ended) -> Tracer:
+    """Return a tracer of one engine's own: nothing global is set. OTEL_RESOURCE_ATTRIBUTES and its like override `about`.
 
     Args:
         about: attributes of the engine.
         ended: gets its spans.
     """
-    named = Resource.create()
-    described: dict[str, str | int] = {
+    described = {
+        "service.name": _SCOPE,
         "service.instance.id": str(uuid.uuid4()),
         "process.pid": os.getpid(),
         **about,
     }
-    if "OTEL_SERVICE_NAME" not in os.environ and "service.name" not in _asked_for():
-        described["service.name"] = _SCOPE
-    resource = named.merge(Resource(described))
+    resource = Resource.create(described).merge(OTELResourceDetector().detect())
     provider = TracerProvider(resource=resource, shutdown_on_exit=False, id_generator=OwnIds())
     provider.add_span_processor(ended)
-    return provider
-
-
-def make_canvas(provider: TracerProvider) -> SpanCanvas:
-    """Return a canvas whose spans go to the provider's processors."""
-    try:
-        release = version("kvoffload")
-    except PackageNotFoundError:  # the sources alone
-        release = ""
-    return SpanCanvas(provider.get_tracer(_SCOPE, release))
+    return provider.get_tracer(_SCOPE, kvoffload.__version__)
 
 
 def make_exporter(endpoint: str) -> SpanExporter:
     """Return the exporter to a collector, by the protocol of OTEL_EXPORTER_OTLP_TRACES_PROTOCOL.
 
-    Headers, time-outs, compression and certificates come from the environment too.
+    Headers, timeouts, compression and certificates come from the environment too.
 
     Raises:
         ConfigError: the protocol is not known.
@@ -215,7 +191,7 @@ def make_exporter(endpoint: str) -> SpanExporter:
     if protocol == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as Grpc
 
-        return Grpc(endpoint=endpoint, insecure=endpoint.startswith("http://"))
+        return Grpc(endpoint=endpoint)
     if protocol == "http/protobuf":
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as Http
 
@@ -225,25 +201,8 @@ def make_exporter(endpoint: str) -> SpanExporter:
     )
 
 
-def _asked_for() -> set[str]:
-    pairs = os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "").split(",")
-    return {pair.partition("=")[0].strip() for pair in pairs}
-
-
 def _attributes(args: Args) -> dict[str, str | bool | int | float]:
     return {f"{_SCOPE}.{name}": value for name, value in args.items() if isinstance(value, str | int | float)}
-
-
-def _number(value: object) -> int:
-    assert isinstance(value, int), value
-    return value
-
-
-def _remember(table: dict[K, V], key: K, value: V) -> None:
-    """Add a value; drop the oldest one beyond `_REMEMBERED`."""
-    if len(table) >= _REMEMBERED:
-        del table[next(iter(table))]
-    table[key] = value
 
 
 def _nanoseconds(at: float) -> int:

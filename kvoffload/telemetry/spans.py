@@ -1,4 +1,4 @@
-"""The observer that sends an engine's timeline as OpenTelemetry spans to the collector at `otlp_endpoint`.
+"""The observer that sends an engine's timeline as OpenTelemetry spans to a collector.
 
 Messages are selected inline and offered to a feed; another thread makes and sends the spans, so that a collector that does
 not answer blocks nothing: the feed fills, and what does not fit is dropped and counted. A gap ends every open span as
@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 NAME = "spans"
 _BATCH = 512
 _SPANNED: tuple[type, ...] = (
+    facts.RequestSeen,
     facts.BlocksAllocated,
+    facts.StepScheduled,
     facts.RequestEnded,
     events.HitPinned,
     events.HitDropped,
@@ -70,22 +72,16 @@ class SpanObserver:
         now: unix seconds.
     """
 
-    def __init__(
-        self,
-        exporter: SpanExporter,
-        about: dict[str, str | int],
-        now: Callable[[], float],
-    ) -> None:
+    def __init__(self, exporter: SpanExporter, about: dict[str, str | int], now: Callable[[], float]) -> None:
         from kvoffload.telemetry import otel
 
         self.trace_parent: str | None = None
-        """The trace parent of the next `RequestSeen`; set on the engine's thread."""
+        """The trace parent of the next `RequestSeen`; set on the engine's thread before each."""
         self._exporter = exporter
         self._now = now
         self._offered = 0
         self._ended = otel.Ended()
-        self._provider = otel.make_provider(about, self._ended)
-        self._canvas = otel.make_canvas(self._provider)
+        self._canvas = otel.SpanCanvas(otel.make_tracer(about, self._ended))
         self._timeline = Timeline(self._canvas)
         self._feed: Feed[Entry] | None = None
         self._on_failure: Callable[[], object] | None = None
@@ -101,9 +97,7 @@ class SpanObserver:
         self._on_failure = on_failure
         self._feed = bus.observe(NAME, (), capacity)
         for cls in _SPANNED:
-            bus.count(cls, self._pick)
-        bus.count(facts.RequestSeen, self._seen)
-        bus.count(facts.StepScheduled, self._step)
+            bus.count(cls, self._offer)
 
     async def run(self, executor: Executor, on_removed: Callable[[str, Exception], object]) -> None:
         """Make and send spans until the bus is closed. An exporter that raises ends it.
@@ -128,21 +122,13 @@ class SpanObserver:
 
     # -- on the engine's thread -------------------------------------------------------------------------------------
 
-    def _pick(self, message: object) -> None:
-        self._offer(message, None)
-
-    def _seen(self, message: facts.RequestSeen) -> None:
-        parent, self.trace_parent = self.trace_parent, None
-        self._offer(message, parent)
-
-    def _step(self, message: facts.StepScheduled) -> None:
-        if message.preempted:
-            self._offer(message, None)
-
-    def _offer(self, message: object, trace_parent: str | None) -> None:
+    def _offer(self, message: object) -> None:
         assert self._feed is not None
+        if isinstance(message, facts.StepScheduled) and not message.preempted:
+            return
+        parent = self.trace_parent if isinstance(message, facts.RequestSeen) else None
         self._offered += 1
-        self._feed.offer(Entry(self._offered, self._now(), compact((message,))[0], trace_parent))
+        self._feed.offer(Entry(self._offered, self._now(), compact((message,))[0], parent))
 
     # -- on the executor's ------------------------------------------------------------------------------------------
 
@@ -185,33 +171,24 @@ def make_spans(config: OffloadConfig, shape: EngineShape, now: Callable[[], floa
 
 
 def make_exporter(endpoint: str) -> SpanExporter:
-    """Return the exporter to a collector.
+    """Return the exporter to a collector; nothing is sent yet.
 
     Raises:
         ConfigError: the packages are not installed, or the environment asks for what is not known.
     """
     try:
-        from kvoffload.telemetry import otel
-
-        return otel.make_exporter(endpoint)
+        exporter: SpanExporter = import_module("kvoffload.telemetry.otel").make_exporter(endpoint)
     except ModuleNotFoundError as error:
-        raise _missing(error) from error
+        problem = f"otlp_endpoint is set, but {error.name} is not installed: pip install 'kvoffload[otel]'"
+        raise ConfigError([problem]) from error
+    return exporter
 
 
-def check_installed(config: OffloadConfig) -> None:
+def check_exporter(config: OffloadConfig) -> None:
     """Check that spans can be sent, if the settings have an `otlp_endpoint`.
 
     Raises:
-        ConfigError: the packages are not installed.
+        ConfigError: the packages are not installed, or the environment asks for what is not known.
     """
     if config.otlp_endpoint is not None:
-        try:
-            import_module("kvoffload.telemetry.otel")
-        except ModuleNotFoundError as error:
-            raise _missing(error) from error
-
-
-def _missing(error: ModuleNotFoundError) -> ConfigError:
-    return ConfigError(
-        [f"otlp_endpoint is set, but {error.name} is not installed: pip install 'kvoffload[otel]'"]
-    )
+        make_exporter(config.otlp_endpoint).shutdown()

@@ -249,8 +249,6 @@ class Timeline:
         self._jobs[event.job] = at, event.blocks, getattr(event, "request", None)
         if isinstance(event, events.LoadScheduled):
             self._find(event.request, at).loads[event.job] = at, event.tokens
-        elif isinstance(event, events.StoreScheduled):
-            self._canvas.scheduled(event.job)
 
     def _on_reported(self, at: float, event: events.RankReported) -> None:
         took = event.queue_s + event.copy_s

@@ -50,9 +50,6 @@ class Canvas(Protocol):
     def end(self, track: Track, at: float, how: str) -> None:
         """The request of this line has ended."""
 
-    def scheduled(self, job: int) -> None:
-        """A store was scheduled; the evictions that follow made room for it."""
-
     def span(self, track: Track, what: What, title: str, start: float, end: float, args: Args) -> None:
         """Draw a span. A span inside it follows it on the same line."""
 
@@ -84,9 +81,6 @@ class Trace:
 
     def end(self, track: Track, at: float, how: str) -> None:
         """Draw nothing."""
-
-    def scheduled(self, job: int) -> None:
-        """Draw nothing: evictions have their own line."""
 
     def span(self, track: Track, what: What, title: str, start: float, end: float, args: Args) -> None:
         """Draw a span."""

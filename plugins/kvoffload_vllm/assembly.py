@@ -22,7 +22,7 @@ from kvoffload.remote.address import RemotePlace, parse_address
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.scheduler_side import SchedulerSide
 from kvoffload.runtime.worker_side import WorkerSide
-from kvoffload.telemetry.spans import check_installed
+from kvoffload.telemetry.spans import check_exporter
 from kvoffload_vllm.doctor import RECOMPUTE, block_hashes, load_failures, recurrent_states
 from kvoffload_vllm.events import find_wire, publishes_events
 from kvoffload_vllm.failure_policy import find_failure_policy
@@ -204,7 +204,7 @@ def _check(
 def _config(vllm_config: VllmConfig) -> OffloadConfig:
     raw = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
     config = parse_config(raw, vllm_config.parallel_config.world_size)
-    check_installed(config)
+    check_exporter(config)
     engine = _replica(vllm_config)
     if config.journal_path is None or engine == 0:
         return config

@@ -183,17 +183,18 @@ def test_the_engines_trace_goes_on(traced: Traced) -> None:
     assert len({context.trace_id for context in traces if context}) == 3
 
 
-def test_a_store_has_its_queue_its_copy_and_the_evictions_that_made_room(make: Callable[..., Side]) -> None:
+def test_a_store_has_its_queue_and_its_copy_and_evictions_have_spans_of_their_own(
+    make: Callable[..., Side],
+) -> None:
     exporter = InMemorySpanExporter()
     side = make(exporter, slots=4)
     side.stored("p")
     side.stored("q")
     found = finished((side, exporter))
-    first, second = (span for span in found if span.name == "kvoffload.store")
-    assert [event.name for event in first.events] == []
-    assert [(event.name, dict(event.attributes or {})) for event in second.events] == [
-        ("BlocksEvicted", {"kvoffload.blocks": 2, "kvoffload.cause": "space"})
-    ]
+    _, second = (span for span in found if span.name == "kvoffload.store")
+    (evicted,) = (span for span in found if span.name == "kvoffload.BlocksEvicted")
+    assert evicted.parent is None
+    assert attributes(evicted) == {"kvoffload.blocks": 2, "kvoffload.cause": "space"}
     assert second.parent is None
     assert set(children(found, second)) == {"kvoffload.queued", "kvoffload.copy"}
     assert attributes(second)["kvoffload.bytes"] == 64
@@ -316,7 +317,9 @@ def test_the_resource_names_the_engine_and_heeds_the_environment(
     assert {resource.attributes["kvoffload.ranks"] for resource in resources} == {1}
     assert len({resource.attributes["service.instance.id"] for resource in resources}) == 2
     monkeypatch.delenv("OTEL_RESOURCE_ATTRIBUTES")
-    assert otel.make_provider({}, otel.Ended()).resource.attributes["service.name"] == "kvoffload"
+    ended = otel.Ended()
+    otel.make_tracer({}, ended).start_span("one").end()
+    assert ended.take()[0].resource.attributes["service.name"] == "kvoffload"
 
 
 def test_engines_that_seed_alike_name_their_spans_apart_and_draw_what_they_drew(
@@ -365,7 +368,7 @@ def test_an_engine_may_be_followed_for_as_long_as_it_runs(
     spans_ = side.side._spans
     assert spans_ is not None
     canvas, drawn = spans_._canvas, spans_._timeline
-    for table in (canvas._contexts, canvas._evicted_for, drawn._jobs):
+    for table in (canvas._contexts, drawn._jobs):
         assert len(table) <= 8
     assert not canvas._open
     side.close()
@@ -503,18 +506,18 @@ def test_without_the_packages_the_error_names_the_extra(monkeypatch: pytest.Monk
     monkeypatch.delitem(sys.modules, "kvoffload.telemetry.otel", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     monkeypatch.delattr("kvoffload.telemetry.otel", raising=False)
-    with pytest.raises(ConfigError, match=r"otlp_endpoint is set.*pip install 'kvoffload\[otel\]'"):
+    with pytest.raises(ConfigError, match=r"opentelemetry.*pip install 'kvoffload\[otel\]'"):
         Side(config=OffloadConfig(otlp_endpoint=URL))
 
 
 def test_a_worker_that_starts_first_says_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
     config = OffloadConfig(otlp_endpoint=URL)
-    spans.check_installed(config)
+    spans.check_exporter(config)
     monkeypatch.delitem(sys.modules, "kvoffload.telemetry.otel", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ConfigError, match=r"kvoffload\[otel\]"):
-        spans.check_installed(config)
-    spans.check_installed(OffloadConfig())
+        spans.check_exporter(config)
+    spans.check_exporter(OffloadConfig())
 
 
 class Collector(BaseHTTPRequestHandler):
