@@ -18,6 +18,9 @@ settings.register_profile("full", common, max_examples=200, derandomize=True)
 settings.register_profile("deep", common, max_examples=5000, stateful_step_count=100)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 
+# A collector that the environment names must not get the spans of tests.
+os.environ.pop("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", None)
+
 # Where a script started this run in the background SIGINT is ignored, also in every child. Tests of Ctrl-C need the default.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

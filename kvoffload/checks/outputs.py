@@ -113,16 +113,16 @@ def _journal(setup: Setup, _: Machine) -> Finding:
 
 
 def _collector(setup: Setup, _: Machine) -> Finding:
-    from kvoffload.telemetry.spans import check_exporter
+    from kvoffload.telemetry.spans import check_exporter, endpoint_of
 
-    endpoint = setup.config.otlp_endpoint
+    endpoint = endpoint_of(setup.config)
     if endpoint is None:
         return go("none: no spans are sent")
     try:
         check_exporter(setup.config)
     except ConfigError as error:
         return no_go(str(error), "correct what is named")
-    url = urlsplit(endpoint)
+    url = urlsplit(endpoint if "//" in endpoint else f"//{endpoint}")  # gRPC needs no scheme
     port = url.port or (443 if url.scheme == "https" else 80)
     try:
         socket.create_connection((url.hostname or "", port), _PATIENCE_S).close()

@@ -70,7 +70,7 @@ class OffloadConfig:
         share_after_hits: how often a block is found again before it is written there.
         remote_timeout_s: seconds after which a call there counts as failed.
         tier_key_file: file with the secret key that authenticates blocks on disk and in the store; None if all writers are trusted.
-        otlp_endpoint: URL of a collector that gets OpenTelemetry spans, None for none.
+        otlp_endpoint: URL of a collector that gets OpenTelemetry spans; None for the environment's, if it names one.
     """
 
     host_bytes: int = 8 * 2**30

@@ -8,6 +8,7 @@ not answer blocks nothing: the feed fills, and what does not fit is dropped and 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from contextlib import suppress
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 NAME = "spans"
 _BATCH = 512
+_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 _SPANNED: tuple[type, ...] = (
     facts.RequestSeen,
     facts.BlocksAllocated,
@@ -153,13 +155,27 @@ class SpanObserver:
             self._on_failure()
 
 
+def endpoint_of(config: OffloadConfig) -> str | None:
+    """Return the collector's URL, None if there is none: `otlp_endpoint`, or else what the environment names.
+
+    The environment may name a collector for other programs too, so it counts only where the packages are installed.
+    """
+    if config.otlp_endpoint is not None or not (named := os.environ.get(_VARIABLE)):
+        return config.otlp_endpoint
+    try:
+        import_module("kvoffload.telemetry.otel")
+    except ModuleNotFoundError:
+        return None
+    return named
+
+
 def make_spans(config: OffloadConfig, shape: EngineShape, now: Callable[[], float]) -> SpanObserver | None:
-    """Return the observer, None if the settings have no `otlp_endpoint`.
+    """Return the observer, None without a collector.
 
     Raises:
         ConfigError: the packages are not installed, or the environment asks for what is not known.
     """
-    if config.otlp_endpoint is None:
+    if (endpoint := endpoint_of(config)) is None:
         return None
     about: dict[str, str | int] = {
         "kvoffload.ranks": shape.ranks,
@@ -167,7 +183,7 @@ def make_spans(config: OffloadConfig, shape: EngineShape, now: Callable[[], floa
         "kvoffload.host_bytes": config.host_bytes,
         "kvoffload.store_policy": config.store_policy,
     }
-    return SpanObserver(make_exporter(config.otlp_endpoint), about, now)
+    return SpanObserver(make_exporter(endpoint), about, now)
 
 
 def make_exporter(endpoint: str) -> SpanExporter:
@@ -179,16 +195,19 @@ def make_exporter(endpoint: str) -> SpanExporter:
     try:
         exporter: SpanExporter = import_module("kvoffload.telemetry.otel").make_exporter(endpoint)
     except ModuleNotFoundError as error:
-        problem = f"otlp_endpoint is set, but {error.name} is not installed: pip install 'kvoffload[otel]'"
+        problem = (
+            f"otlp_endpoint or {_VARIABLE} names a collector of spans, but {error.name} is not installed: "
+            "pip install 'kvoffload[otel]'"
+        )
         raise ConfigError([problem]) from error
     return exporter
 
 
 def check_exporter(config: OffloadConfig) -> None:
-    """Check that spans can be sent, if the settings have an `otlp_endpoint`.
+    """Check that spans can be sent, if there is a collector.
 
     Raises:
         ConfigError: the packages are not installed, or the environment asks for what is not known.
     """
-    if config.otlp_endpoint is not None:
-        make_exporter(config.otlp_endpoint).shutdown()
+    if (endpoint := endpoint_of(config)) is not None:
+        make_exporter(endpoint).shutdown()

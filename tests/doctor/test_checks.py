@@ -395,6 +395,16 @@ def test_a_collector_that_answers_and_one_that_does_not(tmp_path: Path) -> None:
     assert "nothing answers" in text
 
 
+def test_a_collector_that_the_environment_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", address)
+        assert ask(outputs.CHECKS, "span collector", setup(), machine(tmp_path)) == (
+            "go",
+            f"{address} answers",
+        )
+
+
 def test_spans_without_their_packages_are_a_no_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise ModuleNotFoundError(name="opentelemetry")

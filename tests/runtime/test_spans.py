@@ -520,6 +520,33 @@ def test_a_worker_that_starts_first_says_so_too(monkeypatch: pytest.MonkeyPatch)
     spans.check_exporter(OffloadConfig())
 
 
+def test_the_environment_names_a_collector_where_the_settings_name_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+
+    def make_exporter(endpoint: str) -> InMemorySpanExporter:
+        asked.append(endpoint)
+        return InMemorySpanExporter()
+
+    monkeypatch.setattr(spans, "make_exporter", make_exporter)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://127.0.0.1:9/theirs")
+    for config in (OffloadConfig(), OffloadConfig(otlp_endpoint=URL)):
+        assert Side(config=config).side.sends_spans
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "")
+    assert not Side(config=OffloadConfig()).side.sends_spans
+    assert asked == ["http://127.0.0.1:9/theirs", URL]
+
+
+def test_without_the_packages_a_collector_of_the_environment_is_not_for_us(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", URL)
+    monkeypatch.delitem(sys.modules, "kvoffload.telemetry.otel", raising=False)
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    assert not Side(config=OffloadConfig()).side.sends_spans
+
+
 class Collector(BaseHTTPRequestHandler):
     """Takes spans as a collector does."""
 
