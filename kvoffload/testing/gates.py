@@ -1,8 +1,7 @@
-"""Points at which a test holds coroutines and threads, in place of sleeps."""
+"""Points at which a test holds threads, in place of sleeps."""
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections import deque
 from concurrent.futures import Executor, Future
@@ -15,25 +14,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _PATIENCE_S = 30.0  # a test that waits longer has failed
-
-
-class Gate:
-    """Holds coroutines until it is opened, and counts arrivals."""
-
-    def __init__(self) -> None:
-        self.arrivals = 0
-        self._open = asyncio.Event()
-
-    async def arrive(self) -> None:
-        """Be counted, and wait until the gate is open."""
-        self.arrivals += 1
-        await self._open.wait()
-
-    def open(self) -> None:
-        self._open.set()
-
-    def shut(self) -> None:
-        self._open.clear()
 
 
 class ThreadGate:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from kvoffload.model.engine import EngineShape, Promises
 from kvoffload.model.errors import ConfigError
@@ -27,8 +27,6 @@ from kvoffload_vllm.support import (
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +57,6 @@ class VllmGroups:
     ids: tuple[int, ...]
     hash_ratios: tuple[int, ...]
     sizes: BlockSizes
-
-    def select(self, per_group: Sequence[T]) -> tuple[T, ...]:
-        """Return, of what vLLM gives for each of its groups, that of the groups that are offloaded."""
-        return tuple(per_group[number] for number in self.ids)
 
     @property
     def partly_hashed(self) -> dict[int, int]:

@@ -12,7 +12,6 @@ from kvoffload.model.transfer import Direction
 from kvoffload.testing import (
     FakeClock,
     FakeDevice,
-    Gate,
     GatedCopier,
     GatedTicket,
     ManualExecutor,
@@ -64,23 +63,6 @@ async def test_a_sleep_of_nothing_takes_no_time_and_a_jump_wakes_no_sleeper() ->
     assert not task.done()
     await clock.advance(0.0)
     assert (task.done(), clock.monotonic()) == (True, 5.0)
-
-
-@pytest.mark.asyncio
-async def test_a_gate_counts_and_holds() -> None:
-    gate = Gate()
-    tasks = [asyncio.create_task(gate.arrive()) for _ in range(2)]
-    await wait_all_blocked()
-    assert gate.arrivals == 2
-    assert not any(task.done() for task in tasks)
-    gate.open()
-    await asyncio.gather(*tasks)
-    gate.shut()
-    late = asyncio.create_task(gate.arrive())
-    await wait_all_blocked()
-    assert not late.done()
-    gate.open()
-    await late
 
 
 def test_a_gate_for_threads_counts_and_holds() -> None:

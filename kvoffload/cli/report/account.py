@@ -65,10 +65,10 @@ def add_up(records: Iterable[Record]) -> Account:
     return account
 
 
-def by_label(counted: Snapshot, name: str, *leading: str) -> dict[str, int]:
-    """Return the series of a metric that are not 0, largest first, by their last label; `leading` names those before it."""
+def by_label(counted: Snapshot, name: str) -> dict[str, int]:
+    """Return the series that are not 0, largest first, of a metric with one label."""
     ordered = sorted(counted.counts.get(name, {}).items(), key=lambda item: -item[1])
-    return {labels[-1]: number for labels, number in ordered if number and labels[:-1] == leading}
+    return {labels[0]: number for labels, number in ordered if number}
 
 
 def _count_slots(slots: Counter[str], event: object) -> bool:
