@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvoffload.core.job import Offer, owner
+from kvoffload.core.job import Offer
 from kvoffload.core.request import RequestRecord
 from kvoffload.model.ids import BlockKey
 
@@ -19,12 +19,8 @@ class EvictionWatch:
     def __init__(self) -> None:
         self.offers: dict[BlockKey, dict[RequestRecord, Offer]] = {}
 
-    def add(self, offer: Offer) -> None:
-        """Watch for the eviction of an offer's key, if its request still has the block and has not used its turn."""
-        record = owner(offer)
-        if record is None:
-            return
-        record.shares = True
+    def add(self, record: RequestRecord, offer: Offer) -> None:
+        """Watch for the eviction of a key that a request offered, unless the request has offered it again before."""
         if offer.key not in record.stored_again:
             self.offers.setdefault(offer.key, {})[record] = offer
             record.watched.add(offer.key)

@@ -24,7 +24,7 @@ from kvoffload.core.request import PendingHit, RequestRecord
 from kvoffload.core.state import CoreState
 from kvoffload.core.stores import Stores
 from kvoffload.core.tier_state import TierState
-from kvoffload.model.causes import CopyOutcome, EvictionCause, MissCause, StoreOutcome, TierOutcome
+from kvoffload.model.causes import CopyOutcome, EvictionCause, MissCause, TierOutcome
 from kvoffload.model.events import TierCopyEnded, TierCopyScheduled
 from kvoffload.model.ids import BlockKey, SlotId
 from kvoffload.model.transfer import Direction, JobReport, Tier
@@ -90,8 +90,17 @@ class Fetches:
         jobs = dict.fromkeys([tier.fetching[key] for key, tier, _ in found.blocks if key in tier.fetching])
         for job in jobs:
             job.wanted[record] = None
-            record.awaits_fetch = job, found.tokens
+            record.awaits_fetch = job.job, found.tokens
         return bool(jobs)
+
+    def is_awaited(self, record: RequestRecord, device_tokens: int) -> bool:
+        """Return whether a fetch brings what a request can use, so that nothing is searched again; forget one that does not."""
+        if record.awaits_fetch is not None:
+            job = self._state.jobs.open.get(record.awaits_fetch[0])
+            is_useful = record.awaits_fetch[1] > device_tokens and not record.load_failed
+            if job is None or job.settled or not is_useful or self._state.stall.is_on:
+                record.awaits_fetch = None
+        return record.awaits_fetch is not None
 
     def leaves(self, record: RequestRecord) -> None:
         """A request ends before its allocation: fetches that no other request waits for are taken back."""
@@ -104,7 +113,7 @@ class Fetches:
                 self.cancel(job)
             else:
                 self.stop(job)
-                jobs.withdrawn.append(job.job)
+                jobs.cancel_submitted(job)
 
     def cause(self, missing: BlockKey | None, cause: MissCause | None) -> MissCause | None:
         """Return why a block misses that is not on the host, given what the host knows of it."""
@@ -144,9 +153,8 @@ class Fetches:
         if record is not None:
             job.wanted[record] = None
         tier.pool.pin(places)
-        started = dict.fromkeys(keys, job)
-        tier.fetching.update(started)
-        state.in_flight.keys.update(started)
+        tier.fetching.update(dict.fromkeys(keys, job))
+        state.in_flight.began(keys, job)
         name = None if record is None else record.request
         state.tally.events.append(
             TierCopyScheduled(job.job, job.direction, len(keys), name, tokens, job.tier)
@@ -174,7 +182,6 @@ class Fetches:
             self._state.pool.quarantine(job.slots[position])
         self._state.pool.drained(job.slots)
         self._state.jobs.close(job)
-        job.wanted.clear()  # each request names the job: both would stay until the collector of garbage comes
 
     def abandoned(self, job: Job) -> None:
         """A rank does not report: its host slots are never handed out again (R16)."""
@@ -257,7 +264,7 @@ class Fetches:
                 keys, places = [key for key, _, _ in some], [place for _, _, place in some]
                 gain = found.gain * len(some) // len(found.blocks)
                 job = self.plan(tier, keys, places, record, gain)
-                record.awaits_fetch = job, found.tokens - found.gain + gain
+                record.awaits_fetch = job.job, found.tokens - found.gain + gain
 
     def _arrived(self, job: Job) -> None:
         """Every rank has read: the host has the blocks, but for those that some rank could not get (R4)."""
@@ -269,9 +276,7 @@ class Fetches:
             came = [position for position in range(len(keys)) if position not in lost]
             keys, slots = [keys[position] for position in came], [slots[position] for position in came]
             places = [places[position] for position in came]
-        for duplicate in self._end(job, keys, TierOutcome.DONE):
-            state.tally.count_stores(StoreOutcome.IN_FLIGHT)
-            state.evictions.add(duplicate)
+        self._stores.arrived_otherwise(self._end(job, keys, TierOutcome.DONE))
         state.pool.fill(slots[::-1])
         state.misses.arrived(keys)
         for record in job.wanted:
@@ -291,7 +296,7 @@ class Fetches:
 
     def _lost(self, job: Job, positions: Sequence[int], outcome: TierOutcome) -> None:
         """These blocks will not come, and the requests that wait for them ask for no other."""
-        self._stores.again += self._end(job, [job.keys[position] for position in positions], outcome)
+        self._stores.offer_again(self._end(job, [job.keys[position] for position in positions], outcome))
         for position in positions:
             self._state.pool.invalidate(job.slots[position])
         if outcome is not TierOutcome.CANCELLED:
@@ -307,7 +312,7 @@ class Fetches:
             del fetching[key]
         ended = TierCopyEnded(job.job, job.direction, len(keys), outcome, job.copy_s, job.tier)
         self._state.tally.events.append(ended)
-        return self._state.in_flight.forget(keys)
+        return self._state.in_flight.ended(keys)
 
     def _strike(self, job: Job, positions: Sequence[int], cause: MissCause | None = None) -> None:
         """These places cannot be read, or do not hold what they should: their blocks are not found there again."""

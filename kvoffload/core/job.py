@@ -132,8 +132,8 @@ class Jobs:
         """By number, the oldest first."""
         self.planned: list[Job] = []
         """What the step's plan will have, loads and stores in the order in which they were planned."""
-        self.withdrawn: list[JobId] = []
-        """Submitted fetches that are not wanted any more, as far as the workers do not know."""
+        self.cancelled: list[JobId] = []
+        """Submitted fetches that no request waits for any more; the next plan says so to the workers."""
         self.open_below = 0
         """Those of the open jobs that copy between host and a lower tier."""
         self.pending = 0
@@ -194,7 +194,7 @@ class Jobs:
             request = None if record is None else record.request
             part = TransferJob(job.job, job.direction, tuple(job.slots), tuple(job.blocks), request)
             (stores if record is None else loads).append(part)
-        plan = TransferPlan(tuple(loads), tuple(stores), tuple(disk), tuple(self.withdrawn), tuple(remote))
+        plan = TransferPlan(tuple(loads), tuple(stores), tuple(disk), tuple(self.cancelled), tuple(remote))
         moved = JOB.steps[_SUBMIT][_PLANNED]
         for job in self.planned:
             counts = self._counts[job.tier, job.direction]
@@ -202,8 +202,8 @@ class Jobs:
             counts[moved] += 1
             job.state = moved
         self.planned.clear()
-        if self.withdrawn:
-            self.withdrawn.clear()
+        if self.cancelled:
+            self.cancelled.clear()
         return plan
 
     def abandon(self, job: Job) -> None:
@@ -218,6 +218,14 @@ class Jobs:
         self.pending -= 1
         del self.open[job.job]
         self.open_below -= job.tier is not Tier.HOST
+
+    def cancel_submitted(self, job: Job) -> None:
+        """Have the workers begin no more copies of a fetch; it ends when those that run have ended."""
+        self.cancelled.append(job.job)
+
+    def stop(self) -> None:
+        """No plan goes to the workers any more."""
+        self.cancelled.clear()
 
     def close(self, job: Job) -> None:
         """Every rank has ended: the job is done or failed, and leaves the table."""

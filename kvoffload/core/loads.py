@@ -47,7 +47,7 @@ class Loads:
     def allocated(self, record: RequestRecord, fact: BlocksAllocated) -> None:
         """A request without a block table got one: its hit becomes a load, or is dropped (R2)."""
         hit = self._hits.take(record, fact.external_tokens)
-        record.found_tokens = record.loaded_tokens = record.confirmed_tokens = fact.device_tokens
+        record.found_tokens = record.loaded_tokens = fact.device_tokens
         if fact.external_tokens:
             self._state.requests.move(record, RequestEvent.ALLOCATE_AND_LOAD)
             self._load(record, fact, hit)
@@ -83,7 +83,7 @@ class Loads:
         if copies is None:
             self._answer(record, record.incarnation, loaded=False)
             return
-        record.loaded_tokens = record.confirmed_tokens = length
+        record.loaded_tokens = length
         if slots:
             self._plan(record, slots, blocks, fact.external_tokens)
         else:
@@ -93,7 +93,7 @@ class Loads:
         """The load takes its own pins; the part of the hit that the engine did not accept is dropped."""
         self._state.pool.unpin(hit.slots)
         if rest := len(set(hit.slots).difference(loading)):
-            self._state.holds.used(record, record.found_tokens)
+            self._state.retention.used(record, record.found_tokens)
             self._state.tally.events.append(HitDropped(record.request, rest, PinDropCause.NOT_ACCEPTED))
 
     def _plan(
@@ -179,7 +179,7 @@ class Loads:
         if shape.state_key_ends and (states := shape.count_states(map(pool.key, job.slots))):
             self._state.tally.events.append(StatesCopied(Direction.LOAD, states))
         if record.incarnation == job.incarnation and record.state < _FINISHING:
-            self._state.holds.add(record, pool.pinned(job.slots))
+            self._state.retention.add(record, pool.pinned(job.slots))
         pool.unpin(job.slots)
         self._settle(job, LoadOutcome.LOADED)
         self._answer(record, job.incarnation, loaded=True)
@@ -212,7 +212,7 @@ class Loads:
         self._state.leases.release(job.blocks)
         job.blocks = []
         self._state.requests.job_ended(record)
-        self._state.holds.release_if_over(record)
+        self._state.retention.release_if_over(record)
 
     def _note_misses(self, slots: Sequence[SlotId], cause: MissCause) -> None:
         """Keys that are about to leave the index miss for this cause from now on."""

@@ -29,7 +29,6 @@ from kvoffload.model.events import (
     CopiesStalled,
     FactRejected,
     JobAbandoned,
-    JunctionMade,
     OffloadingDegraded,
     RankReported,
     ResetStarted,
@@ -70,7 +69,7 @@ class OffloadCore:
             return
         keys = tuple([list(each) for each in fact.keys])
         live[fact.request] = record = RequestRecord(
-            fact.request, fact.prompt_tokens, keys, fact.reads_cache, fact.persists
+            fact.request, fact.prompt_tokens, keys, fact.reads_cache, fact.persists, offered=[0] * len(keys)
         )
         if self.below is not None:
             self.below.request_seen(record)
@@ -134,7 +133,6 @@ class OffloadCore:
         if was is _SEEN:
             record.incarnation += 1
             record.stores = not self.state.generation or self._is_untainted(fact)
-            record.offered = [0] * len(record.keys)
         elif was is _RUNNING and record.loading:
             # What it loaded is there, or was lost with its table before a report came: no request waits for it.
             self.state.shared.ended(record)
@@ -144,6 +142,7 @@ class OffloadCore:
         self.state.tables.allocated(record, fact.tables)
         if was is _SEEN:
             self._loads.allocated(record, fact)
+            record.confirmed_tokens = record.loaded_tokens
         elif was is _RUNNING and fact.external_tokens:
             self._loads.refuse(fact.request, fact.external_tokens)
         if record.state is not _SEEN:
@@ -169,7 +168,7 @@ class OffloadCore:
         self._new.pop(record, None)
         self._table_ended(record)
         state.requests.move(record, RequestEvent.END)
-        state.holds.release_if_over(record)
+        state.retention.release_if_over(record)
 
     def _offer_last(self, record: RequestRecord, fact: facts.RequestEnded) -> None:
         if not fact.holds_blocks:
@@ -188,7 +187,7 @@ class OffloadCore:
         self._stores.settle_waiting(record, StoreOutcome.LOST)
         self.state.requests.move(record, RequestEvent.PREEMPT)
         self._table_ended(record)
-        self.state.holds.release_if_over(record)
+        self.state.retention.release_if_over(record)
         record.incarnation += 1
 
     def _table_ended(self, record: RequestRecord) -> None:
@@ -231,7 +230,7 @@ class OffloadCore:
     def plan(self) -> TransferPlan:
         """Return the copies decided since the last call; they count as submitted."""
         state = self.state
-        if not (state.jobs.planned or state.jobs.withdrawn):
+        if not (state.jobs.planned or state.jobs.cancelled):
             return NOTHING
         if self._stores.batch is not None:
             self._stores.schedule(self._stores.batch)
@@ -286,9 +285,8 @@ class OffloadCore:
                 continue
             self.state.tables.put(record, group, position, block)
             offers.append(Offer(key, block, record, record.incarnation, group, position))
-            if (position + 1) * self.state.shape.groups[group].block_tokens == record.junction:
-                self.state.tally.events.append(JunctionMade(request, record.junction))
-                record.junction = 0
+            if (position + 1) * self.state.shape.groups[group].block_tokens == record.boundary:
+                self._hits.boundary_stored(record)
         self._planner.states(offers)
 
     # -- reports ------------------------------------------------------------------------------------------------
@@ -338,7 +336,7 @@ class OffloadCore:
         state.tally.events.append(JobAbandoned(job.job, job.direction, len(job.slots)))
         for record in job.concerns:
             record.has_abandoned = True
-            state.holds.release_if_over(record)
+            state.retention.release_if_over(record)
         if job.loads_for is None:
             self._stores.abandoned(job)
         else:
@@ -385,7 +383,7 @@ class OffloadCore:
             state.evictions.forget(record)
             state.shared.ended(record)
         for record in (*live, *state.requests.finishing):
-            state.holds.release(record)
+            state.retention.release(record)
         if self.below is not None:
             self.below.reset()
         dropped = state.pool.forget_all()
@@ -405,7 +403,7 @@ class OffloadCore:
         self._loads.cancel_planned()
         if self.below is not None:
             self.below.stop()
-            state.jobs.withdrawn.clear()  # from now on no plan takes anything to the workers
+            state.jobs.stop()
         if fact.cause is DegradeCause.HANDLER_RAISED:  # the last fact that this gets
             self._loads.fail_open()
         self._stores.stop(StoreOutcome.DEGRADED, planned=StoreOutcome.DEGRADED)

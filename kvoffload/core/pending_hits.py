@@ -4,9 +4,9 @@ A lookup goes through `PendingHits.lookup`, which searches (`match.longest_match
 answer in the request's record. The matching allocation takes the answer (`take`); a repeated lookup, the request's end or
 a reset drops it (`drop`).
 
-Engines keep few recurrent states, and a hit needs one at its end. Where everything else of a longer prefix is there, the
-lookup leaves a *junction* in the record: if the engine hands off its state after these tokens, the next request with that
-prefix finds it.
+Engines keep few recurrent states, and a hit needs one at its end. If only that state is missing for a longer hit, the lookup
+notes a *shared-prefix boundary* in the record: if the engine hands off its state after these tokens, the next request with
+that prefix finds it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ from kvoffload.core.match import longest_match
 from kvoffload.core.request import PendingHit, RequestRecord
 from kvoffload.core.state import CoreState
 from kvoffload.model.causes import MissCause, PinDropCause
-from kvoffload.model.events import HitDropped, HitPinned, JunctionAsked, LookupAnswered, LookupDeferred
+from kvoffload.model.events import (
+    HitDropped,
+    HitPinned,
+    JunctionAsked,
+    JunctionMade,
+    LookupAnswered,
+    LookupDeferred,
+)
 from kvoffload.model.ids import BlockKey, JobId, RequestId, SlotId
 from kvoffload.model.transfer import Tier
 
@@ -29,7 +36,7 @@ _hit: Callable[[_Fields], PendingHit] = partial(tuple.__new__, PendingHit)
 
 
 class PendingHits:
-    """Answers lookups. The only writer of `RequestRecord.hit`."""
+    """Answers lookups. The only writer of `RequestRecord.hit` and `boundary`."""
 
     def __init__(self, state: CoreState, fetches: Fetches | None = None) -> None:
         self._state = state
@@ -45,10 +52,10 @@ class PendingHits:
         state = self._state
         if record.hit is not None:
             self.drop(record, PinDropCause.LOOKED_UP_AGAIN)
-        if record.awaits_fetch is not None and may_wait and self._waits_on(record, device_tokens):
+        if record.awaits_fetch is not None and may_wait and self._awaits_fetch(record, device_tokens):
             self._not_yet(record)
             return None
-        record.junction = 0
+        record.boundary = 0
         hit = self._search(record, device_tokens, full_tokens)
         slots = hit.slots
         if self._fetches is not None and hit.missing is not None and record.persists:
@@ -78,18 +85,18 @@ class PendingHits:
         """
         cause: RequestId | JobId | Tier | None = owner
         if owner is None:
-            cause = Tier.REMOTE if record.awaits_fetch is None else record.awaits_fetch[0].job
+            cause = Tier.REMOTE if record.awaits_fetch is None else record.awaits_fetch[0]
         if record.waits_for != cause:
             record.waits_for = cause
             self._state.tally.events.append(LookupDeferred(record.request, owner))
 
-    def _waits_on(self, record: RequestRecord, device_tokens: int) -> bool:
-        """Whether a fetch brings what the request can use, so that nothing is searched anew. Forgets one that does not."""
-        assert record.awaits_fetch is not None, record
-        job, tokens = record.awaits_fetch
-        if job.settled or tokens <= device_tokens or record.load_failed or self._state.stall.is_on:
-            record.awaits_fetch = None
-        return record.awaits_fetch is not None
+    def _awaits_fetch(self, record: RequestRecord, device_tokens: int) -> bool:
+        return self._fetches is not None and self._fetches.is_awaited(record, device_tokens)
+
+    def boundary_stored(self, record: RequestRecord) -> None:
+        """Note that the engine handed off the state that a request was to leave at its shared-prefix boundary."""
+        self._state.tally.events.append(JunctionMade(record.request, record.boundary))
+        record.boundary = 0
 
     def take(self, record: RequestRecord, accepted_tokens: int) -> PendingHit | None:
         """An admission consumes the last lookup's answer, which counts now; the caller unpins its slots.
@@ -100,8 +107,8 @@ class PendingHits:
         hit, record.hit = record.hit, None
         if hit is None:
             return None
-        if record.junction:
-            self._state.tally.events.append(JunctionAsked(record.request, record.junction))
+        if record.boundary:
+            self._state.tally.events.append(JunctionAsked(record.request, record.boundary))
         device_tokens, reached, slots, cause, _ = hit
         alignment = self._state.shape.alignment
         end = max(record.prompt_tokens, reached)
@@ -131,7 +138,7 @@ class PendingHits:
     def unpin(self, record: RequestRecord, hit: PendingHit) -> None:
         """Unpin a hit that will not be loaded: what the device holds of the prefix is evicted after it (R15)."""
         self._state.pool.unpin(hit.slots)
-        self._state.holds.used(record, hit.device_tokens)
+        self._state.retention.used(record, hit.device_tokens)
 
     def _search(self, record: RequestRecord, device_tokens: int, full_tokens: int) -> PendingHit:
         """Return a lookup's answer, not yet pinned."""
@@ -149,7 +156,7 @@ class PendingHits:
             state.shape, record.keys, state.pool.index, device_tokens, limit, full_tokens
         )
         if full_tokens > tokens and state.policy.prefix_junctions:
-            record.junction = full_tokens
+            record.boundary = full_tokens
         if 0 < tokens - device_tokens < record.least_tokens:
             return PendingHit(device_tokens, device_tokens, (), MissCause.LOAD_DECLINED, missing)
         cause = self._cause(record, tokens, missing)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -11,9 +11,6 @@ from kvoffload.core.machine import REQUEST, RequestEvent, RequestState
 from kvoffload.model.causes import MissCause
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, JobId, RequestId, SlotId
 from kvoffload.model.transfer import Tier
-
-if TYPE_CHECKING:
-    from kvoffload.core.job import Job
 
 # CPython 3.11 takes ten times as long to reach an enum's member through its class.
 _LOADING, _RUNNING, _FINISHING = RequestState.LOADING, RequestState.RUNNING, RequestState.FINISHING
@@ -48,25 +45,26 @@ class RequestRecord(Struct, eq=False):
         loading: slots that it loads, for which other requests wait. `SharedLoads` writes it.
         found_tokens, loaded_tokens: where the device's own hit ended, and where the load behind it ended.
         confirmed_tokens: tokens computed for certain in this incarnation.
-        offered: per group, the first position not offered yet.
+        offered: per group, the first position not offered yet. The planners write it.
         waiting: places offered without an outcome, which may be offered again.
-        held: slots that it stored or hit, in the order of use; `Holds` keeps them from eviction.
+        held: slots that it stored or hit, in the order of use; `Retention` keeps them from eviction.
         held_to: the first token of the block that it holds last.
-        shares: `held` is not all that it used, in order: another request stored some of it, or a head came after its tail.
-        watched: keys that it offered and the host had, to be offered again if they are evicted.
+        shares: `held` does not list all that it used in order, because another request stored some of it or a tail arrived
+            before its head. `Retention` writes it.
+        watched: keys that it offered while the host had them; it offers them again if they are evicted.
         stored_again: keys offered again after an eviction, once each.
         jobs: open jobs that copy its blocks.
         has_abandoned: a job of its was abandoned, and may never end.
         load_failed: a load of its failed, so its lookups answer 0 from now on.
         stores: False where its blocks were computed, wholly or in part, before the last reset.
         least_tokens: shorter hits are recomputed; its first lookup decides, 0 before it.
-        junction: tokens after which the engine is asked for a recurrent state, without which a prefix that is on
-            device and host was not found; 0 for none. Its last lookup decides.
+        boundary: tokens after which the engine is asked for a recurrent state, as the lack of it kept the last lookup from
+            finding a prefix that device and host hold; 0 for none. `PendingHits` writes it.
         fetched_blocks: blocks that were fetched from lower tiers for it.
         fetched_from: the tier that brought some of them last.
         asks_below: False where a fetch of its failed, so that it asks for no other.
         awaits_answer: the remote store was asked for its blocks and has not answered.
-        awaits_fetch: a fetch for which its lookups wait, and the tokens of the prefix with what it brings.
+        awaits_fetch: a fetch for which its lookups wait, and the tokens of the prefix with what it brings. `Fetches` writes it.
         waits_for: what its last lookup was answered "not yet" for: another request, a fetch's job, or the remote store's answer; None
             where it had another answer.
     """
@@ -96,12 +94,12 @@ class RequestRecord(Struct, eq=False):
     load_failed: bool = False
     stores: bool = True
     least_tokens: int = 0
-    junction: int = 0
+    boundary: int = 0
     fetched_blocks: int = 0
     fetched_from: Tier = Tier.DISK
     asks_below: bool = True
     awaits_answer: bool = False
-    awaits_fetch: tuple[Job, int] | None = None
+    awaits_fetch: tuple[JobId, int] | None = None
     waits_for: RequestId | JobId | Tier | None = None
 
     @property

@@ -9,14 +9,14 @@ from msgspec import Struct
 from kvoffload.core.disk_state import DiskState
 from kvoffload.core.eviction import LruOrder
 from kvoffload.core.eviction_watch import EvictionWatch
-from kvoffload.core.holds import Holds
 from kvoffload.core.host_pool import HostPool
-from kvoffload.core.in_flight_stores import InFlightStores
+from kvoffload.core.in_flight import InFlight
 from kvoffload.core.job import Jobs
 from kvoffload.core.leases import Leases
 from kvoffload.core.miss_memory import MissMemory
 from kvoffload.core.remote_state import RemoteState
 from kvoffload.core.request import Requests
+from kvoffload.core.retention import Retention
 from kvoffload.core.shared_loads import SharedLoads
 from kvoffload.core.stale_blocks import StaleBlocks
 from kvoffload.core.stall import Stall
@@ -77,9 +77,9 @@ class CoreState:
         self.requests = Requests()
         self.jobs = Jobs(shape.ranks)
         self.leases = Leases(device)
-        self.holds = Holds(self.pool, shape.groups, self.below)
+        self.retention = Retention(self.pool, shape.groups, self.below)
         self.tables = StaleBlocks(shape.groups)
-        self.in_flight = InFlightStores()
+        self.in_flight = InFlight()
         self.shared = SharedLoads()
         self.evictions = EvictionWatch()
         self.misses = MissMemory()

@@ -6,7 +6,7 @@
                 └─ declined (`_settle`)
 
 Every offer gets exactly one outcome; until then it is in `RequestRecord.waiting`, among the duplicates that
-`InFlightStores` keeps, in `again` for the next step, or in an open job.
+`InFlight` keeps, in `again` for the next step, or in an open job.
 """
 
 from __future__ import annotations
@@ -77,6 +77,18 @@ class Stores:
             self._state.tally.offered(len(offers))
         for offer in offers:
             self._settle(offer.key, outcome)
+
+    def offer_again(self, offers: Sequence[Offer]) -> None:
+        """Take offers back that waited for a job which failed; the next step decides on them."""
+        self.again += offers
+
+    def arrived_otherwise(self, offers: Sequence[Offer]) -> None:
+        """Settle offers whose key another job has brought to the host."""
+        for offer in offers:
+            self._state.tally.count_stores(StoreOutcome.IN_FLIGHT)
+            if (record := owner(offer)) is not None:
+                self._state.retention.share(record)
+                self._state.evictions.add(record, offer)
 
     def next_step(self) -> None:
         """Decide on what waited for room, and on what may be stored again."""
@@ -264,7 +276,7 @@ class Stores:
         slots, evicted = state.pool.reserve(keys)
         job.slots += slots
         job.offers += offers
-        state.in_flight.started(job, keys, blocks)
+        state.in_flight.began(keys, job, blocks)
         if evicted:
             self.evicted(evicted)
         state.leases.take(blocks)
@@ -320,7 +332,7 @@ class Stores:
         """Every rank has copied: the blocks can hit. The deepest become evictable first."""
         state = self._state
         job.settled = True
-        state.holds.arrived(job)
+        state.retention.arrived(job)
         state.pool.fill(job.slots[::-1])
         keys = list(map(_KEY, job.offers))
         state.misses.arrived(keys)
@@ -328,9 +340,7 @@ class Stores:
             if tier.takes_all:
                 last = [offer for offer in job.offers if offer.record is None or offer.record.persists]
                 tier.reuse([offer.key for offer in reversed(last)])
-        for duplicate in state.in_flight.forget(keys):
-            state.tally.count_stores(StoreOutcome.IN_FLIGHT)
-            state.evictions.add(duplicate)
+        self.arrived_otherwise(state.in_flight.ended(keys))
         state.tally.count_stores(_STORED, len(job.offers))
         shape = state.shape
         if shape.state_key_ends and (states := shape.count_states(keys)):
@@ -343,7 +353,7 @@ class Stores:
             self._state.pool.invalidate(slot)
         for offer in job.offers:
             self._settle(offer.key, outcome)
-        self.again += self._state.in_flight.forget(list(map(_KEY, job.offers)))
+        self.again += self._state.in_flight.ended(list(map(_KEY, job.offers)))
 
     def _copies_ended(self, job: Job) -> None:
         """No rank touches the job's memory any more: release it."""
@@ -354,7 +364,7 @@ class Stores:
         job.blocks = []
         for record in job.concerns:
             state.requests.job_ended(record)
-            state.holds.release_if_over(record)
+            state.retention.release_if_over(record)
 
     # -- outcomes -----------------------------------------------------------------------------------------------
 
@@ -375,10 +385,11 @@ class Stores:
         state.tally.count_stores(_ALREADY_CACHED, len(offers))
         ownerless: list[SlotId] = []
         for offer in reversed(offers):  # used together: the head is evicted last
-            if owner(offer) is None:
+            if (record := owner(offer)) is None:
                 ownerless.append(state.pool.index[offer.key])
             else:
-                state.evictions.add(offer)
+                state.retention.share(record)
+                state.evictions.add(record, offer)
         if ownerless:
             state.pool.use(ownerless, {})
 

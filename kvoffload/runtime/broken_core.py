@@ -57,8 +57,8 @@ class BrokenCore:
         self._followers = followers
         self.error: str | None = None
         """What the core was doing when it raised, and what it raised; None for a core that works."""
-        self.due: tuple[Exception, str] | None = None
-        """What another thread saw the core raise: only the engine's own thread may cut the core off, in its next step."""
+        self.pending_error: tuple[Exception, str] | None = None
+        """What another thread saw the core raise. The engine's thread cuts the core off in its next step."""
         self.is_off = False
         """Whether the core has been cut off."""
 
@@ -81,6 +81,10 @@ class BrokenCore:
             log.error("core_raised", error=repr(error), doing=doing, exc_info=error)
             self.error = f"{doing}: {error!r}"
             self._bus.afterwards(self._cut_off)
+
+    def raised_on_another_thread(self, error: Exception, doing: str) -> None:
+        """Keep what the core raised for the engine's thread: only that thread may cut the core off."""
+        self.pending_error = error, doing
 
     def release_loose(self) -> None:
         """Release the blocks that are leased and that no open copy touches."""

@@ -177,9 +177,9 @@ class SchedulerSide:
         """The engine took a request in; `has_token` says whether its first token is there, `trace_parent` is W3C's."""
         began = self._precise()
         if has_token is not None:
-            self._first_tokens.waiting[fact.request] = self._clocks.monotonic(), has_token
+            self._first_tokens.expect(fact.request, has_token)
         if self._spans is not None:
-            self._spans.trace_parent = trace_parent
+            self._spans.expect(trace_parent)
         self.bus.dispatch([fact])
         if self._below is not None and self._below.asks:
             self._below.ask()
@@ -244,7 +244,7 @@ class SchedulerSide:
     def junction(self, request: RequestId) -> int:
         """Return the tokens after which a looked-up request should hand its recurrent states off; 0 for nowhere."""
         record = self.core.state.requests.live.get(request) if self._broken.error is None else None
-        return 0 if record is None else record.junction
+        return 0 if record is None else record.boundary
 
     def allocated(self, fact: facts.BlocksAllocated) -> None:
         """The engine gave a request a block table."""
@@ -279,8 +279,8 @@ class SchedulerSide:
     def step(self, fact: facts.StepScheduled) -> TransferPlan:
         """The engine scheduled a step: return what the workers must copy. Exactly once a step."""
         began = self._precise()
-        if self._broken.due is not None:
-            self._broken.raised(*self._broken.due)
+        if self._broken.pending_error is not None:
+            self._broken.raised(*self._broken.pending_error)
         if self._copies.oldest is not None:
             for job in self._copies.overdue(self._clocks.monotonic()):
                 self.bus.dispatch([facts.JobOverdue(job)])
@@ -301,7 +301,7 @@ class SchedulerSide:
         self.bus.dispatch(batch)
         jobs = self._jobs
         plan = (
-            self._plan(began) if (jobs.planned or jobs.withdrawn) and self._broken.error is None else NOTHING
+            self._plan(began) if (jobs.planned or jobs.cancelled) and self._broken.error is None else NOTHING
         )
         spent = self._spent
         if below is not None and below.records:
@@ -420,7 +420,7 @@ class SchedulerSide:
                 self.core.state, self.bus, *watchers, share, self._memory, self._degradation.cause, self._info
             )
         except Exception as error:
-            self._broken.due = error, "gauges"
+            self._broken.raised_on_another_thread(error, "gauges")
             return GaugeSnapshot(degraded=DegradeCause.HANDLER_RAISED)
 
     def close(self) -> None:

@@ -43,6 +43,10 @@ class FirstTokens:
         bus.count(LookupAnswered, self._settled)
         bus.count(facts.RequestEnded, self._ended)
 
+    def expect(self, request: RequestId, has_token: HasToken) -> None:
+        """Measure the time from now until a request's first token."""
+        self.waiting[request] = self._now(), has_token
+
     def look(self) -> list[FirstTokenReached]:
         """Return the events of requests whose first token exists; called when a step is scheduled."""
         return [self._arrived(request) for request in tuple(self.admitted) if self.waiting[request][1]()]

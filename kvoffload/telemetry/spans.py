@@ -77,8 +77,7 @@ class SpanObserver:
     def __init__(self, exporter: SpanExporter, about: dict[str, str | int], now: Callable[[], float]) -> None:
         from kvoffload.telemetry import otel
 
-        self.trace_parent: str | None = None
-        """The trace parent of the next `RequestSeen`; set on the engine's thread before each."""
+        self._next_parent: str | None = None
         self._exporter = exporter
         self._now = now
         self._offered = 0
@@ -124,11 +123,17 @@ class SpanObserver:
 
     # -- on the engine's thread -------------------------------------------------------------------------------------
 
+    def expect(self, trace_parent: str | None) -> None:
+        """Give the next request's span this parent."""
+        self._next_parent = trace_parent
+
     def _offer(self, message: object) -> None:
         assert self._feed is not None
         if isinstance(message, facts.StepScheduled) and not message.preempted:
             return
-        parent = self.trace_parent if isinstance(message, facts.RequestSeen) else None
+        parent = None
+        if isinstance(message, facts.RequestSeen):
+            parent, self._next_parent = self._next_parent, None
         self._offered += 1
         self._feed.offer(Entry(self._offered, self._now(), compact((message,))[0], parent))
 

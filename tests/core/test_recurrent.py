@@ -250,7 +250,7 @@ SHARED = "abcdefghnopqr"
 
 
 def junction(world: World, name: str) -> int:
-    return world.core.state.requests.live[RequestId(name)].junction
+    return world.core.state.requests.live[RequestId(name)].boundary
 
 
 def test_where_only_a_state_is_missing_the_engine_is_asked_for_it_and_the_next_request_finds_it() -> None:

@@ -106,12 +106,17 @@ class Scene:
 
 
 def _renumber_jobs(world: World) -> None:
-    jobs = world.core.state.jobs
+    state = world.core.state
+    jobs = state.jobs
     numbers = {job: JobId(number) for number, job in enumerate(jobs.open)}
+    for record in (*state.requests.live.values(), *state.requests.finishing):
+        if record.awaits_fetch is not None:  # a fetch that has ended is awaited no more than none
+            job, tokens = record.awaits_fetch
+            record.awaits_fetch = (numbers[job], tokens) if job in numbers else None
     if jobs.last == len(numbers) - 1:
         return
-    for job in jobs.open.values():
-        job.job = numbers[job.job]
+    for each in jobs.open.values():
+        each.job = numbers[each.job]
     jobs.open = {job.job: job for job in jobs.open.values()}
     jobs.last = JobId(len(numbers) - 1)
     world.copies = {

@@ -12,7 +12,7 @@ from msgspec import structs
 from kvoffload.core.disk_state import DiskState
 from kvoffload.core.fetches import Fetches
 from kvoffload.core.host_pool import HostPool
-from kvoffload.core.in_flight_stores import InFlightStores
+from kvoffload.core.in_flight import InFlight
 from kvoffload.core.job import Job
 from kvoffload.core.leases import Leases
 from kvoffload.core.loads import Loads
@@ -64,9 +64,9 @@ BREAKS: dict[str, tuple[str, type, str, object]] = {
     "R1 a hit is forgotten": ("a load", PendingHits, "take", lambda self, record: None),
     "R3 a block in flight is not known to be": (
         "two requests",
-        InFlightStores,
-        "started",
-        lambda self, job, offers: None,
+        InFlight,
+        "began",
+        lambda self, keys, job, blocks=(): None,
     ),
     "R4 one rank's report is enough": (
         "two ranks",

@@ -33,7 +33,7 @@ class Engine:
             self.asked += 1
             return request in self.tokens
 
-        self.first_tokens.waiting[request] = self.clock.monotonic(), has_token
+        self.first_tokens.expect(request, has_token)
 
     def admitted(self, device: int = 0, host: int = 0, request: RequestId = A) -> None:
         self._bus.publish(LookupAnswered(request, device, host // 16, 0, host, 0, None))

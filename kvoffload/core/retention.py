@@ -1,11 +1,11 @@
-"""Holds: slots that a request stored or hit stay out of the eviction order while it counts on them (R8, R15).
+"""Retention: slots that a request stored or hit stay out of the eviction order while it counts on them (R8, R15).
 
-They are released together and deepest first, when the request has lost its block table or ended, and its last store has
-ended. Released one store at a time, a prefix's head would be evicted before its tail, which is of no use alone. For the
-same reason blocks that the request used and another request stored, which are not held, count as used at that moment.
+They are released together, the deepest first, when the request has lost its block table or ended and its last store has
+ended. If each store released its own, a prefix's head would be evicted before its tail, and the tail is of no use without it.
+For the same reason blocks that the request used but another request stored are marked as used at that moment.
 
-A recurrent state is used only by a request that stores it or loads it. A conversation reads the state of its last turn once,
-on the device, and leaves a deeper one: if that were a use, states that no turn reads again would push others out.
+Only a request that stores or loads a recurrent state counts as using it. A conversation reads the state of its last turn once,
+on the device, and leaves a deeper one: if that counted, states that no turn reads again would push others out.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from kvoffload.model.ids import BlockKey, SlotId
 _FINISHING = RequestState.FINISHING
 
 
-class Holds:
-    """The only caller of the pool's `hold` and `release`, and the only writer of `RequestRecord.held`."""
+class Retention:
+    """The only caller of the pool's `hold` and `release`, and the only writer of a record's `held`, `held_to` and `shares`."""
 
     def __init__(
         self, pool: HostPool, groups: tuple[GroupSpec, ...], below: tuple[TierState, ...] = ()
@@ -39,6 +39,10 @@ class Holds:
         """Hold slots for a request that has not ended."""
         self._pool.hold(slots)
         record.held += slots
+
+    def share(self, record: RequestRecord) -> None:
+        """Note that a request uses a block which another request stored."""
+        record.shares = True
 
     def arrived(self, job: Job) -> None:
         """Hold a store's slots for the requests whose blocks these are. Not every block arrives after those before it.

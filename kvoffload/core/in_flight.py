@@ -1,4 +1,4 @@
-"""In-flight stores (R3): device blocks and keys whose store is open, and the duplicates that wait for how it ends."""
+"""What is in flight (R3): keys on their way to the host, the device blocks being stored, and offers that wait for a key."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from kvoffload.core.job import Job, Offer
 from kvoffload.model.ids import BlockKey, DeviceBlockId
 
 
-class InFlightStores:
+class InFlight:
     """The only writer of these three.
 
-    A key leaves when its job's outcome is known: after a failure a second block with the key may be offered again. A
-    block leaves when the last copy has ended: an abandoned copy may still read it.
+    A key leaves when its job's outcome is known: after a failure another block with the key may be stored. A block leaves
+    when its last copy has ended: a copy that timed out may still read it.
     """
 
     def __init__(self) -> None:
         self.blocks: dict[DeviceBlockId, Job] = {}
-        """Blocks that a store job reads."""
+        """Blocks that a store reads."""
         self.keys: dict[BlockKey, Job] = {}
-        """Keys that a store job is bringing to the host."""
+        """Keys that a store or a fetch is bringing to the host."""
         self.duplicates: dict[BlockKey, list[Offer]] = {}
-        """By key: offers of other blocks with that key."""
+        """By key, offers of other blocks with that key."""
 
-    def started(self, job: Job, keys: Iterable[BlockKey], blocks: Iterable[DeviceBlockId]) -> None:
-        """A job took these keys, which these blocks hold."""
+    def began(self, keys: Iterable[BlockKey], job: Job, blocks: Iterable[DeviceBlockId] = ()) -> None:
+        """A job brings these keys to the host; a store reads them from these blocks."""
         self.keys.update(dict.fromkeys(keys, job))
         self.blocks.update(dict.fromkeys(blocks, job))
 
     def wait(self, duplicate: Offer) -> None:
-        """Another block with the same key is being stored: keep this offer until that store ends."""
+        """Keep an offer until the job that brings its key has an outcome."""
         self.duplicates.setdefault(duplicate.key, []).append(duplicate)
 
-    def forget(self, keys: Sequence[BlockKey]) -> list[Offer]:
-        """No job brings these keys to the host any more: return the duplicates that waited for them."""
+    def ended(self, keys: Sequence[BlockKey]) -> list[Offer]:
+        """Forget keys whose job has an outcome; return the offers that waited for them."""
         in_flight, duplicates = self.keys, self.duplicates
         for key in keys:
             del in_flight[key]
@@ -42,7 +42,7 @@ class InFlightStores:
         return [offer for key in keys if key in duplicates for offer in duplicates.pop(key)]
 
     def copies_ended(self, job: Job) -> None:
-        """The last copy of the job's blocks has ended."""
+        """Forget the blocks of a job whose last copy has ended."""
         blocks = self.blocks
         for block in job.blocks:
             del blocks[block]
