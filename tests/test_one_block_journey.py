@@ -104,7 +104,7 @@ async def test_one_block_goes_to_the_host_and_comes_back(story: Story) -> None:
 
     # 3. The block is confirmed, so it is offered: it gets a slot and a lease, and the step's plan has a store.
     (store,) = story.step(Progress(FIRST, confirmed_tokens=20)).stores
-    assert (store.blocks, store.slots) == ((block,), (0,))
+    assert (store.targets, store.slots) == ((block,), (0,))
     assert story.slot() is SlotState.FILLING
     scheduler.ended(RequestEnded(FIRST, confirmed_tokens=20))
     pool.release([block, tail])
@@ -134,7 +134,7 @@ async def test_one_block_goes_to_the_host_and_comes_back(story: Story) -> None:
     target, tail = map(DeviceBlockId, pool.allocate(2))
     scheduler.allocated(BlocksAllocated(SECOND, ((target, tail),), device_tokens=0, external_tokens=16))
     (load,) = story.step().loads
-    assert (load.blocks, load.slots) == ((target,), (0,))
+    assert (load.targets, load.slots) == ((target,), (0,))
     story.copier.tickets[1].finish()
     assert story.hear() == [SECOND]
     assert story.memory.read(target) == computed

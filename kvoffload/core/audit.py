@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 
-from kvoffload.core.job import Job
+from kvoffload.core.jobs import DeviceJob, Fetch, Job, Load, Spill, Store
 from kvoffload.core.machine import JobState, RequestState, SlotState
 from kvoffload.core.request import has_table
 from kvoffload.core.state import CoreState
-from kvoffload.core.stores import Stores
-from kvoffload.core.tier_state import TierState
-from kvoffload.model.ids import SlotId
+from kvoffload.core.stores import EvictionWatch, InFlight, Stores
+from kvoffload.core.tiers import LowerTier
+from kvoffload.model.ids import BlockKey, SlotId
 from kvoffload.model.transfer import Direction, Tier
 
 _CAN_HIT = (SlotState.READY, SlotState.PINNED)
@@ -24,7 +24,7 @@ def audit(state: CoreState, stores: Stores) -> list[str]:
     """Return every violated law as one line of text. Reads only; costs time in the size of the pool."""
     laws = (_totals, _slots, _records, _sums)
     problems = [problem for law in laws for problem in law(state)]
-    problems += [problem for tier in state.below if tier.is_open for problem in tier.pool.problems()]
+    problems += [problem for tier in state.tiers if tier.is_open for problem in tier.pool.problems()]
     return problems + list(_offers(state, stores)) + state.pool.problems()
 
 
@@ -52,9 +52,7 @@ def _records(state: CoreState) -> Iterator[str]:
         _filling,
         _stalled,
         _leases,
-        _in_flight,
         _requests,
-        _indexes,
         _drained,
         _lower_tiers,
     ):
@@ -63,8 +61,8 @@ def _records(state: CoreState) -> Iterator[str]:
 
 def _offers(state: CoreState, stores: Stores) -> Iterator[str]:
     """Stores lease what is counted, and every offer is somewhere."""
-    opened = state.jobs.open.values()
-    leased = sum([len(job.blocks) for job in opened if job.is_store])
+    opened = [job for job in state.jobs.open.values() if isinstance(job, Store)]
+    leased = sum([len(job.targets) for job in opened])
     if leased != stores.leased_blocks:
         yield f"stores lease {leased} blocks, {stores.leased_blocks} are counted"
     if stores.leased_blocks > state.shape.lease_limit:
@@ -74,6 +72,8 @@ def _offers(state: CoreState, stores: Stores) -> Iterator[str]:
     if undecided != stores.waiting() + copying:
         yield f"{undecided} offers have no outcome; {stores.waiting()} wait and {copying} are being copied"
     yield from stores.problems()
+    yield from _in_flight(state, stores.in_flight)
+    yield from _indexes(state, stores.evictions)
     yield from state.tables.problems(state.requests.live.values())
 
 
@@ -117,8 +117,7 @@ def _pins(state: CoreState) -> Iterator[str]:
     for record in state.requests.live.values():
         expected.update(record.hit.slots if record.hit is not None else ())
     for job in state.jobs.open.values():
-        is_spill = job.tier is not Tier.HOST and job.direction is Direction.STORE
-        if is_spill or (job.loads_for is not None and not job.settled):
+        if isinstance(job, Spill) or (isinstance(job, Load) and not job.settled):
             expected.update(job.slots)
     yield from _differences("pins", expected, state.pool.pins())
 
@@ -142,9 +141,9 @@ def _jobs(state: CoreState) -> Iterator[str]:
     jobs, opened = state.jobs, state.jobs.open.values()
     for job in opened:
         if job.state not in _OPEN:
-            yield f"job {job.job} is {job.state.name} but in the table of open ones"
+            yield f"job {job.id} is {job.state.name} but in the table of open ones"
         if not job.waiting:
-            yield f"job {job.job} is open although no rank copies"
+            yield f"job {job.id} is open although no rank copies"
     found = Counter((job.tier, job.direction, job.state) for job in opened)
     for tier, direction, job_state in product((Tier.HOST, Tier.DISK, Tier.REMOTE), Direction, _OPEN):
         number = found[tier, direction, job_state]
@@ -157,14 +156,9 @@ def _jobs(state: CoreState) -> Iterator[str]:
         yield f"{pending} jobs are pending, {jobs.pending} are counted"
 
 
-def fills_host(job: Job) -> bool:
-    """Whether a job brings blocks to the host."""
-    return job.is_store or (job.tier is not Tier.HOST and job.direction is Direction.LOAD)
-
-
 def _filling(state: CoreState) -> Iterator[str]:
     """Filling slots belong to exactly one open store or fetch each."""
-    fills = [job for job in state.jobs.open.values() if fills_host(job) and not job.settled]
+    fills = [job for job in state.jobs.open.values() if isinstance(job, Store | Fetch) and not job.settled]
     filling = Counter(slot for job in fills for slot in job.slots)
     if sum(filling.values()) != state.pool.count(SlotState.FILLING) or any(
         count != 1 or state.pool.state(slot) != SlotState.FILLING for slot, count in filling.items()
@@ -174,36 +168,39 @@ def _filling(state: CoreState) -> Iterator[str]:
 
 def _stalled(state: CoreState) -> Iterator[str]:
     """Device blocks under abandoned copies are counted, and no others."""
-    blocks = sum([len(job.blocks) for job in state.jobs.open.values() if job.state is JobState.ABANDONED])
+    late = [job for job in state.jobs.open.values() if job.state is JobState.ABANDONED]
+    blocks = sum([len(job.targets) for job in late if isinstance(job, DeviceJob)])
     if blocks != state.stall.blocks:
         yield f"{blocks} blocks are under abandoned copies, {state.stall.blocks} are counted"
 
 
 def _leases(state: CoreState) -> Iterator[str]:
     """Every lease belongs to an open job."""
-    expected = Counter(block for job in state.jobs.open.values() for block in job.blocks)
+    device_jobs = [job for job in state.jobs.open.values() if isinstance(job, DeviceJob)]
+    expected = Counter(block for job in device_jobs for block in job.targets)
     if expected != Counter(state.leases.counts):
         yield f"leased blocks {dict(state.leases.counts)} differ from those of open jobs {dict(expected)}"
 
 
-def _in_flight(state: CoreState) -> Iterator[str]:
-    """Blocks in flight are those of open stores, keys those of stores without an outcome."""
-    stores = [job for job in state.jobs.open.values() if job.is_store]
-    if {block: job for job in stores for block in job.blocks} != state.in_flight.blocks:
+def _in_flight(state: CoreState, in_flight: InFlight) -> Iterator[str]:
+    """Blocks in flight are those of open stores, keys those of stores and fetches without an outcome."""
+    stores = [job for job in state.jobs.open.values() if isinstance(job, Store)]
+    if {block: job for job in stores for block in job.targets} != in_flight.blocks:
         yield "blocks in flight and open stores disagree"
-    keys = {offer.key: job for job in stores if not job.settled for offer in job.offers}
-    fetches = [job for job in state.jobs.open.values() if fills_host(job) and not job.is_store]
+    keys: dict[BlockKey, Job] = {offer.key: job for job in stores if not job.settled for offer in job.offers}
+    fetches = [job for job in state.jobs.open.values() if isinstance(job, Fetch)]
     keys |= {key: job for job in fetches if not job.settled for key in job.keys}
-    if keys != state.in_flight.keys:
+    if keys != in_flight.keys:
         yield "keys in flight and open stores disagree"
-    for key in state.in_flight.duplicates:
-        if key not in state.in_flight.keys:
+    for key in in_flight.duplicates:
+        if key not in in_flight.keys:
             yield "an offer waits for a key that is not in flight"
 
 
 def _requests(state: CoreState) -> Iterator[str]:
     """Requests count their jobs; only those with a block table have what is tied to one."""
-    jobs = Counter(record for job in state.jobs.open.values() for record in job.concerns)
+    device_jobs = [job for job in state.jobs.open.values() if isinstance(job, DeviceJob)]
+    jobs = Counter(record for job in device_jobs for record in job.concerns)
     for record in (*state.requests.live.values(), *state.requests.finishing):
         name, where = record.request, record.state.name
         if record.jobs != jobs[record]:
@@ -218,7 +215,7 @@ def _requests(state: CoreState) -> Iterator[str]:
             yield f"request {name} is {where} with a pending hit"
 
 
-def _indexes(state: CoreState) -> Iterator[str]:
+def _indexes(state: CoreState, evictions: EvictionWatch) -> Iterator[str]:
     """Indexes by slot and key name what records say. Only who has a block table loads for others (R14)."""
     live = state.requests.live.values()
     owners = {(slot, record) for slot, records in state.shared.owners.items() for record in records}
@@ -227,14 +224,14 @@ def _indexes(state: CoreState) -> Iterator[str]:
     for record in {record for _, record in owners}:
         if not has_table(record):
             yield f"request {record.request} is {record.state.name} and loads for others"
-    watched = {(key, record) for key, offers in state.evictions.offers.items() for record in offers}
+    watched = {(key, record) for key, offers in evictions.offers.items() for record in offers}
     if watched != {(key, record) for record in live for key in record.watched}:
         yield "the keys watched for eviction and the requests that watch disagree"
 
 
 def _lower_tiers(state: CoreState) -> Iterator[str]:
     """Each lower tier's slots and keys under way are those of open jobs."""
-    for tier in state.below:
+    for tier in state.tiers:
         yield from _lower_tier(state, tier)
 
 
@@ -247,21 +244,20 @@ def _sums(state: CoreState) -> Iterator[str]:
             yield f"{len(has)} slots of the disk have checksums, {len(found)} can be found"
 
 
-def _lower_tier(state: CoreState, tier: TierState) -> Iterator[str]:
+def _lower_tier(state: CoreState, tier: LowerTier) -> Iterator[str]:
     name, jobs = tier.tier.value, [job for job in state.jobs.open.values() if job.tier is tier.tier]
-    if sum(job.state is JobState.ABANDONED for job in jobs) != tier.abandoned:
-        yield f"{tier.abandoned} abandoned jobs on tier {name} are counted, another number is open"
-    going = {way: [job for job in jobs if job.direction is way and not job.settled] for way in Direction}
-    for what, keys, way in (
-        ("spilled", tier.spilling, Direction.STORE),
-        ("fetched", tier.fetching, Direction.LOAD),
-    ):
-        if {key: job for job in going[way] for key in job.keys} != keys:
-            yield f"keys that are being {what} and open jobs disagree on tier {name}"
-    filling = [place for job in going[Direction.STORE] for place in job.places]
+    if sum(job.state is JobState.ABANDONED for job in jobs) != tier.timed_out:
+        yield f"{tier.timed_out} jobs on tier {name} are counted as timed out, another number is open"
+    spills = [job for job in jobs if isinstance(job, Spill) and not job.settled]
+    fetches = [job for job in jobs if isinstance(job, Fetch) and not job.settled]
+    if {key: job for job in spills for key in job.keys} != tier.spilling:
+        yield f"keys that are being spilled and open jobs disagree on tier {name}"
+    if {key: job for job in fetches for key in job.keys} != tier.fetching:
+        yield f"keys that are being fetched and open jobs disagree on tier {name}"
+    filling = [slot for job in spills for slot in job.tier_slots]
     if len(filling) != tier.pool.count(SlotState.FILLING):
         yield f"filling slots and open spills disagree on tier {name}"
-    reading = Counter(place for job in going[Direction.LOAD] for place in job.places)
+    reading = Counter(slot for job in fetches for slot in job.tier_slots)
     yield from _differences(f"pins of tier {name}", reading, tier.pool.pins())
 
 

@@ -1,19 +1,18 @@
 """Loads: an allocation turns a pending hit into a load job, workers copy it, and its request runs or recomputes.
 
-    allocated ─▶ _load ─▶ Jobs.submit ─▶ reported ─▶ _arrived │ _failed ─▶ _answer
-                   │          overdue ─▶ abandoned ─────────────┘
+    allocated ─▶ _load ─▶ submit ─▶ reported ─▶ _arrived │ failed ─▶ _answer
                    └─ nothing to load, or not to be had ─▶ _answer
 
 Every load that the engine waits for is answered exactly once (`_answer`). Memory is released later, when every rank has
-ended its copy (`_copies_ended`).
+ended its copy (`ended`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 
-from kvoffload.core.job import Job
+from kvoffload.core.jobs import Failure, Load
 from kvoffload.core.machine import RequestEvent, RequestState
 from kvoffload.core.pending_hits import PendingHits
 from kvoffload.core.request import PendingHit, RequestRecord
@@ -28,19 +27,28 @@ from kvoffload.model.causes import (
 )
 from kvoffload.model.events import FactRejected, HitDropped, LoadEnded, LoadScheduled, StatesCopied
 from kvoffload.model.facts import BlocksAllocated
-from kvoffload.model.ids import NULL_BLOCK, DeviceBlockId, RequestId, SlotId
+from kvoffload.model.ids import NULL_BLOCK, DeviceBlockId, Rank, RequestId, SlotId
 from kvoffload.model.transfer import Direction, JobReport
 
-_LOADING, _FINISHING = RequestState.LOADING, RequestState.FINISHING
+_LOADING, _RUNNING, _FINISHING = RequestState.LOADING, RequestState.RUNNING, RequestState.FINISHING
 _Copies = tuple[list[SlotId], list[DeviceBlockId]]
 
 
 class Loads:
-    """Plans loads and ends them."""
+    """Plans and owns loads.
 
-    def __init__(self, state: CoreState, hits: PendingHits) -> None:
+    Args:
+        state: the core's.
+        hits: what lookups found.
+        loaded: called with a request whose load ended well.
+    """
+
+    def __init__(
+        self, state: CoreState, hits: PendingHits, loaded: Callable[[RequestRecord], object]
+    ) -> None:
         self._state = state
         self._hits = hits
+        self._loaded = loaded
 
     # -- allocations --------------------------------------------------------------------------------------------
 
@@ -101,18 +109,24 @@ class Loads:
     ) -> None:
         state = self._state
         state.leases.take(blocks)
-        job = state.jobs.plan(Direction.LOAD)
-        job.slots, job.blocks = slots, blocks
-        job.loads_for, job.incarnation = record, record.incarnation
-        job.concerns[record] = None
+        job = Load(
+            self,
+            slots,
+            blocks,
+            record.request,
+            concerns={record: None},
+            record=record,
+            incarnation=record.incarnation,
+        )
+        state.jobs.plan(job)
         record.jobs += 1
         state.shared.started(record, slots)
-        state.tally.events.append(LoadScheduled(job.job, record.request, len(slots), tokens, tuple(slots)))
+        state.tally.events.append(LoadScheduled(job.id, record.request, len(slots), tokens, tuple(slots)))
 
     def _copies(self, record: RequestRecord, fact: BlocksAllocated, length: int) -> _Copies | None:
         """Return the slots and blocks to copy for a prefix of `length` tokens, heads first; None if the host lacks any.
 
-        It goes by key and not by what was pinned: a pinned block may have turned out worthless since, and fewer tokens
+        Blocks are found by key and not by what was pinned: a pinned block may have been invalidated since, and fewer tokens
         than were found can need other blocks.
         """
         parts = self._state.pool.index.parts
@@ -135,100 +149,79 @@ class Loads:
 
     # -- endings ------------------------------------------------------------------------------------------------
 
-    def reported(self, job: Job, part: JobReport) -> None:
-        """A rank's copy has ended. What one rank finds bad no rank may use; the outcome waits for every rank (R9)."""
-        if part.outcome is not CopyOutcome.DONE:
-            self._distrust(job, part)
-        if job.waiting:
-            return
+    def reported(self, job: Load, rank: Rank, report: JobReport) -> None:
+        """Note what a rank found bad: no rank may use it. The outcome waits for every rank (R9)."""
+        job.corrupt.update(report.corrupt)
+        if report.outcome is not CopyOutcome.DONE:
+            self._distrust(job, report)
+
+    def failed(self, job: Load, why: Failure) -> None:
+        """The load will not come, or cannot be trusted: the engine recomputes.
+
+        After a time-out the slots are never allocated again (R16).
+        """
+        pool = self._state.pool
+        if why is Failure.TIMED_OUT:
+            self._note_misses(job.slots, MissCause.LOAD_FAILED)
+            self._state.tally.evicted(EvictionCause.ABANDONED, sum(map(pool.quarantine, job.slots)))
+        pool.unpin(job.slots)
+        job.settled = True
+        events, request, outcome = self._state.tally.events, job.record.request, _OUTCOMES[why]
+        corrupt = len(job.corrupt) if why is Failure.CORRUPT else 0
+        if corrupt:
+            events.append(LoadEnded(job.id, request, corrupt, outcome))
+            outcome = LoadOutcome.FAILED
+        if len(job.slots) > corrupt:
+            events.append(LoadEnded(job.id, request, len(job.slots) - corrupt, outcome))
+        self._answer(job.record, job.incarnation, loaded=False)
+
+    def ended(self, job: Load) -> None:
+        """No rank touches the job's memory any more: release it."""
+        state, record = self._state, job.record
         if not job.settled:
-            # With a law broken, what was loaded is not to be trusted either.
-            if job.failed is None and self._state.degraded is None:
+            # After an invariant was broken, what was loaded is not trusted either.
+            if job.failed is None and state.degraded is None:
                 self._arrived(job)
             else:
-                corrupt = job.failed is CopyOutcome.CORRUPT
-                self._failed(job, LoadOutcome.CORRUPT if corrupt else LoadOutcome.FAILED)
-        self._copies_ended(job)
-        self._state.jobs.close(job)
+                is_corrupt = job.failed is CopyOutcome.CORRUPT
+                self.failed(job, Failure.CORRUPT if is_corrupt else Failure.FAILED)
+        state.leases.release(job.targets)
+        state.requests.job_ended(record)
+        state.retention.release_if_over(record)
 
-    def abandoned(self, job: Job) -> None:
-        """A load did not end in time: its slots are never handed out again (R16), and its request recomputes."""
-        self._note_misses(job.slots, MissCause.LOAD_FAILED)
-        lost = sum(map(self._state.pool.quarantine, job.slots))
-        self._state.tally.evicted(EvictionCause.ABANDONED, lost)
-        self._failed(job, LoadOutcome.ABANDONED)
-
-    def cancel_planned(self, record: RequestRecord | None = None) -> None:
-        """Take back the loads that no worker knows of yet, of one request or all."""
-        for job in [job for job in self._state.jobs.planned if job.loads_for is not None]:
-            if record is None or job.loads_for is record:
-                self._failed(job, LoadOutcome.CANCELLED)
-                self._copies_ended(job)
-                self._state.jobs.cancel(job)
-
-    def fail_open(self) -> None:
-        """No report of these will come: the engine recomputes, and the copies end on leased blocks."""
-        for job in tuple(self._state.jobs.open.values()):
-            if job.loads_for is not None and not job.settled:
-                self._failed(job, LoadOutcome.FAILED)
-
-    def _arrived(self, job: Job) -> None:
+    def _arrived(self, job: Load) -> None:
         """Every rank has copied: the request can run."""
-        record, pool, shape = job.loads_for, self._state.pool, self._state.shape
-        assert record is not None, job
+        record, pool, shape = job.record, self._state.pool, self._state.shape
         if shape.state_key_ends and (states := shape.count_states(map(pool.key, job.slots))):
             self._state.tally.events.append(StatesCopied(Direction.LOAD, states))
         if record.incarnation == job.incarnation and record.state < _FINISHING:
             self._state.retention.add(record, pool.pinned(job.slots))
         pool.unpin(job.slots)
-        self._settle(job, LoadOutcome.LOADED)
+        job.settled = True
+        event = LoadEnded(job.id, record.request, len(job.slots), LoadOutcome.LOADED)
+        self._state.tally.events.append(event)
         self._answer(record, job.incarnation, loaded=True)
+        if record.incarnation == job.incarnation and record.state is _RUNNING:
+            self._loaded(record)
 
-    def _failed(self, job: Job, outcome: LoadOutcome) -> None:
-        """The load will not come, or is not to be trusted: the engine recomputes."""
-        assert job.loads_for is not None, job
-        self._state.pool.unpin(job.slots)
-        self._settle(job, outcome)
-        self._answer(job.loads_for, job.incarnation, loaded=False)
+    def _distrust(self, job: Load, report: JobReport) -> None:
+        """A rank's copy failed: invalidate the slots at once, though other ranks may still read them (R4).
 
-    def _distrust(self, job: Job, part: JobReport) -> None:
-        """A rank's copy failed: the slots are worthless at once, though other ranks may still read them (R4).
-
-        Where a checksum found which blocks are corrupt, only those are lost, and their memory with them.
+        If a checksum showed which blocks are corrupt, only those are lost, and their slots are never allocated again.
         """
         pool, tally = self._state.pool, self._state.tally
-        if part.outcome is CopyOutcome.CORRUPT:
-            slots = [job.slots[position] for position in part.corrupt] or job.slots
+        if report.outcome is CopyOutcome.CORRUPT:
+            slots = [job.slots[position] for position in report.corrupt] or job.slots
             self._note_misses(slots, MissCause.CORRUPT)
             tally.evicted(EvictionCause.CORRUPT, sum(map(pool.quarantine, slots)))
         else:
             self._note_misses(job.slots, MissCause.LOAD_FAILED)
             tally.evicted(EvictionCause.LOAD_FAILED, sum(map(pool.invalidate, job.slots)))
 
-    def _copies_ended(self, job: Job) -> None:
-        """No rank touches the job's memory any more: release it."""
-        record = job.loads_for
-        assert record is not None, job
-        self._state.leases.release(job.blocks)
-        job.blocks = []
-        self._state.requests.job_ended(record)
-        self._state.retention.release_if_over(record)
-
     def _note_misses(self, slots: Sequence[SlotId], cause: MissCause) -> None:
         """Keys that are about to leave the index miss for this cause from now on."""
         pool = self._state.pool
         self._state.misses.note([key for slot in slots if (key := pool.indexed_key(slot)) is not None], cause)
-
-    def _settle(self, job: Job, outcome: LoadOutcome) -> None:
-        assert job.loads_for is not None, job
-        job.settled = True
-        events, request = self._state.tally.events, job.loads_for.request
-        corrupt = len(job.corrupt) if outcome is LoadOutcome.CORRUPT else 0
-        if corrupt:
-            events.append(LoadEnded(job.job, request, corrupt, outcome))
-            outcome = LoadOutcome.FAILED
-        if len(job.slots) > corrupt:
-            events.append(LoadEnded(job.job, request, len(job.slots) - corrupt, outcome))
 
     def _answer(self, record: RequestRecord, incarnation: int, *, loaded: bool) -> None:
         """Answer the engine, exactly once a load, and move the request on if it still waits for this load."""
@@ -246,3 +239,12 @@ class Loads:
 
     def _reject(self, cause: RejectionCause, request: RequestId) -> None:
         self._state.tally.events.append(FactRejected(cause, request))
+
+
+_OUTCOMES = {
+    Failure.FAILED: LoadOutcome.FAILED,
+    Failure.CORRUPT: LoadOutcome.CORRUPT,
+    Failure.TIMED_OUT: LoadOutcome.ABANDONED,
+    Failure.CANCELLED: LoadOutcome.CANCELLED,
+    Failure.DROPPED: LoadOutcome.FAILED,
+}

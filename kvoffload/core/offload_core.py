@@ -11,15 +11,15 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from kvoffload.core.audit import audit, audit_at_rest
 from kvoffload.core.fingerprint import fingerprint
-from kvoffload.core.job import Offer
+from kvoffload.core.jobs import DeviceJob, Failure, Load, Offer
 from kvoffload.core.loads import Loads
-from kvoffload.core.lower_tiers import MOST_STEPS, LowerTiers
 from kvoffload.core.machine import JobState, RequestEvent, RequestState, SlotState
 from kvoffload.core.pending_hits import PendingHits
 from kvoffload.core.planners import make_planner
 from kvoffload.core.request import RequestRecord
 from kvoffload.core.state import CoreState, LoadResults, Policy
 from kvoffload.core.stores import Stores
+from kvoffload.core.tier_copies import LowerTiers
 from kvoffload.model import facts
 from kvoffload.model.causes import DegradeCause, EvictionCause, PinDropCause, RejectionCause, StoreOutcome
 from kvoffload.model.engine import BlockPool, EngineShape
@@ -50,13 +50,14 @@ class OffloadCore:
 
     def __init__(self, shape: EngineShape, policy: Policy, device: BlockPool) -> None:
         self.state = CoreState(shape, policy, device)
-        self._stores = Stores(self.state)
-        self.below = LowerTiers(self.state, self._stores) if self.state.below else None
-        """Of the tiers below the host, None without any; it handles the facts about them."""
-        self._queues = () if self.below is None else tuple(self.below.queues)
-        self._hits = PendingHits(self.state, None if self.below is None else self.below.fetches)
-        self._loads = Loads(self.state, self._hits)
-        self._planner = make_planner(self.state, self._stores)
+        self.stores = Stores(self.state)
+        self.lower_tiers = LowerTiers(self.state, self.stores) if self.state.tiers else None
+        """Handles the facts about the tiers below the host; None without any."""
+        self._planner = make_planner(self.state, self.stores)
+        fetches = None if self.lower_tiers is None else self.lower_tiers.fetches
+        self._hits = PendingHits(self.state, self.stores.in_flight, fetches)
+        self._loads = Loads(self.state, self._hits, self._planner.loaded)
+        self._unoffered = (0,) * len(shape.groups)
         self._new: dict[RequestRecord, None] = {}  # given a block table since the last step
 
     # -- requests -----------------------------------------------------------------------------------------------
@@ -69,10 +70,15 @@ class OffloadCore:
             return
         keys = tuple([list(each) for each in fact.keys])
         live[fact.request] = record = RequestRecord(
-            fact.request, fact.prompt_tokens, keys, fact.reads_cache, fact.persists, offered=[0] * len(keys)
+            fact.request,
+            fact.prompt_tokens,
+            keys,
+            fact.reads_cache,
+            fact.persists,
+            offered=[*self._unoffered],
         )
-        if self.below is not None:
-            self.below.request_seen(record)
+        if self.lower_tiers is not None:
+            self.lower_tiers.request_seen(record)
 
     def lookup(
         self,
@@ -104,7 +110,7 @@ class OffloadCore:
         """
         state = self.state
         if least_fetch_tokens:
-            for tier in state.below:
+            for tier in state.tiers:
                 tier.least_tokens = least_fetch_tokens[tier.tier]
         record = state.requests.live.get(request)
         if record is not None and record.state is _RUNNING:
@@ -132,13 +138,13 @@ class OffloadCore:
         was = record.state
         if was is _SEEN:
             record.incarnation += 1
-            record.stores = not self.state.generation or self._is_untainted(fact)
+            record.may_store = not self.state.generation or self._is_untainted(fact)
         elif was is _RUNNING and record.loading:
             # What it loaded is there, or was lost with its table before a report came: no request waits for it.
             self.state.shared.ended(record)
         self._new[record] = None
         if self.state.tables.places or self.state.tables.shared or self.state.generation:
-            self._handed_out(self._new_blocks(fact), since_reset=record.stores)
+            self._handed_out(self._new_blocks(fact), since_reset=record.may_store)
         self.state.tables.allocated(record, fact.tables)
         if was is _SEEN:
             self._loads.allocated(record, fact)
@@ -158,13 +164,15 @@ class OffloadCore:
         if record.state is _RUNNING:
             self._offer_last(record, fact)
         if record.waiting:
-            self._stores.settle_waiting(record, StoreOutcome.REQUEST_GONE)
+            self.stores.settle_waiting(record, StoreOutcome.REQUEST_GONE)
         if record.hit is not None:
             self._hits.drop(record, PinDropCause.REQUEST_ENDED)
-        if state.jobs.planned:
-            self._loads.cancel_planned(record)
-        if self.below is not None and record.state is _SEEN:
-            self.below.fetches.leaves(record)
+        for job in state.jobs.planned:
+            if isinstance(job, Load) and job.record is record:
+                state.jobs.drop(job)
+                break
+        if self.lower_tiers is not None and record.state is _SEEN:
+            self.lower_tiers.fetches.leaves(record)
         self._new.pop(record, None)
         self._table_ended(record)
         state.requests.move(record, RequestEvent.END)
@@ -184,7 +192,7 @@ class OffloadCore:
     def _preempt(self, record: RequestRecord) -> None:
         """The engine freed a running request's blocks."""
         self._planner.preempted(record)
-        self._stores.settle_waiting(record, StoreOutcome.LOST)
+        self.stores.settle_waiting(record, StoreOutcome.LOST)
         self.state.requests.move(record, RequestEvent.PREEMPT)
         self._table_ended(record)
         self.state.retention.release_if_over(record)
@@ -195,7 +203,7 @@ class OffloadCore:
         state = self.state
         state.tables.forget(record)
         if record.watched:
-            state.evictions.forget(record)
+            self.stores.evictions.forget(record)
         if record.loading:
             state.shared.ended(record)
 
@@ -215,16 +223,13 @@ class OffloadCore:
         if state.degraded is None:
             if fact.states:
                 self._offer_states(fact.states)
-            if self._stores.again or self._stores.for_room or self._stores.states_for_room:
-                self._stores.next_step()
+            if self.stores.again or self.stores.for_room or self.stores.states_for_room:
+                self.stores.next_step()
             self._planner.step(fact, advanced)
-            if (below := self.below) is not None:
-                below.waited += 1
-                for queue in self._queues:
-                    if queue and (
-                        below.waited >= MOST_STEPS or len(queue) >= below.enough or not state.requests.live
-                    ):
-                        below.step()
+            if self.lower_tiers is not None:
+                for queue in self.lower_tiers.queues:
+                    if queue:
+                        self.lower_tiers.step()
                         break
 
     def plan(self) -> TransferPlan:
@@ -232,8 +237,8 @@ class OffloadCore:
         state = self.state
         if not (state.jobs.planned or state.jobs.cancelled):
             return NOTHING
-        if self._stores.batch is not None:
-            self._stores.schedule(self._stores.batch)
+        if self.stores.batch is not None:
+            self.stores.schedule(self.stores.batch)
         return state.jobs.submit()
 
     def _preempt_all(self, requests: Iterable[RequestId]) -> None:
@@ -278,10 +283,10 @@ class OffloadCore:
         for request, group, position, key, block in states:
             record = self.state.requests.live.get(request)
             if record is None or record.state is not _RUNNING:
-                self._stores.refuse([Offer(key, block)], StoreOutcome.REQUEST_GONE)
+                self.stores.refuse([Offer(key, block)], StoreOutcome.REQUEST_GONE)
                 continue
             if record.keys[group][position : position + 1] != [key]:
-                self._stores.refuse([Offer(key, block)], StoreOutcome.STALE)
+                self.stores.refuse([Offer(key, block)], StoreOutcome.STALE)
                 continue
             self.state.tables.put(record, group, position, block)
             offers.append(Offer(key, block, record, record.incarnation, group, position))
@@ -296,56 +301,41 @@ class OffloadCore:
         state, report = self.state, fact.report
         if state.growing or state.ready.get(report.rank) != report.ready_slots:
             self._ready(report)
-        parts = report.jobs if self.below is None else self.below.reported(report)
-        for part in parts:
+        if self.lower_tiers is not None:
+            self.lower_tiers.rank_reported(report)
+        for part in report.jobs:
             job = state.jobs.open.get(part.job)
-            if job is None or not job.reported(report.rank, part.outcome, part.corrupt):
+            if job is None or not job.reported(report.rank, part.outcome):
                 continue
-            state.tally.events.append(
-                RankReported(
-                    job.job,
-                    report.rank,
-                    job.direction,
-                    part.outcome,
-                    part.copied_bytes,
-                    part.queue_s,
-                    part.copy_s,
-                )
+            outcome, copied, queue_s, copy_s = part.outcome, part.copied_bytes, part.queue_s, part.copy_s
+            event = RankReported(
+                job.id, report.rank, job.direction, outcome, copied, queue_s, copy_s, job.tier
             )
-            if not job.waiting and state.stall.blocks:  # of abandoned jobs, which alone can be in a row
-                state.stall.ended(job)
-                self._look_at_stall()
-            if job.loads_for is None:
-                self._stores.reported(job, part.outcome)
-                continue
-            self._loads.reported(job, part)
-            if job.loads_for.state is _RUNNING and job.loads_for.incarnation == job.incarnation:
-                self._planner.loaded(job.loads_for)
+            state.tally.events.append(event)
+            job.owner.reported(job, report.rank, part)
+            if not job.waiting:
+                if state.stall.blocks and isinstance(job, DeviceJob) and state.stall.ended(job):
+                    self._report_stall()
+                job.owner.ended(job)
+                state.jobs.close(job)
 
     def job_overdue(self, fact: facts.JobOverdue) -> None:
-        """A job takes too long: it is no longer waited for, and its memory is written off until its copies end (R16)."""
+        """A job takes too long: it is no longer waited for, and what it writes is leaked (R16)."""
         state, job = self.state, self.state.jobs.open.get(fact.job)
         if job is None or job.state is not JobState.SUBMITTED:
             return
-        state.jobs.abandon(job)
-        if job.tier is not Tier.HOST and self.below is not None:
-            self.below.abandoned(job)
-            return
-        state.stall.abandoned(job)
-        self._look_at_stall()
-        state.tally.events.append(JobAbandoned(job.job, job.direction, len(job.slots)))
-        for record in job.concerns:
-            record.has_abandoned = True
-            state.retention.release_if_over(record)
-        if job.loads_for is None:
-            self._stores.abandoned(job)
-        else:
-            self._loads.abandoned(job)
+        state.jobs.time_out(job)
+        if isinstance(job, DeviceJob):
+            if state.stall.timed_out(job):
+                self._report_stall()
+            state.tally.events.append(JobAbandoned(job.id, job.direction, len(job.slots)))
+            for record in job.concerns:
+                record.has_timed_out = True
+                state.retention.release_if_over(record)
+        job.owner.failed(job, Failure.TIMED_OUT)
 
-    def _look_at_stall(self) -> None:
+    def _report_stall(self) -> None:
         stall = self.state.stall
-        if not stall.has_turned():
-            return
         if stall.is_on:
             self.state.tally.events.append(CopiesStalled(stall.blocks, stall.limit, stall.jobs_in_a_row))
         else:
@@ -379,16 +369,19 @@ class OffloadCore:
         live = tuple(state.requests.live.values())
         for record in live:
             self._hits.drop(record, PinDropCause.RESET)
-            record.stores = False
-            state.evictions.forget(record)
+            record.may_store = False
+            self.stores.evictions.forget(record)
             state.shared.ended(record)
         for record in (*live, *state.requests.finishing):
             state.retention.release(record)
-        if self.below is not None:
-            self.below.reset()
         dropped = state.pool.forget_all()
         state.misses.reset(dropped)
-        self._stores.stop(StoreOutcome.BEFORE_RESET, planned=StoreOutcome.CANCELLED)
+        for job in tuple(state.jobs.open.values()):
+            if not isinstance(job, Load):
+                state.jobs.drop(job)
+        if self.lower_tiers is not None:
+            self.lower_tiers.forget_all()
+        self.stores.stop(StoreOutcome.BEFORE_RESET)
         state.tally.evicted(EvictionCause.RESET, len(dropped))
         draining = state.pool.count(SlotState.DRAINING)
         state.tally.events.append(ResetStarted(state.generation, len(dropped), draining, state.jobs.pending))
@@ -400,37 +393,41 @@ class OffloadCore:
             return
         state.degraded = fact.cause
         state.tally.events.append(OffloadingDegraded(fact.cause, fact.detail))
-        self._loads.cancel_planned()
-        if self.below is not None:
-            self.below.stop()
-            state.jobs.stop()
-        if fact.cause is DegradeCause.HANDLER_RAISED:  # the last fact that this gets
-            self._loads.fail_open()
-        self._stores.stop(StoreOutcome.DEGRADED, planned=StoreOutcome.DEGRADED)
+        # After a handler has raised no report will come: the core gets no fact any more.
+        is_last = fact.cause is DegradeCause.HANDLER_RAISED
+        for job in tuple(state.jobs.open.values()):
+            if is_last or job.state is JobState.PLANNED or not isinstance(job, Load):
+                state.jobs.drop(job)
+        if self.lower_tiers is not None:
+            self.lower_tiers.stop()
+        state.jobs.stop()
+        self.stores.stop(StoreOutcome.DEGRADED)
 
     # -- questions that change nothing ----------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
         """Whether steps are needed for something to come to its end. Abandoned copies do not count (R16)."""
-        return self._has_work(self.state.jobs.pending) or (self.below is not None and self.below.is_due)
+        return self._has_work(self.state.jobs.pending) or (
+            self.lower_tiers is not None and self.lower_tiers.is_due
+        )
 
     @property
     def has_host_work(self) -> bool:
         """As `has_work`, leaving out what only lower tiers have to do."""
-        return self._has_work(self.state.jobs.pending - self.state.jobs.pending_below)
+        return self._has_work(self.state.jobs.pending - self.state.jobs.pending_on_tiers)
 
     def _has_work(self, jobs: int) -> bool:
         results = self.state.results
-        return bool(jobs or results.loaded or results.failed or self._stores.again)
+        return bool(jobs or results.loaded or results.failed or self.stores.again)
 
     def audit(self) -> list[str]:
         """Return every violated conservation law as text."""
-        return audit(self.state, self._stores)
+        return audit(self.state, self.stores)
 
     def audit_at_rest(self, slots: Iterable[SlotId]) -> list[str]:
         """Return the laws that are violated while no request is known and no copy waited for, looking at these slots only."""
-        return audit_at_rest(self.state, self._stores, slots)
+        return audit_at_rest(self.state, self.stores, slots)
 
     def fingerprint(self) -> object:
         """Return a hashable value that is equal for equal states."""
@@ -456,7 +453,7 @@ class OffloadCore:
         self._separate(fact.handed_out, since_reset=False)
         for progress in fact.progress:
             record = self.state.requests.live.get(progress.request)
-            since_reset = record is not None and record.stores
+            since_reset = record is not None and record.may_store
             for blocks in progress.new_blocks:
                 self._separate(blocks, since_reset=since_reset)
 

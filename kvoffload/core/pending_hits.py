@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from kvoffload.core.fetches import Fetches
 from kvoffload.core.match import longest_match
 from kvoffload.core.request import PendingHit, RequestRecord
 from kvoffload.core.state import CoreState
+from kvoffload.core.stores import InFlight
+from kvoffload.core.tier_copies import FetchPlanner
 from kvoffload.model.causes import MissCause, PinDropCause
 from kvoffload.model.events import (
     HitDropped,
@@ -38,8 +39,9 @@ _hit: Callable[[_Fields], PendingHit] = partial(tuple.__new__, PendingHit)
 class PendingHits:
     """Answers lookups. The only writer of `RequestRecord.hit` and `boundary`."""
 
-    def __init__(self, state: CoreState, fetches: Fetches | None = None) -> None:
+    def __init__(self, state: CoreState, in_flight: InFlight, fetches: FetchPlanner | None = None) -> None:
         self._state = state
+        self._in_flight = in_flight
         self._fetches = fetches
 
     def lookup(
@@ -173,6 +175,6 @@ class PendingHits:
             return MissCause.PARTIAL_BLOCK
         if missing is None:
             return MissCause.LAST_TOKEN if lacking == alignment else MissCause.READ_AHEAD
-        if missing in self._state.in_flight.keys:
+        if missing in self._in_flight.keys:
             return MissCause.STORING
         return self._state.misses.cause(missing)

@@ -13,7 +13,7 @@ from itertools import chain, count, repeat
 from operator import itemgetter
 from typing import Protocol
 
-from kvoffload.core.job import Offer
+from kvoffload.core.jobs import Offer
 from kvoffload.core.machine import RequestState
 from kvoffload.core.request import RequestRecord
 from kvoffload.core.state import CoreState
@@ -60,6 +60,7 @@ class EagerPlanner:
         self._state = state
         self._stores = stores
         self._due: dict[RequestRecord, None] = {}
+        self._none = (0,) * len(state.shape.groups)  # offered
 
     def allocated(self, record: RequestRecord) -> None:
         if record.state is _RUNNING:
@@ -94,7 +95,7 @@ class EagerPlanner:
         index = self._state.pool.index
         lost = [offer for offer in _confirmed(self._state, record) if offer.key not in index]
         self._stores.refuse(lost, StoreOutcome.LOST)
-        record.offered = [0] * len(record.keys)
+        record.offered = list(self._none)
 
 
 class LazyPlanner:
@@ -118,6 +119,7 @@ class LazyPlanner:
         self._enough = 2 * state.shape.turnover_blocks
         recurrent = [group for group in state.shape.groups if group.kind is AttentionKind.RECURRENT]
         self._for_states = 2 * len(recurrent)  # not in the table: one to continue in and one to keep
+        self._none = (0,) * len(state.shape.groups)  # offered
         self._clean = 0
         self._stored = 0  # since blocks were last handed out
 
@@ -150,7 +152,7 @@ class LazyPlanner:
         held = self._state.device.keys_of([offer.block for offer in offers])
         lost = [offer for offer, holds in zip(offers, held, strict=True) if holds != offer.key]
         self._stores.refuse(lost, StoreOutcome.LOST)
-        record.offered = [0] * len(record.keys)
+        record.offered = list(self._none)
 
     def _handed_out(self, blocks: int) -> None:
         self._clean -= blocks
@@ -167,7 +169,7 @@ class LazyPlanner:
             if (slot := state.pool.index.get(key)) is not None:
                 # Soon the only copy. If it were evicted for its neighbours here, they would take turns for ever.
                 room -= state.pool.use((slot,), {})
-            elif key not in state.in_flight.keys:
+            elif key not in self._stores.in_flight.keys:
                 offers.append(Offer(key, block))
         fitting, no_slot = offers[:room], offers[room:]
         stored = fitting[: self._stores.room]
@@ -182,7 +184,7 @@ class LazyPlanner:
 
     def _unknown(self, record: RequestRecord) -> list[Offer]:
         """Return offers of a request's blocks that the host does not have, heads first."""
-        index, in_flight = self._state.pool.index, self._state.in_flight.keys
+        index, in_flight = self._state.pool.index, self._stores.in_flight.keys
         offers = [*_confirmed(self._state, record), *_handed_off(self._state, record)]
         if self._for_states:
             _sort_by_depth(offers, self._state)

@@ -54,17 +54,17 @@ class RequestRecord(Struct, eq=False):
         watched: keys that it offered while the host had them; it offers them again if they are evicted.
         stored_again: keys offered again after an eviction, once each.
         jobs: open jobs that copy its blocks.
-        has_abandoned: a job of its was abandoned, and may never end.
-        load_failed: a load of its failed, so its lookups answer 0 from now on.
-        stores: False where its blocks were computed, wholly or in part, before the last reset.
+        has_timed_out: one of its jobs timed out and may never end.
+        load_failed: one of its loads failed; from now on its lookups return 0.
+        may_store: False where its blocks were computed, wholly or in part, before the last reset.
         least_tokens: shorter hits are recomputed; its first lookup decides, 0 before it.
         boundary: tokens after which the engine is asked for a recurrent state, as the lack of it kept the last lookup from
             finding a prefix that device and host hold; 0 for none. `PendingHits` writes it.
         fetched_blocks: blocks that were fetched from lower tiers for it.
         fetched_from: the tier that brought some of them last.
-        asks_below: False where a fetch of its failed, so that it asks for no other.
+        asks_tiers: False after one of its fetches failed: it gets no other.
         awaits_answer: the remote store was asked for its blocks and has not answered.
-        awaits_fetch: a fetch for which its lookups wait, and the tokens of the prefix with what it brings. `Fetches` writes it.
+        awaits_fetch: a fetch for which its lookups wait, and the tokens of the prefix with what it brings. `FetchPlanner` writes it.
         waits_for: what its last lookup was answered "not yet" for: another request, a fetch's job, or the remote store's answer; None
             where it had another answer.
     """
@@ -90,14 +90,14 @@ class RequestRecord(Struct, eq=False):
     watched: set[BlockKey] = set()
     stored_again: set[BlockKey] = set()
     jobs: int = 0
-    has_abandoned: bool = False
+    has_timed_out: bool = False
     load_failed: bool = False
-    stores: bool = True
+    may_store: bool = True
     least_tokens: int = 0
     boundary: int = 0
     fetched_blocks: int = 0
     fetched_from: Tier = Tier.DISK
-    asks_below: bool = True
+    asks_tiers: bool = True
     awaits_answer: bool = False
     awaits_fetch: tuple[JobId, int] | None = None
     waits_for: RequestId | JobId | Tier | None = None

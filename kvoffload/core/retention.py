@@ -15,10 +15,10 @@ from collections.abc import Container, Iterable, Sequence
 from itertools import groupby, islice
 
 from kvoffload.core.host_pool import HostPool
-from kvoffload.core.job import TABLE, Job
+from kvoffload.core.jobs import TABLE, Store
 from kvoffload.core.machine import RequestState
 from kvoffload.core.request import RequestRecord
-from kvoffload.core.tier_state import TierState
+from kvoffload.core.tiers import LowerTier
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import BlockKey, SlotId
 
@@ -29,10 +29,10 @@ class Retention:
     """The only caller of the pool's `hold` and `release`, and the only writer of a record's `held`, `held_to` and `shares`."""
 
     def __init__(
-        self, pool: HostPool, groups: tuple[GroupSpec, ...], below: tuple[TierState, ...] = ()
+        self, pool: HostPool, groups: tuple[GroupSpec, ...], tiers: tuple[LowerTier, ...] = ()
     ) -> None:
         self._pool = pool
-        self._below = below
+        self._tiers = tiers
         self._groups = groups
 
     def add(self, record: RequestRecord, slots: Sequence[SlotId]) -> None:
@@ -44,7 +44,7 @@ class Retention:
         """Note that a request uses a block which another request stored."""
         record.shares = True
 
-    def arrived(self, job: Job) -> None:
+    def arrived(self, job: Store) -> None:
         """Hold a store's slots for the requests whose blocks these are. Not every block arrives after those before it.
 
         A request that has ended gets none if no end of a job will release them.
@@ -59,7 +59,7 @@ class Retention:
             if tokens[0] < record.held_to or incarnation != record.incarnation or tokens != sorted(tokens):
                 record.shares = True
             record.held_to = tokens[-1]
-            if record.state < _FINISHING or (record.state is _FINISHING and not record.has_abandoned):
+            if record.state < _FINISHING or (record.state is _FINISHING and not record.has_timed_out):
                 slots = job.slots[first:end]
                 record.held += slots
                 held += slots
@@ -67,16 +67,16 @@ class Retention:
 
     def release_if_over(self, record: RequestRecord) -> None:
         """Release a request's slots if it has no block table, or has ended, and no store of its is under way."""
-        is_waiting = record.table is not None or (record.jobs and not record.has_abandoned)
+        is_waiting = record.table is not None or (record.jobs and not record.has_timed_out)
         if (record.held or record.shares or record.found_tokens) and not is_waiting:
             self.release(record)
 
     def release(self, record: RequestRecord) -> None:
         """Release all that a request holds; its deepest blocks become evictable first."""
-        if self._below and record.loaded_tokens and record.persists:
+        if self._tiers and record.loaded_tokens and record.persists:
             keys = self._keys(record, record.loaded_tokens, state=record.loaded_tokens)
             on_host = self._pool.index.parts
-            for tier in self._below:
+            for tier in self._tiers:
                 on_tier = tier.pool.index.parts  # and as a rule has all of them
                 lacking = [key for key in reversed(keys) if key not in on_tier[key[0]]]
                 tier.reuse([key for key in lacking if key in on_host[key[0]]])

@@ -6,21 +6,16 @@ from dataclasses import dataclass
 
 from msgspec import Struct
 
-from kvoffload.core.disk_state import DiskState
 from kvoffload.core.eviction import LruOrder
-from kvoffload.core.eviction_watch import EvictionWatch
 from kvoffload.core.host_pool import HostPool
-from kvoffload.core.in_flight import InFlight
-from kvoffload.core.job import Jobs
-from kvoffload.core.leases import Leases
+from kvoffload.core.jobs import Jobs, Leases, Stall
 from kvoffload.core.miss_memory import MissMemory
-from kvoffload.core.remote_state import RemoteState
 from kvoffload.core.request import Requests
 from kvoffload.core.retention import Retention
 from kvoffload.core.shared_loads import SharedLoads
 from kvoffload.core.stale_blocks import StaleBlocks
-from kvoffload.core.stall import Stall
 from kvoffload.core.tally import Tally
+from kvoffload.core.tiers import DiskTier, RemoteTier
 from kvoffload.model.causes import DegradeCause
 from kvoffload.model.engine import BlockPool, EngineShape
 from kvoffload.model.ids import DeviceBlockId, Rank, RequestId
@@ -53,7 +48,7 @@ class LoadResults(Struct):
 
 
 class CoreState:
-    """What is keyed by a request lies in its record, by a job in the job, by a slot in the pool; here are the owners.
+    """All parts that hold state. A request's state is in its record, a job's in the job, a slot's in the pool.
 
     Args:
         shape: the engine's fixed facts.
@@ -65,28 +60,23 @@ class CoreState:
         self.shape = shape
         self.policy = policy
         self.device = device
-        self.disk = None if (hits := policy.spill_after_hits) is None else DiskState(hits, shape.ranks)
-        self.remote = (
-            None
-            if policy.share_after_hits is None
-            else RemoteState(policy.share_after_hits, map(Rank, range(shape.ranks)))
-        )
-        self.below = tuple([tier for tier in (self.disk, self.remote) if tier is not None])
-        """The tiers below the host, in the order in which they are looked into."""
+        ranks = [Rank(rank) for rank in range(shape.ranks)]
+        self.disk = None if (hits := policy.spill_after_hits) is None else DiskTier(hits, shape.ranks)
+        self.remote = None if (hits := policy.share_after_hits) is None else RemoteTier(hits, ranks)
+        self.tiers = tuple([tier for tier in (self.disk, self.remote) if tier is not None])
+        """The tiers below the host, in the order in which they are searched."""
         self.pool = HostPool(LruOrder())
         self.requests = Requests()
         self.jobs = Jobs(shape.ranks)
         self.leases = Leases(device)
-        self.retention = Retention(self.pool, shape.groups, self.below)
+        self.retention = Retention(self.pool, shape.groups, self.tiers)
         self.tables = StaleBlocks(shape.groups)
-        self.in_flight = InFlight()
         self.shared = SharedLoads()
-        self.evictions = EvictionWatch()
         self.misses = MissMemory()
         self.tally = Tally(self.jobs.planned)
         self.results = LoadResults()
         self.stall = Stall(shape.stall_limit)
-        self.ready = dict.fromkeys(map(Rank, range(shape.ranks)), 0)
+        self.ready = dict.fromkeys(ranks, 0)
         """Per rank, the host slots that it has ready."""
         self.growing = set(self.ready)
         """Ranks that are still making host memory ready, as far as they have reported."""

@@ -1,30 +1,30 @@
 """Stores: planners offer computed blocks, each offer is accepted or declined, and one job a step takes the accepted ones.
 
-    offer ─▶ _decide ─▶ _accept ─▶ the step's job ─▶ reported ─▶ _arrived │ _failed
-                │  ▲                      overdue ─▶ abandoned ─────────────┘
+    offer ─▶ _decide ─▶ _accept ─▶ the step's job ─▶ reported ─▶ _arrived │ failed
+                │  ▲
                 │  └── waiting: for room under the lease limit, for its request's end, for a duplicate's store
                 └─ declined (`_settle`)
 
-Every offer gets exactly one outcome; until then it is in `RequestRecord.waiting`, among the duplicates that
-`InFlight` keeps, in `again` for the next step, or in an open job.
+Every offer gets exactly one outcome; until then it is in `RequestRecord.waiting`, among the duplicates that `InFlight`
+keeps, in `again` for the next step, or in an open job.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from operator import itemgetter
 
-from kvoffload.core.job import TABLE, Job, Offer, owner
+from kvoffload.core.jobs import TABLE, Failure, Job, Offer, Store, owner
 from kvoffload.core.machine import RequestState
 from kvoffload.core.request import Place, RequestRecord
 from kvoffload.core.state import CoreState
 from kvoffload.model.causes import CopyOutcome, EvictionCause, MissCause, StoreOutcome
 from kvoffload.model.events import StatesCopied, StoreScheduled
 from kvoffload.model.groups import AttentionKind
-from kvoffload.model.ids import NULL_BLOCK, BlockKey, DeviceBlockId, GroupId, SlotId
-from kvoffload.model.transfer import Direction
+from kvoffload.model.ids import NULL_BLOCK, BlockKey, DeviceBlockId, GroupId, Rank, SlotId
+from kvoffload.model.transfer import Direction, JobReport
 
 _STORED, _ALREADY_CACHED = StoreOutcome.STORED, StoreOutcome.ALREADY_CACHED
 _FINISHING = RequestState.FINISHING
@@ -42,13 +42,93 @@ class Wait(Enum):
     FOR_COPY = "for_copy"  # an abandoned copy still reads the block; tried again at the request's end
 
 
+class InFlight:
+    """The only writer of these three.
+
+    A key leaves when its job's outcome is known: after a failure another block with the key may be stored. A block leaves
+    when its last copy has ended: a copy that timed out may still read it.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: dict[DeviceBlockId, Job] = {}
+        """Blocks that a store reads."""
+        self.keys: dict[BlockKey, Job] = {}
+        """Keys that a store or a fetch is bringing to the host."""
+        self.duplicates: dict[BlockKey, list[Offer]] = {}
+        """By key, offers of other blocks with that key."""
+
+    def began(self, keys: Iterable[BlockKey], job: Job, blocks: Iterable[DeviceBlockId] = ()) -> None:
+        """A job brings these keys to the host; a store reads them from these blocks."""
+        self.keys.update(dict.fromkeys(keys, job))
+        self.blocks.update(dict.fromkeys(blocks, job))
+
+    def wait(self, duplicate: Offer) -> None:
+        """Keep an offer until the job that brings its key has an outcome."""
+        self.duplicates.setdefault(duplicate.key, []).append(duplicate)
+
+    def ended(self, keys: Sequence[BlockKey]) -> list[Offer]:
+        """Forget keys whose job has an outcome; return the offers that waited for them."""
+        in_flight, duplicates = self.keys, self.duplicates
+        for key in keys:
+            del in_flight[key]
+        if not duplicates:
+            return []
+        return [offer for key in keys if key in duplicates for offer in duplicates.pop(key)]
+
+    def copies_ended(self, blocks: Sequence[DeviceBlockId]) -> None:
+        """Forget blocks whose last copy has ended."""
+        in_flight = self.blocks
+        for block in blocks:
+            del in_flight[block]
+
+
+class EvictionWatch:
+    """Which running requests offer a block again when the host evicts it (R8).
+
+    A request whose block was on the host by another request's store has nothing to store. If the host evicts the block while
+    the request still runs, the request offers it again, once.
+
+    The only writer of a record's `watched` and `stored_again`.
+    """
+
+    def __init__(self) -> None:
+        self.offers: dict[BlockKey, dict[RequestRecord, Offer]] = {}
+
+    def add(self, record: RequestRecord, offer: Offer) -> None:
+        """Watch for the eviction of a key that a request offered, unless the request has offered it again before."""
+        if offer.key not in record.stored_again:
+            self.offers.setdefault(offer.key, {})[record] = offer
+            record.watched.add(offer.key)
+
+    def evicted(self, keys: Iterable[BlockKey]) -> list[Offer]:
+        """These keys left the host: return the offers to make again."""
+        again: list[Offer] = []
+        for key in keys:
+            for record, offer in self.offers.pop(key, {}).items():
+                record.watched.discard(key)
+                record.stored_again.add(key)
+                again.append(offer)
+        return again
+
+    def forget(self, record: RequestRecord) -> None:
+        """The request has no block table any more."""
+        for key in record.watched:
+            offers = self.offers[key]
+            del offers[record]
+            if not offers:
+                del self.offers[key]
+        record.watched.clear()
+
+
 class Stores:
-    """Decides on offers, and ends store jobs."""
+    """Decides on offers, and owns store jobs."""
 
     def __init__(self, state: CoreState) -> None:
         self._state = state
         self._lease_limit = state.shape.lease_limit
-        self.batch: Job | None = None
+        self.in_flight = InFlight()
+        self.evictions = EvictionWatch()
+        self.batch: Store | None = None
         """The step's job, which takes what is accepted; None before anything is."""
         self.for_room: dict[RequestRecord, deque[Place]] = {}
         """Per request, the places whose offers wait for room."""
@@ -88,7 +168,7 @@ class Stores:
             self._state.tally.count_stores(StoreOutcome.IN_FLIGHT)
             if (record := owner(offer)) is not None:
                 self._state.retention.share(record)
-                self._state.evictions.add(record, offer)
+                self.evictions.add(record, offer)
 
     def next_step(self) -> None:
         """Decide on what waited for room, and on what may be stored again."""
@@ -115,10 +195,10 @@ class Stores:
             self._settle(record.keys[group][position], outcome)
         self._stop_waiting(record)
 
-    def schedule(self, job: Job) -> None:
+    def schedule(self, job: Store) -> None:
         """The step's plan is about to take the store job: report it, and let the next offer open another one."""
         self.batch = None
-        self._state.tally.events.append(StoreScheduled(job.job, len(job.slots)))
+        self._state.tally.events.append(StoreScheduled(job.id, len(job.slots)))
 
     # -- deciding -----------------------------------------------------------------------------------------------
 
@@ -128,15 +208,15 @@ class Stores:
             for offer in offers:
                 self._settle(offer.key, StoreOutcome.DEGRADED)
             return
-        keys, in_flight = list(map(_KEY, offers)), self._state.in_flight
-        if not (in_flight.keys.keys().isdisjoint(keys) and self._state.pool.index.isdisjoint(keys)):
+        keys = list(map(_KEY, offers))
+        if not (self.in_flight.keys.keys().isdisjoint(keys) and self._state.pool.index.isdisjoint(keys)):
             offers = self._fresh(offers)
         if offers:
             self._admit(offers, last_chance=last_chance)
 
     def _fresh(self, offers: Sequence[Offer]) -> list[Offer]:
         """Return the offers of what the host does not have; what is on its way there waits for how that ends."""
-        parts, in_flight = self._state.pool.index.parts, self._state.in_flight
+        parts, in_flight = self._state.pool.index.parts, self.in_flight
         fresh: list[Offer] = []
         cached: list[Offer] = []
         keys_in_flight = in_flight.keys
@@ -167,7 +247,7 @@ class Stores:
             not state.generation
             and held == keys
             and len(keys) <= min(state.pool.room, self.room)
-            and state.in_flight.blocks.keys().isdisjoint(blocks)
+            and self.in_flight.blocks.keys().isdisjoint(blocks)
             and len(set(keys)) == len(keys)
         ):
             self._accept(offers)
@@ -178,7 +258,7 @@ class Stores:
         self, offers: Sequence[Offer], held: Sequence[BlockKey | None]
     ) -> tuple[list[Offer], list[BlockKey | None]]:
         """Decline the offers of blocks that have no hash, such as those that a window has passed already; return the others."""
-        read, left, unhashed = self._state.in_flight.blocks, list[int](), list[BlockKey]()
+        read, left, unhashed = self.in_flight.blocks, list[int](), list[BlockKey]()
         for number, (offer, holds) in enumerate(zip(offers, held, strict=True)):
             if holds is not None or offer.block == NULL_BLOCK or offer.block in read:
                 left.append(number)
@@ -200,7 +280,7 @@ class Stores:
         state = self._state
         accepted: dict[BlockKey, Offer] = {}
         duplicates: list[Offer] = []
-        read, host_room, lease_room = state.in_flight.blocks, state.pool.room, self.room
+        read, host_room, lease_room = self.in_flight.blocks, state.pool.room, self.room
         room = min(host_room, lease_room)
         for offer, holds in zip(offers, held, strict=True):
             key = offer.key
@@ -218,7 +298,7 @@ class Stores:
         if accepted:
             self._accept(list(accepted.values()))
         for duplicate in duplicates:
-            state.in_flight.wait(duplicate)
+            self.in_flight.wait(duplicate)
 
     def _without_room(self, is_host_full: bool) -> Wait:
         """Return what an offer waits for that finds no room on the host, or under the lease limit."""
@@ -237,7 +317,7 @@ class Stores:
             holds = state.device.keys_of((block,))[0]
         if state.generation and not self._is_since_reset(offer, block):
             return StoreOutcome.BEFORE_RESET
-        if block in state.in_flight.blocks:
+        if block in self.in_flight.blocks:
             return Wait.FOR_COPY
         if holds != offer.key:
             return StoreOutcome.NOT_HASHED if holds is None else StoreOutcome.STALE
@@ -246,7 +326,7 @@ class Stores:
     def _is_since_reset(self, offer: Offer, block: DeviceBlockId) -> bool:
         """Whether a block was computed after the last reset, including all that it builds on (R10)."""
         record = offer.record
-        is_tainted = record is not None and record.is_live and not record.stores
+        is_tainted = record is not None and record.is_live and not record.may_store
         return block in self._state.computed_since_reset and not is_tainted
 
     def _decline(self, offer: Offer, verdict: Wait | StoreOutcome, *, last_chance: bool) -> None:
@@ -271,16 +351,17 @@ class Stores:
         state = self._state
         job = self.batch
         if job is None:
-            job = self.batch = state.jobs.plan(Direction.STORE)
+            job = self.batch = Store(self, [], [])
+            state.jobs.plan(job)
         keys, blocks = list(map(_KEY, offers)), list(map(_BLOCK, offers))
         slots, evicted = state.pool.reserve(keys)
         job.slots += slots
         job.offers += offers
-        state.in_flight.began(keys, job, blocks)
+        self.in_flight.began(keys, job, blocks)
         if evicted:
             self.evicted(evicted)
         state.leases.take(blocks)
-        job.blocks += blocks
+        job.targets += blocks
         self.leased_blocks += len(blocks)
         for record, incarnation in dict.fromkeys(map(TABLE, offers)):
             if record is None or record in job.concerns:
@@ -291,44 +372,54 @@ class Stores:
 
     # -- endings ------------------------------------------------------------------------------------------------
 
-    def reported(self, job: Job, outcome: CopyOutcome) -> None:
-        """A rank's copy has ended. One failed rank invalidates the store at once; its memory waits for every rank (R4)."""
-        if outcome is not CopyOutcome.DONE and not job.settled:
-            self._failed(job, StoreOutcome.FAILED)
-        if job.waiting:
-            return
-        if not job.settled:
-            self._arrived(job)
-        else:
-            self._state.pool.drained(job.slots)
-        self._copies_ended(job)
-        self._state.jobs.close(job)
+    def reported(self, job: Store, rank: Rank, report: JobReport) -> None:
+        """Invalidate the store as soon as one rank has failed; its memory waits for every rank (R4)."""
+        if report.outcome is not CopyOutcome.DONE and not job.settled:
+            self.failed(job, Failure.FAILED)
 
-    def abandoned(self, job: Job) -> None:
-        """A store did not end in time: its slots are never handed out again (R16)."""
-        if not job.settled:
-            self._failed(job, StoreOutcome.ABANDONED)
-        for slot in job.slots:
-            self._state.pool.quarantine(slot)
+    def failed(self, job: Store, why: Failure) -> None:
+        """Invalidate the slots at once, and let the duplicates that waited be offered again.
 
-    def stop(self, outcome: StoreOutcome, planned: StoreOutcome) -> None:
-        """Nothing that is under way or waits may be found later: settle it all, the step's own job as `planned`."""
+        After a time-out the slots are never allocated again (R16).
+        """
+        pool = self._state.pool
+        if not job.settled:
+            job.settled = True
+            for slot in job.slots:
+                pool.invalidate(slot)
+            outcome = _OUTCOMES[why] if self._state.degraded is None else StoreOutcome.DEGRADED
+            for offer in job.offers:
+                self._settle(offer.key, outcome)
+            self.again += self.in_flight.ended(list(map(_KEY, job.offers)))
+        if why is Failure.TIMED_OUT:
+            for slot in job.slots:
+                pool.quarantine(slot)
+
+    def ended(self, job: Store) -> None:
+        """No rank touches the job's memory any more: release it."""
         state = self._state
-        batch, self.batch = self.batch, None
-        for job in tuple(state.jobs.open.values()):
-            if job.is_store and not job.settled:
-                self._failed(job, planned if job is batch else outcome)
-        if batch is not None:
-            state.pool.drained(batch.slots)
-            self._copies_ended(batch)
-            state.jobs.cancel(batch)
-        for record in tuple(state.requests.live.values()):
+        if job.settled:
+            state.pool.drained(job.slots)
+        else:
+            self._arrived(job)
+        if job is self.batch:
+            self.batch = None
+        self.in_flight.copies_ended(job.targets)
+        self.leased_blocks -= len(job.targets)
+        state.leases.release(job.targets)
+        for record in job.concerns:
+            state.requests.job_ended(record)
+            state.retention.release_if_over(record)
+
+    def stop(self, outcome: StoreOutcome) -> None:
+        """Settle all that waits. The open jobs have been dropped."""
+        for record in tuple(self._state.requests.live.values()):
             self.settle_waiting(record, outcome)
         again, self.again = self.again, []
         for offer in again:
             self._settle(offer.key, outcome)
 
-    def _arrived(self, job: Job) -> None:
+    def _arrived(self, job: Store) -> None:
         """Every rank has copied: the blocks can hit. The deepest become evictable first."""
         state = self._state
         job.settled = True
@@ -336,35 +427,16 @@ class Stores:
         state.pool.fill(job.slots[::-1])
         keys = list(map(_KEY, job.offers))
         state.misses.arrived(keys)
-        for tier in state.below:
+        for tier in state.tiers:
             if tier.takes_all:
                 last = [offer for offer in job.offers if offer.record is None or offer.record.persists]
                 tier.reuse([offer.key for offer in reversed(last)])
-        self.arrived_otherwise(state.in_flight.ended(keys))
+        if duplicates := self.in_flight.ended(keys):
+            self.arrived_otherwise(duplicates)
         state.tally.count_stores(_STORED, len(job.offers))
         shape = state.shape
         if shape.state_key_ends and (states := shape.count_states(keys)):
             state.tally.events.append(StatesCopied(Direction.STORE, states))
-
-    def _failed(self, job: Job, outcome: StoreOutcome) -> None:
-        """The blocks will not come: their slots are worthless at once, and the duplicates that waited may try."""
-        job.settled = True
-        for slot in job.slots:
-            self._state.pool.invalidate(slot)
-        for offer in job.offers:
-            self._settle(offer.key, outcome)
-        self.again += self._state.in_flight.ended(list(map(_KEY, job.offers)))
-
-    def _copies_ended(self, job: Job) -> None:
-        """No rank touches the job's memory any more: release it."""
-        state = self._state
-        state.in_flight.copies_ended(job)
-        self.leased_blocks -= len(job.blocks)
-        state.leases.release(job.blocks)
-        job.blocks = []
-        for record in job.concerns:
-            state.requests.job_ended(record)
-            state.retention.release_if_over(record)
 
     # -- outcomes -----------------------------------------------------------------------------------------------
 
@@ -389,7 +461,7 @@ class Stores:
                 ownerless.append(state.pool.index[offer.key])
             else:
                 state.retention.share(record)
-                state.evictions.add(record, offer)
+                self.evictions.add(record, offer)
         if ownerless:
             state.pool.use(ownerless, {})
 
@@ -398,13 +470,13 @@ class Stores:
         state = self._state
         state.misses.note(keys, MissCause.EVICTED)
         state.tally.evicted(EvictionCause.SPACE, len(keys) - self._without_spill(keys))
-        if state.evictions.offers and (again := state.evictions.evicted(keys)):
+        if self.evictions.offers and (again := self.evictions.evicted(keys)):
             state.tally.offered(len(again))
             self.again += again
 
     def _without_spill(self, keys: Sequence[BlockKey]) -> int:
         """Count those of evicted blocks that should have been on a tier below before."""
-        lost = max([tier.evicted(keys) for tier in self._state.below], default=0)
+        lost = max([tier.evicted(keys) for tier in self._state.tiers], default=0)
         self._state.tally.evicted(EvictionCause.SPILL_BEHIND, lost)
         return lost
 
@@ -443,7 +515,7 @@ class Stores:
         """Return how many offers have no outcome and are in no job. Reads only."""
         state = self._state
         waiting = sum(len(record.waiting) for record in state.requests.live.values())
-        return waiting + sum(map(len, state.in_flight.duplicates.values())) + len(self.again)
+        return waiting + sum(map(len, self.in_flight.duplicates.values())) + len(self.again)
 
     def problems(self) -> list[str]:
         """Return where what waits for room and what waits at all disagree. Reads only."""
@@ -454,6 +526,14 @@ class Stores:
             if place not in record.waiting
         ]
 
+
+_OUTCOMES = {
+    Failure.FAILED: StoreOutcome.FAILED,
+    Failure.TIMED_OUT: StoreOutcome.ABANDONED,
+    Failure.CANCELLED: StoreOutcome.CANCELLED,
+    Failure.DROPPED: StoreOutcome.BEFORE_RESET,
+}
+"""While offloading is on: only a reset drops stores then."""
 
 _FINAL = {
     Wait.FOR_ROOM: StoreOutcome.LEASE_LIMIT,

@@ -17,7 +17,7 @@ from kvoffload.gpu_check.lines import Line, measured, ratios
 from kvoffload.gpu_check.rig import Rig
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.ids import DeviceBlockId, JobId, Rank, SlotId
-from kvoffload.model.transfer import Direction, TransferJob, TransferPlan
+from kvoffload.model.transfer import CopyJob, DeviceJob, Direction, Tier, TransferPlan
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.transfer.cuda_driver import NvidiaDriver
@@ -185,7 +185,7 @@ class Decode:
         numbers = range(first, first + _STORED)
         self._open.add(number)
         slots, blocks = map(SlotId, numbers), map(DeviceBlockId, numbers)
-        job = TransferJob(JobId(number), Direction.STORE, tuple(slots), tuple(blocks))
+        job: DeviceJob = CopyJob(JobId(number), Direction.STORE, Tier.HOST, tuple(slots), tuple(blocks), None)
         return TransferPlan(stores=(job,))
 
     def _take(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import TypeAlias
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.disk import DiskFile
@@ -14,8 +14,8 @@ from kvoffload.model.message import Message
 class Direction(Enum):
     """Which way a job copies."""
 
-    STORE = "store"  # device to host
-    LOAD = "load"  # host to device
+    STORE = "store"  # away from the device
+    LOAD = "load"  # towards it
 
     __hash__ = object.__hash__  # as that of a cause
 
@@ -31,64 +31,41 @@ class Tier(Enum):
     __hash__ = object.__hash__  # as that of a cause
 
 
-class TransferJob(Message, frozen=True):
-    """One job: block `blocks[i]` and slot `slots[i]` hold the same bytes once every rank has copied its part.
-
-    Every rank copies its own shard of every block. `slots` and `blocks` have the same length, at least 1.
-    """
-
-    job: JobId
-    direction: Direction
-    slots: tuple[SlotId, ...]
-    blocks: tuple[DeviceBlockId, ...]
-    request: RequestId | None = None
-    """The request that waits for a load; None for a store."""
+TargetT = TypeVar("TargetT")
+ExtraT = TypeVar("ExtraT")
 
 
-class DiskJob(Message, frozen=True):
-    """One job between host and disk: slot `slots[i]` and place `places[i]` hold the same bytes once every rank has ended it well.
+class CopyJob(Message, Generic[TargetT, ExtraT], frozen=True):
+    """One job: host slot `slots[i]` and `targets[i]` hold the same block once every rank has ended it well.
 
-    A spill is a store of the disk's, a fetch a load. `slots` and `places` have the same length, at least 1.
+    Every rank copies its own shard of every block. `slots` and `targets` have the same length, at least 1.
+
+        tier     targets                        extra
+        HOST     device blocks                  the request that waits for a load; None for a store
+        DISK     slots of the ranks' files      of a fetch, for each slot every rank's checksum; nothing for a spill
+        REMOTE   the blocks' keys               the namespace of the blocks in the store
 
     Args:
-        job: its number.
-        direction: which way it copies, as seen from the host: STORE to the disk, LOAD from it.
+        id: its number.
+        direction: STORE away from the device, LOAD towards it.
+        tier: the lower end of its copies; HOST for those between device and host.
         slots: host slots.
-        places: slots of the ranks' slot files.
-        sums: of a fetch: for each place, each rank's checksum of what it must hold.
+        targets: the other ends of the copies.
+        extra: what else a worker must know.
     """
 
-    job: JobId
+    id: JobId
     direction: Direction
+    tier: Tier
     slots: tuple[SlotId, ...]
-    places: tuple[SlotId, ...]
-    sums: tuple[tuple[int, ...], ...] = ()
+    targets: tuple[TargetT, ...]
+    extra: ExtraT
 
 
-class RemoteJob(Message, frozen=True):
-    """One job between host and a remote store: slot `slots[i]` holds the block `keys[i]` once every rank has ended it well.
-
-    Args:
-        job: its number.
-        direction: which way it copies, as seen from the host: STORE to the remote store, LOAD from it.
-        slots: host slots.
-        keys: of the blocks, in the same order.
-        namespace: of the blocks in the store.
-    """
-
-    job: JobId
-    direction: Direction
-    slots: tuple[SlotId, ...]
-    keys: tuple[BlockKey, ...]
-    namespace: str
-
-    @property
-    def blocks(self) -> tuple[DeviceBlockId, ...]:
-        """It touches no device block."""
-        return ()
-
-
-AnyJob: TypeAlias = TransferJob | DiskJob | RemoteJob
+DeviceJob: TypeAlias = CopyJob[DeviceBlockId, RequestId | None]
+DiskJob: TypeAlias = CopyJob[SlotId, tuple[tuple[int, ...], ...]]
+RemoteJob: TypeAlias = CopyJob[BlockKey, str]
+AnyJob: TypeAlias = CopyJob[Any, Any]
 
 
 class TransferPlan(Message, frozen=True):
@@ -97,14 +74,14 @@ class TransferPlan(Message, frozen=True):
     Args:
         loads, stores: between device and host.
         disk: between host and disk.
-        withdrawn: fetches of earlier plans whose slots need not be read any more, as far as no read has begun.
+        cancelled: fetches of earlier plans; reads of them that have not begun are left out.
         remote: between host and a remote store.
     """
 
-    loads: tuple[TransferJob, ...] = ()
-    stores: tuple[TransferJob, ...] = ()
+    loads: tuple[DeviceJob, ...] = ()
+    stores: tuple[DeviceJob, ...] = ()
     disk: tuple[DiskJob, ...] = ()
-    withdrawn: tuple[JobId, ...] = ()
+    cancelled: tuple[JobId, ...] = ()
     remote: tuple[RemoteJob, ...] = ()
 
     @property
@@ -113,7 +90,7 @@ class TransferPlan(Message, frozen=True):
 
     @property
     def is_empty(self) -> bool:
-        return not (self.jobs or self.withdrawn)
+        return not (self.jobs or self.cancelled)
 
 
 NOTHING = TransferPlan()

@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from kvoffload.core.state import LoadResults
 from kvoffload.model.ids import JobId, RequestId
-from kvoffload.model.transfer import TransferJob
+from kvoffload.model.transfer import DeviceJob
 
 
 class LoadAnswers(Struct):
@@ -51,11 +51,11 @@ class AwaitedLoads:
         """The engine waits for a load."""
         self._jobs[request] = None
 
-    def submitted(self, loads: Iterable[TransferJob]) -> None:
+    def submitted(self, loads: Iterable[DeviceJob]) -> None:
         """The workers are given these loads."""
         for load in loads:
-            if load.request in self._jobs:
-                self._jobs[load.request] = load.job
+            if load.extra in self._jobs:
+                self._jobs[load.extra] = load.id
 
     def answer(self, results: LoadResults) -> LoadAnswers:
         """Return what the core reports, without what the engine was answered before."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from kvoffload.bus.bus import Bus
-from kvoffload.core.disk_state import DiskState
-from kvoffload.core.job import Jobs
+from kvoffload.core.jobs import Jobs
 from kvoffload.core.machine import JobState, SlotState
-from kvoffload.core.remote_state import RemoteState
 from kvoffload.core.state import CoreState
+from kvoffload.core.tiers import DiskTier, RemoteTier
 from kvoffload.model.causes import DegradeCause
 from kvoffload.model.transfer import Direction, Tier
 from kvoffload.runtime.host_memory import HostMemory
@@ -70,7 +69,7 @@ def read_gauges(
     )
 
 
-def _disk_gauges(disk: DiskState, jobs: Jobs, memory: HostMemory) -> TierGauges:
+def _disk_gauges(disk: DiskTier, jobs: Jobs, memory: HostMemory) -> TierGauges:
     slots = {label_of(each): disk.pool.count(each) for each in SlotState}
     slots[label_of(SlotState.QUARANTINED)] -= (
         disk.pool.capacity - disk.capacity
@@ -88,7 +87,7 @@ def _disk_gauges(disk: DiskState, jobs: Jobs, memory: HostMemory) -> TierGauges:
     )
 
 
-def _state(disk: DiskState) -> TierState:
+def _state(disk: DiskTier) -> TierState:
     if disk.is_closed:
         return TierState.CLOSED
     if not disk.is_open:
@@ -96,7 +95,7 @@ def _state(disk: DiskState) -> TierState:
     return TierState.OPEN if disk.is_usable else TierState.FAILING
 
 
-def _remote_state(remote: RemoteState) -> TierState:
+def _remote_state(remote: RemoteTier) -> TierState:
     if not remote.namespace:
         return TierState.OPENING
     return TierState.OPEN if remote.is_usable else TierState.FAILING

@@ -16,21 +16,19 @@ from collections import deque
 from collections.abc import Callable, Sequence, Sized
 from math import inf
 
-from kvoffload.core.lower_tiers import LowerTiers
 from kvoffload.core.state import CoreState
+from kvoffload.core.tier_copies import LowerTiers
+from kvoffload.core.tiers import Ask
 from kvoffload.disk.identity import KVIdentity
 from kvoffload.logs import get_logger
 from kvoffload.model import facts
 from kvoffload.model.disk import DiskRecord
-from kvoffload.model.ids import BlockKey, RequestId
 from kvoffload.model.transfer import TransferReport
 from kvoffload.runtime.broken_core import BrokenCore
 from kvoffload.runtime.disk_index import DiskIndex
 from kvoffload.runtime.remote_index import RemoteIndex
 
 log = get_logger("tiers")
-
-Ask = tuple[RequestId, tuple[BlockKey, ...]]
 
 _PATIENCE = 10
 """Multiples of `transfer_timeout_s` within which some job must begin or end. Workers end hanging calls themselves, after one."""
@@ -83,6 +81,7 @@ class LowerTiersSide:
         drain_s: float,
     ) -> None:
         self._tiers = tiers
+        self._core = state
         self._jobs = state.jobs
         self._broken = broken
         self.disk = disk
@@ -110,8 +109,8 @@ class LowerTiersSide:
 
     def ask(self) -> None:
         """Ask the store which blocks it has for requests that arrived."""
-        for request, keys in self._broken.ask("seen", self._tiers.take_asks, list[Ask]()):
-            if self._remote is not None:
+        if self._remote is not None and self._core.remote is not None:
+            for request, keys in self._broken.ask("seen", self._core.remote.take_asks, list[Ask]()):
                 self._remote.ask(request, keys)
 
     def take_facts(self, now: float) -> list[facts.Fact]:
@@ -123,7 +122,7 @@ class LowerTiersSide:
             self._late_steps -= 1
         elif self.overdue_at <= now:
             self.overdue_at = inf
-            found += map(facts.JobOverdue, self._jobs.below())
+            found += map(facts.JobOverdue, self._jobs.on_tiers())
         if self.disk is not None and self.disk.due:
             found.append(self.disk.next_fact())
         if self._remote is not None:
@@ -159,9 +158,10 @@ class LowerTiersSide:
 
     def record(self) -> None:
         """Pass records to the disk's index."""
-        records = self._broken.ask("disk", self._tiers.take_disk_records, list[DiskRecord]())
-        if records and self.disk is not None:
-            self.disk.append(records)
+        if self.disk is not None and self._core.disk is not None:
+            records = self._broken.ask("disk", self._core.disk.take_records, list[DiskRecord]())
+            if records:
+                self.disk.append(records)
 
     def rest(self) -> None:
         """The last request has ended."""

@@ -11,13 +11,13 @@ from collections.abc import Iterable
 from msgspec import Struct
 
 from kvoffload.model.ids import DeviceBlockId, JobId, Rank
-from kvoffload.model.transfer import Direction, TransferJob, TransferReport
+from kvoffload.model.transfer import DeviceJob, Direction, TransferReport
 from kvoffload.runtime.clocks import Clocks
 from kvoffload.runtime.watchdog import Since
 
 
 class _Copy(Struct):
-    job: TransferJob
+    job: DeviceJob
     running: set[Rank]
     is_overdue: bool = False
 
@@ -43,12 +43,12 @@ class OpenCopies:
         """Since when the oldest job is under way, None without one; overdue ones do not count. Written whole, so
         another thread may read it."""
 
-    def submitted(self, jobs: Iterable[TransferJob], now: float) -> None:
+    def submitted(self, jobs: Iterable[DeviceJob], now: float) -> None:
         """Jobs were handed to the workers."""
         since = Since(self._clocks.unix(), now)
         for job in jobs:
-            self.open[job.job] = _Copy(job, set(self._ranks))
-            self._due.append((since, job.job))
+            self.open[job.id] = _Copy(job, set(self._ranks))
+            self._due.append((since, job.id))
             self._counts[job.direction, False] += 1
         if self.oldest is None:
             self.oldest = since
@@ -80,7 +80,7 @@ class OpenCopies:
 
     def blocks(self) -> Counter[DeviceBlockId]:
         """Return how many open jobs touch each device block."""
-        return Counter(block for copy in self.open.values() for block in copy.job.blocks)
+        return Counter(block for copy in self.open.values() for block in copy.job.targets)
 
     def count(self, direction: Direction, *, is_overdue: bool) -> int:
         """Return how many jobs are under way, or overdue. Callable from any thread."""

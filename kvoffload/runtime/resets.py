@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvoffload.bus.bus import Bus
-from kvoffload.core.job import Jobs
+from kvoffload.core.jobs import Jobs
 from kvoffload.core.machine import JobState
 from kvoffload.model.events import Event, ResetEnded, ResetStarted
 from kvoffload.model.ids import JobId
@@ -52,7 +52,7 @@ class Resets:
 
     def _started(self, event: ResetStarted) -> None:
         self._generation, self._abandoned = event.generation, 0
-        self._left = {job.job for job in self._jobs.open.values() if job.state is not JobState.ABANDONED}
+        self._left = {job.id for job in self._jobs.open.values() if job.state is not JobState.ABANDONED}
         self.draining = len(self._left)
         if not self.draining:
             self._publish(ResetEnded(self._generation, 0))

@@ -155,12 +155,12 @@ class SchedulerSide:
         bus.handle(facts.JobOverdue, core.job_overdue)
         bus.handle(facts.CacheReset, core.cache_reset)
         bus.handle(facts.InvariantBroken, core.law_broken)
-        if (below := core.below) is not None:
-            bus.handle(facts.DiskRestored, below.disk_restored)
-            bus.handle(facts.DiskClosed, below.disk_closed)
-            bus.handle(facts.RemoteOpened, below.remote_opened)
-            bus.handle(facts.RemoteLost, below.remote_lost)
-            bus.handle(facts.RemoteAnswered, below.remote_answered)
+        if (tiers := core.lower_tiers) is not None:
+            bus.handle(facts.DiskRestored, tiers.disk_restored)
+            bus.handle(facts.DiskClosed, tiers.disk_closed)
+            bus.handle(facts.RemoteOpened, tiers.remote_opened)
+            bus.handle(facts.RemoteLost, tiers.remote_lost)
+            bus.handle(facts.RemoteAnswered, tiers.remote_answered)
         bus.on_state_error(self._broken.handler_raised)
 
     def _subscribe(self, portal: Portal | None) -> None:
@@ -336,7 +336,7 @@ class SchedulerSide:
 
     def reported(self, reports: Sequence[TransferReport]) -> LoadAnswers:
         """Ranks reported what ended; return the loads that the engine must learn of."""
-        began, open_below = self._precise(), self._jobs.open_below
+        began, open_before = self._precise(), self._jobs.open_on_tiers
         for report in reports:
             if report.jobs:
                 self._copies.reported(report)
@@ -346,7 +346,7 @@ class SchedulerSide:
             if report.lost is not None:
                 self.bus.dispatch([facts.InvariantBroken(DegradeCause.TRANSFER_DEAD, report.lost)])
         if reports:
-            below, has_moved = self._below, self._jobs.open_below != open_below
+            below, has_moved = self._below, self._jobs.open_on_tiers != open_before
             if below is not None and (has_moved or below.records or below.awaits_files):
                 below.reported(reports, began, has_moved=has_moved)
             self._look_after_reports()
@@ -463,7 +463,7 @@ def _lower_tiers_side(
     clocks: Clocks,
 ) -> LowerTiersSide | None:
     """Begin to open the tiers below the host; return None without any."""
-    if core.below is None:
+    if core.lower_tiers is None:
         return None
     assert portal is not None, "a tier below the host needs a portal"
     ranks, timeout_s = core.state.shape.ranks, config.remote_timeout_s
@@ -473,7 +473,7 @@ def _lower_tiers_side(
     if remote is not None:
         store = RemoteIndex(remote, ranks, portal, clocks.monotonic, timeout_s, key)
     return LowerTiersSide(
-        core.below, core.state, broken, index, store, clocks.monotonic,
+        core.lower_tiers, core.state, broken, index, store, clocks.monotonic,
         timeout_s=config.transfer_timeout_s, drain_s=config.drain_s,
     )  # fmt: skip
 

@@ -83,10 +83,10 @@ class WorkerDisk:
         assert self._copies is not None, "the file is not open"
         self._copies.submit(jobs)
 
-    def withdraw(self, jobs: Collection[JobId]) -> None:
-        """End fetches that no request wants any more. Before the file is open all of them are another tier's."""
+    def cancel(self, jobs: Collection[JobId]) -> None:
+        """End fetches that no request waits for any more. Before the file is open they are all of another tier."""
         if self._copies is not None:
-            self._copies.withdraw(jobs)
+            self._copies.cancel(jobs)
 
     def take(self) -> DiskReport | None:
         """Return what the disk reports, None before it is known whether the file can be opened. Never waits."""

@@ -160,8 +160,8 @@ class WorkerSide:
             self._live_pump.submit_stores(plan.stores)
         if plan.disk and self._disk is not None:
             self._disk.submit(plan.disk)
-        if plan.withdrawn and self._disk is not None:
-            self._disk.withdraw(plan.withdrawn)
+        if plan.cancelled and self._disk is not None:
+            self._disk.cancel(plan.cancelled)
         if plan.remote and self._remote is not None:
             self._remote.submit(plan.remote)
 

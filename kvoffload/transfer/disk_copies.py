@@ -141,11 +141,11 @@ class DiskCopies:
                 break
             self._executor.submit(self._run)
 
-    def withdraw(self, jobs: Collection[JobId]) -> None:
-        """Begin no more copies of these fetches; they end as failed when their turn comes."""
+    def cancel(self, jobs: Collection[JobId]) -> None:
+        """Begin no more copies of these fetches; those that are queued end as failed when their turn comes."""
         for copy in tuple(self._fetches):
-            if copy.owner.job.job in jobs:
-                copy.owner.is_withdrawn = True
+            if copy.owner.job.id in jobs:
+                copy.owner.is_cancelled = True
 
     def poll(self) -> None:
         """Notice calls that do not return, and have the file synced when it is time. Never waits."""
@@ -155,7 +155,7 @@ class DiskCopies:
                 copy.is_stuck = True
                 self._ended.append(copy)
                 log.error(
-                    "disk_call_hangs", rank=self._rank, job=copy.owner.job.job, timeout_s=self._timeout_s
+                    "disk_call_hangs", rank=self._rank, job=copy.owner.job.id, timeout_s=self._timeout_s
                 )
         if not self.is_working:
             self._fail_queued()
@@ -213,8 +213,8 @@ class DiskCopies:
         return True
 
     def _copy(self, copy: DiskCopy) -> None:
-        """Copy some slots, unless their job was withdrawn."""
-        if copy.owner.is_withdrawn:
+        """Copy some slots, unless their job was cancelled."""
+        if copy.owner.is_cancelled:
             self._ended.append(copy)
             return
         copy.began = self._clock.monotonic()
@@ -245,14 +245,14 @@ class DiskCopies:
                 return False
             data = self._buffers.gather(slots)
             sums = [
-                self._sum(job.places[position], each) for position, each in zip(positions, data, strict=True)
+                self._sum(job.targets[position], each) for position, each in zip(positions, data, strict=True)
             ]
             # After both: what the slots hold now they held when the bytes were copied, or the checksum was taken.
             wrong = () if self._checksums is None else self._checksums.changed(slots)
             if wrong:
                 copy.corrupt = [positions[index] for index in wrong]
                 bad = [slots[index] for index in wrong]
-                log.error("blocks_corrupt", job=job.job, blocks=len(wrong), slots=bad)
+                log.error("blocks_corrupt", job=job.id, blocks=len(wrong), slots=bad)
             right: Sequence[int] = range(len(slots))
             if wrong:
                 right = [index for index in right if index not in wrong]
@@ -273,7 +273,7 @@ class DiskCopies:
                 return False
             right = dict[int, int]()
             for index, position in enumerate(positions):
-                if are_equal(self._sum(job.places[position], data[index]), job.sums[position][self._rank]):
+                if are_equal(self._sum(job.targets[position], data[index]), job.extra[position][self._rank]):
                     right[job.slots[position]] = index
             if not copy.claim():
                 return False  # the host slots may be other blocks' by now
@@ -292,7 +292,7 @@ class DiskCopies:
     ) -> bool:
         """Have the disk write or read some of a copy's slots; False where the hook's thread has ended the copy meanwhile."""
         positions = [copy.positions[index] for index in indexes]
-        places = [copy.owner.job.places[position] for position in positions]
+        places = [copy.owner.job.targets[position] for position in positions]
         for first, end in _runs(places):
             if not copy.enter(positions[first:end], self._clock.monotonic()):
                 return False
@@ -339,7 +339,7 @@ class DiskCopies:
         """Queue a job's copies."""
         job, at_once = opened.job, self._buffers.at_once
         queue = self._fetches if job.direction is Direction.LOAD else self._spills
-        positions = sorted(range(len(job.places)), key=job.places.__getitem__)
+        positions = sorted(range(len(job.targets)), key=job.targets.__getitem__)
         copies = [
             DiskCopy(opened, positions[start : start + at_once])
             for start in range(0, len(positions), at_once)

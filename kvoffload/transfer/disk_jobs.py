@@ -62,7 +62,7 @@ class OpenDiskJob:
         accepted_at: when it came.
         open_copies: how many have not ended.
         failed: one of them failed.
-        is_withdrawn: no copy of it is to begin any more.
+        is_cancelled: no more copies of it begin.
         began, ended: when the first copy did, and the last one so far.
         corrupt: positions whose bytes are not those that were written.
         stuck: positions under a call that hangs, if it may still change the place, or the host slot.
@@ -73,7 +73,7 @@ class OpenDiskJob:
     accepted_at: float
     open_copies: int = 0
     failed: bool = False
-    is_withdrawn: bool = False
+    is_cancelled: bool = False
     began: float = inf
     ended: float = 0.0
     corrupt: list[int] = field(default_factory=list)
@@ -104,7 +104,7 @@ class OpenDiskJob:
             outcome = CopyOutcome.CORRUPT
         is_done = outcome is CopyOutcome.DONE
         return JobReport(
-            job=self.job.job,
+            job=self.job.id,
             direction=self.job.direction,
             outcome=outcome,
             copied_bytes=len(self.job.slots) * slot_bytes if is_done else 0,

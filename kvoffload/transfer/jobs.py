@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvoffload.model.ids import JobId
-    from kvoffload.model.transfer import TransferJob
+    from kvoffload.model.transfer import DeviceJob
     from kvoffload.transfer.ports import Fence
     from kvoffload.transfer.runs import Numbers
 
@@ -41,7 +41,7 @@ class OpenJob:
         corrupt: positions of blocks whose host bytes differ from the stored ones.
     """
 
-    job: TransferJob
+    job: DeviceJob
     accepted_at: float
     fence: Fence = None
     slots: Numbers | None = None
@@ -71,9 +71,9 @@ class OpenJob:
             CopyError: the job is empty, uneven, or names a slot or a block that is not there.
         """
         job = self.job
-        if len(job.blocks) != len(job.slots) or not job.slots:
-            raise CopyError(f"{len(job.slots)} slots do not pair with {len(job.blocks)} blocks")
-        slots, targets = _numbers(job.slots), _numbers(job.blocks)
+        if len(job.targets) != len(job.slots) or not job.slots:
+            raise CopyError(f"{len(job.slots)} slots do not pair with {len(job.targets)} blocks")
+        slots, targets = _numbers(job.slots), _numbers(job.targets)
         _check_range("slot", slots, ready_slots)
         _check_range("block", targets, blocks)
         self.slots, self.blocks = slots, targets
@@ -121,7 +121,7 @@ class JobLedger:
     def has_reports(self) -> bool:
         return bool(self._ended)
 
-    def accept(self, jobs: Sequence[TransferJob], now: float) -> list[OpenJob]:
+    def accept(self, jobs: Sequence[DeviceJob], now: float) -> list[OpenJob]:
         """Take `jobs` in, all or none.
 
         Raises:
@@ -129,13 +129,13 @@ class JobLedger:
         """
         named: set[JobId] = set()
         for job in jobs:
-            if job.job in named or job.job in self._open:
-                raise IllegalTransition(f"transfer job {job.job}", "open", "submit")
-            if job.job in self._remembered_ids:
-                raise IllegalTransition(f"transfer job {job.job}", "ended", "submit")
-            named.add(job.job)
+            if job.id in named or job.id in self._open:
+                raise IllegalTransition(f"transfer job {job.id}", "open", "submit")
+            if job.id in self._remembered_ids:
+                raise IllegalTransition(f"transfer job {job.id}", "ended", "submit")
+            named.add(job.id)
         accepted = [OpenJob(job, now) for job in jobs]
-        self._open.update((open_job.job.job, open_job) for open_job in accepted)
+        self._open.update((open_job.job.id, open_job) for open_job in accepted)
         return accepted
 
     def end(self, open_job: OpenJob, now: float, slot_bytes: int) -> None:
@@ -145,15 +145,15 @@ class JobLedger:
         noticed the end.
         """
         job = open_job.job
-        self._remember(job.job)  # first: at no time may the id look new
-        del self._open[job.job]
+        self._remember(job.id)  # first: at no time may the id look new
+        del self._open[job.id]
         outcome = open_job.outcome
         self._ended.append(
             JobReport(
-                job=job.job,
+                job=job.id,
                 direction=job.direction,
                 outcome=outcome,
-                copied_bytes=len(job.blocks) * slot_bytes if outcome is CopyOutcome.DONE else 0,
+                copied_bytes=len(job.slots) * slot_bytes if outcome is CopyOutcome.DONE else 0,
                 queue_s=max(now - open_job.accepted_at - open_job.copy_s, 0.0),
                 copy_s=open_job.copy_s,
                 corrupt=open_job.corrupt,

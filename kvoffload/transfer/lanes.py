@@ -203,4 +203,4 @@ def _ended(batch: Batch, state: TicketState, now: float) -> EndedBatch:
 
 
 def _job_ids(batch: Batch) -> list[int]:
-    return [part.job.job.job for part in batch.parts]
+    return [part.job.job.id for part in batch.parts]

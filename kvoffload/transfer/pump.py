@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from kvoffload.model.ids import Rank
-    from kvoffload.model.transfer import TransferJob
+    from kvoffload.model.transfer import DeviceJob
     from kvoffload.transfer.arena import Arena
     from kvoffload.transfer.checksums import Checksums
     from kvoffload.transfer.disk_copies import DiskReport
@@ -127,7 +127,7 @@ class TransferPump:
             log.warning("fence_refused", rank=self._rank, reason=repr(error))
             return None
 
-    def submit_loads(self, jobs: Sequence[TransferJob], fence: Fence = None) -> None:
+    def submit_loads(self, jobs: Sequence[DeviceJob], fence: Fence = None) -> None:
         """Start loads, all in one batch, behind what the calling thread has enqueued on the device so far.
 
         A job that cannot be started is reported as failed.
@@ -149,7 +149,7 @@ class TransferPump:
             self._start_loads(accepted)
         self._wakeup.set()
 
-    def submit_stores(self, jobs: Sequence[TransferJob]) -> None:
+    def submit_stores(self, jobs: Sequence[DeviceJob]) -> None:
         """Queue stores for the coroutine, behind what the calling thread has enqueued on the device so far.
 
         A job that will not be started is reported as failed.
@@ -341,7 +341,7 @@ class TransferPump:
 
     # --- a job, from acceptance to report ---
 
-    def _accept(self, jobs: Sequence[TransferJob], fence: Fence = None) -> list[OpenJob]:
+    def _accept(self, jobs: Sequence[DeviceJob], fence: Fence = None) -> list[OpenJob]:
         """Take jobs in and record what their copies wait for; return those that may be started.
 
         Args:
@@ -400,7 +400,7 @@ class TransferPump:
         """Start no more of `jobs`, and report those of which nothing runs."""
         now = self._clock.monotonic()
         for job in jobs:
-            log.error("job_failed", direction=job.job.direction.value, job=job.job.job, reason=reason)
+            log.error("job_failed", direction=job.job.direction.value, job=job.job.id, reason=reason)
             job.failed = True
             if job.is_over:
                 self._ledger.end(job, now, self._arena.layout.slot_bytes)
@@ -481,7 +481,7 @@ class TransferPump:
             if bad:
                 job.corrupt += bad
                 slots = [job.job.slots[position] for position in bad]
-                log.error("blocks_corrupt", job=job.job.job, blocks=len(bad), slots=slots)
+                log.error("blocks_corrupt", job=job.job.id, blocks=len(bad), slots=slots)
             first = end
 
 

@@ -166,7 +166,7 @@ class RemoteCopies:
             outcome = CopyOutcome.CORRUPT
         waited = self._clock.monotonic() - opened.accepted_at - opened.copy_s
         return JobReport(
-            job=job.job,
+            job=job.id,
             direction=job.direction,
             outcome=outcome,
             copied_bytes=opened.whole * self._arena.layout.slot_bytes,
@@ -187,7 +187,7 @@ class RemoteCopies:
         self._calls.check_awaited()
         right = [position for position in batch if position not in wrong]
         values = [value for position, value in zip(batch, buffers, strict=True) if position not in wrong]
-        taken = store.put(shard, [job.keys[position] for position in right], values) if right else []
+        taken = store.put(shard, [job.targets[position] for position in right], values) if right else []
         missing = [position for position, is_taken in zip(right, taken, strict=True) if not is_taken]
         return _Got([position for position in right if position not in missing], wrong, missing)
 
@@ -203,23 +203,23 @@ class RemoteCopies:
                 # After the copy: what the slot holds now it held during the copy too.
                 if self._checksums is not None and not self._checksums.is_as_stored(slot):
                     wrong.append(position)
-                seal(value, shard.name(job.keys[position]), self._layout, self._key)
+                seal(value, shard.name(job.targets[position]), self._layout, self._key)
         if wrong:
             bad = [job.slots[position] for position in wrong]
-            log.error("blocks_corrupt", job=job.job, blocks=len(wrong), slots=bad)
+            log.error("blocks_corrupt", job=job.id, blocks=len(wrong), slots=bad)
         return wrong
 
     def _get(self, job: RemoteJob, batch: Sequence[int], store: RemoteStore) -> _Got:
         """Read values into the thread's buffer, and see which are right."""
         shard, buffers, own = self._shard(job), self._values(store, len(batch)), self._own(len(batch))
-        keys = [job.keys[position] for position in batch]
+        keys = [job.targets[position] for position in batch]
         got = _Got([], [], [])
         sizes = store.get(shard, keys, buffers)
         self._copy(buffers, own)
         for position, arrived, value in zip(batch, sizes, own, strict=True):
             if arrived < 0:
                 got.missing.append(position)
-            elif is_whole(value, arrived, shard.name(job.keys[position]), self._layout, self._key):
+            elif is_whole(value, arrived, shard.name(job.targets[position]), self._layout, self._key):
                 got.whole.append(position)
             else:
                 got.wrong.append(position)
@@ -273,4 +273,4 @@ class RemoteCopies:
         return [buffer[start : start + self._value_bytes] for start in starts]
 
     def _shard(self, job: RemoteJob) -> Shard:
-        return Shard(job.namespace, self._rank, self._ranks)
+        return Shard(job.extra, self._rank, self._ranks)

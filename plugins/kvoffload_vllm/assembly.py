@@ -74,7 +74,7 @@ def make_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> V
     tier_events = None
     if publishes_events(vllm_config):
         state = offload.core.state
-        indexes = {Tier.HOST: state.pool.index, **{tier.tier: tier.pool.index for tier in state.below}}
+        indexes = {Tier.HOST: state.pool.index, **{tier.tier: tier.pool.index for tier in state.tiers}}
         tier_events = TierEvents(groups, indexes, find_wire(kv_cache_config), device)
     return VllmScheduler(
         offload,

@@ -83,8 +83,8 @@ class VllmWorker:
         if metadata.disk is not None and self._disk is not None:
             self._disk.sent(metadata.disk)
         for load in metadata.plan.loads:
-            assert load.request is not None, load
-            self._loading[load.job] = (load.request, load.blocks)
+            assert load.extra is not None, load
+            self._loading[load.id] = (load.extra, load.targets)
         ended = metadata.ended
         for job in ended.abandoned:
             # Where it has ended it was reported already; where it runs on, its blocks stay leased.

@@ -17,7 +17,7 @@ import torch
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.ids import DeviceBlockId, JobId, Rank, SlotId
-from kvoffload.model.transfer import Direction, TransferJob, TransferPlan
+from kvoffload.model.transfer import CopyJob, DeviceJob, Direction, Tier, TransferPlan
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.transfer.layout import layout_of
@@ -66,8 +66,8 @@ class Lanes:
         (load,) = self._jobs(Direction.LOAD, slots[: self._count], blocks[: self._count], 1)
         begun = time.perf_counter()
         self.side.start_loads(TransferPlan(loads=(load,)))
-        left = {job.job for job in (load, *queued)}
-        while load.job in left:
+        left = {job.id for job in (load, *queued)}
+        while load.id in left:
             self._take(left)
         seconds = time.perf_counter() - begun
         self._finish(left)
@@ -87,10 +87,10 @@ class Lanes:
         )
         stores = self._jobs(Direction.STORE, slots, source, 1)
         self.side.start_stores(TransferPlan(stores=stores))
-        self._finish({stores[0].job})
+        self._finish({stores[0].id})
         loads = self._jobs(Direction.LOAD, slots, target, 1)
         self.side.start_loads(TransferPlan(loads=loads))
-        self._finish({loads[0].job})
+        self._finish({loads[0].id})
         if any(not torch.equal(tensor[source], tensor[target]) for tensor in self._tensors):
             raise WrongBytes("a block that was stored and loaded again differs")
 
@@ -109,13 +109,15 @@ class Lanes:
                 raise WrongBytes(f"a {job.direction.value} has ended as {job.outcome.value}")
             left.discard(job.job)
 
-    def _jobs(self, way: Direction, slots: Numbers, blocks: Numbers, parts: int) -> tuple[TransferJob, ...]:
+    def _jobs(self, way: Direction, slots: Numbers, blocks: Numbers, parts: int) -> tuple[DeviceJob, ...]:
         return tuple(
-            TransferJob(
+            CopyJob(
                 JobId(next(self._numbers)),
                 way,
+                Tier.HOST,
                 tuple(map(SlotId, some.tolist())),
                 tuple(map(DeviceBlockId, others.tolist())),
+                None,
             )
             for some, others in zip(np.array_split(slots, parts), np.array_split(blocks, parts), strict=True)
         )

@@ -27,7 +27,7 @@ from kvoffload.disk.open_folder import open_folder
 from kvoffload.disk.slot_file import SlotFile, SlotShape, open_slot_file
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.ids import JobId, SlotId
-from kvoffload.model.transfer import Direction, DiskJob
+from kvoffload.model.transfer import CopyJob, Direction, Tier
 from kvoffload.transfer.clock import SystemClock
 from kvoffload.transfer.disk_copies import THREADS, DiskCopies
 from tests.bench.copy_rig import Rig, WatchedExecutor
@@ -205,7 +205,8 @@ class _Tier:
         self._jobs += 1
         way = Direction.STORE if is_spill else Direction.LOAD
         slots, places = tuple(map(SlotId, self._slots)), tuple(map(SlotId, self._places))
-        self._copies.submit([DiskJob(JobId(self._jobs), way, slots, places, () if is_spill else self._sums)])
+        sums = () if is_spill else self._sums
+        self._copies.submit([CopyJob(JobId(self._jobs), way, Tier.DISK, slots, places, sums)])
         self._threads.wait()
         (report,) = self._copies.take_reports()
         if report.outcome is not CopyOutcome.DONE:

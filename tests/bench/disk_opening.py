@@ -104,14 +104,14 @@ def _open(folder: Path, identity: KVIdentity, blocks: int) -> tuple[float, list[
 
 def _steps(core: OffloadCore, index: DiskIndex) -> Iterator[float]:
     """Let the core take over the index, and yield the processor time of each of its steps: other work on the machine adds to the rest."""
-    assert core.below is not None
+    assert core.lower_tiers is not None
     while index.is_opening:
         if not index.due:
             time.sleep(1e-3)
             continue
         fact, began = index.next_fact(), time.thread_time()
         if isinstance(fact, DiskRestored):
-            core.below.disk_restored(fact)
+            core.lower_tiers.disk_restored(fact)
             yield time.thread_time() - began
 
 

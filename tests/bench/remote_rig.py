@@ -24,7 +24,7 @@ from kvoffload.cli.exits import CommandError
 from kvoffload.disk.system import aligned_buffer
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.ids import BlockKey, JobId, SlotId
-from kvoffload.model.transfer import Direction, RemoteJob
+from kvoffload.model.transfer import CopyJob, Direction, Tier
 from kvoffload.remote.address import parse_address
 from kvoffload.remote.calls import RemoteCalls
 from kvoffload.remote.connect import open_store
@@ -113,7 +113,8 @@ class TierWay:
     def _job(self, way: Direction) -> None:
         self._jobs += 1
         slots = tuple(map(SlotId, self._slots))
-        self._copies.submit([RemoteJob(JobId(self._jobs), way, slots, tuple(self._keys), self._namespace)])
+        keys = tuple(self._keys)
+        self._copies.submit([CopyJob(JobId(self._jobs), way, Tier.REMOTE, slots, keys, self._namespace)])
         while not (reports := self._copies.take().jobs):
             time.sleep(_POLL_S)
         (report,) = reports

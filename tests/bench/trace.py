@@ -27,7 +27,7 @@ from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import BlockKey, GroupId, Rank, RequestId, SlotId, block_key
-from kvoffload.model.transfer import AnyJob, Direction, DiskJob, JobReport, RemoteJob, TransferReport
+from kvoffload.model.transfer import AnyJob, Direction, JobReport, Tier, TransferReport
 from tests.bench.engineless import CountedBlocks
 from tests.bench.lines import Line
 from tests.bench.results import add_output_arguments, give_out
@@ -215,11 +215,12 @@ class CoreEngine:
         self._slots, self._steps, self._served = tiers.host, 0, 0
         self.count: Counter[str] = Counter()
         self._report()
-        if self._core.below is not None and tiers.disk:
+        lower = self._core.lower_tiers
+        if lower is not None and tiers.disk:
             places = tuple(map(SlotId, range(tiers.disk)))
-            self._core.below.disk_restored(facts.DiskRestored(tiers.disk, free=places, is_last=True))
-        if self._core.below is not None and self._works:
-            self._core.below.remote_opened(facts.RemoteOpened("trace"))
+            lower.disk_restored(facts.DiskRestored(tiers.disk, free=places, is_last=True))
+        if lower is not None and self._works:
+            lower.remote_opened(facts.RemoteOpened("trace"))
 
     def serve(self, prompt: Prompt) -> None:
         """Play one request from its arrival to its end, and let all copies end."""
@@ -242,11 +243,12 @@ class CoreEngine:
         self.count["hit"] += hit
 
     def _answer(self) -> None:
-        for request, keys in self._core.below.take_asks() if self._core.below is not None else ():
+        remote, lower = self._core.state.remote, self._core.lower_tiers
+        for request, keys in remote.take_asks() if remote is not None else ():
             self.count["asked"] += len(keys)
             found = tuple(key for key in keys if key in self._store)
             missing = tuple(key for key in keys if key not in self._store)
-            self._core.below.remote_answered(facts.RemoteAnswered(request, "trace", found, missing))  # type: ignore[union-attr]
+            lower.remote_answered(facts.RemoteAnswered(request, "trace", found, missing))  # type: ignore[union-attr]
 
     def _step(self, *progress: facts.Progress) -> None:
         self._steps += 1
@@ -254,19 +256,19 @@ class CoreEngine:
         self._report(*map(self._copied, self._core.plan().jobs))
         self._core.take_results()
         self._core.state.tally.take(everything=True)
-        if self._core.below is not None:
-            self._core.below.take_disk_records()
+        if self._core.state.disk is not None:
+            self._core.state.disk.take_records()
 
     def _copied(self, job: AnyJob) -> JobReport:
         is_store = job.direction is Direction.STORE
-        sums = (0,) * len(job.slots) if isinstance(job, DiskJob) and is_store else ()
-        if isinstance(job, RemoteJob):
+        sums = (0,) * len(job.slots) if job.tier is Tier.DISK and is_store else ()
+        if job.tier is Tier.REMOTE:
             what, calls = ("put", "puts") if is_store else ("fetched", "fetches")
-            self.count[what] += len(job.keys)
-            self.count[calls] += -(-len(job.keys) // _BATCH)
+            self.count[what] += len(job.targets)
+            self.count[calls] += -(-len(job.targets) // _BATCH)
             if is_store:
-                self._store.update(job.keys)
-        return JobReport(job.job, job.direction, CopyOutcome.DONE, 0, 0.0, 0.0, sums=sums)
+                self._store.update(job.targets)
+        return JobReport(job.id, job.direction, CopyOutcome.DONE, 0, 0.0, 0.0, sums=sums)
 
     def _report(self, *jobs: JobReport) -> None:
         report = TransferReport(Rank(0), jobs, self._slots, remote_works=self._works)

@@ -61,7 +61,7 @@ class CorruptingWorker:
         """Choose the first block of the first load."""
         assert isinstance(plan, TransferPlan), plan
         if plan.loads and self._target is None:
-            self._target = (plan.loads[0].job, plan.loads[0].blocks[0])
+            self._target = (plan.loads[0].id, plan.loads[0].targets[0])
         self._inside.start_loads(plan)
 
     def start_stores(self, plan: object) -> None:

@@ -10,9 +10,9 @@ from zlib import crc32
 
 from msgspec import structs
 
-from kvoffload.core.disk_state import DiskState
 from kvoffload.core.offload_core import OffloadCore
 from kvoffload.core.state import Policy
+from kvoffload.core.tiers import DiskTier
 from kvoffload.model import facts
 from kvoffload.model.causes import CopyOutcome, TierOutcome
 from kvoffload.model.disk import Put, Strike
@@ -66,7 +66,7 @@ class DiskWorld(LowerWorld):
         return super()._make_core(replace(policy, spill_after_hits=self.after_hits))
 
     @property
-    def disk(self) -> DiskState:
+    def disk(self) -> DiskTier:
         assert self.core.state.disk is not None
         return self.core.state.disk
 
@@ -88,8 +88,8 @@ class DiskWorld(LowerWorld):
     def die(self, *, loses_tail: bool) -> None:
         """The engine's process ends, in the middle of its writes; with the power the last of the index may go too."""
         for copy in self.copies.values():
-            if isinstance(copy.job, DiskJob) and copy.job.direction is Direction.STORE:
-                for place in copy.job.places:
+            if copy.job.tier is Tier.DISK and copy.job.direction is Direction.STORE:
+                for place in copy.job.targets:
                     for rank in copy.running:
                         self.places[rank][place] = GARBAGE
                     self.place_age[place] = self.resets
@@ -115,7 +115,7 @@ class DiskWorld(LowerWorld):
         **others: Any,  # noqa: ANN401  # of other tiers' jobs
     ) -> None:
         copy = self.copies[job]
-        if not isinstance(copy.job, DiskJob):
+        if copy.job.tier is not Tier.DISK:
             super().report(rank, job, outcome, corrupt, **others)
             return
         copy.running.remove(Rank(rank))
@@ -130,8 +130,8 @@ class DiskWorld(LowerWorld):
         sums = []
         bad = [at for at, slot in enumerate(job.slots) if (rank, slot) in self.rotten or at in corrupt]
         if bad and outcome is not FAILED:
-            return JobReport(job.job, job.direction, CORRUPT, 0, 0.0, 0.0, corrupt=tuple(bad))
-        for slot, place in zip(job.slots, job.places, strict=True):
+            return JobReport(job.id, job.direction, CORRUPT, 0, 0.0, 0.0, corrupt=tuple(bad))
+        for slot, place in zip(job.slots, job.targets, strict=True):
             # After a reset the slot may have been emptied under the spill, which comes to nothing.
             held = GARBAGE if outcome is FAILED else self.host[rank].get(slot, GARBAGE)
             self.places[rank][place] = held
@@ -139,15 +139,15 @@ class DiskWorld(LowerWorld):
             self.disk_rotten.discard((rank, place))
             sums.append(checksum(rank, held))
         done = tuple(sums) if outcome is DONE else ()
-        return JobReport(job.job, job.direction, outcome, 0, 0.0, 0.0, sums=done, stuck=stuck)
+        return JobReport(job.id, job.direction, outcome, 0, 0.0, 0.0, sums=done, stuck=stuck)
 
     def _fetch(
         self, rank: int, job: DiskJob, outcome: CopyOutcome, corrupt: tuple[int, ...], stuck: tuple[int, ...]
     ) -> JobReport:
         wrong = list(corrupt)
-        for at, (slot, place) in enumerate(zip(job.slots, job.places, strict=True)):
+        for at, (slot, place) in enumerate(zip(job.slots, job.targets, strict=True)):
             held = self.places[rank].get(place, GARBAGE)
-            is_right = checksum(rank, held) == job.sums[at][rank] and at not in corrupt
+            is_right = checksum(rank, held) == job.extra[at][rank] and at not in corrupt
             if not is_right and at not in wrong:
                 wrong.append(at)
             self.host[rank][slot] = held if is_right and outcome is not FAILED else GARBAGE
@@ -156,7 +156,7 @@ class DiskWorld(LowerWorld):
         if outcome is not FAILED:
             outcome = CORRUPT if wrong else DONE
         found = tuple(sorted(wrong)) if outcome is CORRUPT else ()
-        return JobReport(job.job, job.direction, outcome, 0, 0.0, 0.0, found, stuck=stuck)
+        return JobReport(job.id, job.direction, outcome, 0, 0.0, 0.0, found, stuck=stuck)
 
     def disk_fails(self, rank: int = 0, *, works: bool = False) -> None:
         """A rank says that its disk fails, or works again."""
@@ -175,7 +175,7 @@ class DiskWorld(LowerWorld):
         self.disk_rotten.add((rank, place))
 
     def disk_jobs(self, direction: Direction) -> list[JobId]:
-        return self.jobs_of(DiskJob, direction)
+        return self.jobs_of(Tier.DISK, direction)
 
     # -- what must hold -----------------------------------------------------------------------------------------
 
@@ -197,7 +197,7 @@ class DiskWorld(LowerWorld):
                 assert is_right, f"place {place} can hit, but holds {held.get(place)!r}"
 
     def _write_index(self) -> None:
-        records = self.core.below.take_disk_records() if self.core.below is not None else []
+        records = self.disk.take_records()
         if records:
             self.synced = self.index.copy()
         for record in records:

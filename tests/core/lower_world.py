@@ -5,18 +5,18 @@ from __future__ import annotations
 from kvoffload.model.causes import TierOutcome
 from kvoffload.model.events import TierCopyEnded
 from kvoffload.model.ids import JobId
-from kvoffload.model.transfer import Direction, DiskJob, RemoteJob, Tier
+from kvoffload.model.transfer import Direction, Tier
 from tests.core.world import Req, World
 
 
 class LowerWorld(World):
     """A world with a tier below its host."""
 
-    def jobs_of(self, kind: type[DiskJob | RemoteJob], direction: Direction) -> list[JobId]:
+    def jobs_of(self, tier: Tier, direction: Direction) -> list[JobId]:
         return [
             number
             for number, copy in self.copies.items()
-            if isinstance(copy.job, kind) and copy.job.direction is direction
+            if copy.job.tier is tier and copy.job.direction is direction
         ]
 
     def copies_of(self, tier: Tier, direction: Direction, outcome: TierOutcome) -> int:

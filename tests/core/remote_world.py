@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from kvoffload.core.offload_core import OffloadCore
-from kvoffload.core.remote_state import RemoteState
 from kvoffload.core.state import Policy
+from kvoffload.core.tiers import RemoteTier
 from kvoffload.model import facts
 from kvoffload.model.causes import CopyOutcome, TierOutcome
 from kvoffload.model.groups import GroupSpec
@@ -72,11 +72,11 @@ class RemoteWorld(LowerWorld):
             self.reach()
 
     def _make_core(self, policy: Policy) -> OffloadCore:
-        with patch("kvoffload.core.remote_state.MOST_HINTS", self.hints):  # every audit looks at each of them
+        with patch("kvoffload.core.tiers.MOST_HINTS", self.hints):  # every audit looks at each of them
             return super()._make_core(replace(policy, share_after_hits=self.share_after_hits))
 
     @property
-    def remote(self) -> RemoteState:
+    def remote(self) -> RemoteTier:
         assert self.core.state.remote is not None
         return self.core.state.remote
 
@@ -92,7 +92,7 @@ class RemoteWorld(LowerWorld):
     def add(self, name: str, text: str, *, reads_cache: bool = True, answers: bool = True) -> Req:
         """As of any world; the store answers at once, or when the test says so."""
         request = super().add(name, text, reads_cache=reads_cache)
-        asks = self.core.below.take_asks() if self.core.below is not None else []
+        asks = self.remote.take_asks()
         self.asked += [Ask(*ask, self.namespace) for ask in asks]
         if answers:
             self.answer()
@@ -124,14 +124,16 @@ class RemoteWorld(LowerWorld):
     ) -> None:
         """As of any world. Of a put a store that is full `takes` the first values alone."""
         copy = self.copies[job]
-        if not isinstance(copy.job, RemoteJob):
+        if copy.job.tier is not Tier.REMOTE:
             super().report(rank, job, outcome, corrupt, **others)
             return
         copy.running.remove(Rank(rank))
         if not copy.running:
             del self.copies[job]
         if copy.job.direction is Direction.STORE:
-            part = self._put(rank, copy.job, outcome, corrupt, len(copy.job.keys) if takes is None else takes)
+            part = self._put(
+                rank, copy.job, outcome, corrupt, len(copy.job.targets) if takes is None else takes
+            )
         else:
             part = self._get(rank, copy.job, outcome, corrupt)
         self._tell_report(rank, part)
@@ -145,18 +147,18 @@ class RemoteWorld(LowerWorld):
         for at in right[:takes]:
             slot = job.slots[at]
             value = Value(self.host[rank][slot], self.host_age[slot])
-            self.store.setdefault((job.namespace, job.keys[at], rank), value)
+            self.store.setdefault((job.extra, job.targets[at], rank), value)
         missing = right[takes:]
         if outcome is FAILED:
             wrong, missing = [], list(range(len(job.slots)))
         outcome = CORRUPT if wrong else FAILED if len(missing) == len(right) else DONE
-        return JobReport(job.job, job.direction, outcome, 0, 0.0, 0.0, tuple(wrong), missing=tuple(missing))
+        return JobReport(job.id, job.direction, outcome, 0, 0.0, 0.0, tuple(wrong), missing=tuple(missing))
 
     def _get(self, rank: int, job: RemoteJob, outcome: CopyOutcome, corrupt: tuple[int, ...]) -> JobReport:
         """Read values: the right ones come to their slots."""
         wrong, missing = list[int](), list[int]()
-        for at, (slot, key) in enumerate(zip(job.slots, job.keys, strict=True)):
-            value = self.store.get((job.namespace, key, rank))
+        for at, (slot, key) in enumerate(zip(job.slots, job.targets, strict=True)):
+            value = self.store.get((job.extra, key, rank))
             self.host[rank][slot], self.host_age[slot] = GARBAGE, 0
             self.rotten.discard((rank, slot))
             if value is None or outcome is FAILED:
@@ -165,8 +167,8 @@ class RemoteWorld(LowerWorld):
                 wrong.append(at)
             else:
                 self.host[rank][slot], self.host_age[slot] = value
-        outcome = DONE if len(wrong) + len(missing) < len(job.keys) else CORRUPT if wrong else FAILED
-        return JobReport(job.job, job.direction, outcome, 0, 0.0, 0.0, tuple(wrong), missing=tuple(missing))
+        outcome = DONE if len(wrong) + len(missing) < len(job.targets) else CORRUPT if wrong else FAILED
+        return JobReport(job.id, job.direction, outcome, 0, 0.0, 0.0, tuple(wrong), missing=tuple(missing))
 
     def _reachable(self, rank: int) -> dict[str, Any]:
         return {**super()._reachable(rank), "remote_works": rank not in self.unreached}
@@ -186,7 +188,7 @@ class RemoteWorld(LowerWorld):
         return self.copies_of(Tier.REMOTE, direction, outcome)
 
     def remote_jobs(self, direction: Direction) -> list[JobId]:
-        return self.jobs_of(RemoteJob, direction)
+        return self.jobs_of(Tier.REMOTE, direction)
 
     def in_store(self, text: str, rank: int = 0) -> str:
         """Which blocks of a text the store has: one character a block, x or a dot."""

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from kvoffload.core.host_pool import HostPool
-from kvoffload.core.job import Job, Offer
-from kvoffload.core.leases import Leases
+from kvoffload.core.jobs import Job, Leases, Offer, Store
 from kvoffload.core.machine import JobState, SlotState
 from kvoffload.core.miss_memory import MissMemory
 from kvoffload.core.offload_core import OffloadCore
@@ -51,9 +50,10 @@ class Broken:
         self.core: OffloadCore = world.core
         self.state: CoreState = world.core.state
         self.pool: HostPool = world.core.state.pool
-        self.load, self.store = (
-            self.job(world, direction) for direction in (Direction.LOAD, Direction.STORE)
-        )
+        self.load = self.job(world, Direction.LOAD)
+        store = self.job(world, Direction.STORE)
+        assert isinstance(store, Store)
+        self.store = store
         self.runs = self.request("stores")
         self.asks = self.request("asks")
 
@@ -119,12 +119,15 @@ LAWS: dict[str, tuple[Callable[[Broken], object], str]] = {
         "differ from those of open jobs",
     ),
     "a block in flight": (
-        lambda it: lose(it.state.in_flight.blocks),
+        lambda it: lose(it.core.stores.in_flight.blocks),
         "blocks in flight and open stores disagree",
     ),
-    "a key in flight": (lambda it: lose(it.state.in_flight.keys), "keys in flight and open stores disagree"),
+    "a key in flight": (
+        lambda it: lose(it.core.stores.in_flight.keys),
+        "keys in flight and open stores disagree",
+    ),
     "a wait for nothing": (
-        lambda it: it.state.in_flight.wait(Offer(BlockKey(b"x"), DeviceBlockId(1))),
+        lambda it: it.core.stores.in_flight.wait(Offer(BlockKey(b"x"), DeviceBlockId(1))),
         "an offer waits for a key that is not in flight",
     ),
     "a job without a request": (
@@ -153,7 +156,7 @@ LAWS: dict[str, tuple[Callable[[Broken], object], str]] = {
         "request asks is SEEN and loads for others",
     ),
     "a key that no request watches": (
-        lambda it: it.state.evictions.offers.setdefault(BlockKey(b"x"), {it.runs: it.store.offers[0]}),
+        lambda it: it.core.stores.evictions.offers.setdefault(BlockKey(b"x"), {it.runs: it.store.offers[0]}),
         "the keys watched for eviction and the requests that watch disagree",
     ),
     "a watch without a table": (
@@ -164,9 +167,9 @@ LAWS: dict[str, tuple[Callable[[Broken], object], str]] = {
         lambda it: setattr(it.runs, "hit", PendingHit(0, 0, (), None)),
         "request stores is RUNNING with a pending hit",
     ),
-    "counted leases": (lambda it: setattr(it.core._stores, "leased_blocks", 0), "blocks, 0 are counted"),
+    "counted leases": (lambda it: setattr(it.core.stores, "leased_blocks", 0), "blocks, 0 are counted"),
     "too many leases": (
-        lambda it: setattr(it.core._stores, "leased_blocks", 99),
+        lambda it: setattr(it.core.stores, "leased_blocks", 99),
         "99 blocks, 16 are allowed",
     ),
     "a place that no table has": (
@@ -174,7 +177,7 @@ LAWS: dict[str, tuple[Callable[[Broken], object], str]] = {
         "index and table disagree",
     ),
     "room for what is settled": (
-        lambda it: it.core._stores.for_room.setdefault(it.runs, deque([(GroupId(0), 0)])),
+        lambda it: it.core.stores.for_room.setdefault(it.runs, deque([(GroupId(0), 0)])),
         "waits for room at .* but has its outcome",
     ),
 }

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from kvoffload.core.job import Job
-from kvoffload.core.layered_index import LayeredIndex
-from kvoffload.core.lower_tiers import MOST_STEPS
+from kvoffload.core.jobs import Fetch, Spill
 from kvoffload.core.machine import SlotState
 from kvoffload.core.match import Match, longest_match
 from kvoffload.core.request import RequestRecord
+from kvoffload.core.tier_copies import MOST_STEPS
+from kvoffload.core.tiers import LayeredIndex
 from kvoffload.model import facts
 from kvoffload.model.causes import EvictionCause, MissCause, TierOutcome
 from kvoffload.model.events import (
@@ -140,7 +140,7 @@ def test_a_request_whose_next_block_is_nowhere_is_not_searched_for_when_it_arriv
     world = DiskWorld(host=16)
     world.only_on_disk(TEXT)
     world.serve("head", OTHER[:9])
-    searches = searches_of("fetches", monkeypatch)
+    searches = searches_of("tier_copies", monkeypatch)
     world.add("late", OTHER)
     assert searches == []
 
@@ -165,7 +165,7 @@ def test_what_lies_behind_blocks_of_the_device_is_fetched_when_a_request_arrives
     world.serve("head", TEXT[:5])
     head = keys_of(TEXT, world.groups[0])[0]
     place = world.disk.pool.index[head]
-    world.disk.strike(place)
+    world.disk.invalidate(place)
     for pool, slot in ((world.disk.pool, place), (world.core.state.pool, world.core.state.pool.index[head])):
         pool.invalidate(slot)
     world.disk_fails(works=True)
@@ -417,7 +417,7 @@ def test_a_fetch_leaves_nothing_to_the_collector_of_garbage() -> None:
         gc.set_debug(0)
         gc.garbage.clear()
         gc.enable()
-    assert left.isdisjoint({Job, LayeredIndex, RequestRecord})
+    assert left.isdisjoint({Fetch, Spill, LayeredIndex, RequestRecord})
 
 
 def test_r17_corrupt_bytes_are_removed_and_never_served() -> None:

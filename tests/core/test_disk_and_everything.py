@@ -17,7 +17,7 @@ from kvoffload.core.machine import SlotState
 from kvoffload.model.causes import CopyOutcome, StoreOutcome
 from kvoffload.model.groups import GroupSpec
 from kvoffload.model.ids import JobId
-from kvoffload.model.transfer import Direction, DiskJob
+from kvoffload.model.transfer import Direction, Tier
 from tests.core.disk_world import DiskWorld
 from tests.core.test_everything import RARELY, SHAPES, Everything
 from tests.core.world import CORRUPT, DONE, FAILED, Req
@@ -112,7 +112,7 @@ class WithDisk(Everything):
     def _nothing_is_left(self) -> None:
         super()._nothing_is_left()
         disk = self.world.disk
-        assert (disk.spilling, disk.fetching, disk.abandoned) == ({}, {}, 0)
+        assert (disk.spilling, disk.fetching, disk.timed_out) == ({}, {}, 0)
         counts = [disk.pool.count(each) for each in (SlotState.EMPTY, SlotState.READY, SlotState.QUARANTINED)]
         assert sum(counts) == disk.pool.capacity
 
@@ -123,7 +123,7 @@ class WithDisk(Everything):
 
     def disk_jobs(self) -> list[JobId]:
         copies: Mapping = self.world.copies
-        return sorted(number for number, copy in copies.items() if isinstance(copy.job, DiskJob))
+        return sorted(number for number, copy in copies.items() if copy.job.tier is Tier.DISK)
 
     def _lookup(self, request: Req, may_wait: bool) -> int | None:
         """A fetch may be waited for; an answer is what the host has, found the slow way."""

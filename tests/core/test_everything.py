@@ -262,7 +262,7 @@ class Everything(RuleBasedStateMachine):
     def _note(self, plan: TransferPlan) -> None:
         for job in plan.stores:
             keys = [self.world.core.state.pool.key(slot) for slot in job.slots]
-            self.arriving[job.job] = (set(), [key for key in keys if key is not None], self.world.resets)
+            self.arriving[job.id] = (set(), [key for key in keys if key is not None], self.world.resets)
 
     def _arrive(self, job: JobId, rank: int) -> None:
         """Only when every rank has copied, none has failed, and no reset or time-out came in between."""

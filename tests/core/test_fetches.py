@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from kvoffload.core.copy_bound import CopyBound
-from kvoffload.core.job import Job
+from typing import cast
+
+from kvoffload.core.jobs import Owner, Spill
 from kvoffload.core.machine import SlotState
+from kvoffload.core.tiers import CopyBound
 from kvoffload.model.causes import MissCause, TierOutcome
 from kvoffload.model.events import LookupDeferred, TierCopyScheduled
-from kvoffload.model.ids import JobId, Rank, SlotId
+from kvoffload.model.ids import JobId, SlotId
 from kvoffload.model.transfer import Direction, Tier
 from tests.core.disk_world import DiskWorld
 from tests.core.world import full, key_at, recurrent, window
@@ -94,8 +96,8 @@ def test_a_fetch_that_was_submitted_is_withdrawn_and_its_blocks_are_not_found() 
     world.idle_step()
     [job] = world.disk_jobs(LOAD)
     world.end(request)
-    assert world.idle_step().withdrawn == (job,)
-    assert world.idle_step().withdrawn == ()
+    assert world.idle_step().cancelled == (job,)
+    assert world.idle_step().cancelled == ()
     world.report(0, job)
     assert world.count(SlotState.DRAINING) == 3
     world.report(1, job)
@@ -109,7 +111,7 @@ def test_a_fetch_that_another_request_waits_for_goes_on() -> None:
     first, second = world.add("first", TEXT), world.add("second", TEXT)
     assert world.lookup(second) is None
     world.end(first)
-    assert world.idle_step().withdrawn == ()
+    assert world.idle_step().cancelled == ()
     world.finish()
     assert world.admit(second) == 12
 
@@ -249,10 +251,14 @@ def test_r10_after_a_reset_there_is_no_warm_start() -> None:
 # -- how much at a time -----------------------------------------------------------------------------------------
 
 
+NO_OWNER = cast("Owner[Spill]", None)
+
+
 def ended(
     bound: CopyBound, number: int, *, copy_s: float = 1.0, last: int = 0, is_load_open: bool = False
 ) -> None:
-    job = Job(JobId(number), STORE, {Rank(0)}, slots=list(map(SlotId, range(16))), copy_s=copy_s)
+    slots = list(map(SlotId, range(16)))
+    job = Spill(NO_OWNER, slots, [], keys=[], tier_slots=[], id=JobId(number), copy_s=copy_s)
     bound.ended(job, JobId(max(last, number)), is_load_open=is_load_open)
 
 

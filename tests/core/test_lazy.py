@@ -112,11 +112,11 @@ def test_a_look_goes_no_further_than_the_lease_limit_and_goes_on_in_the_next_ste
     assert world.shape.lease_limit == 6
     for number in range(5):
         world.end(computed(world, f"r{number}", f"{number}bcdefghijklmnop"))
-    first = world.core._stores.leased_blocks
+    first = world.core.stores.leased_blocks
     assert first <= 6
     world.finish()
     world.idle_step()
-    assert world.core._stores.leased_blocks > 0
+    assert world.core.stores.leased_blocks > 0
     world.drain()
 
 

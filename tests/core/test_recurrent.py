@@ -79,7 +79,7 @@ def test_a_state_is_in_the_plan_of_the_step_that_completes_it() -> None:
     request = world.add("a", TEXT)
     world.admit(request)
     plan = world.step(request, tokens=4)
-    assert [job.blocks for job in plan.stores] == [(request.tables[0][0],)]
+    assert [job.targets for job in plan.stores] == [(request.tables[0][0],)]
 
 
 def test_r8_a_state_waits_for_host_memory() -> None:
@@ -104,11 +104,11 @@ def test_r5_a_state_that_waited_for_leases_comes_before_blocks_that_waited_longe
     compute(world, one, 20)
     world.states_end = (12,)
     compute(world, two, 12)
-    assert [len(places) for places in world.core._stores.for_room.values()] == [2]
-    assert [len(places) for places in world.core._stores.states_for_room.values()] == [1]
+    assert [len(places) for places in world.core.stores.for_room.values()] == [2]
+    assert [len(places) for places in world.core.stores.states_for_room.values()] == [1]
     world.finish(world.submitted()[0])
     plan = world.idle_step()
-    assert [job.blocks for job in plan.stores] == [(two.tables[0][2],)]
+    assert [job.targets for job in plan.stores] == [(two.tables[0][2],)]
 
 
 def test_r8_a_state_is_held_while_its_request_runs() -> None:

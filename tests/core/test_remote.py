@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 
 from kvoffload.core.machine import SlotState
-from kvoffload.core.remote_state import MOST_ASKED
+from kvoffload.core.tiers import MOST_ASKED
 from kvoffload.model import facts
 from kvoffload.model.causes import MissCause, TierOutcome
 from kvoffload.model.events import LookupDeferred

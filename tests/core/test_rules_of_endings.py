@@ -22,7 +22,7 @@ from kvoffload.model.events import (
     OffloadingDegraded,
     ResetStarted,
 )
-from kvoffload.model.transfer import Direction, TransferJob, TransferPlan
+from kvoffload.model.transfer import DeviceJob, Direction, TransferPlan
 from tests.core.world import FAILED, Req, World, full, key_at, left_behind, window
 
 TEXT = "abcdefghijklm"
@@ -230,9 +230,9 @@ def test_r10_what_was_watched_before_a_reset_is_not_offered_again_after_it() -> 
     watches = world.add("watches", TEXT)
     world.admit(watches)
     world.run(watches)
-    assert len(world.core.state.evictions.offers) == 3
+    assert len(world.core.stores.evictions.offers) == 3
     world.reset()
-    assert not world.core.state.evictions.offers
+    assert not world.core.stores.evictions.offers
     world.device.forget_keys()
     world.serve("second", TEXT)
     offered = world.offered()
@@ -375,7 +375,7 @@ def test_r12_it_is_said_once() -> None:
     assert len(world.reported(OffloadingDegraded)) == 1
 
 
-def world_with_a_load() -> tuple[World, TransferJob]:
+def world_with_a_load() -> tuple[World, DeviceJob]:
     world = World()
     world.serve("first", TEXT)
     world.device.forget_keys()

@@ -104,7 +104,7 @@ def test_r1_what_was_pinned_and_turned_out_worthless_is_not_loaded() -> None:
     world.lookup(two)
     world.admit(one)
     (job,) = world.submit().loads
-    world.finish(job.job, outcome=FAILED)
+    world.finish(job.id, outcome=FAILED)
     world.allocate(two, 12)
     assert world.results == [("one", False), ("two", False)]
     assert world.count(SlotState.EMPTY) == world.ready

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffload.core.job import Offer
-from kvoffload.core.leases import Leases
+from kvoffload.core.jobs import Leases, Offer
 from kvoffload.core.machine import SlotState
 from kvoffload.model import facts
 from kvoffload.model.causes import MissCause, StoreOutcome
@@ -43,7 +42,7 @@ def stored_blocks(world: World) -> list[DeviceBlockId]:
 
 def offer(world: World, *blocks: tuple[BlockKey, DeviceBlockId]) -> None:
     """Offer blocks that belong to no request, as lazy does."""
-    world.core._stores.offer([Offer(key, block) for key, block in blocks], last_chance=True)
+    world.core.stores.offer([Offer(key, block) for key, block in blocks], last_chance=True)
     world._settle()
 
 
@@ -365,7 +364,7 @@ def test_r5_a_request_that_ends_leaves_nothing_waiting_for_room() -> None:
     world = World(device=32)
     for number in range(5):
         world.end(computed(world, f"r{number}", f"{number}bcdefghi" * 4))
-    assert not world.core._stores.for_room
+    assert not world.core.stores.for_room
 
 
 def test_r5_a_leased_block_is_not_handed_out_after_its_request_is_gone() -> None:

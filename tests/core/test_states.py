@@ -10,7 +10,7 @@ import pytest
 
 from kvoffload.core.eviction import LruOrder
 from kvoffload.core.host_pool import HostPool
-from kvoffload.core.job import Job, Jobs
+from kvoffload.core.jobs import Failure, Job, Jobs, Store
 from kvoffload.core.machine import (
     JOB,
     REQUEST,
@@ -26,8 +26,8 @@ from kvoffload.core.machine import (
 from kvoffload.core.request import RequestRecord, Requests
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.errors import IllegalTransition
-from kvoffload.model.ids import BlockKey, RequestId, SlotId
-from kvoffload.model.transfer import Direction
+from kvoffload.model.ids import BlockKey, Rank, RequestId, SlotId
+from kvoffload.model.transfer import Direction, JobReport
 
 
 def members(enum: type[IntEnum]) -> list[IntEnum]:
@@ -238,15 +238,32 @@ def test_slots_that_were_freed_are_taken_before_fresh_ones_and_in_order() -> Non
     assert pool.reserve(keys)[0] == [0, 1, 2, 3, 4, 5]
 
 
+class Owner:
+    """Notes what it learns of its jobs."""
+
+    def __init__(self) -> None:
+        self.learnt: list[object] = []
+
+    def reported(self, job: Job, rank: Rank, report: JobReport) -> None:
+        raise AssertionError(report)
+
+    def failed(self, job: Job, why: Failure) -> None:
+        self.learnt.append(why)
+
+    def ended(self, job: Job) -> None:
+        self.learnt.append("ended")
+
+
 def jobs_with(state: JobState) -> tuple[Jobs, Job]:
     jobs = Jobs(ranks=1)
-    job = jobs.plan(Direction.STORE)
+    job = Store(Owner(), [], [])
+    jobs.plan(job)
     if state is JobState.CANCELLED:
-        jobs.cancel(job)
+        jobs.drop(job)
     elif state is not JobState.PLANNED:
         jobs.submit()
     if state is JobState.ABANDONED:
-        jobs.abandon(job)
+        jobs.time_out(job)
     if state in (JobState.DONE, JobState.FAILED):
         job.failed = CopyOutcome.FAILED if state is JobState.FAILED else None
         jobs.close(job)
@@ -254,7 +271,25 @@ def jobs_with(state: JobState) -> tuple[Jobs, Job]:
     return jobs, job
 
 
-@pytest.mark.parametrize("end", ["cancel", "abandon", "close"])
+@pytest.mark.parametrize(
+    ("state", "learnt"),
+    [
+        (JobState.PLANNED, [Failure.CANCELLED, "ended"]),
+        (JobState.SUBMITTED, [Failure.DROPPED]),
+        (JobState.ABANDONED, []),
+    ],
+)
+def test_a_job_that_is_dropped_is_cancelled_or_runs_to_its_end(state: JobState, learnt: list[object]) -> None:
+    jobs, job = jobs_with(state)
+    job.settled = state is JobState.ABANDONED  # its owner was told before
+    jobs.drop(job)
+    assert job.owner.learnt == learnt  # type: ignore[attr-defined]
+    is_cancelled = state is JobState.PLANNED
+    assert job.state is (JobState.CANCELLED if is_cancelled else state)
+    assert (not jobs.open and not jobs.planned) is is_cancelled
+
+
+@pytest.mark.parametrize("end", ["time_out", "close"])
 @pytest.mark.parametrize("state", JobState)
 def test_a_job_that_is_moved_wrongly_stays(state: JobState, end: str) -> None:
     jobs, job = jobs_with(state)
@@ -265,8 +300,9 @@ def test_a_job_that_is_moved_wrongly_stays(state: JobState, end: str) -> None:
 
     before = picture()
     assert bool(jobs.open) == (state in (JobState.PLANNED, JobState.SUBMITTED, JobState.ABANDONED))
-    event = {"cancel": JobEvent.CANCEL, "abandon": JobEvent.ABANDON}.get(end)
-    event = event if event is not None else JobEvent.FAIL if job.failed else JobEvent.FINISH
+    event = JobEvent.FAIL if job.failed else JobEvent.FINISH
+    if end == "time_out":
+        event = JobEvent.ABANDON
     if (state, event) in JOB.table:
         getattr(jobs, end)(job)
         assert job.state is JOB.table[state, event]

@@ -42,12 +42,10 @@ from kvoffload.model.ids import (
 )
 from kvoffload.model.transfer import (
     AnyJob,
+    DeviceJob,
     Direction,
-    DiskJob,
     JobReport,
-    RemoteJob,
     Tier,
-    TransferJob,
     TransferPlan,
     TransferReport,
 )
@@ -98,13 +96,13 @@ def handle(core: OffloadCore, fact: facts.Fact) -> None:
         facts.CacheReset: core.cache_reset,
         facts.InvariantBroken: core.law_broken,
     }
-    if (below := core.below) is not None:
+    if (lower := core.lower_tiers) is not None:
         handlers |= {
-            facts.DiskRestored: below.disk_restored,
-            facts.DiskClosed: below.disk_closed,
-            facts.RemoteOpened: below.remote_opened,
-            facts.RemoteLost: below.remote_lost,
-            facts.RemoteAnswered: below.remote_answered,
+            facts.DiskRestored: lower.disk_restored,
+            facts.DiskClosed: lower.disk_closed,
+            facts.RemoteOpened: lower.remote_opened,
+            facts.RemoteLost: lower.remote_lost,
+            facts.RemoteAnswered: lower.remote_answered,
         }
     handlers[type(fact)](fact)
 
@@ -118,23 +116,23 @@ def left_behind(core: OffloadCore) -> dict[str, object]:
         "leases": state.leases.counts,
         "requests": (*state.requests.live.values(), *state.requests.finishing),
         "jobs": (*state.jobs.open.values(), *state.jobs.planned),
-        "blocks in flight": state.in_flight.blocks,
-        "keys in flight": state.in_flight.keys,
-        "duplicates": state.in_flight.duplicates,
+        "blocks in flight": core.stores.in_flight.blocks,
+        "keys in flight": core.stores.in_flight.keys,
+        "duplicates": core.stores.in_flight.duplicates,
         "loads that others wait for": state.shared.owners,
-        "keys watched for eviction": state.evictions.offers,
+        "keys watched for eviction": core.stores.evictions.offers,
         "places in tables": state.tables.places,
         "shared places in tables": state.tables.shared,
-        "offers that wait for room": core._stores.for_room,
-        "offers to make again": core._stores.again,
+        "offers that wait for room": core.stores.for_room,
+        "offers to make again": core.stores.again,
         "new tables": core._new,
     }
-    for tier in state.below:
+    for tier in state.tiers:
         kept |= {
             f"pins of {tier.tier.value}": tier.pool.pins(),
             f"spills to {tier.tier.value}": tier.spilling,
             f"fetches from {tier.tier.value}": tier.fetching,
-            f"abandoned jobs on {tier.tier.value}": tier.abandoned,
+            f"jobs on {tier.tier.value} that timed out": tier.timed_out,
         }
     return {what: there for what, there in kept.items() if there}
 
@@ -268,7 +266,7 @@ class Copy:
     @property
     def blocks(self) -> tuple[DeviceBlockId, ...]:
         """Of the device."""
-        return self.job.blocks if isinstance(self.job, TransferJob) else ()
+        return self.job.targets if self.job.tier is Tier.HOST else ()
 
 
 class World:
@@ -480,9 +478,8 @@ class World:
         plan = self.core.plan()
         for job in plan.jobs:
             assert job.slots
-            others = job.places if isinstance(job, DiskJob) else job.blocks
-            assert isinstance(job, RemoteJob) or len(others) == len(job.slots)
-            self.copies[job.job] = Copy(job, set(self.ranks))
+            assert len(job.targets) == len(job.slots)
+            self.copies[job.id] = Copy(job, set(self.ranks))
         self._settle()
         return plan
 
@@ -520,7 +517,7 @@ class World:
     ) -> None:
         """One rank's copy ends; its bytes move now."""
         copy = self.copies[job]
-        assert isinstance(copy.job, TransferJob)
+        assert copy.job.tier is Tier.HOST
         if outcome is DONE and copy.job.direction is not Direction.STORE:
             corrupt = tuple(place for place, slot in enumerate(copy.job.slots) if (rank, slot) in self.rotten)
             outcome = CORRUPT if corrupt else DONE
@@ -739,11 +736,9 @@ class World:
         request.reported_keys = [len(keys) for keys in known]
         return new
 
-    def _move_bytes(
-        self, rank: int, job: TransferJob, outcome: CopyOutcome, corrupt: tuple[int, ...]
-    ) -> None:
+    def _move_bytes(self, rank: int, job: DeviceJob, outcome: CopyOutcome, corrupt: tuple[int, ...]) -> None:
         device, host = self.device.bytes[rank], self.host[rank]
-        for place, (slot, block) in enumerate(zip(job.slots, job.blocks, strict=True)):
+        for place, (slot, block) in enumerate(zip(job.slots, job.targets, strict=True)):
             assert self.device.leased[block], f"a copy touches block {block}, which is not leased"
             is_bad = outcome is FAILED or place in corrupt
             if job.direction is Direction.STORE:

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.config import OffloadConfig
-from kvoffload.model.ids import DeviceBlockId, JobId, Rank, SlotId
-from kvoffload.model.transfer import Direction, TransferJob, TransferPlan
+from kvoffload.model.ids import Rank
+from kvoffload.model.transfer import DeviceJob, Direction, TransferPlan
 from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.testing import FakeClock
 from kvoffload.transfer import factory
+from tests.copy_jobs import device_job
 from tests.cuda_emulator import Emulator, Engine
 from tests.runtime.manual_portal import ManualPortal
 
@@ -58,7 +59,7 @@ class Steps:
         self.draws = random.Random(seed)
         self.contents: dict[int, int] = {}  # what a block that nobody copies into holds, by its number
         self.stored: dict[int, int] = {}  # what a slot holds whose store was reported
-        self.open: dict[int, tuple[TransferJob, tuple[int, ...]]] = {}
+        self.open: dict[int, tuple[DeviceJob, tuple[int, ...]]] = {}
         self.outcomes: list[tuple[int, CopyOutcome]] = []
         self.jobs = 0
         self._seeds = 0
@@ -81,7 +82,7 @@ class Steps:
             self.contents[block] = self._seeds
         stores = [job for _ in range(self.draws.randint(0, 2)) if (job := self._store()) is not None]
         plan = TransferPlan(tuple(loads), tuple(stores))
-        for block in (int(block) for job in loads for block in job.blocks):
+        for block in (int(block) for job in loads for block in job.targets):
             self.engine.write(block, ZERO)
         self.side.begin_step(plan)
         for block in fresh:
@@ -108,7 +109,7 @@ class Steps:
             if job.direction is Direction.STORE:
                 self.stored.update(zip(map(int, job.slots), seeds, strict=True))
             else:
-                self.contents.update(zip(map(int, job.blocks), seeds, strict=True))
+                self.contents.update(zip(map(int, job.targets), seeds, strict=True))
 
     def settle(self) -> None:
         """Let everything end, and read every block."""
@@ -127,7 +128,7 @@ class Steps:
     # -- choices ------------------------------------------------------------------------------------------------
 
     def _under_copy(self) -> set[int]:
-        return {int(block) for job, _ in self.open.values() for block in job.blocks}
+        return {int(block) for job, _ in self.open.values() for block in job.targets}
 
     def _free_blocks(self) -> list[int]:
         busy = self._under_copy() | self.contents.keys()
@@ -136,7 +137,7 @@ class Steps:
     def _some(self, among: list[int], most: int) -> list[int]:
         return self.draws.sample(among, min(len(among), most))
 
-    def _load(self) -> TransferJob | None:
+    def _load(self) -> DeviceJob | None:
         busy = {
             int(slot)
             for job, _ in self.open.values()
@@ -150,7 +151,7 @@ class Steps:
         slots = slots[: len(blocks)]
         return self._job(Direction.LOAD, slots, blocks, [self.stored[slot] for slot in slots])
 
-    def _store(self) -> TransferJob | None:
+    def _store(self) -> DeviceJob | None:
         leased = self._under_copy()
         blocks = self._some(
             [block for block in self.contents if block not in leased], self.draws.randint(1, self.most)
@@ -163,13 +164,11 @@ class Steps:
             Direction.STORE, slots, blocks[: len(slots)], [self.contents[block] for block in blocks]
         )
 
-    def _job(
-        self, way: Direction, slots: list[int], blocks: list[int], seeds: list[int]
-    ) -> TransferJob | None:
+    def _job(self, way: Direction, slots: list[int], blocks: list[int], seeds: list[int]) -> DeviceJob | None:
         if not slots or not blocks:
             return None
         self.jobs += 1
-        job = TransferJob(JobId(self.jobs), way, tuple(map(SlotId, slots)), tuple(map(DeviceBlockId, blocks)))
+        job = device_job(self.jobs, way, slots, blocks)
         self.open[self.jobs] = (job, tuple(seeds[: len(slots)]))
         return job
 

@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvoffload.core.jobs import Load, Spill, Store, TierJob
 from kvoffload.core.machine import JobState, SlotState
 from kvoffload.model import facts
 from kvoffload.model.groups import AttentionKind
@@ -18,7 +19,7 @@ from kvoffload.model.transfer import Direction, Tier, TransferPlan
 from tests.core.world import key_at, left_behind
 
 if TYPE_CHECKING:
-    from kvoffload.core.tier_state import TierState
+    from kvoffload.core.tiers import LowerTier
     from tests.core.disk_world import DiskWorld
     from tests.core.remote_world import RemoteWorld
     from tests.explore.scene import Scene
@@ -50,7 +51,7 @@ class Before:
         pool = state.pool
         evictable = {slot: key for slot in pool._order if (key := pool.key(slot)) is not None}
         pinned = {slot: key for slot in pool.pins() if (key := pool.key(slot)) is not None}
-        unusable = {tier.tier: _open_on(scene, tier.tier) for tier in state.below if not _answers(tier)}
+        unusable = {tier.tier: _open_on(scene, tier.tier) for tier in state.tiers if not _answers(tier)}
         return cls(evictable, pinned, scene.world.resets, unusable)
 
 
@@ -80,8 +81,8 @@ def _check_pins(scene: Scene, before: Before) -> None:
 
 def _check_blocks_in_flight(scene: Scene) -> None:
     """R3: no two open stores read one block; no two of them bring one key, unless the first has failed."""
-    stores = [job for job in scene.world.core.state.jobs.open.values() if job.is_store]
-    blocks = Counter(block for job in stores for block in job.blocks)
+    stores = [job for job in scene.world.core.state.jobs.open.values() if isinstance(job, Store)]
+    blocks = Counter(block for job in stores for block in job.targets)
     assert max(blocks.values(), default=1) == 1, f"R3: a block is being stored twice: {blocks}"
     keys = Counter(offer.key for job in stores if not job.settled for offer in job.offers)
     assert max(keys.values(), default=1) == 1, f"R3: a key is being stored twice: {keys}"
@@ -131,17 +132,17 @@ _KEPT = {SlotState.PINNED, SlotState.DRAINING, SlotState.QUARANTINED}
 
 
 def _open_on(scene: Scene, tier: Tier) -> set[JobId]:
-    return {job.job for job in scene.world.core.state.jobs.open.values() if job.tier is tier}
+    return {job.id for job in scene.world.core.state.jobs.open.values() if job.tier is tier}
 
 
-def _answers(tier: TierState) -> bool:
-    return tier.is_open and not (tier.is_closed or tier.failing or tier.abandoned)
+def _answers(tier: LowerTier) -> bool:
+    return tier.is_open and not (tier.is_closed or tier.failing or tier.timed_out)
 
 
 def _check_tiers(scene: Scene, before: Before) -> None:
     """R14, R17: what holds for all tiers below the host."""
     state = scene.world.core.state
-    jobs = [job for job in state.jobs.open.values() if job.tier is not Tier.HOST and not job.settled]
+    jobs = [job for job in state.jobs.open.values() if isinstance(job, TierJob) and not job.settled]
     ways = Counter(
         (key, job.tier if job.direction is Direction.STORE else None) for job in jobs for key in job.keys
     )
@@ -149,13 +150,13 @@ def _check_tiers(scene: Scene, before: Before) -> None:
     read = [
         state.pool.state(slot)
         for job in state.jobs.open.values()
-        if job.tier is not Tier.HOST and job.direction is Direction.STORE
+        if isinstance(job, Spill)
         for slot in job.slots
     ]
     assert {*read} <= _KEPT, f"R4, R10: host slots that a spill may still read are {read}"
-    fetched, budget = sum(len(tier.fetching) for tier in state.below), max(state.pool.capacity // 4, 1)
+    fetched, budget = sum(len(tier.fetching) for tier in state.tiers), max(state.pool.capacity // 4, 1)
     assert fetched <= budget, f"{fetched} blocks are fetched, {budget} may be"
-    for tier in state.below:
+    for tier in state.tiers:
         if tier.tier in before.unusable and not _answers(tier):
             began = len(_open_on(scene, tier.tier)) - len(before.unusable[tier.tier])
             assert began <= 0, f"R17: a copy was begun with {tier.tier.value}, which cannot be used"
@@ -165,10 +166,8 @@ def _check_store(world: RemoteWorld) -> None:
     """R17, R18: what holds between the store and the jobs on it."""
     state, remote = world.core.state, world.remote
     for job in state.jobs.open.values():
-        is_there = job.tier is not Tier.REMOTE or job.settled or job.namespace == remote.namespace != ""
-        assert is_there, (
-            f"R18: job {job.job} is of the generation {job.namespace!r}, not {remote.namespace!r}"
-        )
+        is_there = job.tier is not Tier.REMOTE or job.settled or job.extra == remote.namespace != ""
+        assert is_there, f"R18: job {job.id} is of the generation {job.extra!r}, not {remote.namespace!r}"
     assert not remote.pool.index or remote.namespace, "R18: blocks are known of no generation"
     assert not remote.asks, "what the store is to be asked was not taken"
 
@@ -176,8 +175,8 @@ def _check_store(world: RemoteWorld) -> None:
 def _check_disk(scene: Scene, world: DiskWorld) -> None:
     """R4, R16: what holds between the disk, its index and the jobs on it."""
     state, disk = world.core.state, world.disk
-    jobs = [job for job in state.jobs.open.values() if job.tier is Tier.DISK]
-    written = {place for job in jobs if job.direction is Direction.STORE for place in job.places}
+    jobs = [job for job in state.jobs.open.values() if isinstance(job, Spill) and job.tier is Tier.DISK]
+    written = {place for job in jobs for place in job.tier_slots}
     assert written.isdisjoint(world.index), f"places {written} are written, and in the index {world.index}"
     for place in scene.places_written_off:
         is_off = disk.pool.state(place) in (SlotState.DRAINING, SlotState.QUARANTINED)
@@ -197,14 +196,14 @@ def check_lookup(scene: Scene, name: str, answer: int | None, *, is_patient: boo
     others = {
         slot
         for job in state.jobs.open.values()
-        if job.state in _OPEN_LOAD and not job.settled
-        if job.loads_for is not None and job.loads_for is not record and job.loads_for.is_live
+        if isinstance(job, Load) and job.state in _OPEN_LOAD and not job.settled
+        if job.record is not record and job.record.is_live
         for slot in job.slots
     }
     pinned = set(record.hit.slots) if record.hit is not None else set()
     assert bool(pinned) == bool(answer), f"R1: answered {answer}, pinned {pinned}"
     assert not is_patient or others.isdisjoint(pinned), "R14: loads what another request is loading"
-    below = record.awaits_answer or any(tier.fetching for tier in state.below)
+    below = record.awaits_answer or any(tier.fetching for tier in state.tiers)
     assert answer is not None or others or state.shared.owners or below, (
         "R14: 'not yet' with nothing to wait for"
     )
@@ -214,7 +213,7 @@ def check_reset(scene: Scene) -> None:
     """R10: the index is empty at once."""
     state = scene.world.core.state
     assert not state.pool.index, "R10: something can hit right after a reset"
-    for tier in state.below:
+    for tier in state.tiers:
         assert not tier.pool.index, f"R10: something is found in {tier.tier.value} right after a reset"
 
 
@@ -231,7 +230,7 @@ def note_plan(scene: Scene, plan: TransferPlan, known: set[JobId]) -> None:
     state = scene.world.core.state
     assert plan.is_empty or state.degraded is None, "R12: a plan while offloading is off"
     for job in state.jobs.open.values():
-        if job.job in scene.world.copies and job.job not in known:
+        if isinstance(job, Store) and job.id in scene.world.copies and job.id not in known:
             for offer in job.offers:
                 if offer.record is not None:
                     _note_store(scene, (offer.record.request, offer.incarnation, offer.key))
@@ -285,7 +284,7 @@ def check_end(scene: Scene) -> None:
 def _check_nothing_is_left(scene: Scene) -> None:
     core = scene.world.core
     pool = core.state.pool
-    for each in [pool, *(tier.pool for tier in core.state.below)]:
+    for each in [pool, *(tier.pool for tier in core.state.tiers)]:
         rest = sum(each.count(at) for at in (SlotState.EMPTY, SlotState.READY, SlotState.QUARANTINED))
         assert rest == each.capacity, "R11: slots are missing"
     assert not core.state.tally.open_offers, "R11: an offer has no outcome"

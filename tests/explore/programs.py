@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kvoffload.model import facts
 from kvoffload.model.ids import JobId, Rank, SlotId
-from kvoffload.model.transfer import Direction, DiskJob, RemoteJob, TransferJob
+from kvoffload.model.transfer import Direction, Tier
 from tests.core.disk_world import DiskWorld
 from tests.core.remote_world import RemoteWorld, Value
 from tests.core.world import CORRUPT, DONE, FAILED, GARBAGE, Copy, Req
@@ -83,11 +83,11 @@ def _ends(scene: Scene, copy: Copy) -> Iterator[str]:
     yield "done"
     if scene.left.get("fail"):
         yield "fail"
-    if scene.left.get("corrupt") and not (is_store and isinstance(copy.job, TransferJob)):
+    if scene.left.get("corrupt") and not (is_store and copy.job.tier is Tier.HOST):
         yield "corrupt"
-    if scene.left.get("hang") and isinstance(copy.job, DiskJob):
+    if scene.left.get("hang") and copy.job.tier is Tier.DISK:
         yield "hang"
-    if scene.left.get("full") and isinstance(copy.job, RemoteJob) and is_store:
+    if scene.left.get("full") and copy.job.tier is Tier.REMOTE and is_store:
         yield "full"
 
 
@@ -223,11 +223,11 @@ def _hang(scene: Scene, rank: int, job: JobId) -> None:
     """A call on a rank's file does not return; the place or the host slot that it was to fill may still change."""
     assert isinstance(scene.world, DiskWorld)
     world, copy = scene.world, scene.world.copies[job].job
-    assert isinstance(copy, DiskJob)
+    assert copy.tier is Tier.DISK
     world.failing.add(rank)
     world.report(rank, job, FAILED, stuck=(0,))
     if copy.direction is Direction.STORE:
-        scene.places_written_off.add(copy.places[0])
+        scene.places_written_off.add(copy.targets[0])
     else:
         scene.written_off.add(copy.slots[0])
 
@@ -237,9 +237,9 @@ def _late(scene: Scene, job: int) -> None:
     copy = scene.world.copies[JobId(job)].job
     scene.world.overdue(JobId(job))
     is_store = copy.direction is Direction.STORE
-    if isinstance(copy, DiskJob) and is_store:
-        scene.places_written_off.update(copy.places)
-    if isinstance(copy, TransferJob) is is_store:  # a copy to a host slot
+    if copy.tier is Tier.DISK and is_store:
+        scene.places_written_off.update(copy.targets)
+    if (copy.tier is Tier.HOST) is is_store:  # a copy to a host slot
         scene.written_off.update(copy.slots)
 
 

@@ -15,7 +15,7 @@ from kvoffload.core.miss_memory import MissMemory
 from kvoffload.core.state import Policy
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.ids import BlockKey, JobId, RequestId, SlotId
-from kvoffload.model.transfer import RemoteJob
+from kvoffload.model.transfer import Tier
 from tests.core.disk_world import DiskWorld
 from tests.core.remote_world import RemoteWorld
 from tests.core.world import Copy, World
@@ -116,11 +116,11 @@ def _renumber_jobs(world: World) -> None:
     if jobs.last == len(numbers) - 1:
         return
     for each in jobs.open.values():
-        each.job = numbers[each.job]
-    jobs.open = {job.job: job for job in jobs.open.values()}
+        each.id = numbers[each.id]
+    jobs.open = {job.id: job for job in jobs.open.values()}
     jobs.last = JobId(len(numbers) - 1)
     world.copies = {
-        numbers[number]: Copy(replace(copy.job, job=numbers[number]), copy.running)
+        numbers[number]: Copy(replace(copy.job, id=numbers[number]), copy.running)
         for number, copy in world.copies.items()
     }
 
@@ -141,7 +141,8 @@ def _forget_bytes(world: World) -> None:
 
 def _forget_places(world: DiskWorld) -> None:
     """A place that neither the pool nor an index of the next process finds holds nothing that can be read."""
-    copied = {place for copy in world.copies.values() for place in getattr(copy.job, "places", ())}
+    jobs = [copy.job for copy in world.copies.values() if copy.job.tier is Tier.DISK]
+    copied = {place for job in jobs for place in job.targets}
     found = {*world.index, *world.synced, *copied}
     for place in [place for place in world.place_age if place not in found]:
         del world.place_age[place]
@@ -153,7 +154,7 @@ def _forget_places(world: DiskWorld) -> None:
 
 def _forget_values(world: RemoteWorld) -> None:
     """No engine looks under the names of generations that have ended."""
-    jobs = [copy.job.namespace for copy in world.copies.values() if isinstance(copy.job, RemoteJob)]
+    jobs = [copy.job.extra for copy in world.copies.values() if copy.job.tier is Tier.REMOTE]
     asked = [ask.namespace for ask in world.asked]
     used = {world.namespace, world.remote.namespace, f"print/{world.resets}", *jobs, *asked}
     for name in [name for name in world.store if name[0] not in used]:

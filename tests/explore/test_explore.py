@@ -9,20 +9,15 @@ from collections.abc import Callable
 import pytest
 from msgspec import structs
 
-from kvoffload.core.disk_state import DiskState
-from kvoffload.core.fetches import Fetches
 from kvoffload.core.host_pool import HostPool
-from kvoffload.core.in_flight import InFlight
-from kvoffload.core.job import Job
-from kvoffload.core.leases import Leases
+from kvoffload.core.jobs import Job, Leases, Spill
 from kvoffload.core.loads import Loads
-from kvoffload.core.lower_tiers import LowerTiers
 from kvoffload.core.pending_hits import PendingHits
-from kvoffload.core.remote_state import RemoteState
 from kvoffload.core.shared_loads import SharedLoads
-from kvoffload.core.spills import Spills
 from kvoffload.core.stale_blocks import StaleBlocks
-from kvoffload.core.stores import Stores
+from kvoffload.core.stores import InFlight, Stores
+from kvoffload.core.tier_copies import Fetches, LowerTiers, Spills, _Copies
+from kvoffload.core.tiers import DiskTier, RemoteTier
 from tests.core.world import DONE
 from tests.explore.programs import Action, act, actions, replay
 from tests.explore.report import as_test
@@ -53,6 +48,13 @@ def test_a_world_is_explored_to_its_last_state() -> None:
 # -- that it bites ----------------------------------------------------------------------------------------------
 
 _FETCHED = Fetches.reported
+_SPILLED = Spills.ended
+
+
+def _spilled_without_a_hang(self: Spills, job: Spill) -> None:
+    job.stuck.clear()
+    _SPILLED(self, job)
+
 
 BREAKS: dict[str, tuple[str, type, str, object]] = {
     "R1 a hit is not pinned until it is consumed": (
@@ -89,20 +91,20 @@ BREAKS: dict[str, tuple[str, type, str, object]] = {
     ),
     "R17 a place is written while the index names it": (
         "a spill over another",
-        DiskState,
-        "strike",
+        DiskTier,
+        "invalidate",
         lambda self, slot: self.has_block.__setitem__(slot, 0),
     ),
     "R16 a place under a write that hangs is handed out": (
         "spills",
         Spills,
-        "_copies_ended",
-        lambda self, job: self._tier.pool.drained(job.places),
+        "ended",
+        _spilled_without_a_hang,
     ),
-    "R10 a spill or a fetch survives a reset": ("spills", LowerTiers, "stop", lambda self, tier=None: None),
+    "R10 a spill or a fetch survives a reset": ("spills", _Copies, "failed", lambda self, job, why: None),
     "R14 a key is fetched for each request": (
         "sharing a fetch",
-        DiskState,
+        DiskTier,
         "fetching",
         property(lambda self: {}, lambda self, value: None),
     ),
@@ -110,19 +112,21 @@ BREAKS: dict[str, tuple[str, type, str, object]] = {
         "sharing a fetch from the store",
         Fetches,
         "reported",
-        lambda self, job, part: _FETCHED(self, job, structs.replace(part, outcome=DONE, missing=())),
+        lambda self, job, rank, part: _FETCHED(
+            self, job, rank, structs.replace(part, outcome=DONE, missing=())
+        ),
     ),
     "R17 a store that does not answer is used": (
         "a store that is lost",
-        RemoteState,
+        RemoteTier,
         "is_usable",
         property(lambda self: self.is_open),
     ),
     "R18 what is known of one generation is looked for in the next": (
         "a store that is lost",
-        LowerTiers,
-        "forget",
-        lambda self, tier: None,
+        RemoteTier,
+        "forget_all",
+        lambda self: 0,
     ),
     "R14 a lookup waits for an answer that has come": (
         "puts",
@@ -134,8 +138,8 @@ BREAKS: dict[str, tuple[str, type, str, object]] = {
     "R10 a store in flight survives a reset": (
         "one request",
         Stores,
-        "stop",
-        lambda self, outcome, planned: None,
+        "failed",
+        lambda self, job, why: None,
     ),
     "R14 each request loads for itself": (
         "sharing a load",

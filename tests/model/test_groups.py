@@ -12,7 +12,8 @@ from kvoffload.model.engine import EngineShape
 from kvoffload.model.errors import ConfigError, EngineContractError
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import GroupId, block_key
-from kvoffload.model.transfer import Direction, TransferJob, TransferPlan
+from kvoffload.model.transfer import Direction, TransferPlan
+from tests.copy_jobs import device_job
 from tests.core.world import needed_blocks
 
 FULL, WINDOW = AttentionKind.FULL, AttentionKind.SLIDING_WINDOW
@@ -130,7 +131,7 @@ def test_a_key_is_the_hash_and_the_group() -> None:
 
 
 def test_an_empty_plan_is_empty() -> None:
-    job = TransferJob(1, Direction.LOAD, (), ())  # type: ignore[arg-type]
+    job = device_job(1, Direction.LOAD, (), ())
     assert TransferPlan().is_empty
     assert not TransferPlan(loads=(job,)).is_empty
     assert not TransferPlan(stores=(job,)).is_empty

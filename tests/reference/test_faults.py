@@ -41,14 +41,14 @@ PARTS = (  # in the middle of a handler, when other state has changed already
     "_hits.drop",
     "_loads.allocated",
     "_loads.reported",
-    "_loads.abandoned",
+    "_loads.failed",
     "_planner.allocated",
     "_planner.step",
     "_planner.ending",
     "_planner.preempted",
-    "_stores.reported",
-    "_stores.settle_waiting",
-    "_stores.stop",
+    "stores.reported",
+    "stores.settle_waiting",
+    "stores.stop",
 )
 QUESTIONS = ("lookup", "plan", "take_results")
 
@@ -91,7 +91,7 @@ def test_the_engine_goes_on_when_the_core_raises(
             if turn == 3:
                 made.engine.preempt(streams[1].request_id)
                 made.engine.reset_prefix_cache()
-        if what not in (facts.JobOverdue, "_loads.abandoned"):
+        if what not in (facts.JobOverdue, "_loads.failed"):
             made.release()
         for _ in range(60):
             tick(made, TIMEOUT_S / 10)

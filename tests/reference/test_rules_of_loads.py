@@ -117,7 +117,7 @@ def test_after_a_reset_with_everything_in_flight_nothing_of_before_is_found(kind
         made.step()
         assert open_stores(made)
         assert open_loads(made)
-        before = set(made.offload.core.state.pool.index) | set(made.offload.core.state.in_flight.keys)
+        before = set(made.offload.core.state.pool.index) | set(made.offload.core.stores.in_flight.keys)
         assert made.engine.reset_prefix_cache() is False  # blocks are in use
         assert not made.offload.core.state.pool.index
         made.check()

@@ -10,7 +10,7 @@ import pytest
 from kvoffload.disk.tier_key import TierKey
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.ids import BlockKey, JobId, SlotId
-from kvoffload.model.transfer import Direction, JobReport, RemoteJob
+from kvoffload.model.transfer import CopyJob, Direction, JobReport, Tier
 from kvoffload.remote.calls import RemoteCalls
 from kvoffload.remote.values import TRAILER_BYTES, Shard, seal
 from kvoffload.testing import FakeClock, FakeDevice, ManualExecutor
@@ -55,7 +55,7 @@ class Rig:
     def copy(self, way: Direction, slots: list[int], keys: tuple[BlockKey, ...]) -> JobReport:
         self._jobs += 1
         places = tuple(map(SlotId, slots))
-        self.copies.submit([RemoteJob(JobId(self._jobs), way, places, keys, "print/one")])
+        self.copies.submit([CopyJob(JobId(self._jobs), way, Tier.REMOTE, places, keys, "print/one")])
         [report] = self.take()
         return report
 
@@ -118,7 +118,7 @@ def test_r17_a_put_that_was_ended_before_it_read_its_slots_writes_nothing(
         ended.extend(rig.copies.take().jobs)
 
     monkeypatch.setattr(rig.store, "register", hang)
-    rig.copies.submit([RemoteJob(JobId(1), Direction.STORE, (SlotId(0),), KEYS[:1], "print/one")])
+    rig.copies.submit([CopyJob(JobId(1), Direction.STORE, Tier.REMOTE, (SlotId(0),), KEYS[:1], "print/one")])
     rig.executor.run_all()
     assert [report.outcome for report in ended] == [FAILED]
     assert rig.store.values == {}

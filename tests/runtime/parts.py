@@ -143,7 +143,7 @@ class Side:
     ) -> tuple[list[RequestId], list[RequestId]]:
         jobs = (*plan.loads, *plan.stores)
         return self.report(
-            *(JobReport(job.job, job.direction, outcome, 64, 0.0, 0.0) for job in jobs), rank=rank
+            *(JobReport(job.id, job.direction, outcome, 64, 0.0, 0.0) for job in jobs), rank=rank
         )
 
     def stored(self, prefix: str = "p", blocks: int = 3) -> None:

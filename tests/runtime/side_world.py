@@ -79,7 +79,7 @@ class SideWorld(World):
     def submit(self) -> TransferPlan:
         plan, self._plan = self._plan, NOTHING
         for job in plan.jobs:
-            self.copies[job.job] = Copy(job, set(self.ranks))
+            self.copies[job.id] = Copy(job, set(self.ranks))
         return plan
 
     def submitted(self, direction: Direction | None = None) -> list[JobId]:

@@ -131,7 +131,7 @@ def test_blocks_stay_leased_while_a_worker_copies_though_the_core_lost_count(
     for position, block in enumerate(side.last_table):
         side.pool.names[block] = f"p{position}".encode()  # type: ignore[assignment]
     plan = side.step(("a", RELOAD))
-    monkeypatch.setattr(side.side.core._stores, "reported", boom)
+    monkeypatch.setattr(side.side.core.stores, "reported", boom)
     side.done(plan, rank=0)
     side.done(plan, rank=0)
     assert side.side.gauges().degraded is DegradeCause.HANDLER_RAISED
@@ -149,7 +149,7 @@ def test_copies_that_hang_are_waited_for_no_longer_than_ever_and_may_end_late(
 ) -> None:
     side = Side()
     plan = loading(side)
-    monkeypatch.setattr(side.side.core.state.jobs, "abandon", boom)
+    monkeypatch.setattr(side.side.core.state.jobs, "time_out", boom)
     side.clock.jump(TIMEOUT_S)
     assert side.side.has_work
     side.step()

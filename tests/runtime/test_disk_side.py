@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffload.core import offload_core
+from kvoffload.core import tier_copies
 from kvoffload.disk.folder import lock_folder, make_folder
 from kvoffload.disk.index_format import IndexHeader, encode_header
 from kvoffload.disk.index_log import load_index
@@ -46,7 +46,7 @@ def open_disk(side: Side) -> None:
 def end_disk_jobs(side: Side, plan: TransferPlan, copy_s: float = 0.0) -> None:
     for job in plan.disk:
         sums = tuple([(7)] * len(job.slots)) if job.direction is STORE else ()
-        side.report(JobReport(job.job, job.direction, CopyOutcome.DONE, 64, 0.0, copy_s, sums=sums))
+        side.report(JobReport(job.id, job.direction, CopyOutcome.DONE, 64, 0.0, copy_s, sums=sums))
 
 
 def leave_on_disk(side: Side, prefix: str) -> None:
@@ -140,7 +140,7 @@ def test_a_strike_is_written_at_once(side: Side) -> None:
     side.portal.index.hold()
     side.seen("again", "a")
     (job,) = side.step().disk
-    side.report(JobReport(job.job, LOAD, CopyOutcome.CORRUPT, 0, 0.0, 0.0, corrupt=(1,)))
+    side.report(JobReport(job.id, LOAD, CopyOutcome.CORRUPT, 0, 0.0, 0.0, corrupt=(1,)))
     assert side.portal.index.waiting == 1
     side.portal.index.release()
 
@@ -175,7 +175,7 @@ def found_again(side: Side, prefix: str) -> int:
 
 def test_a_tier_at_work_adds_few_calls_to_the_hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request is looked up, loaded, decodes thirty tokens and ends beside another one; then its blocks are spilled."""
-    monkeypatch.setattr(offload_core, "MOST_STEPS", 0)  # a spill of its own
+    monkeypatch.setattr(tier_copies, "MOST_STEPS", 0)  # a spill of its own
     found = []
     for disk in (None, tmp_path):
         side = Side(portal=True, disk=disk)

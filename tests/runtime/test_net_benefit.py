@@ -49,7 +49,7 @@ def measure_prefill(side: Side, seconds_per_token: float = PER_TOKEN_S) -> None:
 
 def arrived(side: Side, plan: TransferPlan, copy_s: float = 0.0) -> None:
     (job,) = plan.loads
-    side.report(JobReport(job.job, job.direction, CopyOutcome.DONE, 64, 0.0, copy_s))
+    side.report(JobReport(job.id, job.direction, CopyOutcome.DONE, 64, 0.0, copy_s))
 
 
 def test_loaded_tokens_are_priced_at_the_engines_own_rate() -> None:

@@ -82,7 +82,7 @@ def seen(side: Side, name: str, parent: str | None = TRACE_PARENT, prefix: str =
 
 def report(side: Side, plan: TransferPlan, outcome: CopyOutcome = CopyOutcome.DONE) -> None:
     jobs = (*plan.loads, *plan.stores)
-    side.report(*(JobReport(job.job, job.direction, outcome, 64, 0.5, 1.0) for job in jobs))
+    side.report(*(JobReport(job.id, job.direction, outcome, 64, 0.5, 1.0) for job in jobs))
 
 
 def finished(traced: Traced) -> list[ReadableSpan]:

@@ -32,12 +32,12 @@ def test_any_exception_of_its_opening_refuses_the_disk(
     assert "MemoryError: no" in caplog.text
 
 
-def test_a_fetch_from_a_store_may_be_withdrawn_while_the_disk_opens(tmp_path: Path) -> None:
+def test_a_fetch_from_a_store_may_be_cancelled_while_the_disk_opens(tmp_path: Path) -> None:
     nothing = cast("Any", None)  # for an open file alone
     place = DiskPlace(tmp_path, lambda: nothing)
     shape, threads = SlotShape(0, 1, 4096, bytes(16)), ManualExecutor(held=True)
     disk = WorkerDisk(place, shape, 1 << 20, nothing, threads, FakeClock(), timeout_s=1.0)
-    disk.withdraw([JobId(3)])
+    disk.cancel([JobId(3)])
     assert disk.take() is None
 
 

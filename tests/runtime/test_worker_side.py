@@ -10,11 +10,12 @@ import pytest
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.errors import ConfigError
-from kvoffload.model.ids import DeviceBlockId, JobId, Rank, SlotId
-from kvoffload.model.transfer import Direction, TransferJob, TransferPlan
+from kvoffload.model.ids import Rank
+from kvoffload.model.transfer import Direction, TransferPlan
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.testing import FakeClock, FakeDevice, GatedCopier
+from tests.copy_jobs import device_job
 from tests.runtime.manual_portal import ManualPortal
 
 TIMEOUT_S = 2.0
@@ -42,7 +43,7 @@ class Side:
 
     def plan(self, direction: Direction, slot: int = 0, block: int = 1) -> TransferPlan:
         self._jobs += 1
-        job = TransferJob(JobId(self._jobs), direction, (SlotId(slot),), (DeviceBlockId(block),))
+        job = device_job(self._jobs, direction, (slot,), (block,))
         return TransferPlan(loads=(job,)) if direction is Direction.LOAD else TransferPlan(stores=(job,))
 
     def outcomes(self) -> dict[int, CopyOutcome]:
@@ -226,7 +227,7 @@ def test_on_a_thread_of_its_own() -> None:
     assert side.register(device.layout) == 4
     side._tasks[0].result(PATIENCE_S)
     before = device.read(2)
-    job = TransferJob(JobId(0), Direction.STORE, (SlotId(3),), (DeviceBlockId(2),))
+    job = device_job(0, Direction.STORE, (3,), (2,))
     side.start_stores(TransferPlan(stores=(job,)))
     pump = side.pump
     side.close()  # what was queued may fail, what was started ends

@@ -10,15 +10,15 @@ from unittest import mock
 from msgspec import structs
 
 from kvoffload.core.host_pool import HostPool
-from kvoffload.core.job import Job
+from kvoffload.core.jobs import Failure, Job, Load, Store
 from kvoffload.core.loads import Loads
 from kvoffload.core.offload_core import OffloadCore
 from kvoffload.core.shared_loads import SharedLoads
 from kvoffload.core.stale_blocks import StaleBlocks
 from kvoffload.core.stores import Stores
-from kvoffload.model.causes import CopyOutcome, LoadOutcome, StoreOutcome
+from kvoffload.model.causes import CopyOutcome, StoreOutcome
 from kvoffload.model.facts import StepScheduled
-from kvoffload.model.ids import BlockKey, SlotId
+from kvoffload.model.ids import BlockKey, Rank, SlotId
 from kvoffload.remote.breaker import Breaker
 from kvoffload.remote.values import Shard
 from kvoffload.runtime.awaited_loads import AwaitedLoads, LoadAnswers
@@ -84,7 +84,13 @@ def _reset_forgets_nothing() -> list[Patch]:
 
 
 def _store_of_before_reset_arrives() -> list[Patch]:
-    return [(Stores, "stop", _nothing)]
+    real = Stores.failed
+
+    def failed(self: Stores, job: Store, why: Failure) -> None:
+        if why is not Failure.DROPPED:
+            real(self, job, why)
+
+    return [(Stores, "failed", failed)]
 
 
 def _nothing_is_overdue() -> list[Patch]:
@@ -92,20 +98,21 @@ def _nothing_is_overdue() -> list[Patch]:
 
 
 def _failed_load_counts_as_loaded() -> list[Patch]:
-    def failed(self: Loads, job: Job, outcome: LoadOutcome) -> None:
+    def failed(self: Loads, job: Load, why: Failure) -> None:
         self._arrived(job)
 
-    return [(Loads, "_failed", failed)]
+    return [(Loads, "failed", failed)]
 
 
 def _overdue_load_frees_its_blocks() -> list[Patch]:
-    real = Loads.abandoned
+    real = Loads.failed
 
-    def abandoned(self: Loads, job: Job) -> None:
-        real(self, job)
-        self._state.device.release(job.blocks)
+    def failed(self: Loads, job: Load, why: Failure) -> None:
+        real(self, job, why)
+        if why is Failure.TIMED_OUT:
+            self._state.device.release(job.targets)
 
-    return [(Loads, "abandoned", abandoned)]
+    return [(Loads, "failed", failed)]
 
 
 def _stale_ids_stay() -> list[Patch]:
@@ -142,8 +149,8 @@ def _loads_are_not_reported() -> list[Patch]:
 def _late_rank_is_ignored() -> list[Patch]:
     real = Job.reported
 
-    def reported(self: Job, rank: Any, outcome: CopyOutcome, corrupt: Any) -> bool:  # noqa: ANN401
-        return (rank == 0 or outcome is CopyOutcome.DONE) and real(self, rank, outcome, corrupt)
+    def reported(self: Job, rank: Rank, outcome: CopyOutcome) -> bool:
+        return (rank == 0 or outcome is CopyOutcome.DONE) and real(self, rank, outcome)
 
     return [(Job, "reported", reported)]
 

@@ -39,7 +39,7 @@ from tests.simulate.store import Awaited, SimStore, in_place_of_clients
 from tests.simulate.traffic import Conversation, Operator, turn
 
 if TYPE_CHECKING:
-    from kvoffload.core.tier_state import TierState
+    from kvoffload.core.tiers import LowerTier
     from kvoffload.model.ids import Rank
     from kvoffload.runtime.scheduler_side import SchedulerSide
 
@@ -423,7 +423,7 @@ class Simulation:
             left += [f"request {request} is still live" for request in core.requests.live]
             # A disk that hangs keeps no engine stepping for longer than `drain_s`.
             open_jobs = [job for job in core.jobs.open.values() if not job.settled and job.tier is Tier.HOST]
-            left += [f"job {job.job} is {job.state.name}" for job in open_jobs]
+            left += [f"job {job.id} is {job.state.name}" for job in open_jobs]
         numbers = self.engine.statistics()
         if numbers.leased_blocks != len(core.leases.counts):
             left.append(f"{numbers.leased_blocks} blocks are leased, {len(core.leases.counts)} for a reason")
@@ -441,7 +441,7 @@ class Simulation:
             kept = slots.keys() - {"empty", "ready", "quarantined"}
             left += [f"{slots[name]} slots are {name}" for name in sorted(kept) if slots[name]]
             left += [f"job {job} is open" for job in core.jobs.open]
-            left += [f"{what} is left of {tier.tier.value}" for tier in core.below for what in _left_of(tier)]
+            left += [f"{what} is left of {tier.tier.value}" for tier in core.tiers for what in _left_of(tier)]
             left += [f"request {record.request} is not gone" for record in core.requests.finishing]
             left += conservation(self.offload.counters.snapshot(), drained=True)
         if left:
@@ -544,9 +544,9 @@ def _journal_settings(folder: Path | None, life: int) -> dict[str, object]:
     return {"journal_path": folder / f"journal{life}"} if folder is not None else {}
 
 
-def _left_of(tier: TierState) -> list[str]:
+def _left_of(tier: LowerTier) -> list[str]:
     """What jobs keep on a tier below the host."""
-    kept = {"spill": tier.spilling, "fetch": tier.fetching, "pin": tier.pool.pins(), "hang": tier.abandoned}
+    kept = {"spill": tier.spilling, "fetch": tier.fetching, "pin": tier.pool.pins(), "hang": tier.timed_out}
     return [what for what, there in kept.items() if there]
 
 

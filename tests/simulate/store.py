@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import mock
 
-from kvoffload.core import remote_state
+from kvoffload.core import tiers
 from kvoffload.model.errors import RemoteError
 from kvoffload.model.ids import BlockKey
 from kvoffload.remote.store import FAILED, MISSING
@@ -275,7 +275,7 @@ def in_place_of_clients(store: SimStore) -> Iterator[None]:
     with ExitStack() as stack:
         for module in (remote_index, worker_side):
             stack.enter_context(mock.patch.object(module, "open_store", store.connect))
-        stack.enter_context(mock.patch.object(remote_state, "MOST_HINTS", _HINTS))  # audits look at each
+        stack.enter_context(mock.patch.object(tiers, "MOST_HINTS", _HINTS))  # audits look at each
         stack.enter_context(mock.patch.object(remote_index, "secrets", store))
         stack.enter_context(mock.patch.object(remote_index, "Future", Awaited))
         yield

@@ -8,28 +8,29 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from kvoffload.model.causes import CopyOutcome
-from kvoffload.model.ids import DeviceBlockId, JobId, Rank, SlotId
-from kvoffload.model.transfer import Direction, JobReport, TransferJob
+from kvoffload.model.ids import Rank
+from kvoffload.model.transfer import DeviceJob, Direction, JobReport
 from kvoffload.testing import FakeClock, FakeDevice, GatedCopier, ManualExecutor, wait_all_blocked
 from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.factory import make_checksums
 from kvoffload.transfer.host_memory import MmapAllocator
 from kvoffload.transfer.pump import TransferPump
+from tests.copy_jobs import device_job
 
 DONE, FAILED, CORRUPT = CopyOutcome.DONE, CopyOutcome.FAILED, CopyOutcome.CORRUPT
 TIMEOUT_S = 2.0
 
 
-def store(number: int, slots: Sequence[int], blocks: Sequence[int]) -> TransferJob:
+def store(number: int, slots: Sequence[int], blocks: Sequence[int]) -> DeviceJob:
     return _job(number, Direction.STORE, slots, blocks)
 
 
-def load(number: int, slots: Sequence[int], blocks: Sequence[int]) -> TransferJob:
+def load(number: int, slots: Sequence[int], blocks: Sequence[int]) -> DeviceJob:
     return _job(number, Direction.LOAD, slots, blocks)
 
 
-def _job(number: int, direction: Direction, slots: Sequence[int], blocks: Sequence[int]) -> TransferJob:
-    return TransferJob(JobId(number), direction, tuple(map(SlotId, slots)), tuple(map(DeviceBlockId, blocks)))
+def _job(number: int, direction: Direction, slots: Sequence[int], blocks: Sequence[int]) -> DeviceJob:
+    return device_job(number, direction, slots, blocks)
 
 
 class Rig:

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.config import OffloadConfig
-from kvoffload.model.ids import DeviceBlockId, JobId, Rank, SlotId
-from kvoffload.model.transfer import Direction, TransferJob, TransferPlan
+from kvoffload.model.ids import Rank
+from kvoffload.model.transfer import Direction, TransferPlan
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.transfer import factory
 from kvoffload.transfer.pump import TransferPump
+from tests.copy_jobs import device_job
 from tests.cuda_emulator import Emulator, Engine
 from tests.cuda_emulator.life import Life
 
@@ -124,9 +125,7 @@ def test_a_fork_with_copies_running_touches_nothing_in_the_child_and_ends_both(
     side = WorkerSide(Rank(0), 1, config, portal)
     side.register(engine.layout)
     numbers = range(BLOCKS)
-    load = TransferJob(
-        JobId(1), Direction.LOAD, tuple(map(SlotId, numbers)), tuple(map(DeviceBlockId, reversed(numbers)))
-    )
+    load = device_job(1, Direction.LOAD, numbers, numbers[::-1])
     side.begin_step(TransferPlan(loads=(load,)))
     side.start_loads(TransferPlan(loads=(load,)))
     child = os.fork()

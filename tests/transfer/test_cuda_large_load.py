@@ -10,11 +10,12 @@ import pytest
 
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.config import OffloadConfig
-from kvoffload.model.ids import DeviceBlockId, JobId, Rank, SlotId
-from kvoffload.model.transfer import Direction, TransferJob, TransferPlan
+from kvoffload.model.ids import DeviceBlockId, Rank, SlotId
+from kvoffload.model.transfer import Direction, TransferPlan
 from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.testing import FakeClock
 from kvoffload.transfer import factory
+from tests.copy_jobs import device_job
 from tests.cuda_emulator import Emulator, Engine
 from tests.runtime.manual_portal import ManualPortal
 
@@ -35,7 +36,7 @@ class LargeLoad:
         self.side.register(self.engine.layout)
         self.order = np.random.default_rng(1).permutation(BLOCKS)
         slots, blocks = map(SlotId, range(BLOCKS)), map(DeviceBlockId, self.order.tolist())
-        self.plan = TransferPlan(loads=(TransferJob(JobId(1), Direction.LOAD, tuple(slots), tuple(blocks)),))
+        self.plan = TransferPlan(loads=(device_job(1, Direction.LOAD, slots, blocks),))
 
     def fill_host(self) -> np.ndarray:
         """Return what the slots then hold."""

@@ -21,7 +21,7 @@ from kvoffload.disk.tier_key import TierKey
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.errors import DiskError
 from kvoffload.model.ids import JobId, SlotId
-from kvoffload.model.transfer import Direction, DiskJob, JobReport
+from kvoffload.model.transfer import CopyJob, Direction, JobReport, Tier
 from kvoffload.runtime.portal import DaemonExecutor
 from kvoffload.testing import FakeClock, FakeDevice, ManualExecutor, ThreadGate
 from kvoffload.transfer.arena import Arena
@@ -98,7 +98,9 @@ class Rig:
     ) -> JobId:
         job = JobId(self._jobs)
         self._jobs += 1
-        self.copies.submit([DiskJob(job, way, tuple(map(SlotId, slots)), tuple(map(SlotId, places)), sums)])
+        self.copies.submit(
+            [CopyJob(job, way, Tier.DISK, tuple(map(SlotId, slots)), tuple(map(SlotId, places)), sums)]
+        )
         return job
 
     def reports(self) -> dict[JobId, JobReport]:
@@ -260,7 +262,7 @@ def test_fetches_go_before_spills(held: Rig) -> None:
     assert list(rig.reports()) == [fetch, spill]
 
 
-def test_a_withdrawn_fetch_begins_no_more_reads(held: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cancelled_fetch_begins_no_more_reads(held: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = held
     data = [rig.fill(slot, seed=slot) for slot in range(3)]
     rig.spill([0, 1], [0, 1])
@@ -275,7 +277,7 @@ def test_a_withdrawn_fetch_begins_no_more_reads(held: Rig, monkeypatch: pytest.M
     real = rig.file.read
 
     def read(slot: int, into: Sequence[memoryview]) -> None:
-        rig.copies.withdraw((first, second))
+        rig.copies.cancel((first, second))
         real(slot, into)
 
     monkeypatch.setattr(rig.file, "read", read)

@@ -6,9 +6,9 @@ import asyncio
 import threading
 
 import pytest
+from msgspec.structs import replace
 
 from kvoffload.model.errors import CopyError
-from kvoffload.model.transfer import TransferJob
 from kvoffload.testing import wait_all_blocked
 from kvoffload.testing.logs import capture_logs
 from tests.transfer.rig import DONE, FAILED, TIMEOUT_S, Rig, load, running, store
@@ -81,7 +81,7 @@ async def test_a_job_of_the_wrong_types_fails_alone() -> None:
     rig = Rig()
     async with running(rig):
         rig.copier.release()
-        wrong = TransferJob(load(1, [1], [1]).job, load(1, [1], [1]).direction, ("one",), (None,))  # type: ignore[arg-type]
+        wrong = replace(load(1, [1], [1]), slots=("one",), targets=(None,))
         with capture_logs():
             rig.pump.submit_loads([wrong, load(2, [1], [1])])
         assert rig.outcomes() == {1: FAILED, 2: DONE}

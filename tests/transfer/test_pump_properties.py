@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvoffload.model.errors import CopyError
 from kvoffload.model.ids import Rank
-from kvoffload.model.transfer import Direction, TransferJob
+from kvoffload.model.transfer import DeviceJob, Direction
 from kvoffload.runtime.portal import Portal
 from kvoffload.testing import FakeDevice, GatedTicket, wait_all_blocked
 from kvoffload.testing.logs import capture_logs
@@ -52,7 +52,7 @@ class Life:
 
     def __init__(self, verify: str) -> None:
         self.rig = Rig(blocks_in_flight=3, verify=verify)
-        self.asked: dict[int, TransferJob] = {}
+        self.asked: dict[int, DeviceJob] = {}
         self.reported: Counter[int] = Counter()
 
     async def play(self, move: str, argument: float) -> None:

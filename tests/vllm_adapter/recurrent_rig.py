@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import pytest
 
+from kvoffload.core.jobs import Load
 from kvoffload.core.planners import LazyPlanner
 from kvoffload.model.groups import AttentionKind
 from kvoffload.model.transfer import Direction
@@ -59,10 +60,10 @@ class StateCopier(GatedCopier):
 def _pages_of_loaded_states(rig: Rig) -> Iterator[tuple[int, int]]:
     state = rig.side.core.state
     suffixes = _suffixes(rig, AttentionKind.RECURRENT)
-    for job in state.jobs.open.values():
-        for slot, block in zip(job.slots, job.blocks, strict=True):
+    for job in [job for job in state.jobs.open.values() if isinstance(job, Load)]:
+        for slot, block in zip(job.slots, job.targets, strict=True):
             key = state.pool.key(slot)
-            if job.loads_for is not None and key is not None and key[-4:] in suffixes:
+            if key is not None and key[-4:] in suffixes:
                 for region in rig.pump._arena.layout.regions:
                     yield region.address + block * region.block_stride, region.page_bytes
 
@@ -256,7 +257,7 @@ def junctions(on: Stage, *, are_on: bool) -> Iterator[None]:
 def lazily(on: Stage) -> Iterator[None]:
     """As the setting `store_policy` "lazy" has it; nothing runs."""
     core = on.rig.side.core
-    before, core._planner = core._planner, LazyPlanner(core.state, core._stores)
+    before, core._planner = core._planner, LazyPlanner(core.state, core.stores)
     yield
     on.rig.finish()
     core._planner = before

@@ -16,8 +16,9 @@ import pytest
 
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.errors import ConfigError
-from kvoffload.model.ids import DeviceBlockId, JobId, RequestId, SlotId
-from kvoffload.model.transfer import Direction, TransferJob, TransferPlan, TransferReport
+from kvoffload.model.ids import RequestId
+from kvoffload.model.transfer import Direction, TransferPlan, TransferReport
+from tests.copy_jobs import device_job
 from tests.vllm_adapter.engine_rig import (
     MARKS,
     Asked,
@@ -144,10 +145,7 @@ def copy(connector: Any, direction: Direction, blocks: tuple[int, ...]) -> None:
     """Copy between the first host slots and these blocks by a step of the worker's, and see that it succeeds."""
     from kvoffload_vllm.metadata import KVOffloadMetadata
 
-    slots = tuple(map(SlotId, range(len(blocks))))
-    job = TransferJob(
-        JobId(len(direction.value)), direction, slots, tuple(map(DeviceBlockId, blocks)), RequestId("r")
-    )
+    job = device_job(len(direction.value), direction, range(len(blocks)), blocks, RequestId("r"))
     is_load = direction is Direction.LOAD
     plan = TransferPlan(loads=(job,)) if is_load else TransferPlan(stores=(job,))
     connector.bind_connector_metadata(KVOffloadMetadata(plan))

@@ -25,7 +25,7 @@ from unittest.mock import patch
 
 import pytest
 
-from kvoffload.model.transfer import TransferJob
+from kvoffload.model.transfer import DeviceJob
 from kvoffload.transfer.ports import Fence
 from kvoffload.transfer.pump import TransferPump
 from tests.vllm_adapter.engine_rig import DEVICE_BLOCKS, MARKS, SLOT_BYTES, Held, offloading
@@ -103,12 +103,12 @@ def waves(seed: int) -> Iterator[list[list[int]]]:
 class OneThread(TransferPump):
     """Does the coroutine's turns in the hooks, and never wakes it."""
 
-    def submit_stores(self, jobs: Sequence[TransferJob]) -> None:
+    def submit_stores(self, jobs: Sequence[DeviceJob]) -> None:
         self._wakeup.set = lambda: None  # type: ignore[method-assign]
         super().submit_stores(jobs)
         self._turn()
 
-    def submit_loads(self, jobs: Sequence[TransferJob], fence: Fence = None) -> None:
+    def submit_loads(self, jobs: Sequence[DeviceJob], fence: Fence = None) -> None:
         self._wakeup.set = lambda: None  # type: ignore[method-assign]
         super().submit_loads(jobs, fence)
 

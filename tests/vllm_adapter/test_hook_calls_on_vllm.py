@@ -112,7 +112,7 @@ class Life:
 
         if plan.is_empty:
             return
-        ended = [JobReport(job.job, job.direction, CopyOutcome.DONE, 1, 0.0, 0.0) for job in plan.jobs]
+        ended = [JobReport(job.id, job.direction, CopyOutcome.DONE, 1, 0.0, 0.0) for job in plan.jobs]
         reports = (TransferReport(Rank(0), tuple(ended), BLOCKS),)
         output = SimpleNamespace(kv_connector_worker_meta=KVOffloadWorkerMetadata(reports))
         self.calls.of("report", self.connector.update_connector_output, output)

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from kvoffload.model.causes import CopyOutcome
-from kvoffload.model.ids import DeviceBlockId, JobId, Rank, RequestId, SlotId
-from kvoffload.model.transfer import Direction, JobReport, TransferJob, TransferPlan, TransferReport
+from kvoffload.model.ids import DeviceBlockId, JobId, Rank, RequestId
+from kvoffload.model.transfer import Direction, JobReport, TransferPlan, TransferReport
+from tests.copy_jobs import device_job
 from tests.vllm_adapter.engine_rig import MARKS
 
 pytestmark = MARKS
@@ -78,7 +79,7 @@ class Workers:
 
 
 def load() -> dict[str, Any]:
-    job = TransferJob(LOAD, Direction.LOAD, (SlotId(0), SlotId(1)), BLOCKS, RequestId(REQUEST))
+    job = device_job(LOAD, Direction.LOAD, (0, 1), BLOCKS, RequestId(REQUEST))
     return {"plan": TransferPlan(loads=(job,))}
 
 

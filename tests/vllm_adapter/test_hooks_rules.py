@@ -263,7 +263,7 @@ def test_r3_a_prefix_on_its_way_is_not_stored_again(hands: Hands) -> None:
         rig.until(partial(rig.is_done, name))
     filling = rig.slots(SlotState.FILLING)
     assert filling
-    assert filling == len(rig.side.core.state.in_flight.keys)
+    assert filling == len(rig.side.core.stores.in_flight.keys)
     held.copier.release()
     rig.finish()
     assert rig.counts.minus(before).count("kvoffload_store_blocks_total", "stored") == filling

@@ -15,7 +15,7 @@ from kvoffload.disk.folder import DiskPlace
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.ids import BlockKey, JobId, Rank, SlotId
-from kvoffload.model.transfer import Direction, RemoteJob, TransferPlan, TransferReport
+from kvoffload.model.transfer import CopyJob, Direction, Tier, TransferPlan, TransferReport
 from kvoffload.remote.address import MooncakeAddress
 from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.testing import FakeClock
@@ -80,7 +80,7 @@ class Worker:
         return report
 
     def copy(self, way: Direction) -> CopyOutcome:
-        job = RemoteJob(JobId(1), way, (SlotId(0),), (BlockKey(b"key"),), "namespace")
+        job = CopyJob(JobId(1), way, Tier.REMOTE, (SlotId(0),), (BlockKey(b"key"),), "namespace")
         self.side.start_stores(TransferPlan(remote=(job,)))
         (ended,) = self.report().jobs
         return ended.outcome

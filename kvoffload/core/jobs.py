@@ -1,0 +1,390 @@
+"""Jobs: planned sets of copies. There is one kind for each way between two tiers.
+
+    Store   device ─▶ host            Spill   host ─▶ lower tier
+    Load    host ─▶ device            Fetch   lower tier ─▶ host
+
+A job's owner planned it, and learns what becomes of it:
+
+    plan ─▶ submit ─▶ owner.reported, once for each rank ─▶ owner.ended ─▶ close
+      │       └─ overdue, drop ─▶ owner.failed ─────────────────┘
+      └─ drop ─▶ owner.failed ─▶ owner.ended ─▶ cancel
+
+A job's *outcome* is known (it is `settled`) when every rank has ended well, when a rank has failed, when it timed out, or when
+it was dropped. Its *memory* is free only when every rank has ended its copy. R4, R9 and R16 are about the time between the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from operator import itemgetter
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+
+from msgspec import Struct
+
+from kvoffload.core.counts import count, uncount
+from kvoffload.core.machine import JOB, JobEvent, JobState
+from kvoffload.core.request import RequestRecord
+from kvoffload.model.causes import CopyOutcome
+from kvoffload.model.engine import BlockPool
+from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, JobId, Rank, SlotId
+from kvoffload.model.transfer import AnyJob, CopyJob, Direction, JobReport, Tier, TransferPlan
+
+_PLANNED, _SUBMITTED, _ABANDONED = JobState.PLANNED, JobState.SUBMITTED, JobState.ABANDONED
+_SUBMIT, _FINISH, _FAIL = JobEvent.SUBMIT, JobEvent.FINISH, JobEvent.FAIL
+_DONE = CopyOutcome.DONE
+_LOWER = Tier.DISK, Tier.REMOTE
+
+JobT_contra = TypeVar("JobT_contra", contravariant=True)
+
+
+class Offer(NamedTuple):
+    """One computed block that may be stored.
+
+    `record` is None where the device's own free queue offers the block (lazy); the other fields are then meaningless.
+    """
+
+    key: BlockKey
+    block: DeviceBlockId
+    record: RequestRecord | None = None
+    incarnation: int = 0
+    group: GroupId = GroupId(0)
+    position: int = 0
+
+
+TABLE: Callable[[Offer], tuple[RequestRecord | None, int]] = itemgetter(2, 3)
+"""Return whose block table an offer was made from: the request and its incarnation."""
+
+
+def owner(offer: Offer) -> RequestRecord | None:
+    """Return the offering request while it has the block table that the offer was made from, else None."""
+    record = offer.record
+    if record is None or record.incarnation != offer.incarnation or not record.is_live:
+        return None
+    return record
+
+
+class Failure(Enum):
+    """Why nothing comes of a job."""
+
+    FAILED = "failed"  # a rank's copy failed
+    CORRUPT = "corrupt"  # a rank found wrong bytes
+    TIMED_OUT = "timed_out"  # a rank did not report in time and may still copy: what it writes is leaked
+    CANCELLED = "cancelled"  # it was dropped before any worker knew of it
+    DROPPED = "dropped"  # the workers copy on, but what they bring must not be found
+
+
+class Owner(Protocol[JobT_contra]):
+    """Plans jobs of one kind. Nobody else settles them or releases their memory."""
+
+    def reported(self, job: JobT_contra, rank: Rank, report: JobReport, /) -> None:
+        """Handle the end of one rank's copy."""
+
+    def failed(self, job: JobT_contra, why: Failure, /) -> None:
+        """Settle a job of which nothing will come. One that timed out may have been settled before."""
+
+    def ended(self, job: JobT_contra, /) -> None:
+        """Settle a job if that was not done before, and release its memory: no rank touches it any more."""
+
+
+class Job(Struct, eq=False):
+    """What all jobs have.
+
+    Args:
+        owner: who planned it.
+        slots: host slots.
+        targets: at the other end of each copy, in the order of `slots`: a device block, a slot of the disk, or a block's key.
+        extra: what else the workers must know: see `CopyJob`.
+        tier: the lower end of its copies; HOST for those between device and host.
+        id: its number; `Jobs` gives it.
+        waiting: ranks whose copy has not ended.
+        failed: what the first failing rank reported.
+        settled: its outcome is known; only the ends of copies are pending.
+    """
+
+    direction: ClassVar[Direction]
+    owner: Owner[Any]
+    slots: list[SlotId]
+    targets: list[Any]
+    extra: Any = None
+    tier: Tier = Tier.HOST
+    id: JobId = JobId(-1)
+    waiting: set[Rank] = set()
+    state: JobState = JobState.PLANNED
+    failed: CopyOutcome | None = None
+    settled: bool = False
+
+    def reported(self, rank: Rank, outcome: CopyOutcome) -> bool:
+        """Note that a rank's copy has ended; return False for a duplicate report, which changes nothing."""
+        if rank not in self.waiting:
+            return False
+        self.waiting.discard(rank)
+        if outcome is not _DONE and self.failed is None:
+            self.failed = outcome
+        return True
+
+
+class DeviceJob(Job, eq=False):
+    """A job between device and host. The device blocks are leased until the last rank has ended.
+
+    Args:
+        concerns: the requests whose blocks it copies.
+    """
+
+    concerns: dict[RequestRecord, None] = {}
+
+
+class Store(DeviceJob, eq=False):
+    """From the device to the host.
+
+    Args:
+        offers: that it was planned for, in the order of `slots`.
+    """
+
+    direction = Direction.STORE
+    offers: list[Offer] = []
+
+
+class Load(DeviceJob, kw_only=True, eq=False):
+    """From the host to the device, for one request, whose name is `extra`.
+
+    Args:
+        record: the request.
+        incarnation: its block table.
+        corrupt: positions that some rank found corrupt.
+    """
+
+    direction = Direction.LOAD
+    record: RequestRecord
+    incarnation: int
+    corrupt: set[int] = set()
+
+
+class TierJob(Job, kw_only=True, eq=False):
+    """A job between the host and a lower tier.
+
+    Args:
+        keys: of the blocks, in the order of `slots`, heads first.
+        tier_slots: their slots in the tier's pool, in the same order.
+        missing: positions of which a remote store has no value.
+        stuck: positions that a call which hangs may still write: of a spill slots of the disk, of a fetch host slots.
+        copy_s: seconds of the slowest rank that has reported.
+    """
+
+    keys: list[BlockKey]
+    tier_slots: list[SlotId]
+    missing: set[int] = set()
+    stuck: set[int] = set()
+    copy_s: float = 0.0
+
+
+class Fetch(TierJob, eq=False):
+    """From a lower tier to the host.
+
+    Args:
+        wanted: the requests that wait for it.
+        corrupt: positions that some rank found corrupt.
+    """
+
+    direction = Direction.LOAD
+    wanted: dict[RequestRecord, None] = {}
+    corrupt: set[int] = set()
+
+
+class Spill(TierJob, eq=False):
+    """From the host to a lower tier.
+
+    Args:
+        sums: each rank's checksums, as far as reported.
+    """
+
+    direction = Direction.STORE
+    sums: dict[Rank, tuple[int, ...]] = {}
+
+
+class Jobs:
+    """The open jobs: planned, submitted, and those that timed out while copies may still run."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = frozenset(map(Rank, range(ranks)))
+        self.last = JobId(-1)
+        """The number of the job that was planned last."""
+        self._counts = {
+            (tier, direction): [0] * len(JobState) for tier in (Tier.HOST, *_LOWER) for direction in Direction
+        }
+        self.open: dict[JobId, Job] = {}
+        """By number, the oldest first."""
+        self.planned: list[Job] = []
+        """What the step's plan will have, in the order in which it was planned."""
+        self.cancelled: list[JobId] = []
+        """Submitted fetches that no request waits for any more; the next plan says so to the workers."""
+        self.open_on_tiers = 0
+        """Open jobs between the host and a lower tier."""
+        self.pending = 0
+        """Jobs that are planned or submitted. Those that timed out are not waited for."""
+
+    def plan(self, job: Job) -> None:
+        """Open a job and give it the next number."""
+        job.id = self.last = self.last + 1  # type: ignore[assignment]  # a `JobId` would be a call
+        job.waiting = set(self._ranks)
+        self.open[job.id] = job
+        self.planned.append(job)
+        self.pending += 1
+        self.open_on_tiers += job.tier is not Tier.HOST
+        self._counts[job.tier, job.direction][job.state] += 1
+
+    def count(self, direction: Direction, state: JobState, tier: Tier = Tier.HOST) -> int:
+        """Return how many open jobs of a tier and a direction are in a state."""
+        return self._counts[tier, direction][state]
+
+    def on_tiers(self) -> list[JobId]:
+        """Return the open jobs between the host and a lower tier."""
+        return [job.id for job in self.open.values() if job.tier is not Tier.HOST]
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a load is planned or submitted."""
+        counts = self._counts[Tier.HOST, Direction.LOAD]
+        return bool(counts[_PLANNED] or counts[_SUBMITTED])
+
+    @property
+    def pending_on_tiers(self) -> int:
+        """Pending jobs between the host and a lower tier."""
+        counts = [self._counts[tier, direction] for tier in _LOWER for direction in Direction]
+        return sum([each[_PLANNED] + each[_SUBMITTED] for each in counts])
+
+    def submit(self) -> TransferPlan:
+        """Return what is planned, which is with the workers from now on.
+
+        The plan is whole before any job moves, and nothing can fail after the first has moved (R12).
+        """
+        loads: list[AnyJob] = []
+        stores: list[AnyJob] = []
+        disk: list[AnyJob] = []
+        remote: list[AnyJob] = []
+        for job in self.planned:
+            if job.tier is Tier.HOST:
+                way = loads if job.direction is Direction.LOAD else stores
+            else:
+                way = disk if job.tier is Tier.DISK else remote
+            slots, targets = tuple(job.slots), tuple(job.targets)
+            way.append(CopyJob(job.id, job.direction, job.tier, slots, targets, job.extra))
+        plan = TransferPlan(tuple(loads), tuple(stores), tuple(disk), tuple(self.cancelled), tuple(remote))
+        moved = JOB.steps[_SUBMIT][_PLANNED]
+        for job in self.planned:
+            counts = self._counts[job.tier, job.direction]
+            counts[_PLANNED] -= 1
+            counts[moved] += 1
+            job.state = moved
+        self.planned.clear()
+        if self.cancelled:
+            self.cancelled.clear()
+        return plan
+
+    def time_out(self, job: Job) -> None:
+        """Wait no longer for a submitted job; its copies may still run."""
+        was = job.state
+        job.state = JOB.steps[JobEvent.ABANDON][was]
+        counts = self._counts[job.tier, job.direction]
+        counts[was] -= 1
+        counts[job.state] += 1
+        self.pending -= 1
+
+    def drop(self, job: Job) -> None:
+        """Let nothing come of a job. One that no worker knows of is cancelled; otherwise its copies run to their end."""
+        if job.state is _PLANNED:
+            job.owner.failed(job, Failure.CANCELLED)
+            job.owner.ended(job)
+            self.planned.remove(job)
+            self.close(job, JobEvent.CANCEL)
+        elif not job.settled:
+            job.owner.failed(job, Failure.DROPPED)
+
+    def cancel_submitted(self, job: Job) -> None:
+        """Have the workers begin no more copies of a fetch; it ends when those that run have ended."""
+        self.cancelled.append(job.id)
+
+    def close(self, job: Job, event: JobEvent = _FINISH) -> None:
+        """Remove a job that every rank has ended, or that is cancelled."""
+        was = job.state
+        job.state = JOB.steps[event if job.failed is None else _FAIL][was]
+        self._counts[job.tier, job.direction][was] -= 1
+        self.pending -= was is not _ABANDONED
+        del self.open[job.id]
+        self.open_on_tiers -= job.tier is not Tier.HOST
+
+    def stop(self) -> None:
+        """No plan goes to the workers any more."""
+        self.cancelled.clear()
+
+
+class Leases:
+    """Device blocks that the engine must not hand out while open jobs copy them (R5). The only caller of `lease` and `release`."""
+
+    def __init__(self, device: BlockPool) -> None:
+        self._device = device
+        self._counts: dict[DeviceBlockId, int] = {}
+
+    @property
+    def counts(self) -> Mapping[DeviceBlockId, int]:
+        """How often each block is leased."""
+        return self._counts
+
+    def take(self, blocks: Sequence[DeviceBlockId]) -> None:
+        """Lease blocks. Changes the engine's reference counts."""
+        count(self._counts, blocks)
+        self._device.lease(blocks)
+
+    def release(self, blocks: Sequence[DeviceBlockId]) -> None:
+        """Release blocks, the deepest first. Changes the engine's reference counts.
+
+        Raises:
+            KeyError: one of them is not leased; nothing has changed.
+        """
+        uncount(self._counts, blocks)
+        self._device.release(blocks[::-1])
+
+
+_MOST_IN_A_ROW = 2
+
+
+class Stall:
+    """Counts jobs that timed out and decides whether new copies may start, so that they do not take the device pool (R5, R16).
+
+    Args:
+        limit: device blocks that such jobs may touch; one job may always time out.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._largest = 0
+        self.blocks = 0
+        """Device blocks under copies that timed out."""
+        self.jobs_in_a_row = 0
+        """Jobs that timed out since one last ended."""
+        self.is_on = False
+        """Whether no new copy may start."""
+
+    @property
+    def limit(self) -> int:
+        """Device blocks that jobs which timed out may touch: never less than the largest of these jobs has."""
+        return max(self._limit, self._largest)
+
+    def timed_out(self, job: DeviceJob) -> bool:
+        """Count a job that timed out; return whether `is_on` has changed."""
+        self.blocks += len(job.slots)
+        self._largest = max(self._largest, len(job.slots))
+        self.jobs_in_a_row += 1
+        return self._has_turned()
+
+    def ended(self, job: DeviceJob) -> bool:
+        """Note that the last copy of a job is about to end; return whether `is_on` has changed."""
+        if job.state is _ABANDONED:
+            self.blocks -= len(job.slots)
+        self.jobs_in_a_row = 0
+        return self._has_turned()
+
+    def _has_turned(self) -> bool:
+        was_on = self.is_on
+        self.is_on = self.blocks > self.limit or self.jobs_in_a_row > _MOST_IN_A_ROW
+        return self.is_on is not was_on

@@ -1,0 +1,697 @@
+"""Copies between the host and the tiers below it: what is fetched and spilled, when, and how it ends.
+
+Fetches bring blocks that a lookup finds below the host; the next lookup finds them on the host.
+
+    seen, look ─▶ plan ─▶ submit ─▶ reported ─▶ _arrived │ failed
+                            └─ a request that nobody waits behind leaves: dropped
+
+A fetch begins when its request arrives, for what neither the device nor the host has then; a lookup adds what has changed. A key
+is fetched once, whichever request asks (R14). Until it has arrived a lookup answers "not yet"; then the host has it like any
+other block. Fetches fill at most a quarter of the host at a time, and for one request in all, so a longer prefix is fetched head
+first and the rest is computed. A fetch that fails costs its requests one wait: no other is planned for them.
+
+Spills write blocks that were found again, after all other copies.
+
+    reuse ─▶ candidates ─▶ step ─▶ submit ─▶ reported ─▶ _arrived │ failed
+                └─ the host has evicted it: left out (`spill_behind`)
+
+Candidates wait in the order in which the host evicts: least recently used first, and within a prefix the deepest first. So the
+blocks that the host evicts next have been written by then, if spills keep up, and the tier, too, evicts a prefix's head last.
+A host slot stays pinned until every rank's copy has ended, also after a reset: if the slot were reused, a rank that still reads it
+would write the new block's bytes under the old key. A slot of the disk is removed from the index before it is written again, and
+put into it after every rank has written it. If the removal is lost, the checksums show it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+from kvoffload.core.host_pool import HostPool
+from kvoffload.core.jobs import Failure, Fetch, Spill
+from kvoffload.core.machine import JobState, RequestState, SlotState
+from kvoffload.core.match import longest_match
+from kvoffload.core.request import PendingHit, RequestRecord
+from kvoffload.core.state import CoreState
+from kvoffload.core.stores import InFlight, Stores
+from kvoffload.core.tiers import ON_DEVICE, Block, DiskTier, LayeredIndex, LowerTier
+from kvoffload.model import facts
+from kvoffload.model.causes import CopyOutcome, EvictionCause, MissCause, TierOutcome
+from kvoffload.model.disk import Put
+from kvoffload.model.events import DiskClosed, DiskOpened, TierCopyEnded, TierCopyScheduled
+from kvoffload.model.ids import BlockKey, Rank, RequestId, SlotId
+from kvoffload.model.transfer import JobReport, Tier, TransferReport
+
+JobT = TypeVar("JobT", Fetch, Spill)
+
+MOST_STEPS = 64
+"""Steps for which few candidates wait for others. A kill loses those that wait."""
+_ENOUGH = 32
+"""Candidates that do not wait. A job takes the hooks as long as some 80 more blocks in another job."""
+_MOST_WARM = 2**16
+"""Most blocks that a warm start remembers."""
+
+_OUTCOMES = {
+    Failure.FAILED: TierOutcome.FAILED,
+    Failure.CORRUPT: TierOutcome.CORRUPT,
+    Failure.TIMED_OUT: TierOutcome.ABANDONED,
+    Failure.CANCELLED: TierOutcome.CANCELLED,
+    Failure.DROPPED: TierOutcome.CANCELLED,
+}
+
+
+# -- jobs -----------------------------------------------------------------------------------------------------------
+
+
+class _Copies(ABC, Generic[JobT]):
+    """What the owners of fetches and of spills have in common.
+
+    Args:
+        state: the core's.
+        tier: below the host.
+    """
+
+    def __init__(self, state: CoreState, tier: LowerTier) -> None:
+        self._state = state
+        self._tier = tier
+
+    def reported(self, job: JobT, rank: Rank, report: JobReport) -> None:
+        """Note the end of a rank's copy. One failed rank fails the job at once; its memory waits for every rank (R4)."""
+        job.copy_s = max(job.copy_s, report.copy_s)
+        if report.stuck or report.missing:
+            job.stuck.update(report.stuck)
+            job.missing.update(report.missing)
+        self._note(job, rank, report)
+        if report.outcome is not CopyOutcome.DONE and not job.settled:
+            is_corrupt = report.outcome is CopyOutcome.CORRUPT
+            self.failed(job, Failure.CORRUPT if is_corrupt else Failure.FAILED)
+
+    def failed(self, job: JobT, why: Failure) -> None:
+        """Settle a job of which nothing comes. After a time-out the slots that it writes are never allocated again (R16)."""
+        if not job.settled:
+            job.settled = True
+            self._fail(job, _OUTCOMES[why])
+        if why is Failure.TIMED_OUT:
+            self._tier.job_timed_out()
+            pool, slots = self._written(job)
+            for slot in slots:
+                pool.quarantine(slot)
+
+    def ended(self, job: JobT) -> None:
+        """No rank touches the job's slots any more, except those under a call that hangs (R16)."""
+        if not job.settled:
+            job.settled = True
+            self._arrived(job)
+        if job.state is JobState.ABANDONED:
+            self._tier.late_job_ended()
+        pool, slots = self._written(job)
+        for position in job.stuck:
+            pool.quarantine(slots[position])
+        pool.drained(slots)
+
+    def _plan(self, job: JobT, name: RequestId | None = None, tokens: int = 0) -> None:
+        self._state.jobs.plan(job)
+        self._tier.began(job)
+        event = TierCopyScheduled(job.id, job.direction, len(job.keys), name, tokens, job.tier)
+        self._state.tally.events.append(event)
+
+    def _settle(self, job: JobT, keys: Sequence[BlockKey], outcome: TierOutcome) -> None:
+        """Give some of a job's blocks their outcome."""
+        self._tier.ended(job, keys)
+        event = TierCopyEnded(job.id, job.direction, len(keys), outcome, job.copy_s, job.tier)
+        self._state.tally.events.append(event)
+
+    @abstractmethod
+    def _written(self, job: JobT) -> tuple[HostPool, list[SlotId]]:
+        """Return the slots that the job writes, and their pool."""
+
+    @abstractmethod
+    def _note(self, job: JobT, rank: Rank, report: JobReport) -> None:
+        """Note what else a rank reports."""
+
+    @abstractmethod
+    def _fail(self, job: JobT, outcome: TierOutcome) -> None:
+        """Give up all blocks of a job."""
+
+    @abstractmethod
+    def _arrived(self, job: JobT) -> None:
+        """Let the blocks be found that every rank has copied."""
+
+
+class Fetches(_Copies[Fetch]):
+    """Owns the fetches from one tier."""
+
+    def __init__(self, state: CoreState, tier: LowerTier, stores: Stores) -> None:
+        super().__init__(state, tier)
+        self._stores = stores
+
+    def plan(
+        self,
+        keys: list[BlockKey],
+        tier_slots: list[SlotId],
+        record: RequestRecord | None = None,
+        tokens: int = 0,
+    ) -> Fetch:
+        """Bring blocks to the host, which has room for them; return the job.
+
+        Args:
+            keys: of the blocks, heads first.
+            tier_slots: their slots on the tier.
+            record: the request that asks for them, None for a warm start.
+            tokens: that they make its hit longer by.
+        """
+        state, tier = self._state, self._tier
+        slots, evicted = state.pool.reserve(keys)
+        job = Fetch(
+            self,
+            slots,
+            tier.targets(keys, tier_slots),
+            tier.extra(tier_slots),
+            tier.tier,
+            keys=keys,
+            tier_slots=tier_slots,
+            wanted={} if record is None else {record: None},
+        )
+        self._plan(job, None if record is None else record.request, tokens)
+        tier.pool.pin(tier_slots)
+        self._stores.in_flight.began(keys, job)
+        if evicted:
+            self._stores.evicted(evicted)
+        return job
+
+    def _written(self, job: Fetch) -> tuple[HostPool, list[SlotId]]:
+        return self._state.pool, job.slots
+
+    def _note(self, job: Fetch, rank: Rank, report: JobReport) -> None:
+        """What one rank cannot read no rank may use (R4), and it is not found on the tier again."""
+        if report.corrupt or report.missing:
+            job.corrupt.update(report.corrupt)
+            self._invalidate(job, report.corrupt, MissCause.CORRUPT)
+            self._invalidate(job, report.missing)
+
+    def _fail(self, job: Fetch, outcome: TierOutcome) -> None:
+        self._tier.pool.unpin(job.tier_slots)
+        self._lose(job, range(len(job.keys)), outcome)
+
+    def _arrived(self, job: Fetch) -> None:
+        """Every rank has read: the host has the blocks, except those that some rank could not get (R4)."""
+        state, lost = self._state, job.corrupt | job.missing
+        self._tier.pool.unpin(job.tier_slots)
+        keys, slots, tier_slots = job.keys, job.slots, job.tier_slots
+        if lost:
+            self._lose(job, sorted(lost), TierOutcome.CORRUPT if job.corrupt else TierOutcome.FAILED)
+            came = [position for position in range(len(keys)) if position not in lost]
+            keys = [keys[position] for position in came]
+            slots = [slots[position] for position in came]
+            tier_slots = [tier_slots[position] for position in came]
+        if keys:
+            self._settle(job, keys, TierOutcome.DONE)
+            self._stores.arrived_otherwise(self._stores.in_flight.ended(keys))
+        state.pool.fill(slots[::-1])
+        state.misses.arrived(keys)
+        for record in job.wanted:
+            record.fetched_blocks += len(keys)
+            record.fetched_from = job.tier
+        if job.wanted:  # a warm start does not count as a use
+            self._tier.read(tier_slots[::-1])
+
+    def _lose(self, job: Fetch, positions: Sequence[int], outcome: TierOutcome) -> None:
+        """Give up these blocks. The requests that wait for them have no other fetch, unless nobody wanted this one any more."""
+        keys = [job.keys[position] for position in positions]
+        self._settle(job, keys, outcome)
+        self._stores.offer_again(self._stores.in_flight.ended(keys))
+        for position in positions:
+            self._state.pool.invalidate(job.slots[position])
+        if outcome is not TierOutcome.CANCELLED:
+            for record in job.wanted:
+                record.asks_tiers = False
+
+    def _invalidate(self, job: Fetch, positions: Sequence[int], cause: MissCause | None = None) -> None:
+        """Remove blocks from the tier that cannot be read there, or are not what they should be."""
+        state, tier, removed = self._state, self._tier, 0
+        for position in positions:
+            tier_slot, key = job.tier_slots[position], job.keys[position]
+            if tier.pool.indexed_key(tier_slot) != key:
+                continue  # another rank has reported it, or a reset came
+            tier.invalidate(tier_slot)
+            removed += tier.pool.invalidate(tier_slot)
+            if cause is not None:
+                state.misses.note((key,), cause)
+        if tier.tier is Tier.DISK:
+            state.tally.evicted_from_disk(EvictionCause.CORRUPT, removed)
+
+
+class Spills(_Copies[Spill]):
+    """Plans and owns the spills to one tier."""
+
+    @property
+    def are_due(self) -> bool:
+        """Whether steps are needed for something to be spilled."""
+        tier = self._tier
+        return bool(tier.candidates and tier.is_usable and tier.pool.room) and self._state.degraded is None
+
+    def step(self) -> bool:
+        """Plan a spill, unless a load or a fetch is open; return whether there was something to spill."""
+        state, tier = self._state, self._tier
+        if not tier.candidates or not tier.is_usable or self._is_load_open:
+            return False
+        limit = tier.bound.slots(state.pool.capacity) - len(tier.spilling)
+        on_host, on_tier = state.pool.index.parts, tier.pool.index.parts
+        keys = [
+            key
+            for key in reversed(tier.take_candidates(min(limit, tier.pool.room)))
+            if key in on_host[key[0]] and key not in on_tier[key[0]] and key not in tier.spilling
+        ]
+        if keys:
+            self._spill(keys, [on_host[key[0]][key] for key in keys])
+        return bool(keys)
+
+    @property
+    def _is_load_open(self) -> bool:
+        return bool(self._state.jobs.is_loading or self._tier.fetching)
+
+    def _spill(self, keys: list[BlockKey], slots: list[SlotId]) -> None:
+        """Write these blocks, heads first, to the tier, which has room for them."""
+        state, tier = self._state, self._tier
+        tier_slots, evicted = tier.pool.reserve(keys)
+        if evicted:
+            for tier_slot in tier_slots:
+                tier.invalidate(tier_slot)
+            if tier.tier is Tier.DISK:
+                state.tally.evicted_from_disk(EvictionCause.SPACE, len(evicted))
+        targets = tier.targets(keys, tier_slots)
+        job = Spill(self, slots, targets, tier.extra(), tier.tier, keys=keys, tier_slots=tier_slots)
+        state.pool.pin(slots)
+        self._plan(job)
+
+    def ended(self, job: Spill) -> None:
+        super().ended(job)
+        self._state.pool.unpin(job.slots)
+
+    def _written(self, job: Spill) -> tuple[HostPool, list[SlotId]]:
+        return self._tier.pool, job.tier_slots
+
+    def _note(self, job: Spill, rank: Rank, report: JobReport) -> None:
+        job.sums[rank] = report.sums
+        if report.outcome is CopyOutcome.CORRUPT:
+            self._quarantine(job, report.corrupt)
+
+    def _fail(self, job: Spill, outcome: TierOutcome) -> None:
+        self._settle(job, job.keys, outcome)
+        for tier_slot in job.tier_slots:
+            self._tier.pool.invalidate(tier_slot)
+
+    def _arrived(self, job: Spill) -> None:
+        """Every rank has written: the blocks can be found on the tier, on the disk also by the next process."""
+        tier = self._tier
+        tier.bound.ended(job, self._state.jobs.last, is_load_open=self._is_load_open)
+        self._settle(job, job.keys, TierOutcome.DONE)
+        tier_slots = job.tier_slots[::-1]
+        if job.missing:
+            lacking = {job.tier_slots[position] for position in job.missing}
+            tier_slots = [slot for slot in tier_slots if slot not in lacking]
+            for slot in lacking:
+                tier.pool.invalidate(slot)
+        tier.pool.fill(tier_slots)
+        tier.put(job)
+
+    def _quarantine(self, job: Spill, positions: tuple[int, ...]) -> None:
+        """Lose host slots that do not hold what was stored there, as a corrupt load does.
+
+        After the spill has failed its slots may hold other blocks, and those may be right.
+        """
+        pool = self._state.pool
+        bad = [(job.slots[position], job.keys[position]) for position in positions]
+        corrupt = [(slot, key) for slot, key in bad if pool.indexed_key(slot) == key]
+        self._state.misses.note([key for _, key in corrupt], MissCause.CORRUPT)
+        self._state.tally.evicted(EvictionCause.CORRUPT, sum([pool.quarantine(slot) for slot, _ in corrupt]))
+
+
+# -- what is fetched ------------------------------------------------------------------------------------------------
+
+
+class _Found(NamedTuple):
+    """What lower tiers add to a prefix."""
+
+    blocks: Sequence[Block]  #: that only these tiers have, heads first
+    tokens: int  #: of the prefix with them
+    gain: int  #: tokens of these that they add
+    host_slots: Sequence[SlotId]  #: what the host has of the same prefix
+
+
+_NOTHING = _Found((), 0, 0, ())
+
+
+class FetchPlanner:
+    """Decides what is fetched for requests. The only writer of `RequestRecord.awaits_fetch`.
+
+    Args:
+        state: the core's.
+        in_flight: keys that are on their way to the host.
+        fetches: by tier, the owners of the jobs.
+    """
+
+    def __init__(self, state: CoreState, in_flight: InFlight, fetches: Mapping[Tier, Fetches]) -> None:
+        self._state = state
+        self._in_flight = in_flight
+        self._fetches = fetches
+
+    def seen(self, record: RequestRecord) -> None:
+        """Fetch what only lower tiers have of an arriving request's prefix."""
+        state, tiers = self._state, self._usable()
+        if not (tiers and record.persists and record.reads_cache):
+            return
+        limit = record.prompt_tokens - 1
+        if state.shape.is_one_full_group:
+            missing = self._first_missing(record.keys[0][: limit // state.shape.alignment])
+            if missing is None or not (_have(tiers, missing) or state.device.block_of(missing) is not None):
+                return
+        on_host = longest_match(state.shape, record.keys, state.pool.index, 0, limit)
+        if on_host.missing is None:
+            return
+        index = LayeredIndex(state.pool.index, tiers, state.device)
+        found = self._search(record, index, 0, on_host.tokens)
+        if found.blocks:
+            self._fetch(record, found, on_host.slots)
+
+    def look(self, record: RequestRecord, hit: PendingHit) -> bool:
+        """Fetch what lower tiers add to a lookup's hit; return whether something is on its way that the request could use."""
+        state, tiers, missing = self._state, self._usable(), hit.missing
+        if not tiers or missing is None:
+            return False
+        if state.shape.is_one_full_group and not _have(tiers, missing):
+            return False
+        index = LayeredIndex(state.pool.index, tiers)
+        found = self._search(record, index, hit.device_tokens, hit.tokens)
+        if not found.blocks:
+            return False
+        if record.asks_tiers:
+            self._fetch(record, found, hit.slots)
+        # A set has another order in each run, and the lookups wait for the last of these jobs.
+        jobs = dict.fromkeys([tier.fetching[key] for key, tier, _ in found.blocks if key in tier.fetching])
+        for job in jobs:
+            job.wanted[record] = None
+            record.awaits_fetch = job.id, found.tokens
+        return bool(jobs)
+
+    def is_awaited(self, record: RequestRecord, device_tokens: int) -> bool:
+        """Return whether a fetch brings what a request can use, so that nothing is searched again; forget one that does not."""
+        if record.awaits_fetch is not None:
+            job = self._state.jobs.open.get(record.awaits_fetch[0])
+            is_useful = record.awaits_fetch[1] > device_tokens and not record.load_failed
+            if job is None or job.settled or not is_useful or self._state.stall.is_on:
+                record.awaits_fetch = None
+        return record.awaits_fetch is not None
+
+    def leaves(self, record: RequestRecord) -> None:
+        """Drop the fetches that only this request waits for: it ends before its allocation."""
+        jobs = self._state.jobs
+        for job in [job for job in jobs.open.values() if isinstance(job, Fetch) and record in job.wanted]:
+            del job.wanted[record]
+            if job.wanted or job.settled:
+                continue
+            jobs.drop(job)
+            if job.state is JobState.SUBMITTED:
+                jobs.cancel_submitted(job)
+
+    def cause(self, missing: BlockKey | None, cause: MissCause | None) -> MissCause | None:
+        """Return why a block misses that is not on the host, given what the host knows of it."""
+        for tier in self._state.tiers:
+            if missing is not None and missing in tier.pool.index.parts[missing[0]]:
+                if self._state.shape.count_states((missing,)):
+                    return MissCause.NO_STATE
+                return MissCause.ON_DISK if tier.tier is Tier.DISK else MissCause.IN_REMOTE
+        disk = self._state.disk
+        is_opening = disk is not None and not (disk.is_open or disk.is_closed)
+        if is_opening and cause in (MissCause.NEVER_SEEN, MissCause.EVICTED):
+            return MissCause.TIER_OPENING
+        return cause
+
+    def _usable(self) -> list[LowerTier]:
+        """Return the tiers from which something could be fetched now."""
+        if self._state.degraded is not None or self._state.stall.is_on:
+            return []
+        return [tier for tier in self._state.tiers if tier.is_usable and tier.has_blocks]
+
+    def _first_missing(self, keys: Sequence[BlockKey]) -> BlockKey | None:
+        """Return the first of a prefix's keys that the host lacks, by binary search: the host evicts a prefix's head last.
+
+        If a block before it is missing too, the request's lookup, which looks at each, fetches that.
+        """
+        parts = self._state.pool.index.parts
+        first = bisect_left(keys, True, key=lambda key: key not in parts[key[0]])
+        return keys[first] if first < len(keys) else None
+
+    def _search(self, record: RequestRecord, index: LayeredIndex, device_tokens: int, tokens: int) -> _Found:
+        """Return what tiers add to a prefix, cut to a usable length if it is longer than may be fetched for one request.
+
+        Args:
+            record: whose prefix.
+            index: of all that need not be computed.
+            device_tokens: tokens before which nothing is looked for.
+            tokens: that need no fetch.
+        """
+        state = self._state
+        limit, alignment = record.prompt_tokens - 1, state.shape.alignment
+        room = most_fetched(state) - record.fetched_blocks
+        # With one group the host has all up to there; windows of others may reach back behind it.
+        start = tokens if state.shape.is_one_full_group else device_tokens
+        least = max(record.least_tokens, state.policy.min_load_tokens)
+        while True:
+            reached, slots, *_ = longest_match(state.shape, record.keys, index, start, limit)
+            blocks = index.on_tiers(slots)
+            gain = min(reached - tokens, len(blocks) * alignment)
+            worth = max([tier.least_tokens for _, tier, _ in blocks], default=0)
+            if gain < max(worth, 1) or reached - device_tokens < least:
+                return _NOTHING
+            if len(blocks) <= room:
+                return _Found(blocks, reached, gain, [slot for slot in slots if 0 <= slot < ON_DEVICE])
+            surplus = (reached - start) * (len(blocks) - room) // len(blocks)
+            limit = reached - max(surplus - surplus % alignment, alignment)
+
+    def _fetch(self, record: RequestRecord, found: _Found, head: Sequence[SlotId]) -> None:
+        """Plan what is not under way yet, as far as there is room beside what the host has of the same prefix.
+
+        The request's lookups wait for it unless the device has as much by then.
+        """
+        state = self._state
+        on_way = self._in_flight.keys
+        blocks = [block for block in found.blocks if block[0] not in on_way]
+        if not blocks:
+            return
+        kept = list(dict.fromkeys([*head, *found.host_slots]))
+        state.pool.use(kept[::-1], {})
+        open_fetches = sum([len(tier.fetching) for tier in state.tiers])
+        room = max(min(state.pool.room - len(kept), most_fetched(state) - open_fetches), 0)
+        for tier in state.tiers:
+            some = [block for block in blocks[:room] if block[1] is tier]
+            if some:
+                # `zip(*some)` takes four times as long.
+                keys, tier_slots = [key for key, _, _ in some], [slot for _, _, slot in some]
+                gain = found.gain * len(some) // len(found.blocks)
+                job = self._fetches[tier.tier].plan(keys, tier_slots, record, gain)
+                record.awaits_fetch = job.id, found.tokens - found.gain + gain
+
+
+def most_fetched(state: CoreState) -> int:
+    """Return the most host slots that fetches may fill at a time, and the most blocks that they may bring for one request."""
+    return max(state.pool.capacity // 4, 1)
+
+
+def _have(tiers: Sequence[LowerTier], key: BlockKey) -> bool:
+    """Return whether one of these tiers has a block."""
+    return any(key in tier.pool.index.parts[key[0]] for tier in tiers)
+
+
+class WarmStart:
+    """Fetches, after a restart, the most recently used blocks on the disk before a request asks for them.
+
+    They fill only free slots, a quarter of the host at most, a few at a time, and only while nothing else is loaded or fetched.
+    The least recently used of them come first: both pools then keep the order in which these blocks were used. What a request
+    looks for is left to it: a deeper block that came after the prefix's head would be evicted after it (R15).
+    """
+
+    def __init__(self, state: CoreState, disk: DiskTier, in_flight: InFlight, fetches: Fetches) -> None:
+        self._state = state
+        self._disk = disk
+        self._in_flight = in_flight
+        self._fetches = fetches
+        self.keys: deque[BlockKey] = deque(maxlen=_MOST_WARM)
+        """What is left to be fetched, the most recently used last."""
+        self._is_trimmed = False
+        self._left: set[BlockKey] = set()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether steps are needed for it."""
+        state = self._state
+        return bool(self.keys) and self._disk.is_usable and state.degraded is None and not state.stall.is_on
+
+    def restored(self, puts: Sequence[Put]) -> None:
+        """Add blocks that the disk has, the most recently used last; those given before were used less recently."""
+        self.keys.extend([put.key for put in puts])
+
+    def leave_to(self, record: RequestRecord) -> None:
+        """Fetch nothing of an arriving request's prefix: it fetches what it can use."""
+        self._left.update(*record.keys)
+
+    def stop(self) -> None:
+        """Fetch nothing more."""
+        self.keys.clear()
+        self._left.clear()
+
+    def step(self) -> None:
+        """Plan what may be fetched now."""
+        state, disk = self._state, self._disk
+        if not self.is_due or state.growing or disk.fetching or state.jobs.is_loading:
+            return
+        if not self._is_trimmed:
+            self._is_trimmed = True
+            while len(self.keys) > most_fetched(state):
+                self.keys.popleft()
+        free = state.pool.count(SlotState.EMPTY)
+        if not free:
+            self.stop()
+            return
+        keys: list[BlockKey] = []
+        most = min(free, disk.bound.slots(state.pool.capacity))
+        while self.keys and len(keys) < most:
+            key = self.keys.popleft()
+            if key in disk.pool.index and not self._is_elsewhere(key):
+                keys.append(key)
+        if keys:
+            keys.reverse()
+            self._fetches.plan(keys, [disk.pool.index[key] for key in keys])
+
+    def _is_elsewhere(self, key: BlockKey) -> bool:
+        """Return whether the host has a block, or gets it in another way."""
+        return key in self._state.pool.index or key in self._in_flight.keys or key in self._left
+
+
+# -- facts, and when copies are planned -----------------------------------------------------------------------------
+
+
+class LowerTiers:
+    """Handles the facts about lower tiers, and plans the copies that no request waits for.
+
+    Attributes:
+        fetches: decides what is fetched for requests.
+        queues: the blocks of which `step` plans copies. It is to be called in each step in which one of them has any.
+    """
+
+    def __init__(self, state: CoreState, stores: Stores) -> None:
+        self._state = state
+        self._spills = [Spills(state, tier) for tier in state.tiers]
+        fetches = {tier.tier: Fetches(state, tier, stores) for tier in state.tiers}
+        self.fetches = FetchPlanner(state, stores.in_flight, fetches)
+        self._warm_start: WarmStart | None = None
+        if state.disk is not None:
+            self._warm_start = WarmStart(state, state.disk, stores.in_flight, fetches[Tier.DISK])
+        self.queues = [tier.candidates for tier in state.tiers]
+        if self._warm_start is not None:
+            self.queues.append(self._warm_start.keys)
+        self._waited = 0
+        self._enough = 1  # fewer than `_ENOUGH` where a job may have no more
+
+    @property
+    def is_due(self) -> bool:
+        """Whether steps are needed for copies to be planned."""
+        if self._warm_start is not None and self._warm_start.is_due:
+            return True
+        return any(spills.are_due for spills in self._spills)
+
+    def step(self) -> None:
+        """Plan copies that no request waits for: a warm start, then spills.
+
+        While the engine has requests, few blocks wait for others: until a queue has enough, or for `MOST_STEPS` steps.
+        """
+        state = self._state
+        self._waited += 1
+        if state.requests.live and self._waited < MOST_STEPS and max(map(len, self.queues)) < self._enough:
+            return
+        if self._warm_start is not None and self._warm_start.keys:
+            self._warm_start.step()
+        for spills in self._spills:
+            if spills.step():
+                self._waited = 0
+        limits = [tier.bound.slots(state.pool.capacity) for tier in state.tiers]
+        self._enough = min(_ENOUGH, *limits)
+
+    def disk_restored(self, fact: facts.DiskRestored) -> None:
+        """A part of the disk's index was read. With the last part the disk can be used."""
+        disk, warm_start = self._state.disk, self._warm_start
+        assert disk is not None, fact
+        assert warm_start is not None, fact
+        disk.restore(fact.slots, fact.puts, fact.free, is_last=fact.is_last)
+        warm_start.restored(fact.puts)
+        if disk.is_open:
+            self._state.tally.events.append(DiskOpened(disk.capacity, len(disk.pool.index)))
+
+    def disk_closed(self, _: facts.DiskClosed) -> None:
+        """The disk is neither searched nor written any more."""
+        disk = self._state.disk
+        if disk is not None and not disk.is_closed:
+            disk.close()
+            self._state.tally.events.append(DiskClosed())
+
+    def remote_opened(self, fact: facts.RemoteOpened) -> None:
+        """The remote store can be asked; under another namespace than before, nothing found so far is there."""
+        jobs, remote = self._state.jobs, self._state.remote
+        assert remote is not None, fact
+        if remote.namespace not in ("", fact.namespace):
+            for job in [job for job in jobs.open.values() if job.tier is Tier.REMOTE]:
+                jobs.drop(job)
+            remote.forget_all()
+        remote.open(fact.namespace)
+
+    def remote_lost(self, _: facts.RemoteLost) -> None:
+        """The remote store does not answer: no request asks it, and nothing is copied to it or from it."""
+        if self._state.remote is not None:
+            self._state.remote.close()
+
+    def remote_answered(self, fact: facts.RemoteAnswered) -> None:
+        """The remote store said which of a request's blocks it has."""
+        remote, record = self._state.remote, self._state.requests.live.get(fact.request)
+        if record is not None:
+            record.awaits_answer = False
+        if remote is not None and fact.namespace == remote.namespace:
+            remote.note(fact.found, fact.missing)
+            if record is not None and record.state is RequestState.SEEN:
+                self.fetches.seen(record)
+
+    def request_seen(self, record: RequestRecord) -> None:
+        """Fetch what lower tiers have of an arriving request's prefix, and have the remote store asked for the rest."""
+        if self._warm_start is not None and self._warm_start.keys:
+            self._warm_start.leave_to(record)
+        self.fetches.seen(record)
+        state, remote = self._state, self._state.remote
+        if remote is None or not (remote.is_usable and record.reads_cache and record.persists):
+            return
+        if state.degraded is not None:
+            return
+        above = [state.pool.index, *[tier.pool.index for tier in state.tiers if tier is not remote]]
+        keys = [key for group in record.keys for key in group if not any(key in index for index in above)]
+        if keys:
+            record.awaits_answer = True
+            remote.ask(record.request, keys)
+
+    def rank_reported(self, report: TransferReport) -> None:
+        """A rank reported whether its calls to the tiers work."""
+        for tier in self._state.tiers:
+            works = report.disk_works if tier.tier is Tier.DISK else report.remote_works
+            if works == (report.rank in tier.failing) or report.slot_bytes > tier.bound.slot_bytes:
+                tier.rank_reported(report.rank, report.slot_bytes, works=works)
+
+    def forget_all(self) -> None:
+        """Find nothing on a lower tier again. The jobs have been dropped."""
+        self.stop()
+        for tier in self._state.tiers:
+            self._state.tally.evicted_from_disk(EvictionCause.RESET, tier.forget_all())
+
+    def stop(self) -> None:
+        """Plan nothing more that was planned for later."""
+        if self._warm_start is not None:
+            self._warm_start.stop()
