@@ -7,7 +7,7 @@ of that fact's class, and its statements are the order in which things happen.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from kvoffload.core.audit import audit, audit_at_rest
 from kvoffload.core.fingerprint import fingerprint
@@ -57,6 +57,7 @@ class OffloadCore:
         fetches = None if self.lower_tiers is None else self.lower_tiers.fetches
         self._hits = PendingHits(self.state, self.stores.in_flight, fetches)
         self._loads = Loads(self.state, self._hits, self._planner.loaded)
+        self._least_tokens = policy.min_load_tokens
         self._unoffered = (0,) * len(shape.groups)
         self._new: dict[RequestRecord, None] = {}  # given a block table since the last step
 
@@ -89,8 +90,6 @@ class OffloadCore:
         full_tokens: int = 0,
         tokens: int = 0,
         new_keys: Sequence[Sequence[BlockKey]] = (),
-        least_tokens: int = 0,
-        least_fetch_tokens: Mapping[Tier, int] | None = None,
     ) -> int | None:
         """Return the tokens that the host adds to the device's hit; None for "not yet".
 
@@ -104,14 +103,8 @@ class OffloadCore:
             full_tokens: tokens whose full-attention blocks the device holds, if that is more.
             tokens: what a preempted request must hold before its next new token: its prompt and what it generated.
             new_keys: per group, keys of whole blocks not given before.
-            least_tokens: shorter hits are declined, where this is above the policy's number; a request's first lookup
-                decides for it.
-            least_fetch_tokens: by lower tier; what it adds to a hit is not fetched where it is shorter.
         """
         state = self.state
-        if least_fetch_tokens:
-            for tier in state.tiers:
-                tier.least_tokens = least_fetch_tokens[tier.tier]
         record = state.requests.live.get(request)
         if record is not None and record.state is _RUNNING:
             self._preempt(record)
@@ -123,9 +116,20 @@ class OffloadCore:
         if tokens > record.prompt_tokens:
             record.prompt_tokens = tokens
         if not record.least_tokens:
-            record.least_tokens = max(least_tokens, state.policy.min_load_tokens)
+            record.least_tokens = self._least_tokens
         can_wait = may_wait and state.shape.promises.can_wait
         return self._hits.lookup(record, device_tokens, full_tokens, may_wait=can_wait)
+
+    def set_least(self, tier: Tier, tokens: int) -> None:
+        """Decline hits that are shorter (HOST), or fetch nothing from a lower tier that adds less to a hit.
+
+        The policy's number holds where it is larger. A request keeps what its first lookup found here.
+        """
+        if tier is Tier.HOST:
+            self._least_tokens = max(tokens, self.state.policy.min_load_tokens)
+        for lower in self.state.tiers:
+            if lower.tier is tier:
+                lower.set_least(tokens)
 
     def blocks_allocated(self, fact: facts.BlocksAllocated) -> None:
         """A request got a block table. Blocks after the device's own hit are new."""

@@ -137,8 +137,9 @@ class SchedulerSide:
             disk, remote, tier_key, self.core, self._broken, config, portal, self._clocks
         )
         self._conservation = Conservation(self.core, device, self.counters, self.bus.publish, self._broken)
-        self.benefit = NetBenefit(shape.alignment, shape.ranks, self._copies, now)
-        self._first_tokens, self._chooses_least = FirstTokens(now), config.min_load_tokens == AUTO
+        set_least = self.core.set_least if config.min_load_tokens == AUTO else None
+        self.benefit = NetBenefit(shape.alignment, shape.ranks, self._copies, now, set_least)
+        self._first_tokens = FirstTokens(now)
         self._handle_facts()
         self._subscribe(portal)
         self._observers = Observers(self.bus, self.journal, self.counters, now, self._spans)
@@ -204,8 +205,6 @@ class SchedulerSide:
             full_tokens: tokens whose blocks of full attention the device holds, where it lacks a recurrent state.
         """
         began = self._precise()
-        least = self.benefit.least_load_tokens() if self._chooses_least else 0
-        chooses_fetch = self._below is not None and self._chooses_least
         answer: int | None = 0
         events: list[Event] = []
         if self._broken.error is None:
@@ -217,8 +216,6 @@ class SchedulerSide:
                     full_tokens=full_tokens,
                     tokens=tokens,
                     new_keys=new_keys,
-                    least_tokens=least,
-                    least_fetch_tokens=self.benefit.least_fetch_tokens() if chooses_fetch else None,
                 )
                 if self._tally.events or self._tally.has_sums:
                     events = self._tally.take()

@@ -66,10 +66,15 @@ class BreakEven:
         reached = fixed_s / gain if gain > 0 else NEVER_TOKENS
         self.tokens = min(math.ceil(reached), NEVER_TOKENS)
 
+    @property
+    def stale_at(self) -> float:
+        """When `least` becomes 0 if nothing more is measured."""
+        return self._set_at_s + _STALE_S
+
     def least(self, now: float) -> int:
         """Return the shortest length that is worth a load now, 0 if it is not known.
 
         Measurements older than a minute do not count: after a bad minute nothing would be loaded, and so nothing measured,
         ever again.
         """
-        return self.tokens if now - self._set_at_s <= _STALE_S else 0
+        return self.tokens if now <= self.stale_at else 0

@@ -59,9 +59,18 @@ class NetBenefit:
         ranks: that copy a part of each job.
         copies: the open ones.
         now: monotonic seconds.
+        set_least: takes a tier and the fewest tokens worth a load (HOST), or worth a fetch from it and the load after that, whenever
+            measurements change them; 0 without any. None where the operator chose.
     """
 
-    def __init__(self, block_tokens: int, ranks: int, copies: OpenCopies, now: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        block_tokens: int,
+        ranks: int,
+        copies: OpenCopies,
+        now: Callable[[], float],
+        set_least: Callable[[Tier, int], object] | None = None,
+    ) -> None:
         self._ranks = ranks
         self._open = copies
         self._now = now
@@ -69,6 +78,8 @@ class NetBenefit:
         self._times = StepTimes()
         self._break_even = BreakEven()
         self._fetch_break_even = {tier: BreakEven() for tier in _BELOW}
+        self._set_least = set_least
+        self._least_changes_at = math.inf
         self._is_weighed = True  # nothing was measured since the break-even lengths were computed
         self._loads: dict[JobId, _Load] = {}
         self._fetches: dict[JobId, _Load] = {}
@@ -99,17 +110,6 @@ class NetBenefit:
         bus.count(events.LoadEnded, self._load_ended)
         bus.count(events.TierCopyScheduled, self._fetch_scheduled)
         bus.count(events.TierCopyEnded, self._fetch_ended)
-
-    def least_load_tokens(self) -> int:
-        """Return the shortest hit that is worth a load by recent measurements; 0 without any."""
-        self._weigh()
-        return self._break_even.least(self._now())
-
-    def least_fetch_tokens(self) -> dict[Tier, int]:
-        """Return for each lower tier the fewest tokens that are worth a fetch and the load behind it; 0 without measurements."""
-        self._weigh()
-        now = self._now()
-        return {tier: each.least(now) for tier, each in self._fetch_break_even.items()}
 
     @property
     def net_s(self) -> float:
@@ -159,8 +159,21 @@ class NetBenefit:
         self._is_calm, self._copies, self._decoded = is_calm, copies, decode
         self._ran = is_calm or prefill > 0
         self._last_s = now
+        if now > self._least_changes_at:
+            self._push_least(now)
         if now >= self._judge_s:
             self._judge(now)
+
+    def _push_least(self, now: float) -> None:
+        """Say how long a hit must be to be worth its copies, and wait until that may change."""
+        assert self._set_least is not None
+        self._weigh()
+        lengths = {Tier.HOST: self._break_even, **self._fetch_break_even}
+        for tier, each in lengths.items():
+            self._set_least(tier, each.least(now))
+        self._least_changes_at = min(
+            [each.stale_at for each in lengths.values() if each.stale_at >= now], default=math.inf
+        )
 
     def _stepped(self, now: float) -> None:
         """Account for the last step, which has ended."""
@@ -229,9 +242,11 @@ class NetBenefit:
         if rate:
             self._unpriced_tokens = 0
         self._is_weighed = False
+        if self._set_least is not None:
+            self._least_changes_at = -math.inf
 
     def _weigh(self) -> None:
-        """Compute the break-even lengths if they are out of date. Loads only mark them so: a median in a hook is too slow."""
+        """Compute the break-even lengths if they are out of date. Loads only mark them so: a step weighs all that have ended."""
         if self._is_weighed:
             return
         self._is_weighed = True

@@ -360,14 +360,14 @@ class World:
 
     def lookup(self, request: Req, *, may_wait: bool = True, least: int = 0) -> int | None:
         """Tokens that the host adds to the device's hit, None for "not yet"."""
+        for tier, tokens in (self.least_from | {Tier.HOST: least}).items():
+            self.core.set_least(tier, tokens)
         answer = self.core.lookup(
             request.name,
             self.device_hit(request),
             may_wait=may_wait,
             tokens=len(request.text),
             new_keys=self._new_keys(request),
-            least_tokens=least,
-            least_fetch_tokens=self.least_from,
         )
         self._settle()
         return answer

@@ -278,6 +278,7 @@ def test_auto_keeps_to_what_it_decided_for_a_request() -> None:
     side.clock.jump(20.0)
     arrived(side, plan)
     side.ended("slow")
+    side.step()
     assert side.side.lookup(side.seen("c"), 0) == 0
     assert side.side.lookup(early, 0) == RELOAD
 
