@@ -8,32 +8,27 @@ _CORE = "kvoffload/core/offload_core.py"
 _HITS = "kvoffload/core/pending_hits.py"
 _LOADS = "kvoffload/core/loads.py"
 _STORES = "kvoffload/core/stores.py"
-_JOB = "kvoffload/core/job.py"
+_JOBS = "kvoffload/core/jobs.py"
 _REQUEST = "kvoffload/core/request.py"
 _POOL = "kvoffload/core/host_pool.py"
-_LEASES = "kvoffload/core/leases.py"
 _COUNTS = "kvoffload/core/counts.py"
-_HOLDS = "kvoffload/core/holds.py"
+_RETENTION = "kvoffload/core/retention.py"
 _STALE = "kvoffload/core/stale_blocks.py"
-_WATCH = "kvoffload/core/eviction_watch.py"
 _CAPACITY = "kvoffload/engine/capacity.py"
 _COPIES = "kvoffload/runtime/open_copies.py"
 _BROKEN = "kvoffload/runtime/broken_core.py"
 _SIDE = "kvoffload/runtime/scheduler_side.py"
-_STALL = "kvoffload/core/stall.py"
 _PUMP = "kvoffload/transfer/pump.py"
 _CUDA_COPIER = "kvoffload/transfer/cuda_copier.py"
 _CUDA_DRIVER = "kvoffload/transfer/cuda_driver.py"
-_SPILLS = "kvoffload/core/spills.py"
-_FETCHES = "kvoffload/core/fetches.py"
-_WARM_START = "kvoffload/core/warm_start.py"
+_TIERS = "kvoffload/core/tiers.py"
+_TIER_COPIES = "kvoffload/core/tier_copies.py"
 _INDEX = "kvoffload/runtime/disk_index.py"
 _DISK_COPIES = "kvoffload/transfer/disk_copies.py"
 _DISK_JOBS = "kvoffload/transfer/disk_jobs.py"
 _FORMAT = "kvoffload/disk/index_format.py"
 _WEIGHTS = "kvoffload/disk/weights.py"
 _VLLM_IDENTITY = "plugins/kvoffload_vllm/kv_identity.py"
-_REMOTE_STATE = "kvoffload/core/remote_state.py"
 _REMOTE_CALLS = "kvoffload/remote/calls.py"
 _REMOTE_INDEX = "kvoffload/runtime/remote_index.py"
 _REMOTE_COPIES = "kvoffload/transfer/remote_copies.py"
@@ -72,52 +67,47 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(2, _HITS, "limit = record.prompt_tokens - 1", "limit = record.prompt_tokens"),
     Mutant(2, "kvoffload/core/match.py", "group.block_tokens if group.reads_ahead else 0", "0"),
     # In-flight stores.
-    Mutant(3, _STORES, "if block in state.in_flight.blocks:", "if False:"),
+    Mutant(3, _STORES, "if block in self.in_flight.blocks:", "if False:"),
     Mutant(3, _STORES, "and offer.block not in read and", "and"),
     Mutant(3, _STORES, "elif key in keys_in_flight:", "elif False:"),
     Mutant(3, _STORES, "in_flight.keys.keys().isdisjoint(keys) and ", ""),
-    Mutant(3, _STORES, "            and state.in_flight.blocks.keys().isdisjoint(blocks)\n", ""),
+    Mutant(3, _STORES, "            and self.in_flight.blocks.keys().isdisjoint(blocks)\n", ""),
     Mutant(3, _STORES, "            and len(set(keys)) == len(keys)\n", ""),
     Mutant(3, _STORES, "if key in accepted:", "if False:"),
     Mutant(3, _STORES, "                in_flight.wait(offer)", "                pass"),
-    Mutant(3, _STORES, "state.in_flight.wait(duplicate)"),
-    Mutant(3, _STORES, "self.again += self._state.in_flight", "self._state.in_flight"),
-    Mutant(3, _STORES, "state.in_flight.copies_ended(job)"),
+    Mutant(3, _STORES, "self.in_flight.wait(duplicate)"),
+    Mutant(3, _STORES, "self.again += self.in_flight", "self.in_flight"),
+    Mutant(3, _STORES, "self.in_flight.copies_ended(job.targets)"),
     # Ranks.
+    Mutant(4, _CORE, "            if not job.waiting:\n", "            if True:\n"),
+    Mutant(4, _CORE, "            if not job.waiting:\n", "            if True:\n", _DISK_CORE),
+    Mutant(4, _JOBS, "if rank not in self.waiting:", "if False:"),
+    Mutant(4, _JOBS, "self.failed = outcome"),
     Mutant(
         4,
         _STORES,
-        "        if job.waiting:\n            return\n        if not job.settled:\n            self._arrived(job)",
-        "        if not job.settled:\n            self._arrived(job)",
-    ),
-    Mutant(4, _LOADS, "        if job.waiting:\n            return\n", "\n"),
-    Mutant(4, _JOB, "if rank not in self.waiting:", "if False:"),
-    Mutant(4, _JOB, "self.failed = outcome"),
-    Mutant(
-        4,
-        _STORES,
-        "if outcome is not CopyOutcome.DONE and not job.settled:",
-        "if outcome is not CopyOutcome.DONE and not job.waiting and not job.settled:",
+        "if report.outcome is not CopyOutcome.DONE and not job.settled:",
+        "if report.outcome is not CopyOutcome.DONE and not job.waiting and not job.settled:",
     ),
     Mutant(4, _CORE, "grow(min(state.ready.values()))", "grow(max(state.ready.values()))"),
     Mutant(
         4,
         _STORES,
-        "            self._state.pool.invalidate(slot)\n",
-        "            self._state.pool.invalidate(slot)\n            self._state.pool.drained((slot,))\n",
+        "                pool.invalidate(slot)\n",
+        "                pool.invalidate(slot)\n                pool.drained((slot,))\n",
     ),
     # Leases.
-    Mutant(5, _LEASES, "self._device.lease(blocks)"),
-    Mutant(5, _LEASES, "self._device.release(blocks[::-1])"),
-    Mutant(5, _LEASES, "self._device.release(blocks[::-1])", "self._device.release(blocks)"),
+    Mutant(5, _JOBS, "self._device.lease(blocks)"),
+    Mutant(5, _JOBS, "self._device.release(blocks[::-1])"),
+    Mutant(5, _JOBS, "self._device.release(blocks[::-1])", "self._device.release(blocks)"),
     Mutant(5, _COUNTS, "if sum(map(counts.__getitem__, items)) == len(items):", "if False:"),
     Mutant(5, _COUNTS, "counts[item] = left"),
     Mutant(5, _STORES, "self._lease_limit - self.leased_blocks", "self._state.shape.device_blocks"),
     Mutant(5, _STORES, "            and len(keys) <= min(state.pool.room, self.room)\n", ""),
-    Mutant(5, _STORES, "state.leases.release(job.blocks)"),
-    Mutant(5, _STORES, "            self._state.pool.drained(job.slots)\n", "            pass\n"),
-    Mutant(5, _STORES, "            state.pool.drained(batch.slots)\n", "\n"),
-    Mutant(5, _LOADS, "self._state.leases.release(job.blocks)"),
+    Mutant(5, _STORES, "state.leases.release(job.targets)"),
+    Mutant(5, _STORES, "            state.pool.drained(job.slots)\n", "            pass\n"),
+    Mutant(5, _JOBS, "            job.owner.ended(job)\n", "\n"),
+    Mutant(5, _LOADS, "state.leases.release(job.targets)"),
     # One formula.
     Mutant(6, _CAPACITY, "return _blocks(tokens, group) + 1", "return _blocks(tokens, group)", ENGINE),
     Mutant(
@@ -129,31 +119,41 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(7, _STALE, "self._name(named)"),
     Mutant(7, _CORE, "handed_out([*fact.handed_out, *grown])", "handed_out(grown)"),
     Mutant(7, _CORE, "handed_out([*fact.handed_out, *grown])", "handed_out(fact.handed_out)"),
-    Mutant(7, _CORE, "self._handed_out(self._new_blocks(fact), since_reset=record.stores)"),
+    Mutant(7, _CORE, "self._handed_out(self._new_blocks(fact), since_reset=record.may_store)"),
     Mutant(7, _STORES, "            and held == keys\n", ""),
     Mutant(7, _STORES, "holds == key and offer.block", "offer.block"),
     Mutant(7, _STORES, "if holds != offer.key:", "if holds is None:"),
     Mutant(7, _STORES, "block = state.device.block_of(offer.key) or NULL_BLOCK", "block = NULL_BLOCK"),
     # Evictions.
-    Mutant(8, _WATCH, "if offer.key not in record.stored_again:", "if True:"),
-    Mutant(8, _WATCH, "record.stored_again.add(key)"),
+    Mutant(8, _STORES, "if offer.key not in record.stored_again:", "if True:"),
+    Mutant(8, _STORES, "record.stored_again.add(key)"),
     Mutant(8, _STORES, "self.again += again"),
-    Mutant(8, _STORES, "state.evictions.add(duplicate)"),
-    Mutant(8, _STORES, "state.evictions.add(offer)"),
     Mutant(
         8,
-        _HOLDS,
+        _STORES,
+        "                self.evictions.add(record, offer)\n\n    def next_step",
+        "                pass\n\n    def next_step",
+    ),
+    Mutant(
+        8,
+        _STORES,
+        "                self.evictions.add(record, offer)\n        if ownerless",
+        "                pass\n        if ownerless",
+    ),
+    Mutant(
+        8,
+        _RETENTION,
         "                record.held += slots\n                held += slots\n",
         "                pass\n",
     ),
-    Mutant(8, _LOADS, "self._state.holds.add(record, pool.pinned(job.slots))", "pool.pinned(job.slots)"),
+    Mutant(8, _LOADS, "self._state.retention.add(record, pool.pinned(job.slots))", "pool.pinned(job.slots)"),
     # Failed loads.
     Mutant(9, _LOADS, "record.load_failed = True"),
-    Mutant(9, _LOADS, "self._answer(job.loads_for, job.incarnation, loaded=False)"),
-    Mutant(9, _LOADS, "self._distrust(job, part)"),
-    Mutant(9, _LOADS, "if job.failed is None and self._state.degraded", "if self._state.degraded"),
-    Mutant(9, _LOADS, "[job.slots[position] for position in part.corrupt] or job.slots", "job.slots"),
-    Mutant(9, _LOADS, "for position in part.corrupt] or job.slots", "for position in part.corrupt]"),
+    Mutant(9, _LOADS, "self._answer(job.record, job.incarnation, loaded=False)"),
+    Mutant(9, _LOADS, "self._distrust(job, report)"),
+    Mutant(9, _LOADS, "if job.failed is None and state.degraded", "if state.degraded"),
+    Mutant(9, _LOADS, "[job.slots[position] for position in report.corrupt] or job.slots", "job.slots"),
+    Mutant(9, _LOADS, "for position in report.corrupt] or job.slots", "for position in report.corrupt]"),
     Mutant(9, _HITS, "if record.load_failed:", "if False:"),
     Mutant(
         9,
@@ -163,15 +163,15 @@ MUTANTS: tuple[Mutant, ...] = (
         RUNTIME,
     ),
     # Resets.
-    Mutant(10, _CORE, "record.stores = False"),
+    Mutant(10, _CORE, "record.may_store = False"),
     Mutant(10, _CORE, "dropped = state.pool.forget_all()", "dropped = {}"),
-    Mutant(10, _CORE, "self._stores.stop(StoreOutcome.BEFORE_RESET, planned=StoreOutcome.CANCELLED)"),
+    Mutant(10, _CORE, "self.stores.stop(StoreOutcome.BEFORE_RESET)"),
     Mutant(10, _CORE, "self._hits.drop(record, PinDropCause.RESET)"),
     Mutant(10, _CORE, "state.computed_since_reset.clear()"),
     Mutant(
         10,
         _CORE,
-        "            state.evictions.forget(record)\n            state.shared.ended(record)\n",
+        "            self.stores.evictions.forget(record)\n            state.shared.ended(record)\n",
         "            state.shared.ended(record)\n",
     ),
     Mutant(10, _CORE, "not self.state.generation or self._is_untainted(fact)", "True"),
@@ -183,20 +183,20 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         11,
         _CORE,
-        "            state.evictions.forget(record)\n        if record.loading:",
+        "            self.stores.evictions.forget(record)\n        if record.loading:",
         "            pass\n        if record.loading:",
     ),
     Mutant(11, _CORE, "state.tables.forget(record)"),
-    Mutant(11, _CORE, "self._stores.settle_waiting(record, StoreOutcome.REQUEST_GONE)"),
+    Mutant(11, _CORE, "self.stores.settle_waiting(record, StoreOutcome.REQUEST_GONE)"),
     Mutant(11, _REQUEST, "self.finishing.discard(record)"),
     Mutant(11, _STORES, "self.for_room.pop(record, None)"),
-    Mutant(11, _HOLDS, "record.held.clear()"),
+    Mutant(11, _RETENTION, "record.held.clear()"),
     # Off for good.
     Mutant(12, _STORES, "if self._state.degraded is not None:", "if False:"),
     Mutant(12, _HITS, "if state.degraded is not None:", "if False:"),
-    Mutant(12, _LOADS, "if job.failed is None and self._state.degraded is None:", "if job.failed is None:"),
-    Mutant(12, _CORE, "self._loads.cancel_planned()"),
-    Mutant(12, _CORE, "self._stores.stop(StoreOutcome.DEGRADED, planned=StoreOutcome.DEGRADED)"),
+    Mutant(12, _LOADS, "if job.failed is None and state.degraded is None:", "if job.failed is None:"),
+    Mutant(12, _CORE, "is_last or job.state is JobState.PLANNED or not", "is_last or not"),
+    Mutant(12, _CORE, "self.stores.stop(StoreOutcome.DEGRADED)"),
     Mutant(
         12,
         "kvoffload/bus/bus.py",
@@ -209,7 +209,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(12, _BROKEN, " - self._copies.blocks()", "", tests=RUNTIME),
     Mutant(12, _SIDE, "results.failed += self._awaited", tests=RUNTIME),
     Mutant(12, _SIDE, "self._broken.release_loose()", tests=RUNTIME),
-    Mutant(12, _CORE, "self._loads.fail_open()", tests=RUNTIME),
+    Mutant(12, _CORE, "if is_last or job.state is", "if job.state is", RUNTIME),
     Mutant(12, _COPIES, "copy.running.discard(report.rank)", "copy.running.clear()", tests=RUNTIME),
     # Fences.
     Mutant(13, _PUMP, "job.fence = fence", tests=TRANSFER),
@@ -265,18 +265,18 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(15, _POOL, "reversed(dict.fromkeys(reversed(slots)))", "dict.fromkeys(slots)"),
     Mutant(15, _STORES, "state.pool.fill(job.slots[::-1])", "state.pool.fill(job.slots)"),
     Mutant(15, _STORES, "for offer in reversed(offers):", "for offer in offers:"),
-    Mutant(15, _HOLDS, " or tokens != sorted(tokens):", ":"),
-    Mutant(15, _HOLDS, "tokens[0] < record.held_to or incarnation", "incarnation"),
-    Mutant(15, _HOLDS, "record.held_to or incarnation != record.incarnation or", "record.held_to or"),
-    Mutant(15, _HOLDS, "self._pool.release(record.held[::-1])", "self._pool.release(record.held)"),
-    Mutant(15, _HOLDS, "if record.shares or record.found_tokens:", "if False:"),
-    Mutant(15, _HOLDS, "if record.shares or record.found_tokens:", "if record.shares:"),
-    Mutant(15, _HOLDS, "places.sort(key=_depth)"),
-    Mutant(15, _HOLDS, "if one[0] == last or index.get(one[1]) in held]", "]"),
-    Mutant(15, _HOLDS, "one[0] == last or index.get(one[1]) in held", "one[0] == last"),
-    Mutant(18, _HOLDS, "record.loaded_tokens, state=record.loaded_tokens)", "record.loaded_tokens)"),
-    Mutant(15, _HITS, "self._state.holds.used(record, hit.device_tokens)"),
-    Mutant(15, _LOADS, "self._state.holds.used(record, record.found_tokens)"),
+    Mutant(15, _RETENTION, " or tokens != sorted(tokens):", ":"),
+    Mutant(15, _RETENTION, "tokens[0] < record.held_to or incarnation", "incarnation"),
+    Mutant(15, _RETENTION, "record.held_to or incarnation != record.incarnation or", "record.held_to or"),
+    Mutant(15, _RETENTION, "self._pool.release(record.held[::-1])", "self._pool.release(record.held)"),
+    Mutant(15, _RETENTION, "if record.shares or record.found_tokens:", "if False:"),
+    Mutant(15, _RETENTION, "if record.shares or record.found_tokens:", "if record.shares:"),
+    Mutant(15, _RETENTION, "places.sort(key=_depth)"),
+    Mutant(15, _RETENTION, "if one[0] == last or index.get(one[1]) in held]", "]"),
+    Mutant(15, _RETENTION, "one[0] == last or index.get(one[1]) in held", "one[0] == last"),
+    Mutant(18, _RETENTION, "record.loaded_tokens, state=record.loaded_tokens)", "record.loaded_tokens)"),
+    Mutant(15, _HITS, "self._state.retention.used(record, hit.device_tokens)"),
+    Mutant(15, _LOADS, "self._state.retention.used(record, record.found_tokens)"),
     Mutant(15, "kvoffload/core/eviction.py", "links = self._after", "links = self._before"),
     Mutant(15, "kvoffload/core/eviction.py", "self._before[slot] = _END"),
     # Recurrent states: when they are offered, and which of them.
@@ -291,8 +291,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         2,
         _CORE,
-        "if record is None or record.state is not _RUNNING:\n                self._stores",
-        "if record is None:\n                self._stores",
+        "if record is None or record.state is not _RUNNING:\n                self.stores",
+        "if record is None:\n                self.stores",
     ),
     Mutant(2, _CORE, "if record.keys[group][position : position + 1] != [key]:", "if False:"),
     Mutant(5, _STORES, "(self.states_for_room, self.for_room)", "(self.for_room, self.states_for_room)"),
@@ -316,22 +316,22 @@ MUTANTS: tuple[Mutant, ...] = (
         "self._stores.offer(offers, last_chance=True)\n\n    def ending(self, record: RequestRecord) -> None:\n        self._due",
     ),
     # Copies that never end.
-    Mutant(16, _STORES, "self._state.pool.quarantine(slot)", "self._state.pool.invalidate(slot)"),
+    Mutant(16, _STORES, "pool.quarantine(slot)", "pool.invalidate(slot)"),
     Mutant(
         16,
         _LOADS,
-        "sum(map(self._state.pool.quarantine, job.slots))",
-        "sum(map(self._state.pool.invalidate, job.slots))",
+        "sum(map(pool.quarantine, job.slots)))",
+        "sum(map(pool.invalidate, job.slots)))",
     ),
     Mutant(16, _CORE, "self._has_work(self.state.jobs.pending)", "self._has_work(len(self.state.jobs.open))"),
-    Mutant(16, _CORE, "record.has_abandoned = True"),
+    Mutant(16, _CORE, "record.has_timed_out = True"),
     Mutant(16, _CORE, "if job is None or job.state is not JobState.SUBMITTED:", "if job is None:"),
     Mutant(16, _COPIES, "+ self._timeout_s <= now:", "+ 1e9 <= now:", RUNTIME),
-    Mutant(16, _CORE, "job.waiting and state.stall.blocks:", "job.waiting and state.stall.jobs_in_a_row:"),
-    Mutant(16, _STALL, "self.blocks > self.limit or ", ""),
-    Mutant(16, _STALL, " or self.jobs_in_a_row > _MOST_IN_A_ROW", ""),
-    Mutant(16, _STALL, "return max(self._limit, self._largest)", "return self._limit"),
-    Mutant(16, _STALL, "        self.jobs_in_a_row = 0\n\n    def has", "\n    def has"),
+    Mutant(16, _CORE, "if state.stall.blocks and", "if state.stall.jobs_in_a_row and"),
+    Mutant(16, _JOBS, "self.blocks > self.limit or ", ""),
+    Mutant(16, _JOBS, " or self.jobs_in_a_row > _MOST_IN_A_ROW", ""),
+    Mutant(16, _JOBS, "return max(self._limit, self._largest)", "return self._limit"),
+    Mutant(16, _JOBS, "        self.jobs_in_a_row = 0\n        return", "        return"),
     Mutant(16, _STORES, "return 0 if self._state.stall.is_on else ", "return "),
     Mutant(16, _HITS, "if state.stall.is_on:", "if False:"),
     Mutant(16, _LOADS, " and not state.stall.is_on", ""),
@@ -345,34 +345,29 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(16, _PUMP, "        if left:\n", "        if False:\n", TRANSFER),
     # The disk.
-    Mutant(
-        4,
-        _SPILLS,
-        "        if job.waiting:\n            return\n        if not job.settled:\n            self._arrived(job)",
-        "        if not job.settled:\n            self._arrived(job)",
-        DISK,
-    ),
     Mutant(18, _INDEX, "done = self._do(self._reset)", "return True", DISK),
-    Mutant(14, _FETCHES, "if block[0] not in under_way]", "]", DISK),
-    Mutant(17, _SPILLS, "                tier.strike(place)\n", "                pass\n", DISK),
+    Mutant(14, _TIER_COPIES, "if block[0] not in on_way]", "]", DISK),
+    Mutant(17, _TIER_COPIES, "                tier.invalidate(tier_slot)\n", "                pass\n", DISK),
     Mutant(17, _INDEX, "if Strike in map(type, records):", "if False:", _DISK_SIDE),
     Mutant(
         17,
         _DISK_COPIES,
-        "if are_equal(self._sum(job.places[position], data[index]), job.sums[position][self._rank]):",
+        "if are_equal(self._sum(job.targets[position], data[index]), job.extra[position][self._rank]):",
         "if True:",
         DISK,
     ),
     Mutant(17, _DISK_COPIES, "if self._key is None:", "if True:", _COPIES_OF_DISK),
-    Mutant(4, _SPILLS, "if job.waiting:", "if False:", _DISK_CORE),
-    Mutant(4, _FETCHES, "if job.waiting:", "if False:", _DISK_CORE),
-    Mutant(10, "kvoffload/core/lower_tiers.py", "        self.stop(tier)\n", "        pass\n", _DISK_CORE),
-    Mutant(16, _SPILLS, "self._tier.pool.quarantine(job.places[position])", "pass", _DISK_CORE),
-    Mutant(16, _SPILLS, "self._tier.pool.quarantine(place)", "pass", _DISK_CORE),
-    Mutant(16, _FETCHES, "self._state.pool.quarantine(slot)", "pass", _DISK_CORE),
-    Mutant(16, _FETCHES, "self._state.pool.quarantine(job.slots[position])", "pass", _DISK_CORE),
-    Mutant(17, _FETCHES, "record.asks_below = False", "pass", _DISK_CORE),
-    Mutant(17, _FETCHES, "max(self._state.pool.capacity // 4, 1)", "self._state.pool.capacity", _DISK_CORE),
+    Mutant(
+        10,
+        _CORE,
+        "            if not isinstance(job, Load):\n",
+        "            if isinstance(job, DeviceJob):\n",
+        _DISK_CORE,
+    ),
+    Mutant(16, _TIER_COPIES, "            pool.quarantine(slots[position])", "            pass", _DISK_CORE),
+    Mutant(16, _TIER_COPIES, "                pool.quarantine(slot)\n", "                pass\n", _DISK_CORE),
+    Mutant(17, _TIER_COPIES, "record.asks_tiers = False", "pass", _DISK_CORE),
+    Mutant(17, _TIER_COPIES, "max(state.pool.capacity // 4, 1)", "state.pool.capacity", _DISK_CORE),
     Mutant(17, _DISK_COPIES, "copy.is_stuck = True", "pass", _COPIES_OF_DISK),
     Mutant(
         17,
@@ -414,19 +409,23 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(16, _DISK_JOBS, "return bool(self.token)", "return True", _COPIES_OF_DISK),
     Mutant(16, _DISK_JOBS, "self.stuck += copy.under_call", "pass", _COPIES_OF_DISK),
     Mutant(16, _DISK_JOBS, "(are_in_place or self.job", "(self.job", _COPIES_OF_DISK),
-    Mutant(17, _SPILLS, "if pool.indexed_key(slot) == key", "", DISK),
-    Mutant(17, _SPILLS, "sum([pool.quarantine(slot) for slot, _ in corrupt])", "len(corrupt)", DISK),
+    Mutant(17, _TIER_COPIES, "if pool.indexed_key(slot) == key", "", DISK),
+    Mutant(17, _TIER_COPIES, "sum([pool.quarantine(slot) for slot, _ in corrupt])", "len(corrupt)", DISK),
+    Mutant(15, _TIERS, "self.records += reversed(puts)", "self.records += puts", DISK),
     Mutant(
-        15, "kvoffload/core/disk_state.py", "self.records += reversed(puts)", "self.records += puts", DISK
+        15,
+        _TIER_COPIES,
+        "for key in reversed(tier.take_candidates(",
+        "for key in (tier.take_candidates(",
+        DISK,
     ),
-    Mutant(15, _SPILLS, "for key in reversed(keys)", "for key in keys", DISK),
-    Mutant(17, _CORE, "below.waited >= MOST_STEPS or ", "", _DISK_CORE),
-    Mutant(17, _CORE, " or not state.requests.live", "", _DISK_CORE),
-    Mutant(14, _FETCHES, "if job.wanted or job.settled:", "if job.settled:", DISK),
-    Mutant(12, _CORE, "state.jobs.withdrawn.clear()", "pass", _FOUND),
-    Mutant(17, "kvoffload/core/disk_state.py", "in places if self.has_block[place]]", "in places]", _FOUND),
-    Mutant(15, _WARM_START, " or key in self._left", "", DISK),
-    Mutant(17, _WARM_START, "state.pool.count(SlotState.EMPTY)", "state.pool.room", DISK),
+    Mutant(17, _TIER_COPIES, "self._waited < MOST_STEPS and ", "", _DISK_CORE),
+    Mutant(17, _TIER_COPIES, "if state.requests.live and self._waited", "if self._waited", _DISK_CORE),
+    Mutant(14, _TIER_COPIES, "if job.wanted or job.settled:", "if job.settled:", DISK),
+    Mutant(12, _CORE, "        state.jobs.stop()\n", "\n", _FOUND),
+    Mutant(17, _TIERS, "in tier_slots if self.has_block[slot]]", "in tier_slots]", _FOUND),
+    Mutant(15, _TIER_COPIES, " or key in self._left", "", DISK),
+    Mutant(17, _TIER_COPIES, "state.pool.count(SlotState.EMPTY)", "state.pool.room", DISK),
     Mutant(16, "kvoffload/runtime/lower_tiers_side.py", "< self._drain_s", "< 1e9", DISK),
     Mutant(18, "kvoffload/disk/index_format.py", ".newest(capacity)", "", DISK),
     Mutant(18, _VLLM_IDENTITY, "request.lora_request is None and named", "named", _OPENING),
@@ -452,7 +451,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         17,
-        _FETCHES,
+        _TIER_COPIES,
         "lost = self._state, job.corrupt | job.missing",
         "lost = self._state, job.corrupt",
         REMOTE,
@@ -470,8 +469,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(17, _REMOTE_COPIES, "own.known_to is not store", "own.known_to is None", REMOTE),
     Mutant(17, _BREAKER, "elif not is_write:", "else:", REMOTE),
     Mutant(17, _BREAKER, "_PAUSE_PER_CALL * took_s", "0", REMOTE),
-    Mutant(17, "kvoffload/core/lower_tiers.py", "not (remote.is_usable and ", "not (", REMOTE),
-    Mutant(18, _REMOTE_STATE, 'self.namespace, self.is_open = "", False', "pass", REMOTE),
+    Mutant(17, _TIER_COPIES, "not (remote.is_usable and ", "not (", REMOTE),
+    Mutant(18, _TIERS, 'self.namespace = ""  #', "pass  #", REMOTE),
     Mutant(
         18, _REMOTE_INDEX, "if self._generation is not None and found.is_after_reset:", "if False:", REMOTE
     ),
@@ -498,6 +497,6 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(17, _REMOTE_COPIES, "        self._calls.check_awaited()\n", "", REMOTE),
     Mutant(17, _REMOTE_CALLS, "            if self._is_closed:", "            if False:", REMOTE),
     Mutant(17, _REMOTE_CALLS, "except BaseException as raised:", "except Exception as raised:", REMOTE),
-    Mutant(18, "kvoffload/core/lower_tiers.py", "fact.namespace == remote.namespace", "True", REMOTE),
-    Mutant(14, _REMOTE_STATE, "if key not in index and key not in self.spilling]", "]", REMOTE),
+    Mutant(18, _TIER_COPIES, "fact.namespace == remote.namespace", "True", REMOTE),
+    Mutant(14, _TIERS, "if key not in index and key not in self.spilling]", "]", REMOTE),
 )
