@@ -61,13 +61,13 @@ def _records(state: CoreState) -> Iterator[str]:
 
 def _offers(state: CoreState, stores: Stores) -> Iterator[str]:
     """Stores lease what is counted, and every offer is somewhere."""
-    opened = [job for job in state.jobs.open.values() if isinstance(job, Store)]
-    leased = sum([len(job.targets) for job in opened])
+    opened = state.jobs.open.values()
+    leased = sum([len(job.targets) for job in opened if isinstance(job, Store)])
     if leased != stores.leased_blocks:
         yield f"stores lease {leased} blocks, {stores.leased_blocks} are counted"
     if stores.leased_blocks > state.shape.lease_limit:
         yield f"stores lease {stores.leased_blocks} blocks, {state.shape.lease_limit} are allowed"
-    copying = sum([len(job.offers) for job in opened if not job.settled])
+    copying = sum([len(job.offers) for job in opened if isinstance(job, Store) and not job.settled])
     undecided = state.tally.open_offers
     if undecided != stores.waiting() + copying:
         yield f"{undecided} offers have no outcome; {stores.waiting()} wait and {copying} are being copied"
@@ -168,16 +168,16 @@ def _filling(state: CoreState) -> Iterator[str]:
 
 def _stalled(state: CoreState) -> Iterator[str]:
     """Device blocks under abandoned copies are counted, and no others."""
-    late = [job for job in state.jobs.open.values() if job.state is JobState.ABANDONED]
-    blocks = sum([len(job.targets) for job in late if isinstance(job, DeviceJob)])
+    jobs, late = state.jobs.open.values(), JobState.ABANDONED
+    blocks = sum([len(job.targets) for job in jobs if isinstance(job, DeviceJob) and job.state is late])
     if blocks != state.stall.blocks:
         yield f"{blocks} blocks are under abandoned copies, {state.stall.blocks} are counted"
 
 
 def _leases(state: CoreState) -> Iterator[str]:
     """Every lease belongs to an open job."""
-    device_jobs = [job for job in state.jobs.open.values() if isinstance(job, DeviceJob)]
-    expected = Counter(block for job in device_jobs for block in job.targets)
+    opened = state.jobs.open.values()
+    expected = Counter(block for job in opened if isinstance(job, DeviceJob) for block in job.targets)
     if expected != Counter(state.leases.counts):
         yield f"leased blocks {dict(state.leases.counts)} differ from those of open jobs {dict(expected)}"
 
@@ -199,8 +199,8 @@ def _in_flight(state: CoreState, in_flight: InFlight) -> Iterator[str]:
 
 def _requests(state: CoreState) -> Iterator[str]:
     """Requests count their jobs; only those with a block table have what is tied to one."""
-    device_jobs = [job for job in state.jobs.open.values() if isinstance(job, DeviceJob)]
-    jobs = Counter(record for job in device_jobs for record in job.concerns)
+    opened = state.jobs.open.values()
+    jobs = Counter(record for job in opened if isinstance(job, DeviceJob) for record in job.concerns)
     for record in (*state.requests.live.values(), *state.requests.finishing):
         name, where = record.request, record.state.name
         if record.jobs != jobs[record]:

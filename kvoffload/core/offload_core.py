@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvoffload.core.audit import audit, audit_at_rest
-from kvoffload.core.fingerprint import fingerprint
 from kvoffload.core.jobs import DeviceJob, Failure, Load, Offer
 from kvoffload.core.loads import Loads
 from kvoffload.core.machine import JobState, RequestEvent, RequestState, SlotState
@@ -220,6 +219,7 @@ class OffloadCore:
         in other tables, before any block of the step is offered.
         """
         state = self.state
+        state.steps += 1
         if fact.preempted:
             self._preempt_all(fact.preempted)
         self._new.clear()
@@ -432,10 +432,6 @@ class OffloadCore:
     def audit_at_rest(self, slots: Iterable[SlotId]) -> list[str]:
         """Return the laws that are violated while no request is known and no copy waited for, looking at these slots only."""
         return audit_at_rest(self.state, self.stores, slots)
-
-    def fingerprint(self) -> object:
-        """Return a hashable value that is equal for equal states."""
-        return fingerprint(self)
 
     # -- device blocks that were handed out -----------------------------------------------------------------------
 

@@ -80,6 +80,8 @@ class CoreState:
         """Per rank, the host slots that it has ready."""
         self.growing = set(self.ready)
         """Ranks that are still making host memory ready, as far as they have reported."""
+        self.steps = 0
+        """How many steps there have been."""
         self.generation = 0
         """How many resets there have been."""
         self.computed_since_reset: set[DeviceBlockId] = set()

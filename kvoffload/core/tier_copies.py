@@ -593,7 +593,7 @@ class LowerTiers:
         self.queues = [tier.candidates for tier in state.tiers]
         if self._warm_start is not None:
             self.queues.append(self._warm_start.keys)
-        self._waited = 0
+        self._spilled_at = 0  # of the core's steps
         self._enough = 1  # fewer than `_ENOUGH` where a job may have no more
 
     @property
@@ -606,17 +606,18 @@ class LowerTiers:
     def step(self) -> None:
         """Plan copies that no request waits for: a warm start, then spills.
 
-        While the engine has requests, few blocks wait for others: until a queue has enough, or for `MOST_STEPS` steps.
+        While the engine has requests, few blocks wait for others: until a queue has enough, or the last spill was planned
+        `MOST_STEPS` steps ago.
         """
         state = self._state
-        self._waited += 1
-        if state.requests.live and self._waited < MOST_STEPS and max(map(len, self.queues)) < self._enough:
+        is_early = state.steps - self._spilled_at < MOST_STEPS
+        if state.requests.live and is_early and max(map(len, self.queues)) < self._enough:
             return
         if self._warm_start is not None and self._warm_start.keys:
             self._warm_start.step()
         for spills in self._spills:
             if spills.step():
-                self._waited = 0
+                self._spilled_at = state.steps
         limits = [tier.bound.slots(state.pool.capacity) for tier in state.tiers]
         self._enough = min(_ENOUGH, *limits)
 

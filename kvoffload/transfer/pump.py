@@ -192,10 +192,11 @@ class TransferPump:
         """
         reports = self._ledger.take_reports()
         works, file = True, None
-        if disk is not None:
-            reports, works, file = (*reports, *disk.jobs), disk.works, disk.file
+        # Spills come before the loads that they ran beside, so that the scheduler's side can tell (`CopyBound`).
         if remote is not None:
-            reports = (*reports, *remote.jobs)
+            reports = (*remote.jobs, *reports)
+        if disk is not None:
+            reports, works, file = (*disk.jobs, *reports), disk.works, disk.file
         # Asked in this order, so that the last slots are there when no more are on their way.
         is_growing = self._arena.is_growing
         ready_slots = max(self._arena.ready_slots, self._reported[0])

@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import pytest
 
-from kvoffload.core.fingerprint import fingerprint
 from kvoffload.core.machine import SlotState
 from kvoffload.core.request import RequestRecord
 from kvoffload.model.ids import RequestId
+from tests.core.fingerprint import fingerprint
 from tests.core.world import FAILED, World, full, window
 
 TEXT = "abcdefghijklm"
@@ -39,7 +39,7 @@ def play(world: World) -> list[object]:
     for job in sorted(world.copies):
         world.report(1, job, FAILED)
         world.report(0, job)
-        seen.append(world.core.fingerprint())
+        seen.append(fingerprint(world.core))
     for name in sorted(world.requests):
         request = world.requests[name]
         if request.state == "waiting":
@@ -50,30 +50,30 @@ def play(world: World) -> list[object]:
     for name in sorted(world.requests):
         world.end(world.requests[name])
     world.drain()
-    return [*seen, world.results, world.log, world.core.fingerprint()]
+    return [*seen, world.results, world.log, fingerprint(world.core)]
 
 
 @pytest.mark.parametrize("policy", ["eager", "lazy"])
 def test_a_copy_is_equal_and_behaves_the_same(policy: str) -> None:
     world = busy(policy)
     duplicate = copy.deepcopy(world)
-    assert duplicate.core.fingerprint() == world.core.fingerprint()
-    assert hash(duplicate.core.fingerprint()) == hash(world.core.fingerprint())
+    assert fingerprint(duplicate.core) == fingerprint(world.core)
+    assert hash(fingerprint(duplicate.core)) == hash(fingerprint(world.core))
     assert play(duplicate) == play(world)
 
 
 def test_what_happens_to_a_copy_does_not_happen_to_the_original() -> None:
     world = busy()
-    before = world.core.fingerprint()
+    before = fingerprint(world.core)
     duplicate = copy.deepcopy(world)
     play(duplicate)
-    assert world.core.fingerprint() == before
-    assert duplicate.core.fingerprint() != before
+    assert fingerprint(world.core) == before
+    assert fingerprint(duplicate.core) != before
     world.check()
 
 
 def test_the_same_facts_give_the_same_fingerprint() -> None:
-    assert busy().core.fingerprint() == busy().core.fingerprint()
+    assert fingerprint(busy().core) == fingerprint(busy().core)
 
 
 CHANGES: dict[str, Callable[[World], object]] = {
@@ -98,11 +98,11 @@ CHANGES: dict[str, Callable[[World], object]] = {
 
 
 def test_every_kind_of_change_shows_and_no_two_look_the_same() -> None:
-    pictures = {"nothing": scene().core.fingerprint()}
+    pictures = {"nothing": fingerprint(scene().core)}
     for what, change in CHANGES.items():
         world = scene()
         change(world)
-        pictures[what] = world.core.fingerprint()
+        pictures[what] = fingerprint(world.core)
     assert len(set(pictures.values())) == len(pictures)
 
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvoffload.core.fingerprint import fingerprint
 from kvoffload.core.key_index import KeyIndex
 from kvoffload.model.ids import BlockKey, SlotId
+from tests.core.fingerprint import fingerprint
 
 MOST = 2048  # keys of a dict that can be split
 

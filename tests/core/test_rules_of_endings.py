@@ -23,6 +23,7 @@ from kvoffload.model.events import (
     ResetStarted,
 )
 from kvoffload.model.transfer import DeviceJob, Direction, TransferPlan
+from tests.core.fingerprint import fingerprint
 from tests.core.world import FAILED, Req, World, full, key_at, left_behind, window
 
 TEXT = "abcdefghijklm"
@@ -495,8 +496,8 @@ def test_r16_a_job_that_has_ended_or_was_not_submitted_is_not_abandoned() -> Non
     world.device.forget_keys()
     request = world.add("a", TEXT)
     world.admit(request)
-    before = world.core.fingerprint()
+    before = fingerprint(world.core)
     for job in (0, 1, 2, 99):
         world.overdue(job)  # type: ignore[arg-type]
-    assert world.core.fingerprint() == before
+    assert fingerprint(world.core) == before
     assert RejectionCause.UNKNOWN_JOB not in [event.cause for event in world.reported(FactRejected)]

@@ -11,6 +11,7 @@ from kvoffload.model.engine import Promises
 from kvoffload.model.events import FactRejected, HitDropped, LoadScheduled, LookupAnswered, LookupDeferred
 from kvoffload.model.ids import DeviceBlockId, Rank, RequestId
 from kvoffload.model.transfer import Direction, TransferReport
+from tests.core.fingerprint import fingerprint
 from tests.core.world import CORRUPT, DONE, FAILED, Req, World, full, handle, key_at, window
 
 TEXT = "abcdefghijklm"  # three whole blocks and a token to compute
@@ -299,18 +300,19 @@ def test_r2_a_step_that_knows_of_fewer_tokens_and_nothing_new_takes_nothing_back
     world.run(request)
     world.finish()
     world.idle_step()
-    before = world.core.fingerprint()
+    before = fingerprint(world.core)
     world.tell(facts.StepScheduled(world.steps, (facts.Progress(request.name, 4),)))
-    assert world.core.fingerprint() == before
+    world.core.state.steps -= 1  # only that there was a step can be told
+    assert fingerprint(world.core) == before
 
 
 def test_r2_a_report_of_an_unknown_rank_or_job_is_survived() -> None:
     world = World()
-    before = world.core.fingerprint()
+    before = fingerprint(world.core)
     report = TransferReport(Rank(7), (), 1_000)
     world.tell(facts.TransferReported(report))
     assert surprises(world) == [RejectionCause.UNKNOWN_JOB]
-    assert world.core.fingerprint() == before
+    assert fingerprint(world.core) == before
 
 
 # -- lookups ----------------------------------------------------------------------------------------------------

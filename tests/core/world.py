@@ -49,6 +49,7 @@ from kvoffload.model.transfer import (
     TransferPlan,
     TransferReport,
 )
+from tests.core.fingerprint import fingerprint
 
 DONE, FAILED, CORRUPT = CopyOutcome.DONE, CopyOutcome.FAILED, CopyOutcome.CORRUPT
 GARBAGE = BlockKey(b"garbage")
@@ -539,9 +540,9 @@ class World:
 
     def repeat_report(self, rank: int) -> None:
         """A rank says once more what it said last; nothing may change."""
-        before = self.core.fingerprint(), len(self.log)
+        before = fingerprint(self.core), len(self.log)
         self.tell(facts.TransferReported(self.last_reports[Rank(rank)]))
-        assert (self.core.fingerprint(), len(self.log)) == before
+        assert (fingerprint(self.core), len(self.log)) == before
 
     def finish(self, *jobs: JobId, outcome: CopyOutcome = DONE) -> None:
         """End jobs on every rank; by default all that are open and not abandoned."""

@@ -9,7 +9,6 @@ from hashlib import blake2b
 
 from msgspec.structs import replace
 
-from kvoffload.core.fingerprint import fingerprint
 from kvoffload.core.machine import SlotState
 from kvoffload.core.miss_memory import MissMemory
 from kvoffload.core.state import Policy
@@ -17,6 +16,7 @@ from kvoffload.model.engine import EngineShape
 from kvoffload.model.ids import BlockKey, JobId, RequestId, SlotId
 from kvoffload.model.transfer import Tier
 from tests.core.disk_world import DiskWorld
+from tests.core.fingerprint import fingerprint
 from tests.core.remote_world import RemoteWorld
 from tests.core.world import Copy, World
 from tests.explore.worlds import SmallWorld
@@ -90,6 +90,7 @@ class Scene:
         world.results.clear()
         world.last_reports.clear()
         world.steps = 0
+        _forget_steps(world)
         _renumber_jobs(world)
         _forget_bytes(world)
         if self.disk_world is not None:
@@ -103,6 +104,14 @@ class Scene:
         constant = _CONSTANT if self.kind.policy == "lazy" else _CONSTANT | {MissMemory}
         picture = fingerprint(self, constant=constant)
         return blake2b(marshal.dumps(picture, 2), digest_size=16).digest()  # type: ignore[arg-type]  # atoms, tuples
+
+
+def _forget_steps(world: World) -> None:
+    """Only how long ago the last spill was can be told, and only while another may follow."""
+    state, lower_tiers = world.core.state, world.core.lower_tiers
+    if lower_tiers is not None:
+        lower_tiers._spilled_at = lower_tiers._spilled_at - state.steps if state.degraded is None else 0
+    state.steps = 0
 
 
 def _renumber_jobs(world: World) -> None:

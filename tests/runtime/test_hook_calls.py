@@ -19,17 +19,17 @@ from tests.runtime.parts import BLOCK, RELOAD, Side
 RUNNING = 16
 
 MOST_CALLS = {
-    "a step in which nothing happens": 25,
+    "a step in which nothing happens": 23,
     "a step in which 16 requests get a block each": 166,
-    "a step that offers a block and plans its store": 123,
-    "a request is seen": 24,
-    "a lookup that misses": 21,
+    "a step that offers a block and plans its store": 114,
+    "a request is seen": 22,
+    "a lookup that misses": 20,
     "a lookup that hits": 97,
-    "an allocation without a load": 30,
-    "an allocation with a load": 128,
-    "a step that plans a load": 48,
+    "an allocation without a load": 26,
+    "an allocation with a load": 125,
+    "a step that plans a load": 42,
     "a report of a store": 99,
-    "a report of a load": 173,
+    "a report of a load": 171,
     "a request ends": 32,
 }
 
