@@ -124,16 +124,14 @@ class SpanObserver:
     # -- on the engine's thread -------------------------------------------------------------------------------------
 
     def expect(self, trace_parent: str | None) -> None:
-        """Give the next request's span this parent."""
+        """Give the next request's span this parent. The engine's thread calls it before each `RequestSeen`."""
         self._next_parent = trace_parent
 
     def _offer(self, message: object) -> None:
         assert self._feed is not None
         if isinstance(message, facts.StepScheduled) and not message.preempted:
             return
-        parent = None
-        if isinstance(message, facts.RequestSeen):
-            parent, self._next_parent = self._next_parent, None
+        parent = self._next_parent if isinstance(message, facts.RequestSeen) else None
         self._offered += 1
         self._feed.offer(Entry(self._offered, self._now(), compact((message,))[0], parent))
 
