@@ -1,4 +1,4 @@
-"""One block's whole way, in seven steps: the story of ARCHITECTURE.md, on the real parts.
+"""One block's journey in seven steps, on the real parts: see ARCHITECTURE.md.
 
 The device is a few blocks of bytes and the engine's own block pool; the copier copies real bytes, when the story says
 so. Nothing else is made up: scheduler's side, core, bus, counters, pump and arena are the ones that serve.
