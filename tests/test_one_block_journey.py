@@ -18,7 +18,7 @@ from kvoffload.model.config import OffloadConfig
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.facts import BlocksAllocated, Progress, RequestEnded, RequestSeen, StepScheduled
 from kvoffload.model.groups import AttentionKind, GroupSpec
-from kvoffload.model.ids import DeviceBlockId, GroupId, Rank, RequestId, SlotId, block_key
+from kvoffload.model.ids import DeviceBlockId, GroupId, Rank, RequestId, SlotId
 from kvoffload.model.transfer import TransferPlan
 from kvoffload.runtime.scheduler_side import SchedulerSide
 from kvoffload.testing import FakeClock, FakeDevice, GatedCopier, ManualExecutor, wait_all_blocked
@@ -26,6 +26,7 @@ from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.host_memory import MmapAllocator
 from kvoffload.transfer.pump import TransferPump
 from kvoffload_reference.pool_device import PoolDevice
+from tests.keys import block_key
 
 BLOCK_TOKENS = 16
 KEY = block_key(b"hash of the first sixteen tokens", GroupId(0))

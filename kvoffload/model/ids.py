@@ -19,8 +19,3 @@ The hash covers the parent block, LoRA, multimodal input and cache salt, so two 
 
 NULL_BLOCK = DeviceBlockId(0)
 """Marks a position of a block table without a block: freed by the engine, or cleared in the record."""
-
-
-def block_key(block_hash: bytes, group: GroupId) -> BlockKey:
-    """Return the key of one block of one group."""
-    return BlockKey(block_hash + group.to_bytes(4, "big"))

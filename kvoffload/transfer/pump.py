@@ -47,7 +47,6 @@ from kvoffload.transfer.checksums import ChecksumTicket
 from kvoffload.transfer.jobs import JobLedger, Part
 from kvoffload.transfer.lanes import Batch, Lanes
 from kvoffload.transfer.runs import merge_runs
-from kvoffload.transfer.statistics import TransferStatistics
 from kvoffload.transfer.store_bound import StoreBound
 from kvoffload.transfer.store_queue import StoreQueue
 from kvoffload.transfer.wakeup import Wakeup
@@ -239,26 +238,6 @@ class TransferPump:
     def is_alive(self) -> bool:
         """Whether the coroutine may still start stores."""
         return self._gone is None
-
-    def statistics(self) -> TransferStatistics:
-        """Return counts for metrics and tests. Callable from any thread."""
-        lanes, ledger = self._lanes, self._ledger
-        return TransferStatistics(
-            wake_ups=self._wake_ups,
-            queries=sum(lane.queries for lane in lanes.all),
-            batches=sum(lane.batches for lane in lanes.copies),
-            copies=sum(lane.copies for lane in lanes.copies),
-            jobs_done=ledger.done,
-            jobs_failed=ledger.failed,
-            loaded_bytes=ledger.done_bytes[Direction.LOAD],
-            stored_bytes=ledger.done_bytes[Direction.STORE],
-            open_jobs=len(ledger),
-            queued_stores=len(self._queue),
-            pending_batches=sum(map(len, lanes.all)),
-            written_off_batches=lanes.written_off,
-            store_bytes_in_flight=lanes.store_bytes,
-            store_bytes_bound=self._bound.bytes,
-        )
 
     # --- the coroutine ---
 

@@ -11,9 +11,10 @@ from kvoffload.model import facts
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.groups import AttentionKind, GroupSpec
-from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, Rank, RequestId, block_key
+from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, Rank, RequestId
 from kvoffload.model.transfer import TransferReport
 from kvoffload.runtime.scheduler_side import SchedulerSide
+from tests.keys import block_key
 
 BLOCK_TOKENS = 16
 _HASH_BYTES = 32  # as engines hash with SHA-256

@@ -26,11 +26,12 @@ from kvoffload.model import facts
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.groups import AttentionKind, GroupSpec
-from kvoffload.model.ids import BlockKey, GroupId, Rank, RequestId, SlotId, block_key
+from kvoffload.model.ids import BlockKey, GroupId, Rank, RequestId, SlotId
 from kvoffload.model.transfer import AnyJob, Direction, JobReport, Tier, TransferReport
 from tests.bench.engineless import CountedBlocks
 from tests.bench.lines import Line
 from tests.bench.results import add_output_arguments, give_out
+from tests.keys import block_key
 
 BLOCK_TOKENS = 512
 _BATCH = 64  # keys of one call for values

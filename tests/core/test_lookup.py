@@ -13,8 +13,9 @@ from kvoffload.core.key_index import KeyIndex
 from kvoffload.core.match import Match, _Search, longest_match
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.groups import AttentionKind, GroupSpec
-from kvoffload.model.ids import BlockKey, GroupId, SlotId, block_key
+from kvoffload.model.ids import BlockKey, GroupId, SlotId
 from tests.core.world import chunked, full, recurrent, window
+from tests.keys import block_key
 
 BOUNDED = (AttentionKind.SLIDING_WINDOW, AttentionKind.CHUNKED_LOCAL)
 

@@ -38,7 +38,6 @@ from kvoffload.model.ids import (
     Rank,
     RequestId,
     SlotId,
-    block_key,
 )
 from kvoffload.model.transfer import (
     AnyJob,
@@ -50,6 +49,7 @@ from kvoffload.model.transfer import (
     TransferReport,
 )
 from tests.core.fingerprint import fingerprint
+from tests.keys import block_key
 
 DONE, FAILED, CORRUPT = CopyOutcome.DONE, CopyOutcome.FAILED, CopyOutcome.CORRUPT
 GARBAGE = BlockKey(b"garbage")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.errors import ConfigError, EngineContractError
 from kvoffload.model.groups import AttentionKind, GroupSpec
-from kvoffload.model.ids import GroupId, block_key
+from kvoffload.model.ids import GroupId
 from kvoffload.model.transfer import Direction, TransferPlan
 from tests.copy_jobs import device_job
 from tests.core.world import needed_blocks
@@ -123,11 +123,6 @@ def test_the_error_of_an_impossible_shape_lists_all_that_is_wrong() -> None:
         EngineShape((group,), 0, 8, 8, match_tokens=6)
     with pytest.raises(EngineContractError, match="numbered"):
         EngineShape((), 1, 8, 8)
-
-
-def test_a_key_is_the_hash_and_the_group() -> None:
-    assert block_key(b"hash", GroupId(258)) == b"hash\0\0\1\2"
-    assert block_key(b"a", GroupId(1)) != block_key(b"a", GroupId(2))
 
 
 def test_an_empty_plan_is_empty() -> None:

@@ -17,6 +17,7 @@ from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.testing import FakeClock, FakeDevice, GatedCopier
 from tests.copy_jobs import device_job
 from tests.runtime.manual_portal import ManualPortal
+from tests.transfer.counts import statistics_of
 
 TIMEOUT_S = 2.0
 PATIENCE_S = 30
@@ -127,7 +128,7 @@ def test_close_gives_a_copy_that_never_ends_up_and_keeps_its_memory(made: Side) 
     made.side.close()
     assert made.clock.monotonic() < TIMEOUT_S + 5
     assert made.copier.is_closed
-    assert pump.statistics().written_off_batches == 1
+    assert statistics_of(pump).written_off_batches == 1
     assert pump._arena.ready_slots == 10
 
 

@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from kvoffload.model.ids import GroupId, block_key
+from kvoffload.model.ids import GroupId
 from tests.bench.trace import BLOCK_TOKENS, CoreEngine, Prompt, Tiers, play
 from tests.core import test_costs
 from tests.explore.search import explore
 from tests.explore.worlds import WORLDS
+from tests.keys import block_key
 from tests.operations import calls
 from tests.runtime import test_hook_calls
 from tests.simulate.simulation import simulate

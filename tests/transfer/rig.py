@@ -16,6 +16,7 @@ from kvoffload.transfer.factory import make_checksums
 from kvoffload.transfer.host_memory import MmapAllocator
 from kvoffload.transfer.pump import TransferPump
 from tests.copy_jobs import device_job
+from tests.transfer.counts import statistics_of
 
 DONE, FAILED, CORRUPT = CopyOutcome.DONE, CopyOutcome.FAILED, CopyOutcome.CORRUPT
 TIMEOUT_S = 2.0
@@ -85,7 +86,7 @@ class Rig:
         return {report.job: report.outcome for report in self.reports()}
 
     def assert_nothing_held(self) -> None:
-        now = self.pump.statistics()
+        now = statistics_of(self.pump)
         held = (now.open_jobs, now.queued_stores, now.pending_batches, now.written_off_batches)
         assert held == (0, 0, 0, 0)
         assert now.store_bytes_in_flight == 0

@@ -17,6 +17,7 @@ from kvoffload.transfer.pump import TransferPump
 from tests.copy_jobs import device_job
 from tests.cuda_emulator import Emulator, Engine
 from tests.cuda_emulator.life import Life
+from tests.transfer.counts import statistics_of
 
 if TYPE_CHECKING:
     import pytest
@@ -34,7 +35,7 @@ def under_way(emulator: Emulator, patch: pytest.MonkeyPatch, seed: int) -> Life:
         life.step()
     life.portal.advance()
     life.portal.advance()
-    assert life.side.pump.statistics().pending_batches
+    assert statistics_of(life.side.pump).pending_batches
     return life
 
 
@@ -54,13 +55,13 @@ def test_closing_releases_nothing_before_the_last_copy_has_ended(
 ) -> None:
     life = under_way(emulator, monkeypatch, 1)
     pump, registered, advance = life.side.pump, emulator.registrations, life.portal.advance
-    before, looks = pump.statistics(), 0
+    before, looks = statistics_of(pump), 0
     released = [emulator.calls(name) for name in RELEASES]
 
     def advance_and_run(seconds: float = 0.02) -> None:
         nonlocal looks
         advance(seconds)
-        if pump.statistics().pending_batches:
+        if statistics_of(pump).pending_batches:
             looks += 1
             assert emulator.registrations == registered
             assert [emulator.calls(name) for name in RELEASES] == released
@@ -71,7 +72,7 @@ def test_closing_releases_nothing_before_the_last_copy_has_ended(
     assert looks > 3
     assert emulator.registrations == 0
     done, failed = count_ends(life, pump)
-    after = pump.statistics()
+    after = statistics_of(pump)
     assert (after.jobs_done - before.jobs_done, after.jobs_failed - before.jobs_failed) == (done, failed)
     assert (after.open_jobs, after.pending_batches, after.written_off_batches, life.open) == (0, 0, 0, {})
     assert done
@@ -90,7 +91,7 @@ def test_the_coroutines_death_releases_nothing_and_the_hooks_see_its_copies_to_t
     assert not pump.is_alive
     assert emulator.registrations == registered
     life.step()  # loads need no coroutine; a new store fails at once
-    before = pump.statistics()
+    before = statistics_of(pump)
     assert before.pending_batches
     done, failed = 0, 0
     while life.open:
@@ -99,7 +100,7 @@ def test_the_coroutines_death_releases_nothing_and_the_hooks_see_its_copies_to_t
         pump.poll()
         ended = count_ends(life, pump)
         done, failed = done + ended[0], failed + ended[1]
-    after = pump.statistics()
+    after = statistics_of(pump)
     assert (after.jobs_done - before.jobs_done, after.jobs_failed - before.jobs_failed) == (done, failed)
     assert done
     assert (after.open_jobs, after.pending_batches, after.queued_stores) == (0, 0, 0)
@@ -137,7 +138,7 @@ def test_a_fork_with_copies_running_touches_nothing_in_the_child_and_ends_both(
         outcomes = [job.outcome for job in report.jobs] if report is not None else []
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert outcomes == [CopyOutcome.DONE]
-    assert side.pump.statistics().jobs_done == 1
+    assert statistics_of(side.pump).jobs_done == 1
     side.close()
     portal.executor.submit(int).result()  # behind what unpins
     portal.close()

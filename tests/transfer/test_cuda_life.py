@@ -24,6 +24,7 @@ from kvoffload.transfer.cuda_driver import CudaPin, NvidiaDriver
 from kvoffload.transfer.pump import TransferPump
 from tests.cuda_emulator import Emulator
 from tests.cuda_emulator.life import SLOTS, Life
+from tests.transfer.counts import statistics_of
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -241,7 +242,7 @@ def test_r16_memory_of_a_copy_that_does_not_end_stays_registered(
         life.portal.advance(1.0)  # the streams stand still
         life.take()
     pump = life.side.pump
-    assert pump.statistics().written_off_batches
+    assert statistics_of(pump).written_off_batches
     life.close()
     assert emulator.registrations
     emulator.step()  # they go on after all
@@ -272,7 +273,7 @@ def test_a_lost_device_is_reported_once_and_every_job_ends(
     assert report.lost is not None
     assert "CUDA_ERROR_ILLEGAL_ADDRESS (700)" in report.lost
     assert {job.outcome for job in report.jobs} == {CopyOutcome.FAILED}
-    assert not life.side.pump.statistics().open_jobs
+    assert not statistics_of(life.side.pump).open_jobs
     assert life.side.take_report() is None
     life.close()
 

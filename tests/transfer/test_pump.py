@@ -11,6 +11,7 @@ from kvoffload.model.errors import IllegalTransition
 from kvoffload.model.transfer import Direction
 from kvoffload.testing import ManualExecutor, wait_all_blocked
 from kvoffload.transfer.ports import TicketState
+from tests.transfer.counts import statistics_of
 from tests.transfer.rig import DONE, Rig, load, running, store
 
 pytestmark = pytest.mark.asyncio
@@ -78,7 +79,7 @@ async def test_loads_go_ahead_of_stores_that_wait() -> None:
         await wait_all_blocked()
         rig.pump.submit_loads([load(2, [9], [7])])
         assert [ticket.direction.value for ticket in rig.copier.tickets] == ["store", "store", "load"]
-        assert rig.pump.statistics().store_bytes_in_flight == 4 * 96
+        assert statistics_of(rig.pump).store_bytes_in_flight == 4 * 96
         rig.copier.tickets[2].finish()
         assert rig.outcomes() == {2: DONE}
 
@@ -129,10 +130,10 @@ async def test_only_the_oldest_ticket_of_a_lane_is_asked() -> None:
 async def test_at_rest_nothing_wakes_up_and_nothing_is_asked() -> None:
     rig = Rig()
     async with running(rig):
-        before = rig.pump.statistics()
+        before = statistics_of(rig.pump)
         await rig.clock.advance(3600)
         rig.pump.poll()
-        assert rig.pump.statistics() == before
+        assert statistics_of(rig.pump) == before
         assert rig.clock.sleepers == 0
 
 
@@ -141,15 +142,15 @@ async def test_polls_grow_rarer_while_nothing_ends_and_stop_when_all_has() -> No
     async with running(rig):
         rig.pump.submit_stores([store(1, [1], [1])])
         await rig.clock.advance(0.02)
-        early = rig.pump.statistics().wake_ups
+        early = statistics_of(rig.pump).wake_ups
         await rig.clock.advance(1.0)
-        late = rig.pump.statistics().wake_ups - early
+        late = statistics_of(rig.pump).wake_ups - early
         assert late == pytest.approx(200, abs=2)  # one each 5 ms
         rig.copier.release()
         await rig.clock.advance(1.0)
-        rest = rig.pump.statistics().wake_ups
+        rest = statistics_of(rig.pump).wake_ups
         await rig.clock.advance(1.0)
-        assert rig.pump.statistics().wake_ups == rest
+        assert statistics_of(rig.pump).wake_ups == rest
 
 
 async def test_the_hook_notices_ends_while_the_coroutine_sleeps() -> None:
@@ -157,10 +158,10 @@ async def test_the_hook_notices_ends_while_the_coroutine_sleeps() -> None:
     async with running(rig):
         rig.pump.submit_stores([store(1, [1], [1])])
         await wait_all_blocked()
-        turns = rig.pump.statistics().wake_ups
+        turns = statistics_of(rig.pump).wake_ups
         rig.copier.tickets[0].finish()
         assert rig.outcomes() == {1: DONE}
-        assert rig.pump.statistics().wake_ups == turns
+        assert statistics_of(rig.pump).wake_ups == turns
 
 
 async def test_the_hook_does_not_wait_for_the_coroutine() -> None:
@@ -206,7 +207,7 @@ async def test_seconds_and_bytes_of_a_job() -> None:
         (report,) = rig.reports()
         assert (report.copied_bytes, report.copy_s) == (192, 0.125)
         assert report.queue_s == pytest.approx(0.875)
-        now = rig.pump.statistics()
+        now = statistics_of(rig.pump)
         assert (now.stored_bytes, now.loaded_bytes, now.jobs_done, now.copies) == (192, 0, 1, 2)
 
 
@@ -231,11 +232,11 @@ async def test_a_job_is_taken_in_once() -> None:
 async def test_no_jobs_at_all() -> None:
     rig = Rig()
     async with running(rig):
-        turns = rig.pump.statistics().wake_ups
+        turns = statistics_of(rig.pump).wake_ups
         rig.pump.submit_loads([])
         rig.pump.submit_stores([])
         await wait_all_blocked()
-        assert rig.pump.statistics().wake_ups == turns
+        assert statistics_of(rig.pump).wake_ups == turns
         assert rig.copier.fences == 0
 
 

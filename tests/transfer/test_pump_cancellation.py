@@ -9,6 +9,7 @@ import pytest
 
 from kvoffload.testing import wait_all_blocked
 from kvoffload.testing.logs import capture_logs
+from tests.transfer.counts import statistics_of
 from tests.transfer.rig import DONE, FAILED, TIMEOUT_S, Rig, load, running, store
 
 pytestmark = pytest.mark.asyncio
@@ -89,7 +90,7 @@ async def test_a_copy_that_never_ends_does_not_keep_it_for_ever() -> None:
             await rig.clock.advance(TIMEOUT_S + 1)
         assert task.cancelled()
         assert [entry["event"] for entry in logs] == ["copy_written_off"]
-        assert rig.pump.statistics().written_off_batches == 1
+        assert statistics_of(rig.pump).written_off_batches == 1
 
 
 async def test_close_gives_everything_back() -> None:

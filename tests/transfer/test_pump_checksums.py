@@ -9,6 +9,7 @@ import pytest
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.testing import wait_all_blocked
 from kvoffload.testing.logs import capture_logs
+from tests.transfer.counts import statistics_of
 from tests.transfer.rig import CORRUPT, DONE, FAILED, TIMEOUT_S, Rig, load, running, store
 
 pytestmark = pytest.mark.asyncio
@@ -114,8 +115,8 @@ async def test_the_bound_on_stores_counts_those_whose_checksums_are_being_read()
         rig.copier.release()
         rig.pump.submit_stores([store(number, [number], [number]) for number in range(8)])
         await rig.clock.advance(0.05)
-        assert rig.pump.statistics().store_bytes_in_flight == 4 * 96
-        assert rig.pump.statistics().queued_stores == 4
+        assert statistics_of(rig.pump).store_bytes_in_flight == 4 * 96
+        assert statistics_of(rig.pump).queued_stores == 4
         rig.reader.release()
         await rig.clock.advance(0.05)
         assert rig.outcomes() == dict.fromkeys(range(8), DONE)
@@ -129,12 +130,12 @@ async def test_the_bound_on_stores_counts_no_copy_that_ended_after_it_was_writte
             await rig.clock.advance(TIMEOUT_S * 1.1)
             rig.pump.submit_stores([store(number, [number], [number]) for number in range(4, 8)])
             await rig.clock.advance(0.05)
-            assert rig.pump.statistics().written_off_batches > 0
-            assert rig.pump.statistics().store_bytes_in_flight == 4 * 96
+            assert statistics_of(rig.pump).written_off_batches > 0
+            assert statistics_of(rig.pump).store_bytes_in_flight == 4 * 96
             rig.copier.release()
             await rig.clock.advance(TIMEOUT_S / 2)
             assert rig.reader.waiting == 4  # of two blocks each
-            assert rig.pump.statistics().store_bytes_in_flight == 4 * 96
+            assert statistics_of(rig.pump).store_bytes_in_flight == 4 * 96
             rig.reader.release()
             await rig.clock.advance(TIMEOUT_S)
             assert rig.outcomes() == dict.fromkeys(range(8), DONE)
@@ -179,7 +180,7 @@ async def test_a_reading_that_never_ends_is_written_off_with_the_time_of_its_cop
             await rig.clock.advance(TIMEOUT_S * 0.5)
         assert [entry["event"] for entry in logs] == ["checksum_written_off"]
         assert (rig.reports(), rig.pump.has_work) == ([], False)
-        assert rig.pump.statistics().written_off_batches == 1
+        assert statistics_of(rig.pump).written_off_batches == 1
         rig.reader.release()
         with capture_logs() as logs:
             rig.clock.jump(TIMEOUT_S)

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from kvoffload.model.errors import CopyError
 from kvoffload.testing import wait_all_blocked
 from kvoffload.testing.logs import capture_logs
+from tests.transfer.counts import statistics_of
 from tests.transfer.rig import DONE, FAILED, TIMEOUT_S, Rig, load, running, store
 
 pytestmark = pytest.mark.asyncio
@@ -141,11 +142,11 @@ async def test_a_copy_that_never_ends_is_written_off_and_blocks_nothing() -> Non
         rig.copier.tickets[2].finish()
         await rig.clock.advance(0.1)
         assert rig.outcomes() == {2: DONE}
-        now = rig.pump.statistics()
+        now = statistics_of(rig.pump)
         assert (now.written_off_batches, now.open_jobs, now.store_bytes_in_flight) == (2, 2, 0)
         assert not rig.pump.has_work
         await rig.clock.advance(3600)
-        assert rig.pump.statistics().wake_ups == now.wake_ups  # not even polled for
+        assert statistics_of(rig.pump).wake_ups == now.wake_ups  # not even polled for
 
 
 async def test_a_written_off_copy_that_ends_late_is_reported() -> None:

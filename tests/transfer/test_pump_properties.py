@@ -24,6 +24,7 @@ from kvoffload.transfer.factory import make_checksums
 from kvoffload.transfer.host_copier import HostCopier
 from kvoffload.transfer.host_memory import MmapAllocator
 from kvoffload.transfer.pump import TransferPump
+from tests.transfer.counts import statistics_of
 from tests.transfer.rig import CORRUPT, DONE, TIMEOUT_S, Rig, load, running, store
 
 BLOCK = 96
@@ -108,7 +109,7 @@ class Life:
             assert bool(report.corrupt) == (report.outcome is CORRUPT)
             assert job.direction is Direction.LOAD or not report.corrupt
             assert set(report.corrupt) <= set(range(len(job.slots)))
-        now = self.rig.pump.statistics()
+        now = statistics_of(self.rig.pump)
         assert now.store_bytes_in_flight <= 3 * BLOCK
         assert now.open_jobs == len(self.asked) - len(self.reported)
 
@@ -240,7 +241,7 @@ def test_with_real_threads_every_byte_arrives(verify: str) -> None:
         assert [device.read(block) for block in range(40)] == original
     run.cancel()
     assert portal.spawn(pump.drain).result(30) == 0
-    now = pump.statistics()
+    now = statistics_of(pump)
     assert (now.jobs_done, now.jobs_failed, now.open_jobs) == (200, 0, 0)
     assert now.stored_bytes == now.loaded_bytes == 20 * 40 * device.layout.slot_bytes
     assert portal.close(30)

@@ -10,6 +10,7 @@ from kvoffload.testing import GatedCopier, wait_all_blocked
 from kvoffload.transfer.lanes import Batch
 from kvoffload.transfer.runs import CopyRuns
 from kvoffload.transfer.store_bound import StoreBound
+from tests.transfer.counts import statistics_of
 from tests.transfer.rig import DONE, Rig, load, running, store
 
 MIB = 2**20
@@ -100,29 +101,27 @@ def test_a_ceiling_of_a_few_blocks_is_its_own_floor(blocks: float) -> None:
 async def test_stores_that_met_a_load_hold_back_until_it_is_over() -> None:
     """Four batches of two blocks fit; while a load is pending they shrink, and they are back some batches later."""
     rig = Rig(blocks_in_flight=8, slots=200)
-    in_flight = rig.pump.statistics
-
     async with running(rig):
-        assert in_flight().store_bytes_bound == 8 * 96
+        assert statistics_of(rig.pump).store_bytes_bound == 8 * 96
         rig.pump.submit_loads([load(0, [0], [0])])
         rig.pump.submit_stores([store(1, range(1, 161), [block % 8 for block in range(160)])])
         await wait_all_blocked()
-        assert in_flight().store_bytes_in_flight == 8 * 96
+        assert statistics_of(rig.pump).store_bytes_in_flight == 8 * 96
         first = rig.copier.tickets[0]
         seen = []
         for _ in range(8):
             rig.copier.open_tickets[1].finish()
             await rig.clock.advance(0.01)
-            seen.append(in_flight().store_bytes_in_flight // 96)
+            seen.append(statistics_of(rig.pump).store_bytes_in_flight // 96)
         assert seen[-1] == 2
         assert seen == sorted(seen, reverse=True)
         assert first.is_open
         first.finish()
-        while rig.copier.open_tickets and in_flight().store_bytes_bound < 8 * 96:
+        while rig.copier.open_tickets and statistics_of(rig.pump).store_bytes_bound < 8 * 96:
             rig.copier.open_tickets[0].finish()
             await rig.clock.advance(0.01)
-        assert in_flight().store_bytes_bound == 8 * 96
-        assert in_flight().store_bytes_in_flight == 8 * 96  # there were enough left to fill it
+        assert statistics_of(rig.pump).store_bytes_bound == 8 * 96
+        assert statistics_of(rig.pump).store_bytes_in_flight == 8 * 96  # there were enough left to fill it
         rig.copier.release()
         await rig.clock.advance(0.1)
         assert rig.outcomes() == {0: DONE, 1: DONE}
@@ -138,7 +137,7 @@ async def test_a_failed_batch_says_nothing_of_the_way() -> None:
         await wait_all_blocked()
         rig.copier.tickets[1].fail()
         await rig.clock.advance(0.01)
-        assert rig.pump.statistics().store_bytes_bound == 8 * 96
+        assert statistics_of(rig.pump).store_bytes_bound == 8 * 96
 
 
 @pytest.mark.asyncio

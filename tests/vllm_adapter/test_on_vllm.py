@@ -13,7 +13,7 @@ import pytest
 
 from kvoffload.model.errors import ConfigError
 from kvoffload.model.groups import AttentionKind
-from kvoffload.model.ids import block_key
+from tests.keys import block_key
 from tests.vllm_adapter.test_layout import page
 
 pytestmark = [

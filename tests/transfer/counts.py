@@ -1,8 +1,14 @@
-"""Statistics of a pump."""
+"""What a pump has done, read from its private counters."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvoffload.model.transfer import Direction
+
+if TYPE_CHECKING:
+    from kvoffload.transfer.pump import TransferPump
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,3 +46,24 @@ class TransferStatistics:
     written_off_batches: int
     store_bytes_in_flight: int
     store_bytes_bound: int
+
+
+def statistics_of(pump: TransferPump) -> TransferStatistics:
+    """Return the counts as they are now."""
+    lanes, ledger = pump._lanes, pump._ledger
+    return TransferStatistics(
+        wake_ups=pump._wake_ups,
+        queries=sum(lane.queries for lane in lanes.all),
+        batches=sum(lane.batches for lane in lanes.copies),
+        copies=sum(lane.copies for lane in lanes.copies),
+        jobs_done=ledger.done,
+        jobs_failed=ledger.failed,
+        loaded_bytes=ledger.done_bytes[Direction.LOAD],
+        stored_bytes=ledger.done_bytes[Direction.STORE],
+        open_jobs=len(ledger),
+        queued_stores=len(pump._queue),
+        pending_batches=sum(map(len, lanes.all)),
+        written_off_batches=lanes.written_off,
+        store_bytes_in_flight=lanes.store_bytes,
+        store_bytes_bound=pump._bound.bytes,
+    )
