@@ -9,6 +9,7 @@ from kvoffload.core.state import CoreState
 from kvoffload.core.tiers import DiskTier, RemoteTier
 from kvoffload.model.causes import DegradeCause
 from kvoffload.model.transfer import Direction, Tier
+from kvoffload.runtime.benefit import NetBenefit
 from kvoffload.runtime.host_memory import HostMemory
 from kvoffload.runtime.open_copies import OpenCopies
 from kvoffload.runtime.pin_ages import PinAges
@@ -16,7 +17,6 @@ from kvoffload.runtime.resets import Resets
 from kvoffload.runtime.watchdog import Since
 from kvoffload.telemetry.gauges import GaugeSnapshot, TierGauges
 from kvoffload.telemetry.labels import HostBytes, TierState, label_of
-from kvoffload.telemetry.net_benefit import NetBenefit
 from kvoffload.telemetry.snapshot import Labels
 
 _EMPTY = label_of(SlotState.EMPTY)

@@ -27,6 +27,7 @@ from kvoffload.model.ids import BlockKey, Rank, RequestId
 from kvoffload.model.transfer import NOTHING, TransferPlan, TransferReport
 from kvoffload.remote.address import RemotePlace
 from kvoffload.runtime.awaited_loads import NO_ANSWERS, AwaitedLoads, LoadAnswers
+from kvoffload.runtime.benefit import NetBenefit
 from kvoffload.runtime.broken_core import BrokenCore
 from kvoffload.runtime.clocks import Clocks
 from kvoffload.runtime.conservation import Conservation
@@ -41,13 +42,12 @@ from kvoffload.runtime.pin_ages import PinAges
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.remote_index import RemoteIndex
 from kvoffload.runtime.resets import Resets
+from kvoffload.runtime.step_times import FirstTokens, HasToken
 from kvoffload.runtime.watchdog import Watchdog
 from kvoffload.telemetry.counters import Counters
-from kvoffload.telemetry.first_tokens import FirstTokens, HasToken
 from kvoffload.telemetry.gauges import GaugeSnapshot
 from kvoffload.telemetry.journal import Journal
 from kvoffload.telemetry.labels import Hook
-from kvoffload.telemetry.net_benefit import NetBenefit
 from kvoffload.telemetry.provenance import describe_run, info_labels
 from kvoffload.telemetry.spans import make_spans
 

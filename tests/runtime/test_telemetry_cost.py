@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from kvoffload.model.config import OffloadConfig
+from kvoffload.runtime.benefit import NetBenefit
+from kvoffload.runtime.step_times import FirstTokens
 from kvoffload.telemetry.counters import Counters
 from kvoffload.telemetry.exporter import KVOffloadCollector
-from kvoffload.telemetry.first_tokens import FirstTokens
 from kvoffload.telemetry.journal import Journal
-from kvoffload.telemetry.net_benefit import NetBenefit
 from tests.operations import calls
 from tests.runtime.parts import BLOCK, TIMEOUT_S, Side
 

@@ -8,8 +8,8 @@ from kvoffload.bus.bus import Bus
 from kvoffload.model import facts
 from kvoffload.model.events import LookupAnswered
 from kvoffload.model.ids import RequestId
+from kvoffload.runtime.step_times import FirstTokens
 from kvoffload.telemetry.counters import Counters
-from kvoffload.telemetry.first_tokens import FirstTokens
 from kvoffload.testing import FakeClock
 
 A = RequestId("a")

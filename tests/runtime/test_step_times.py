@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffload.telemetry.step_times import Copies, StepTimes
+from kvoffload.runtime.step_times import Copies, StepTimes
 
 
 def steps(

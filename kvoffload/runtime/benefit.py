@@ -4,15 +4,19 @@
     waited          per request, for its own load, another request's load of the same prefix, or a fetch from a lower tier
     interference    the share by which steps with copies are longer than steps without (`StepTimes`)
 
-All follow from facts and events; an adapter only reports how many tokens a step computes. They are estimates, and this
-package's README names their limits.
+All follow from facts and events; an adapter only reports how many tokens a step computes. They are estimates:
+`kvoffload/telemetry/README.md` names their limits.
+
+A load of n tokens delays its request by `fixed + n * copy`; computing them takes `n * prefill`. The two are equal at
+`fixed / (prefill - copy)` tokens, the break-even length. What is fetched from a lower tier is loaded afterwards, so both delays
+add up.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 from kvoffload.bus.bus import Bus
 from kvoffload.model import events, facts
@@ -20,26 +24,82 @@ from kvoffload.model.causes import CopyOutcome, LoadOutcome, TierOutcome
 from kvoffload.model.ids import JobId, RequestId
 from kvoffload.model.message import Message
 from kvoffload.model.transfer import Direction, Tier
-from kvoffload.telemetry.break_even import BreakEven
+from kvoffload.runtime.open_copies import OpenCopies
+from kvoffload.runtime.step_times import Copies, PrefillRate, StepTimes
 from kvoffload.telemetry.labels import LoadWait
-from kvoffload.telemetry.prefill_rate import PrefillRate
 from kvoffload.telemetry.snapshot import Labels
-from kvoffload.telemetry.step_times import Copies, StepTimes
+
+NEVER_TOKENS = 1_000_000
+"""Longer than any prompt: copying is slower than computing at every length."""
+
+_LOADS = 31  # whose median fixed part counts: a burst, in which loads wait for each other, is outvoted
+_COPY_WEIGHT = 1 / 16
+_STALE_S = 60.0
 
 _LEAST_BLOCKS = 4  # of a run of steps that says what prefilling takes
 _PERIOD_S = 60.0  # over which the sign is judged
 _MATTERS = 0.01  # of a period: a smaller loss is not worth a warning
 
 
-class OpenCopies(Protocol):
-    """The open copies, which every step asks for."""
+class BreakEven:
+    """Follows loads, on one thread; any thread may call `weigh` and read `tokens`."""
+
+    def __init__(self) -> None:
+        self._fixed_s: deque[float] = deque(maxlen=_LOADS)
+        self._copy_s = self._copied_tokens = 0.0
+        self._set_at_s = -math.inf
+        self.tokens = 0
+        """0 while not known, at most `NEVER_TOKENS`. Written whole."""
+        self.fixed_s = self.token_s = 0.0
+        """Seconds of a load, and of each of its tokens; 0 while not known."""
+
+    def loaded(self, now: float, tokens: int, waited_s: float, copy_s: float) -> None:
+        """Add a load that arrived.
+
+        Args:
+            now: monotonic seconds.
+            tokens: that it brought.
+            waited_s: from its allocation until it was reported to the engine.
+            copy_s: copy time of a rank.
+        """
+        if now - self._set_at_s > _STALE_S:
+            self._fixed_s.clear()
+            self._copy_s = self._copied_tokens = 0.0
+        self._set_at_s = now
+        self._copy_s += copy_s - self._copy_s * _COPY_WEIGHT
+        self._copied_tokens += tokens - self._copied_tokens * _COPY_WEIGHT
+        self._fixed_s.append(max(waited_s - copy_s, 0.0))
+
+    def weigh(self, seconds_per_token: float, then: BreakEven | None = None) -> None:
+        """Update `tokens`.
+
+        Args:
+            seconds_per_token: of prefill; 0 if that is not known.
+            then: the loads that follow those measured here, if any do.
+        """
+        fixed, copied_tokens = sorted(self._fixed_s), self._copied_tokens  # the other thread may clear both
+        if not (fixed and copied_tokens and seconds_per_token):
+            return
+        self.fixed_s = fixed_s = fixed[len(fixed) // 2]
+        self.token_s = token_s = self._copy_s / copied_tokens
+        if then is not None:
+            fixed_s, token_s = fixed_s + then.fixed_s, token_s + then.token_s
+        gain = seconds_per_token - token_s
+        reached = fixed_s / gain if gain > 0 else NEVER_TOKENS
+        self.tokens = min(math.ceil(reached), NEVER_TOKENS)
 
     @property
-    def oldest(self) -> object | None:
-        """When the oldest job began, None without one."""
+    def stale_at(self) -> float:
+        """When `least` becomes 0 if nothing more is measured."""
+        return self._set_at_s + _STALE_S
 
-    def count(self, direction: Direction, *, is_overdue: bool) -> int:
-        """Return how many jobs of a direction are open, or overdue."""
+    def least(self, now: float) -> int:
+        """Return the shortest length that is worth a load now, 0 if it is not known.
+
+        Measurements older than a minute do not count: after a bad minute nothing would be loaded, and so nothing measured,
+        ever again.
+        """
+        return self.tokens if now <= self.stale_at else 0
 
 
 class _Load(Message, frozen=True):
@@ -52,7 +112,7 @@ _BELOW = Tier.DISK, Tier.REMOTE
 
 
 class NetBenefit:
-    """Adds the seconds up, on one thread; any thread may read `series`.
+    """Adds the seconds up, on one thread; any thread may read what is public.
 
     Args:
         block_tokens: of the shortest hit.
@@ -86,9 +146,9 @@ class NetBenefit:
         self._copy_s: dict[JobId, float] = {}
         self._await_fetch: set[RequestId] = set()
         self._unpriced_tokens = 0
-        self._saved_s = 0.0
-        self._waited_s = dict.fromkeys(LoadWait, 0.0)
-        self._interference_s = dict.fromkeys(Direction, 0.0)
+        self.saved_s = 0.0
+        self.waited_s = dict.fromkeys(LoadWait, 0.0)
+        self.interference_s = dict.fromkeys(Direction, 0.0)
         # Of the last step: when it was scheduled, whether it computed anything, whether it only decoded, and so did the
         # one before it with the same copies under way, how many tokens it decoded, and which copies those were.
         self._last_s = 0.0
@@ -96,7 +156,7 @@ class NetBenefit:
         self._decoded = self._copies = 0
         self._period_began = self._judge_s = -math.inf
         self._period_net_s = 0.0
-        self._is_negative = False
+        self.is_negative = False
         self._publish: Callable[[events.NetBenefitTurned], None] = lambda event: None
 
     def subscribe(self, bus: Bus) -> None:
@@ -114,24 +174,24 @@ class NetBenefit:
     @property
     def net_s(self) -> float:
         """Seconds saved less seconds lost, since the start."""
-        return self._saved_s - sum(self._waited_s.values()) - sum(self._interference_s.values())
+        return self.saved_s - sum(self.waited_s.values()) - sum(self.interference_s.values())
 
     def series(self) -> dict[str, dict[Labels, float]]:
         """Return the series of this class's metrics, by name."""
         self._weigh()
         rate = self._rate.seconds_per_token
         return {
-            "kvoffload_prefill_seconds_saved_total": {(): self._saved_s},
-            "kvoffload_load_wait_seconds_total": {(one.value,): s for one, s in self._waited_s.items()},
+            "kvoffload_prefill_seconds_saved_total": {(): self.saved_s},
+            "kvoffload_load_wait_seconds_total": {(one.value,): s for one, s in self.waited_s.items()},
             "kvoffload_interference_seconds_total": {
-                (one.value,): s for one, s in self._interference_s.items()
+                (one.value,): s for one, s in self.interference_s.items()
             },
             "kvoffload_prefill_tokens_per_second": {(): 1 / rate if rate else 0.0},
             "kvoffload_break_even_tokens": {(): self._break_even.tokens},
             "kvoffload_fetch_break_even_tokens": {
                 (tier.value,): each.tokens for tier, each in self._fetch_break_even.items()
             },
-            "kvoffload_net_benefit_negative": {(): float(self._is_negative)},
+            "kvoffload_net_benefit_negative": {(): float(self.is_negative)},
         }
 
     # -- steps ------------------------------------------------------------------------------------------------------
@@ -184,12 +244,12 @@ class NetBenefit:
             lost = seconds * slower / (1 + slower)
             ways = _WAYS[copies]
             for way in ways:
-                self._interference_s[way] += lost / len(ways)
+                self.interference_s[way] += lost / len(ways)
 
     def _ended(self, fact: facts.RequestEnded) -> None:
         if self._loads:
             for job in [job for job, load in self._loads.items() if load.request == fact.request]:
-                self._waited_s[LoadWait.OWN_LOAD] += self._now() - self._loads.pop(job).since
+                self.waited_s[LoadWait.OWN_LOAD] += self._now() - self._loads.pop(job).since
 
     # -- loads ------------------------------------------------------------------------------------------------------
 
@@ -197,7 +257,7 @@ class NetBenefit:
         """Add the time that a request's lookup was answered "not yet"."""
         reason = LoadWait.FETCH if request in self._await_fetch else LoadWait.OTHERS_LOAD
         self._await_fetch.discard(request)
-        self._waited_s[reason] += seconds
+        self.waited_s[reason] += seconds
 
     def _deferred(self, event: events.LookupDeferred) -> None:
         if event.owner is None:
@@ -216,7 +276,7 @@ class NetBenefit:
         if load is None:
             return
         waited_s = self._now() - load.since
-        self._waited_s[LoadWait.OWN_LOAD] += waited_s
+        self.waited_s[LoadWait.OWN_LOAD] += waited_s
         if event.outcome is LoadOutcome.LOADED:
             self._unpriced_tokens += load.tokens
             self._break_even.loaded(self._now(), load.tokens, waited_s, copy_s)
@@ -238,7 +298,7 @@ class NetBenefit:
     def _price(self) -> None:
         """Price loaded tokens, also those from before the first measurement."""
         rate = self._rate.seconds_per_token
-        self._saved_s += self._unpriced_tokens * rate
+        self.saved_s += self._unpriced_tokens * rate
         if rate:
             self._unpriced_tokens = 0
         self._is_weighed = False
@@ -269,10 +329,10 @@ class NetBenefit:
         gained, self._period_net_s = net - self._period_net_s, net
         began, self._period_began = self._period_began, now
         self._judge_s = now + _PERIOD_S
-        turned = gained > 0 if self._is_negative else gained < -_MATTERS * _PERIOD_S
+        turned = gained > 0 if self.is_negative else gained < -_MATTERS * _PERIOD_S
         if turned and began > -math.inf:
-            self._is_negative = not self._is_negative
-            self._publish(events.NetBenefitTurned(self._is_negative, gained, now - began))
+            self.is_negative = not self.is_negative
+            self._publish(events.NetBenefitTurned(self.is_negative, gained, now - began))
 
 
 _WAYS: dict[int, tuple[Direction, ...]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffload.telemetry.break_even import NEVER_TOKENS, BreakEven
+from kvoffload.runtime.benefit import NEVER_TOKENS, BreakEven
 
 
 def loads(

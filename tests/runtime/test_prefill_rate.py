@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from kvoffload.telemetry.prefill_rate import PrefillRate
+from kvoffload.runtime.step_times import PrefillRate
 
 DECODE_S, PER_TOKEN_S = 0.01, 0.001
 

@@ -1,0 +1,224 @@
+"""What steps take: how copies slow them, what prefilling adds, and when requests have their first token.
+
+No engine reports the end of a step or a sampled token, so all of it follows from the times at which steps are scheduled.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+
+from kvoffload.bus.bus import Bus
+from kvoffload.model import facts
+from kvoffload.model.causes import Found
+from kvoffload.model.events import FirstTokenReached, LookupAnswered
+from kvoffload.model.ids import RequestId
+from kvoffload.model.transfer import Tier
+
+_SIZES = 24  # powers of two by which a step's decoded tokens are counted
+_QUIET_WEIGHT = 1 / 16
+_SLOWDOWN_WEIGHT = 1 / 64
+_FIRST = 8  # steps of a size, the shortest of which is the first mean: others may have compiled something
+_OUTLIER = 4.0  # times the usual, beyond which a step is ignored
+
+_RUNS = 33  # of the last runs, the median by tokens: a stall, as of a first compilation, is outvoted
+_LONGEST_RUN = 32  # steps after which a run is a sample even if it continues
+# The share of a run's time that counts as prefilling at least, however long its steps would have taken without.
+_LEAST_SHARE = 0.1
+
+HasToken = Callable[[], object]
+"""What it returns is true once there is a token."""
+
+_FOUND = {Tier.DISK: Found.DISK, Tier.REMOTE: Found.REMOTE}
+
+
+class Copies(IntEnum):
+    """Which copies run during a step."""
+
+    NONE = 0
+    STORES = 1
+    LOADS = 2
+    BOTH = 3
+
+
+class StepTimes:
+    """Running means of decode-only steps with and without running copies: a measure of how copies slow the engine.
+
+    Steps are compared with others that decode about as many tokens, to a power of two. The time from one step to the next counts
+    only if the step before was of the same kind, because an engine with two steps in flight schedules one while another runs.
+    Steps that prefill differ too much to be compared; the same slowdown is assumed for them. One thread reports the steps in order.
+    """
+
+    def __init__(self) -> None:
+        self._quiet_s = [0.0] * _SIZES
+        self._seen = [0] * _SIZES
+        self._slowdown = [0.0] * len(Copies)
+
+    def usual_s(self, tokens: int) -> float:
+        """Return the time of a step that decodes this many tokens without copies; 0 while unknown."""
+        return self._quiet_s[min(max(tokens, 1).bit_length(), _SIZES - 1)]
+
+    def slowdown(self, copies: int) -> float:
+        """Return the share by which copies of this kind lengthen a step; 0 while unknown, never negative."""
+        return max(self._slowdown[copies], 0.0)
+
+    def observe(self, seconds: float, tokens: int, copies: int) -> None:
+        """Note the time of a step that only decoded, at least one token."""
+        if seconds <= 0:
+            return
+        size = tokens.bit_length()
+        if size >= _SIZES:
+            size = _SIZES - 1
+        usual = self._quiet_s[size]
+        if copies:
+            if usual:
+                slower = min(seconds / usual, _OUTLIER) - 1
+                self._slowdown[copies] += (slower - self._slowdown[copies]) * _SLOWDOWN_WEIGHT
+        elif self._seen[size] < _FIRST:
+            self._seen[size] += 1
+            self._quiet_s[size] = min(seconds, usual or seconds)
+        else:
+            within = min(max(seconds, usual / _OUTLIER), usual * _OUTLIER)
+            self._quiet_s[size] = usual + (within - usual) * _QUIET_WEIGHT
+
+
+class PrefillRate:
+    """Estimates the seconds that prefilling adds per token, from the times and contents of steps.
+
+    An engine may schedule the next step before this one ends. So a run is timed: consecutive steps that prefill, and the one
+    step after them:
+
+        steps       D   P   P   D   D          D decodes only, P prefills
+        counted         |-----------|          from the run's first step to the second step behind it
+        subtracted      d   d   d              for each, the time of a step that only decodes as many tokens
+
+    With one step in flight the three intervals are the durations of P, P and D; with two in flight, of D, P and P. Either
+    way the rest is the time that prefilling adds.
+
+    Args:
+        least_tokens: shorter runs mostly measure a step's fixed cost; they count only while there is no other run.
+    """
+
+    def __init__(self, least_tokens: int) -> None:
+        self._least_tokens = least_tokens
+        self._runs: deque[tuple[float, int]] = deque(maxlen=_RUNS)
+        self._is_provisional = True
+        self._began = 0.0
+        self._tokens = self._steps = 0
+        self._usual_s = 0.0
+        self._is_over = False
+        self.is_timing = False
+        """Whether a run is open, so that steps without prefill must be reported too."""
+        self._rate: float | None = 0.0  # None: to be computed again
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Seconds that prefilling adds per token; 0 until something was measured. Any thread may ask.
+
+        Computed when it is read, because a median takes too long for a hook.
+        """
+        rate = self._rate
+        if rate is None:
+            rate = self._rate = _median(tuple(self._runs))
+        return rate
+
+    def step(self, now: float, tokens: int, usual_s: float) -> None:
+        """A step was scheduled.
+
+        Args:
+            now: monotonic seconds.
+            tokens: that it prefills.
+            usual_s: what a step takes that only decodes what this one decodes; 0 for one with nothing to compute.
+        """
+        if self.is_timing and (self._is_over or self._steps == _LONGEST_RUN):
+            self._end(now)
+        if not tokens:
+            self._is_over = True
+            self._usual_s += usual_s
+            return
+        if not self.is_timing:
+            self.is_timing, self._began = True, now
+            self._tokens = self._steps = 0
+            self._usual_s, self._is_over = 0.0, False
+        self._tokens += tokens
+        self._steps += 1
+        self._usual_s += usual_s
+
+    def idle(self, now: float) -> None:
+        """The engine has nothing left to compute."""
+        if self.is_timing:
+            self._end(now)
+
+    def _end(self, now: float) -> None:
+        took, self.is_timing = now - self._began, False
+        is_long = self._tokens >= self._least_tokens
+        if took <= 0 or not (is_long or self._is_provisional):
+            return
+        if is_long and self._is_provisional:
+            self._runs.clear()
+            self._is_provisional = False
+        seconds = max(took - self._usual_s, _LEAST_SHARE * took)
+        self._runs.append((seconds / self._tokens, self._tokens))
+        self._rate = None
+
+
+def _median(runs: Sequence[tuple[float, int]]) -> float:
+    """Return the median of the first numbers, each counted as often as the second says; 0 of none."""
+    half = sum([tokens for _, tokens in runs]) / 2
+    reached = 0
+    for seconds, tokens in sorted(runs):
+        reached += tokens
+        if reached >= half:
+            return seconds
+    return 0.0
+
+
+class FirstTokens:
+    """Measures times to first token, by what the lookup found. On the engine's thread.
+
+    Each step checks the admitted requests that have no token yet: the time is that of the first step after the token, or of the
+    request's end. A step without such requests costs one comparison.
+
+    Args:
+        now: monotonic seconds.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._publish: Callable[[FirstTokenReached], None] = lambda event: None
+        self.waiting: dict[RequestId, tuple[float, HasToken]] = {}
+        """Requests without a token: since when, and what says whether the first is there, until the request has ended."""
+        self.admitted: dict[RequestId, Found] = {}
+        """Admitted requests without a token, and what their last lookup found."""
+
+    def subscribe(self, bus: Bus) -> None:
+        """Follow admissions and ends from now on, and publish first tokens."""
+        self._publish = bus.publish
+        bus.count(LookupAnswered, self._settled)
+        bus.count(facts.RequestEnded, self._ended)
+
+    def expect(self, request: RequestId, has_token: HasToken) -> None:
+        """Measure the time from now until a request's first token."""
+        self.waiting[request] = self._now(), has_token
+
+    def look(self) -> list[FirstTokenReached]:
+        """Return the events of requests whose first token exists; called when a step is scheduled."""
+        return [self._arrived(request) for request in tuple(self.admitted) if self.waiting[request][1]()]
+
+    def _settled(self, event: LookupAnswered) -> None:
+        if event.request in self.waiting:
+            found = Found.DEVICE if event.device_tokens else Found.NOTHING
+            host = _FOUND[event.fetched_from] if event.fetched_tokens else Found.HOST
+            self.admitted[event.request] = host if event.hit_tokens else found
+
+    def _ended(self, fact: facts.RequestEnded) -> None:
+        request = fact.request
+        if request in self.admitted and self.waiting[request][1]():
+            self._publish(self._arrived(request))
+        elif self.waiting.pop(request, None) is not None:
+            self.admitted.pop(request, None)
+
+    def _arrived(self, request: RequestId) -> FirstTokenReached:
+        waited_s = self._now() - self.waiting.pop(request)[0]
+        return FirstTokenReached(request, self.admitted.pop(request), waited_s)
