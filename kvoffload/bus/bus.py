@@ -1,8 +1,8 @@
-"""The bus: each message reaches its state handler, then inline subscribers, then feeds.
+"""The bus: each message reaches its inline handlers, which fill the feeds of observers.
 
-A hook dispatches one fact. The fact's class has exactly one state handler, which runs inline. The handler's events follow
-the fact in the same batch, then whatever subscribers publish. Every subscriber sees the messages in that order, and no
-handler or subscriber runs inside another. When the batch is over, it is kept whole for the recorder.
+A hook dispatches one fact. The first handler of the fact's class owns the state that the fact changes. Its events follow the
+fact in the same batch, then whatever the other handlers publish. Every subscriber sees the messages in that order, and no
+handler runs inside another. A bus with a clock keeps whole batches and hands many at a time to the handlers of `Kept`.
 
 One thread dispatches and subscribes: the engine's. Feeds carry messages to others.
 """
@@ -20,9 +20,12 @@ M = TypeVar("M")
 Handler = Callable[[Any], object]
 Batch = tuple[int, float, list[object]]
 """How many messages were published before it, its time, and its messages."""
-Recorder = Callable[[list[Batch]], object]
 StateErrorCallback = Callable[[Exception, object], object]
 RemovedCallback = Callable[[str, Exception], object]
+
+
+class Kept(list[Batch]):
+    """The batches published since the last ones were handled. Its handlers may keep batches, but not this list."""
 
 
 class BusStatistics(NamedTuple):
@@ -30,7 +33,7 @@ class BusStatistics(NamedTuple):
 
     published: int  #: messages dispatched
     state_errors: int  #: exceptions of state handlers
-    removed_counters: tuple[str, ...]  #: names of inline subscribers that raised
+    removed_counters: tuple[str, ...]  #: names of inline handlers without state that raised
     feeds: tuple[tuple[str, FeedStatistics], ...]  #: by name, also those no longer read
 
 
@@ -60,7 +63,7 @@ class _NoEvents:
 
 
 class _Routes(dict[type, tuple[Handler, ...]]):
-    """Per message class, its handler, subscribers and feeds, in that order; computed for the first message of a class."""
+    """Per message class, its handlers, the state's first; computed for the first message of a class."""
 
     def __init__(self, resolve: Callable[[type], tuple[Handler, ...]]) -> None:
         super().__init__()
@@ -82,11 +85,9 @@ class Bus:
         self._source: EventSource = source or _NoEvents()
         self._handlers: dict[type, Handler] = {}
         self._counters: list[tuple[type, Handler]] = []
-        self._recorder: Recorder | None = None
-        self._now: Callable[[], float] = float
-        self._kept: list[Batch] = []
-        self._at_a_time = self._record_at = 0
-        self._offers: list[tuple[tuple[type, ...], Handler]] = []
+        self._now: Callable[[], float] | None = None
+        self._kept = Kept()
+        self._at_a_time = self._hand_on_at = 0
         self._feeds: dict[str, Feed[Any]] = {}
         self._routes = _Routes(self._resolve)  # derived from the above, forgotten when it changes
         self._batch: list[object] | None = None
@@ -108,46 +109,41 @@ class Bus:
         self._routes.clear()
 
     def drop_handlers(self) -> None:
-        """Remove all state handlers and the source of their events; subscribers stay."""
+        """Remove all state handlers and the source of their events; the other subscribers stay."""
         self._handlers.clear()
         self._source = _NoEvents()
         self._routes.clear()
 
     def count(self, cls: type[M], counter: Callable[[M], object]) -> None:
-        """Call `counter` with every message of `cls` or a subclass; once it raises, never again."""
+        """Let `counter` react to every message of `cls` or a subclass, after the state handler; if it raises, it is removed."""
         self._counters.append((cls, counter))
         self._routes.clear()
 
-    def record(self, recorder: Recorder, now: Callable[[], float], at_a_time: int = 1) -> list[Batch]:
-        """Call `recorder` with the batches published since the last call once they have so many messages.
+    def keep(self, now: Callable[[], float], at_a_time: int = 1) -> Kept:
+        """Keep all batches from now on, and call the handlers of `Kept` once they have so many messages.
 
-        To keep a batch takes no call of Python, and a recorder that gets many at a time finds its code in the processor's
-        caches. A bus has one recorder; once it raises, it is not called again.
+        Keeping a batch takes no call of Python, and a handler of many batches finds its code in the processor's caches.
 
         Args:
-            recorder: takes the batches and may keep them, but not their list.
             now: the clock that gives each batch its time.
             at_a_time: messages.
 
         Returns:
-            The batches that the recorder will get next, which other threads may copy.
+            The batches not yet handled, which other threads may copy.
         """
-        self._recorder, self._now, self._at_a_time = recorder, now, at_a_time
-        self._record_at = self._published + at_a_time
+        self._now, self._at_a_time = now, at_a_time
+        self._hand_on_at = self._published + at_a_time
         return self._kept
 
-    def observe(self, name: str, classes: Sequence[type[M]], capacity: int) -> Feed[M]:
-        """Return a feed of the messages of `classes`; with no class, one that only its owner fills.
+    def observe(self, name: str, capacity: int) -> Feed[Any]:
+        """Return a feed that handlers fill; it is closed with the bus, and its numbers are among the statistics.
 
         Raises:
             ValueError: the name is taken, or the capacity is not positive.
         """
         if name in self._feeds:
             raise ValueError(f"feed {name!r} exists already")
-        feed: Feed[M] = Feed(name, capacity)
-        self._feeds[name] = feed
-        self._offers.append((tuple(classes), feed.offer))
-        self._routes.clear()
+        feed = self._feeds[name] = Feed(name, capacity)
         return feed
 
     def on_state_error(self, callback: StateErrorCallback) -> None:
@@ -155,7 +151,7 @@ class Bus:
         self._state_error = callback
 
     def on_removed(self, callback: RemovedCallback) -> None:
-        """Call `callback` with the name and the exception when an inline subscriber that raised was removed."""
+        """Call `callback` with the name and the exception when a handler that raised was removed."""
         self._removed = callback
 
     def afterwards(self, callback: Callable[[], object]) -> None:
@@ -187,10 +183,10 @@ class Bus:
             self._batch = None
             before = self._published
             self._published = published = before + len(batch)
-        if self._recorder is not None:
+        if self._now is not None:
             self._kept.append((before, self._now(), batch))
-            if published >= self._record_at:
-                self._record(self._recorder)
+            if published >= self._hand_on_at:
+                self._hand_on()
         if self._after:
             self._run_after()
 
@@ -216,13 +212,13 @@ class Bus:
             raise exc
         call_guarded(self._state_error, exc, message)
 
-    def _record(self, recorder: Recorder) -> None:
-        self._record_at = self._published + self._at_a_time
-        try:
-            recorder(self._kept)
-        except Exception as exc:
-            self._recorder = None
-            self._note_removed(recorder, exc)
+    def _hand_on(self) -> None:
+        self._hand_on_at = self._published + self._at_a_time
+        for react in self._routes[Kept]:
+            try:
+                react(self._kept)
+            except Exception as exc:
+                self._raised(react, self._kept, exc)
         self._kept.clear()
 
     def _run_after(self) -> None:
@@ -230,16 +226,12 @@ class Bus:
             call_guarded(self._after.pop(0))
 
     def _resolve(self, cls: type) -> tuple[Handler, ...]:
-        handler = [self._handlers[cls]] if cls in self._handlers else []
-        subscribers: list[tuple[type | tuple[type, ...], Handler]] = [*self._counters, *self._offers]
-        return (*handler, *[each for wanted, each in subscribers if issubclass(cls, wanted)])
+        state = [self._handlers[cls]] if cls in self._handlers else []
+        return (*state, *[counter for wanted, counter in self._counters if wanted in cls.__mro__])
 
     def _remove(self, subscriber: Handler, exc: Exception) -> None:
         self._counters = [entry for entry in self._counters if entry[1] != subscriber]
         self._routes.clear()
-        self._note_removed(subscriber, exc)
-
-    def _note_removed(self, subscriber: Handler, exc: Exception) -> None:
         name = getattr(subscriber, "__qualname__", type(subscriber).__qualname__)
         self._removed_counters.append(name)
         if self._removed is not None:

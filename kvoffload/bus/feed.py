@@ -18,10 +18,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Awaitable, Callable
 from typing import Generic, NamedTuple, TypeVar
 
 import anyio
 import anyio.lowlevel
+
+from kvoffload.bus.guard import call_guarded
 
 T = TypeVar("T")
 
@@ -144,3 +147,21 @@ class Feed(Generic[T]):
             self._loop.call_soon_threadsafe(self._bell.set)
         except RuntimeError:  # the loop is closed: the feed has no reader any more
             self.abandon()
+
+
+async def run_observer(
+    feed: Feed[T], observer: Callable[[T], Awaitable[object]], on_removed: Callable[[str, Exception], object]
+) -> None:
+    """Hand every event of `feed` to `observer` until the feed is closed and empty.
+
+    An observer that raises is removed: its feed closes, queued events count as dropped, and `on_removed` gets its
+    name and the exception. While it waits, events queue up in its feed; once the feed is full they are dropped.
+    """
+    try:
+        try:
+            async for event in feed:
+                await observer(event)
+        finally:
+            feed.abandon()  # also when cancelled: the feed has no reader any more
+    except Exception as exc:
+        call_guarded(on_removed, feed.name, exc)

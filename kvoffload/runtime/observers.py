@@ -7,7 +7,7 @@ from concurrent.futures import Executor, Future
 from contextlib import suppress
 
 from kvoffload.bus.bus import Bus
-from kvoffload.bus.observers import run_observer
+from kvoffload.bus.feed import run_observer
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.watchdog import Watchdog
 from kvoffload.telemetry.counters import Counters

@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 import anyio
 import anyio.to_thread
 
-from kvoffload.bus.bus import Batch, Bus
+from kvoffload.bus.bus import Batch, Bus, Kept
 from kvoffload.bus.feed import Feed
 from kvoffload.bus.guard import call_guarded
 from kvoffload.model.facts import StepScheduled
@@ -79,8 +79,9 @@ class Journal:
     def subscribe(self, bus: Bus, capacity: int = 16384) -> None:
         """Record every fact and event from now on; `capacity` lines may wait for the file."""
         if self._file is not None:
-            self._feed = bus.observe("journal", (), capacity)
-        self._young = bus.record(self.record, self._now, _AT_A_TIME if self._file is None else 1)
+            self._feed = bus.observe("journal", capacity)
+        self._young = bus.keep(self._now, _AT_A_TIME if self._file is None else 1)
+        bus.count(Kept, self.record)
 
     def tail(self, count: int) -> list[str]:
         """Return the last `count` lines, oldest first, from any thread."""
@@ -106,7 +107,7 @@ class Journal:
             self._feed.abandon()
             self._file.close()
 
-    def record(self, batches: list[Batch]) -> None:
+    def record(self, batches: Kept) -> None:
         """Move batches to the ring, without what may not be held for long."""
         short, end = compact([message for _, _, messages in batches for message in messages]), 0
         kept: list[Batch] = []

@@ -76,7 +76,7 @@ class LogObserver:
 
         They are chosen inline: waking another thread costs the engine far more than the check.
         """
-        feed: Feed[Event] = bus.observe("log", (), capacity)
+        feed: Feed[Event] = bus.observe("log", capacity)
 
         def pick(event: Event) -> None:
             if deserves_line(event):

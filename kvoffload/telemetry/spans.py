@@ -96,7 +96,7 @@ class SpanObserver:
             capacity: messages that may wait.
         """
         self._on_failure = on_failure
-        self._feed = bus.observe(NAME, (), capacity)
+        self._feed = bus.observe(NAME, capacity)
         for cls in _SPANNED:
             bus.count(cls, self._offer)
 

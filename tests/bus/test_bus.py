@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.bus.bus import Batch, Bus
-from kvoffload.bus.feed import Feed
+from kvoffload.bus.bus import Batch, Bus, Kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,20 +48,14 @@ def test_subscribers_get_a_class_and_its_subclasses_in_order_of_registration() -
     assert calls == ["base, first", "child, second", "base, third", "base, first", "base, third"]
 
 
-def test_handler_then_counters_then_feeds_then_recorders() -> None:
+def test_the_states_handler_then_the_others_then_those_of_whole_batches() -> None:
     bus, calls = Bus(), list[str]()
-    feed = bus.observe("watcher", [Base], 1)
-    bus.record(
-        lambda batches: calls.append(
-            f"recorder, {feed.statistics().waiting} waiting, {len(batches)} batches"
-        ),
-        float,
-    )
-    bus.count(Base, lambda _: calls.append(f"counter, {feed.statistics().waiting} waiting"))
+    bus.keep(float)
+    bus.count(Kept, lambda batches: calls.append(f"{len(batches)} batches"))
+    bus.count(Base, lambda _: calls.append("counter"))
     bus.handle(Base, lambda _: calls.append("state"))
     bus.publish(Base())
-    assert calls == ["state", "counter, 0 waiting", "recorder, 1 waiting, 1 batches"]
-    assert feed.nowait() == Base()
+    assert calls == ["state", "counter", "1 batches"]
 
 
 class Left:
@@ -82,8 +75,9 @@ def test_what_a_handler_left_follows_its_fact_in_one_batch() -> None:
     left = Left()
     bus, seen, batches = Bus(left), list[object](), list[list[object]]()
     bus.handle(Base, lambda _: left.events.extend([Other(1), Other(2)]))
-    bus.count(object, seen.append)
-    bus.record(lambda kept: batches.extend([messages for _, _, messages in kept]), float)
+    bus.count(Base, seen.append)
+    bus.count(Other, seen.append)
+    keep(bus, batches)
     bus.publish(Base())
     bus.dispatch([Other(3), Base(1)])
     assert seen == [Base(), Other(1), Other(2), Other(3), Base(1), Other(1), Other(2)]
@@ -91,10 +85,11 @@ def test_what_a_handler_left_follows_its_fact_in_one_batch() -> None:
     assert bus.statistics().published == 7
 
 
-def test_a_recorder_gets_many_messages_at_a_time_with_their_numbers_and_times() -> None:
+def test_batches_are_handled_many_messages_at_a_time_with_their_numbers_and_times() -> None:
     bus, recorded, clock = Bus(), list[list[Batch]](), iter([0.5, 1.5, 2.5])
     bus.publish(Base(0))
-    kept = bus.record(lambda batches: recorded.append(list(batches)), lambda: next(clock), at_a_time=3)
+    kept = bus.keep(lambda: next(clock), at_a_time=3)
+    bus.count(Kept, lambda batches: recorded.append(list(batches)))
     bus.dispatch([Base(1), Base(2)])
     assert kept == [(1, 0.5, [Base(1), Base(2)])]
     assert not recorded
@@ -112,10 +107,7 @@ def test_a_subscription_holds_for_classes_seen_before_it() -> None:
     bus.publish(Base(2))
     bus.count(Base, received.append)
     bus.publish(Base(3))
-    bus.observe("watcher", [Base], 1)
-    bus.publish(Base(4))
-    assert received == [Base(2), Base(3), Base(3), Base(4), Base(4)]
-    assert bus.statistics().feeds[0][1].waiting == 1
+    assert received == [Base(2), Base(3), Base(3)]
 
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=3), min_size=1, max_size=8))
@@ -156,7 +148,7 @@ def test_what_a_state_error_leads_to_follows_in_the_same_batch() -> None:
     bus, batches = Bus(), list[list[object]]()
     bus.on_state_error(lambda _error, message: bus.publish(Other(message.number)))  # type: ignore[attr-defined]
     bus.handle(Base, _raise)
-    bus.record(lambda kept: batches.extend([messages for _, _, messages in kept]), float)
+    keep(bus, batches)
     bus.publish(Base(1))
     assert batches == [[Base(1), Other(1)]]
 
@@ -182,21 +174,19 @@ def test_a_raising_callback_goes_no_further_than_the_log(caplog: pytest.LogCaptu
     assert [record.getMessage() for record in caplog.records] == ["callback_failed"]
 
 
-@pytest.mark.parametrize("kind", ["count", "record"])
+@pytest.mark.parametrize("of", [Base, Kept])
 @pytest.mark.parametrize("is_reported", [True, False])
-def test_a_raising_subscriber_is_removed_and_the_others_still_run(kind: str, is_reported: bool) -> None:
+def test_a_raising_subscriber_is_removed_and_the_others_still_run(of: type, is_reported: bool) -> None:
     bus, received, removed = Bus(), list[object](), list[tuple[str, str]]()
     if is_reported:
         bus.on_removed(lambda name, error: removed.append((name, str(error))))
-    if kind == "count":
-        bus.count(Base, _raise)
-    else:
-        bus.record(_raise_of_batches, float)
-    bus.count(Base, received.append)
+    bus.keep(float)
+    bus.count(of, _raise if of is Base else _raise_of_batches)
+    bus.count(of, received.append)
     bus.publish(Base(1))
     bus.publish(Base(2))
-    name = "_raise" if kind == "count" else "_raise_of_batches"
-    assert received == [Base(1), Base(2)]
+    name = "_raise" if of is Base else "_raise_of_batches"
+    assert len(received) == 2
     assert removed == ([(name, "handler of 1")] if is_reported else [])
     assert bus.statistics().removed_counters == (name,)
 
@@ -213,7 +203,7 @@ def test_a_counter_removed_in_a_batch_gets_none_of_its_rest() -> None:
     assert calls == [0]
 
 
-def test_afterwards_is_when_recorders_have_the_batch(caplog: pytest.LogCaptureFixture) -> None:
+def test_afterwards_is_when_the_whole_batch_was_handled(caplog: pytest.LogCaptureFixture) -> None:
     bus, calls = Bus(), list[str]()
 
     def ask(_: Base) -> None:
@@ -222,16 +212,18 @@ def test_afterwards_is_when_recorders_have_the_batch(caplog: pytest.LogCaptureFi
         calls.append("counter")
 
     bus.count(Base, ask)
-    bus.record(lambda _: calls.append("recorder"), float)
+    bus.keep(float)
+    bus.count(Kept, lambda _: calls.append("kept"))
     with caplog.at_level(logging.ERROR):
         bus.publish(Base())
     bus.publish(Other())
-    assert calls == ["counter", "recorder", "afterwards", "recorder"]
+    assert calls == ["counter", "kept", "afterwards", "kept"]
 
 
 def test_a_feed_without_a_reader_is_forgotten_but_its_numbers_stay() -> None:
     bus = Bus()
-    feed = bus.observe("watcher", [Base], 1)
+    feed = bus.observe("watcher", 1)
+    bus.count(Base, feed.offer)
     bus.publish(Base(1))
     bus.publish(Base(2))
     feed.abandon()
@@ -241,34 +233,31 @@ def test_a_feed_without_a_reader_is_forgotten_but_its_numbers_stay() -> None:
     assert (name, numbers.published, numbers.dropped, numbers.waiting) == ("watcher", 2, 2, 0)
 
 
-def test_a_feed_without_classes_is_its_owners() -> None:
-    bus = Bus()
-    feed: Feed[Base] = bus.observe("owner", [], 1)
-    bus.publish(Base())
-    assert feed.statistics().published == 0
-    feed.offer(Base())
-    assert bus.statistics().feeds[0][1].published == 1
-
-
 def test_names_of_feeds_are_unique() -> None:
     bus = Bus()
-    bus.observe("watcher", [Base], 1)
+    bus.observe("watcher", 1)
     with pytest.raises(ValueError, match="'watcher' exists"):
-        bus.observe("watcher", [Base], 1)
+        bus.observe("watcher", 1)
 
 
 def test_closing_the_bus_closes_the_feeds() -> None:
     bus = Bus()
-    feed = bus.observe("watcher", [Base], 1)
+    feed = bus.observe("watcher", 1)
     bus.close()
     assert not feed.offer(Base())
+
+
+def keep(bus: Bus, batches: list[list[object]]) -> None:
+    """Add the messages of each batch from now on."""
+    bus.keep(float)
+    bus.count(Kept, lambda kept: batches.extend([messages for _, _, messages in kept]))
 
 
 def _raise(message: Base) -> None:
     raise RuntimeError(f"handler of {message.number}")
 
 
-def _raise_of_batches(batches: list[Batch]) -> None:
+def _raise_of_batches(batches: Kept) -> None:
     message = batches[0][2][0]
     assert isinstance(message, Base)
     _raise(message)

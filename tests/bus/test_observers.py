@@ -9,14 +9,21 @@ import pytest
 from anyio import wait_all_tasks_blocked
 
 from kvoffload.bus.bus import Bus
-from kvoffload.bus.observers import run_observer
+from kvoffload.bus.feed import Feed, run_observer
 
 pytestmark = pytest.mark.asyncio
 
 
+def fed(bus: Bus, name: str, capacity: int) -> Feed[int]:
+    """A feed of every number that is published."""
+    feed: Feed[int] = bus.observe(name, capacity)
+    bus.count(int, feed.offer)
+    return feed
+
+
 async def test_an_observer_gets_everything_until_the_bus_is_closed() -> None:
     bus, seen, removed = Bus(), list[int](), list[str]()
-    feed = bus.observe("watcher", [int], 10)
+    feed = fed(bus, "watcher", 10)
 
     async def watch(event: int) -> None:
         seen.append(event)
@@ -32,7 +39,7 @@ async def test_an_observer_gets_everything_until_the_bus_is_closed() -> None:
 
 async def test_an_observer_that_raises_is_removed_and_its_neighbour_goes_on() -> None:
     bus, seen, removed = Bus(), list[int](), list[tuple[str, str, int]]()
-    bad, good = bus.observe("bad", [int], 10), bus.observe("good", [int], 10)
+    bad, good = fed(bus, "bad", 10), fed(bus, "good", 10)
 
     async def fail(event: int) -> None:
         raise RuntimeError(f"at {event}")
@@ -58,7 +65,7 @@ async def test_an_observer_that_raises_is_removed_and_its_neighbour_goes_on() ->
 
 async def test_an_observer_that_waits_loses_only_its_own_events() -> None:
     bus, seen, gate = Bus(), list[int](), anyio.Event()
-    slow, quick = bus.observe("slow", [int], 2), bus.observe("quick", [int], 2)
+    slow, quick = fed(bus, "slow", 2), fed(bus, "quick", 2)
     late = list[int]()
 
     async def wait(event: int) -> None:
@@ -84,7 +91,7 @@ async def test_an_observer_that_waits_loses_only_its_own_events() -> None:
 
 async def test_a_cancelled_observer_leaves_no_feed_open() -> None:
     bus = Bus()
-    feed = bus.observe("watcher", [int], 10)
+    feed = fed(bus, "watcher", 10)
 
     async def watch(event: int) -> None:
         await anyio.sleep_forever()
@@ -101,7 +108,7 @@ async def test_a_cancelled_observer_leaves_no_feed_open() -> None:
 
 async def test_a_raising_callback_does_not_end_the_other_observers(caplog: pytest.LogCaptureFixture) -> None:
     bus = Bus()
-    feed = bus.observe("watcher", [int], 10)
+    feed = fed(bus, "watcher", 10)
 
     async def fail(event: int) -> None:
         raise RuntimeError

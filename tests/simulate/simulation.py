@@ -18,7 +18,7 @@ from unittest import mock
 
 import anyio.to_thread
 
-from kvoffload.bus.observers import run_observer
+from kvoffload.bus.feed import run_observer
 from kvoffload.engine import Engine
 from kvoffload.logs import ROOT
 from kvoffload.model.causes import StoreOutcome
@@ -386,7 +386,8 @@ class Simulation:
         return self.copiers[-1]
 
     def _observe(self, name: str) -> None:
-        feed = self.offload.bus.observe(name, (Event,), 8)
+        feed = self.offload.bus.observe(name, 8)
+        self.offload.bus.count(Event, feed.offer)
         draws = self.scenario.draws(f"observer {name}")
 
         async def observer(event: Event) -> None:
