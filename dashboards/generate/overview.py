@@ -22,7 +22,7 @@ from dashboards.generate.promql import (
     share,
 )
 from dashboards.generate.words import Board, Kind, Panel, Query, Row
-from kvoffload.telemetry.labels import HostBytes
+from kvoffload.telemetry.catalogue import HostBytes
 
 _HITS = series("kvoffload_lookup_tokens_total", result="hit")
 _MISSES = series("kvoffload_lookup_tokens_total", result="miss")

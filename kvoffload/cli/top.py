@@ -19,7 +19,7 @@ from kvoffload.cli.exits import CommandError, Exit, printable, say
 from kvoffload.cli.parser import seconds
 from kvoffload.model.config import size_text
 from kvoffload.model.errors import KVOffloadError
-from kvoffload.telemetry.labels import HostBytes
+from kvoffload.telemetry.catalogue import HostBytes
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

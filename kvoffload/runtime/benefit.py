@@ -26,8 +26,7 @@ from kvoffload.model.message import Message
 from kvoffload.model.transfer import Direction, Tier
 from kvoffload.runtime.open_copies import OpenCopies
 from kvoffload.runtime.step_times import Copies, PrefillRate, StepTimes
-from kvoffload.telemetry.labels import LoadWait
-from kvoffload.telemetry.snapshot import Labels
+from kvoffload.telemetry.catalogue import LoadWait
 
 NEVER_TOKENS = 1_000_000
 """Longer than any prompt: copying is slower than computing at every length."""
@@ -176,23 +175,17 @@ class NetBenefit:
         """Seconds saved less seconds lost, since the start."""
         return self.saved_s - sum(self.waited_s.values()) - sum(self.interference_s.values())
 
-    def series(self) -> dict[str, dict[Labels, float]]:
-        """Return the series of this class's metrics, by name."""
-        self._weigh()
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """The prefill rate; 0 until measured."""
         rate = self._rate.seconds_per_token
-        return {
-            "kvoffload_prefill_seconds_saved_total": {(): self.saved_s},
-            "kvoffload_load_wait_seconds_total": {(one.value,): s for one, s in self.waited_s.items()},
-            "kvoffload_interference_seconds_total": {
-                (one.value,): s for one, s in self.interference_s.items()
-            },
-            "kvoffload_prefill_tokens_per_second": {(): 1 / rate if rate else 0.0},
-            "kvoffload_break_even_tokens": {(): self._break_even.tokens},
-            "kvoffload_fetch_break_even_tokens": {
-                (tier.value,): each.tokens for tier, each in self._fetch_break_even.items()
-            },
-            "kvoffload_net_benefit_negative": {(): float(self.is_negative)},
-        }
+        return 1 / rate if rate else 0.0
+
+    def break_even(self) -> dict[Tier, int]:
+        """Return from how many tokens on a load pays (HOST), and a fetch from each lower tier; 0 until measured."""
+        self._weigh()
+        fetches = {tier: each.tokens for tier, each in self._fetch_break_even.items()}
+        return {Tier.HOST: self._break_even.tokens, **fetches}
 
     # -- steps ------------------------------------------------------------------------------------------------------
 

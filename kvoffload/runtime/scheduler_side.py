@@ -7,7 +7,7 @@ are calls on the core.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from kvoffload.bus.bus import Bus
@@ -33,7 +33,6 @@ from kvoffload.runtime.clocks import Clocks
 from kvoffload.runtime.conservation import Conservation
 from kvoffload.runtime.degradation import Degradation
 from kvoffload.runtime.disk_index import DiskIndex
-from kvoffload.runtime.gauges import read_gauges
 from kvoffload.runtime.host_memory import HostMemory
 from kvoffload.runtime.lower_tiers_side import LowerTiersSide
 from kvoffload.runtime.observers import Observers
@@ -44,10 +43,9 @@ from kvoffload.runtime.remote_index import RemoteIndex
 from kvoffload.runtime.resets import Resets
 from kvoffload.runtime.step_times import FirstTokens, HasToken
 from kvoffload.runtime.watchdog import Watchdog
+from kvoffload.telemetry.catalogue import Hook, Series, read_all
 from kvoffload.telemetry.counters import Counters
-from kvoffload.telemetry.gauges import GaugeSnapshot
 from kvoffload.telemetry.journal import Journal
-from kvoffload.telemetry.labels import Hook
 from kvoffload.telemetry.provenance import describe_run, info_labels
 from kvoffload.telemetry.spans import make_spans
 
@@ -104,7 +102,7 @@ class SchedulerSide:
         )
         state = self.core.state
         self._tally, self._jobs, self._live = state.tally, state.jobs, state.requests.live
-        self.provenance, self._info = (
+        self.provenance, self.info = (
             describe_run(identity, shape, config, self._clocks.unix()),
             info_labels(identity, config),
         )
@@ -116,21 +114,21 @@ class SchedulerSide:
             on_failure=self._journal_failed,
         )
         self.bus, self.counters = Bus(self._tally), Counters()
-        self._copies = OpenCopies(shape.ranks, self._clocks, self._timeout_s)
+        self.copies = OpenCopies(shape.ranks, self._clocks, self._timeout_s)
         self._spent: dict[Hook, float] = {}  # seconds in this step
         # First answered "not yet", until admitted: a wait that lasts too long ends.
         self._deferred_since: dict[RequestId, float] = {}
         # Answered "not yet", until answered otherwise: the time that other requests' loads cost.
         self._waiting_since: dict[RequestId, float] = {}
         self._awaited, self._degradation = (
-            AwaitedLoads(self._copies.open),
+            AwaitedLoads(self.copies.open),
             Degradation(self.journal, config.journal_path),
         )
-        self._pins, self._resets = PinAges(self._clocks), Resets(self._jobs, self.bus.publish)
-        self._store_shares = dict.fromkeys(map(Rank, range(shape.ranks)), 1.0)  # as each rank last reported
-        self._memory = HostMemory()
+        self.pins, self.resets = PinAges(self._clocks), Resets(self._jobs, self.bus.publish)
+        self.store_shares = dict.fromkeys(map(Rank, range(shape.ranks)), 1.0)  # as each rank last reported
+        self.memory = HostMemory()
         self._broken = BrokenCore(
-            self.core, self.bus, self._copies, self._degradation, (self._pins, self._resets)
+            self.core, self.bus, self.copies, self._degradation, (self.pins, self.resets)
         )
         self._ask = self._broken.ask
         self._below = _lower_tiers_side(
@@ -138,13 +136,13 @@ class SchedulerSide:
         )
         self._conservation = Conservation(self.core, device, self.counters, self.bus.publish, self._broken)
         set_least = self.core.set_least if config.min_load_tokens == AUTO else None
-        self.benefit = NetBenefit(shape.alignment, shape.ranks, self._copies, now, set_least)
+        self.benefit = NetBenefit(shape.alignment, shape.ranks, self.copies, now, set_least)
         self._first_tokens = FirstTokens(now)
         self._handle_facts()
         self._subscribe(portal)
         self._observers = Observers(self.bus, self.journal, self.counters, now, self._spans)
         if portal is not None:
-            self._observers.start(portal, Watchdog(self._pins, self._copies, self._timeout_s, self._clocks))
+            self._observers.start(portal, Watchdog(self.pins, self.copies, self._timeout_s, self._clocks))
 
     def _handle_facts(self) -> None:
         bus, core = self.bus, self.core
@@ -165,7 +163,7 @@ class SchedulerSide:
         bus.on_state_error(self._broken.handler_raised)
 
     def _subscribe(self, portal: Portal | None) -> None:
-        for watcher in (self.counters, self._pins, self.benefit, self._resets, self._memory, self.journal):
+        for watcher in (self.counters, self.pins, self.benefit, self.resets, self.memory, self.journal):
             watcher.subscribe(self.bus)
         self._first_tokens.subscribe(self.bus)
         self._degradation.subscribe(self.bus, portal)
@@ -278,11 +276,11 @@ class SchedulerSide:
         began = self._precise()
         if self._broken.pending_error is not None:
             self._broken.raised(*self._broken.pending_error)
-        if self._copies.oldest is not None:
-            for job in self._copies.overdue(self._clocks.monotonic()):
+        if self.copies.oldest is not None:
+            for job in self.copies.overdue(self._clocks.monotonic()):
                 self.bus.dispatch([facts.JobOverdue(job)])
-        if self._resets.draining:
-            self._ask("step", self._resets.look, None)
+        if self.resets.draining:
+            self._ask("step", self.resets.look, None)
         batch: list[object] = [fact]
         if self._first_tokens.admitted:
             batch[:0] = self._first_tokens.look()
@@ -317,7 +315,7 @@ class SchedulerSide:
             return NOTHING
         if plan.loads:
             self._awaited.submitted(plan.loads)
-        self._copies.submitted((*plan.loads, *plan.stores), self._clocks.monotonic())
+        self.copies.submitted((*plan.loads, *plan.stores), self._clocks.monotonic())
         if self._below is not None and (plan.disk or plan.remote):
             self._below.moved(began)
         if self._tally.events or self._tally.has_sums:
@@ -336,9 +334,9 @@ class SchedulerSide:
         began, open_before = self._precise(), self._jobs.open_on_tiers
         for report in reports:
             if report.jobs:
-                self._copies.reported(report)
-            if report.rank in self._store_shares:
-                self._store_shares[report.rank] = report.store_share
+                self.copies.reported(report)
+            if report.rank in self.store_shares:
+                self.store_shares[report.rank] = report.store_share
             self.bus.dispatch([facts.TransferReported(report)])
             if report.lost is not None:
                 self.bus.dispatch([facts.InvariantBroken(DegradeCause.TRANSFER_DEAD, report.lost)])
@@ -368,7 +366,7 @@ class SchedulerSide:
         if self._awaited:
             return True
         if self._broken.error is not None:
-            return self._copies.oldest is not None
+            return self.copies.oldest is not None
         if self._below is None or self._live:
             return self._ask("has_work", lambda: self.core.has_work, False)
         return self._ask("has_work", lambda: self.core.has_host_work, False) or self._below.has_work
@@ -378,6 +376,11 @@ class SchedulerSide:
         """Whether a step must report all blocks that were handed out, also of requests whose progress is reported later."""
         tables = self.core.state.tables
         return bool(tables.places or tables.shared or self.core.state.generation)
+
+    @property
+    def degraded(self) -> DegradeCause | None:
+        """Why offloading is off, None while it is on."""
+        return self._degradation.cause
 
     @property
     def disk_identity(self) -> KVIdentity | None:
@@ -397,7 +400,7 @@ class SchedulerSide:
         self.bus.dispatch([facts.CacheReset()])
         is_forgotten = self._below is None or self._below.reset()
         self._spent[_RESET] = self._spent.get(_RESET, 0.0) + self._precise() - began
-        has_ended = self._copies.oldest is None if self._broken.error is not None else not self._jobs.pending
+        has_ended = self.copies.oldest is None if self._broken.error is not None else not self._jobs.pending
         return has_ended and is_forgotten
 
     def audit(self) -> list[str]:
@@ -408,17 +411,16 @@ class SchedulerSide:
         """
         return self._conservation.in_full()
 
-    def gauges(self) -> GaugeSnapshot:
-        """Return the state now. Reads single numbers only, so any thread may ask."""
-        watchers = self._pins, self._copies, self._resets, self.benefit
-        share = min(self._store_shares.values())
+    def gauges(self) -> Mapping[str, Series]:
+        """Return the series of each metric that is read, by name; if a reader raises, `kvoffload_degraded` alone.
+
+        Any thread may ask.
+        """
         try:
-            return read_gauges(
-                self.core.state, self.bus, *watchers, share, self._memory, self._degradation.cause, self._info
-            )
+            return read_all(self)
         except Exception as error:
             self._broken.raised_on_another_thread(error, "gauges")
-            return GaugeSnapshot(degraded=DegradeCause.HANDLER_RAISED)
+            return {"kvoffload_degraded": {(DegradeCause.HANDLER_RAISED.value,): 1}}
 
     def close(self) -> None:
         """Stop the observers. Open jobs are the workers' to drain."""
@@ -433,8 +435,8 @@ class SchedulerSide:
         """Look at what the ends of copies may have changed."""
         if self._broken.is_off:
             self._broken.release_loose()
-        if self._resets.draining:
-            self._ask("report", self._resets.look, None)
+        if self.resets.draining:
+            self._ask("report", self.resets.look, None)
         if not (self._jobs.pending or self._live):
             self._ask("audit", self._conservation.at_rest, None)
 

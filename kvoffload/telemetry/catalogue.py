@@ -1,10 +1,15 @@
-"""The table of all metrics. Exporters, dashboards/metrics.md and the checks of dashboards use it."""
+"""All metrics, each declared once: name, help, kind, labels, and the function that reads it unless events count it.
+
+Exporters, dashboards/metrics.md and the checks of dashboards use this table.
+"""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, StrEnum
+from typing import TYPE_CHECKING, Protocol
 
 from kvoffload.core.machine import JobState, SlotState
 from kvoffload.model.causes import (
@@ -20,16 +25,173 @@ from kvoffload.model.causes import (
     TierOutcome,
 )
 from kvoffload.model.transfer import Direction, Tier
-from kvoffload.telemetry.labels import (
-    Answer,
-    Hook,
-    HostBytes,
-    LoadWait,
-    LookupResult,
-    Subscriber,
-    TierState,
-    label_of,
-)
+
+if TYPE_CHECKING:
+    from kvoffload.bus.bus import Bus
+    from kvoffload.core.host_pool import HostPool
+    from kvoffload.core.offload_core import OffloadCore
+    from kvoffload.model.ids import Rank
+
+Labels = tuple[str, ...]
+Series = Mapping[Labels, float]
+"""A metric's numbers by label values."""
+
+# -- label values that only metrics use; the others are in `kvoffload.model` and `kvoffload.core.machine` ----------------------
+
+
+class LookupResult(Enum):
+    """Results of a looked-up block position."""
+
+    HIT = "hit"
+    MISS = "miss"
+
+
+class HostBytes(Enum):
+    """States of host memory."""
+
+    WANTED = "wanted"  # what there will be once all of it is ready
+    RESERVED = "reserved"  # ready: pinned, and taken from the machine
+    USED = "used"  # the part of it that holds blocks or is being filled
+
+
+class TierState(Enum):
+    """What a tier below the host does."""
+
+    OFF = "off"  # the settings have none
+    OPENING = (
+        "opening"  # some rank's file is not open, the index was not read yet, or a store was not reached yet
+    )
+    OPEN = "open"
+    FAILING = "failing"  # a call hangs or too many have failed: nothing is copied until it works again
+    CLOSED = "closed"  # its index cannot be read or written: it is left alone until the engine starts again
+
+
+class Answer(Enum):
+    """What a store that engines share says of a block."""
+
+    FOUND = "found"
+    MISSING = "missing"
+    NONE = "none"  # the call failed, took too long, or was not made
+
+    __hash__ = object.__hash__  # as that of a cause
+
+
+class LoadWait(Enum):
+    """What a request waited for before it could compute."""
+
+    OWN_LOAD = "own_load"
+    OTHERS_LOAD = "others_load"  # of the same prefix, so that it need not be loaded twice
+    FETCH = "fetch"  # from a tier below the host, before the load can begin
+
+    __hash__ = object.__hash__  # as that of a cause
+
+
+class Hook(StrEnum):
+    """The places where an engine calls offloading, the same for every engine. A member or its value may be given."""
+
+    SEEN = "seen"
+    LOOKUP = "lookup"
+    ALLOCATED = "allocated"
+    STEP = "step"
+    ENDED = "ended"
+    REPORT = "report"
+    RESET = "reset"
+    OTHER = "other"
+
+
+class Subscriber(StrEnum):
+    """The observers that read the bus through a feed, and the counters on it."""
+
+    LOG = "log"
+    JOURNAL = "journal"
+    SPANS = "spans"
+    COUNTERS = "counters"
+    OTHER = "other"
+
+
+def subscriber_label(name: str) -> str:
+    """Return the label of an observer's name. An unknown one is "other", so that names cannot add series."""
+    return name if name in _SUBSCRIBERS else Subscriber.OTHER.value
+
+
+_SUBSCRIBERS = frozenset(member.value for member in Subscriber)
+
+
+def label_of(member: Enum) -> str:
+    """Return an enum member's label: its value, or its name where the value is a number."""
+    return member.name.lower() if isinstance(member.value, int) else str(member.value)
+
+
+# -- what readers read ------------------------------------------------------------------------------------
+
+
+class Since(Protocol):
+    @property
+    def unix(self) -> float: ...
+
+
+class Oldest(Protocol):
+    """The pins, or the open copies."""
+
+    @property
+    def oldest(self) -> Since | None: ...
+
+
+class OpenCopies(Oldest, Protocol):
+    def count(self, direction: Direction, *, is_overdue: bool) -> int: ...
+
+
+class HostMemory(Protocol):
+    wanted_bytes: int
+    reserved_bytes: int
+    block_bytes: int
+    disk_block_bytes: int
+
+
+class Benefit(Protocol):
+    saved_s: float
+    waited_s: dict[LoadWait, float]
+    interference_s: dict[Direction, float]
+    is_negative: bool
+
+    @property
+    def prefill_tokens_per_s(self) -> float: ...
+
+    def break_even(self) -> Mapping[Tier, int]: ...
+
+
+class Resets(Protocol):
+    draining: int
+
+
+class Side(Protocol):
+    """The scheduler's side. Readers read single numbers only, so any thread may call them."""
+
+    core: OffloadCore
+    bus: Bus
+    store_shares: dict[Rank, float]
+    info: Labels
+
+    @property
+    def copies(self) -> OpenCopies: ...
+
+    @property
+    def pins(self) -> Oldest: ...
+
+    @property
+    def resets(self) -> Resets: ...
+
+    @property
+    def memory(self) -> HostMemory: ...
+
+    @property
+    def benefit(self) -> Benefit: ...
+
+    @property
+    def degraded(self) -> DegradeCause | None: ...
+
+
+# -- the form of an entry -----------------------------------------------------------------------------------------
 
 
 class Kind(Enum):
@@ -71,6 +233,7 @@ class Metric:
         labels: in the order of every label tuple.
         unit: of its value.
         buckets: a histogram's upper bounds, without the infinite one.
+        read: returns its series at a scrape, those that are 0 may be missing; None if events count it.
     """
 
     name: str
@@ -79,6 +242,7 @@ class Metric:
     labels: tuple[Label, ...] = ()
     unit: str = ""
     buckets: tuple[float, ...] = ()
+    read: Callable[[Side], Series] | None = None
 
     @property
     def label_names(self) -> tuple[str, ...]:
@@ -144,6 +308,109 @@ _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 
 # Hooks: a few microseconds when nothing happens; a millisecond is far too much.
 _HOOK_BUCKETS = (1e-6, 2.5e-6, 5e-6, 1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.1)
 
+
+# -- readers ------------------------------------------------------------------------------------------------------
+
+
+def tier_state(side: Side, tier: Tier) -> TierState:
+    """Return what a tier below the host does."""
+    disk, remote = side.core.state.disk, side.core.state.remote
+    if tier is Tier.DISK and disk is not None:
+        if disk.is_closed:
+            return TierState.CLOSED
+        is_open, is_usable = disk.is_open, disk.is_usable
+    elif tier is Tier.REMOTE and remote is not None:
+        is_open, is_usable = bool(remote.namespace), remote.is_usable
+    else:
+        return TierState.OFF
+    if not is_open:
+        return TierState.OPENING
+    return TierState.OPEN if is_usable else TierState.FAILING
+
+
+def _tier_states(side: Side) -> Series:
+    return {(tier.value, tier_state(side, tier).value): 1 for tier in (Tier.DISK, Tier.REMOTE)}
+
+
+def _slots(side: Side) -> Series:
+    host, disk = side.core.state.pool, side.core.state.disk
+    slots = _by_state(Tier.HOST, host)
+    if disk is not None:
+        slots |= _by_state(Tier.DISK, disk.pool)
+        # Those for which the disk has no space are not counted.
+        slots[Tier.DISK.value, label_of(SlotState.QUARANTINED)] -= disk.pool.capacity - disk.capacity
+    return slots
+
+
+def _by_state(tier: Tier, pool: HostPool) -> dict[Labels, float]:
+    return {(tier.value, label_of(state)): pool.count(state) for state in SlotState}
+
+
+def _capacities(side: Side) -> Series:
+    disk = side.core.state.disk
+    return {
+        (Tier.HOST.value,): side.core.state.pool.capacity,
+        (Tier.DISK.value,): disk.capacity if disk is not None else 0,
+    }
+
+
+def _slot_bytes(side: Side) -> Series:
+    disk = side.memory.disk_block_bytes if side.core.state.disk is not None else 0
+    return {(Tier.HOST.value,): side.memory.block_bytes, (Tier.DISK.value,): disk}
+
+
+def _host_bytes(side: Side) -> Series:
+    memory, pool = side.memory, side.core.state.pool
+    return {
+        (HostBytes.WANTED.value,): memory.wanted_bytes,
+        (HostBytes.RESERVED.value,): memory.reserved_bytes,
+        (HostBytes.USED.value,): (pool.capacity - pool.count(SlotState.EMPTY)) * memory.block_bytes,
+    }
+
+
+def _open_jobs(side: Side) -> Series:
+    jobs, copies = side.core.state.jobs, side.copies
+    found: dict[Labels, float] = {}
+    for way in Direction:
+        numbers = {
+            JobState.PLANNED: jobs.count(way, JobState.PLANNED),
+            JobState.SUBMITTED: copies.count(way, is_overdue=False),
+            JobState.ABANDONED: copies.count(way, is_overdue=True),
+        }
+        for state, number in numbers.items():
+            found[Tier.HOST.value, way.value, label_of(state)] = number
+            found[Tier.DISK.value, way.value, label_of(state)] = jobs.count(way, state, Tier.DISK)
+    return found
+
+
+def _fetch_break_even(side: Side) -> Series:
+    return {
+        (tier.value,): tokens for tier, tokens in side.benefit.break_even().items() if tier is not Tier.HOST
+    }
+
+
+def _dropped(side: Side) -> Series:
+    dropped: dict[Labels, float] = {}
+    for name, feed in side.bus.statistics().feeds:
+        labels = (subscriber_label(name),)
+        dropped[labels] = dropped.get(labels, 0) + feed.dropped
+    return dropped
+
+
+def _degraded(side: Side) -> Series:
+    return {(side.degraded.value,): 1} if side.degraded is not None else {}
+
+
+def _unix(since: Since | None) -> Series:
+    return {(): since.unix if since is not None else 0}
+
+
+def _by_label(numbers: Mapping[LoadWait, float] | Mapping[Direction, float]) -> Series:
+    return {(each.value,): number for each, number in numbers.items()}
+
+
+# -- the table ----------------------------------------------------------------------------------------------------
+
 # fmt: off
 CATALOGUE: tuple[Metric, ...] = (
     # --- what lookups found ---
@@ -172,40 +439,40 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_transfer_bytes_total", "Bytes copied between the tier and the one above it, all ranks together.", Kind.COUNTER, (_COPY_TIERS, _DIRECTION), "bytes"),
     Metric("kvoffload_transfer_seconds", "Time from a copy's start to its end, per rank and successful job.", Kind.HISTOGRAM, (_COPY_TIERS, _DIRECTION), "seconds", _COPY_BUCKETS),
     Metric("kvoffload_transfer_queue_seconds", "Time from a job's submission to its copy's start, per rank and successful job.", Kind.HISTOGRAM, (_COPY_TIERS, _DIRECTION), "seconds", _COPY_BUCKETS),
-    Metric("kvoffload_open_jobs", "Jobs that have not ended on every rank.", Kind.GAUGE, (_TIER, _DIRECTION, _OPEN_JOB), "jobs"),
-    Metric("kvoffload_oldest_job_timestamp_seconds", "Unix time at which the oldest open job was submitted, abandoned jobs excluded; 0 without one.", Kind.GAUGE, (), "seconds"),
-    Metric("kvoffload_store_bound_ratio", "Current limit on store bytes in flight as a share of its maximum, on the slowest rank. Halved when stores are slow or run beside loads, then recovers.", Kind.GAUGE, (), "ratio"),
+    Metric("kvoffload_open_jobs", "Jobs that have not ended on every rank.", Kind.GAUGE, (_TIER, _DIRECTION, _OPEN_JOB), "jobs", read=_open_jobs),
+    Metric("kvoffload_oldest_job_timestamp_seconds", "Unix time at which the oldest open job was submitted, abandoned jobs excluded; 0 without one.", Kind.GAUGE, (), "seconds", read=lambda side: _unix(side.copies.oldest)),
+    Metric("kvoffload_store_bound_ratio", "Current limit on store bytes in flight as a share of its maximum, on the slowest rank. Halved when stores are slow or run beside loads, then recovers.", Kind.GAUGE, (), "ratio", read=lambda side: {(): min(side.store_shares.values())}),
     Metric("kvoffload_abandoned_jobs_total", "Jobs abandoned because a copy did not end within transfer_timeout_s.", Kind.COUNTER, (_DIRECTION,), "jobs"),
-    Metric("kvoffload_abandoned_device_blocks", "Device blocks that abandoned copies still hold; the engine cannot use them until these copies end.", Kind.GAUGE, (), "blocks"),
-    Metric("kvoffload_copies_stalled", "1 while no new copy starts because copies do not end: abandoned copies hold over an eighth of the device pool (and belong to more than one job), or three jobs in a row were abandoned.", Kind.GAUGE, (), "flag"),
+    Metric("kvoffload_abandoned_device_blocks", "Device blocks that abandoned copies still hold; the engine cannot use them until these copies end.", Kind.GAUGE, (), "blocks", read=lambda side: {(): side.core.state.stall.blocks}),
+    Metric("kvoffload_copies_stalled", "1 while no new copy starts because copies do not end: abandoned copies hold over an eighth of the device pool (and belong to more than one job), or three jobs in a row were abandoned.", Kind.GAUGE, (), "flag", read=lambda side: {(): int(side.core.state.stall.is_on)}),
     Metric("kvoffload_written_off_blocks_total", "Blocks of abandoned jobs; their host slots are never used again.", Kind.COUNTER, (_DIRECTION,), "blocks"),
     # --- the tiers' slots ---
-    Metric("kvoffload_tier_state", "1 for the state of the tier, 0 for the others.", Kind.GAUGE, (_LOWER_TIERS, Label("state", TierState)), "flag"),
-    Metric("kvoffload_capacity_slots", "Slots that are ready on every rank.", Kind.GAUGE, (_TIER,), "slots"),
-    Metric("kvoffload_slots", "Slots by state; the states sum to the capacity.", Kind.GAUGE, (_TIER, Label("state", SlotState)), "slots"),
-    Metric("kvoffload_slot_bytes", "Bytes of one slot, all ranks together; slots times this are the tier's bytes.", Kind.GAUGE, (_TIER,), "bytes"),
-    Metric("kvoffload_host_bytes", "Bytes of host memory, all ranks together: wanted by the settings, reserved (pinned) by now, and in use.", Kind.GAUGE, (Label("state", HostBytes),), "bytes"),
+    Metric("kvoffload_tier_state", "1 for the state of the tier, 0 for the others.", Kind.GAUGE, (_LOWER_TIERS, Label("state", TierState)), "flag", read=_tier_states),
+    Metric("kvoffload_capacity_slots", "Slots that are ready on every rank.", Kind.GAUGE, (_TIER,), "slots", read=_capacities),
+    Metric("kvoffload_slots", "Slots by state; the states sum to the capacity.", Kind.GAUGE, (_TIER, Label("state", SlotState)), "slots", read=_slots),
+    Metric("kvoffload_slot_bytes", "Bytes of one slot, all ranks together; slots times this are the tier's bytes.", Kind.GAUGE, (_TIER,), "bytes", read=_slot_bytes),
+    Metric("kvoffload_host_bytes", "Bytes of host memory, all ranks together: wanted by the settings, reserved (pinned) by now, and in use.", Kind.GAUGE, (Label("state", HostBytes),), "bytes", read=_host_bytes),
     Metric("kvoffload_evicted_blocks_total", "Blocks that left the tier.", Kind.COUNTER, (_TIER, Label("cause", EvictionCause)), "blocks"),
-    Metric("kvoffload_oldest_pin_timestamp_seconds", "Unix time of the oldest pin; 0 without one.", Kind.GAUGE, (), "seconds"),
+    Metric("kvoffload_oldest_pin_timestamp_seconds", "Unix time of the oldest pin; 0 without one.", Kind.GAUGE, (), "seconds", read=lambda side: _unix(side.pins.oldest)),
     # --- is it worth it ---
     Metric("kvoffload_first_token_seconds", "Time from a request's arrival to the first step after its first token, by what its last lookup found; up to one step too long.", Kind.HISTOGRAM, (Label("found", Found),), "seconds", _FIRST_TOKEN_BUCKETS),
-    Metric("kvoffload_prefill_seconds_saved_total", "Prefill time that loads saved: the loaded tokens, at the measured time that prefilling adds to the engine's steps. An estimate.", Kind.COUNTER, (), "seconds"),
-    Metric("kvoffload_load_wait_seconds_total", "Time that requests waited for loads, all requests together: for their own load from allocation to its end, for another request's load of the same prefix, or for a fetch from a tier below the host.", Kind.COUNTER, (Label("reason", LoadWait),), "seconds"),
-    Metric("kvoffload_interference_seconds_total", "Time that copies added to the engine's steps, by comparing decoding steps with and without copies. An estimate.", Kind.COUNTER, (_DIRECTION,), "seconds"),
-    Metric("kvoffload_prefill_tokens_per_second", "Prefill rate: tokens per second of the time that prefilling adds to the engine's steps, median of the last measurements; 0 until measured.", Kind.GAUGE, (), "tokens"),
-    Metric("kvoffload_break_even_tokens", "Hits of at least this many tokens are faster to load than to compute; 0 until measured, 1000000 if no length is.", Kind.GAUGE, (), "tokens"),
-    Metric("kvoffload_fetch_break_even_tokens", "What a tier below the host adds to a hit is faster to fetch and load than to compute from this many tokens on; 0 until measured, 1000000 if no length is.", Kind.GAUGE, (_LOWER_TIERS,), "tokens"),
-    Metric("kvoffload_net_benefit_negative", "1 after a minute in which waiting and interference cost over 1 % more than was saved, until a minute with a gain.", Kind.GAUGE, (), "flag"),
+    Metric("kvoffload_prefill_seconds_saved_total", "Prefill time that loads saved: the loaded tokens, at the measured time that prefilling adds to the engine's steps. An estimate.", Kind.COUNTER, (), "seconds", read=lambda side: {(): side.benefit.saved_s}),
+    Metric("kvoffload_load_wait_seconds_total", "Time that requests waited for loads, all requests together: for their own load from allocation to its end, for another request's load of the same prefix, or for a fetch from a tier below the host.", Kind.COUNTER, (Label("reason", LoadWait),), "seconds", read=lambda side: _by_label(side.benefit.waited_s)),
+    Metric("kvoffload_interference_seconds_total", "Time that copies added to the engine's steps, by comparing decoding steps with and without copies. An estimate.", Kind.COUNTER, (_DIRECTION,), "seconds", read=lambda side: _by_label(side.benefit.interference_s)),
+    Metric("kvoffload_prefill_tokens_per_second", "Prefill rate: tokens per second of the time that prefilling adds to the engine's steps, median of the last measurements; 0 until measured.", Kind.GAUGE, (), "tokens", read=lambda side: {(): side.benefit.prefill_tokens_per_s}),
+    Metric("kvoffload_break_even_tokens", "Hits of at least this many tokens are faster to load than to compute; 0 until measured, 1000000 if no length is.", Kind.GAUGE, (), "tokens", read=lambda side: {(): side.benefit.break_even()[Tier.HOST]}),
+    Metric("kvoffload_fetch_break_even_tokens", "What a tier below the host adds to a hit is faster to fetch and load than to compute from this many tokens on; 0 until measured, 1000000 if no length is.", Kind.GAUGE, (_LOWER_TIERS,), "tokens", read=_fetch_break_even),
+    Metric("kvoffload_net_benefit_negative", "1 after a minute in which waiting and interference cost over 1 % more than was saved, until a minute with a gain.", Kind.GAUGE, (), "flag", read=lambda side: {(): int(side.benefit.is_negative)}),
     # --- health ---
-    Metric("kvoffload_info", "1; its labels are the versions and settings of the engine.", Kind.GAUGE, _INFO, "flag"),
+    Metric("kvoffload_info", "1; its labels are the versions and settings of the engine.", Kind.GAUGE, _INFO, "flag", read=lambda side: {side.info: 1}),
     Metric("kvoffload_stale_blocks_zeroed_total", "Positions removed from requests' records because the engine handed their blocks out again.", Kind.COUNTER, (), "blocks"),
     Metric("kvoffload_resets_total", "Resets of the cache: nothing computed before one is found after it.", Kind.COUNTER, (), "resets"),
-    Metric("kvoffload_reset_draining_jobs", "Jobs from before the last reset that have not ended; their results are dropped.", Kind.GAUGE, (), "jobs"),
+    Metric("kvoffload_reset_draining_jobs", "Jobs from before the last reset that have not ended; their results are dropped.", Kind.GAUGE, (), "jobs", read=lambda side: {(): side.resets.draining}),
     Metric("kvoffload_engine_surprises_total", "Calls of the engine that its contract does not allow; each was survived.", Kind.COUNTER, (Label("cause", RejectionCause),), "surprises"),
     Metric("kvoffload_audits_total", "Audits of the conservation laws: whenever the engine is idle, and on request.", Kind.COUNTER, (), "audits"),
-    Metric("kvoffload_degraded", "1 while offloading is off by this cause; it stays off until the engine restarts.", Kind.GAUGE, (Label("cause", DegradeCause),), "flag"),
+    Metric("kvoffload_degraded", "1 while offloading is off by this cause; it stays off until the engine restarts.", Kind.GAUGE, (Label("cause", DegradeCause),), "flag", read=_degraded),
     Metric("kvoffload_hook_seconds", "Time that a step spent in one of offloading's hooks.", Kind.HISTOGRAM, (Label("hook", Hook),), "seconds", _HOOK_BUCKETS),
-    Metric("kvoffload_bus_dropped_total", "Events that an observer missed, because its feed was full or it was removed.", Kind.COUNTER, (_SUBSCRIBER,), "events"),
+    Metric("kvoffload_bus_dropped_total", "Events that an observer missed, because its feed was full or it was removed.", Kind.COUNTER, (_SUBSCRIBER,), "events", read=_dropped),
     Metric("kvoffload_bus_removed_total", "Observers and counters that raised an exception and were removed.", Kind.COUNTER, (_SUBSCRIBER,), "subscribers"),
     Metric("kvoffload_span_export_errors_total", "Batches of OpenTelemetry spans that the collector at otlp_endpoint did not take.", Kind.COUNTER, (), "errors"),
     Metric("kvoffload_journal_write_errors_total", "Write errors of the journal's file; the first one ends it.", Kind.COUNTER, (), "errors"),
@@ -213,6 +480,15 @@ CATALOGUE: tuple[Metric, ...] = (
 # fmt: on
 
 BY_NAME: dict[str, Metric] = {metric.name: metric for metric in CATALOGUE}
+
+
+def read_all(side: Side) -> dict[str, Series]:
+    """Return all series of each metric that has a reader, by name."""
+    return {
+        metric.name: {**dict.fromkeys(metric.series, 0), **metric.read(side)}
+        for metric in CATALOGUE
+        if metric.read is not None
+    }
 
 
 def render_markdown() -> str:

@@ -1,4 +1,4 @@
-"""Plain numbers, increased inline by the core's events, and copied on request.
+"""Numbers that events increase inline, copies of them, and the one walk over all series.
 
 The engine's thread counts; any thread may take a snapshot, without a lock: an edition number is odd while an event is being
 counted, and a copy during which it was odd or changed is made again. So a snapshot never shows half an event, and the engine
@@ -9,18 +9,28 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from kvoffload.bus.bus import Bus
 from kvoffload.model import events, facts
 from kvoffload.model.causes import Cause, CopyOutcome, Found, MissCause
 from kvoffload.model.transfer import Direction, Tier
-from kvoffload.telemetry.catalogue import BY_NAME, CATALOGUE, Kind, Metric
-from kvoffload.telemetry.gauges import ASKED_COUNTERS
-from kvoffload.telemetry.labels import Answer, Hook, LoadWait, LookupResult, subscriber_label
-from kvoffload.telemetry.snapshot import Distribution, Labels, Snapshot
+from kvoffload.telemetry.catalogue import (
+    BY_NAME,
+    CATALOGUE,
+    Answer,
+    Hook,
+    Kind,
+    Labels,
+    LoadWait,
+    LookupResult,
+    Metric,
+    Series,
+    subscriber_label,
+)
 
 _ATTEMPTS = 1000  # copies of a snapshot; one is enough unless the counting thread was interrupted just then
 # Raw samples of one series that wait to be taken, which happens many times a second.
@@ -44,6 +54,69 @@ _ENDS = {
 }
 _FOUND_THERE, _MISSING_THERE, _NO_ANSWER = ((answer.value,) for answer in Answer)
 _FETCH, _OTHERS_LOAD = (LoadWait.FETCH.value,), (LoadWait.OTHERS_LOAD.value,)
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """One series of a histogram.
+
+    Args:
+        counts: samples per bucket (not cumulative), the last one for samples above every bound.
+        total: sum of the samples.
+    """
+
+    counts: tuple[int, ...]
+    total: float
+
+    @property
+    def samples(self) -> int:
+        return sum(self.counts)
+
+    def minus(self, earlier: Distribution) -> Distribution:
+        counts = tuple(now - before for now, before in zip(self.counts, earlier.counts, strict=True))
+        return Distribution(counts, self.total - earlier.total)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A fixed copy, by metric name and label values, in the catalogue's order of labels. A missing series is 0."""
+
+    counts: Mapping[str, Mapping[Labels, int]] = field(default_factory=dict)
+    distributions: Mapping[str, Mapping[Labels, Distribution]] = field(default_factory=dict)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no series, as the difference of two equal ones."""
+        return not self.counts and not self.distributions
+
+    def count(self, name: str, *labels: str) -> int:
+        """Return one counter."""
+        return self.counts.get(name, {}).get(labels, 0)
+
+    def total(self, name: str) -> int:
+        """Return the sum of a counter over all its labels."""
+        return sum(self.counts.get(name, {}).values())
+
+    def samples(self, name: str, *labels: str) -> int:
+        """Return the number of samples of one series of a histogram."""
+        series = self.distributions.get(name, {}).get(labels)
+        return series.samples if series else 0
+
+    def minus(self, earlier: Snapshot) -> Snapshot:
+        """Return what was added since `earlier`, without the series that did not change."""
+        counts = {
+            name: {
+                labels: number - earlier.count(name, *labels)
+                for labels, number in series.items()
+                if number != earlier.count(name, *labels)
+            }
+            for name, series in self.counts.items()
+        }
+        distributions = {
+            name: _changed(series, earlier.distributions.get(name, {}))
+            for name, series in self.distributions.items()
+        }
+        return Snapshot(_without_empty(counts), _without_empty(distributions))
 
 
 class Histogram:
@@ -308,4 +381,108 @@ class Counters:
 
 
 def _is_counted(metric: Metric) -> bool:
-    return metric.kind is Kind.COUNTER and metric.name not in ASKED_COUNTERS
+    return metric.kind is Kind.COUNTER and metric.read is None
+
+
+# -- all series ---------------------------------------------------------------------------------------------------
+
+
+class Source(Protocol):
+    """Has all numbers of one engine: the scheduler's side."""
+
+    @property
+    def counters(self) -> Counters: ...
+
+    def gauges(self) -> Mapping[str, Series]:
+        """Return the series of each metric that is read, by name; without those that cannot be read. Any thread may ask."""
+
+
+def all_series(
+    counts: Mapping[str, Series], gauges: Mapping[str, Series], samples: Mapping[str, Mapping[Labels, Any]]
+) -> Iterator[tuple[Metric, Mapping[Labels, Any]]]:
+    """Yield every metric with its series.
+
+    Args:
+        counts: of the counters that events increase.
+        gauges: what is read and not counted.
+        samples: of histograms, as the caller wants them.
+    """
+    for metric in CATALOGUE:
+        counted = samples if metric.kind is Kind.HISTOGRAM else counts
+        yield metric, (counted if metric.read is None else gauges).get(metric.name, {})
+
+
+# -- invariants ---------------------------------------------------------------------------------------------------
+
+
+def slot_problems(gauges: Mapping[str, Series]) -> list[str]:
+    """Return a text for each tier whose slots by state do not sum to its capacity."""
+    problems = []
+    for (tier,), capacity in gauges.get("kvoffload_capacity_slots", {}).items():
+        total = sum(count for (of, _), count in gauges["kvoffload_slots"].items() if of == tier)
+        if total != capacity:
+            problems.append(f"slots of the {tier} by state sum to {total}, but the capacity is {capacity}")
+    return problems
+
+
+def conservation(snapshot: Snapshot, *, drained: bool = False) -> list[str]:
+    """Return every conservation law that the numbers break, as text.
+
+    Args:
+        snapshot: everything since the start.
+        drained: no job and no offer is open, so outcomes must equal their totals.
+    """
+    missed = snapshot.count("kvoffload_lookup_blocks_total", LookupResult.MISS.value)
+    causes = snapshot.total("kvoffload_miss_blocks_total")
+    problems = [] if missed == causes else [f"{missed} blocks missed, but the causes sum to {causes}"]
+    problems += _check_outcomes(
+        snapshot, "kvoffload_offered_blocks_total", "kvoffload_store_blocks_total", drained
+    )
+    problems += _check_outcomes(
+        snapshot, "kvoffload_load_scheduled_blocks_total", "kvoffload_load_blocks_total", drained
+    )
+    problems += _check_outcomes(
+        snapshot, "kvoffload_tier_scheduled_blocks_total", "kvoffload_tier_blocks_total", drained
+    )
+    for tier in (Tier.HOST, Tier.DISK, Tier.REMOTE):
+        for direction in Direction:
+            problems += _check_copies(snapshot, tier.value, direction.value)
+    problems += [
+        f"{name}{list(labels)} is {number}, and counters never shrink"
+        for name, series in snapshot.counts.items()
+        for labels, number in series.items()
+        if number < 0
+    ]
+    return problems
+
+
+def _check_outcomes(snapshot: Snapshot, total_name: str, outcome_name: str, drained: bool) -> list[str]:
+    total, outcomes = snapshot.total(total_name), snapshot.total(outcome_name)
+    if outcomes > total or (drained and outcomes < total):
+        return [f"{total_name} is {total}, but {outcome_name} sums to {outcomes}"]
+    return []
+
+
+def _check_copies(snapshot: Snapshot, *series: str) -> list[str]:
+    done = snapshot.count("kvoffload_transfers_total", *series, CopyOutcome.DONE.value)
+    return [
+        f"{done} copies ({', '.join(series)}) succeeded, but {name} has {samples} samples"
+        for name in ("kvoffload_transfer_seconds", "kvoffload_transfer_queue_seconds")
+        if (samples := snapshot.samples(name, *series)) != done
+    ]
+
+
+def _changed(
+    series: Mapping[Labels, Distribution], earlier: Mapping[Labels, Distribution]
+) -> dict[Labels, Distribution]:
+    changed = {}
+    for labels, now in series.items():
+        before = earlier.get(labels)
+        delta = now.minus(before) if before else now
+        if delta.samples:
+            changed[labels] = delta
+    return changed
+
+
+def _without_empty(table: dict[str, dict[Labels, Any]]) -> dict[str, dict[Labels, Any]]:
+    return {name: series for name, series in table.items() if series}

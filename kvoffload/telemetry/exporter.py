@@ -1,33 +1,40 @@
-"""Prometheus families, built from plain numbers at a scrape, so that counting costs no library call."""
+"""All metrics in Prometheus's form, built from plain numbers at a scrape so that counting costs no library call, and served."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import accumulate
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
+from prometheus_client import start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvoffload.model.errors import ConfigError
 from kvoffload.telemetry import catalogue
 from kvoffload.telemetry.catalogue import CATALOGUE, Kind
-from kvoffload.telemetry.counters import Counters
-from kvoffload.telemetry.gauges import GaugeSnapshot, GaugeSource
-from kvoffload.telemetry.snapshot import Distribution, Labels, Snapshot
+from kvoffload.telemetry.counters import Distribution, Source, all_series
 
-Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+_FAMILIES: dict[Kind, Any] = {
+    Kind.COUNTER: CounterMetricFamily,
+    Kind.GAUGE: GaugeMetricFamily,
+    Kind.HISTOGRAM: HistogramMetricFamily,
+}
 
 
 class KVOffloadCollector(Collector):
     """The catalogue's families for one engine.
 
     Args:
-        counters: of that engine.
-        gauges: the state; without it, gauges are 0.
+        source: the scheduler's side of that engine.
     """
 
-    def __init__(self, counters: Counters, gauges: GaugeSource | None = None) -> None:
-        self._counters = counters
-        self._gauges = gauges
+    def __init__(self, source: Source) -> None:
+        self._source = source
 
     def describe(self) -> Iterator[Metric]:
         """Yield the families' names, so that a registry refuses a second collector of the same names."""
@@ -35,39 +42,67 @@ class KVOffloadCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield every family with all its series."""
-        counted = self._counters.snapshot()
-        state = self._gauges.gauges() if self._gauges else GaugeSnapshot()
-        asked = state.numbers()
-        for metric in CATALOGUE:
+        counted = self._source.counters.snapshot()
+        for metric, series in all_series(counted.counts, self._source.gauges(), counted.distributions):
             family = _family(metric)
-            _fill(family, metric, counted, asked)
+            for labels in metric.series or series:
+                if metric.kind is Kind.HISTOGRAM:
+                    family.add_metric(labels, _cumulate(metric.buckets, series[labels]), series[labels].total)
+                else:
+                    family.add_metric(labels, series.get(labels, 0))
             yield family
 
 
-def _family(metric: catalogue.Metric) -> Family:
-    labels = metric.label_names
-    if metric.kind is Kind.COUNTER:
-        return CounterMetricFamily(metric.name, metric.help, labels=labels)
-    if metric.kind is Kind.GAUGE:
-        return GaugeMetricFamily(metric.name, metric.help, labels=labels)
-    return HistogramMetricFamily(metric.name, metric.help, labels=labels)
-
-
-def _fill(
-    family: Family,
-    metric: catalogue.Metric,
-    counted: Snapshot,
-    asked: Mapping[str, Mapping[Labels, float]],
-) -> None:
-    if isinstance(family, HistogramMetricFamily):
-        for labels, series in counted.distributions[metric.name].items():
-            family.add_metric(labels, _cumulate(metric.buckets, series), series.total)
-        return
-    numbers = asked[metric.name] if metric.name in asked else counted.counts[metric.name]
-    for labels in metric.series or numbers:
-        family.add_metric(labels, numbers.get(labels, 0))
+def _family(metric: catalogue.Metric) -> Any:  # noqa: ANN401  # each kind's `add_metric` takes something else
+    return _FAMILIES[metric.kind](metric.name, metric.help, labels=metric.label_names)
 
 
 def _cumulate(bounds: tuple[float, ...], series: Distribution) -> list[tuple[str, float]]:
     names = [*(repr(float(bound)) for bound in bounds), "+Inf"]
     return list(zip(names, accumulate(series.counts), strict=True))
+
+
+# -- over HTTP ----------------------------------------------------------------------------------------------------
+
+DEFAULT_PORT = 9464
+
+
+def serve(registry: CollectorRegistry, host: str = "127.0.0.1", port: int = DEFAULT_PORT) -> MetricsServer:
+    """Serve a registry until closed; port 0 takes any free one.
+
+    Raises:
+        ConfigError: the address cannot be used.
+    """
+    try:
+        return MetricsServer(registry, host, port)
+    except (OSError, ValueError, OverflowError) as error:  # the last two: no valid name, no valid port
+        reason = getattr(error, "strerror", None) or str(error)
+        advice = "choose another address, or port 0 for any free one"
+        raise ConfigError([f"metrics cannot be served on {host}:{port} ({reason}); {advice}"]) from error
+
+
+class MetricsServer:
+    """A running server; close it, or use it in a `with` block."""
+
+    def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
+        self._server, self._thread = start_http_server(port, host, registry)
+        self.host, self.port = host, self._server.server_port
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}/metrics"
+
+    def close(self) -> None:
+        """Stop listening. Closing twice is allowed."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def __enter__(self) -> MetricsServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

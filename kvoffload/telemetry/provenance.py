@@ -17,7 +17,7 @@ from urllib.parse import urlsplit, urlunsplit
 import kvoffload
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.engine import EngineIdentity, EngineShape
-from kvoffload.telemetry.snapshot import Labels
+from kvoffload.telemetry.catalogue import Labels
 
 Provenance = dict[str, object]
 """Values that JSON knows, by name."""

@@ -14,10 +14,9 @@ from typing import Any
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
 from kvoffload.telemetry.catalogue import BY_NAME, CATALOGUE, Kind, Metric
-from kvoffload_vllm.payload import COUNTS, GAUGES, SAMPLES, split_labels
+from kvoffload_vllm.payload import COUNTS, GAUGES, PARTS, SAMPLES, split_labels
 
 _STANDARD: Mapping[Kind, type] = {Kind.COUNTER: Counter, Kind.GAUGE: Gauge, Kind.HISTOGRAM: Histogram}
-_PARTS: Mapping[Kind, str] = {Kind.COUNTER: COUNTS, Kind.GAUGE: GAUGES, Kind.HISTOGRAM: SAMPLES}
 _made: dict[tuple[Callable[..., object], str], tuple[tuple[str, ...], Any]] = {}
 
 
@@ -59,7 +58,7 @@ class Families:
 
     def _entries(self, payload: Mapping[str, Any], part: str, engine: int) -> Iterator[tuple[Any, Any]]:
         for name, series in payload.get(part, {}).items():
-            if name not in self._metrics or _PARTS[BY_NAME[name].kind] != part:
+            if name not in self._metrics or PARTS[BY_NAME[name].kind] != part:
                 continue
             for joined, value in series.items():
                 labels = split_labels(joined)

@@ -1,4 +1,4 @@
-"""The format of numbers sent to vLLM's front end: maps, lists, texts and numbers only. Pure.
+"""Numbers for vLLM's front end: what changed since the last message, in maps, lists, texts and numbers only. Pure.
 
     {"counts": {metric: {labels: added}}, "gauges": {metric: {labels: now}}, "samples": {metric: {labels: [seconds, ..]}}}
 
@@ -7,33 +7,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from kvoffload.telemetry.changes import Change
+from kvoffload.telemetry.catalogue import Kind, Labels, Metric
+from kvoffload.telemetry.counters import Source, all_series
 
 Payload = dict[str, Any]
 
 COUNTS, GAUGES, SAMPLES = "counts", "gauges", "samples"
+PARTS: Mapping[Kind, str] = {Kind.COUNTER: COUNTS, Kind.GAUGE: GAUGES, Kind.HISTOGRAM: SAMPLES}
 _COMMA = ","
 _MIB = 1 << 20
+_PATIENCE_S = 1.0  # hooks' times wait this long for another change
 
 
-def to_payload(change: Change) -> Payload:
-    """Return the message for a change; empty parts are left out."""
-    parts: dict[str, Mapping[str, Mapping[tuple[str, ...], object]]] = {
-        COUNTS: change.counts,
-        GAUGES: change.gauges,
-        SAMPLES: change.samples,
-    }
-    return {
-        part: {
-            name: {_COMMA.join(labels): value for labels, value in series.items()}
-            for name, series in table.items()
-        }
-        for part, table in parts.items()
-        if table
-    }
+class Changes:
+    """Makes the messages of one engine, on the counting thread. An engine has only one of these: samples are taken once.
+
+    A call without changes costs two comparisons, a call with changes one comparison a metric.
+
+    Args:
+        source: the scheduler's side.
+        now: monotonic seconds.
+    """
+
+    def __init__(self, source: Source, now: Callable[[], float] = time.monotonic) -> None:
+        self._source = source
+        self._now = now
+        self._due_s = now()
+        self._changes = -1
+        self._sent: dict[str, Mapping[Labels, Any]] = {}
+        source.counters.keep_samples()
+
+    def take(self) -> Payload | None:
+        """Return the changes since the last call, or None; the first time all gauges, also those that are 0.
+
+        Hooks' times are returned with the next other change, or after a second: every step has them.
+        """
+        counters, now = self._source.counters, self._now()
+        if counters.changes == self._changes and now < self._due_s:
+            return None
+        self._changes, self._due_s = counters.changes, now + _PATIENCE_S
+        payload: Payload = {}
+        for metric, series in all_series(counters.counts, self._source.gauges(), counters.take_samples()):
+            if changed := series if metric.kind is Kind.HISTOGRAM else self._changed(metric, series):
+                part = payload.setdefault(PARTS[metric.kind], {})
+                part[metric.name] = {_COMMA.join(labels): value for labels, value in changed.items()}
+        return payload or None
+
+    def _changed(self, metric: Metric, series: Mapping[Labels, Any]) -> Mapping[Labels, Any]:
+        """Return what was added to a counter, or the new values of a gauge."""
+        sent = self._sent.get(metric.name, {})
+        if series == sent:
+            return {}
+        if metric.kind is Kind.COUNTER:
+            changed = {
+                labels: now - sent.get(labels, 0)
+                for labels, now in series.items()
+                if now != sent.get(labels, 0)
+            }
+        else:  # a gauge without a value is 0, as at a scrape
+            series = {**dict.fromkeys(sent, 0), **series}
+            changed = {labels: now for labels, now in series.items() if now != sent.get(labels)}
+        self._sent[metric.name] = {**sent, **series}
+        return changed
 
 
 def split_labels(joined: str) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from kvoffload.telemetry.changes import Changes, Counted
+from kvoffload.telemetry.counters import Source
 from kvoffload_vllm import payload
 
 
@@ -47,8 +47,8 @@ class StatsSender:
         now: monotonic seconds.
     """
 
-    def __init__(self, offload: Counted, now: Callable[[], float] = time.monotonic) -> None:
-        self._changes = Changes(offload, now)
+    def __init__(self, offload: Source, now: Callable[[], float] = time.monotonic) -> None:
+        self._changes = payload.Changes(offload, now)
         self.now = now
         self.next_s = float("-inf")
         """When the next message is due, as long as there is a next step that can send it."""
@@ -56,5 +56,5 @@ class StatsSender:
     def take(self) -> KVOffloadStats | None:
         """Return the changes since the last message, None without any. Called on the engine's thread."""
         self.next_s = self.now() + _APART_S
-        change = self._changes.take()
-        return KVOffloadStats(payload.to_payload(change)) if change is not None else None
+        changes = self._changes.take()
+        return KVOffloadStats(changes) if changes is not None else None

@@ -81,7 +81,7 @@ def fill(slots: int) -> Memory:
     for rounds in (1, _REPLACED):
         longest += [rig.fill(draw, slots) for _ in range(rounds)]
         read.append(resident_bytes())
-    assert rig.side.gauges().slots["ready"] == slots
+    assert rig.side.gauges()["kvoffload_slots"]["host", "ready"] == slots
     full, churned = ((each - before) / slots for each in read)
     return Memory(start_s, full, churned, max(longest))
 

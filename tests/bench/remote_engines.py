@@ -24,8 +24,9 @@ from kvoffload.cli.demo.options import LOCAL_STORES, DemoOptions
 from kvoffload.cli.demo.play import idle
 from kvoffload.cli.exits import CommandError
 from kvoffload.engine import Engine, SamplingParams
+from kvoffload.model.transfer import Tier
 from kvoffload.remote.local import LocalBucket, LocalMooncake
-from kvoffload.telemetry.labels import TierState
+from kvoffload.telemetry.catalogue import TierState, tier_state
 from tests.bench.lines import Line, line, ratios
 from tests.bench.tier_hooks import HOST, NEVER, OUTGROWS, hook_seconds, moved, served, until
 
@@ -113,7 +114,9 @@ async def _hooks(kind: str) -> list[Line]:
         dies = opened.enter_context(local_store(kind, _NODE_BYTES))
         dead = await opened.enter_async_context(served(OUTGROWS, {**HOST, "remote_url": dies.url}))
         dies.close()
-        await until(dead[0], "the store to fail", lambda: dead[1].gauges().remote is TierState.FAILING)
+        await until(
+            dead[0], "the store to fail", lambda: tier_state(dead[1], Tier.REMOTE) is TierState.FAILING
+        )
         working = {**HOST, "remote_url": opened.enter_context(local_store(kind, _NODE_BYTES)).url}
         idle = {**working, "share_after_hits": NEVER, "disk_identity": "another"}
         none = await opened.enter_async_context(served(OUTGROWS, HOST))

@@ -13,7 +13,8 @@ from kvoffload.cli.demo.play import Player, make_conversations, warm_up
 from kvoffload.cli.exits import CommandError
 from kvoffload.engine import Engine
 from kvoffload.engine.plugin import load_plugin
-from kvoffload.telemetry.labels import HostBytes, TierState
+from kvoffload.model.transfer import Tier
+from kvoffload.telemetry.catalogue import TierState, tier_state
 
 if TYPE_CHECKING:
     from kvoffload.runtime.scheduler_side import SchedulerSide
@@ -40,15 +41,17 @@ async def served(options: DemoOptions, settings: Mapping[str, object]) -> AsyncI
         await until(engine, "all host memory", lambda: _has_its_memory(side))
         await warm_up(engine, options.first_tokens, options.seed)
         if "disk_path" in settings:
-            await until(engine, "the disk to open", lambda: side.gauges().disk.state is TierState.OPEN)
+            await until(engine, "the disk to open", lambda: tier_state(side, Tier.DISK) is TierState.OPEN)
         if "remote_url" in settings:
-            await until(engine, "the store to answer", lambda: side.gauges().remote is TierState.OPEN)
+            await until(
+                engine, "the store to answer", lambda: tier_state(side, Tier.REMOTE) is TierState.OPEN
+            )
         yield engine, side
 
 
 def _has_its_memory(side: SchedulerSide) -> bool:
-    size = side.gauges().host_bytes
-    return 0 < size[HostBytes.WANTED] == size[HostBytes.RESERVED]
+    size = side.gauges()["kvoffload_host_bytes"]
+    return 0 < size["wanted",] == size["reserved",]
 
 
 async def until(engine: Engine | None, what: str, holds: Callable[[], bool]) -> None:

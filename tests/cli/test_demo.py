@@ -24,11 +24,9 @@ from kvoffload.cli.exits import Exit
 from kvoffload.cli.main import main
 from kvoffload.engine import EngineStopped, RequestStats, Token
 from kvoffload.engine.plugin import load_plugin
-from kvoffload.model.causes import DegradeCause
-from kvoffload.telemetry.counters import Counters
-from kvoffload.telemetry.gauges import GaugeSnapshot, TierGauges
 from kvoffload.transfer.arena import Arena
 from tests.cli.corrupting_plugin import CorruptingPlugin
+from tests.telemetry.fake_source import FakeSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -206,20 +204,21 @@ def test_what_is_left_at_the_end_fails_the_audit(
 @pytest.mark.parametrize(
     ("state", "problems"),
     [
-        ({"slots": {"empty": 3, "ready": 2, "quarantined": 1}}, []),
-        ({"open_jobs": {("store", "abandoned"): 1}}, []),
-        ({"slots": {"pinned": 2}}, ["2 slots of the host are still pinned"]),
-        ({"open_jobs": {("load", "submitted"): 1}}, ["1 load jobs of the host are still submitted"]),
-        (
-            {"disk": TierGauges(slots={"filling": 2}, capacity_slots=2)},
-            ["2 slots of the disk are still filling"],
-        ),
-        ({"degraded": DegradeCause.LAW_BROKEN}, ["it was switched off: law_broken"]),
+        ({"slots": {("host", "empty"): 3, ("host", "ready"): 2, ("host", "quarantined"): 1}}, []),
+        ({"open_jobs": {("host", "store", "abandoned"): 1}}, []),
+        ({"slots": {("host", "pinned"): 2}}, ["2 slots of the host are still pinned"]),
+        ({"open_jobs": {("host", "load", "submitted"): 1}}, ["1 load jobs of the host are still submitted"]),
+        ({"slots": {("disk", "filling"): 2}}, ["2 slots of the disk are still filling"]),
+        ({"degraded": {("law_broken",): 1}}, ["it was switched off: law_broken"]),
     ],
 )
 def test_offloading_that_is_not_at_rest_fails_the_audit(state: dict[str, Any], problems: list[str]) -> None:
-    gauges = GaugeSnapshot(**{"capacity_slots": sum(state.get("slots", {}).values()), **state})
-    side = SimpleNamespace(counters=Counters(), audit=list, gauges=lambda: gauges)
+    capacity: dict[tuple[str, ...], float] = {}
+    for (tier, _), slots in state.get("slots", {}).items():
+        capacity[tier,] = capacity.get((tier,), 0) + slots
+    source = FakeSource({f"kvoffload_{name}": found for name, found in state.items()})
+    source.state = {**source.state, "kvoffload_capacity_slots": capacity}
+    side = SimpleNamespace(counters=source.counters, audit=list, gauges=source.gauges)
     expected = [f"offloading: {problem}" for problem in problems]
     assert audit_offloading(cast("SchedulerSide", side)) == expected
 

@@ -19,47 +19,35 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 from rich.console import Console
 
-from kvoffload.bus.bus import Bus
 from kvoffload.cli.exits import CommandError, Exit
 from kvoffload.cli.main import main
 from kvoffload.cli.top import PageError, Reading, Row, Server, page_url, parse_page, summarize, table
 from kvoffload.model import events
-from kvoffload.model.causes import DegradeCause, MissCause
+from kvoffload.model.causes import MissCause
 from kvoffload.model.ids import RequestId
-from kvoffload.telemetry.counters import Counters
-from kvoffload.telemetry.exporter import KVOffloadCollector
-from kvoffload.telemetry.gauges import GaugeSnapshot, TierGauges
-from kvoffload.telemetry.labels import HostBytes, TierState
-from kvoffload.telemetry.server import MetricsServer, serve
-from kvoffload.telemetry.snapshot import Labels
+from kvoffload.telemetry.exporter import KVOffloadCollector, MetricsServer, serve
+from tests.telemetry.fake_source import FakeSource
 
 A = RequestId("a")
 
 
-class Engine:
+class Engine(FakeSource):
     """Counts what a test tells it, and knows a state."""
 
     def __init__(self) -> None:
-        self.state = GaugeSnapshot({"ready": 6, "empty": 3, "pinned": 1}, 10, {})
-        self._counters = Counters()
-        self._bus = Bus()
-        self._counters.subscribe(self._bus)
-        self.collector = KVOffloadCollector(self._counters, self)
-
-    def gauges(self) -> GaugeSnapshot:
-        return self.state
+        super().__init__()
+        self.collector = KVOffloadCollector(self)
 
     def work(self, requests: int = 1, cause: MissCause = MissCause.EVICTED) -> None:
         """Look prompts up: of 80 tokens each, 48 are found."""
         for _ in range(requests):
-            self._bus.publish(events.LookupAnswered(A, 0, 3, 2, 48, 32, cause))
+            self.bus.publish(events.LookupAnswered(A, 0, 3, 2, 48, 32, cause))
 
     def reading(self, at: float) -> Reading:
         return parse_page(generate_latest(self.collector).decode(), at)[""]
@@ -160,15 +148,13 @@ def test_rates_are_of_the_time_between_two_scrapes(engine: Engine) -> None:
 
 
 def test_seconds_saved_are_less_what_waiting_and_interference_cost(engine: Engine) -> None:
-    saved: dict[str, dict[Labels, float]] = {"kvoffload_prefill_seconds_saved_total": {(): 10.0}}
-    engine.state = replace(engine.state, benefit=saved)
+    engine.state = {"kvoffload_prefill_seconds_saved_total": {(): 10.0}}
     before = engine.reading(0.0)
-    lost: dict[str, dict[Labels, float]] = {
+    engine.state = {
         "kvoffload_prefill_seconds_saved_total": {(): 14.0},
         "kvoffload_load_wait_seconds_total": {("own_load",): 1.0, ("fetch",): 0.5},
         "kvoffload_interference_seconds_total": {("store",): 0.25, ("load",): 0.25},
     }
-    engine.state = replace(engine.state, benefit=lost)
     found = row(before, engine.reading(2.0))
     assert (found.net_s, found.net_s_per_s) == (12.0, 1.0)
 
@@ -191,12 +177,13 @@ def test_after_a_restart_nothing_is_negative(engine: Engine) -> None:
 
 
 def test_a_row_is_what_an_operator_looks_at(engine: Engine) -> None:
-    engine.state = replace(
-        engine.state,
-        host_bytes={HostBytes.WANTED: 8 << 30, HostBytes.RESERVED: 2 << 30, HostBytes.USED: 1 << 30},
-        disk=TierGauges(TierState.OPEN, {"ready": 3, "empty": 1}, 4, 2**20),
-        remote=TierState.OPENING,
-    )
+    engine.state = {
+        "kvoffload_host_bytes": {("wanted",): 8 << 30, ("reserved",): 2 << 30, ("used",): 1 << 30},
+        "kvoffload_slots": {("disk", "ready"): 3, ("disk", "empty"): 1},
+        "kvoffload_capacity_slots": {("disk",): 4},
+        "kvoffload_slot_bytes": {("disk",): 2**20},
+        "kvoffload_tier_state": {("disk", "open"): 1, ("remote", "opening"): 1},
+    }
     server = Server("http://h:1/metrics", now={"0": engine.reading(0.0)})
     assert cells(server) == [
         [
@@ -204,9 +191,10 @@ def test_a_row_is_what_an_operator_looks_at(engine: Engine) -> None:
             *("50% of 2.0 GiB, 25% pinned", "75% of 4.0 MiB, open", "opening"),
         ]
     ]
-    engine.state = replace(
-        engine.state, degraded=DegradeCause.TRANSFER_DEAD, disk=TierGauges(TierState.CLOSED)
-    )
+    engine.state = {
+        "kvoffload_degraded": {("transfer_dead",): 1},
+        "kvoffload_tier_state": {("disk", "closed"): 1},
+    }
     [[_, offloading, *_, disk, _]] = cells(Server("http://h:1/metrics", now={"0": engine.reading(0.0)}))
     assert (offloading, disk) == ("OFF: transfer_dead", "closed")
 

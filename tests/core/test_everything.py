@@ -19,8 +19,7 @@ from kvoffload.model.events import LoadEnded, LoadScheduled, LookupAnswered
 from kvoffload.model.groups import GroupSpec
 from kvoffload.model.ids import BlockKey, JobId, SlotId
 from kvoffload.model.transfer import Direction, TransferPlan
-from kvoffload.telemetry.counters import Counters
-from kvoffload.telemetry.snapshot import conservation
+from kvoffload.telemetry.counters import Counters, conservation
 from tests.core.world import CORRUPT, DONE, FAILED, Req, World, chunked, full, key_at, left_behind, window
 
 SHAPES: Sequence[tuple[GroupSpec, ...]] = (

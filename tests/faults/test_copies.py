@@ -51,7 +51,7 @@ def test_an_engine_runs_with_what_host_memory_it_gets(
         made.run(text(1, 60), 6)
         made.forget_device()
         made.run(text(1, 60), 6)
-        assert made.offload.gauges().capacity_slots == 6 * granted
+        assert made.offload.gauges()["kvoffload_capacity_slots"]["host",] == 6 * granted
         assert (made.count("load_blocks", "loaded") > 0) is (granted > 0)
         assert made.count("store_blocks", "host_full") > 0
         assert caplog.text.count("host_memory_refused") == 1
@@ -73,7 +73,7 @@ def test_a_lost_device_switches_offloading_off_and_the_engine_goes_on(
             ticket.query_error = DeviceLost("CUDA_ERROR_ILLEGAL_ADDRESS (700)")
         made.step()
         made.step()
-        assert made.offload.gauges().degraded is DegradeCause.TRANSFER_DEAD
+        assert made.offload.degraded is DegradeCause.TRANSFER_DEAD
         assert made.engine.pool.leased_blocks == 0
         made.run(text(2, 20))
         made.assert_outputs()
@@ -120,7 +120,7 @@ def test_an_engine_that_takes_a_leased_block_back_is_noticed(caplog: pytest.LogC
         made.engine.pool.free([block])
         problems = made.offload.audit()
         assert problems == [f"block {block} is leased 1 times, the engine counts 0"]
-        assert made.offload.gauges().degraded is DegradeCause.LAW_BROKEN
+        assert made.offload.degraded is DegradeCause.LAW_BROKEN
         assert f"detail='{problems[0]}'" in caplog.text
         made.engine.pool.touch([block])
         made.release()
@@ -141,14 +141,14 @@ def test_an_end_that_comes_after_its_job_was_abandoned(
     with rig(host_blocks=40) as made:
         stuck = never_ending(made, direction)
         assert made.engine.statistics().leased_blocks > 0
-        lost = made.offload.gauges().slots["quarantined"]
+        lost = made.offload.gauges()["kvoffload_slots"]["host", "quarantined"]
         assert lost == made.count("written_off_blocks", direction) > 0
         outcomes = made.counts().counts[f"kvoffload_{direction}_blocks_total"]
         getattr(stuck, end)()
         for _ in range(3):
             made.step(TIMEOUT_S / 4)
         assert made.engine.statistics().leased_blocks == 0
-        assert made.offload.gauges().slots["quarantined"] == lost
+        assert made.offload.gauges()["kvoffload_slots"]["host", "quarantined"] == lost
         # Reported once, as abandoned.
         assert made.counts().counts[f"kvoffload_{direction}_blocks_total"] == outcomes
         made.run(text(1, 30), 3)

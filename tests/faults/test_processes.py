@@ -172,7 +172,7 @@ assert len({first, again, third}) == 3 and type(first()) is not type(third())
 
 def make(plugin):
     engine = Engine(tiny_config(plugin_config={"host_bytes": "1MiB"}), plugin, clock=lambda: 0.0)
-    while not plugin.offload.gauges().capacity_slots:
+    while not plugin.offload.gauges()["kvoffload_capacity_slots"]["host",]:
         engine.step()
     return engine
 

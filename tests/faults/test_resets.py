@@ -62,7 +62,7 @@ def reset(made: Rig) -> int:
         answer = made.engine.reset_prefix_cache()
         assert not made.offload.core.state.pool.index  # at once, whatever the answer
         if answer:
-            assert made.offload.gauges().reset_draining_jobs == 0
+            assert made.offload.gauges()["kvoffload_reset_draining_jobs"][()] == 0
             return times
         made.release()
         made.step()

@@ -14,7 +14,7 @@ from kvoffload.model.engine import Promises
 from kvoffload.model.ids import Rank
 from kvoffload.model.transfer import Direction
 from kvoffload.runtime.clocks import Clocks
-from kvoffload.telemetry.snapshot import Snapshot, conservation
+from kvoffload.telemetry.counters import Snapshot, conservation, slot_problems
 from kvoffload.testing import FakeClock, GatedCopier, GatedTicket
 from kvoffload_reference.plugin import ReferencePlugin
 from tests.engine.tiny import assert_same, taken, tiny_config, tiny_model
@@ -196,7 +196,7 @@ class Rig:
         assert self.engine.audit() == []
         assert self.offload.core.audit() == []
         assert conservation(self.counts()) == []
-        assert self.offload.gauges().problems() == []
+        assert slot_problems(self.offload.gauges()) == []
         for copier in self.copiers:
             assert_exclusive(copier.open_tickets)
 
@@ -220,8 +220,8 @@ class Rig:
             assert core.jobs.open == {}
             assert core.requests.finishing == set()
             assert core.leases.counts == {}
-        slots = self.offload.gauges().slots
-        assert slots["filling"] == slots["pinned"] == 0 or lost_blocks
+        slots = self.offload.gauges()["kvoffload_slots"]
+        assert slots["host", "filling"] == slots["host", "pinned"] == 0 or lost_blocks
 
     def assert_outputs(self) -> None:
         """Every request's tokens are those of the engine without the plugin, up to where it was aborted."""

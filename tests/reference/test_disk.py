@@ -311,8 +311,9 @@ def test_with_less_room_the_most_recently_used_are_found_and_the_rest_gives_its_
     made = start(extra={**smaller, **key})
     assert made.offload.core.state.disk is not None
     assert made.offload.core.state.disk.pool.room == new
-    gauges = made.offload.gauges().disk
-    assert gauges.capacity_slots == sum(gauges.slots.values()) == new
+    gauges = made.offload.gauges()
+    slots = [count for (tier, _), count in gauges["kvoffload_slots"].items() if tier == "disk"]
+    assert gauges["kvoffload_capacity_slots"]["disk",] == sum(slots) == new
     [path] = tmp_path.glob("disk/*/replica0/slots0")
     assert path.stat().st_blocks * 512 < smaller["disk_bytes"] + 64 * 1024
     made.run(PROMPT)

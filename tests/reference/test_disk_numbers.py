@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffload.model.transfer import Direction
-from kvoffload.telemetry.labels import TierState
-from kvoffload.telemetry.snapshot import conservation
-from tests.reference.rig import Rig, rig, slot_bytes
+from kvoffload.model.transfer import Direction, Tier
+from kvoffload.telemetry.catalogue import TierState, tier_state
+from kvoffload.telemetry.counters import conservation, slot_problems
+from tests.reference.rig import rig, slot_bytes
 from tests.reference.test_disk import PROMPT, StartEngine, copied, leave_on_disk
 from tests.reference.test_disk import start as start  # a fixture
 
@@ -27,7 +27,7 @@ def test_spills_and_fetches_are_counted_under_the_disk(start: StartEngine, ranks
     assert made.count("lookups_deferred", "fetch") > 0
     counted = made.offload.counters.snapshot()
     assert counted.samples("kvoffload_first_token_seconds", "disk") == 1
-    assert made.offload.gauges().benefit["kvoffload_load_wait_seconds_total"]["fetch",] > 0
+    assert made.offload.gauges()["kvoffload_load_wait_seconds_total"]["fetch",] > 0
     assert conservation(counted, drained=True) == []
 
 
@@ -35,12 +35,14 @@ def test_the_disks_slots_sum_to_its_capacity_and_the_hosts_to_theirs(start: Star
     made = start()
     leave_on_disk(made)
     gauges = made.offload.gauges()
-    assert gauges.problems() == []
-    assert gauges.disk.state is TierState.OPEN
-    assert gauges.disk.slots["ready"] == len(made.offload.core.state.disk.pool.index) > 0  # type: ignore[union-attr]
-    assert gauges.disk.slot_bytes == 4096
-    assert not any(gauges.disk.open_jobs.values())
-    assert gauges.numbers()["kvoffload_capacity_slots"]["disk",] == gauges.disk.capacity_slots
+    disk = made.offload.core.state.disk
+    assert disk is not None
+    assert slot_problems(gauges) == []
+    assert gauges["kvoffload_tier_state"]["disk", "open"] == 1
+    assert gauges["kvoffload_slots"]["disk", "ready"] == len(disk.pool.index) > 0
+    assert gauges["kvoffload_slot_bytes"]["disk",] == 4096
+    assert not any(gauges["kvoffload_open_jobs"].values())
+    assert gauges["kvoffload_capacity_slots"]["disk",] == disk.capacity
 
 
 def test_a_disk_that_some_rank_fails_is_failing_until_it_works_again(start: StartEngine) -> None:
@@ -48,17 +50,13 @@ def test_a_disk_that_some_rank_fails_is_failing_until_it_works_again(start: Star
     disk = made.offload.core.state.disk
     assert disk is not None
     disk.failing.add(made.workers[0]._rank)
-    assert made.offload.gauges().disk.state is TierState.FAILING
+    assert tier_state(made.offload, Tier.DISK) is TierState.FAILING
     disk.failing.clear()
-    assert made.offload.gauges().disk.state is TierState.OPEN
+    assert tier_state(made.offload, Tier.DISK) is TierState.OPEN
 
 
 def test_without_a_disk_its_state_is_off() -> None:
     with rig() as made:
         made.run(PROMPT)
-        assert _states(made) == {"off": 1}
-
-
-def _states(made: Rig) -> dict[str, float]:
-    states = made.offload.gauges().numbers()["kvoffload_tier_state"]
-    return {state: flag for (_, state), flag in states.items()}
+        states = made.offload.gauges()["kvoffload_tier_state"]
+        assert [labels for labels, flag in states.items() if flag] == [("disk", "off"), ("remote", "off")]

@@ -50,7 +50,7 @@ def test_one_flipped_bit_is_found_counted_and_computed_again(
         assert made.count("load_blocks", "failed") == len(again) - 1
         assert made.count("transfers", "host", "load", "corrupt") == 1
         assert made.count("evicted_blocks", "host", "corrupt") == 1
-        assert made.offload.gauges().slots["quarantined"] == 1
+        assert made.offload.gauges()["kvoffload_slots"]["host", "quarantined"] == 1
         assert "ERROR" in {one.levelname for one in caplog.records if "blocks_corrupt" in one.getMessage()}
         made.assert_clean()
 
@@ -86,7 +86,7 @@ def test_a_sample_finds_what_was_written_over(kind: str, verify: str) -> None:
         spoil(made, slots)
         assert sorted(reload(made)) == sorted(slots)
         assert made.count("load_blocks", "corrupt") == len(slots)
-        assert made.offload.gauges().slots["quarantined"] == len(slots)
+        assert made.offload.gauges()["kvoffload_slots"]["host", "quarantined"] == len(slots)
         made.assert_clean()
 
 
@@ -111,7 +111,7 @@ def test_of_two_ranks_one_that_rots_is_enough(rotten: tuple[int, ...]) -> None:
         reload(made)
         assert made.count("load_blocks", "corrupt") == len(rotten)
         assert made.count("transfers", "host", "load", "corrupt") == len(rotten)
-        assert made.offload.gauges().slots["quarantined"] == len(rotten)
+        assert made.offload.gauges()["kvoffload_slots"]["host", "quarantined"] == len(rotten)
         before = made.count("load_blocks", "corrupt")
         reload(made)
         assert made.count("load_blocks", "corrupt") == before

@@ -62,4 +62,4 @@ def test_output_is_the_same_while_host_memory_rots(kind: str, ranks: int) -> Non
         corrupt, loaded = (made.count("load_blocks", outcome) for outcome in ("corrupt", "loaded"))
         assert corrupt > 0 < loaded
         # Less often than found: two loads may read one slot.
-        assert made.offload.gauges().slots["quarantined"] > 0
+        assert made.offload.gauges()["kvoffload_slots"]["host", "quarantined"] > 0

@@ -14,7 +14,7 @@ import pytest
 from kvoffload.engine import Engine, SamplingParams, Token, TokenStream
 from kvoffload.engine.plugin import EnginePlugin
 from kvoffload.model.transfer import Direction
-from kvoffload.telemetry.snapshot import conservation
+from kvoffload.telemetry.counters import conservation
 from kvoffload.testing import GatedCopier, GatedTicket
 from kvoffload.transfer.runs import CopyRuns
 from kvoffload_reference.plugin import ReferencePlugin

@@ -215,7 +215,7 @@ def test_a_load_that_never_ends_is_recomputed_and_its_memory_is_written_off(kind
         made.assert_outputs()
         lost = made.engine.statistics().leased_blocks
         assert lost == made.count("load_blocks", "abandoned")
-        assert made.offload.gauges().slots["quarantined"] == lost
+        assert made.offload.gauges()["kvoffload_slots"]["host", "quarantined"] == lost
         assert made.engine.has_work is False
         for n in range(12):  # overwrite whatever can be had, on both sides
             made.run(text(50 + n, 60), 2)
@@ -225,7 +225,7 @@ def test_a_load_that_never_ends_is_recomputed_and_its_memory_is_written_off(kind
             made.step(TIMEOUT_S / 4)
         for n in range(12):
             made.run(text(50 + n, 60), 2)
-        assert made.offload.gauges().slots["quarantined"] == lost
+        assert made.offload.gauges()["kvoffload_slots"]["host", "quarantined"] == lost
         made.assert_clean()
 
 
@@ -246,7 +246,7 @@ def test_a_store_that_never_ends_keeps_its_memory() -> None:
         made.release()
         for _ in range(3):
             made.step(TIMEOUT_S / 4)
-        assert made.offload.gauges().slots["quarantined"] == lost
+        assert made.offload.gauges()["kvoffload_slots"]["host", "quarantined"] == lost
         made.assert_clean()
 
 

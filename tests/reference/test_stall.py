@@ -33,12 +33,13 @@ def test_with_copies_that_all_hang_every_request_is_served_on_most_of_the_pool(
         lost = []
         for number in range(24):
             assert served(made, made.submit(text(number % 6, 17), 3))
-            lost.append(made.offload.gauges().abandoned_blocks)
+            lost.append(made.offload.gauges()["kvoffload_abandoned_device_blocks"][()])
         assert lost[12:] == [lost[12]] * 12  # only what was under way when the first copies were abandoned
         gauges = made.offload.gauges()
-        assert gauges.copies_stalled
-        assert 0 < gauges.abandoned_blocks == made.engine.statistics().leased_blocks
-        assert gauges.abandoned_blocks <= BLOCKS // 2
+        abandoned = gauges["kvoffload_abandoned_device_blocks"][()]
+        assert gauges["kvoffload_copies_stalled"][()]
+        assert 0 < abandoned == made.engine.statistics().leased_blocks
+        assert abandoned <= BLOCKS // 2
         assert made.count("abandoned_jobs", "store") + made.count("abandoned_jobs", "load") <= 6
         assert made.count("miss_blocks", "stalled") > 0
         made.assert_outputs()
@@ -48,7 +49,7 @@ def test_with_copies_that_all_hang_every_request_is_served_on_most_of_the_pool(
         made.pass_time(TIMEOUT_S)
         made.drain()
         made.step()
-        assert not made.offload.gauges().copies_stalled
+        assert not made.offload.gauges()["kvoffload_copies_stalled"][()]
         assert "copies_resumed" in caplog.text
         loaded = made.count("load_blocks", "loaded")
         made.run(text(20, 17), 6)

@@ -84,7 +84,7 @@ def trial(make: Callable[[], Rig], place: Place) -> list[str]:
         problems = problems_at_end(made)
         made.run_plain(text(9, 12))
         problems += problems_at_end(made)
-        if made.offload.gauges().degraded is not DegradeCause.HANDLER_RAISED:
+        if made.offload.degraded is not DegradeCause.HANDLER_RAISED:
             problems.append("offloading is on")
         if not any(str(place) in line for line in made.offload.audit()):
             problems.append("the audit does not say so")

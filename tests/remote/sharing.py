@@ -53,7 +53,11 @@ class Served:
         """Serve on until each rank has reached the store and has its host memory: without it nothing is fetched."""
         state = self.offload.core.state.remote
         assert state is not None
-        self.step_until(lambda: state.is_usable and self.offload.gauges().capacity_slots == HOST_BLOCKS)
+        self.step_until(
+            lambda: (
+                state.is_usable and self.offload.gauges()["kvoffload_capacity_slots"]["host",] == HOST_BLOCKS
+            )
+        )
         return self
 
     def run(self, prompt: Sequence[int] = PROMPT) -> None:

@@ -22,10 +22,10 @@ from obstore.store import S3Store
 
 from kvoffload.model.causes import TierOutcome
 from kvoffload.model.ids import BlockKey
-from kvoffload.model.transfer import Direction
+from kvoffload.model.transfer import Direction, Tier
 from kvoffload.remote.values import TRAILER_BYTES, Shard
 from kvoffload.runtime import remote_index
-from kvoffload.telemetry.labels import TierState
+from kvoffload.telemetry.catalogue import TierState, tier_state
 from kvoffload.testing import ThreadGate
 from kvoffload.testing.logs import capture_logs
 from tests.reference.rig import BLOCK, slot_bytes, text
@@ -63,7 +63,7 @@ def proxy(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
 
 
 def state_of(engine: Served) -> TierState:
-    return engine.offload.gauges().remote
+    return tier_state(engine.offload, Tier.REMOTE)
 
 
 def until(engine: Served, state: TierState) -> None:

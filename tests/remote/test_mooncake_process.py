@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 
 from kvoffload.model.causes import TierOutcome
-from kvoffload.model.transfer import Direction
+from kvoffload.model.transfer import Direction, Tier
 from kvoffload.remote import mooncake
 from kvoffload.runtime import remote_index
-from kvoffload.telemetry.labels import TierState
+from kvoffload.telemetry.catalogue import TierState, tier_state
 from kvoffload.testing.logs import capture_logs
 from tests.reference.rig import BLOCK, text
 from tests.remote.sharing import PATIENCE_S, PROMPT, Served, StartEngine
@@ -112,7 +112,7 @@ def of_event(lines: list[dict[str, Any]], event: str) -> list[str]:
 
 
 def until(engine: Served, state: TierState) -> None:
-    engine.step_until(lambda: engine.offload.gauges().remote is state)
+    engine.step_until(lambda: tier_state(engine.offload, Tier.REMOTE) is state)
 
 
 def share(engine: Served, prompt: tuple[int, ...]) -> None:
@@ -209,7 +209,7 @@ def test_r17_a_client_that_does_not_connect_is_tried_by_probes_alone_and_used_la
         engine.run()
     assert all(reason in each for each in of_event(lines, "remote_fails"))
     assert len(of_event(lines, "remote_fails")) == 2  # the scheduler's side, and the rank's
-    assert engine.offload.gauges().remote is TierState.OPENING
+    assert tier_state(engine.offload, Tier.REMOTE) is TierState.OPENING
     monkeypatch.setattr(mooncake, "CONNECT_S", PATIENCE_S)
     fake.lift("setup")
     engine.opened().share()

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvoffload.model.transfer import Direction
+from kvoffload.model.transfer import Direction, Tier
 from kvoffload.runtime import remote_index
-from kvoffload.telemetry.labels import TierState
+from kvoffload.telemetry.catalogue import TierState, tier_state
 from kvoffload.testing.logs import capture_logs
 from tests.reference.rig import BLOCK, text
 from tests.remote.sharing import PROMPT, StartEngine
@@ -29,7 +29,7 @@ def test_r18_the_second_engine_finds_what_the_first_has_written(
     assert second.namespace == first.namespace
     second.run()
     assert second.copied(Direction.LOAD) > 0
-    assert second.offload.gauges().remote is TierState.OPEN
+    assert tier_state(second.offload, Tier.REMOTE) is TierState.OPEN
     counted = second.offload.counters.snapshot()
     assert counted.count("kvoffload_tier_blocks_total", "remote", "load", "done") == second.copied(
         Direction.LOAD

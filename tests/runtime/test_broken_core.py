@@ -11,7 +11,7 @@ from kvoffload.model import facts
 from kvoffload.model.causes import DegradeCause
 from kvoffload.model.ids import DeviceBlockId, RequestId
 from kvoffload.runtime.awaited_loads import LoadAnswers
-from kvoffload.telemetry.snapshot import conservation
+from kvoffload.telemetry.counters import conservation
 from tests.operations import replace_handler
 from tests.runtime.parts import RELOAD, TIMEOUT_S, Side, loading
 
@@ -30,7 +30,7 @@ def test_switching_off_is_said_once_with_the_journals_tail(caplog: pytest.LogCap
     assert said[0]["doing"] == "StepScheduled"
     assert said[1]["cause"] == DegradeCause.HANDLER_RAISED.value
     assert "StepScheduled" in said[1]["journal"][-3]
-    assert side.side.gauges().degraded is DegradeCause.HANDLER_RAISED
+    assert side.side.degraded is DegradeCause.HANDLER_RAISED
     assert side.side.counters.snapshot().total("kvoffload_lookup_blocks_total") == 0
 
 
@@ -46,7 +46,7 @@ def test_a_question_that_raises_is_answered_with_nothing(
     assert side.side.lookup(RequestId("a"), 0) in (0, RELOAD)
     assert side.step().is_empty
     assert side.side.take_answers() == LoadAnswers()  # no request waits for b
-    assert side.side.gauges().degraded is DegradeCause.HANDLER_RAISED
+    assert side.side.degraded is DegradeCause.HANDLER_RAISED
     assert f"doing={question}" in caplog.text
 
 
@@ -61,7 +61,7 @@ def test_a_plan_that_raises_is_empty(
     monkeypatch.setattr(side.side.core, "plan", boom)
     assert side.step().is_empty
     assert side.side.take_answers().failed == ["a"]
-    assert side.side.gauges().degraded is DegradeCause.HANDLER_RAISED
+    assert side.side.degraded is DegradeCause.HANDLER_RAISED
     assert "doing=plan" in caplog.text
 
 
@@ -97,7 +97,7 @@ def test_r5_blocks_leased_for_a_job_that_never_came_to_be_are_released(
 
     monkeypatch.setattr(leases, "take", take_and_raise)
     side.step(("a", RELOAD))
-    assert side.side.gauges().degraded is DegradeCause.HANDLER_RAISED
+    assert side.side.degraded is DegradeCause.HANDLER_RAISED
     assert not side.pool.leased
 
 
@@ -134,7 +134,7 @@ def test_blocks_stay_leased_while_a_worker_copies_though_the_core_lost_count(
     monkeypatch.setattr(side.side.core.stores, "reported", boom)
     side.done(plan, rank=0)
     side.done(plan, rank=0)
-    assert side.side.gauges().degraded is DegradeCause.HANDLER_RAISED
+    assert side.side.degraded is DegradeCause.HANDLER_RAISED
     assert side.side.has_work
     assert side.pool.leased == list(side.last_table)
     side.done(plan, rank=1)
@@ -186,7 +186,7 @@ def test_numbers_that_cannot_be_read_do_not_stop_who_reads_them(monkeypatch: pyt
     side = Side()
     plan = loading(side)
     monkeypatch.setattr(side.side.core.state.pool, "count", boom)
-    assert side.side.gauges().degraded is DegradeCause.HANDLER_RAISED
+    assert side.side.gauges() == {"kvoffload_degraded": {("handler_raised",): 1}}
     assert side.pool.leased
     side.step()
     assert side.side.take_answers().failed == ["a"]
@@ -199,4 +199,6 @@ def test_an_audit_that_finds_something_switches_offloading_off() -> None:
     assert side.side.audit() == []
     side.side.core.state.pool._counts[SlotState.EMPTY] -= 1
     assert side.side.audit()
-    assert side.side.gauges().degraded is DegradeCause.LAW_BROKEN
+    assert side.side.degraded is DegradeCause.LAW_BROKEN
+    off = {labels for labels, is_off in side.side.gauges()["kvoffload_degraded"].items() if is_off}
+    assert off == {("law_broken",)}

@@ -65,9 +65,9 @@ def test_what_is_found_at_rest_switches_offloading_off_at_once(caplog: pytest.Lo
     side.stored()
     side.side.core.state.pool._counts[SlotState.EMPTY] -= 1
     side.seen("a")
-    assert side.side.gauges().degraded is None
+    assert side.side.degraded is None
     side.ended("a")
-    assert side.side.gauges().degraded is DegradeCause.LAW_BROKEN
+    assert side.side.degraded is DegradeCause.LAW_BROKEN
     (line,) = logged(caplog, "offloading_off")
     assert "slots by state sum to 49" in str(line["detail"])
     before = audits(side)
@@ -84,7 +84,7 @@ def test_a_slots_record_is_compared_some_at_a_time_and_all_in_the_end(
     side.seen("a")
     side.side.core.state.pool._keys[SlotId(49)] = BlockKey(b"x")
     ended = 0
-    while side.side.gauges().degraded is None:
+    while side.side.degraded is None:
         side.ended("a")
         side.seen("a")
         ended += 1
@@ -98,7 +98,7 @@ def test_an_audit_that_raises_switches_offloading_off_and_nothing_else(
     monkeypatch.setattr(side.side.core.state.pool, "pins", None)
     side.seen("a")
     side.ended("a")
-    assert side.side.gauges().degraded is DegradeCause.HANDLER_RAISED
+    assert side.side.degraded is DegradeCause.HANDLER_RAISED
 
 
 # -- the engine's own counts ------------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def test_the_engines_own_counts_are_compared(asked: bool, monkeypatch: pytest.Mo
         side.pool.leased += [block, block]  # one too many of them is left in the end
         side.done(plan)
         side.ended("a")
-    assert side.side.gauges().degraded is DegradeCause.LAW_BROKEN
+    assert side.side.degraded is DegradeCause.LAW_BROKEN
 
 
 # -- the journal goes with it -------------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ def test_a_file_that_cannot_be_written_is_said(tmp_path: Path, caplog: pytest.Lo
 
 def test_the_oldest_job_is_reported_while_there_is_one() -> None:
     side = Side()
-    assert side.side.gauges().oldest_job_s == 0
+    assert side.side.gauges()["kvoffload_oldest_job_timestamp_seconds"][()] == 0
     first = side.clock.monotonic()
     load = loading(side)
     side.clock.jump(5)
@@ -214,11 +214,11 @@ def test_the_oldest_job_is_reported_while_there_is_one() -> None:
     side.pool.names.update((block, f"q{place}".encode()) for place, block in enumerate(side.last_table))  # type: ignore[misc]
     store = side.step(("b", RELOAD))
     assert store.stores
-    assert side.side.gauges().oldest_job_s == first
+    assert side.side.gauges()["kvoffload_oldest_job_timestamp_seconds"][()] == first
     side.done(load)
-    assert side.side.gauges().oldest_job_s == first + 5
+    assert side.side.gauges()["kvoffload_oldest_job_timestamp_seconds"][()] == first + 5
     side.done(store)
-    assert side.side.gauges().oldest_job_s == 0
+    assert side.side.gauges()["kvoffload_oldest_job_timestamp_seconds"][()] == 0
 
 
 def test_an_abandoned_job_is_not_the_oldest() -> None:
@@ -226,7 +226,7 @@ def test_an_abandoned_job_is_not_the_oldest() -> None:
     loading(side)
     side.clock.jump(TIMEOUT_S)
     side.step()
-    assert side.side.gauges().oldest_job_s == 0
+    assert side.side.gauges()["kvoffload_oldest_job_timestamp_seconds"][()] == 0
 
 
 class Held:

@@ -9,7 +9,7 @@ from tests.runtime.parts import Side
 
 
 def host_bytes(side: Side) -> dict[str, float]:
-    series = side.side.gauges().numbers()["kvoffload_host_bytes"]
+    series = side.side.gauges()["kvoffload_host_bytes"]
     return {labels[0]: number for labels, number in series.items()}
 
 
@@ -26,7 +26,7 @@ def test_bytes_of_all_ranks_are_added_up_while_memory_is_made_ready() -> None:
 
 def test_info_carries_versions_and_settings() -> None:
     side = Side(config=OffloadConfig(verify="sample", min_load_tokens="auto"))
-    ((labels, number),) = side.side.gauges().numbers()["kvoffload_info"].items()
+    ((labels, number),) = side.side.gauges()["kvoffload_info"].items()
     assert number == 1
     assert labels[1:] == ("unknown", "unknown", "eager", "sample", "auto")
 

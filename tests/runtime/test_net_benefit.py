@@ -12,7 +12,7 @@ from kvoffload.model.config import AUTO, OffloadConfig
 from kvoffload.model.events import NetBenefitTurned
 from kvoffload.model.ids import BlockKey
 from kvoffload.model.transfer import JobReport, TransferPlan
-from kvoffload.telemetry.snapshot import conservation
+from kvoffload.telemetry.counters import conservation
 from tests.runtime.parts import RELOAD, TIMEOUT_S, Side, loading
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ PER_TOKEN_S = 0.01
 
 
 def value(side: SchedulerSide, name: str, *labels: str) -> float:
-    return side.gauges().numbers()[f"kvoffload_{name}"][labels]
+    return side.gauges()[f"kvoffload_{name}"][labels]
 
 
 def saved(side: Side) -> float:

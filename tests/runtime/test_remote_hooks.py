@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvoffload.model.ids import RequestId
+from kvoffload.model.transfer import Tier
 from kvoffload.remote.address import MooncakeAddress, RemotePlace
-from kvoffload.telemetry.labels import TierState
+from kvoffload.telemetry.catalogue import TierState, tier_state
 from tests.operations import calls
 from tests.remote.fake_store import FakeStore
 from tests.runtime.parts import Side
@@ -51,7 +52,7 @@ def begin_and_end(side: Side, name: str) -> dict[str, int]:
 
 def test_a_step_without_an_answer_does_not_poll_a_store(start: StartSide) -> None:
     plain, shared = start(None), start(FakeStore())
-    assert shared.side.gauges().remote is TierState.OPEN
+    assert tier_state(shared.side, Tier.REMOTE) is TierState.OPEN
     without = calls(plain.step)
     assert calls(shared.step) == without
     shared.precise.jump(1)
@@ -64,7 +65,7 @@ def test_r17_a_dead_store_adds_a_lookup_five_calls_and_a_step_none(start: StartS
     store.fails = True
     for number in range(3):
         begin_and_end(shared, f"fails {number}")
-    assert shared.side.gauges().remote is TierState.FAILING
+    assert tier_state(shared.side, Tier.REMOTE) is TierState.FAILING
     store.calls.clear()
     without, dead = begin_and_end(plain, "new"), begin_and_end(shared, "new")
     assert store.calls == []

@@ -18,8 +18,8 @@ def received(side: Side) -> list[Event]:
     return found
 
 
-def draining(side: Side) -> int:
-    return side.side.gauges().reset_draining_jobs
+def draining(side: Side) -> float:
+    return side.side.gauges()["kvoffload_reset_draining_jobs"][()]
 
 
 def test_a_reset_of_nothing_ends_at_once() -> None:

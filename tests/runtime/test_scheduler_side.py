@@ -16,8 +16,8 @@ from kvoffload.model.events import Event
 from kvoffload.model.ids import RequestId
 from kvoffload.model.transfer import Direction
 from kvoffload.runtime.scheduler_side import SchedulerSide
-from kvoffload.telemetry.labels import Hook
-from kvoffload.telemetry.snapshot import conservation
+from kvoffload.telemetry.catalogue import Hook
+from kvoffload.telemetry.counters import conservation, slot_problems
 from tests.runtime.parts import RELOAD, SHAPE, TIMEOUT_S, Pool, Side, loading
 
 # -- deadlines --------------------------------------------------------------------------------------------------
@@ -78,20 +78,20 @@ def test_the_oldest_pin_is_reported_while_there_is_one() -> None:
     side.stored()
     side.seen("a")
     side.seen("b")
-    assert side.side.gauges().oldest_pin_s == 0
+    assert side.side.gauges()["kvoffload_oldest_pin_timestamp_seconds"][()] == 0
     side.clock.jump(5)
     first = side.clock.monotonic()
     side.side.lookup(RequestId("a"), 0)
     side.clock.jump(5)
     side.side.lookup(RequestId("b"), 0)
-    assert side.side.gauges().oldest_pin_s == first
+    assert side.side.gauges()["kvoffload_oldest_pin_timestamp_seconds"][()] == first
     side.allocated("a", RELOAD)  # the load's pins are as old as the lookup's
     plan = side.step()
-    assert side.side.gauges().oldest_pin_s == first
+    assert side.side.gauges()["kvoffload_oldest_pin_timestamp_seconds"][()] == first
     side.done(plan)
-    assert side.side.gauges().oldest_pin_s == first + 5
+    assert side.side.gauges()["kvoffload_oldest_pin_timestamp_seconds"][()] == first + 5
     side.ended("b")
-    assert side.side.gauges().oldest_pin_s == 0
+    assert side.side.gauges()["kvoffload_oldest_pin_timestamp_seconds"][()] == 0
 
 
 # -- gauges -----------------------------------------------------------------------------------------------------
@@ -101,15 +101,17 @@ def test_gauges_follow_slots_and_jobs() -> None:
     side = Side(slots=7)
     loading(side)
     now = side.side.gauges()
-    assert now.problems() == []
-    assert now.capacity_slots == 7
-    assert (now.slots["pinned"], now.slots["empty"]) == (3, 4)
-    assert now.open_jobs["load", "submitted"] == 1
-    assert now.degraded is None
+    assert slot_problems(now) == []
+    slots, jobs = now["kvoffload_slots"], now["kvoffload_open_jobs"]
+    assert now["kvoffload_capacity_slots"]["host",] == 7
+    assert (slots["host", "pinned"], slots["host", "empty"]) == (3, 4)
+    assert jobs["host", "load", "submitted"] == 1
+    assert not any(now["kvoffload_degraded"].values())
     side.clock.jump(TIMEOUT_S)
     side.step()
     now = side.side.gauges()
-    assert (now.slots["quarantined"], now.open_jobs["load", "abandoned"]) == (3, 1)
+    assert now["kvoffload_slots"]["host", "quarantined"] == 3
+    assert now["kvoffload_open_jobs"]["host", "load", "abandoned"] == 1
 
 
 # -- hook times -------------------------------------------------------------------------------------------------

@@ -454,7 +454,7 @@ def test_an_exporter_that_blocks_changes_nothing_and_what_does_not_fit_is_counte
     assert held.waiting == 1
     assert work(side) == work(Side())
     assert held.waiting == 1
-    dropped = side.side.gauges().dropped["spans"]
+    dropped = side.side.gauges()["kvoffload_bus_dropped_total"]["spans",]
     assert dropped > 50
     held._held = False
     held.run_all()
@@ -463,7 +463,7 @@ def test_an_exporter_that_blocks_changes_nothing_and_what_does_not_fit_is_counte
     seen(side, "late")
     side.ended("late")
     found = finished((side, exporter))
-    assert side.side.gauges().dropped["spans"] == dropped
+    assert side.side.gauges()["kvoffload_bus_dropped_total"]["spans",] == dropped
     early = of_request(found, "early")["request"]
     assert attributes(early)["kvoffload.end"] == "unfinished"
     assert attributes(of_request(found, "late")["request"])["kvoffload.end"] == "ended"
@@ -587,5 +587,5 @@ def test_a_collector_gets_them_over_http(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_nothing_is_watched_without_being_asked_for() -> None:
     side = Side(portal=True)
-    assert "spans" not in side.side.gauges().dropped
+    assert "spans" not in dict(side.side.bus.statistics().feeds)
     side.close()

@@ -32,6 +32,6 @@ def test_a_step_without_a_planned_job_asks_for_no_plan(monkeypatch: pytest.Monke
         raise AssertionError("asked")
 
     monkeypatch.setattr(side.side.core, "plan", asked)
-    monkeypatch.setattr(side.side._copies, "overdue", asked)
+    monkeypatch.setattr(side.side.copies, "overdue", asked)
     assert side.step().is_empty
-    assert side.side.gauges().degraded is None
+    assert side.side.degraded is None

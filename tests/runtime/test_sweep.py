@@ -124,7 +124,7 @@ def trial(make: Callable[[], SideWorld], place: Place) -> list[str]:
         problems += world.problems_at_end()
     except Exception as error:
         return [repr(error)]
-    if world.side.gauges().degraded is not DegradeCause.HANDLER_RAISED:
+    if world.side.degraded is not DegradeCause.HANDLER_RAISED:
         problems.append("offloading is on")
     if not any(str(place) in line for line in world.side.audit()):
         problems.append(f"the audit says {world.side.audit()}")
@@ -137,7 +137,7 @@ def test_the_life_is_one_without_a_fault(name: str) -> None:
     live(world)
     assert world.problems_at_end() == []
     assert world.side.audit() == []
-    assert world.side.gauges().degraded is None
+    assert world.side.degraded is None
 
 
 @pytest.mark.slow

@@ -108,7 +108,7 @@ def warm(side: Side) -> Side:
 def test_a_scraper_that_stands_still_costs_nothing() -> None:
     """It has half a page, and does not come for the rest."""
     side, free = warm(Side()), warm(Side())
-    page = KVOffloadCollector(side.side.counters, side.side).collect()
+    page = KVOffloadCollector(side.side).collect()
     assert len(list(islice(page, 5))) == 5
     assert calls_of(side, 100) == calls_of(free, 100)
     serve(side, 1)

@@ -26,8 +26,8 @@ from kvoffload.model.events import DiskOpened, Event, TierCopyEnded
 from kvoffload.model.facts import Fact, JobOverdue, RemoteOpened
 from kvoffload.model.transfer import Tier
 from kvoffload.runtime.clocks import Clocks
+from kvoffload.telemetry.counters import conservation, slot_problems
 from kvoffload.telemetry.journal import Entry, line_of
-from kvoffload.telemetry.snapshot import conservation
 from kvoffload_reference.plugin import ReferencePlugin
 from tests.reference.rig import assert_exclusive
 from tests.simulate.copier import ChaosCopier
@@ -405,7 +405,7 @@ class Simulation:
         # Of a core that has raised, the first line says so.
         problems += self.offload.audit()[1:] if self.is_cut_off else self.offload.core.audit()
         if self.steps % 8 == 0:
-            problems += self.offload.gauges().problems()
+            problems += slot_problems(self.offload.gauges())
             problems += conservation(self.offload.counters.snapshot())
         if problems:
             raise AssertionError("; ".join(problems))
@@ -434,13 +434,17 @@ class Simulation:
     def _check_nothing_left(self) -> None:
         """All is as at the start (R11)."""
         self._check_drained()
-        core, numbers, slots = self.offload.core.state, self.engine.statistics(), self.offload.gauges().slots
-        left = [f"workers still copy for job {job}" for job in self.offload._copies.open]
+        core, numbers = self.offload.core.state, self.engine.statistics()
+        left = [f"workers still copy for job {job}" for job in self.offload.copies.open]
         if numbers.free_blocks != self.engine.pool.usable_blocks:
             left.append(f"{numbers.free_blocks} of {self.engine.pool.usable_blocks} device blocks are free")
         if not self.is_cut_off:
-            kept = slots.keys() - {"empty", "ready", "quarantined"}
-            left += [f"{slots[name]} slots are {name}" for name in sorted(kept) if slots[name]]
+            slots = self.offload.gauges()["kvoffload_slots"]
+            left += [
+                f"{slots['host', state]} slots are {state}"
+                for state in ("filling", "pinned", "draining")
+                if slots["host", state]
+            ]
             left += [f"job {job} is open" for job in core.jobs.open]
             left += [f"{what} is left of {tier.tier.value}" for tier in core.tiers for what in _left_of(tier)]
             left += [f"request {record.request} is not gone" for record in core.requests.finishing]

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvoffload.telemetry.gauges import GaugeSnapshot
+from kvoffload.telemetry.catalogue import Series
 
 MOST = 0.01  # growth that passes
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -26,7 +26,7 @@ _OWN_MATTER = frozenset(
 Reading = Mapping[str, float]
 
 
-def read(gauges: GaugeSnapshot) -> Reading:
+def read(gauges: Mapping[str, Series]) -> Reading:
     """Return what is held now."""
     gc.collect()
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
@@ -38,10 +38,11 @@ def read(gauges: GaugeSnapshot) -> Reading:
     }
 
 
-def _of_gauges(gauges: GaugeSnapshot) -> dict[str, float]:
+def _of_gauges(gauges: Mapping[str, Series]) -> dict[str, float]:
     """Every gauge, but for slots that can be used: how many of them are full depends on the last reset."""
-    found: dict[str, float] = {"slots empty or ready": gauges.slots["empty"] + gauges.slots["ready"]}
-    for name, series in gauges.numbers().items():
+    slots = gauges["kvoffload_slots"]
+    found: dict[str, float] = {"slots empty or ready": slots["host", "empty"] + slots["host", "ready"]}
+    for name, series in gauges.items():
         if name.endswith("_total") or name in _OWN_MATTER:
             continue
         for labels, value in series.items():

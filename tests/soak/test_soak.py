@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffload.telemetry.gauges import GaugeSnapshot
 from tests.soak import __main__ as command
 from tests.soak.growth import Reading, growth_of, read, table
 from tests.soak.on_reference import soak
+from tests.telemetry.fake_source import FakeSource
 
 
 def names_that_grow(readings: list[Reading]) -> list[str]:
@@ -36,8 +36,14 @@ def test_the_table_says_both() -> None:
 
 
 def test_a_reading_has_the_process_and_every_gauge() -> None:
-    slots = dict.fromkeys(["empty", "filling", "ready", "pinned", "draining", "quarantined"], 1)
-    found = read(GaugeSnapshot(slots=slots, capacity_slots=6, oldest_job_s=7.0))
+    states = ["empty", "filling", "ready", "pinned", "draining", "quarantined"]
+    source = FakeSource(
+        {
+            "kvoffload_slots": {("host", state): 1 for state in states},
+            "kvoffload_oldest_job_timestamp_seconds": {(): 7.0},
+        }
+    )
+    found = read(source.gauges())
     assert found["slots empty or ready"] == 2
     assert found["slots host quarantined"] == 1
     assert found["oldest_job_timestamp_seconds"] == 7

@@ -43,10 +43,8 @@ from kvoffload.model.facts import Fact, RemoteAnswered
 from kvoffload.model.ids import BlockKey, JobId, Rank, RequestId
 from kvoffload.model.transfer import Direction, Tier
 from kvoffload.telemetry import counters as counters_module
-from kvoffload.telemetry.catalogue import BY_NAME
-from kvoffload.telemetry.counters import Counters
-from kvoffload.telemetry.labels import Hook
-from kvoffload.telemetry.snapshot import Snapshot, conservation
+from kvoffload.telemetry.catalogue import BY_NAME, Hook
+from kvoffload.telemetry.counters import Counters, Snapshot, conservation
 from tests.telemetry.streams import any_event
 
 A, JOB = RequestId("a"), JobId(1)

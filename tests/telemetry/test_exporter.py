@@ -6,7 +6,7 @@ import socket
 import subprocess
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -17,18 +17,15 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from kvoffload.bus.bus import Bus
-from kvoffload.model.causes import CopyOutcome, DegradeCause, MissCause
+from kvoffload.model.causes import CopyOutcome, MissCause
 from kvoffload.model.errors import ConfigError
 from kvoffload.model.events import LookupAnswered, RankReported
 from kvoffload.model.ids import JobId, Rank, RequestId
 from kvoffload.model.transfer import Direction
-from kvoffload.telemetry.catalogue import CATALOGUE, Kind, render_markdown
-from kvoffload.telemetry.counters import Counters
-from kvoffload.telemetry.exporter import KVOffloadCollector
-from kvoffload.telemetry.gauges import GaugeSnapshot, TierGauges
-from kvoffload.telemetry.labels import TierState
-from kvoffload.telemetry.server import MetricsServer, serve
+from kvoffload.telemetry.catalogue import CATALOGUE, Kind, Series, render_markdown
+from kvoffload.telemetry.counters import slot_problems
+from kvoffload.telemetry.exporter import KVOffloadCollector, MetricsServer, serve
+from tests.telemetry.fake_source import FakeSource
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -56,24 +53,14 @@ DESIGNED = {
 }
 
 
-class Source:
-    def __init__(self, snapshot: GaugeSnapshot) -> None:
-        self.snapshot = snapshot
-
-    def gauges(self) -> GaugeSnapshot:
-        return self.snapshot
-
-
-STATE = GaugeSnapshot(
-    slots={"empty": 3, "ready": 2},
-    capacity_slots=5,
-    open_jobs={("store", "submitted"): 4},
-    oldest_pin_s=1700000000.5,
-    degraded=DegradeCause.LAW_BROKEN,
-    dropped={"journal": 6, "someone": 1, "someone else": 1},
-    slot_bytes=100,
-    disk=TierGauges(TierState.OPEN, {"ready": 7}, 7, 4096, {("load", "submitted"): 1}),
-)
+STATE: dict[str, Series] = {
+    "kvoffload_slots": {("host", "empty"): 3, ("host", "ready"): 2, ("disk", "ready"): 7},
+    "kvoffload_capacity_slots": {("host",): 5, ("disk",): 7},
+    "kvoffload_oldest_pin_timestamp_seconds": {(): 1700000000.5},
+    "kvoffload_degraded": {("law_broken",): 1},
+    "kvoffload_bus_dropped_total": {("journal",): 6},
+    "kvoffload_info": {("0", "e", "1", "eager", "lru", "off", "auto"): 1},
+}
 
 
 def test_names_that_others_rely_on_are_there() -> None:
@@ -85,6 +72,7 @@ def test_the_table_is_well_formed() -> None:
     assert len({metric.name for metric in CATALOGUE}) == len(CATALOGUE)
     for metric in CATALOGUE:
         assert metric.name.endswith("_total") == (metric.kind is Kind.COUNTER)
+        assert metric.read is not None or metric.kind is not Kind.GAUGE
         assert bool(metric.buckets) == (metric.kind is Kind.HISTOGRAM)
         assert list(metric.buckets) == sorted(set(metric.buckets))
         assert metric.help.endswith(".")
@@ -104,7 +92,7 @@ def test_the_table_for_people_has_every_metric_and_label_value() -> None:
 def test_every_series_is_served_from_the_start() -> None:
     served = {
         (sample.name, tuple(value for name, value in sample.labels.items() if name != "le"))
-        for family in KVOffloadCollector(Counters()).collect()
+        for family in KVOffloadCollector(FakeSource()).collect()
         for sample in family.samples
     }
     for metric in CATALOGUE:
@@ -114,7 +102,7 @@ def test_every_series_is_served_from_the_start() -> None:
 
 
 def test_counted_and_asked_numbers_are_served() -> None:
-    page = page_of(KVOffloadCollector(busy_counters(), Source(STATE)))
+    page = page_of(KVOffloadCollector(busy(STATE)))
     for line in [
         'kvoffload_lookup_blocks_total{result="miss"} 2.0',
         'kvoffload_miss_blocks_total{cause="behind_miss"} 1.0',
@@ -126,42 +114,40 @@ def test_counted_and_asked_numbers_are_served() -> None:
         'kvoffload_slots{state="ready",tier="host"} 2.0',
         'kvoffload_slots{state="pinned",tier="host"} 0.0',
         'kvoffload_capacity_slots{tier="host"} 5.0',
-        'kvoffload_open_jobs{direction="store",state="submitted",tier="host"} 4.0',
-        'kvoffload_open_jobs{direction="load",state="submitted",tier="disk"} 1.0',
         'kvoffload_slots{state="ready",tier="disk"} 7.0',
         'kvoffload_capacity_slots{tier="disk"} 7.0',
-        'kvoffload_slot_bytes{tier="host"} 100.0',
-        'kvoffload_slot_bytes{tier="disk"} 4096.0',
-        'kvoffload_tier_state{state="open",tier="disk"} 1.0',
-        'kvoffload_tier_state{state="closed",tier="disk"} 0.0',
         "kvoffload_oldest_pin_timestamp_seconds 1.7000000005e+09",
         'kvoffload_degraded{cause="law_broken"} 1.0',
         'kvoffload_degraded{cause="handler_raised"} 0.0',
         'kvoffload_bus_dropped_total{subscriber="journal"} 6.0',
-        'kvoffload_bus_dropped_total{subscriber="other"} 2.0',
+        'kvoffload_bus_dropped_total{subscriber="other"} 0.0',
     ]:
         assert line in page.splitlines()
+    (info,) = [line for line in page.splitlines() if line.startswith("kvoffload_info{")]
+    assert 'engine_name="e"' in info
+    assert info.endswith("} 1.0")
 
 
 def test_a_second_collector_in_one_registry_is_refused() -> None:
-    registry = registry_of(KVOffloadCollector(Counters()))
+    registry = registry_of(KVOffloadCollector(FakeSource()))
     with pytest.raises(ValueError, match="Duplicated"):
-        registry.register(KVOffloadCollector(Counters()))
+        registry.register(KVOffloadCollector(FakeSource()))
 
 
 def test_a_state_that_does_not_add_up_is_reported() -> None:
-    assert STATE.problems() == []
-    assert GaugeSnapshot(capacity_slots=1).problems() == [
+    assert slot_problems(FakeSource(STATE).gauges()) == []
+    assert slot_problems(FakeSource({"kvoffload_capacity_slots": {("host",): 1}}).gauges()) == [
         "slots of the host by state sum to 0, but the capacity is 1"
     ]
-    assert GaugeSnapshot(disk=TierGauges(slots={"ready": 2})).problems() == [
+    assert slot_problems(FakeSource({"kvoffload_slots": {("disk", "ready"): 2}}).gauges()) == [
         "slots of the disk by state sum to 2, but the capacity is 0"
     ]
+    assert slot_problems({}) == []  # which is all that is known of a state that cannot be read
 
 
 @pytest.mark.tools("promtool")
 def test_promtool_accepts_the_page() -> None:
-    page = page_of(KVOffloadCollector(busy_counters(), Source(STATE)))
+    page = page_of(KVOffloadCollector(busy(STATE)))
     check = subprocess.run(
         ["promtool", "check", "metrics"], input=page, capture_output=True, text=True, check=False, timeout=30
     )
@@ -170,7 +156,7 @@ def test_promtool_accepts_the_page() -> None:
 
 @pytest.fixture
 def server() -> Iterator[MetricsServer]:
-    with serve(registry_of(KVOffloadCollector(busy_counters())), port=0) as running:
+    with serve(registry_of(KVOffloadCollector(busy())), port=0) as running:
         yield running
 
 
@@ -243,12 +229,11 @@ def test_an_address_that_cannot_be_used_is_one_clear_error(server: MetricsServer
             serve(CollectorRegistry(), host, port)
 
 
-def busy_counters() -> Counters:
-    bus, counters = Bus(), Counters()
-    counters.subscribe(bus)
-    bus.publish(LookupAnswered(RequestId("a"), 0, 3, 2, 48, 32, MissCause.EVICTED))
-    bus.publish(RankReported(JobId(1), Rank(0), Direction.LOAD, CopyOutcome.DONE, 4096, 0.0001, 0.002))
-    return counters
+def busy(state: Mapping[str, Series] | None = None) -> FakeSource:
+    source = FakeSource(state)
+    source.bus.publish(LookupAnswered(RequestId("a"), 0, 3, 2, 48, 32, MissCause.EVICTED))
+    source.bus.publish(RankReported(JobId(1), Rank(0), Direction.LOAD, CopyOutcome.DONE, 4096, 0.0001, 0.002))
+    return source
 
 
 def page_of(collector: KVOffloadCollector) -> str:

@@ -22,7 +22,7 @@ from kvoffload.model.ids import SlotId
 from kvoffload.runtime.clocks import Clocks
 from kvoffload.runtime.scheduler_side import SchedulerSide
 from kvoffload.runtime.worker_side import WorkerSide
-from kvoffload.telemetry.snapshot import Snapshot, conservation
+from kvoffload.telemetry.counters import Snapshot, conservation
 from kvoffload.testing import FakeClock, GatedCopier
 from tests.vllm_stock import checkpoints, engines
 

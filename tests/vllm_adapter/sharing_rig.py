@@ -53,7 +53,7 @@ class Sharing:
 
     def wait_until_usable(self) -> None:
         """Serve on until each rank has reached the store and has host memory: without it nothing is fetched."""
-        while not (self.remote.is_usable and self.rig.side.gauges().capacity_slots):
+        while not (self.remote.is_usable and self.rig.side.gauges()["kvoffload_capacity_slots"]["host",]):
             self.rig.run({"first": Asked((1, 2, 3), 1)})
 
 

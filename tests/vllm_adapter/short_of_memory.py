@@ -78,11 +78,11 @@ def serve(rig: Rig) -> dict[str, Any]:
         "first": _plain(first),
         "again": _plain(again),
         "capacity": rig.side.core.state.pool.capacity,
-        "gauge": rig.side.gauges().capacity_slots,
+        "gauge": rig.side.gauges()["kvoffload_capacity_slots"]["host",],
         "quarantined": rig.slots(SlotState.QUARANTINED),
         "loaded": counts.count("kvoffload_load_blocks_total", "loaded"),
         "host_full": counts.count("kvoffload_store_blocks_total", "host_full"),
-        "degraded": rig.side.gauges().degraded,
+        "degraded": rig.side.degraded,
     }
 
 

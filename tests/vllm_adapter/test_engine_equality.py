@@ -165,7 +165,7 @@ def test_a_reset_of_running_requests_with_no_copy_open(scene: tuple[Rig, dict[st
     rig.ask("short", short)
     rig.until(lambda: "short" in rig.reported)
     assert not rig.is_done("short")
-    assert not any(rig.side.gauges().open_jobs.values())
+    assert not any(rig.side.gauges()["kvoffload_open_jobs"].values())
     two_steps = rig.scheduler.defer_block_free
     with pytest.raises(RuntimeError, match="Failed to reset") if two_steps else nullcontext():
         assert rig.scheduler.reset_prefix_cache(reset_running_requests=True)

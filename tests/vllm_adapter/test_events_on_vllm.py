@@ -151,7 +151,10 @@ def test_blocks_on_the_disk_and_in_the_store_are_told_with_their_medium(
     try:
         with publishing("qwen3", folder, 64, extra=extra) as (rig, batches):
             state = rig.side.core.state
-            while not (all(tier.is_usable for tier in state.tiers) and rig.side.gauges().capacity_slots):
+            while not (
+                all(tier.is_usable for tier in state.tiers)
+                and rig.side.gauges()["kvoffload_capacity_slots"]["host",]
+            ):
                 rig.run({"warm": Asked((1, 2, 3), 1)})
             batches.clear()
             asked = Asked(prompt(1), 4)

@@ -35,7 +35,7 @@ def reload(rig: Rig, requests: dict[str, Asked], times: int) -> None:
 
 
 def value(rig: Rig, name: str, *labels: str) -> float:
-    return rig.side.gauges().numbers()[f"kvoffload_{name}"][labels]
+    return rig.side.gauges()[f"kvoffload_{name}"][labels]
 
 
 @pytest.mark.parametrize("two_steps", [False, True])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvoffload.core.machine import SlotState
-from kvoffload.telemetry.snapshot import Snapshot
+from kvoffload.telemetry.counters import Snapshot
 from kvoffload.testing.logs import capture_logs
 from tests.vllm_adapter.engine_rig import (
     MARKS,

@@ -9,9 +9,8 @@ import msgspec
 import pytest
 
 from kvoffload.model.ids import BlockKey
-from kvoffload.telemetry.counters import Counters
-from kvoffload.telemetry.gauges import GaugeSnapshot
-from kvoffload.telemetry.labels import Hook
+from kvoffload.telemetry.catalogue import Hook
+from tests.telemetry.fake_source import FakeSource
 from tests.vllm_adapter.test_on_vllm import attention, cache_config, engine
 
 pytestmark = [
@@ -24,16 +23,6 @@ pytestmark = [
 # -- metrics --------------------------------------------------------------------------------------------------------
 
 
-class Offload:
-    """Something that counts."""
-
-    def __init__(self) -> None:
-        self.counters = Counters()
-
-    def gauges(self) -> GaugeSnapshot:
-        return GaugeSnapshot({"ready": 3}, 3)
-
-
 def through_the_wire(data: Any) -> Any:
     return msgspec.msgpack.decode(msgspec.msgpack.encode(data))
 
@@ -44,7 +33,7 @@ def test_stats_reach_a_front_ends_metrics() -> None:
     from kvoffload_vllm.prometheus import KVOffloadPromMetrics
     from kvoffload_vllm.stats import KVOffloadStats, StatsSender
 
-    offload = Offload()
+    offload = FakeSource({"kvoffload_capacity_slots": {("host",): 3}})
     sender = StatsSender(offload)
     offload.counters.hook(Hook.STEP, 2e-6)
     offload.counters.journal_failed()

@@ -136,7 +136,7 @@ def left_behind(rig: Rig) -> list[str]:
 
 
 def said(rig: Rig, place: Place | None) -> list[str]:
-    audit, degraded = rig.side.audit(), rig.side.gauges().degraded
+    audit, degraded = rig.side.audit(), rig.side.degraded
     if place is None:
         return audit
     is_said = degraded is DegradeCause.HANDLER_RAISED and str(place) in audit[0]

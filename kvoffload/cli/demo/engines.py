@@ -14,7 +14,7 @@ from kvoffload.engine.capacity import Capacity
 from kvoffload.engine.errors import PoolTooSmall
 from kvoffload.engine.groups import first_needed_block, make_groups
 from kvoffload.engine.plugin import EnginePlugin, load_plugin
-from kvoffload.telemetry.snapshot import conservation
+from kvoffload.telemetry.counters import conservation, slot_problems
 
 if TYPE_CHECKING:
     from kvoffload.runtime.scheduler_side import SchedulerSide
@@ -126,17 +126,17 @@ def audit_offloading(offload: SchedulerSide) -> list[str]:
 def _problems(offload: SchedulerSide) -> Iterator[str]:
     yield from offload.audit()
     yield from conservation(offload.counters.snapshot(), drained=True)
-    state = offload.gauges()
-    yield from state.problems()
-    if state.degraded is not None:
-        yield f"it was switched off: {state.degraded.value}"
-    for tier, at in (("host", state), ("disk", state.disk)):
-        for name, slots in at.slots.items():
-            if slots and name not in _AT_REST:
-                yield f"{slots} slots of the {tier} are still {name}"
-        for (direction, name), jobs in at.open_jobs.items():
-            if jobs and name != "abandoned":  # counted separately
-                yield f"{jobs} {direction} jobs of the {tier} are still {name}"
+    gauges = offload.gauges()
+    yield from slot_problems(gauges)
+    for (cause,), is_off in gauges["kvoffload_degraded"].items():
+        if is_off:
+            yield f"it was switched off: {cause}"
+    for (tier, state), slots in gauges.get("kvoffload_slots", {}).items():
+        if slots and state not in _AT_REST:
+            yield f"{slots} slots of the {tier} are still {state}"
+    for (tier, direction, state), jobs in gauges.get("kvoffload_open_jobs", {}).items():
+        if jobs and state != "abandoned":  # counted separately
+            yield f"{jobs} {direction} jobs of the {tier} are still {state}"
 
 
 def _make(config: EngineConfig, plugin: EnginePlugin | None) -> Engine:

@@ -13,7 +13,7 @@ from kvoffload.cli.demo.play import Player, Turn
 from kvoffload.model.causes import MissCause
 from kvoffload.model.config import size_text
 from kvoffload.model.transfer import Tier
-from kvoffload.telemetry.snapshot import Snapshot
+from kvoffload.telemetry.counters import Snapshot
 
 _LOGPROB_LIMIT = 1e-3
 _SHOWN = 10  # mismatches shown one by one

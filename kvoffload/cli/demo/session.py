@@ -27,9 +27,9 @@ from kvoffload.cli.demo.options import DemoOptions
 from kvoffload.cli.demo.play import Answers, Player, Turn, TurnId, make_conversations, warm_up
 from kvoffload.cli.demo.results import Numbers
 from kvoffload.cli.exits import CommandError, Exit
-from kvoffload.telemetry.exporter import KVOffloadCollector
-from kvoffload.telemetry.labels import TierState
-from kvoffload.telemetry.server import serve
+from kvoffload.model.transfer import Tier
+from kvoffload.telemetry.catalogue import TierState, tier_state
+from kvoffload.telemetry.exporter import KVOffloadCollector, serve
 
 if TYPE_CHECKING:
     import argparse
@@ -61,7 +61,7 @@ async def run_demo(options: DemoOptions, screen: Screen, args: argparse.Namespac
         answers, before = ({}, None) if options.killed_in is None else await _begun(options, screen)
         async with _engines(options, screen) as engines:
             if page is not None:
-                registry.register(KVOffloadCollector(engines.offload.counters, engines.offload))
+                registry.register(KVOffloadCollector(engines.offload))
                 screen.say(f"metrics are at {page.url}")
             result = {**await _play(options, engines, answers, screen), "before": before}
         screen.result(json.dumps(result, indent=2) if args.json else results.render(result))
@@ -166,9 +166,9 @@ async def _become_ready(engine: Engine, offload: SchedulerSide, options: DemoOpt
     while True:
         # The prompt is this process's own, so that it is found in no lower tier.
         await warm_up(engine, options.first_tokens, os.getpid())
-        state = offload.gauges()
-        is_open = {state.disk.state, state.remote} <= {TierState.OPEN, TierState.OFF}
-        if (state.capacity_slots and is_open) or clock() > deadline:
+        states = {tier_state(offload, tier) for tier in (Tier.DISK, Tier.REMOTE)}
+        is_open = states <= {TierState.OPEN, TierState.OFF}
+        if (offload.core.state.pool.capacity and is_open) or clock() > deadline:
             break
         await asyncio.sleep(_POLL_S)
     if options.killed_in is not None and not is_open:
@@ -201,7 +201,7 @@ async def _play(options: DemoOptions, engines: Engines, answers: Answers, screen
         "options": asdict(options),
         "device_blocks": engines.plain.pool.usable_blocks,
         "kv_blocks": kv_blocks(options, config),
-        "host_slots": engines.offload.gauges().capacity_slots,
+        "host_slots": engines.offload.core.state.pool.capacity,
         "without_offloading": results.play_numbers(plain, options, config.block_tokens),
         "with_offloading": results.play_numbers(offloaded, options, config.block_tokens),
         "offloading": results.offload_numbers(counters.snapshot().minus(counted)),
@@ -213,13 +213,9 @@ async def _play(options: DemoOptions, engines: Engines, answers: Answers, screen
 
 
 def _benefit(offload: SchedulerSide) -> dict[str, float]:
-    series = offload.benefit.series()
-    names = {
-        "saved_s": "kvoffload_prefill_seconds_saved_total",
-        "waited_s": "kvoffload_load_wait_seconds_total",
-        "lost_s": "kvoffload_interference_seconds_total",
-    }
-    return {short: sum(series[name].values()) for short, name in names.items()}
+    benefit = offload.benefit
+    waited_s, lost_s = sum(benefit.waited_s.values()), sum(benefit.interference_s.values())
+    return {"saved_s": benefit.saved_s, "waited_s": waited_s, "lost_s": lost_s}
 
 
 def _drained(engines: Engines) -> str:

@@ -10,9 +10,8 @@ from typing import Any
 from kvoffload.bus.bus import Bus
 from kvoffload.model import events
 from kvoffload.model.causes import StoreOutcome
-from kvoffload.telemetry.counters import Counters
+from kvoffload.telemetry.counters import Counters, Snapshot
 from kvoffload.telemetry.journal_reader import Record
-from kvoffload.telemetry.snapshot import Snapshot
 
 _SAMPLED = (events.LookupAnswered, events.FirstTokenReached, events.RankReported)
 _ENDS_FILLING = (StoreOutcome.STORED, StoreOutcome.FAILED, StoreOutcome.ABANDONED, StoreOutcome.CANCELLED)

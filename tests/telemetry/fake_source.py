@@ -1,0 +1,25 @@
+"""An engine's numbers without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvoffload.bus.bus import Bus
+from kvoffload.telemetry.catalogue import CATALOGUE, Series
+from kvoffload.telemetry.counters import Counters
+
+
+class FakeSource:
+    """Counts what is published on its bus; what is read and not counted is 0 but for `state`."""
+
+    def __init__(self, state: Mapping[str, Series] | None = None) -> None:
+        self.state = state or {}
+        self.bus, self.counters = Bus(), Counters()
+        self.counters.subscribe(self.bus)
+
+    def gauges(self) -> dict[str, Series]:
+        return {
+            metric.name: {**dict.fromkeys(metric.series, 0), **self.state.get(metric.name, {})}
+            for metric in CATALOGUE
+            if metric.read is not None
+        }

@@ -1,0 +1,196 @@
+"""Changes sent step by step add up to the counts; steps without changes send nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, TypeVar
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvoffload.model.causes import CopyOutcome
+from kvoffload.model.events import BlocksOffered, Event, RankReported
+from kvoffload.model.ids import JobId, Rank
+from kvoffload.model.transfer import Direction
+from kvoffload.telemetry import counters as counters_module
+from kvoffload.telemetry.catalogue import BY_NAME, Hook, Kind, Series
+from kvoffload_vllm.payload import Changes, Payload, split_labels
+from tests.telemetry.fake_source import FakeSource
+from tests.telemetry.streams import any_event
+
+if TYPE_CHECKING:
+    import pytest
+
+T = TypeVar("T")
+
+
+class Engine(FakeSource):
+    """Something that counts, with a clock by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 0.0
+        self.changes = Changes(self, lambda: self.now_s)
+        self.first = self.changes.take()
+
+    def step(self, *events: Event) -> Payload | None:
+        for event in events:
+            self.bus.publish(event)
+        self.counters.hook(Hook.STEP, 1e-5)
+        return self.changes.take()
+
+
+def copied(seconds: float) -> RankReported:
+    return RankReported(JobId(1), Rank(0), Direction.STORE, CopyOutcome.DONE, 10, 0.5, seconds)
+
+
+def test_at_first_every_gauge_is_sent_and_no_counter() -> None:
+    first = Engine().first
+    assert first is not None
+    gauges = {name for name, metric in BY_NAME.items() if metric.kind is Kind.GAUGE}
+    assert first.keys() == {"gauges"}
+    assert first["gauges"].keys() == gauges - {"kvoffload_info"}  # this engine knows nothing of itself
+    for name, series in first["gauges"].items():
+        assert set(map(split_labels, series)) == set(BY_NAME[name].series)
+
+
+def test_a_step_without_changes_sends_nothing_until_a_second_is_over() -> None:
+    engine = Engine()
+    assert [engine.step() for _ in range(3)] == [None, None, None]
+    engine.now_s = 1.0
+    change = engine.step()
+    assert change == {"samples": {"kvoffload_hook_seconds": {"step": [1e-5] * 4}}}
+    assert engine.step() is None
+
+
+def test_it_survives_a_format_that_knows_only_plain_things() -> None:
+    engine = Engine()
+    change = engine.step(BlocksOffered(3), copied(0.25))
+    assert json.loads(json.dumps(change)) == change
+    assert json.loads(json.dumps(engine.first)) == engine.first
+
+
+def test_an_empty_change_is_never_sent() -> None:
+    engine = Engine()
+    engine.now_s = 5.0
+    assert engine.changes.take() is None
+
+
+def test_times_of_hooks_go_with_other_changes() -> None:
+    engine = Engine()
+    engine.step()
+    change = engine.step(BlocksOffered(3), copied(0.25))
+    assert change is not None
+    assert change["counts"]["kvoffload_offered_blocks_total"] == {"": 3}
+    assert change["samples"] == {
+        "kvoffload_hook_seconds": {"step": [1e-5, 1e-5]},
+        "kvoffload_transfer_seconds": {"host,store": [0.25]},
+        "kvoffload_transfer_queue_seconds": {"host,store": [0.5]},
+    }
+
+
+def test_gauges_are_sent_when_they_change_also_back_to_nothing() -> None:
+    engine = Engine()
+    host: dict[str, Series] = {
+        "kvoffload_slots": {("host", "ready"): 2},
+        "kvoffload_capacity_slots": {("host",): 2},
+    }
+    engine.state = {**host, "kvoffload_degraded": {("law_broken",): 1}}
+    change = engine.step(BlocksOffered(1))
+    assert change is not None
+    assert change["gauges"] == {
+        "kvoffload_slots": {"host,ready": 2},
+        "kvoffload_capacity_slots": {"host": 2},
+        "kvoffload_degraded": {"law_broken": 1},
+    }
+    engine.state = host
+    change = engine.step(BlocksOffered(1))
+    assert change is not None
+    assert change["gauges"] == {"kvoffload_degraded": {"law_broken": 0}}
+
+
+def test_what_cannot_be_read_is_0_if_it_is_a_gauge_and_unchanged_if_it_is_a_counter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine()
+    engine.state = {"kvoffload_capacity_slots": {("host",): 2}, "kvoffload_bus_dropped_total": {("log",): 3}}
+    engine.step(BlocksOffered(1))
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "gauges", lambda: {"kvoffload_degraded": {("handler_raised",): 1}})
+        change = engine.step(BlocksOffered(1))
+    assert change is not None
+    assert change["counts"] == {"kvoffload_offered_blocks_total": {"": 1}}
+    assert change["gauges"] == {
+        "kvoffload_capacity_slots": {"host": 0},
+        "kvoffload_degraded": {"handler_raised": 1},
+    }
+    change = engine.step(BlocksOffered(1))
+    assert change is not None
+    assert change["counts"] == {"kvoffload_offered_blocks_total": {"": 1}}
+    assert change["gauges"] == {
+        "kvoffload_capacity_slots": {"host": 2},
+        "kvoffload_degraded": {"handler_raised": 0},
+    }
+
+
+def test_what_feeds_dropped_is_a_counter() -> None:
+    engine = Engine()
+    reported = []
+    for dropped in (5, 7):
+        engine.state = {"kvoffload_bus_dropped_total": {("journal",): dropped}}
+        change = engine.step(BlocksOffered(1))
+        assert change is not None
+        reported.append(change["counts"]["kvoffload_bus_dropped_total"])
+    assert reported == [{"journal": 5}, {"journal": 2}]
+
+
+def test_an_observer_that_was_removed_is_a_change_by_itself() -> None:
+    engine = Engine()
+    engine.counters.removed("log")
+    engine.counters.journal_failed()
+    change = engine.step()
+    assert change is not None
+    assert change["counts"] == {
+        "kvoffload_bus_removed_total": {"log": 1},
+        "kvoffload_journal_write_errors_total": {"": 1},
+    }
+
+
+def test_samples_that_are_not_taken_do_not_pile_up() -> None:
+    engine = Engine()
+    limit = counters_module._KEPT
+    for _ in range(limit + 10):
+        engine.counters.hook(Hook.STEP, 1e-5)
+    samples = engine.counters.take_samples()["kvoffload_hook_seconds"][("step",)]
+    assert len(samples) == limit
+    assert engine.counters.take_samples() == {}
+
+
+@given(st.lists(st.lists(any_event(), max_size=4), max_size=8))
+def test_changes_add_up_to_what_was_counted(steps: list[list[Event]]) -> None:
+    engine = Engine()
+    counts: dict[tuple[str, str], float] = {}
+    samples: dict[tuple[str, str], int] = {}
+    for events in [*steps, []]:
+        engine.now_s += 1
+        change = engine.step(*events)
+        assert change is not None
+        for key, added in flat(change.get("counts", {})):
+            assert added
+            counts[key] = counts.get(key, 0) + added
+        for key, kept in flat(change.get("samples", {})):
+            samples[key] = samples.get(key, 0) + len(kept)
+    snapshot = engine.counters.snapshot()
+    assert counts == {key: number for key, number in flat(joined(snapshot.counts)) if number}
+    assert samples == {key: one.samples for key, one in flat(joined(snapshot.distributions)) if one.samples}
+
+
+def joined(table: Mapping[str, Mapping[tuple[str, ...], T]]) -> dict[str, dict[str, T]]:
+    return {
+        name: {",".join(labels): value for labels, value in series.items()} for name, series in table.items()
+    }
+
+
+def flat(table: Mapping[str, Mapping[str, T]]) -> Iterator[tuple[tuple[str, str], T]]:
+    return (((name, labels), value) for name, series in table.items() for labels, value in series.items())
