@@ -169,7 +169,9 @@ class Bus:
 
     def dispatch(self, batch: list[Any]) -> None:
         """Dispatch messages and the events they cause, in this order. Must not be called by a subscriber."""
-        self._batch, routes, source = batch, self._routes, self._source
+        self._batch = batch
+        routes = self._routes
+        source = self._source
         try:
             for message in batch:  # which grows
                 for react in routes[type(message)]:

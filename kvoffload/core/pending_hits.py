@@ -75,7 +75,8 @@ class PendingHits:
             state.pool.pin(slots)
             event = HitPinned(record.request, len(slots), device_tokens, hit.tokens - device_tokens)
             state.tally.events.append(event)
-        record.hit, record.waits_for = hit, None
+        record.hit = hit
+        record.waits_for = None
         return hit.tokens - device_tokens
 
     def _not_yet(self, record: RequestRecord, owner: RequestId | None = None) -> None:

@@ -72,7 +72,8 @@ class EagerPlanner:
     def step(self, fact: StepScheduled, advanced: Sequence[RequestRecord]) -> None:
         if not (self._due or advanced):
             return
-        due, self._due = self._due | dict.fromkeys(advanced), {}
+        due = self._due | dict.fromkeys(advanced)
+        self._due = {}
         offers: list[Offer] = []
         for record in due:
             if record.state is _RUNNING:

@@ -36,7 +36,8 @@ class Breaker:
         """A call was answered."""
         self._failures[is_write] = 0
         if is_probe:
-            self.is_closed, self._is_probing = True, False
+            self.is_closed = True
+            self._is_probing = False
         elif not is_write:
             self._pause_s = _FIRST_PAUSE_S
 
@@ -56,7 +57,8 @@ class Breaker:
         is_on_trial = self._pause_s > _FIRST_PAUSE_S  # since the breaker was open no read was answered
         is_last = hangs or is_on_trial or sum(self._failures) >= _MOST_FAILURES
         if is_probe or (self.is_closed and is_last):
-            self.is_closed, self._failures = False, [0, 0]
+            self.is_closed = False
+            self._failures = [0, 0]
             pause_s = self._pause_s if is_probe else max(self._pause_s, _PAUSE_PER_CALL * took_s)
             self._probe_at = now + min(pause_s, _LONGEST_PAUSE_S)
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)

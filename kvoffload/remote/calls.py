@@ -143,7 +143,8 @@ class RemoteCalls:
         limit_s = self._timeout_s if self._store is not None else self._timeout_s + _CONNECT_S
         for call in tuple(self._active.values()):
             if call.began + limit_s <= now and call.claim():
-                call.is_stuck, call.error = True, f"a call has not returned for {limit_s:g} s"
+                call.is_stuck = True
+                call.error = f"a call has not returned for {limit_s:g} s"
                 call.took = limit_s
                 self.ended.append(call)
         self._take_ended(now)
@@ -207,7 +208,8 @@ class RemoteCalls:
         self._run(call)
 
     def _run(self, call: _Call) -> None:
-        call.began, call.was_made = self._monotonic(), True
+        call.began = self._monotonic()
+        call.was_made = True
         thread = threading.get_ident()
         self._active[thread] = call
         error, result, store = None, None, self._store
@@ -218,7 +220,8 @@ class RemoteCalls:
                 store = self._connected(call)
             result = call.work(store)
         except BaseException as raised:  # the call ends; a panic of a client in Rust is no Exception
-            error, call.is_gone = str(raised) or repr(raised), isinstance(raised, RemoteGone)
+            error = str(raised) or repr(raised)
+            call.is_gone = isinstance(raised, RemoteGone)
         if call.is_gone:
             self._leave(store)
         if call.claim():
@@ -244,7 +247,8 @@ class RemoteCalls:
             call.result = result if call.use is None or error is not None else call.use(result)
         except Exception as raised:
             error = repr(raised)
-        call.error, call.took = error, self._monotonic() - call.began
+        call.error = error
+        call.took = self._monotonic() - call.began
         self.ended.append(call)
 
     def _connected(self, call: _Call) -> RemoteStore:

@@ -173,7 +173,8 @@ class Catalogue:
         """Note that a walk has come to a place, or to the end of the listing."""
         self.walked_to = listed_to
         if listed_to is None or listed_to >= min(self._walk_ends, self._floor):
-            self.walked_to, self._walk_ends = None, self._next_ends
+            self.walked_to = None
+            self._walk_ends = self._next_ends
 
     def add(self, pack: str, places: dict[BlockKey, Place]) -> None:
         """Remember a pack. Of two packs with one key the newer one is used, as the older one expires first."""

@@ -51,7 +51,8 @@ class SharedMemory(mmap.mmap):
         os.ftruncate(descriptor, size)
         self = super().__new__(cls, descriptor, size)
         weakref.finalize(self, os.close, descriptor)
-        self.descriptor, self.address = descriptor, ctypes.addressof(ctypes.c_char.from_buffer(self))
+        self.descriptor = descriptor
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self))
         return self
 
 

@@ -319,7 +319,8 @@ class NetBenefit:
         """End a period, and publish if the sign has changed. A period without gain or loss changes nothing."""
         self._price()
         net = self.net_s
-        gained, self._period_net_s = net - self._period_net_s, net
+        gained = net - self._period_net_s
+        self._period_net_s = net
         began, self._period_began = self._period_began, now
         self._judge_s = now + _PERIOD_S
         turned = gained > 0 if self.is_negative else gained < -_MATTERS * _PERIOD_S

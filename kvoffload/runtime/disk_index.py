@@ -245,7 +245,8 @@ class DiskIndex:
         if self._folder is None or self._opened is not None or self._failure is not None:
             return False
         assert self.identity is not None, "the folder is named by it"
-        self._stage, key = "index", index_key(self.identity, self._key)
+        self._stage = "index"
+        key = index_key(self.identity, self._key)
         folder = self._folder.folder
         ids = tuple(self._files[Rank(rank)].file_id for rank in range(self._ranks))
         slots = min(file.slots for file in self._files.values())
@@ -298,7 +299,8 @@ class DiskIndex:
         remove_index(self._folder.folder, None if opened is None else opened.index)
         if opened is not None and opened.index is not None:
             opened.index.close()
-            opened.index, opened.is_dirty = None, False
+            opened.index = None
+            opened.is_dirty = False
         return True
 
     def _close(self) -> bool:

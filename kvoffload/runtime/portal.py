@@ -166,7 +166,8 @@ class Portal:
         """
         self._leave_parent()
         with self._lock:
-            is_first, self._is_closed = not self._is_closed, True
+            is_first = not self._is_closed
+            self._is_closed = True
             started, executor = self._loop_thread, self._executor
         ended = True
         if started is not None:
@@ -202,7 +203,8 @@ class Portal:
         """In a forked child, forget the parent's threads, and its lock, which may have been held at the fork."""
         if self._pid != os.getpid():
             _FROM_PARENT.append((self._loop_thread, self._executor, self._running))
-            self._pid, self._lock = os.getpid(), threading.Lock()
+            self._pid = os.getpid()
+            self._lock = threading.Lock()
             self._loop_thread = self._executor = None
             self._running = set()
 

@@ -159,7 +159,8 @@ class RemoteIndex:
 
         Waits for the store no longer than a call may take. Where it does not hold yet, `poll` sees to it.
         """
-        self._generation, self._is_fixed = secrets.token_hex(16), True
+        self._generation = secrets.token_hex(16)
+        self._is_fixed = True
         self._must_replace = True
         if self._calls.works and (replaced := self._replace()) is not None:
             with suppress(TimeoutError):
@@ -204,7 +205,9 @@ class RemoteIndex:
                     "remote_generation_kept", note="another engine was reset; it has left this generation"
                 )
                 return
-            self._generation, self._made_ms, self._has_shared = found.name, found.made_ms, True
+            self._generation = found.name
+            self._made_ms = found.made_ms
+            self._has_shared = True
             log.info("remote_opened", namespace=self._namespace)
 
     def _replace(self) -> Future[bool] | None:
@@ -225,7 +228,8 @@ class RemoteIndex:
             return True
 
         def replaced(is_done: bool | None, _: float) -> None:
-            self._is_replacing, self._must_replace = False, not is_done
+            self._is_replacing = False
+            self._must_replace = not is_done
             if is_done:
                 self._has_shared = False
                 log.info("remote_generation_replaced")

@@ -51,7 +51,8 @@ class Resets:
         self.draining = 0
 
     def _started(self, event: ResetStarted) -> None:
-        self._generation, self._abandoned = event.generation, 0
+        self._generation = event.generation
+        self._abandoned = 0
         self._left = {job.id for job in self._jobs.open.values() if job.state is not JobState.ABANDONED}
         self.draining = len(self._left)
         if not self.draining:

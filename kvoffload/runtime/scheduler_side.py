@@ -91,8 +91,10 @@ class SchedulerSide:
         tier_key: TierKey | None = None,
     ) -> None:
         self._clocks = clocks or Clocks()
-        now, self._precise = self._clocks.monotonic, self._clocks.precise
-        self.shape, self._timeout_s = shape, config.transfer_timeout_s
+        now = self._clocks.monotonic
+        self._precise = self._clocks.precise
+        self.shape = shape
+        self._timeout_s = config.transfer_timeout_s
         self._spans = make_spans(config, shape, self._clocks.unix)
         self.sends_spans = self._spans is not None
         self.core = OffloadCore(
@@ -101,11 +103,11 @@ class SchedulerSide:
             device,
         )
         state = self.core.state
-        self._tally, self._jobs, self._live = state.tally, state.jobs, state.requests.live
-        self.provenance, self.info = (
-            describe_run(identity, shape, config, self._clocks.unix()),
-            info_labels(identity, config),
-        )
+        self._tally = state.tally
+        self._jobs = state.jobs
+        self._live = state.requests.live
+        self.provenance = describe_run(identity, shape, config, self._clocks.unix())
+        self.info = info_labels(identity, config)
         self.journal = Journal(
             self._clocks.unix,
             path=config.journal_path,
@@ -113,18 +115,18 @@ class SchedulerSide:
             provenance=self.provenance,
             on_failure=self._journal_failed,
         )
-        self.bus, self.counters = Bus(self._tally), Counters()
+        self.bus = Bus(self._tally)
+        self.counters = Counters()
         self.copies = OpenCopies(shape.ranks, self._clocks, self._timeout_s)
         self._spent: dict[Hook, float] = {}  # seconds in this step
         # First answered "not yet", until admitted: a wait that lasts too long ends.
         self._deferred_since: dict[RequestId, float] = {}
         # Answered "not yet", until answered otherwise: the time that other requests' loads cost.
         self._waiting_since: dict[RequestId, float] = {}
-        self._awaited, self._degradation = (
-            AwaitedLoads(self.copies.open),
-            Degradation(self.journal, config.journal_path),
-        )
-        self.pins, self.resets = PinAges(self._clocks), Resets(self._jobs, self.bus.publish)
+        self._awaited = AwaitedLoads(self.copies.open)
+        self._degradation = Degradation(self.journal, config.journal_path)
+        self.pins = PinAges(self._clocks)
+        self.resets = Resets(self._jobs, self.bus.publish)
         self.store_shares = dict.fromkeys(map(Rank, range(shape.ranks)), 1.0)  # as each rank last reported
         self.memory = HostMemory()
         self._broken = BrokenCore(

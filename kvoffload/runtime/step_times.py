@@ -138,9 +138,11 @@ class PrefillRate:
             self._usual_s += usual_s
             return
         if not self.is_timing:
-            self.is_timing, self._began = True, now
+            self.is_timing = True
+            self._began = now
             self._tokens = self._steps = 0
-            self._usual_s, self._is_over = 0.0, False
+            self._usual_s = 0.0
+            self._is_over = False
         self._tokens += tokens
         self._steps += 1
         self._usual_s += usual_s
@@ -151,7 +153,8 @@ class PrefillRate:
             self._end(now)
 
     def _end(self, now: float) -> None:
-        took, self.is_timing = now - self._began, False
+        took = now - self._began
+        self.is_timing = False
         is_long = self._tokens >= self._least_tokens
         if took <= 0 or not (is_long or self._is_provisional):
             return

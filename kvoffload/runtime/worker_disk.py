@@ -92,7 +92,8 @@ class WorkerDisk:
         """Return what the disk reports, None before it is known whether the file can be opened. Never waits."""
         copies = self._copies
         if self._is_refused:
-            is_new, self._reported = self._reported is None, False
+            is_new = self._reported is None
+            self._reported = False
             return DiskReport((), works=False, file=None, is_new=is_new)
         if copies is None or self._file is None:
             return None

@@ -86,7 +86,8 @@ class MetricsServer:
 
     def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
         self._server, self._thread = start_http_server(port, host, registry)
-        self.host, self.port = host, self._server.server_port
+        self.host = host
+        self.port = self._server.server_port
 
     @property
     def url(self) -> str:

@@ -81,7 +81,9 @@ class JournalFile:
         os.replace(self.path, rotated(self.path))
         descriptor = _open(self.path)
         self.close()
-        self._descriptor, self._size, self._has_head = descriptor, 0, False
+        self._descriptor = descriptor
+        self._size = 0
+        self._has_head = False
 
 
 def _open(path: Path) -> int:

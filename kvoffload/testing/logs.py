@@ -27,10 +27,12 @@ def capture_logs() -> Iterator[list[dict[str, Any]]]:
     """
     logger, lines = logging.getLogger(ROOT), list[dict[str, Any]]()
     before = logger.handlers, logger.level, logger.propagate
-    logger.handlers, logger.propagate = [_Collector(lines)], False
+    logger.handlers = [_Collector(lines)]
+    logger.propagate = False
     logger.setLevel(logging.DEBUG)
     try:
         yield lines
     finally:
-        logger.handlers, logger.propagate = before[0], before[2]
+        logger.handlers = before[0]
+        logger.propagate = before[2]
         logger.setLevel(before[1])

@@ -164,7 +164,8 @@ class NvidiaDriver:
         number, context = ctypes.c_int(), ctypes.c_void_p()
         library.cuDeviceGet(ctypes.byref(number), int(device.partition(":")[2] or 0))
         library.cuDevicePrimaryCtxRetain(ctypes.byref(context), number)
-        self._device, self._context = number, context.value
+        self._device = number
+        self._context = context.value
         self._threads = _Threads(lambda: self._exchange_capture_mode(RELAXED), threading.get_ident())
         self.enter()
         self._spare: dict[bool, deque[int]] = {timed: deque() for timed in (True, False)}

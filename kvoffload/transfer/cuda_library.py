@@ -159,13 +159,16 @@ class CudaLibrary:
                 raise self.error(name, code)
             return code
 
-        function.argtypes, function.restype, function.errcheck = types, ctypes.c_int, check
+        function.argtypes = types
+        function.restype = ctypes.c_int
+        function.errcheck = check
         return function
 
 
 def _plain(library: ctypes.CDLL, name: str) -> Callable[..., int]:
     function = library[name]  # an item is a new object each time, without the check
-    function.argtypes, function.restype = _ENQUEUE[name], ctypes.c_int
+    function.argtypes = _ENQUEUE[name]
+    function.restype = ctypes.c_int
     found: Callable[..., int] = function
     return found
 

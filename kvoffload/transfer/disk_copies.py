@@ -160,7 +160,9 @@ class DiskCopies:
         if not self.is_working:
             self._fail_queued()
         elif not (self._is_synced or self._is_syncing) and now - self._synced_at >= SYNC_PERIOD_S:
-            self._is_synced, self._is_syncing, self._synced_at = True, True, now
+            self._is_synced = True
+            self._is_syncing = True
+            self._synced_at = now
             self._executor.submit(self._sync)
 
     def take_reports(self) -> tuple[JobReport, ...]:
@@ -297,7 +299,8 @@ class DiskCopies:
             if not copy.enter(positions[first:end], self._clock.monotonic()):
                 return False
             call(places[first], [piece for index in indexes[first:end] for piece in data[index]])
-        self._errors, copy.is_done = 0, True
+        self._errors = 0
+        copy.is_done = True
         return True
 
     def _sum(self, place: int, pieces: Pieces) -> int:

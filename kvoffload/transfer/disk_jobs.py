@@ -89,7 +89,8 @@ class OpenDiskJob:
         """
         self.open_copies -= 1
         if copy.ended:
-            self.began, self.ended = min(self.began, copy.began), max(self.ended, copy.ended)
+            self.began = min(self.began, copy.began)
+            self.ended = max(self.ended, copy.ended)
         self.failed |= not copy.is_done or copy.is_stuck
         self.corrupt += copy.corrupt
         if copy.is_stuck and (are_in_place or self.job.direction is Direction.STORE):

@@ -137,7 +137,8 @@ class RemoteCopies:
     def take(self) -> RemoteReport:
         """Return what ended since the last call. Never waits."""
         self._calls.poll()
-        reports, self._reports = tuple(self._reports), []
+        reports = tuple(self._reports)
+        self._reports = []
         works = self._calls.works
         is_new = bool(reports) or works is not self._reported
         self._reported = works

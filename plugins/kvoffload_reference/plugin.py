@@ -78,7 +78,8 @@ class ReferencePlugin:
         shape = shape_of(engine, self._promises)
         self._tier_key = read_tier_key(self._config.tier_key_file)
         identity = with_key(_identity_of(engine, shape, self._config), self._tier_key)
-        self._disk, self._remote = _disk_of(self._config, identity), _remote_of(self._config, identity)
+        self._disk = _disk_of(self._config, identity)
+        self._remote = _remote_of(self._config, identity)
         self.offload = SchedulerSide(
             shape,
             self._config,

@@ -66,7 +66,8 @@ class ReferenceScheduler:
         self, request: RequestView, tables: BlockTables, device_tokens: int, external_tokens: int
     ) -> None:
         sent = self._sent[request.request_id]
-        sent.blocks, sent.runs = (), False
+        sent.blocks = ()
+        sent.runs = False
         tables_of = tuple(map(blocks, tables))
         self._offload.allocated(
             facts.BlocksAllocated(RequestId(request.request_id), tables_of, device_tokens, external_tokens)
@@ -123,7 +124,8 @@ class ReferenceScheduler:
             is_known = sent.runs and confirmed == sent.blocks and not any(progress.new_blocks)
             if is_known and progress.request_id not in complete:
                 continue
-            sent.runs, sent.blocks = True, confirmed
+            sent.runs = True
+            sent.blocks = confirmed
             yield facts.Progress(
                 RequestId(progress.request_id),
                 progress.confirmed_tokens,

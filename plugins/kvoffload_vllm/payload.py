@@ -49,7 +49,8 @@ class Changes:
         counters, now = self._source.counters, self._now()
         if counters.changes == self._changes and now < self._due_s:
             return None
-        self._changes, self._due_s = counters.changes, now + _PATIENCE_S
+        self._changes = counters.changes
+        self._due_s = now + _PATIENCE_S
         payload: Payload = {}
         for metric, series in all_series(counters.counts, self._source.gauges(), counters.take_samples()):
             if changed := series if metric.kind is Kind.HISTOGRAM else self._changed(metric, series):

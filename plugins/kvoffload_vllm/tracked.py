@@ -92,5 +92,6 @@ class Tracked(Struct, eq=False):
             return ()
         hashes = self.request.block_hashes
         keys = maker.keys(hashes, self.hashes)
-        self.hashes, self.last_hash = len(hashes), hashes[-1] if hashes else None
+        self.hashes = len(hashes)
+        self.last_hash = hashes[-1] if hashes else None
         return keys

@@ -459,8 +459,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         17,
         _BREAKER,
-        "self.is_closed, self._failures = False, [0, 0]",
-        "self._failures = [0, 0]",
+        "            self.is_closed = False\n",
+        "",
         REMOTE,
     ),
     Mutant(17, _BREAKER, "hangs or is_on_trial or", "hangs or", REMOTE),
@@ -475,14 +475,18 @@ MUTANTS: tuple[Mutant, ...] = (
         18, _REMOTE_INDEX, "if self._generation is not None and found.is_after_reset:", "if False:", REMOTE
     ),
     Mutant(
-        18, _REMOTE_INDEX, "self._generation, self._is_fixed = secrets.token_hex(16), True", "pass", REMOTE
+        18,
+        _REMOTE_INDEX,
+        "self._generation = secrets.token_hex(16)\n        self._is_fixed = True",
+        "pass",
+        REMOTE,
     ),
     Mutant(18, _REMOTE_INDEX, "return not self._has_shared", "return True", REMOTE),
     Mutant(
         18,
         _REMOTE_INDEX,
-        "self._generation, self._made_ms, self._has_shared = found.name, found.made_ms, True",
-        "self._generation = found.name",
+        "            self._made_ms = found.made_ms\n            self._has_shared = True\n",
+        "",
         REMOTE,
     ),
     Mutant(
