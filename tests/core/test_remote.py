@@ -88,6 +88,14 @@ def test_an_answer_that_comes_when_its_request_is_gone_is_a_hint_all_the_same() 
     assert len(other.remote.pool.index) == 3
 
 
+def test_r18_an_answer_to_what_was_asked_before_a_reset_is_no_hint() -> None:
+    _, other = two()
+    other.add("late", TEXT, answers=False)
+    other.reset()
+    other.answer()
+    assert len(other.remote.pool.index) == 0
+
+
 def test_what_the_store_says_twice_is_one_hint() -> None:
     _, other = two()
     other.add("one", TEXT)
