@@ -25,7 +25,7 @@ CHECKOUT = ("kvoffload", "plugins", "dashboards", "pyproject.toml", "README.md",
 def test_there_is_something_to_run() -> None:
     here = "".join(BLOCKS)
     for command in (
-        "pip install ./dist/",
+        "pip install .",
         "kvoffload demo",
         "kvoffload doctor",
         "kvoffload dashboards export",

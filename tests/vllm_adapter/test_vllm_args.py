@@ -1,4 +1,4 @@
-"""What `kvoffload vllm-args` prints is what README shows, and a stock vLLM reads the same from every form."""
+"""What `kvoffload vllm-args` prints is what docs/install.md shows, and a stock vLLM reads the same from every form."""
 
 from __future__ import annotations
 
@@ -29,10 +29,14 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_readme_shows_what_it_prints(form: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_shows_what_it_prints(form: str, capsys: pytest.CaptureFixture[str]) -> None:
     wanted = printed(capsys, "--form", form)
     wanted = textwrap.indent(wanted, "    ") if form == "python" else wanted
-    assert wanted in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert wanted in (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+
+
+def test_the_readme_shows_the_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed(capsys) in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_flag_is_the_default_and_its_json_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
