@@ -8,7 +8,6 @@ are calls on the core.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
 
 from kvoffload.bus.bus import Bus
 from kvoffload.core.offload_core import OffloadCore
@@ -49,7 +48,6 @@ from kvoffload.telemetry.journal import Journal
 from kvoffload.telemetry.provenance import describe_run, info_labels
 from kvoffload.telemetry.spans import make_spans
 
-T = TypeVar("T")
 log = get_logger("scheduler")
 _UNKNOWN = EngineIdentity()
 
@@ -119,9 +117,9 @@ class SchedulerSide:
         self.counters = Counters()
         self.copies = OpenCopies(shape.ranks, self._clocks, self._timeout_s)
         self._spent: dict[Hook, float] = {}  # seconds in this step
-        # First answered "not yet", until admitted: a wait that lasts too long ends.
+        # When each request was first answered "not yet". After the time limit it is answered without waiting.
         self._deferred_since: dict[RequestId, float] = {}
-        # Answered "not yet", until answered otherwise: the time that other requests' loads cost.
+        # Since when each request has been answered "not yet": the time that it waits for other requests' loads.
         self._waiting_since: dict[RequestId, float] = {}
         self._awaited = AwaitedLoads(self.copies.open)
         self._degradation = Degradation(self.journal, config.journal_path)
