@@ -62,5 +62,5 @@ def test_lazy_stores_whole_blocks_alone() -> None:
         pool.get_new_blocks(BLOCKS - 3)  # so that ours are the next to be evicted
         pool.free_blocks(blocks)
         (job,) = side.step(facts.StepScheduled(0)).stores
-        assert set(job.blocks) == {block.block_id for block in blocks[:2]}
+        assert set(job.targets) == {block.block_id for block in blocks[:2]}
         assert side.audit() == []
