@@ -191,9 +191,10 @@ class Program(RuleBasedStateMachine):
         assert not any(slots["host", state] for state in ("filling", "pinned", "draining"))
 
     def hear_late_ends(self) -> None:
-        """Copies that were abandoned are asked seldom."""
+        """Copies that were abandoned are asked seldom. With `lazy` these steps may begin stores of their own."""
         for _ in range(3):
             self.rig.step(TIMEOUT_S / 4)
+        self.rig.drain()
 
 
 def answer(stream: TokenStream) -> tuple[list[Token], EngineError | None]:
