@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -73,15 +72,6 @@ class Server:
         except BaseException:
             self.kill()
             raise
-
-    def stop(self) -> None:
-        """Suspend it, as on a machine that hangs."""
-        self.process.send_signal(signal.SIGSTOP)
-        os.waitpid(self.process.pid, os.WUNTRACED)  # until it has stopped
-
-    def go_on(self) -> None:
-        """Resume it."""
-        self.process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         """End it at once."""

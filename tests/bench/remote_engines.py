@@ -29,6 +29,7 @@ from kvoffload.remote.local import LocalBucket, LocalMooncake
 from kvoffload.telemetry.catalogue import TierState, tier_state
 from tests.bench.lines import Line, line, ratios
 from tests.bench.tier_hooks import HOST, NEVER, OUTGROWS, hook_seconds, moved, served, until
+from tests.remote.servers import resume, suspend
 
 LocalStore: TypeAlias = LocalMooncake | LocalBucket
 
@@ -162,9 +163,9 @@ async def _hanging(server: LocalStore, args: argparse.Namespace) -> tuple[float,
         )
         await _rate(tokens, 1)  # until a second begins
         before = await _rate(tokens, args.seconds)
-        process.stop()
+        suspend(process)
         meanwhile = await _rate(tokens, args.seconds)
-        process.go_on()
+        resume(process)
         return before, meanwhile, await _rate(tokens, args.seconds)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 from ctypes.util import find_library
 from pathlib import Path
 
 import pytest
 
-from kvoffload.remote.local import LocalBucket, LocalMooncake, free_port
+from kvoffload.remote.local import LocalBucket, LocalMooncake, Server, free_port
 
 
 class Mooncake(LocalMooncake):
@@ -52,3 +54,13 @@ class SecureBucket(Bucket):
         super().__init__(folder, (*files, f"-s3.port.https={port}"))
         secure = {"AWS_ENDPOINT": f"https://127.0.0.1:{port}", "AWS_ALLOW_HTTP": "false"}
         self.environment = {**self.environment, **secure}
+
+
+def suspend(server: Server) -> None:
+    """Stop a process as on a machine that hangs."""
+    server.process.send_signal(signal.SIGSTOP)
+    os.waitpid(server.process.pid, os.WUNTRACED)  # until it has stopped
+
+
+def resume(server: Server) -> None:
+    server.process.send_signal(signal.SIGCONT)

@@ -15,7 +15,7 @@ from kvoffload.remote.address import MooncakeAddress
 from kvoffload.remote.calls import RemoteCalls
 from kvoffload.remote.mooncake import own_address
 from tests.reference.rig import BLOCK, text
-from tests.remote.servers import Bucket, Mooncake
+from tests.remote.servers import Bucket, Mooncake, resume, suspend
 from tests.remote.sharing import Served
 
 HANGS_S = 60.0
@@ -66,14 +66,14 @@ def test_r17_closing_waits_for_no_call_that_hangs(server: Mooncake) -> None:
     engine = Served(server.url, disk_identity="hangs", remote_timeout_s=HANGS_S).opened()
     engine.share()
     engine.engine.submit(text(5, 10 * BLOCK))
-    server.master.stop()
+    suspend(server.master)
     calls = calls_of(engine)
     for each in calls:  # whatever is asked for or copied hangs
         each.submit(lambda store: store.read("kvo1/none"), lambda _, __: None)
     engine.step_until(lambda: all(each._active for each in calls))
     engine.engine.close()
     assert all(each._active for each in calls)
-    server.master.go_on()
+    resume(server.master)
 
 
 @pytest.mark.timeout(120)
@@ -81,12 +81,12 @@ def test_r17_an_engine_that_starts_under_a_master_that_is_stopped_serves_and_sha
     server: Mooncake,
 ) -> None:
     """Mooncake's client would take ten minutes to connect."""
-    server.master.stop()
+    suspend(server.master)
     with pytest.raises(RemoteError, match="no Mooncake master answers at"):
         own_address(MooncakeAddress("127.0.0.1", server.port), 0.2)
     engine = Served(server.url, disk_identity="starts", remote_timeout_s=0.2)
     engine.run()
-    server.master.go_on()
+    resume(server.master)
     engine.opened()
     engine.share()
     assert engine.copied(Direction.STORE) > 0

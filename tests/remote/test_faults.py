@@ -23,6 +23,7 @@ from obstore.store import S3Store
 from kvoffload.model.causes import TierOutcome
 from kvoffload.model.ids import BlockKey
 from kvoffload.model.transfer import Direction, Tier
+from kvoffload.remote.local import Server
 from kvoffload.remote.values import TRAILER_BYTES, Shard
 from kvoffload.runtime import remote_index
 from kvoffload.telemetry.catalogue import TierState, tier_state
@@ -30,7 +31,7 @@ from kvoffload.testing import ThreadGate
 from kvoffload.testing.logs import capture_logs
 from tests.reference.rig import BLOCK, slot_bytes, text
 from tests.remote.proxy import Proxy
-from tests.remote.servers import Bucket, Mooncake, SecureBucket
+from tests.remote.servers import Bucket, Mooncake, SecureBucket, resume, suspend
 from tests.remote.sharing import PATIENCE_S, PROMPT, Served, StartEngine
 
 if TYPE_CHECKING:
@@ -174,12 +175,18 @@ def test_r17_mooncake_that_is_gone_is_left_alone_and_used_again(
     start: StartEngine, tmp_path: Path, what: str, how: str
 ) -> None:
     server = Mooncake(tmp_path, "--client_ttl", 1)
+
+    def fail() -> None:
+        process: Server = getattr(server, what)
+        process.kill() if how == "kill" else suspend(process)
+
+    def restore() -> None:
+        getattr(server, f"start_{what}")() if how == "kill" else resume(getattr(server, what))
+
     try:
         first, second = (start(server.url, remote_timeout_s=TIMEOUT_S).opened() for _ in range(2))
-        fail = getattr(getattr(server, what), how)
-        restore = getattr(server, f"start_{what}") if how == "kill" else getattr(server, what).go_on
         check_gone_and_back(first, second, fail, restore)
-        getattr(getattr(server, what), how)()
+        fail()
         second.run(PROMPTS[3])
         began = time.monotonic()
         second.offload.reset()
@@ -255,8 +262,8 @@ def test_r17_a_lease_that_ends_during_a_read_costs_the_read(start: StartEngine, 
     try:
         first, second = (start(server.url, disk_identity="lease").opened() for _ in range(2))
         share(first, PROMPT)
-        server.node.stop()
-        later = threading.Timer(1.0, server.node.go_on)
+        suspend(server.node)
+        later = threading.Timer(1.0, resume, (server.node,))
         later.start()
         second.run(PROMPT)
         later.join()

@@ -22,7 +22,7 @@ import pytest
 from kvoffload.disk.index_log import load_index
 from kvoffload.disk.open_folder import open_folder
 from kvoffload.telemetry.journal_file import JournalFile
-from tests.remote.servers import Mooncake
+from tests.remote.servers import Mooncake, suspend
 from tests.vllm_adapter.copy_gate import CLOSED, CLOSING, CopyGate, HeldCopy
 from tests.vllm_adapter.deaths_rig import Front, fronting
 from tests.vllm_adapter.engine_rig import MARKS
@@ -234,7 +234,7 @@ def test_an_engine_ends_while_a_call_to_a_store_hangs(life: Life, mooncake: Moon
     log = life.front.log
     while "remote_opened" not in log.read_text():
         life.front.do("ask", prompts=PROMPTS)
-    mooncake.master.stop()
+    suspend(mooncake.master)
     seed = 1000
     while "remote_fails" not in log.read_text():
         life.front.do("ask", prompts=draw(seed := seed + 1, 1, 200))
