@@ -314,18 +314,15 @@ _HOOK_BUCKETS = (1e-6, 2.5e-6, 5e-6, 1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-
 
 def tier_state(side: Side, tier: Tier) -> TierState:
     """Return what a tier below the host does."""
-    disk, remote = side.core.state.disk, side.core.state.remote
-    if tier is Tier.DISK and disk is not None:
-        if disk.is_closed:
-            return TierState.CLOSED
-        is_open, is_usable = disk.is_open, disk.is_usable
-    elif tier is Tier.REMOTE and remote is not None:
-        is_open, is_usable = bool(remote.namespace), remote.is_usable
-    else:
+    state = side.core.state
+    found = state.disk if tier is Tier.DISK else state.remote
+    if found is None:
         return TierState.OFF
-    if not is_open:
+    if found is state.disk and found.is_closed:  # for good; a remote tier may open again
+        return TierState.CLOSED
+    if not found.is_open:
         return TierState.OPENING
-    return TierState.OPEN if is_usable else TierState.FAILING
+    return TierState.OPEN if found.is_usable else TierState.FAILING
 
 
 def _tier_states(side: Side) -> Series:
