@@ -25,7 +25,6 @@ from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.telemetry.spans import check_exporter
 from kvoffload_vllm.doctor import RECOMPUTE, block_hashes, load_failures, recurrent_states
 from kvoffload_vllm.events import find_wire, publishes_events
-from kvoffload_vllm.failure_policy import find_failure_policy
 from kvoffload_vllm.groups import VllmGroups, vllm_groups
 from kvoffload_vllm.identification import Identification, WorkersPlace
 from kvoffload_vllm.kv_identity import find_identity, find_problems
@@ -211,3 +210,16 @@ def _config(vllm_config: VllmConfig) -> OffloadConfig:
     # Each engine of a data-parallel server writes its own file.
     path = Path(f"{config.journal_path}.dp{engine}")
     return dataclasses.replace(config, journal_path=path)
+
+
+def find_failure_policy(vllm_config: VllmConfig) -> str:
+    """Return `kv_load_failure_policy` as vLLM's scheduler reads it. Call it while a worker's connector is made.
+
+    The scheduler reads the outermost connector's configuration. A MultiConnector gives each child a copy of vLLM's
+    configuration in which the child's `kv_transfer_config` replaces the outer one. While vLLM makes a worker, the
+    original is the process's current configuration; in the scheduler's process a child has no way to find it.
+    """
+    from vllm.config.vllm import get_current_vllm_config_or_none
+
+    outermost = get_current_vllm_config_or_none() or vllm_config
+    return str(outermost.kv_transfer_config.kv_load_failure_policy)

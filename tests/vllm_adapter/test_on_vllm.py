@@ -288,7 +288,7 @@ def test_the_policy_for_failed_loads_is_the_outermost(
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-    from kvoffload_vllm.failure_policy import find_failure_policy
+    from kvoffload_vllm.assembly import find_failure_policy
 
     policies: list[str] = []
     monkeypatch.setattr(
