@@ -45,7 +45,7 @@ COLOURS: dict[str, str] = {
     # health
     "tokens_without_pin": RED, "unknown_request": YELLOW, "unknown_job": "#a06bc9",
     "handler_raised": RED, "law_broken": "#8b0000", "transfer_dead": ORANGE, "resets": "#a06bc9",
-    "loads failed": RED, "alerts": RED, "oldest pin": GREEN, "oldest job": BLUE, "audits": GREEN, "stale positions": "#d8b98a",
+    "loads failed": RED, "oldest pin": GREEN, "oldest job": BLUE, "audits": GREEN, "stale positions": "#d8b98a",
     # hooks, in the order of a step
     "seen": "#c9d9ee", "lookup": GREEN, "allocated": "#9fd08f", "step": BLUE, "ended": GREY,
     "report": YELLOW,
@@ -55,3 +55,6 @@ COLOURS: dict[str, str] = {
     "running": GREEN, "waiting": YELLOW, "prompt": "#7fb3ea", "generated": GREEN, "preemptions": ORANGE, "device blocks in use": BLUE,
     "waiting_to_start": GREY, "in_progress": "#7fb3ea", "completed_waiting": YELLOW,
 }  # fmt: skip
+
+LIMITS = {"green": GREEN, "red": RED, "orange": ORANGE, "yellow": YELLOW, "grey": GREY}
+"""The colours of values, by the names that panels give them."""

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from dashboards.generate.alerts import ALERTS
 from dashboards.generate.boards import BOARDS
 from dashboards.generate.grafana import places, render
-from dashboards.generate.rules import render_rules, render_runbook
+from dashboards.generate.rules import ALERTS, render_rules, render_runbook
 
 FOLDER = Path(__file__).resolve().parent.parent
 

@@ -15,9 +15,9 @@ from grafana_foundation_sdk.models import dashboard as model
 from grafana_foundation_sdk.models.heatmap import HeatmapColorMode
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
-from dashboards.generate.colours import COLOURS
-from dashboards.generate.promql import VARIABLES, series
-from dashboards.generate.words import Board, Kind, Panel, Query
+from dashboards.generate.boards import Board, Kind, Limits, Panel, Query
+from dashboards.generate.colours import COLOURS, LIMITS
+from dashboards.generate.promql import VARIABLES, choose_engines
 
 TAG = "kvoffload"
 _SOURCE = common.DataSourceRef(type_val="prometheus", uid="${datasource}")
@@ -141,16 +141,14 @@ def _number(panel: Panel) -> stat.Panel:
     made = stat.Panel().reduce_options(last).graph_mode(common.BigValueGraphMode.NONE)
     if panel.texts:
         made = made.mappings([_mapping(panel.texts)])
-    name = next((name for query in panel.queries for name in query.names), None)
-    limits = panel.limits or ((0.0, COLOURS[name] if name else COLOURS["other"]),)
-    return made.thresholds(build.ThresholdsConfig().mode(model.ThresholdsMode.ABSOLUTE).steps(_steps(limits)))
+    steps = [model.Threshold(value=value, color=colour) for value, colour in _steps(panel.limits)]
+    steps = steps or [model.Threshold(value=None, color=COLOURS[panel.names[0]])]
+    return made.thresholds(build.ThresholdsConfig().mode(model.ThresholdsMode.ABSOLUTE).steps(steps))
 
 
-def _steps(limits: Iterable[tuple[float, str]]) -> list[model.Threshold]:
-    return [
-        model.Threshold(value=value if place else None, color=colour)
-        for place, (value, colour) in enumerate(limits)
-    ]
+def _steps(limits: Limits) -> list[tuple[float | None, str]]:
+    """Return the least value of each colour; the first one has none."""
+    return [(value if place else None, LIMITS[colour]) for place, (value, colour) in enumerate(limits)]
 
 
 def _mapping(texts: Mapping[str, str]) -> model.ValueMap:
@@ -167,7 +165,8 @@ def _table(panel: Panel) -> table.Panel:
     shown = panel.queries if len(panel.queries) > 1 else ()
     headings = {f"Value #{_ref(number)}": query.legend for number, query in enumerate(shown)}
     hidden = ("Time", "__name__", "job", *(() if shown else ("Value",)))
-    order = {name: place for place, name in enumerate((*panel.labels, *headings))}
+    labels = {label: name for name, label in VARIABLES.items()} | dict(panel.labels)
+    order = {name: place for place, name in enumerate((*labels, *headings))}
     made = (
         table.Panel()
         .cell_options(common.TableAutoCellOptions())
@@ -180,7 +179,7 @@ def _table(panel: Panel) -> table.Panel:
                 options={
                     "excludeByName": dict.fromkeys(hidden, True),
                     "indexByName": order,
-                    "renameByName": {**panel.labels, **headings},
+                    "renameByName": labels | headings,
                 },
             )
         )
@@ -198,10 +197,7 @@ def _column(query: Query) -> list[model.DynamicConfigValue]:
             model.DynamicConfigValue(id_val="mappings", value=[{"type": "value", "options": options}])
         )
     if query.limits:
-        steps = [
-            {"value": value if place else None, "color": colour}
-            for place, (value, colour) in enumerate(query.limits)
-        ]
+        steps = [{"value": value, "color": colour} for value, colour in _steps(query.limits)]
         properties.append(
             model.DynamicConfigValue(id_val="thresholds", value={"mode": "absolute", "steps": steps})
         )
@@ -228,9 +224,8 @@ def _lines(panel: Panel) -> timeseries.Panel:
     if panel.kind is Kind.STACK:
         stack = common_builders.StackingConfig().group("A").mode(common.StackingMode.NORMAL)
         made = made.stacking(stack).fill_opacity(60).line_width(0)
-    for query in panel.queries:
-        for name in query.names:
-            made = made.override_by_name(name, _style(panel, name))
+    for name in panel.names:
+        made = made.override_by_name(name, _style(panel, name))
     return made
 
 
@@ -311,7 +306,7 @@ def _link() -> build.DashboardLink:
 
 
 def _resets() -> build.AnnotationQuery:
-    expr = f"sum(increase({series('kvoffload_resets_total')}[$__rate_interval])) > 0"
+    expr = choose_engines("sum(increase(kvoffload_resets_total[$__rate_interval])) > 0")
     return (
         build.AnnotationQuery()
         .name("resets")

@@ -1,11 +1,12 @@
-"""Queries over the catalogue's metrics. A name or label that the catalogue lacks raises an error here."""
+"""Grafana's variables in PromQL: a panel's query gets them, and a Prometheus gets values instead."""
 
 from __future__ import annotations
 
-from dashboards.generate.words import Expect, Query
-from kvoffload.telemetry.catalogue import BY_NAME, Metric
+import re
+from collections.abc import Mapping
 
-ACTIVITY, SERIES, ZERO, ENGINE = Expect.ACTIVITY, Expect.SERIES, Expect.ZERO, Expect.ENGINE
+from kvoffload.telemetry.catalogue import BY_NAME
+
 VLLM_SERIES = frozenset(
     (
         "vllm:e2e_request_latency_seconds_bucket",
@@ -24,6 +25,7 @@ VLLM_SERIES = frozenset(
     )
 )
 """The engine's own series that panels join; nothing else outside the catalogue is on a panel."""
+_VLLM_LABELS = {"stage": ("waiting_to_start", "in_progress", "completed_waiting")}
 
 VARIABLES = {
     "namespace": "namespace",
@@ -36,110 +38,66 @@ VARIABLES = {
 ENGINE_LABELS = ", ".join(VARIABLES.values())
 """What tells engines apart."""
 _CHOSEN = ", ".join(f'{label}=~"${name}"' for name, label in VARIABLES.items())
+_SERIES = re.compile(r"((?:kvoffload_|vllm:|ALERTS)\w*)(?:\{([^}]*)\})?")
+_MATCHER = re.compile(r'(\w+)(=~|!=|=)"([^"]*)"')
 
 
-def series(name: str, suffix: str = "", **labels: str) -> str:
-    """Select a metric of the chosen engines; a label's value may be several, as `a|b`, or the variable `$tier`."""
-    for label, values in labels.items():
-        if unknown := set(values.split("|")) - {*values_of(name, label), "$tier"}:
+def choose_engines(promql: str) -> str:
+    """Return PromQL for the engines that the dashboard's variables choose.
+
+    Args:
+        promql: has no filter by engine; `$engine_labels` are the labels that tell engines apart.
+
+    Raises:
+        ValueError: it selects a series, or the value of a label, that does not exist.
+    """
+    return _SERIES.sub(_choose, promql).replace("$engine_labels", ENGINE_LABELS)
+
+
+def values_of(promql: str, label: str) -> tuple[str, ...]:
+    """Return every value that a label of the selected series can have; none if the catalogue does not list them."""
+    found = _SERIES.search(promql)
+    assert found is not None, promql
+    excluded = {
+        value for name, sign, value in _MATCHER.findall(found[2] or "") if (name, sign) == (label, "!=")
+    }
+    return tuple(value for value in _labels_of(found[1]).get(label, ()) if value not in excluded)
+
+
+def substitute(expr: str, rate_interval: str, time_range: str, tier: str = ".*") -> str:
+    """Return PromQL without Grafana's variables.
+
+    Raises:
+        ValueError: a variable is not known.
+    """
+    values = {"$__rate_interval": rate_interval, "$__range": time_range, '"$tier"': f'"{tier}"'}
+    values |= {f'"${name}"': '".*"' for name in VARIABLES}
+    for name, value in values.items():
+        expr = expr.replace(name, value)
+    if "$" in expr:
+        raise ValueError(f"a variable is left in {expr}")
+    return expr
+
+
+def _choose(found: re.Match[str]) -> str:
+    name, labels = found[1], found[2]
+    known = _labels_of(name)
+    for label, _, values in _MATCHER.findall(labels or ""):
+        unknown = set(values.split("|")) - {*known.get(label, ()), "$tier"}
+        if unknown and name != "ALERTS":
             raise ValueError(f"{name} has no {label} {', '.join(sorted(unknown))}")
-    chosen = [_CHOSEN, *(f'{label}{_operator(value)}"{value}"' for label, value in labels.items())]
-    return f"{name}{suffix}{{{', '.join(chosen)}}}"
+    return f"{name}{{{', '.join(filter(None, (_CHOSEN, labels)))}}}"
 
 
-def of_engine(name: str) -> str:
-    """Select one of the engine's own metrics."""
-    if name not in VLLM_SERIES:
-        raise ValueError(f"{name} is not among the engine's metrics that are used")
-    return f"{name}{{{_CHOSEN}}}"
-
-
-def alerts() -> str:
-    """Count the alerts that fire for the chosen engines."""
-    return f'count(ALERTS{{{_CHOSEN}, alertname=~"KVOffload.*", alertstate="firing"}}) or vector(0)'
-
-
-def total(selected: str) -> str:
-    """Sum gauges over everything."""
-    return f"sum({selected})"
-
-
-def rate(selected: str, by: str = "") -> str:
-    """Per second, summed over all labels but those in `by`."""
-    return f"sum{_grouped(by)} (rate({selected}[$__rate_interval]))"
-
-
-def growth(selected: str, by: str = "") -> str:
-    """What was added in the dashboard's time range."""
-    return f"sum{_grouped(by)} (increase({selected}[$__range]))"
-
-
-def share(part: str, *parts: str) -> str:
-    """A part of the sum of `part` and `parts`; nothing where the sum is 0."""
-    whole = " + ".join([part, *parts])
-    return f"{part} / (({whole}) > 0)"
-
-
-def quantile(at: float, name: str, by: str = "", **labels: str) -> str:
-    """A quantile of a histogram."""
-    _metric(name)
-    return quantile_of(at, series(name, "_bucket", **labels), by)
-
-
-def quantile_of(at: float, buckets: str, by: str = "") -> str:
-    """A quantile of selected buckets."""
-    return f"histogram_quantile({at}, {rate(buckets, f'le, {by}' if by else 'le')})"
-
-
-def each_quantile(at: float, name: str, label: str) -> Query:
-    """A quantile of a histogram by one of its labels: one series a value, named by it."""
-    return Query(quantile(at, name, label), f"{{{{{label}}}}}", values_of(name, label))
-
-
-def each(name: str, label: str, expects: Expect = ACTIVITY, **labels: str) -> Query:
-    """A counter's rate, or a gauge, by one of its labels: one series a value, named by it."""
-    selected = series(name, **labels)
-    counted = name.endswith("_total")
-    expr = rate(selected, label) if counted else f"sum by ({label}) ({selected})"
-    return Query(expr, f"{{{{{label}}}}}", values_of(name, label), expects)
-
-
-def copy_speed(tier: str, way: str, expects: Expect = ACTIVITY) -> Query:
-    """Bytes per second of the time in which a rank copied."""
-    copied = rate(series("kvoffload_transfer_bytes_total", tier=tier, direction=way))
-    busy = rate(series("kvoffload_transfer_seconds", "_sum", tier=tier, direction=way))
-    return one(f"{copied} / ({busy} > 0)", way, expects)
-
-
-def open_jobs(tier: str) -> Query:
-    """Jobs that have not ended on every rank, by direction and state."""
-    name = "kvoffload_open_jobs"
-    expr = f"sum by (direction, state) ({series(name, tier=tier)})"
-    names = tuple(
-        f"{way} {state}" for way in values_of(name, "direction") for state in values_of(name, "state")
-    )
-    return Query(expr, "{{direction}} {{state}}", names, SERIES)
-
-
-def values_of(name: str, label: str) -> tuple[str, ...]:
-    """Every value that a label of a metric can have."""
-    return next(one.values for one in _metric(name).labels if one.name == label)
-
-
-def one(expr: str, name: str, expects: Expect = ACTIVITY) -> Query:
-    """A query with one series, by its name."""
-    return Query(expr, name, (name,), expects)
-
-
-def _metric(name: str) -> Metric:
-    if name not in BY_NAME:
-        raise ValueError(f"{name} is not in the catalogue")
-    return BY_NAME[name]
-
-
-def _grouped(by: str) -> str:
-    return f" by ({by})" if by else ""
-
-
-def _operator(value: str) -> str:
-    return "=~" if "|" in value or "$" in value else "="
+def _labels_of(series: str) -> Mapping[str, tuple[str, ...]]:
+    """Return the values of each label of a series."""
+    if series == "ALERTS":
+        return {}
+    if series.startswith("vllm:"):
+        if series not in VLLM_SERIES:
+            raise ValueError(f"{series} is not among the engine's metrics that are used")
+        return _VLLM_LABELS
+    metric = BY_NAME.get(series) or BY_NAME.get(re.sub("_(bucket|sum|count)$", "", series))
+    if metric is None:
+        raise ValueError(f"{series} is not in the catalogue")
+    return {label.name: label.values for label in metric.labels}

@@ -6,6 +6,7 @@ Rules keep the labels of their series: an alert is about one engine, and can be 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -74,6 +75,10 @@ class Alert(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "labels": labels,
             "annotations": annotations,
         }
+
+
+ALERTS = msgspec.yaml.decode(Path(__file__).with_name("alerts.yml").read_bytes(), type=tuple[Alert, ...])
+"""Every alert, in the order of the runbook."""
 
 
 def render_rules(alerts: Sequence[Alert]) -> str:

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from dashboards.generate.boards import BOARDS
-from dashboards.generate.words import Expect, Query
+from dashboards.generate.boards import BOARDS, Expect, Panel, Query
+from dashboards.generate.promql import substitute
 from dashboards.observe.prometheus import ObserveError, Prometheus, Series, wait_for
-from dashboards.observe.substitute import substitute
 
 Ask = Callable[[str], list[Series]]
 _ENGINE_PROBE = 'count({__name__=~"vllm:.+"})'
@@ -70,7 +69,7 @@ def check_panels(prometheus: Prometheus, start: float, end: float) -> Iterator[F
                 for tier in board.tiers if "$tier" in query.expr else ("",):
                     where = f"{board.name}: {panel.title}{tier and f', {tier}'}"
                     expr = substitute(query.expr, f"{seconds}s", f"{seconds}s", tier)
-                    yield _check(ask, where, expr, query, has_vllm)
+                    yield _check(ask, where, expr, partial(_problem, panel, query, has_vllm))
 
 
 def check_rules(prometheus: Prometheus) -> Iterator[Finding]:
@@ -88,26 +87,24 @@ def firing(prometheus: Prometheus) -> list[str]:
     return sorted({one.labels["alertname"] for one in prometheus.query('ALERTS{alertstate="firing"}')})
 
 
-def _check(ask: Ask, where: str, expr: str, query: Query, has_vllm: bool) -> Finding:
+def _check(ask: Ask, where: str, expr: str, problem_of: Callable[[list[Series]], str]) -> Finding:
     try:
         found = ask(expr)
     except ObserveError as error:
         return Finding(where, expr, 0, False, str(error))
+    return Finding(where, expr, len(found), _is_active(found), problem_of(found))
+
+
+def _problem(panel: Panel, query: Query, has_vllm: bool, found: list[Series]) -> str:
     is_active = _is_active(found)
-    return Finding(where, expr, len(found), is_active, _problem(query, found, is_active, has_vllm))
-
-
-def _problem(query: Query, found: list[Series], is_active: bool, has_vllm: bool) -> str:
-    if query.expects is Expect.ENGINE and not has_vllm:
-        return ""
     if not found:
-        return "no series"
-    if query.expects is Expect.ACTIVITY and not is_active:
+        return "" if query.is_of_engine and not has_vllm else "no series"
+    if query.expects is Expect.ACTIVITY and not is_active and not query.is_of_engine:
         return "nothing but 0 while there was work"
     if query.expects is Expect.ZERO and is_active:
         return "something other than 0"
-    named = {value for one in found for label, value in one.labels.items() if label in query.legend}
-    if query.names and len(found) > len(query.names):
+    if panel.names and query.names and len(found) > len(query.names):
+        named = {value for one in found for label, value in one.labels.items() if label in query.legend}
         return f"{len(found)} series, but only {len(query.names)} names ({', '.join(sorted(named))})"
     return ""
 

@@ -79,11 +79,6 @@ class Prometheus:
         result = self.get("query_range", query=expr, start=start, end=end, step=SCRAPE_MS / 1000)["result"]
         return [Series(one["metric"], tuple(float(value) for _, value in one["values"])) for one in result]
 
-    def targets(self) -> list[dict[str, Any]]:
-        """Return every target with its health."""
-        targets: list[dict[str, Any]] = self.get("targets")["activeTargets"]
-        return targets
-
     def rules(self) -> list[dict[str, Any]]:
         """Return every rule with its health."""
         return [rule for group in self.get("rules")["groups"] for rule in group["rules"]]

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from dashboards.generate.files import FOLDER
+from dashboards.generate.promql import substitute
 from dashboards.observe.checks import wait_for_scrape
 from dashboards.observe.demo import run_demo
 from dashboards.observe.prometheus import SCRAPE_MS, ObserveError, Prometheus, run_prometheus
-from dashboards.observe.substitute import substitute
 from kvoffload.remote.local import free_port
 
 BOARDS = FOLDER / "grafana" / "dashboards"

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 import promql_parser
 import yaml
 
-from dashboards.generate.boards import BOARDS
+from dashboards.generate.boards import BOARDS, Query
 from dashboards.generate.files import FOLDER
-from dashboards.generate.words import Query
-from dashboards.observe.substitute import substitute
+from dashboards.generate.promql import substitute
 
 
 def all_queries() -> Iterator[Query]:

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 import yaml
 
-from dashboards.generate.boards import BOARDS
-from dashboards.generate.colours import COLOURS
+from dashboards.generate.boards import BOARDS, Panel
+from dashboards.generate.boards import Kind as PanelKind
+from dashboards.generate.colours import COLOURS, LIMITS
 from dashboards.generate.files import FILES, FOLDER
-from dashboards.generate.promql import VLLM_SERIES, each, of_engine, series
-from dashboards.generate.words import Expect, Panel
+from dashboards.generate.promql import VLLM_SERIES, choose_engines, substitute
 from kvoffload.telemetry.catalogue import BY_NAME, CATALOGUE, Kind
 from tests.dashboards.queries import all_queries, metrics_in, rule_expressions
 
@@ -59,12 +59,6 @@ def test_every_series_of_the_engine_that_may_be_used_is_used() -> None:
     assert names_in_use(query.expr for query in all_queries()) >= VLLM_SERIES
 
 
-def test_queries_of_the_engines_own_series_expect_nothing_elsewhere() -> None:
-    for query in all_queries():
-        is_engines = bool(metrics_in(query.expr) & VLLM_SERIES)
-        assert is_engines is (query.expects is Expect.ENGINE), query.expr
-
-
 @pytest.mark.parametrize("panel", PANELS)
 def test_a_panel_says_what_it_shows_and_what_to_do(panel: Panel) -> None:
     assert panel.unit
@@ -76,15 +70,19 @@ def test_a_panel_says_what_it_shows_and_what_to_do(panel: Panel) -> None:
 
 @pytest.mark.parametrize("panel", PANELS)
 def test_every_name_on_a_panel_has_its_colour(panel: Panel) -> None:
-    names = [name for query in panel.queries for name in query.names]
-    assert len(names) == len(set(names))
-    assert set(names) <= set(COLOURS)
+    assert len(panel.names) == len(set(panel.names))
+    assert set(panel.names) <= set(COLOURS)
+
+
+@pytest.mark.parametrize("panel", PANELS)
+def test_every_value_has_a_colour_or_its_panel_has_one(panel: Panel) -> None:
+    limits = [*panel.limits, *(limit for query in panel.queries for limit in query.limits)]
+    assert {colour for _, colour in limits} <= set(LIMITS)
+    assert limits or panel.names or panel.kind in (PanelKind.TABLE, PanelKind.HEATMAP)
 
 
 def test_colours_are_colours_and_none_is_unused() -> None:
-    used = {
-        name for board in BOARDS for panel in board.panels for query in panel.queries for name in query.names
-    }
+    used = {name for board in BOARDS for panel in board.panels for name in panel.names}
     assert set(COLOURS) - used == set()
     assert all(re.fullmatch("#[0-9a-f]{6}", colour) for colour in COLOURS.values())
 
@@ -92,8 +90,7 @@ def test_colours_are_colours_and_none_is_unused() -> None:
 def test_what_stands_on_one_panel_has_different_colours() -> None:
     for board in BOARDS:
         for panel in board.panels:
-            names = [name for query in panel.queries for name in query.names]
-            assert len({COLOURS[name] for name in names}) == len(names), f"{panel.title}: {names}"
+            assert len({COLOURS[name] for name in panel.names}) == len(panel.names), panel.title
 
 
 def test_panels_point_to_alerts_and_panels_that_exist() -> None:
@@ -116,11 +113,26 @@ def test_rows_fill_their_lines() -> None:
 
 def test_a_name_that_the_catalogue_does_not_have_fails_at_once() -> None:
     with pytest.raises(ValueError, match="not in the catalogue"):
-        each("kvoffload_nothing_total", "cause")
+        choose_engines("sum by (cause) (kvoffload_nothing_total)")
     with pytest.raises(ValueError, match="has no outcome vanished"):
-        series("kvoffload_load_blocks_total", outcome="loaded|vanished")
+        choose_engines('kvoffload_load_blocks_total{outcome=~"loaded|vanished"}')
     with pytest.raises(ValueError, match="not among the engine's metrics"):
-        of_engine("vllm:nothing")
+        choose_engines("rate(vllm:nothing[$__rate_interval])")
+
+
+def test_each_series_of_a_query_is_filtered_by_the_chosen_engines() -> None:
+    chosen = substitute(
+        choose_engines(
+            'rate(kvoffload_resets_total[$__range]) + on ($engine_labels) kvoffload_slots{tier="disk"}'
+        ),
+        "5s",
+        "1h",
+    )
+    every = 'namespace=~".*", pod=~".*", instance=~".*", model_name=~".*", engine=~".*"'
+    on = "namespace, pod, instance, model_name, engine"
+    assert chosen == (
+        f'rate(kvoffload_resets_total{{{every}}}[1h]) + on ({on}) kvoffload_slots{{{every}, tier="disk"}}'
+    )
 
 
 def base(name: str) -> str:

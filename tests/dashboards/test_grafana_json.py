@@ -13,8 +13,7 @@ import promql_parser
 import pytest
 
 from dashboards.generate.files import FOLDER
-from dashboards.generate.promql import ENGINE_LABELS, VARIABLES, VLLM_SERIES
-from dashboards.observe.substitute import substitute
+from dashboards.generate.promql import ENGINE_LABELS, VARIABLES, VLLM_SERIES, substitute
 from tests.dashboards.queries import metrics_in
 
 FILES = sorted((FOLDER / "grafana" / "dashboards").glob("*.json"))

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from dashboards.generate.boards import BOARDS
+from dashboards.generate.promql import substitute
 from dashboards.observe.checks import Finding, check_panels, check_rules, firing, wait_for_scrape
 from dashboards.observe.demo import run_demo
 from dashboards.observe.prometheus import ObserveError, Prometheus, run_prometheus, wait_for
-from dashboards.observe.substitute import substitute
 from kvoffload.remote.local import free_port
 from kvoffload.telemetry.catalogue import CATALOGUE, Kind
 

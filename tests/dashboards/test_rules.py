@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from dashboards.generate.alerts import ALERTS
 from dashboards.generate.boards import BOARDS
 from dashboards.generate.files import FOLDER
+from dashboards.generate.rules import ALERTS
 from kvoffload.telemetry.catalogue import CATALOGUE
 from tests.dashboards.queries import metrics_in, rule_expressions
 
