@@ -1,9 +1,9 @@
-"""The types of the doctor: what is known of a setup, a check, and its finding."""
+"""The doctor: what is known of a setup, a check of it, and the finding."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -64,11 +64,13 @@ class Finding:
         verdict: the result.
         text: the reason, in a sentence.
         remedy: what to do about it; empty if nothing.
+        check: the name of the check, which `run_checks` fills in.
     """
 
     verdict: Verdict
     text: str
     remedy: str = ""
+    check: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,17 +101,9 @@ class Given:
     checks: tuple[Check, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A check's finding, with the check's name."""
-
-    check: str
-    finding: Finding
-
-
-def run_checks(checks: Iterable[Check], setup: Setup, machine: Machine) -> list[Answer]:
-    """Answer all of them, also after one that raises."""
-    return [Answer(check.name, _find(check, setup, machine)) for check in checks]
+def run_checks(checks: Iterable[Check], setup: Setup, machine: Machine) -> list[Finding]:
+    """Return the finding of each check, also after one that raises."""
+    return [replace(_find(check, setup, machine), check=check.name) for check in checks]
 
 
 def go(text: str) -> Finding:

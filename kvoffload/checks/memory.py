@@ -1,4 +1,4 @@
-"""Host memory: how much is needed, how much is left, the limits on pinning and swap, and what its size and pages are worth."""
+"""Host memory and GPUs: how much memory is needed and left, what limits it, and what its size and pages are worth."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ _SPARE = 10  # a tenth of the memory should stay free
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # since torch 2.9, and before
 _LESS = "lower host_bytes, or free memory"
 _GOOD_PAGE = 64 * 2**10
+_BATCHED = 12080  # from this CUDA on, one call of the driver copies many blocks
 
 SPEEDS = ((2 * 2**20, 0.85), (64 * 2**10, 0.8), (4 * 2**10, 0.5))
 """By page size, the measured speed of scattered host copies relative to one large memcpy (`tests/bench/README.md`)."""
@@ -111,6 +112,25 @@ def _copy_speed(setup: Setup, _: Machine) -> Finding:
     )
 
 
+def _gpu(_: Setup, machine: Machine) -> Finding:
+    gpus = machine.gpus()
+    if not gpus.names:
+        return go("no NVIDIA GPU is visible here: copies are between two places in host memory")
+    counted = ", ".join(f"{gpus.names.count(name)} {name}" for name in dict.fromkeys(gpus.names))
+    newest = f"{gpus.cuda // 1000}.{gpus.cuda % 1000 // 10}" if gpus.cuda else "unknown"
+    text = f"{counted}; driver {gpus.driver}, for CUDA {newest}"
+    if not gpus.can_register:
+        return no_go(
+            f"{text}: its driver registers no host memory, as under confidential computing, so nothing could be cached",
+            "run without confidential computing, or without kvoffload",
+        )
+    if gpus.cuda < _BATCHED:
+        return warn(
+            f"{text}: every block will need its own call of the driver", "a driver for CUDA 12.8 or newer"
+        )
+    return go(text)
+
+
 CHECKS = (
     Check("host memory", _host_memory),
     Check("locked memory", _locked_memory),
@@ -120,3 +140,5 @@ CHECKS = (
 )
 COPY_SPEED = Check("copy speed", _copy_speed)
 """Only where the size of pages is known."""
+GPU = Check("gpu", _gpu)
+"""Asks the driver, so an engine's start does not."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvoffload.checks import memory
-from kvoffload.checks.check import FAILING, Answer, Check, Setup, Sizes, run_checks
+from kvoffload.checks.check import FAILING, Check, Finding, Setup, Sizes, run_checks
 from kvoffload.checks.machine import Machine
 from kvoffload.logs import get_logger
 
@@ -18,10 +18,9 @@ if TYPE_CHECKING:
 log = get_logger("doctor")
 
 
-def examine(checks: Iterable[Check], setup: Setup, machine: Machine | None = None) -> list[Answer]:
-    """Return the answers of the checks that fail."""
-    answers = run_checks(checks, setup, machine or Machine())
-    return [one for one in answers if one.finding.verdict in FAILING]
+def examine(checks: Iterable[Check], setup: Setup, machine: Machine | None = None) -> list[Finding]:
+    """Return the findings of the checks that fail on a machine, by default this one."""
+    return [one for one in run_checks(checks, setup, machine or Machine()) if one.verdict in FAILING]
 
 
 def examine_rank(
@@ -33,7 +32,7 @@ def examine_rank(
     local_ranks: int | None = None,
     checks: Iterable[Check] = (*memory.CHECKS, memory.COPY_SPEED),
     machine: Machine | None = None,
-) -> list[Answer]:
+) -> list[Finding]:
     """Check the memory that a rank is about to use. The first rank of a machine checks for all of them.
 
     Reads small files of the kernel, and queries no device.
@@ -60,13 +59,8 @@ def examine_rank(
     return examine(checks, Setup(config, sizes, pins=layout.device.startswith("cuda")), machine)
 
 
-def warn(answers: Iterable[Answer]) -> None:
+def log_warnings(findings: Iterable[Finding]) -> None:
     """Log one warning for each, after the start has succeeded: a refused start has its own error."""
-    for answer in answers:
-        log.warning(
-            "doctor_warning",
-            check=answer.check,
-            verdict=answer.finding.verdict.value,
-            finding=answer.finding.text,
-            remedy=answer.finding.remedy,
-        )
+    for one in findings:
+        verdict = one.verdict.value
+        log.warning("doctor_warning", check=one.check, verdict=verdict, finding=one.text, remedy=one.remedy)

@@ -6,10 +6,22 @@ import argparse
 import json
 import textwrap
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib.metadata import entry_points
 from typing import Protocol, cast
 
-from kvoffload.checks.check import FAILING, Answer, Check, Given, Setup, Sizes, Verdict, go, no_go, run_checks
+from kvoffload.checks.check import (
+    FAILING,
+    Check,
+    Finding,
+    Given,
+    Setup,
+    Sizes,
+    Verdict,
+    go,
+    no_go,
+    run_checks,
+)
 from kvoffload.cli import signals
 from kvoffload.cli.exits import CommandError, Exit, printable
 from kvoffload.disk.tier_key import read_tier_key
@@ -76,18 +88,18 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         KVOffloadError: what was given cannot be read.
     """
-    answers = _answers(args)
+    findings = _findings(args)
     if args.json:
-        print(as_json(answers))
+        print(as_json(findings))
     else:
-        print(as_text(answers, verbose=args.verbose, strict=args.strict))
+        print(as_text(findings, verbose=args.verbose, strict=args.strict))
     failing = {Verdict.NO_GO, Verdict.UNKNOWN} if args.strict else {Verdict.NO_GO}
-    return Exit.FAILED if failing & {answer.finding.verdict for answer in answers} else Exit.OK
+    return Exit.FAILED if failing & {one.verdict for one in findings} else Exit.OK
 
 
-def _answers(args: argparse.Namespace) -> list[Answer]:
+def _findings(args: argparse.Namespace) -> list[Finding]:
     with signals.importing():
-        from kvoffload.checks import gpus, memory, outputs, remote
+        from kvoffload.checks import memory, outputs
         from kvoffload.checks.json_option import read_settings
         from kvoffload.checks.machine import Machine
     doctors, lost = find_doctors()
@@ -101,50 +113,45 @@ def _answers(args: argparse.Namespace) -> list[Answer]:
         config = parse_config(settings[0], sizes.ranks) if settings else OffloadConfig()
         read_tier_key(config.tier_key_file)
     except ConfigError as error:  # nothing is guessed from settings that cannot be used
-        return [Answer("settings", no_go(str(error), "correct what is named"))]
+        return [replace(no_go(str(error), "correct what is named"), check="settings")]
+    words = ", ".join(f"{name} {value}" for name, value in settings[0].items()) if settings else ""
+    used = go(words or "none given: the defaults are checked")
     checks = (
+        Check("settings", lambda *_: used),
         *memory.CHECKS,
         *([memory.COPY_SPEED] if sizes.page_bytes else []),
-        *gpus.CHECKS,
+        memory.GPU,
         *outputs.CHECKS,
-        *remote.CHECKS,
         *(check for one in given for check in one.checks),
         *lost,
     )
-    words = ", ".join(f"{name} {value}" for name, value in settings[0].items()) if settings else ""
-    used = Answer("settings", go(words or "none given: the defaults are checked"))
-    return [used, *run_checks(checks, Setup(config, sizes, pins=bool(machine.gpus().names)), machine)]
+    return run_checks(checks, Setup(config, sizes, pins=bool(machine.gpus().names)), machine)
 
 
-def worst(answers: Sequence[Answer]) -> Verdict:
+def worst(findings: Sequence[Finding]) -> Verdict:
     """Return the verdict on all of it."""
-    found = {answer.finding.verdict for answer in answers}
+    found = {one.verdict for one in findings}
     return next(verdict for verdict in _WORST_FIRST if verdict in found)
 
 
-def as_json(answers: Sequence[Answer]) -> str:
+def as_json(findings: Sequence[Finding]) -> str:
     """Return one JSON object."""
-    findings = [
-        {
-            "check": answer.check,
-            "verdict": answer.finding.verdict,
-            "finding": answer.finding.text,
-            "remedy": answer.finding.remedy,
-        }
-        for answer in answers
+    plain = [
+        {"check": one.check, "verdict": one.verdict, "finding": one.text, "remedy": one.remedy}
+        for one in findings
     ]
-    return json.dumps({"verdict": worst(answers), "findings": findings}, indent=1)
+    return json.dumps({"verdict": worst(findings), "findings": plain}, indent=1)
 
 
-def as_text(answers: Sequence[Answer], *, verbose: bool = False, strict: bool = False) -> str:
+def as_text(findings: Sequence[Finding], *, verbose: bool = False, strict: bool = False) -> str:
     """Return the verdict in one line, a paragraph per problem, the worst first, and a line for all that is not known.
 
     Args:
-        answers: of all checks.
+        findings: of all checks.
         verbose: a paragraph per check.
         strict: a paragraph also for each check that is not known, since it fails.
     """
-    by_verdict = {verdict: [a for a in answers if a.finding.verdict is verdict] for verdict in _WORST_FIRST}
+    by_verdict = {verdict: [one for one in findings if one.verdict is verdict] for verdict in _WORST_FIRST}
     counted = ", ".join(f"{len(found)} {verdict}" for verdict, found in by_verdict.items() if found)
     shown = set(Verdict) if verbose else {*FAILING, Verdict.UNKNOWN} if strict else FAILING
     lines = [line for verdict in by_verdict if verdict in shown for line in _paragraphs(by_verdict[verdict])]
@@ -152,21 +159,20 @@ def as_text(answers: Sequence[Answer], *, verbose: bool = False, strict: bool = 
         lines.append(_wrapped("not known ", _by_remedy(by_verdict[Verdict.UNKNOWN])))
     if by_verdict[Verdict.GO] and not verbose:
         lines += ["", f"{len(by_verdict[Verdict.GO])} checks passed (--verbose lists them)"]
-    return "\n".join([f"{worst(answers)}: {counted}", "", *lines])
+    return "\n".join([f"{worst(findings)}: {counted}", "", *lines])
 
 
-def _by_remedy(answers: Sequence[Answer]) -> str:
+def _by_remedy(findings: Sequence[Finding]) -> str:
     names: dict[str, list[str]] = {}
-    for answer in answers:
-        names.setdefault(answer.finding.remedy, []).append(answer.check)
+    for finding in findings:
+        names.setdefault(finding.remedy, []).append(finding.check)
     return "; ".join(", ".join(found) + (remedy and f": {remedy}") for remedy, found in names.items())
 
 
-def _paragraphs(answers: Sequence[Answer]) -> Iterator[str]:
+def _paragraphs(findings: Sequence[Finding]) -> Iterator[str]:
     width = max(map(len, Verdict))
-    for answer in answers:
-        finding = answer.finding
-        yield _wrapped(f"{finding.verdict:<{width}} ", f"{answer.check}: {finding.text}")
+    for finding in findings:
+        yield _wrapped(f"{finding.verdict:<{width}} ", f"{finding.check}: {finding.text}")
         if finding.remedy:
             yield _wrapped(" " * (width + 1), f"remedy: {finding.remedy}")
 

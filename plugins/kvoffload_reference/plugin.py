@@ -26,7 +26,7 @@ from kvoffload_reference.translate import shape_of
 from kvoffload_reference.worker import ReferenceWorker
 
 if TYPE_CHECKING:
-    from kvoffload.checks.check import Answer
+    from kvoffload.checks.check import Finding
     from kvoffload.transfer.layout import DeviceLayout
     from kvoffload.transfer.ports import Clock, Copier
 
@@ -109,7 +109,7 @@ class ReferencePlugin:
         )
         self.workers.append(worker)
 
-        def examine_layout(layout: DeviceLayout) -> list[Answer]:
+        def examine_layout(layout: DeviceLayout) -> list[Finding]:
             # Its models are small on purpose, and so are their pages, so the speed of copies is not checked.
             return examine_rank(rank, engine.ranks, self._config, layout, checks=memory.CHECKS)
 

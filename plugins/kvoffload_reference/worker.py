@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from kvoffload.checks.startup import warn
+from kvoffload.checks.startup import log_warnings
 from kvoffload.model.transfer import TransferPlan
 from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.transfer.layout import layout_of
@@ -13,7 +13,7 @@ from kvoffload.transfer.layout import layout_of
 if TYPE_CHECKING:
     import torch
 
-    from kvoffload.checks.check import Answer
+    from kvoffload.checks.check import Finding
     from kvoffload.transfer.layout import DeviceLayout
 
 
@@ -25,15 +25,15 @@ class ReferenceWorker:
         examine: the doctor's checks, run before any host memory is allocated.
     """
 
-    def __init__(self, offload: WorkerSide, examine: Callable[[DeviceLayout], Sequence[Answer]]) -> None:
+    def __init__(self, offload: WorkerSide, examine: Callable[[DeviceLayout], Sequence[Finding]]) -> None:
         self.offload = offload
         self._examine = examine
 
     def register_kv_caches(self, tensors: Sequence[torch.Tensor]) -> None:
         layout = layout_of(tensors)
-        answers = self._examine(layout)
+        findings = self._examine(layout)
         self.offload.register(layout)
-        warn(answers)
+        log_warnings(findings)
 
     def start_loads(self, plan: object) -> None:
         self.offload.begin_step(_plan(plan))

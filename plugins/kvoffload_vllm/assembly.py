@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvoffload.checks.check import Setup
-from kvoffload.checks.startup import examine, examine_rank, warn
+from kvoffload.checks.startup import examine, examine_rank, log_warnings
 from kvoffload.disk.folder import DiskPlace
 from kvoffload.disk.tier_key import TierKey, read_tier_key
 from kvoffload.logs import ROOT
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from kvoffload.checks.check import Answer
+    from kvoffload.checks.check import Finding
     from kvoffload.transfer.layout import DeviceLayout
 
 _REPORT_EVERY = 16  # steps of a decoding batch, in each of which it completes a few blocks
@@ -69,7 +69,7 @@ def make_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> V
     keys = KeyMaker(groups.hash_ratios, groups.ids)
     if groups.shape.state_key_ends:
         interval = getattr(vllm_config.cache_config, "prefix_cache_retention_interval", 0)
-        warn(examine([recurrent_states(groups.shape.alignment, interval)], Setup(config=config)))
+        log_warnings(examine([recurrent_states(groups.shape.alignment, interval)], Setup(config=config)))
     tier_events = None
     if publishes_events(vllm_config):
         state = offload.core.state
@@ -114,7 +114,7 @@ def make_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Vllm
         tier_key=key,
     )
 
-    def examine_layout(layout: DeviceLayout) -> list[Answer]:
+    def examine_layout(layout: DeviceLayout) -> list[Finding]:
         answers = examine_rank(parallel.rank, parallel.world_size, config, layout, local_ranks=local_ranks)
         if parallel.rank == 0:
             answers += examine([load_failures(policy)], Setup(config=config))
@@ -160,7 +160,7 @@ def _identification(
     if problems := find_problems(vllm_config, has_identity=by_hand is not None):
         raise ConfigError(problems)
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
-    warn(examine([block_hashes(algorithm)], Setup(config=config)))
+    log_warnings(examine([block_hashes(algorithm)], Setup(config=config)))
     memory = config.disk_path or Path(envs.VLLM_CACHE_ROOT, "kvoffload")
     return Identification(lambda: find_identity(vllm_config, groups, memory, by_hand, key))
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from kvoffload.checks.startup import warn
+from kvoffload.checks.startup import log_warnings
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.transfer import Direction
 from kvoffload_vllm.metadata import KVOffloadMetadata, KVOffloadWorkerMetadata
 
 if TYPE_CHECKING:
-    from kvoffload.checks.check import Answer
+    from kvoffload.checks.check import Finding
     from kvoffload.model.ids import DeviceBlockId, JobId
     from kvoffload.model.transfer import TransferReport
     from kvoffload.runtime.worker_side import WorkerSide
@@ -51,7 +51,7 @@ class VllmWorker:
         self,
         offload: WorkerSide,
         closed: Callable[[], object],
-        examine: Callable[[DeviceLayout], Sequence[Answer]],
+        examine: Callable[[DeviceLayout], Sequence[Finding]],
         disk: WorkersPlace | None = None,
     ) -> None:
         self._offload = offload
@@ -66,9 +66,9 @@ class VllmWorker:
 
     def register(self, layout: DeviceLayout) -> None:
         """Take the worker's KV memory."""
-        answers = self._examine(layout)
+        findings = self._examine(layout)
         self._offload.register(layout)
-        warn(answers)
+        log_warnings(findings)
 
     # -- a step -------------------------------------------------------------------------------------------------
 

@@ -13,10 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.checks import gpus, memory, outputs
+from kvoffload.checks import memory, outputs
 from kvoffload.checks.check import Check, Setup, Sizes, run_checks
-from kvoffload.checks.gpus import Gpus, find_gpus
-from kvoffload.checks.machine import Machine, reader
+from kvoffload.checks.machine import Gpus, Machine, find_gpus, reader
 from kvoffload.model.config import OffloadConfig, size_text
 from kvoffload.model.errors import ConfigError
 from kvoffload.telemetry.journal_file import JournalFile
@@ -87,7 +86,7 @@ def test_property_a_start_is_refused_where_the_check_says_no_go(
         slots_for(share, layout, ranks=ranks, read=read)
     except ConfigError:
         is_granted = False
-    assert is_granted is (answer.finding.verdict != "no-go"), answer
+    assert is_granted is (answer.verdict != "no-go"), answer
 
 
 @pytest.mark.parametrize(
@@ -236,7 +235,7 @@ def test_speeds_are_those_that_were_measured() -> None:
     ],
 )
 def test_gpu(tmp_path: Path, found: Gpus, verdict: str, text: str) -> None:
-    answer = ask(gpus.CHECKS, "gpu", setup(), machine(tmp_path, gpus=lambda: found))
+    answer = ask((memory.GPU,), "gpu", setup(), machine(tmp_path, gpus=lambda: found))
     assert answer[0] == verdict
     assert text in answer[1]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvoffload.checks.check import Answer, Finding, Verdict
+from kvoffload.checks.check import Finding, Verdict
 from kvoffload.cli import doctor as command
 from kvoffload.cli.doctor import as_text, worst
 from kvoffload.cli.main import main
@@ -54,16 +54,16 @@ def test_lines_for_people_say_the_same(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_findings_are_shown_as_text() -> None:
-    finding = Finding(Verdict.NO_GO, "a\x1b[2J\nb\udcff", "c\x07")
-    assert as_text([Answer("x", finding)]).splitlines()[2:] == [
+    finding = Finding(Verdict.NO_GO, "a\x1b[2J\nb\udcff", "c\x07", "x")
+    assert as_text([finding]).splitlines()[2:] == [
         "no-go     x: a?[2J b?",
         "          remedy: c?",
     ]
 
 
 def test_problems_come_first_then_a_line_for_what_was_not_given_and_what_passed_is_counted() -> None:
-    def answer(check: str, verdict: Verdict, remedy: str = "") -> Answer:
-        return Answer(check, Finding(verdict, "text", remedy))
+    def answer(check: str, verdict: Verdict, remedy: str = "") -> Finding:
+        return Finding(verdict, "text", remedy, check)
 
     answers = [
         answer("one", Verdict.UNKNOWN, "give --a"),

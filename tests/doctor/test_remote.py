@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffload.checks.remote import CHECKS
+from kvoffload.checks.outputs import CHECKS
 from tests.doctor.trees import ask, machine, setup
 
 

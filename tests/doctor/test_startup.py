@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from kvoffload.checks.check import Check, Finding, Setup, no_go
 from kvoffload.checks.machine import Machine
-from kvoffload.checks.startup import examine, examine_rank, warn
+from kvoffload.checks.startup import examine, examine_rank, log_warnings
 from kvoffload.model.config import OffloadConfig
 from kvoffload.testing import FakeDevice
 from kvoffload.testing.logs import capture_logs
@@ -23,7 +23,7 @@ def warnings(
     rank: int, ranks: int, config: OffloadConfig, where: Machine, local_ranks: int | None = None
 ) -> list[dict[str, Any]]:
     with capture_logs() as lines:
-        warn(examine_rank(rank, ranks, config, LAYOUT, machine=where, local_ranks=local_ranks))
+        log_warnings(examine_rank(rank, ranks, config, LAYOUT, machine=where, local_ranks=local_ranks))
     assert {line["log_level"] for line in lines} <= {"warning"}
     assert {line["event"] for line in lines} <= {"doctor_warning"}
     return lines
@@ -59,7 +59,7 @@ def test_a_check_that_raises_is_a_warning_and_the_others_go_on(tmp_path: Path) -
 
     checks = [Check("broken", broken), Check("bad", lambda *_: no_go("a", "b"))]
     with capture_logs() as lines:
-        warn(examine(checks, setup(), machine(tmp_path)))
+        log_warnings(examine(checks, setup(), machine(tmp_path)))
     assert [(line["check"], line["verdict"]) for line in lines] == [("broken", "warning"), ("bad", "no-go")]
     assert "the file is odd" in lines[0]["finding"]
 

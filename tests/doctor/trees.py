@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvoffload.checks.check import Check, Setup, Sizes, run_checks
-from kvoffload.checks.gpus import Gpus
-from kvoffload.checks.machine import Machine, reader
+from kvoffload.checks.machine import Gpus, Machine, reader
 from kvoffload.model.config import OffloadConfig
 
 GIB = 2**30
@@ -50,7 +49,6 @@ def setup(*, pins: bool = False, sizes: Sizes | None = None, **settings: object)
 
 def ask(checks: tuple[Check, ...], name: str, known: Setup, where: Machine) -> tuple[str, str]:
     """Return verdict and text of one check; a problem must have a remedy."""
-    (answer,) = run_checks([one for one in checks if one.name == name], known, where)
-    finding = answer.finding
+    (finding,) = run_checks([one for one in checks if one.name == name], known, where)
     assert bool(finding.remedy) or finding.verdict in ("go", "not known"), finding
     return str(finding.verdict), finding.text

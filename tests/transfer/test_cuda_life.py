@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvoffload.checks.gpus import can_register
+from kvoffload.checks.machine import can_register
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.errors import HostMemoryBusy
 from kvoffload.model.transfer import Direction, TransferPlan

@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload.checks.check import Setup, run_checks
-from kvoffload.checks.gpus import Gpus
-from kvoffload.checks.machine import Machine
+from kvoffload.checks.machine import Gpus, Machine
 from kvoffload.cli.main import main
 from kvoffload.model.config import OffloadConfig
 from kvoffload.testing import FakeDevice
@@ -92,7 +91,7 @@ def test_property_any_configuration_gets_its_findings(changes: dict[str, Any], i
     found = doctor.read_arguments(parser.parse_args(["--kv-transfer-config", json.dumps(transfer)]))
     assert isinstance(found.settings, dict)
     for answer in run_checks(found.checks, Setup(OffloadConfig()), NOWHERE):
-        assert "the check itself failed" not in answer.finding.text
+        assert "the check itself failed" not in answer.text
 
 
 def test_vllms_own_default_for_failed_loads_is_a_no_go(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvoffload.checks.remote import unreachable
+from kvoffload.checks.outputs import unreachable
 from kvoffload.cli import signals
 from kvoffload.cli.demo import options
 from kvoffload.cli.demo.options import LOCAL_STORES, DemoOptions
