@@ -25,7 +25,7 @@ COMMANDS = {
     "demo": "kvoffload.cli.demo.command",
     "doctor": "kvoffload.cli.doctor",
     "gpu-check": "kvoffload.gpu_check.command",
-    "report": "kvoffload.cli.report.command",
+    "report": "kvoffload.cli.report",
     "timeline": "kvoffload.cli.timeline",
     "top": "kvoffload.cli.top",
 }

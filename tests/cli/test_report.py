@@ -16,11 +16,10 @@ import pytest
 
 from dashboards.generate.colours import COLOURS as DASHBOARDS
 from kvoffload.cli.exits import Exit
+from kvoffload.cli.figures import COLOURS, Account, add_up
 from kvoffload.cli.journal_lines import Lines
 from kvoffload.cli.main import main
-from kvoffload.cli.report.account import Account, add_up
-from kvoffload.cli.report.figures import COLOURS
-from kvoffload.cli.report.page import render
+from kvoffload.cli.report import render
 from kvoffload.model.transfer import Direction
 from kvoffload.telemetry.journal_reader import BEGUN
 

@@ -1,15 +1,22 @@
-"""A journal as a page. It is complete in itself: no script, no font or picture from elsewhere."""
+"""`kvoffload report`: shows a journal as one page for any browser. It needs no script, font or picture from elsewhere."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterable, Iterator, Mapping
 from html import escape
+from typing import TYPE_CHECKING
 
-from kvoffload.cli.journal_lines import Lines
-from kvoffload.cli.report.account import Account
-from kvoffload.cli.report.figures import Figure, draw
-from kvoffload.telemetry.provenance import as_line
+from kvoffload.cli import signals
+from kvoffload.cli.journal_lines import Lines, add_journal_arguments, opened
+from kvoffload.cli.partial_file import written
 
+if TYPE_CHECKING:
+    from kvoffload.cli.figures import Account, Figure
+
+HELP = "show a journal as one page with figures, for any browser; needs the extra kvoffload[report]"
+
+_SUFFIX = ".html"
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 # The browser's own colours, light or dark. Figures and tables that are too wide scroll inside their box.
 _STYLE = """
@@ -23,8 +30,33 @@ table{border-collapse:collapse}th,td{padding:.25rem 1rem .25rem 0;text-align:lef
 """
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    add_journal_arguments(parser, _SUFFIX)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the page.
+
+    Raises:
+        KVOffloadError: matplotlib is not installed, the journal holds nothing that can be read, or the file cannot be written.
+    """
+    with signals.importing():
+        from kvoffload.cli.figures import add_up, check_installed
+
+    check_installed()
+    lines, output = opened(args, _SUFFIX)
+    account = add_up(lines)
+    # The page holds counts, sizes and times, and names no request, so it need not be private.
+    with written(output) as file:
+        file.write(render(account, lines))
+    return lines.report(output)
+
+
 def render(account: Account, lines: Lines) -> str:
     """Return the page as HTML. Bytes that are not UTF-8, as a path may have, are written as an escape."""
+    from kvoffload.cli.figures import draw
+
     title = escape(f"KV-cache offloading: {lines.path.name}")
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
@@ -41,6 +73,8 @@ def render(account: Account, lines: Lines) -> str:
 
 def _said(account: Account, lines: Lines) -> Iterator[str]:
     """Yield what ran, where and when, with which settings, and what the journal lacks."""
+    from kvoffload.telemetry.provenance import as_line
+
     provenance = lines.provenance
     if not provenance:
         yield "The journal does not say what wrote it: its first line is missing."
