@@ -26,7 +26,7 @@ def take_report(target: Path, browser: str) -> Path:
     """Run a demo and write the top of its journal's report, as a browser shows it."""
     with tempfile.TemporaryDirectory() as folder:
         journal, page = Path(folder) / "journal", Path(folder) / "report.html"
-        command = [sys.executable, "-m", "kvoffload.cli"]
+        command = [sys.executable, "-m", "kvoffload"]
         subprocess.run([*command, *DEMO.split(), "--config", f"journal_path={journal}"], check=True)
         subprocess.run([*command, "report", str(journal), "-o", str(page)], check=True)
         _take(page, target, browser)

@@ -84,12 +84,9 @@ def _run(argv: Sequence[str] | None) -> int:
             raise  # from a file that a command should have reported itself
         code, failed = Exit.OUTPUT, error
     failed = _finish_output() or failed
-    if failed is None or code not in (
-        Exit.OK,
-        Exit.FAILED,
-        Exit.MISSED,
-        Exit.OUTPUT,
-    ):  # what ended it otherwise comes first
+    # A signal or wrong usage is a better reason for the end than output that nobody takes.
+    has_run = code in (Exit.OK, Exit.FAILED, Exit.MISSED, Exit.OUTPUT)
+    if failed is None or not has_run:
         if ended is not None:
             raise ended
         return code

@@ -240,7 +240,7 @@ async def _hooks(folder: Path) -> list[Line]:
 
 def _restart(folder: Path, args: argparse.Namespace) -> Iterator[Line]:
     first, later = (1280, 128) if args.model == "small" else (512, 64)
-    command = [sys.executable, "-m", "kvoffload.cli", "demo", "--json", "--disk", str(folder), "--restart"]
+    command = [sys.executable, "-m", "kvoffload", "demo", "--json", "--disk", str(folder), "--restart"]
     command += ["--model", args.model, "--conversations", str(args.conversations)]
     command += ["--first-tokens", str(first), "--turn-tokens", str(later)]
     ended = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False)

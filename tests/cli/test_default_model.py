@@ -26,7 +26,7 @@ def test_returning_turns_after_a_kill_are_fetched_from_the_disk(tmp_path: Path) 
 
 
 def _run(*options: str) -> dict:
-    command = [sys.executable, "-m", "kvoffload.cli", *options, "--json"]
+    command = [sys.executable, "-m", "kvoffload", *options, "--json"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.stdout, ended.stderr
     found: dict = json.loads(ended.stdout)

@@ -61,7 +61,7 @@ def test_asking_for_the_version_does_not_load_an_engine() -> None:
 
 @pytest.mark.slow
 def test_it_runs_as_a_process_of_its_own() -> None:
-    asked = [sys.executable, "-m", "kvoffload.cli", "demo", "--frist-tokens", "3"]
+    asked = [sys.executable, "-m", "kvoffload", "demo", "--frist-tokens", "3"]
     ended = subprocess.run(asked, capture_output=True, text=True, check=False)
     assert ended.returncode == Exit.USAGE
     assert ended.stderr == (

@@ -67,7 +67,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A demo's journal and its page."""
     journal = tmp_path_factory.mktemp("run") / "journal.jsonl"
     # A process of its own: the demo sets up logging, which a fixture for the whole module would leave behind.
-    command = [sys.executable, "-m", "kvoffload.cli", *_TIGHT.split(), "--config", f"journal_path={journal}"]
+    command = [sys.executable, "-m", "kvoffload", *_TIGHT.split(), "--config", f"journal_path={journal}"]
     subprocess.run(command, check=True, capture_output=True)
     assert main(["report", str(journal)]) == Exit.OK
     return journal, Path(f"{journal}.html").read_text(encoding="utf-8")

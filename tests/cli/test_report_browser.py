@@ -30,7 +30,7 @@ _DEMO = (
 def report(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The address of a page."""
     journal = tmp_path_factory.mktemp("run") / "journal.jsonl"
-    command = [sys.executable, "-m", "kvoffload.cli"]
+    command = [sys.executable, "-m", "kvoffload"]
     # In processes of their own: the browser's library runs an event loop in this one.
     subprocess.run(
         [*command, *_DEMO.split(), "--config", f"journal_path={journal}"], check=True, capture_output=True

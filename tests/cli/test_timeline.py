@@ -25,7 +25,7 @@ DEMO = (
 def journal(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("run") / "journal.jsonl"
     # A process of its own: the demo sets up logging, which a fixture for the whole module would leave behind.
-    command = [sys.executable, "-m", "kvoffload.cli", *DEMO.split(), "--config", f"journal_path={path}"]
+    command = [sys.executable, "-m", "kvoffload", *DEMO.split(), "--config", f"journal_path={path}"]
     subprocess.run(command, check=True, capture_output=True)
     return path
 

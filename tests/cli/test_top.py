@@ -317,7 +317,7 @@ class OnTerminal:
     def __init__(self, url: str) -> None:
         self.master, self._slave = pty.openpty()
         fcntl.ioctl(self._slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 200, 0, 0))
-        command = [sys.executable, "-m", "kvoffload.cli", "top", url, "--interval", "0.1"]
+        command = [sys.executable, "-m", "kvoffload", "top", url, "--interval", "0.1"]
         own = {"stdin": self._slave, "stdout": self._slave, "stderr": self._slave}
         self.process = subprocess.Popen(command, start_new_session=True, preexec_fn=self._own_terminal, **own)  # type: ignore[call-overload]
         self.seen = ""

@@ -105,7 +105,7 @@ def test_the_doctor_is_content_with_all_but_this_machine(name: str) -> None:
     """What is not known ends the start too; here that is vLLM alone, which the image brings."""
     doctor, _ = containers(name)
     assert "--strict" in doctor["args"]
-    command = [sys.executable, "-m", "kvoffload.cli", *doctor["command"][1:], *doctor["args"], "--json"]
+    command = [sys.executable, "-m", "kvoffload", *doctor["command"][1:], *doctor["args"], "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode in (0, 1), done.stderr
     said = {one["check"]: one["verdict"] for one in json.loads(done.stdout)["findings"]}

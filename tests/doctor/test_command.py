@@ -190,7 +190,7 @@ def test_in_a_process_of_its_own_with_little_locked_memory() -> None:
     def lower() -> None:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
 
-    argv = [sys.executable, "-m", "kvoffload.cli", "doctor", "--json", "--config", '{"host_bytes": "1MiB"}']
+    argv = [sys.executable, "-m", "kvoffload", "doctor", "--json", "--config", '{"host_bytes": "1MiB"}']
     reported = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=30, preexec_fn=lower)
     (locked,) = [one for one in json.loads(reported.stdout)["findings"] if one["check"] == "locked memory"]
     # Without a GPU nothing is pinned; with one the limit is reported.

@@ -181,7 +181,7 @@ def test_registration(
 def test_in_vllms_own_environment() -> None:
     assert importlib.util.find_spec("vllm") is not None
     argv = ["--json", "--kv-transfer-config", json.dumps(GOOD)]
-    command = [sys.executable, "-m", "kvoffload.cli", "doctor", *argv]
+    command = [sys.executable, "-m", "kvoffload", "doctor", *argv]
     reported = subprocess.run(command, capture_output=True, text=True, check=False, timeout=50)
     checks = {one["check"]: one for one in json.loads(reported.stdout)["findings"]}
     for name in ("vllm version", "vllm plugin", "vllm connector", "load failures"):

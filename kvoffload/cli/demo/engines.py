@@ -24,7 +24,7 @@ _CACHE_SHARE = 4  # the conversations need this many times the device's cache, u
 _LEAST_LENGTH = 4096  # tokens of the longest prompt and its answer
 _SPARE_LENGTH = 16  # the prompt of the warm-up is a first message too, and its answer may be the longer one
 _TINY = ModelConfig(hidden_size=64, heads=4, kv_heads=2, head_dim=16, ffn_size=96)
-_REACH_TOKENS = {"small": 256, "tiny": 48}  # of a window or chunk
+_WINDOW_TOKENS = {"small": 256, "tiny": 48}
 _AT_REST = {"empty", "ready", "quarantined"}
 
 
@@ -162,11 +162,9 @@ def _conversation_blocks(options: DemoOptions, config: EngineConfig) -> int:
 
 
 def _model(options: DemoOptions) -> ModelConfig:
-    reach = _REACH_TOKENS[options.model]
     return replace(
         _TINY if options.model == "tiny" else ModelConfig(),
         attention=LAYERS[options.layers],
-        window_tokens=reach if options.layers == "window" else None,
-        chunk_tokens=reach if options.layers == "chunk" else None,
+        window_tokens=_WINDOW_TOKENS[options.model] if options.layers == "window" else None,
         seed=options.seed,
     )

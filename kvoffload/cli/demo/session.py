@@ -110,7 +110,7 @@ async def _begun(options: DemoOptions, screen: Screen) -> tuple[Answers, Numbers
     turns = options.killed_in * options.conversations + max(options.conversations // 2, 1)
     screen.progress("starting an engine that will be killed")
     child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvoffload.cli", "demo", "--until-killed", json.dumps(asdict(options))),
+        *(sys.executable, "-m", "kvoffload", "demo", "--until-killed", json.dumps(asdict(options))),
         stdin=DEVNULL,
         stdout=PIPE,
         start_new_session=True,  # Ctrl-C of a terminal does not reach it
