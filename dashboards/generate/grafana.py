@@ -27,7 +27,7 @@ _COLUMNS = 24
 _MIN_WIDTH = 100  # pixels of a table's column; with Grafana's 150 the last ones are out of view
 _INTERVAL_ONLY = ("auto", "auto_min", "auto_count")  # the builder writes them for every kind of variable
 
-_ALL_VARIABLES = "&".join(("${__url_time_range}", "${__all_variables}"))
+_ALL_VARIABLES = "${__url_time_range}&${__all_variables}"
 
 PanelBuilder = stat.Panel | timeseries.Panel | heatmap.Panel | table.Panel
 Places = Mapping[str, str]
@@ -129,7 +129,7 @@ def _target(panel: Panel, query: Query, ref: str) -> prometheus.Dataquery:
 
 def _named(panel: Panel) -> list[str]:
     """Titles that a panel's text names, each once."""
-    return list(dict.fromkeys(title for title in re.findall("`([^`]+)`", panel.description)))
+    return list(dict.fromkeys(re.findall("`([^`]+)`", panel.description)))
 
 
 def _ref(number: int) -> str:

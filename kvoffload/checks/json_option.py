@@ -12,7 +12,7 @@ from typing import Any
 from kvoffload.checks.machine import reader
 from kvoffload.model.errors import ConfigError
 
-_PAIR = re.compile(r"(\w*)=(.*)", re.DOTALL)
+_PAIR = re.compile(r"(\w+)=(.*)", re.DOTALL)
 
 
 def read_object(text: str, option: str) -> dict[str, Any]:
@@ -46,17 +46,11 @@ def read_settings(texts: Iterable[str], option: str) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for text in texts:
         pair = _PAIR.fullmatch(text)
-        found = read_object(text, option) if pair is None else {_key(pair, option): _value(pair[2])}
+        found = read_object(text, option) if pair is None else {pair[1]: _value(pair[2])}
         if twice := settings.keys() & found.keys():
             raise ConfigError([f"{', '.join(sorted(twice))} is set twice in {option}"])
         settings |= found
     return settings
-
-
-def _key(pair: re.Match[str], option: str) -> str:
-    if not pair[1]:
-        raise ConfigError([f"{option} takes KEY=VALUE or a JSON object, not {pair[0]!r}"])
-    return pair[1]
 
 
 def _value(text: str) -> object:
