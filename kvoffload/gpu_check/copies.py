@@ -14,8 +14,8 @@ from kvoffload.gpu_check.lines import Line, NotHere, ask_each, measured, ratios
 from kvoffload.gpu_check.rig import Rig
 from kvoffload.model.errors import CopyError
 from kvoffload.model.transfer import Direction
-from kvoffload.transfer.crossover import learn
-from kvoffload.transfer.cuda_driver import NvidiaDriver
+from kvoffload.transfer.cuda.crossover import learn
+from kvoffload.transfer.cuda.driver import NvidiaDriver
 from kvoffload.transfer.gpu_profile import GpuProfile, read_profile
 from kvoffload.transfer.host_memory import read_file
 from kvoffload.transfer.short_copies import ENGINE_ONLY

@@ -20,7 +20,7 @@ from kvoffload.model.ids import DeviceBlockId, JobId, Rank, SlotId
 from kvoffload.model.transfer import CopyJob, DeviceJob, Direction, Tier, TransferPlan
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.worker_side import WorkerSide
-from kvoffload.transfer.cuda_driver import NvidiaDriver
+from kvoffload.transfer.cuda.driver import NvidiaDriver
 from kvoffload.transfer.layout import DeviceLayout, DeviceRegion
 
 PTX = b"""

@@ -20,8 +20,8 @@ from kvoffload.gpu_check.lines import Line, NotHere, ask_each, measured
 from kvoffload.gpu_check.rig import Rig, code_of
 from kvoffload.model.transfer import Direction
 from kvoffload.runtime.portal import Portal
-from kvoffload.transfer import cuda_driver
-from kvoffload.transfer.cuda_library import RELAXED
+from kvoffload.transfer.cuda import driver as driver_module
+from kvoffload.transfer.cuda.library import RELAXED
 from kvoffload.transfer.host_memory import HostChunk
 from kvoffload.transfer.runs import CopyRuns
 
@@ -40,7 +40,7 @@ _PIECE_ACROSS = 24 << 20  # bytes: torch maps expandable segments in pieces of 2
 
 def batch(options: Options, count: int) -> Iterator[Line]:
     """Carry that many pieces there and back, all copies of a direction in one call: the driver that ships cuts them."""
-    cuda_driver._SLICE = count
+    driver_module._SLICE = count
     rig = Rig(options.device, options.size)
     piece = min(_PIECE, options.size // count)
     if not rig.driver.is_batched:
@@ -125,7 +125,7 @@ def depth(options: Options) -> Iterator[Line]:
         )
     yield Line(
         "the driver that ships assumes",
-        words=f"room for {cuda_driver._ROOM} pending operations, slices of {cuda_driver._SLICE} copies",
+        words=f"room for {driver_module._ROOM} pending operations, slices of {driver_module._SLICE} copies",
     )
 
 

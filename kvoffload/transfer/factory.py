@@ -38,9 +38,9 @@ def make_copier(
     """
     kind = _kind(layout)
     if kind == "cuda":
-        from kvoffload.transfer.crossover import learn
-        from kvoffload.transfer.cuda_copier import CudaCopier
-        from kvoffload.transfer.cuda_driver import NvidiaDriver
+        from kvoffload.transfer.cuda.copier import CudaCopier
+        from kvoffload.transfer.cuda.crossover import learn
+        from kvoffload.transfer.cuda.driver import NvidiaDriver
         from kvoffload.transfer.gpu_profile import read_profile
 
         driver = NvidiaDriver(layout.device, current_stream(layout.device), batch_copies=batch_copies)
@@ -63,7 +63,7 @@ def make_allocator(layout: DeviceLayout, *, executor: Executor) -> HostAllocator
         EngineContractError: there is no copier for this kind of device.
     """
     if _kind(layout) == "cuda":
-        from kvoffload.transfer.cuda_driver import CudaPin, NvidiaDriver
+        from kvoffload.transfer.cuda.driver import CudaPin, NvidiaDriver
 
         driver = NvidiaDriver(layout.device)
         return MmapAllocator(executor, CudaPin(driver), node_for(driver.pci_address))

@@ -211,7 +211,7 @@ class Engine:
         *,
         on_default_stream: bool = False,
     ) -> None:
-        from kvoffload.transfer.cuda_library import cuda_library
+        from kvoffload.transfer.cuda.library import cuda_library
         from kvoffload.transfer.layout import DeviceLayout, DeviceRegion
 
         self._lib = emulator.lib

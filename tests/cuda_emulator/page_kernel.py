@@ -14,7 +14,7 @@ from kvoffload.transfer.short_copies import KERNEL_COPIES
 if TYPE_CHECKING:
     import pytest
 
-    from kvoffload.transfer.cuda_driver import NvidiaDriver
+    from kvoffload.transfer.cuda.driver import NvidiaDriver
     from kvoffload.transfer.runs import CopyRuns
 
 
@@ -42,7 +42,7 @@ class PageKernel:
 
 def install(patch: pytest.MonkeyPatch) -> type[PageKernel]:
     """Have the driver find it in place of the kernel that ships."""
-    module = ModuleType("kvoffload.transfer.page_kernel")
+    module = ModuleType("kvoffload.transfer.cuda.page_kernel")
     module.PageKernel = PageKernel  # type: ignore[attr-defined]
     patch.setitem(sys.modules, module.__name__, module)
     patch.setattr(PageKernel, "programs", [])

@@ -16,8 +16,8 @@ from kvoffload.model.ids import Rank
 from kvoffload.model.transfer import TransferPlan
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.worker_side import WorkerSide
-from kvoffload.transfer import crossover
-from kvoffload.transfer.cuda_driver import NvidiaDriver
+from kvoffload.transfer.cuda import crossover
+from kvoffload.transfer.cuda.driver import NvidiaDriver
 from tests.cuda_emulator.life import Steps
 from tests.gpu.engine import TorchEngine
 

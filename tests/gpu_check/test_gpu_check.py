@@ -20,9 +20,10 @@ from kvoffload.gpu_check.lines import Line, Results, measured
 from kvoffload.gpu_check.rig import Rig
 from kvoffload.model.transfer import Direction
 from kvoffload.testing.logs import capture_logs
-from kvoffload.transfer import crossover, cuda_driver, factory
-from kvoffload.transfer.cuda_copier import CudaCopier
-from kvoffload.transfer.cuda_driver import NvidiaDriver
+from kvoffload.transfer import factory
+from kvoffload.transfer.cuda import crossover, driver
+from kvoffload.transfer.cuda.copier import CudaCopier
+from kvoffload.transfer.cuda.driver import NvidiaDriver
 from kvoffload.transfer.gpu_profile import GpuProfile, profile_path, read_profile
 from tests.cuda_emulator import Emulator, Engine
 from tests.cuda_emulator.page_kernel import install
@@ -254,7 +255,7 @@ def test_the_stand_in_stores_beside_its_steps(emulator: Emulator, monkeypatch: p
 
 
 def test_a_batch_in_one_call_is_compared(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_driver, "_SLICE", cuda_driver._SLICE)  # the part changes it
+    monkeypatch.setattr(driver, "_SLICE", driver._SLICE)  # the part changes it
     *_, last = hazards.batch(OPTIONS, 1500)
     assert emulator.calls("cuMemcpyBatchAsync") == 2
     assert (last.median, last.verdict) == (0, "pass")

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from kvoffload.model.errors import CopyError
-from kvoffload.transfer.cuda_copier import CudaCopier
-from kvoffload.transfer.cuda_driver import NvidiaDriver
+from kvoffload.transfer.cuda.copier import CudaCopier
+from kvoffload.transfer.cuda.driver import NvidiaDriver
 from kvoffload.transfer.ports import TicketState
 from tests.cuda_emulator import Emulator, Engine
 from tests.simulate.copier import ChaosCopier, ChaosTicket, Odds

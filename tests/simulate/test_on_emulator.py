@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from kvoffload.model.transfer import Direction
-from kvoffload.transfer.cuda_copier import CudaCopier, CudaTicket
-from kvoffload.transfer.cuda_driver import NvidiaDriver
+from kvoffload.transfer.cuda.copier import CudaCopier, CudaTicket
+from kvoffload.transfer.cuda.driver import NvidiaDriver
 from kvoffload.transfer.runs import CopyRuns
 from tests.cuda_emulator import Emulator, Engine, build
 from tests.simulate.campaign import play

@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found]
 from triton.compiler import ASTSource, CompiledKernel, compile  # type: ignore[import-not-found]
 
 from kvoffload.gpu_check.decode import PTX
-from kvoffload.transfer import page_kernel
+from kvoffload.transfer.cuda import page_kernel
 from kvoffload.transfer.runs import CopyRuns
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from kvoffload.model.transfer import Direction
 from kvoffload.testing.logs import capture_logs
-from kvoffload.transfer import crossover
-from kvoffload.transfer.crossover import Trial, learn
-from kvoffload.transfer.cuda_copier import CudaCopier
+from kvoffload.transfer.cuda import crossover
+from kvoffload.transfer.cuda.copier import CudaCopier
+from kvoffload.transfer.cuda.crossover import Trial, learn
 from kvoffload.transfer.gpu_profile import GpuProfile
 from kvoffload.transfer.host_copier import copy_by_memmove
 from kvoffload.transfer.ports import TicketState

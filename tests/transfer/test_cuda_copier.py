@@ -10,7 +10,7 @@ import pytest
 from kvoffload.model.errors import DeviceLost
 from kvoffload.model.transfer import Direction
 from kvoffload.testing.logs import capture_logs
-from kvoffload.transfer.cuda_copier import CudaCopier
+from kvoffload.transfer.cuda.copier import CudaCopier
 from kvoffload.transfer.ports import TicketState
 from kvoffload.transfer.runs import CopyRuns
 from tests.transfer.fake_cuda import FakeCuda

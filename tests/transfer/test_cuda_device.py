@@ -14,9 +14,9 @@ from kvoffload.testing import ManualExecutor
 from kvoffload.testing.logs import capture_logs
 from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.clock import SystemClock
-from kvoffload.transfer.crossover import SCRATCH_BYTES, learn, measure
-from kvoffload.transfer.cuda_copier import CudaCopier
-from kvoffload.transfer.cuda_driver import NvidiaDriver
+from kvoffload.transfer.cuda.copier import CudaCopier
+from kvoffload.transfer.cuda.crossover import SCRATCH_BYTES, learn, measure
+from kvoffload.transfer.cuda.driver import NvidiaDriver
 from kvoffload.transfer.factory import current_stream, make_allocator, make_copier
 from kvoffload.transfer.layout import layout_of
 from kvoffload.transfer.ports import Ticket, TicketState

@@ -18,9 +18,9 @@ from kvoffload.model.transfer import Direction
 from kvoffload.testing import ManualExecutor
 from kvoffload.testing.logs import capture_logs
 from kvoffload.transfer import host_memory
-from kvoffload.transfer.cuda_copier import CudaCopier
-from kvoffload.transfer.cuda_driver import CudaPin, NvidiaDriver, _hint
-from kvoffload.transfer.cuda_library import CudaError, CudaLibrary
+from kvoffload.transfer.cuda.copier import CudaCopier
+from kvoffload.transfer.cuda.driver import CudaPin, NvidiaDriver, _hint
+from kvoffload.transfer.cuda.library import CudaError, CudaLibrary
 from kvoffload.transfer.host_memory import MmapAllocator
 from kvoffload.transfer.ports import HELD_COPIES, TicketState
 from kvoffload.transfer.runs import CopyRuns
@@ -68,7 +68,7 @@ def test_without_the_library_the_start_says_so() -> None:
         "import ctypes\n"
         "def no(*a, **k): raise OSError('libcuda.so.1: cannot open shared object file')\n"
         "ctypes.PyDLL = no\n"
-        "from kvoffload.transfer.cuda_driver import NvidiaDriver\n"
+        "from kvoffload.transfer.cuda.driver import NvidiaDriver\n"
         "NvidiaDriver('cuda:0')"
     )
     ended = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvoffload.model.transfer import Direction
-from kvoffload.transfer.cuda_driver import NvidiaDriver
+from kvoffload.transfer.cuda.driver import NvidiaDriver
 from kvoffload.transfer.runs import CopyRuns
 from tests.cuda_emulator import CAPTURE_GLOBAL, CAPTURE_THREAD_LOCAL, RELAXED, Emulator, Engine
 

@@ -18,9 +18,9 @@ from kvoffload.model.transfer import Direction, TransferPlan
 from kvoffload.runtime import worker_side
 from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.testing.logs import capture_logs
-from kvoffload.transfer import cuda_driver
-from kvoffload.transfer.cuda_copier import CudaCopier, CudaTicket
-from kvoffload.transfer.cuda_driver import CudaPin, NvidiaDriver
+from kvoffload.transfer.cuda import driver as driver_module
+from kvoffload.transfer.cuda.copier import CudaCopier, CudaTicket
+from kvoffload.transfer.cuda.driver import CudaPin, NvidiaDriver
 from kvoffload.transfer.pump import TransferPump
 from tests.cuda_emulator import Emulator
 from tests.cuda_emulator.life import SLOTS, Life
@@ -79,7 +79,7 @@ def play(
 def test_r13_r5_r9_steps_that_overlap_meet_no_copy(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch, seed: int, slice_copies: int
 ) -> None:
-    monkeypatch.setattr(cuda_driver, "_SLICE", slice_copies)
+    monkeypatch.setattr(driver_module, "_SLICE", slice_copies)
     assert play(emulator, monkeypatch, seed) == ""
 
 
@@ -131,7 +131,7 @@ def stores_wait_for_what_came_before_the_forward_pass(patch: pytest.MonkeyPatch)
 
 
 def stores_are_read_at_any_time(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(cuda_driver._ACCESS_ORDER, Direction.STORE, cuda_driver._ANY_TIME)
+    patch.setitem(driver_module._ACCESS_ORDER, Direction.STORE, driver_module._ANY_TIME)
 
 
 def no_end_event(patch: pytest.MonkeyPatch) -> None:
@@ -139,7 +139,7 @@ def no_end_event(patch: pytest.MonkeyPatch) -> None:
 
 
 def an_end_event_before_the_last_slice(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(cuda_driver, "_SLICE", 1)
+    patch.setattr(driver_module, "_SLICE", 1)
     end = CudaTicket.end
     patch.setattr(CudaTicket, "_mark", end)
     patch.setattr(CudaTicket, "end", lambda self: None if self._has_end else end(self))

@@ -3,7 +3,7 @@
 Functions that only ask or set are called with the interpreter's lock held (`PyDLL`): they take less than a microsecond, and
 a thread that releases the lock may wait 5 ms to get it back while the engine computes. Functions that may take long release it
 (`CDLL`). A function that enqueues is there in both ways, because it waits where its stream is full: its caller knows how much
-is pending there (`cuda_driver.py`).
+is pending there (`driver.py`).
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ from kvoffload.transfer.short_copies import ENGINE_ONLY, KERNEL_COPIES, split
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvoffload.transfer.cuda_driver import Event, NvidiaDriver
+    from kvoffload.transfer.cuda.driver import Event, NvidiaDriver
     from kvoffload.transfer.ports import Fence
     from kvoffload.transfer.runs import CopyRuns
     from kvoffload.transfer.short_copies import Limits

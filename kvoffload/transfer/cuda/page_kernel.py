@@ -21,7 +21,7 @@ import numpy as np
 import triton  # type: ignore[import-not-found]  # it comes with an engine
 import triton.language as tl  # type: ignore[import-not-found]
 
-from kvoffload.transfer.cuda_library import CudaError
+from kvoffload.transfer.cuda.library import CudaError
 from kvoffload.transfer.short_copies import KERNEL_COPIES
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvoffload.transfer.cuda_driver import Event
-    from kvoffload.transfer.cuda_library import CudaLibrary
+    from kvoffload.transfer.cuda.driver import Event
+    from kvoffload.transfer.cuda.library import CudaLibrary
     from kvoffload.transfer.runs import CopyRuns, Numbers
 
 _WORDS = 512  # of eight bytes, that a program has under way
@@ -62,7 +62,7 @@ def _copy_runs(descriptors: tl.tensor, runs: tl.tensor, words: tl.constexpr) -> 
 
 
 class KernelDriver(Protocol):
-    """What the kernel needs of the driver (`cuda_driver.py`), whose context the calling thread has bound."""
+    """What the kernel needs of the driver (`driver.py`), whose context the calling thread has bound."""
 
     library: CudaLibrary
 

@@ -31,7 +31,7 @@ import numpy as np
 from kvoffload.logs import get_logger
 from kvoffload.model.errors import DeviceLost, EngineContractError, HostMemoryBusy, HostMemoryError
 from kvoffload.model.transfer import Direction
-from kvoffload.transfer.cuda_library import NOT_READY, NOT_SUPPORTED, RELAXED, CudaError, cuda_library
+from kvoffload.transfer.cuda.library import NOT_READY, NOT_SUPPORTED, RELAXED, CudaError, cuda_library
 from kvoffload.transfer.ports import HELD_COPIES
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvoffload.transfer.page_kernel import PageKernel
+    from kvoffload.transfer.cuda.page_kernel import PageKernel
     from kvoffload.transfer.runs import CopyRuns
 
 log = get_logger("transfer")
@@ -301,7 +301,7 @@ class NvidiaDriver:
         Raises:
             Exception: there is no such kernel here.
         """
-        from kvoffload.transfer.page_kernel import PageKernel  # triton need not be installed
+        from kvoffload.transfer.cuda.page_kernel import PageKernel  # triton need not be installed
 
         self.enter()
         if stream not in self._kernels:
