@@ -14,11 +14,10 @@ from kvoffload.gpu_check.lines import Line, NotHere, ask_each, measured, ratios
 from kvoffload.gpu_check.rig import Rig
 from kvoffload.model.errors import CopyError
 from kvoffload.model.transfer import Direction
+from kvoffload.transfer.cuda.copier import ENGINE_ONLY, GpuProfile, read_profile
 from kvoffload.transfer.cuda.crossover import learn
 from kvoffload.transfer.cuda.driver import NvidiaDriver
-from kvoffload.transfer.gpu_profile import GpuProfile, read_profile
 from kvoffload.transfer.host_memory import read_file
-from kvoffload.transfer.short_copies import ENGINE_ONLY
 
 _PIECES = (4096, 33_808)  # bytes: one step of the page kernel, and eight with a rest
 _SHORT = tuple(kib << 10 for kib in (4, 8, 16, 24, 32, 64))

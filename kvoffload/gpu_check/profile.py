@@ -16,9 +16,9 @@ from kvoffload.gpu_check.decode import measure_steps
 from kvoffload.gpu_check.lines import Line, NotHere, measured
 from kvoffload.gpu_check.rig import Rig
 from kvoffload.model.transfer import Direction
+from kvoffload.transfer.cuda.copier import GpuProfile, profile_path
 from kvoffload.transfer.cuda.crossover import Trial
 from kvoffload.transfer.cuda.driver import CudaScratch
-from kvoffload.transfer.gpu_profile import GpuProfile, profile_path
 
 _PROGRAMS = (4, 8, 12, 16, 24, 32, 64)
 _COUNTS = (2, 4, 8, 16, 32, 64, 128)

@@ -17,11 +17,10 @@ from kvoffload.gpu_check.lines import NotHere
 from kvoffload.model.errors import CopyError
 from kvoffload.model.transfer import Direction
 from kvoffload.runtime.portal import DaemonExecutor
-from kvoffload.transfer.cuda.copier import CudaCopier
+from kvoffload.transfer.cuda.copier import CudaCopier, GpuProfile
 from kvoffload.transfer.cuda.driver import CudaPin, NvidiaDriver
 from kvoffload.transfer.cuda.library import CudaError
 from kvoffload.transfer.factory import node_for
-from kvoffload.transfer.gpu_profile import GpuProfile
 from kvoffload.transfer.host_memory import HostChunk, MmapAllocator
 from kvoffload.transfer.ports import TicketState
 from kvoffload.transfer.runs import CopyRuns

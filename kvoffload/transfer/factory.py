@@ -38,10 +38,9 @@ def make_copier(
     """
     kind = _kind(layout)
     if kind == "cuda":
-        from kvoffload.transfer.cuda.copier import CudaCopier
+        from kvoffload.transfer.cuda.copier import CudaCopier, read_profile
         from kvoffload.transfer.cuda.crossover import learn
         from kvoffload.transfer.cuda.driver import NvidiaDriver
-        from kvoffload.transfer.gpu_profile import read_profile
 
         driver = NvidiaDriver(layout.device, current_stream(layout.device), batch_copies=batch_copies)
         copier = CudaCopier(driver, read_profile(driver.name, driver.version))

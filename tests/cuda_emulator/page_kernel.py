@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from kvoffload.transfer.short_copies import KERNEL_COPIES
+from kvoffload.transfer.cuda.driver import KERNEL_COPIES
 
 if TYPE_CHECKING:
     import pytest

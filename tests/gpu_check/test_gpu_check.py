@@ -22,9 +22,8 @@ from kvoffload.model.transfer import Direction
 from kvoffload.testing.logs import capture_logs
 from kvoffload.transfer import factory
 from kvoffload.transfer.cuda import crossover, driver
-from kvoffload.transfer.cuda.copier import CudaCopier
+from kvoffload.transfer.cuda.copier import CudaCopier, GpuProfile, profile_path, read_profile
 from kvoffload.transfer.cuda.driver import NvidiaDriver
-from kvoffload.transfer.gpu_profile import GpuProfile, profile_path, read_profile
 from tests.cuda_emulator import Emulator, Engine
 from tests.cuda_emulator.page_kernel import install
 

@@ -25,10 +25,13 @@ from kvoffload.gpu_check import copies, decode, profile  # noqa: E402
 from kvoffload.gpu_check.apart import Options  # noqa: E402
 from kvoffload.model.transfer import Direction  # noqa: E402
 from kvoffload.transfer.cuda import crossover  # noqa: E402
-from kvoffload.transfer.cuda.copier import CudaCopier  # noqa: E402
+from kvoffload.transfer.cuda.copier import (  # noqa: E402
+    CudaCopier,
+    GpuProfile,
+    read_profile,
+)
 from kvoffload.transfer.cuda.crossover import learn  # noqa: E402
 from kvoffload.transfer.cuda.driver import NvidiaDriver  # noqa: E402
-from kvoffload.transfer.gpu_profile import GpuProfile, read_profile  # noqa: E402
 from kvoffload.transfer.ports import Ticket, TicketState  # noqa: E402
 from kvoffload.transfer.runs import CopyRuns  # noqa: E402
 from tests.cuda_emulator import Emulator, Engine  # noqa: E402

@@ -10,13 +10,11 @@ from hypothesis import strategies as st
 from kvoffload.model.transfer import Direction
 from kvoffload.testing.logs import capture_logs
 from kvoffload.transfer.cuda import crossover
-from kvoffload.transfer.cuda.copier import CudaCopier
+from kvoffload.transfer.cuda.copier import ENGINE_ONLY, CudaCopier, GpuProfile, split
 from kvoffload.transfer.cuda.crossover import Trial, learn
-from kvoffload.transfer.gpu_profile import GpuProfile
 from kvoffload.transfer.host_copier import copy_by_memmove
 from kvoffload.transfer.ports import TicketState
 from kvoffload.transfer.runs import CopyRuns
-from kvoffload.transfer.short_copies import ENGINE_ONLY, split
 from tests.transfer.fake_cuda import FakeCuda, Stream
 
 KIB = 1024

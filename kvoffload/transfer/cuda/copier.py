@@ -22,37 +22,98 @@ rest: the stream has waited for the batch's fences, its blocks are leased until 
 lies behind that one.
 
 Slices for the page kernel come first. When all buffers for its descriptors are in use, they wait for one.
+
+How the kernel is best used on a card, `kvoffload gpu-check` measures there, once for each card and driver:
+
+    ~/.cache/kvoffload/nvidia-h100-80gb-hbm3-cuda-13-0.json     {"programs": 12, "fewest": 32, "stores": false}
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import msgspec
 
 from kvoffload.logs import get_logger
 from kvoffload.model.errors import DeviceLost
 from kvoffload.model.transfer import Direction
-from kvoffload.transfer.gpu_profile import GpuProfile
+from kvoffload.transfer.cuda.driver import KERNEL_COPIES
 from kvoffload.transfer.ports import TicketState
-from kvoffload.transfer.short_copies import ENGINE_ONLY, KERNEL_COPIES, split
+from kvoffload.transfer.runs import CopyRuns
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from kvoffload.transfer.cuda.driver import Event, NvidiaDriver
     from kvoffload.transfer.ports import Fence
-    from kvoffload.transfer.runs import CopyRuns
-    from kvoffload.transfer.short_copies import Limits
 
 log = get_logger("transfer")
 
+Limits = Mapping[Direction, int]
+"""By direction, bytes of a copy from which on it is not short: the copy engine is as fast."""
+
+ENGINE_ONLY: Limits = dict.fromkeys(Direction, 0)
+"""Every copy goes through the copy engine."""
+
+_ALIGNED = 16  # bytes of an address: others are slower than what `crossover.py` measures
 _EVENTS_AHEAD = 64
 _SLICES_BESIDE = 8  # that the coroutine's thread enqueues before it looks at other batches
-_NOT_MEASURED = GpuProfile()
 _MARKS_A_QUERY = 4  # a hook's query makes few calls
 _LAUNCH = 4  # operations that a slice for the kernel takes
+
+
+_Count = Annotated[int, msgspec.Meta(ge=1, le=1024)]
+
+
+class GpuProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the page kernel is used; the defaults were chosen without a device.
+
+    Args:
+        programs: thread blocks of a launch. 32 have 128 KiB under way, about twice what a bus of 50 GB/s and 1.2 us holds.
+        fewest: short copies in a batch from which on a launch is worth it.
+        stores: whether stores use the kernel; its thread blocks take processors from the forward pass.
+    """
+
+    programs: _Count = 32
+    fewest: _Count = 16
+    stores: bool = True
+
+
+_NOT_MEASURED = GpuProfile()
+
+
+def profile_path(gpu: str, cuda: str) -> Path:
+    """Return where the profile of a card is kept: in `XDG_CACHE_HOME`, or else in the user's `.cache`.
+
+    Args:
+        gpu: the card's name.
+        cuda: the newest CUDA that its driver knows.
+    """
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    name = re.sub("[^a-z0-9]+", "-", f"{gpu} cuda {cuda}".lower())
+    return Path(cache, "kvoffload", f"{name}.json")
+
+
+def read_profile(gpu: str, cuda: str) -> GpuProfile:
+    """Return the profile of a card, the default one if it has no file. A bad file is one warning."""
+    path = profile_path(gpu, cuda)
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=GpuProfile)
+    except FileNotFoundError:
+        pass
+    except (OSError, msgspec.MsgspecError) as error:
+        log.warning("gpu_profile_ignored", path=str(path), reason=str(error))
+    return _NOT_MEASURED
 
 
 class _Slice(NamedTuple):
@@ -287,6 +348,24 @@ class CudaCopier:
             return deque(self.engine_slices(runs))
         short, rest = split(runs, self.kernel_below[direction], self.profile.fewest)
         return deque(_cut(short, KERNEL_COPIES, by_kernel=True) + self.engine_slices(rest))
+
+
+def split(runs: CopyRuns, below: int, fewest: int) -> tuple[CopyRuns, CopyRuns]:
+    """Return the runs for the kernel and those for the copy engine.
+
+    Args:
+        runs: of one batch.
+        below: bytes of a run from which the engine is as fast.
+        fewest: short copies for which a kernel is worth its launch.
+    """
+    is_short = (runs.size < below) & ((runs.target | runs.source) % _ALIGNED == 0)
+    if int(is_short.sum()) < fewest:
+        is_short[:] = False
+    return _some(runs, is_short), _some(runs, ~is_short)
+
+
+def _some(runs: CopyRuns, chosen: NDArray[np.bool_]) -> CopyRuns:
+    return CopyRuns(runs.source[chosen], runs.target[chosen], runs.size[chosen])
 
 
 def _cut(runs: CopyRuns, size: int, *, by_kernel: bool) -> list[_Slice]:

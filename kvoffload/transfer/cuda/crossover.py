@@ -34,9 +34,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvoffload.transfer.cuda.copier import CudaCopier
+    from kvoffload.transfer.cuda.copier import CudaCopier, Limits
     from kvoffload.transfer.cuda.driver import CudaScratch, Event, NvidiaDriver
-    from kvoffload.transfer.short_copies import Limits
 
 log = get_logger("transfer")
 

@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 
 log = get_logger("transfer")
 
+KERNEL_COPIES = 8192
+"""Most copies that one launch of the page kernel makes."""
+
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _CAPABILITY_MAJOR = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR

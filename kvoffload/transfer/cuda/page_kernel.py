@@ -15,22 +15,17 @@ from __future__ import annotations
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import triton  # type: ignore[import-not-found]  # it comes with an engine
 import triton.language as tl  # type: ignore[import-not-found]
 
+from kvoffload.transfer.cuda.driver import KERNEL_COPIES
 from kvoffload.transfer.cuda.library import CudaError
-from kvoffload.transfer.short_copies import KERNEL_COPIES
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
-    from numpy.typing import NDArray
-
-    from kvoffload.transfer.cuda.driver import Event
-    from kvoffload.transfer.cuda.library import CudaLibrary
+    from kvoffload.transfer.cuda.driver import Event, NvidiaDriver
     from kvoffload.transfer.runs import CopyRuns, Numbers
 
 _WORDS = 512  # of eight bytes, that a program has under way
@@ -61,19 +56,6 @@ def _copy_runs(descriptors: tl.tensor, runs: tl.tensor, words: tl.constexpr) -> 
             tl.store(byte_target + at, tl.load(byte_source + at, at < size), at < size)
 
 
-class KernelDriver(Protocol):
-    """What the kernel needs of the driver (`driver.py`), whose context the calling thread has bound."""
-
-    library: CudaLibrary
-
-    def relaxed(self) -> AbstractContextManager[None]: ...
-    def allocate(self, size: int, stream: int) -> int: ...
-    def pinned(self, size: int) -> NDArray[np.uint8]: ...
-    def event(self, *, timed: bool) -> Event: ...
-    def record(self, event: Event, stream: int) -> None: ...
-    def has_passed(self, event: Event) -> bool: ...
-
-
 class PageKernel:
     """The kernel on one stream. All memory is taken here, and the kernel is compiled and loaded here; `enqueue` does neither.
 
@@ -89,7 +71,7 @@ class PageKernel:
         Exception: the kernel does not compile or load, or memory cannot be had.
     """
 
-    def __init__(self, driver: KernelDriver, stream: int, programs: int) -> None:
+    def __init__(self, driver: NvidiaDriver, stream: int, programs: int) -> None:
         self._driver = driver
         self._stream = stream
         with driver.relaxed():
