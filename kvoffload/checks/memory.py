@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvoffload.checks.check import Check, Finding, Setup, go, no_go, not_known, warn
 from kvoffload.checks.machine import Machine
 from kvoffload.model.config import size_text
-from kvoffload.transfer.footprint import arena_bytes
+from kvoffload.transfer.arena import arena_bytes
 from kvoffload.transfer.host_memory import exceeded, memory_limits
 
 _SPARE = 10  # a tenth of the memory should stay free

@@ -17,10 +17,10 @@ from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.worker_disk import WorkerDisk
 from kvoffload.transfer import disk_copies
 from kvoffload.transfer.arena import Arena
-from kvoffload.transfer.clock import SystemClock
 from kvoffload.transfer.factory import make_allocator, make_checksums, make_copier
 from kvoffload.transfer.host_memory import slots_for
 from kvoffload.transfer.layout import check_pieces, digest_of
+from kvoffload.transfer.ports import SystemClock
 from kvoffload.transfer.pump import TransferPump
 from kvoffload.transfer.remote_copies import RemoteCopies
 

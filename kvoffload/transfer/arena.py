@@ -20,8 +20,8 @@ import numpy as np
 
 from kvoffload.logs import get_logger
 from kvoffload.model.errors import HostMemoryBusy, HostMemoryError
-from kvoffload.transfer.clock import SystemClock
-from kvoffload.transfer.runs import Geometry, geometry_of
+from kvoffload.transfer.ports import SystemClock
+from kvoffload.transfer.runs import Geometry, array_at, geometry_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     Pages: TypeAlias = NDArray[np.uint8]  # [regions, slots, page]: regions whose pages have one size
 
 _LINE = 64
+KERNEL_PAGE = 4096
+"""The kernel hands out, and pins, memory in these; huge pages lie inside a mapping and round nothing."""
+
 CHUNK_BYTES = 64 * 2**20
 """Takes about 6 ms to pin, in which the driver may block all other calls: short beside a step, long beside a call."""
 
@@ -226,6 +229,23 @@ class Arena:
         self._ready_slots += count  # last: who sees the slots must find their addresses
 
 
+def arena_bytes(bytes_per_rank: int, page_bytes: Sequence[int]) -> int:
+    """Return the bytes that a rank's arena takes, and pins on a CUDA device: what fits, with all rounding.
+
+    Args:
+        bytes_per_rank: what the rank may use.
+        page_bytes: one block's bytes in each of the rank's regions.
+    """
+    slot_bytes = sum(page_bytes)
+    chunk_slots = max(1, CHUNK_BYTES // slot_bytes)
+    chunks, rest = divmod(bytes_per_rank // slot_bytes, chunk_slots)
+    return chunks * _mapped(page_bytes, chunk_slots) + (_mapped(page_bytes, rest) if rest else 0)
+
+
+def _mapped(page_bytes: Sequence[int], slots: int) -> int:
+    return -(-region_offsets(page_bytes, slots)[-1] // KERNEL_PAGE) * KERNEL_PAGE
+
+
 def region_offsets(page_bytes: Sequence[int], count: int) -> list[int]:
     """Return where each region of a chunk of `count` slots starts, and behind them the size of the chunk."""
     offsets = [0]
@@ -240,21 +260,8 @@ def _pages_at(starts: Sequence[int], sizes: Sequence[int], count: int) -> list[P
     for size, group in groupby(zip(starts, sizes, strict=True), key=lambda region: region[1]):
         first, *others = [start for start, _ in group]
         step = others[0] - first if others else 0
-        found.append(np.asarray(_Bytes(first, (1 + len(others), count, size), (step, size, 1))))
+        found.append(array_at(first, (1 + len(others), count, size), (step, size, 1)))
     return found
-
-
-class _Bytes:
-    """To numpy an array of this process's memory."""
-
-    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (address, False),
-            "shape": shape,
-            "typestr": "|u1",
-            "strides": strides,
-        }
 
 
 def _page_bytes(layout: DeviceLayout) -> list[int]:

@@ -100,8 +100,7 @@ def make_checksums(verify: str, arena: Arena, *, executor: Executor) -> Checksum
         return None
     from xxhash import xxh3_64
 
-    from kvoffload.transfer.checksums import Checksums
-    from kvoffload.transfer.slot_digests import SampledDigests, whole_digests
+    from kvoffload.transfer.checksums import Checksums, SampledDigests, whole_digests
 
     digests = SampledDigests(arena, xxh3_64) if verify == "sample" else whole_digests(arena, xxh3_64)
     return Checksums(digests, arena.slots, executor)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvoffload.model.config import size_text
 from kvoffload.model.errors import ConfigError, HostMemoryError
-from kvoffload.transfer.footprint import arena_bytes
+from kvoffload.transfer.arena import arena_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

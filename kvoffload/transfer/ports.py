@@ -1,7 +1,9 @@
-"""What is handed to the transfer side: a clock, a copier, and a reader of the machine's files."""
+"""What the transfer side is given: a clock, a copier, and a reader of the machine's files."""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol, TypeAlias
@@ -18,7 +20,6 @@ HELD_COPIES = 256
 Fence: TypeAlias = object
 """What a copier recorded on the hook's own thread and what a copy waits for; opaque to everyone else."""
 
-
 ReadText: TypeAlias = Callable[[str], str | None]
 """Returns a file's text, None where it cannot be read."""
 
@@ -33,6 +34,16 @@ class Clock(Protocol):
     async def sleep(self, seconds: float) -> None:
         """Return after `seconds`."""
         ...
+
+
+class SystemClock:
+    """The machine's time, the clock of everything but tests."""
+
+    def monotonic(self) -> float:
+        return time.monotonic()
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
 
 
 class TicketState(Enum):

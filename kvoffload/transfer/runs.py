@@ -14,7 +14,7 @@ block is named once, every pair that can join then stands beside its partner.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -59,22 +59,6 @@ class Geometry:
         return self.host_base[slots // self.chunk_slots] + places * self.page
 
 
-class Memory:
-    """To numpy an array of this process's memory: element `i` is the `width` bytes from address `start + i`.
-
-    Elements overlap; numpy reads and writes those that it is asked for.
-    """
-
-    def __init__(self, start: int, count: int, width: int) -> None:
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (start, False),
-            "shape": (count,),
-            "typestr": f"|V{width}",
-            "strides": (1,),
-        }
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyRuns:
     """Contiguous copies: `size[i]` bytes from address `source[i]` to `target[i]`. No two targets overlap."""
@@ -93,6 +77,38 @@ class CopyRuns:
     def part(self, start: int, end: int) -> CopyRuns:
         """Return the copies `start` up to but not including `end`."""
         return CopyRuns(self.source[start:end], self.target[start:end], self.size[start:end])
+
+
+class _Memory:
+    """This process's memory, as numpy takes it."""
+
+    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], kind: str) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (address, False),
+            "shape": shape,
+            "typestr": kind,
+            "strides": strides,
+        }
+
+
+def array_at(
+    address: int, shape: tuple[int, ...], strides: tuple[int, ...], kind: str = "|u1"
+) -> NDArray[Any]:
+    """Return memory of this process as an array, without a copy.
+
+    Args:
+        address: of the first element.
+        shape: elements in each dimension.
+        strides: bytes from one element to the next in each dimension.
+        kind: of an element, bytes by default; as in numpy's array interface.
+    """
+    return np.asarray(_Memory(address, shape, strides, kind))
+
+
+def pieces_at(address: int, count: int, width: int) -> NDArray[np.void]:
+    """Return the array whose element `i` is the `width` bytes from `address + i`; elements overlap."""
+    return array_at(address, (count,), (1,), f"|V{width}")
 
 
 def geometry_of(layout: DeviceLayout, chunk_slots: int) -> Geometry:

@@ -21,10 +21,9 @@ from kvoffload.model.transfer import Direction
 from kvoffload.runtime.portal import DaemonExecutor
 from kvoffload.testing import ManualExecutor
 from kvoffload.transfer.arena import CHUNK_BYTES, Arena
-from kvoffload.transfer.clock import SystemClock
 from kvoffload.transfer.factory import make_allocator, make_copier
 from kvoffload.transfer.layout import layout_of
-from kvoffload.transfer.ports import TicketState
+from kvoffload.transfer.ports import SystemClock, TicketState
 from kvoffload.transfer.runs import merge_runs
 
 if TYPE_CHECKING:

@@ -28,8 +28,8 @@ from kvoffload.disk.slot_file import SlotFile, SlotShape, open_slot_file
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.ids import JobId, SlotId
 from kvoffload.model.transfer import CopyJob, Direction, Tier
-from kvoffload.transfer.clock import SystemClock
 from kvoffload.transfer.disk_copies import THREADS, DiskCopies
+from kvoffload.transfer.ports import SystemClock
 from tests.bench.copy_rig import Rig, WatchedExecutor
 from tests.bench.disk_opening import opening
 from tests.bench.lines import Line, line, ratios

@@ -33,7 +33,7 @@ from kvoffload.remote.mooncake_child import load_client
 from kvoffload.remote.values import TRAILER_BYTES
 from kvoffload.runtime.portal import DaemonExecutor
 from kvoffload.runtime.worker_side import REMOTE_THREADS
-from kvoffload.transfer.clock import SystemClock
+from kvoffload.transfer.ports import SystemClock
 from kvoffload.transfer.remote_copies import RemoteCopies, batch_blocks
 
 if TYPE_CHECKING:

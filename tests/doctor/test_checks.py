@@ -20,8 +20,7 @@ from kvoffload.model.config import OffloadConfig, size_text
 from kvoffload.model.errors import ConfigError
 from kvoffload.telemetry.journal_file import JournalFile
 from kvoffload.testing import FakeDevice
-from kvoffload.transfer.arena import CHUNK_BYTES, Arena
-from kvoffload.transfer.footprint import KERNEL_PAGE, arena_bytes
+from kvoffload.transfer.arena import CHUNK_BYTES, KERNEL_PAGE, Arena, arena_bytes
 from kvoffload.transfer.host_memory import HostChunk, slots_for
 from tests.doctor.trees import GIB, ask, machine, setup
 from tests.tooling.scripts import ROOT

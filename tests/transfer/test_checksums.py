@@ -14,17 +14,17 @@ from kvoffload.model.errors import CopyError
 from kvoffload.model.transfer import Direction
 from kvoffload.testing import FakeDevice, ManualExecutor
 from kvoffload.transfer.arena import Arena
-from kvoffload.transfer.checksums import Checksums
-from kvoffload.transfer.factory import make_checksums
-from kvoffload.transfer.host_memory import MmapAllocator
-from kvoffload.transfer.ports import TicketState
-from kvoffload.transfer.slot_digests import (
+from kvoffload.transfer.checksums import (
+    Checksums,
     GatheredDigests,
     InPlaceDigests,
     SampledDigests,
     SlotDigests,
     whole_digests,
 )
+from kvoffload.transfer.factory import make_checksums
+from kvoffload.transfer.host_memory import MmapAllocator
+from kvoffload.transfer.ports import TicketState
 
 SLOTS = 7
 PAGES = [[64, 32], [1], [100, 5000, 100], [4096, 4096], [9000], [70_000, 70_001]]

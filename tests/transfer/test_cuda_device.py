@@ -13,13 +13,12 @@ from kvoffload.model.transfer import Direction
 from kvoffload.testing import ManualExecutor
 from kvoffload.testing.logs import capture_logs
 from kvoffload.transfer.arena import Arena
-from kvoffload.transfer.clock import SystemClock
 from kvoffload.transfer.cuda.copier import ENGINE_ONLY, CudaCopier
 from kvoffload.transfer.cuda.crossover import SCRATCH_BYTES, learn, measure
 from kvoffload.transfer.cuda.driver import NvidiaDriver
 from kvoffload.transfer.factory import current_stream, make_allocator, make_copier
 from kvoffload.transfer.layout import layout_of
-from kvoffload.transfer.ports import Ticket, TicketState
+from kvoffload.transfer.ports import SystemClock, Ticket, TicketState
 from kvoffload.transfer.runs import CopyRuns, merge_runs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:TRITON_")]  # of its own defaults

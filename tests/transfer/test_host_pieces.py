@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvoffload.model.transfer import Direction
 from kvoffload.runtime.portal import DaemonExecutor
 from kvoffload.testing import FakeClock, ManualExecutor, ThreadGate
-from kvoffload.transfer.host_pieces import HostTicket, PieceQueue, cut
+from kvoffload.transfer.host_copier import HostTicket, PieceQueue, cut
 from kvoffload.transfer.ports import TicketState
 from kvoffload.transfer.runs import CopyRuns
 

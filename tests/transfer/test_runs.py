@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from kvoffload.model.transfer import Direction
 from kvoffload.testing import FakeDevice, ManualExecutor
 from kvoffload.transfer.arena import Arena
-from kvoffload.transfer.clock import SystemClock
 from kvoffload.transfer.host_copier import HostCopier, choose_copy, copy_by_memmove
 from kvoffload.transfer.host_memory import MmapAllocator
-from kvoffload.transfer.ports import TicketState
+from kvoffload.transfer.ports import SystemClock, TicketState
 from kvoffload.transfer.runs import CopyRuns, geometry_of, merge_runs
 
 
