@@ -29,9 +29,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
+from xxhash import xxh3_64
 
 from kvoffload.model.transfer import Direction
 from kvoffload.transfer.host_copier import choose_copy
@@ -49,6 +50,9 @@ if TYPE_CHECKING:
 
     Positions = tuple[int, ...]
     Digests = NDArray[np.uint64]
+
+SlotDigests: TypeAlias = "Callable[[Numbers], Digests]"
+"""Reads slots, which are ready, and returns a digest of each; equal for equal bytes in the same slot. For several threads at once."""
 
 
 _LONG = 2**16  # bytes of a piece from which on the library releases the interpreter's lock
@@ -134,44 +138,24 @@ class Checksums:
         return tuple(np.flatnonzero(self._digests(slots) != self._known[slots]).tolist())
 
 
-class Hasher(Protocol):
-    """A streamed 64-bit hash, such as `xxhash.xxh3_64`."""
-
-    def update(self, data: memoryview, /) -> object: ...
-
-    def intdigest(self) -> int: ...
-
-
-MakeHasher: TypeAlias = Callable[[], Hasher]
-
-
-class SlotDigests(Protocol):
-    """Reads slots. Callable from several threads at once."""
-
-    def __call__(self, slots: Numbers) -> Digests:
-        """Return a digest of each of `slots`, which are ready; equal for equal bytes in the same slot."""
-        ...
-
-
-def whole_digests(arena: Arena, hasher: MakeHasher) -> SlotDigests:
+def whole_digests(arena: Arena) -> SlotDigests:
     """Return what reads every byte of a slot, in the way that suits the size of the pages."""
     layout = arena.layout
     is_long = layout.slot_bytes > _LONG * len(layout.regions)
-    return InPlaceDigests(arena, hasher) if is_long else GatheredDigests(arena, hasher)
+    return InPlaceDigests(arena) if is_long else GatheredDigests(arena)
 
 
 class InPlaceDigests:
     """Reads every byte where it lies."""
 
-    def __init__(self, arena: Arena, hasher: MakeHasher) -> None:
+    def __init__(self, arena: Arena) -> None:
         self._arena = arena
-        self._hasher = hasher
 
     def __call__(self, slots: Numbers) -> Digests:
         return np.fromiter(map(self._digest, slots.tolist()), np.uint64, len(slots))
 
     def _digest(self, slot: int) -> int:
-        state = self._hasher()
+        state = xxh3_64()
         for page in self._arena.pages(slot):
             state.update(page)
         return state.intdigest()
@@ -180,9 +164,8 @@ class InPlaceDigests:
 class GatheredDigests:
     """Copies slots beside each other and reads every byte there."""
 
-    def __init__(self, arena: Arena, hasher: MakeHasher) -> None:
+    def __init__(self, arena: Arena) -> None:
         self._arena = arena
-        self._hasher = hasher
         self._copy = choose_copy()
         self._size = arena.layout.slot_bytes
         self._at_once = max(_SCRATCH // self._size, 1)
@@ -208,7 +191,7 @@ class GatheredDigests:
             targets = scratch.ctypes.data + np.arange(count)[:, None] * size + places
             self._copy(CopyRuns(sources.ravel(), targets.ravel(), np.tile(geometry.page, count)))
             for place in range(count):
-                state = self._hasher()
+                state = xxh3_64()
                 state.update(seen[place * size : (place + 1) * size])
                 yield state.intdigest()
 
@@ -246,9 +229,8 @@ class _Lines:
 class SampledDigests:
     """Reads one line of every stretch of every page."""
 
-    def __init__(self, arena: Arena, hasher: MakeHasher) -> None:
+    def __init__(self, arena: Arena) -> None:
         self._arena = arena
-        self._hasher = hasher
         sizes = arena.geometry.page
         self._lines = [_Lines.of(np.flatnonzero(sizes == size), int(size)) for size in np.unique(sizes)]
         lines = sum(len(some.regions) * len(some.starts) for some in self._lines)
@@ -263,7 +245,7 @@ class SampledDigests:
             pages = self._arena.geometry.page_addresses(part)
             rows = [_gathered(some.addresses(pages, part), some.width) for some in self._lines]
             for place in range(len(part)):
-                state = self._hasher()
+                state = xxh3_64()
                 for row in rows:
                     state.update(row[place].data)
                 yield state.intdigest()

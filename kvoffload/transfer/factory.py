@@ -98,11 +98,9 @@ def make_checksums(verify: str, arena: Arena, *, executor: Executor) -> Checksum
     """
     if verify == "off":
         return None
-    from xxhash import xxh3_64
-
     from kvoffload.transfer.checksums import Checksums, SampledDigests, whole_digests
 
-    digests = SampledDigests(arena, xxh3_64) if verify == "sample" else whole_digests(arena, xxh3_64)
+    digests = SampledDigests(arena) if verify == "sample" else whole_digests(arena)
     return Checksums(digests, arena.slots, executor)
 
 
