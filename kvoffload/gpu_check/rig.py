@@ -20,8 +20,7 @@ from kvoffload.runtime.portal import DaemonExecutor
 from kvoffload.transfer.cuda.copier import CudaCopier, GpuProfile
 from kvoffload.transfer.cuda.driver import CudaPin, NvidiaDriver
 from kvoffload.transfer.cuda.library import CudaError
-from kvoffload.transfer.factory import node_for
-from kvoffload.transfer.host_memory import HostChunk, MmapAllocator
+from kvoffload.transfer.host_memory import HostChunk, MmapAllocator, preferred_node
 from kvoffload.transfer.ports import TicketState
 from kvoffload.transfer.runs import CopyRuns
 
@@ -71,7 +70,7 @@ class Rig:
 
     def host_memory(self, size: int, pin: CudaPin | None = None) -> HostChunk:
         """Return memory as the arena's, touched, and pinned if `pin` is given."""
-        node = node_for(self.driver.pci_address)
+        node = preferred_node(self.driver.pci_address)
         allocator = MmapAllocator(DaemonExecutor("gpu-check-memory", threads=1), pin, node)
         return asyncio.run(allocator.allocate(size))
 

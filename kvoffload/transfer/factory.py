@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvoffload.model.errors import EngineContractError
-from kvoffload.transfer.host_memory import MmapAllocator, read_file
-from kvoffload.transfer.numa import PreferredNode, node_of
+from kvoffload.transfer.host_memory import MmapAllocator, preferred_node
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from kvoffload.transfer.checksums import Checksums
     from kvoffload.transfer.host_memory import HostAllocator
     from kvoffload.transfer.layout import DeviceLayout
-    from kvoffload.transfer.ports import Clock, Copier, ReadText
+    from kvoffload.transfer.ports import Clock, Copier
 
 
 def make_copier(
@@ -65,7 +64,7 @@ def make_allocator(layout: DeviceLayout, *, executor: Executor) -> HostAllocator
         from kvoffload.transfer.cuda.driver import CudaPin, NvidiaDriver
 
         driver = NvidiaDriver(layout.device)
-        return MmapAllocator(executor, CudaPin(driver), node_for(driver.pci_address))
+        return MmapAllocator(executor, CudaPin(driver), preferred_node(driver.pci_address))
     return MmapAllocator(executor)
 
 
@@ -75,17 +74,6 @@ def current_stream(device: str) -> Callable[[], int]:
 
     place = torch.device(device)
     return lambda: int(torch.cuda.current_stream(place).cuda_stream)
-
-
-def node_for(pci_address: str, read: ReadText = read_file) -> PreferredNode | None:
-    """Return the NUMA node of a device, None where it is not known.
-
-    Args:
-        pci_address: of the device.
-        read: reads the kernel's files.
-    """
-    node = node_of(pci_address, read)
-    return None if node is None else PreferredNode(node)
 
 
 def make_checksums(verify: str, arena: Arena, *, executor: Executor) -> Checksums | None:

@@ -11,9 +11,7 @@ import pytest
 
 from kvoffload.testing import ManualExecutor
 from kvoffload.testing.logs import capture_logs
-from kvoffload.transfer.factory import node_for
-from kvoffload.transfer.host_memory import HostChunk, MmapAllocator
-from kvoffload.transfer.numa import PreferredNode, node_of
+from kvoffload.transfer.host_memory import HostChunk, MmapAllocator, PreferredNode, preferred_node
 
 MAPS = Path("/proc/self/numa_maps")
 SIZE = 2**20
@@ -130,6 +128,6 @@ def test_the_node_is_what_the_kernel_says_of_the_device(text: str | None, node: 
         asked.append(path)
         return text
 
-    assert node_of("0000:3B:00.0", read) == node
+    found = preferred_node("0000:3B:00.0", read)
     assert asked == ["/sys/bus/pci/devices/0000:3b:00.0/numa_node"]
-    assert (node_for("0000:3B:00.0", read) is None) == (node is None)
+    assert (None if found is None else found.node) == node
