@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -49,12 +48,8 @@ def device(options: Options) -> Iterator[Line]:
     """
     driver = NvidiaDriver(options.device)
     yield Line("GPU", words=f"{driver.name}, CUDA {driver.version}, {driver.pci_address}")
-    number, value = ctypes.c_int(), ctypes.c_int()
-    driver.library.cuDeviceGet(ctypes.byref(number), int(options.device.partition(":")[2] or 0))
     facts = [f"batches {'on' if driver.is_batched else 'off'} by default"]
-    for name, code in _ATTRIBUTES.items():
-        driver.library.cuDeviceGetAttribute(ctypes.byref(value), code, number)
-        facts.append(f"{name} {value.value}")
+    facts += [f"{name} {driver.attribute(number)}" for name, number in _ATTRIBUTES.items()]
     yield Line("driver", words=", ".join(facts))
     node = read_file(f"/sys/bus/pci/devices/{driver.pci_address.lower()}/numa_node") or "unknown"
     pages = read_file("/sys/kernel/mm/transparent_hugepage/enabled") or "unknown"

@@ -300,7 +300,7 @@ def exceeded(needed: int, limits: Iterable[MemoryLimit]) -> MemoryLimit | None:
 
 def memory_limits(read: ReadText) -> list[MemoryLimit]:
     """Return the limits of the machine and of every enclosing memory cgroup."""
-    return [machine_limit(read), *cgroup_limits(read)]
+    return [MemoryLimit("the machine", _machine_left(read)), *_cgroup_limits(read)]
 
 
 def available_bytes(read: ReadText) -> int | None:
@@ -309,11 +309,6 @@ def available_bytes(read: ReadText) -> int | None:
     The least of MemAvailable and what every enclosing cgroup (version 1 or 2) has left, file cache counted as free.
     """
     return min([limit.left for limit in memory_limits(read) if limit.left is not None], default=None)
-
-
-def machine_limit(read: ReadText) -> MemoryLimit:
-    """Return what the machine has left."""
-    return MemoryLimit("the machine", _machine_left(read))
 
 
 def _machine_left(read: ReadText) -> int | None:
@@ -325,7 +320,7 @@ def _machine_left(read: ReadText) -> int | None:
     return None
 
 
-def cgroup_limits(read: ReadText) -> Iterator[MemoryLimit]:
+def _cgroup_limits(read: ReadText) -> Iterator[MemoryLimit]:
     """Yield the limits of this process's memory cgroups (version 1 or 2), the parents too, as far as they can be read."""
     for line in (read("/proc/self/cgroup") or "").splitlines():
         _, _, rest = line.partition(":")

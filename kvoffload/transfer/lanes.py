@@ -133,7 +133,7 @@ class Lane:
             self._say_failed(batch, repr(error))
             return TicketState.FAILED
         if state is TicketState.FAILED:
-            self._say_failed(batch, "its ticket says so")
+            self._say_failed(batch, "the copier reports a failure")
         return state
 
     def _say_failed(self, batch: Batch, reason: str) -> None:

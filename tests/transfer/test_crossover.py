@@ -126,7 +126,7 @@ def test_copies_that_cover_the_enqueueing_come_before_the_timed_ones() -> None:
 
     device.seconds = second
     with device.scratch(0, stream) as scratch:
-        trial = Trial(device, stream, scratch, lambda: None, cover_s=0.25)  # type: ignore[arg-type]
+        trial = Trial(device, stream, scratch, cover_s=0.25)  # type: ignore[arg-type]
         trial.enqueue_s[False] = 1.0
         start = device.time
         runs = CopyRuns(*(np.zeros(0, np.int64) for _ in range(3)))

@@ -30,8 +30,6 @@ from kvoffload.model.transfer import Direction
 from kvoffload.transfer.runs import CopyRuns
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from numpy.typing import NDArray
 
     from kvoffload.transfer.cuda.copier import CudaCopier, Limits
@@ -108,13 +106,11 @@ class Trial:
         driver: copies both ways.
         stream: that nothing else uses, prepared for the kernel.
         scratch: memory that nothing else uses.
-        rest: waits a moment.
     """
 
     driver: NvidiaDriver
     stream: int
     scratch: CudaScratch
-    rest: Callable[[], None] = lambda: time.sleep(2e-4)
     deadline: float = math.inf
     cover_s: float = math.inf  # that one covering copy takes
     enqueue_s: dict[bool, float] = field(
@@ -183,7 +179,7 @@ class Trial:
         while not self.driver.has_passed(end):
             if time.monotonic() > deadline:
                 raise CopyError("a copy of scratch memory does not end")
-            self.rest()
+            time.sleep(2e-4)
 
     def _runs(self, direction: Direction, piece: int, host: NDArray[np.uint8]) -> CopyRuns:
         """Return copies of all of the scratch memory, scattered on the host."""

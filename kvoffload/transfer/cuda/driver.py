@@ -190,9 +190,7 @@ class NvidiaDriver:
     @property
     def name(self) -> str:
         """The device's, as in "NVIDIA H100 80GB HBM3"."""
-        text = ctypes.create_string_buffer(128)
-        self.library.cuDeviceGetName(text, len(text), self._device)
-        return text.value.decode()
+        return self._text(self.library.cuDeviceGetName)
 
     @property
     def version(self) -> str:
@@ -204,9 +202,13 @@ class NvidiaDriver:
     @property
     def pci_address(self) -> str:
         """Where the device sits, as in "0000:3b:00.0"."""
-        text = ctypes.create_string_buffer(32)
-        self.library.cuDeviceGetPCIBusId(text, len(text), self._device)
-        return text.value.decode()
+        return self._text(self.library.cuDeviceGetPCIBusId)
+
+    def attribute(self, number: int) -> int:
+        """Return what the driver says of the device, by the number that `cuda.h` gives the attribute."""
+        found = ctypes.c_int()
+        self.library.cuDeviceGetAttribute(ctypes.byref(found), number, self._device)
+        return found.value
 
     def stream(self, *, urgent: bool) -> int:
         """Return the handle of a new stream, of the highest or the lowest priority."""
@@ -221,11 +223,15 @@ class NvidiaDriver:
 
     def event(self, *, timed: bool) -> Event:
         """Return an event without other references."""
+        pool = self._spare[timed]
         try:
-            return Event(self._spare[timed].popleft(), self._spare[timed])
+            return Event(pool.popleft(), pool)
         except IndexError:
             self.enter()
-            return self._new_event(timed=timed)
+            made = ctypes.c_void_p()
+            self.library.cuEventCreate(ctypes.byref(made), 0 if timed else _NO_TIMING)
+            assert made.value is not None
+            return Event(made.value, pool)
 
     def record_current(self, event: Event) -> None:
         """Record `event` on the calling thread's current stream of this device."""
@@ -455,15 +461,12 @@ class NvidiaDriver:
     def _wants_batches(self, batch_copies: str) -> bool:
         if batch_copies != "auto":
             return batch_copies == "on"
-        major = ctypes.c_int()
-        self.library.cuDeviceGetAttribute(ctypes.byref(major), _CAPABILITY_MAJOR, self._device)
-        return major.value < _BLACKWELL
+        return self.attribute(_CAPABILITY_MAJOR) < _BLACKWELL
 
-    def _new_event(self, *, timed: bool) -> Event:
-        made = ctypes.c_void_p()
-        self.library.cuEventCreate(ctypes.byref(made), 0 if timed else _NO_TIMING)
-        assert made.value is not None
-        return Event(made.value, self._spare[timed])
+    def _text(self, ask: Callable[..., int]) -> str:
+        text = ctypes.create_string_buffer(128)
+        ask(text, len(text), self._device)
+        return text.value.decode()
 
     def enter(self) -> None:
         """Make the device's context current; the library's functions need one, and a new thread has none."""
