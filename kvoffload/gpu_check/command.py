@@ -8,6 +8,7 @@ On the emulated driver it runs whole; its checks count there, and its figures me
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -16,13 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import kvoffload
-from kvoffload.cli.exits import CommandError, say
+from kvoffload.cli.exits import CommandError, Exit, say
 from kvoffload.cli.parser import positive
-from kvoffload.cli.partial_file import STDOUT, check_writable
+from kvoffload.cli.partial_file import STDOUT, check_writable, written
 from kvoffload.telemetry.provenance import describe_machine
 
 if TYPE_CHECKING:
-    from kvoffload.gpu_check.apart import Options, Part
+    from collections.abc import Mapping
+
+    from kvoffload.gpu_check.parts import Line, Options, Part
 
 HELP = "check copies between host and an NVIDIA GPU, and measure them against the goals"
 ENGINES = "kvoffload.gpu_checks"
@@ -34,27 +37,24 @@ _EMULATED = "emulated"
 
 
 def parts() -> dict[str, Part]:
-    """Return all parts by name, in their order."""
-    from kvoffload.gpu_check.apart import Part
+    """Return all parts by name, in their order: ours, then those of the engines that are installed."""
+    from kvoffload.gpu_check.parts import Part
 
-    def part(where: str, limit_s: float, what: str, *arguments: int, is_check: bool = False) -> Part:
-        return Part(what, f"{_HERE}.{where}", limit_s, arguments, is_check)
-
+    copies, latencies, hazards = f"{_HERE}.copies", f"{_HERE}.latencies", f"{_HERE}.hazards"
     own = {
-        "device": part("copies:device", 60, "GPU", is_check=True),
-        "bytes": part("copies:compared", 180, "wrong bytes", is_check=True),
-        "speeds": part("copies:speeds", 120, "speeds"),
-        "latencies": part("latencies:latencies", 90, "latencies"),
-        "decode": part("decode:steps", 120, "steps of a stand-in engine"),
-        "profile": part("profile:chosen", 180, "how the page kernel is best used"),
-        **{
-            f"batch-{count}": part("hazards:batch", 60, f"{count:,} copies in one call", count)
-            for count in (1024, 16_384, 262_144)
-        },
-        "captures": part("hazards:captures", 90, "calls during a capture"),
-        "depth": part("hazards:depth", 90, "depth of a stream"),
-        "exits": part("hazards:exits", 120, "exit codes"),
-        "segments": part("hazards:segments", 90, "expandable segments"),
+        "device": Part("GPU", f"{copies}:device", 60, is_check=True),
+        "bytes": Part("wrong bytes", f"{copies}:compared", 180, is_check=True),
+        "speeds": Part("speeds", f"{copies}:speeds", 120),
+        "latencies": Part("latencies", f"{latencies}:latencies", 90),
+        "decode": Part("steps of a stand-in engine", f"{_HERE}.decode:steps", 120),
+        "profile": Part("how the page kernel is best used", f"{copies}:profile", 180),
+        "batch-1024": Part("1,024 copies in one call", f"{hazards}:batch", 60, (1024,)),
+        "batch-16384": Part("16,384 copies in one call", f"{hazards}:batch", 60, (16_384,)),
+        "batch-262144": Part("262,144 copies in one call", f"{hazards}:batch", 60, (262_144,)),
+        "captures": Part("calls during a capture", f"{hazards}:captures", 90),
+        "depth": Part("depth of a stream", f"{hazards}:depth", 90),
+        "exits": Part("exit codes", f"{hazards}:exits", 120),
+        "segments": Part("expandable segments", f"{hazards}:segments", 90),
     }
     engines = {
         point.name: Part(point.name, f"{point.value}:lines", _ENGINE_S, is_check=True)
@@ -90,8 +90,7 @@ def run(args: argparse.Namespace) -> int:
         CommandError: there is no GPU, or no such part.
         OutputError: the result cannot be written.
     """
-    from kvoffload.gpu_check.apart import Options, lines_of
-    from kvoffload.gpu_check.lines import Results
+    from kvoffload.gpu_check.parts import Options, lines_of
 
     if args.output == STDOUT:
         raise CommandError("--output takes a file; --json prints every line as JSON")
@@ -137,4 +136,52 @@ def _about(options: Options) -> dict[str, object]:
         "began": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": describe_machine(),
         "options": asdict(options),
+    }
+
+
+class Results:
+    """All lines so far, on standard output and in a file that is replaced with each line.
+
+    Args:
+        target: the file.
+        about: what else the file says: machine, options, time.
+        as_json: whether each line is printed as a JSON object.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+
+    def __init__(self, target: Path, about: Mapping[str, object], *, as_json: bool) -> None:
+        self._target = target
+        self._about = about
+        self._as_json = as_json
+        self.lines: list[Line] = []
+        self._write()
+
+    def add(self, line: Line) -> None:
+        """Write the file, and print the line.
+
+        Raises:
+            OutputError: the file cannot be written.
+        """
+        self.lines.append(line)
+        self._write()  # first: what was printed is on the disk
+        print(json.dumps(_plain(line)) if self._as_json else line.text, flush=True)
+
+    def exit_code(self) -> Exit:
+        """The exit code for all lines together."""
+        verdicts = {line.verdict for line in self.lines}
+        return Exit.FAILED if "fail" in verdicts else Exit.MISSED if "miss" in verdicts else Exit.OK
+
+    def _write(self) -> None:
+        with written(self._target) as file:
+            json.dump({**self._about, "lines": [_plain(line) for line in self.lines]}, file, indent=1)
+
+
+def _plain(line: Line) -> dict[str, object]:
+    """Return a line's fields for JSON without the empty ones, numbers to five digits."""
+    return {
+        name: float(f"{value:.5g}") if isinstance(value, float) else value
+        for name, value in asdict(line).items()
+        if value not in (None, "") and value is not False
     }

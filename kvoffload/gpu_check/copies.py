@@ -1,21 +1,23 @@
-"""Whether every way of copying moves the right bytes, and how fast each is."""
+"""Whether every way of copying moves the right bytes, how fast each is, and how the page kernel is best used."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from statistics import median
 
-from kvoffload.gpu_check.apart import Options
-from kvoffload.gpu_check.lines import Line, NotHere, ask_each, measured, ratios
+import msgspec
+
+from kvoffload.cli.partial_file import written
+from kvoffload.gpu_check.decode import measure_steps
+from kvoffload.gpu_check.parts import Line, NotHere, Options, asked, measured, ratios
 from kvoffload.gpu_check.rig import Rig
 from kvoffload.model.errors import CopyError
 from kvoffload.model.transfer import Direction
-from kvoffload.transfer.cuda.copier import ENGINE_ONLY, GpuProfile, read_profile
-from kvoffload.transfer.cuda.crossover import learn
-from kvoffload.transfer.cuda.driver import NvidiaDriver
+from kvoffload.transfer.cuda.copier import ENGINE_ONLY, GpuProfile, profile_path, read_profile
+from kvoffload.transfer.cuda.crossover import Trial, learn
+from kvoffload.transfer.cuda.driver import CudaScratch, NvidiaDriver
 from kvoffload.transfer.host_memory import read_file
 
 _PIECES = (4096, 33_808)  # bytes: one step of the page kernel, and eight with a rest
@@ -26,6 +28,13 @@ _BOTH_WAYS = 0.9
 _AS_FAST = 0.95
 _BOTH = Direction.LOAD, Direction.STORE
 _WAYS: tuple[tuple[Direction, ...], ...] = ((Direction.LOAD,), (Direction.STORE,), _BOTH)
+_PROGRAMS = (4, 8, 12, 16, 24, 32, 64)
+_COUNTS = (2, 4, 8, 16, 32, 64, 128)
+_PROFILED = 8 << 10
+_STEP = 1.02  # of a step without stores: what the engine may lose
+_UNKNOWN = GpuProfile()
+
+
 _Medians = dict[tuple[Direction, int], float]  # GB/s by bytes of a piece
 _ATTRIBUTES = {
     "capability": 75,
@@ -61,17 +70,19 @@ def device(options: Options) -> Iterator[Line]:
 
 def compared(options: Options) -> Iterator[Line]:
     """Carry random bytes there and back by each way of copying; a wrong byte ends the check."""
-    paths: dict[str, tuple[str, list[Direction]]] = {
-        "wrong bytes, in batches": ("on", []),
-        "wrong bytes, one by one": ("off", []),
-        "wrong bytes, loads by the page kernel": ("on", [Direction.LOAD]),
-        "wrong bytes, stores by the page kernel": ("on", [Direction.STORE]),
-    }
-    questions = {what: partial(_compared, options, what, *path) for what, path in paths.items()}
-    yield from ask_each(questions, is_check=True)
+    for how, batch_copies, kernel in (
+        ("in batches", "on", ()),
+        ("one by one", "off", ()),
+        ("loads by the page kernel", "on", (Direction.LOAD,)),
+        ("stores by the page kernel", "on", (Direction.STORE,)),
+    ):
+        what = f"wrong bytes, {how}"
+        yield from asked(what, _compared(options, what, batch_copies, kernel), is_check=True)
 
 
-def _compared(options: Options, what: str, batch_copies: str, kernel: list[Direction]) -> Iterator[Line]:
+def _compared(
+    options: Options, what: str, batch_copies: str, kernel: tuple[Direction, ...]
+) -> Iterator[Line]:
     rig = Rig(options.device, options.size, batch_copies=batch_copies)
     if batch_copies == "on" and not rig.driver.is_batched:
         raise NotHere("the driver has no batched copy, which came with CUDA 12.8")
@@ -88,18 +99,14 @@ def speeds(options: Options) -> Iterator[Line]:
     """Yield the speed of each way of copying by size of the pieces, and of all as they are served."""
     rig = Rig(options.device, options.size)
     engine: _Medians = {}
-    kernel: _Medians = {}
     large = {ways: rig.speeds(options.size, ways, options.repeats) for ways in _WAYS}
     for ways, found in large.items():
         yield measured(f"one large copy, {_named(ways)}", found, " GB/s")
-    yield from ask_each(
-        {
-            "copies in batches": partial(_by_size, rig, options, "in batches", (*_SHORT, *_LONG), engine),
-            "copies by the page kernel": partial(_by_kernel, rig, options, engine, kernel),
-            "copies as served": partial(_as_served, rig, options, large),
-            "copies one by one": partial(_one_by_one, options),
-        }
-    )
+    in_batches = _by_size(rig, options, "in batches", (*_SHORT, *_LONG), engine)
+    yield from asked("copies in batches", in_batches)
+    yield from asked("copies by the page kernel", _by_kernel(rig, options, engine))
+    yield from asked("copies as served", _as_served(rig, options, large))
+    yield from asked("copies one by one", _one_by_one(options))
 
 
 def _by_size(
@@ -112,7 +119,8 @@ def _by_size(
             yield measured(f"{way.value}s of {size >> 10} KiB {how}", found, " GB/s")
 
 
-def _by_kernel(rig: Rig, options: Options, engine: _Medians, kernel: _Medians) -> Iterator[Line]:
+def _by_kernel(rig: Rig, options: Options, engine: _Medians) -> Iterator[Line]:
+    kernel: _Medians = {}
     rig.with_profile(read_profile(rig.driver.name, rig.driver.version), *Direction)
     yield from _by_size(rig, options, "by the page kernel", _SHORT, kernel)
     for way in _BOTH:
@@ -139,6 +147,67 @@ def _as_served(
 def _one_by_one(options: Options) -> Iterator[Line]:
     rig = Rig(options.device, options.size, batch_copies="off")
     yield from _by_size(rig, options, "one by one", _SHORT, {})
+
+
+def profile(options: Options) -> Iterator[Line]:
+    """Measure how the page kernel is best used on this card, and write the profile that engines read at their start.
+
+    The fewest thread blocks that are as fast as any are chosen: all others stay with the engine's own kernels.
+    """
+    rig = Rig(options.device, options.size)
+    rig.with_profile(_UNKNOWN, *Direction)
+    speeds = {}
+    for programs in _PROGRAMS:
+        rig.with_profile(GpuProfile(programs=programs), Direction.LOAD)
+        found = rig.speeds(_PROFILED, (Direction.LOAD,), options.repeats)
+        speeds[programs] = median(found)
+        yield measured(f"loads of {_PROFILED >> 10} KiB by {programs} thread blocks", found, " GB/s")
+    programs = min(one for one in _PROGRAMS if speeds[one] >= _AS_FAST * max(speeds.values()))
+    yield _replaces("thread blocks of the page kernel", programs, _UNKNOWN.programs)
+    fewest = yield from _fewest(rig, programs, options.repeats)
+    yield _replaces("short copies from which on the kernel is used", fewest, _UNKNOWN.fewest)
+    costs = {}
+    for name, ways in {"copy engine": (), "page kernel": (Direction.STORE,)}.items():
+        rig = Rig(options.device, options.size)
+        rig.with_profile(GpuProfile(programs=programs), *ways)
+        over = measure_steps(rig, _PROFILED, options.repeats).over
+        costs[name] = median(over)
+        yield measured(
+            f"a step with stores of {_PROFILED >> 10} KiB by the {name}, over one without", over, "x"
+        )
+    stores = costs["page kernel"] <= max(_STEP, costs["copy engine"])
+    yield _replaces("stores use the page kernel", stores, _UNKNOWN.stores)
+    path = profile_path(rig.driver.name, rig.driver.version)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with written(path) as file:
+        file.write(msgspec.json.encode(GpuProfile(programs, fewest, stores)).decode())
+    yield Line("the profile that engines read at their start", words=str(path))
+
+
+def _fewest(rig: Rig, programs: int, repeats: int) -> Generator[Line, None, int]:
+    """Yield the device's times of small batches; return from how many copies on the kernel is faster."""
+    copier = rig.with_profile(GpuProfile(programs=programs), Direction.LOAD)
+    trial = Trial(rig.driver, copier.stream(Direction.LOAD), CudaScratch(rig.memory, rig.host))
+    trial.begin()
+    for number in _COUNTS:
+        times = {}
+        for by_kernel in (True, False):
+            runs = rig.runs(Direction.LOAD, _PROFILED, number)
+            samples = [trial.seconds(Direction.LOAD, runs, by_kernel=by_kernel) for _ in range(repeats + 1)]
+            times[by_kernel] = median(samples[1:])
+        ratio = times[True] / times[False]
+        yield measured(
+            f"{number} loads of {_PROFILED >> 10} KiB by the page kernel, time over the copy engine's",
+            [ratio],
+            "x",
+        )
+        if ratio < _AS_FAST:
+            return number
+    return 2 * _COUNTS[-1]
+
+
+def _replaces(what: str, found: int, constant: int) -> Line:
+    return Line(what, words=f"{found}, in place of {constant}")
 
 
 def _named(ways: tuple[Direction, ...]) -> str:

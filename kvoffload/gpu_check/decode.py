@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from itertools import count
 from typing import NamedTuple
 
-from kvoffload.gpu_check.apart import Options
-from kvoffload.gpu_check.lines import Line, measured, ratios
+from kvoffload.gpu_check.parts import Line, Options, measured, ratios
 from kvoffload.gpu_check.rig import Rig
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.ids import DeviceBlockId, JobId, Rank, SlotId

@@ -13,10 +13,9 @@ from functools import partial
 
 import numpy as np
 
-from kvoffload.gpu_check.apart import Options
 from kvoffload.gpu_check.decode import Decode, Kernels
 from kvoffload.gpu_check.latencies import repeated
-from kvoffload.gpu_check.lines import Line, NotHere, ask_each, measured
+from kvoffload.gpu_check.parts import Line, NotHere, Options, asked, in_words, measured
 from kvoffload.gpu_check.rig import Rig, code_of
 from kvoffload.model.transfer import Direction
 from kvoffload.runtime.portal import Portal
@@ -87,7 +86,7 @@ def captures(options: Options) -> Iterator[Line]:
         if mode == "relaxed":
             for name in _JUDGED:
                 what = f"codes of a capture's begin, {name} on a relaxed thread, the capture's end"
-                yield Line(what, words=codes[name], target=_UNHARMED, is_met=codes[name] == _UNHARMED)
+                yield in_words(what, codes[name], _UNHARMED)
         yield Line(
             f"calls that harm a capture from a thread in mode {mode}", words=", ".join(unsafe) or "none"
         )
@@ -120,16 +119,15 @@ def depth(options: Options) -> Iterator[Line]:
     """Enqueue copies behind a busy stream: from which on does a call wait, and can another thread go on meanwhile?"""
     for batch_copies, copies in (("off", 1), ("on", 16), ("on", 256), ("on", 512)):
         how = f"in batches of {copies}" if copies > 1 else "one by one"
-        yield from ask_each(
-            {f"copies {how} behind a busy stream": partial(_depth, options, batch_copies, copies, how)}
-        )
+        what = f"copies {how} behind a busy stream"
+        yield from asked(what, _depth(options, batch_copies, copies, what))
     yield Line(
         "the driver that ships assumes",
         words=f"room for {driver_module._ROOM} pending operations, slices of {driver_module._SLICE} copies",
     )
 
 
-def _depth(options: Options, batch_copies: str, copies: int, how: str) -> Iterator[Line]:
+def _depth(options: Options, batch_copies: str, copies: int, what: str) -> Iterator[Line]:
     rig = Rig(options.device, min(options.size, 64 << 20), batch_copies=batch_copies)
     driver = rig.driver
     busy = driver.stream(urgent=False)
@@ -147,7 +145,6 @@ def _depth(options: Options, batch_copies: str, copies: int, how: str) -> Iterat
             if time.perf_counter() - begun > _WAITED_S:
                 first = enqueued
     rig.settle(rig.stream)
-    what = f"copies {how} behind a busy stream"
     words = f"the call that made them {first:,}" if first else f"none of {enqueued:,}"
     yield Line(f"{what}, the first call that waits", words=words)
     longest = 1e3 * float(np.diff(beats).max())
@@ -160,7 +157,7 @@ def exits(options: Options) -> Iterator[Line]:
         code = f"from kvoffload.gpu_check.hazards import leave; leave({options.device!r}, {options.size}, {how == 'closes'})"
         ended = subprocess.run([sys.executable, "-c", code], timeout=_EXIT_S, check=False)
         what = f"exit code of a worker that {how} with copies under way"
-        yield Line(what, words=str(ended.returncode), target="0", is_met=ended.returncode == 0)
+        yield in_words(what, str(ended.returncode), "0")
 
 
 def leave(device: str, size: int, closes: bool) -> None:

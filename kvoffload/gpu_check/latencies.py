@@ -11,8 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from kvoffload.gpu_check.apart import Options
-from kvoffload.gpu_check.lines import Line, ask_each, measured, ratios
+from kvoffload.gpu_check.parts import Line, Options, asked, in_words, measured, ratios
 from kvoffload.gpu_check.rig import Rig, code_of
 from kvoffload.model.transfer import Direction
 from kvoffload.transfer.layout import DeviceLayout, DeviceRegion
@@ -29,17 +28,11 @@ _CODES = "0 712 712 0 713"  # not again while registered, nor released twice
 def latencies(options: Options) -> Iterator[Line]:
     """Yield what calls take in microseconds, and what they take at most beside pinning."""
     rig = Rig(options.device, options.size)
-    pinning = {
-        f"calls beside pinning of {mib} MiB": partial(_beside_pinning, rig, mib) for mib in _PINNED_MIB
-    }
-    yield from ask_each(
-        {
-            "pinning": partial(_pinning, rig),
-            "submission": partial(_submission, rig, options),
-            **pinning,
-            "a busy interpreter": partial(_busy, rig, options),
-        }
-    )
+    yield from asked("pinning", _pinning(rig))
+    yield from asked("submission", _submission(rig, options))
+    for mib in _PINNED_MIB:
+        yield from asked(f"calls beside pinning of {mib} MiB", _beside_pinning(rig, mib))
+    yield from asked("a busy interpreter", _busy(rig, options))
 
 
 @contextmanager
@@ -72,7 +65,7 @@ def _pinning(rig: Rig) -> Iterator[Line]:
     calls += [partial(driver.register, at + _PAGE, _PAGE), *[partial(driver.unregister, at)] * 2]
     codes = " ".join(str(code_of(call)) for call in calls)
     what = "codes of pinning memory, again, a page of it, and of releasing it, again"
-    yield Line(what, words=codes, target=_CODES, is_met=codes == _CODES)
+    yield in_words(what, codes, _CODES)
 
 
 def _submission(rig: Rig, options: Options) -> Iterator[Line]:

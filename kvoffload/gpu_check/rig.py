@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvoffload.gpu_check.lines import NotHere
+from kvoffload.gpu_check.parts import NotHere
 from kvoffload.model.errors import CopyError
 from kvoffload.model.transfer import Direction
 from kvoffload.runtime.portal import DaemonExecutor

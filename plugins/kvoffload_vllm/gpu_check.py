@@ -17,11 +17,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvoffload.gpu_check.lines import Line, NotHere, measured, ratios
+from kvoffload.gpu_check.parts import Line, NotHere, measured, ratios
 from kvoffload.transfer.host_memory import available_bytes, read_file
 
 if TYPE_CHECKING:
-    from kvoffload.gpu_check.apart import Options
+    from kvoffload.gpu_check.parts import Options
 
 ENVIRONMENT: Mapping[str, str] = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # scheduler and worker in this process

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from kvoffload.core.machine import SlotState
-from kvoffload.gpu_check.apart import Options, Part, lines_of
-from kvoffload.gpu_check.lines import Line, measured
+from kvoffload.gpu_check.parts import Line, Options, Part, lines_of, measured
 from kvoffload.model.ids import SlotId
 from kvoffload_vllm.gpu_check import ENVIRONMENT, ON_GPU, VOCABULARY, Engine, check_machine, write_model
 

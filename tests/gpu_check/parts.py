@@ -8,8 +8,7 @@ import signal
 from collections.abc import Iterator
 
 from kvoffload.gpu_check import decode, latencies
-from kvoffload.gpu_check.apart import Options
-from kvoffload.gpu_check.lines import Line, NotHere
+from kvoffload.gpu_check.parts import Line, NotHere, Options
 
 GPU = "a device for tests"
 

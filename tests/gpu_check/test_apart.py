@@ -9,8 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvoffload.gpu_check.apart import Options, Part, lines_of
-from kvoffload.gpu_check.lines import Line
+from kvoffload.gpu_check.parts import Line, Options, Part, lines_of
 
 if TYPE_CHECKING:
     import pytest
@@ -55,7 +54,7 @@ def test_a_part_that_hangs_is_killed_with_what_it_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr("kvoffload.gpu_check.apart.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("kvoffload.gpu_check.parts.time.monotonic", lambda: now[0])
     lines = lines_of(Part("the part", f"{HERE}:hangs", 60, (2,)), OPTIONS, tmp_path / "log")
     first, second = next(lines), next(lines)
     assert (first.what, second.what) == ("line 0", "line 1")
@@ -69,7 +68,7 @@ def test_killed_at_any_moment_the_file_holds_what_was_found(tmp_path: Path) -> N
     """And the part dies with the command."""
     code = (
         "import sys; from kvoffload.cli.main import main; from kvoffload.gpu_check import command\n"
-        "from kvoffload.gpu_check.apart import Part\n"
+        "from kvoffload.gpu_check.parts import Part\n"
         f"command.parts = lambda: {{'device': Part('GPU', '{HERE}:device', 60), 'two': Part('two', '{HERE}:hangs', 60, (3,))}}\n"
         "sys.exit(main(['gpu-check']))"
     )

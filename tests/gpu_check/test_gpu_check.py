@@ -14,9 +14,8 @@ import pytest
 
 from kvoffload.cli.exits import Exit
 from kvoffload.cli.main import main
-from kvoffload.gpu_check import command, copies, decode, hazards, latencies, profile
-from kvoffload.gpu_check.apart import Options, Part
-from kvoffload.gpu_check.lines import Line, Results, measured
+from kvoffload.gpu_check import command, copies, decode, hazards, latencies
+from kvoffload.gpu_check.parts import Line, Options, Part, asked, measured
 from kvoffload.gpu_check.rig import Rig
 from kvoffload.model.transfer import Direction
 from kvoffload.testing.logs import capture_logs
@@ -135,7 +134,7 @@ def test_without_a_gpu_it_says_so_in_one_line(tmp_path: Path) -> None:
 def test_lines_have_verdicts_and_all_together_a_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    results = Results(tmp_path / "kept.json", {}, as_json=False)
+    results = command.Results(tmp_path / "kept.json", {}, as_json=False)
     results.add(measured("quick", [1.0, 1.5], " us", at_most=2))
     assert results.exit_code() == Exit.OK
     results.add(measured("slow", [0.5], "x", at_least=0.9))
@@ -161,7 +160,11 @@ def test_no_copy_meets_the_allocation_of_its_memory(emulator: Emulator) -> None:
 
 
 def test_where_there_is_no_page_kernel_every_line_has_the_reason(emulator: Emulator) -> None:
-    lines = [*copies.compared(OPTIONS), *copies.speeds(OPTIONS), *profile.chosen(OPTIONS)]
+    lines = [
+        *copies.compared(OPTIONS),
+        *copies.speeds(OPTIONS),
+        *asked("how the page kernel is best used", copies.profile(OPTIONS)),
+    ]
     missing = [line.what for line in lines if line.words.startswith(NO_KERNEL)]
     assert missing == [
         "wrong bytes, loads by the page kernel",
@@ -225,7 +228,7 @@ def test_the_depth_of_a_stream_is_found(emulator: Emulator, monkeypatch: pytest.
     monkeypatch.setattr(hazards, "_GATE_S", 2.0)
     monkeypatch.setattr(hazards, "_WAITED_S", 0.5)  # a pause of this machine is shorter
     emulator.set_depth(1200)
-    first, stood_still = hazards._depth(OPTIONS, "off", 1, "one by one")
+    first, stood_still = hazards._depth(OPTIONS, "off", 1, "copies one by one")
     assert first.words == "the call that made them 1,200"
     assert stood_still.target == "at most 500 ms"
 
@@ -301,7 +304,7 @@ def test_the_profile_is_written_and_an_engine_reads_it(
     kernel = install(monkeypatch)
     monkeypatch.setattr(decode, "_STEPS", 2)
     monkeypatch.setattr(Rig, "speeds", lambda *_: [1.0])  # the emulator's times are the machine's
-    lines = list(profile.chosen(OPTIONS))
+    lines = list(copies.profile(OPTIONS))
     path = profile_path("emulated device 0", "13.0")
     assert lines[-1].words == str(path)
     assert path.name == "emulated-device-0-cuda-13-0.json"

@@ -21,8 +21,8 @@ sys.meta_path.insert(0, _NoTorch())
 
 import numpy as np  # noqa: E402
 
-from kvoffload.gpu_check import copies, decode, profile  # noqa: E402
-from kvoffload.gpu_check.apart import Options  # noqa: E402
+from kvoffload.gpu_check import copies, decode  # noqa: E402
+from kvoffload.gpu_check.parts import Options  # noqa: E402
 from kvoffload.model.transfer import Direction  # noqa: E402
 from kvoffload.transfer.cuda import crossover  # noqa: E402
 from kvoffload.transfer.cuda.copier import (  # noqa: E402
@@ -124,7 +124,7 @@ def check_gpu() -> None:
         for size in ("4,096", "33,808"):
             assert found[f"wrong bytes, {way} by the page kernel, pieces of {size} bytes"].verdict == "pass"
         assert found[f"{way} of 4 KiB by the page kernel"].median
-    *_, last = profile.chosen(options)
+    *_, last = copies.profile(options)
     assert GpuProfile() != read_profile("emulated device 1", "13.0"), last
 
 

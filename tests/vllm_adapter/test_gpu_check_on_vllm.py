@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvoffload.gpu_check.apart import Options
-from kvoffload.gpu_check.lines import NotHere
+from kvoffload.gpu_check.parts import NotHere, Options
 from tests.vllm_adapter.engine_rig import MARKS
 
 if TYPE_CHECKING:
-    from kvoffload.gpu_check.lines import Line
+    from kvoffload.gpu_check.parts import Line
 
 pytestmark = MARKS
 

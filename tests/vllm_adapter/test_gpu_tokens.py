@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvoffload.gpu_check import command
-from kvoffload.gpu_check.apart import Options
-from kvoffload.gpu_check.lines import NotHere
+from kvoffload.gpu_check.parts import NotHere, Options
 from kvoffload_vllm import gpu_check, gpu_tokens
 from tests.tooling.scripts import ROOT
 
 if TYPE_CHECKING:
-    from kvoffload.gpu_check.lines import Line
+    from kvoffload.gpu_check.parts import Line
     from kvoffload_vllm.gpu_tokens import Answer
 
 OPTIONS = Options("cuda:0", 1, 1, 1)

@@ -6,15 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvoffload.gpu_check.apart import Options
-from kvoffload.gpu_check.lines import NotHere
+from kvoffload.gpu_check.parts import NotHere, Options
 from kvoffload_vllm import gpu_check, gpu_tokens
 from kvoffload_vllm.gpu_tokens import Mode
 from tests.vllm_adapter.engine_rig import MARKS
 from tests.vllm_stock import engines
 
 if TYPE_CHECKING:
-    from kvoffload.gpu_check.lines import Line
+    from kvoffload.gpu_check.parts import Line
 
 pytestmark = MARKS
 
