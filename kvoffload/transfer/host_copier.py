@@ -55,6 +55,8 @@ alone, and 5 % slower behind stores."""
 
 _STUCK_S = 1.0  # a thread that takes so long for a piece of a store may hang: another one takes over
 
+_LOAD_THREADS = 2  # that copy one batch of loads; stores are copied by one
+
 Copy = Callable[[CopyRuns], None]
 
 _PIECES = 1024  # the kernel's limit for one call
@@ -68,41 +70,6 @@ _MEASURABLE = 2**21  # bytes of a copy from which its speed counts: a smaller on
 _SLOWER = 2.5  # times, if another thread wants the lock: a wait alone takes as long as two copies
 _FORGET = 0.98  # of the best speed, with each copy: a cache or a faster moment is no measure for good
 _CALL_BYTES = 2**30  # the kernel moves no more than 2 GiB in one call
-
-
-class HostCopier:
-    """Copies on the threads of `executor`, loads first.
-
-    The fence is empty: on a CPU the forward pass has ended when the engine's hook runs.
-
-    Args:
-        executor: its threads copy.
-        clock: time.
-        copy: what copies both ways; by default the fastest for each way.
-        threads: most threads that copy one batch of loads; stores are copied by one.
-    """
-
-    slices = 0
-
-    def __init__(
-        self,
-        executor: Executor,
-        clock: Clock,
-        copy: Callable[[CopyRuns], None] | None = None,
-        *,
-        threads: int = 2,
-    ) -> None:
-        copies = {way: copy or choose_copy(arena_is_target=way is Direction.STORE) for way in Direction}
-        self._queue = PieceQueue(executor, clock, copies, threads=threads)
-
-    def fence(self) -> Fence:
-        return None
-
-    def submit(self, direction: Direction, runs: CopyRuns, fences: Sequence[Fence]) -> HostTicket:
-        return self._queue.add(direction, runs)
-
-    def close(self) -> None:
-        """Do nothing: the executor belongs to the caller."""
 
 
 class HostTicket:
@@ -155,37 +122,35 @@ class _Piece:
     is_whole: bool  # a batch that has not been cut
 
 
-class PieceQueue:
-    """Copies batches on the threads of `executor`.
+class HostCopier:
+    """Copies on the threads of `executor`, loads first.
 
     Args:
         executor: runs what it is handed in order, on as many threads as it likes.
         clock: time.
-        copies: what copies, for each direction.
-        threads: most of them that one batch of loads is cut for.
+        copy: what copies both ways; by default the fastest for each way.
         piece_bytes: about how much is copied at a time.
     """
 
+    slices = 0
+
     def __init__(
-        self,
-        executor: Executor,
-        clock: Clock,
-        copies: dict[Direction, Copy],
-        *,
-        threads: int,
-        piece_bytes: int = PIECE_BYTES,
+        self, executor: Executor, clock: Clock, copy: Copy | None = None, *, piece_bytes: int = PIECE_BYTES
     ) -> None:
         self._executor = executor
         self._clock = clock
-        self._copies = copies
-        self._threads = threads
+        self._copies = {way: copy or choose_copy(arena_is_target=way is Direction.STORE) for way in Direction}
         self._piece_bytes = piece_bytes
         self._loads: deque[_Piece] = deque()
         self._stores: deque[_Piece] = deque()
         self._storing = Lock()
         self._storing_since = 0.0
 
-    def add(self, direction: Direction, runs: CopyRuns) -> HostTicket:
+    def fence(self) -> Fence:
+        """Return nothing to wait for: on a CPU the forward pass has ended when the engine's hook runs."""
+        return None
+
+    def submit(self, direction: Direction, runs: CopyRuns, fences: Sequence[Fence]) -> HostTicket:
         """Queue a batch.
 
         Raises:
@@ -201,6 +166,9 @@ class PieceQueue:
                 queue.remove(piece)
                 raise
         return piece.ticket
+
+    def close(self) -> None:
+        """Do nothing: the executor belongs to the caller."""
 
     def _serve(self) -> None:
         """Copy until nothing is left that this thread may take."""
@@ -250,12 +218,12 @@ class PieceQueue:
         queue.extendleft(reversed(parts[1:]))
         if queue is self._loads:
             with suppress(RuntimeError):  # shut down: this thread copies everything
-                for _ in range(min(len(parts), self._threads) - 1):
+                for _ in range(min(len(parts), _LOAD_THREADS) - 1):
                     self._executor.submit(self._serve)
         return parts[0]
 
 
-def choose_copy(*, arena_is_target: bool = False) -> Callable[[CopyRuns], None]:
+def choose_copy(*, arena_is_target: bool = False) -> Copy:
     """Return the fastest copy that this system allows, tried out on a few bytes.
 
     Args:
@@ -295,8 +263,8 @@ class WatchfulCopy:
 
     def __init__(
         self,
-        quick: Callable[[CopyRuns], None],
-        patient: Callable[[CopyRuns], None],
+        quick: Copy,
+        patient: Copy,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._quick = quick
@@ -326,7 +294,7 @@ def copy_by_memmove(runs: CopyRuns) -> None:
     deque(moves, 0)  # runs it, and keeps nothing
 
 
-def copy_by_index(runs: CopyRuns, rest: Callable[[CopyRuns], None]) -> None:
+def copy_by_index(runs: CopyRuns, rest: Copy) -> None:
     """Copy units of one size, `_ROWS` at a time; `rest` copies what remains, or all of it where the units are too small."""
     unit = math.gcd(_UNIT, int(np.gcd.reduce(runs.size)))
     if unit < _LEAST_UNIT:

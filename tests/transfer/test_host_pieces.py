@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvoffload.model.transfer import Direction
 from kvoffload.runtime.portal import DaemonExecutor
 from kvoffload.testing import FakeClock, ManualExecutor, ThreadGate
-from kvoffload.transfer.host_copier import HostTicket, PieceQueue, cut
+from kvoffload.transfer.host_copier import HostCopier, HostTicket, cut
 from kvoffload.transfer.ports import TicketState
 from kvoffload.transfer.runs import CopyRuns
 
@@ -41,12 +41,13 @@ class Copied:
         self.starts.append(int(runs.source[0]))
 
 
-def queue_with(
-    executor: Executor, copy: Callable[[CopyRuns], None], *, threads: int = 2, clock: FakeClock | None = None
-) -> PieceQueue:
-    return PieceQueue(
-        executor, clock or FakeClock(), {LOAD: copy, STORE: copy}, threads=threads, piece_bytes=10
-    )
+class Queue(HostCopier):
+    def add(self, direction: Direction, runs: CopyRuns) -> HostTicket:
+        return self.submit(direction, runs, ())
+
+
+def queue_with(executor: Executor, copy: Callable[[CopyRuns], None], clock: FakeClock | None = None) -> Queue:
+    return Queue(executor, clock or FakeClock(), copy, piece_bytes=10)
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=20), st.integers(1, 40))
@@ -129,7 +130,7 @@ def test_one_batch_of_loads_is_copied_by_several_threads() -> None:
 
     copied = Copied(before)
     executor = DaemonExecutor("test", 3)
-    ticket = queue_with(executor, copied, threads=2).add(LOAD, runs_of(*[10] * 8))
+    ticket = queue_with(executor, copied).add(LOAD, runs_of(*[10] * 8))
     gate.wait_for_arrivals(2)
     executor.submit(lambda: None).result(30)  # the third is free
     gate.open()
