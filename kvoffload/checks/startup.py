@@ -52,7 +52,7 @@ def examine_rank(
     sizes = Sizes(
         ranks=local_ranks,
         block_bytes=layout.slot_bytes,
-        page_bytes=tuple(region.page_bytes for region in layout.regions),
+        page_bytes=layout.page_bytes,
         device_blocks=layout.regions[0].blocks - 1,  # without the engine's null block
     )
     config = replace(config, host_bytes=config.host_bytes // ranks * local_ranks)

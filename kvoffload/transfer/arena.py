@@ -137,7 +137,7 @@ class Arena:
     def views(self, memory: memoryview) -> list[Pages]:
         """Return the beginning of `memory` as `read` and `write` take it: a slot's bytes, region by region."""
         flat, start, found = np.frombuffer(memory, np.uint8), 0, list["Pages"]()
-        for size, group in groupby(_page_bytes(self.layout)):
+        for size, group in groupby(self.layout.page_bytes):
             end = start + size * len(list(group))
             found.append(flat[start:end].reshape(-1, size))
             start = end
@@ -202,7 +202,7 @@ class Arena:
         """
         count = min(self._chunk_slots, self.slots - self._ready_slots)
         try:
-            chunk = await self._allocator.allocate(region_offsets(_page_bytes(self.layout), count)[-1])
+            chunk = await self._allocator.allocate(region_offsets(self.layout.page_bytes, count)[-1])
         except HostMemoryBusy:
             raise
         except HostMemoryError as error:
@@ -222,7 +222,7 @@ class Arena:
             chunk.release()
             return
         self._chunks.append(chunk)
-        sizes = _page_bytes(self.layout)
+        sizes = self.layout.page_bytes
         starts = [chunk.address + offset for offset in region_offsets(sizes, count)[:-1]]
         self._geometry = self._geometry.with_chunk(starts)
         self._pages.append(_pages_at(starts, sizes, count))
@@ -262,7 +262,3 @@ def _pages_at(starts: Sequence[int], sizes: Sequence[int], count: int) -> list[P
         step = others[0] - first if others else 0
         found.append(array_at(first, (1 + len(others), count, size), (step, size, 1)))
     return found
-
-
-def _page_bytes(layout: DeviceLayout) -> list[int]:
-    return [region.page_bytes for region in layout.regions]

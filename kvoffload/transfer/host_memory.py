@@ -266,7 +266,7 @@ def slots_for(
                 f"host_bytes gives each rank {bytes_per_rank} bytes, below one block of {layout.slot_bytes} bytes"
             ]
         )
-    needed = ranks * arena_bytes(bytes_per_rank, [region.page_bytes for region in layout.regions])
+    needed = ranks * arena_bytes(bytes_per_rank, layout.page_bytes)
     if (limit := exceeded(needed, memory_limits(read or read_file))) is not None:
         together = "" if ranks == 1 else f", all {ranks} ranks of this machine {size_text(needed)}"
         raise ConfigError([f"host_bytes gives each rank {bytes_per_rank} bytes{together}, above {limit}"])

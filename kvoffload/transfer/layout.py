@@ -88,9 +88,14 @@ class DeviceLayout:
         return cls(tuple(known.values()))
 
     @property
+    def page_bytes(self) -> tuple[int, ...]:
+        """Bytes of one block in each region."""
+        return tuple(region.page_bytes for region in self.regions)
+
+    @property
     def slot_bytes(self) -> int:
         """Bytes of one block on this rank, and so of one host slot."""
-        return sum(region.page_bytes for region in self.regions)
+        return sum(self.page_bytes)
 
     @property
     def blocks(self) -> int:
@@ -129,7 +134,7 @@ def check_pieces(wanted: str, layout: DeviceLayout) -> None:
 
 def digest_of(layout: DeviceLayout) -> bytes:
     """Return 16 bytes that are equal for layouts whose blocks have equal pages, of equal meaning, in equal order."""
-    pages = ",".join(str(region.page_bytes) for region in layout.regions)
+    pages = ",".join(map(str, layout.page_bytes))
     return xxh3_128(f"{pages} {layout.meaning}".encode()).digest()
 
 

@@ -115,7 +115,7 @@ def geometry_of(layout: DeviceLayout, chunk_slots: int) -> Geometry:
     """Return the geometry of `layout` with no chunk yet."""
     regions = layout.regions
     return Geometry(
-        page=np.array([region.page_bytes for region in regions], np.int64),
+        page=np.array(layout.page_bytes, np.int64),
         device_base=np.array([region.address for region in regions], np.int64),
         device_stride=np.array([region.block_stride for region in regions], np.int64),
         host_base=np.empty((0, len(regions)), np.int64),

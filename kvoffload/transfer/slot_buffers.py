@@ -53,7 +53,7 @@ class SlotBuffers:
         self._arena = arena
         self._pitch = pitch
         self.at_once = max(PIECE_BYTES // pitch, 1)
-        sizes = [region.page_bytes for region in arena.layout.regions]
+        sizes = arena.layout.page_bytes
         self.are_in_place = not any(size % PAGE for size in sizes) and min(sizes) >= _LONG
         self._threads = threading.local()
 
