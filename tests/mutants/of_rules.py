@@ -213,7 +213,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(12, _COPIES, "copy.running.discard(report.rank)", "copy.running.clear()", tests=RUNTIME),
     # Fences.
     Mutant(13, _PUMP, "job.fence = fence", tests=TRANSFER),
-    Mutant(13, _CUDA_COPIER, "self.driver.wait(stream, fence)", tests=CUDA),
+    Mutant(13, _CUDA_COPIER, "self._driver.wait(self._stream, fence)", tests=CUDA),
     Mutant(13, _CUDA_DRIVER, "{way: _Attributes(order)", "{way: _Attributes(_ANY_TIME)", CUDA),
     Mutant(13, _CUDA_COPIER, "        self._driver.record(self._events[1], self._stream)\n", "", CUDA),
     Mutant(13, _CUDA_DRIVER, "self.library.cuCtxSetCurrent(self._context)", "pass", CUDA),

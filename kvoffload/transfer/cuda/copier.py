@@ -129,31 +129,21 @@ class _Slice(NamedTuple):
 
 
 class CudaTicket:
-    """One batch on a stream, between two events.
+    """One batch on the stream of its direction, between two events.
 
     Args:
         copier: whose.
         direction: of its copies.
-        stream: which.
-        start: recorded before the copies.
-        end: to be recorded behind them.
         left: what is to be enqueued.
     """
 
-    def __init__(
-        self,
-        copier: CudaCopier,
-        direction: Direction,
-        stream: int,
-        start: Event,
-        end: Event,
-        left: deque[_Slice],
-    ) -> None:
+    def __init__(self, copier: CudaCopier, direction: Direction, left: deque[_Slice]) -> None:
         self._copier = copier
         self._driver = copier.driver
         self._direction = direction
-        self._stream = stream
-        self._events: tuple[Event, Event] | None = (start, end)
+        self._stream = copier.stream(direction)
+        start = self._driver.event(timed=True)
+        self._events: tuple[Event, Event] | None = (start, self._driver.event(timed=True))
         self._left = left
         self._marks = deque([start])  # behind slices; they show how far the stream is
         self._is_whole = True  # no copy was refused
@@ -163,6 +153,17 @@ class CudaTicket:
         self._has_end = False
         self._is_refused = False
         self._seconds: float | None = None
+
+    def begin(self, fences: Sequence[Fence]) -> None:
+        """Enqueue the fences, the start event, and the first slices.
+
+        Raises:
+            Exception: CUDA refused before any copy was enqueued.
+        """
+        for fence in fences:
+            self._driver.wait(self._stream, fence)  # type: ignore[arg-type]  # opaque to others; made by `fence`
+        self._driver.record(self._marks[0], self._stream)
+        self.enqueue()
 
     def query(self) -> TicketState:
         """Return where the batch stands, after enqueueing some of what is left of it.
@@ -325,13 +326,8 @@ class CudaCopier:
         Raises:
             Exception: CUDA refused before any copy was enqueued.
         """
-        stream = self._streams[direction]
-        start, end = self.driver.event(timed=True), self.driver.event(timed=True)
-        for fence in fences:
-            self.driver.wait(stream, fence)  # type: ignore[arg-type]  # opaque to others; made by `fence`
-        self.driver.record(start, stream)
-        ticket = CudaTicket(self, direction, stream, start, end, self._sliced(direction, runs))
-        ticket.enqueue()
+        ticket = CudaTicket(self, direction, self._sliced(direction, runs))
+        ticket.begin(fences)
         return ticket
 
     def close(self) -> None:
