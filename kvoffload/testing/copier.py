@@ -58,10 +58,10 @@ class GatedTicket:
         """Copy nothing and end badly."""
         self._state = TicketState.FAILED
 
-    def tear(self, *, ends_well: bool = False) -> None:
-        """Copy the first half of each contiguous piece, then end badly, or claim to have ended well."""
+    def tear(self) -> None:
+        """Copy the first half of each contiguous piece, then end badly."""
         copy_by_memmove(CopyRuns(self.runs.source, self.runs.target, self.runs.size // 2))
-        self._state = TicketState.DONE if ends_well else TicketState.FAILED
+        self._state = TicketState.FAILED
 
     def corrupt(self) -> None:
         """Copy all bytes, flip the first one's bits, and claim to have ended well."""
