@@ -83,7 +83,7 @@ def compared(options: Options) -> Iterator[Line]:
 def _compared(
     options: Options, what: str, batch_copies: str, kernel: tuple[Direction, ...]
 ) -> Iterator[Line]:
-    rig = Rig(options.device, options.size, batch_copies=batch_copies)
+    rig = Rig(options, batch_copies=batch_copies)
     if batch_copies == "on" and not rig.driver.is_batched:
         raise NotHere("the driver has no batched copy, which came with CUDA 12.8")
     copier = rig.with_profile(GpuProfile(), *kernel)
@@ -97,56 +97,52 @@ def _compared(
 
 def speeds(options: Options) -> Iterator[Line]:
     """Yield the speed of each way of copying by size of the pieces, and of all as they are served."""
-    rig = Rig(options.device, options.size)
+    rig = Rig(options)
     engine: _Medians = {}
-    large = {ways: rig.speeds(options.size, ways, options.repeats) for ways in _WAYS}
+    large = {ways: rig.speeds(options.size, ways) for ways in _WAYS}
     for ways, found in large.items():
         yield measured(f"one large copy, {_named(ways)}", found, " GB/s")
-    in_batches = _by_size(rig, options, "in batches", (*_SHORT, *_LONG), engine)
+    in_batches = _by_size(rig, "in batches", (*_SHORT, *_LONG), engine)
     yield from asked("copies in batches", in_batches)
-    yield from asked("copies by the page kernel", _by_kernel(rig, options, engine))
-    yield from asked("copies as served", _as_served(rig, options, large))
+    yield from asked("copies by the page kernel", _by_kernel(rig, engine))
+    yield from asked("copies as served", _as_served(rig, large))
     yield from asked("copies one by one", _one_by_one(options))
 
 
-def _by_size(
-    rig: Rig, options: Options, how: str, sizes: tuple[int, ...], medians: _Medians
-) -> Iterator[Line]:
+def _by_size(rig: Rig, how: str, sizes: tuple[int, ...], medians: _Medians) -> Iterator[Line]:
     for way in _BOTH:
         for size in sizes:
-            found = rig.speeds(size, (way,), options.repeats)
+            found = rig.speeds(size, (way,))
             medians[way, size] = median(found)
             yield measured(f"{way.value}s of {size >> 10} KiB {how}", found, " GB/s")
 
 
-def _by_kernel(rig: Rig, options: Options, engine: _Medians) -> Iterator[Line]:
+def _by_kernel(rig: Rig, engine: _Medians) -> Iterator[Line]:
     kernel: _Medians = {}
     rig.with_profile(read_profile(rig.driver.name, rig.driver.version), *Direction)
-    yield from _by_size(rig, options, "by the page kernel", _SHORT, kernel)
+    yield from _by_size(rig, "by the page kernel", _SHORT, kernel)
     for way in _BOTH:
         faster = [size for size in _SHORT if _AS_FAST * kernel[way, size] > engine[way, size]]
         words = ", ".join(f"{size >> 10} KiB" for size in faster) or "none"
         yield Line(f"sizes at which the page kernel is faster, {way.value}s", words=words)
 
 
-def _as_served(
-    rig: Rig, options: Options, large: Mapping[tuple[Direction, ...], Sequence[float]]
-) -> Iterator[Line]:
+def _as_served(rig: Rig, large: Mapping[tuple[Direction, ...], Sequence[float]]) -> Iterator[Line]:
     copier = rig.with_profile(read_profile(rig.driver.name, rig.driver.version))
-    learn(copier, options.device)
+    learn(copier, rig.device)
     words = ", ".join(f"{way.value}s {copier.kernel_below[way] >> 10} KiB" for way in _BOTH)
     yield Line("sizes below which the kernel copies, as an engine's start measures them", words=words)
     for piece, goal in _GOALS.items():
         for ways in _WAYS:
-            found = ratios(rig.speeds(piece, ways, options.repeats), large[ways])
+            found = ratios(rig.speeds(piece, ways), large[ways])
             at_least = goal if goal is None or len(ways) == 1 else _BOTH_WAYS
             what = f"{_named(ways)} of pages of {piece >> 10} KiB as served, over one large copy"
             yield measured(what, found, "x", at_least=at_least)
 
 
 def _one_by_one(options: Options) -> Iterator[Line]:
-    rig = Rig(options.device, options.size, batch_copies="off")
-    yield from _by_size(rig, options, "one by one", _SHORT, {})
+    rig = Rig(options, batch_copies="off")
+    yield from _by_size(rig, "one by one", _SHORT, {})
 
 
 def profile(options: Options) -> Iterator[Line]:
@@ -154,23 +150,23 @@ def profile(options: Options) -> Iterator[Line]:
 
     The fewest thread blocks that are as fast as any are chosen: all others stay with the engine's own kernels.
     """
-    rig = Rig(options.device, options.size)
+    rig = Rig(options)
     rig.with_profile(_UNKNOWN, *Direction)
     speeds = {}
     for programs in _PROGRAMS:
         rig.with_profile(GpuProfile(programs=programs), Direction.LOAD)
-        found = rig.speeds(_PROFILED, (Direction.LOAD,), options.repeats)
+        found = rig.speeds(_PROFILED, (Direction.LOAD,))
         speeds[programs] = median(found)
         yield measured(f"loads of {_PROFILED >> 10} KiB by {programs} thread blocks", found, " GB/s")
     programs = min(one for one in _PROGRAMS if speeds[one] >= _AS_FAST * max(speeds.values()))
     yield _replaces("thread blocks of the page kernel", programs, _UNKNOWN.programs)
-    fewest = yield from _fewest(rig, programs, options.repeats)
+    fewest = yield from _fewest(rig, programs)
     yield _replaces("short copies from which on the kernel is used", fewest, _UNKNOWN.fewest)
     costs = {}
     for name, ways in {"copy engine": (), "page kernel": (Direction.STORE,)}.items():
-        rig = Rig(options.device, options.size)
+        rig = Rig(options)
         rig.with_profile(GpuProfile(programs=programs), *ways)
-        over = measure_steps(rig, _PROFILED, options.repeats).over
+        over = measure_steps(rig, _PROFILED).over
         costs[name] = median(over)
         yield measured(
             f"a step with stores of {_PROFILED >> 10} KiB by the {name}, over one without", over, "x"
@@ -184,7 +180,7 @@ def profile(options: Options) -> Iterator[Line]:
     yield Line("the profile that engines read at their start", words=str(path))
 
 
-def _fewest(rig: Rig, programs: int, repeats: int) -> Generator[Line, None, int]:
+def _fewest(rig: Rig, programs: int) -> Generator[Line, None, int]:
     """Yield the device's times of small batches; return from how many copies on the kernel is faster."""
     copier = rig.with_profile(GpuProfile(programs=programs), Direction.LOAD)
     trial = Trial(rig.driver, copier.stream(Direction.LOAD), CudaScratch(rig.memory, rig.host))
@@ -193,7 +189,9 @@ def _fewest(rig: Rig, programs: int, repeats: int) -> Generator[Line, None, int]
         times = {}
         for by_kernel in (True, False):
             runs = rig.runs(Direction.LOAD, _PROFILED, number)
-            samples = [trial.seconds(Direction.LOAD, runs, by_kernel=by_kernel) for _ in range(repeats + 1)]
+            samples = [
+                trial.seconds(Direction.LOAD, runs, by_kernel=by_kernel) for _ in range(rig.repeats + 1)
+            ]
             times[by_kernel] = median(samples[1:])
         ratio = times[True] / times[False]
         yield measured(

@@ -211,13 +211,13 @@ class Steps(NamedTuple):
     stored: float
 
 
-def measure_steps(rig: Rig, page: int, repeats: int) -> Steps:
+def measure_steps(rig: Rig, page: int) -> Steps:
     """Time steps with stores beside them and without, in pairs."""
     found: dict[bool, list[float]] = {True: [], False: []}
     portal = Portal("kvoffload-gpu-check")
     decode = Decode(rig, page, portal)
     try:
-        for repeat in range(repeats + 1):
+        for repeat in range(rig.repeats + 1):
             for stores in (False, True) if repeat % 2 else (True, False):
                 seconds = decode.seconds(stores=stores)
                 if repeat:  # the first warms up
@@ -225,14 +225,14 @@ def measure_steps(rig: Rig, page: int, repeats: int) -> Steps:
     finally:
         decode.side.close()
         portal.close()
-    stored = decode.stored_bytes / (repeats + 1) / (sum(found[True]) / repeats) / 1e9
+    stored = decode.stored_bytes / (rig.repeats + 1) / (sum(found[True]) / rig.repeats) / 1e9
     return Steps(ratios(found[True], found[False]), [1e3 * one / _STEPS for one in found[False]], stored)
 
 
 def steps(options: Options) -> Iterator[Line]:
     """Yield what stores cost a decoding engine."""
     for page in (_LONG, _SHORT):
-        found = measure_steps(Rig(options.device, options.size), page, options.repeats)
+        found = measure_steps(Rig(options), page)
         what = f"a step of a stand-in engine, stores of {page >> 10} KiB by the copy engine"
         yield measured(f"{what}, over one without", found.over, "x", at_most=1.02)
         yield measured(f"{what}: a step without", found.plain_ms, " ms")

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -40,7 +41,7 @@ _PIECE_ACROSS = 24 << 20  # bytes: torch maps expandable segments in pieces of 2
 def batch(options: Options, count: int) -> Iterator[Line]:
     """Carry that many pieces there and back, all copies of a direction in one call: the driver that ships cuts them."""
     driver_module._SLICE = count
-    rig = Rig(options.device, options.size)
+    rig = Rig(options)
     piece = min(_PIECE, options.size // count)
     if not rig.driver.is_batched:
         raise NotHere("the driver has no batched copy")
@@ -62,7 +63,7 @@ def batch(options: Options, count: int) -> Iterator[Line]:
 
 def captures(options: Options) -> Iterator[Line]:
     """Make each call on another thread while this one captures a graph in the mode "global", one capture a call."""
-    rig = Rig(options.device, min(options.size, 16 << 20))
+    rig = Rig(replace(options, mib=min(options.mib, 16)))
     driver = rig.driver
     other = driver.stream(urgent=True)
     memory = rig.host_memory(1 << 20)
@@ -128,7 +129,7 @@ def depth(options: Options) -> Iterator[Line]:
 
 
 def _depth(options: Options, batch_copies: str, copies: int, what: str) -> Iterator[Line]:
-    rig = Rig(options.device, min(options.size, 64 << 20), batch_copies=batch_copies)
+    rig = Rig(replace(options, mib=min(options.mib, 64)), batch_copies=batch_copies)
     driver = rig.driver
     busy = driver.stream(urgent=False)
     runs = rig.runs(Direction.STORE, 8192, copies)
@@ -154,16 +155,16 @@ def _depth(options: Options, batch_copies: str, copies: int, what: str) -> Itera
 def exits(options: Options) -> Iterator[Line]:
     """End processes with memory pinned, threads alive and copies under way."""
     for how in ("closes", "only ends"):
-        code = f"from kvoffload.gpu_check.hazards import leave; leave({options.device!r}, {options.size}, {how == 'closes'})"
+        code = f"from kvoffload.gpu_check.hazards import leave; leave({options.device!r}, {options.mib}, {how == 'closes'})"
         ended = subprocess.run([sys.executable, "-c", code], timeout=_EXIT_S, check=False)
         what = f"exit code of a worker that {how} with copies under way"
         yield in_words(what, str(ended.returncode), "0")
 
 
-def leave(device: str, size: int, closes: bool) -> None:
+def leave(device: str, mib: int, closes: bool) -> None:
     """Store behind a busy stream, and return while that is under way."""
     portal = Portal("kvoffload-gpu-check")
-    decode = Decode(Rig(device, size), 1 << 20, portal)
+    decode = Decode(Rig(Options(device, mib, 1, 1)), 1 << 20, portal)
     decode.seconds(stores=False)  # until slots are ready
     decode.store_behind(_GATE_S)
     if closes:
@@ -189,6 +190,6 @@ def segments(options: Options) -> Iterator[Line]:
     torch.cuda.synchronize()
     piece = min(_PIECE_ACROSS, options.size)
     for how, batch_copies in (("in batches", "on"), ("one by one", "off")):
-        rig = Rig(options.device, options.size, batch_copies=batch_copies, memory=memory.data_ptr())
+        rig = Rig(options, batch_copies=batch_copies, memory=memory.data_ptr())
         what = f"wrong bytes across the pieces of an expandable segment, {how}"
         yield measured(what, [rig.wrong_bytes(piece)], at_most=0)

@@ -27,12 +27,12 @@ _CODES = "0 712 712 0 713"  # not again while registered, nor released twice
 
 def latencies(options: Options) -> Iterator[Line]:
     """Yield what calls take in microseconds, and what they take at most beside pinning."""
-    rig = Rig(options.device, options.size)
+    rig = Rig(options)
     yield from asked("pinning", _pinning(rig))
-    yield from asked("submission", _submission(rig, options))
+    yield from asked("submission", _submission(rig))
     for mib in _PINNED_MIB:
         yield from asked(f"calls beside pinning of {mib} MiB", _beside_pinning(rig, mib))
-    yield from asked("a busy interpreter", _busy(rig, options))
+    yield from asked("a busy interpreter", _busy(rig))
 
 
 @contextmanager
@@ -68,14 +68,14 @@ def _pinning(rig: Rig) -> Iterator[Line]:
     yield in_words(what, codes, _CODES)
 
 
-def _submission(rig: Rig, options: Options) -> Iterator[Line]:
+def _submission(rig: Rig) -> Iterator[Line]:
     """Time what a hook does for a load of adjacent blocks."""
     found = []
     blocks = rig.size // _PAGE
     region = DeviceRegion(rig.memory, _PAGE, _PAGE, blocks, rig.device)
     geometry = geometry_of(DeviceLayout.of([region]), blocks).with_chunk([rig.host.ctypes.data])
     numbers = np.arange(blocks, dtype=np.int64)
-    for _ in range(options.repeats):
+    for _ in range(rig.repeats):
         begun = time.perf_counter()
         runs = merge_runs(geometry, Direction.LOAD, numbers, numbers)
         rig.copier.submit(Direction.LOAD, runs, ())
@@ -117,11 +117,11 @@ def _beside_pinning(rig: Rig, mib: int) -> Iterator[Line]:
         )
 
 
-def _busy(rig: Rig, options: Options) -> Iterator[Line]:
+def _busy(rig: Rig) -> Iterator[Line]:
     """Time copies by the device's clock beside a thread that never rests, over copies without it."""
-    idle = rig.speeds(64 << 10, (Direction.STORE,), options.repeats)
+    idle = rig.speeds(64 << 10, (Direction.STORE,))
     with repeated(lambda: sum(range(1000))):
-        busy = rig.speeds(64 << 10, (Direction.STORE,), options.repeats)
+        busy = rig.speeds(64 << 10, (Direction.STORE,))
     yield measured(
         "a store's time beside a busy interpreter, over one without", ratios(idle, busy), "x", at_most=1.2
     )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvoffload.gpu_check.parts import NotHere
+from kvoffload.gpu_check.parts import NotHere, Options
 from kvoffload.model.errors import CopyError
 from kvoffload.model.transfer import Direction
 from kvoffload.runtime.portal import DaemonExecutor
@@ -32,17 +32,16 @@ class Rig:
     """`size` bytes for loads and as many for stores, on both sides.
 
     Args:
-        device: the GPU's name.
-        size: bytes of one large copy.
+        options: of the check; `repeats` is that of every measurement.
         batch_copies: as the setting.
         memory: address of device memory to use, in place of newly allocated memory.
     """
 
-    def __init__(
-        self, device: str, size: int, *, batch_copies: str = "on", memory: int | None = None
-    ) -> None:
-        self.device, self.size = device, size
-        self.driver = NvidiaDriver(device, lambda: self.stream, batch_copies=batch_copies)
+    def __init__(self, options: Options, *, batch_copies: str = "on", memory: int | None = None) -> None:
+        self.size = size = options.size
+        self.device = options.device
+        self.repeats = options.repeats
+        self.driver = NvidiaDriver(options.device, lambda: self.stream, batch_copies=batch_copies)
         self.copier = CudaCopier(self.driver)
         self.stream = self.driver.stream(urgent=False)
         self.event = self.driver.event(timed=False)
@@ -110,10 +109,10 @@ class Rig:
         wait_until(have_ended)
         return max(ticket.copy_seconds or 0.0 for ticket in tickets)
 
-    def speeds(self, piece: int, ways: Sequence[Direction], repeats: int) -> list[float]:
+    def speeds(self, piece: int, ways: Sequence[Direction]) -> list[float]:
         """Return the GB/s of copies of all memory in pieces of this size, in these directions at once."""
         found = []
-        for repeat in range(repeats + 1):
+        for repeat in range(self.repeats + 1):
             runs = [(way, self.runs(way, piece)) for way in ways]
             seconds = self.seconds(*runs)
             if repeat:  # the first warms up
@@ -143,12 +142,11 @@ class Rig:
         copy = copy or (lambda way, runs: self.seconds((way, runs)))
         copy(Direction.LOAD, load)
         copy(Direction.STORE, CopyRuns(load.target, load.source + self.size, load.size))
-        whole = self.size // piece * piece
-        is_copied = np.zeros(whole // piece, np.bool_)
-        is_copied[(load.source - self._chunk.address) // piece] = True
-        there[:whole].reshape(-1, piece)[~is_copied] = 0
-        there[whole:] = 0
-        return int((there != back).sum())
+        expected = np.zeros_like(there)
+        pieces = slice(0, self.size // piece * piece)
+        places = (load.source - self._chunk.address) // piece
+        expected[pieces].reshape(-1, piece)[places] = there[pieces].reshape(-1, piece)[places]
+        return int((expected != back).sum())
 
 
 def code_of(call: Callable[[], object]) -> int:

@@ -280,7 +280,7 @@ def test_copies_across_an_expandable_segment_are_compared(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a stand-in for torch; which pieces its memory has only a device tells."""
-    rig = Rig("cuda:0", OPTIONS.size)
+    rig = Rig(OPTIONS)
     torch = MagicMock()
     torch.zeros.return_value.data_ptr.return_value = rig.memory
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
