@@ -7,7 +7,6 @@ half of each, stores the second, so that both can run at once.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import time
 from collections.abc import Callable, Sequence
 
@@ -22,7 +21,7 @@ from kvoffload.transfer.cuda.driver import CudaPin, NvidiaDriver
 from kvoffload.transfer.cuda.library import CudaError
 from kvoffload.transfer.host_memory import HostChunk, MmapAllocator, preferred_node
 from kvoffload.transfer.ports import TicketState
-from kvoffload.transfer.runs import CopyRuns
+from kvoffload.transfer.runs import CopyRuns, array_at
 
 _PATIENCE_S = 20.0
 _KEPT: list[HostChunk] = []  # of rigs that are gone: copies that have not ended may still use it
@@ -48,8 +47,7 @@ class Rig:
         self._hook = DaemonExecutor("gpu-check-hook", threads=1)
         self._chunk = self.host_memory(2 * size, CudaPin(self.driver))
         _KEPT.append(self._chunk)
-        host = (ctypes.c_ubyte * (2 * size)).from_address(self._chunk.address)
-        self.host = np.frombuffer(memoryview(host), np.uint8)
+        self.host = array_at(self._chunk.address, (2 * size,), (1,))
         self.memory = memory or self.driver.allocate(2 * size, self.stream)
         self._draw = np.random.default_rng(0)
         self.settle(self.stream)  # other streams may use the memory only once its allocation has run
