@@ -52,7 +52,7 @@ class Arena:
 
     Args:
         layout: of this rank.
-        slots: how many slots there are to be; 0 is legal.
+        slots: how many to make; 0 is legal.
         allocator: where memory comes from.
         chunk_bytes: about how much is made ready at a time, at least one slot.
         clock: time, for pauses.
@@ -89,7 +89,7 @@ class Arena:
 
     @property
     def ready_slots(self) -> int:
-        """Slots that can be used by now; never shrinks before `close`. Readable from any thread."""
+        """Slots that can be used; never shrinks before `close`. Readable from any thread."""
         return self._ready_slots
 
     @property

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 PIECE_BYTES = 4 * 2**20
 """About 1 ms of copying: long beside what a piece costs, short beside a load. With twice as much a load is 4 % faster
-alone, and 5 % slower behind stores."""
+on an idle copier, and 5 % slower behind stores."""
 
 _STUCK_S = 1.0  # a thread that takes so long for a piece of a store may hang: another one takes over
 
@@ -67,8 +67,8 @@ _UNIT = 2**12  # most bytes of what indexing copies at a time
 _LEAST_UNIT = 2**9
 _ROWS = 512  # that indexing copies in one call; up to 500 numpy keeps the interpreter's lock
 _MEASURABLE = 2**21  # bytes of a copy from which its speed counts: a smaller one may lie in a cache
-_SLOWER = 2.5  # times, if another thread wants the lock: a wait alone takes as long as two copies
-_FORGET = 0.98  # of the best speed, with each copy: a cache or a faster moment is no measure for good
+_SLOWER = 2.5  # times slower means that another thread wants the lock: one wait takes as long as two copies
+_FORGET = 0.98  # of the best speed, with each copy: a cache or a faster moment must not stay the measure
 _CALL_BYTES = 2**30  # the kernel moves no more than 2 GiB in one call
 
 

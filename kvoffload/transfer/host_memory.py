@@ -1,6 +1,6 @@
 """How much host memory this process may use, how it is allocated, and on which NUMA node.
 
-What lies on another node than the GPU's comes over a second, slower bus. The node is a preference (`MPOL_PREFERRED`): if it
+Copies from another node than the GPU's cross a second, slower bus. The node is a preference (`MPOL_PREFERRED`): if it
 is full, the kernel takes another. If the kernel refuses the call, as under Docker's default profile, the thread that touches
 the memory runs on the node's processors while it does so: a page is placed on the node of the thread that first touches it.
 If that is refused too, the kernel places the memory as usual.

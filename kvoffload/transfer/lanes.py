@@ -169,7 +169,7 @@ class Lanes:
 
     @property
     def is_pending(self) -> bool:
-        """Whether batches are pending, those written off apart."""
+        """Whether batches are pending; those written off do not count."""
         return any(self.all)
 
     @property

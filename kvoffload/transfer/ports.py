@@ -18,7 +18,7 @@ HELD_COPIES = 256
 """Copies up to which a copier enqueues a batch without releasing the interpreter's lock, unless much is pending."""
 
 Fence: TypeAlias = object
-"""What a copier recorded on the hook's own thread and what a copy waits for; opaque to everyone else."""
+"""Recorded by a copier on the hook's thread; a copy waits for it. Only the copier looks inside."""
 
 ReadText: TypeAlias = Callable[[str], str | None]
 """Returns a file's text, None where it cannot be read."""

@@ -11,7 +11,7 @@ The fence is an event recorded by the hook's own thread on whatever stream is cu
 which one that is. A store must read after the forward pass has written, a load must write after earlier kernels have
 read or zeroed: both wait for it. A host slot needs no fence: it is loaded only after its store was seen to end.
 
-The start event lies behind the waits, so what the two events measure is copying alone. Nothing here waits for the device.
+The start event lies behind the waits, so the two events measure the copies only. Nothing here waits for the device.
 Both events exist before anything is enqueued. If the end event cannot be recorded behind the copies, the batch stays pending, and each
 query tries to record it again.
 

@@ -4,7 +4,7 @@ The size differs by device and direction. It is measured when the copier is made
 megabytes of scratch memory, for some seconds at most. Ranks that start together measure together. If the kernel is not
 available, moves a wrong byte, or is not faster, everything goes through the copy engine.
 
-What is timed is the device alone, by its own events. Large copies that lie before the first event keep it busy until the
+The device's own events time the copies. Large copies that lie before the first event keep it busy until the
 timed copies have been enqueued, so no pause of the enqueuing thread shows in their time.
 
     large copies ── [start] ── timed copies ── [end]
@@ -42,7 +42,7 @@ _PIECES: tuple[int, ...] = tuple(2**power for power in range(11, 19))  # 2 KiB t
 _REPEATS = 5
 _WINS = 0.95  # of the engine's time: what is less is noise
 _PATIENCE_S = 10.0  # with one copy
-_LONGEST_S = 5.0  # of measuring, compilation apart
+_LONGEST_S = 5.0  # of measuring, without compiling the kernel
 _MARGIN = 1.5  # of the time that enqueuing took before, for the copies that cover it
 _MOST_COVERS = 64
 
@@ -100,7 +100,7 @@ def measure(
 
 @dataclass
 class Trial:
-    """Times batches on the device alone, by the page kernel and by the copy engine.
+    """Times batches of the page kernel and of the copy engine by the device's own events.
 
     Args:
         driver: copies both ways.

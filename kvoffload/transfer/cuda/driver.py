@@ -1,4 +1,4 @@
-"""One CUDA device as the copier sees it, through NVIDIA's driver library alone.
+"""One CUDA device as the copier sees it, through NVIDIA's driver library only.
 
 torch is asked for one number, the handle of the engine's current stream. Everything else is our own: streams, because
 torch's come from a pool of 32 that others use too and know one priority only; events, because torch makes them at their first

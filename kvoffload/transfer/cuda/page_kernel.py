@@ -43,7 +43,7 @@ def _copy_runs(descriptors: tl.tensor, runs: tl.tensor, words: tl.constexpr) -> 
         size = tl.load(descriptors + 2 * runs + run)
         is_aligned = (target | source) % 16 == 0
         body = size // 16 * is_aligned * 2  # in words, an even number of them
-        # The hints hold for these two pointers alone: nothing says that the bytes further down are aligned.
+        # The hints hold for these two pointers only: nothing says that the bytes further down are aligned.
         word_target = tl.multiple_of(target.to(tl.pointer_type(tl.int64)), 16)
         word_source = tl.multiple_of(source.to(tl.pointer_type(tl.int64)), 16)
         for turn in range(tl.cdiv(body, words)):
