@@ -425,6 +425,17 @@ class OffloadCore:
         results = self.state.results
         return bool(jobs or results.loaded or results.failed or self.stores.again)
 
+    @property
+    def watches_blocks(self) -> bool:
+        """Whether a step must report all blocks that were handed out, also of requests whose progress is reported later."""
+        tables = self.state.tables
+        return bool(tables.places or tables.shared or self.state.generation)
+
+    def boundary(self, request: RequestId) -> int:
+        """Return the tokens after which a looked-up request should hand its recurrent states off; 0 for nowhere."""
+        record = self.state.requests.live.get(request)
+        return 0 if record is None else record.boundary
+
     def audit(self) -> list[str]:
         """Return every violated conservation law as text."""
         return audit(self.state, self.stores)
