@@ -20,11 +20,10 @@ from collections.abc import Callable
 
 from kvoffload.bus.bus import Bus
 from kvoffload.model import events, facts
-from kvoffload.model.causes import CopyOutcome, LoadOutcome, TierOutcome
-from kvoffload.model.ids import JobId, RequestId
-from kvoffload.model.message import Message
+from kvoffload.model.causes import LoadOutcome, TierOutcome
+from kvoffload.model.ids import RequestId
 from kvoffload.model.transfer import Direction, Tier
-from kvoffload.runtime.open_copies import OpenCopies
+from kvoffload.runtime.copies import HookTime, OpenCopies
 from kvoffload.runtime.step_times import Copies, PrefillRate, StepTimes
 from kvoffload.telemetry.catalogue import LoadWait
 
@@ -101,12 +100,6 @@ class BreakEven:
         return self.tokens if now <= self.stale_at else 0
 
 
-class _Load(Message, frozen=True):
-    request: RequestId
-    tokens: int
-    since: float
-
-
 _BELOW = Tier.DISK, Tier.REMOTE
 
 
@@ -117,7 +110,7 @@ class NetBenefit:
         block_tokens: of the shortest hit.
         ranks: that copy a part of each job.
         copies: the open ones.
-        now: monotonic seconds.
+        hook: the time.
         set_least: takes a tier and the fewest tokens worth a load (HOST), or worth a fetch from it and the load after that, whenever
             measurements change them; 0 without any. None where the operator chose.
     """
@@ -127,12 +120,12 @@ class NetBenefit:
         block_tokens: int,
         ranks: int,
         copies: OpenCopies,
-        now: Callable[[], float],
+        hook: HookTime,
         set_least: Callable[[Tier, int], object] | None = None,
     ) -> None:
         self._ranks = ranks
         self._open = copies
-        self._now = now
+        self._hook = hook
         self._rate = PrefillRate(_LEAST_BLOCKS * block_tokens)
         self._times = StepTimes()
         self._break_even = BreakEven()
@@ -140,9 +133,6 @@ class NetBenefit:
         self._set_least = set_least
         self._least_changes_at = math.inf
         self._is_weighed = True  # nothing was measured since the break-even lengths were computed
-        self._loads: dict[JobId, _Load] = {}
-        self._fetches: dict[JobId, _Load] = {}
-        self._copy_s: dict[JobId, float] = {}
         self._await_fetch: set[RequestId] = set()
         self._unpriced_tokens = 0
         self.saved_s = 0.0
@@ -159,15 +149,12 @@ class NetBenefit:
         self._publish: Callable[[events.NetBenefitTurned], None] = lambda event: None
 
     def subscribe(self, bus: Bus) -> None:
-        """Follow the engine from now on; publish when the sign changes."""
+        """Follow the engine from now on, ahead of the open copies, whose records end with them; publish when the sign changes."""
         self._publish = bus.publish
         bus.count(facts.StepScheduled, self._step)
         bus.count(facts.RequestEnded, self._ended)
         bus.count(events.LookupDeferred, self._deferred)
-        bus.count(events.LoadScheduled, self._load_scheduled)
-        bus.count(events.RankReported, self._copied)
         bus.count(events.LoadEnded, self._load_ended)
-        bus.count(events.TierCopyScheduled, self._fetch_scheduled)
         bus.count(events.TierCopyEnded, self._fetch_ended)
 
     @property
@@ -192,13 +179,13 @@ class NetBenefit:
     def idle(self) -> None:
         """The last request has ended: the time until the next step does not count."""
         if self._ran:
-            now = self._now()
+            now = self._hook.now
             self._rate.idle(now)
             self._stepped(now)
             self._ran = self._is_calm = self._is_steady = False
 
     def _step(self, fact: facts.StepScheduled) -> None:
-        now = self._now()
+        now = self._hook.now
         prefill, decode = fact.prefill_tokens, fact.decode_tokens
         copies = self._copying() if self._open.oldest is not None else 0
         # Inline, because every step runs this: a step that only decodes, like the one before, costs two calls.
@@ -240,9 +227,12 @@ class NetBenefit:
                 self.interference_s[way] += lost / len(ways)
 
     def _ended(self, fact: facts.RequestEnded) -> None:
-        if self._loads:
-            for job in [job for job, load in self._loads.items() if load.request == fact.request]:
-                self.waited_s[LoadWait.OWN_LOAD] += self._now() - self._loads.pop(job).since
+        if fact.request not in self._open.by_request:
+            return
+        load = self._open.by_request[fact.request]
+        if load.planned is not None:
+            self.waited_s[LoadWait.OWN_LOAD] += self._hook.now - load.planned
+            load.planned = None
 
     # -- loads ------------------------------------------------------------------------------------------------------
 
@@ -256,34 +246,21 @@ class NetBenefit:
         if event.owner is None:
             self._await_fetch.add(event.request)
 
-    def _load_scheduled(self, event: events.LoadScheduled) -> None:
-        self._loads[event.job] = _Load(event.request, event.tokens, self._now())
-
-    def _copied(self, event: events.RankReported) -> None:
-        if event.outcome is CopyOutcome.DONE and event.job in self._loads:
-            self._copy_s[event.job] = self._copy_s.get(event.job, 0.0) + event.copy_s
-
     def _load_ended(self, event: events.LoadEnded) -> None:
-        copy_s = self._copy_s.pop(event.job, 0.0) / self._ranks
-        load = self._loads.pop(event.job, None)
-        if load is None:
+        load, now = self._open.by_job.get(event.job), self._hook.now
+        if load is None or load.planned is None:
             return
-        waited_s = self._now() - load.since
+        waited_s = now - load.planned
         self.waited_s[LoadWait.OWN_LOAD] += waited_s
         if event.outcome is LoadOutcome.LOADED:
             self._unpriced_tokens += load.tokens
-            self._break_even.loaded(self._now(), load.tokens, waited_s, copy_s)
+            self._break_even.loaded(now, load.tokens, waited_s, load.copy_s / self._ranks)
             self._price()
 
-    def _fetch_scheduled(self, event: events.TierCopyScheduled) -> None:
-        if event.tokens and event.request is not None:
-            self._fetches[event.job] = _Load(event.request, event.tokens, self._now())
-
     def _fetch_ended(self, event: events.TierCopyEnded) -> None:
-        fetch = self._fetches.pop(event.job, None)
-        if fetch is not None and event.outcome is TierOutcome.DONE:
-            now = self._now()
-            waited_s = now - fetch.since
+        fetch, now = self._open.by_job.get(event.job), self._hook.now
+        if fetch is not None and fetch.planned is not None and event.outcome is TierOutcome.DONE:
+            waited_s = now - fetch.planned
             copy_s = min(event.copy_s, waited_s)  # threads that copy side by side may add up to more
             self._fetch_break_even[event.tier].loaded(now, fetch.tokens, waited_s, copy_s)
             self._price()

@@ -24,8 +24,8 @@ from kvoffload.logs import get_logger
 from kvoffload.model import facts
 from kvoffload.model.disk import DiskRecord
 from kvoffload.model.transfer import TransferReport
-from kvoffload.runtime.broken_core import BrokenCore
 from kvoffload.runtime.disk_index import DiskIndex
+from kvoffload.runtime.faults import Faults
 from kvoffload.runtime.remote_index import RemoteIndex
 
 log = get_logger("tiers")
@@ -50,7 +50,7 @@ class LowerTiersSide:
     Args:
         tiers: the core's.
         state: the core's.
-        broken: asks a core that may raise.
+        faults: asks a core that may raise.
         disk: its index, None without one.
         remote: the store's, None without one.
         now: monotonic seconds.
@@ -72,7 +72,7 @@ class LowerTiersSide:
         self,
         tiers: LowerTiers,
         state: CoreState,
-        broken: BrokenCore,
+        faults: Faults,
         disk: DiskIndex | None,
         remote: RemoteIndex | None,
         now: Callable[[], float],
@@ -83,7 +83,7 @@ class LowerTiersSide:
         self._tiers = tiers
         self._core = state
         self._jobs = state.jobs
-        self._broken = broken
+        self._faults = faults
         self.disk = disk
         self._remote = remote
         self._now = now
@@ -110,7 +110,7 @@ class LowerTiersSide:
     def ask(self) -> None:
         """Ask the store which blocks it has for requests that arrived."""
         if self._remote is not None and self._core.remote is not None:
-            for request, keys in self._broken.ask("seen", self._core.remote.take_asks, list[Ask]()):
+            for request, keys in self._faults.ask("seen", self._core.remote.take_asks, list[Ask]()):
                 self._remote.ask(request, keys)
 
     def take_facts(self, now: float) -> list[facts.Fact]:
@@ -159,23 +159,24 @@ class LowerTiersSide:
     def record(self) -> None:
         """Pass records to the disk's index."""
         if self.disk is not None and self._core.disk is not None:
-            records = self._broken.ask("disk", self._core.disk.take_records, list[DiskRecord]())
+            records = self._faults.ask("disk", self._core.disk.take_records, list[DiskRecord]())
             if records:
                 self.disk.append(records)
 
-    def rest(self) -> None:
+    def rest(self, now: float) -> None:
         """The last request has ended."""
-        self._idle_since = self._now()
+        self._idle_since = now
 
     @property
     def has_work(self) -> bool:
         """Whether an engine without requests must keep stepping for these tiers. After that nothing notices the ends of copies."""
         is_opening = self.disk is not None and self.disk.is_opening
-        if not (is_opening or self._jobs.pending or self._broken.ask("has_work", self._is_due, False)):
+        if not (is_opening or self._jobs.pending or self._faults.ask("has_work", self._is_due, False)):
             return False
+        now = self._now()
         if self._idle_since is None:  # the engine begins to serve
-            self._idle_since = self._now()
-        if self._now() - self._idle_since < self._drain_s:
+            self._idle_since = now
+        if now - self._idle_since < self._drain_s:
             return True
         self._late_steps = _LATE_STEPS
         return False

@@ -1,4 +1,4 @@
-"""The observers of one engine: each behind a bounded feed, all on the portal's loop."""
+"""What watches one engine: inline counters and measures, and observers behind bounded feeds on the portal's loop."""
 
 from __future__ import annotations
 
@@ -8,40 +8,110 @@ from contextlib import suppress
 
 from kvoffload.bus.bus import Bus
 from kvoffload.bus.feed import run_observer
+from kvoffload.disk.system import round_up
+from kvoffload.logs import get_logger
+from kvoffload.model.config import OffloadConfig
+from kvoffload.model.engine import EngineIdentity, EngineShape
+from kvoffload.model.facts import TransferReported
+from kvoffload.model.ids import Rank
+from kvoffload.runtime.copies import HookTime
+from kvoffload.runtime.faults import Watchdog
 from kvoffload.runtime.portal import Portal
-from kvoffload.runtime.watchdog import Watchdog
+from kvoffload.runtime.step_times import FirstTokens
+from kvoffload.telemetry.catalogue import Hook
 from kvoffload.telemetry.counters import Counters
 from kvoffload.telemetry.journal import Journal
 from kvoffload.telemetry.log_observer import LogObserver, log_removed, log_spans_failed
-from kvoffload.telemetry.spans import NAME, SpanObserver
+from kvoffload.telemetry.provenance import describe_run, info_labels
+from kvoffload.telemetry.spans import NAME, SpanObserver, make_spans
+
+log = get_logger("scheduler")
 
 _PATIENCE_S = 5.0  # for observers to write what waits when the engine stops
 
 
-class Observers:
-    """Starts what watches the bus, and waits for it at the end.
+class RankReports:
+    """The sizes and shares that the ranks last reported. Any thread may read the numbers: each is written whole.
 
     Args:
-        bus: what they watch.
-        journal: its file is written by one of them.
-        counters: count the observers that were removed.
-        now: monotonic seconds, which space repeated warnings.
-        spans: sends spans; None without a collector.
+        ranks: how many there are.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.store_shares = dict.fromkeys(map(Rank, range(ranks)), 1.0)
+        """By rank, the limit on store bytes in flight as a share of its maximum."""
+        self._sizes: dict[Rank, tuple[int, int, int]] = {}
+        self.wanted_bytes = 0
+        """What all ranks together will have once they are ready."""
+        self.reserved_bytes = 0
+        """What they have by now."""
+        self.block_bytes = 0
+        """One block on all ranks together."""
+        self.disk_block_bytes = 0
+        """The same in the ranks' slot files."""
+
+    def subscribe(self, bus: Bus) -> None:
+        """Follow reports from now on."""
+        bus.count(TransferReported, self._reported)
+
+    def _reported(self, fact: TransferReported) -> None:
+        report = fact.report
+        if report.rank in self.store_shares:
+            self.store_shares[report.rank] = report.store_share
+        sizes = report.slot_bytes, report.ready_slots, report.wanted_slots
+        if self._sizes.get(report.rank) == sizes:
+            return
+        self._sizes[report.rank] = sizes
+        ranks = self._sizes.values()
+        self.wanted_bytes = sum(size * wanted for size, _, wanted in ranks)
+        self.reserved_bytes = sum(size * ready for size, ready, _ in ranks)
+        self.block_bytes = sum(size for size, _, _ in ranks)
+        self.disk_block_bytes = sum(round_up(size) for size, _, _ in ranks)
+
+
+class Observation:
+    """Everything that only watches: without it, the engine would be served the same.
+
+    Args:
+        bus: what is watched.
+        shape: the engine's fixed facts.
+        config: the operator's settings.
+        identity: of the engine.
+        hook: the time, in hooks.
+        monotonic: seconds, which space repeated warnings.
+        unix: seconds since 1970.
+
+    Raises:
+        ConfigError: the journal's file cannot be written, or what spans need is not installed.
     """
 
     def __init__(
         self,
         bus: Bus,
-        journal: Journal,
-        counters: Counters,
-        now: Callable[[], float],
-        spans: SpanObserver | None = None,
+        shape: EngineShape,
+        config: OffloadConfig,
+        identity: EngineIdentity,
+        hook: HookTime,
+        *,
+        monotonic: Callable[[], float],
+        unix: Callable[[], float],
     ) -> None:
         self._bus = bus
-        self._journal = journal
-        self._counters = counters
-        self._now = now
-        self._spans = spans
+        self._now = monotonic
+        self.info = info_labels(identity, config)
+        self.spans = make_spans(config, shape, unix)
+        self.journal = Journal(
+            unix,
+            path=config.journal_path,
+            max_bytes=config.journal_max_bytes,
+            provenance=describe_run(identity, shape, config, unix()),
+            on_failure=self._journal_failed,
+        )
+        self.counters = Counters()
+        self.ranks = RankReports(shape.ranks)
+        self.first_tokens = FirstTokens(hook)
+        self.spent: dict[Hook, float] = {}
+        """Seconds that each hook took in this step."""
         self._executor: Executor | None = None
         self._portal: Portal | None = None
         self._running: list[Future[None]] = []
@@ -51,14 +121,14 @@ class Observers:
 
     def start(self, portal: Portal, watchdog: Watchdog) -> None:
         """Run the observers on the portal's loop until the bus is closed, and the watchdog beside them."""
-        log = LogObserver(self._now)
+        log_observer = LogObserver(self._now)
         self._portal = portal
         self._running = [
-            portal.spawn(run_observer, log.subscribe(self._bus), log, self._removed),
-            portal.spawn(self._journal.run),
+            portal.spawn(run_observer, log_observer.subscribe(self._bus), log_observer, self._removed),
+            portal.spawn(self.journal.run),
         ]
-        if self._spans is not None:
-            self._start_spans(portal, self._spans)
+        if self.spans is not None:
+            self._start_spans(portal, self.spans)
         self._watching = portal.spawn(watchdog.run)
 
     def wait(self) -> None:
@@ -77,7 +147,7 @@ class Observers:
         log_failed = log_spans_failed(self._now)
 
         def failed() -> None:
-            self._counters.spans_failed()
+            self.counters.spans_failed()
             log_failed()
 
         spans.subscribe(self._bus, failed)
@@ -85,5 +155,9 @@ class Observers:
         self._running.append(portal.spawn(spans.run, self._executor, self._removed))
 
     def _removed(self, name: str, error: Exception) -> None:
-        self._counters.removed(name)
+        self.counters.removed(name)
         self._log_removed(name, error)
+
+    def _journal_failed(self, error: Exception) -> None:
+        self.counters.journal_failed()
+        log.error("journal_stopped", error=str(error), note="the engine and the ring in memory continue")

@@ -7,7 +7,12 @@ are calls on the core.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from msgspec import Struct
 
 from kvoffload.bus.bus import Bus
 from kvoffload.core.offload_core import OffloadCore
@@ -15,45 +20,60 @@ from kvoffload.core.state import LoadResults, Policy
 from kvoffload.disk.folder import DiskPlace
 from kvoffload.disk.identity import KVIdentity
 from kvoffload.disk.tier_key import TierKey
-from kvoffload.logs import get_logger
 from kvoffload.model import facts
 from kvoffload.model.causes import DegradeCause
 from kvoffload.model.config import AUTO, OffloadConfig, check_promises
 from kvoffload.model.engine import BlockPool, EngineIdentity, EngineShape
 from kvoffload.model.errors import ConfigError
 from kvoffload.model.events import Event
-from kvoffload.model.ids import BlockKey, Rank, RequestId
+from kvoffload.model.ids import BlockKey, RequestId
 from kvoffload.model.transfer import NOTHING, TransferPlan, TransferReport
 from kvoffload.remote.address import RemotePlace
-from kvoffload.runtime.awaited_loads import NO_ANSWERS, AwaitedLoads, LoadAnswers
 from kvoffload.runtime.benefit import NetBenefit
-from kvoffload.runtime.broken_core import BrokenCore
-from kvoffload.runtime.clocks import Clocks
-from kvoffload.runtime.conservation import Conservation
-from kvoffload.runtime.degradation import Degradation
+from kvoffload.runtime.copies import NO_ANSWERS, HookTime, LoadAnswers, OpenCopies
 from kvoffload.runtime.disk_index import DiskIndex
-from kvoffload.runtime.host_memory import HostMemory
+from kvoffload.runtime.faults import DegradationReport, Faults, Watchdog
 from kvoffload.runtime.lower_tiers_side import LowerTiersSide
-from kvoffload.runtime.observers import Observers
-from kvoffload.runtime.open_copies import OpenCopies
-from kvoffload.runtime.pin_ages import PinAges
+from kvoffload.runtime.observers import Observation, RankReports
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.remote_index import RemoteIndex
-from kvoffload.runtime.resets import Resets
-from kvoffload.runtime.step_times import FirstTokens, HasToken
-from kvoffload.runtime.watchdog import Watchdog
-from kvoffload.telemetry.catalogue import Hook, Series, read_all
+from kvoffload.runtime.step_times import HasToken
+from kvoffload.telemetry.catalogue import Hook, Labels, Series, read_all
 from kvoffload.telemetry.counters import Counters
 from kvoffload.telemetry.journal import Journal
-from kvoffload.telemetry.provenance import describe_run, info_labels
-from kvoffload.telemetry.spans import make_spans
 
-log = get_logger("scheduler")
 _UNKNOWN = EngineIdentity()
 
 # CPython 3.11 takes ten times as long to reach an enum's member through its class.
 _SEEN, _LOOKUP, _ALLOCATED = Hook.SEEN, Hook.LOOKUP, Hook.ALLOCATED
 _STEP, _ENDED, _REPORT, _RESET = Hook.STEP, Hook.ENDED, Hook.REPORT, Hook.RESET
+
+
+@dataclass(frozen=True, slots=True)
+class Clocks:
+    """The times that the scheduler's side reads, and what its coroutines sleep on.
+
+    Args:
+        monotonic: seconds, for time limits and durations. A hook reads it as it begins and as it ends.
+        unix: seconds since 1970, for people.
+        sleep: waits for seconds.
+    """
+
+    monotonic: Callable[[], float] = time.monotonic
+    unix: Callable[[], float] = time.time
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+
+
+class _Deferral(Struct):
+    """A request that was answered "not yet", until it is admitted or ends.
+
+    Args:
+        first: when it was first told to wait. After the time limit it is answered without waiting.
+        since: since when it has been waiting without another answer; None while it does not wait.
+    """
+
+    first: float
+    since: float | None
 
 
 class SchedulerSide:
@@ -89,60 +109,36 @@ class SchedulerSide:
         tier_key: TierKey | None = None,
     ) -> None:
         self._clocks = clocks or Clocks()
-        now = self._clocks.monotonic
-        self._precise = self._clocks.precise
-        self.shape = shape
+        self._now = self._clocks.monotonic
+        self._hook = HookTime()
         self._timeout_s = config.transfer_timeout_s
-        self._spans = make_spans(config, shape, self._clocks.unix)
-        self.sends_spans = self._spans is not None
+        self._deferred: dict[RequestId, _Deferral] = {}
         self.core = OffloadCore(
             shape,
             _policy(config, shape, has_disk=disk is not None, has_remote=remote is not None),
             device,
         )
-        state = self.core.state
-        self._tally = state.tally
-        self._jobs = state.jobs
-        self._live = state.requests.live
-        self.provenance = describe_run(identity, shape, config, self._clocks.unix())
-        self.info = info_labels(identity, config)
-        self.journal = Journal(
-            self._clocks.unix,
-            path=config.journal_path,
-            max_bytes=config.journal_max_bytes,
-            provenance=self.provenance,
-            on_failure=self._journal_failed,
+        self._jobs = self.core.state.jobs
+        self._live = self.core.state.requests.live
+        self.bus = Bus(self.core.state.tally)
+        self.copies = OpenCopies(shape.ranks, self._timeout_s, self._jobs, self._hook)
+        self.observation = Observation(
+            self.bus, shape, config, identity, self._hook, monotonic=self._now, unix=self._clocks.unix
         )
-        self.bus = Bus(self._tally)
-        self.counters = Counters()
-        self.copies = OpenCopies(shape.ranks, self._clocks, self._timeout_s)
-        self._spent: dict[Hook, float] = {}  # seconds in this step
-        # When each request was first answered "not yet". After the time limit it is answered without waiting.
-        self._deferred_since: dict[RequestId, float] = {}
-        # Since when each request has been answered "not yet": the time that it waits for other requests' loads.
-        self._waiting_since: dict[RequestId, float] = {}
-        self._awaited = AwaitedLoads(self.copies.open)
-        self._degradation = Degradation(self.journal, config.journal_path)
-        self.pins = PinAges(self._clocks)
-        self.resets = Resets(self._jobs, self.bus.publish)
-        self.store_shares = dict.fromkeys(map(Rank, range(shape.ranks)), 1.0)  # as each rank last reported
-        self.memory = HostMemory()
-        self._broken = BrokenCore(
-            self.core, self.bus, self.copies, self._degradation, (self.pins, self.resets)
-        )
-        self._ask = self._broken.ask
+        report = DegradationReport(self.bus, self.journal, config.journal_path, portal)
+        self.faults = Faults(self.core, self.bus, self.copies, device, self.counters, report)
         self._below = _lower_tiers_side(
-            disk, remote, tier_key, self.core, self._broken, config, portal, self._clocks
+            disk, remote, tier_key, self.core, self.faults, config, portal, self._clocks
         )
-        self._conservation = Conservation(self.core, device, self.counters, self.bus.publish, self._broken)
         set_least = self.core.set_least if config.min_load_tokens == AUTO else None
-        self.benefit = NetBenefit(shape.alignment, shape.ranks, self.copies, now, set_least)
-        self._first_tokens = FirstTokens(now)
+        self.benefit = NetBenefit(shape.alignment, shape.ranks, self.copies, self._hook, set_least)
         self._handle_facts()
-        self._subscribe(portal)
-        self._observers = Observers(self.bus, self.journal, self.counters, now, self._spans)
+        self._subscribe(report)
         if portal is not None:
-            self._observers.start(portal, Watchdog(self.pins, self.copies, self._timeout_s, self._clocks))
+            watchdog = Watchdog(
+                self.copies, self._timeout_s, self._now, self._clocks.unix, self._clocks.sleep
+            )
+            self.observation.start(portal, watchdog)
 
     def _handle_facts(self) -> None:
         bus, core = self.bus, self.core
@@ -153,20 +149,58 @@ class SchedulerSide:
         bus.handle(facts.TransferReported, core.transfer_reported)
         bus.handle(facts.JobOverdue, core.job_overdue)
         bus.handle(facts.CacheReset, core.cache_reset)
-        bus.handle(facts.InvariantBroken, core.law_broken)
         if (tiers := core.lower_tiers) is not None:
             bus.handle(facts.DiskRestored, tiers.disk_restored)
             bus.handle(facts.DiskClosed, tiers.disk_closed)
             bus.handle(facts.RemoteOpened, tiers.remote_opened)
             bus.handle(facts.RemoteLost, tiers.remote_lost)
             bus.handle(facts.RemoteAnswered, tiers.remote_answered)
-        bus.on_state_error(self._broken.handler_raised)
 
-    def _subscribe(self, portal: Portal | None) -> None:
-        for watcher in (self.counters, self.pins, self.benefit, self.resets, self.memory, self.journal):
-            watcher.subscribe(self.bus)
-        self._first_tokens.subscribe(self.bus)
-        self._degradation.subscribe(self.bus, portal)
+    def _subscribe(self, report: DegradationReport) -> None:
+        watch = self.observation
+        self.counters.subscribe(self.bus)
+        self.benefit.subscribe(self.bus)  # before the copies, which forget a load when it ends
+        self.copies.subscribe(self.bus)
+        watch.ranks.subscribe(self.bus)
+        self.journal.subscribe(self.bus)
+        watch.first_tokens.subscribe(self.bus)
+        report.subscribe(self.bus)
+
+    # -- what adapters and readers find here --------------------------------------------------------------------
+
+    @property
+    def shape(self) -> EngineShape:
+        """The engine's fixed facts."""
+        return self.core.state.shape
+
+    @property
+    def counters(self) -> Counters:
+        """What is counted from events."""
+        return self.observation.counters
+
+    @property
+    def journal(self) -> Journal:
+        """The record of facts and events."""
+        return self.observation.journal
+
+    @property
+    def ranks(self) -> RankReports:
+        """What the ranks last reported of themselves."""
+        return self.observation.ranks
+
+    @property
+    def info(self) -> Labels:
+        """The versions and settings of the engine."""
+        return self.observation.info
+
+    @property
+    def sends_spans(self) -> bool:
+        """Whether a collector gets spans, which continue the traces of requests."""
+        return self.observation.spans is not None
+
+    def unix(self, since: float | None) -> float:
+        """Return a monotonic time as seconds since 1970, to a tenth: the same each time for the same moment. 0 for None."""
+        return 0 if since is None else round(self._clocks.unix() - (self._now() - since), 1)
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -174,16 +208,17 @@ class SchedulerSide:
         self, fact: facts.RequestSeen, has_token: HasToken | None = None, trace_parent: str | None = None
     ) -> None:
         """The engine took a request in; `has_token` says whether its first token is there, `trace_parent` is W3C's."""
-        began = self._precise()
+        began = self._hook.now = self._now()
+        watch = self.observation
         if has_token is not None:
-            self._first_tokens.expect(fact.request, has_token)
-        if self._spans is not None:
-            self._spans.expect(trace_parent)
+            watch.first_tokens.expect(fact.request, has_token)
+        if watch.spans is not None:
+            watch.spans.expect(trace_parent)
         self.bus.dispatch([fact])
         if self._below is not None and self._below.asks:
             self._below.ask()
-        spent = self._spent
-        spent[_SEEN] = spent.get(_SEEN, 0.0) + self._precise() - began
+        spent = self.observation.spent
+        spent[_SEEN] = spent.get(_SEEN, 0.0) + self._now() - began
 
     def lookup(
         self,
@@ -202,88 +237,101 @@ class SchedulerSide:
             new_keys: per group, keys of its whole blocks that were not given before.
             full_tokens: tokens whose blocks of full attention the device holds, where it lacks a recurrent state.
         """
-        began = self._precise()
+        began = self._hook.now = self._now()
         answer: int | None = 0
         events: list[Event] = []
-        if self._broken.error is None:
+        tally = self.core.state.tally
+        if self.faults.error is None:
             try:
                 answer = self.core.lookup(
                     request,
                     device_tokens,
-                    may_wait=not self._deferred_since or self._has_patience(request),
+                    may_wait=not self._deferred or self._may_wait(request, began),
                     full_tokens=full_tokens,
                     tokens=tokens,
                     new_keys=new_keys,
                 )
-                if self._tally.events or self._tally.has_sums:
-                    events = self._tally.take()
+                if tally.events or tally.has_sums:
+                    events = tally.take()
             except Exception as error:
-                self._broken.raised(error, "lookup")
+                self.faults.raised(error, "lookup")
         if answer is None:
-            now = self._clocks.monotonic()
-            self._deferred_since.setdefault(request, now)
-            self._waiting_since.setdefault(request, now)
-        elif self._waiting_since:
-            self._stop_waiting(request)
+            self._defer(request, began)
+        elif self._deferred and (deferral := self._deferred.get(request)) is not None:
+            self._stop_waiting(request, deferral, began)
         if events:
             self.bus.dispatch(events)
-        spent = self._spent
-        spent[_LOOKUP] = spent.get(_LOOKUP, 0.0) + self._precise() - began
+        spent = self.observation.spent
+        spent[_LOOKUP] = spent.get(_LOOKUP, 0.0) + self._now() - began
         return answer
 
-    def _has_patience(self, request: RequestId) -> bool:
+    def _may_wait(self, request: RequestId, now: float) -> bool:
         """Whether a request may be answered "not yet" again."""
-        since = self._deferred_since.get(request)
-        return since is None or self._clocks.monotonic() - since < self._timeout_s
+        deferral = self._deferred.get(request)
+        return deferral is None or now - deferral.first < self._timeout_s
+
+    def _defer(self, request: RequestId, now: float) -> None:
+        deferral = self._deferred.setdefault(request, _Deferral(now, now))
+        if deferral.since is None:
+            deferral.since = now
+
+    def _stop_waiting(self, request: RequestId, deferral: _Deferral, now: float) -> None:
+        """A request no longer waits for another request's load, or for a fetch."""
+        if deferral.since is not None:
+            self.benefit.waited(request, now - deferral.since)
+            deferral.since = None
+
+    def _end_deferral(self, request: RequestId, now: float) -> None:
+        deferral = self._deferred.pop(request, None)
+        if deferral is not None:
+            self._stop_waiting(request, deferral, now)
 
     def junction(self, request: RequestId) -> int:
         """Return the tokens after which a looked-up request should hand its recurrent states off; 0 for nowhere."""
-        record = self.core.state.requests.live.get(request) if self._broken.error is None else None
-        return 0 if record is None else record.boundary
+        return self.faults.ask("boundary", lambda: self.core.boundary(request), 0)
 
     def allocated(self, fact: facts.BlocksAllocated) -> None:
         """The engine gave a request a block table."""
-        began = self._precise()
-        if self._deferred_since:
-            self._deferred_since.pop(fact.request, None)
-            self._stop_waiting(fact.request)
+        began = self._hook.now = self._now()
+        if self._deferred:
+            self._end_deferral(fact.request, began)
         if fact.external_tokens:
-            self._awaited.began(fact.request)
+            self.copies.awaits(fact.request)
         self.bus.dispatch([fact])
-        spent = self._spent
-        spent[_ALLOCATED] = spent.get(_ALLOCATED, 0.0) + self._precise() - began
+        spent = self.observation.spent
+        spent[_ALLOCATED] = spent.get(_ALLOCATED, 0.0) + self._now() - began
 
     def ended(self, fact: facts.RequestEnded) -> None:
         """A request finished or was aborted, and still has its blocks."""
-        began = self._precise()
-        if self._deferred_since:
-            self._deferred_since.pop(fact.request, None)
-            self._stop_waiting(fact.request)
+        began = self._hook.now = self._now()
+        if self._deferred:
+            self._end_deferral(fact.request, began)
         self.bus.dispatch([fact])
         if not self._live:
             if self._below is not None:
-                self._below.rest()
+                self._below.rest(began)
             self.benefit.idle()
             if not self._jobs.pending:
-                self._ask("audit", self._conservation.at_rest, None)
-        spent = self._spent
-        spent[_ENDED] = spent.get(_ENDED, 0.0) + self._precise() - began
+                self.faults.ask("audit", self.faults.audit_at_rest, None)
+        spent = self.observation.spent
+        spent[_ENDED] = spent.get(_ENDED, 0.0) + self._now() - began
 
     # -- steps --------------------------------------------------------------------------------------------------
 
     def step(self, fact: facts.StepScheduled) -> TransferPlan:
         """The engine scheduled a step: return what the workers must copy. Exactly once a step."""
-        began = self._precise()
-        if self._broken.pending_error is not None:
-            self._broken.raised(*self._broken.pending_error)
-        if self.copies.oldest is not None:
-            for job in self.copies.overdue(self._clocks.monotonic()):
+        began = self._hook.now = self._now()
+        copies, faults, watch = self.copies, self.faults, self.observation
+        if faults.pending_error is not None:
+            faults.raised(*faults.pending_error)
+        if copies.oldest is not None:
+            for job in copies.overdue():
                 self.bus.dispatch([facts.JobOverdue(job)])
-        if self.resets.draining:
-            self._ask("step", self.resets.look, None)
+        if copies.draining:
+            faults.ask("step", copies.look_at_reset, None)
         batch: list[object] = [fact]
-        if self._first_tokens.admitted:
-            batch[:0] = self._first_tokens.look()
+        if watch.first_tokens.admitted:
+            batch[:0] = watch.first_tokens.look()
         below = self._below
         if below is not None and (
             below.is_opening
@@ -295,14 +343,12 @@ class SchedulerSide:
             batch += below.take_facts(began)
         self.bus.dispatch(batch)
         jobs = self._jobs
-        plan = (
-            self._plan(began) if (jobs.planned or jobs.cancelled) and self._broken.error is None else NOTHING
-        )
-        spent = self._spent
+        plan = self._plan(began) if (jobs.planned or jobs.cancelled) and faults.error is None else NOTHING
         if below is not None and below.records:
             below.record()
-        spent[_STEP] = spent.get(_STEP, 0.0) + self._precise() - began
-        self.counters.hooks(spent)
+        spent = watch.spent
+        spent[_STEP] = spent.get(_STEP, 0.0) + self._now() - began
+        watch.counters.hooks(spent)
         spent.clear()
         return plan
 
@@ -311,18 +357,17 @@ class SchedulerSide:
         try:
             plan = self.core.plan()
         except Exception as error:
-            self._broken.raised(error, "plan")
+            self.faults.raised(error, "plan")
             return NOTHING
-        if plan.loads:
-            self._awaited.submitted(plan.loads)
-        self.copies.submitted((*plan.loads, *plan.stores), self._clocks.monotonic())
+        self.copies.submitted((*plan.loads, *plan.stores))
         if self._below is not None and (plan.disk or plan.remote):
             self._below.moved(began)
-        if self._tally.events or self._tally.has_sums:
+        tally = self.core.state.tally
+        if tally.events or tally.has_sums:
             try:
-                events = self._tally.take()
+                events = tally.take()
             except Exception as error:
-                self._broken.raised(error, "take_events")
+                self.faults.raised(error, "take_events")
             else:
                 self.bus.dispatch(events)
         return plan
@@ -331,12 +376,11 @@ class SchedulerSide:
 
     def reported(self, reports: Sequence[TransferReport]) -> LoadAnswers:
         """Ranks reported what ended; return the loads that the engine must learn of."""
-        began, open_before = self._precise(), self._jobs.open_on_tiers
+        began = self._hook.now = self._now()
+        open_before = self._jobs.open_on_tiers
         for report in reports:
             if report.jobs:
                 self.copies.reported(report)
-            if report.rank in self.store_shares:
-                self.store_shares[report.rank] = report.store_share
             self.bus.dispatch([facts.TransferReported(report)])
             if report.lost is not None:
                 self.bus.dispatch([facts.InvariantBroken(DegradeCause.TRANSFER_DEAD, report.lost)])
@@ -346,41 +390,40 @@ class SchedulerSide:
                 below.reported(reports, began, has_moved=has_moved)
             self._look_after_reports()
         answers = self.take_answers()
-        spent = self._spent
-        spent[_REPORT] = spent.get(_REPORT, 0.0) + self._precise() - began
+        spent = self.observation.spent
+        spent[_REPORT] = spent.get(_REPORT, 0.0) + self._now() - began
         return answers
 
     def take_answers(self) -> LoadAnswers:
         """Return the loads that ended since the last call; some end without a report."""
         ended = self.core.state.results
-        if not (ended.loaded or ended.failed or self._degradation.cause):
+        if not (ended.loaded or ended.failed or self.faults.cause):
             return NO_ANSWERS
-        results = self._ask("take_results", self.core.take_results, LoadResults())
-        if self._degradation.cause is not None:
-            results.failed += self._awaited  # what a broken core planned is not to be trusted
-        return self._awaited.answer(results)
+        results = self.faults.ask("take_results", self.core.take_results, LoadResults())
+        if self.faults.cause is not None:
+            results.failed += self.copies.awaited_requests  # what a broken core planned is not to be trusted
+        return self.copies.answer(results)
 
     @property
     def has_work(self) -> bool:
         """Whether the engine must keep stepping for something to end."""
-        if self._awaited:
+        if self.copies.awaited:
             return True
-        if self._broken.error is not None:
+        if self.faults.error is not None:
             return self.copies.oldest is not None
         if self._below is None or self._live:
-            return self._ask("has_work", lambda: self.core.has_work, False)
-        return self._ask("has_work", lambda: self.core.has_host_work, False) or self._below.has_work
+            return self.faults.ask("has_work", lambda: self.core.has_work, False)
+        return self.faults.ask("has_work", lambda: self.core.has_host_work, False) or self._below.has_work
 
     @property
     def watches_blocks(self) -> bool:
         """Whether a step must report all blocks that were handed out, also of requests whose progress is reported later."""
-        tables = self.core.state.tables
-        return bool(tables.places or tables.shared or self.core.state.generation)
+        return self.faults.ask("watches_blocks", lambda: self.core.watches_blocks, False)
 
     @property
     def degraded(self) -> DegradeCause | None:
         """Why offloading is off, None while it is on."""
-        return self._degradation.cause
+        return self.faults.cause
 
     @property
     def disk_identity(self) -> KVIdentity | None:
@@ -396,11 +439,12 @@ class SchedulerSide:
         them has ended, `reset_ended` is logged. Nor is it while a later process could find what the disk or the store has
         from before; the log says so. Calling it again is harmless, and tries again.
         """
-        began = self._precise()
+        began = self._hook.now = self._now()
         self.bus.dispatch([facts.CacheReset()])
         is_forgotten = self._below is None or self._below.reset()
-        self._spent[_RESET] = self._spent.get(_RESET, 0.0) + self._precise() - began
-        has_ended = self.copies.oldest is None if self._broken.error is not None else not self._jobs.pending
+        spent = self.observation.spent
+        spent[_RESET] = spent.get(_RESET, 0.0) + self._now() - began
+        has_ended = self.copies.oldest is None if self.faults.error is not None else not self._jobs.pending
         return has_ended and is_forgotten
 
     def audit(self) -> list[str]:
@@ -409,7 +453,7 @@ class SchedulerSide:
         On the engine's thread, between two hooks. Costs time in the size of the pool; at rest a cheaper one is made
         each time without being asked for.
         """
-        return self._conservation.in_full()
+        return self.faults.audit()
 
     def gauges(self) -> Mapping[str, Series]:
         """Return the series of each metric that is read, by name; if a reader raises, `kvoffload_degraded` alone.
@@ -419,13 +463,13 @@ class SchedulerSide:
         try:
             return read_all(self)
         except Exception as error:
-            self._broken.raised_on_another_thread(error, "gauges")
+            self.faults.raised_on_another_thread(error, "gauges")
             return {"kvoffload_degraded": {(DegradeCause.HANDLER_RAISED.value,): 1}}
 
     def close(self) -> None:
         """Stop the observers. Open jobs are the workers' to drain."""
         self.bus.close()
-        self._observers.wait()
+        self.observation.wait()
         if self._below is not None:
             self._below.close()
 
@@ -433,22 +477,12 @@ class SchedulerSide:
 
     def _look_after_reports(self) -> None:
         """Look at what the ends of copies may have changed."""
-        if self._broken.is_off:
-            self._broken.release_loose()
-        if self.resets.draining:
-            self._ask("report", self.resets.look, None)
+        if self.faults.is_off:
+            self.faults.release_loose()
+        if self.copies.draining:
+            self.faults.ask("report", self.copies.look_at_reset, None)
         if not (self._jobs.pending or self._live):
-            self._ask("audit", self._conservation.at_rest, None)
-
-    def _stop_waiting(self, request: RequestId) -> None:
-        """A request no longer waits for another request's load, or for a fetch."""
-        since = self._waiting_since.pop(request, None)
-        if since is not None:
-            self.benefit.waited(request, self._clocks.monotonic() - since)
-
-    def _journal_failed(self, error: Exception) -> None:
-        self.counters.journal_failed()
-        log.error("journal_stopped", error=str(error), note="the engine and the ring in memory continue")
+            self.faults.ask("audit", self.faults.audit_at_rest, None)
 
 
 def _lower_tiers_side(
@@ -456,7 +490,7 @@ def _lower_tiers_side(
     remote: RemotePlace | None,
     key: TierKey | None,
     core: OffloadCore,
-    broken: BrokenCore,
+    faults: Faults,
     config: OffloadConfig,
     portal: Portal | None,
     clocks: Clocks,
@@ -472,7 +506,7 @@ def _lower_tiers_side(
     if remote is not None:
         store = RemoteIndex(remote, ranks, portal, clocks.monotonic, timeout_s, key)
     return LowerTiersSide(
-        core.lower_tiers, core.state, broken, index, store, clocks.monotonic,
+        core.lower_tiers, core.state, faults, index, store, clocks.monotonic,
         timeout_s=config.transfer_timeout_s, drain_s=config.drain_s,
     )  # fmt: skip
 

@@ -15,6 +15,7 @@ from kvoffload.model.causes import Found
 from kvoffload.model.events import FirstTokenReached, LookupAnswered
 from kvoffload.model.ids import RequestId
 from kvoffload.model.transfer import Tier
+from kvoffload.runtime.copies import HookTime
 
 _SIZES = 24  # powers of two by which a step's decoded tokens are counted
 _QUIET_WEIGHT = 1 / 16
@@ -184,11 +185,11 @@ class FirstTokens:
     request's end. A step without such requests costs one comparison.
 
     Args:
-        now: monotonic seconds.
+        hook: the time.
     """
 
-    def __init__(self, now: Callable[[], float]) -> None:
-        self._now = now
+    def __init__(self, hook: HookTime) -> None:
+        self._hook = hook
         self._publish: Callable[[FirstTokenReached], None] = lambda event: None
         self.waiting: dict[RequestId, tuple[float, HasToken]] = {}
         """Requests without a token: since when, and what says whether the first is there, until the request has ended."""
@@ -203,7 +204,7 @@ class FirstTokens:
 
     def expect(self, request: RequestId, has_token: HasToken) -> None:
         """Measure the time from now until a request's first token."""
-        self.waiting[request] = self._now(), has_token
+        self.waiting[request] = self._hook.now, has_token
 
     def look(self) -> list[FirstTokenReached]:
         """Return the events of requests whose first token exists; called when a step is scheduled."""
@@ -223,5 +224,5 @@ class FirstTokens:
             self.admitted.pop(request, None)
 
     def _arrived(self, request: RequestId) -> FirstTokenReached:
-        waited_s = self._now() - self.waiting.pop(request)[0]
+        waited_s = self._hook.now - self.waiting.pop(request)[0]
         return FirstTokenReached(request, self.admitted.pop(request), waited_s)

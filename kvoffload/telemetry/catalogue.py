@@ -125,23 +125,20 @@ def label_of(member: Enum) -> str:
 # -- what readers read ------------------------------------------------------------------------------------
 
 
-class Since(Protocol):
-    @property
-    def unix(self) -> float: ...
-
-
-class Oldest(Protocol):
-    """The pins, or the open copies."""
+class OpenCopies(Protocol):
+    draining: int
 
     @property
-    def oldest(self) -> Since | None: ...
+    def oldest(self) -> float | None: ...
 
+    @property
+    def oldest_pin(self) -> float | None: ...
 
-class OpenCopies(Oldest, Protocol):
     def count(self, direction: Direction, *, is_overdue: bool) -> int: ...
 
 
-class HostMemory(Protocol):
+class RankReports(Protocol):
+    store_shares: dict[Rank, float]
     wanted_bytes: int
     reserved_bytes: int
     block_bytes: int
@@ -160,29 +157,22 @@ class Benefit(Protocol):
     def break_even(self) -> Mapping[Tier, int]: ...
 
 
-class Resets(Protocol):
-    draining: int
-
-
 class Side(Protocol):
     """The scheduler's side. Readers read single numbers only, so any thread may call them."""
 
     core: OffloadCore
     bus: Bus
-    store_shares: dict[Rank, float]
-    info: Labels
+
+    @property
+    def info(self) -> Labels: ...
 
     @property
     def copies(self) -> OpenCopies: ...
 
     @property
-    def pins(self) -> Oldest: ...
+    def ranks(self) -> RankReports: ...
 
-    @property
-    def resets(self) -> Resets: ...
-
-    @property
-    def memory(self) -> HostMemory: ...
+    def unix(self, since: float | None) -> float: ...
 
     @property
     def benefit(self) -> Benefit: ...
@@ -352,12 +342,12 @@ def _capacities(side: Side) -> Series:
 
 
 def _slot_bytes(side: Side) -> Series:
-    disk = side.memory.disk_block_bytes if side.core.state.disk is not None else 0
-    return {(Tier.HOST.value,): side.memory.block_bytes, (Tier.DISK.value,): disk}
+    disk = side.ranks.disk_block_bytes if side.core.state.disk is not None else 0
+    return {(Tier.HOST.value,): side.ranks.block_bytes, (Tier.DISK.value,): disk}
 
 
 def _host_bytes(side: Side) -> Series:
-    memory, pool = side.memory, side.core.state.pool
+    memory, pool = side.ranks, side.core.state.pool
     return {
         (HostBytes.WANTED.value,): memory.wanted_bytes,
         (HostBytes.RESERVED.value,): memory.reserved_bytes,
@@ -398,10 +388,6 @@ def _degraded(side: Side) -> Series:
     return {(side.degraded.value,): 1} if side.degraded is not None else {}
 
 
-def _unix(since: Since | None) -> Series:
-    return {(): since.unix if since is not None else 0}
-
-
 def _by_label(numbers: Mapping[LoadWait, float] | Mapping[Direction, float]) -> Series:
     return {(each.value,): number for each, number in numbers.items()}
 
@@ -437,8 +423,8 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_transfer_seconds", "Time from a copy's start to its end, per rank and successful job.", Kind.HISTOGRAM, (_COPY_TIERS, _DIRECTION), "seconds", _COPY_BUCKETS),
     Metric("kvoffload_transfer_queue_seconds", "Time from a job's submission to its copy's start, per rank and successful job.", Kind.HISTOGRAM, (_COPY_TIERS, _DIRECTION), "seconds", _COPY_BUCKETS),
     Metric("kvoffload_open_jobs", "Jobs that have not ended on every rank.", Kind.GAUGE, (_TIER, _DIRECTION, _OPEN_JOB), "jobs", read=_open_jobs),
-    Metric("kvoffload_oldest_job_timestamp_seconds", "Unix time at which the oldest open job was submitted, abandoned jobs excluded; 0 without one.", Kind.GAUGE, (), "seconds", read=lambda side: _unix(side.copies.oldest)),
-    Metric("kvoffload_store_bound_ratio", "Current limit on store bytes in flight as a share of its maximum, on the slowest rank. Halved when stores are slow or run beside loads, then recovers.", Kind.GAUGE, (), "ratio", read=lambda side: {(): min(side.store_shares.values())}),
+    Metric("kvoffload_oldest_job_timestamp_seconds", "Unix time at which the oldest open job was submitted, abandoned jobs excluded; 0 without one.", Kind.GAUGE, (), "seconds", read=lambda side: {(): side.unix(side.copies.oldest)}),
+    Metric("kvoffload_store_bound_ratio", "Current limit on store bytes in flight as a share of its maximum, on the slowest rank. Halved when stores are slow or run beside loads, then recovers.", Kind.GAUGE, (), "ratio", read=lambda side: {(): min(side.ranks.store_shares.values())}),
     Metric("kvoffload_abandoned_jobs_total", "Jobs abandoned because a copy did not end within transfer_timeout_s.", Kind.COUNTER, (_DIRECTION,), "jobs"),
     Metric("kvoffload_abandoned_device_blocks", "Device blocks that abandoned copies still hold; the engine cannot use them until these copies end.", Kind.GAUGE, (), "blocks", read=lambda side: {(): side.core.state.stall.blocks}),
     Metric("kvoffload_copies_stalled", "1 while no new copy starts because copies do not end: abandoned copies hold over an eighth of the device pool (and belong to more than one job), or three jobs in a row were abandoned.", Kind.GAUGE, (), "flag", read=lambda side: {(): int(side.core.state.stall.is_on)}),
@@ -450,7 +436,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_slot_bytes", "Bytes of one slot, all ranks together; slots times this are the tier's bytes.", Kind.GAUGE, (_TIER,), "bytes", read=_slot_bytes),
     Metric("kvoffload_host_bytes", "Bytes of host memory, all ranks together: wanted by the settings, reserved (pinned) by now, and in use.", Kind.GAUGE, (Label("state", HostBytes),), "bytes", read=_host_bytes),
     Metric("kvoffload_evicted_blocks_total", "Blocks that left the tier.", Kind.COUNTER, (_TIER, Label("cause", EvictionCause)), "blocks"),
-    Metric("kvoffload_oldest_pin_timestamp_seconds", "Unix time of the oldest pin; 0 without one.", Kind.GAUGE, (), "seconds", read=lambda side: _unix(side.pins.oldest)),
+    Metric("kvoffload_oldest_pin_timestamp_seconds", "Unix time of the oldest pin; 0 without one.", Kind.GAUGE, (), "seconds", read=lambda side: {(): side.unix(side.copies.oldest_pin)}),
     # --- is it worth it ---
     Metric("kvoffload_first_token_seconds", "Time from a request's arrival to the first step after its first token, by what its last lookup found; up to one step too long.", Kind.HISTOGRAM, (Label("found", Found),), "seconds", _FIRST_TOKEN_BUCKETS),
     Metric("kvoffload_prefill_seconds_saved_total", "Prefill time that loads saved: the loaded tokens, at the measured time that prefilling adds to the engine's steps. An estimate.", Kind.COUNTER, (), "seconds", read=lambda side: {(): side.benefit.saved_s}),
@@ -464,7 +450,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_info", "1; its labels are the versions and settings of the engine.", Kind.GAUGE, _INFO, "flag", read=lambda side: {side.info: 1}),
     Metric("kvoffload_stale_blocks_zeroed_total", "Positions removed from requests' records because the engine handed their blocks out again.", Kind.COUNTER, (), "blocks"),
     Metric("kvoffload_resets_total", "Resets of the cache: nothing computed before one is found after it.", Kind.COUNTER, (), "resets"),
-    Metric("kvoffload_reset_draining_jobs", "Jobs from before the last reset that have not ended; their results are dropped.", Kind.GAUGE, (), "jobs", read=lambda side: {(): side.resets.draining}),
+    Metric("kvoffload_reset_draining_jobs", "Jobs from before the last reset that have not ended; their results are dropped.", Kind.GAUGE, (), "jobs", read=lambda side: {(): side.copies.draining}),
     Metric("kvoffload_engine_surprises_total", "Calls of the engine that its contract does not allow; each was survived.", Kind.COUNTER, (Label("cause", RejectionCause),), "surprises"),
     Metric("kvoffload_audits_total", "Audits of the conservation laws: whenever the engine is idle, and on request.", Kind.COUNTER, (), "audits"),
     Metric("kvoffload_degraded", "1 while offloading is off by this cause; it stays off until the engine restarts.", Kind.GAUGE, (Label("cause", DegradeCause),), "flag", read=_degraded),

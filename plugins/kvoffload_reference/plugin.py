@@ -16,9 +16,8 @@ from kvoffload.model.config import OffloadConfig, parse_config
 from kvoffload.model.engine import EngineIdentity, EngineShape, Promises
 from kvoffload.model.ids import Rank
 from kvoffload.remote.address import RemotePlace, parse_address
-from kvoffload.runtime.clocks import Clocks
 from kvoffload.runtime.portal import Portal
-from kvoffload.runtime.scheduler_side import SchedulerSide
+from kvoffload.runtime.scheduler_side import Clocks, SchedulerSide
 from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload_reference.pool_device import PoolDevice
 from kvoffload_reference.scheduler import ReferenceScheduler

@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from kvoffload.model.ids import JobId
 from kvoffload.model.transfer import NOTHING, TransferPlan, TransferReport
-from kvoffload.runtime.awaited_loads import LoadAnswers
+from kvoffload.runtime.copies import LoadAnswers
 
 if TYPE_CHECKING:
     from kvoffload.disk.identity import KVIdentity

@@ -11,7 +11,7 @@ from kvoffload.model import facts
 from kvoffload.model.groups import AttentionKind
 from kvoffload.model.ids import BlockKey, DeviceBlockId, RequestId
 from kvoffload.model.transfer import NOTHING
-from kvoffload.runtime.awaited_loads import NO_ANSWERS
+from kvoffload.runtime.copies import NO_ANSWERS
 from kvoffload_vllm.kv_identity import persists
 from kvoffload_vllm.metadata import NO_PLAN, NONE_ENDED, KVOffloadMetadata, KVOffloadWorkerMetadata
 from kvoffload_vllm.progress import ProgressReports

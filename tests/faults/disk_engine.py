@@ -84,7 +84,7 @@ class Driven:
 
     def state(self) -> dict[str, Any]:
         assert self.offload.audit() == []
-        assert self.offload._degradation.cause is None
+        assert self.offload.degraded is None
         disk = self.offload.core.state.disk
         assert disk is not None
         return {

@@ -15,8 +15,8 @@ _COUNTS = "kvoffload/core/counts.py"
 _RETENTION = "kvoffload/core/retention.py"
 _STALE = "kvoffload/core/stale_blocks.py"
 _CAPACITY = "kvoffload/engine/capacity.py"
-_COPIES = "kvoffload/runtime/open_copies.py"
-_BROKEN = "kvoffload/runtime/broken_core.py"
+_COPIES = "kvoffload/runtime/copies.py"
+_FAULTS = "kvoffload/runtime/faults.py"
 _SIDE = "kvoffload/runtime/scheduler_side.py"
 _PUMP = "kvoffload/transfer/pump.py"
 _CUDA_COPIER = "kvoffload/transfer/cuda/copier.py"
@@ -157,9 +157,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(9, _HITS, "if record.load_failed:", "if False:"),
     Mutant(
         9,
-        "kvoffload/runtime/awaited_loads.py",
-        "                if request not in self._jobs:\n                    continue\n",
-        "                self._jobs.setdefault(request, None)\n",
+        _COPIES,
+        "                copy.is_awaited = False\n",
+        "\n",
         RUNTIME,
     ),
     # Resets.
@@ -203,12 +203,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "self._counters = [entry for entry in self._counters if entry[1] != subscriber]",
         tests=BUS,
     ),
-    Mutant(12, _BROKEN, "self.raised(error, name)", tests=RUNTIME),
-    Mutant(12, _BROKEN, "self._bus.drop_handlers()", tests=RUNTIME),
-    Mutant(12, _BROKEN, "        self.release_loose()\n", "\n", tests=RUNTIME),
-    Mutant(12, _BROKEN, " - self._copies.blocks()", "", tests=RUNTIME),
-    Mutant(12, _SIDE, "results.failed += self._awaited", tests=RUNTIME),
-    Mutant(12, _SIDE, "self._broken.release_loose()", tests=RUNTIME),
+    Mutant(12, _FAULTS, "self.raised(error, name)", tests=RUNTIME),
+    Mutant(12, _FAULTS, "self._bus.drop_handlers()", tests=RUNTIME),
+    Mutant(12, _FAULTS, "        self.release_loose()\n", "\n", tests=RUNTIME),
+    Mutant(12, _FAULTS, " - self._copies.blocks()", "", tests=RUNTIME),
+    Mutant(12, _SIDE, "results.failed += self.copies.awaited_requests", tests=RUNTIME),
+    Mutant(12, _SIDE, "self.faults.release_loose()", tests=RUNTIME),
     Mutant(12, _CORE, "if is_last or job.state is", "if job.state is", RUNTIME),
     Mutant(12, _COPIES, "copy.running.discard(report.rank)", "copy.running.clear()", tests=RUNTIME),
     # Fences.
@@ -256,7 +256,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         14,
         _SIDE,
-        "may_wait=not self._deferred_since or self._has_patience(request)",
+        "may_wait=not self._deferred or self._may_wait(request, began)",
         "may_wait=True",
         RUNTIME,
     ),

@@ -13,7 +13,7 @@ from kvoffload.engine import Engine, EngineConfig, SamplingParams, Token, TokenS
 from kvoffload.model.engine import Promises
 from kvoffload.model.ids import Rank
 from kvoffload.model.transfer import Direction
-from kvoffload.runtime.clocks import Clocks
+from kvoffload.runtime.scheduler_side import Clocks
 from kvoffload.telemetry.counters import Snapshot, conservation, slot_problems
 from kvoffload.testing import FakeClock, GatedCopier, GatedTicket
 from kvoffload_reference.plugin import ReferencePlugin
@@ -96,7 +96,7 @@ class Rig:
         self.portal = ManualPortal(self.clock)
         self.plugin = ReferencePlugin(
             portal=self.portal,
-            clocks=Clocks(now, now, now, self.clock.sleep),
+            clocks=Clocks(now, now, self.clock.sleep),
             clock=self.clock,
             make_copier=self._make_copier,
             promises=options.get("promises"),

@@ -25,7 +25,7 @@ def test_each_request_is_counted_by_what_was_found() -> None:
         assert stats.first_token_s is not None
         known_s = stats.first_token_s - stats.arrived_s
         assert known_s <= counted[(found,)].total <= known_s + 2 * STEP_S
-    assert not rig.offload._first_tokens.admitted
+    assert not rig.offload.observation.first_tokens.admitted
     rig.close()
 
 

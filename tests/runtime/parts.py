@@ -18,9 +18,8 @@ from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, Rank, RequestId
 from kvoffload.model.transfer import JobReport, TransferPlan, TransferReport
 from kvoffload.remote.address import RemotePlace
-from kvoffload.runtime.clocks import Clocks
 from kvoffload.runtime.portal import Portal
-from kvoffload.runtime.scheduler_side import SchedulerSide
+from kvoffload.runtime.scheduler_side import Clocks, SchedulerSide
 from kvoffload.testing import FakeClock
 from tests.runtime.manual_portal import ManualPortal
 
@@ -77,7 +76,6 @@ class Side:
         remote: RemotePlace | None = None,
     ) -> None:
         self.clock = FakeClock(100.0)
-        self.precise = FakeClock()
         self.pool = Pool()
         self.portal: Any = ManualPortal(self.clock) if portal is True else portal or None
         self.side = SchedulerSide(
@@ -85,9 +83,7 @@ class Side:
             config or OffloadConfig(transfer_timeout_s=TIMEOUT_S),
             self.pool,
             portal=self.portal,
-            clocks=Clocks(
-                self.clock.monotonic, self.clock.monotonic, self.precise.monotonic, self.clock.sleep
-            ),
+            clocks=Clocks(self.clock.monotonic, self.clock.monotonic, self.clock.sleep),
             disk=None if disk is None else DiskPlace(disk, lambda: IDENTITY),
             remote=remote,
         )

@@ -11,9 +11,8 @@ from kvoffload.model.config import OffloadConfig
 from kvoffload.model.groups import GroupSpec
 from kvoffload.model.ids import JobId, RequestId
 from kvoffload.model.transfer import NOTHING, Direction, TransferPlan
-from kvoffload.runtime.awaited_loads import NO_ANSWERS
-from kvoffload.runtime.clocks import Clocks
-from kvoffload.runtime.scheduler_side import SchedulerSide
+from kvoffload.runtime.copies import NO_ANSWERS
+from kvoffload.runtime.scheduler_side import Clocks, SchedulerSide
 from kvoffload.testing import FakeClock
 from tests.core.world import Copy, Req, World
 
@@ -43,7 +42,7 @@ class SideWorld(World):
 
     def _make_core(self, policy: Policy) -> OffloadCore:
         now = self.clock.monotonic
-        self.side = SchedulerSide(self.shape, self.config, self.device, clocks=Clocks(now, now, now))
+        self.side = SchedulerSide(self.shape, self.config, self.device, clocks=Clocks(now, now))
         return self.side.core
 
     # -- telling and asking -------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from kvoffload.core.machine import SlotState
 from kvoffload.model import facts
 from kvoffload.model.causes import DegradeCause
 from kvoffload.model.ids import DeviceBlockId, RequestId
-from kvoffload.runtime.awaited_loads import LoadAnswers
+from kvoffload.runtime.copies import LoadAnswers
 from kvoffload.telemetry.counters import conservation
 from tests.operations import replace_handler
 from tests.runtime.parts import RELOAD, TIMEOUT_S, Side, loading
@@ -110,6 +110,22 @@ def test_a_load_that_the_core_forgot_is_answered(monkeypatch: pytest.MonkeyPatch
     side.allocated("a", RELOAD)
     assert side.side.has_work
     assert side.side.take_answers().failed == ["a"]
+    assert not side.side.has_work
+
+
+def test_loads_fail_though_nothing_watches_the_bus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Observers that raise are removed. The engine is answered without them."""
+    side = Side()
+    plan = loading(side)
+    monkeypatch.setattr(side.side.bus, "_counters", [])
+    side.side.bus._routes.clear()
+    replace_handler(side.side.bus, facts.StepScheduled, boom)
+    side.step()
+    assert side.side.degraded is DegradeCause.HANDLER_RAISED
+    assert side.side.take_answers().failed == ["a"]
+    assert side.pool.leased
+    side.done(plan)
+    assert not side.pool.leased
     assert not side.side.has_work
 
 

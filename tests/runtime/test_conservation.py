@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from kvoffload.core.jobs import Jobs
 from kvoffload.core.machine import SlotState
 from kvoffload.model.causes import DegradeCause
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.ids import BlockKey, DeviceBlockId, SlotId
-from kvoffload.runtime import conservation
-from kvoffload.runtime.clocks import Clocks
+from kvoffload.runtime import faults
+from kvoffload.runtime.copies import HookTime, OpenCopies
+from kvoffload.runtime.faults import Watchdog
 from kvoffload.runtime.portal import Portal
-from kvoffload.runtime.watchdog import Since, Watchdog
 from kvoffload.telemetry.journal_file import JournalFile
 from kvoffload.telemetry.journal_reader import read_journal
 from kvoffload.testing import FakeClock
@@ -79,7 +80,7 @@ def test_what_is_found_at_rest_switches_offloading_off_at_once(caplog: pytest.Lo
 def test_a_slots_record_is_compared_some_at_a_time_and_all_in_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(conservation, "_SLOTS_AT_REST", 20)
+    monkeypatch.setattr(faults, "_SLOTS_AT_REST", 20)
     side = Side(slots=50)
     side.seen("a")
     side.side.core.state.pool._keys[SlotId(49)] = BlockKey(b"x")
@@ -229,24 +230,18 @@ def test_an_abandoned_job_is_not_the_oldest() -> None:
     assert side.side.gauges()["kvoffload_oldest_job_timestamp_seconds"][()] == 0
 
 
-class Held:
-    """Something that is held since a moment."""
-
-    def __init__(self, since: float | None = None) -> None:
-        self.oldest: Since | None = Since(1000.0, since) if since is not None else None
-
-
 def test_the_watchdog_warns_of_what_outlives_its_time_seldom(caplog: pytest.LogCaptureFixture) -> None:
     clock = FakeClock()
-    pins, jobs = Held(0.0), Held(0.0)
-    dog = Watchdog(pins, jobs, 10.0, Clocks(clock.monotonic))
+    copies = OpenCopies(1, 10.0, Jobs(1), HookTime())
+    copies.oldest_pin = copies.oldest = 0.0
+    dog = Watchdog(copies, 10.0, clock.monotonic, lambda: 1000 + clock.monotonic(), clock.sleep)
     said = []
     for seconds in (15, 1, 9, 1, 40):
         clock.jump(seconds)
         dog.look()
         said.append([line["what"] for line in logged(caplog, "held_too_long")])
     assert said == [[], ["job"], ["job"], ["job", "pin"], ["job", "pin"]]
-    jobs.oldest = None
+    copies.oldest = None
     clock.jump(30)
     dog.look()
     assert [line["what"] for line in logged(caplog, "held_too_long")] == ["job", "pin", "pin"]
@@ -278,5 +273,5 @@ def test_the_watchdog_looks_while_the_engines_thread_hangs(
     assert reported.wait(30)
     assert {line["what"] for line in logged(caplog, "held_too_long")} == {"pin", "job"}
     side.close()
-    assert side.side._observers._watching is not None
-    assert side.side._observers._watching.cancelled()
+    assert side.side.observation._watching is not None
+    assert side.side.observation._watching.cancelled()

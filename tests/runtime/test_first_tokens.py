@@ -8,9 +8,9 @@ from kvoffload.bus.bus import Bus
 from kvoffload.model import facts
 from kvoffload.model.events import LookupAnswered
 from kvoffload.model.ids import RequestId
+from kvoffload.runtime.copies import HookTime
 from kvoffload.runtime.step_times import FirstTokens
 from kvoffload.telemetry.counters import Counters
-from kvoffload.testing import FakeClock
 
 A = RequestId("a")
 
@@ -19,9 +19,9 @@ class Engine:
     """Tells what a test says, and counts who is asked for a token."""
 
     def __init__(self) -> None:
-        self.clock = FakeClock(10.0)
+        self.hook = HookTime(10.0)
         self.counters = Counters()
-        self.first_tokens = FirstTokens(self.clock.monotonic)
+        self.first_tokens = FirstTokens(self.hook)
         self._bus = Bus()
         self.counters.subscribe(self._bus)
         self.first_tokens.subscribe(self._bus)
@@ -39,7 +39,7 @@ class Engine:
         self._bus.publish(LookupAnswered(request, device, host // 16, 0, host, 0, None))
 
     def step(self, seconds: float = 1.0) -> None:
-        self.clock.jump(seconds)
+        self.hook.now += seconds
         self._bus.dispatch([*self.first_tokens.look()])
 
     def ended(self, request: RequestId = A) -> None:
@@ -90,7 +90,7 @@ def test_a_request_whose_only_token_came_in_its_last_step_is_counted(engine: Eng
     engine.seen()
     engine.admitted()
     engine.tokens.add(A)
-    engine.clock.jump(3)
+    engine.hook.now += 3
     engine.ended()
     assert engine.times() == {"nothing": (1, 3.0)}
 

@@ -35,7 +35,7 @@ def held() -> ManualPortal:
 
 def steps(side: Side, count: int, each_s: float = 0.5) -> None:
     for _ in range(count):
-        side.precise.jump(each_s)
+        side.clock.jump(each_s)
         side.step()
 
 

@@ -55,7 +55,7 @@ def test_a_step_without_an_answer_does_not_poll_a_store(start: StartSide) -> Non
     assert tier_state(shared.side, Tier.REMOTE) is TierState.OPEN
     without = calls(plain.step)
     assert calls(shared.step) == without
-    shared.precise.jump(1)
+    shared.clock.jump(1)
     assert calls(shared.step) > without  # time limits are looked at
 
 

@@ -57,7 +57,7 @@ def test_a_lookup_may_wait_for_anothers_load_until_its_patience_ends() -> None:
     side.allocated("b", RELOAD)  # and its patience is new
     side.done(side.step())
     side.step(("b", RELOAD), preempted=["b"])
-    assert not side.side._deferred_since
+    assert not side.side._deferred
     side.ended("b")
     side.ended("a")
 
@@ -67,7 +67,7 @@ def test_a_request_that_ends_while_it_waits_leaves_nothing() -> None:
     loading(side)
     assert side.side.lookup(side.seen("b"), 0) is None
     side.ended("b")
-    assert not side.side._deferred_since
+    assert not side.side._deferred
 
 
 # -- pins' ages -------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def test_a_hooks_time_is_that_of_all_its_calls_also_of_one_that_raises(
     side.seen("a")
 
     def slow(*_: object, **__: object) -> None:
-        side.precise.jump(2)
+        side.clock.jump(2)
         raise ZeroDivisionError
 
     monkeypatch.setattr(side.side.core, "lookup", slow)

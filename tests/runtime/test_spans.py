@@ -365,7 +365,7 @@ def test_an_engine_may_be_followed_for_as_long_as_it_runs(
         side.done(side.step())
         side.ended(name)
         advance(side)
-    spans_ = side.side._spans
+    spans_ = side.side.observation.spans
     assert spans_ is not None
     canvas, drawn = spans_._canvas, spans_._timeline
     for table in (canvas._contexts, drawn._jobs):

@@ -21,9 +21,8 @@ from kvoffload.model.facts import StepScheduled
 from kvoffload.model.ids import BlockKey, Rank, SlotId
 from kvoffload.remote.breaker import Breaker
 from kvoffload.remote.values import Shard
-from kvoffload.runtime.awaited_loads import AwaitedLoads, LoadAnswers
+from kvoffload.runtime.copies import LoadAnswers, OpenCopies
 from kvoffload.runtime.disk_index import DiskIndex
-from kvoffload.runtime.open_copies import OpenCopies
 from kvoffload.runtime.remote_index import RemoteIndex
 from kvoffload.transfer import disk_copies, remote_copies
 from kvoffload.transfer.lanes import Lane
@@ -94,7 +93,7 @@ def _store_of_before_reset_arrives() -> list[Patch]:
 
 
 def _nothing_is_overdue() -> list[Patch]:
-    return [(OpenCopies, "overdue", lambda self, now: [])]
+    return [(OpenCopies, "overdue", lambda self: [])]
 
 
 def _failed_load_counts_as_loaded() -> list[Patch]:
@@ -143,7 +142,7 @@ def _load_reported_at_once() -> list[Patch]:
 
 
 def _loads_are_not_reported() -> list[Patch]:
-    return [(AwaitedLoads, "answer", lambda self, results: LoadAnswers())]
+    return [(OpenCopies, "answer", lambda self, results: LoadAnswers())]
 
 
 def _late_rank_is_ignored() -> list[Patch]:

@@ -25,7 +25,7 @@ from kvoffload.model.causes import StoreOutcome
 from kvoffload.model.events import DiskOpened, Event, TierCopyEnded
 from kvoffload.model.facts import Fact, JobOverdue, RemoteOpened
 from kvoffload.model.transfer import Tier
-from kvoffload.runtime.clocks import Clocks
+from kvoffload.runtime.scheduler_side import Clocks
 from kvoffload.telemetry.counters import conservation, slot_problems
 from kvoffload.telemetry.journal import Entry, line_of
 from kvoffload_reference.plugin import ReferencePlugin
@@ -104,7 +104,7 @@ class Simulation:
             Awaited.portal = self.portal
         self.plugin = ReferencePlugin(
             portal=self.portal,
-            clocks=Clocks(now, now, now),
+            clocks=Clocks(now, now),
             clock=SimClock(self.loop),
             make_copier=self._make_copier,
         )
@@ -147,7 +147,7 @@ class Simulation:
     @property
     def is_cut_off(self) -> bool:
         """Whether the core has raised, so that its own records say nothing any more (R12)."""
-        return self.offload._broken.error is not None
+        return self.offload.faults.error is not None
 
     @property
     def disk(self) -> SimDisk:
@@ -409,7 +409,7 @@ class Simulation:
             problems += conservation(self.offload.counters.snapshot())
         if problems:
             raise AssertionError("; ".join(problems))
-        cause = self.offload._degradation.cause
+        cause = self.offload.degraded
         if cause is not None and not self.scenario.may_degrade:
             raise AssertionError(f"offloading is off: {cause.value}")
         for copier in self.copiers:
@@ -435,7 +435,7 @@ class Simulation:
         """All is as at the start (R11)."""
         self._check_drained()
         core, numbers = self.offload.core.state, self.engine.statistics()
-        left = [f"workers still copy for job {job}" for job in self.offload.copies.open]
+        left = [f"workers still copy for job {job.id}" for job in self.offload.copies.running]
         if numbers.free_blocks != self.engine.pool.usable_blocks:
             left.append(f"{numbers.free_blocks} of {self.engine.pool.usable_blocks} device blocks are free")
         if not self.is_cut_off:

@@ -13,8 +13,7 @@ from unittest.mock import patch
 import pytest
 
 from kvoffload.model.causes import DegradeCause
-from kvoffload.runtime.clocks import Clocks
-from kvoffload.runtime.scheduler_side import SchedulerSide
+from kvoffload.runtime.scheduler_side import Clocks, SchedulerSide
 from kvoffload.runtime.worker_side import WorkerSide
 from tests.sweep import Place, chosen, places, raising
 from tests.vllm_adapter.engine_rig import MARKS, Asked, Held, Reported, Reports, Rig, offloading, same

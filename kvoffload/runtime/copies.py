@@ -1,0 +1,320 @@
+"""The open copies: one record for each, from its pin or its plan to its last report.
+
+What an engine waits for and what workers may still touch is entered by calls from the hooks, never by events: it must be known
+for certain when the core breaks (R12). Events only add what operators and `NetBenefit` read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterable
+
+from msgspec import Struct
+
+from kvoffload.bus.bus import Bus
+from kvoffload.core.jobs import Jobs
+from kvoffload.core.machine import JobState
+from kvoffload.core.state import LoadResults
+from kvoffload.model import events
+from kvoffload.model.causes import CopyOutcome
+from kvoffload.model.ids import DeviceBlockId, JobId, Rank, RequestId
+from kvoffload.model.transfer import DeviceJob, Direction, TransferReport
+
+
+class HookTime(Struct):
+    """The time of the current hook. The hook sets it; whatever runs inside the hook reads no clock.
+
+    Args:
+        now: when it began, in monotonic seconds.
+    """
+
+    now: float = -math.inf
+
+
+class OpenCopy(Struct, eq=False):
+    """A load, a store, or a fetch for a request. Times are monotonic seconds, None where there is none.
+
+    Args:
+        request: whose load or fetch; None for a store.
+        pinned: since when the host's blocks are pinned for it.
+        is_awaited: whether the engine waits for the load.
+        job: its number, once planned.
+        tokens: that a load or fetch brings.
+        planned: when a load or fetch was planned, until its wait was added up.
+        copy_s: copy time of the ranks together.
+        given: the job as the workers got it.
+        running: ranks that still copy.
+        is_overdue: whether its time is up.
+        has_ended: whether the core expects nothing more of it.
+    """
+
+    request: RequestId | None = None
+    pinned: float | None = None
+    is_awaited: bool = False
+    job: JobId | None = None
+    tokens: int = 0
+    planned: float | None = None
+    copy_s: float = 0.0
+    given: DeviceJob | None = None
+    running: set[Rank] = set()
+    is_overdue: bool = False
+    has_ended: bool = False
+
+
+class LoadAnswers(Struct):
+    """Loads that ended, each started load once, also of requests that are gone.
+
+    Args:
+        loaded, failed: their requests.
+        without_copy: those among them whose load no worker was given, so that no worker reports it.
+        abandoned: jobs that answered loads leave behind with workers that still copy.
+    """
+
+    loaded: list[RequestId] = []
+    failed: list[RequestId] = []
+    without_copy: list[RequestId] = []
+    abandoned: list[JobId] = []
+
+
+NO_ANSWERS = LoadAnswers()
+"""What most steps have. It stays empty."""
+
+
+class OpenCopies:
+    """The table of open copies: by job, and by request while a pin is held for it or the engine waits for it.
+
+    Args:
+        ranks: how many copy each job.
+        timeout_s: seconds from submission after which a job is overdue.
+        jobs: the core's, to see which are left from before a reset.
+        hook: the time.
+    """
+
+    def __init__(self, ranks: int, timeout_s: float, jobs: Jobs, hook: HookTime) -> None:
+        self._ranks = frozenset(map(Rank, range(ranks)))
+        self._timeout_s = timeout_s
+        self._jobs = jobs
+        self._bus = Bus()
+        self._hook = hook
+        self.by_job: dict[JobId, OpenCopy] = {}
+        self.by_request: dict[RequestId, OpenCopy] = {}
+        self._due: deque[tuple[float, JobId]] = deque()
+        self._counts = {(direction, is_overdue): 0 for direction in Direction for is_overdue in (False, True)}
+        self.awaited = 0
+        """How many loads the engine waits for."""
+        # Other threads read these three, which are replaced and never changed.
+        self.oldest: float | None = None
+        """When the oldest job was submitted, None without one; overdue jobs do not count."""
+        self.oldest_pin: float | None = None
+        """When the oldest pin began, None without one."""
+        self.draining = 0
+        """How many jobs from before the last reset have not ended. What they bring is not found."""
+        self._generation = 0
+        self._reset_before = JobId(0)  # later jobs have larger numbers
+        self._abandoned_before = 0
+
+    def subscribe(self, bus: Bus) -> None:
+        """Follow events from now on."""
+        self._bus = bus
+        bus.count(events.HitPinned, self._hit_pinned)
+        bus.count(events.HitDropped, self._hit_dropped)
+        bus.count(events.LoadScheduled, self._load_scheduled)
+        bus.count(events.LoadEnded, self._load_ended)
+        bus.count(events.RankReported, self._rank_reported)
+        bus.count(events.TierCopyScheduled, self._fetch_scheduled)
+        bus.count(events.TierCopyEnded, self._fetch_ended)
+        bus.count(events.ResetStarted, self._reset_started)
+
+    # -- what hooks say -----------------------------------------------------------------------------------------
+
+    def awaits(self, request: RequestId) -> None:
+        """The engine waits for a load."""
+        copy = self.by_request.get(request)
+        if copy is None or copy.job is not None:
+            self.awaited -= copy is not None and copy.is_awaited
+            copy = self.by_request[request] = OpenCopy(request)
+        self.awaited += not copy.is_awaited
+        copy.is_awaited = True
+
+    def submitted(self, jobs: Iterable[DeviceJob]) -> None:
+        """The workers are given these jobs."""
+        now = self._hook.now
+        for job in jobs:
+            copy = self.by_job.get(job.id)
+            if copy is None:  # a store, or a load whose event was lost: no event tells its end
+                load = None if job.extra is None else self.by_request.get(job.extra)
+                copy = self.by_job[job.id] = load or OpenCopy()
+                copy.job, copy.has_ended = job.id, True
+            copy.given = job
+            copy.running = set(self._ranks)
+            self._due.append((now, job.id))
+            self._counts[job.direction, False] += 1
+        if self.oldest is None and self._due:
+            self.oldest = now
+
+    def reported(self, report: TransferReport) -> None:
+        """A rank's copies have ended. A report that comes twice changes nothing."""
+        for part in report.jobs:
+            copy = self.by_job.get(part.job)
+            if copy is None or copy.given is None or not copy.running:
+                continue
+            copy.running.discard(report.rank)
+            if not copy.running:
+                self._counts[copy.given.direction, copy.is_overdue] -= 1
+                if copy.has_ended:
+                    del self.by_job[part.job]
+        self._look()
+
+    def overdue(self) -> list[JobId]:
+        """Hand over the jobs whose time is up, each once."""
+        jobs, now = [], self._hook.now
+        while self._due and self._due[0][0] + self._timeout_s <= now:
+            job = self._due.popleft()[1]
+            copy = self.by_job.get(job)
+            if copy is not None and copy.given is not None and copy.running:
+                copy.is_overdue = True
+                self._counts[copy.given.direction, False] -= 1
+                self._counts[copy.given.direction, True] += 1
+                jobs.append(job)
+        if jobs:
+            self._look()
+        return jobs
+
+    def answer(self, results: LoadResults) -> LoadAnswers:
+        """Return the ended loads that the engine still waits for."""
+        answers = LoadAnswers()
+        for requests, ended in ((results.loaded, answers.loaded), (results.failed, answers.failed)):
+            for request in requests:
+                copy = self.by_request.get(request)
+                if copy is None or not copy.is_awaited:
+                    continue
+                copy.is_awaited = False
+                self.awaited -= 1
+                ended.append(request)
+                if copy.given is None:
+                    answers.without_copy.append(request)
+                elif copy.running:
+                    answers.abandoned.append(copy.given.id)
+                if copy.pinned is None:
+                    del self.by_request[request]
+        return answers
+
+    def look_at_reset(self) -> None:
+        """Jobs from before the last reset may have ended. Abandoned jobs are not waited for."""
+        abandoned = self._count_from_before_reset()
+        if not self.draining:
+            self._bus.publish(events.ResetEnded(self._generation, max(abandoned - self._abandoned_before, 0)))
+
+    def forget_events(self) -> None:
+        """No event will come any more: only what workers copy and what the engine waits for is kept."""
+        self.by_job = {job: copy for job, copy in self.by_job.items() if copy.running}
+        self.by_request = {request: copy for request, copy in self.by_request.items() if copy.is_awaited}
+        for copy in (*self.by_job.values(), *self.by_request.values()):
+            copy.has_ended = True
+            copy.pinned = copy.planned = None
+        self.oldest_pin = None
+        self.draining = 0
+
+    # -- questions ----------------------------------------------------------------------------------------------
+
+    @property
+    def awaited_requests(self) -> list[RequestId]:
+        """The requests whose loads the engine waits for."""
+        return [request for request, copy in self.by_request.items() if copy.is_awaited]
+
+    @property
+    def running(self) -> list[DeviceJob]:
+        """The jobs that some rank still copies, overdue ones among them."""
+        return [copy.given for copy in self.by_job.values() if copy.running and copy.given is not None]
+
+    def blocks(self) -> Counter[DeviceBlockId]:
+        """Return how many running jobs touch each device block."""
+        return Counter(block for job in self.running for block in job.targets)
+
+    def count(self, direction: Direction, *, is_overdue: bool) -> int:
+        """Return how many jobs are under way, or overdue. Callable from any thread."""
+        return self._counts[direction, is_overdue]
+
+    # -- what events add ----------------------------------------------------------------------------------------
+
+    def _hit_pinned(self, event: events.HitPinned) -> None:
+        self._pin(self.by_request.get(event.request) or OpenCopy(event.request))
+
+    def _hit_dropped(self, event: events.HitDropped) -> None:
+        copy = self.by_request.get(event.request)
+        if copy is not None:
+            self._unpin(copy)
+
+    def _load_scheduled(self, event: events.LoadScheduled) -> None:
+        copy = self.by_request.get(event.request)
+        if copy is None or copy.job is not None:
+            copy = OpenCopy(event.request)
+        copy.job, copy.tokens, copy.planned = event.job, event.tokens, self._hook.now
+        self._pin(copy)
+        self.by_job[event.job] = copy
+
+    def _load_ended(self, event: events.LoadEnded) -> None:
+        copy = self.by_job.get(event.job)
+        if copy is not None:
+            copy.has_ended = True
+            copy.planned = None
+            self._unpin(copy)
+            if not copy.running:
+                del self.by_job[event.job]
+
+    def _rank_reported(self, event: events.RankReported) -> None:
+        if event.job in self.by_job and event.outcome is CopyOutcome.DONE:
+            self.by_job[event.job].copy_s += event.copy_s
+
+    def _fetch_scheduled(self, event: events.TierCopyScheduled) -> None:
+        if event.tokens and event.request is not None:
+            self.by_job[event.job] = OpenCopy(
+                event.request, job=event.job, tokens=event.tokens, planned=self._hook.now
+            )
+
+    def _fetch_ended(self, event: events.TierCopyEnded) -> None:
+        self.by_job.pop(event.job, None)
+
+    def _reset_started(self, event: events.ResetStarted) -> None:
+        self._generation = event.generation
+        self._reset_before = JobId(max(self._jobs.open, default=-1) + 1)
+        self._abandoned_before = self._count_from_before_reset()
+        if not self.draining:
+            self._bus.publish(events.ResetEnded(self._generation, 0))
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _pin(self, copy: OpenCopy) -> None:
+        """Keep the table by request in the order of the pins."""
+        assert copy.request is not None
+        if copy.pinned is None:
+            copy.pinned = self._hook.now
+            self.by_request.pop(copy.request, None)
+            self.by_request[copy.request] = copy
+            if self.oldest_pin is None:
+                self.oldest_pin = self._hook.now
+
+    def _unpin(self, copy: OpenCopy) -> None:
+        copy.pinned = None
+        if not copy.is_awaited and copy.request is not None and self.by_request.get(copy.request) is copy:
+            del self.by_request[copy.request]
+        for each in self.by_request.values():
+            if each.pinned is not None:
+                self.oldest_pin = each.pinned
+                return
+        self.oldest_pin = None
+
+    def _look(self) -> None:
+        """Jobs that were submitted before any running one need no deadline any more."""
+        copies = self.by_job
+        while self._due and not (self._due[0][1] in copies and copies[self._due[0][1]].running):
+            self._due.popleft()
+        self.oldest = self._due[0][0] if self._due else None
+
+    def _count_from_before_reset(self) -> int:
+        """Count the jobs from before the reset that are waited for; return how many are abandoned."""
+        states = [job.state for number, job in self._jobs.open.items() if number < self._reset_before]
+        abandoned = states.count(JobState.ABANDONED)
+        self.draining = len(states) - abandoned
+        return abandoned

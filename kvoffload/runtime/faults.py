@@ -1,0 +1,293 @@
+"""What goes wrong with the core (R12): audits, the end of offloading, and a watch over pins and copies that grow old.
+
+A core that raised may have stopped half-way through anything, so it gets no more facts and no more questions. What must still
+happen needs little: which blocks are leased, and which jobs the workers have.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from kvoffload.bus.bus import Bus
+from kvoffload.core.offload_core import OffloadCore
+from kvoffload.logs import get_logger
+from kvoffload.model.causes import DegradeCause
+from kvoffload.model.engine import AuditsLeases, BlockPool
+from kvoffload.model.errors import KVOffloadError
+from kvoffload.model.events import Event, OffloadingDegraded
+from kvoffload.model.facts import InvariantBroken
+from kvoffload.model.ids import SlotId
+from kvoffload.runtime.copies import OpenCopies
+from kvoffload.runtime.portal import Portal
+from kvoffload.telemetry.counters import Counters
+from kvoffload.telemetry.journal import Journal
+from kvoffload.telemetry.journal_file import JournalFile
+from kvoffload.telemetry.throttle import AtMostEvery
+
+Result = TypeVar("Result")
+
+log = get_logger("scheduler")
+log_watchdog = get_logger("watchdog")
+
+_SLOTS_AT_REST = 16  # some ten microseconds in all: the next request may be a moment away
+_TAIL = 20  # lines of the journal that the log carries
+_RING = 1 << 20  # more lines than the journal's ring has
+_QUIET_S = 60.0  # between two warnings of one kind
+_LONGEST_PERIOD_S = 15.0
+
+
+class Faults:
+    """Audits the core, and takes its place once it has raised.
+
+    Args:
+        core: the core.
+        bus: brings it facts.
+        copies: what the workers may still touch.
+        device: the engine's block pool.
+        counters: count the audits.
+        report: logs that offloading went off.
+    """
+
+    def __init__(
+        self,
+        core: OffloadCore,
+        bus: Bus,
+        copies: OpenCopies,
+        device: BlockPool,
+        counters: Counters,
+        report: DegradationReport,
+    ) -> None:
+        self._core = core
+        self._bus = bus
+        self._copies = copies
+        self._device = device if isinstance(device, AuditsLeases) else None
+        self._counters = counters
+        self._report = report
+        self._next_slot = 0
+        self.cause: DegradeCause | None = None
+        """Why offloading is off, None while it is on."""
+        self.error: str | None = None
+        """What the core was doing when it raised, and what it raised; None for a core that works."""
+        self.pending_error: tuple[Exception, str] | None = None
+        """An exception that another thread got from the core. The engine's thread cuts the core off in its next step."""
+        self.is_off = False
+        """Whether the core has been cut off."""
+        bus.handle(InvariantBroken, self._invariant_broken)
+        bus.on_state_error(self._handler_raised)
+
+    # -- a core that raises -------------------------------------------------------------------------------------
+
+    def ask(self, name: str, question: Callable[[], Result], otherwise: Result) -> Result:
+        """Ask a core that works; one that has raised, now or before, does not answer."""
+        if self.error is None:
+            try:
+                return question()
+            except Exception as error:
+                self.raised(error, name)
+        return otherwise
+
+    def raised(self, error: Exception, doing: str) -> None:
+        """Cut the core off, when the batch that is being dispatched is over. The first exception explains the others."""
+        if self.error is None:
+            log.error("core_raised", error=repr(error), doing=doing, exc_info=error)
+            self.error = f"{doing}: {error!r}"
+            self._bus.afterwards(self._cut_off)
+
+    def raised_on_another_thread(self, error: Exception, doing: str) -> None:
+        """Keep what the core raised for the engine's thread: only that thread may cut the core off."""
+        self.pending_error = error, doing
+
+    def release_loose(self) -> None:
+        """Release the blocks that are leased and that no running copy touches."""
+        leases = self._core.state.leases
+        loose = Counter(leases.counts) - self._copies.blocks()
+        if loose:
+            _try(lambda: leases.release([*loose.elements()]))
+
+    def _handler_raised(self, error: Exception, fact: object) -> None:
+        self.raised(error, type(fact).__name__)
+
+    def _invariant_broken(self, fact: InvariantBroken) -> None:
+        """The cause is kept here, where nothing that watches can lose it; then the core switches off."""
+        if self.cause is None:
+            self.cause = fact.cause
+        self._core.law_broken(fact)
+
+    def _cut_off(self) -> None:
+        """Let the core end what it still can, then give it nothing more, and release what no worker copies."""
+        cause, detail = DegradeCause.HANDLER_RAISED, self.error or ""
+        self._bus.publish(InvariantBroken(cause, detail))
+        self._bus.drop_handlers()
+        for event in self._left_events():
+            self._bus.publish(event)
+        if not self._report.is_done:
+            self._bus.publish(OffloadingDegraded(cause, detail))
+        self.is_off = True
+        self._copies.forget_events()
+        self.release_loose()
+
+    def _left_events(self) -> list[Event]:
+        return _try(lambda: self._core.state.tally.take(everything=True)) or []
+
+    # -- audits -------------------------------------------------------------------------------------------------
+
+    def audit(self) -> list[str]:
+        """Return every violated invariant, at any time between two hooks. Costs time in the size of the pool."""
+        problems: list[str] = self.ask("audit", self._all_problems, [])
+        return self._judge(problems) if self.error is None else self._problems_of_a_broken_core()
+
+    def audit_at_rest(self) -> None:
+        """The last request has ended and no copy is waited for: check the totals and some slots, in bounded time.
+
+        Totals show whatever is left over. The slots' records are compared some at a time, the next ones the next time, so
+        that the cost does not grow with the host's memory.
+        """
+        if self.cause is None:
+            self._judge([*self._core.audit_at_rest(self._some_slots()), *self._engine_problems()])
+
+    def _judge(self, problems: list[str]) -> list[str]:
+        self._counters.audited()
+        if problems:
+            self._bus.publish(InvariantBroken(DegradeCause.LAW_BROKEN, "; ".join(problems)))
+        return problems
+
+    def _all_problems(self) -> list[str]:
+        return [*self._core.audit(), *self._engine_problems()]
+
+    def _engine_problems(self) -> list[str]:
+        return self._device.lease_problems(self._core.state.leases.counts) if self._device else []
+
+    def _some_slots(self) -> Iterator[SlotId]:
+        capacity = self._core.state.pool.capacity
+        first = self._next_slot if self._next_slot < capacity else 0
+        self._next_slot = min(first + _SLOTS_AT_REST, capacity)
+        return map(SlotId, range(first, self._next_slot))
+
+    def _problems_of_a_broken_core(self) -> list[str]:
+        leased, touched = Counter(self._core.state.leases.counts), self._copies.blocks()
+        problems = [f"the core raised and was cut off: {self.error}"]
+        if leased != touched:
+            problems.append(f"{leased.total()} blocks are leased, copies touch {touched.total()}")
+        return problems
+
+
+def _try(act: Callable[[], Result]) -> Result | None:
+    try:
+        return act()
+    except Exception as error:
+        log.error("core_raised_again", error=repr(error), exc_info=error)
+        return None
+
+
+class DegradationReport:
+    """Logs once that offloading went off, with the journal.
+
+    With a `journal_path`, the journal's whole ring goes to a file beside it, named like it with `.degraded` appended, that
+    only its owner can read. A thread of the portal's writes it, so the engine does not wait for the disk. Without one the log
+    has the last lines.
+
+    Args:
+        bus: carries the event.
+        journal: what led to it.
+        path: the journal's own file, None without one.
+        portal: whose threads write files; None without one.
+    """
+
+    def __init__(self, bus: Bus, journal: Journal, path: Path | None, portal: Portal | None) -> None:
+        self._bus = bus
+        self._journal = journal
+        self._ring_path = path.with_name(f"{path.name}.degraded") if path is not None else None
+        self._portal = portal
+        self.is_done = False
+        """Whether the event was seen."""
+
+    def subscribe(self, bus: Bus) -> None:
+        """Follow the event from now on."""
+        bus.count(OffloadingDegraded, self._degraded)
+
+    def _degraded(self, event: OffloadingDegraded) -> None:
+        self.is_done = True
+        self._bus.afterwards(partial(self._report, event))  # when the journal has what led to it
+
+    def _report(self, event: OffloadingDegraded) -> None:
+        whole = {"journal_file": str(self._ring_path)} if self._ring_path is not None else {}
+        last = self._journal.tail(_TAIL)
+        log.error("offloading_off", cause=event.cause.value, detail=event.detail, journal=last, **whole)
+        if self._ring_path is not None:
+            self._save(self._ring_path)
+
+    def _save(self, path: Path) -> None:
+        try:
+            if self._portal is not None:
+                self._portal.executor.submit(self._write, path)
+                return
+        except (KVOffloadError, RuntimeError):  # the portal was closed: the engine has stopped, and can wait
+            pass
+        self._write(path)
+
+    def _write(self, path: Path) -> None:
+        try:
+            file = JournalFile(path)
+            try:
+                head = self._journal.head(0)
+                file.append("".join(f"{line}\n" for line in self._journal.tail(_RING)), head)
+            finally:
+                file.close()
+        except (KVOffloadError, OSError) as error:
+            log.error(
+                "journal_not_saved", path=str(path), error=str(error), note="the log has its last lines"
+            )
+
+
+class Watchdog:
+    """Warns of pins and copies that outlive what the time limits allow: a leak, or an engine that makes no more steps.
+
+    It runs on the observers' loop, because the engine's thread may hang. A submitted copy is abandoned in the first step after
+    `timeout_s`; a pin may have waited that long for another request's load, and then that long for its own. Half of `timeout_s`
+    more is for a slow step.
+
+    Args:
+        copies: whose oldest pin and job are watched.
+        timeout_s: `transfer_timeout_s`.
+        monotonic: seconds for ages.
+        unix: seconds since 1970, for people.
+        sleep: waits for seconds.
+    """
+
+    def __init__(
+        self,
+        copies: OpenCopies,
+        timeout_s: float,
+        monotonic: Callable[[], float],
+        unix: Callable[[], float],
+        sleep: Callable[[float], Awaitable[None]],
+    ) -> None:
+        self._copies = copies
+        self._allowed_s = {"pin": 2.5 * timeout_s, "job": 1.5 * timeout_s}
+        self._period_s = min(timeout_s / 2, _LONGEST_PERIOD_S)
+        self._monotonic = monotonic
+        self._unix = unix
+        self._sleep = sleep
+        self._due = AtMostEvery(_QUIET_S, monotonic)
+
+    async def run(self) -> None:
+        """Look until cancelled."""
+        while True:
+            await self._sleep(self._period_s)
+            self.look()
+
+    def look(self) -> None:
+        """Warn of what is too old, at most once a minute for each kind."""
+        now = self._monotonic()
+        oldest = {"pin": self._copies.oldest_pin, "job": self._copies.oldest}
+        for kind, since in oldest.items():
+            allowed_s = self._allowed_s[kind]
+            if since is None or now - since <= allowed_s or self._due.due(kind) is None:
+                continue
+            age_s = now - since
+            keys = {"age_s": round(age_s, 1), "allowed_s": allowed_s, "since": round(self._unix() - age_s)}
+            log_watchdog.warning("held_too_long", what=kind, **keys)
