@@ -30,7 +30,7 @@ VLLM_BENCH = VLLM_LOGGING_LEVEL=ERROR PYTHONPATH=$(CURDIR) $(VLLM) -m tests.benc
 VERSIONS = env $(AGAINST_WHEEL) $(VLLM) -m tests.vllm_versions.matrix
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check quick test-fast format test-vllm test-all quick-others recurrent-matrix disk-traffic store-traffic sharing-ranks vllm-versions lint types imports size coverage deep disk-kills simulate explore same mutants soak vllm-demo grafana observe bench-copy bench-disk bench-engine bench-fs bench-hooks bench-queue bench-remote bench-scale bench-serve bench-trace bench-verify docs site dashboards screenshot lock venv wheel vllm-env kernel-env tools clean
+.PHONY: help demo test check quick test-fast format test-vllm test-all quick-others recurrent-matrix disk-traffic store-traffic sharing-ranks vllm-versions lint types imports size coverage deep disk-kills simulate explore same journeys mutants soak vllm-demo grafana observe bench-copy bench-disk bench-engine bench-fs bench-hooks bench-queue bench-remote bench-scale bench-serve bench-trace bench-verify docs site dashboards screenshot lock venv wheel vllm-env kernel-env tools clean
 .DELETE_ON_ERROR:
 
 help:
@@ -130,6 +130,9 @@ explore: venv  ## try every interleaving of small worlds (long)
 
 same: venv  ## compare what a restructuring must not change
 	@$(BIN)/python -m tests.same $(ARGS)
+
+journeys: venv  ## count functions in the way of a store and a load
+	@PYTHONPATH=$(CURDIR):$(CURDIR)/plugins $(BIN)/python -m tests.same.journeys $(ARGS)
 
 mutants: venv  ## break one line at a time; a test must notice (long)
 	@$(BIN)/python -m tests.mutants $(ARGS)

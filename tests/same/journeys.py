@@ -1,0 +1,448 @@
+"""`make journeys`: which functions a store, a load, a miss and a request's life run through, on running engines.
+
+It prints tables in Markdown. The engines are the reference engine and, where .venv/vllm exists, a stock vLLM on the CPU.
+Only functions of kvoffload and its adapters count; comprehensions do not, and neither does the reference engine.
+Each journey is made several times. A function is in its way if every one of them entered it: what is done once for many
+messages, such as the journal's lines, is not. Only the hooks are named here, so that commits can be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from types import FrameType
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from tests.vllm_adapter.engine_rig import Rig
+
+BLOCKS = 8
+"""Whole blocks of each prompt; one more token follows them."""
+RUNS = 8
+QUIET_S = 0.03
+"""After this long without a call, background threads have finished what a step gave them."""
+PATIENCE_S = 120.0
+ROOT = Path(__file__).resolve().parent.parent.parent
+VLLM = ROOT / ".venv/vllm/bin/python"
+
+_COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
+
+
+# -- tracing ------------------------------------------------------------------------------------------------------
+
+
+class Function(NamedTuple):
+    module: str
+    name: str
+
+
+@dataclass
+class Journey:
+    """Calls by the hook or background thread that made them."""
+
+    calls: dict[str, Counter[Function]] = field(default_factory=dict)
+    clock: dict[str, list[int]] = field(default_factory=dict)
+    """Clock readings of each call of a hook."""
+    threads: set[str] = field(default_factory=set)
+
+    def of(self, hooks: Sequence[str], *, background: bool = False) -> Journey:
+        """Return the part that these hooks made, and, if asked, the background threads."""
+        threads = self.threads if background else set()
+        kept = {place: calls for place, calls in self.calls.items() if place in hooks or place in threads}
+        return Journey(kept, {hook: self.clock[hook] for hook in hooks if hook in self.clock}, threads)
+
+    @property
+    def total(self) -> int:
+        return sum(calls.total() for calls in self.calls.values())
+
+
+def in_the_way(journeys: Sequence[Journey], place: str | None = None) -> set[Function]:
+    """Return the functions of every one of these journeys, of one hook or thread or of all."""
+    found = [
+        {
+            function
+            for where in ([place] if place else journey.calls)
+            for function in journey.calls.get(where, ())
+        }
+        for journey in journeys
+    ]
+    return set.intersection(*found)
+
+
+class Tracer:
+    """Sees the calls of the engine's thread while recording, and of every thread started after the tracer was made."""
+
+    def __init__(self) -> None:
+        self._journey: Journey | None = None
+        self._engine = threading.get_ident()
+        self._local = threading.local()
+        self._background_calls = 0
+        threading.setprofile(self._seen)
+
+    def close(self) -> None:
+        """Stop seeing the threads that start from now on."""
+        threading.setprofile(None)
+
+    @contextmanager
+    def record(self, journey: Journey | None = None) -> Iterator[Journey]:
+        """Record into a journey, by default a new one."""
+        self._journey = journey = journey or Journey()
+        sys.setprofile(self._seen)
+        try:
+            yield journey
+        finally:
+            sys.setprofile(None)
+            self._journey = None
+
+    def wait_for_background(self) -> None:
+        """Wait until background threads make no more calls."""
+        before, deadline = -1, time.monotonic() + PATIENCE_S
+        while self._background_calls != before and time.monotonic() < deadline:
+            before = self._background_calls
+            time.sleep(QUIET_S)
+
+    def _seen(self, frame: FrameType, event: str, argument: object) -> None:
+        if not _is_ours(frame):
+            return
+        if event == "call":
+            self._called(frame)
+        elif event == "return":
+            self._local.depth = max(0, self._depth - 1)
+        elif event == "c_call" and getattr(argument, "__module__", None) == "time":
+            readings = self._journey.clock.get(self._local.place) if self._journey and self._depth else None
+            if readings:
+                readings[-1] += 1
+
+    @property
+    def _depth(self) -> int:
+        return getattr(self._local, "depth", 0)
+
+    def _called(self, frame: FrameType) -> None:
+        is_engine = threading.get_ident() == self._engine
+        if not is_engine:
+            self._background_calls += 1
+        is_hook = self._depth == 0
+        self._local.depth = self._depth + 1
+        if is_hook:
+            self._local.place = (
+                frame.f_code.co_name if is_engine else threading.current_thread().name.rstrip("-0123456789")
+            )
+        journey = self._journey
+        if journey is None or frame.f_code.co_name in _COMPREHENSIONS:
+            return
+        place = self._local.place
+        function = Function(frame.f_globals["__name__"], frame.f_code.co_qualname)
+        journey.calls.setdefault(place, Counter())[function] += 1
+        if not is_engine:
+            journey.threads.add(place)
+        elif is_hook:
+            journey.clock.setdefault(place, []).append(0)
+
+
+def _is_ours(frame: FrameType) -> bool:
+    module = frame.f_globals.get("__name__", "")
+    return module.startswith("kvoffload") and not module.startswith("kvoffload.engine")
+
+
+Journeys = Mapping[str, Sequence[Journey]]
+
+
+# -- engines ------------------------------------------------------------------------------------------------------
+
+
+class Engine(Protocol):
+    """An engine that is driven step by step on this thread."""
+
+    STORE: tuple[str, ...]
+    LOAD: tuple[str, ...]
+    LOOKUP: tuple[str, ...]
+    """The hooks that a store, a load and a lookup pass."""
+    SCHEDULER: tuple[str, ...]
+    """The scheduler's hooks, whose calls make a request's life. vLLM's statistics are not among them: time paces them."""
+
+    def ask(self, seed: int, tokens: int) -> None: ...
+
+    def step(self) -> None: ...
+
+    def is_busy(self) -> bool: ...
+
+    def forget_device(self) -> None: ...
+
+    def blocks(self, metric: str, label: str) -> int:
+        """Read one of the counters of blocks."""
+        ...
+
+
+class Reference:
+    """The reference engine with its plugin, host copies and real threads."""
+
+    STORE: tuple[str, ...] = ("plan", "start_stores", "take_output", "update")
+    LOOKUP: tuple[str, ...] = ("lookup",)
+    LOAD: tuple[str, ...] = ("lookup", "allocated", "plan", "start_loads", "take_output", "update")
+    SCHEDULER: tuple[str, ...] = (
+        "request_added",
+        "lookup",
+        "junction",
+        "allocated",
+        "plan",
+        "request_ended",
+        "update",
+    )
+
+    def __init__(self) -> None:
+        from kvoffload.engine import Engine
+        from kvoffload_reference.plugin import ReferencePlugin
+        from tests.reference import rig
+
+        self._plugin = ReferencePlugin()
+        self._engine = Engine(rig.config_of("full", step_tokens=64), self._plugin, clock=time.monotonic)
+
+    def ask(self, seed: int, tokens: int) -> None:
+        from kvoffload.engine import SamplingParams
+        from tests.reference import rig
+
+        self._engine.submit(rig.text(seed, BLOCKS * rig.BLOCK + 1), SamplingParams(tokens))
+
+    def step(self) -> None:
+        self._engine.step()
+
+    def is_busy(self) -> bool:
+        return self._engine.has_work
+
+    def forget_device(self) -> None:
+        assert self._engine.pool.reset_prefix_cache()
+
+    def blocks(self, metric: str, label: str) -> int:
+        assert self._plugin.offload is not None
+        return self._plugin.offload.counters.snapshot().count(metric, label)
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+class Vllm:
+    """A stock vLLM in this process, driven through the rig of the adapter's tests."""
+
+    _AFTER = (
+        "get_finished",
+        "get_transfer_results",
+        "build_connector_worker_meta",
+        "update_connector_output",
+    )
+    STORE: tuple[str, ...] = ("build_connector_meta", "bind_connector_metadata", "wait_for_save", *_AFTER)
+    LOOKUP: tuple[str, ...] = ("get_num_new_matched_tokens",)
+    LOAD: tuple[str, ...] = (
+        *LOOKUP,
+        "update_state_after_alloc",
+        "build_connector_meta",
+        "bind_connector_metadata",
+        "start_load_kv",
+        *_AFTER,
+    )
+    SCHEDULER: tuple[str, ...] = (
+        "on_new_request",
+        *LOOKUP,
+        "update_state_after_alloc",
+        "build_connector_meta",
+        "take_events",
+        "update_connector_output",
+        "request_finished",
+        "request_finished_all_groups",
+    )
+
+    def __init__(self, rig: Rig) -> None:
+        self._rig = rig
+        self._asked = 0
+
+    def ask(self, seed: int, tokens: int) -> None:
+        from tests.vllm_adapter.engine_rig import Asked
+        from tests.vllm_stock.engines import BLOCK
+
+        self._asked += 1
+        self._rig.ask(f"r{self._asked}", Asked((seed,) * (BLOCKS * BLOCK + 1), tokens))
+
+    def step(self) -> None:
+        self._rig.step()
+
+    def is_busy(self) -> bool:
+        return bool(self._rig.scheduler.has_requests())
+
+    def forget_device(self) -> None:
+        assert self._rig.scheduler.reset_prefix_cache()
+
+    def blocks(self, metric: str, label: str) -> int:
+        return int(self._rig.counts.count(metric, label))
+
+
+# -- journeys -----------------------------------------------------------------------------------------------------
+
+
+def reference() -> Journeys:
+    """Trace the reference engine."""
+    tracer = Tracer()
+    engine = Reference()
+    try:
+        return travel(engine, tracer)
+    finally:
+        engine.close()
+        tracer.close()
+
+
+def vllm() -> Journeys:
+    """Trace a stock vLLM; needs its environment."""
+    from tests.vllm_adapter.engine_rig import offloading
+
+    tracer = Tracer()
+    try:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            offloading("qwen3", Path(folder), max_num_batched_tokens=512) as rig,
+        ):
+            return travel(Vllm(rig), tracer)
+    finally:
+        tracer.close()
+
+
+def travel(engine: Engine, tracer: Tracer, runs: int = RUNS) -> Journeys:
+    """Make each journey `runs` times and return them by name, once all have happened."""
+    _life(engine, tracer, 1)  # the first use in a process makes more calls
+    engine.forget_device()
+    _life(engine, tracer, 1)
+    fresh, returning, stores, loads = ([] for _ in range(4))
+    for number, seed in enumerate(range(2, 2 + 2 * runs, 2)):
+        for _ in range(number % 3):
+            _life(
+                engine, tracer, 1
+            )  # so that what is done for many messages at a time falls into different hooks
+        fresh.append(_life(engine, tracer, seed))
+        engine.forget_device()
+        returning.append(_life(engine, tracer, seed))
+        stores.append(_store(engine, tracer, seed + 1))
+        engine.forget_device()
+        loads.append(_load(engine, tracer, seed + 1))
+    return {
+        f"store of {BLOCKS} blocks": [each.of(engine.STORE, background=True) for each in stores],
+        f"load of {BLOCKS} blocks": [each.of(engine.LOAD, background=True) for each in loads],
+        "miss": [each.of(engine.LOOKUP) for each in fresh],
+        "life, fresh": [each.of(engine.SCHEDULER) for each in fresh],
+        "life, returning": [each.of(engine.SCHEDULER) for each in returning],
+    }
+
+
+def _life(engine: Engine, tracer: Tracer, seed: int) -> Journey:
+    """Serve a request of two tokens to the end of its copies, and with it the audit of an idle engine."""
+    with tracer.record() as journey:
+        engine.ask(seed, 2)
+        _step_while(engine, tracer, engine.is_busy)
+    return journey
+
+
+def _store(engine: Engine, tracer: Tracer, seed: int) -> Journey:
+    """Record from the step after a prompt was computed until its blocks can hit."""
+    engine.ask(seed, 4)
+    engine.step()
+    journey = _until_counted(engine, tracer, "kvoffload_store_blocks_total", "stored")
+    _step_while(engine, tracer, engine.is_busy)
+    return journey
+
+
+def _load(engine: Engine, tracer: Tracer, seed: int) -> Journey:
+    """Record from a request's lookup until the engine knows that its blocks were loaded."""
+    engine.ask(seed, 4)
+    journey = _until_counted(engine, tracer, "kvoffload_load_blocks_total", "loaded")
+    _step_while(engine, tracer, engine.is_busy)
+    return journey
+
+
+def _until_counted(engine: Engine, tracer: Tracer, metric: str, outcome: str) -> Journey:
+    """Record steps until all blocks of a prompt have an outcome; raise TimeoutError if they never do."""
+    wanted = engine.blocks(metric, outcome) + BLOCKS
+    whole = Journey()
+    deadline = time.monotonic() + PATIENCE_S
+    while engine.blocks(metric, outcome) < wanted:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{metric} has not grown by {BLOCKS} {outcome}")
+        with tracer.record(whole):
+            engine.step()
+            tracer.wait_for_background()
+    return whole
+
+
+def _step_while(engine: Engine, tracer: Tracer, condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError("the engine does not finish")
+        engine.step()
+        tracer.wait_for_background()
+
+
+# -- tables -------------------------------------------------------------------------------------------------------
+
+
+def tables(engine: str, journeys: Journeys) -> str:
+    """Return two tables in Markdown: each journey, and each journey by hook and thread. Calls are means."""
+    lines = [
+        f"## {engine}",
+        "",
+        *_head("journey", "functions", "files", "threads", "calls", "clock readings in a hook"),
+    ]
+    for name, runs in journeys.items():
+        functions = in_the_way(runs)
+        files = {function.module for function in functions}
+        threads = 1 + min(len(run.threads) for run in runs)
+        readings = max(count for run in runs for counts in run.clock.values() for count in counts)
+        lines.append(
+            _row(name, len(functions), len(files), threads, fmean(run.total for run in runs), readings)
+        )
+    lines += ["", *_head("journey", "hook or thread", "functions", "calls", "clock readings in a call")]
+    for name, runs in journeys.items():
+        for place in dict.fromkeys(place for run in runs for place in run.calls):
+            calls = fmean(run.calls.get(place, Counter[Function]()).total() for run in runs)
+            readings = max(count for run in runs for count in run.clock.get(place, [0]))
+            lines.append(_row(name, place, len(in_the_way(runs, place)), calls, readings))
+    return "\n".join(lines)
+
+
+def _head(*names: str) -> list[str]:
+    return [_row(*names), "|" + "---|" * len(names)]
+
+
+def _row(*cells: object) -> str:
+    return f"| {' | '.join(f'{cell:.0f}' if isinstance(cell, float) else str(cell) for cell in cells)} |"
+
+
+def main() -> None:
+    """Print the tables of the engine that was asked for, by default of every engine that is here."""
+    parser = argparse.ArgumentParser(prog="make journeys", description=__doc__)
+    parser.add_argument("--engine", choices=("reference", "vllm"), help="only this engine, in this Python")
+    asked = parser.parse_args().engine
+    if asked != "vllm":
+        _write(tables("Reference engine", reference()))
+    if asked == "vllm":
+        _write(tables("vLLM", vllm()))
+    elif asked is None and VLLM.exists():
+        command = [str(VLLM), "-m", "tests.same.journeys", "--engine", "vllm"]
+        subprocess.run(
+            command, env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'plugins'}"}, cwd=ROOT, check=True
+        )
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
