@@ -14,7 +14,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ SEED = 11
 HOST = 512
 HEAD = (
     "model",
-    "setting",
+    "settings",
     "answers",
     "different",
     "largest error",
@@ -88,11 +88,28 @@ def _errors(reported: Mapping[str, Reported], expected: Mapping[str, Reported]) 
 
 
 def render(table: list[list[str]]) -> str:
-    """Return the table in Markdown, and when it was made."""
-    lines = [HEAD, ["---"] * len(HEAD), *table]
+    """Return the table in Markdown, a row a model, and when it was made."""
+    lines = [
+        HEAD,
+        ["---"] * len(HEAD),
+        *(_summed(model, table) for model in dict.fromkeys(row[0] for row in table)),
+    ]
     when = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
     body = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"{body}\n\nvLLM 0.32.0 on a CPU, {when}, seed {SEED}."
+
+
+def _summed(model: str, table: list[list[str]]) -> list[str]:
+    """Return one row for all settings of a model: sums, and the largest error."""
+    _, settings, answers, different, errors, found, loaded, zeroed = zip(
+        *(row for row in table if row[0] == model), strict=True
+    )
+    sums = [_sum(column) for column in (answers, different, found, loaded, zeroed)]
+    return [model, str(len(settings)), *sums[:2], max(errors, key=float), *sums[2:]]
+
+
+def _sum(cells: Iterable[str]) -> str:
+    return f"{sum(int(cell.replace(',', '')) for cell in cells):,}"
 
 
 def main() -> int:
