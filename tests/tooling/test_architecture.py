@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
 from tests.tooling.scripts import ROOT
 
 ARCHITECTURE = (ROOT / "kvoffload" / "ARCHITECTURE.md").read_text()
@@ -13,9 +11,8 @@ DECISIONS = (ROOT / "kvoffload" / "DECISIONS.md").read_text()
 FOLDERS = (ROOT, ROOT / "kvoffload", ROOT / "plugins" / "kvoffload_vllm", ROOT / "kvoffload" / "transfer")
 
 
-@pytest.mark.parametrize("page", [ARCHITECTURE, DECISIONS], ids=["architecture", "decisions"])
-def test_the_files_that_a_page_names_exist(page: str) -> None:
-    named = set(re.findall(r"`([\w/]+\.(?:py|md))`", page))
+def test_the_files_that_the_pages_name_exist() -> None:
+    named = set(re.findall(r"`([\w/]+\.(?:py|md))`", ARCHITECTURE + DECISIONS))
     assert named
     assert [name for name in named if not any((folder / name).exists() for folder in FOLDERS)] == []
 
