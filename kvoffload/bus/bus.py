@@ -2,7 +2,7 @@
 
 A hook dispatches one fact. The first handler of the fact's class owns the state that the fact changes. Its events follow the
 fact in the same batch, then whatever the other handlers publish. Every subscriber sees the messages in that order, and no
-handler runs inside another. A bus with a clock keeps whole batches and hands many at a time to the handlers of `Kept`.
+handler runs inside another. One subscriber, the journal, gets whole batches, many at a time.
 
 One thread dispatches and subscribes: the engine's. Feeds carry messages to others.
 """
@@ -22,10 +22,6 @@ Batch = tuple[int, float, list[object]]
 """How many messages were published before it, its time, and its messages."""
 StateErrorCallback = Callable[[Exception, object], object]
 RemovedCallback = Callable[[str, Exception], object]
-
-
-class Kept(list[Batch]):
-    """The batches published since the last ones were handled. Its handlers may keep batches, but not this list."""
 
 
 class BusStatistics(NamedTuple):
@@ -85,9 +81,11 @@ class Bus:
         self._source: EventSource = source or _NoEvents()
         self._handlers: dict[type, Handler] = {}
         self._counters: list[tuple[type, Handler]] = []
-        self._now: Callable[[], float] | None = None
-        self._kept = Kept()
-        self._at_a_time = self._hand_on_at = 0
+        self._keeper: Callable[[list[Batch]], object] | None = None
+        self._now: Callable[[], float] = float  # the keeper's
+        self._kept: list[Batch] = []
+        self._at_a_time = 0
+        self._hand_on_at = 0
         self._feeds: dict[str, Feed[Any]] = {}
         self._routes = _Routes(self._resolve)  # derived from the above, forgotten when it changes
         self._batch: list[object] | None = None
@@ -119,19 +117,24 @@ class Bus:
         self._counters.append((cls, counter))
         self._routes.clear()
 
-    def keep(self, now: Callable[[], float], at_a_time: int = 1) -> Kept:
-        """Keep all batches from now on, and call the handlers of `Kept` once they have so many messages.
+    def keep(
+        self, keeper: Callable[[list[Batch]], object], now: Callable[[], float], at_a_time: int = 1
+    ) -> list[Batch]:
+        """Call `keeper` with all batches from now on; if it raises, it is removed.
 
-        Keeping a batch takes no call of Python, and a handler of many batches finds its code in the processor's caches.
+        Keeping a batch takes no call of Python, and a keeper of many batches finds its code in the processor's caches.
 
         Args:
+            keeper: may keep batches, but not the list of them.
             now: the clock that gives each batch its time.
-            at_a_time: messages.
+            at_a_time: messages that wait until they are handed over.
 
         Returns:
-            The batches not yet handled, which other threads may copy.
+            The batches not yet handed over, which other threads may copy.
         """
-        self._now, self._at_a_time = now, at_a_time
+        self._keeper = keeper
+        self._now = now
+        self._at_a_time = at_a_time
         self._hand_on_at = self._published + at_a_time
         return self._kept
 
@@ -185,7 +188,7 @@ class Bus:
             self._batch = None
             before = self._published
             self._published = published = before + len(batch)
-        if self._now is not None:
+        if self._keeper is not None:
             self._kept.append((before, self._now(), batch))
             if published >= self._hand_on_at:
                 self._hand_on()
@@ -216,11 +219,13 @@ class Bus:
 
     def _hand_on(self) -> None:
         self._hand_on_at = self._published + self._at_a_time
-        for react in self._routes[Kept]:
-            try:
-                react(self._kept)
-            except Exception as exc:
-                self._raised(react, self._kept, exc)
+        keeper = self._keeper
+        assert keeper is not None
+        try:
+            keeper(self._kept)
+        except Exception as exc:
+            self._keeper = None
+            self._remove(keeper, exc)
         self._kept.clear()
 
     def _run_after(self) -> None:
@@ -231,7 +236,7 @@ class Bus:
         state = [self._handlers[cls]] if cls in self._handlers else []
         return (*state, *[counter for wanted, counter in self._counters if wanted in cls.__mro__])
 
-    def _remove(self, subscriber: Handler, exc: Exception) -> None:
+    def _remove(self, subscriber: Callable[..., object], exc: Exception) -> None:
         self._counters = [entry for entry in self._counters if entry[1] != subscriber]
         self._routes.clear()
         name = getattr(subscriber, "__qualname__", type(subscriber).__qualname__)

@@ -21,14 +21,9 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Generic, NamedTuple, TypeVar
 
-import anyio
-import anyio.lowlevel
-
 from kvoffload.bus.guard import call_guarded
 
 T = TypeVar("T")
-
-_TURN = 64  # events after which a busy consumer lets the loop's other tasks run
 
 
 class FeedStatistics(NamedTuple):
@@ -79,32 +74,18 @@ class Feed(Generic[T]):
             self._wake()
         return True
 
-    def nowait(self) -> T:
-        """Take the oldest event.
-
-        Raises:
-            anyio.WouldBlock: nothing waits.
-            anyio.EndOfStream: nothing waits, and nothing more will come.
-        """
-        closed = self._closed
-        if not self._waiting:
-            raise anyio.EndOfStream if closed else anyio.WouldBlock
-        self._delivered += 1
-        return self._waiting.popleft()
-
-    def __aiter__(self) -> Feed[T]:
-        return self
-
-    async def __anext__(self) -> T:
-        if self._delivered % _TURN == _TURN - 1:
-            await anyio.lowlevel.checkpoint()
+    async def take(self, most: int = 1) -> list[T]:
+        """Wait for events and return the oldest, at most `most`; none once the feed has ended and all were taken."""
+        await asyncio.sleep(0)  # however fast events come, the loop's other tasks run too
         while True:
-            try:
-                return self.nowait()
-            except anyio.EndOfStream:
-                raise StopAsyncIteration from None
-            except anyio.WouldBlock:
-                await self._sleep()
+            closed = self._closed  # read first: an event may come with the end
+            if self._waiting:
+                count = min(len(self._waiting), most)
+                self._delivered += count
+                return [self._waiting.popleft() for _ in range(count)]
+            if closed:
+                return []
+            await self._sleep()
 
     def close(self) -> None:
         """Take no more events. What waits is still delivered, then iteration ends. For the producer's side."""
@@ -159,8 +140,8 @@ async def run_observer(
     """
     try:
         try:
-            async for event in feed:
-                await observer(event)
+            while events := await feed.take():
+                await observer(events[0])
         finally:
             feed.abandon()  # also when cancelled: the feed has no reader any more
     except Exception as exc:

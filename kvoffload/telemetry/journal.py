@@ -12,12 +12,11 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-import anyio
 import anyio.to_thread
 
-from kvoffload.bus.bus import Batch, Bus, Kept
+from kvoffload.bus.bus import Batch, Bus
 from kvoffload.bus.feed import Feed
 from kvoffload.bus.guard import call_guarded
 from kvoffload.model.facts import StepScheduled
@@ -27,8 +26,6 @@ from kvoffload.telemetry.records import compact, to_plain
 
 _BATCH = 1024  # entries written in one go
 _AT_A_TIME = 64  # messages that are shortened; one by one, each would find the processor's caches cold
-
-M = TypeVar("M")
 
 FailureCallback = Callable[[Exception], object]
 
@@ -80,8 +77,7 @@ class Journal:
         """Record every fact and event from now on; `capacity` lines may wait for the file."""
         if self._file is not None:
             self._feed = bus.observe("journal", capacity)
-        self._young = bus.keep(self._now, _AT_A_TIME if self._file is None else 1)
-        bus.count(Kept, self.record)
+        self._young = bus.keep(self.record, self._now, _AT_A_TIME if self._file is None else 1)
 
     def tail(self, count: int) -> list[str]:
         """Return the last `count` lines, oldest first, from any thread."""
@@ -97,8 +93,7 @@ class Journal:
         if self._feed is None or self._file is None:
             return
         try:
-            async for entry in self._feed:
-                batch = [entry, *take_waiting(self._feed, _BATCH - 1)]
+            while batch := await self._feed.take(_BATCH):
                 await anyio.to_thread.run_sync(self._write, self._file, batch)
         except Exception as exc:
             if self._on_failure is not None:
@@ -107,7 +102,7 @@ class Journal:
             self._feed.abandon()
             self._file.close()
 
-    def record(self, batches: Kept) -> None:
+    def record(self, batches: list[Batch]) -> None:
         """Move batches to the ring, without what may not be held for long."""
         short, end = compact([message for _, _, messages in batches for message in messages]), 0
         kept: list[Batch] = []
@@ -170,15 +165,6 @@ def _entries(batches: Iterable[Batch]) -> Iterator[Entry]:
     for before, time, messages in batches:
         for sequence, message in enumerate(messages, before + 1):
             yield Entry(sequence, time, message)
-
-
-def take_waiting(feed: Feed[M], most: int) -> Iterator[M]:
-    """Yield what waits in a feed, at most `most` messages."""
-    for _ in range(most):
-        try:
-            yield feed.nowait()
-        except (anyio.WouldBlock, anyio.EndOfStream):
-            return
 
 
 def line_of(entry: Entry) -> str:

@@ -22,7 +22,6 @@ from kvoffload.model import events, facts
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.errors import ConfigError
-from kvoffload.telemetry.journal import take_waiting
 from kvoffload.telemetry.journal_reader import Record
 from kvoffload.telemetry.records import Kept, compact
 from kvoffload.telemetry.timeline import Timeline
@@ -110,8 +109,7 @@ class SpanObserver:
         assert self._feed is not None, "subscribe() comes first"
         loop = asyncio.get_running_loop()
         try:
-            async for entry in self._feed:
-                batch = [entry, *take_waiting(self._feed, _BATCH - 1)]
+            while batch := await self._feed.take(_BATCH):
                 await loop.run_in_executor(executor, self._draw, batch)
             await loop.run_in_executor(executor, self._close)
         except Exception as exc:

@@ -17,11 +17,17 @@ pytestmark = pytest.mark.asyncio
 
 
 async def take_all(feed: Feed[int], into: list[int]) -> None:
-    async for event in feed:
-        into.append(event)  # noqa: PERF401 - what has arrived so far matters
+    while events := await feed.take():
+        into += events
 
 
-async def test_events_arrive_in_order_and_iteration_ends_when_closed() -> None:
+async def rest(feed: Feed[int]) -> list[int]:
+    taken = list[int]()
+    await take_all(feed, taken)
+    return taken
+
+
+async def test_events_arrive_in_order_and_reading_ends_when_closed() -> None:
     feed, taken = Feed[int]("watcher", 10), list[int]()
     async with anyio.create_task_group() as group:
         group.start_soon(take_all, feed, taken)
@@ -40,20 +46,20 @@ async def test_a_full_feed_drops_the_new_event_and_counts_it() -> None:
     assert all(feed.offer(number) for number in range(5))
     numbers = feed.statistics()
     assert (numbers.published, numbers.delivered, numbers.dropped, numbers.waiting) == (5, 0, 3, 2)
-    assert feed.nowait() == 0
+    assert await feed.take() == [0]
     feed.offer(9)
     feed.close()
-    assert [event async for event in feed] == [1, 9]
+    assert await rest(feed) == [1, 9]
     assert feed.statistics()[:4] == (6, 3, 3, 0)
 
 
-async def test_nowait_distinguishes_empty_from_ended() -> None:
-    feed = Feed[int]("watcher", 1)
-    with pytest.raises(anyio.WouldBlock):
-        feed.nowait()
+async def test_no_more_events_are_taken_at_once_than_asked_for() -> None:
+    feed = Feed[int]("watcher", 10)
+    for number in range(5):
+        feed.offer(number)
     feed.close()
-    with pytest.raises(anyio.EndOfStream):
-        feed.nowait()
+    assert [await feed.take(2) for _ in range(4)] == [[0, 1], [2, 3], [4], []]
+    assert feed.statistics()[:4] == (5, 5, 0, 0)
 
 
 async def test_a_burst_wakes_a_sleeping_consumer_once_and_silence_never() -> None:
@@ -75,7 +81,7 @@ async def test_a_burst_wakes_a_sleeping_consumer_once_and_silence_never() -> Non
 async def test_an_awake_consumer_is_not_woken() -> None:
     feed = Feed[int]("watcher", 10)
     feed.offer(1)
-    assert await anext(feed) == 1
+    assert await feed.take() == [1]
     feed.offer(2)
     assert feed.statistics().wakeups == 0
 
@@ -84,7 +90,7 @@ async def test_what_a_consumer_leaves_behind_counts_as_dropped() -> None:
     feed = Feed[int]("watcher", 10)
     for number in range(3):
         feed.offer(number)
-    await anext(feed)
+    await feed.take()
     feed.abandon()
     feed.abandon()
     assert not feed.offer(4)
@@ -102,7 +108,7 @@ async def test_a_busy_consumer_lets_other_tasks_run() -> None:
     async with anyio.create_task_group() as group:
         group.start_soon(other)
         for _ in range(1000):
-            await anext(feed)
+            await feed.take()
     assert other_ran_at[0] < 100
 
 
@@ -114,7 +120,7 @@ async def test_cancelling_a_sleeping_consumer_leaves_the_feed_usable() -> None:
         group.cancel_scope.cancel()
     feed.offer(1)
     assert feed.statistics().wakeups == 0  # no consumer sleeps there any more
-    assert await anext(feed) == 1
+    assert await feed.take() == [1]
 
 
 class Interleaved(deque[int]):
@@ -137,14 +143,14 @@ async def test_an_event_that_comes_just_after_the_last_look_wakes_the_consumer()
     feed, waiting = _interleaved()
     waiting.at[2] = lambda: feed.offer(1)  # the second look is the one after the announcement
     with anyio.fail_after(5):
-        assert await anext(feed) == 1
+        assert await feed.take() == [1]
 
 
 async def test_an_event_that_comes_just_before_the_announcement_is_seen() -> None:
     feed, waiting = _interleaved()
     waiting.at[1] = lambda: feed.offer(1)
     with anyio.fail_after(5):
-        assert await anext(feed) == 1
+        assert await feed.take() == [1]
     assert feed.statistics().wakeups == 0
 
 
@@ -157,7 +163,7 @@ async def test_an_event_that_comes_with_the_end_is_not_lost() -> None:
 
     waiting.at[1] = end
     with anyio.fail_after(5):
-        assert [event async for event in feed] == [1]
+        assert await rest(feed) == [1]
 
 
 async def test_a_needless_ring_does_no_harm() -> None:
@@ -212,7 +218,7 @@ async def test_a_loop_that_is_gone_ends_the_feed_and_not_the_producer() -> None:
     def sleep_on_a_loop_that_ends() -> None:
         loop = asyncio.new_event_loop()
         task = loop.create_task(take_all(feed, []))
-        loop.call_soon(loop.stop)
+        loop.call_soon(loop.call_soon, loop.stop)  # one turn later, when the task sleeps
         loop.run_forever()
         feed._asleep, asleep = False, feed._asleep
         task.cancel()
