@@ -29,7 +29,7 @@ from kvoffload.model.events import (
 )
 from kvoffload.model.ids import JobId, RequestId
 from kvoffload.model.transfer import Direction
-from kvoffload.telemetry.log_observer import LogObserver, log_removed
+from kvoffload.telemetry.logging import LogObserver, log_removed
 
 A, JOB = RequestId("a"), JobId(1)
 

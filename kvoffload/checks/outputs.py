@@ -96,7 +96,7 @@ def _kind_of(path: Path, machine: Machine) -> str:
 
 def _journal(setup: Setup, _: Machine) -> Finding:
     """Open the journal as an engine does, and leave everything as it was."""
-    from kvoffload.telemetry.journal_file import JournalFile
+    from kvoffload.telemetry.journal import JournalFile
 
     path = setup.config.journal_path
     if path is None:

@@ -17,7 +17,7 @@ from kvoffload.model import events
 from kvoffload.model.causes import Found, MissCause, StoreOutcome
 from kvoffload.model.transfer import Direction, Tier
 from kvoffload.telemetry.counters import Counters, Snapshot
-from kvoffload.telemetry.journal_reader import Record
+from kvoffload.telemetry.records import Record
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

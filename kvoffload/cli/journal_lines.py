@@ -15,7 +15,7 @@ from kvoffload.cli.exits import CommandError, Exit, say
 from kvoffload.cli.partial_file import STDOUT
 
 if TYPE_CHECKING:
-    from kvoffload.telemetry.journal_reader import JournalError, Part, Record
+    from kvoffload.telemetry.records import JournalError, Part, Record
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _CLOCK = re.compile(r"(\d{1,2}):(\d{2})(?::(\d{2}))?")
@@ -82,7 +82,7 @@ class Lines:
         Raises:
             KVOffloadError: none can be read.
         """
-        from kvoffload.telemetry.journal_reader import JournalError, read_journal
+        from kvoffload.telemetry.records import JournalError, read_journal
 
         try:
             for record in read_journal(self.path, self.part, self._begun):
@@ -115,7 +115,7 @@ class Lines:
 
 def _part(args: argparse.Namespace) -> Part:
     """Return the part that the options choose; relative times count from the journal's last line."""
-    from kvoffload.telemetry.journal_reader import Part, last_time
+    from kvoffload.telemetry.records import Part, last_time
 
     last = 0.0
     if args.last is not None or any(_CLOCK.fullmatch(text) for text in (args.since, args.until) if text):

@@ -24,9 +24,8 @@ from kvoffload.model.ids import SlotId
 from kvoffload.runtime.copies import OpenCopies
 from kvoffload.runtime.portal import Portal
 from kvoffload.telemetry.counters import Counters
-from kvoffload.telemetry.journal import Journal
-from kvoffload.telemetry.journal_file import JournalFile
-from kvoffload.telemetry.throttle import AtMostEvery
+from kvoffload.telemetry.journal import Journal, JournalFile
+from kvoffload.telemetry.logging import AtMostEvery
 
 Result = TypeVar("Result")
 

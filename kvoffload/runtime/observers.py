@@ -21,7 +21,7 @@ from kvoffload.runtime.step_times import FirstTokens
 from kvoffload.telemetry.catalogue import Hook
 from kvoffload.telemetry.counters import Counters
 from kvoffload.telemetry.journal import Journal
-from kvoffload.telemetry.log_observer import LogObserver, log_removed, log_spans_failed
+from kvoffload.telemetry.logging import LogObserver, log_removed, log_spans_failed
 from kvoffload.telemetry.provenance import describe_run, info_labels
 from kvoffload.telemetry.spans import NAME, SpanObserver, make_spans
 

@@ -30,7 +30,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 import kvoffload
 from kvoffload.model.causes import CopyOutcome, LoadOutcome
 from kvoffload.model.errors import ConfigError
-from kvoffload.telemetry.trace import Args, Track, What
+from kvoffload.telemetry.timeline import Args, Track, What
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter

@@ -22,8 +22,7 @@ from kvoffload.model import events, facts
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.errors import ConfigError
-from kvoffload.telemetry.journal_reader import Record
-from kvoffload.telemetry.records import Kept, compact
+from kvoffload.telemetry.records import Kept, Record, compact
 from kvoffload.telemetry.timeline import Timeline
 
 if TYPE_CHECKING:

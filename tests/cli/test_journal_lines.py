@@ -13,8 +13,7 @@ import pytest
 from kvoffload.cli.exits import CommandError, Exit
 from kvoffload.cli.journal_lines import Lines, add_journal_arguments, opened, parse_time
 from kvoffload.cli.main import main
-from kvoffload.telemetry.journal_file import rotated
-from kvoffload.telemetry.journal_reader import BEGUN
+from kvoffload.telemetry.records import BEGUN, rotated
 
 NOON = datetime(2026, 11, 22, 12, 0, 0, tzinfo=UTC).timestamp()
 

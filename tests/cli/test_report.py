@@ -21,7 +21,7 @@ from kvoffload.cli.journal_lines import Lines
 from kvoffload.cli.main import main
 from kvoffload.cli.report import render
 from kvoffload.model.transfer import Direction
-from kvoffload.telemetry.journal_reader import BEGUN
+from kvoffload.telemetry.records import BEGUN
 
 # Long enough that the host has memory before it is over, on a busy machine too; the host evicts.
 _TIGHT = (

@@ -13,7 +13,7 @@ import pytest
 
 from kvoffload.cli.exits import Exit
 from kvoffload.cli.main import main
-from kvoffload.telemetry.journal_reader import read_journal
+from kvoffload.telemetry.records import read_journal
 
 DEMO = (
     "demo --model tiny --conversations 4 --turns 3 --first-tokens 100 --turn-tokens 30 --answer-tokens 5 "

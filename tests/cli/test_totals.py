@@ -20,8 +20,7 @@ from kvoffload.model.transfer import Direction
 from kvoffload.telemetry.catalogue import BY_NAME, CATALOGUE, Kind
 from kvoffload.telemetry.counters import Counters
 from kvoffload.telemetry.exporter import KVOffloadCollector
-from kvoffload.telemetry.journal_reader import Record, read_journal
-from kvoffload.telemetry.records import Summary
+from kvoffload.telemetry.records import Record, Summary, read_journal
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -18,7 +18,7 @@ from kvoffload.checks.check import Check, Setup, Sizes, run_checks
 from kvoffload.checks.machine import Gpus, Machine, find_gpus, reader
 from kvoffload.model.config import OffloadConfig, size_text
 from kvoffload.model.errors import ConfigError
-from kvoffload.telemetry.journal_file import JournalFile
+from kvoffload.telemetry.journal import JournalFile
 from kvoffload.testing import FakeDevice
 from kvoffload.transfer.arena import CHUNK_BYTES, KERNEL_PAGE, Arena, arena_bytes
 from kvoffload.transfer.host_memory import HostChunk, slots_for

@@ -16,7 +16,7 @@ from typing import IO
 import pytest
 
 from kvoffload.cli.exits import Exit
-from kvoffload.telemetry.journal_file import JournalFile
+from kvoffload.telemetry.journal import JournalFile
 from tests.cli.conftest import SMALL
 
 PATIENCE_S = 120

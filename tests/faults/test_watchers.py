@@ -11,9 +11,9 @@ from kvoffload.model.causes import RejectionCause
 from kvoffload.model.events import FactRejected
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.scheduler_side import Clocks
-from kvoffload.telemetry.journal_file import JournalFile
-from kvoffload.telemetry.journal_reader import read_journal
-from kvoffload.telemetry.log_observer import LogObserver
+from kvoffload.telemetry.journal import JournalFile
+from kvoffload.telemetry.logging import LogObserver
+from kvoffload.telemetry.records import read_journal
 from kvoffload.testing import FakeClock, ThreadGate
 from kvoffload_reference.plugin import ReferencePlugin
 from tests.engine.tiny import assert_same, taken

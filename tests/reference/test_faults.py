@@ -19,7 +19,7 @@ from kvoffload.model import facts
 from kvoffload.model.causes import DegradeCause
 from kvoffload.model.engine import Promises
 from kvoffload.model.errors import ConfigError
-from kvoffload.telemetry.log_observer import LogObserver
+from kvoffload.telemetry.logging import LogObserver
 from kvoffload_reference.plugin import ReferencePlugin
 from tests.operations import replace_handler
 from tests.reference.rig import KINDS, STEP_S, TIMEOUT_S, Options, Rig, config_of, rig, slot_bytes, text
@@ -273,7 +273,7 @@ def test_a_second_rank_that_cannot_start_stops_the_first() -> None:
 
 
 def test_a_journal_is_written_and_released(tmp_path: Path) -> None:
-    from kvoffload.telemetry.journal_reader import read_journal
+    from kvoffload.telemetry.records import read_journal
 
     path = tmp_path / "journal"
     for _ in range(2):  # the second engine could not claim a file that the first still holds

@@ -19,8 +19,8 @@ from kvoffload.runtime import faults
 from kvoffload.runtime.copies import HookTime, OpenCopies
 from kvoffload.runtime.faults import Watchdog
 from kvoffload.runtime.portal import Portal
-from kvoffload.telemetry.journal_file import JournalFile
-from kvoffload.telemetry.journal_reader import read_journal
+from kvoffload.telemetry.journal import JournalFile
+from kvoffload.telemetry.records import read_journal
 from kvoffload.testing import FakeClock
 from tests.runtime.parts import RELOAD, TIMEOUT_S, Pool, Side, loading
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from kvoffload.bus.feed import Feed
 from kvoffload.model import facts
 from kvoffload.model.config import OffloadConfig
-from kvoffload.telemetry.journal_reader import read_journal
-from kvoffload.telemetry.log_observer import LogObserver
+from kvoffload.telemetry.logging import LogObserver
+from kvoffload.telemetry.records import read_journal
 from tests.runtime.parts import TIMEOUT_S, Side
 
 if TYPE_CHECKING:

@@ -41,10 +41,8 @@ from kvoffload.model.facts import (
 from kvoffload.model.ids import BlockKey, DeviceBlockId, JobId, Rank, RequestId
 from kvoffload.model.transfer import Direction, JobReport, TransferReport
 from kvoffload.telemetry.counters import Counters
-from kvoffload.telemetry.journal import Journal
-from kvoffload.telemetry.journal_file import JournalFile
-from kvoffload.telemetry.journal_reader import JournalError, Record, read_journal
-from kvoffload.telemetry.records import Kept, Summary, compact, to_plain
+from kvoffload.telemetry.journal import Journal, JournalFile
+from kvoffload.telemetry.records import JournalError, Kept, Record, Summary, compact, read_journal, to_plain
 from tests.telemetry.streams import any_event
 
 A = RequestId("a")

@@ -17,9 +17,9 @@ from kvoffload.model.engine import EngineIdentity, EngineShape
 from kvoffload.model.events import BlocksOffered
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import GroupId
-from kvoffload.telemetry.journal import Journal
-from kvoffload.telemetry.journal_file import JournalFile, rotated
-from kvoffload.telemetry.journal_reader import (
+from kvoffload.telemetry.journal import Journal, JournalFile
+from kvoffload.telemetry.provenance import as_line, describe_run, describe_settings
+from kvoffload.telemetry.records import (
     BEGUN,
     JournalError,
     OnBegun,
@@ -27,8 +27,8 @@ from kvoffload.telemetry.journal_reader import (
     files_of,
     last_time,
     read_journal,
+    rotated,
 )
-from kvoffload.telemetry.provenance import as_line, describe_run, describe_settings
 
 PROVENANCE = {"kvoffload": "0.1", "settings": {"verify": "off"}}
 

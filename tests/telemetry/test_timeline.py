@@ -12,8 +12,7 @@ from kvoffload.model import events
 from kvoffload.model.causes import CopyOutcome, EvictionCause, LoadOutcome, PinDropCause
 from kvoffload.model.ids import JobId, Rank, RequestId
 from kvoffload.model.transfer import Direction, Tier
-from kvoffload.telemetry.journal_reader import Record
-from kvoffload.telemetry.records import Summary
+from kvoffload.telemetry.records import Record, Summary
 from kvoffload.telemetry.timeline import Rows, write_trace
 
 A, B = RequestId("a"), RequestId("b")

@@ -21,7 +21,7 @@ import pytest
 
 from kvoffload.disk.index_log import load_index
 from kvoffload.disk.open_folder import open_folder
-from kvoffload.telemetry.journal_file import JournalFile
+from kvoffload.telemetry.journal import JournalFile
 from tests.remote.servers import Mooncake, suspend
 from tests.vllm_adapter.copy_gate import CLOSED, CLOSING, CopyGate, HeldCopy
 from tests.vllm_adapter.deaths_rig import Front, fronting
