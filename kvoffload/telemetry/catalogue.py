@@ -58,9 +58,7 @@ class TierState(Enum):
     """What a tier below the host does."""
 
     OFF = "off"  # the settings have none
-    OPENING = (
-        "opening"  # some rank's file is not open, the index was not read yet, or a store was not reached yet
-    )
+    OPENING = "opening"  # a rank's file is not open, its index was not read, or a store was not reached yet
     OPEN = "open"
     FAILING = "failing"  # a call hangs or too many have failed: nothing is copied until it works again
     CLOSED = "closed"  # its index cannot be read or written: it is left alone until the engine starts again
@@ -259,17 +257,8 @@ _RESULT = Label("result", LookupResult)
 _SUBSCRIBER = Label("subscriber", Subscriber)
 # In the order of `provenance.info_labels`. "engine" is a label of vLLM's.
 _INFO = tuple(
-    map(
-        Label,
-        (
-            "version",
-            "engine_name",
-            "engine_version",
-            "store_policy",
-            "verify",
-            "min_load_tokens",
-        ),
-    )
+    Label(name)
+    for name in ("version", "engine_name", "engine_version", "store_policy", "verify", "min_load_tokens")
 )
 
 # Copies: from one small block over a fast link to a whole prompt at the default timeout of 30 s.

@@ -12,14 +12,14 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any, Protocol
 
 from kvoffload.bus.bus import Bus
 from kvoffload.model import events, facts
-from kvoffload.model.causes import Cause, CopyOutcome, Found, MissCause
+from kvoffload.model.causes import CopyOutcome, MissCause
 from kvoffload.model.transfer import Direction, Tier
 from kvoffload.telemetry.catalogue import (
-    BY_NAME,
     CATALOGUE,
     Answer,
     Hook,
@@ -35,25 +35,27 @@ from kvoffload.telemetry.catalogue import (
 _ATTEMPTS = 1000  # copies of a snapshot; one is enough unless the counting thread was interrupted just then
 # Raw samples of one series that wait to be taken, which happens many times a second.
 _KEPT = 1 << 14
-_HOST, _DISK = Tier.HOST.value, Tier.DISK.value
 _HIT = (LookupResult.HIT.value,)
 _MISS = (LookupResult.MISS.value,)
 _BEHIND = (MissCause.BEHIND_MISS.value,)
-
-# An enum's `value` is a call of Python.
-_MISS_CAUSES = {cause: (cause.value,) for cause in MissCause}
-_FOUND = {found: (found.value,) for found in Found}
-_COPIES = {
-    (tier, direction): (tier.value, direction.value)
-    for tier in (Tier.HOST, Tier.DISK, Tier.REMOTE)
-    for direction in Direction
-}
-_ONE_TIER = {tier: (tier.value,) for tier in Tier}
-_ENDS = {
-    (*copy, outcome): (*series, outcome.value) for copy, series in _COPIES.items() for outcome in CopyOutcome
-}
 _FOUND_THERE, _MISSING_THERE, _NO_ANSWER = ((answer.value,) for answer in Answer)
 _FETCH, _OTHERS_LOAD = (LoadWait.FETCH.value,), (LoadWait.OTHERS_LOAD.value,)
+
+
+class _LabelsOf(dict[Any, Labels]):
+    """Label values by enum member, or by a tuple of members: an enum's `value` is a call of Python."""
+
+    def __init__(self, *leading: str) -> None:
+        super().__init__()
+        self.leading = leading
+
+    def __missing__(self, key: Any) -> Labels:  # noqa: ANN401  # one of any enum
+        members = key if isinstance(key, tuple) else (key,)
+        labels = self[key] = (*self.leading, *(member.value for member in members))
+        return labels
+
+
+_LABELS = _LabelsOf()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +86,6 @@ class Snapshot:
     counts: Mapping[str, Mapping[Labels, int]] = field(default_factory=dict)
     distributions: Mapping[str, Mapping[Labels, Distribution]] = field(default_factory=dict)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether it has no series, as the difference of two equal ones."""
-        return not self.counts and not self.distributions
-
     def count(self, name: str, *labels: str) -> int:
         """Return one counter."""
         return self.counts.get(name, {}).get(labels, 0)
@@ -104,19 +101,20 @@ class Snapshot:
 
     def minus(self, earlier: Snapshot) -> Snapshot:
         """Return what was added since `earlier`, without the series that did not change."""
-        counts = {
-            name: {
-                labels: number - earlier.count(name, *labels)
-                for labels, number in series.items()
-                if number != earlier.count(name, *labels)
-            }
-            for name, series in self.counts.items()
-        }
-        distributions = {
-            name: _changed(series, earlier.distributions.get(name, {}))
-            for name, series in self.distributions.items()
-        }
-        return Snapshot(_without_empty(counts), _without_empty(distributions))
+        counts: dict[str, dict[Labels, int]] = {}
+        for name, series in self.counts.items():
+            before = earlier.counts.get(name, {})
+            for labels, number in series.items():
+                if added := number - before.get(labels, 0):
+                    counts.setdefault(name, {})[labels] = added
+        distributions: dict[str, dict[Labels, Distribution]] = {}
+        for name, samples in self.distributions.items():
+            sampled = earlier.distributions.get(name, {})
+            for labels, now in samples.items():
+                change = now.minus(sampled[labels]) if labels in sampled else now
+                if change.samples:
+                    distributions.setdefault(name, {})[labels] = change
+        return Snapshot(counts, distributions)
 
 
 class Histogram:
@@ -246,46 +244,45 @@ class Counters:
         return Snapshot(counts, distributions)
 
     def _by_event(self) -> dict[type, Callable[[Any], None]]:
+        evicted = "kvoffload_evicted_blocks_total"
         return {
             events.LookupAnswered: self._count_lookup,
             events.RankReported: self._count_copy,
             events.JobAbandoned: self._count_abandoned,
             events.FirstTokenReached: self._count_first_token,
             events.LookupDeferred: self._count_deferred,
-            events.TierCopyScheduled: self._count_tier_scheduled,
-            events.TierCopyEnded: self._count_tier_ended,
             facts.RemoteAnswered: self._count_answer,
             events.HitDropped: self._adder("kvoffload_pin_dropped_blocks_total", "blocks", "cause"),
             events.BlocksOffered: self._adder("kvoffload_offered_blocks_total", "blocks"),
             events.StoreEnded: self._adder("kvoffload_store_blocks_total", "blocks", "outcome"),
             events.LoadScheduled: self._adder("kvoffload_load_scheduled_blocks_total", "blocks"),
             events.LoadEnded: self._adder("kvoffload_load_blocks_total", "blocks", "outcome"),
+            events.TierCopyScheduled: self._adder(
+                "kvoffload_tier_scheduled_blocks_total", "blocks", "tier", "direction"
+            ),
+            events.TierCopyEnded: self._adder(
+                "kvoffload_tier_blocks_total", "blocks", "tier", "direction", "outcome"
+            ),
             events.StatesCopied: self._adder("kvoffload_state_blocks_total", "blocks", "direction"),
             events.JunctionAsked: self._adder("kvoffload_junctions_asked_total"),
             events.JunctionMade: self._adder("kvoffload_junctions_made_total"),
-            events.BlocksEvicted: self._adder("kvoffload_evicted_blocks_total", "blocks", "cause"),
-            events.DiskBlocksEvicted: self._adder(
-                "kvoffload_evicted_blocks_total", "blocks", "cause", tier=_DISK
-            ),
+            events.BlocksEvicted: self._adder(evicted, "blocks", "cause", of=Tier.HOST),
+            events.DiskBlocksEvicted: self._adder(evicted, "blocks", "cause", of=Tier.DISK),
             events.BlocksZeroed: self._adder("kvoffload_stale_blocks_zeroed_total", "blocks"),
             events.ResetStarted: self._adder("kvoffload_resets_total"),
             events.FactRejected: self._adder("kvoffload_engine_surprises_total", None, "cause"),
         }
 
     def _adder(
-        self, name: str, amount: str | None = None, label: str | None = None, tier: str = _HOST
+        self, name: str, amount: str | None = None, *fields: str, of: Tier | None = None
     ) -> Callable[[events.Event], None]:
-        """Return what adds an event's field `amount`, or 1, to the series that its field `label` names."""
+        """Return what adds an event's field `amount`, or 1, to the series that `of` and then its fields name."""
         series = self._counts[name]
-        leading = (tier,) if "tier" in BY_NAME[name].label_names else ()
-        known: dict[Cause | None, Labels] = {None: leading}  # an enum's `value` is a call of Python
+        labels_of = _LabelsOf() if of is None else _LabelsOf(of.value)
+        read = attrgetter(*fields) if fields else None
 
         def add(event: events.Event) -> None:
-            member: Cause | None = None if label is None else getattr(event, label)
-            labels = known.get(member)
-            if labels is None:
-                assert member is not None
-                labels = known[member] = (*leading, member.value)
+            labels = () if read is None else labels_of[read(event)]
             self.changes += 1
             self._edition += 1
             try:
@@ -308,43 +305,36 @@ class Counters:
                 self._lookup_blocks[_MISS] += misses
                 self._lookup_tokens[_MISS] += event.miss_tokens
                 if event.cause is not None:
-                    self._misses[_MISS_CAUSES[event.cause]] += 1
+                    self._misses[_LABELS[event.cause]] += 1
                     self._misses[_BEHIND] += misses - 1
             if event.fetched_tokens:
-                self._counts["kvoffload_fetched_tokens_total"][_ONE_TIER[event.fetched_from]] += (
-                    event.fetched_tokens
-                )
+                fetched = self._counts["kvoffload_fetched_tokens_total"]
+                fetched[_LABELS[event.fetched_from]] += event.fetched_tokens
         finally:
             self._edition += 1
 
     def _count_copy(self, event: events.RankReported) -> None:
-        series, histograms = _COPIES[event.tier, event.direction], self._histograms
+        series, ended = (
+            _LABELS[event.tier, event.direction],
+            _LABELS[event.tier, event.direction, event.outcome],
+        )
         self.changes += 1
         self._edition += 1
         try:
-            self._counts["kvoffload_transfers_total"][_ENDS[event.tier, event.direction, event.outcome]] += 1
+            self._counts["kvoffload_transfers_total"][ended] += 1
             self._counts["kvoffload_transfer_bytes_total"][series] += event.copied_bytes
             if event.outcome is CopyOutcome.DONE:  # a failed copy's time says nothing about the link
-                histograms["kvoffload_transfer_seconds"][series].observe(event.copy_s)
-                histograms["kvoffload_transfer_queue_seconds"][series].observe(event.queue_s)
+                self._histograms["kvoffload_transfer_seconds"][series].observe(event.copy_s)
+                self._histograms["kvoffload_transfer_queue_seconds"][series].observe(event.queue_s)
         finally:
             self._edition += 1
 
     def _count_deferred(self, event: events.LookupDeferred) -> None:
-        self._add("kvoffload_lookups_deferred_total", _FETCH if event.owner is None else _OTHERS_LOAD, 1)
-
-    def _count_tier_scheduled(self, event: events.TierCopyScheduled) -> None:
-        self._add("kvoffload_tier_scheduled_blocks_total", _COPIES[event.tier, event.direction], event.blocks)
-
-    def _count_tier_ended(self, event: events.TierCopyEnded) -> None:
-        labels = (*_COPIES[event.tier, event.direction], event.outcome.value)
-        self._add("kvoffload_tier_blocks_total", labels, event.blocks)
-
-    def _add(self, name: str, labels: Labels, amount: int) -> None:
         self.changes += 1
         self._edition += 1
         try:
-            self._counts[name][labels] += amount
+            reason = _FETCH if event.owner is None else _OTHERS_LOAD
+            self._counts["kvoffload_lookups_deferred_total"][reason] += 1
         finally:
             self._edition += 1
 
@@ -365,12 +355,12 @@ class Counters:
         self.changes += 1
         self._edition += 1
         try:
-            self._histograms["kvoffload_first_token_seconds"][_FOUND[event.found]].observe(event.seconds)
+            self._histograms["kvoffload_first_token_seconds"][_LABELS[event.found]].observe(event.seconds)
         finally:
             self._edition += 1
 
     def _count_abandoned(self, event: events.JobAbandoned) -> None:
-        series = (event.direction.value,)
+        series = _LABELS[event.direction]
         self.changes += 1
         self._edition += 1
         try:
@@ -414,6 +404,12 @@ def all_series(
 
 # -- invariants ---------------------------------------------------------------------------------------------------
 
+_OUTCOMES_OF = {
+    "kvoffload_offered_blocks_total": "kvoffload_store_blocks_total",
+    "kvoffload_load_scheduled_blocks_total": "kvoffload_load_blocks_total",
+    "kvoffload_tier_scheduled_blocks_total": "kvoffload_tier_blocks_total",
+}
+
 
 def slot_problems(gauges: Mapping[str, Series]) -> list[str]:
     """Return a text for each tier whose slots by state do not sum to its capacity."""
@@ -435,15 +431,8 @@ def conservation(snapshot: Snapshot, *, drained: bool = False) -> list[str]:
     missed = snapshot.count("kvoffload_lookup_blocks_total", LookupResult.MISS.value)
     causes = snapshot.total("kvoffload_miss_blocks_total")
     problems = [] if missed == causes else [f"{missed} blocks missed, but the causes sum to {causes}"]
-    problems += _check_outcomes(
-        snapshot, "kvoffload_offered_blocks_total", "kvoffload_store_blocks_total", drained
-    )
-    problems += _check_outcomes(
-        snapshot, "kvoffload_load_scheduled_blocks_total", "kvoffload_load_blocks_total", drained
-    )
-    problems += _check_outcomes(
-        snapshot, "kvoffload_tier_scheduled_blocks_total", "kvoffload_tier_blocks_total", drained
-    )
+    for name, outcomes in _OUTCOMES_OF.items():
+        problems += _check_outcomes(snapshot, name, outcomes, drained)
     for tier in (Tier.HOST, Tier.DISK, Tier.REMOTE):
         for direction in Direction:
             problems += _check_copies(snapshot, tier.value, direction.value)
@@ -470,19 +459,3 @@ def _check_copies(snapshot: Snapshot, *series: str) -> list[str]:
         for name in ("kvoffload_transfer_seconds", "kvoffload_transfer_queue_seconds")
         if (samples := snapshot.samples(name, *series)) != done
     ]
-
-
-def _changed(
-    series: Mapping[Labels, Distribution], earlier: Mapping[Labels, Distribution]
-) -> dict[Labels, Distribution]:
-    changed = {}
-    for labels, now in series.items():
-        before = earlier.get(labels)
-        delta = now.minus(before) if before else now
-        if delta.samples:
-            changed[labels] = delta
-    return changed
-
-
-def _without_empty(table: dict[str, dict[Labels, Any]]) -> dict[str, dict[Labels, Any]]:
-    return {name: series for name, series in table.items() if series}
