@@ -7,8 +7,12 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
+
+import msgspec
+from msgspec import Meta
 
 from kvoffload.model.engine import Promises
 from kvoffload.model.errors import ConfigError
@@ -155,7 +159,7 @@ def parse_config(raw: Mapping[str, object], ranks: int = 1) -> OffloadConfig:
             values[key] = parse(value) if name != PER_RANK else parse_bytes(value) * ranks
         except ConfigError as error:
             problems += error.problems
-        except (ValueError, TypeError, OverflowError):
+        except (ValueError, OverflowError, msgspec.ValidationError):
             problems.append(f"{name} is {_shown(value)}; it must be {allowed}")
     values.pop(_BACKEND, None)  # its one value changes nothing
     if problems:
@@ -199,61 +203,14 @@ def _unknown(name: str) -> str:
     return f"unknown key {_shown(name)}{hint}"
 
 
-def _bool(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError
-    return value
-
-
 def _lazy(value: object) -> str:
-    return "lazy" if _bool(value) else "eager"
-
-
-def _cpu(value: object) -> object:
-    if value != "cpu":
-        raise ValueError
-    return value
-
-
-def _one_of(*allowed: str) -> tuple[str, Callable[[object], object]]:
-    def parse(value: object) -> object:
-        if value not in allowed:
-            raise ValueError
-        return value
-
-    return "one of " + ", ".join(allowed), parse
-
-
-def _tokens(value: object) -> int | str:
-    if value == AUTO:
-        return AUTO
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MOST:
-        raise ValueError
-    return value
-
-
-def _hits(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MOST:
-        raise ValueError
-    return value
-
-
-def _seconds(value: object) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= _LONGEST_TIMEOUT_S:
-        raise ValueError
-    return float(value)
+    return "lazy" if msgspec.convert(value, bool) else "eager"
 
 
 def _path(value: object) -> Path:
     if not isinstance(value, str | Path) or not str(value) or "\0" in str(value):
         raise ValueError
     return Path(value)
-
-
-def _name(value: object) -> str:
-    if not isinstance(value, str) or not value.strip() or len(value) > _LONGEST_SHOWN:
-        raise ValueError
-    return value
 
 
 def _url(value: object) -> str:
@@ -269,40 +226,50 @@ def _url(value: object) -> str:
     return value
 
 
-def _remote(value: object) -> str:
-    if not isinstance(value, str) or not re.fullmatch(r"(mooncake|s3)://[^\s/@]+(/\S*)?(\?\S*)?", value):
-        raise ValueError
-    return value
+def _is(kind: object) -> Callable[[object], object]:
+    """Return what takes only values of this type."""
+    return partial(msgspec.convert, type=kind)
 
 
-_BYTES = 'a positive number of bytes, such as 8589934592 or "8GiB"'
+def _one_of(*allowed: str) -> tuple[str, Callable[[object], object]]:
+    return "one of " + ", ".join(allowed), _is(Literal[allowed])
+
+
+_BYTES = ('a positive number of bytes, such as 8589934592 or "8GiB"', parse_bytes)
+_COUNT = Annotated[int, Meta(ge=0, le=_MOST)]
+_HITS = ("a number of hits, 0 or more", _is(_COUNT))
+_SECONDS = ("a positive number of seconds", _is(Annotated[float, Meta(gt=0, le=_LONGEST_TIMEOUT_S)]))
+_BOOL = ("true or false", _is(bool))
 _PARSERS: dict[str, tuple[str, Callable[[object], object]]] = {
-    "host_bytes": (_BYTES, parse_bytes),
+    "host_bytes": _BYTES,
     "store_policy": _one_of("eager", "lazy"),
-    "min_load_tokens": (f'a number of tokens, 0 or more, or "{AUTO}"', _tokens),
+    "min_load_tokens": (f'a number of tokens, 0 or more, or "{AUTO}"', _is(_COUNT | Literal["auto"])),
     "verify": _one_of("off", "sample", "full"),
-    "transfer_timeout_s": ("a positive number of seconds", _seconds),
+    "transfer_timeout_s": _SECONDS,
     "layout": _one_of("engine", "blocks"),
-    "prefix_junctions": ("true or false", _bool),
+    "prefix_junctions": _BOOL,
     "batch_copies": _one_of("auto", "off"),
     "journal_path": ("a file's path", _path),
-    "journal_max_bytes": (_BYTES, parse_bytes),
+    "journal_max_bytes": _BYTES,
     "disk_path": ("a folder's path", _path),
-    "disk_bytes": (_BYTES, parse_bytes),
-    "spill_after_hits": ("a number of hits, 0 or more", _hits),
-    "drain_s": ("a positive number of seconds", _seconds),
-    "disk_identity": ("a name of at most 200 characters", _name),
+    "disk_bytes": _BYTES,
+    "spill_after_hits": _HITS,
+    "drain_s": _SECONDS,
+    "disk_identity": (
+        "a name of at most 200 characters",
+        _is(Annotated[str, Meta(max_length=_LONGEST_SHOWN, pattern=r"\S")]),
+    ),
     "remote_url": (
         '"mooncake://HOST:PORT?protocol=tcp" or "s3://BUCKET/PREFIX", without credentials',
-        _remote,
+        _is(Annotated[str, Meta(pattern=r"^(mooncake|s3)://[^\s/@]+(/\S*)?(\?\S*)?\Z")]),
     ),
-    "share_after_hits": ("a number of hits, 0 or more", _hits),
-    "remote_timeout_s": ("a positive number of seconds", _seconds),
+    "share_after_hits": _HITS,
+    "remote_timeout_s": _SECONDS,
     "tier_key_file": ("a file's path", _path),
     "otlp_endpoint": ('a URL such as "http://localhost:4318/v1/traces"', _url),
 }
 _PARSERS_OF_VLLM: dict[str, tuple[str, Callable[[object], object]]] = {
-    "lazy_offload": ("true or false", _lazy),
-    _BACKEND: ('"cpu", as kvoffload keeps blocks in host memory alone', _cpu),
+    "lazy_offload": (_BOOL[0], _lazy),
+    _BACKEND: ('"cpu", as kvoffload keeps blocks in host memory alone', _is(Literal["cpu"])),
 }
 """Keys of vLLM's own connector whose values differ from those of the key they set here."""
