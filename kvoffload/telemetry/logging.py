@@ -20,7 +20,7 @@ from kvoffload.model.events import (
     ResetStarted,
     StoreEnded,
 )
-from kvoffload.telemetry.records import to_plain
+from kvoffload.telemetry.records import summary_of
 
 if TYPE_CHECKING:
     import structlog
@@ -114,7 +114,8 @@ class LogObserver:
         """Log the event, if it is one to log."""
         if not deserves_line(event):
             return
-        (level, name), keys = LOGGED[type(event)], _keys(event) | _NOTES.get(type(event), {})
+        level, name = LOGGED[type(event)]
+        keys = {**summary_of(event).fields, **_NOTES.get(type(event), {})}
         if isinstance(event, LoadEnded | StoreEnded):
             held_back = self._warnings.due((name, event.outcome))
             if held_back is None:
@@ -157,9 +158,3 @@ def log_spans_failed(
             )
 
     return tell
-
-
-def _keys(event: Event) -> dict[str, object]:
-    keys = to_plain(event)
-    del keys["event"]
-    return keys

@@ -18,11 +18,11 @@ import os
 import uuid
 from collections.abc import Mapping
 from random import Random
-from typing import TYPE_CHECKING
 
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
-from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.trace import Span, Status, StatusCode, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -31,9 +31,6 @@ import kvoffload
 from kvoffload.model.causes import CopyOutcome, LoadOutcome
 from kvoffload.model.errors import ConfigError
 from kvoffload.telemetry.timeline import Args, Track, What
-
-if TYPE_CHECKING:
-    from opentelemetry.sdk.trace.export import SpanExporter
 
 _SCOPE = "kvoffload"
 _REMEMBERED = 4096  # requests that may still have copies
@@ -122,23 +119,6 @@ class SpanCanvas:
         return self._contexts.get(str(args.get("request")), Context())
 
 
-class Ended(SpanProcessor):
-    """Keeps ended spans until they are taken."""
-
-    def __init__(self) -> None:
-        self._spans: list[ReadableSpan] = []
-
-    def on_end(self, span: ReadableSpan) -> None:
-        """Keep a span that is sampled."""
-        if span.context is not None and span.context.trace_flags.sampled:
-            self._spans.append(span)
-
-    def take(self) -> list[ReadableSpan]:
-        """Return the spans that ended since the last call."""
-        taken, self._spans = self._spans, []
-        return taken
-
-
 class OwnIds(IdGenerator):
     """Ids from a separate generator.
 
@@ -156,12 +136,12 @@ class OwnIds(IdGenerator):
         return self._random.randrange(1, 1 << 128)
 
 
-def make_tracer(about: Mapping[str, str | int], ended: Ended) -> Tracer:
+def make_tracer(about: Mapping[str, str | int], ended: SpanExporter) -> Tracer:
     """Return a tracer of one engine's own: nothing global is set. OTEL_RESOURCE_ATTRIBUTES and its like override `about`.
 
     Args:
         about: attributes of the engine.
-        ended: gets its spans.
+        ended: gets each sampled span as it ends.
     """
     described = {
         "service.name": _SCOPE,
@@ -171,7 +151,7 @@ def make_tracer(about: Mapping[str, str | int], ended: Ended) -> Tracer:
     }
     resource = Resource.create(described).merge(OTELResourceDetector().detect())
     provider = TracerProvider(resource=resource, shutdown_on_exit=False, id_generator=OwnIds())
-    provider.add_span_processor(ended)
+    provider.add_span_processor(SimpleSpanProcessor(ended))
     return provider.get_tracer(_SCOPE, kvoffload.__version__)
 
 

@@ -9,10 +9,11 @@ import os
 import platform
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import fields
 from datetime import UTC, datetime
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
+
+import msgspec
 
 import kvoffload
 from kvoffload.model.config import OffloadConfig
@@ -65,10 +66,7 @@ def describe_machine() -> Provenance:
 
 def describe_settings(config: OffloadConfig) -> Provenance:
     """Return every setting. A URL loses what may be secret: user, password and query."""
-    settings: Provenance = {}
-    for field in fields(config):
-        value = getattr(config, field.name)
-        settings[field.name] = str(value) if isinstance(value, Path) else value
+    settings: Provenance = msgspec.to_builtins(config, enc_hook=str)  # a path is text
     if config.otlp_endpoint is not None:
         settings["otlp_endpoint"] = _without_secrets(config.otlp_endpoint)
     return settings

@@ -61,12 +61,16 @@ def compact(messages: Iterable[Any]) -> list[object]:
     return kept
 
 
-def to_plain(message: Any) -> dict[str, object]:  # noqa: ANN401  # one of any class
-    """Return name and fields as JSON values."""
+def summary_of(message: Any) -> Summary:  # noqa: ANN401  # one of any class
+    """Return the name and the fields of a message, a kept one too, as JSON values."""
     if isinstance(message, Summary):
-        summary = message
-    else:
-        summary = message.summary() if isinstance(message, Kept) else _form(type(message)).summarise(message)
+        return message
+    return message.summary() if isinstance(message, Kept) else _form(type(message)).summarise(message)
+
+
+def to_plain(message: object) -> dict[str, object]:
+    """Return name and fields as a journal's line has them."""
+    summary = summary_of(message)
     return {"event": summary.name, **summary.fields}
 
 

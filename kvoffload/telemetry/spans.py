@@ -22,7 +22,7 @@ from kvoffload.model import events, facts
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.errors import ConfigError
-from kvoffload.telemetry.records import Kept, Record, compact
+from kvoffload.telemetry.records import Record, compact, summary_of
 from kvoffload.telemetry.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -73,13 +73,15 @@ class SpanObserver:
     """
 
     def __init__(self, exporter: SpanExporter, about: dict[str, str | int], now: Callable[[], float]) -> None:
+        from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
         from kvoffload.telemetry import otel
 
         self._next_parent: str | None = None
         self._exporter = exporter
         self._now = now
         self._offered = 0
-        self._ended = otel.Ended()
+        self._ended = InMemorySpanExporter()
         self._canvas = otel.SpanCanvas(otel.make_tracer(about, self._ended))
         self._timeline = Timeline(self._canvas)
         self._feed: Feed[Entry] | None = None
@@ -140,9 +142,8 @@ class SpanObserver:
                 self._timeline.close()
                 self._timeline = Timeline(self._canvas)
             self._canvas.trace_parent = entry.trace_parent
-            message = entry.message.summary() if isinstance(entry.message, Kept) else entry.message
-            assert isinstance(message, events.Event) or not isinstance(message, facts.Fact), message
-            self._timeline.draw(Record(entry.sequence, entry.time, message))  # type: ignore[arg-type]
+            message = entry.message if isinstance(entry.message, events.Event) else summary_of(entry.message)
+            self._timeline.draw(Record(entry.sequence, entry.time, message))
         self._send()
 
     def _close(self) -> None:
@@ -150,7 +151,8 @@ class SpanObserver:
         self._send()
 
     def _send(self) -> None:
-        spans = self._ended.take()
+        spans = self._ended.get_finished_spans()
+        self._ended.clear()
         if spans and self._exporter.export(spans).name != "SUCCESS" and self._on_failure is not None:
             self._on_failure()
 

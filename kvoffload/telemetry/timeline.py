@@ -18,7 +18,7 @@ from typing import Any, Protocol, TextIO, cast
 from kvoffload.model import events
 from kvoffload.model.ids import JobId, RequestId
 from kvoffload.model.transfer import Direction, Tier
-from kvoffload.telemetry.records import Record, Summary, to_plain
+from kvoffload.telemetry.records import Record, Summary, summary_of
 
 Args = Mapping[str, object]
 
@@ -331,7 +331,8 @@ class Timeline:
         at: float,
         event: events.HitPinned | events.HitDropped | events.LookupDeferred | events.FirstTokenReached,
     ) -> None:
-        self._canvas.instant(self._find(event.request, at).track, type(event).__name__, at, _args(event))
+        track = self._find(event.request, at).track
+        self._canvas.instant(track, type(event).__name__, at, summary_of(event).fields)
 
     def _on_first_token(self, at: float, event: events.FirstTokenReached) -> None:
         if event.request in self._requests:  # with an answer of one token, the end may come first
@@ -342,7 +343,9 @@ class Timeline:
         if request.waits_since is not None:
             # The allocation may be recorded first, and spans of one row must not overlap.
             end = at if request.runs_since is None else request.runs_since
-            self._canvas.span(request.track, What.LOOKUP, "lookup", request.waits_since, end, _args(event))
+            self._canvas.span(
+                request.track, What.LOOKUP, "lookup", request.waits_since, end, summary_of(event).fields
+            )
         request.waits_since = None
 
     def _on_load_ended(self, at: float, event: events.LoadEnded) -> None:
@@ -386,10 +389,4 @@ class Timeline:
         self._canvas.span(track, What.COPY, "copy", began, copied, {"bytes": event.copied_bytes})
 
     def _on_noted(self, at: float, event: events.Event) -> None:
-        self._canvas.instant(_NOTED[type(event)], type(event).__name__, at, _args(event))
-
-
-def _args(event: events.Event) -> dict[str, object]:
-    fields = to_plain(event)
-    del fields["event"]
-    return fields
+        self._canvas.instant(_NOTED[type(event)], type(event).__name__, at, summary_of(event).fields)
