@@ -5,6 +5,8 @@ They hold ids, counts and enums: no token, no prompt text, no key. Counters, the
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from kvoffload.model.causes import (
     CopyOutcome,
     DegradeCause,
@@ -222,6 +224,7 @@ class CopiesResumed(Event, frozen=True):
 class BlocksEvicted(Event, frozen=True):
     """Blocks left the host."""
 
+    tier: ClassVar[Tier] = Tier.HOST
     blocks: int
     cause: EvictionCause
 
@@ -229,6 +232,7 @@ class BlocksEvicted(Event, frozen=True):
 class DiskBlocksEvicted(Event, frozen=True):
     """Blocks left the disk."""
 
+    tier: ClassVar[Tier] = Tier.DISK
     blocks: int
     cause: EvictionCause
 

@@ -1,4 +1,4 @@
-"""All metrics, each declared once: name, help, kind, labels, and the function that reads it unless events count it.
+"""All metrics, each declared once: name, help, kind, labels, and the function that reads it or the events that count it.
 
 Exporters, dashboards/metrics.md and the checks of dashboards use this table.
 """
@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import TYPE_CHECKING, Protocol
 
 from kvoffload.core.machine import JobState, SlotState
+from kvoffload.model import events
 from kvoffload.model.causes import (
     CopyOutcome,
     DegradeCause,
@@ -222,6 +223,8 @@ class Metric:
         unit: of its value.
         buckets: a histogram's upper bounds, without the infinite one.
         read: returns its series at a scrape, those that are 0 may be missing; None if events count it.
+        counts: the events that increase it, each with the field that it adds (None adds 1) and a field for each label; empty
+            where `Counters` has a method for it.
     """
 
     name: str
@@ -231,6 +234,7 @@ class Metric:
     unit: str = ""
     buckets: tuple[float, ...] = ()
     read: Callable[[Side], Series] | None = None
+    counts: Mapping[type[events.Event], str | None] = field(default_factory=dict)
 
     @property
     def label_names(self) -> tuple[str, ...]:
@@ -391,21 +395,21 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_miss_blocks_total", "Looked-up block positions that did not hit, by cause; the causes sum to the missed blocks.", Kind.COUNTER, (Label("cause", MissCause),), "blocks"),
     Metric("kvoffload_lookups_deferred_total", "Lookups answered with 'not yet', because another request was loading the same prefix, or because blocks were being fetched from a tier below the host; each wait for a load, a fetch or a store's answer counts once, however often the engine asks.", Kind.COUNTER, (Label("reason", LoadWait, served=(LoadWait.OTHERS_LOAD, LoadWait.FETCH)),), "lookups"),
     Metric("kvoffload_fetched_tokens_total", "Tokens of hits on the host that had been fetched from the tier for the request that found them.", Kind.COUNTER, (_LOWER_TIERS,), "tokens"),
-    Metric("kvoffload_pin_dropped_blocks_total", "Blocks that a lookup pinned and that were released without a load.", Kind.COUNTER, (Label("cause", PinDropCause),), "blocks"),
+    Metric("kvoffload_pin_dropped_blocks_total", "Blocks that a lookup pinned and that were released without a load.", Kind.COUNTER, (Label("cause", PinDropCause),), "blocks", counts={events.HitDropped: "blocks"}),
     # --- outcomes of offers and loads ---
-    Metric("kvoffload_offered_blocks_total", "Computed blocks offered to the host; each gets one outcome in the end.", Kind.COUNTER, (), "blocks"),
-    Metric("kvoffload_store_blocks_total", "Offered blocks by final outcome.", Kind.COUNTER, (Label("outcome", StoreOutcome),), "blocks"),
-    Metric("kvoffload_load_scheduled_blocks_total", "Blocks scheduled to load; each gets one outcome in the end.", Kind.COUNTER, (), "blocks"),
-    Metric("kvoffload_load_blocks_total", "Blocks scheduled to load, by final outcome.", Kind.COUNTER, (Label("outcome", LoadOutcome),), "blocks"),
-    Metric("kvoffload_tier_scheduled_blocks_total", "Blocks scheduled to be copied between the host and a tier below it; each gets one outcome in the end.", Kind.COUNTER, (_LOWER_TIERS, _DIRECTION), "blocks"),
-    Metric("kvoffload_tier_blocks_total", "Blocks scheduled to be copied between the host and a tier below it, by final outcome.", Kind.COUNTER, (_LOWER_TIERS, _DIRECTION, Label("outcome", TierOutcome)), "blocks"),
+    Metric("kvoffload_offered_blocks_total", "Computed blocks offered to the host; each gets one outcome in the end.", Kind.COUNTER, (), "blocks", counts={events.BlocksOffered: "blocks"}),
+    Metric("kvoffload_store_blocks_total", "Offered blocks by final outcome.", Kind.COUNTER, (Label("outcome", StoreOutcome),), "blocks", counts={events.StoreEnded: "blocks"}),
+    Metric("kvoffload_load_scheduled_blocks_total", "Blocks scheduled to load; each gets one outcome in the end.", Kind.COUNTER, (), "blocks", counts={events.LoadScheduled: "blocks"}),
+    Metric("kvoffload_load_blocks_total", "Blocks scheduled to load, by final outcome.", Kind.COUNTER, (Label("outcome", LoadOutcome),), "blocks", counts={events.LoadEnded: "blocks"}),
+    Metric("kvoffload_tier_scheduled_blocks_total", "Blocks scheduled to be copied between the host and a tier below it; each gets one outcome in the end.", Kind.COUNTER, (_LOWER_TIERS, _DIRECTION), "blocks", counts={events.TierCopyScheduled: "blocks"}),
+    Metric("kvoffload_tier_blocks_total", "Blocks scheduled to be copied between the host and a tier below it, by final outcome.", Kind.COUNTER, (_LOWER_TIERS, _DIRECTION, Label("outcome", TierOutcome)), "blocks", counts={events.TierCopyEnded: "blocks"}),
     # --- the store that engines share ---
     Metric("kvoffload_remote_asked_blocks_total", "Blocks of arriving requests of which the store that engines share was asked whether it has them, by its answer; none: the call failed or took too long.", Kind.COUNTER, (Label("answer", Answer),), "blocks"),
     Metric("kvoffload_remote_ask_seconds", "Time of a call that asks the store that engines share for one request's blocks, if it was answered; the request waits for it.", Kind.HISTOGRAM, (), "seconds", _COPY_BUCKETS),
     # --- recurrent states, of models that have them ---
-    Metric("kvoffload_state_blocks_total", "Blocks of recurrent states among those stored and loaded.", Kind.COUNTER, (_DIRECTION,), "blocks"),
-    Metric("kvoffload_junctions_asked_total", "Requests admitted whose prefix was on device and host but for a recurrent state at its end, which the engine was asked to keep.", Kind.COUNTER, (), "junctions"),
-    Metric("kvoffload_junctions_made_total", "Of the groups' recurrent states that were asked for, those that the engine kept and offered, one a request.", Kind.COUNTER, (), "junctions"),
+    Metric("kvoffload_state_blocks_total", "Blocks of recurrent states among those stored and loaded.", Kind.COUNTER, (_DIRECTION,), "blocks", counts={events.StatesCopied: "blocks"}),
+    Metric("kvoffload_junctions_asked_total", "Requests admitted whose prefix was on device and host but for a recurrent state at its end, which the engine was asked to keep.", Kind.COUNTER, (), "junctions", counts={events.JunctionAsked: None}),
+    Metric("kvoffload_junctions_made_total", "Of the groups' recurrent states that were asked for, those that the engine kept and offered, one a request.", Kind.COUNTER, (), "junctions", counts={events.JunctionMade: None}),
     # --- copies, per rank ---
     Metric("kvoffload_transfers_total", "Copies of single ranks that ended, by outcome.", Kind.COUNTER, (_COPY_TIERS, _DIRECTION, Label("outcome", CopyOutcome)), "copies"),
     Metric("kvoffload_transfer_bytes_total", "Bytes copied between the tier and the one above it, all ranks together.", Kind.COUNTER, (_COPY_TIERS, _DIRECTION), "bytes"),
@@ -424,7 +428,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_slots", "Slots by state; the states sum to the capacity.", Kind.GAUGE, (_TIER, Label("state", SlotState)), "slots", read=_slots),
     Metric("kvoffload_slot_bytes", "Bytes of one slot, all ranks together; slots times this are the tier's bytes.", Kind.GAUGE, (_TIER,), "bytes", read=_slot_bytes),
     Metric("kvoffload_host_bytes", "Bytes of host memory, all ranks together: wanted by the settings, reserved (pinned) by now, and in use.", Kind.GAUGE, (Label("state", HostBytes),), "bytes", read=_host_bytes),
-    Metric("kvoffload_evicted_blocks_total", "Blocks that left the tier.", Kind.COUNTER, (_TIER, Label("cause", EvictionCause)), "blocks"),
+    Metric("kvoffload_evicted_blocks_total", "Blocks that left the tier.", Kind.COUNTER, (_TIER, Label("cause", EvictionCause)), "blocks", counts={events.BlocksEvicted: "blocks", events.DiskBlocksEvicted: "blocks"}),
     Metric("kvoffload_oldest_pin_timestamp_seconds", "Unix time of the oldest pin; 0 without one.", Kind.GAUGE, (), "seconds", read=lambda side: {(): side.unix(side.copies.oldest_pin)}),
     # --- is it worth it ---
     Metric("kvoffload_first_token_seconds", "Time from a request's arrival to the first step after its first token, by what its last lookup found; up to one step too long.", Kind.HISTOGRAM, (Label("found", Found),), "seconds", _FIRST_TOKEN_BUCKETS),
@@ -437,10 +441,10 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_net_benefit_negative", "1 after a minute in which waiting and interference cost over 1 % more than was saved, until a minute with a gain.", Kind.GAUGE, (), "flag", read=lambda side: {(): int(side.benefit.is_negative)}),
     # --- health ---
     Metric("kvoffload_info", "1; its labels are the versions and settings of the engine.", Kind.GAUGE, _INFO, "flag", read=lambda side: {side.info: 1}),
-    Metric("kvoffload_stale_blocks_zeroed_total", "Positions removed from requests' records because the engine handed their blocks out again.", Kind.COUNTER, (), "blocks"),
-    Metric("kvoffload_resets_total", "Resets of the cache: nothing computed before one is found after it.", Kind.COUNTER, (), "resets"),
+    Metric("kvoffload_stale_blocks_zeroed_total", "Positions removed from requests' records because the engine handed their blocks out again.", Kind.COUNTER, (), "blocks", counts={events.BlocksZeroed: "blocks"}),
+    Metric("kvoffload_resets_total", "Resets of the cache: nothing computed before one is found after it.", Kind.COUNTER, (), "resets", counts={events.ResetStarted: None}),
     Metric("kvoffload_reset_draining_jobs", "Jobs from before the last reset that have not ended; their results are dropped.", Kind.GAUGE, (), "jobs", read=lambda side: {(): side.copies.draining}),
-    Metric("kvoffload_engine_surprises_total", "Calls of the engine that its contract does not allow; each was survived.", Kind.COUNTER, (Label("cause", RejectionCause),), "surprises"),
+    Metric("kvoffload_engine_surprises_total", "Calls of the engine that its contract does not allow; each was survived.", Kind.COUNTER, (Label("cause", RejectionCause),), "surprises", counts={events.FactRejected: None}),
     Metric("kvoffload_audits_total", "Audits of the conservation laws: whenever the engine is idle, and on request.", Kind.COUNTER, (), "audits"),
     Metric("kvoffload_degraded", "1 while offloading is off by this cause; it stays off until the engine restarts.", Kind.GAUGE, (Label("cause", DegradeCause),), "flag", read=_degraded),
     Metric("kvoffload_hook_seconds", "Time that a step spent in one of offloading's hooks.", Kind.HISTOGRAM, (Label("hook", Hook),), "seconds", _HOOK_BUCKETS),

@@ -45,13 +45,9 @@ _FETCH, _OTHERS_LOAD = (LoadWait.FETCH.value,), (LoadWait.OTHERS_LOAD.value,)
 class _LabelsOf(dict[Any, Labels]):
     """Label values by enum member, or by a tuple of members: an enum's `value` is a call of Python."""
 
-    def __init__(self, *leading: str) -> None:
-        super().__init__()
-        self.leading = leading
-
     def __missing__(self, key: Any) -> Labels:  # noqa: ANN401  # one of any enum
         members = key if isinstance(key, tuple) else (key,)
-        labels = self[key] = (*self.leading, *(member.value for member in members))
+        labels = self[key] = tuple(member.value for member in members)
         return labels
 
 
@@ -244,45 +240,24 @@ class Counters:
         return Snapshot(counts, distributions)
 
     def _by_event(self) -> dict[type, Callable[[Any], None]]:
-        evicted = "kvoffload_evicted_blocks_total"
         return {
+            cls: self._adder(metric, amount) for metric in CATALOGUE for cls, amount in metric.counts.items()
+        } | {
             events.LookupAnswered: self._count_lookup,
             events.RankReported: self._count_copy,
             events.JobAbandoned: self._count_abandoned,
             events.FirstTokenReached: self._count_first_token,
             events.LookupDeferred: self._count_deferred,
             facts.RemoteAnswered: self._count_answer,
-            events.HitDropped: self._adder("kvoffload_pin_dropped_blocks_total", "blocks", "cause"),
-            events.BlocksOffered: self._adder("kvoffload_offered_blocks_total", "blocks"),
-            events.StoreEnded: self._adder("kvoffload_store_blocks_total", "blocks", "outcome"),
-            events.LoadScheduled: self._adder("kvoffload_load_scheduled_blocks_total", "blocks"),
-            events.LoadEnded: self._adder("kvoffload_load_blocks_total", "blocks", "outcome"),
-            events.TierCopyScheduled: self._adder(
-                "kvoffload_tier_scheduled_blocks_total", "blocks", "tier", "direction"
-            ),
-            events.TierCopyEnded: self._adder(
-                "kvoffload_tier_blocks_total", "blocks", "tier", "direction", "outcome"
-            ),
-            events.StatesCopied: self._adder("kvoffload_state_blocks_total", "blocks", "direction"),
-            events.JunctionAsked: self._adder("kvoffload_junctions_asked_total"),
-            events.JunctionMade: self._adder("kvoffload_junctions_made_total"),
-            events.BlocksEvicted: self._adder(evicted, "blocks", "cause", of=Tier.HOST),
-            events.DiskBlocksEvicted: self._adder(evicted, "blocks", "cause", of=Tier.DISK),
-            events.BlocksZeroed: self._adder("kvoffload_stale_blocks_zeroed_total", "blocks"),
-            events.ResetStarted: self._adder("kvoffload_resets_total"),
-            events.FactRejected: self._adder("kvoffload_engine_surprises_total", None, "cause"),
         }
 
-    def _adder(
-        self, name: str, amount: str | None = None, *fields: str, of: Tier | None = None
-    ) -> Callable[[events.Event], None]:
-        """Return what adds an event's field `amount`, or 1, to the series that `of` and then its fields name."""
-        series = self._counts[name]
-        labels_of = _LabelsOf() if of is None else _LabelsOf(of.value)
-        read = attrgetter(*fields) if fields else None
+    def _adder(self, metric: Metric, amount: str | None) -> Callable[[events.Event], None]:
+        """Return what adds an event's field `amount`, or 1, to the series that its other fields name."""
+        series = self._counts[metric.name]
+        read = attrgetter(*metric.label_names) if metric.labels else None
 
         def add(event: events.Event) -> None:
-            labels = () if read is None else labels_of[read(event)]
+            labels = () if read is None else _LABELS[read(event)]
             self.changes += 1
             self._edition += 1
             try:
