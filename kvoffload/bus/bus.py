@@ -10,9 +10,9 @@ One thread dispatches and subscribes: the engine's. Feeds carry messages to othe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from kvoffload.bus.feed import Feed, FeedStatistics
+from kvoffload.bus.feed import Feed
 from kvoffload.bus.guard import call_guarded
 
 M = TypeVar("M")
@@ -22,15 +22,6 @@ Batch = tuple[int, float, list[object]]
 """How many messages were published before it, its time, and its messages."""
 StateErrorCallback = Callable[[Exception, object], object]
 RemovedCallback = Callable[[str, Exception], object]
-
-
-class BusStatistics(NamedTuple):
-    """What the bus has done so far."""
-
-    published: int  #: messages dispatched
-    state_errors: int  #: exceptions of state handlers
-    removed_counters: tuple[str, ...]  #: names of inline handlers without state that raised
-    feeds: tuple[tuple[str, FeedStatistics], ...]  #: by name, also those no longer read
 
 
 class EventSource(Protocol):
@@ -78,6 +69,10 @@ class Bus:
     """
 
     def __init__(self, source: EventSource | None = None) -> None:
+        self.feeds: dict[str, Feed[Any]] = {}
+        """By name, also those no longer read."""
+        self.published = 0
+        """Messages dispatched."""
         self._source: EventSource = source or _NoEvents()
         self._handlers: dict[type, Handler] = {}
         self._counters: list[tuple[type, Handler]] = []
@@ -86,14 +81,11 @@ class Bus:
         self._kept: list[Batch] = []
         self._at_a_time = 0
         self._hand_on_at = 0
-        self._feeds: dict[str, Feed[Any]] = {}
         self._routes = _Routes(self._resolve)  # derived from the above, forgotten when it changes
         self._batch: list[object] | None = None
         self._after: list[Callable[[], object]] = []
         self._state_error: StateErrorCallback | None = None
         self._removed: RemovedCallback | None = None
-        self._published = self._state_errors = 0
-        self._removed_counters: list[str] = []
 
     def handle(self, cls: type[M], handler: Callable[[M], object]) -> None:
         """Let `handler`, which owns state, react to the messages of exactly this class.
@@ -135,7 +127,7 @@ class Bus:
         self._keeper = keeper
         self._now = now
         self._at_a_time = at_a_time
-        self._hand_on_at = self._published + at_a_time
+        self._hand_on_at = self.published + at_a_time
         return self._kept
 
     def observe(self, name: str, capacity: int) -> Feed[Any]:
@@ -144,9 +136,9 @@ class Bus:
         Raises:
             ValueError: the name is taken, or the capacity is not positive.
         """
-        if name in self._feeds:
+        if name in self.feeds:
             raise ValueError(f"feed {name!r} exists already")
-        feed = self._feeds[name] = Feed(name, capacity)
+        feed = self.feeds[name] = Feed(name, capacity)
         return feed
 
     def on_state_error(self, callback: StateErrorCallback) -> None:
@@ -186,8 +178,8 @@ class Bus:
                         self._raised(react, message, exc)
         finally:
             self._batch = None
-            before = self._published
-            self._published = published = before + len(batch)
+            before = self.published
+            self.published = published = before + len(batch)
         if self._keeper is not None:
             self._kept.append((before, self._now(), batch))
             if published >= self._hand_on_at:
@@ -195,30 +187,21 @@ class Bus:
         if self._after:
             self._run_after()
 
-    def statistics(self) -> BusStatistics:
-        return BusStatistics(
-            published=self._published,
-            state_errors=self._state_errors,
-            removed_counters=tuple(self._removed_counters),
-            feeds=tuple((name, feed.statistics()) for name, feed in self._feeds.items()),
-        )
-
     def close(self) -> None:
         """Close every feed; observers read what is queued, then end."""
-        for feed in self._feeds.values():
+        for feed in self.feeds.values():
             feed.close()
 
     def _raised(self, react: Handler, message: object, exc: Exception) -> None:
         if react is not self._handlers.get(type(message)):
             self._remove(react, exc)
             return
-        self._state_errors += 1
         if self._state_error is None:
             raise exc
         call_guarded(self._state_error, exc, message)
 
     def _hand_on(self) -> None:
-        self._hand_on_at = self._published + self._at_a_time
+        self._hand_on_at = self.published + self._at_a_time
         keeper = self._keeper
         assert keeper is not None
         try:
@@ -240,6 +223,5 @@ class Bus:
         self._counters = [entry for entry in self._counters if entry[1] != subscriber]
         self._routes.clear()
         name = getattr(subscriber, "__qualname__", type(subscriber).__qualname__)
-        self._removed_counters.append(name)
         if self._removed is not None:
             call_guarded(self._removed, name, exc)

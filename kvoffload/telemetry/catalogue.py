@@ -371,9 +371,9 @@ def _fetch_break_even(side: Side) -> Series:
 
 def _dropped(side: Side) -> Series:
     dropped: dict[Labels, float] = {}
-    for name, feed in side.bus.statistics().feeds:
+    for name, feed in side.bus.feeds.items():
         labels = (subscriber_label(name),)
-        dropped[labels] = dropped.get(labels, 0) + feed.dropped
+        dropped[labels] = dropped.get(labels, 0) + feed.statistics().dropped
     return dropped
 
 

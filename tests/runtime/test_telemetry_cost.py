@@ -122,7 +122,7 @@ def test_an_observer_that_stands_still_costs_nothing(tmp_path: Path) -> None:
     """Its feed fills up; from then on it costs no more than one that keeps up, and the engine's answers are the same."""
     config = OffloadConfig(transfer_timeout_s=TIMEOUT_S, journal_path=tmp_path / "journal")
     side = warm(Side(portal=True, config=config))
-    feed = side.side.bus._feeds["journal"]
+    feed = side.side.bus.feeds["journal"]
     early = calls_of(side, 20)
     while not feed.statistics().dropped:
         side.step(decode=20)
