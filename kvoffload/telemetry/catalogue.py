@@ -86,7 +86,7 @@ class LoadWait(Enum):
 
 
 class Hook(StrEnum):
-    """The places where an engine calls offloading, the same for every engine. A member or its value may be given."""
+    """The places where an engine calls offloading, the same for every engine."""
 
     SEEN = "seen"
     LOOKUP = "lookup"

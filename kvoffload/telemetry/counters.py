@@ -161,12 +161,6 @@ class Counters:
             named.__qualname__ = "counters"
             bus.count(cls, named)
 
-    def hook(self, name: str, seconds: float) -> None:
-        """Add one sample of a hook's time; a name that `Hook` does not hold counts as "other"."""
-        self._edition += 1
-        (self._hooks.get(name) or self._hooks[Hook.OTHER]).observe(seconds)
-        self._edition += 1
-
     def hooks(self, spent: Mapping[Hook, float]) -> None:
         """Add one sample of each hook's time: a step is over."""
         hooks = self._hooks

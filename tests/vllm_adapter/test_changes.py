@@ -37,7 +37,7 @@ class Engine(FakeSource):
     def step(self, *events: Event) -> Payload | None:
         for event in events:
             self.bus.publish(event)
-        self.counters.hook(Hook.STEP, 1e-5)
+        self.counters.hooks({Hook.STEP: 1e-5})
         return self.changes.take()
 
 
@@ -161,7 +161,7 @@ def test_samples_that_are_not_taken_do_not_pile_up() -> None:
     engine = Engine()
     limit = counters_module._KEPT
     for _ in range(limit + 10):
-        engine.counters.hook(Hook.STEP, 1e-5)
+        engine.counters.hooks({Hook.STEP: 1e-5})
     samples = engine.counters.take_samples()["kvoffload_hook_seconds"][("step",)]
     assert len(samples) == limit
     assert engine.counters.take_samples() == {}

@@ -35,7 +35,7 @@ def test_stats_reach_a_front_ends_metrics() -> None:
 
     offload = FakeSource({"kvoffload_capacity_slots": {("host",): 3}})
     sender = StatsSender(offload)
-    offload.counters.hook(Hook.STEP, 2e-6)
+    offload.counters.hooks({Hook.STEP: 2e-6})
     offload.counters.journal_failed()
     stats = sender.take()
     assert stats is not None
