@@ -24,8 +24,8 @@ from kvoffload.model.message import Message
 from kvoffload.model.transfer import Direction, Tier
 
 
-class Event(Message, frozen=True):
-    """Base of all events."""
+class Event(Message, frozen=True, forbid_unknown_fields=True):
+    """Base of all events. A line of a journal must have exactly an event's fields."""
 
 
 class HitPinned(Event, frozen=True):
