@@ -465,17 +465,3 @@ def read_all(side: Side) -> dict[str, Series]:
         for metric in CATALOGUE
         if metric.read is not None
     }
-
-
-def render_markdown() -> str:
-    """Return the table of dashboards/metrics.md."""
-    rows = ["| metric | type | unit | labels | meaning |", "|---|---|---|---|---|"]
-    rows += [
-        f"| `{metric.name}` | {metric.kind.value} | {metric.unit} | {_describe_labels(metric)} | {metric.help} |"
-        for metric in CATALOGUE
-    ]
-    return "\n".join(rows) + "\n"
-
-
-def _describe_labels(metric: Metric) -> str:
-    return "; ".join(f"`{label.name}`: {', '.join(label.values)}" for label in metric.labels)
