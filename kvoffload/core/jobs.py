@@ -22,9 +22,9 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from msgspec import Struct
 
-from kvoffload.core.counts import count, uncount
 from kvoffload.core.machine import JOB, JobEvent, JobState
 from kvoffload.core.request import RequestRecord
+from kvoffload.core.slots import count, uncount
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.engine import BlockPool
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, JobId, Rank, SlotId

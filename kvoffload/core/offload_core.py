@@ -11,9 +11,8 @@ from collections.abc import Iterable, Sequence
 
 from kvoffload.core.audit import audit, audit_at_rest
 from kvoffload.core.jobs import DeviceJob, Failure, Load, Offer
-from kvoffload.core.loads import Loads
+from kvoffload.core.loads import Loads, PendingHits
 from kvoffload.core.machine import JobState, RequestEvent, RequestState, SlotState
-from kvoffload.core.pending_hits import PendingHits
 from kvoffload.core.planners import make_planner
 from kvoffload.core.request import RequestRecord
 from kvoffload.core.state import CoreState, LoadResults, Policy

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -40,7 +40,7 @@ class RequestRecord(Struct, eq=False):
         reads_cache: False when it asked not to read cached blocks.
         persists: its blocks may be written to lower tiers, and found there.
         incarnation: the number of its block tables so far; jobs and offers of an earlier one settle memory only.
-        table: per group, the device block of each position; None without a table. `StaleBlocks` writes it.
+        table: per group, the device block of each position; None without a table. `BlockTables` writes it.
         hit: what its last lookup found, pinned until consumed. `PendingHits` writes it.
         loading: slots that it loads, for which other requests wait. `SharedLoads` writes it.
         found_tokens, loaded_tokens: where the device's own hit ended, and where the load behind it ended.
@@ -142,6 +142,43 @@ class Requests:
         if record.state is _FINISHING and not record.jobs:
             record.state = REQUEST.steps[_LAST_JOB][record.state]
             self.finishing.discard(record)
+
+
+class SharedLoads:
+    """Requests with one prefix that is on the host load it once; the others wait (R14).
+
+    A request owns the slots that it loads from its allocation until it runs (the device's own prefix cache then has the
+    blocks), fails, or is gone. A slot may have several owners, because a request that has waited too long starts its own load.
+    The runtime bounds the wait: a lookup that may not wait any longer ignores owners.
+
+    The only writer of `RequestRecord.loading`, and of the index by slot.
+    """
+
+    def __init__(self) -> None:
+        self.owners: dict[SlotId, list[RequestRecord]] = {}
+
+    def started(self, record: RequestRecord, slots: Iterable[SlotId]) -> None:
+        """A request's load of these slots became binding."""
+        record.loading = tuple(slots)
+        for slot in record.loading:
+            self.owners.setdefault(slot, []).append(record)
+
+    def owner(self, slots: Iterable[SlotId]) -> RequestId | None:
+        """Return the first request that is loading one of these slots, None without one. Reads only.
+
+        It is never the request that asks: an owner has a block table, and only requests without one look up.
+        """
+        owners = self.owners.get
+        return next((found[0].request for slot in slots if (found := owners(slot))), None)
+
+    def ended(self, record: RequestRecord) -> None:
+        """The request runs, failed, or is gone. Harmless for a request that owns nothing."""
+        slots, record.loading = record.loading, ()
+        for slot in slots:
+            owners = self.owners[slot]
+            owners.remove(record)
+            if not owners:
+                del self.owners[slot]
 
 
 def has_table(record: RequestRecord) -> bool:

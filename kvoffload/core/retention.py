@@ -14,10 +14,10 @@ from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from itertools import groupby, islice
 
-from kvoffload.core.host_pool import HostPool
 from kvoffload.core.jobs import TABLE, Store
 from kvoffload.core.machine import RequestState
 from kvoffload.core.request import RequestRecord
+from kvoffload.core.slots import HostPool
 from kvoffload.core.tiers import LowerTier
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import BlockKey, SlotId

@@ -6,15 +6,12 @@ from dataclasses import dataclass
 
 from msgspec import Struct
 
-from kvoffload.core.eviction import LruOrder
-from kvoffload.core.host_pool import HostPool
+from kvoffload.core.block_tables import BlockTables
 from kvoffload.core.jobs import Jobs, Leases, Stall
-from kvoffload.core.miss_memory import MissMemory
-from kvoffload.core.request import Requests
+from kvoffload.core.request import Requests, SharedLoads
 from kvoffload.core.retention import Retention
-from kvoffload.core.shared_loads import SharedLoads
-from kvoffload.core.stale_blocks import StaleBlocks
-from kvoffload.core.tally import Tally
+from kvoffload.core.slots import HostPool, LruOrder
+from kvoffload.core.tally import MissMemory, Tally
 from kvoffload.core.tiers import DiskTier, RemoteTier
 from kvoffload.model.causes import DegradeCause
 from kvoffload.model.engine import BlockPool, EngineShape
@@ -70,7 +67,7 @@ class CoreState:
         self.jobs = Jobs(shape.ranks)
         self.leases = Leases(device)
         self.retention = Retention(self.pool, shape.groups, self.tiers)
-        self.tables = StaleBlocks(shape.groups)
+        self.tables = BlockTables(shape.groups)
         self.shared = SharedLoads()
         self.misses = MissMemory()
         self.tally = Tally(self.jobs.planned)

@@ -30,11 +30,11 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from kvoffload.core.host_pool import HostPool
 from kvoffload.core.jobs import Failure, Fetch, Spill
 from kvoffload.core.machine import JobState, RequestState, SlotState
 from kvoffload.core.match import longest_match
 from kvoffload.core.request import PendingHit, RequestRecord
+from kvoffload.core.slots import HostPool
 from kvoffload.core.state import CoreState
 from kvoffload.core.stores import InFlight, Stores
 from kvoffload.core.tiers import ON_DEVICE, Block, DiskTier, LayeredIndex, LowerTier

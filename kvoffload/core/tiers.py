@@ -15,12 +15,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from kvoffload.core.eviction import LruOrder
-from kvoffload.core.host_pool import HostPool
 from kvoffload.core.jobs import Fetch, Spill
 from kvoffload.core.key_index import KeyIndex
 from kvoffload.core.machine import SlotState
 from kvoffload.core.match import PartOfKeys
+from kvoffload.core.slots import HostPool, LruOrder
 from kvoffload.model.disk import DiskRecord, Put, Strike, Use
 from kvoffload.model.engine import BlockPool
 from kvoffload.model.ids import BlockKey, JobId, Rank, RequestId, SlotId

@@ -29,8 +29,8 @@ from kvoffload.model.transfer import Direction, Tier
 
 if TYPE_CHECKING:
     from kvoffload.bus.bus import Bus
-    from kvoffload.core.host_pool import HostPool
     from kvoffload.core.offload_core import OffloadCore
+    from kvoffload.core.slots import HostPool
     from kvoffload.model.ids import Rank
 
 Labels = tuple[str, ...]

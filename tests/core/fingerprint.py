@@ -10,8 +10,8 @@ from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
-from kvoffload.core.eviction import LruOrder
 from kvoffload.core.key_index import KeyIndex
+from kvoffload.core.slots import LruOrder
 from kvoffload.model.message import Message
 
 _Draw = Callable[[Any, "_Met"], object]

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
-from kvoffload.core.host_pool import HostPool
 from kvoffload.core.jobs import Job, Leases, Offer, Store
 from kvoffload.core.machine import JobState, SlotState
-from kvoffload.core.miss_memory import MissMemory
 from kvoffload.core.offload_core import OffloadCore
 from kvoffload.core.request import PendingHit, RequestRecord
+from kvoffload.core.slots import HostPool
 from kvoffload.core.state import CoreState
-from kvoffload.core.tally import Tally
+from kvoffload.core.tally import MissMemory, Tally
 from kvoffload.model.causes import DegradeCause, MissCause
 from kvoffload.model.events import BlocksOffered, OffloadingDegraded
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, RequestId, SlotId

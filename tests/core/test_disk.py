@@ -117,7 +117,7 @@ def test_lookups_that_wait_for_a_fetch_search_nothing_until_it_has_ended(
     world = DiskWorld(host=16)
     world.only_on_disk(TEXT)
     request, shares = world.add("late", TEXT), world.add("shares", TEXT)
-    searches = searches_of("pending_hits", monkeypatch)
+    searches = searches_of("loads", monkeypatch)
     assert [world.lookup(request) for _ in range(5)] == [None] * 5  # asked again in each step
     assert not searches
     assert [world.lookup(shares) for _ in range(5)] == [None] * 5  # it began no fetch of its own

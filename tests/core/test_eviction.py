@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.core.eviction import LruOrder
+from kvoffload.core.slots import LruOrder
 from kvoffload.model.ids import SlotId
 
 SLOTS = st.lists(st.integers(0, 40).map(SlotId), unique=True, max_size=8)

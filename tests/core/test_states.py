@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from kvoffload.core.eviction import LruOrder
-from kvoffload.core.host_pool import HostPool
 from kvoffload.core.jobs import Failure, Job, Jobs, Store
 from kvoffload.core.machine import (
     JOB,
@@ -24,6 +22,7 @@ from kvoffload.core.machine import (
     SlotState,
 )
 from kvoffload.core.request import RequestRecord, Requests
+from kvoffload.core.slots import HostPool, LruOrder
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.errors import IllegalTransition
 from kvoffload.model.ids import BlockKey, Rank, RequestId, SlotId

@@ -10,8 +10,8 @@ from hashlib import blake2b
 from msgspec.structs import replace
 
 from kvoffload.core.machine import SlotState
-from kvoffload.core.miss_memory import MissMemory
 from kvoffload.core.state import Policy
+from kvoffload.core.tally import MissMemory
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.ids import BlockKey, JobId, RequestId, SlotId
 from kvoffload.model.transfer import Tier

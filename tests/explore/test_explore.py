@@ -9,12 +9,11 @@ from collections.abc import Callable
 import pytest
 from msgspec import structs
 
-from kvoffload.core.host_pool import HostPool
+from kvoffload.core.block_tables import BlockTables
 from kvoffload.core.jobs import Job, Leases, Spill
-from kvoffload.core.loads import Loads
-from kvoffload.core.pending_hits import PendingHits
-from kvoffload.core.shared_loads import SharedLoads
-from kvoffload.core.stale_blocks import StaleBlocks
+from kvoffload.core.loads import Loads, PendingHits
+from kvoffload.core.request import SharedLoads
+from kvoffload.core.slots import HostPool
 from kvoffload.core.stores import InFlight, Stores
 from kvoffload.core.tier_copies import Fetches, LowerTiers, Spills, _Copies
 from kvoffload.core.tiers import DiskTier, RemoteTier
@@ -79,7 +78,7 @@ BREAKS: dict[str, tuple[str, type, str, object]] = {
     "R5 a lease is not released": ("one request", Leases, "release", lambda self, blocks: None),
     "R7 ids handed out again are not zeroed": (
         "window",
-        StaleBlocks,
+        BlockTables,
         "handed_out",
         lambda self, blocks: 0,
     ),

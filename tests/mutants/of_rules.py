@@ -5,15 +5,13 @@ from __future__ import annotations
 from tests.mutants.mutant import BUS, CUDA, DISK, ENGINE, REMOTE, RUNTIME, TRANSFER, Mutant
 
 _CORE = "kvoffload/core/offload_core.py"
-_HITS = "kvoffload/core/pending_hits.py"
 _LOADS = "kvoffload/core/loads.py"
 _STORES = "kvoffload/core/stores.py"
 _JOBS = "kvoffload/core/jobs.py"
 _REQUEST = "kvoffload/core/request.py"
-_POOL = "kvoffload/core/host_pool.py"
-_COUNTS = "kvoffload/core/counts.py"
+_POOL = "kvoffload/core/slots.py"
 _RETENTION = "kvoffload/core/retention.py"
-_STALE = "kvoffload/core/stale_blocks.py"
+_TABLES = "kvoffload/core/block_tables.py"
 _CAPACITY = "kvoffload/engine/capacity.py"
 _COPIES = "kvoffload/runtime/copies.py"
 _FAULTS = "kvoffload/runtime/faults.py"
@@ -46,17 +44,17 @@ _FILES = ("tests/disk/test_index_format.py", "tests/disk/test_slot_file.py")
 
 MUTANTS: tuple[Mutant, ...] = (
     # Pins.
-    Mutant(1, _HITS, "state.pool.pin(slots)"),
-    Mutant(1, _HITS, "self.drop(record, PinDropCause.LOOKED_UP_AGAIN)", "record.hit = None"),
+    Mutant(1, _LOADS, "state.pool.pin(slots)\n            event", "event"),
+    Mutant(1, _LOADS, "self.drop(record, PinDropCause.LOOKED_UP_AGAIN)", "record.hit = None"),
     Mutant(
         1,
-        _HITS,
+        _LOADS,
         "hit, record.hit = record.hit, None\n        if hit is None:",
         "hit = record.hit\n        if hit is None:",
     ),
     Mutant(1, _CORE, "self._hits.drop(record, PinDropCause.REQUEST_ENDED)"),
     Mutant(1, _POOL, "self._order.remove(self._not_held(new))"),
-    Mutant(1, _COUNTS, "counts[item] = counts.get(item, 0) + 1", "counts[item] = 1"),
+    Mutant(1, _POOL, "counts[item] = counts.get(item, 0) + 1", "counts[item] = 1"),
     # What engines do.
     Mutant(2, _LOADS, "if hit is None or length > hit.tokens:", "if False:"),
     Mutant(2, _LOADS, "self._state.pool.unpin(hit.slots)\n        if rest", "if rest"),
@@ -64,7 +62,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(2, _LOADS, "self._hits.unpin(record, hit)"),
     Mutant(2, _CORE, "max(confirmed_tokens, record.confirmed_tokens)", "confirmed_tokens"),
     Mutant(2, _CORE, "if fact.request in live:", "if False:"),
-    Mutant(2, _HITS, "limit = record.prompt_tokens - 1", "limit = record.prompt_tokens"),
+    Mutant(2, _LOADS, "limit = record.prompt_tokens - 1", "limit = record.prompt_tokens"),
     Mutant(2, "kvoffload/core/match.py", "group.block_tokens if group.reads_ahead else 0", "0"),
     # In-flight stores.
     Mutant(3, _STORES, "if block in self.in_flight.blocks:", "if False:"),
@@ -100,8 +98,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(5, _JOBS, "self._device.lease(blocks)"),
     Mutant(5, _JOBS, "self._device.release(blocks[::-1])"),
     Mutant(5, _JOBS, "self._device.release(blocks[::-1])", "self._device.release(blocks)"),
-    Mutant(5, _COUNTS, "if sum(map(counts.__getitem__, items)) == len(items):", "if False:"),
-    Mutant(5, _COUNTS, "counts[item] = left"),
+    Mutant(5, _POOL, "if sum(map(counts.__getitem__, items)) == len(items):", "if False:"),
+    Mutant(5, _POOL, "counts[item] = left"),
     Mutant(5, _STORES, "self._lease_limit - self.leased_blocks", "self._state.shape.device_blocks"),
     Mutant(5, _STORES, "            and len(keys) <= min(state.pool.room, self.room)\n", ""),
     Mutant(5, _STORES, "state.leases.release(job.targets)"),
@@ -115,8 +113,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(6, _CAPACITY, "group.chunk_tokens + self.in_flight_tokens", "group.chunk_tokens", ENGINE),
     # Stale blocks.
-    Mutant(7, _STALE, "record.table[group][position] = NULL_BLOCK"),
-    Mutant(7, _STALE, "self._name(named)"),
+    Mutant(7, _TABLES, "record.table[group][position] = NULL_BLOCK"),
+    Mutant(7, _TABLES, "self._name(named)"),
     Mutant(7, _CORE, "handed_out([*fact.handed_out, *grown])", "handed_out(grown)"),
     Mutant(7, _CORE, "handed_out([*fact.handed_out, *grown])", "handed_out(fact.handed_out)"),
     Mutant(7, _CORE, "self._handed_out(self._new_blocks(fact), since_reset=record.may_store)"),
@@ -154,7 +152,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(9, _LOADS, "if job.failed is None and state.degraded", "if state.degraded"),
     Mutant(9, _LOADS, "[job.slots[position] for position in report.corrupt] or job.slots", "job.slots"),
     Mutant(9, _LOADS, "for position in report.corrupt] or job.slots", "for position in report.corrupt]"),
-    Mutant(9, _HITS, "if record.load_failed:", "if False:"),
+    Mutant(9, _LOADS, "if record.load_failed:", "if False:"),
     Mutant(
         9,
         _COPIES,
@@ -193,7 +191,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(11, _RETENTION, "record.held.clear()"),
     # Off for good.
     Mutant(12, _STORES, "if self._state.degraded is not None:", "if False:"),
-    Mutant(12, _HITS, "if state.degraded is not None:", "if False:"),
+    Mutant(12, _LOADS, "if state.degraded is not None:", "if False:"),
     Mutant(12, _LOADS, "if job.failed is None and state.degraded is None:", "if job.failed is None:"),
     Mutant(12, _CORE, "is_last or job.state is JobState.PLANNED or not", "is_last or not"),
     Mutant(12, _CORE, "self.stores.stop(StoreOutcome.DEGRADED)"),
@@ -235,8 +233,8 @@ MUTANTS: tuple[Mutant, ...] = (
         CUDA,
     ),
     # Shared loads.
-    Mutant(14, _HITS, "state.shared.owner(slots) if may_wait and state.shared.owners else None", "None"),
-    Mutant(14, _HITS, "if may_wait and state.shared.owners else None", "if state.shared.owners else None"),
+    Mutant(14, _LOADS, "state.shared.owner(slots) if may_wait and state.shared.owners else None", "None"),
+    Mutant(14, _LOADS, "if may_wait and state.shared.owners else None", "if state.shared.owners else None"),
     Mutant(14, _CORE, "can_wait = may_wait and state.shape.promises.can_wait", "can_wait = may_wait"),
     Mutant(
         14,
@@ -252,7 +250,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "\n",
     ),
     Mutant(14, _LOADS, "        state.shared.ended(record)\n", "\n"),
-    Mutant(14, "kvoffload/core/shared_loads.py", "owners.remove(record)", "owners.clear()"),
+    Mutant(14, _REQUEST, "owners.remove(record)", "owners.clear()"),
     Mutant(
         14,
         _SIDE,
@@ -275,10 +273,10 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(15, _RETENTION, "if one[0] == last or index.get(one[1]) in held]", "]"),
     Mutant(15, _RETENTION, "one[0] == last or index.get(one[1]) in held", "one[0] == last"),
     Mutant(18, _RETENTION, "record.loaded_tokens, state=record.loaded_tokens)", "record.loaded_tokens)"),
-    Mutant(15, _HITS, "self._state.retention.used(record, hit.device_tokens)"),
+    Mutant(15, _LOADS, "self._state.retention.used(record, hit.device_tokens)"),
     Mutant(15, _LOADS, "self._state.retention.used(record, record.found_tokens)"),
-    Mutant(15, "kvoffload/core/eviction.py", "links = self._after", "links = self._before"),
-    Mutant(15, "kvoffload/core/eviction.py", "self._before[slot] = _END"),
+    Mutant(15, _POOL, "links = self._after", "links = self._before"),
+    Mutant(15, _POOL, "self._before[slot] = _END"),
     # Recurrent states: when they are offered, and which of them.
     Mutant(
         10,
@@ -298,11 +296,11 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(5, _STORES, "(self.states_for_room, self.for_room)", "(self.for_room, self.states_for_room)"),
     Mutant(
         7,
-        _STALE,
+        _TABLES,
         "self._name({block: (record, group, position)})",
         "pass",
     ),
-    Mutant(7, _STALE, "stale += self.shared.pop(block)", "self.shared.pop(block)"),
+    Mutant(7, _TABLES, "stale += self.shared.pop(block)", "self.shared.pop(block)"),
     Mutant(7, _PROGRESS, "handed_out += chain.from_iterable(table)", "pass", _REPORTS),
     Mutant(
         7, _PROGRESS, "for name in tuple(late) if name in scheduled}", "for name in tuple(late)}", _REPORTS
@@ -333,7 +331,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(16, _JOBS, "return max(self._limit, self._largest)", "return self._limit"),
     Mutant(16, _JOBS, "        self.jobs_in_a_row = 0\n        return", "        return"),
     Mutant(16, _STORES, "return 0 if self._state.stall.is_on else ", "return "),
-    Mutant(16, _HITS, "if state.stall.is_on:", "if False:"),
+    Mutant(16, _LOADS, "if state.stall.is_on:", "if False:"),
     Mutant(16, _LOADS, " and not state.stall.is_on", ""),
     Mutant(16, "kvoffload/transfer/lanes.py", "self._written_off.append(batch)", tests=TRANSFER),
     Mutant(

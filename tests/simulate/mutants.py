@@ -9,12 +9,12 @@ from unittest import mock
 
 from msgspec import structs
 
-from kvoffload.core.host_pool import HostPool
+from kvoffload.core.block_tables import BlockTables
 from kvoffload.core.jobs import Failure, Job, Load, Store
 from kvoffload.core.loads import Loads
 from kvoffload.core.offload_core import OffloadCore
-from kvoffload.core.shared_loads import SharedLoads
-from kvoffload.core.stale_blocks import StaleBlocks
+from kvoffload.core.request import SharedLoads
+from kvoffload.core.slots import HostPool
 from kvoffload.core.stores import Stores
 from kvoffload.model.causes import CopyOutcome, StoreOutcome
 from kvoffload.model.facts import StepScheduled
@@ -122,7 +122,7 @@ def _stale_ids_stay() -> list[Patch]:
         verdict = real(self, offer, holds)
         return offer if verdict in (StoreOutcome.STALE, StoreOutcome.NOT_HASHED) and offer.block else verdict
 
-    return [(StaleBlocks, "handed_out", lambda self, blocks: 0), (Stores, "_by_block", by_block)]
+    return [(BlockTables, "handed_out", lambda self, blocks: 0), (Stores, "_by_block", by_block)]
 
 
 def _coroutine_is_not_woken() -> list[Patch]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvoffload.core.miss_memory import MissMemory
+from kvoffload.core.tally import MissMemory
 from kvoffload.engine import SamplingParams, TokenStream
 from kvoffload.model.ids import Rank
 from kvoffload.model.transfer import Direction

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvoffload.core.miss_memory import MissMemory
+from kvoffload.core.tally import MissMemory
 from kvoffload.transfer import host_copier
 from kvoffload.transfer.runs import CopyRuns
 from tests.soak.growth import Reading, read

@@ -1,4 +1,4 @@
-"""The host pool: one record per slot is the truth; free slots, key index and eviction order follow it.
+"""A pool of slots: one record per slot is the truth; free slots, key index and eviction order follow it.
 
 A slot's record is its state, key, pins and holds. Pins keep its bytes (a lookup found it, a load reads it); holds only
 keep it out of the eviction order (a running request stored or hit it, so that a small pool does not churn).
@@ -6,10 +6,9 @@ keep it out of the eviction order (a running request stored or hit it, so that a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Protocol, TypeVar
 
-from kvoffload.core.counts import count, uncount
-from kvoffload.core.eviction import EvictionPolicy
 from kvoffload.core.key_index import KeyIndex
 from kvoffload.core.machine import SLOT, SlotEvent, SlotState
 from kvoffload.model.errors import IllegalTransition
@@ -20,6 +19,137 @@ _CAN_HIT = (SlotState.READY, SlotState.PINNED)
 _READY, _PINNED = map(int, _CAN_HIT)
 _EMPTY, _DRAINING, _QUARANTINED = map(int, (SlotState.EMPTY, SlotState.DRAINING, SlotState.QUARANTINED))
 _ONLY_PINNED = bytes((_PINNED,))
+
+# -- eviction -----------------------------------------------------------------------------------------------------------
+
+
+class EvictionPolicy(Protocol):
+    """An order over the evictable slots. It sees only slots that may be evicted right now.
+
+    Recency is the order of calls: a slot that is used leaves the order and comes back later, so `add` is its touch.
+    Slots that were used together come back deepest first.
+    """
+
+    def grow(self, capacity: int) -> None:
+        """Slots with lower numbers than this may come from now on. Memory is taken here, not in `add`, which is in a step."""
+
+    def add(self, slots: Sequence[SlotId]) -> None:
+        """Take slots in, the last of them as the most recently used."""
+
+    def remove(self, slots: Sequence[SlotId]) -> None:
+        """Let slots go: they are in use, evicted or written off."""
+
+    def take(self, count: int) -> Sequence[SlotId]:
+        """Remove and return up to `count` slots, the next victim first."""
+
+    count: int
+    """How many slots there are."""
+
+    def __iter__(self) -> Iterator[SlotId]:
+        """Go through the slots, the next victim first. Reads only."""
+
+
+class LruOrder:
+    """Least recently used first.
+
+    A ring: each slot knows the one after it and the one before. The ring begins and ends at -1, which Python's lists take
+    as their last place. It takes 16 bytes a slot, and every change touches a few places only: an `OrderedDict` takes 100
+    to 160 bytes, and now and then copies itself inside a hook.
+    """
+
+    __slots__ = ("_after", "_before", "count")
+
+    def __init__(self) -> None:
+        self._after = [_END]
+        self._before = [_END]
+        self.count = 0
+
+    def grow(self, capacity: int) -> None:
+        for links in (self._after, self._before):
+            links[-1:-1] = [_ABSENT] * (capacity + 1 - len(links))
+
+    def add(self, slots: Sequence[SlotId]) -> None:
+        after, before = self._after, self._before
+        last = before[-1]
+        for slot in slots:
+            after[last] = slot
+            before[slot] = last
+            last = slot
+        after[last] = _END
+        before[_END] = last
+        self.count += len(slots)
+
+    def remove(self, slots: Sequence[SlotId]) -> None:
+        after, before = self._after, self._before
+        for slot in slots:
+            following, preceding = after[slot], before[slot]
+            if following == _ABSENT:
+                raise KeyError(slot)
+            after[preceding] = following
+            before[following] = preceding
+            after[slot] = _ABSENT
+        self.count -= len(slots)
+
+    def take(self, count: int) -> Sequence[SlotId]:
+        after, taken = self._after, list[SlotId]()
+        slot = after[-1]
+        for _ in range(min(count, self.count)):
+            taken.append(slot)
+            following, after[slot] = after[slot], _ABSENT
+            slot = following
+        after[_END] = slot
+        self._before[slot] = _END
+        self.count -= len(taken)
+        return taken
+
+    def __iter__(self) -> Iterator[SlotId]:
+        links = self._after
+        slot = links[-1]
+        for _ in range(self.count):  # not until the ring's end: an audit must end also on a broken one
+            yield slot
+            slot = links[slot]
+
+
+_END = SlotId(-1)
+_ABSENT = SlotId(-2)
+
+
+# -- counts -------------------------------------------------------------------------------------------------------------
+
+Item = TypeVar("Item")
+
+
+def count(counts: dict[Item, int], items: Sequence[Item]) -> None:
+    """Count one use of each item."""
+    once = dict.fromkeys(items, 1)
+    if len(once) == len(items) and counts.keys().isdisjoint(once):
+        counts.update(once)
+        return
+    for item in items:
+        counts[item] = counts.get(item, 0) + 1
+
+
+def uncount(counts: dict[Item, int], items: Sequence[Item]) -> Sequence[Item]:
+    """Undo one use of each item; return those that are not used any more, in this order.
+
+    Raises:
+        KeyError: one of them is not used; nothing has changed.
+    """
+    if sum(map(counts.__getitem__, items)) == len(items):
+        for item in items:
+            del counts[item]
+        return items
+    unused = list[Item]()
+    for item in items:
+        left = counts.pop(item) - 1
+        if left:
+            counts[item] = left
+        else:
+            unused.append(item)
+    return unused
+
+
+# -- the pool -----------------------------------------------------------------------------------------------------------
 
 
 class HostPool:

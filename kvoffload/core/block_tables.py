@@ -22,7 +22,7 @@ Place = tuple[RequestRecord, int, int]
 """A request, a group's number and a position in its table."""
 
 
-class StaleBlocks:
+class BlockTables:
     """The only writer of `RequestRecord.table`, and of the reverse index."""
 
     def __init__(self, groups: Sequence[GroupSpec]) -> None:
