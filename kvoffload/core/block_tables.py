@@ -5,7 +5,7 @@ names the block would store another request's KV under this request's key. So ev
 a reverse index, and ids that are handed out are zeroed in every table that names them. That costs the number of those
 ids, not the number of all requests times all blocks.
 
-Recurrent groups keep one or two blocks a request, and some engines move these within the table in place. So a table has
+Recurrent groups keep one or two blocks a request, and some engines move these within the table in entry. So a table has
 only the states that were handed off, at their positions.
 """
 
@@ -18,7 +18,7 @@ from kvoffload.core.request import RequestRecord
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import NULL_BLOCK, DeviceBlockId
 
-Place = tuple[RequestRecord, int, int]
+TableEntry = tuple[RequestRecord, int, int]
 """A request, a group's number and a position in its table."""
 
 
@@ -28,15 +28,15 @@ class BlockTables:
     def __init__(self, groups: Sequence[GroupSpec]) -> None:
         self._recycles = [group.recycles_blocks for group in groups]
         self._recurrent = [group.kind is AttentionKind.RECURRENT for group in groups]
-        self.places: dict[DeviceBlockId, Place] = {}
-        """Per block of a group that recycles blocks: the one place that names it."""
-        self.shared: dict[DeviceBlockId, set[Place]] = {}
-        """The places of blocks that several have named at a time. A block is in one of the two."""
+        self.entries: dict[DeviceBlockId, TableEntry] = {}
+        """Per block of a group that recycles blocks: the one entry that names it."""
+        self.shared: dict[DeviceBlockId, set[TableEntry]] = {}
+        """The entries of blocks that several have named at a time. A block is in one of the two."""
 
     def handed_out(self, blocks: Iterable[DeviceBlockId]) -> int:
         """The engine handed these ids out: zero them wherever a table names them; return how many positions."""
         blocks = set(blocks)
-        stale = [self.places.pop(block) for block in self.places.keys() & blocks]
+        stale = [self.entries.pop(block) for block in self.entries.keys() & blocks]
         for block in self.shared.keys() & blocks:
             stale += self.shared.pop(block)
         for record, group, position in stale:
@@ -46,7 +46,7 @@ class BlockTables:
 
     def allocated(self, record: RequestRecord, tables: Sequence[Sequence[DeviceBlockId]]) -> None:
         """The engine gave a request a new table, which replaces any other. Call `handed_out` first."""
-        if record.table is not None and (self.places or self.shared):
+        if record.table is not None and (self.entries or self.shared):
             self.forget(record)
         if not any(self._recycles):
             record.table = list(map(list, tables))
@@ -57,7 +57,7 @@ class BlockTables:
     def extended(self, record: RequestRecord, new_blocks: Sequence[Sequence[DeviceBlockId]]) -> None:
         """The engine continued a request's table. Call `handed_out` first."""
         assert record.table is not None, record
-        named = dict[DeviceBlockId, Place]()
+        named = dict[DeviceBlockId, TableEntry]()
         for group, (row, more) in enumerate(zip(record.table, new_blocks, strict=False)):
             if self._recycles[group] and not self._recurrent[group]:
                 named.update(zip(more, zip(repeat(record), repeat(group), count(len(row))), strict=False))
@@ -79,13 +79,13 @@ class BlockTables:
     def forget(self, record: RequestRecord) -> None:
         """The engine took a request's table back."""
         table, record.table = record.table, None
-        if table is None or not (self.places or self.shared):
+        if table is None or not (self.entries or self.shared):
             return
         recycling = [(group, row) for group, row in enumerate(table) if self._recycles[group]]
-        if not self.shared:  # so the one place of each block is the record's
-            places = self.places
+        if not self.shared:  # so the one entry of each block is the record's
+            entries = self.entries
             for block in [block for _, row in recycling for block in row if block != NULL_BLOCK]:
-                places.pop(block, None)
+                entries.pop(block, None)
             return
         for group, row in recycling:
             for position, block in enumerate(row):
@@ -103,32 +103,32 @@ class BlockTables:
             for position, block in enumerate(row)
             if block != NULL_BLOCK
         }
-        found = {(block, place) for block, named in self.shared.items() for place in named}
-        found.update(self.places.items())
+        found = {(block, entry) for block, named in self.shared.items() for entry in named}
+        found.update(self.entries.items())
         return [
             f"block {block} at {record.request}, group {group}, position {position}: index and table disagree"
             for block, (record, group, position) in expected ^ found
         ]
 
-    def _name(self, named: dict[DeviceBlockId, Place]) -> None:
+    def _name(self, named: dict[DeviceBlockId, TableEntry]) -> None:
         """Tables name these blocks, the null block excepted."""
         named.pop(NULL_BLOCK, None)
-        if not self.shared and self.places.keys().isdisjoint(named):
-            self.places.update(named)
+        if not self.shared and self.entries.keys().isdisjoint(named):
+            self.entries.update(named)
             return
-        for block, place in named.items():
+        for block, entry in named.items():
             if block in self.shared:
-                self.shared[block].add(place)
-            elif block in self.places:
-                self.shared[block] = {self.places.pop(block), place}
+                self.shared[block].add(entry)
+            elif block in self.entries:
+                self.shared[block] = {self.entries.pop(block), entry}
             else:
-                self.places[block] = place
+                self.entries[block] = entry
 
-    def _drop(self, place: Place, block: DeviceBlockId) -> None:
+    def _drop(self, entry: TableEntry, block: DeviceBlockId) -> None:
         named = self.shared.get(block)
         if named is None:
-            self.places.pop(block, None)
+            self.entries.pop(block, None)
             return
-        named.discard(place)
+        named.discard(entry)
         if not named:
             del self.shared[block]

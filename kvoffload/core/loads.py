@@ -180,7 +180,7 @@ class PendingHits:
         tokens, slots, missing, lacks_state, full_tokens = longest_match(
             state.shape, record.keys, state.pool.index, device_tokens, limit, full_tokens
         )
-        if full_tokens > tokens and state.policy.prefix_junctions:
+        if full_tokens > tokens and state.policy.prefix_boundaries:
             record.boundary = full_tokens
         if 0 < tokens - device_tokens < record.least_tokens:
             return PendingHit(device_tokens, device_tokens, (), MissCause.LOAD_DECLINED, missing)
@@ -299,7 +299,7 @@ class Loads:
         than were found can need other blocks.
         """
         parts = self._state.pool.index.parts
-        places: list[tuple[int, SlotId, DeviceBlockId]] = []
+        copies: list[tuple[int, SlotId, DeviceBlockId]] = []
         for group, table, keys in zip(self._state.shape.groups, fact.tables, record.keys, strict=True):
             size = group.block_tokens
             first = max(group.first_needed_token(length), fact.device_tokens) // size
@@ -311,10 +311,10 @@ class Loads:
                 slot = None if key is None else parts[key[0]].get(key)
                 if slot is None:
                     return None
-                places.append((position * size, slot, block))
+                copies.append((position * size, slot, block))
         if len(record.keys) > 1:
-            places.sort(key=itemgetter(0))
-        return [slot for _, slot, _ in places], [block for _, _, block in places]
+            copies.sort(key=itemgetter(0))
+        return [slot for _, slot, _ in copies], [block for _, _, block in copies]
 
     # -- endings ------------------------------------------------------------------------------------------------
 

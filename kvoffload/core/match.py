@@ -152,13 +152,13 @@ class _Search:
         if len(self._groups) == 1:
             found = self._found[0]
             return tuple([found[position] for position in self._needed(self._groups[0], length, length)])
-        places = [
+        blocks = [
             (position * group.block_tokens, found[position])
             for group, found in zip(self._groups, self._found, strict=True)
             for position in self._needed(group, length, length)
         ]
-        places.sort(key=itemgetter(0))
-        return tuple([slot for _, slot in places])
+        blocks.sort(key=itemgetter(0))
+        return tuple([slot for _, slot in blocks])
 
     def aligned(self, length: int) -> int:
         """Return the longest length up to this one that a hit may have."""

@@ -140,12 +140,12 @@ class OffloadCore:
         was = record.state
         if was is _SEEN:
             record.incarnation += 1
-            record.may_store = not self.state.generation or self._is_untainted(fact)
+            record.may_store = not self.state.epoch or self._is_untainted(fact)
         elif was is _RUNNING and record.loading:
             # What it loaded is there, or was lost with its table before a report came: no request waits for it.
             self.state.shared.ended(record)
         self._new[record] = None
-        if self.state.tables.places or self.state.tables.shared or self.state.generation:
+        if self.state.tables.entries or self.state.tables.shared or self.state.epoch:
             self._handed_out(self._new_blocks(fact), since_reset=record.may_store)
         self.state.tables.allocated(record, fact.tables)
         if was is _SEEN:
@@ -254,13 +254,13 @@ class OffloadCore:
     def _advance(self, fact: facts.StepScheduled) -> list[RequestRecord]:
         """Apply new blocks and confirmed tokens. Return the running requests concerned."""
         state, advanced = self.state, list[RequestRecord]()
-        if state.tables.places or state.tables.shared:
+        if state.tables.entries or state.tables.shared:
             # All ids are zeroed elsewhere before any is recorded.
             grown = [
                 block for progress in fact.progress for blocks in progress.new_blocks for block in blocks
             ]
             state.tally.zeroed(state.tables.handed_out([*fact.handed_out, *grown]))
-        if state.generation:
+        if state.epoch:
             self._separate_grown(fact)
         for request, confirmed_tokens, new_blocks, new_keys in fact.progress:
             record = state.requests.live.get(request)
@@ -367,7 +367,7 @@ class OffloadCore:
     def cache_reset(self, _: facts.CacheReset) -> None:
         """Nothing computed so far is ever found again (R10)."""
         state = self.state
-        state.generation += 1
+        state.epoch += 1
         state.computed_since_reset.clear()
         live = tuple(state.requests.live.values())
         for record in live:
@@ -387,9 +387,9 @@ class OffloadCore:
         self.stores.stop(StoreOutcome.BEFORE_RESET)
         state.tally.evicted(EvictionCause.RESET, len(dropped))
         draining = state.pool.count(SlotState.DRAINING)
-        state.tally.events.append(ResetStarted(state.generation, len(dropped), draining, state.jobs.pending))
+        state.tally.events.append(ResetStarted(state.epoch, len(dropped), draining, state.jobs.pending))
 
-    def law_broken(self, fact: facts.InvariantBroken) -> None:
+    def invariant_broken(self, fact: facts.InvariantBroken) -> None:
         """Switch off for good: nothing new starts, open jobs drain, and the engine continues (R12)."""
         state = self.state
         if state.degraded is not None:
@@ -428,7 +428,7 @@ class OffloadCore:
     def watches_blocks(self) -> bool:
         """Whether a step must report all blocks that were handed out, also of requests whose progress is reported later."""
         tables = self.state.tables
-        return bool(tables.places or tables.shared or self.state.generation)
+        return bool(tables.entries or tables.shared or self.state.epoch)
 
     def boundary(self, request: RequestId) -> int:
         """Return the tokens after which a looked-up request should hand its recurrent states off; 0 for nowhere."""
@@ -436,11 +436,11 @@ class OffloadCore:
         return 0 if record is None else record.boundary
 
     def audit(self) -> list[str]:
-        """Return every violated conservation law as text."""
+        """Return every broken invariant as text."""
         return audit(self.state, self.stores)
 
     def audit_at_rest(self, slots: Iterable[SlotId]) -> list[str]:
-        """Return the laws that are violated while no request is known and no copy waited for, looking at these slots only."""
+        """Return the invariants that are broken while no request is known and no copy waited for, looking at these slots only."""
         return audit_at_rest(self.state, self.stores, slots)
 
     # -- device blocks that were handed out -----------------------------------------------------------------------
@@ -454,9 +454,9 @@ class OffloadCore:
     def _handed_out(self, blocks: Sequence[DeviceBlockId], *, since_reset: bool) -> None:
         """Zero these ids in other tables, and note what a reset separates."""
         state = self.state
-        if state.tables.places or state.tables.shared:
+        if state.tables.entries or state.tables.shared:
             state.tally.zeroed(state.tables.handed_out(blocks))
-        if state.generation:
+        if state.epoch:
             self._separate(blocks, since_reset=since_reset)
 
     def _separate_grown(self, fact: facts.StepScheduled) -> None:

@@ -165,7 +165,7 @@ class LazyPlanner:
         room, offers = state.pool.room, list[Offer]()
         blocks = list(state.device.next_evictable(2 * self._enough))
         for block, key in zip(blocks, state.device.keys_of(blocks), strict=True):
-            if key is None or (state.generation and block not in state.computed_since_reset):
+            if key is None or (state.epoch and block not in state.computed_since_reset):
                 continue
             if (slot := state.pool.index.get(key)) is not None:
                 # Soon the only copy. If it were evicted for its neighbours here, they would take turns for ever.
@@ -251,9 +251,9 @@ def _confirmed_by_group(state: CoreState, record: RequestRecord) -> list[Offer]:
         offered[number] = end
         if first < (loaded := min(record.loaded_tokens // size, end)):
             found = min(record.found_tokens // size, end)
-            places = zip(keys[first:found], blocks[first:found], *owner, repeat(number), count(first))
+            fields = zip(keys[first:found], blocks[first:found], *owner, repeat(number), count(first))
             # Behind the window of the device's own hit the engine never held a block.
-            offers += [_offer(place) for place in places if place[1] != NULL_BLOCK]
+            offers += [_offer(each) for each in fields if each[1] != NULL_BLOCK]
             first = loaded
         offers += map(_offer, zip(keys[first:end], blocks[first:end], *owner, repeat(number), count(first)))
     if offers and len(groups) > 1:

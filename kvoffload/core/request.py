@@ -16,7 +16,7 @@ from kvoffload.model.transfer import Tier
 _LOADING, _RUNNING, _FINISHING = RequestState.LOADING, RequestState.RUNNING, RequestState.FINISHING
 _END, _LAST_JOB = RequestEvent.END, RequestEvent.LAST_JOB
 
-Place = tuple[GroupId, int]
+Position = tuple[GroupId, int]
 """A group and a position in the block table."""
 
 
@@ -46,7 +46,7 @@ class RequestRecord(Struct, eq=False):
         found_tokens, loaded_tokens: where the device's own hit ended, and where the load behind it ended.
         confirmed_tokens: tokens computed for certain in this incarnation.
         offered: per group, the first position not offered yet. The planners write it.
-        waiting: places offered without an outcome, which may be offered again.
+        waiting: positions offered without an outcome, which may be offered again.
         held: slots that it stored or hit, in the order of use; `Retention` keeps them from eviction.
         held_to: the first token of the block that it holds last.
         shares: `held` does not list all that it used in order, because another request stored some of it or a tail arrived
@@ -83,7 +83,7 @@ class RequestRecord(Struct, eq=False):
     loaded_tokens: int = 0
     confirmed_tokens: int = 0
     offered: list[int] = []
-    waiting: dict[Place, None] = {}
+    waiting: dict[Position, None] = {}
     held: list[SlotId] = []
     held_to: int = 0
     shares: bool = False

@@ -122,22 +122,22 @@ class Retention:
         """
         if len(record.keys) == 1 and self._groups[0].kind is not AttentionKind.RECURRENT:
             return record.keys[0][: tokens // self._groups[0].block_tokens]
-        places = list[tuple[int, BlockKey]]()
+        numbered = list[tuple[int, BlockKey]]()
         for group, of_group in zip(self._groups, record.keys, strict=True):
             size = group.block_tokens
             whole: Iterable[tuple[int, BlockKey]] = enumerate(islice(of_group, tokens // size))
             if group.kind is AttentionKind.RECURRENT:
                 whole = self._states(whole, held, state // size - 1)
-            places += [(place * size, key) for place, key in whole]
-        places.sort(key=_depth)
-        return [key for _, key in places]
+            numbered += [(number * size, key) for number, key in whole]
+        numbered.sort(key=_depth)
+        return [key for _, key in numbered]
 
     def _states(
-        self, places: Iterable[tuple[int, BlockKey]], held: Container[SlotId | None], last: int
+        self, numbered: Iterable[tuple[int, BlockKey]], held: Container[SlotId | None], last: int
     ) -> Iterable[tuple[int, BlockKey]]:
         index = self._pool.index
-        return [one for one in places if one[0] == last or index.get(one[1]) in held]
+        return [one for one in numbered if one[0] == last or index.get(one[1]) in held]
 
 
-def _depth(place: tuple[int, BlockKey]) -> int:
-    return place[0]
+def _depth(block: tuple[int, BlockKey]) -> int:
+    return block[0]

@@ -25,14 +25,14 @@ class Policy:
     Args:
         store_policy: "eager" or "lazy".
         min_load_tokens: shorter hits are recomputed instead.
-        prefix_junctions: ask the engine for recurrent states whose absence shortened hits.
+        prefix_boundaries: ask the engine for recurrent states whose absence shortened hits.
         spill_after_hits: how often a block is found again before it is written to the disk; None without a disk.
         share_after_hits: how often before it is written to the remote store; None without one.
     """
 
     store_policy: str = "eager"
     min_load_tokens: int = 0
-    prefix_junctions: bool = True
+    prefix_boundaries: bool = True
     spill_after_hits: int | None = None
     share_after_hits: int | None = None
 
@@ -79,7 +79,7 @@ class CoreState:
         """Ranks that are still making host memory ready, as far as they have reported."""
         self.steps = 0
         """How many steps there have been."""
-        self.generation = 0
+        self.epoch = 0
         """How many resets there have been."""
         self.computed_since_reset: set[DeviceBlockId] = set()
         """After a reset: device blocks that hold nothing computed before it."""

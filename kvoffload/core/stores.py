@@ -18,7 +18,7 @@ from operator import itemgetter
 
 from kvoffload.core.jobs import TABLE, Failure, Job, Offer, Store, owner
 from kvoffload.core.machine import RequestState
-from kvoffload.core.request import Place, RequestRecord
+from kvoffload.core.request import Position, RequestRecord
 from kvoffload.core.state import CoreState
 from kvoffload.model.causes import CopyOutcome, EvictionCause, MissCause, StoreOutcome
 from kvoffload.model.events import StatesCopied, StoreScheduled
@@ -130,9 +130,9 @@ class Stores:
         self.evictions = EvictionWatch()
         self.batch: Store | None = None
         """The step's job, which takes what is accepted; None before anything is."""
-        self.for_room: dict[RequestRecord, deque[Place]] = {}
-        """Per request, the places whose offers wait for room."""
-        self.states_for_room: dict[RequestRecord, deque[Place]] = {}
+        self.for_room: dict[RequestRecord, deque[Position]] = {}
+        """Per request, the positions whose offers wait for room."""
+        self.states_for_room: dict[RequestRecord, deque[Position]] = {}
         """Of these the recurrent states, which get room first: without its state a prefix is of no use."""
         self.again: list[Offer] = []
         """Offers to decide on again in the next step."""
@@ -185,9 +185,11 @@ class Stores:
         if not record.waiting:
             return
         sizes = [group.block_tokens for group in self._state.shape.groups]
-        places = sorted(record.waiting, key=lambda place: place[1] * sizes[place[0]])  # the head first
+        positions = sorted(
+            record.waiting, key=lambda position: position[1] * sizes[position[0]]
+        )  # the head first
         self._stop_waiting(record)
-        self._decide([self._offer_of(record, *place) for place in places], last_chance=True)
+        self._decide([self._offer_of(record, *position) for position in positions], last_chance=True)
 
     def settle_waiting(self, record: RequestRecord, outcome: StoreOutcome) -> None:
         """A request's offers can wait no longer."""
@@ -238,13 +240,13 @@ class Stores:
         keys, blocks = list(map(_KEY, offers)), list(map(_BLOCK, offers))
         # The last check of all is against the engine's own knowledge of the blocks (R7).
         held = state.device.keys_of(blocks)
-        if None in held and not state.generation:
+        if None in held and not state.epoch:
             offers, held = self._hashed(offers, held)
             if not offers:
                 return
             keys, blocks = list(map(_KEY, offers)), list(map(_BLOCK, offers))
         if (
-            not state.generation
+            not state.epoch
             and held == keys
             and len(keys) <= min(state.pool.room, self.room)
             and self.in_flight.blocks.keys().isdisjoint(blocks)
@@ -287,7 +289,7 @@ class Stores:
             if key in accepted:
                 duplicates.append(offer)
                 continue
-            is_known = holds == key and offer.block not in read and not state.generation
+            is_known = holds == key and offer.block not in read and not state.epoch
             verdict = offer if is_known else self._by_block(offer, holds)
             if not isinstance(verdict, Offer):
                 self._decline(offer, verdict, last_chance=last_chance)
@@ -315,7 +317,7 @@ class Stores:
             if block == NULL_BLOCK:
                 return StoreOutcome.STALE
             holds = state.device.keys_of((block,))[0]
-        if state.generation and not self._is_since_reset(offer, block):
+        if state.epoch and not self._is_since_reset(offer, block):
             return StoreOutcome.BEFORE_RESET
         if block in self.in_flight.blocks:
             return Wait.FOR_COPY
@@ -337,12 +339,12 @@ class Stores:
         if last_chance or record is None:
             self._settle(offer.key, _FINAL[verdict])
             return
-        place = (offer.group, offer.position)
-        record.waiting[place] = None
+        position = (offer.group, offer.position)
+        record.waiting[position] = None
         if verdict in _FOR_ROOM:
             kind = self._state.shape.groups[offer.group].kind
             queue = self.states_for_room if kind is AttentionKind.RECURRENT else self.for_room
-            queue.setdefault(record, deque()).append(place)
+            queue.setdefault(record, deque()).append(position)
         if verdict in _MEANWHILE:
             self._state.misses.note((offer.key,), _MEANWHILE[verdict])
 
@@ -487,12 +489,12 @@ class Stores:
         taken: list[Offer] = []
         for queue in (self.states_for_room, self.for_room):
             while queue and len(taken) < room:
-                record, places = next(iter(queue.items()))
-                while places and len(taken) < room:
-                    place = places.popleft()
-                    del record.waiting[place]
-                    taken.append(self._offer_of(record, *place))
-                if not places:
+                record, positions = next(iter(queue.items()))
+                while positions and len(taken) < room:
+                    position = positions.popleft()
+                    del record.waiting[position]
+                    taken.append(self._offer_of(record, *position))
+                if not positions:
                     del queue[record]
         return taken
 
@@ -503,7 +505,7 @@ class Stores:
 
     @staticmethod
     def _offer_of(record: RequestRecord, group: GroupId, position: int) -> Offer:
-        """Return the offer of a place as the request's table has it now: its block may have been zeroed."""
+        """Return the offer of a position as the request's table has it now: its block may have been zeroed."""
         assert record.table is not None, record
         blocks = record.table[group]
         block = blocks[position] if position < len(blocks) else NULL_BLOCK
@@ -520,10 +522,10 @@ class Stores:
     def problems(self) -> list[str]:
         """Return where what waits for room and what waits at all disagree. Reads only."""
         return [
-            f"{record.request} waits for room at {place} but has its outcome"
-            for record, places in (*self.for_room.items(), *self.states_for_room.items())
-            for place in places
-            if place not in record.waiting
+            f"{record.request} waits for room at {position} but has its outcome"
+            for record, positions in (*self.for_room.items(), *self.states_for_room.items())
+            for position in positions
+            if position not in record.waiting
         ]
 
 

@@ -114,7 +114,7 @@ class Faults:
         """The cause is kept here, where nothing that watches can lose it; then the core switches off."""
         if self.cause is None:
             self.cause = fact.cause
-        self._core.law_broken(fact)
+        self._core.invariant_broken(fact)
 
     def _cut_off(self) -> None:
         """Let the core end what it still can, then give it nothing more, and release what no worker copies."""

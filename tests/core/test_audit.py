@@ -172,7 +172,7 @@ LAWS: dict[str, tuple[Callable[[Broken], object], str]] = {
         "99 blocks, 16 are allowed",
     ),
     "a place that no table has": (
-        lambda it: it.state.tables.places.setdefault(DeviceBlockId(60), (it.runs, 1, 9)),
+        lambda it: it.state.tables.entries.setdefault(DeviceBlockId(60), (it.runs, 1, 9)),
         "index and table disagree",
     ),
     "room for what is settled": (

@@ -95,7 +95,7 @@ def handle(core: OffloadCore, fact: facts.Fact) -> None:
         facts.TransferReported: core.transfer_reported,
         facts.JobOverdue: core.job_overdue,
         facts.CacheReset: core.cache_reset,
-        facts.InvariantBroken: core.law_broken,
+        facts.InvariantBroken: core.invariant_broken,
     }
     if (lower := core.lower_tiers) is not None:
         handlers |= {
@@ -122,8 +122,8 @@ def left_behind(core: OffloadCore) -> dict[str, object]:
         "duplicates": core.stores.in_flight.duplicates,
         "loads that others wait for": state.shared.owners,
         "keys watched for eviction": core.stores.evictions.offers,
-        "places in tables": state.tables.places,
-        "shared places in tables": state.tables.shared,
+        "entries in tables": state.tables.entries,
+        "shared entries in tables": state.tables.shared,
         "offers that wait for room": core.stores.for_room,
         "offers to make again": core.stores.again,
         "new tables": core._new,

@@ -248,7 +248,7 @@ SHARED_BLOCKS = 6
 def junctions(on: Stage, *, are_on: bool) -> Iterator[None]:
     """As the setting `prefix_junctions` has it."""
     state = on.rig.side.core.state
-    before, state.policy = state.policy, dataclasses.replace(state.policy, prefix_junctions=are_on)
+    before, state.policy = state.policy, dataclasses.replace(state.policy, prefix_boundaries=are_on)
     yield
     state.policy = before
 
