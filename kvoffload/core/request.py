@@ -13,7 +13,7 @@ from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, JobId, Request
 from kvoffload.model.transfer import Tier
 
 # CPython 3.11 takes ten times as long to reach an enum's member through its class.
-_LOADING, _RUNNING, _FINISHING = RequestState.LOADING, RequestState.RUNNING, RequestState.FINISHING
+_FINISHING = RequestState.FINISHING
 _END, _LAST_JOB = RequestEvent.END, RequestEvent.LAST_JOB
 
 Position = tuple[GroupId, int]
@@ -179,8 +179,3 @@ class SharedLoads:
             owners.remove(record)
             if not owners:
                 del self.owners[slot]
-
-
-def has_table(record: RequestRecord) -> bool:
-    """Whether the engine has given the request blocks that it did not take back."""
-    return record.state is _RUNNING or record.state is _LOADING

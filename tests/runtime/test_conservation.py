@@ -70,7 +70,7 @@ def test_what_is_found_at_rest_switches_offloading_off_at_once(caplog: pytest.Lo
     side.ended("a")
     assert side.side.degraded is DegradeCause.LAW_BROKEN
     (line,) = logged(caplog, "offloading_off")
-    assert "slots by state sum to 49" in str(line["detail"])
+    assert "slots in all states: 49 counted" in str(line["detail"])
     before = audits(side)
     side.seen("b")
     side.ended("b")
