@@ -17,13 +17,12 @@ that prefix finds it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from operator import itemgetter
 
 from kvoffload.core.jobs import Failure, Load
 from kvoffload.core.machine import RequestEvent, RequestState
 from kvoffload.core.match import longest_match
-from kvoffload.core.request import PendingHit, RequestRecord
+from kvoffload.core.request import PendingHit, RequestRecord, from_fields
 from kvoffload.core.state import CoreState
 from kvoffload.core.stores import InFlight
 from kvoffload.core.tier_copies import FetchPlanner
@@ -53,9 +52,7 @@ from kvoffload.model.transfer import Direction, JobReport, Tier
 
 _LOADING, _RUNNING, _FINISHING = RequestState.LOADING, RequestState.RUNNING, RequestState.FINISHING
 _Copies = tuple[list[SlotId], list[DeviceBlockId]]
-_Fields = tuple[int, int, tuple[SlotId, ...], MissCause | None, BlockKey | None]
-_hit: Callable[[_Fields], PendingHit] = partial(tuple.__new__, PendingHit)
-"""Once a lookup: a named tuple's own call takes three times as long."""
+_hit = from_fields(PendingHit)
 
 
 class PendingHits:

@@ -3,6 +3,9 @@
 What a table does not hold is illegal: it raises `IllegalTransition` and changes nothing. The machines are three and not
 one product because they move for different reasons: a slot by what its bytes are worth, a job by what the workers report,
 a request by what the engine does.
+
+Other modules keep the members that they compare often in names of their own, some as plain integers: CPython 3.11 is slow to
+reach an enum's member through its class, and to compare members of an `IntEnum`.
 """
 
 from __future__ import annotations

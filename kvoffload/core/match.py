@@ -15,12 +15,12 @@ the block's first token, so the search only ever moves down.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import islice
 from operator import itemgetter
 from typing import NamedTuple, Protocol
 
+from kvoffload.core.request import from_fields
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import BlockKey, SlotId
@@ -50,9 +50,7 @@ class Match(NamedTuple):
     full_tokens: int = 0  # with recurrent groups: the length that the others of full attention allow
 
 
-# Once a lookup: a named tuple's own call takes three times as long.
-_Fields = tuple[int, tuple[SlotId, ...], BlockKey | None, bool, int]
-_match: Callable[[_Fields], Match] = partial(tuple.__new__, Match)
+_match = from_fields(Match)
 
 
 def longest_match(

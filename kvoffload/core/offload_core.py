@@ -56,7 +56,6 @@ class OffloadCore:
         self._hits = PendingHits(self.state, self.stores.in_flight, fetches)
         self._loads = Loads(self.state, self._hits, self._planner.loaded)
         self._least_tokens = policy.min_load_tokens
-        self._unoffered = (0,) * len(shape.groups)
         self._new: dict[RequestRecord, None] = {}  # given a block table since the last step
 
     # -- requests -----------------------------------------------------------------------------------------------
@@ -74,7 +73,7 @@ class OffloadCore:
             keys,
             fact.reads_cache,
             fact.persists,
-            offered=[*self._unoffered],
+            offered=[0] * len(keys),
         )
         if self.lower_tiers is not None:
             self.lower_tiers.request_seen(record)

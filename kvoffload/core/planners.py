@@ -8,27 +8,24 @@ class with the six methods of `StorePlanner` and a branch in `make_planner`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import chain, count, repeat
 from operator import itemgetter
 from typing import Protocol
 
 from kvoffload.core.jobs import Offer
 from kvoffload.core.machine import RequestState
-from kvoffload.core.request import RequestRecord
+from kvoffload.core.request import RequestRecord, from_fields
 from kvoffload.core.state import CoreState
 from kvoffload.core.stores import Stores
 from kvoffload.model.causes import MissCause, StoreOutcome
 from kvoffload.model.facts import StepScheduled
 from kvoffload.model.groups import AttentionKind
-from kvoffload.model.ids import NULL_BLOCK, BlockKey, DeviceBlockId, GroupId
+from kvoffload.model.ids import NULL_BLOCK
 
 _RUNNING = RequestState.RUNNING
 _RECURRENT = AttentionKind.RECURRENT
-_Fields = tuple[BlockKey, DeviceBlockId, RequestRecord, int, GroupId, int]
 _POSITION: Callable[[Offer], int] = itemgetter(5)
-_offer: Callable[[_Fields], Offer] = partial(tuple.__new__, Offer)
-"""Once a block: a named tuple's own call takes three times as long."""
+_offer = from_fields(Offer)
 
 
 class StorePlanner(Protocol):
@@ -60,7 +57,6 @@ class EagerPlanner:
         self._state = state
         self._stores = stores
         self._due: dict[RequestRecord, None] = {}
-        self._none = (0,) * len(state.shape.groups)  # offered
 
     def allocated(self, record: RequestRecord) -> None:
         if record.state is _RUNNING:
@@ -96,7 +92,7 @@ class EagerPlanner:
         index = self._state.pool.index
         lost = [offer for offer in _confirmed(self._state, record) if offer.key not in index]
         self._stores.refuse(lost, StoreOutcome.LOST)
-        record.offered = list(self._none)
+        record.offered = [0] * len(record.keys)
 
 
 class LazyPlanner:
@@ -120,7 +116,6 @@ class LazyPlanner:
         self._enough = 2 * state.shape.turnover_blocks
         recurrent = [group for group in state.shape.groups if group.kind is AttentionKind.RECURRENT]
         self._for_states = 2 * len(recurrent)  # not in the table: one to continue in and one to keep
-        self._none = (0,) * len(state.shape.groups)  # offered
         self._clean = 0
         self._stored = 0  # since blocks were last handed out
 
@@ -153,7 +148,7 @@ class LazyPlanner:
         held = self._state.device.keys_of([offer.block for offer in offers])
         lost = [offer for offer, holds in zip(offers, held, strict=True) if holds != offer.key]
         self._stores.refuse(lost, StoreOutcome.LOST)
-        record.offered = list(self._none)
+        record.offered = [0] * len(record.keys)
 
     def _handed_out(self, blocks: int) -> None:
         self._clean -= blocks

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 from msgspec import Struct
 
@@ -12,12 +13,21 @@ from kvoffload.model.causes import MissCause
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, JobId, RequestId, SlotId
 from kvoffload.model.transfer import Tier
 
-# CPython 3.11 takes ten times as long to reach an enum's member through its class.
 _FINISHING = RequestState.FINISHING
 _END, _LAST_JOB = RequestEvent.END, RequestEvent.LAST_JOB
 
 Position = tuple[GroupId, int]
 """A group and a position in the block table."""
+
+TupleT = TypeVar("TupleT", bound=NamedTuple)
+
+
+def from_fields(kind: type[TupleT]) -> Callable[[tuple[Any, ...]], TupleT]:
+    """Return a function that makes a named tuple of a tuple of all its fields.
+
+    In CPython it takes a third of the time of the class's own call, which counts where a lookup or each block makes one.
+    """
+    return partial(tuple.__new__, kind)
 
 
 class PendingHit(NamedTuple):

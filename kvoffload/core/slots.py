@@ -7,7 +7,7 @@ keep it out of the eviction order (a running request stored or hit it, so that a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from kvoffload.core.key_index import KeyIndex
 from kvoffload.core.machine import SLOT, SlotEvent, SlotState
@@ -15,7 +15,6 @@ from kvoffload.model.errors import IllegalTransition
 from kvoffload.model.ids import BlockKey, SlotId
 
 _CAN_HIT = (SlotState.READY, SlotState.PINNED)
-# CPython 3.11 compares plain integers ten times as fast as members of an enum.
 _READY, _PINNED = map(int, _CAN_HIT)
 _EMPTY, _DRAINING, _QUARANTINED = map(int, (SlotState.EMPTY, SlotState.DRAINING, SlotState.QUARANTINED))
 _ONLY_PINNED = bytes((_PINNED,))
@@ -23,34 +22,11 @@ _ONLY_PINNED = bytes((_PINNED,))
 # -- eviction -----------------------------------------------------------------------------------------------------------
 
 
-class EvictionPolicy(Protocol):
-    """An order over the evictable slots. It sees only slots that may be evicted right now.
+class LruOrder:
+    """The slots that may be evicted right now, least recently used first.
 
     Recency is the order of calls: a slot that is used leaves the order and comes back later, so `add` is its touch.
     Slots that were used together come back deepest first.
-    """
-
-    def grow(self, capacity: int) -> None:
-        """Slots with lower numbers than this may come from now on. Memory is taken here, not in `add`, which is in a step."""
-
-    def add(self, slots: Sequence[SlotId]) -> None:
-        """Take slots in, the last of them as the most recently used."""
-
-    def remove(self, slots: Sequence[SlotId]) -> None:
-        """Let slots go: they are in use, evicted or written off."""
-
-    def take(self, count: int) -> Sequence[SlotId]:
-        """Remove and return up to `count` slots, the next victim first."""
-
-    count: int
-    """How many slots there are."""
-
-    def __iter__(self) -> Iterator[SlotId]:
-        """Go through the slots, the next victim first. Reads only."""
-
-
-class LruOrder:
-    """Least recently used first.
 
     A ring: each slot knows the one after it and the one before. The ring begins and ends at -1, which Python's lists take
     as their last place. It takes 16 bytes a slot, and every change touches a few places only: an `OrderedDict` takes 100
@@ -63,12 +39,15 @@ class LruOrder:
         self._after = [_END]
         self._before = [_END]
         self.count = 0
+        """How many slots there are."""
 
     def grow(self, capacity: int) -> None:
+        """Slots with lower numbers than this may come from now on. Memory is taken here, not in `add`, which is in a step."""
         for links in (self._after, self._before):
             links[-1:-1] = [_ABSENT] * (capacity + 1 - len(links))
 
     def add(self, slots: Sequence[SlotId]) -> None:
+        """Add slots, the last of them as the most recently used."""
         after, before = self._after, self._before
         last = before[-1]
         for slot in slots:
@@ -80,6 +59,7 @@ class LruOrder:
         self.count += len(slots)
 
     def remove(self, slots: Sequence[SlotId]) -> None:
+        """Remove slots that are in use, invalidated or quarantined."""
         after, before = self._after, self._before
         for slot in slots:
             following, preceding = after[slot], before[slot]
@@ -91,6 +71,7 @@ class LruOrder:
         self.count -= len(slots)
 
     def take(self, count: int) -> Sequence[SlotId]:
+        """Remove and return up to `count` slots, the next victim first."""
         after, taken = self._after, list[SlotId]()
         slot = after[-1]
         for _ in range(min(count, self.count)):
@@ -103,6 +84,7 @@ class LruOrder:
         return taken
 
     def __iter__(self) -> Iterator[SlotId]:
+        """Go through the slots, the next victim first. Reads only."""
         links = self._after
         slot = links[-1]
         for _ in range(self.count):  # not until the ring's end: an audit must end also on a broken one
@@ -155,7 +137,7 @@ def uncount(counts: dict[Item, int], items: Sequence[Item]) -> Sequence[Item]:
 class HostPool:
     """The host slots of one engine. Its capacity starts at 0 and grows as the ranks have memory ready."""
 
-    def __init__(self, policy: EvictionPolicy) -> None:
+    def __init__(self) -> None:
         self._states = bytearray()
         self._keys: list[BlockKey | None] = []
         self._pins: dict[SlotId, int] = {}
@@ -164,7 +146,7 @@ class HostPool:
         """The slots that can hit (READY or PINNED) by key. An answer is worthless until pinned."""
         self._freed: list[SlotId] = []
         self._fresh = 0
-        self._order = policy
+        self._order = LruOrder()
         self._counts = [0] * len(SlotState)
 
     # -- questions, which change nothing ------------------------------------------------------------------------

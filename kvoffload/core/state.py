@@ -10,7 +10,7 @@ from kvoffload.core.block_tables import BlockTables
 from kvoffload.core.jobs import Jobs, Leases, Stall
 from kvoffload.core.request import Requests, SharedLoads
 from kvoffload.core.retention import Retention
-from kvoffload.core.slots import HostPool, LruOrder
+from kvoffload.core.slots import HostPool
 from kvoffload.core.tally import MissMemory, Tally
 from kvoffload.core.tiers import DiskTier, RemoteTier
 from kvoffload.model.causes import DegradeCause
@@ -62,7 +62,7 @@ class CoreState:
         self.remote = None if (hits := policy.share_after_hits) is None else RemoteTier(hits, ranks)
         self.tiers = tuple([tier for tier in (self.disk, self.remote) if tier is not None])
         """The tiers below the host, in the order in which they are searched."""
-        self.pool = HostPool(LruOrder())
+        self.pool = HostPool()
         self.requests = Requests()
         self.jobs = Jobs(shape.ranks)
         self.leases = Leases(device)

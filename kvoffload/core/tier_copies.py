@@ -489,7 +489,6 @@ class FetchPlanner:
         for tier in state.tiers:
             some = [block for block in blocks[:room] if block[1] is tier]
             if some:
-                # `zip(*some)` takes four times as long.
                 keys, tier_slots = [key for key, _, _ in some], [slot for _, _, slot in some]
                 gain = found.gain * len(some) // len(found.blocks)
                 job = self._fetches[tier.tier].plan(keys, tier_slots, record, gain)

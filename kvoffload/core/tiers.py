@@ -19,7 +19,7 @@ from kvoffload.core.jobs import Fetch, Spill
 from kvoffload.core.key_index import KeyIndex
 from kvoffload.core.machine import SlotState
 from kvoffload.core.match import PartOfKeys
-from kvoffload.core.slots import HostPool, LruOrder
+from kvoffload.core.slots import HostPool
 from kvoffload.model.disk import DiskRecord, Put, Strike, Use
 from kvoffload.model.engine import BlockPool
 from kvoffload.model.ids import BlockKey, JobId, Rank, RequestId, SlotId
@@ -110,7 +110,7 @@ class LowerTier:
         self.takes_all = not after_hits
         self._after_hits = after_hits
         self._hits: dict[BlockKey, int] = {}
-        self.pool = HostPool(LruOrder())
+        self.pool = HostPool()
         self.is_open = False
         self.is_closed = False
         self.failing: set[Rank] = set()

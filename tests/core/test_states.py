@@ -22,7 +22,7 @@ from kvoffload.core.machine import (
     SlotState,
 )
 from kvoffload.core.request import RequestRecord, Requests
-from kvoffload.core.slots import HostPool, LruOrder
+from kvoffload.core.slots import HostPool
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.errors import IllegalTransition
 from kvoffload.model.ids import BlockKey, Rank, RequestId, SlotId
@@ -79,7 +79,7 @@ def test_what_can_hit_and_what_can_be_evicted() -> None:
 
 def pool_with(state: SlotState) -> tuple[HostPool, SlotId]:
     """A pool of two slots, one of them in a state."""
-    pool = HostPool(LruOrder())
+    pool = HostPool()
     pool.grow(2)
     if state is SlotState.EMPTY:
         return pool, SlotId(1)
@@ -213,7 +213,7 @@ def test_using_moves_only_what_may_be_evicted() -> None:
 
 
 def test_using_undoes_holds_in_the_same_order() -> None:
-    pool = HostPool(LruOrder())
+    pool = HostPool()
     pool.grow(3)
     slots, _ = pool.reserve([BlockKey(bytes([number])) for number in range(3)])
     pool.fill(slots)
@@ -227,7 +227,7 @@ def test_using_undoes_holds_in_the_same_order() -> None:
 
 
 def test_slots_that_were_freed_are_taken_before_fresh_ones_and_in_order() -> None:
-    pool = HostPool(LruOrder())
+    pool = HostPool()
     pool.grow(6)
     keys = [BlockKey(bytes([number])) for number in range(6)]
     slots, _ = pool.reserve(keys[:4])
