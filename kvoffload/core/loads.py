@@ -35,7 +35,6 @@ from kvoffload.model.causes import (
     RejectionCause,
 )
 from kvoffload.model.events import (
-    FactRejected,
     HitDropped,
     HitPinned,
     JunctionAsked,
@@ -73,7 +72,12 @@ class PendingHits:
         state = self._state
         if record.hit is not None:
             self.drop(record, PinDropCause.LOOKED_UP_AGAIN)
-        if record.awaits_fetch is not None and may_wait and self._awaits_fetch(record, device_tokens):
+        if (
+            record.awaits_fetch is not None
+            and may_wait
+            and self._fetches is not None
+            and self._fetches.is_awaited(record, device_tokens)
+        ):
             self._not_yet(record)
             return None
         record.boundary = 0
@@ -111,9 +115,6 @@ class PendingHits:
         if record.waits_for != cause:
             record.waits_for = cause
             self._state.tally.events.append(LookupDeferred(record.request, owner))
-
-    def _awaits_fetch(self, record: RequestRecord, device_tokens: int) -> bool:
-        return self._fetches is not None and self._fetches.is_awaited(record, device_tokens)
 
     def boundary_stored(self, record: RequestRecord) -> None:
         """Note that the engine handed off the state that a request was to leave at its shared-prefix boundary."""
@@ -227,26 +228,24 @@ class Loads:
             self._load(record, fact, hit)
             return
         if hit is not None and hit.slots:
-            self._decline(record, hit)
+            # The engine takes nothing from the host, as its contract allows (R2).
+            self._hits.unpin(record, hit)
+            event = HitDropped(record.request, len(hit.slots), PinDropCause.NOT_ACCEPTED)
+            self._state.tally.events.append(event)
         self._state.requests.move(record, RequestEvent.ALLOCATE)
 
     def refuse(self, request: RequestId, external_tokens: int) -> None:
         """No lookup answered with these tokens, but the engine waits for them: they will not come."""
         if external_tokens:
-            self._reject(RejectionCause.TOKENS_WITHOUT_PIN, request)
+            self._state.tally.rejected(RejectionCause.TOKENS_WITHOUT_PIN, request)
             self._state.results.failed.append(request)
-
-    def _decline(self, record: RequestRecord, hit: PendingHit) -> None:
-        """The engine takes nothing from the host, as its contract allows (R2)."""
-        self._hits.unpin(record, hit)
-        self._state.tally.events.append(HitDropped(record.request, len(hit.slots), PinDropCause.NOT_ACCEPTED))
 
     def _load(self, record: RequestRecord, fact: BlocksAllocated, hit: PendingHit | None) -> None:
         """Plan the load of what the engine accepted. Tokens that the host does not have fail at once."""
         state = self._state
         length = fact.device_tokens + fact.external_tokens
         if hit is None or length > hit.tokens:
-            self._reject(RejectionCause.TOKENS_WITHOUT_PIN, record.request)
+            self._state.tally.rejected(RejectionCause.TOKENS_WITHOUT_PIN, record.request)
         may_load = state.degraded is None and not state.stall.is_on
         copies = self._copies(record, fact, length) if may_load else None
         slots, blocks = copies or ([], [])
@@ -402,9 +401,6 @@ class Loads:
         state.requests.move(record, RequestEvent.LOAD_FAILED)
         state.tables.forget(record)
         state.shared.ended(record)
-
-    def _reject(self, cause: RejectionCause, request: RequestId) -> None:
-        self._state.tally.events.append(FactRejected(cause, request))
 
 
 _OUTCOMES = {

@@ -25,7 +25,6 @@ from kvoffload.model.events import (
     CapacityGrown,
     CopiesResumed,
     CopiesStalled,
-    FactRejected,
     JobAbandoned,
     OffloadingDegraded,
     RankReported,
@@ -64,7 +63,7 @@ class OffloadCore:
         """The engine received a request. If its id is in use, the live request stays."""
         live = self.state.requests.live
         if fact.request in live:
-            self._reject(RejectionCause.UNKNOWN_REQUEST, fact.request)
+            self.state.tally.rejected(RejectionCause.UNKNOWN_REQUEST, fact.request)
             return
         keys = tuple([list(each) for each in fact.keys])
         live[fact.request] = record = RequestRecord(
@@ -108,7 +107,7 @@ class OffloadCore:
         if record is not None and new_keys:
             record.extend_keys(new_keys)
         if record is None or record.state is not _SEEN:
-            self._reject(RejectionCause.UNKNOWN_REQUEST, request)
+            self.state.tally.rejected(RejectionCause.UNKNOWN_REQUEST, request)
             return 0
         if tokens > record.prompt_tokens:
             record.prompt_tokens = tokens
@@ -132,7 +131,7 @@ class OffloadCore:
         """A request got a block table. Blocks after the device's own hit are new."""
         record = self.state.requests.live.get(fact.request)
         if record is None:
-            self._reject(RejectionCause.UNKNOWN_REQUEST, fact.request)
+            self.state.tally.rejected(RejectionCause.UNKNOWN_REQUEST, fact.request)
             self._handed_out(self._new_blocks(fact), since_reset=False)
             self._loads.refuse(fact.request, fact.external_tokens)
             return
@@ -160,7 +159,7 @@ class OffloadCore:
         state = self.state
         record = state.requests.live.get(fact.request)
         if record is None:
-            self._reject(RejectionCause.UNKNOWN_REQUEST, fact.request)
+            self.state.tally.rejected(RejectionCause.UNKNOWN_REQUEST, fact.request)
             return
         if record.state is _RUNNING:
             self._offer_last(record, fact)
@@ -264,7 +263,7 @@ class OffloadCore:
         for request, confirmed_tokens, new_blocks, new_keys in fact.progress:
             record = state.requests.live.get(request)
             if record is None or record.state is not _RUNNING:
-                self._reject(RejectionCause.UNKNOWN_REQUEST, request)
+                self.state.tally.rejected(RejectionCause.UNKNOWN_REQUEST, request)
                 continue
             if record.loading:
                 state.shared.ended(record)
@@ -309,9 +308,15 @@ class OffloadCore:
             job = state.jobs.open.get(part.job)
             if job is None or not job.reported(report.rank, part.outcome):
                 continue
-            outcome, copied, queue_s, copy_s = part.outcome, part.copied_bytes, part.queue_s, part.copy_s
             event = RankReported(
-                job.id, report.rank, job.direction, outcome, copied, queue_s, copy_s, job.tier
+                job=job.id,
+                rank=report.rank,
+                direction=job.direction,
+                outcome=part.outcome,
+                copied_bytes=part.copied_bytes,
+                queue_s=part.queue_s,
+                copy_s=part.copy_s,
+                tier=job.tier,
             )
             state.tally.events.append(event)
             job.owner.reported(job, report.rank, part)
@@ -352,7 +357,7 @@ class OffloadCore:
         """Capacity is the minimum of what the ranks have ready, and final when no rank expects more."""
         state, rank = self.state, report.rank
         if rank not in state.ready:
-            state.tally.events.append(FactRejected(RejectionCause.UNKNOWN_JOB))
+            state.tally.rejected(RejectionCause.UNKNOWN_JOB)
             return
         if not report.is_growing:
             state.growing.discard(rank)
@@ -483,6 +488,3 @@ class OffloadCore:
             for group, table in zip(self.state.shape.groups, fact.tables, strict=True)
             for block in table[: fact.device_tokens // group.block_tokens]
         )
-
-    def _reject(self, cause: RejectionCause, request: RequestId) -> None:
-        self.state.tally.events.append(FactRejected(cause, request))

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from itertools import groupby, islice
+from operator import itemgetter
 
 from kvoffload.core.jobs import TABLE, Store
 from kvoffload.core.machine import RequestState
@@ -129,7 +130,7 @@ class Retention:
             if group.kind is AttentionKind.RECURRENT:
                 whole = self._states(whole, held, state // size - 1)
             numbered += [(number * size, key) for number, key in whole]
-        numbered.sort(key=_depth)
+        numbered.sort(key=itemgetter(0))
         return [key for _, key in numbered]
 
     def _states(
@@ -137,7 +138,3 @@ class Retention:
     ) -> Iterable[tuple[int, BlockKey]]:
         index = self._pool.index
         return [one for one in numbered if one[0] == last or index.get(one[1]) in held]
-
-
-def _depth(block: tuple[int, BlockKey]) -> int:
-    return block[0]

@@ -172,11 +172,6 @@ class HostPool:
         """Return the key of a slot that is not empty."""
         return self._keys[slot]
 
-    def keys(self, slots: Iterable[SlotId]) -> list[BlockKey]:
-        """Return the keys of those of the slots that have one, in their order."""
-        keys = self._keys
-        return [key for slot in slots if (key := keys[slot]) is not None]
-
     def indexed_key(self, slot: SlotId) -> BlockKey | None:
         """Return the key under which a slot can hit, None for one that cannot."""
         return self._keys[slot] if self._states[slot] in _CAN_HIT else None

@@ -336,8 +336,9 @@ class Stores:
             self._settle(offer.key, verdict)
             return
         record = owner(offer)
+        outcome, meanwhile = _WAITS[verdict]
         if last_chance or record is None:
-            self._settle(offer.key, _FINAL[verdict])
+            self._settle(offer.key, outcome)
             return
         position = (offer.group, offer.position)
         record.waiting[position] = None
@@ -345,8 +346,8 @@ class Stores:
             kind = self._state.shape.groups[offer.group].kind
             queue = self.states_for_room if kind is AttentionKind.RECURRENT else self.for_room
             queue.setdefault(record, deque()).append(position)
-        if verdict in _MEANWHILE:
-            self._state.misses.note((offer.key,), _MEANWHILE[verdict])
+        if meanwhile is not None:
+            self._state.misses.note((offer.key,), meanwhile)
 
     def _accept(self, offers: Sequence[Offer]) -> None:
         """Reserve slots for offers, lease their blocks, and add them to the step's job. There is room for all."""
@@ -537,25 +538,17 @@ _OUTCOMES = {
 }
 """While offloading is on: only a reset drops stores then."""
 
-_FINAL = {
-    Wait.FOR_ROOM: StoreOutcome.LEASE_LIMIT,
-    Wait.FOR_END: StoreOutcome.HOST_FULL,
-    Wait.FOR_MEMORY: StoreOutcome.NOT_READY,
-    Wait.FOR_COPIES: StoreOutcome.STALLED,
-    Wait.FOR_COPY: StoreOutcome.FAILED,
+_WAITS: dict[Wait, tuple[StoreOutcome, MissCause | None]] = {
+    Wait.FOR_ROOM: (StoreOutcome.LEASE_LIMIT, None),
+    Wait.FOR_MEMORY: (StoreOutcome.NOT_READY, MissCause.DECLINED_NOT_READY),
+    Wait.FOR_COPIES: (StoreOutcome.STALLED, MissCause.DECLINED_STALLED),
+    Wait.FOR_END: (StoreOutcome.HOST_FULL, MissCause.DECLINED_HOST_FULL),
+    Wait.FOR_COPY: (StoreOutcome.FAILED, MissCause.STORE_FAILED),
 }
-"""The outcome of an offer that could only have waited."""
+"""The outcome of an offer that cannot wait, and why the key of one that waits misses until then."""
 
 _FOR_ROOM = (Wait.FOR_ROOM, Wait.FOR_MEMORY, Wait.FOR_COPIES)
 """What ends for all waiting offers at once, so they are decided on in order, as many as there is room for."""
-
-_MEANWHILE = {
-    Wait.FOR_MEMORY: MissCause.DECLINED_NOT_READY,
-    Wait.FOR_COPIES: MissCause.DECLINED_STALLED,
-    Wait.FOR_END: MissCause.DECLINED_HOST_FULL,
-    Wait.FOR_COPY: MissCause.STORE_FAILED,
-}
-"""Why the key of a waiting offer misses until then."""
 
 _MISS_CAUSES = {
     StoreOutcome.HOST_FULL: MissCause.DECLINED_HOST_FULL,

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sized
 
-from kvoffload.model.causes import EvictionCause, MissCause, StoreOutcome
+from kvoffload.model.causes import EvictionCause, MissCause, RejectionCause, StoreOutcome
 from kvoffload.model.events import (
     BlocksEvicted,
     BlocksOffered,
     BlocksZeroed,
     DiskBlocksEvicted,
     Event,
+    FactRejected,
     StoreEnded,
 )
-from kvoffload.model.ids import BlockKey
+from kvoffload.model.ids import BlockKey, RequestId
 
 _PARTS = 64
 _LEAST_PART = 64  # keys
@@ -61,6 +62,10 @@ class Tally:
         """Blocks left the disk."""
         if blocks:
             self.events.append(DiskBlocksEvicted(blocks, cause))
+
+    def rejected(self, cause: RejectionCause, request: RequestId | None = None) -> None:
+        """A fact or report cannot be true, and is ignored."""
+        self.events.append(FactRejected(cause, request))
 
     def zeroed(self, blocks: int) -> None:
         """Positions were zeroed in requests' block tables."""

@@ -269,7 +269,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(15, _RETENTION, "self._pool.release(record.held[::-1])", "self._pool.release(record.held)"),
     Mutant(15, _RETENTION, "if record.shares or record.found_tokens:", "if False:"),
     Mutant(15, _RETENTION, "if record.shares or record.found_tokens:", "if record.shares:"),
-    Mutant(15, _RETENTION, "numbered.sort(key=_depth)"),
+    Mutant(15, _RETENTION, "numbered.sort(key=itemgetter(0))"),
     Mutant(15, _RETENTION, "if one[0] == last or index.get(one[1]) in held]", "]"),
     Mutant(15, _RETENTION, "one[0] == last or index.get(one[1]) in held", "one[0] == last"),
     Mutant(18, _RETENTION, "record.loaded_tokens, state=record.loaded_tokens)", "record.loaded_tokens)"),
