@@ -1,9 +1,9 @@
 """Block tables, and the positions in them that went stale (R7).
 
-In a window group the engine takes a block back when the window has moved on, and hands it out again. A table that still
-names the block would store another request's KV under this request's key. So every block of such a group has an entry in
-a reverse index, and ids that are handed out are zeroed in every table that names them. That costs the number of those
-ids, not the number of all requests times all blocks.
+In a window group the engine takes a block back when the window has moved on, and allocates it again. A table that still
+names the block would store another request's KV under this request's key. So a reverse index has every block of such a group,
+and the entries of allocated ids are zeroed in all tables. That costs the number of those ids, not the number of all requests
+times all blocks.
 
 Recurrent groups keep one or two blocks a request, and some engines move these within the table in entry. So a table has
 only the states that were handed off, at their positions.
@@ -34,7 +34,7 @@ class BlockTables:
         """The entries of blocks that several have named at a time. A block is in one of the two."""
 
     def handed_out(self, blocks: Iterable[DeviceBlockId]) -> int:
-        """The engine handed these ids out: zero them wherever a table names them; return how many positions."""
+        """Zero these ids, which the engine has allocated, in every table that names them; return how many entries."""
         blocks = set(blocks)
         stale = [self.entries.pop(block) for block in self.entries.keys() & blocks]
         for block in self.shared.keys() & blocks:
@@ -111,7 +111,7 @@ class BlockTables:
         ]
 
     def _name(self, named: dict[DeviceBlockId, TableEntry]) -> None:
-        """Tables name these blocks, the null block excepted."""
+        """Index these entries by their blocks, without the null block."""
         named.pop(NULL_BLOCK, None)
         if not self.shared and self.entries.keys().isdisjoint(named):
             self.entries.update(named)

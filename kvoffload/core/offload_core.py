@@ -72,7 +72,7 @@ class OffloadCore:
             keys,
             fact.reads_cache,
             fact.persists,
-            offered=[0] * len(keys),
+            offered=[*self.state.none_offered],
         )
         if self.lower_tiers is not None:
             self.lower_tiers.request_seen(record)

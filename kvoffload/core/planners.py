@@ -92,7 +92,7 @@ class EagerPlanner:
         index = self._state.pool.index
         lost = [offer for offer in _confirmed(self._state, record) if offer.key not in index]
         self._stores.refuse(lost, StoreOutcome.LOST)
-        record.offered = [0] * len(record.keys)
+        record.offered = [*self._state.none_offered]
 
 
 class LazyPlanner:
@@ -148,7 +148,7 @@ class LazyPlanner:
         held = self._state.device.keys_of([offer.block for offer in offers])
         lost = [offer for offer, holds in zip(offers, held, strict=True) if holds != offer.key]
         self._stores.refuse(lost, StoreOutcome.LOST)
-        record.offered = [0] * len(record.keys)
+        record.offered = [*self._state.none_offered]
 
     def _handed_out(self, blocks: int) -> None:
         self._clean -= blocks

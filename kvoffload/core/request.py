@@ -168,7 +168,7 @@ class SharedLoads:
         self.owners: dict[SlotId, list[RequestRecord]] = {}
 
     def started(self, record: RequestRecord, slots: Iterable[SlotId]) -> None:
-        """A request's load of these slots became binding."""
+        """Make a request the owner of slots that it loads."""
         record.loading = tuple(slots)
         for slot in record.loading:
             self.owners.setdefault(slot, []).append(record)
@@ -182,7 +182,7 @@ class SharedLoads:
         return next((found[0].request for slot in slots if (found := owners(slot))), None)
 
     def ended(self, record: RequestRecord) -> None:
-        """The request runs, failed, or is gone. Harmless for a request that owns nothing."""
+        """Forget what a request owns, if anything: it runs, has failed, or is gone."""
         slots, record.loading = record.loading, ()
         for slot in slots:
             owners = self.owners[slot]

@@ -90,7 +90,7 @@ class Retention:
         record.held_to = 0
 
     def used(self, record: RequestRecord, tokens: int) -> None:
-        """What lies behind these tokens of a request was unpinned: what lies before them is evicted after it."""
+        """Mark the blocks before `tokens` as used, so that they are evicted after the deeper blocks just unpinned."""
         self._pool.use(self._slots_deepest_first(record, tokens), {})
 
     def _release_and_use(self, record: RequestRecord) -> None:

@@ -28,9 +28,9 @@ class LruOrder:
     Recency is the order of calls: a slot that is used leaves the order and comes back later, so `add` is its touch.
     Slots that were used together come back deepest first.
 
-    A ring: each slot knows the one after it and the one before. The ring begins and ends at -1, which Python's lists take
-    as their last place. It takes 16 bytes a slot, and every change touches a few places only: an `OrderedDict` takes 100
-    to 160 bytes, and now and then copies itself inside a hook.
+    A ring: each slot knows the one after it and the one before. The ring begins and ends at -1, which indexes the last item of
+    Python's lists. It takes 16 bytes a slot, and a change touches a few items: an `OrderedDict` takes 100 to 160 bytes, and now
+    and then copies itself inside a hook.
     """
 
     __slots__ = ("_after", "_before", "count")
@@ -265,7 +265,7 @@ class HostPool:
         return slots, evicted
 
     def fill(self, slots: Sequence[SlotId]) -> None:
-        """These slots' bytes are whole on every rank: they can hit from now on, the last of them as the most recent."""
+        """Let slots hit from now on, the last of them as the most recently used: every rank has written them."""
         self._move_all(slots, SlotEvent.FILL)
         self.index.add(list(map(self._keys.__getitem__, slots)), slots)  # type: ignore[arg-type]  # it had one
         if unheld := self._not_held(slots):
@@ -341,7 +341,7 @@ class HostPool:
         return len(last)
 
     def invalidate(self, slot: SlotId) -> bool:
-        """Make a slot's bytes worthless at once; return whether they could hit until now.
+        """Let a slot no longer hit; return whether it could until now.
 
         A READY slot becomes EMPTY; a FILLING or PINNED one drains until its last copy and pin have ended.
         """
@@ -356,14 +356,14 @@ class HostPool:
         return could_hit
 
     def drained(self, slots: Iterable[SlotId]) -> None:
-        """Nothing touches these slots any more: those that are DRAINING are empty."""
+        """Free those of the slots that are DRAINING: no copy touches them any more."""
         empty = [slot for slot in slots if self._states[slot] == _DRAINING]
         if empty:
             self._move_all(empty, SlotEvent.DRAIN)
             self._empty(empty)
 
     def quarantine(self, slot: SlotId) -> bool:
-        """Never hand this slot out again; return whether it could hit until now."""
+        """Never allocate this slot again; return whether it could hit until now."""
         if self._states[slot] == SlotState.QUARANTINED:
             return False
         could_hit = self._forget_key(slot)
@@ -397,7 +397,7 @@ class HostPool:
         self._counts[after] += 1
 
     def _move_all(self, slots: Sequence[SlotId], event: SlotEvent) -> None:
-        """The same for many, each named once, by an event that one state alone allows; if one is not in it, none moves."""
+        """Move distinct slots by an event that is legal from exactly one state: all of them, or none."""
         states, (before, after) = self._states, SLOT.only[event]
         if wrong := bytes(map(states.__getitem__, slots)).translate(None, before):
             raise IllegalTransition("slot", SlotState(wrong[0]), event)
@@ -416,7 +416,7 @@ class HostPool:
         return [slot for slot, state in zip(slots, states, strict=True) if state == _READY] if ready else ()
 
     def _not_held(self, slots: Sequence[SlotId]) -> Sequence[SlotId]:
-        """Those that no running request counts on: READY, they are in the eviction order."""
+        """Return those that no running request holds; if READY, they are in the eviction order."""
         holds = self._holds
         if holds.keys().isdisjoint(slots):
             return slots

@@ -57,6 +57,8 @@ class CoreState:
         self.shape = shape
         self.policy = policy
         self.device = device
+        self.none_offered = (0,) * len(shape.groups)
+        """What `RequestRecord.offered` is for a new block table."""
         ranks = [Rank(rank) for rank in range(shape.ranks)]
         self.disk = None if (hits := policy.spill_after_hits) is None else DiskTier(hits, shape.ranks)
         self.remote = None if (hits := policy.share_after_hits) is None else RemoteTier(hits, ranks)

@@ -107,7 +107,7 @@ class MissMemory:
         self._before_reset: Mapping[BlockKey, object] = {}
 
     def note(self, keys: Iterable[BlockKey], cause: MissCause) -> None:
-        """These keys are not on the host, and this is why."""
+        """Remember why these keys are not on the host."""
         causes, parts, bound = self._causes, self._parts, self._bound
         for key in keys:
             part = causes.get(key[0] % parts)
@@ -119,14 +119,14 @@ class MissMemory:
                 part.popitem(last=False)
 
     def arrived(self, keys: Iterable[BlockKey]) -> None:
-        """These keys are on the host now."""
+        """Forget keys that are on the host now."""
         causes, parts = self._causes, self._parts
         for key in keys if causes else ():
             if (part := causes.get(key[0] % parts)) is not None:
                 part.pop(key, None)
 
     def reset(self, dropped: Mapping[BlockKey, object]) -> None:
-        """All keys known until now are from before the reset."""
+        """Remember that all keys known until now are from before the reset."""
         self._causes.clear()
         self._before_reset = dropped
 

@@ -88,7 +88,7 @@ CHANGES: dict[str, Callable[[World], object]] = {
     "a failed copy": lambda world: world.report(0, 0, FAILED),  # type: ignore[arg-type]
     "a copy abandoned": lambda world: world.overdue(0),  # type: ignore[arg-type]
     "a reset": lambda world: world.reset(),
-    "a broken law": lambda world: world.degrade(),
+    "a broken invariant": lambda world: world.degrade(),
     "more slots": lambda world: world.ready_up_to(99),
     "a block handed out": lambda world: world.core.state.tables.handed_out(world.requests["runs"].tables[1]),
     "a use of a slot": lambda world: world.core.state.pool.use(

@@ -153,7 +153,7 @@ def test_what_a_load_fills_was_handed_out_when_it_was_allocated() -> None:
     world.drain()
 
 
-def test_lazy_stores_nothing_after_a_broken_law() -> None:
+def test_lazy_stores_nothing_after_a_broken_invariant() -> None:
     world = lazy(device=16)
     request = computed(world, text="0123456789" * 5)
     world.degrade()

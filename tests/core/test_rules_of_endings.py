@@ -1,4 +1,4 @@
-"""R10, R11, R12 and R16: resets, the end of everything, broken laws, and copies that never end."""
+"""R10, R11, R12 and R16: resets, the end of everything, broken invariants, and copies that never end."""
 
 from __future__ import annotations
 
@@ -315,7 +315,7 @@ def test_r11_the_store_of_a_table_that_was_lost_does_not_concern_the_next() -> N
     assert not world.core.state.pool.holds()
 
 
-# -- R12: a broken law ------------------------------------------------------------------------------------------
+# -- R12: a broken invariant -----------------------------------------------------------------------------------
 
 
 def test_r12_nothing_new_starts_and_what_runs_drains() -> None:
@@ -382,7 +382,7 @@ def world_with_a_load() -> tuple[World, DeviceJob]:
     world.device.forget_keys()
     world.admit(world.add("a", TEXT))
     (job,) = world.step().loads
-    world.checks_each_fact = False  # a law is about to be broken
+    world.checks_each_fact = False  # an invariant is about to be broken
     return world, job
 
 
