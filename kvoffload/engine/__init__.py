@@ -2,10 +2,10 @@
 
 It stands alone and knows no plugin. One request's way:
 
-    admission   is it servable at all                     capacity   how many blocks can it come to hold
-    scheduler   waits, runs, loads, loses its blocks      tables     its blocks: admit, grow, recycle, release
-    block_pool  reference counts and the prefix index     prefix     what of it the device still holds
-    runner      batch_input -> model -> likeliest token   stream     the caller's end
+    engine      is it servable at all                     groups     how many blocks can it come to hold
+    scheduler   waits, runs, loads, loses its blocks      tables     its blocks: find, admit, grow, recycle, release
+    block_pool  reference counts and the prefix index     request    its tokens and keys, and the caller's end
+    runner      batch_input -> model -> likeliest token
 """
 
 from kvoffload.engine.config import EngineConfig, ModelConfig, SamplingParams
@@ -20,8 +20,7 @@ from kvoffload.engine.errors import (
     PromptTooLong,
     RequestRefused,
 )
-from kvoffload.engine.request import RequestStats, Token
-from kvoffload.engine.stream import TokenStream
+from kvoffload.engine.request import RequestStats, Token, TokenStream
 
 __all__ = [
     "ConfigError",

@@ -8,19 +8,15 @@ from importlib.metadata import version
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from kvoffload.engine.admission import Admission
-from kvoffload.engine.audit import audit
 from kvoffload.engine.block_pool import BlockPool
-from kvoffload.engine.capacity import Capacity, pool_size
 from kvoffload.engine.config import EngineConfig, SamplingParams
-from kvoffload.engine.errors import EngineStopped, PoolExhausted, RequestRefused
-from kvoffload.engine.groups import make_groups
+from kvoffload.engine.errors import EngineStopped, PoolExhausted, PromptTooLong, RequestRefused
+from kvoffload.engine.groups import Capacity, make_groups, pool_size
 from kvoffload.engine.plugin import EngineFacts, EnginePlugin, GroupFacts, load_plugin
 from kvoffload.engine.plugin_host import PluginHost
-from kvoffload.engine.request import Request, RequestState
+from kvoffload.engine.request import KeyChain, Request, RequestState, RequestStats, TokenStream
 from kvoffload.engine.runner import Runner, block_bytes
 from kvoffload.engine.scheduler import Batch, Scheduler
-from kvoffload.engine.stream import TokenStream
 from kvoffload.engine.tables import BlockTables
 
 if TYPE_CHECKING:
@@ -74,7 +70,6 @@ class Engine:
         self._capacity = Capacity(groups, config.step_tokens, config.max_model_len)
         self.pool = BlockPool(pool_size(config, self._capacity))
         self.runner = make_runner(config, groups, self.pool.num_blocks)
-        self._admission = Admission(config, self._capacity, self.pool.usable_blocks)
         self.facts = _facts(config, self._capacity, self.runner, self.pool)
         if plugin is None and config.plugin is not None:
             plugin = load_plugin(config.plugin)
@@ -118,9 +113,12 @@ class Engine:
         if request_id in self._open or request_id in self._scheduler.loading:
             raise RequestRefused(f"a request with the id {request_id!r} is open")
         params = params or SamplingParams()
-        request = self._admission.make_request(
-            request_id, prompt, params, cache_salt, self._clock(), trace_parent
-        )
+        self._check_prompt(prompt, params)
+        groups = len(self._capacity.groups)
+        chain = KeyChain(self.config.block_tokens, groups, cache_salt)
+        stats = RequestStats(len(prompt), arrived_s=self._clock())
+        request = Request(request_id, list(prompt), len(prompt), params, chain, stats, groups, trace_parent)
+        self._capacity.check_fits(request.max_kv_tokens, self.pool.usable_blocks)
         stream = TokenStream(request_id, request.stats, self.abort)
         self._open[request_id] = (request, stream)
         self._scheduler.add(request)
@@ -185,7 +183,7 @@ class Engine:
 
     def audit(self) -> list[str]:
         """Every broken conservation law as text; empty for a sound engine. For use between steps."""
-        return audit(self._scheduler, self.pool, self._capacity)
+        return self._scheduler.audit(self.pool)
 
     def statistics(self) -> EngineStatistics:
         """The engine's state in numbers. Costs a pass over the pool."""
@@ -223,6 +221,15 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.stop()
+
+    def _check_prompt(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        if not prompt:
+            raise RequestRefused("the prompt is empty: there is nothing to continue")
+        size = self.config.model.vocab_size
+        if wrong := next((token for token in prompt if not 0 <= token < size), None):
+            raise RequestRefused(f"token {wrong} is not in the vocabulary of {size} tokens")
+        if len(prompt) + params.max_new_tokens > self.config.max_model_len:
+            raise PromptTooLong(len(prompt), params.max_new_tokens, self.config.max_model_len)
 
     async def _run(self) -> None:
         try:

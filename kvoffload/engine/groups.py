@@ -1,17 +1,30 @@
-"""Which tokens a group's layers can see, and so which blocks a request must hold.
+"""Which tokens a group's layers can see, so which blocks a request must hold, and how many at a time.
 
     full              [0 ................................ p]
     sliding window                    [p - window + 1 ... p]
     chunked local             [start of p's chunk ....... p]
     recurrent                                      [p - 1]      the state after the token before
 
-Everything that asks "is this block still needed" (capacity, tables, prefix search, masks) asks `first_visible`.
+Everything that asks "is this block still needed" (tables, prefix search, masks) asks `first_visible`.
+
+`Capacity` is the one formula behind pool size, admission and allocation. A step computes at most `step_tokens` new
+tokens of a request, and one step is in flight. Before its blocks are allocated, those that left the window are given
+back, so the most that a request holds in a window group is
+
+        |<---- window - 1 ---->|<-- in flight -->|
+    ....|......:.......:.......:.......:.......:.|        in blocks, rounded up, plus one,
+     ^ the window need not start on a block edge           because both ends can lie inside a block
+
+A chunk starts on a block edge, so chunked-local groups need no extra block. Full attention is never capped. A recurrent
+group needs the state that a step goes on from and the state that it writes.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvoffload.engine.errors import PoolTooSmall
 from kvoffload.engine.plugin import GroupFacts
 
 if TYPE_CHECKING:
@@ -47,3 +60,61 @@ def first_needed_block(group: GroupFacts, computed_tokens: int) -> int:
 
 def _local_group(model: ModelConfig, index: int, block_tokens: int) -> GroupFacts:
     return GroupFacts(index, model.attention, block_tokens, model.window_tokens, model.chunk_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The formula for one engine's groups and limits."""
+
+    groups: tuple[GroupFacts, ...]
+    in_flight_tokens: int
+    max_model_len: int
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of one block, the same in all groups."""
+        return self.groups[0].block_tokens
+
+    def group_blocks(self, group: GroupFacts, tokens: int) -> int:
+        """The most blocks that a request of `tokens` tokens holds in `group` at a time."""
+        blocks = _blocks(tokens, group)
+        cap = self.group_cap_blocks(group)
+        return blocks if cap is None else min(blocks, cap)
+
+    def group_cap_blocks(self, group: GroupFacts) -> int | None:
+        """The most blocks that any request holds in `group`, however long it is; None for full attention."""
+        if group.kind == "recurrent":
+            return 2
+        if group.window_tokens is not None:
+            tokens = min(group.window_tokens - 1 + self.in_flight_tokens, self.max_model_len)
+            return _blocks(tokens, group) + 1
+        if group.chunk_tokens is not None:
+            return _blocks(min(group.chunk_tokens + self.in_flight_tokens, self.max_model_len), group)
+        return None
+
+    def request_blocks(self, tokens: int) -> int:
+        """The most blocks that a request of `tokens` tokens holds at a time, over all groups."""
+        return sum(self.group_blocks(group, tokens) for group in self.groups)
+
+    def pool_blocks(self, requests: int) -> int:
+        """Pool size, null block included, in which `requests` requests of full length fit at a time."""
+        return 1 + requests * self.request_blocks(self.max_model_len)
+
+    def check_fits(self, tokens: int, usable_blocks: int) -> None:
+        """Refuse what the pool can never hold.
+
+        Raises:
+            PoolTooSmall: a request of `tokens` tokens needs more than `usable_blocks` blocks.
+        """
+        need = self.request_blocks(tokens)
+        if need > usable_blocks:
+            raise PoolTooSmall(tokens, need, usable_blocks)
+
+
+def pool_size(config: EngineConfig, capacity: Capacity) -> int:
+    """The number of blocks of an engine's pool, the null block included."""
+    return config.num_blocks or capacity.pool_blocks(config.pool_requests)
+
+
+def _blocks(tokens: int, group: GroupFacts) -> int:
+    return -(-tokens // group.block_tokens)

@@ -199,6 +199,40 @@ class SchedulerPlugin(Protocol):
         """Called once, after the last step."""
 
 
+class NoPlugin(SchedulerPlugin):
+    """A scheduler side that has nothing and wants nothing, so that the engine never asks whether there is a plugin."""
+
+    def bind(self, pool: BlockPool) -> None: ...
+
+    def request_added(self, request: RequestView) -> None: ...
+
+    def lookup(self, request: RequestView, device_tokens: int) -> int | None:
+        return 0
+
+    def junction(self, request: RequestView) -> int:
+        return 0
+
+    def allocated(
+        self, request: RequestView, tables: BlockTables, device_tokens: int, external_tokens: int
+    ) -> None: ...
+
+    def plan(self, step: StepFacts) -> object:
+        return None
+
+    def request_ended(self, request: RequestView, aborted: bool) -> None: ...
+
+    def update(self, outputs: Sequence[object]) -> LoadResults:
+        return LoadResults()
+
+    def has_pending_work(self) -> bool:
+        return False
+
+    def reset(self) -> bool:
+        return True
+
+    def shutdown(self) -> None: ...
+
+
 class WorkerPlugin(Protocol):
     """One rank's side of a plugin."""
 

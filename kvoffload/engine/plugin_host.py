@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvoffload.engine.no_plugin import NoPlugin
 from kvoffload.engine.plugin import (
     EngineFacts,
     EnginePlugin,
     LoadResults,
+    NoPlugin,
     SchedulerPlugin,
     StepFacts,
     WorkerPlugin,

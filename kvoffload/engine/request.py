@@ -1,15 +1,18 @@
-"""One request: its tokens, its block tables, and what became of it."""
+"""One request: its tokens and their keys, its block tables, what became of it, and the stream that its caller reads."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from hashlib import sha256
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 if TYPE_CHECKING:
     from kvoffload.engine.config import SamplingParams
-    from kvoffload.engine.keys import KeyChain
     from kvoffload.engine.plugin import BlockTables
 
 
@@ -55,6 +58,35 @@ class RequestStats:
             self.resumed_tokens += device_tokens + external_tokens
         else:
             self.device_hit_tokens, self.external_tokens = device_tokens, external_tokens
+
+
+class KeyChain:
+    """The keys of one request's full blocks; grows with its tokens. Equal keys mean equal prefixes.
+
+    A block's hash covers its tokens, the hash of the block before it, and, through the first block, the cache salt.
+    Its key is that hash followed by the group's number in four big-endian bytes.
+    """
+
+    def __init__(self, block_tokens: int, groups: int, cache_salt: bytes = b"") -> None:
+        self._block_tokens = block_tokens
+        self._last_hash = sha256(b"kv-block-chain:" + cache_salt).digest()
+        self._keys: tuple[list[bytes], ...] = tuple([] for _ in range(groups))
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Hash the blocks of `tokens` (all of the request's tokens) that have become full."""
+        size = self._block_tokens
+        for start in range(len(self._keys[0]) * size, len(tokens) - size + 1, size):
+            self._append(tokens[start : start + size])
+
+    def keys(self, group: int) -> Sequence[bytes]:
+        """Keys of the full blocks hashed so far, by position."""
+        return self._keys[group]
+
+    def _append(self, block: Sequence[int]) -> None:
+        # Eight bytes a token: the widest an array takes, so two different blocks never have the same bytes.
+        self._last_hash = sha256(self._last_hash + array("q", block).tobytes()).digest()
+        for group, keys in enumerate(self._keys):
+            keys.append(self._last_hash + group.to_bytes(4, "big"))
 
 
 @dataclass(slots=True, eq=False)
@@ -119,3 +151,61 @@ class Request:
         self.tables = [[] for _ in range(self.groups)]
         self.recycled_blocks = [0] * self.groups
         self.confirmed_tokens = self.indexed_blocks = self.held_blocks = 0
+
+
+class TokenStream:
+    """Tokens of one request as they are computed.
+
+    Iterate with `async for`. The request is aborted by `aclose`, by leaving an `async with` block over the stream, or
+    by cancelling a task that waits for the next token. Tokens that arrived before are then gone.
+    """
+
+    def __init__(self, request_id: str, stats: RequestStats, abort: Callable[[str], None]) -> None:
+        self.request_id = request_id
+        self.stats = stats
+        self._abort = abort
+        self._arrived: asyncio.Queue[Token | BaseException] = asyncio.Queue()
+        self._is_closed = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Token:
+        """The next token.
+
+        Raises:
+            StopAsyncIteration: the request is complete or aborted.
+            EngineError: the engine could not serve the request to its end.
+        """
+        if self._is_closed:
+            raise StopAsyncIteration
+        try:
+            item = await self._arrived.get()
+        except asyncio.CancelledError:
+            await self.aclose()
+            raise
+        if isinstance(item, BaseException):
+            self._is_closed = True
+            raise item
+        return item
+
+    async def aclose(self) -> None:
+        """Abort the request if it is still open."""
+        self._is_closed = True
+        self._abort(self.request_id)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def push(self, token: Token) -> None:
+        """Called by the engine with each new token."""
+        self._arrived.put_nowait(token)
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Called by the engine after the last token, or with the reason why there will be no more."""
+        self._arrived.put_nowait(error or StopAsyncIteration())

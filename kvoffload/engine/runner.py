@@ -1,4 +1,13 @@
-"""Runs the model over a step's batch, on one device, with the KV cache in blocks."""
+"""Runs the model over a step's batch, on one device, with the KV cache in blocks.
+
+Attention is paged: new keys and values go to their blocks, and each request reads its own blocks back. A recurrent
+layer is a gated linear recurrence in place of it, with a state of one value a channel, whatever the length:
+
+    state = gate * state + sqrt(1 - gate**2) * value          gate = sigmoid(key + _GATE_BIAS)
+    out   = query * state
+
+Its tokens come one after the other, so that it changes nothing where a prompt is cut.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +15,26 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
-from kvoffload.engine.attention import attend, write_kv
-from kvoffload.engine.batch_input import BatchInput, InputMaker, RecurrentInput
+from kvoffload.engine.batch_input import (
+    AttentionInput,
+    BatchInput,
+    InputMaker,
+    RecurrentInput,
+    Span,
+    StateSpan,
+)
 from kvoffload.engine.errors import ConfigError
 from kvoffload.engine.model import Transformer
-from kvoffload.engine.recurrence import recur
 from kvoffload.engine.request import Token
 
 if TYPE_CHECKING:
     from kvoffload.engine.config import EngineConfig
     from kvoffload.engine.plugin import GroupFacts
     from kvoffload.engine.scheduler import Batch
+
+_GATE_BIAS = 3.0  # a recurrent layer remembers a token over some ten others
 
 
 class Runner:
@@ -72,6 +89,83 @@ class _PagedAttention:
             return recur(pages, group, query, key, value)
         write_kv(pages, group, key, value)
         return attend(pages, group, query)
+
+
+def write_kv(pages: torch.Tensor, group: AttentionInput, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Store the new tokens' keys and values.
+
+    Args:
+        pages: [num_blocks, 2, block_tokens, kv_heads, head_dim], one layer's.
+        group: the group that the layer belongs to.
+        key: [tokens, kv_heads, head_dim].
+        value: as `key`.
+    """
+    pages[group.write_blocks, 0, group.write_offsets] = key
+    pages[group.write_blocks, 1, group.write_offsets] = value
+
+
+def attend(pages: torch.Tensor, group: AttentionInput, query: torch.Tensor) -> torch.Tensor:
+    """Attention of the new tokens, whose own keys and values have been written.
+
+    Args:
+        pages: as in `write_kv`.
+        group: the group that the layer belongs to.
+        query: [tokens, heads, head_dim].
+
+    Returns:
+        [tokens, heads, head_dim].
+    """
+    return torch.cat([_attend_span(pages, span, query[span.rows]) for span in group.spans])
+
+
+def _attend_span(pages: torch.Tensor, span: Span, query: torch.Tensor) -> torch.Tensor:
+    out = scaled_dot_product_attention(
+        query.transpose(0, 1)[None],
+        _gather(pages, 0, span),
+        _gather(pages, 1, span),
+        attn_mask=span.mask,
+        is_causal=span.is_causal,
+        enable_gqa=True,
+    )
+    return out[0].transpose(0, 1)
+
+
+def _gather(pages: torch.Tensor, half: int, span: Span) -> torch.Tensor:
+    """[1, kv_heads, keys, head_dim]: the keys (0) or values (1) of a span's tokens."""
+    return pages[span.blocks, half].flatten(0, 1)[span.keys].transpose(0, 1)[None]
+
+
+def recur(
+    pages: torch.Tensor, group: RecurrentInput, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> torch.Tensor:
+    """The new tokens' outputs; each request's state is read from its block, and left in the block of its last token.
+
+    Args:
+        pages: one layer's, [num_blocks, 2, block_tokens, kv_heads, head_dim]. A state lies where the first token's
+            key would, and the rest of its page is unused.
+        group: the group that the layer belongs to.
+        query: [tokens, heads, head_dim].
+        key: [tokens, kv_heads, head_dim].
+        value: as `key`.
+
+    Returns:
+        [tokens, heads, head_dim].
+    """
+    gate = torch.sigmoid(key + _GATE_BIAS)
+    gained = torch.sqrt(1 - gate * gate) * value
+    states = torch.cat([_states(pages, span, gate[span.rows], gained[span.rows]) for span in group.spans])
+    return query * states.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+
+
+def _states(pages: torch.Tensor, span: StateSpan, gate: torch.Tensor, gained: torch.Tensor) -> torch.Tensor:
+    """The state after each of a span's rows; the last one goes to the span's block."""
+    page = pages[:, 0, 0]
+    state = torch.zeros_like(gained[0]) if span.read_block is None else page[span.read_block]
+    found = torch.empty_like(gained)
+    for row in range(len(gained)):
+        state = torch.addcmul(gained[row], gate[row], state, out=found[row])
+    page[span.write_block] = state
+    return found
 
 
 def usable_device(name: str) -> torch.device:

@@ -14,7 +14,7 @@ the blocks that it can still come to need.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING
@@ -26,7 +26,8 @@ from kvoffload.engine.request import Request, RequestState, Token
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvoffload.engine.capacity import Capacity
+    from kvoffload.engine.block_pool import BlockPool
+    from kvoffload.engine.groups import Capacity
     from kvoffload.engine.tables import BlockTables, NewBlocks
 
 # A step asks the plugin about no more requests than this that it then has to skip, so that a long queue of requests
@@ -147,6 +148,18 @@ class Scheduler:
             self._load_ended(request_id, self._run_loaded)
         for request_id in reversed(results.failed):  # the first one named is to be the first in the queue
             self._load_ended(request_id, self._retry)
+
+    def audit(self, pool: BlockPool) -> list[str]:
+        """Every broken conservation law as text; none for a sound engine, at any time between two steps."""
+        holders = (*self.running, *self.loading.values())
+        held = Counter(block for request in holders for table in request.tables for block in table if block)
+        found = pool.audit(held)
+        for request in holders:
+            found += _table_problems(request, self._capacity)
+        for request in self.waiting:
+            if request.state is not RequestState.WAITING or any(request.tables):
+                found.append(f"request {request.request_id} waits as {request.state.value} with blocks")
+        return found
 
     # --- recurrent states ------------------------------------------------------------------------------------
 
@@ -298,3 +311,15 @@ class Scheduler:
 
 def _progress(chunk: Chunk) -> Progress:
     return Progress(chunk.request.request_id, chunk.start, chunk.new_blocks, chunk.end - chunk.start)
+
+
+def _table_problems(request: Request, capacity: Capacity) -> list[str]:
+    counts = [sum(1 for block in table if block) for table in request.tables]
+    found = [
+        f"request {request.request_id} holds {count} blocks in group {group.index}, over its bound"
+        for group, count in zip(capacity.groups, counts, strict=True)
+        if count > capacity.group_blocks(group, request.max_kv_tokens)
+    ]
+    if sum(counts) != request.held_blocks:
+        found.append(f"request {request.request_id} holds {sum(counts)} blocks, counts {request.held_blocks}")
+    return found

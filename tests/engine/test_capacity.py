@@ -6,13 +6,10 @@ import pytest
 
 from kvoffload.engine import EngineConfig, PoolTooSmall, PromptTooLong, SamplingParams
 from kvoffload.engine.block_pool import BlockPool
-from kvoffload.engine.capacity import Capacity, pool_size
-from kvoffload.engine.groups import make_groups
-from kvoffload.engine.keys import KeyChain
+from kvoffload.engine.groups import Capacity, make_groups, pool_size
 from kvoffload.engine.plugin import GroupFacts
-from kvoffload.engine.prefix import PrefixHit
-from kvoffload.engine.request import Request, RequestStats
-from kvoffload.engine.tables import BlockTables
+from kvoffload.engine.request import KeyChain, Request, RequestStats
+from kvoffload.engine.tables import BlockTables, PrefixHit
 from tests.engine.tiny import drain, run, taken, tiny_config, tiny_engine, tokens
 
 WINDOW = GroupFacts(0, "sliding_window", 16, 1024, None)

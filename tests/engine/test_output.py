@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvoffload.engine import SamplingParams
-from kvoffload.engine.keys import KeyChain
+from kvoffload.engine.request import KeyChain
 from tests.engine.tiny import (
     KINDS,
     alone,

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from kvoffload.engine.block_pool import BlockPool
 from kvoffload.engine.groups import first_needed_block
-from kvoffload.engine.keys import KeyChain
 from kvoffload.engine.plugin import GroupFacts
-from kvoffload.engine.prefix import find_prefix
+from kvoffload.engine.request import KeyChain
+from kvoffload.engine.tables import find_prefix
 
 
 def chain(tokens: list[int], groups: int = 2, salt: bytes = b"") -> KeyChain:

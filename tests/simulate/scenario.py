@@ -9,8 +9,7 @@ from typing import Any
 
 from kvoffload.disk.system import PAGE
 from kvoffload.engine import EngineConfig, ModelConfig
-from kvoffload.engine.capacity import Capacity
-from kvoffload.engine.groups import make_groups
+from kvoffload.engine.groups import Capacity, make_groups
 from tests.simulate.copier import Odds
 from tests.simulate.counting import VOCABULARY
 from tests.simulate.disk import DISK_TROUBLES, DiskOdds

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 from kvoffload.cli.demo.options import LAYERS, DemoOptions
 from kvoffload.cli.exits import CommandError
 from kvoffload.engine import Engine, EngineConfig, ModelConfig
-from kvoffload.engine.capacity import Capacity
 from kvoffload.engine.errors import PoolTooSmall
-from kvoffload.engine.groups import first_needed_block, make_groups
+from kvoffload.engine.groups import Capacity, first_needed_block, make_groups
 from kvoffload.engine.plugin import EnginePlugin, load_plugin
 from kvoffload.telemetry.counters import conservation, slot_problems
 
