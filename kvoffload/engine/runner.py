@@ -60,7 +60,9 @@ class Runner:
     def launch(self, batch: Batch) -> torch.Tensor:
         """The forward pass; returns logits [samples, vocab_size]. Does not wait for the device."""
         inputs = self._input_maker.make(batch.chunks)
-        hidden = self._model.hidden(inputs.token_ids, inputs.positions, self._paged_attention(inputs))
+        hidden = self._model.hidden(
+            inputs.token_ids, inputs.positions, _PagedAttention(self.kv_tensors, inputs)
+        )
         return self._model.logits(hidden[inputs.sample_rows])
 
     @torch.inference_mode()
@@ -68,9 +70,6 @@ class Runner:
         """The likeliest token for each chunk that samples, in order, with its log-probability."""
         picked, chosen = logits.log_softmax(dim=-1).max(dim=-1)
         return [Token(*pair) for pair in zip(chosen.tolist(), picked.tolist(), strict=True)]
-
-    def _paged_attention(self, inputs: BatchInput) -> _PagedAttention:
-        return _PagedAttention(self.kv_tensors, inputs)
 
 
 class _PagedAttention:
